@@ -1,0 +1,65 @@
+"""Every error a user can meet. Each says where, what, why and how to fix it; the command line prints it and exits with 2.
+
+    OncurveError
+    ├── RecipeError       a recipe that can't be run as written
+    ├── DataError         a data file or task that gives nothing usable
+    ├── ModelError        a model that can't be loaded, or that the engine can't run faithfully
+    ├── RewardError       rewards that fail too often, or can't be built
+    ├── RunError          a run folder: missing, foreign, interrupted, already there, made by a newer version
+    │   └── CheckpointError   a checkpoint that is damaged or unreadable
+    ├── DiskError         no room, no permission, read-only
+    └── MissingPackage    an optional package that a setting asks for
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class OncurveError(Exception):
+    """An error that the user can mend. ``where`` names the place, ``what`` was found, ``because`` and ``fix`` complete it."""
+
+    exit_code = 2
+
+    def __init__(self, where: str, what: object, *, because: str, fix: str) -> None:
+        self.where, self.what, self.because, self.fix = where, what, because, fix
+        super().__init__(f"{where}: {what}\n  because {because}\n  fix: {fix}")
+
+
+class RecipeError(OncurveError):
+    """A recipe that can't be run as written; ``where`` is the dotted key."""
+
+
+class DataError(OncurveError):
+    """A data file or task that gives nothing usable; ``where`` is the file and line."""
+
+
+class ModelError(OncurveError):
+    """A model that can't be loaded, or that the engine can't run faithfully."""
+
+
+class RewardError(OncurveError):
+    """Rewards that can't be built, or that fail too often to go on."""
+
+
+class RunError(OncurveError):
+    """A run folder that can't be used as asked."""
+
+
+class CheckpointError(RunError):
+    """A checkpoint that is damaged, or of a format this version does not read."""
+
+
+class DiskError(OncurveError):
+    """No room left, no permission, or a read-only disk."""
+
+
+class MissingPackage(OncurveError):
+    """An optional package that a setting asks for is not installed."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """' (did you mean X?)' for the closest known word, or nothing."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f" (did you mean '{close[0]}'?)" if close else ""
