@@ -1,0 +1,1 @@
+"""GRPO, graded on the curve of its own group."""
