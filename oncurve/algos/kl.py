@@ -1,0 +1,53 @@
+"""Estimates of KL(π_θ ‖ π_ref) from tokens that π_θ sampled (Schulman, "Approximating KL divergence", 2020).
+
+With d = log π_ref − log π_θ of a sampled token:  k1 = −d,  k2 = d²/2,  k3 = e^d − d − 1. k1 and k3 are unbiased in value for
+samples of π_θ; k2 and k3 are never negative. In a loss only k2's gradient is, on average, that of this KL: k1's is 0 on average
+(so k1 belongs in the reward) and k3's is that of the reversed KL. All are biased once the samples are an older policy's, unless
+weighted by the ratio.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from oncurve.algos.ratios import LOG_CAP
+from oncurve.algos.rows import Rows
+
+KlEstimator = Literal["k1", "k2", "k3"]
+
+
+def k1(logp_N: Tensor, logp_ref_N: Tensor) -> Tensor:
+    """log π_θ − log π_ref: unbiased, of either sign."""
+    return logp_N - logp_ref_N
+
+
+def k2(logp_N: Tensor, logp_ref_N: Tensor) -> Tensor:
+    """½ (log π_ref − log π_θ)²: biased in value, low variance."""
+    return 0.5 * (logp_ref_N - logp_N).square()
+
+
+def k3(logp_N: Tensor, logp_ref_N: Tensor) -> Tensor:
+    """e^d − d − 1 ≥ 0 with d = log π_ref − log π_θ: GRPO's choice (DeepSeekMath, arXiv 2402.03300, eq. 4).
+
+    d is capped as ratios are, so that a token the policy has all but given up can't overflow the loss; ``expm1`` keeps the
+    digits where d is small, which is where training begins.
+    """
+    d_N = (logp_ref_N - logp_N).clamp(max=LOG_CAP)
+    return torch.expm1(d_N) - d_N
+
+
+KL_ESTIMATORS: Mapping[KlEstimator, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+
+
+def sequence_kl(logp_N: Tensor, logp_ref_N: Tensor, rows: Rows, estimator: KlEstimator = "k1") -> Tensor:
+    """Σ_t of the estimate over each completion's masked-in tokens, without gradient: what a KL inside the reward subtracts."""
+    return rows.sum(KL_ESTIMATORS[estimator](rows.keep(logp_N.detach()), rows.keep(logp_ref_N.detach())))
+
+
+def kl_in_reward(rewards: Tensor, kl_sums: Tensor, beta: float) -> Tensor:
+    """r_i − β · KL_i, with KL_i the sum over the completion (RLOO, arXiv 2402.14740). A missing reward (NaN) stays missing."""
+    return rewards - beta * kl_sums

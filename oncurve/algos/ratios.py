@@ -1,0 +1,54 @@
+"""Importance ratios, new over old: ρ_i,t = π_θ(o_i,t | q, o_i,<t) / π_old(o_i,t | q, o_i,<t), and their sequence forms.
+
+Each takes the log-ratio log π_θ − log π_old of every token (0 where masked out) and gives one ratio per token. Log-ratios are
+capped at LOG_CAP before the exponential: beyond it a ratio is e^20 and passes no gradient, where float32 would soon
+overflow and turn a clipped token's gradient, 0 · ∞, into NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from oncurve.algos.rows import Rows
+
+LOG_CAP = 20.0
+
+Ratio = Callable[[Tensor, Rows], Tensor]
+"""(log-ratio of each token, rows) → ratio of each token."""
+
+
+def _exp(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(max=LOG_CAP).exp()
+
+
+def token_ratio(log_ratio_N: Tensor, rows: Rows) -> Tensor:
+    """ρ_i,t, one per token (PPO; GRPO in DeepSeekMath, arXiv 2402.03300)."""
+    return _exp(log_ratio_N)
+
+
+def sequence_product_ratio(log_ratio_N: Tensor, rows: Rows) -> Tensor:
+    """π_θ(o_i | q) / π_old(o_i | q) = Π_t ρ_i,t: one unnormalised ratio per sequence, the form in which GRPO is often written
+    down, and RLOO's."""
+    return rows.spread(_exp(rows.sum(log_ratio_N)))
+
+
+def sequence_mean_ratio(log_ratio_N: Tensor, rows: Rows) -> Tensor:
+    """s_i = (π_θ(o_i | q) / π_old(o_i | q))^(1/|o_i|): the geometric mean of the token ratios (GSPO, arXiv 2507.18071)."""
+    return rows.spread(_exp(rows.mean(log_ratio_N)))
+
+
+def sequence_token_ratio(log_ratio_N: Tensor, rows: Rows) -> Tensor:
+    """s_i,t = sg[s_i] · π_θ(o_i,t) / sg[π_θ(o_i,t)] (GSPO-token, arXiv 2507.18071), sg stopping the gradient.
+
+    Its value is s_i; its gradient at token t is s_i ∇log π_θ(o_i,t), so that tokens of one sequence can have advantages
+    of their own. π_old is a constant: log-ratio − sg[log-ratio] is log π_θ − sg[log π_θ], and exactly 0 in value.
+    """
+    sequence_N = rows.spread(rows.mean(log_ratio_N.detach()))
+    return _exp(sequence_N + (log_ratio_N - log_ratio_N.detach()))
+
+
+def truncated_weights(logp_learner_N: Tensor, logp_sampler_N: Tensor, cap: float) -> Tensor:
+    """min(π_learner / π_sampler, cap) per token, a constant: truncated importance sampling against sampler mismatch."""
+    return _exp(logp_learner_N.detach() - logp_sampler_N.detach()).clamp(max=cap)

@@ -1,0 +1,59 @@
+"""How the tokens of a step become one number: each token's share of the loss.
+
+A reduction returns the factor of every token in the sum; the loss is Σ share · token loss. It divides by the *step's* totals,
+never a micro-batch's, so the sum over micro-batches is the step's loss however the step was split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from oncurve.algos.rows import Rows
+from oncurve.records import GradedGroup
+
+
+@dataclass(frozen=True, slots=True)
+class StepTotals:
+    """What reductions divide by: the step's graded completions, their loss tokens, and Dr. GRPO's constant length."""
+
+    completions: int
+    tokens: int
+    length_budget: int
+
+
+def step_totals(groups: Iterable[GradedGroup], length_budget: int) -> StepTotals:
+    """Totals over graded completions. Groups without signal and empty completions count; failed or masked ones do not."""
+    lengths = [
+        scored.completion.length
+        for group in groups
+        for scored, graded in zip(group.scored.scored, group.graded, strict=True)
+        if graded
+    ]
+    return StepTotals(len(lengths), sum(lengths), length_budget)
+
+
+Reduction = Callable[[Rows, StepTotals], Tensor | float]
+"""(rows, totals) → each token's share, or one share for all."""
+
+
+def mean_of_completion_means(rows: Rows, totals: StepTotals) -> Tensor | float:
+    """1 / (B |o_i|): every completion counts alike, so tokens of long ones count less (GRPO, DeepSeekMath)."""
+    return rows.spread((rows.length_R.clamp(min=1) * max(totals.completions, 1)).reciprocal())
+
+
+def mean_over_step_tokens(rows: Rows, totals: StepTotals) -> Tensor | float:
+    """1 / Σ_i |o_i|: every token of the step counts alike (DAPO, arXiv 2503.14476; BNPO where the batch is the step)."""
+    return 1.0 / max(totals.tokens, 1)
+
+
+def mean_over_length_budget(rows: Rows, totals: StepTotals) -> Tensor | float:
+    """1 / (B L) with a constant L: no bias by length (Dr. GRPO, arXiv 2503.20783)."""
+    return 1.0 / max(totals.completions * totals.length_budget, 1)
+
+
+def mean_of_completion_sums(rows: Rows, totals: StepTotals) -> Tensor | float:
+    """1 / B: sequence sums, as in the policy gradient itself (REINFORCE; LUSPO with a sequence ratio)."""
+    return 1.0 / max(totals.completions, 1)
