@@ -1,0 +1,239 @@
+"""The native engine: schedule, decode, collect, with the learner's own weights and continuous batching.
+
+A group's prompt is prefilled once, all but its last token; that token opens every completion's suffix, so that the first sampled token
+comes from a decode step like all others. Slots come in blocks of R that share a prompt; a block whose completions have all ended
+is given to the next in the queue. Finished rows are noticed every ``check_every`` tokens.
+
+Decoding runs at fixed shapes: S slots, whatever is queued. Prefill runs at the shape of the prompt's own length bucket. So on one machine
+and setting a completion's tokens are bit-identical whatever else is queued.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from oncurve.engines.pool import PAGE, DecodeLayout, Pool, PrefillLayout
+from oncurve.engines.randomness import uniforms
+from oncurve.engines.sampling import Drawn, draw
+from oncurve.errors import ModelError
+from oncurve.models.policy import Policy
+from oncurve.recipe.schema import Engine as EngineSettings
+from oncurve.recipe.schema import Sampling
+from oncurve.records import Completion, Group, Ints, Prompt, StopReason
+
+BUCKET = 16
+"""Prompts are prefilled at lengths rounded up to this."""
+PREFILL_TOKENS = 512
+"""Prompts of one bucket are prefilled together up to about this many tokens."""
+SLOTS_CPU, SLOTS_GPU = 64, 256
+ROWS = 16
+"""Most slots that share a block, and so must all end before it is refilled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """Which random numbers a call of ``sample`` uses."""
+
+    seed: int
+    step: int
+
+
+@dataclass
+class Row:
+    """One completion in the making."""
+
+    group: int
+    sample: int
+    token_ids: list[int] = field(default_factory=list)
+    logps: list[tuple[float, float, float]] = field(default_factory=list)
+    stop: StopReason | None = None
+
+
+@dataclass
+class Job:
+    """A block's worth of completions of one prompt, waiting or running."""
+
+    group: int
+    samples: range
+
+
+class NativeEngine:
+    """Samples groups of completions from a policy."""
+
+    def __init__(self, policy: Policy, settings: EngineSettings) -> None:
+        self.policy, self.settings = policy, settings
+
+    @torch.no_grad()
+    def sample(self, prompts: Sequence[Prompt], group_size: int, how: Sampling, draws: Draws) -> list[Group]:
+        """``group_size`` completions of each prompt, in order."""
+        prompt_ids = [self.policy.encode(p) for p in prompts]
+        for prompt, ids in zip(prompts, prompt_ids, strict=True):
+            self._check_room(prompt, len(ids), how)
+        rows = group_rows(group_size)
+        blocks = self._blocks(len(prompts) * -(-group_size // rows), rows)
+        batch = _Batch(self.policy, how, Pool(blocks, rows, how.max_new_tokens), draws, prompts, prompt_ids, group_size)
+        batch.run(self.settings.check_every)
+        return [self._collect(p, ids, batch.rows_of(g)) for g, (p, ids) in enumerate(zip(prompts, prompt_ids, strict=True))]
+
+    def _blocks(self, jobs: int, rows: int) -> int:
+        default = SLOTS_GPU if self.policy.device.type == "cuda" else SLOTS_CPU
+        return max(1, (self.settings.slots or min(default, jobs * rows)) // rows)
+
+    def _check_room(self, prompt: Prompt, length: int, how: Sampling) -> None:
+        if length + how.max_new_tokens > self.policy.context:
+            raise ModelError(
+                prompt.id,
+                f"a prompt of {length} tokens with max_new_tokens = {how.max_new_tokens}",
+                because=f"the model addresses {self.policy.context} positions",
+                fix="shorten the prompt, lower sampling.max_new_tokens, or use a model with a longer context",
+            )
+
+    def _collect(self, prompt: Prompt, ids: Ints, rows: Sequence[Row]) -> Group:
+        return Group(prompt, ids, tuple(self._completion(row) for row in rows))
+
+    def _completion(self, row: Row) -> Completion:
+        assert row.stop is not None
+        ids = np.asarray(row.token_ids, np.int64)
+        logps, sampled, raw = (np.asarray(x, np.float32) for x in zip(*row.logps, strict=True))
+        sampled = logps if np.array_equal(sampled, logps) else sampled
+        raw = logps if np.array_equal(raw, logps) else raw
+        text_ids = ids[:-1] if row.stop == "end" else ids
+        return Completion(ids, self.policy.decode(text_ids), row.stop, logps, sampled, raw, np.ones(len(ids), bool))
+
+
+def group_rows(group_size: int) -> int:
+    """R: how many slots share a prompt's block. The largest divisor of the group size up to ROWS wastes no slot."""
+    return max(r for r in range(1, min(group_size, ROWS) + 1) if group_size % r == 0)
+
+
+class _Batch:
+    """The state of one call of ``sample``: the queue, the slots, and what has been written."""
+
+    def __init__(self, policy: Policy, how: Sampling, pool: Pool, draws: Draws, prompts: Sequence[Prompt], prompt_ids: Sequence[Ints],
+                 group_size: int) -> None:  # fmt: skip
+        self.policy, self.how, self.pool, self.draws = policy, how, pool, draws
+        self.prompts, self.prompt_ids = prompts, prompt_ids
+        R, device = pool.rows, policy.device
+        self.rows = [[Row(g, s) for s in range(group_size)] for g in range(len(prompts))]
+        self.waiting = deque(Job(g, range(s, s + R)) for g in range(len(prompts)) for s in range(0, group_size, R))
+        self.running: list[Job | None] = [None] * pool.blocks
+        self.row_in: list[Row | None] = [None] * pool.slots
+        self.token_S = torch.zeros(pool.slots, dtype=torch.long, device=device)
+        self.prompt_length_S = torch.zeros(pool.slots, dtype=torch.long, device=device)
+        self.suffix_length_S = torch.zeros(pool.slots, dtype=torch.long, device=device)
+        self.uniform_ST = torch.zeros(pool.slots, how.max_new_tokens, dtype=torch.float64, device=device)
+        self.last_S = how.max_new_tokens - 1
+        self.slot_S = torch.arange(pool.slots, device=device)
+        self.end_ids = torch.tensor(policy.end_ids, device=device)
+        self.stop_strings = how.stop
+
+    def rows_of(self, group: int) -> list[Row]:
+        return self.rows[group]
+
+    def run(self, check_every: int) -> None:
+        self._admit()
+        while any(self.row_in):
+            drawn = [self._decode() for _ in range(check_every)]
+            self._write_down(drawn)
+            self._admit()
+
+    def _admit(self) -> None:
+        """Give free blocks to waiting jobs and prefill their prompts."""
+        admitted: list[tuple[int, Job]] = []
+        for block, job in enumerate(self.running):
+            if job is None and self.waiting:
+                new = self.waiting.popleft()
+                self.running[block] = new
+                admitted.append((block, new))
+        if not admitted:
+            return
+        for block, job in admitted:
+            self._seat(block, job)
+        lengths = sorted({-(-(len(self.prompt_ids[j.group]) - 1) // BUCKET) * BUCKET for _, j in admitted})
+        for length in lengths:
+            if length:
+                self._prefill(length, [(b, j.group) for b, j in admitted if length - BUCKET < len(self.prompt_ids[j.group]) - 1 <= length])
+
+    def _seat(self, block: int, job: Job) -> None:
+        ids = self.prompt_ids[job.group]
+        first = block * self.pool.rows
+        slots = slice(first, first + self.pool.rows)
+        self.token_S[slots] = int(ids[-1])
+        self.prompt_length_S[slots] = len(ids) - 1
+        self.suffix_length_S[slots] = 0
+        numbers = [uniforms(self.draws.seed, self.draws.step, self.prompts[job.group].id, s, self.how.max_new_tokens) for s in job.samples]
+        self.uniform_ST[slots] = torch.from_numpy(np.stack(numbers)).to(self.uniform_ST.device)
+        for offset, sample in enumerate(job.samples):
+            self.row_in[first + offset] = self.rows[job.group][sample]
+
+    def _prefill(self, length: int, seats: list[tuple[int, int]]) -> None:
+        """Prompts of one bucket in batches of one shape: which prompts share a batch changes no bit of any."""
+        size = max(1, PREFILL_TOKENS // length)
+        groups = list(dict.fromkeys(g for _, g in seats))
+        device = self.policy.device
+        positions = torch.arange(length, device=device)
+        for start in range(0, len(groups), size):
+            chosen = groups[start : start + size]
+            ids = np.zeros((size, length), np.int64)
+            for i, g in enumerate(chosen):
+                ids[i, : len(self.prompt_ids[g]) - 1] = self.prompt_ids[g][:-1]
+            pairs = [(chosen.index(g), b) for b, g in seats if g in chosen]
+            sources, blocks = (torch.tensor(x, device=device) for x in zip(*pairs, strict=True))
+            layout = PrefillLayout(self.pool, sources, blocks, positions)
+            self.policy.hidden(torch.from_numpy(ids).to(device), positions.expand(size, -1), layout)
+
+    def _decode(self) -> tuple[Drawn, Tensor]:
+        """One token for every slot; free and finished slots decode too, and are not read."""
+        at_S = self.suffix_length_S
+        prompt_pages = -(-int(self.prompt_length_S.max()) // PAGE)
+        suffix_pages = int(at_S.max()) // PAGE + 1
+        layout = DecodeLayout(self.pool, self.prompt_length_S, at_S, prompt_pages, suffix_pages)
+        hidden = self.policy.hidden(self.token_S[:, None], (self.prompt_length_S + at_S)[:, None], layout)[:, 0]
+        barred = None
+        if self.how.min_new_tokens:
+            barred = torch.zeros(self.pool.slots, self.policy.head.weight_VD.shape[0], dtype=torch.bool, device=hidden.device)
+            barred[:, self.end_ids] = (at_S < self.how.min_new_tokens)[:, None]
+        drawn = draw(self.policy.head.logits(hidden), self.uniform_ST[self.slot_S, at_S], self.how, barred)
+        self.token_S = drawn.token_S
+        self.suffix_length_S = (at_S + 1).clamp(max=self.last_S)
+        return drawn, at_S
+
+    def _write_down(self, steps: list[tuple[Drawn, Tensor]]) -> None:
+        """Hand the drawn tokens to their rows, end the rows that ended, free the blocks whose rows all have."""
+        token_CS = torch.stack([d.token_S for d, _ in steps]).tolist()
+        logp_CS = torch.stack([torch.stack((d.logp_S, d.sampled_logp_S, d.raw_logp_S), -1) for d, _ in steps]).tolist()
+        for slot, row in enumerate(self.row_in):
+            if row is None:
+                continue
+            for token_S, logp_S in zip(token_CS, logp_CS, strict=True):
+                row.token_ids.append(token_S[slot])
+                row.logps.append(logp_S[slot])
+                row.stop = self._why_stop(row)
+                if row.stop is not None:
+                    self.row_in[slot] = None
+                    break
+        for block in range(self.pool.blocks):
+            if self.running[block] is not None and not any(self._rows_in(block)):
+                self.running[block] = None
+
+    def _rows_in(self, block: int) -> Iterator[Row | None]:
+        first = block * self.pool.rows
+        return iter(self.row_in[first : first + self.pool.rows])
+
+    def _why_stop(self, row: Row) -> StopReason | None:
+        if row.token_ids[-1] in self.policy.end_ids and len(row.token_ids) > self.how.min_new_tokens:
+            return "end"
+        if self.stop_strings and any(s in self._tail(row) for s in self.stop_strings):
+            return "stop_string"
+        return "length" if len(row.token_ids) == self.how.max_new_tokens else None
+
+    def _tail(self, row: Row) -> str:
+        """The end of the text, long enough to hold any stop string: a token is at least one byte."""
+        longest = max(len(s.encode()) for s in self.stop_strings)
+        return self.policy.decode(np.asarray(row.token_ids[-longest - 4 :], np.int64))

@@ -1,0 +1,89 @@
+"""The LM head in chunks: log-prob and entropy of each token with no [tokens × vocabulary] tensor ever held.
+
+For logits z (after the model's own scaling and soft cap, divided by the temperature): logp = z_y − lse(z), and H = lse(z) − Σ p·z. The
+backward pass computes each chunk's logits again: d logp/dz = 1_y − p and dH/dz = −p·(log p + H).
+
+Legend: ``M`` predicted tokens, ``D`` hidden size, ``V`` vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+CHUNK_ELEMENTS = 1 << 22
+"""Logits held at once: 16 MiB in float32, which stays near the caches of a CPU and costs a GPU little."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What lies between the last hidden state and the logits: softcap · tanh(scale · (W h + b) / softcap)."""
+
+    weight_VD: Tensor
+    bias_V: Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits at temperature 1, in float32 at least."""
+        z = torch.nn.functional.linear(hidden, self.weight_VD, self.bias_V)
+        z = z if z.dtype == torch.float64 else z.float()
+        z = z if self.scale == 1.0 else z * self.scale
+        return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
+
+
+def token_logps(head: Head, hidden_MD: Tensor, target_M: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """(log-prob of each target, entropy of its distribution), both [M], in float32 at least, and differentiable."""
+    out: tuple[Tensor, Tensor] = _ChunkedHead.apply(hidden_MD, head.weight_VD, head.bias_V, target_M, head, temperature)
+    return out
+
+
+class _ChunkedHead(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden_MD, weight_VD, bias_V, target_M, head: Head, temperature: float):  # type: ignore[no-untyped-def]
+        logps, entropies, lses = [], [], []
+        for rows in _chunks(hidden_MD.shape[0], weight_VD.shape[0]):
+            z = head.logits(hidden_MD[rows]) / temperature
+            lse = torch.logsumexp(z, -1)
+            chosen = z.gather(1, target_M[rows, None])[:, 0]
+            p = torch.exp(z - lse[:, None])
+            logps.append(chosen - lse)
+            entropies.append(lse - (p * z).sum(-1))
+            lses.append(lse)
+        logp_M, entropy_M, lse_M = (torch.cat(x) if x else hidden_MD.new_zeros(0).float() for x in (logps, entropies, lses))
+        ctx.save_for_backward(hidden_MD, weight_VD, bias_V, target_M, lse_M, entropy_M)
+        ctx.head, ctx.temperature = head, temperature
+        return logp_M, entropy_M
+
+    @staticmethod
+    def backward(ctx, grad_logp_M, grad_entropy_M):  # type: ignore[no-untyped-def]
+        hidden_MD, weight_VD, bias_V, target_M, lse_M, entropy_M = ctx.saved_tensors
+        head, temperature = ctx.head, ctx.temperature
+        with_entropy = grad_entropy_M is not None and bool(grad_entropy_M.any())
+        grad_hidden = torch.empty_like(hidden_MD)
+        grad_weight = torch.zeros_like(weight_VD, dtype=lse_M.dtype)
+        grad_bias = None if bias_V is None else torch.zeros_like(bias_V, dtype=lse_M.dtype)
+        for rows in _chunks(hidden_MD.shape[0], weight_VD.shape[0]):
+            capped = head.logits(hidden_MD[rows])
+            logp = capped / temperature - lse_M[rows, None]
+            p = torch.exp(logp)
+            grad = p * -grad_logp_M[rows, None]
+            grad.scatter_add_(1, target_M[rows, None], grad_logp_M[rows, None])
+            if with_entropy:
+                grad -= grad_entropy_M[rows, None] * p * (logp + entropy_M[rows, None])
+            grad *= head.scale / temperature
+            if head.softcap is not None:
+                grad *= 1 - (capped / head.softcap) ** 2
+            low = grad.to(hidden_MD.dtype)
+            grad_hidden[rows] = low @ weight_VD
+            grad_weight += low.T @ hidden_MD[rows]
+            if grad_bias is not None:
+                grad_bias += grad.sum(0)
+        return grad_hidden, grad_weight.to(weight_VD.dtype), None if bias_V is None else grad_bias.to(bias_V.dtype), None, None, None
+
+
+def _chunks(rows: int, vocabulary: int) -> list[slice]:
+    size = max(1, CHUNK_ELEMENTS // vocabulary)
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]

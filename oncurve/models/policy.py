@@ -1,0 +1,144 @@
+"""The policy: a transformers model and its tokenizer, as sampler and learner use them. One set of weights for both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from oncurve.errors import ModelError
+from oncurve.models import attention
+from oncurve.models.attention import Layout
+from oncurve.models.logprobs import Head, token_logps
+from oncurve.models.packing import Bundle, Pack, build_pack
+from oncurve.records import Ints, Prompt
+
+
+class Policy:
+    """A causal language model opened at its seams: backbone with our attention, LM head in chunks, prompts in, text out."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        system_prompt: str | None = None,
+        template_options: dict[str, Any] | None = None,
+    ) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        self.system_prompt, self.template_options = system_prompt, template_options or {}
+        model.set_attn_implementation(attention.NAME)
+        model.eval()  # dropout would make sampler and learner disagree; GRPO trains without it
+        self.backbone = _backbone(model)
+        self.end_ids = _end_ids(model, tokenizer)
+        _check_head(self)
+
+    @property
+    def head(self) -> Head:
+        """The LM head as it is now: read anew each time, so that a changed or re-tied weight is seen."""
+        layer = self.model.get_output_embeddings()
+        config = self.model.config.get_text_config()
+        scale = 1.0
+        if getattr(config, "logits_scaling", None):  # Granite divides
+            scale /= float(config.logits_scaling)
+        if getattr(config, "logit_scale", None):  # Cohere multiplies
+            scale *= float(config.logit_scale)
+        return Head(layer.weight, getattr(layer, "bias", None), scale, getattr(config, "final_logit_softcapping", None))
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def context(self) -> int:
+        """Positions the model can address."""
+        return int(getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30)
+
+    def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
+        """The backbone's last hidden state, [batch, tokens, D]."""
+        out = self.backbone(input_ids=input_ids, position_ids=position_ids, use_cache=False, layout=layout)
+        hidden: Tensor = out.last_hidden_state
+        return hidden
+
+    def pack_logps(self, pack: Pack, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        """(log-prob, entropy) of each predicted token of a pack, [M]."""
+        hidden_ND = self.hidden(pack.input_ids, pack.position_ids, pack.layout)[0]
+        return token_logps(self.head, hidden_ND[pack.source_M], pack.target_M, temperature)
+
+    def encode(self, prompt: Prompt) -> Ints:
+        """A prompt as token ids: text as it is, messages through the chat template."""
+        if prompt.messages is None:
+            ids = self.tokenizer(prompt.text or "", add_special_tokens=True)["input_ids"]
+            if ids and ids[-1] in self.end_ids and not (prompt.text or "").endswith(str(self.tokenizer.eos_token)):
+                ids = ids[:-1]  # some tokenizers close every text; a prompt is open
+        else:
+            ids = self._templated(prompt)
+        if not len(ids):
+            raise ModelError(prompt.id, "a prompt with no tokens", because="there is nothing to go on from", fix="remove empty prompts")
+        return np.asarray(ids, np.int64)
+
+    def _templated(self, prompt: Prompt) -> list[int]:
+        if not self.tokenizer.chat_template:
+            raise ModelError(
+                prompt.id,
+                "messages for a model without a chat template",
+                because="the tokenizer does not say how to write roles",
+                fix="use plain text prompts, or a chat model",
+            )
+        messages = [dict(m) for m in prompt.messages or ()]
+        if self.system_prompt and not any(m["role"] == "system" for m in messages):
+            messages.insert(0, {"role": "system", "content": self.system_prompt})
+        out = self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=True, **self.template_options
+        )
+        ids: list[int] = out["input_ids"]
+        return ids
+
+    def encode_completion(self, text: str) -> Ints:
+        """A worked completion as token ids, closed by the end token."""
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return np.asarray([*ids, self.end_ids[0]], np.int64)
+
+    def decode(self, token_ids: Ints) -> str:
+        """The text of a completion, without its end token."""
+        return str(self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
+
+    def save(self, folder: Path) -> None:
+        """In Hugging Face format: loads in transformers and vLLM as it is."""
+        self.model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+
+
+def _backbone(model: PreTrainedModel) -> nn.Module:
+    backbone = model.base_model
+    if backbone is model or not isinstance(model.get_output_embeddings(), nn.Linear):
+        raise attention.unfaithful(type(model).__name__, "no separate backbone and linear LM head")
+    return backbone
+
+
+def _end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Every token that ends a turn: the tokenizer's first, then those of the generation config."""
+    named = getattr(model.generation_config, "eos_token_id", None)
+    more = named if isinstance(named, list) else [named]
+    ids = dict.fromkeys(i for i in [tokenizer.eos_token_id, *more] if i is not None)
+    if not ids:
+        raise ModelError(
+            type(model).__name__, "no end token", because="a completion could never end", fix="set eos_token in the tokenizer's config"
+        )
+    return tuple(ids)
+
+
+@torch.no_grad()
+def _check_head(policy: Policy) -> None:
+    """The head read from the config gives the model's own logits, or the model is refused: a silent scale would train on wrong numbers."""
+    ids = np.arange(3, dtype=np.int64) % policy.model.config.get_text_config().vocab_size
+    pack = build_pack([Bundle(ids, (np.zeros(1, np.int64),), (0,))], policy.device)
+    hidden = policy.hidden(pack.input_ids, pack.position_ids, pack.layout)
+    own = policy.model(input_ids=pack.input_ids, position_ids=pack.position_ids, use_cache=False, layout=pack.layout).logits.float()
+    ours = policy.head.logits(hidden)
+    if not torch.allclose(own, ours, rtol=1e-3, atol=1e-3 * float(own.abs().max()) + 1e-6):
+        raise attention.unfaithful(type(policy.model).__name__, "an LM head with more than a scale and a soft cap")
