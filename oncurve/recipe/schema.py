@@ -6,19 +6,52 @@ strict (a key that doesn't exist is an error) and frozen. This module imports ne
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic_core import PydanticCustomError
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
 Count = Annotated[int, Field(ge=0)]
 
 
+def types_in(annotation: Any) -> set[Any]:
+    """The plain types that an annotation is made of: `PositiveInt | None` gives {int, NoneType}, a Literal those of its values."""
+    if get_origin(annotation) is Annotated:
+        return types_in(get_args(annotation)[0])
+    if get_origin(annotation) is Literal:
+        return {type(value) for value in get_args(annotation)}
+    if get_origin(annotation) is tuple or get_origin(annotation) is dict:
+        return {get_origin(annotation)}
+    inner = get_args(annotation)
+    return set().union(*map(types_in, inner)) if inner else {annotation}
+
+
+def _as_tuples(value: Any) -> Any:
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
+
+
+def impossible(key: str, found: object, *, because: str, fix: str) -> PydanticCustomError:
+    """For a section's own validators: two keys that contradict each other, told in the words of a RecipeError."""
+    return PydanticCustomError("impossible", "{because}", {"key": key, "found": found, "because": because, "fix": fix})
+
+
 class Section(BaseModel):
     """A part of a recipe: strict, frozen, documented by the docstrings under its fields."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, strict=True, allow_inf_nan=False
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _lists_as_tuples(cls, data: Any) -> Any:
+        """Strict: TOML has types of its own, so `"16"` for 16 or `true` for 1 is a slip. But its lists are our tuples."""
+        if not isinstance(data, dict):
+            return data
+        tuples = {name for name, field in cls.model_fields.items() if tuple in types_in(field.annotation)}
+        return {key: _as_tuples(value) if key in tuples else value for key, value in data.items()}
 
 
 class TinyModel(Section):
@@ -42,7 +75,8 @@ class TinyModel(Section):
     @model_validator(mode="after")
     def _heads_divide(self) -> TinyModel:
         if self.heads % self.kv_heads:
-            raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
+            because = f"every key and value head serves the same number of query heads, and heads is {self.heads}"
+            raise impossible("kv_heads", self.kv_heads, because=because, fix=f"use a divisor of {self.heads}")
         return self
 
 
@@ -126,7 +160,8 @@ class Sampling(Section):
     @model_validator(mode="after")
     def _lengths(self) -> Sampling:
         if self.min_new_tokens > self.max_new_tokens:
-            raise ValueError(f"min_new_tokens ({self.min_new_tokens}) is above max_new_tokens ({self.max_new_tokens})")
+            because = f"a completion is cut at max_new_tokens, {self.max_new_tokens}, before it may end"
+            raise impossible("min_new_tokens", self.min_new_tokens, because=because, fix=f"use {self.max_new_tokens} or less")
         return self
 
 
@@ -158,6 +193,15 @@ class Optimiser(Section):
     """Decoupled weight decay, on matrices only."""
     max_grad_norm: NonNegative = 1.0
     """Gradients longer than this are scaled down to it; 0 leaves them."""
+
+
+class SftOptimiser(Optimiser):
+    """AdamW with the habits of supervised training: a higher rate, going down."""
+
+    learning_rate: PositiveFloat = 1e-3
+    """Peak learning rate. 1e-3 suits the built-in model; pretrained ones take 1e-5 to 1e-4."""
+    schedule: Literal["constant", "linear", "cosine"] = "linear"
+    """What follows the warm-up; linear and cosine go down to `final_share` of the peak at the stage's last step."""
 
 
 class StageBase(Section):
@@ -196,10 +240,14 @@ class Sft(StageBase):
     """Examples in an update. Drawn in epochs, each shuffled by (seed, epoch)."""
     seconds: PositiveFloat | None = None
     """Stop after this many seconds even if steps are left (for comparisons at equal time; such a run is not repeatable)."""
-    optimiser: Optimiser = Optimiser(learning_rate=1e-3, schedule="linear")
+    optimiser: SftOptimiser = SftOptimiser()
     """AdamW and its schedule."""
 
 
+Baseline = Literal["mean", "leave_one_out", "none"]
+Scale = Literal["group", "batch", "none"]
+KlEstimator = Literal["k1", "k2", "k3"]
+KlPlace = Literal["loss", "reward"]
 ObjectiveName = Literal["grpo", "grpo_sequence", "dapo", "dr_grpo", "bnpo", "gspo", "gspo_token", "cispo", "sapo", "rloo", "reinforce"]
 
 
@@ -219,10 +267,12 @@ class Kl(Section):
 
     beta: NonNegative = 0.0
     """Weight of the KL term. 0: no reference is held and no pass is spent on it."""
-    estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Schulman's estimators of KL(π_θ‖π_ref) from samples; k3 is never negative."""
-    where: Literal["loss", "reward"] = "loss"
-    """In the loss (GRPO), or subtracted from each completion's reward (RLOO, PPO)."""
+    estimator: KlEstimator | None = None
+    """Schulman's estimators of KL(π_θ‖π_ref) from samples; k3 is never negative. Unset: k3 in the loss, k1 in the reward, where
+    the sum over a completion is then exactly its log-ratio."""
+    where: KlPlace | None = None
+    """In the loss (GRPO), or subtracted from each completion's reward (RLOO, PPO). Unset: the objective's own, which is the reward
+    for rloo and reinforce and the loss for the others."""
     ratio_weighted: bool = False
     """Weight each token's KL by its ratio: unbiased also when μ > 1."""
     refresh_every: Count = 0
@@ -232,10 +282,12 @@ class Kl(Section):
 class Advantage(Section):
     """How a group is graded."""
 
-    scale: Literal["group", "batch", "none"] = "group"
-    """Divide by the group's std (GRPO), by one std over the batch, or by nothing (Dr. GRPO)."""
-    baseline: Literal["mean", "leave_one_out", "none"] = "mean"
-    """Subtract the group's mean, the mean of the others (RLOO), or nothing (REINFORCE)."""
+    scale: Scale | None = None
+    """Divide by the group's std (GRPO), by one std over the batch, or by nothing (Dr. GRPO). Unset: the objective's own, which is
+    none for dr_grpo, rloo and reinforce and group for the others."""
+    baseline: Baseline | None = None
+    """Subtract the group's mean, the mean of the others (RLOO), or nothing (REINFORCE). Unset: the objective's own, which is
+    leave_one_out for rloo, none for reinforce and mean for the others."""
     eps: PositiveFloat = 1e-4
     """Added to the std."""
 

@@ -1,0 +1,1 @@
+"""Recipes: what a run is to do, in TOML."""

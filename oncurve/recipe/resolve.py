@@ -1,0 +1,48 @@
+"""What a recipe leaves unsaid: the parts of a stage that follow from its objective, or from the recipe around it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from oncurve.recipe.schema import Baseline, Grpo, KlEstimator, KlPlace, ObjectiveName, Recipe, Reward, Scale, Stage, Task
+
+
+class Habits(NamedTuple):
+    """What an objective's paper does around its loss, where the recipe says nothing."""
+
+    baseline: Baseline = "mean"
+    scale: Scale = "group"
+    kl: KlPlace = "loss"
+
+
+HABITS: dict[ObjectiveName, Habits] = {
+    "dr_grpo": Habits(scale="none"),
+    "rloo": Habits(baseline="leave_one_out", scale="none", kl="reward"),
+    "reinforce": Habits(baseline="none", scale="none", kl="reward"),
+}
+"""Only those that differ from GRPO's. Dr. GRPO: Liu et al. 2025; RLOO: Ahmadian et al. 2024."""
+
+
+def resolved_advantage(stage: Grpo) -> tuple[Baseline, Scale]:
+    """The baseline and the scale of a stage's advantages: the recipe's, else the objective's own."""
+    own = HABITS.get(stage.objective, Habits())
+    return stage.advantage.baseline or own.baseline, stage.advantage.scale or own.scale
+
+
+def resolved_kl(stage: Grpo) -> tuple[KlPlace, KlEstimator]:
+    """Where a stage's KL term goes and how it is estimated: the recipe's, else the objective's own.
+
+    In the loss the default is k3, which is never negative; in the reward it is k1, whose sum over a completion is its log-ratio.
+    """
+    where = stage.kl.where or HABITS.get(stage.objective, Habits()).kl
+    return where, stage.kl.estimator or ("k1" if where == "reward" else "k3")
+
+
+def resolved_task(recipe: Recipe, stage: Stage) -> Task:
+    """The stage's own task, else the recipe's."""
+    return stage.task or recipe.task
+
+
+def resolved_rewards(recipe: Recipe, stage: Grpo) -> tuple[Reward, ...]:
+    """The stage's own rewards, else the recipe's."""
+    return recipe.rewards if stage.rewards is None else stage.rewards
