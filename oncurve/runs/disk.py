@@ -1,0 +1,105 @@
+"""Writing files so that a kill or a full disk leaves the old state or the new one, never half of either."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from oncurve.errors import DiskError
+
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+NO_PERMISSION = frozenset({errno.EACCES, errno.EPERM})
+
+
+def free_bytes(path: Path) -> int | None:
+    """Room left on the disk that ``path`` is, or will be, on; None where the system does not say."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    try:
+        return shutil.disk_usage(path).free
+    except OSError:
+        return None
+
+
+def mebibytes(count: int | None) -> str:
+    return "an unknown amount" if count is None else f"{count / 2**20:,.1f} MiB"
+
+
+def disk_error(path: Path, number: int | None, text: str, needed: int | None = None) -> DiskError:
+    """The error a user sees when the system refused to read or write ``path`` with errno ``number``."""
+    if number in NO_ROOM:
+        wanted = "" if needed is None else f"{mebibytes(needed)} needed, "
+        what = f"no room: {wanted}{mebibytes(free_bytes(path))} free ({text})"
+        return DiskError(
+            str(path),
+            what,
+            because="the disk, a quota or a file size limit is full; what was there before is intact",
+            fix="free some room, or put the run on another disk with --out, then go on with --resume",
+        )
+    if number in NO_PERMISSION:
+        return DiskError(
+            str(path),
+            f"not allowed ({text})",
+            because="this user may not read or write there",
+            fix="mend the folder's owner or mode, or choose another place with --out",
+        )
+    if number == errno.EROFS:
+        return DiskError(
+            str(path),
+            f"read-only ({text})",
+            because="the disk is mounted read-only",
+            fix="remount it writable, or choose another place with --out",
+        )
+    return DiskError(
+        str(path),
+        text,
+        because="the system refused to read or write it",
+        fix="check the disk and the path, then go on with --resume",
+    )
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path, needed: int | None = None) -> Iterator[None]:
+    """Turns an OSError of the body into a DiskError about ``path``."""
+    try:
+        yield
+    except OSError as error:
+        raise disk_error(path, error.errno, error.strerror or str(error), needed) from error
+
+
+def sync(path: Path) -> None:
+    """Waits until a file's bytes, or a folder's list of names, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        # Some network file systems can't sync a folder; their renames are durable by themselves or not at all.
+        if error.errno != errno.EINVAL:
+            raise
+    finally:
+        os.close(handle)
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Writes a file and waits for the disk. Raises OSError: the caller knows what it was writing, and says so."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Writes ``path`` aside and renames it: a reader sees the old content or the new one, whole."""
+    aside = path.with_name(f".writing-{path.name}-{os.getpid()}")
+    with disk_errors(path, len(content)):
+        try:
+            write_durably(aside, content)
+            os.replace(aside, path)
+        except OSError:
+            aside.unlink(missing_ok=True)
+            raise
+        sync(path.parent)

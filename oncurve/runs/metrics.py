@@ -1,0 +1,186 @@
+"""What each number of a run means, and what a healthy one looks like: for the terminal, the studio and the documentation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from oncurve.errors import RunError, did_you_mean
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric. A name that ends in ``/`` stands for a family: ``reward/`` explains ``reward/answer``.
+
+    ``repeatable`` is False where the number measures the machine rather than the run: two identical runs differ in it.
+    """
+
+    name: str
+    unit: str
+    one_sentence: str
+    healthy: str
+    repeatable: bool = True
+
+
+_TABLE = (
+    Metric("reward", "reward", "Mean total reward of the step's rewarded completions.", "rises, then levels off"),
+    Metric(
+        "reward_std",
+        "reward",
+        "Mean over groups of the std of their total rewards (dividing by G − 1).",
+        "well above 0 while there is something to learn",
+    ),
+    Metric(
+        "reward/",
+        "reward",
+        "Mean value of one reward aspect, before its weight.",
+        "rises; one that falls while the total rises is being traded away",
+    ),
+    Metric("accuracy", "share", "Share of completions that are solved.", "rises; held-out accuracy should follow it"),
+    Metric(
+        "no_signal_share",
+        "share",
+        "Share of groups whose advantages are all 0: every completion got the same reward.",
+        "below 0.5; near 1 the prompts are too easy or too hard",
+    ),
+    Metric(
+        "cut_share",
+        "share",
+        "Share of completions that reached the length limit before they ended.",
+        "near 0; if it grows, raise max_new_tokens or punish length",
+    ),
+    Metric(
+        "failure_share",
+        "share",
+        "Share of completions that could not be rewarded: a reward raised, hung or gave no number.",
+        "0",
+    ),
+    Metric("length_mean", "tokens", "Mean number of tokens that the policy wrote in a completion.", "steady or slowly moving"),
+    Metric("length_min", "tokens", "Length of the step's shortest completion.", "not 1: that is a policy that says nothing"),
+    Metric("length_max", "tokens", "Length of the step's longest completion.", "below max_new_tokens"),
+    Metric(
+        "entropy",
+        "nats",
+        "Mean entropy of the policy over the tokens it wrote, at the sampling temperature.",
+        "falls slowly; a fall to 0 ends exploration, a rise means the policy is coming apart",
+    ),
+    Metric(
+        "kl",
+        "nats",
+        "Mean estimate per token of the KL divergence from the reference; logged where a reference is held.",
+        "grows slowly; a jump is a policy that has left its anchor",
+    ),
+    Metric(
+        "loss",
+        "loss",
+        "What was minimised: the policy loss with its KL and entropy terms, or cross-entropy per token in sft.",
+        "in sft it falls; in grpo it stays near 0 and says little",
+    ),
+    Metric(
+        "policy_loss",
+        "loss",
+        "The surrogate's part of the loss, without KL and entropy terms.",
+        "near 0 with one update per step",
+    ),
+    Metric("grad_norm", "norm", "Length of the gradient before clipping.", "steady; spikes come before trouble"),
+    Metric("learning_rate", "rate", "Learning rate of the step's last update.", "as the schedule says"),
+    Metric(
+        "clip_low_share", "share", "Share of tokens clipped from below: ratio under the range, negative advantage.", "below 0.1"
+    ),
+    Metric(
+        "clip_high_share", "share", "Share of tokens clipped from above: ratio over the range, positive advantage.", "below 0.1"
+    ),
+    Metric("clip_share", "share", "Share of tokens clipped on either side.", "0 with one update per step; below 0.2 otherwise"),
+    Metric(
+        "ratio_mean",
+        "ratio",
+        "Mean of new over old probability at the step's last update.",
+        "1 with one update per step; near 1 otherwise",
+    ),
+    Metric("ratio_max", "ratio", "Largest ratio of new over old probability at the step's last update.", "below about 10"),
+    Metric(
+        "mismatch_kl",
+        "nats",
+        "Mean k3 estimate per token of the KL divergence between sampler and learner on the sampled tokens.",
+        "below 1e-6 in float32, below 1e-3 in bfloat16",
+    ),
+    Metric(
+        "mismatch_max",
+        "nats",
+        "Largest absolute difference between a token's log-prob in sampler and learner.",
+        "below 1e-4 in float32, below 0.5 in bfloat16",
+    ),
+    Metric("tokens", "tokens", "Completion tokens sampled in the step, or trained on in sft.", "as large as fits"),
+    Metric(
+        "tokens_per_s", "tokens/s", "Completion tokens over the time of the whole step.", "as high as it gets", repeatable=False
+    ),
+    Metric(
+        "sample_tokens_per_s",
+        "tokens/s",
+        "Completion tokens over the time spent sampling them.",
+        "as high as it gets",
+        repeatable=False,
+    ),
+    Metric(
+        "epoch",
+        "epochs",
+        "How often the task's prompts or examples have been gone through.",
+        "rises; few epochs over few examples overfit less",
+    ),
+    Metric(
+        "seconds/",
+        "s",
+        "Time of one phase of the step: sample, score, grade, update, record, eval or save.",
+        "sample and update lead",
+        repeatable=False,
+    ),
+    Metric(
+        "memory_mib",
+        "MiB",
+        "Most memory that was in use: the process's on a CPU, the allocator's on a GPU.",
+        "flat after the first steps",
+        repeatable=False,
+    ),
+    Metric("skipped_updates", "updates", "Updates left out because a gradient was not finite.", "0"),
+    Metric(
+        "groups_resampled", "groups", "Groups without signal that were replaced by fresh prompts.", "few; many make steps slow"
+    ),
+    Metric(
+        "heldout_loss",
+        "loss",
+        "Cross-entropy per token on worked examples that are kept out of training.",
+        "falls; a rise while the loss falls is overfitting",
+    ),
+    Metric(
+        "examples_seen",
+        "examples",
+        "Worked examples trained on since the stage began, repeats counted.",
+        "rises by the batch size",
+    ),
+)
+
+METRICS: dict[str, Metric] = {metric.name: metric for metric in _TABLE}
+"""Every metric that a stage logs, by name."""
+
+
+def find(name: str) -> Metric | None:
+    """The metric, or the family that the name belongs to."""
+    family, slash, member = name.partition("/")
+    return METRICS.get(family + slash) if member else METRICS.get(name)
+
+
+def is_repeatable(name: str) -> bool:
+    metric = find(name)
+    return metric is None or metric.repeatable
+
+
+def explain(name: str) -> Metric:
+    """What a metric means. A family's member (``reward/answer``) gets the family's words."""
+    metric = find(name)
+    if metric is None:
+        raise RunError(
+            name,
+            "no such metric" + did_you_mean(name, METRICS),
+            because="no stage logs a metric of that name",
+            fix="metrics are: " + ", ".join(f"{known}NAME" if known.endswith("/") else known for known in METRICS),
+        )
+    return metric
