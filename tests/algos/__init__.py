@@ -1,0 +1,1 @@
+"""Hand-computed numbers and laws for the formulas."""

@@ -1,0 +1,188 @@
+"""Advantages by hand: outcome, leave-one-out, process, and the grading of whole groups."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oncurve.algos.advantages import Baseline, Scale, gradable, grade, outcome_advantages, process_advantages
+from oncurve.errors import RewardError
+from oncurve.records import Aspect
+from tests.algos.builders import group, right, scored
+
+NAN = math.nan
+TINY = 1e-12
+
+
+def advantages(
+    rewards: list[list[float]], baseline: Baseline = "mean", scale: Scale = "group", eps: float = 1e-4
+) -> list[list[float]]:
+    return outcome_advantages(torch.tensor(rewards, dtype=torch.float64), baseline, scale, eps).tolist()
+
+
+def test_two_right_of_four() -> None:
+    # mean 0.5, std sqrt(4 · 0.25 / 3) = 0.577350269189626, so ±0.5 / 0.577450269189626
+    (row,) = advantages([[1, 0, 0, 1]])
+    assert row == pytest.approx([0.8658754297607016, -0.8658754297607016, -0.8658754297607016, 0.8658754297607016], abs=TINY)
+
+
+def test_each_scale_by_hand() -> None:
+    rewards = [[1.0, 3.0], [0.0, 4.0]]
+    # Group stds are sqrt(2) and sqrt(8); the batch's is sqrt((1 + 1 + 4 + 4) / 3) around its mean 2.
+    eps, batch = 0.5, 1.8257418583505538
+    assert advantages(rewards, scale="group", eps=eps)[1] == pytest.approx([-2 / (8**0.5 + eps), 2 / (8**0.5 + eps)])
+    assert advantages(rewards, scale="batch", eps=eps)[0] == pytest.approx([-1 / (batch + eps), 1 / (batch + eps)])
+    assert advantages(rewards, scale="none") == [[-1.0, 1.0], [-2.0, 2.0]]
+
+
+def test_leave_one_out_by_hand() -> None:
+    # The others' means are 4, 3.5 and 1.5.
+    assert advantages([[1, 2, 6]], "leave_one_out", "none")[0] == pytest.approx([-3.0, -1.5, 4.5], abs=TINY)
+
+
+def test_without_a_baseline_the_reward_is_the_advantage() -> None:
+    assert advantages([[1, 2, NAN], [5, NAN, NAN]], "none", "none") == [[1, 2, 0], [5, 0, 0]]
+
+
+def test_missing_rewards_leave_mean_and_std() -> None:
+    # Among 0 and 2: mean 1, std sqrt(2).
+    (row,) = advantages([[0, NAN, 2, NAN]], eps=1.0)
+    assert row == pytest.approx([-1 / (2**0.5 + 1), 0, 1 / (2**0.5 + 1), 0], abs=TINY)
+    assert advantages([[1, NAN, 6]], "leave_one_out", "none") == [[-5, 0, 5]]
+
+
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("rewards", [[0.1] * 8, [0.1 + 0.2, 0.3, 0.3], [1e9 / 3] * 7, [0.0, 0.0], [NAN, 0.7, 0.7]])
+def test_equal_rewards_give_exactly_zero(baseline: Baseline, scale: Scale, rewards: list[float]) -> None:
+    other = [0.0] * (len(rewards) - 1) + [1.0]
+    assert advantages([rewards, other], baseline, scale)[0] == [0.0] * len(rewards)
+
+
+def test_no_std_no_explosion() -> None:
+    assert advantages([[2, 2]], "none", "group") == [[0, 0]]
+    assert advantages([[2, 2], [2, 2]], "none", "batch") == [[0, 0], [0, 0]]
+
+
+def test_one_reward_alone_is_graded_only_without_a_group() -> None:
+    rewards_PG = torch.tensor([[1.0, NAN], [1.0, 2.0]])
+    assert gradable(rewards_PG, "mean", "none").tolist() == [[False, False], [True, True]]
+    assert gradable(rewards_PG, "none", "group").tolist() == [[False, False], [True, True]]
+    assert gradable(rewards_PG, "none", "none").tolist() == [[True, False], [True, True]]
+    assert advantages([[1.0, NAN], [1.0, 2.0]], "mean", "none") == [[0, 0], [-0.5, 0.5]]
+
+
+REWARDS = st.lists(st.integers(-40, 40).map(lambda n: n / 8), min_size=2, max_size=9)
+
+
+@given(REWARDS, st.integers(-1000, 1000), st.sampled_from(["mean", "leave_one_out"]), st.sampled_from(["group", "none"]))
+def test_a_constant_changes_nothing(rewards: list[float], constant: int, baseline: Baseline, scale: Scale) -> None:
+    moved = advantages([[r + constant for r in rewards]], baseline, scale)[0]
+    assert moved == pytest.approx(advantages([rewards], baseline, scale)[0], abs=1e-8)
+
+
+@given(REWARDS, st.sampled_from(["mean", "leave_one_out"]), st.sampled_from(["group", "batch", "none"]))
+def test_advantages_of_a_group_sum_to_zero(rewards: list[float], baseline: Baseline, scale: Scale) -> None:
+    first, second = advantages([rewards, rewards[::-1]], baseline, scale)
+    assert sum(first) == pytest.approx(0, abs=1e-9)
+    assert second == pytest.approx(first[::-1], abs=1e-9)
+
+
+@given(REWARDS, st.floats(0.01, 100))
+def test_a_factor_changes_nothing_where_the_std_divides(rewards: list[float], factor: float) -> None:
+    scaled = advantages([[factor * r for r in rewards]], eps=1e-12)[0]
+    assert scaled == pytest.approx(advantages([rewards], eps=1e-12)[0], abs=1e-8)
+
+
+def test_process_advantages_by_hand() -> None:
+    # R = {3, 0, 0}: mean 1, std sqrt((4 + 1 + 1) / 2) = sqrt(3); normalised 2, −1, −1 over sqrt(3).
+    one = 1 / 3**0.5
+    first, second = process_advantages([[3.0, 0.0], [0.0]], [[1, 3], [0]], [4, 3], eps=0.0)
+    assert first.tolist() == pytest.approx([one, one, -one, -one], abs=TINY)
+    assert second.tolist() == pytest.approx([-one, 0, 0], abs=TINY)
+
+
+def test_process_advantages_without_a_curve() -> None:
+    assert [a.tolist() for a in process_advantages([[0.1, 0.1], [0.1]], [[0, 1], [0]], [2, 1], 1e-4)] == [[0, 0], [0]]
+    assert [a.tolist() for a in process_advantages([[7.0], []], [[1], []], [2, 1], 1e-4)] == [[0, 0], [0]]
+    assert [a.tolist() for a in process_advantages([[], []], [[], []], [1, 0], 1e-4)] == [[0], []]
+
+
+def test_grade_spreads_the_outcome_over_tokens_of_ragged_groups() -> None:
+    pair = group(scored(right(1.0), length=2), scored(right(0.0), length=4))
+    three = group(*(scored(right(r), length=1) for r in (1.0, 2.0, 6.0)))
+    first, second = grade([pair, three], baseline="mean", scale="none", eps=1e-4, mask_cut=False)
+    assert [a.tolist() for a in first.advantages] == [[0.5, 0.5], [-0.5] * 4]
+    assert [a.tolist() for a in second.advantages] == [[-2.0], [-1.0], [3.0]]
+    assert first.advantages[0].dtype == np.float32 and all(first.graded) and first.has_signal
+
+
+def test_grade_leaves_out_failures_and_what_has_no_company() -> None:
+    failed = group(scored(right(1.0)), scored(right(None, "timed out")), scored(right(3.0)))
+    alone = group(scored(right(1.0)), scored(right(None, "timed out")), scored(right(None)))
+    first, second = grade([failed, alone], baseline="mean", scale="none", eps=1e-4, mask_cut=False)
+    assert first.graded == (True, False, True)
+    assert [a[0] for a in first.advantages] == [-1.0, 0.0, 1.0]
+    assert second.graded == (False, False, False) and not second.has_signal
+
+
+def test_a_cut_completion_shapes_the_curve_and_is_masked() -> None:
+    cut = group(scored(right(0.0), stop="length"), scored(right(1.0)), scored(right(2.0)))
+    (graded,) = grade([cut], baseline="mean", scale="none", eps=1e-4, mask_cut=True)
+    assert graded.graded == (False, True, True)
+    assert [a[0] for a in graded.advantages] == [0.0, 0.0, 1.0]
+    (kept,) = grade([cut], baseline="mean", scale="none", eps=1e-4, mask_cut=False)
+    assert kept.graded == (True, True, True) and kept.advantages[0][0] == -1.0
+
+
+def steps(*pairs: tuple[int, float], weight: float = 1.0) -> Aspect:
+    return Aspect("process", None, weight=weight, steps=pairs)
+
+
+def test_grade_adds_outcome_and_process() -> None:
+    both = group(scored(right(1.0), steps((1, 3.0), (3, 0.0)), length=4), scored(right(0.0), steps((0, 0.0)), length=3))
+    (graded,) = grade([both], baseline="mean", scale="none", eps=1e-9, mask_cut=False)
+    one = 1 / 3**0.5
+    assert graded.advantages[0].tolist() == pytest.approx([0.5 + one, 0.5 + one, 0.5 - one, 0.5 - one], abs=1e-6)
+    assert graded.advantages[1].tolist() == pytest.approx([-0.5 - one, -0.5, -0.5], abs=1e-6)
+
+
+def test_process_alone_grades_and_weights_compare_aspects() -> None:
+    watched = Aspect("watched", None, weight=0.0, steps=((0, 99.0),))
+    members = (
+        scored(steps((0, 1.0)), steps((2, 0.5), weight=2.0), watched),
+        scored(steps((2, -2.0))),
+        scored(right(None, "died")),
+    )
+    (graded,) = grade([group(*members)], baseline="mean", scale="group", eps=1e-9, mask_cut=False)
+    # R = {1, 2 · 0.5, −2}: mean 0, std sqrt(3).
+    assert graded.graded == (True, True, False)
+    assert graded.advantages[0].tolist() == pytest.approx([2 / 3**0.5, 1 / 3**0.5, 1 / 3**0.5], abs=1e-6)
+    assert graded.advantages[1].tolist() == pytest.approx([-2 / 3**0.5] * 3, abs=1e-6)
+    assert graded.advantages[2].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("step", [(3, 1.0), (-1, 1.0), (0, NAN)])
+def test_an_impossible_step_is_named(step: tuple[int, float]) -> None:
+    with pytest.raises(RewardError, match="process"):
+        grade([group(scored(steps(step)), scored(steps((0, 1.0))))], baseline="mean", scale="group", eps=1e-4, mask_cut=False)
+
+
+def test_kl_inside_the_reward() -> None:
+    pair = group(scored(right(1.0)), scored(right(1.0)))
+    (graded,) = grade([pair], baseline="leave_one_out", scale="none", eps=1e-4, mask_cut=False, kl_sums=[[2.0, -1.0]], beta=0.5)
+    # Rewards 1 − 1 = 0 and 1 + 0.5 = 1.5.
+    assert [a[0] for a in graded.advantages] == [-1.5, 1.5]
+
+
+def test_nothing_to_grade() -> None:
+    assert grade([], baseline="mean", scale="group", eps=1e-4, mask_cut=False) == []
+
+
+def test_float32_stays_float32() -> None:
+    assert outcome_advantages(torch.tensor([[0.0, 1.0]]), "mean", "group", 1e-4).dtype == torch.float32
