@@ -1,0 +1,211 @@
+"""Countdown: reach a target from given numbers, each used at most once. Many answers are right, and a wrong one can be near.
+
+    32 from 3,5,7:<think>5*7=35,35-3=32</think><answer>5*7-3</answer>
+
+A target is made by combining all of the given numbers at random, so each problem has a solution; shorter ones count too. On the
+way there every result is a whole number above 0. A level is how many numbers are given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import combinations
+from typing import Annotated, Literal, NamedTuple
+
+import numpy as np
+from pydantic import Field, PositiveInt
+
+from oncurve.errors import RecipeError
+from oncurve.recipe import schema
+from oncurve.records import Example, Prompt
+from oncurve.tasks.draws import generator
+from oncurve.tasks.levels import Levels
+
+Amount = Annotated[int, Field(ge=2, le=6)]
+_TRIES = 20_000
+"""Draws without a new problem after which a recipe is said to have too few."""
+
+
+class CountdownOptions(schema.Section):
+    """Options of the task `countdown`."""
+
+    numbers: Amount = 3
+    """How many numbers are given, at most."""
+    min_numbers: Amount = 2
+    """How many numbers are given, at least."""
+    max_number: Annotated[int, Field(ge=2, le=1000)] = 20
+    """The largest number given; the smallest is 1."""
+    max_target: PositiveInt = 100
+    """The largest target; the smallest is 1."""
+    operations: Annotated[tuple[Literal["+", "-", "*", "/"], ...], Field(min_length=1)] = ("+", "-", "*")
+    """What problems are made with, and worked examples solved with. An answer may use all four."""
+    weights: tuple[float, ...] | None = None
+    """How often each amount of numbers is asked, fewest first. Unset: each level twice as often as the one below."""
+    examples: schema.Count = 1000
+    """Worked examples, all of different problems, solved by search."""
+
+
+class Problem(NamedTuple):
+    """The numbers as shown, and the target. Two problems are the same if they differ in the order of the numbers alone."""
+
+    numbers: tuple[int, ...]
+    target: int
+
+    @property
+    def key(self) -> tuple[tuple[int, ...], int]:
+        return tuple(sorted(self.numbers)), self.target
+
+    @property
+    def text(self) -> str:
+        return f"{self.target} from {','.join(map(str, self.numbers))}"
+
+
+class Countdown:
+    """The task. Training prompts are drawn anew for each index; held-out problems are passed over, whatever the order of numbers."""
+
+    train_size = None
+    usual_rewards = (schema.Reward(type="countdown"),)
+
+    def __init__(self, config: schema.Task, options: CountdownOptions) -> None:
+        self._seed, self._options, self._heldout_size = config.seed, options, config.heldout
+        self._levels = Levels.of(options.min_numbers, options.numbers, options.weights, "numbers")
+
+    @property
+    def alphabet(self) -> str:
+        return "0123456789,:= from()" + "".join(sorted(set(self._options.operations)))
+
+    @cached_property
+    def heldout(self) -> Sequence[Prompt]:
+        return tuple(_prompt(problem) for problem in self._heldout_problems)
+
+    @cached_property
+    def examples(self) -> Sequence[Example]:
+        problems = self._distinct("examples", self._options.examples, self._heldout_keys)
+        return tuple(Example(_prompt(p), worked(p, self._options.operations)) for p in problems)
+
+    def train_prompt(self, index: int) -> Prompt:
+        """The problem at place `index` of an endless stream that skips what is held out."""
+        return _prompt(next(self._stream("train", index, self._heldout_keys)))
+
+    @cached_property
+    def _heldout_problems(self) -> list[Problem]:
+        return self._distinct("heldout", self._heldout_size, frozenset())
+
+    @cached_property
+    def _heldout_keys(self) -> frozenset[tuple[tuple[int, ...], int]]:
+        keys = frozenset(problem.key for problem in self._heldout_problems)
+        next(self._stream("train", 0, keys))  # a recipe that leaves nothing to train on is told so here, not in mid-run
+        return keys
+
+    def _distinct(self, purpose: str, count: int, skip: frozenset[tuple[tuple[int, ...], int]]) -> list[Problem]:
+        found: dict[tuple[tuple[int, ...], int], Problem] = {}
+        for index in range(count):
+            problem = next(self._stream(purpose, index, skip.union(found)))
+            found[problem.key] = problem
+        return list(found.values())
+
+    def _stream(self, purpose: str, index: int, skip: frozenset[tuple[tuple[int, ...], int]]) -> Iterator[Problem]:
+        """Problems drawn at random that are not to be skipped."""
+        rng = generator(self._seed, f"countdown/{purpose}", index)
+        for _ in range(_TRIES):
+            problem = draw(rng, self._levels.draw(rng), self._options)
+            if problem is not None and problem.key not in skip:
+                yield problem
+        raise RecipeError(
+            "task.heldout" if purpose != "examples" else "task.examples",
+            len(skip),
+            because=f"no other problem of this task was found in {_TRIES} tries",
+            fix="ask for fewer, or raise task.numbers, task.max_number or task.max_target",
+        )
+
+
+def draw(rng: np.random.Generator, amount: int, options: CountdownOptions) -> Problem | None:
+    """A problem made by combining numbers at random until one is left: the target. None where that one won't do."""
+    numbers = tuple(int(n) for n in rng.integers(1, options.max_number + 1, amount))
+    left = list(numbers)
+    while len(left) > 1:
+        a, b = (left.pop(int(rng.integers(len(left)))) for _ in range(2))
+        results = [value for sign in options.operations if (value := combine(max(a, b), min(a, b), sign)) is not None]
+        if not results:
+            return None
+        left.append(results[int(rng.integers(len(results)))])
+    return Problem(numbers, left[0]) if left[0] <= options.max_target and left[0] not in numbers else None
+
+
+def combine(large: int, small: int, sign: str) -> int | None:
+    """The result where it is a whole number above 0 and not merely one of the two again."""
+    if sign == "+":
+        return large + small
+    if sign == "-":
+        return large - small if large > small else None
+    if small == 1:
+        return None
+    if sign == "*":
+        return large * small
+    return large // small if large % small == 0 else None
+
+
+class Term(NamedTuple):
+    """A value on the way to the target: how it is written, its outermost operation, and the steps that made it."""
+
+    value: int
+    text: str
+    sign: str = ""
+    steps: tuple[str, ...] = ()
+
+
+def solve(problem: Problem, operations: Sequence[str]) -> Term | None:
+    """A solution with the fewest steps; the first in a fixed order of search, so that examples are the same each time."""
+    given = tuple(Term(n, str(n)) for n in problem.numbers)
+    for depth in range(1, len(given)):
+        found = _search(given, problem.target, depth, operations)
+        if found is not None:
+            return found
+    return None
+
+
+def _search(terms: tuple[Term, ...], target: int, depth: int, operations: Sequence[str]) -> Term | None:
+    for i, j in combinations(range(len(terms)), 2):
+        rest = tuple(term for place, term in enumerate(terms) if place not in (i, j))
+        for term in _combinations(terms[i], terms[j], operations):
+            if depth == 1 and term.value == target:
+                return term
+            found = _search((*rest, term), target, depth - 1, operations) if depth > 1 else None
+            if found is not None:
+                return found
+    return None
+
+
+def _combinations(one: Term, other: Term, operations: Sequence[str]) -> Iterator[Term]:
+    large, small = (one, other) if one.value >= other.value else (other, one)
+    for sign in operations:
+        value = combine(large.value, small.value, sign)
+        if value is not None:
+            step = f"{large.value}{sign}{small.value}={value}"
+            yield Term(value, _written(large, sign, small), sign, (*large.steps, *small.steps, step))
+
+
+def _written(left: Term, sign: str, right: Term) -> str:
+    """`left sign right` with no more brackets than needed."""
+    loose_left = sign in "*/" and left.sign in ("+", "-")
+    loose_right = right.sign != "" if sign == "/" else right.sign in ("+", "-") and sign in "*-"
+    left_text = f"({left.text})" if loose_left else left.text
+    right_text = f"({right.text})" if loose_right else right.text
+    return f"{left_text}{sign}{right_text}"
+
+
+def worked(problem: Problem, operations: Sequence[str]) -> str:
+    """The completion to imitate: the steps of a solution, then the solution as one expression."""
+    solution = solve(problem, operations)
+    assert solution is not None, f"{problem} was made from these operations and must have a solution"
+    return f"<think>{','.join(solution.steps)}</think><answer>{solution.text}</answer>"
+
+
+def _prompt(problem: Problem) -> Prompt:
+    columns = {
+        "numbers": list(problem.numbers),
+        "target": problem.target,
+        "difficulty": f"{len(problem.numbers)} numbers",
+    }
+    return Prompt(id=f"countdown/{problem.text}", text=f"{problem.text}:", columns=columns)

@@ -1,0 +1,153 @@
+"""Prompts from a file: JSONL (one object per line) or Parquet."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from oncurve.errors import DataError, MissingPackage, RecipeError
+from oncurve.recipe import schema
+from oncurve.records import Example, Prompt
+from oncurve.tasks.draws import generator
+from oncurve.tasks.in_memory import PromptList
+from oncurve.tasks.rows import RowReader
+
+JSON_LINES = (".jsonl", ".ndjson", ".json")
+
+
+class FileOptions(schema.Section):
+    """Options of the task `file`."""
+
+    path: str
+    """The file: `.jsonl` (one JSON object per line) or `.parquet`."""
+    heldout_path: str | None = None
+    """A file to measure on, of the same columns; `task.heldout` rows of it are used. Unset: rows of `path` are kept aside."""
+    heldout_share: schema.Share = 0.2
+    """Without `heldout_path`: `task.heldout` rows are kept aside, but at most this share of the file."""
+    prompt: str = "prompt"
+    """Column of the prompt: a text, or a list of messages with role and content."""
+    prompt_template: str | None = None
+    """The prompt's wording, with columns as `{column}`; takes the place of `prompt`."""
+    answer: str = "answer"
+    """Column that rewards know as `answer`; a row may lack it."""
+    completion: str = "completion"
+    """Column of worked examples for an `sft` stage; a row may lack it."""
+    difficulty: str | None = None
+    """Column under which held-out accuracy is reported."""
+    chat: bool = False
+    """Send text prompts as a user's message through the model's chat template, not as they are."""
+    system: str | None = None
+    """A system message before each prompt; needs `chat`, or prompts that are messages."""
+
+    @property
+    def reader(self) -> RowReader:
+        return RowReader(
+            prompt=self.prompt,
+            answer=self.answer,
+            completion=self.completion,
+            difficulty=self.difficulty,
+            template=self.prompt_template,
+            chat=self.chat,
+            system=self.system,
+        )
+
+
+def build_file_task(config: schema.Task, options: FileOptions) -> PromptList:
+    """Reads the file, or the two, and keeps held-out rows aside by `task.seed`."""
+    prompts, examples = read_prompts(options.path, options, "train")
+    if options.system is not None and prompts[0].text is not None:
+        raise RecipeError(
+            "task.system",
+            options.system,
+            because="a prompt that is sent as plain text has no system message",
+            fix="set task.chat = true",
+        )
+    if options.heldout_path is not None:
+        measured, _ = read_prompts(options.heldout_path, options, "heldout")
+        return PromptList.split(prompts, _some(measured, config.heldout, config.seed), examples, options.path)
+    count = min(config.heldout, int(options.heldout_share * len(prompts)))
+    return PromptList.split(prompts, _some(prompts, count, config.seed), examples, options.path)
+
+
+def _some(prompts: list[Prompt], count: int, seed: int) -> list[Prompt]:
+    order = generator(seed, "file/heldout").permutation(len(prompts))[:count]
+    return [prompts[int(i)] for i in sorted(order)]
+
+
+def read_prompts(path: str, options: FileOptions, split: str) -> tuple[list[Prompt], list[Example]]:
+    """Every prompt of a file and its worked examples. A prompt's id is its file and line, so that people can find it."""
+    reader, file = options.reader, Path(path)
+    prompts: list[Prompt] = []
+    examples: list[Example] = []
+    for line, row in read_rows(file):
+        where = f"{path}:{line}"
+        prompts.append(reader.read(row, where, f"{file.name}/{split}/{line}"))
+        example = reader.example(row, prompts[-1], where)
+        examples += [] if example is None else [example]
+    if not prompts:
+        raise DataError(path, "no rows", because="the file is empty", fix="give a file with one prompt per row")
+    return prompts, examples
+
+
+def read_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """(line, row) of a file; rows of Parquet are counted from 1 as lines are."""
+    if not path.is_file():
+        what = "it is a folder" if path.is_dir() else "there is no such file"
+        raise DataError(str(path), what, because="the task reads its prompts from it", fix="mend task.path")
+    if path.suffix == ".parquet":
+        yield from _parquet_rows(path)
+    elif path.suffix in JSON_LINES:
+        yield from _json_rows(path)
+    else:
+        raise DataError(
+            str(path),
+            f"a file of kind '{path.suffix}'",
+            because="only .jsonl and .parquet are read",
+            fix="convert or rename it",
+        )
+
+
+def _json_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    try:
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield number, _json_row(line, f"{path}:{number}")
+    except OSError as error:
+        raise DataError(str(path), "it can't be read", because=str(error), fix="check its permissions") from None
+
+
+def _json_row(line: bytes, where: str) -> Mapping[str, Any]:
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise DataError(where, "not UTF-8", because=str(error), fix="save the file as UTF-8") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(where, "not valid JSON", because=str(error), fix="write one JSON object on each line") from None
+    if not isinstance(row, dict):
+        raise DataError(
+            where,
+            f"a JSON {type(row).__name__}",
+            because="a row is an object with named columns",
+            fix="write one JSON object on each line",
+        )
+    return row
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    try:
+        arrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
+    except ImportError:
+        raise MissingPackage(
+            str(path), "pyarrow is not installed", because="Parquet files are read with it", fix="pip install pyarrow"
+        ) from None
+    try:
+        rows = parquet.read_table(path).to_pylist()
+    except (arrow.ArrowException, OSError) as error:
+        raise DataError(
+            str(path), "not a Parquet file that can be read", because=str(error), fix="write the file again"
+        ) from None
+    yield from enumerate(rows, start=1)

@@ -1,0 +1,31 @@
+"""The tasks that a recipe can name."""
+
+from __future__ import annotations
+
+from oncurve.errors import RecipeError, did_you_mean
+from oncurve.recipe import schema
+from oncurve.tasks.arithmetic import Arithmetic, ArithmeticOptions
+from oncurve.tasks.base import Task, TaskType
+from oncurve.tasks.countdown import Countdown, CountdownOptions
+from oncurve.tasks.files import FileOptions, build_file_task
+from oncurve.tasks.options import read_options
+
+TASKS: dict[str, TaskType] = {
+    "arithmetic": TaskType(ArithmeticOptions, Arithmetic),
+    "countdown": TaskType(CountdownOptions, Countdown),
+    "file": TaskType(FileOptions, build_file_task),
+}
+
+
+def build_task(config: schema.Task, where: str = "task") -> Task:
+    """The task of a recipe, or of a stage that has its own (then `where` is `NAME.task`)."""
+    kind = TASKS.get(config.type)
+    if kind is None:
+        hint = did_you_mean(config.type, TASKS)
+        raise RecipeError(
+            f"{where}.type",
+            f"there is no task '{config.type}'{hint}",
+            because=f"tasks are: {', '.join(TASKS)}",
+            fix="name one of them",
+        )
+    return kind.build(config, read_options(kind.options, config.options, where))
