@@ -32,7 +32,8 @@ def resolved_advantage(stage: Grpo) -> tuple[Baseline, Scale]:
 def resolved_kl(stage: Grpo) -> tuple[KlPlace, KlEstimator]:
     """Where a stage's KL term goes and how it is estimated: the recipe's, else the objective's own.
 
-    In the loss the default is k3, which is never negative; in the reward it is k1, whose sum over a completion is its log-ratio.
+    In the loss the default is k3, which is never negative; in the reward it is k1, whose sum over a completion
+    is its log-ratio.
     """
     where = stage.kl.where or HABITS.get(stage.objective, Habits()).kl
     return where, stage.kl.estimator or ("k1" if where == "reward" else "k3")

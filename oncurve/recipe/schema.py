@@ -17,7 +17,7 @@ Count = Annotated[int, Field(ge=0)]
 
 
 def types_in(annotation: Any) -> set[Any]:
-    """The plain types that an annotation is made of: `PositiveInt | None` gives {int, NoneType}, a Literal those of its values."""
+    """The plain types that an annotation is made of: `PositiveInt | None` gives {int, NoneType}, a Literal its values'."""
     if get_origin(annotation) is Annotated:
         return types_in(get_args(annotation)[0])
     if get_origin(annotation) is Literal:
@@ -109,7 +109,7 @@ class Task(Section):
     heldout: PositiveInt = 200
     """Problems kept aside for measuring: none of them ever occurs in training."""
     seed: Count = 0
-    """Seed of the problems themselves. Apart from the run's seed, so that runs with other seeds are measured on the same problems."""
+    """Seed of the problems themselves. Apart from the run's seed, so that runs with other seeds are measured on the same ones."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -207,6 +207,8 @@ class SftOptimiser(Optimiser):
 class StageBase(Section):
     """What every stage has."""
 
+    type: str
+    """The stage's type."""
     name: str | None = None
     """Unique name of the stage, used in `--set NAME.key=value`; its type when unset."""
     task: Task | None = None
@@ -224,7 +226,7 @@ class StageBase(Section):
 
     @property
     def label(self) -> str:
-        return self.name or str(getattr(self, "type"))
+        return self.name or self.type
 
 
 class Sft(StageBase):
@@ -248,7 +250,9 @@ Baseline = Literal["mean", "leave_one_out", "none"]
 Scale = Literal["group", "batch", "none"]
 KlEstimator = Literal["k1", "k2", "k3"]
 KlPlace = Literal["loss", "reward"]
-ObjectiveName = Literal["grpo", "grpo_sequence", "dapo", "dr_grpo", "bnpo", "gspo", "gspo_token", "cispo", "sapo", "rloo", "reinforce"]
+ObjectiveName = Literal[
+    "grpo", "grpo_sequence", "dapo", "dr_grpo", "bnpo", "gspo", "gspo_token", "cispo", "sapo", "rloo", "reinforce"
+]
 
 
 class Clip(Section):
@@ -271,8 +275,8 @@ class Kl(Section):
     """Schulman's estimators of KL(π_θ‖π_ref) from samples; k3 is never negative. Unset: k3 in the loss, k1 in the reward, where
     the sum over a completion is then exactly its log-ratio."""
     where: KlPlace | None = None
-    """In the loss (GRPO), or subtracted from each completion's reward (RLOO, PPO). Unset: the objective's own, which is the reward
-    for rloo and reinforce and the loss for the others."""
+    """In the loss (GRPO), or subtracted from each completion's reward (RLOO, PPO). Unset: the objective's own, which is the
+    reward for rloo and reinforce and the loss for the others."""
     ratio_weighted: bool = False
     """Weight each token's KL by its ratio: unbiased also when μ > 1."""
     refresh_every: Count = 0
@@ -283,8 +287,8 @@ class Advantage(Section):
     """How a group is graded."""
 
     scale: Scale | None = None
-    """Divide by the group's std (GRPO), by one std over the batch, or by nothing (Dr. GRPO). Unset: the objective's own, which is
-    none for dr_grpo, rloo and reinforce and group for the others."""
+    """Divide by the group's std (GRPO), by one std over the batch, or by nothing (Dr. GRPO). Unset: the objective's own, which
+    is none for dr_grpo, rloo and reinforce and group for the others."""
     baseline: Baseline | None = None
     """Subtract the group's mean, the mean of the others (RLOO), or nothing (REINFORCE). Unset: the objective's own, which is
     leave_one_out for rloo, none for reinforce and mean for the others."""
@@ -333,8 +337,8 @@ class Grpo(StageBase):
     overlong: Overlong | None = None
     """Soft punishment of completions near the length limit."""
     no_signal: Literal["drop", "keep", "resample"] = "drop"
-    """Groups of equal rewards: not forwarded (`drop`; they still count in the totals), forwarded anyway (`keep`), or replaced by
-    fresh prompts until the step is full (`resample`: DAPO's dynamic sampling)."""
+    """Groups of equal rewards: not forwarded (`drop`; they still count in the totals), forwarded anyway (`keep`), or replaced
+    by fresh prompts until the step is full (`resample`: DAPO's dynamic sampling)."""
     max_resample_rounds: PositiveInt = 4
     """With `resample`: rounds of fresh prompts before the step goes on with what it has."""
     max_failure_share: Share = 0.5
@@ -375,8 +379,8 @@ class Recipe(Section):
     task: Task
     """What is asked."""
     rewards: tuple[Reward, ...] = ()
-    """What is rewarded: the total is the weighted sum. The first reward of weight above 0 decides what counts as solved, unless one is
-    named `answer`."""
+    """What is rewarded: the total is the weighted sum. The first reward of weight above 0 decides what counts as solved, unless
+    one is named `answer`."""
     stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
     """The stages, each starting from the one before."""
     evaluation: Evaluation = Evaluation()

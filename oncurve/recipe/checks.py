@@ -1,0 +1,226 @@
+"""Combinations that no run could carry out, or that would silently do nothing: each a small function in a table.
+
+A check yields RecipeErrors; the first one is raised. What a single key may hold is the schema's matter, what a task or reward
+wants is theirs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+from oncurve.errors import RecipeError
+from oncurve.recipe.resolve import resolved_advantage, resolved_kl, resolved_rewards
+from oncurve.recipe.schema import Grpo, Recipe, Reward, Stage
+
+Problems = Iterator[RecipeError]
+
+
+def check_recipe(recipe: Recipe) -> Recipe:
+    """The recipe itself, if it can be run as written; else the first RecipeError."""
+    for problem in find_problems(recipe):
+        raise problem
+    return recipe
+
+
+def find_problems(recipe: Recipe) -> Problems:
+    """Every impossible combination, in the order of the tables."""
+    for check in RECIPE_CHECKS:
+        yield from check(recipe)
+    for stage in recipe.stages:
+        for stage_check in STAGE_CHECKS:
+            yield from stage_check(recipe, stage)
+        if isinstance(stage, Grpo):
+            for grpo_check in GRPO_CHECKS:
+                yield from grpo_check(recipe, stage)
+
+
+def _stage_names(recipe: Recipe) -> Problems:
+    for label, count in Counter(stage.label for stage in recipe.stages).items():
+        if count > 1:
+            because = f"{count} stages are called that, and --set, checkpoints and tables tell stages apart by name"
+            yield RecipeError("stages", label, because=because, fix=f'give each its own, such as name = "{label}_2"')
+        if label in Recipe.model_fields:
+            because = f"'{label}' is a key of the recipe itself, and --set {label}.… would mean that"
+            yield RecipeError(f"{label}.name", label, because=because, fix="choose another name")
+        yield from _plain_name(label, f"{label}.name")
+
+
+def _plain_name(label: str, key: str) -> Problems:
+    if not label or any(mark in label for mark in ".=/\\ \t\n"):
+        because = "names are part of dotted keys and of file names"
+        yield RecipeError(key, repr(label), because=because, fix="use letters, digits, - and _ only")
+
+
+def _reward_names(recipe: Recipe) -> Problems:
+    yield from _unique_rewards(recipe.rewards, "rewards")
+    for stage in recipe.stages:
+        if isinstance(stage, Grpo) and stage.rewards is not None:
+            yield from _unique_rewards(stage.rewards, f"{stage.label}.rewards")
+
+
+def _unique_rewards(rewards: Sequence[Reward], key: str) -> Problems:
+    for label, count in Counter(reward.label for reward in rewards).items():
+        if count > 1:
+            because = f"{count} rewards are called that, and tables and --set tell rewards apart by name"
+            yield RecipeError(key, label, because=because, fix=f'give each its own, such as name = "{label}_2"')
+        yield from _plain_name(label, f"{key}.{label}.name")
+
+
+def _tiny_context(recipe: Recipe) -> Problems:
+    """Positions are shared by the prompt, of one token at the least, and the completion."""
+    context = recipe.model.tiny.context
+    limits = {f"{s.label}.sampling.max_new_tokens": s.sampling.max_new_tokens for s in recipe.stages if isinstance(s, Grpo)}
+    if recipe.evaluation.max_new_tokens is not None:
+        limits["evaluation.max_new_tokens"] = recipe.evaluation.max_new_tokens
+    for key, limit in limits.items() if recipe.model.source == "tiny" else ():
+        if limit >= context:
+            because = f"the built-in model has {context} positions, for the prompt and the completion together"
+            yield RecipeError(key, limit, because=because, fix=f"use less than {context}, or raise model.tiny.context")
+
+
+def _warmup(recipe: Recipe, stage: Stage) -> Problems:
+    per_step = stage.updates_per_step * stage.minibatches if isinstance(stage, Grpo) else 1
+    updates, warmup = stage.steps * per_step, stage.optimiser.warmup_steps
+    if warmup > updates:
+        because = f"the stage ends after {updates} updates, before its learning rate is reached"
+        yield RecipeError(f"{stage.label}.optimiser.warmup_steps", warmup, because=because, fix=f"use {updates} or less")
+
+
+def _rewards_given(recipe: Recipe, stage: Grpo) -> Problems:
+    rewards = resolved_rewards(recipe, stage)
+    key = "rewards" if stage.rewards is None else f"{stage.label}.rewards"
+    if not rewards:
+        because = f"the stage '{stage.label}' learns from rewards alone"
+        yield RecipeError(key, "none", because=because, fix='add a line [[rewards]] and under it type = "answer"')
+    elif all(reward.weight == 0 for reward in rewards):
+        names = ", ".join(reward.label for reward in rewards)
+        because = f"a reward of weight 0 is watched, not trained on, and the stage '{stage.label}' has no other"
+        yield RecipeError(f"{key}.{rewards[0].label}.weight", "0 for all", because=because, fix=f"give one of {names} a weight")
+
+
+def _group_of_one(recipe: Recipe, stage: Grpo) -> Problems:
+    if stage.group_size > 1:
+        return
+    baseline, scale = resolved_advantage(stage)
+    key = f"{stage.label}.group_size"
+    if baseline == "mean":
+        because = "a completion alone in its group is its own mean, so every advantage would be 0"
+        yield RecipeError(key, 1, because=because, fix='use 2 or more (8 to 64 is usual), or objective = "reinforce"')
+    elif baseline == "leave_one_out":
+        because = "the baseline is the mean of the others in the group, and there are none"
+        yield RecipeError(key, 1, because=because, fix='use 2 or more, or objective = "reinforce"')
+    elif scale == "group":
+        because = "rewards are divided by their group's std, and one number has none"
+        yield RecipeError(key, 1, because=because, fix='use 2 or more, or advantage.scale = "batch" or "none"')
+    elif stage.no_signal == "resample":
+        because = "groups of equal rewards are replaced, and one completion always equals itself"
+        yield RecipeError(f"{stage.label}.no_signal", "resample", because=because, fix='use "drop" or "keep" with group_size 1')
+
+
+def _temperature(recipe: Recipe, stage: Grpo) -> Problems:
+    if stage.sampling.temperature == 0:
+        because = "greedy completions of one prompt are all the same, so no group has a signal"
+        key = f"{stage.label}.sampling.temperature"
+        yield RecipeError(
+            key, 0, because=because, fix="use 1, which samples the policy itself; evaluation.temperature may be 0"
+        )
+
+
+def _kl_without_weight(recipe: Recipe, stage: Grpo) -> Problems:
+    if stage.kl.beta != 0:
+        return
+    asked = {
+        "where": stage.kl.where if stage.kl.where == "reward" else None,
+        "ratio_weighted": stage.kl.ratio_weighted or None,
+        "refresh_every": stage.kl.refresh_every or None,
+    }
+    for name, value in asked.items():
+        if value is not None:
+            because = f"with {stage.label}.kl.beta = 0 no reference is held, so it would change nothing"
+            shown = str(value).lower() if isinstance(value, bool) else value
+            yield RecipeError(
+                f"{stage.label}.kl.{name}", shown, because=because, fix="set kl.beta (0.04 is GRPO's), or leave this out"
+            )
+
+
+def _kl_in_reward(recipe: Recipe, stage: Grpo) -> Problems:
+    where, _ = resolved_kl(stage)
+    if stage.kl.ratio_weighted and where == "reward" and stage.kl.beta != 0:
+        because = "the KL term is in the reward, which is settled before there is a ratio to weight it by"
+        key = f"{stage.label}.kl.ratio_weighted"
+        yield RecipeError(key, "true", because=because, fix='leave it out, or use kl.where = "loss"')
+
+
+def _minibatches(recipe: Recipe, stage: Grpo) -> Problems:
+    if stage.minibatches > stage.prompts_per_step:
+        because = f"groups are never split, and a step has {stage.prompts_per_step} of them (prompts_per_step)"
+        fix = f"use {stage.prompts_per_step} or less"
+        yield RecipeError(f"{stage.label}.minibatches", stage.minibatches, because=because, fix=fix)
+
+
+def _clip(recipe: Recipe, stage: Grpo) -> Problems:
+    clip, key = stage.clip, f"{stage.label}.clip"
+    if clip is None:
+        return
+    if stage.objective in ("reinforce", "sapo"):
+        because = f"the objective {stage.objective} clips nothing"
+        yield RecipeError(key, _range(clip.low, clip.high), because=because, fix="leave clip out, or use grpo, dapo or gspo")
+    elif clip.dual is not None and stage.objective == "cispo":
+        because = "cispo bounds the ratio whatever the advantage's sign, so a second bound has nothing to do"
+        yield RecipeError(f"{key}.dual", clip.dual, because=because, fix="leave it out and use clip.high")
+    elif clip.dual is not None and clip.dual <= 1 + clip.high:
+        because = f"it bounds ratios that clip.high lets through, and that is up to 1 + high = {1 + clip.high:g}"
+        yield RecipeError(
+            f"{key}.dual", clip.dual, because=because, fix=f"use more than {1 + clip.high:g} (3 is usual), or leave it out"
+        )
+
+
+def _range(low: float, high: float) -> str:
+    return f"low = {low:g}, high = {high:g}"
+
+
+def _rloo(recipe: Recipe, stage: Grpo) -> Problems:
+    if stage.objective != "rloo":
+        return
+    baseline, scale = resolved_advantage(stage)
+    key, fix = f"{stage.label}.advantage", 'leave it out, or use objective = "grpo_sequence", which is free to choose'
+    if baseline != "leave_one_out":
+        because = "rloo is the leave-one-out baseline: the mean of the others in the group"
+        yield RecipeError(f"{key}.baseline", baseline, because=because, fix=fix)
+    if scale != "none":
+        yield RecipeError(f"{key}.scale", scale, because="rloo's advantage is a plain difference, divided by nothing", fix=fix)
+
+
+def _overlong(recipe: Recipe, stage: Grpo) -> Problems:
+    limit = stage.sampling.max_new_tokens
+    if stage.overlong is not None and stage.overlong.buffer >= limit:
+        because = (
+            f"the punishment begins at max_new_tokens − buffer, and max_new_tokens is {limit}: every length would be punished"
+        )
+        yield RecipeError(
+            f"{stage.label}.overlong.buffer", stage.overlong.buffer, because=because, fix=f"use less than {limit}"
+        )
+
+
+def _length_budget(recipe: Recipe, stage: Grpo) -> Problems:
+    if stage.length_budget is not None and stage.objective != "dr_grpo":
+        because = f"only dr_grpo divides by it, and the objective is {stage.objective}"
+        fix = 'leave it out, or use objective = "dr_grpo"'
+        yield RecipeError(f"{stage.label}.length_budget", stage.length_budget, because=because, fix=fix)
+
+
+RECIPE_CHECKS: tuple[Callable[[Recipe], Problems], ...] = (_stage_names, _reward_names, _tiny_context)
+STAGE_CHECKS: tuple[Callable[[Recipe, Stage], Problems], ...] = (_warmup,)
+GRPO_CHECKS: tuple[Callable[[Recipe, Grpo], Problems], ...] = (
+    _rewards_given,
+    _group_of_one,
+    _temperature,
+    _kl_without_weight,
+    _kl_in_reward,
+    _minibatches,
+    _clip,
+    _rloo,
+    _overlong,
+    _length_budget,
+)

@@ -1,0 +1,122 @@
+"""`oncurve recipe explain [KEY]`: the schema's own docstrings, as a table of every key or one key in full."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from oncurve.errors import RecipeError
+from oncurve.recipe.problems import closest
+from oncurve.recipe.resolve import HABITS, Habits
+from oncurve.recipe.schema import ObjectiveName, Section
+from oncurve.recipe.tree import STAGES, Entry, entries_of, tree
+
+Extensions = Mapping[str, type[Section]]
+
+OBJECTIVES: dict[ObjectiveName, str] = {
+    "grpo": "a ratio per token, clipped; mean over each completion, then over completions (DeepSeekMath)",
+    "grpo_sequence": "one ratio per completion, the product of its tokens', clipped",
+    "dapo": "a ratio per token, clipped further above than below; mean over all tokens of the step",
+    "dr_grpo": "a ratio per token, clipped; sum over a completion divided by a constant length budget",
+    "bnpo": "a ratio per token, clipped; mean over all tokens of the step",
+    "gspo": "one ratio per completion, the geometric mean of its tokens', clipped closely",
+    "gspo_token": "as gspo, for advantages that differ by token",
+    "cispo": "log-likelihood weighted by a bounded ratio: every token keeps a gradient; mean over all tokens",
+    "sapo": "a ratio per token through a soft gate in place of the clip",
+    "rloo": "one ratio per completion, the product of its tokens', clipped; graded against the others of the group",
+    "reinforce": "log-likelihood weighted by the advantage: no ratio, no clip, one update per step",
+}
+"""What `explain grpo.objective` says of each; the compositions themselves are in `oncurve.algos.objectives`."""
+
+
+def explain(key: str | None = None, extensions: Extensions | None = None) -> RenderableType:
+    """Every key in a table, or one key, section or objective in full. ``extensions`` are the options of task and reward types,
+    as `task.arithmetic` or `rewards.answer`."""
+    extensions = extensions or {}
+    if key is None:
+        return _table(tree(extensions))
+    if key in STAGES:
+        return _section(key, STAGES[key], list(entries_of(STAGES[key], f"{key}.")))
+    if key in extensions:
+        return _section(key, extensions[key], list(entries_of(extensions[key], f"{key}.")))
+    entry = find_entry(key, extensions)
+    return _stages(entry) if entry.key == "stages" else _entry(entry, extensions)
+
+
+def find_entry(key: str, extensions: Extensions | None = None) -> Entry:
+    """The entry of a key, written as in `--set`. A stage's own task and rewards have the keys of the recipe's."""
+    known = {entry.key: entry for entry in tree(extensions)}
+    parts = key.split(".")
+    if parts[0] in STAGES and len(parts) > 2 and parts[1] in ("task", "rewards"):
+        parts = parts[1:]
+    for name in (key, ".".join(parts), ".".join([parts[0], *parts[2:]])):
+        if name in known:
+            return known[name]
+    close = closest(key, known) or next((name for name in known if name.endswith(f".{parts[-1]}")), None)
+    fix = f"try `oncurve recipe explain {close}`" if close else "`oncurve recipe explain` lists every key"
+    raise RecipeError(key, "unknown key", because="no recipe has such a key", fix=fix)
+
+
+def _table(entries: list[Entry]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("key", "what it takes", "default", "meaning"):
+        table.add_column(name, overflow="fold")
+    for entry in entries:
+        style = "bold" if entry.inside else ""
+        default = "" if entry.default == "section" else entry.default
+        kind = "one of …" if len(entry.allowed) > 4 else entry.kind
+        table.add_row(Text(entry.key, style), Text(kind, "dim"), Text(default), Text(entry.summary))
+    return table
+
+
+def _section(key: str, section: type[Section], entries: list[Entry]) -> Group:
+    return Group(Text(key, "bold"), Text(inspect.cleandoc(section.__doc__ or "")), Text(), _table(entries))
+
+
+def _stages(entry: Entry) -> Group:
+    rows = [Text(f"  {name}: {inspect.cleandoc(cls.__doc__ or '')}") for name, cls in STAGES.items()]
+    advice = Text("Each [[stages]] has a type; `oncurve recipe explain TYPE` lists its keys:")
+    return Group(Text(entry.key, "bold"), Text(entry.doc), Text(), advice, *rows)
+
+
+def _entry(entry: Entry, extensions: Extensions) -> Group:
+    facts = Table.grid(padding=(0, 2))
+    facts.add_row(Text("takes", "dim"), Text(entry.kind))
+    facts.add_row(Text("default", "dim"), Text("see below" if entry.default == "section" else entry.default))
+    if not entry.inside:
+        facts.add_row(Text("example", "dim"), Text(f"--set {example(entry)}"))
+    parts: list[RenderableType] = [Text(entry.key, "bold"), Text(entry.doc), Text(), facts]
+    if entry.name == "objective":
+        parts += [Text(), _objectives()]
+    for section in entry.inside:
+        parts += [Text(), _table(list(entries_of(section, f"{entry.key}.")))]
+    options = [name for name in extensions if name.startswith(f"{entry.key.partition('.')[0]}.")]
+    if options and entry.name in ("task", "rewards", "type"):
+        parts += [Text(), Text(f"Types, each with options of its own: {', '.join(options)}")]
+    return Group(*parts)
+
+
+def _objectives() -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("objective", "what it is", "baseline", "scale", "KL in"):
+        table.add_column(name, overflow="fold")
+    for objective, words in OBJECTIVES.items():
+        table.add_row(objective, words, *HABITS.get(objective, Habits()))
+    return table
+
+
+def example(entry: Entry) -> str:
+    """A `--set` line that this key takes: another choice than the default, or the default itself."""
+    key = entry.key.replace("rewards.", "rewards.NAME.", 1) if entry.key.startswith("rewards.") else entry.key
+    others = [choice for choice in entry.allowed if f'"{choice}"' != entry.default]
+    if others:
+        return f"{key}={others[0]}"
+    if entry.default not in ("required", "unset", "section"):
+        value = entry.default.strip('"')
+        return f"'{key}={value}'" if set(value) & set(' []{}"') else f"{key}={value}"
+    kind = entry.kind
+    return f"{key}=" + ("16" if kind.startswith("whole") else "0.5" if kind.startswith("number") else "VALUE")
