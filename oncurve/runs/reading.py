@@ -143,7 +143,8 @@ class Reader:
         return {row["name"]: _number_or_nan(row["value"]) for row in found}
 
     def groups(self, stage: str, step: int, kind: Kind = "train") -> list[GroupRow]:
-        question = """SELECT groups.id, groups.position, prompt_id, has_signal, count(completions.id), count(failure), avg(total)
+        question = """SELECT groups.id, groups.position, prompt_id, has_signal,
+                      count(completions.id), count(failure), avg(total)
                       FROM groups LEFT JOIN completions ON group_id = groups.id
                       WHERE stage = ? AND step = ? AND kind = ? GROUP BY groups.id ORDER BY groups.position"""
         return [_group_row(row) for row in self._ask(question, stage, step, kind)]

@@ -6,6 +6,8 @@ import os
 import sqlite3
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -22,11 +24,11 @@ from tests.runs.samples import eval_report, same, step_report
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    made = Store.create(tmp_path)
-    made.begin_stage("sft", "sft", 0, 2)
-    made.begin_stage("grpo", "grpo", 1, 10)
-    return made
+def store(tmp_path: Path) -> Iterator[Store]:
+    with Store.create(tmp_path) as made:
+        made.begin_stage("sft", "sft", 0, 2)
+        made.begin_stage("grpo", "grpo", 1, 10)
+        yield made
 
 
 def one_completion(text: str, ids: np.ndarray, advantages: np.ndarray) -> StepReport:
@@ -326,7 +328,8 @@ def test_what_is_no_database_is_said_so(tmp_path: Path) -> None:
         with pytest.raises(RunError, match=message):
             Store.open(tmp_path)
     path.unlink()
-    sqlite3.connect(path).executescript("CREATE TABLE t (x); INSERT INTO t VALUES (1);")
+    with closing(sqlite3.connect(path)) as other:
+        other.executescript("CREATE TABLE t (x); INSERT INTO t VALUES (1);")
     with pytest.raises(RunError, match="not a run's database"):
         Store.open(tmp_path)
 
@@ -383,12 +386,11 @@ def test_a_file_size_limit_keeps_the_steps_before_it(tmp_path: Path) -> None:
 
 
 def test_a_database_locked_by_another_program(store: Store, tmp_path: Path) -> None:
-    other = sqlite3.connect(tmp_path / "run.db", isolation_level=None)
-    other.execute("BEGIN IMMEDIATE")
     store._connection.execute("PRAGMA busy_timeout = 10")
-    with pytest.raises(RunError, match="locked(.|\n)*close whatever else"):
-        store.record_step(step_report("grpo", 1))
-    other.execute("ROLLBACK")
+    with closing(sqlite3.connect(tmp_path / "run.db", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(RunError, match="locked(.|\n)*close whatever else"):
+            store.record_step(step_report("grpo", 1))
     store.record_step(step_report("grpo", 1))
 
 

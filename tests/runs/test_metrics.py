@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import pytest
+
+from oncurve.errors import RunError
+from oncurve.runs.metrics import METRICS, explain, is_repeatable
+
+TRAINED = ["loss", "policy_loss", "grad_norm", "learning_rate", "skipped_updates", "epoch", "heldout_loss", "examples_seen"]
+REWARDED = [
+    "reward",
+    "reward_std",
+    "reward/answer",
+    "accuracy",
+    "no_signal_share",
+    "cut_share",
+    "failure_share",
+    "groups_resampled",
+]
+WRITTEN = ["length_mean", "length_min", "length_max", "entropy", "kl", "tokens"]
+MOVED = ["clip_low_share", "clip_high_share", "clip_share", "ratio_mean", "ratio_max", "mismatch_kl", "mismatch_max"]
+PHASES = [f"seconds/{phase}" for phase in ("sample", "score", "grade", "update", "record", "eval", "save")]
+MACHINE = ["tokens_per_s", "sample_tokens_per_s", "memory_mib", *PHASES]
+LOGGED = TRAINED + REWARDED + WRITTEN + MOVED + MACHINE
+
+
+@pytest.mark.parametrize("name", LOGGED)
+def test_every_metric_is_explained_in_one_sentence(name: str) -> None:
+    metric = explain(name)
+    assert metric.one_sentence.endswith(".") and metric.one_sentence[:-1].count(". ") == 0
+    assert metric.unit and metric.healthy
+
+
+def test_the_table_has_no_other_names() -> None:
+    families = {name.partition("/")[0] + "/" for name in LOGGED if "/" in name}
+    assert set(METRICS) == {name for name in LOGGED if "/" not in name} | families
+
+
+def test_families_and_mistakes() -> None:
+    assert explain("reward/my aspect").name == "reward/" and explain("reward").name == "reward"
+    with pytest.raises(RunError, match=r"no such metric \(did you mean 'grad_norm'\?\)"):
+        explain("gradnorm")
+    with pytest.raises(RunError):
+        explain("loss/x")
+
+
+def test_what_measures_the_machine_is_not_repeatable() -> None:
+    assert [name for name in LOGGED if not is_repeatable(name)] == MACHINE
+    assert is_repeatable("something of a user's own")
