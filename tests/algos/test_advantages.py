@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oncurve.algos.advantages import Baseline, Scale, gradable, grade, outcome_advantages, process_advantages
@@ -80,12 +80,14 @@ def test_one_reward_alone_is_graded_only_without_a_group() -> None:
 REWARDS = st.lists(st.integers(-40, 40).map(lambda n: n / 8), min_size=2, max_size=9)
 
 
+@settings(deadline=None)
 @given(REWARDS, st.integers(-1000, 1000), st.sampled_from(["mean", "leave_one_out"]), st.sampled_from(["group", "none"]))
 def test_a_constant_changes_nothing(rewards: list[float], constant: int, baseline: Baseline, scale: Scale) -> None:
     moved = advantages([[r + constant for r in rewards]], baseline, scale)[0]
     assert moved == pytest.approx(advantages([rewards], baseline, scale)[0], abs=1e-8)
 
 
+@settings(deadline=None)
 @given(REWARDS, st.sampled_from(["mean", "leave_one_out"]), st.sampled_from(["group", "batch", "none"]))
 def test_advantages_of_a_group_sum_to_zero(rewards: list[float], baseline: Baseline, scale: Scale) -> None:
     first, second = advantages([rewards, rewards[::-1]], baseline, scale)
@@ -93,6 +95,7 @@ def test_advantages_of_a_group_sum_to_zero(rewards: list[float], baseline: Basel
     assert second == pytest.approx(first[::-1], abs=1e-9)
 
 
+@settings(deadline=None)
 @given(REWARDS, st.floats(0.01, 100))
 def test_a_factor_changes_nothing_where_the_std_divides(rewards: list[float], factor: float) -> None:
     scaled = advantages([[factor * r for r in rewards]], eps=1e-12)[0]
