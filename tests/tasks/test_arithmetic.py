@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oncurve.errors import RecipeError
-from oncurve.records import Prompt
 from oncurve.recipe.schema import Task
+from oncurve.records import Prompt
 from oncurve.tasks.arithmetic import Arithmetic, ArithmeticOptions, Problem, pair, pairs_below, steps, worked
 from oncurve.tasks.base import TAGS
 from oncurve.tasks.registry import build_task
@@ -46,7 +46,10 @@ def test_worked_by_hand(problem: Problem, completion: str) -> None:
 def test_the_steps_spell_the_answer(a: int, b: int, operation: str) -> None:
     problem = Problem(operation, max(a, b), min(a, b))
     columns = steps(problem)
-    assert int("".join(str(column.stays) for column in reversed(columns))) + columns[-1].carried * 10 ** len(columns) == problem.answer
+    assert (
+        int("".join(str(column.stays) for column in reversed(columns))) + columns[-1].carried * 10 ** len(columns)
+        == problem.answer
+    )
     assert len(columns) == len(str(max(a, b)))
 
 
@@ -66,7 +69,9 @@ def test_prompt_columns() -> None:
     assert prompt.id == f"arithmetic/{(prompt.text or '').removesuffix('=')}"
 
 
-@pytest.mark.parametrize("options", [{}, {"digits": 1, "heldout": 27}, {"digits": 2, "operations": ["+", "-"]}, {"min_digits": 3}])
+@pytest.mark.parametrize(
+    "options", [{}, {"digits": 1, "heldout": 27}, {"digits": 2, "operations": ["+", "-"]}, {"min_digits": 3}]
+)
 def test_nothing_held_out_is_trained_on(options: dict[str, object]) -> None:
     task = arithmetic(**options)  # type: ignore[arg-type]
     heldout = {problem_of(prompt) for prompt in task.heldout}

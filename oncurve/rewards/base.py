@@ -1,0 +1,65 @@
+"""What a reward is, and how it says that it failed.
+
+A reward looks at a whole group, so that one which ranks completions against each other fits; most look at each completion by
+itself and go through `each`. A failure is an exception, returned or raised: never a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from oncurve.recipe.schema import Section
+from oncurve.records import Completion, Group
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What a reward says of one completion: None where it does not apply, and a reason for people to read.
+
+    ``steps`` holds step rewards as (token index of the step's last token, reward).
+    """
+
+    value: float | None
+    reason: str | None = None
+    steps: tuple[tuple[int, float], ...] | None = None
+
+
+Result = Score | BaseException
+
+
+class Reward(Protocol):
+    """Grades completions. `score` gives one result per completion, in order; what it raises fails the whole group."""
+
+    @property
+    def name(self) -> str:
+        """What its aspect is called."""
+
+    @property
+    def weight(self) -> float:
+        """Its weight in the total; 0 where it only watches."""
+
+    def score(self, group: Group) -> Sequence[Result]:
+        """One result per completion of the group."""
+
+
+@dataclass(frozen=True)
+class RewardType:
+    """A kind of reward that a recipe can name: the schema of its options, and how it is made of (name, weight, options)."""
+
+    options: type[Section]
+    build: Callable[[str, float, Any], Reward]
+
+
+def each(group: Group, score: Callable[[Completion], Score]) -> list[Result]:
+    """Scores each completion by itself: where one can't be scored, the others still are."""
+    return [caught(score, completion) for completion in group.completions]
+
+
+def caught(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """What the function returns, or what it raises. A reward that calls `exit()` has failed too; Ctrl-C goes through."""
+    try:
+        return function(*arguments, **named)
+    except (Exception, SystemExit) as error:  # noqa: BLE001  whatever a reward raises is handed on as its result
+        return error

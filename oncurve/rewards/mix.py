@@ -1,0 +1,118 @@
+"""The rewards of a run together: every completion gets one aspect from each, and none of them can stop the run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from oncurve.errors import RewardError
+from oncurve.records import Aspect, Completion, Group, ScoredCompletion, ScoredGroup
+from oncurve.rewards.base import Reward, Score, caught
+
+_FAILURE_LENGTH = 300
+"""Characters kept of a failure's message: it is stored with every completion."""
+
+
+class RewardMix:
+    """Scores groups by all rewards. The total is the weighted sum of the aspects (`ScoredCompletion.total`)."""
+
+    def __init__(self, rewards: Sequence[Reward]) -> None:
+        self.rewards = tuple(rewards)
+        names = [reward.name for reward in self.rewards]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise RewardError(
+                f"rewards.{twice}",
+                "two rewards have this name",
+                because="their aspects could not be told apart",
+                fix="give one a `name`",
+            )
+
+    @property
+    def decider(self) -> str | None:
+        """The reward that decides what counts as solved: the one named `answer`, else the first of weight above 0."""
+        if any(reward.name == "answer" for reward in self.rewards):
+            return "answer"
+        return next((reward.name for reward in self.rewards if reward.weight > 0), None)
+
+    def solved(self, scored: ScoredCompletion) -> bool:
+        """Whether a completion counts as right: its deciding aspect is 1 or more. A failure is not a solution."""
+        return any(a.name == self.decider and a.value is not None and a.value >= 1 for a in scored.aspects)
+
+    def score(self, groups: Sequence[Group]) -> list[ScoredGroup]:
+        """Each group with its aspects. What raises, or is no finite number, becomes an aspect with a `failure`: never 0."""
+        return [self._score_group(group) for group in groups]
+
+    def _score_group(self, group: Group) -> ScoredGroup:
+        columns = [aspects_of(reward, group) for reward in self.rewards]
+        scored = (
+            ScoredCompletion(completion, tuple(column[place] for column in columns))
+            for place, completion in enumerate(group.completions)
+        )
+        return ScoredGroup(group, tuple(scored))
+
+
+def aspects_of(reward: Reward, group: Group) -> list[Aspect]:
+    """What one reward says of a group, one aspect per completion whatever the reward does."""
+    results = _results(caught(reward.score, group), len(group.completions))
+    pairs = zip(results, group.completions, strict=True)
+    return [_aspect(reward, result, completion) for result, completion in pairs]
+
+
+def _results(returned: object, count: int) -> list[object]:
+    """One result per completion; an error of the whole group stands for each of them."""
+    if isinstance(returned, BaseException):
+        return [returned] * count
+    if isinstance(returned, str | bytes | dict) or not hasattr(returned, "__iter__"):
+        return [TypeError(f"returned {_kind(returned)} instead of {count} scores")] * count
+    listed = caught(list, returned)
+    if isinstance(listed, BaseException):
+        return [listed] * count
+    if len(listed) != count:
+        return [ValueError(f"returned {len(listed)} scores for {count} completions")] * count
+    return list(listed)
+
+
+def _aspect(reward: Reward, result: object, completion: Completion) -> Aspect:
+    score = result if isinstance(result, Score) else Score(None)
+    try:
+        value = _value(result.value if isinstance(result, Score) else result)
+        _check_steps(score, len(completion.token_ids))
+    except _NoScore as failure:
+        return Aspect(reward.name, None, reward.weight, failure=str(failure)[:_FAILURE_LENGTH], reason=score.reason)
+    return Aspect(reward.name, value, reward.weight, reason=score.reason, steps=score.steps)
+
+
+class _NoScore(Exception):
+    """Why a result is not a score, in words for a person."""
+
+
+def _value(result: object) -> float | None:
+    """A score as a finite float: numbers, truth values, and the scalars of numpy and torch. None stays None."""
+    if isinstance(result, BaseException):
+        raise _NoScore(f"{type(result).__name__}: {result}")
+    if result is None:
+        return None
+    item = getattr(result, "item", None)
+    plain = caught(item) if callable(item) else result
+    if not isinstance(plain, int | float):
+        raise _NoScore(f"returned {_kind(result)} instead of a number")
+    try:
+        value = float(plain)
+    except OverflowError:
+        raise _NoScore("returned a number too large for a float") from None
+    if not math.isfinite(value):
+        raise _NoScore(f"returned {value}")
+    return value
+
+
+def _check_steps(score: Score, length: int) -> None:
+    for place, value in score.steps or ():
+        if not 0 <= place < length:
+            raise _NoScore(f"a step ends at token {place}, and the completion has {length}")
+        if not math.isfinite(value):
+            raise _NoScore(f"returned {value} for a step")
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__

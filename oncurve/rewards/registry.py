@@ -1,0 +1,46 @@
+"""The rewards that a recipe can name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from oncurve.errors import RecipeError, did_you_mean
+from oncurve.recipe import schema
+from oncurve.rewards.answer import AnswerOptions, AnswerReward
+from oncurve.rewards.base import Reward, RewardType
+from oncurve.rewards.countdown import CountdownReward, CountdownRewardOptions
+from oncurve.rewards.format import FormatOptions, FormatReward
+from oncurve.rewards.function import PythonOptions, python_reward
+from oncurve.rewards.length import LengthOptions, LengthReward, OverlongOptions, OverlongReward
+from oncurve.rewards.mix import RewardMix
+from oncurve.tasks.options import read_options
+
+REWARDS: dict[str, RewardType] = {
+    "answer": RewardType(AnswerOptions, AnswerReward),
+    "format": RewardType(FormatOptions, FormatReward),
+    "countdown": RewardType(CountdownRewardOptions, CountdownReward),
+    "overlong": RewardType(OverlongOptions, OverlongReward),
+    "length": RewardType(LengthOptions, LengthReward),
+    "python": RewardType(PythonOptions, python_reward),
+}
+
+
+def build_rewards(configs: Sequence[schema.Reward], *, max_new_tokens: int | None = None) -> RewardMix:
+    """The rewards of a recipe or stage. `max_new_tokens` is the stage's length limit, for rewards that measure against it."""
+    return RewardMix([build_reward(config, max_new_tokens) for config in configs])
+
+
+def build_reward(config: schema.Reward, max_new_tokens: int | None = None) -> Reward:
+    """One reward; its options are checked against its own schema, under `rewards.NAME.key`."""
+    where = f"rewards.{config.label}"
+    kind = REWARDS.get(config.type)
+    if kind is None:
+        hint = did_you_mean(config.type, REWARDS)
+        raise RecipeError(
+            f"{where}.type",
+            f"there is no reward '{config.type}'{hint}",
+            because=f"rewards are: {', '.join(REWARDS)}",
+            fix="name one of them",
+        )
+    own = {"limit": max_new_tokens} if config.type == "overlong" and max_new_tokens is not None else {}
+    return kind.build(config.label, config.weight, read_options(kind.options, {**own, **config.options}, where))

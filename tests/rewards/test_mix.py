@@ -1,0 +1,172 @@
+"""Whatever a reward does, each completion gets an aspect, and a failure is never a number."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oncurve.errors import RewardError
+from oncurve.records import Group
+from oncurve.rewards.base import Score, each
+from oncurve.rewards.mix import RewardMix
+from tests.rewards.builders import group
+
+
+@dataclass
+class Says:
+    """A reward that returns what it is told to."""
+
+    answer: Any
+    name: str = "says"
+    weight: float = 1.0
+
+    def score(self, group: Group) -> Any:
+        return self.answer(group) if callable(self.answer) else self.answer
+
+
+def raises(error: BaseException) -> Callable[[object], Score]:
+    def function(_: object) -> Score:
+        raise error
+
+    return function
+
+
+def only_aspects(answer: Any, *texts: str) -> list[tuple[float | None, str | None]]:
+    (scored,) = RewardMix([Says(answer)]).score([group(*texts)])
+    return [(one.aspects[0].value, one.aspects[0].failure) for one in scored.scored]
+
+
+@pytest.mark.parametrize(
+    ("result", "value"),
+    [
+        (Score(0.5), 0.5),
+        (2, 2.0),
+        (True, 1.0),
+        (False, 0.0),
+        (None, None),
+        (Score(None), None),
+        (Score(True), 1.0),
+        (np.float32(0.5), 0.5),
+        (np.bool_(True), 1.0),
+        (np.int64(3), 3.0),
+        (torch.tensor(0.25), 0.25),
+    ],
+)
+def test_what_counts_as_a_score(result: object, value: float | None) -> None:
+    assert only_aspects([result], "a") == [(value, None)]
+
+
+@pytest.mark.parametrize(
+    ("result", "failure"),
+    [
+        (float("nan"), "returned nan"),
+        (Score(float("inf")), "returned inf"),
+        (float("-inf"), "returned -inf"),
+        pytest.param(10**400, "returned a number too large for a float", id="huge"),
+        (np.float64("nan"), "returned nan"),
+        ("1.0", "returned str instead of a number"),
+        ([1.0], "returned list instead of a number"),
+        (1j, "returned complex instead of a number"),
+        (torch.tensor([1.0, 2.0]), "returned Tensor instead of a number"),
+        (ValueError("bad"), "ValueError: bad"),
+        (Score(0.0, steps=((9, 1.0),)), "a step ends at token 9, and the completion has 1"),
+        (Score(0.0, steps=((0, float("nan")),)), "returned nan for a step"),
+    ],
+)
+def test_what_does_not(result: object, failure: str) -> None:
+    assert only_aspects([0.5, result], "a", "b") == [(0.5, None), (None, failure)]
+
+
+@pytest.mark.parametrize(
+    ("answer", "failure"),
+    [
+        ([1.0], "ValueError: returned 1 scores for 2 completions"),
+        ([1.0, 2.0, 3.0], "ValueError: returned 3 scores for 2 completions"),
+        (None, "TypeError: returned NoneType instead of 2 scores"),
+        (0.5, "TypeError: returned float instead of 2 scores"),
+        ("ab", "TypeError: returned str instead of 2 scores"),
+        (raises(KeyError("answer")), "KeyError: 'answer'"),
+        (raises(SystemExit(3)), "SystemExit: 3"),
+        (raises(RecursionError("deep")), "RecursionError: deep"),
+        (lambda _: (1 / 0 for _ in range(2)), "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_group_that_fails_as_a_whole(answer: Any, failure: str) -> None:
+    assert only_aspects(answer, "a", "b") == [(None, failure)] * 2
+
+
+def test_arrays_and_tensors_are_lists_of_scores() -> None:
+    assert (
+        only_aspects(np.array([0.5, 1.0]), "a", "b")
+        == only_aspects(torch.tensor([0.5, 1.0]), "a", "b")
+        == [(0.5, None), (1.0, None)]
+    )
+
+
+def test_ctrl_c_goes_through() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        only_aspects(raises(KeyboardInterrupt()), "a")
+
+
+def test_only_the_completion_that_raised_fails() -> None:
+    (scored,) = RewardMix([Says(lambda g: each(g, lambda c: Score(1 / len(c.text))))]).score([group("a", "", "bb")])
+    assert [one.total for one in scored.scored] == [1.0, None, 0.5]
+    assert scored.scored[1].failure == "says: ZeroDivisionError: division by zero"
+
+
+def test_long_failures_are_cut() -> None:
+    ((_, failure),) = only_aspects([ValueError("x" * 10_000)], "a")
+    assert failure is not None and len(failure) == 300
+
+
+def test_the_total_is_the_weighted_sum() -> None:
+    rewards = [Says([1.0, 0.5], "one", 2.0), Says([None, 1.0], "two", 0.5), Says([9.0, float("nan")], "watched", 0.0)]
+    (scored,) = RewardMix(rewards).score([group("a", "b")])
+    assert scored.totals == (2.0, 1.5)
+    assert [aspect.name for aspect in scored.scored[0].aspects] == ["one", "two", "watched"]
+    assert scored.scored[1].aspects[2].failure == "returned nan"
+
+
+def test_where_no_reward_applies() -> None:
+    (scored,) = RewardMix([Says([None]), Says([1.0], "watched", 0.0)]).score([group("a")])
+    assert scored.totals == (None,) and scored.scored[0].failure == "no reward applies"
+
+
+def test_reasons_and_steps_are_kept() -> None:
+    (scored,) = RewardMix([Says([Score(1.0, "well done", ((1, 0.5),))])]).score([group("ab")])
+    assert (scored.scored[0].aspects[0].reason, scored.scored[0].aspects[0].steps) == ("well done", ((1, 0.5),))
+
+
+def test_two_rewards_of_one_name() -> None:
+    with pytest.raises(RewardError, match="two rewards have this name"):
+        RewardMix([Says([1.0]), Says([1.0])])
+
+
+@pytest.mark.parametrize(
+    ("rewards", "decider", "solved"),
+    [
+        ([Says([1.0], "format"), Says([0.0], "answer")], "answer", False),
+        ([Says([0.0], "format"), Says([1.0], "answer", 0.0)], "answer", True),
+        ([Says([1.0], "watched", 0.0), Says([0.99], "countdown"), Says([1.0], "format")], "countdown", False),
+        ([Says([-1.0], "overlong", -1.0), Says([2.0], "quality")], "quality", True),
+        ([Says([float("nan")], "answer")], "answer", False),
+        ([Says([None], "answer")], "answer", False),
+        ([Says([1.0], "watched", 0.0)], None, False),
+        ([], None, False),
+    ],
+)
+def test_what_counts_as_solved(rewards: list[Says], decider: str | None, solved: bool) -> None:
+    mix = RewardMix(rewards)
+    (scored,) = mix.score([group("a")])
+    assert mix.decider == decider and mix.solved(scored.scored[0]) is solved
+
+
+@given(st.lists(st.one_of(st.floats(), st.none(), st.booleans(), st.text(), st.integers()), max_size=6))
+def test_every_completion_gets_a_finite_number_none_or_a_failure(results: list[object]) -> None:
+    for value, failure in only_aspects(results, *("a" for _ in results)):
+        assert (value is None or np.isfinite(value)) and not (value is not None and failure is not None)
