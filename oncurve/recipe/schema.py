@@ -109,7 +109,7 @@ class Task(Section):
     heldout: PositiveInt = 200
     """Problems kept aside for measuring: none of them ever occurs in training."""
     seed: Count = 0
-    """Seed of the problems themselves. Apart from the run's seed, so that runs with other seeds are measured on the same ones."""
+    """Seed of the problems, apart from the run's seed, so that runs with other seeds are measured on the same ones."""
 
     @property
     def options(self) -> dict[str, Any]:

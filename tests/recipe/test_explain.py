@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import io
+from typing import get_args
+
+import pytest
+from pydantic import PositiveInt
+from rich.console import Console
+
+from oncurve.errors import RecipeError
+from oncurve.recipe.explain import OBJECTIVES, example, explain, find_entry
+from oncurve.recipe.schema import ObjectiveName, Section
+from oncurve.recipe.tree import tree
+
+from .recipes import recipe
+
+
+class ArithmeticOptions(Section):
+    """Sums of made-up numbers."""
+
+    digits: PositiveInt = 3
+    """Digits of each number. More are harder."""
+
+
+EXTENSIONS = {"task.arithmetic": ArithmeticOptions}
+
+
+def shown(key: str | None) -> str:
+    out = io.StringIO()
+    Console(file=out, width=160).print(explain(key, EXTENSIONS))
+    return out.getvalue()
+
+
+def test_every_key_is_documented() -> None:
+    assert [entry.key for entry in tree() if not entry.doc] == []
+
+
+def test_without_a_key_the_whole_tree_is_shown() -> None:
+    text = shown(None)
+    for words in ("grpo.sampling.max_new_tokens", "256", "model.tiny.kv_heads", "task.arithmetic.digits", "sft.batch_size"):
+        assert words in text
+    assert "More are harder" not in text
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        (
+            "grpo.group_size",
+            ["G: completions of each prompt. More give", "whole number, 1 or more", "8", "--set grpo.group_size=8"],
+        ),
+        ("grpo.kl", ["The pull toward the reference.", "grpo.kl.beta", "k1, k2, k3"]),
+        (
+            "grpo.advantage.scale",
+            ["one of group, batch, none", "unset", "--set grpo.advantage.scale=group", "none for dr_grpo"],
+        ),
+        ("model", ["model.tiny.layers", "float32, bfloat16"]),
+        ("grpo.objective", ["leave_one_out", "the geometric mean", "reward"]),
+        ("rewards.answer.weight", ["watched, not trained on", "--set rewards.NAME.weight=1.0"]),
+        ("grpo.task.seed", ["Seed of the problems"]),
+        ("stages", ["sft: Supervised training", "grpo: Group relative"]),
+        ("grpo", ["Group relative policy optimisation", "grpo.overlong.buffer"]),
+        ("task.arithmetic", ["Sums of made-up numbers.", "Digits of each number."]),
+        ("task.arithmetic.digits", ["More are harder.", "3"]),
+        ("task.type", ["task.arithmetic"]),
+        ("sft.optimiser.learning_rate", ["0.001"]),
+    ],
+)
+def test_a_key_in_full(key: str, words: list[str]) -> None:
+    text = shown(key)
+    assert [word for word in words if word not in text] == []
+
+
+def test_an_unknown_key_points_at_a_known_one() -> None:
+    for key, words in [("grpo.group_siez", "grpo.group_size"), ("temperature", "temperature"), ("qqq", "lists every key")]:
+        with pytest.raises(RecipeError) as caught:
+            explain(key)
+        assert words in caught.value.fix
+
+
+def test_every_objective_is_explained() -> None:
+    assert set(OBJECTIVES) == set(get_args(ObjectiveName))
+
+
+@pytest.mark.parametrize(
+    "key", ["grpo.group_size", "model.dtype", "grpo.sampling.stop", "grpo.optimiser.betas", "threads", "seed"]
+)
+def test_the_example_can_be_typed(key: str) -> None:
+    recipe(example(find_entry(key)).strip("'"))
