@@ -141,7 +141,7 @@ def _reward(name: str) -> tuple[list[Line], Note | None]:
         )
         return [Line("type", kind, comment)], note
     module, _, function = name.rpartition(".")
-    place = f"{module.replace('.', '/')}.py:{function}" if module else f"rewards.py:{function}"
+    place = f"{module or 'rewards'}:{function}"
     return [Line("type", "python", comment), Line("name", function, comment), Line("function", place, comment)], None
 
 

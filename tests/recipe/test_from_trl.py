@@ -61,7 +61,7 @@ bf16: false
     assert (recipe.model.source, recipe.model.dtype, recipe.seed) == ("Qwen/Qwen3-0.6B", "float32", 42)
     assert recipe.task.options == {"path": "data.jsonl"}
     assert (recipe.rewards[0].label, recipe.rewards[0].weight) == ("short", 0.2)
-    assert recipe.rewards[0].options == {"function": "my/lib.py:short"}
+    assert recipe.rewards[0].options == {"function": "my.lib:short"}
     # 8 × 8 = 64 completions are sampled at once: 16 groups of 4; an update takes 8 × 4 = 32 of them, and each is used twice.
     assert (stage.prompts_per_step, stage.group_size, stage.minibatches, stage.updates_per_step) == (16, 4, 2, 2)
     # 4 updates per step: 1000 updates are 250 steps, 100 are 25, 0.05 × 1000 are 13 (rounded up), 64 are 16.
