@@ -1,1 +1,29 @@
-"""GRPO, graded on the curve of its own group."""
+"""GRPO, graded on the curve of its own group.
+
+    import oncurve
+    oncurve.train(oncurve.load_recipe("arithmetic"))
+    oncurve.train(model="tiny", prompts=["3+4=", "5+6="], rewards=[my_function], group_size=8)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from oncurve.api import Run, load_recipe, train
+    from oncurve.recipe.schema import Recipe
+
+_HOMES = {"train": "oncurve.api", "Run": "oncurve.api", "load_recipe": "oncurve.api", "Recipe": "oncurve.recipe.schema"}
+
+__all__ = ["Recipe", "Run", "load_recipe", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    """Loaded when first asked for: importing the package must not import torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'oncurve' has no attribute '{name}'")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

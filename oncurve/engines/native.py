@@ -31,7 +31,8 @@ BUCKET = 16
 """Prompts are prefilled at lengths rounded up to this."""
 PREFILL_TOKENS = 512
 """Prompts of one bucket are prefilled together up to about this many tokens."""
-SLOTS_CPU, SLOTS_GPU = 64, 256
+SLOTS_CPU, SLOTS_GPU = 128, 256
+"""Most completions decoded at once, where the recipe does not say."""
 ROWS = 16
 """Most slots that share a block, and so must all end before it is refilled."""
 
@@ -82,8 +83,7 @@ class NativeEngine:
         return [self._collect(p, ids, batch.rows_of(g)) for g, (p, ids) in enumerate(zip(prompts, prompt_ids, strict=True))]
 
     def _blocks(self, jobs: int, rows: int) -> int:
-        default = SLOTS_GPU if self.policy.device.type == "cuda" else SLOTS_CPU
-        return max(1, (self.settings.slots or min(default, jobs * rows)) // rows)
+        return max(1, (self.settings.slots or frozen_slots(self.policy.device, jobs * rows)) // rows)
 
     def _check_room(self, prompt: Prompt, length: int, how: Sampling) -> None:
         if length + how.max_new_tokens > self.policy.context:
@@ -105,6 +105,11 @@ class NativeEngine:
         raw = logps if np.array_equal(raw, logps) else raw
         text_ids = ids[:-1] if row.stop == "end" else ids
         return Completion(ids, self.policy.decode(text_ids), row.stop, logps, sampled, raw, np.ones(len(ids), bool))
+
+
+def frozen_slots(device: torch.device, rows: int) -> int:
+    """Slots for steps of ``rows`` completions: all at once up to the device's limit."""
+    return min(max(rows, 1), SLOTS_GPU if device.type == "cuda" else SLOTS_CPU)
 
 
 def group_rows(group_size: int) -> int:

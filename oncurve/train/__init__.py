@@ -1,0 +1,1 @@
+"""Training: the loop, the learner, and one file per stage."""

@@ -1,0 +1,52 @@
+"""Held-out accuracy: each held-out prompt answered, greedily unless told otherwise, and graded by the recipe's rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from oncurve.engines.native import Draws, NativeEngine
+from oncurve.recipe.schema import Evaluation, Sampling
+from oncurve.records import EvalReport, Prompt, ScoredGroup
+from oncurve.rewards.mix import RewardMix
+
+EVAL_STEP = 1 << 40
+"""Evaluation draws its random numbers far from any training step's."""
+
+
+def evaluate(
+    engine: NativeEngine,
+    rewards: RewardMix,
+    prompts: Sequence[Prompt],
+    settings: Evaluation,
+    *,
+    max_new_tokens: int,
+    seed: int,
+    stage: str,
+    step: int,
+) -> EvalReport:
+    """Accuracy is the share of prompts solved, averaged over ``settings.samples`` completions of each."""
+    how = Sampling(temperature=settings.temperature, max_new_tokens=settings.max_new_tokens or max_new_tokens)
+    groups = engine.sample(prompts, settings.samples, how, Draws(seed, EVAL_STEP + step))
+    scored = rewards.score(groups)
+    return summarise(scored, rewards, stage, step)
+
+
+def summarise(scored: Sequence[ScoredGroup], rewards: RewardMix, stage: str, step: int) -> EvalReport:
+    solved = [[rewards.solved(s) for s in g.scored] for g in scored]
+    totals = [s.total for g in scored for s in g.scored if s.total is not None]
+    levels: dict[str, tuple[int, int]] = {}
+    for group, marks in zip(scored, solved, strict=True):
+        level = group.group.prompt.difficulty
+        if level is not None:
+            right, asked = levels.get(level, (0, 0))
+            levels[level] = (right + sum(marks), asked + len(marks))
+    completions = [s.completion for g in scored for s in g.scored]
+    metrics = {
+        "reward": float(np.mean(totals)) if totals else 0.0,
+        "length_mean": float(np.mean([c.length for c in completions])),
+        "cut_share": float(np.mean([c.cut for c in completions])),
+    }
+    accuracy = float(np.mean([m for marks in solved for m in marks]))
+    return EvalReport(stage, step, accuracy, len(scored), dict(sorted(levels.items())), metrics, tuple(scored))

@@ -1,0 +1,151 @@
+"""GRPO, one step at a time: sample groups, score them, grade each on its own curve, update the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from torch import Tensor
+
+from oncurve.algos.advantages import grade
+from oncurve.engines.native import Draws, NativeEngine
+from oncurve.errors import RewardError
+from oncurve.recipe.resolve import resolved_advantage
+from oncurve.recipe.schema import Grpo
+from oncurve.records import GradedGroup, Group, ScoredGroup, StepReport
+from oncurve.rewards.mix import RewardMix
+from oncurve.tasks.base import Task
+from oncurve.tasks.order import prompts_for_step
+from oncurve.train.clock import Clock
+from oncurve.train.learner import Learned, Learner
+
+
+class GrpoLoop:
+    """The stage `grpo`: what happens in each of its steps. Logging and saving listen from outside."""
+
+    def __init__(self, stage: Grpo, seed: int, task: Task, engine: NativeEngine, rewards: RewardMix) -> None:
+        self.stage, self.seed, self.task = stage, seed, task
+        self.engine, self.rewards = engine, rewards
+        self.learner = Learner(engine.policy, stage)
+
+    def step(self, n: int) -> StepReport:
+        """Step number n, from 1: a pure function of the weights, the seed and n."""
+        clock = Clock()
+        with clock("sample"):
+            groups = self.sample(n)  # prompts -> completions and their log-probs
+        with clock("score"):
+            scored = self.rewards.score(groups)  # text -> reward per aspect
+        scored, replaced = self.fill_up(n, scored, clock)
+        self._stop_if_failing(scored)
+        with clock("grade"):
+            graded = self.grade(scored)  # rewards -> advantage per token
+        with clock("update"):
+            learned = self.learner.update(graded)  # loss, backward, optimiser
+            self._refresh_reference(n)
+        return self._report(n, graded, learned, replaced, clock)
+
+    def sample(self, n: int, round: int = 0) -> list[Group]:
+        prompts = prompts_for_step(self.task, self.seed, n - 1, self.stage.prompts_per_step, round=round)
+        return self.engine.sample(prompts, self.stage.group_size, self.stage.sampling, Draws(self.seed, n))
+
+    def grade(self, scored: Sequence[ScoredGroup]) -> list[GradedGroup]:
+        baseline, scale = resolved_advantage(self.stage)
+        in_reward = self.learner.kl_place == "reward" and self.stage.kl.beta > 0
+        return grade(
+            scored,
+            baseline=baseline,
+            scale=scale,
+            eps=self.stage.advantage.eps,
+            mask_cut=self.stage.mask_cut,
+            kl_sums=self.learner.kl_sums(scored) if in_reward else None,
+            beta=self.stage.kl.beta,
+        )
+
+    def fill_up(self, n: int, scored: list[ScoredGroup], clock: Clock) -> tuple[list[ScoredGroup], int]:
+        """DAPO's dynamic sampling: groups of equal rewards are replaced by fresh prompts, for a few rounds. Returns how many were."""
+        replaced = 0
+        if self.stage.no_signal != "resample":
+            return scored, replaced
+        for round in range(1, self.stage.max_resample_rounds + 1):
+            silent = [i for i, s in enumerate(scored) if not _differs(s)]
+            if not silent:
+                break
+            with clock("sample"):
+                fresh = self.sample(n, round)
+            with clock("score"):
+                loud = [s for s in self.rewards.score(fresh) if _differs(s)]
+            for place, new in zip(silent, loud, strict=False):
+                scored = [*scored[:place], new, *scored[place + 1 :]]
+                replaced += 1
+        return scored, replaced
+
+    out_of_time = False
+    """Its length is counted in steps alone."""
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """All that a checkpoint must hold beside the policy's weights."""
+        tensors = {"optimiser": self.learner.optimiser.state()}
+        if self.learner.reference is not None:
+            tensors["reference"] = self.learner.reference.state()
+        return tensors
+
+    def load_state(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+        self.learner.optimiser.load_state(tensors["optimiser"])
+        if self.learner.reference is not None:
+            self.learner.reference.load_state(tensors["reference"])
+
+    def _refresh_reference(self, n: int) -> None:
+        every = self.stage.kl.refresh_every
+        if self.learner.reference is not None and every and n % every == 0:
+            self.learner.reference.refresh(self.engine.policy)
+
+    def _stop_if_failing(self, scored: Sequence[ScoredGroup]) -> None:
+        failures = [s.failure for g in scored for s in g.scored if s.failure is not None]
+        asked = sum(len(g.scored) for g in scored)
+        if len(failures) > self.stage.max_failure_share * asked:
+            raise RewardError(
+                f"{self.stage.label}.max_failure_share",
+                f"{len(failures)} of {asked} completions of a step could not be rewarded",
+                because=f"the first said: {failures[0]}",
+                fix="mend the reward, or raise max_failure_share if such failures are expected",
+            )
+
+    def _report(self, n: int, graded: list[GradedGroup], learned: Learned, replaced: int, clock: Clock) -> StepReport:
+        metrics = describe(graded, self.rewards) | learned.metrics
+        metrics["groups_resampled"] = float(replaced)
+        seconds = sum(clock.seconds.values())
+        metrics["tokens_per_s"] = metrics["tokens"] / seconds
+        metrics["sample_tokens_per_s"] = metrics["tokens"] / clock.seconds["sample"]
+        return StepReport(self.stage.label, n, metrics, clock.seconds, graded, learned.stats)
+
+
+def describe(graded: Sequence[GradedGroup], rewards: RewardMix) -> dict[str, float]:
+    """What a step's samples were like: rewards by aspect, lengths, shares of silent groups, cut and failed completions."""
+    scored = [s for g in graded for s in g.scored.scored]
+    totals = [s.total for s in scored if s.total is not None]
+    lengths = [s.completion.length for s in scored]
+    spreads = [float(np.std([t for t in g.scored.totals if t is not None] or [0.0])) for g in graded]
+    metrics = {
+        "reward": float(np.mean(totals)) if totals else 0.0,
+        "reward_std": float(np.mean(spreads)) if spreads else 0.0,
+        "accuracy": float(np.mean([rewards.solved(s) for s in scored])) if scored else 0.0,
+        "no_signal_share": float(np.mean([not g.has_signal for g in graded])) if graded else 1.0,
+        "cut_share": float(np.mean([s.completion.cut for s in scored])) if scored else 0.0,
+        "failure_share": float(np.mean([s.failure is not None for s in scored])) if scored else 0.0,
+        "length_mean": float(np.mean(lengths)) if lengths else 0.0,
+        "length_min": float(min(lengths, default=0)),
+        "length_max": float(max(lengths, default=0)),
+        "tokens": float(sum(lengths)),
+    }
+    for name in {a.name for s in scored for a in s.aspects}:
+        values = [a.value for s in scored for a in s.aspects if a.name == name and a.value is not None]
+        if values:
+            metrics[f"reward/{name}"] = float(np.mean(values))
+    return metrics
+
+
+def _differs(scored: ScoredGroup) -> bool:
+    """Whether a group's rewards differ: outcome totals, or any step rewards."""
+    if any(a.steps for s in scored.scored for a in s.aspects if a.weight != 0):
+        return True
+    return len({t for t in scored.totals if t is not None}) > 1

@@ -1,0 +1,91 @@
+"""AdamW with float32 master weights, warm-up and schedules, gradient clipping, and updates that skip a gradient which is not finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from oncurve.recipe.schema import Optimiser as Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What one optimiser update did. ``skipped``: the gradient held NaN or inf, and no weight moved."""
+
+    grad_norm: float
+    learning_rate: float
+    skipped: bool
+
+
+def rate_at(settings: Settings, update: int, updates: int) -> float:
+    """The learning rate of update number ``update`` (from 0) of ``updates``: linear warm-up, then the schedule down to its final share."""
+    if update < settings.warmup_steps:
+        return settings.learning_rate * (update + 1) / (settings.warmup_steps + 1)
+    if settings.schedule == "constant":
+        return settings.learning_rate
+    done = (update - settings.warmup_steps) / max(updates - settings.warmup_steps, 1)
+    left = 1 - done if settings.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+    return settings.learning_rate * (settings.final_share + (1 - settings.final_share) * max(left, 0.0))
+
+
+class Optimiser:
+    """AdamW over a model's parameters. Where those are not float32, it trains float32 masters and writes the rounded values back."""
+
+    def __init__(self, model: nn.Module, settings: Settings, updates: int) -> None:
+        self.settings, self.updates, self.done = settings, updates, 0
+        self.names = [name for name, p in model.named_parameters() if p.requires_grad]
+        self.weights = [p for p in model.parameters() if p.requires_grad]
+        self.masters = [p if p.dtype == torch.float32 else nn.Parameter(p.detach().float().clone()) for p in self.weights]
+        matrices = [p for p in self.masters if p.dim() >= 2]
+        others = [p for p in self.masters if p.dim() < 2]
+        groups = [{"params": ps, "weight_decay": d} for ps, d in ((matrices, settings.weight_decay), (others, 0.0)) if ps]
+        self.adam = torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
+
+    def zero_grad(self) -> None:
+        for weight in self.weights:
+            weight.grad = None
+
+    @torch.no_grad()
+    def step(self) -> Update:
+        """Clip, update, advance the schedule. A gradient that is not finite is dropped; the schedule still advances."""
+        for weight, master in zip(self.weights, self.masters, strict=True):
+            if master is not weight:
+                master.grad = None if weight.grad is None else weight.grad.float()
+        rate = rate_at(self.settings, self.done, self.updates)
+        self.done += 1
+        limit = self.settings.max_grad_norm or math.inf
+        norm = float(nn.utils.clip_grad_norm_(self.masters, limit))
+        if not math.isfinite(norm):
+            return Update(norm, rate, skipped=True)
+        for group in self.adam.param_groups:
+            group["lr"] = rate
+        self.adam.step()
+        for weight, master in zip(self.weights, self.masters, strict=True):
+            if master is not weight:
+                weight.copy_(master)
+        return Update(norm, rate, skipped=False)
+
+    def state(self) -> dict[str, Tensor]:
+        """Moments, step counts and masters by parameter name, for a checkpoint."""
+        out = {"updates_done": torch.tensor(self.done)}
+        for name, weight, master in zip(self.names, self.weights, self.masters, strict=True):
+            if master is not weight:
+                out[f"{name}/master"] = master.detach()
+            for key, value in self.adam.state[master].items():
+                out[f"{name}/{key}"] = value
+        return out
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        self.done = int(state["updates_done"])
+        for name, weight, master in zip(self.names, self.weights, self.masters, strict=True):
+            if master is not weight:
+                master.copy_(state[f"{name}/master"])
+            prefix = f"{name}/"
+            found = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix) and not k.endswith("/master")}
+            if found:
+                self.adam.state[master] = {k: v.to(master.device if v.dim() else v.device).clone() for k, v in found.items()}

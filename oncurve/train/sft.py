@@ -1,0 +1,76 @@
+"""The stage `sft`: supervised training on worked examples, loss on the completion's tokens only.
+
+loss = −(1/tokens) Σ logπ(token), over all completion tokens of the update's examples.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from oncurve.errors import DataError
+from oncurve.models.packing import Bundle, build_pack, split_by_budget
+from oncurve.models.policy import Policy
+from oncurve.recipe.schema import Sft
+from oncurve.records import StepReport
+from oncurve.tasks.base import Task
+from oncurve.tasks.order import examples_for_step
+from oncurve.train.clock import Clock
+from oncurve.train.optimiser import Optimiser
+
+
+class SftLoop:
+    """One optimiser update per step."""
+
+    def __init__(self, stage: Sft, seed: int, task: Task, policy: Policy) -> None:
+        self.stage, self.seed, self.policy = stage, seed, policy
+        examples = task.examples[: stage.examples]
+        if not examples:
+            raise DataError(
+                "task", "no worked examples", because="an sft stage imitates worked examples", fix="give the task examples, or drop the stage"
+            )
+        self.examples = examples
+        self.encoded = {id(e): (policy.encode(e.prompt), policy.encode_completion(e.completion)) for e in examples}
+        self.optimiser = Optimiser(policy.model, stage.optimiser, stage.steps)
+        self.started = time.monotonic()
+
+    @property
+    def out_of_time(self) -> bool:
+        return self.stage.seconds is not None and time.monotonic() - self.started > self.stage.seconds
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        return {"optimiser": self.optimiser.state()}
+
+    def load_state(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+        self.optimiser.load_state(tensors["optimiser"])
+
+    def step(self, n: int) -> StepReport:
+        """Update number n, from 1."""
+        clock = Clock()
+        chosen = [self.encoded[id(e)] for e in examples_for_step(self.examples, self.seed, n - 1, self.stage.batch_size)]
+        bundles = [Bundle(prompt, (completion,), (i,)) for i, (prompt, completion) in enumerate(chosen)]
+        tokens = sum(len(completion) for _, completion in chosen)
+        loss = entropy = 0.0
+        with clock("update"):
+            self.optimiser.zero_grad()
+            for part in split_by_budget(bundles, self.stage.tokens_per_pack):
+                logp_M, entropy_M = self.policy.pack_logps(build_pack(part, self.policy.device))
+                share = -logp_M.sum() / tokens
+                share.backward()  # type: ignore[no-untyped-call]
+                loss += float(share.detach())
+                entropy += float(entropy_M.detach().sum()) / tokens
+            update = self.optimiser.step()
+        metrics = {
+            "loss": loss,
+            "entropy": entropy,
+            "grad_norm": update.grad_norm,
+            "learning_rate": update.learning_rate,
+            "skipped_updates": float(update.skipped),
+            "tokens": float(tokens),
+            "tokens_per_s": tokens / clock.seconds["update"],
+            "examples_seen": float(n * self.stage.batch_size),
+            "epoch": n * self.stage.batch_size / len(self.examples),
+        }
+        return StepReport(self.stage.label, n, metrics, clock.seconds)

@@ -1,0 +1,179 @@
+"""Ways into a run: begin one, go on with one, fork one. The command line and Python both come through here."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from oncurve.engines.native import frozen_slots
+from oncurve.errors import RunError
+from oncurve.models.load import choose_device
+from oncurve.models.policy import Policy
+from oncurve.recipe.load import dump_recipe, load_recipe, parse_recipe
+from oncurve.recipe.resolve import resolved_rewards, resolved_task
+from oncurve.recipe.schema import Grpo, Recipe, Reward, Stage
+from oncurve.recipe.schema import Task as TaskConfig
+from oncurve.rewards.mix import RewardMix
+from oncurve.rewards.registry import build_rewards
+from oncurve.runs.checkpoints import Place, list_checkpoints
+from oncurve.runs.folder import Parent, RunFolder
+from oncurve.runs.store import Store
+from oncurve.tasks.base import Task
+from oncurve.tasks.registry import build_task
+from oncurve.train.listeners import Listener
+from oncurve.train.run import Trainer
+
+RUNS = Path("runs")
+
+
+def begin(
+    recipe: Recipe,
+    *,
+    runs_dir: Path = RUNS,
+    out: Path | None = None,
+    listeners: Sequence[Listener] = (),
+    task: Task | None = None,
+    rewards: RewardMix | None = None,
+    policy: Policy | None = None,
+) -> RunFolder:
+    """Train a recipe from its start. ``task``, ``rewards`` and ``policy`` stand in for the recipe's where they are Python objects."""
+    recipe = frozen(recipe)
+    prepared = _prepare(recipe, task, rewards)  # before the folder is made: a recipe that can't run leaves nothing behind
+    run = RunFolder.create_at(out) if out else RunFolder.create(runs_dir, recipe.name)
+    try:
+        run.write_recipe(dump_recipe(recipe))
+        trainer = Trainer(recipe, run, *prepared, listeners, policy)
+    except BaseException:
+        shutil.rmtree(run.path, ignore_errors=True)
+        raise
+    trainer.train()
+    return run
+
+
+def resume(
+    run: RunFolder,
+    *,
+    listeners: Sequence[Listener] = (),
+    task: Task | None = None,
+    rewards: RewardMix | None = None,
+    policy: Policy | None = None,
+) -> RunFolder:
+    """Go on with an interrupted run: it ends in the same bits as one never stopped."""
+    state = run.state()
+    if state.shown == "finished":
+        raise RunError(run.name, "already finished", because="all of its stages are done", fix=f"`oncurve fork {run.name} --step N` goes on")
+    if state.shown == "running":
+        raise RunError(run.name, f"still running (process {state.pid})", because="a run has one writer", fix="stop that process first")
+    recipe = load_recipe(run.recipe)
+    Trainer(recipe, run, *_prepare(recipe, task, rewards), listeners, policy).train(resume=run.database.exists())
+    return run
+
+
+def fork(
+    parent: RunFolder,
+    step: int,
+    sets: Sequence[str],
+    *,
+    stage: str | None = None,
+    runs_dir: Path = RUNS,
+    out: Path | None = None,
+    listeners: Sequence[Listener] = (),
+) -> RunFolder:
+    """A new run that goes on from a checkpoint of another with something changed, on the same prompts and random numbers."""
+    before = load_recipe(parent.recipe)
+    recipe = frozen(parse_recipe(before.model_dump(mode="json", exclude_none=True), sets))
+    place = _checkpoint_at(parent, recipe, stage, step)
+    prepared = _prepare(recipe, None, None)
+    origin = Parent(parent.name, place.stage, place.step, changes(before, recipe))
+    run = RunFolder.create_at(out, parent=origin) if out else RunFolder.create(runs_dir, recipe.name, parent=origin)
+    try:
+        run.write_recipe(dump_recipe(recipe))
+        shutil.copytree(place.path, run.checkpoints / place.path.name)
+        copy_database(parent.database, run.database)
+        with Store.open(run.path, read_only=False) as store:
+            store.forget_after(place.stage, place.step)
+        trainer = Trainer(recipe, run, *prepared, listeners)
+    except BaseException:
+        shutil.rmtree(run.path, ignore_errors=True)
+        raise
+    trainer.train(resume=True)
+    return run
+
+
+def frozen(recipe: Recipe) -> Recipe:
+    """The recipe with what is chosen for the machine written down, so that it stays the same when the run goes on elsewhere."""
+    rows = [s.prompts_per_step * s.group_size for s in recipe.stages if isinstance(s, Grpo)]
+    slots = recipe.engine.slots or frozen_slots(choose_device(recipe.model.device), max(rows, default=0))
+    engine = recipe.engine.model_copy(update={"slots": slots})
+    return recipe.model_copy(update={"threads": recipe.threads or os.cpu_count() or 1, "engine": engine})
+
+
+def task_for(recipe: Recipe, stage: Stage) -> Task:
+    where = "task" if stage.task is None else f"{stage.label}.task"
+    return _built_task(resolved_task(recipe, stage).model_dump_json(), where)
+
+
+@lru_cache(maxsize=8)
+def _built_task(config: str, where: str) -> Task:
+    return build_task(TaskConfig.model_validate_json(config), where)
+
+
+def rewards_for(recipe: Recipe, stage: Stage) -> RewardMix:
+    """The stage's rewards; where the recipe names none (an sft recipe), the task's usual ones, for measuring."""
+    if not isinstance(stage, Grpo):
+        return build_rewards(recipe.rewards or task_for(recipe, stage).usual_rewards)
+    configs = resolved_rewards(recipe, stage)
+    if stage.overlong is not None:
+        extra = {"type": "overlong", "weight": stage.overlong.weight, "buffer": stage.overlong.buffer}
+        configs = (*configs, Reward.model_validate(extra))
+    return build_rewards(configs, max_new_tokens=stage.sampling.max_new_tokens)
+
+
+Prepared = tuple[Callable[[Stage], Task], Callable[[Stage], RewardMix]]
+
+
+def _prepare(recipe: Recipe, task: Task | None, rewards: RewardMix | None) -> Prepared:
+    """Tasks and rewards of every stage, built before anything else is touched."""
+    tasks = {s.label: task or task_for(recipe, s) for s in recipe.stages}
+    mixes = {s.label: rewards or rewards_for(recipe, s) for s in recipe.stages}
+    return (lambda s: tasks[s.label]), (lambda s: mixes[s.label])
+
+
+def _checkpoint_at(run: RunFolder, recipe: Recipe, stage: str | None, step: int) -> Place:
+    name = stage or recipe.stages[-1].label
+    places = list_checkpoints(run.checkpoints)
+    for place in places:
+        if (place.stage, place.step) == (name, step):
+            return place
+    kept = ", ".join(f"{p.stage} {p.step}" for p in places) or "none"
+    raise RunError(
+        run.name, f"no checkpoint of stage {name} at step {step}", because=f"it has these: {kept}",
+        fix="choose one of them with --stage and --step; `save_every` and `keep_checkpoints` decide which there are",
+    )  # fmt: skip
+
+
+def changes(before: Recipe, after: Recipe) -> dict[str, Any]:
+    """Dotted keys whose values differ, with the new values; stages and rewards by name."""
+    old, new = (_flat(r.model_dump(mode="json"), "") for r in (before, after))
+    return {key: value for key, value in new.items() if old.get(key) != value}
+
+
+def _flat(value: Any, at: str) -> dict[str, Any]:
+    if isinstance(value, Mapping):
+        return {k: v for key, item in value.items() for k, v in _flat(item, f"{at}.{key}" if at else key).items()}
+    if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
+        named = {str(item.get("name") or item.get("type")): item for item in value}
+        return {k: v for name, item in named.items() for k, v in _flat(item, name if at == "stages" else f"{at}.{name}").items()}
+    return {at: value}
+
+
+def copy_database(source: Path, target: Path) -> None:
+    """A consistent copy, even of a run that is being written."""
+    with closing(sqlite3.connect(f"file:{source}?mode=ro", uri=True)) as old, closing(sqlite3.connect(target)) as new:
+        old.backup(new)
