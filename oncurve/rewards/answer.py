@@ -21,15 +21,16 @@ class AnswerOptions(Section):
     """Options of the reward `answer`."""
 
     take: Take = "tag"
-    """Where the answer is written: `tag` (the last `<answer>…</answer>`), `boxed` (the last `\\boxed{}`), `hashes` (after the last
-    `####`), `number` (the last number), or `any` (the first of these that is there). Text inside think tags never counts."""
+    """Where the answer is written: `tag` (the last `<answer>…</answer>`), `boxed` (the last `\\boxed{}`), `hashes` (after
+    the last `####`), `number` (the last number), or `any` (the first of these that is there). Text inside think tags never
+    counts."""
     column: str = "answer"
     """Column of the right answer, or of a list of right answers. A prompt without it is not graded by this reward."""
 
 
 @dataclass(frozen=True)
 class AnswerReward:
-    """Compares as numbers where both are (`+007`, `7.0` and `7` are one; `1,000` is 1000), else as texts with white space evened."""
+    """Compares as numbers where both are (`+007`, `7.0` and `7` are one; `1,000` is 1000), else as texts."""
 
     name: str
     weight: float

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Callable
 from typing import Literal
 
@@ -49,10 +50,8 @@ def hashed(text: str) -> str | None:
 
 def last_number(text: str) -> str | None:
     """The last number written in ASCII digits. Of `5-3` it is 3: a sign after a digit is an operation."""
-    found = None
-    for found in _NUMBER.finditer(text):
-        pass
-    return found.group() if found is not None else None
+    last = deque(_NUMBER.finditer(text), maxlen=1)
+    return last[0].group() if last else None
 
 
 SOURCES: dict[str, Callable[[str], str | None]] = {"tag": tagged, "boxed": boxed, "hashes": hashed, "number": last_number}

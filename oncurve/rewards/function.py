@@ -1,6 +1,7 @@
 """Any Python function as a reward. Functions written for TRL run unchanged.
 
-A function with a parameter `completions`, `prompts` or `completion_ids` is called once per group, as TRL calls it, with lists and by keyword:
+A function with a parameter `completions`, `prompts` or `completion_ids` is called once per group, as TRL calls it, with lists
+and by keyword:
 
     f(prompts, completions, completion_ids, **columns) -> list of numbers
 
@@ -9,9 +10,9 @@ and others are columns:
 
     f(completion, prompt, answer) -> number
 
-Only what the signature names is passed, unless it ends in `**columns`. For a chat the prompt is its list of messages and TRL-style
-completions are lists with one assistant message. Sync or async; None says 'does not apply'. TRL calls once per batch and not per
-group, and NaN means None to it; here NaN is a failure.
+Only what the signature names is passed, unless it ends in `**columns`. For a chat the prompt is its list of messages and
+TRL-style completions are lists with one assistant message. Sync or async; None says 'does not apply'. TRL calls once per batch
+and not per group, and NaN means None to it; here NaN is a failure.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ async def _gather(awaitables: Sequence[Any]) -> list[Any]:
 
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """One event loop in a thread of its own: a notebook's loop is busy, and clients stay tied to the loop they were first used in."""
+    """One event loop in a thread of its own: a notebook's is busy, and clients stay tied to the loop they first ran in."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="oncurve-rewards", daemon=True).start()
     return loop

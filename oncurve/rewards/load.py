@@ -43,7 +43,7 @@ def _module(source: str, reference: str, where: str) -> ModuleType:
 
 
 def _file_module(path: Path) -> ModuleType:
-    """Runs a file as a module of its own. It is known to Python by a name made from its path: dataclasses and pickle need one."""
+    """Runs a file as a module of its own. Python knows it by a name made from its path: dataclasses need one."""
     path = path.resolve()
     name = f"oncurve_reward_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     spec = importlib.util.spec_from_file_location(name, path)

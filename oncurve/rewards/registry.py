@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from oncurve.errors import RecipeError, did_you_mean
 from oncurve.recipe import schema
+from oncurve.recipe.problems import read_section
 from oncurve.rewards.answer import AnswerOptions, AnswerReward
 from oncurve.rewards.base import Reward, RewardType
 from oncurve.rewards.countdown import CountdownReward, CountdownRewardOptions
@@ -13,7 +14,6 @@ from oncurve.rewards.format import FormatOptions, FormatReward
 from oncurve.rewards.function import PythonOptions, python_reward
 from oncurve.rewards.length import LengthOptions, LengthReward, OverlongOptions, OverlongReward
 from oncurve.rewards.mix import RewardMix
-from oncurve.tasks.options import read_options
 
 REWARDS: dict[str, RewardType] = {
     "answer": RewardType(AnswerOptions, AnswerReward),
@@ -43,4 +43,4 @@ def build_reward(config: schema.Reward, max_new_tokens: int | None = None) -> Re
             fix="name one of them",
         )
     own = {"limit": max_new_tokens} if config.type == "overlong" and max_new_tokens is not None else {}
-    return kind.build(config.label, config.weight, read_options(kind.options, {**own, **config.options}, where))
+    return kind.build(config.label, config.weight, read_section(kind.options, {**own, **config.options}, where))

@@ -2,11 +2,11 @@
 
     347+85=<think>75:12,48:13,30:04</think><answer>432</answer>
 
-Each step names one digit of both numbers, from the right, and after the colon what is carried on and what stays: 4 + 8 and the 1
-from before make 13. Differences (`-`, larger first) are written the same way, with what is borrowed in place of what is carried.
-Steps have one width, so that a tiny model need not count; the hard part, which a few examples do not teach, is to find the right
-digits in numbers of any length, and a carry that is not written again. A level is the number of digits of the larger number: it sets how many steps there are, and reads
-at once in a table. The number of carries is kept as a column.
+Each step names one digit of both numbers, from the right, and after the colon what is carried on and what stays: 4 + 8 and
+the 1 from before make 13. Differences (`-`, larger first) are written the same way, with what is borrowed in place of what is
+carried. Steps have one width, so that a tiny model need not count; the hard part, which a few examples do not teach, is to
+find the right digits in numbers of any length, and a carry that is not written again. A level is the number of digits of the
+larger number: it sets how many steps there are, and reads at once in a table. The number of carries is kept as a column.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ class ArithmeticOptions(schema.Section):
     """What is asked: sums `+`, differences `-` (never below 0), or both, equally often."""
     weights: tuple[float, ...] | None = None
     """How often each number of digits is asked, fewest digits first. Unset: each level twice as often as the one below."""
-    examples: schema.Count = 400
-    """Worked examples, all of different problems (fewer where the task has not so many). 400 teach the form, not the skill."""
+    examples: schema.Count = 250
+    """Worked examples, all of different problems (fewer where the task has not so many). 250 teach the form, not the skill;
+    from 400 a tiny model learns sums by imitation alone."""
 
 
 class Problem(NamedTuple):
@@ -62,7 +63,7 @@ class Problem(NamedTuple):
 
 
 class Arithmetic:
-    """The task. Training prompts are drawn anew for each index; held-out problems are passed over, in either order of the numbers."""
+    """The task. Training prompts are drawn anew for each index; held-out problems are passed over, as a+b and as b+a."""
 
     train_size = None
     usual_rewards = (schema.Reward(type="answer"),)

@@ -62,7 +62,7 @@ class Problem(NamedTuple):
 
 
 class Countdown:
-    """The task. Training prompts are drawn anew for each index; held-out problems are passed over, whatever the order of numbers."""
+    """The task. Training prompts are drawn anew for each index; held-out problems are passed over, in any order."""
 
     train_size = None
     usual_rewards = (schema.Reward(type="countdown"),)

@@ -4,8 +4,8 @@
     product = operand  { ("*" | "/") operand }
     operand = number | "(" sum ")"
 
-There is no power, no sign and no function. Length, depth and number size are bounded, and values are exact fractions, so that the
-worst text costs microseconds.
+There is no power, no sign and no function. Length, depth and number size are bounded, and values are exact fractions, so that
+the worst text costs microseconds.
 """
 
 from __future__ import annotations

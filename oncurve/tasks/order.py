@@ -12,6 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from oncurve.errors import DataError
 from oncurve.records import Example, Ints, Prompt
 from oncurve.tasks.base import Task
 from oncurve.tasks.draws import generator, word
@@ -23,9 +24,9 @@ _STEP_ROOM = 1 << 32
 def prompts_for_step(task: Task, seed: int, step: int, count: int, *, round: int = 0) -> list[Prompt]:
     """The `count` prompts of a step, all with different ids (random numbers hang on the id, so a twin would be a copy).
 
-    A task with an end is asked in epochs, each shuffled by (seed, epoch). A step lies in one epoch: the rest that would not fill
-    a step waits for the next shuffle. With fewer training prompts than `count`, prompts are asked again in the same step under
-    the ids `…#2`, `…#3`. An endless task gives fresh prompts.
+    A task with an end is asked in epochs, each shuffled by (seed, epoch). A step lies in one epoch: the rest that would not
+    fill a step waits for the next shuffle. With fewer training prompts than `count`, prompts are asked again in the same step
+    under the ids `…#2`, `…#3`. An endless task gives fresh prompts.
 
     `round` 1, 2 … gives prompts that this step has not asked yet (dynamic sampling replaces groups without signal by them);
     fewer than `count` where the task has no more.
@@ -41,8 +42,15 @@ def prompts_for_step(task: Task, seed: int, step: int, count: int, *, round: int
 
 
 def examples_for_step(examples: Sequence[Example], seed: int, step: int, batch_size: int) -> list[Example]:
-    """The examples of update `step`: places step·B to (step+1)·B − 1 of all epochs laid end to end, each shuffled by (seed, epoch)."""
+    """The examples of update `step`: its B places in all epochs laid end to end, each shuffled by (seed, epoch)."""
     size = len(examples)
+    if not size:
+        raise DataError(
+            "task",
+            "it has no worked examples",
+            because="an sft stage imitates them",
+            fix="set task.examples, give the file a column of completions, or leave the sft stage out",
+        )
     places = (divmod(place, size) for place in range(step * batch_size, (step + 1) * batch_size))
     return [examples[int(_shuffled(seed, "examples", epoch, size)[offset])] for epoch, offset in places]
 

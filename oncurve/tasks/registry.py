@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from oncurve.errors import RecipeError, did_you_mean
 from oncurve.recipe import schema
+from oncurve.recipe.problems import read_section
 from oncurve.tasks.arithmetic import Arithmetic, ArithmeticOptions
 from oncurve.tasks.base import Task, TaskType
 from oncurve.tasks.countdown import Countdown, CountdownOptions
 from oncurve.tasks.files import FileOptions, build_file_task
-from oncurve.tasks.options import read_options
 
 TASKS: dict[str, TaskType] = {
     "arithmetic": TaskType(ArithmeticOptions, Arithmetic),
@@ -28,4 +28,4 @@ def build_task(config: schema.Task, where: str = "task") -> Task:
             because=f"tasks are: {', '.join(TASKS)}",
             fix="name one of them",
         )
-    return kind.build(config, read_options(kind.options, config.options, where))
+    return kind.build(config, read_section(kind.options, config.options, where))

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trl.rewards import get_soft_overlong_punishment, think_format_reward
+from trl.rewards.format_rewards import think_format_reward
+from trl.rewards.other_rewards import get_soft_overlong_punishment
 
 from oncurve.errors import RewardError
 from oncurve.rewards.base import Reward

@@ -1,6 +1,8 @@
 """Prompts from files and from memory, and every way a file can be wrong."""
 
+import importlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow as arrow
@@ -9,7 +11,6 @@ from pyarrow import parquet
 
 from oncurve.errors import DataError, MissingPackage, OncurveError, RecipeError
 from oncurve.recipe.schema import Task
-from oncurve.tasks import files
 from oncurve.tasks.in_memory import PromptList
 from oncurve.tasks.registry import build_task
 
@@ -20,7 +21,7 @@ def file_task(path: Path, heldout: int = 200, **options: object) -> PromptList:
     return task
 
 
-def write(path: Path, rows: list[object]) -> Path:
+def write(path: Path, rows: Sequence[object]) -> Path:
     path.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
     return path
 
@@ -96,7 +97,7 @@ def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     def missing(name: str) -> None:
         raise ImportError(name)
 
-    monkeypatch.setattr(files.importlib, "import_module", missing)
+    monkeypatch.setattr(importlib, "import_module", missing)
     with pytest.raises(MissingPackage, match="pyarrow is not installed"):
         file_task(path)
 
@@ -199,8 +200,8 @@ def test_prompts_from_memory_that_are_none(prompts: list[object]) -> None:
         ({"type": "arithmetik"}, "task.type", "did you mean 'arithmetic'?"),
         ({"type": "arithmetic", "digit": 3}, "task.digit", "did you mean 'digits'?"),
         ({"type": "countdown", "number": 3}, "task.number", "did you mean 'numbers'?"),
-        ({"type": "file"}, "task.path", "not set"),
-        ({"type": "arithmetic", "digits": "many"}, "task.digits", "'many'"),
+        ({"type": "file"}, "task.path", "missing"),
+        ({"type": "arithmetic", "digits": "many"}, "task.digits", "1 or more and 9 or less"),
     ],
 )
 def test_the_registry_says_what_is_wrong(config: dict[str, object], where: str, hint: str) -> None:

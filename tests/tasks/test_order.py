@@ -2,9 +2,11 @@
 
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from oncurve.errors import DataError
 from oncurve.recipe.schema import Task
 from oncurve.records import Example, Prompt
 from oncurve.tasks.in_memory import PromptList
@@ -70,6 +72,11 @@ def test_an_endless_task_of_few_problems_still_fills_a_step() -> None:
     task = build_task(Task.model_validate({"type": "arithmetic", "digits": 1, "heldout": 27}))
     asked = ids(prompts_for_step(task, 0, 0, 100))
     assert len(set(asked)) == 100 and any("#2" in id for id in asked)
+
+
+def test_no_examples_are_said_to_be_none() -> None:
+    with pytest.raises(DataError, match="no worked examples"):
+        examples_for_step([], 0, 0, 8)
 
 
 @given(st.integers(1, 20), st.integers(1, 30), st.integers(0, 1000))
