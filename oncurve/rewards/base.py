@@ -61,5 +61,5 @@ def caught(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """What the function returns, or what it raises. A reward that calls `exit()` has failed too; Ctrl-C goes through."""
     try:
         return function(*arguments, **named)
-    except (Exception, SystemExit) as error:  # noqa: BLE001  whatever a reward raises is handed on as its result
+    except (Exception, SystemExit) as error:  # whatever a reward raises is its result
         return error

@@ -78,40 +78,40 @@ def _aspect(reward: Reward, result: object, completion: Completion) -> Aspect:
     try:
         value = _value(result.value if isinstance(result, Score) else result)
         _check_steps(score, len(completion.token_ids))
-    except _NoScore as failure:
+    except _NoScoreError as failure:
         return Aspect(reward.name, None, reward.weight, failure=str(failure)[:_FAILURE_LENGTH], reason=score.reason)
     return Aspect(reward.name, value, reward.weight, reason=score.reason, steps=score.steps)
 
 
-class _NoScore(Exception):
+class _NoScoreError(Exception):
     """Why a result is not a score, in words for a person."""
 
 
 def _value(result: object) -> float | None:
     """A score as a finite float: numbers, truth values, and the scalars of numpy and torch. None stays None."""
     if isinstance(result, BaseException):
-        raise _NoScore(f"{type(result).__name__}: {result}")
+        raise _NoScoreError(f"{type(result).__name__}: {result}")
     if result is None:
         return None
     item = getattr(result, "item", None)
     plain = caught(item) if callable(item) else result
     if not isinstance(plain, int | float):
-        raise _NoScore(f"returned {_kind(result)} instead of a number")
+        raise _NoScoreError(f"returned {_kind(result)} instead of a number")
     try:
         value = float(plain)
     except OverflowError:
-        raise _NoScore("returned a number too large for a float") from None
+        raise _NoScoreError("returned a number too large for a float") from None
     if not math.isfinite(value):
-        raise _NoScore(f"returned {value}")
+        raise _NoScoreError(f"returned {value}")
     return value
 
 
 def _check_steps(score: Score, length: int) -> None:
     for place, value in score.steps or ():
         if not 0 <= place < length:
-            raise _NoScore(f"a step ends at token {place}, and the completion has {length}")
+            raise _NoScoreError(f"a step ends at token {place}, and the completion has {length}")
         if not math.isfinite(value):
-            raise _NoScore(f"returned {value} for a step")
+            raise _NoScoreError(f"returned {value} for a step")
 
 
 def _kind(value: object) -> str:

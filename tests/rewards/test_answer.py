@@ -85,16 +85,21 @@ def test_other_places(text: str, take: Take, found: str | None) -> None:
     ],
 )
 def test_same(one: str, other: str, equal: bool) -> None:
-    assert same(one, other) is equal and same(other, one) is equal
+    assert same(one, other) is equal
+    assert same(other, one) is equal
 
 
 @given(st.integers(-(10**12), 10**12))
 def test_a_number_is_itself_however_written(n: int) -> None:
-    assert same(str(n), f"{n:,}") and same(str(n), f"{n}.0") and not same(str(n), str(n + 1))
+    assert same(str(n), f"{n:,}")
+    assert same(str(n), f"{n}.0")
+    assert not same(str(n), str(n + 1))
 
 
 def test_gold_that_is_a_whole_solution() -> None:
-    assert final("She has 9 + 9.\n#### 18") == "18" and final(r"Thus \boxed{\pi}.") == r"\pi" and final("18") == "18"
+    assert final("She has 9 + 9.\n#### 18") == "18"
+    assert final(r"Thus \boxed{\pi}.") == r"\pi"
+    assert final("18") == "18"
 
 
 def test_scores() -> None:
@@ -127,4 +132,5 @@ def test_long_texts_are_quick() -> None:
 @given(st.text(), st.sampled_from(["tag", "boxed", "hashes", "number", "any"]), st.text())
 def test_no_text_makes_it_fail(text: str, take: Take, gold: str) -> None:
     (aspect,) = aspects(AnswerReward("answer", 1.0, AnswerOptions(take=take)), text, columns={"answer": gold})
-    assert aspect.failure is None and aspect.value in (0.0, 1.0)
+    assert aspect.failure is None
+    assert aspect.value in (0.0, 1.0)

@@ -52,7 +52,8 @@ def test_no_answer_and_no_columns() -> None:
 
 def test_columns_that_make_no_sense_are_a_failure() -> None:
     (aspect,) = aspects(REWARD, "<answer>5</answer>", columns={"numbers": ["x"], "target": 5})
-    assert aspect.value is None and aspect.failure is not None
+    assert aspect.value is None
+    assert aspect.failure is not None
 
 
 def test_worked_examples_get_full_marks() -> None:
@@ -64,7 +65,8 @@ def test_worked_examples_get_full_marks() -> None:
 @given(st.text(alphabet="3579+-*/() ", max_size=30))
 def test_only_a_right_answer_gets_one(answer: str) -> None:
     (value,) = values(REWARD, f"<answer>{answer}</answer>", numbers=[3, 5, 7], target=32)
-    assert value is not None and (value == 1.0 or 0 <= value <= 0.5)
+    assert value is not None
+    assert value == 1.0 or 0 <= value <= 0.5
 
 
 def test_partial_credit_stays_below_one() -> None:

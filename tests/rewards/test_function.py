@@ -49,7 +49,8 @@ def test_only_the_completion_that_raises_fails() -> None:
 
 def test_a_column_that_is_not_there() -> None:
     ((value, failure),) = run(lambda completion, solution: 1.0, "a", answer="46")
-    assert value is None and failure == "TypeError: the function needs 'solution', and the prompt's columns are: answer, prompt"
+    assert value is None
+    assert failure == "TypeError: the function needs 'solution', and the prompt's columns are: answer, prompt"
 
 
 def test_per_group_as_trl_calls_it() -> None:
@@ -166,4 +167,5 @@ def test_functions_by_name(tmp_path: Path) -> None:
     ]:
         with pytest.raises(RewardError) as caught:
             load_function(reference, "rewards.mine.function")
-        assert caught.value.where == "rewards.mine.function" and because in caught.value.because
+        assert caught.value.where == "rewards.mine.function"
+        assert because in caught.value.because

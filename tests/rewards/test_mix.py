@@ -121,7 +121,8 @@ def test_only_the_completion_that_raised_fails() -> None:
 
 def test_long_failures_are_cut() -> None:
     ((_, failure),) = only_aspects([ValueError("x" * 10_000)], "a")
-    assert failure is not None and len(failure) == 300
+    assert failure is not None
+    assert len(failure) == 300
 
 
 def test_the_total_is_the_weighted_sum() -> None:
@@ -134,7 +135,8 @@ def test_the_total_is_the_weighted_sum() -> None:
 
 def test_where_no_reward_applies() -> None:
     (scored,) = RewardMix([Says([None]), Says([1.0], "watched", 0.0)]).score([group("a")])
-    assert scored.totals == (None,) and scored.scored[0].failure == "no reward applies"
+    assert scored.totals == (None,)
+    assert scored.scored[0].failure == "no reward applies"
 
 
 def test_reasons_and_steps_are_kept() -> None:
@@ -163,10 +165,12 @@ def test_two_rewards_of_one_name() -> None:
 def test_what_counts_as_solved(rewards: list[Says], decider: str | None, solved: bool) -> None:
     mix = RewardMix(rewards)
     (scored,) = mix.score([group("a")])
-    assert mix.decider == decider and mix.solved(scored.scored[0]) is solved
+    assert mix.decider == decider
+    assert mix.solved(scored.scored[0]) is solved
 
 
 @given(st.lists(st.one_of(st.floats(), st.none(), st.booleans(), st.text(), st.integers()), max_size=6))
 def test_every_completion_gets_a_finite_number_none_or_a_failure(results: list[object]) -> None:
     for value, failure in only_aspects(results, *("a" for _ in results)):
-        assert (value is None or np.isfinite(value)) and not (value is not None and failure is not None)
+        assert value is None or np.isfinite(value)
+        assert not (value is not None and failure is not None)

@@ -54,7 +54,8 @@ def test_python(tmp_path: Path) -> None:
 def test_what_is_wrong_is_said(config: dict[str, Any], where: str, hint: str) -> None:
     with pytest.raises(OncurveError) as caught:
         build(config)
-    assert caught.value.where == where and hint in str(caught.value)
+    assert caught.value.where == where
+    assert hint in str(caught.value)
 
 
 def test_every_option_is_documented() -> None:
@@ -68,4 +69,5 @@ def test_worked_examples_are_right_by_the_task_s_usual_rewards(kind: str) -> Non
     mix = build_rewards([*task.usual_rewards, Reward(type="format")])
     for example in task.examples:
         (scored,) = mix.score([group(example.completion, **example.prompt.columns)])
-        assert mix.solved(scored.scored[0]) and scored.totals == (2.0,)
+        assert mix.solved(scored.scored[0])
+        assert scored.totals == (2.0,)

@@ -117,7 +117,8 @@ def test_examples_are_distinct_and_short() -> None:
     assert len({problem_of(example.prompt) for example in task.examples}) == len(task.examples) == 250
     for example in task.examples:
         tokens = re.findall(r"</?\w+>|.", example.completion)
-        assert len(tokens) <= 32 and set(tokens) <= {*TAGS, *task.alphabet}
+        assert len(tokens) <= 32
+        assert set(tokens) <= {*TAGS, *task.alphabet}
         assert set(example.prompt.text or "") <= set(task.alphabet)
         assert example.completion.endswith(f"<answer>{example.prompt.columns['answer']}</answer>")
 
@@ -125,7 +126,8 @@ def test_examples_are_distinct_and_short() -> None:
 def test_differences_never_go_below_zero() -> None:
     task = arithmetic(operations=["-"])
     assert all(int(task.train_prompt(index).columns["answer"]) >= 0 for index in range(200))
-    assert "-" in task.alphabet and "+" not in task.alphabet
+    assert "-" in task.alphabet
+    assert "+" not in task.alphabet
 
 
 @pytest.mark.parametrize(
@@ -146,4 +148,5 @@ def test_impossible_options(options: dict[str, object], key: str) -> None:
 
 
 def test_defaults_are_the_schema_s() -> None:
-    assert ArithmeticOptions().digits == 3 and ArithmeticOptions().examples == 250
+    assert ArithmeticOptions().digits == 3
+    assert ArithmeticOptions().examples == 250

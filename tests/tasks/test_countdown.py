@@ -50,7 +50,9 @@ def test_worked_by_hand(numbers: tuple[int, ...], target: int, completion: str) 
 )
 def test_brackets_only_where_needed(numbers: tuple[int, ...], target: int, operations: str, text: str) -> None:
     solution = solve(Problem(numbers, target), operations)
-    assert solution is not None and solution.text == text and parse(text).value == target
+    assert solution is not None
+    assert solution.text == text
+    assert parse(text).value == target
 
 
 def test_no_solution_is_none() -> None:
@@ -99,7 +101,8 @@ def test_nothing_held_out_is_trained_on() -> None:
 def test_prompt() -> None:
     prompt = countdown().train_prompt(3)
     match = re.fullmatch(r"(\d+) from ([\d,]+):", prompt.text or "")
-    assert match is not None and int(match[1]) == prompt.columns["target"]
+    assert match is not None
+    assert int(match[1]) == prompt.columns["target"]
     assert [int(n) for n in match[2].split(",")] == prompt.columns["numbers"]
     assert prompt.difficulty == f"{len(prompt.columns['numbers'])} numbers"
     assert prompt.columns["target"] not in prompt.columns["numbers"]

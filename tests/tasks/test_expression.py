@@ -25,7 +25,8 @@ from oncurve.tasks.expression import ExpressionError, parse
     ],
 )
 def test_values(text: str, value: Fraction, numbers: tuple[int, ...]) -> None:
-    assert parse(text).value == value and parse(text).numbers == numbers
+    assert parse(text).value == value
+    assert parse(text).numbers == numbers
 
 
 @pytest.mark.parametrize(

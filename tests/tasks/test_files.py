@@ -33,7 +33,10 @@ def sums(tmp_path: Path) -> Path:
 
 def test_rows_become_prompts(sums: Path) -> None:
     task = file_task(sums, heldout_share=0.0, difficulty="level")
-    assert task.train_size == 20 and task.heldout == () and task.examples == () and task.alphabet is None
+    assert task.train_size == 20
+    assert task.heldout == ()
+    assert task.examples == ()
+    assert task.alphabet is None
     prompt = task.train_prompt(4)
     assert (prompt.id, prompt.text) == ("sums.jsonl/train/5", "4+1=")
     assert prompt.columns == {"answer": 5, "level": "easy", "difficulty": "easy"}
@@ -80,7 +83,8 @@ def test_messages_and_worked_examples(tmp_path: Path) -> None:
     ]
     task = file_task(write(tmp_path / "c.jsonl", rows), heldout_share=0)
     assert task.train[0].messages == ({"role": "user", "content": "Hi"},)
-    assert [e.completion for e in task.examples] == ["Hello", "Yo"] and task.examples[1].prompt.text == "Hi there"
+    assert [e.completion for e in task.examples] == ["Hello", "Yo"]
+    assert task.examples[1].prompt.text == "Hi there"
 
 
 def test_parquet(tmp_path: Path) -> None:
@@ -183,9 +187,12 @@ def test_all_held_out_leaves_nothing(sums: Path) -> None:
 def test_prompts_from_memory() -> None:
     chat = [{"role": "user", "content": "Hi"}]
     task = PromptList.of(["a", chat, {"prompt": "b", "answer": 2, "completion": "2"}], heldout=["c", "a"])
-    assert [p.shown for p in task.train] == ["user: Hi", "b"] and [p.text for p in task.heldout] == ["c", "a"]
-    assert task.train[1].columns == {"answer": 2} and task.examples[0].completion == "2"
-    assert [reward.type for reward in task.usual_rewards] == ["answer"] and PromptList.of(["a"]).usual_rewards == ()
+    assert [p.shown for p in task.train] == ["user: Hi", "b"]
+    assert [p.text for p in task.heldout] == ["c", "a"]
+    assert task.train[1].columns == {"answer": 2}
+    assert task.examples[0].completion == "2"
+    assert [reward.type for reward in task.usual_rewards] == ["answer"]
+    assert PromptList.of(["a"]).usual_rewards == ()
 
 
 @pytest.mark.parametrize("prompts", [[], [""], [3], [{"question": "a"}]])
@@ -207,4 +214,5 @@ def test_prompts_from_memory_that_are_none(prompts: list[object]) -> None:
 def test_the_registry_says_what_is_wrong(config: dict[str, object], where: str, hint: str) -> None:
     with pytest.raises(OncurveError) as caught:
         build_task(Task.model_validate(config))
-    assert caught.value.where == where and hint in str(caught.value)
+    assert caught.value.where == where
+    assert hint in str(caught.value)

@@ -39,4 +39,5 @@ def test_a_level_without_weight_is_never_drawn() -> None:
 def test_streams_are_apart() -> None:
     places = [(0, "a", 0), (0, "a", 1), (1, "a", 0), (0, "b", 0), (0, "a", 1 << 100)]
     first = [int(generator(*place).integers(1 << 60)) for place in places]
-    assert len(set(first)) == 5 and first == [int(generator(*place).integers(1 << 60)) for place in places]
+    assert len(set(first)) == 5
+    assert first == [int(generator(*place).integers(1 << 60)) for place in places]

@@ -32,7 +32,7 @@ def test_a_step_is_full_and_has_no_twins(size: int, count: int, seed: int, step:
 @given(st.integers(1, 8), st.integers(1, 6), st.integers(0, 100), st.integers(0, 5))
 def test_an_epoch_repeats_nothing(steps: int, count: int, seed: int, epoch: int) -> None:
     task = listed(steps * count)
-    asked = [id for place in range(steps) for id in ids(prompts_for_step(task, seed, epoch * steps + place, count))]
+    asked = [name for place in range(steps) for name in ids(prompts_for_step(task, seed, epoch * steps + place, count))]
     assert sorted(asked) == sorted(ids(list(task.train)))
 
 
@@ -44,34 +44,36 @@ def test_epochs_and_seeds_are_shuffled_differently() -> None:
 
 def test_too_few_prompts_are_asked_again_under_other_ids() -> None:
     asked = ids(prompts_for_step(listed(2), 0, 7, 5))
-    assert Counter(id.partition("#")[2] for id in asked) == {"": 2, "2": 2, "3": 1}
+    assert Counter(name.partition("#")[2] for name in asked) == {"": 2, "2": 2, "3": 1}
 
 
 def test_more_rounds_ask_what_was_not_asked() -> None:
     task = listed(10)
-    first, second, third, fourth = (ids(prompts_for_step(task, 3, 1, 4, round=round)) for round in range(4))
-    assert len({*first, *second, *third}) == 10 and (len(second), len(third), len(fourth)) == (4, 2, 0)
+    first, second, third, fourth = (ids(prompts_for_step(task, 3, 1, 4, round=turn)) for turn in range(4))
+    assert len({*first, *second, *third}) == 10
+    assert (len(second), len(third), len(fourth)) == (4, 2, 0)
 
 
 def test_endless_prompts_are_fresh() -> None:
     task = build_task(Task(type="arithmetic"))
     asked = [ids(prompts_for_step(task, 0, step, 16)) for step in range(20)]
     assert all(len(set(step)) == 16 for step in asked)
-    assert len({id for step in asked for id in step}) > 250
+    assert len({name for step in asked for name in step}) > 250
     assert asked[11] == ids(prompts_for_step(task, 0, 11, 16)) != ids(prompts_for_step(task, 1, 11, 16))
 
 
 def test_endless_rounds_go_on_without_twins() -> None:
     task = build_task(Task(type="arithmetic"))
-    rounds = [ids(prompts_for_step(task, 0, 5, 8, round=round)) for round in range(3)]
-    assert len({id for asked in rounds for id in asked}) == 24
+    rounds = [ids(prompts_for_step(task, 0, 5, 8, round=turn)) for turn in range(3)]
+    assert len({name for asked in rounds for name in asked}) == 24
 
 
 def test_an_endless_task_of_few_problems_still_fills_a_step() -> None:
     """28 sums of two single digits are left to train on, in at most 56 spellings."""
     task = build_task(Task.model_validate({"type": "arithmetic", "digits": 1, "heldout": 27}))
     asked = ids(prompts_for_step(task, 0, 0, 100))
-    assert len(set(asked)) == 100 and any("#2" in id for id in asked)
+    assert len(set(asked)) == 100
+    assert any("#2" in name for name in asked)
 
 
 def test_no_examples_are_said_to_be_none() -> None:
