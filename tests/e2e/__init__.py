@@ -1,0 +1,1 @@
+"""Whole runs: killed, resumed, repeated, and learning."""

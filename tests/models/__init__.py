@@ -1,0 +1,1 @@
+"""Tests of loading, packing and the chunked LM head."""
