@@ -1,0 +1,319 @@
+"""The command line: one command per verb. What is heavy (torch, transformers) is imported by the commands that need it, and only there."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console, RenderableType
+from rich.text import Text
+
+from oncurve import __version__
+from oncurve.errors import OncurveError, RecipeError
+from oncurve.recipe.load import dump_recipe, load_recipe
+from oncurve.runs.disk import NO_PERMISSION, NO_ROOM, disk_error
+from oncurve.runs.folder import RunFolder, list_runs
+from oncurve.terminal.errors import render_error
+
+app = typer.Typer(
+    name="oncurve",
+    help="Train language models with GRPO: each completion graded on the curve of its own group.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+recipes = typer.Typer(help="Explain, show and convert recipes.", no_args_is_help=True)
+app.add_typer(recipes, name="recipe")
+
+Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the recipe; may be repeated.")]
+Runs = Annotated[Path, typer.Option("--runs", metavar="DIR", help="Where runs lie.")]
+Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="The run's folder, in place of a numbered one.")]
+Json = Annotated[bool, typer.Option("--json", help="For programs: JSON on standard output and nothing else.")]
+RunName = Annotated[str, typer.Argument(metavar="RUN", help="A run's name or folder.")]
+RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a built-in recipe.")]
+RunOrModel = Annotated[str, typer.Argument(metavar="RUN|MODEL", help="A run, a folder in Hugging Face format, or a hub id.")]
+RUNS = Path("runs")
+
+
+def say(what: RenderableType) -> None:
+    Console(highlight=False).print(what)
+
+
+def say_json(data: Any) -> None:
+    print(json.dumps(data, ensure_ascii=False, indent=2))
+
+
+def advise(line: str) -> None:
+    """To standard error: advice must not mix with a command's output."""
+    Console(stderr=True, highlight=False).print(Text(line, "yellow"))
+
+
+@app.command(epilog="Example: oncurve train recipes/arithmetic.toml --set grpo.group_size=16")
+def train(
+    target: Annotated[str, typer.Argument(metavar="RECIPE|RUN", help="A recipe; with --resume also a run.")],
+    sets: Sets = None,
+    out: Out = None,
+    runs: Runs = RUNS,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run, or with the recipe's last unfinished one.")] = False,
+) -> None:
+    """Train a recipe, or go on with a run that was stopped."""
+    from oncurve.terminal.starting import plan
+
+    planned = plan(target, sets or [], out, runs, resume)
+    if planned.advice:
+        advise(planned.advice)
+    began = time.monotonic()
+    with Console(stderr=True).status("starting"):
+        from oncurve.terminal.hush import hush
+        from oncurve.terminal.live import LiveDisplay
+        from oncurve.train import start
+
+        hush()
+    display = LiveDisplay(Console(highlight=False))
+    if planned.run is not None:
+        run = start.resume(planned.run, listeners=[display])
+    else:
+        assert planned.recipe is not None
+        run = start.begin(planned.recipe, runs_dir=runs, out=out, listeners=[display])
+    _end(run, time.monotonic() - began)
+
+
+def _end(run: RunFolder, seconds: float) -> None:
+    from oncurve.terminal.summary import render_summary
+
+    say(Text())
+    say(render_summary(run, seconds))
+
+
+@app.command(epilog="Example: oncurve fork arithmetic-1 --step 100 --set grpo.group_size=16")
+def fork(
+    run: RunName,
+    step: Annotated[int, typer.Option("--step", help="The checkpoint's step.")],
+    stage: Annotated[str | None, typer.Option("--stage", help="Its stage; unset: the last one.")] = None,
+    sets: Sets = None,
+    out: Out = None,
+    runs: Runs = RUNS,
+) -> None:
+    """Go on from a checkpoint with something changed, on the same prompts and random numbers."""
+    parent = RunFolder.open(run, runs)
+    began = time.monotonic()
+    with Console(stderr=True).status("starting"):
+        from oncurve.terminal.hush import hush
+        from oncurve.terminal.live import LiveDisplay
+        from oncurve.train import start
+
+        hush()
+    display = LiveDisplay(Console(highlight=False))
+    child = start.fork(parent, step, sets or [], stage=stage, runs_dir=runs, out=out, listeners=[display])
+    _end(child, time.monotonic() - began)
+
+
+@app.command("eval", epilog="Example: oncurve eval arithmetic-1 --task arithmetic --set task.digits=4")
+def evaluate(
+    target: RunOrModel,
+    task: Annotated[str | None, typer.Option("--task", help="A task's type, or a recipe; a run's own recipe by default.")] = None,
+    sets: Sets = None,
+    samples: Annotated[int | None, typer.Option("--samples", min=1, help="Completions of each problem.")] = None,
+    temperature: Annotated[float | None, typer.Option("--temperature", min=0.0, help="0 is greedy.")] = None,
+    runs: Runs = RUNS,
+    as_json: Json = False,
+) -> None:
+    """Measure accuracy on held-out problems, with a 95 % interval, by difficulty."""
+    from oncurve.terminal.evaluation import eval_data, render_eval
+    from oncurve.terminal.hush import hush
+    from oncurve.train.opened import find_run, measure, open_target, recipe_for
+
+    hush()
+    recipe = recipe_for(task, find_run(target, runs), sets or [], target)
+    opened = open_target(target, runs, recipe.model)
+    report = measure(opened, recipe, samples=samples, temperature=temperature)
+    count = samples or recipe.evaluation.samples
+    if as_json:
+        say_json({"model": opened.name, "task": recipe.task.model_dump(mode="json"), **eval_data(report, count)})
+    else:
+        say(render_eval(report, f"{opened.name} on {recipe.task.type}, {report.asked} held-out problems", count))
+
+
+@app.command(epilog="Example: echo '12+34=' | oncurve chat arithmetic-1")
+def chat(
+    target: RunOrModel,
+    temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy: the same each time.")] = 0.0,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Length limit of an answer.")] = 512,
+    system: Annotated[str | None, typer.Option("--system", help="A system message, for chat models.")] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the sampling.")] = 0,
+    runs: Runs = RUNS,
+) -> None:
+    """Ask a model: a conversation at the terminal, or one prompt per line from a pipe."""
+    from oncurve.terminal.chat import Chat, ChatSettings, converse, typed_lines
+    from oncurve.terminal.hush import hush
+    from oncurve.train.opened import open_target
+
+    hush()
+    talk = Chat(open_target(target, runs).policy, ChatSettings(max_new_tokens, temperature, system, seed))
+    live = sys.stdin.isatty()
+    lines = typed_lines() if live else (line.rstrip("\n") for line in sys.stdin)
+    converse(talk, lines, sys.stdout, live)
+
+
+@app.command("runs", epilog="Example: oncurve runs --json")
+def list_all(runs: Runs = RUNS, as_json: Json = False) -> None:
+    """List the runs there are, newest first."""
+    from oncurve.terminal.runs import render_runs, run_data
+
+    entries = list_runs(runs)
+    if as_json:
+        say_json([run_data(entry) for entry in entries])
+    elif entries:
+        say(render_runs(entries))
+    else:
+        say(Text(f"There is no run in {runs} yet. Start one: oncurve train arithmetic", "dim"))
+
+
+@app.command(epilog="Example: oncurve show arithmetic-1 --step 200 --group 3")
+def show(
+    run: RunName,
+    step: Annotated[int | None, typer.Option("--step", min=1, help="Show this step's groups.")] = None,
+    group: Annotated[int | None, typer.Option("--group", min=0, help="Show this group of the step in full.")] = None,
+    stage: Annotated[str | None, typer.Option("--stage", help="The step's stage; unset: the last grpo stage that has it.")] = None,
+    runs: Runs = RUNS,
+    as_json: Json = False,
+) -> None:
+    """Look at a run: its curves, a step's groups, one group in full."""
+    from oncurve.terminal import show, shown_data
+
+    folder = RunFolder.open(run, runs)
+    if group is not None and step is None:
+        raise RecipeError("--group", group, because="a group is one of a step", fix="add --step N")
+    if as_json:
+        say_json(shown_data.data_of(folder, stage, step, group))
+    elif step is None:
+        say(show.render_run(folder))
+    elif group is None:
+        say(show.render_step(folder, stage, step))
+    else:
+        say(show.render_one_group(folder, stage, step, group))
+
+
+@app.command(epilog="Example: oncurve export arithmetic-1 my-model")
+def export(run: RunName, folder: Annotated[Path, typer.Argument(metavar="DIR")], runs: Runs = RUNS) -> None:
+    """Write a run's model to a folder in Hugging Face format."""
+    source = RunFolder.open(run, runs)
+    from oncurve.terminal.hush import hush
+    from oncurve.train import opened
+
+    hush()
+    opened.export(source, folder)
+    say(Text(f"{folder}: loads with AutoModelForCausalLM.from_pretrained"))
+
+
+@app.command(epilog="Example: oncurve probe recipes/arithmetic.toml --from arithmetic-1")
+def probe(
+    target: Annotated[str, typer.Argument(metavar="RECIPE|RUN", help="A recipe, or a run whose model is probed under its recipe.")],
+    sets: Sets = None,
+    prompts: Annotated[int, typer.Option("--prompts", min=1, help="Prompts to sample.")] = 16,
+    samples: Annotated[int, typer.Option("--samples", min=2, help="Completions of each.")] = 16,
+    source: Annotated[str | None, typer.Option("--from", metavar="RUN|MODEL", help="Probe this model under the recipe.")] = None,
+    runs: Runs = RUNS,
+    as_json: Json = False,
+) -> None:
+    """Before any training: what GRPO would see, and what to set."""
+    from oncurve.terminal.starting import is_run
+
+    a_run = is_run(target, runs)
+    recipe = load_recipe(RunFolder.open(target, runs).recipe if a_run else target, sets or [])
+    source = source or (target if a_run else None)
+    from oncurve.terminal.hush import hush
+    from oncurve.terminal.probe import render_probe
+    from oncurve.train.opened import open_target
+    from oncurve.train.probe import probe
+
+    hush()
+    policy = open_target(source, runs, recipe.model).policy if source is not None else None
+    report = probe(recipe, prompts, samples=samples, policy=policy)
+    if as_json:
+        say_json(dataclasses.asdict(report))
+    else:
+        say(render_probe(report))
+
+
+@recipes.command("explain", epilog="Example: oncurve recipe explain grpo.group_size")
+def explain_key(key: Annotated[str | None, typer.Argument(metavar="KEY", help="A key as in --set; unset: all of them.")] = None) -> None:
+    """What a recipe can say: every key, or one in full."""
+    from oncurve.recipe.explain import explain
+    from oncurve.rewards.registry import REWARDS
+    from oncurve.tasks.registry import TASKS
+
+    options = {f"task.{name}": kind.options for name, kind in TASKS.items()}
+    options |= {f"rewards.{name}": kind.options for name, kind in REWARDS.items()}
+    say(explain(key, options))
+
+
+@recipes.command("show", epilog="Example: oncurve recipe show arithmetic --set seed=1")
+def show_recipe(recipe: RecipeName, sets: Sets = None) -> None:
+    """The recipe with every default written out, as TOML."""
+    print(dump_recipe(load_recipe(recipe, sets or [])), end="")
+
+
+@recipes.command("from-trl", epilog="Example: oncurve recipe from-trl grpo_config.yaml -o mine.toml")
+def convert(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="A config of TRL's GRPOTrainer.")],
+    out: Annotated[Path | None, typer.Option("-o", "--out", metavar="FILE", help="Write it here; a file that exists is refused.")] = None,
+    processes: Annotated[int, typer.Option("--processes", min=1, help="Devices that TRL ran on: its batch sizes are per device.")] = 1,
+) -> None:
+    """A recipe made from a TRL config, with notes on what differs."""
+    from oncurve.recipe.from_trl import from_trl
+
+    text, notes = from_trl(config, processes)
+    for note in notes:
+        advise(f"note: {note}")
+    if out is None:
+        print(text, end="")
+        return
+    try:
+        with out.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise RecipeError(str(out), "already there", because="no file is written over", fix="choose another name with -o") from None
+    say(Text(f"{out}: look through it, then oncurve train {out}"))
+
+
+@app.command(epilog="Example: oncurve version")
+def version() -> None:
+    """Print the version."""
+    print(__version__)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit code: 2 for a user's mistake, told in one block; 1 for a bug of ours, with its traceback."""
+    errors = Console(stderr=True, highlight=False)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # an ASCII terminal shows '?', not a traceback
+    try:
+        app(args=None if arguments is None else list(arguments), prog_name="oncurve")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except OncurveError as error:
+        errors.print(render_error(error))
+        return error.exit_code
+    except OSError as error:
+        if error.errno not in NO_ROOM | NO_PERMISSION:
+            _apologise(errors)
+            raise
+        errors.print(render_error(disk_error(Path(str(error.filename or ".")), error.errno, error.strerror or str(error))))
+        return 2
+    except Exception:
+        _apologise(errors)
+        raise
+    return 0
+
+
+def _apologise(errors: Console) -> None:
+    errors.print(Text(f"This is a bug in Oncurve {__version__}, not your mistake. Please report it with the lines below.", "bold red"))

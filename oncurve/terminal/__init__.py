@@ -1,0 +1,1 @@
+"""What a run looks like in a terminal: the live display, summaries, tables, errors."""

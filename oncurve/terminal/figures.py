@@ -1,0 +1,73 @@
+"""Numbers as people read them. What is not known is a dash."""
+
+from __future__ import annotations
+
+import math
+
+DASH = "–"
+
+
+def known(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
+
+
+def percent(share: float | None, digits: int = 0) -> str:
+    return f"{100 * share:.{digits}f} %" if share is not None and math.isfinite(share) else DASH
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A few significant digits, never an exponent where plain digits will do: 0.0123, 0.83, 23.4, 1,234."""
+    if value is None or not math.isfinite(value):
+        return DASH
+    size = abs(value)
+    if size == 0:
+        return "0"
+    if size >= 1000:
+        return f"{value:,.0f}"
+    if size < 1e-3:
+        return f"{value:.1e}"
+    return f"{value:.{min(max(digits - 1 - math.floor(math.log10(size)), 0), 5)}f}"
+
+
+def signed(value: float | None, digits: int = 2) -> str:
+    return f"{value:+.{digits}f}".replace("-", "−") if value is not None and math.isfinite(value) else DASH
+
+
+def duration(seconds: float | None) -> str:
+    """0:07, 12:34, 1:02:03, 3 d 4 h."""
+    if seconds is None or not math.isfinite(seconds):
+        return DASH
+    whole = max(0, round(seconds))
+    days, hours, minutes = whole // 86400, whole // 3600, whole // 60
+    if days:
+        return f"{days} d {hours % 24} h"
+    return f"{hours}:{minutes % 60:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
+
+
+def size(parameters: int) -> str:
+    """842k, 1.7M, 7.6B."""
+    for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if parameters >= unit:
+            return f"{parameters / unit:.3g}{name}"
+    return str(parameters)
+
+
+def clean(text: str) -> str:
+    """Without what a terminal would obey: a model may write escape codes as well as anything else."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)
+
+
+def one_line(text: str) -> str:
+    """Text for a table's cell: line breaks shown as marks."""
+    return clean(text.replace("\r\n", "⏎").replace("\n", "⏎").replace("\t", " "))
+
+
+def shortened(text: str, width: int) -> str:
+    """Start and end of a text that is too long: a completion's answer stands at its end."""
+    line = one_line(text)
+    if len(line) <= width:
+        return line
+    if width < 8:
+        return line[: max(width - 1, 0)] + "…"
+    head = (width - 1) // 2
+    return f"{line[:head]}…{line[len(line) - (width - 1 - head) :]}"

@@ -1,0 +1,122 @@
+"""One group: its completions from best to worst, with what each reward said and the advantage that came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from oncurve.records import Aspect, GradedGroup, ScoredCompletion, TokenStats
+from oncurve.terminal.figures import DASH, clean, number, shortened, signed
+
+STOPS = {"end": "ended", "stop_string": "stop string", "length": "cut"}
+Stats = Sequence[TokenStats | None]
+
+
+def advantage_of(graded: GradedGroup, place: int) -> float | None:
+    """A completion's advantage, the mean over its tokens where they differ; None where it takes no part in the loss."""
+    values = graded.advantages[place]
+    return float(np.mean(values)) if graded.graded[place] and len(values) else None
+
+
+def by_advantage(graded: GradedGroup) -> list[int]:
+    """Places of the completions, best first; those that take no part last."""
+
+    def key(place: int) -> tuple[bool, float]:
+        value = advantage_of(graded, place)
+        return value is None, -(value or 0.0)
+
+    return sorted(range(len(graded.graded)), key=key)
+
+
+def aspect_names(graded: GradedGroup) -> list[str]:
+    return list(dict.fromkeys(a.name for s in graded.scored.scored for a in s.aspects))
+
+
+class GroupTable:
+    """A group in one line per completion, the text shortened to what is left of the line."""
+
+    def __init__(self, graded: GradedGroup) -> None:
+        self.graded = graded
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        names = aspect_names(self.graded)
+        heads = ["advantage", "reward", *names, "tokens"]
+        cells = [[*self._numbers(place, names)] for place in by_advantage(self.graded)]
+        taken = sum(max(len(str(row[i])) for row in [heads, *cells]) + 2 for i in range(len(heads)))
+        room = max(options.max_width - taken, 16)
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+        for head in heads:
+            table.add_column(head, justify="right", no_wrap=True)
+        table.add_column("completion", no_wrap=True, overflow="crop", max_width=room)
+        for place, row in zip(by_advantage(self.graded), cells, strict=True):
+            style = _style(advantage_of(self.graded, place))
+            shown = [Text(row[0], style), *map(Text, row[1:]), _ending(self.graded.scored.scored[place], room)]
+            table.add_row(*shown)
+        yield Text.assemble(("asked  ", "dim"), shortened(self.graded.group.prompt.shown, options.max_width - 8))
+        yield table
+
+    def _numbers(self, place: int, names: Sequence[str]) -> list[str]:
+        scored = self.graded.scored.scored[place]
+        aspects = {a.name: a for a in scored.aspects}
+        values = [_value(aspects.get(name)) for name in names]
+        return [signed(advantage_of(self.graded, place)), number(scored.total), *values, str(scored.completion.length)]
+
+
+def render_group(graded: GradedGroup, stats: Stats = ()) -> RenderableType:
+    """A group in full: every completion's text as it was written, under a line with its numbers."""
+    seen = list(stats) or [None] * len(graded.graded)
+    prompt = graded.group.prompt
+    parts: list[RenderableType] = [Text.assemble(("prompt  ", "dim"), (prompt.id, "dim")), Text(clean(prompt.shown), "bold")]
+    for rank, place in enumerate(by_advantage(graded), start=1):
+        scored = graded.scored.scored[place]
+        parts += [Text(), _headline(graded, place, rank, seen[place]), Text(clean(scored.completion.text)), *_remarks(scored)]
+    return Group(*parts)
+
+
+def _headline(graded: GradedGroup, place: int, rank: int, seen: TokenStats | None) -> Text:
+    scored = graded.scored.scored[place]
+    advantage = advantage_of(graded, place)
+    facts = [f"reward {number(scored.total)}"]
+    facts += [f"{a.name} {_value(a)}" + ("" if a.weight == 1 else f" × {a.weight:g}") for a in scored.aspects]
+    facts += [f"{scored.completion.length} tokens", STOPS[scored.completion.stop]]
+    if not graded.graded[place]:
+        facts.append("not graded")
+    if seen is not None and len(seen.ratio):
+        facts.append(f"largest ratio {number(float(seen.ratio.max()))}")
+    mark = ("advantage " + signed(advantage), _style(advantage))
+    return Text.assemble((f"{rank}. ", "dim"), mark, ("  " + " · ".join(facts), "dim"))
+
+
+def _remarks(scored: ScoredCompletion) -> list[RenderableType]:
+    failed = [Text(f"   {a.name} failed: {a.failure}", "red") for a in scored.aspects if a.failure is not None]
+    reasons = [Text(f"   {a.name}: {a.reason}", "dim") for a in scored.aspects if a.reason is not None]
+    return [*failed, *reasons]
+
+
+def _value(aspect: Aspect | None) -> str:
+    if aspect is None:
+        return DASH
+    if aspect.failure is not None:
+        return "failed"
+    if aspect.value is None and aspect.steps:
+        return f"{len(aspect.steps)} steps"
+    return number(aspect.value)
+
+
+def _style(advantage: float | None) -> str:
+    if advantage is None:
+        return "dim"
+    return "green" if advantage > 0 else "red" if advantage < 0 else ""
+
+
+def _ending(scored: ScoredCompletion, room: int) -> Text:
+    """The text, and a mark where it was cut or could not be rewarded."""
+    if scored.failure is not None:
+        return Text(shortened(f"! {scored.failure}", room), "red")
+    if scored.completion.cut:
+        return Text.assemble(shortened(scored.completion.text, room - 6), (" ⋯ cut", "yellow"))
+    return Text(shortened(scored.completion.text, room))

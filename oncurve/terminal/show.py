@@ -1,0 +1,201 @@
+"""`oncurve show`: a run at a glance, a step's groups in a table, one group in full."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from oncurve.errors import OncurveError, RunError, did_you_mean
+from oncurve.recipe.load import load_recipe
+from oncurve.records import GradedGroup
+from oncurve.runs.folder import Parent, RunEntry, RunFolder, list_runs
+from oncurve.runs.reading import Reader, StageRow
+from oncurve.runs.store import Store
+from oncurve.terminal.evaluation import accuracy_table
+from oncurve.terminal.figures import DASH, duration, number, percent, shortened
+from oncurve.terminal.group import GroupTable, advantage_of, by_advantage, render_group
+from oncurve.terminal.runs import STYLES, ago
+from oncurve.terminal.sparkline import sparkline
+
+CURVES = {"sft": ("loss", "entropy"), "grpo": ("reward", "entropy", "length_mean", "no_signal_share", "kl")}
+"""Which metrics of a stage are drawn, by its type."""
+COMPARED = ("reward", "accuracy", "loss", "entropy", "kl", "length_mean", "no_signal_share")
+
+
+def render_run(run: RunFolder) -> RenderableType:
+    """A run at a glance: how it stands, its family, its stages' curves, held-out accuracy by difficulty."""
+    state = run.state()
+    head = Text.assemble((run.name, "bold"), "  ", (state.shown, STYLES[state.shown]), (f"  begun {ago(state.created)} · {run.path}", "dim"))
+    with Store.open(run.path) as store:
+        parts: list[RenderableType] = [head, *_family(run, state.parent)]
+        stages, evals = store.stages(), store.evals()
+        parts += [line for stage in stages for line in (Text(), _stage_line(stage), _curves(store, stage))]
+        if evals:
+            parts += [Text(), accuracy_table(evals)]
+        if state.parent is not None:
+            parts += _beside_parent(run, state.parent, store)
+        parts += [Text(), _advice(run, stages)]
+    return Group(*parts)
+
+
+def _family(run: RunFolder, parent: Parent | None) -> list[RenderableType]:
+    lines = []
+    if parent is not None:
+        lines.append(Text(f"a fork of {parent.run} at {parent.stage} step {parent.step}"))
+    for child in children_of(run):
+        assert child.state is not None and child.state.parent is not None
+        forked = child.state.parent
+        changes = ", ".join(f"{key} = {value}" for key, value in forked.changes.items()) or "nothing changed"
+        lines.append(Text(f"forked at {forked.stage} step {forked.step} by {child.name}: {changes}"))
+    return list(lines)
+
+
+def children_of(run: RunFolder) -> list[RunEntry]:
+    """Runs beside this one that went on from it."""
+    entries = list_runs(run.path.resolve().parent)
+    return [e for e in entries if e.state is not None and e.state.parent is not None and e.state.parent.run == run.name]
+
+
+def _stage_line(stage: StageRow) -> Text:
+    took = f" in {duration(stage.finished - stage.started)}" if stage.finished is not None else ""
+    return Text.assemble((stage.name, "bold"), (f"  {stage.done} of {stage.steps} steps{took}", "dim"))
+
+
+def _curves(store: Reader, stage: StageRow) -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for name in CURVES.get(stage.type, ("loss",)):
+        values = [value for _, value in store.metric(name, stage.name)]
+        if values:
+            table.add_row(Text(f"  {name}", "dim"), number(values[0]), Text(sparkline(values, 40), "cyan"), Text(number(values[-1]), "bold"))
+    measured = [report.accuracy for report in store.evals(stage.name)]
+    if len(measured) > 1:
+        curve = Text(sparkline(measured, 40, 0.0, 1.0), "cyan")
+        table.add_row(Text("  held-out", "dim"), percent(measured[0], 1), curve, Text(percent(measured[-1], 1), "bold"))
+    return table
+
+
+def _beside_parent(run: RunFolder, parent: Parent, store: Reader) -> list[RenderableType]:
+    """What the fork changed, and the last figures of both, side by side."""
+    beside = RunFolder(run.path.resolve().parent / parent.run)
+    parts: list[RenderableType] = [Text(), _changes(parent, beside)]
+    try:
+        with Store.open(beside.path) as other:
+            theirs, mine = _last_figures(other, parent.stage), _last_figures(store, parent.stage)
+    except OncurveError:
+        return [*parts, Text(f"{parent.run} is not beside it any more", "dim")]
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
+    table.add_column(f"at the end of {parent.stage}")
+    table.add_column(parent.run, justify="right")
+    table.add_column(run.name, justify="right")
+    for name in theirs | mine:
+        table.add_row(name, theirs.get(name, DASH), mine.get(name, DASH))
+    return [*parts, Text(), table]
+
+
+def _changes(parent: Parent, beside: RunFolder) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
+    for head in ("changed", "before", "now"):
+        table.add_column(head, overflow="fold")
+    before = _values(beside.recipe)
+    for key, value in parent.changes.items():
+        table.add_row(key, str(before.get(key, DASH)), Text(str(value), "bold"))
+    if not parent.changes:
+        table.add_row("nothing", "", "")
+    return table
+
+
+def _values(recipe: Path) -> dict[str, Any]:
+    """Every dotted key of a recipe as it was resolved, stages and rewards by name; nothing where it can't be read."""
+    try:
+        return flat(load_recipe(recipe).model_dump(mode="json"))
+    except OncurveError:
+        return {}
+
+
+def flat(value: Any, at: str = "") -> dict[str, Any]:
+    """Nested tables as dotted keys, as `--set` writes them."""
+    if isinstance(value, dict):
+        return {k: v for key, item in value.items() for k, v in flat(item, f"{at}.{key}" if at else key).items()}
+    if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+        named = {str(item.get("name") or item.get("type")): item for item in value}
+        return {k: v for name, item in named.items() for k, v in flat(item, name if at == "stages" else f"{at}.{name}").items()}
+    return {at: value}
+
+
+def _last_figures(store: Reader, stage: str) -> dict[str, str]:
+    done = next((s.done for s in store.stages() if s.name == stage), 0)
+    metrics = store.metrics_of(stage, done)
+    evals = store.evals(stage)
+    figures = {"step": str(done)}
+    if evals:
+        figures["held-out accuracy"] = percent(evals[-1].accuracy, 1)
+    return figures | {name: number(metrics[name]) for name in COMPARED if name in metrics}
+
+
+def _advice(run: RunFolder, stages: list[StageRow]) -> Text:
+    looked = next((s for s in reversed(stages) if s.type == "grpo" and s.done), None)
+    if looked is None:
+        return Text(f"oncurve eval {run.path}", "dim")
+    return Text(f"oncurve show {run.path} --stage {looked.name} --step {looked.done}   shows a step's groups", "dim")
+
+
+def stage_of(store: Reader, run: RunFolder, stage: str | None, step: int) -> str:
+    """The stage that a step is looked up in: as asked, else the last grpo stage, else the last that has groups or steps."""
+    names = {s.name: s for s in store.stages()}
+    if stage is not None and stage not in names:
+        known = ", ".join(names) or "none yet"
+        raise RunError(run.name, f"no stage '{stage}'{did_you_mean(stage, names)}", because=f"its stages are: {known}", fix="name one of them")
+    if stage is not None:
+        return stage
+    reached = [s for s in names.values() if s.done >= step] or list(names.values())
+    if not reached:
+        raise RunError(run.name, f"no step {step}", because="no step is recorded yet", fix="wait for the first step")
+    return next((s.name for s in reversed(reached) if s.type == "grpo"), reached[-1].name)
+
+
+def render_step(run: RunFolder, stage: str | None, step: int) -> RenderableType:
+    """A step: its metrics, and its groups in a table."""
+    with Store.open(run.path) as store:
+        name = stage_of(store, run, stage, step)
+        report = store.step(name, step)
+    head = Text.assemble((f"{run.name}  {name} step {step}", "bold"))
+    facts = Text("  ".join(f"{key} {number(value)}" for key, value in report.metrics.items()), "dim")
+    if not report.groups:
+        return Group(head, facts)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for column in ("group", "rewards, best first", "tokens"):
+        table.add_column(column, justify="right" if column != "rewards, best first" else "left", no_wrap=True)
+    table.add_column("prompt", no_wrap=True, overflow="ellipsis")
+    for position, graded in enumerate(report.groups):
+        table.add_row(str(position), _reward_row(graded), _lengths(graded), shortened(graded.group.prompt.shown, 40))
+    advice = Text(f"oncurve show {run.path} --stage {name} --step {step} --group 0   shows a group in full", "dim")
+    return Group(head, facts, Text(), table, Text(), advice)
+
+
+def _reward_row(graded: GradedGroup, most: int = 8) -> Text:
+    """The rewards in the colours of their advantages; a group without signal is dim."""
+    text = Text()
+    order = by_advantage(graded)
+    for place in order[:most]:
+        advantage = advantage_of(graded, place) or 0.0
+        style = "green" if advantage > 0 else "red" if advantage < 0 else "dim"
+        text.append(f"{number(graded.scored.totals[place], 2):>5} ", style)
+    return text.append("…" if len(order) > most else "")
+
+
+def _lengths(graded: GradedGroup) -> str:
+    lengths = [s.completion.length for s in graded.scored.scored]
+    return f"{min(lengths)}–{max(lengths)}" if lengths else DASH
+
+
+def render_one_group(run: RunFolder, stage: str | None, step: int, position: int) -> RenderableType:
+    """One group in full, after a table of it."""
+    with Store.open(run.path) as store:
+        name = stage_of(store, run, stage, step)
+        kept = store.group(name, step, position)
+    head = Text(f"{run.name}  {name} step {step}  group {position}", "bold")
+    return Group(head, GroupTable(kept.graded), Text(), render_group(kept.graded, kept.stats))

@@ -1,0 +1,40 @@
+"""A curve in one line of text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+BARS = "▁▂▃▄▅▆▇█"
+
+
+def sparkline(values: Sequence[float], width: int, low: float | None = None, high: float | None = None) -> str:
+    """The curve in at most ``width`` characters, each the mean of an equal share of the values; a share of NaN is a blank.
+
+    ``low`` and ``high`` are the values of the lowest and the highest bar; unset: the smallest and the largest mean.
+    """
+    means = _shares(values, width)
+    known = [m for m in means if math.isfinite(m)]
+    if not known:
+        return " " * len(means)
+    bottom = min(known) if low is None else low
+    top = max(known) if high is None else high
+    return "".join(_bar(m, bottom, top) for m in means)
+
+
+def _bar(value: float, bottom: float, top: float) -> str:
+    if not math.isfinite(value):
+        return " "
+    height = (value - bottom) / (top - bottom) if top > bottom else 0.0
+    return BARS[min(max(int(height * len(BARS)), 0), len(BARS) - 1)]
+
+
+def _shares(values: Sequence[float], width: int) -> list[float]:
+    count = min(len(values), max(width, 0))
+    bounds = [len(values) * i // count for i in range(count + 1)] if count else [0]
+    return [_mean(values[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+
+
+def _mean(values: Sequence[float]) -> float:
+    known = [v for v in values if math.isfinite(v)]
+    return sum(known) / len(known) if known else math.nan

@@ -1,0 +1,75 @@
+"""What is printed when a run ends: how far it came, one group to look at, where it lies, and what to type next."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from oncurve.records import GradedGroup
+from oncurve.runs.folder import RunFolder
+from oncurve.runs.reading import Reader, StageRow
+from oncurve.runs.store import Store
+from oncurve.terminal.evaluation import accuracy_table
+from oncurve.terminal.figures import duration
+from oncurve.terminal.group import GroupTable
+
+LOOK_BACK = 20
+"""Steps from the end in which a group worth showing is looked for."""
+
+
+def render_summary(run: RunFolder, seconds: float | None = None) -> RenderableType:
+    """``seconds`` is the time that this process took; unset: from the first stage's start to the last one's end."""
+    with Store.open(run.path) as store:
+        parts: list[RenderableType] = []
+        evals = store.evals()
+        if evals:
+            parts += [accuracy_table(evals), Text()]
+        found = telling_group(store)
+        if found is not None:
+            stage, step, position, graded = found
+            parts += [Text(f"group {position} of {stage} step {step}", "dim"), GroupTable(graded), Text()]
+            look = f"oncurve show {run.path} --step {step} --group {position}"
+        else:
+            look = f"oncurve show {run.path}"
+        took = duration(_seconds(store.stages()) if seconds is None else seconds)
+    parts += [Text.assemble("Done in ", (took, "bold"), ". The run is ", (str(run.path), "bold"), "."), next_steps(run.path, look)]
+    return Group(*parts)
+
+
+def next_steps(path: Path, look: str) -> Text:
+    lines = [(look, "look at what it wrote"), (f"oncurve chat {path}", "ask it something"), (f"oncurve eval {path}", "measure it again")]
+    width = max(len(command) for command, _ in lines)
+    return Text("\n").join(Text.assemble("  ", (f"{command:<{width}}", "cyan"), (f"  {why}", "dim")) for command, why in lines)
+
+
+def telling_group(store: Reader) -> tuple[str, int, int, GradedGroup] | None:
+    """(stage, step, position, group): one with signal from late in training, the likest half right, half wrong.
+
+    A step is read whole, so only the last one that has such a group is; where none of the last steps has, none is shown.
+    """
+    for stage in reversed([s for s in store.stages() if s.type == "grpo"]):
+        for step in range(stage.done, max(stage.done - LOOK_BACK, 0), -1):
+            rows = [row for row in store.groups(stage.name, step) if row.has_signal]
+            if rows:
+                groups = [(row.position, store.group(stage.name, step, row.position).graded) for row in rows]
+                position, graded = max(groups, key=lambda item: _tells(item[1]))
+                return stage.name, step, position, graded
+    return None
+
+
+def _tells(graded: GradedGroup) -> tuple[float, int]:
+    """How much a group shows: rewards on both sides of its middle, then how many different texts."""
+    totals = [t for t in graded.scored.totals if t is not None]
+    middle = (min(totals) + max(totals)) / 2 if totals else 0.0
+    above = sum(t > middle for t in totals)
+    texts = {s.completion.text for s in graded.scored.scored}
+    return float(min(above, len(totals) - above)), len(texts)
+
+
+def _seconds(stages: list[StageRow]) -> float | None:
+    if not stages:
+        return None
+    return (stages[-1].finished or time.time()) - stages[0].started

@@ -1,0 +1,129 @@
+"""A model to ask, measure or export: a run's latest weights, a folder in Hugging Face format, or a hub id."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from oncurve.engines.native import NativeEngine
+from oncurve.errors import RecipeError, RunError
+from oncurve.models.load import load_policy
+from oncurve.models.policy import Policy
+from oncurve.recipe.load import find_recipe, load_recipe, parse_recipe, read_toml
+from oncurve.recipe.schema import Evaluation, Grpo, Model, Recipe, Stage
+from oncurve.records import EvalReport
+from oncurve.runs import checkpoints
+from oncurve.runs.disk import disk_errors
+from oncurve.runs.folder import STATE, RunFolder
+from oncurve.tasks.registry import TASKS
+from oncurve.train.evaluate import evaluate
+from oncurve.train.run import EVAL_TOKENS, load_weights
+from oncurve.train.start import rewards_for, task_for
+
+IN_MEMORY = "python"
+"""The task type written down for prompts that were given from Python: only that program has them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A policy, what it is called, and the run that it came from, if it did."""
+
+    policy: Policy
+    name: str
+    run: RunFolder | None = None
+
+
+def find_run(target: str, runs_dir: Path) -> RunFolder | None:
+    """The run that a word on the command line means; None where it is none, and so perhaps a model."""
+    if (runs_dir / target / STATE).exists() or (Path(target) / STATE).exists():
+        return RunFolder.open(target, runs_dir)
+    return None
+
+
+def open_target(target: str, runs_dir: Path, model: Model | None = None) -> Opened:
+    """``model`` says in what precision and on which device a plain model is loaded; a run's recipe says it for a run."""
+    run = find_run(target, runs_dir)
+    if run is not None:
+        return Opened(open_run(run), run.name, run)
+    config = (model or Model()).model_copy(update={"source": target})
+    if target == "tiny":
+        raise RunError(target, "neither a run nor a model folder", because="the built-in model knows nothing before a run", fix="name a run")
+    return Opened(load_policy(config, alphabet=None, seed=0), target)
+
+
+def open_run(run: RunFolder) -> Policy:
+    """The run's final model, or where it has none yet the weights of its newest whole checkpoint."""
+    recipe = load_recipe(run.recipe)
+    if (run.model / "config.json").is_file():
+        return load_policy(recipe.model.model_copy(update={"source": str(run.model)}), alphabet=None, seed=recipe.seed)
+    found = checkpoints.newest_valid(run.checkpoints, lambda path, why: None)
+    if found is None:
+        raise RunError(
+            run.name, "has no model yet", because="it has neither finished nor written a checkpoint",
+            fix=f"go on with it: oncurve train --resume {run.path}",
+        )  # fmt: skip
+    known = recipe.task.type != IN_MEMORY
+    policy = load_policy(recipe.model, alphabet=task_for(recipe, recipe.stages[0]).alphabet if known else None, seed=recipe.seed)
+    load_weights(policy, found.tensors["model"])
+    return policy
+
+
+def export(run: RunFolder, target: Path) -> None:
+    """The run's model as a folder in Hugging Face format, there whole or not at all; a folder that exists is refused."""
+    if target.exists():
+        raise RunError(str(target), "already there", because="an export never writes over anything", fix="choose another name")
+    aside = target.with_name(f".writing-{target.name}")
+    with disk_errors(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(aside, ignore_errors=True)
+        try:
+            if (run.model / "config.json").is_file():
+                shutil.copytree(run.model, aside)
+            else:
+                open_run(run).save(aside)
+            aside.rename(target)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+def recipe_for(task: str | None, run: RunFolder | None, sets: list[str], source: str) -> Recipe:
+    """What `eval` measures on: the run's own recipe, a recipe's task and rewards, or a task by its type with its usual rewards."""
+    if task is None:
+        if run is None:
+            raise RecipeError(
+                "--task", "missing", because=f"{source} is no run, so there is no recipe that says what to ask",
+                fix=f"name a recipe, or one of: {', '.join(TASKS)}",
+            )  # fmt: skip
+        return load_recipe(run.recipe, sets)
+    kind: Literal["sft"] = "sft"
+    if task in TASKS and not Path(task).is_file():
+        return parse_recipe({"name": task, "task": {"type": task}, "stages": [{"type": kind}]}, sets)
+    return parse_recipe(read_toml(find_recipe(Path(task))), sets)
+
+
+def measure(opened: Opened, recipe: Recipe, *, samples: int | None = None, temperature: float | None = None) -> EvalReport:
+    """Held-out accuracy on the task and rewards of the recipe's last stage, under its evaluation settings unless told otherwise."""
+    stage = recipe.stages[-1]
+    refuse_in_memory(recipe, stage)
+    task, rewards = task_for(recipe, stage), rewards_for(recipe, stage)
+    if not task.heldout:
+        raise RecipeError("task.heldout", "no held-out prompts", because="there is nothing to measure on", fix="hold some out")
+    changed = {"samples": samples, "temperature": temperature}
+    settings = Evaluation.model_validate(recipe.evaluation.model_dump() | {k: v for k, v in changed.items() if v is not None})
+    longest = max(len(opened.policy.encode(prompt)) for prompt in task.heldout)
+    asked = stage.sampling.max_new_tokens if isinstance(stage, Grpo) else EVAL_TOKENS
+    # A default that no one chose must not be the reason why a small model is refused.
+    limit = asked if isinstance(stage, Grpo) else max(1, min(asked, opened.policy.context - longest))
+    engine = NativeEngine(opened.policy, recipe.engine)
+    return evaluate(engine, rewards, task.heldout, settings, max_new_tokens=limit, seed=recipe.seed, stage=stage.label, step=0)
+
+
+def refuse_in_memory(recipe: Recipe, stage: Stage) -> None:
+    """Prompts that were given from Python are not in the run's folder."""
+    if (stage.task or recipe.task).type == IN_MEMORY:
+        raise RecipeError(
+            "task.type", IN_MEMORY, because="its prompts and rewards were given from Python, and only that program has them",
+            fix="call oncurve.train(…, resume=NAME) there to go on; here, name a task or recipe with --task",
+        )  # fmt: skip
