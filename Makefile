@@ -1,0 +1,63 @@
+# Everything sets itself up: `make train` and `make test` work on a fresh clone with Python 3.11 or newer.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup train test test-slow check bench docs
+
+help:
+	@echo "make train      train the built-in recipe on this machine: a better model in minutes"
+	@echo "make test       the test suite"
+	@echo "make test-slow  the long tests: many kills, whole trainings, fuzzing"
+	@echo "make check      format, lint, types"
+	@echo "make bench      a GRPO step here and in TRL, side by side"
+	@echo "make docs       write the generated pages of docs/ again"
+	@echo "make setup      all that the above need, in .venv"
+
+train: $(VENV)/.run
+	@$(BIN)/oncurve train recipes/arithmetic.toml
+
+test: $(VENV)/.dev
+	@$(BIN)/python -m pytest -q -m "not slow"
+
+test-slow: $(VENV)/.dev
+	@$(BIN)/python -m pytest -q -m slow
+
+check: $(VENV)/.dev
+	@$(BIN)/ruff format --check --quiet . || { echo "not formatted: .venv/bin/ruff format mends it" >&2; exit 1; }
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/mypy
+	@$(BIN)/mypy tests examples bench/step_cpu.py docs/make_pages.py
+
+bench: $(VENV)/.dev
+	@$(BIN)/python bench/step_cpu.py
+
+docs: $(VENV)/.dev
+	@$(BIN)/python docs/make_pages.py
+
+setup: $(VENV)/.dev
+
+# Two stamps, so that training does not wait for what only tests need. They are made anew when versions or dependencies change.
+$(VENV)/.run: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing what training needs (once)"
+	@$(PIP) install -c constraints.txt torch hatchling editables
+	@$(PIP) install -c constraints.txt --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.run
+	@echo "installing what tests and checks need (once)"
+	@$(PIP) install -c constraints.txt --no-build-isolation -e ".[dev]"
+	@touch $@
+
+$(BIN)/python:
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "There is no $(PYTHON) here. Install Python 3.11 or newer, or name one: make PYTHON=/path/to/python" >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "Oncurve needs Python 3.11 or newer, and $(PYTHON) is `$(PYTHON) --version 2>&1`. Name another: make PYTHON=python3.11" >&2; exit 2; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+	  echo "$(PYTHON) can't make virtual environments. On Debian or Ubuntu: apt install python3-venv" >&2; exit 2; }
+	@$(PYTHON) -m venv $(VENV)

@@ -1,0 +1,309 @@
+"""One full GRPO step on a CPU, Oncurve beside TRL: sample, score, update, with the same tiny model and the same work.
+
+Each trainer lives in a process of its own. The parent tells them in turn to do their next step, and swaps who goes first
+each round, so that they never run at once and a machine that slows down slows both.
+
+    python bench/step_cpu.py            measure, print, write bench/results/step_cpu.json
+    python bench/step_cpu.py --table    put the numbers of that file into bench/README.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import random
+import re
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import oncurve
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results" / "step_cpu.json"
+README = HERE / "README.md"
+VOCABULARY = 512
+PHASES = ("sample", "score", "update", "record")
+PACKAGES = ("trl", "torch", "transformers")
+
+Seconds = dict[str, float]
+"""Seconds by phase, and of the whole step as `step`."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step does. Every completion has exactly ``new_tokens`` tokens: no trainer is lucky with short ones."""
+
+    prompt_tokens: int
+    new_tokens: int
+    prompts: int
+    group_size: int
+    steps: int
+    threads: int
+    trl_micro_batch: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.prompt_tokens} + {self.new_tokens} tokens"
+
+    @property
+    def texts(self) -> list[str]:
+        """Prompts for every step, the same for both."""
+        draw = random.Random(0)
+        count = self.prompts * self.steps
+        return [" ".join(f"w{draw.randrange(10, VOCABULARY)}" for _ in range(self.prompt_tokens)) for _ in range(count)]
+
+
+def reward(completions: Sequence[str], **_: object) -> list[float]:
+    """Cheap, and practically never the same throughout a group: no group is without signal, none is skipped."""
+    return [float(completion.count("7") + completion.count("3")) for completion in completions]
+
+
+def tiny_model(threads: int) -> tuple[Any, Any]:
+    """4 layers, 128 wide, 4 query and 2 key heads of 32, random weights; a tokenizer of 512 words."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    torch.set_num_threads(threads)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w1", pad_token="w2")
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        eos_token_id=1,
+        pad_token_id=2,
+        bos_token_id=None,
+    )
+    return Qwen3ForCausalLM(config), tokenizer
+
+
+def oncurve_worker(work: Work, pipe: Connection) -> None:
+    """A step of the loop and its record in the run's database, as a real run does it."""
+    from oncurve.engines.native import NativeEngine
+    from oncurve.models.policy import Policy
+    from oncurve.recipe.schema import Engine, Grpo
+    from oncurve.rewards.function import as_reward
+    from oncurve.rewards.mix import RewardMix
+    from oncurve.runs.store import Store
+    from oncurve.tasks.in_memory import PromptList
+    from oncurve.train.loop import GrpoLoop
+
+    stage = Grpo.model_validate(
+        {
+            "steps": work.steps,
+            "prompts_per_step": work.prompts,
+            "group_size": work.group_size,
+            "sampling": {"max_new_tokens": work.new_tokens, "min_new_tokens": work.new_tokens},
+        }
+    )
+    engine = NativeEngine(Policy(*tiny_model(work.threads)), Engine())
+    loop = GrpoLoop(stage, 0, PromptList.of(work.texts), engine, RewardMix([as_reward(reward)]))
+    with tempfile.TemporaryDirectory() as folder, Store.create(Path(folder)) as store:
+        store.begin_stage(stage.label, stage.type, 0, stage.steps)
+        pipe.send("ready")
+        for n in range(1, work.steps + 1):
+            pipe.recv()
+            start = time.perf_counter()
+            report = loop.step(n)
+            stepped = time.perf_counter()
+            store.record_step(report)
+            done = time.perf_counter()
+            seconds = {**report.seconds, "record": done - stepped, "step": done - start}
+            seconds["update"] += seconds.pop("grade")
+            pipe.send(seconds)
+
+
+def trl_worker(work: Work, pipe: Connection) -> None:
+    """TRL's own trainer, held at each step's beginning until it is told to go on."""
+    from datasets import Dataset
+    from transformers import PrinterCallback, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    seconds: Seconds = {}
+
+    class Turns(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            pipe.recv()
+            seconds.clear()
+            seconds["start"] = time.perf_counter()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            whole = time.perf_counter() - seconds.pop("start")
+            pipe.send({**seconds, "update": whole - sum(seconds.values()), "step": whole})
+
+    model, tokenizer = tiny_model(work.threads)
+    rows = work.prompts * work.group_size
+    with tempfile.TemporaryDirectory() as folder:
+        config = GRPOConfig(
+            output_dir=folder,
+            max_steps=work.steps,
+            per_device_train_batch_size=work.trl_micro_batch,
+            gradient_accumulation_steps=rows // work.trl_micro_batch,
+            num_generations=work.group_size,
+            max_completion_length=work.new_tokens,
+            generation_kwargs={"min_new_tokens": work.new_tokens},
+            loss_type="grpo",
+            beta=0.0,
+            learning_rate=1e-6,
+            lr_scheduler_type="constant",
+            bf16=False,
+            use_cpu=True,
+            gradient_checkpointing=False,
+            logging_strategy="no",
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+        )
+        data = Dataset.from_list([{"prompt": text} for text in work.texts])
+        trainer = GRPOTrainer(model, reward, args=config, train_dataset=data, processing_class=tokenizer, callbacks=[Turns()])
+        trainer.remove_callback(PrinterCallback)
+        trainer._generate = timed(trainer._generate, "sample", seconds)
+        trainer._calculate_rewards = timed(trainer._calculate_rewards, "score", seconds)
+        pipe.send("ready")
+        trainer.train()
+
+
+def timed(function: Callable[..., Any], phase: str, seconds: Seconds) -> Callable[..., Any]:
+    def call(*arguments: Any, **named: Any) -> Any:
+        start = time.perf_counter()
+        out = function(*arguments, **named)
+        seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - start
+        return out
+
+    return call
+
+
+WORKERS = {"oncurve": oncurve_worker, "trl": trl_worker}
+
+
+def start(worker: Callable[[Work, Connection], None], work: Work) -> Connection:
+    """A process with this worker, ready to step; the pipe that drives it."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    context.Process(target=worker, args=(work, theirs), daemon=True).start()
+    theirs.close()
+    ours.recv()
+    return ours
+
+
+def measure(work: Work, warm_up: int) -> dict[str, list[Seconds]]:
+    """Seconds of every step after the warm-up, by trainer."""
+    pipes = {name: start(worker, work) for name, worker in WORKERS.items()}
+    seconds: dict[str, list[Seconds]] = {name: [] for name in WORKERS}
+    for n in range(work.steps):
+        for name in sorted(pipes, reverse=n % 2 == 1):
+            pipes[name].send("step")
+            seconds[name].append(pipes[name].recv())
+    return {name: steps[warm_up:] for name, steps in seconds.items()}
+
+
+def summary(work: Work, seconds: dict[str, list[Seconds]]) -> dict[str, Any]:
+    """Medians by trainer and phase, and how many times shorter a step is here."""
+    medians = {
+        name: {phase: statistics.median(step.get(phase, 0.0) for step in steps) for phase in (*PHASES, "step")}
+        for name, steps in seconds.items()
+    }
+    ratio = medians["trl"]["step"] / medians["oncurve"]["step"]
+    return {"name": work.name, "work": asdict(work), "medians": medians, "ratio": ratio, "steps": seconds}
+
+
+def show(result: dict[str, Any]) -> None:
+    steps = len(result["steps"]["oncurve"])
+    print(f"\n{result['name']}, {result['work']['prompts']} prompts × {result['work']['group_size']}: medians of {steps} steps")
+    print(f"  {'':8}" + "".join(f"{phase:>10}" for phase in (*PHASES, "step")))
+    for name, medians in result["medians"].items():
+        print(f"  {name:8}" + "".join(f"{medians[phase]:9.3f}s" for phase in (*PHASES, "step")))
+    print(f"  a step of TRL's takes {result['ratio']:.2f} times as long", flush=True)
+
+
+def machine() -> dict[str, Any]:
+    names = re.findall(r"^model name\s*: (.+)$", _read("/proc/cpuinfo"), re.M)
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    cpu = names[0] if names else platform.processor()
+    return {"cpu": cpu, "cores": os.cpu_count(), "system": platform.system(), "load": load}
+
+
+def _read(path: str) -> str:
+    return Path(path).read_text() if Path(path).exists() else ""
+
+
+def versions() -> dict[str, str]:
+    peers = {package: metadata.version(package) for package in PACKAGES}
+    return {"oncurve": oncurve.__version__, **peers, "python": platform.python_version()}
+
+
+def commit() -> str:
+    """The commit that was measured; `+` where files had been changed since."""
+    ask = ("git", "-C", str(HERE), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*")
+    told = subprocess.run(ask, capture_output=True, text=True, check=False)
+    return told.stdout.strip() or "unknown"
+
+
+def table(found: dict[str, Any]) -> str:
+    """The results as Markdown."""
+    lines = ["| prompt + completion | TRL | Oncurve | TRL ÷ Oncurve | Oncurve's phases |", "|---|---|---|---|---|"]
+    for result in found["results"]:
+        ours, theirs = result["medians"]["oncurve"], result["medians"]["trl"]
+        phases = ", ".join(f"{phase} {ours[phase]:.3f}" for phase in PHASES)
+        steps = f"{theirs['step']:.3f} s | {ours['step']:.3f} s"
+        lines.append(f"| {result['name']} | {steps} | {result['ratio']:.2f} | {phases} |")
+    of = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    count = len(found["results"][0]["steps"]["oncurve"])
+    where = f"{found['machine']['cpu']}, {found['results'][0]['work']['threads']} threads"
+    return "\n".join([*lines, "", f"Medians of {count} steps. {where}; {of}; commit {found['commit']}."])
+
+
+def fill_readme() -> None:
+    filled = table(json.loads(RESULTS.read_text()))
+    text = re.sub(r"(<!-- table -->\n).*?(\n<!-- /table -->)", lambda m: m[1] + filled + m[2], README.read_text(), flags=re.S)
+    README.write_text(text)
+    print(filled)
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ask.add_argument("--steps", type=int, default=20, help="steps that count")
+    ask.add_argument("--warm-up", type=int, default=3, help="steps before them")
+    ask.add_argument("--threads", type=int, default=2)
+    ask.add_argument("--trl-micro-batch", type=int, default=64, help="completions that TRL forwards at once")
+    ask.add_argument("--table", action="store_true", help="measure nothing: put the last results into bench/README.md")
+    said = ask.parse_args()
+    if said.table:
+        fill_readme()
+        return
+    os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS=str(said.threads))
+    print(" · ".join(f"{name} {version}" for name, version in versions().items()))
+    results: list[dict[str, Any]] = []
+    found = {"commit": commit(), "machine": machine(), "versions": versions(), "results": results}
+    for prompt_tokens in (32, 192):
+        work = Work(prompt_tokens, 48, 8, 8, said.steps + said.warm_up, said.threads, said.trl_micro_batch)
+        result = summary(work, measure(work, said.warm_up))
+        results.append(result)
+        show(result)
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+    print(f"\nwritten to {RESULTS.relative_to(HERE.parent)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The examples run, and say the same as the core."""
