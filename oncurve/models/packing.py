@@ -172,7 +172,13 @@ class PackLayout:
         ragged = not bool(prompt_real.all())
         self.prompt_bias = torch.where(self.prompt_real, 0.0, -torch.inf)[:, None, None, :] if ragged else None
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+    def prompt_bias_as(self, dtype: torch.dtype) -> Tensor | None:
+        """The flash kernel reads its mask's memory as numbers of the queries' own type."""
+        return None if self.prompt_bias is None else self.prompt_bias.to(dtype)
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
         plain = softcap is None and (window is None or window >= int(self.position_N.max()) + 1)
         if plain and q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
             out: Tensor = _SharedPromptFlash.apply(q, k, v, self, scale)
@@ -232,12 +238,13 @@ class _SharedPromptFlash(torch.autograd.Function):
             qc, kc, vc = completions(q_N), completions(k_N), completions(v_N)
             out_own, lse_own = _flash(qc, kc, vc, 0.0, True, scale=scale)
             q_to_prompt = qc.transpose(1, 2).reshape(P, S * C, H, d).transpose(1, 2)  # [P, H, S·C, d]
-            out_pre, lse_pre = _flash(q_to_prompt, kp, vp, 0.0, False, attn_mask=layout.prompt_bias, scale=scale)
+            out_pre, lse_pre = _flash(q_to_prompt, kp, vp, 0.0, False, attn_mask=layout.prompt_bias_as(q.dtype), scale=scale)
             out_pre = out_pre.transpose(1, 2).reshape(P * S, C, H, d)
             lse_pre = lse_pre.transpose(1, 2).reshape(P * S, C, H)
             lse_own = lse_own.transpose(1, 2)
             lse = torch.logaddexp(lse_pre, lse_own)
             out_c = out_pre * torch.exp(lse_pre - lse)[..., None] + out_own.transpose(1, 2) * torch.exp(lse_own - lse)[..., None]
+            out_c = out_c.to(q.dtype)  # the log-sum-exps of bfloat16 are float32
             flat.append(out_c.flatten(0, 1))
             saved += [qc, kc, vc, out_c, lse]
         ctx.save_for_backward(*saved)
@@ -265,7 +272,7 @@ class _SharedPromptFlash(torch.autograd.Function):
 
             dq_pre, dk_p, dv_p = _flash_backward(
                 by_group(d_out_c), by_group(qc.transpose(1, 2)), kp, vp, by_group(out_c), by_group(lse), 0.0, False,
-                attn_mask=layout.prompt_bias, scale=scale,
+                attn_mask=layout.prompt_bias_as(qp.dtype), scale=scale,
             )  # fmt: skip
             parts_q.append(_rows(dq_c) + _rows(dq_pre))
             parts_k[0] = parts_k[0] + _rows(dk_p)

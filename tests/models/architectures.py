@@ -1,4 +1,4 @@
-"""Ten tiny decoders with random weights, one per architecture that the engine and the learner must run faithfully.
+"""Tiny decoders with random weights, one per architecture (Llama twice) that the engine and the learner must run faithfully.
 
 What sets an architecture apart is made to matter at the lengths of the tests: windows are shorter than the text, layers of both
 kinds alternate, SmolLM3 has a layer without positions, Gemma 2 its soft caps, Granite its multipliers.
@@ -34,7 +34,8 @@ WINDOW = 24
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 ARCHITECTURES: dict[str, tuple[type, dict[str, Any]]] = {
-    "llama": (LlamaConfig, {"num_hidden_layers": 2, "mlp_bias": True}),
+    "llama": (LlamaConfig, {"num_hidden_layers": 2}),
+    "llama_biased": (LlamaConfig, {"num_hidden_layers": 2, "attention_bias": True, "mlp_bias": True}),
     "qwen2": (Qwen2Config, {"num_hidden_layers": 2}),
     "qwen3": (Qwen3Config, {"num_hidden_layers": 2, "head_dim": 16, "tie_word_embeddings": True}),
     "mistral": (MistralConfig, {"num_hidden_layers": 2, "sliding_window": WINDOW}),

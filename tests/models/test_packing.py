@@ -1,0 +1,83 @@
+"""Splitting into packs: every completion once, within the budget; and what a pack says of itself."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from oncurve.models.packing import Bundle, build_pack, split_by_budget, unshared
+
+CPU = torch.device("cpu")
+
+
+def bundles_of(shape: list[tuple[int, list[int]]]) -> list[Bundle]:
+    """Bundles of these prompt and completion lengths, all of whose tokens differ."""
+    out, token, key = [], 0, 0
+    for prompt, completions in shape:
+        ids = [np.arange(token + sum(completions[:i]), token + sum(completions[: i + 1])) for i in range(len(completions))]
+        token += sum(completions)
+        out.append(Bundle(np.arange(token, token + prompt), tuple(ids), tuple(range(key, key + len(completions)))))
+        token, key = token + prompt, key + len(completions)
+    return out
+
+
+SHAPES = st.lists(st.tuples(st.integers(1, 12), st.lists(st.integers(1, 9), min_size=1, max_size=6)), min_size=1, max_size=6)
+
+
+@settings(deadline=None)
+@given(shape=SHAPES, budget=st.integers(1, 60))
+def test_every_completion_once_in_order_with_its_own_prompt_and_within_the_budget(shape: list[tuple[int, list[int]]], budget: int) -> None:
+    bundles = bundles_of(shape)
+    packs = split_by_budget(bundles, budget)
+    where = {key: (b.prompt_ids.tolist(), ids.tolist()) for b in bundles for key, ids in zip(b.keys, b.completion_ids, strict=True)}
+    found = [
+        (key, (b.prompt_ids.tolist(), ids.tolist())) for p in packs for b in p for key, ids in zip(b.keys, b.completion_ids, strict=True)
+    ]
+    assert found == list(where.items())
+    for pack in packs:
+        assert sum(b.tokens for b in pack) <= budget or (len(pack) == 1 and len(pack[0].keys) == 1)
+
+
+@settings(deadline=None)
+@given(shape=SHAPES)
+def test_unshared_repeats_the_prompt_for_each_completion(shape: list[tuple[int, list[int]]]) -> None:
+    bundles = bundles_of(shape)
+    apart = unshared(bundles)
+    assert [b.keys for b in apart] == [(k,) for b in bundles for k in b.keys]
+    assert [b.prompt_ids.tolist() for b in apart] == [b.prompt_ids.tolist() for b in bundles for _ in b.keys]
+    assert [b.completion_ids[0].tolist() for b in apart] == [c.tolist() for b in bundles for c in b.completion_ids]
+
+
+@settings(deadline=None)
+@given(shape=SHAPES)
+def test_a_pack_predicts_each_token_from_the_one_before_it(shape: list[tuple[int, list[int]]]) -> None:
+    bundles = bundles_of(shape)
+    pack = build_pack(bundles, CPU)
+    assert pack.tokens == sum(b.tokens for b in bundles)
+    assert pack.keys == tuple(k for b in bundles for k in b.keys)
+    rows = [(b.prompt_ids, c) for b in bundles for c in b.completion_ids]
+    assert pack.lengths == tuple(len(c) for _, c in rows)
+    before = np.concatenate([np.concatenate((prompt[-1:], c[:-1])) for prompt, c in rows])
+    assert pack.input_ids[0, pack.source_M].tolist() == before.tolist()
+    assert pack.target_M.tolist() == np.concatenate([c for _, c in rows]).tolist()
+    assert pack.row_M.tolist() == [r for r, (_, c) in enumerate(rows) for _ in c]
+    places = np.concatenate([np.arange(len(prompt) - 1, len(prompt) + len(c) - 1) for prompt, c in rows])
+    assert pack.position_ids[0, pack.source_M].tolist() == places.tolist()
+
+
+def test_by_hand() -> None:
+    """A prompt of 2 with completions of 3 and 1, then a prompt of 1 with one of 2: 2 + 2 + 0 and 1 + 1 input tokens."""
+    a = Bundle(np.array([10, 11]), (np.array([1, 2, 3]), np.array([4])), (0, 1))
+    b = Bundle(np.array([20]), (np.array([5, 6]),), (2,))
+    assert (a.tokens, b.tokens) == (4, 2)
+    pack = build_pack([a, b], CPU)
+    assert pack.input_ids.tolist() == [[10, 11, 1, 2, 20, 5]]
+    assert pack.position_ids.tolist() == [[0, 1, 2, 3, 0, 1]]
+    assert pack.source_M.tolist() == [1, 2, 3, 1, 4, 5]
+    assert pack.target_M.tolist() == [1, 2, 3, 4, 5, 6]
+    assert pack.row_M.tolist() == [0, 0, 0, 1, 2, 2]
+    assert [[p.keys for p in part] for part in split_by_budget([a, b], 6)] == [[(0, 1), (2,)]]
+    assert [[p.keys for p in part] for part in split_by_budget([a, b], 4)] == [[(0, 1)], [(2,)]]
+    assert [[p.keys for p in part] for part in split_by_budget([a, b], 1)] == [[(0,)], [(1,)], [(2,)]]
