@@ -23,7 +23,9 @@ NAME = "oncurve"
 class Layout(Protocol):
     """How the tokens of one forward pass attend to each other and to what was stored before."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
         """The attention output as [batch, tokens, H, d]."""
         ...
 

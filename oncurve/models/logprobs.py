@@ -41,49 +41,55 @@ def token_logps(head: Head, hidden_MD: Tensor, target_M: Tensor, temperature: fl
 
 
 class _ChunkedHead(torch.autograd.Function):
+    """Where all tokens fit one chunk, its probabilities are kept for the backward pass; else each chunk is computed again."""
+
     @staticmethod
     def forward(ctx, hidden_MD, weight_VD, bias_V, target_M, head: Head, temperature: float):  # type: ignore[no-untyped-def]
-        logps, entropies, lses = [], [], []
-        for rows in _chunks(hidden_MD.shape[0], weight_VD.shape[0]):
-            z = head.logits(hidden_MD[rows]) / temperature
-            lse = torch.logsumexp(z, -1)
-            chosen = z.gather(1, target_M[rows, None])[:, 0]
-            p = torch.exp(z - lse[:, None])
-            logps.append(chosen - lse)
-            entropies.append(lse - (p * z).sum(-1))
-            lses.append(lse)
-        logp_M, entropy_M, lse_M = (torch.cat(x) if x else hidden_MD.new_zeros(0).float() for x in (logps, entropies, lses))
-        ctx.save_for_backward(hidden_MD, weight_VD, bias_V, target_M, lse_M, entropy_M)
+        chunks = _chunks(hidden_MD.shape[0], weight_VD.shape[0])
+        logps, entropies, p = [], [], None
+        for rows in chunks:
+            logp_all = _scaled(head.logits(hidden_MD[rows]), temperature).log_softmax(-1)
+            p = logp_all.exp()
+            logps.append(logp_all.gather(1, target_M[rows, None])[:, 0])
+            entropies.append(-torch.linalg.vecdot(p, logp_all))
+        logp_M, entropy_M = torch.cat(logps), torch.cat(entropies)
+        kept = p if len(chunks) == 1 and head.softcap is None else None
+        ctx.save_for_backward(hidden_MD, weight_VD, bias_V, target_M, entropy_M, kept)
         ctx.head, ctx.temperature = head, temperature
         return logp_M, entropy_M
 
     @staticmethod
     def backward(ctx, grad_logp_M, grad_entropy_M):  # type: ignore[no-untyped-def]
-        hidden_MD, weight_VD, bias_V, target_M, lse_M, entropy_M = ctx.saved_tensors
+        hidden_MD, weight_VD, bias_V, target_M, entropy_M, kept = ctx.saved_tensors
         head, temperature = ctx.head, ctx.temperature
-        with_entropy = grad_entropy_M is not None and bool(grad_entropy_M.any())
+        with_entropy = bool(grad_entropy_M.any())
         grad_hidden = torch.empty_like(hidden_MD)
-        grad_weight = torch.zeros_like(weight_VD, dtype=lse_M.dtype)
-        grad_bias = None if bias_V is None else torch.zeros_like(bias_V, dtype=lse_M.dtype)
+        grad_weight = torch.zeros_like(weight_VD, dtype=entropy_M.dtype)
+        grad_bias = None if bias_V is None else torch.zeros_like(bias_V, dtype=entropy_M.dtype)
         for rows in _chunks(hidden_MD.shape[0], weight_VD.shape[0]):
-            capped = head.logits(hidden_MD[rows])
-            logp = capped / temperature - lse_M[rows, None]
-            p = torch.exp(logp)
+            z = head.logits(hidden_MD[rows]) if kept is None else None
+            p = kept if z is None else _scaled(z, temperature).softmax(-1)
             grad = p * -grad_logp_M[rows, None]
             grad.scatter_add_(1, target_M[rows, None], grad_logp_M[rows, None])
             if with_entropy:
-                grad -= grad_entropy_M[rows, None] * p * (logp + entropy_M[rows, None])
-            grad *= head.scale / temperature
+                grad -= grad_entropy_M[rows, None] * p * (p.log().nan_to_num_(neginf=0.0) + entropy_M[rows, None])
+            if head.scale != temperature:
+                grad *= head.scale / temperature
             if head.softcap is not None:
-                grad *= 1 - (capped / head.softcap) ** 2
+                grad *= 1 - (z / head.softcap) ** 2
             low = grad.to(hidden_MD.dtype)
             grad_hidden[rows] = low @ weight_VD
             grad_weight += low.T @ hidden_MD[rows]
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
-        return grad_hidden, grad_weight.to(weight_VD.dtype), None if bias_V is None else grad_bias.to(bias_V.dtype), None, None, None
+        bias = None if bias_V is None or grad_bias is None else grad_bias.to(bias_V.dtype)
+        return grad_hidden, grad_weight.to(weight_VD.dtype), bias, None, None, None
+
+
+def _scaled(z: Tensor, temperature: float) -> Tensor:
+    return z if temperature == 1 else z / temperature
 
 
 def _chunks(rows: int, vocabulary: int) -> list[slice]:
     size = max(1, CHUNK_ELEMENTS // vocabulary)
-    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)] or [slice(0, 0)]

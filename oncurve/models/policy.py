@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from oncurve.errors import ModelError
 from oncurve.models import attention
 from oncurve.models.attention import Layout
+from oncurve.models.fused import FusedDecoder
 from oncurve.models.logprobs import Head, token_logps
 from oncurve.models.packing import Bundle, Pack, build_pack
 from oncurve.records import Ints, Prompt
@@ -35,7 +37,15 @@ class Policy:
         model.eval()  # dropout would make sampler and learner disagree; GRPO trains without it
         self.backbone = _backbone(model)
         self.end_ids = _end_ids(model, tokenizer)
+        self.fused: FusedDecoder | None = None
         _check_head(self)
+        self.fused = _faithful(FusedDecoder.of(model), self)
+
+    def copy(self) -> Policy:
+        """Another policy with the same weights in tensors of its own."""
+        return Policy(
+            copy.deepcopy(self.model), self.tokenizer, system_prompt=self.system_prompt, template_options=self.template_options
+        )
 
     @property
     def head(self) -> Head:
@@ -60,6 +70,8 @@ class Policy:
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
         """The backbone's last hidden state, [batch, tokens, D]."""
+        if self.fused is not None:
+            return self.fused.hidden(input_ids, position_ids, layout)
         out = self.backbone(input_ids=input_ids, position_ids=position_ids, use_cache=False, layout=layout)
         hidden: Tensor = out.last_hidden_state
         return hidden
@@ -142,3 +154,16 @@ def _check_head(policy: Policy) -> None:
     ours = policy.head.logits(hidden)
     if not torch.allclose(own, ours, rtol=1e-3, atol=1e-3 * float(own.abs().max()) + 1e-6):
         raise attention.unfaithful(type(policy.model).__name__, "an LM head with more than a scale and a soft cap")
+
+
+@torch.no_grad()
+def _faithful(fused: FusedDecoder | None, policy: Policy) -> FusedDecoder | None:
+    """The fast path, if it agrees with the model's own modules on a few tokens."""
+    if fused is None:
+        return None
+    ids = np.arange(7, dtype=np.int64) % policy.model.config.vocab_size
+    pack = build_pack([Bundle(ids, (ids[:3],), (0,))], policy.device)
+    own = policy.hidden(pack.input_ids, pack.position_ids, pack.layout)
+    ours = fused.hidden(pack.input_ids, pack.position_ids, pack.layout)
+    agree = torch.allclose(own.float(), ours.float(), rtol=1e-3, atol=(1e-4 if own.dtype == torch.float32 else 5e-2) * float(own.abs().max()))
+    return fused if agree else None

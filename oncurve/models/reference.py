@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 
 import torch
@@ -16,9 +15,8 @@ class Reference:
     """A frozen copy of a policy's weights."""
 
     def __init__(self, policy: Policy) -> None:
-        self._policy = copy.copy(policy)
-        self._policy.model = copy.deepcopy(policy.model).requires_grad_(False)
-        self._policy.backbone = self._policy.model.base_model
+        self._policy = policy.copy()
+        self._policy.model.requires_grad_(False)
 
     @torch.no_grad()
     def logps(self, pack: Pack, temperature: float) -> Tensor:

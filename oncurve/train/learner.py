@@ -1,16 +1,17 @@
 """The learner: graded groups in, an updated policy out.
 
-Groups are packed with their prompt shared, forwarded under the objective, and their gradients summed over packs: reductions divide by the
-totals of the whole update, so the split into packs changes nothing. Groups without signal cost nothing, unless a KL in the loss or an
-entropy bonus gives them a gradient.
+Groups are packed with their prompt shared, forwarded under the objective, and their gradients summed over packs: reductions
+divide by the totals of the whole update, so the split into packs changes nothing. Groups without signal cost nothing, unless a KL
+in the loss or an entropy bonus gives them a gradient.
 
 Legend: ``M`` predicted tokens of a pack.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -25,11 +26,24 @@ from oncurve.models.policy import Policy
 from oncurve.models.reference import Reference
 from oncurve.recipe.resolve import resolved_kl
 from oncurve.recipe.schema import Grpo
-from oncurve.records import Floats, GradedGroup, ScoredGroup, TokenStats
+from oncurve.records import Completion, Floats, GradedGroup, ScoredGroup, TokenStats
 from oncurve.train.optimiser import Optimiser, Update
 
 Seat = tuple[int, int]
 """(group, completion): where a packed row came from."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """A pack with what the loss needs of each predicted token. ``logp_old_M`` is None where a batch gets one update only."""
+
+    pack: Pack
+    seats: tuple[Seat, ...]
+    advantage_M: Tensor
+    mask_M: Tensor
+    sampler_M: Tensor
+    logp_old_M: Tensor | None
+    logp_ref_M: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,49 +60,49 @@ class Learner:
     def __init__(self, policy: Policy, stage: Grpo) -> None:
         self.policy, self.stage = policy, stage
         objective = OBJECTIVES[stage.objective]
-        self.objective = objective if stage.clip is None else with_clip(objective, stage.clip.low, stage.clip.high, stage.clip.dual)
+        clip = stage.clip
+        self.objective = objective if clip is None else with_clip(objective, clip.low, clip.high, clip.dual)
         self.kl_place, self.kl_estimator = resolved_kl(stage)
         self.reference = Reference(policy) if stage.kl.beta > 0 else None
-        self.optimiser = Optimiser(policy.model, stage.optimiser, stage.steps * stage.updates_per_step * stage.minibatches)
+        self.updates_per_batch = stage.updates_per_step * stage.minibatches
+        self.optimiser = Optimiser(policy.model, stage.optimiser, stage.steps * self.updates_per_batch)
         self.loss_settings = LossSettings(
             beta=stage.kl.beta if self.kl_place == "loss" else 0.0,
             kl_estimator=self.kl_estimator,
             ratio_weighted_kl=stage.kl.ratio_weighted,
             entropy_bonus=stage.entropy_bonus,
         )
-        self._seats: list[Seat] = []
 
     def update(self, groups: Sequence[GradedGroup]) -> Learned:
         """μ passes over the groups, each in ``minibatches`` optimiser updates."""
-        self._seats = [(g, c) for g, group in enumerate(groups) for c in range(len(group.graded))]
-        chunks = _split(list(range(len(groups))), self.stage.minibatches)
-        batches = [self._packs(groups, chunk) for chunk in chunks]
-        old = self._old_logps(batches)
-        reference = [[self.reference.logps(p, self._temperature) for p in packs] for packs in batches] if self.reference else None
+        chunks = _split(len(groups), self.stage.minibatches)
+        batches = [list(self._micro_batches(groups, chunk)) for chunk in chunks]
+        totals = [self._totals([groups[g] for g in chunk]) for chunk in chunks]
         seen = _Seen(groups)
         for turn in range(self.stage.updates_per_step):
             last = turn == self.stage.updates_per_step - 1
-            for b, (chunk, packs) in enumerate(zip(chunks, batches, strict=True)):
-                totals = self._totals([groups[g] for g in chunk])
-                self._one_update(groups, packs, totals, old and old[b], reference and reference[b], seen if last else None)
-                seen.updates += [self._finish()] if packs else []
+            for batch, total in zip(batches, totals, strict=True):
+                if batch:
+                    self._accumulate(batch, total, seen if last else None)
+                    seen.updates.append(self.optimiser.step())
         return seen.learned()
 
     @torch.no_grad()
     def kl_sums(self, scored: Sequence[ScoredGroup]) -> list[list[float]]:
         """Σ_t KL of each completion, for a KL inside the reward."""
         assert self.reference is not None
-        bundles = _bundles([(s.group.prompt_ids, [c.completion.token_ids for c in s.scored]) for s in scored])
-        seats = [(g, c) for g, s in enumerate(scored) for c in range(len(s.scored))]
-        sums = [[0.0] * len(s.scored) for s in scored]
+        seats = [(g, c) for g, group in enumerate(scored) for c in range(len(group.scored))]
+        key = {seat: k for k, seat in enumerate(seats)}
+        bundles = [_bundle(group, range(len(group.scored)), [key[g, c] for c in range(len(group.scored))])
+                   for g, group in enumerate(scored)]  # fmt: skip
+        sums = [[0.0] * len(group.scored) for group in scored]
         for part in split_by_budget(bundles, self.stage.tokens_per_pack):
             pack = build_pack(part, self.policy.device)
             logp_M, _ = self.policy.pack_logps(pack, self._temperature)
             kl_M = KL_ESTIMATORS[self.kl_estimator](logp_M, self.reference.logps(pack, self._temperature))
-            for key, kl_T in zip(pack.keys, kl_M.cpu().split(pack.lengths), strict=True):
-                g, c = seats[key]
-                mask = torch.from_numpy(scored[g].scored[c].completion.loss_mask)
-                sums[g][c] = float(kl_T[mask].sum())
+            for k, kl_T in zip(pack.keys, _by_row(kl_M, pack), strict=True):
+                g, c = seats[k]
+                sums[g][c] = float(kl_T[scored[g].scored[c].completion.loss_mask].sum())
         return sums
 
     @property
@@ -98,60 +112,61 @@ class Learner:
     def _totals(self, groups: Sequence[GradedGroup]) -> StepTotals:
         return step_totals(groups, self.stage.length_budget or self.stage.sampling.max_new_tokens)
 
-    def _packs(self, groups: Sequence[GradedGroup], chunk: Sequence[int]) -> list[Pack]:
-        every = self.stage.no_signal == "keep" or self.loss_settings.beta > 0 or self.loss_settings.entropy_bonus != 0
-        seat_key = {seat: key for key, seat in enumerate(self._seats)}
+    def _micro_batches(self, groups: Sequence[GradedGroup], chunk: range) -> Iterator[MicroBatch]:
+        """The packs of some groups, with old and reference log-probs from a pass before the first update where they are needed."""
+        settings = self.loss_settings
+        every = self.stage.no_signal == "keep" or settings.beta > 0 or settings.entropy_bonus != 0
+        seats: list[Seat] = []
         bundles = []
         for g in chunk:
-            group = groups[g]
-            rows = [c for c, graded in enumerate(group.graded) if graded]
-            if rows and (every or group.has_signal):
-                ids = tuple(group.scored.scored[c].completion.token_ids for c in rows)
-                bundles.append(Bundle(group.group.prompt_ids, ids, tuple(seat_key[(g, c)] for c in rows)))
-        return [build_pack(part, self.policy.device) for part in split_by_budget(bundles, self.stage.tokens_per_pack)]
+            rows = [c for c, graded in enumerate(groups[g].graded) if graded]
+            if rows and (every or groups[g].has_signal):
+                bundles.append(_bundle(groups[g].scored, rows, range(len(seats), len(seats) + len(rows))))
+                seats += [(g, c) for c in rows]
+        for part in split_by_budget(bundles, self.stage.tokens_per_pack):
+            pack = build_pack(part, self.policy.device)
+            yield self._micro_batch(groups, pack, tuple(seats[k] for k in pack.keys))
 
     @torch.no_grad()
-    def _old_logps(self, batches: Sequence[Sequence[Pack]]) -> list[list[Tensor]] | None:
-        """π_old is the learner's. One update per batch: the same numbers, detached, and no pass is spent; else one pass before the first."""
-        if self.stage.updates_per_step * self.stage.minibatches == 1:
-            return None
-        return [[self.policy.pack_logps(p, self._temperature)[0] for p in packs] for packs in batches]
+    def _micro_batch(self, groups: Sequence[GradedGroup], pack: Pack, seats: tuple[Seat, ...]) -> MicroBatch:
+        completions: list[Completion] = [groups[g].scored.scored[c].completion for g, c in seats]
+        old = self.policy.pack_logps(pack, self._temperature)[0] if self.updates_per_batch > 1 else None
+        return MicroBatch(
+            pack=pack,
+            seats=seats,
+            advantage_M=self._join([groups[g].advantages[c] for g, c in seats]),
+            mask_M=torch.from_numpy(np.concatenate([c.loss_mask for c in completions])).to(self.policy.device),
+            sampler_M=self._join([c.logps for c in completions]),
+            logp_old_M=old,
+            logp_ref_M=None if self.reference is None else self.reference.logps(pack, self._temperature),
+        )
 
-    def _one_update(
-        self,
-        groups: Sequence[GradedGroup],
-        packs: Sequence[Pack],
-        totals: StepTotals,
-        old: Sequence[Tensor] | None,
-        reference: Sequence[Tensor] | None,
-        seen: _Seen | None,
-    ) -> None:
+    def _join(self, parts: Sequence[Floats]) -> Tensor:
+        return torch.from_numpy(np.concatenate(parts)).to(self.policy.device)
+
+    def _accumulate(self, batch: Sequence[MicroBatch], totals: StepTotals, seen: _Seen | None) -> None:
+        """The gradient of one update, summed over its packs."""
         self.optimiser.zero_grad()
-        for i, pack in enumerate(packs):
-            logp_M, entropy_M = self.policy.pack_logps(pack, self._temperature)
-            rows = [groups[g].scored.scored[c].completion for g, c in (self._seats[k] for k in pack.keys)]
-            advantage = [groups[g].advantages[c] for g, c in (self._seats[k] for k in pack.keys)]
-            logp_old_M = logp_M.detach() if old is None else old[i]
-            sampler_M = _join([c.logps for c in rows], logp_M)
+        for micro in batch:
+            logp_M, entropy_M = self.policy.pack_logps(micro.pack, self._temperature)
+            old_M = logp_M.detach() if micro.logp_old_M is None else micro.logp_old_M
+            cap = self.stage.importance_cap
             inputs = LossInputs(
                 logp_new_N=logp_M,
-                logp_old_N=logp_old_M,
-                advantage_N=_join(advantage, logp_M),
-                mask_N=torch.from_numpy(np.concatenate([c.loss_mask for c in rows])).to(logp_M.device),
-                row_N=pack.row_M,
-                rows=pack.rows,
+                logp_old_N=old_M,
+                advantage_N=micro.advantage_M,
+                mask_N=micro.mask_M,
+                row_N=micro.pack.row_M,
+                rows=micro.pack.rows,
                 totals=totals,
-                logp_ref_N=None if reference is None else reference[i],
+                logp_ref_N=micro.logp_ref_M,
                 entropy_N=entropy_M,
-                weight_N=None if self.stage.importance_cap is None else truncated_weights(logp_old_M, sampler_M, self.stage.importance_cap),
+                weight_N=None if cap is None else truncated_weights(old_M, micro.sampler_M, cap),
             )
             outputs = self.objective.loss(inputs, self.loss_settings)
-            outputs.loss.backward()
+            outputs.loss.backward()  # type: ignore[no-untyped-call]
             if seen is not None:
-                seen.note(self._seats, pack, inputs, outputs, sampler_M)
-
-    def _finish(self) -> Update:
-        return self.optimiser.step()
+                seen.note(micro, inputs, outputs)
 
 
 class _Seen:
@@ -165,10 +180,10 @@ class _Seen:
         self.largest: dict[str, float] = {"ratio_max": 0.0, "mismatch_max": 0.0}
         self.losses = {"loss": 0.0, "policy_loss": 0.0}
 
-    def note(self, seats: Sequence[Seat], pack: Pack, inputs: LossInputs, outputs: LossOutputs, sampler_M: Tensor) -> None:
+    def note(self, micro: MicroBatch, inputs: LossInputs, outputs: LossOutputs) -> None:
         mask_M = inputs.mask_N
         self.tokens += int(mask_M.sum())
-        gap_M = (inputs.logp_old_N - sampler_M)[mask_M]
+        gap_M = (inputs.logp_old_N - micro.sampler_M)[mask_M]
         ratio_M = outputs.ratio_N[mask_M]
         means = {
             "entropy": inputs.entropy_N,
@@ -187,16 +202,15 @@ class _Seen:
             self.largest["ratio_max"] = max(self.largest["ratio_max"], float(ratio_M.max()))
         self.losses["loss"] += float(outputs.loss.detach())
         self.losses["policy_loss"] += float(outputs.policy_loss)
-        self._keep_tokens(seats, pack, inputs, outputs)
+        self._keep_tokens(micro, inputs, outputs)
 
-    def _keep_tokens(self, seats: Sequence[Seat], pack: Pack, inputs: LossInputs, outputs: LossOutputs) -> None:
+    def _keep_tokens(self, micro: MicroBatch, inputs: LossInputs, outputs: LossOutputs) -> None:
         assert inputs.entropy_N is not None
-        columns = [inputs.logp_new_N.detach(), outputs.ratio_N, inputs.entropy_N.detach(), outputs.clipped_N]
+        columns = [inputs.logp_new_N, outputs.ratio_N, inputs.entropy_N]
         columns += [] if outputs.kl_N is None else [outputs.kl_N]
-        by_row = zip(*(x.cpu().split(pack.lengths) for x in columns), strict=True)
-        for key, (logps, ratio, entropy, clipped, *kl) in zip(pack.keys, by_row, strict=True):
-            g, c = seats[key]
-            self.stats[g][c] = TokenStats(_floats(logps), _floats(ratio), _floats(entropy), clipped.numpy(), _floats(kl[0]) if kl else None)
+        by_row = zip(_by_row(outputs.clipped_N, micro.pack), *(_by_row(x, micro.pack) for x in columns), strict=True)
+        for (g, c), (clipped, logps, ratio, entropy, *kl) in zip(micro.seats, by_row, strict=True):
+            self.stats[g][c] = TokenStats(logps, ratio, entropy, clipped, kl[0] if kl else None)
 
     def learned(self) -> Learned:
         metrics = {name: total / max(self.tokens, 1) for name, total in self.sums.items()} | self.largest | self.losses
@@ -207,23 +221,18 @@ class _Seen:
         return Learned(metrics, self.stats)
 
 
-def _floats(values: Tensor) -> Floats:
-    return values.float().numpy()
+def _bundle(group: ScoredGroup, rows: Sequence[int], keys: Sequence[int]) -> Bundle:
+    """The chosen completions of a group, with their prompt."""
+    return Bundle(group.group.prompt_ids, tuple(group.scored[c].completion.token_ids for c in rows), tuple(keys))
 
 
-def _join(parts: Sequence[Floats], like: Tensor) -> Tensor:
-    return torch.from_numpy(np.concatenate(parts)).to(like.device, like.dtype)
+def _by_row(values_M: Tensor, pack: Pack) -> list[np.ndarray]:
+    """Per-token values as one array for each completion of the pack."""
+    values = values_M.detach().cpu()
+    flat = values.numpy() if values.dtype == torch.bool else values.float().numpy()
+    return np.split(flat, np.cumsum(pack.lengths)[:-1])
 
 
-def _bundles(sequences: Sequence[tuple[np.ndarray, Sequence[np.ndarray]]]) -> list[Bundle]:
-    out, key = [], 0
-    for prompt_ids, completions in sequences:
-        out.append(Bundle(prompt_ids, tuple(completions), tuple(range(key, key + len(completions)))))
-        key += len(completions)
-    return out
-
-
-def _split(items: list[int], parts: int) -> list[list[int]]:
-    """Into ``parts`` runs of nearly equal size, in order."""
-    bounds = [round(i * len(items) / parts) for i in range(parts + 1)]
-    return [items[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+def _split(count: int, parts: int) -> list[range]:
+    """0 … count − 1 in ``parts`` runs of nearly equal size, in order."""
+    return [range(a, b) for a, b in pairwise(round(i * count / parts) for i in range(parts + 1))]

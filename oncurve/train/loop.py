@@ -44,8 +44,8 @@ class GrpoLoop:
             self._refresh_reference(n)
         return self._report(n, graded, learned, replaced, clock)
 
-    def sample(self, n: int, round: int = 0) -> list[Group]:
-        prompts = prompts_for_step(self.task, self.seed, n - 1, self.stage.prompts_per_step, round=round)
+    def sample(self, n: int, retry: int = 0) -> list[Group]:
+        prompts = prompts_for_step(self.task, self.seed, n - 1, self.stage.prompts_per_step, round=retry)
         return self.engine.sample(prompts, self.stage.group_size, self.stage.sampling, Draws(self.seed, n))
 
     def grade(self, scored: Sequence[ScoredGroup]) -> list[GradedGroup]:
@@ -62,16 +62,16 @@ class GrpoLoop:
         )
 
     def fill_up(self, n: int, scored: list[ScoredGroup], clock: Clock) -> tuple[list[ScoredGroup], int]:
-        """DAPO's dynamic sampling: groups of equal rewards are replaced by fresh prompts, for a few rounds. Returns how many were."""
+        """DAPO's dynamic sampling: groups of equal rewards are replaced by fresh prompts, for a few rounds; and how many were."""
         replaced = 0
         if self.stage.no_signal != "resample":
             return scored, replaced
-        for round in range(1, self.stage.max_resample_rounds + 1):
+        for retry in range(1, self.stage.max_resample_rounds + 1):
             silent = [i for i, s in enumerate(scored) if not _differs(s)]
             if not silent:
                 break
             with clock("sample"):
-                fresh = self.sample(n, round)
+                fresh = self.sample(n, retry)
             with clock("score"):
                 loud = [s for s in self.rewards.score(fresh) if _differs(s)]
             for place, new in zip(silent, loud, strict=False):

@@ -1,7 +1,8 @@
 """A run from its first weight to its last: stages in order, each step recorded, checkpoints, resume.
 
-The trainer knows stages only as things that can step and be saved. Exactness rests on three rules: a step is a pure function of (weights,
-optimiser, reference, seed, step number); a checkpoint holds all of these; on resume everything recorded after it is forgotten and done again.
+The trainer knows stages only as things that can step and be saved. Exactness rests on three rules: a step is a pure function
+of (weights, optimiser, reference, seed, step number); a checkpoint holds all of these; on resume everything recorded after it is
+forgotten and done again.
 """
 
 from __future__ import annotations
@@ -23,13 +24,12 @@ from oncurve.engines.native import NativeEngine
 from oncurve.errors import OncurveError, RunError
 from oncurve.models.load import load_policy
 from oncurve.models.policy import Policy
-from oncurve.recipe.resolve import resolved_rewards, resolved_task
 from oncurve.recipe.schema import Grpo, Recipe, Sft, Stage
 from oncurve.records import EvalReport, StepReport
 from oncurve.rewards.mix import RewardMix
 from oncurve.runs import checkpoints
 from oncurve.runs.checkpoints import Checkpoint
-from oncurve.runs.folder import RunFolder
+from oncurve.runs.folder import RunFolder, Status
 from oncurve.runs.store import Store
 from oncurve.tasks.base import Task
 from oncurve.train.evaluate import evaluate
@@ -41,11 +41,12 @@ EVAL_TOKENS = 256
 """Length limit of held-out answers where neither the recipe nor any of its stages sets one."""
 
 
-class Interrupted(OncurveError):
+class Interrupted(OncurveError):  # noqa: N818 - it is no error of the user's
     """The user asked the run to stop: the step was finished and saved."""
 
     def __init__(self, run: RunFolder, signal_number: int) -> None:
-        super().__init__(run.name, "stopped by you", because="the step was finished and saved", fix=f"oncurve train --resume {run.path}")
+        go_on = f"oncurve train --resume {run.path}"
+        super().__init__(run.name, "stopped by you", because="the step was finished and saved", fix=f"go on with: {go_on}")
         self.exit_code = 128 + signal_number
 
 
@@ -84,9 +85,10 @@ class Trainer:
     def train(self, resume: bool = False) -> None:
         """All stages, or those that are left. Ends with ``model/`` written and the run marked finished."""
         with Store.open(self.run.path, read_only=False) if resume else Store.create(self.run.path) as store:
+            self.store = store
             self.tell = Listeners([Recorder(store), *self.listeners])
             self.run.set_status("running")
-            status = "failed"
+            status: Status = "failed"
             try:
                 with self._signals():
                     start = self._last_checkpoint() if resume else None
@@ -174,6 +176,7 @@ class Trainer:
 
     def _save(self, stage: Stage, loop: StageLoop, step: int) -> None:
         tensors = {"model": weights(self.policy), **loop.state()}
+        self.store.flush()  # what a checkpoint follows must be on the disk before it
         path = checkpoints.save(self.run.checkpoints, stage.label, step, tensors, {"state": {"stage": stage.label, "step": step}})
         checkpoints.prune(self.run.checkpoints, stage.label, stage.keep_checkpoints)
         self.tell.on_checkpoint(stage.label, step, path)
@@ -182,6 +185,7 @@ class Trainer:
         def damaged(path: Path, why: str) -> None:
             self.tell.on_event("damaged", f"{path.name} is damaged ({why}); going on from the one before")
 
+        checkpoints.sweep(self.run.checkpoints)
         return checkpoints.newest_valid(self.run.checkpoints, damaged)
 
     def _rewind(self, store: Store, start: Checkpoint | None) -> None:

@@ -1,0 +1,203 @@
+"""A fast path for the Llama family on a CPU: the same backbone in about a third of the operations.
+
+A tiny model spends its time between operations, not in them. Here q, k and v are one product, gate and up another; norms and the gated
+unit have hand-written derivatives. The weights are the module's own: its parameters are moved, once, to lie side by side in one storage, and
+stay the parameters that the optimiser trains. A model is taken only if, on random tokens, both paths agree; any other goes through its own
+modules.
+
+Legend: ``N`` tokens of a forward pass (batch × length), ``D`` hidden size, ``H``/``K`` query/key heads, ``d`` head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from oncurve.models.attention import Layout
+
+FAMILY = {"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"}
+FIXED_ROPE = {"default", "linear", "llama3", "yarn"}
+"""Rotary embeddings that depend on the position alone, so that one table serves every call."""
+
+
+@dataclass
+class FusedLinear:
+    """Several linear layers of one input as one product. ``weight`` is the storage that their weights are views of."""
+
+    parts: list[nn.Linear]
+
+    def __post_init__(self) -> None:
+        self.sizes = [part.out_features for part in self.parts]
+        self.weight = _side_by_side([part.weight for part in self.parts])
+        with_bias = self.parts[0].bias is not None
+        self.bias = _side_by_side([part.bias for part in self.parts]) if with_bias else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return F.linear(x, self.weight, self.bias)
+        biases = [part.bias for part in self.parts] if self.bias is not None else []
+        out: Tensor = _OneProduct.apply(x, self, *(part.weight for part in self.parts), *biases)
+        return out
+
+    @property
+    def is_whole(self) -> bool:
+        return self.parts[0].weight.data_ptr() == self.weight.data_ptr()
+
+
+def _side_by_side(parameters: list[Tensor]) -> Tensor:
+    """One tensor of all rows; each parameter becomes a view of its part."""
+    whole = torch.cat([p.detach() for p in parameters])
+    for parameter, part in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
+        parameter.data = part
+    return whole
+
+
+class _OneProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, layer: FusedLinear, *parameters):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x)
+        ctx.layer = layer
+        return F.linear(x, layer.weight, layer.bias)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        (x,) = ctx.saved_tensors
+        layer = ctx.layer
+        weights = (grad.T @ x).split(layer.sizes)
+        biases = grad.sum(0).split(layer.sizes) if layer.bias is not None else ()
+        return (grad @ layer.weight, None, *weights, *biases)
+
+
+class _RmsNorm(torch.autograd.Function):
+    """y = w·x·r with r = (mean x² + eps)^−½; dx = r·(g·w − x̂·mean(g·w·x̂)), dw = Σ g·x̂, x̂ = x·r."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps: float):  # type: ignore[no-untyped-def]
+        rstd = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        normal = x * rstd
+        ctx.save_for_backward(normal, rstd, weight)
+        return normal * weight
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        normal, rstd, weight = ctx.saved_tensors
+        both = grad * normal
+        grad_weight = both.sum(tuple(range(grad.dim() - weight.dim())))
+        mean = (both.mul_(weight)).mean(-1, keepdim=True)
+        out = grad * weight
+        out.addcmul_(normal, mean, value=-1).mul_(rstd)
+        return out, grad_weight, None
+
+
+class _SwiGlu(torch.autograd.Function):
+    """silu(gate)·up from one [N, 2·I] tensor of both."""
+
+    @staticmethod
+    def forward(ctx, both):  # type: ignore[no-untyped-def]
+        gate, up = both.chunk(2, -1)
+        ctx.save_for_backward(both)
+        return F.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        (both,) = ctx.saved_tensors
+        gate, up = both.chunk(2, -1)
+        out = torch.empty_like(both)
+        to_gate, to_up = out.chunk(2, -1)
+        torch.mul(grad, F.silu(gate), out=to_up)
+        to_gate.copy_(torch.ops.aten.silu_backward(grad * up, gate))
+        return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if not torch.is_grad_enabled():
+        return F.rms_norm(x, weight.shape[-1:], weight if weight.dim() == 1 else None, eps) * (1.0 if weight.dim() == 1 else weight)
+    out: Tensor = _RmsNorm.apply(x, weight, eps)
+    return out
+
+
+def swiglu(both: Tensor) -> Tensor:
+    if not torch.is_grad_enabled():
+        gate, up = both.chunk(2, -1)
+        return F.silu(gate).mul_(up)
+    out: Tensor = _SwiGlu.apply(both)
+    return out
+
+
+class FusedDecoder:
+    """The backbone of a Llama-like model. Same parameters, same results up to rounding."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.backbone = model.base_model
+        config = model.config
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        first = self.backbone.layers[0].self_attn
+        self.head_size = first.head_dim
+        self.scale = first.scaling
+        # Mistral's layers read the window from the config; the others' carry their own, or have none.
+        self.window: int | None = config.sliding_window if type(self.backbone).__name__ == "MistralModel" else None
+        self._fuse()
+        positions = torch.arange(config.max_position_embeddings, device=model.device)[None]
+        cos, sin = self.backbone.rotary_emb(self.backbone.embed_tokens.weight, positions)
+        half = self.head_size // 2
+        self.cos = cos[0][:, None].detach().clone()  # [positions, 1, d]
+        self.sin = torch.cat((-sin[0, :, :half], sin[0, :, half:]), -1)[:, None].detach().clone()
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> FusedDecoder | None:
+        """The fast path for this model, or None where it is of another family."""
+        return cls(model) if _is_of_the_family(model) else None
+
+    def _fuse(self) -> None:
+        layers = self.backbone.layers
+        self.qkv = [FusedLinear([x.self_attn.q_proj, x.self_attn.k_proj, x.self_attn.v_proj]) for x in layers]
+        self.gate_up = [FusedLinear([x.mlp.gate_proj, x.mlp.up_proj]) for x in layers]
+
+    def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
+        """The last hidden state, [batch, length, D]."""
+        if not self.qkv[0].is_whole:
+            self._fuse()  # somebody moved the parameters
+        shape = input_ids.shape
+        words = self.backbone.embed_tokens
+        x = F.embedding(input_ids.flatten(), words.weight, words.padding_idx)
+        at = position_ids.expand(shape).flatten()
+        cos, sin = self.cos[at], self.sin[at]
+        for i, layer in enumerate(self.backbone.layers):
+            x = x + self._attention(i, layer, x, cos, sin, shape, layout)
+            norm = layer.post_attention_layernorm
+            x = x + F.linear(swiglu(self.gate_up[i](rms_norm(x, norm.weight, norm.variance_epsilon))), layer.mlp.down_proj.weight)
+        last = self.backbone.norm
+        return rms_norm(x, last.weight, last.variance_epsilon).view(*shape, -1)
+
+    def _attention(
+        self, i: int, layer: nn.Module, x: Tensor, cos: Tensor, sin: Tensor, shape: torch.Size, layout: Layout
+    ) -> Tensor:
+        H, K, d = self.heads, self.kv_heads, self.head_size
+        attention, norm = layer.self_attn, layer.input_layernorm
+        qkv = self.qkv[i](rms_norm(x, norm.weight, norm.variance_epsilon)).view(-1, H + 2 * K, d)
+        qk, v = qkv[:, : H + K], qkv[:, H + K :]
+        if hasattr(attention, "q_norm"):
+            weight = torch.cat((attention.q_norm.weight.expand(H, d), attention.k_norm.weight.expand(K, d)))
+            qk = rms_norm(qk, weight, attention.q_norm.variance_epsilon)
+        turned = torch.cat((qk[..., d // 2 :], qk[..., : d // 2]), -1)
+        qk = torch.addcmul(qk * cos, turned, sin)
+        q, k, v = (y.view(*shape, -1, d).transpose(1, 2) for y in (qk[:, :H], qk[:, H:], v))
+        window = getattr(attention, "sliding_window", self.window)
+        out = layout.attend(i, q, k, v, self.scale, window, None)
+        return F.linear(out.reshape(-1, H * d), attention.o_proj.weight, attention.o_proj.bias)
+
+
+def _is_of_the_family(model: PreTrainedModel) -> bool:
+    """By class, plain linear layers (no adapters), SiLU, no bias in the MLP, and rotary embeddings of the position alone."""
+    backbone, config = model.base_model, model.config
+    if type(backbone).__name__ not in FAMILY or model.device.type != "cpu":
+        return False
+    layer = backbone.layers[0]
+    linears = [getattr(layer.self_attn, f"{x}_proj") for x in "qkvo"] + [getattr(layer.mlp, f"{x}_proj") for x in ("gate", "up", "down")]
+    plain = all(type(x) is nn.Linear for x in linears) and all(x.bias is None for x in linears[4:])
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    return plain and config.hidden_act == "silu" and rope in FIXED_ROPE
