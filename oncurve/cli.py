@@ -1,4 +1,4 @@
-"""The command line: one command per verb. What is heavy (torch, transformers) is imported by the commands that need it, and only there."""
+"""The command line: one command per verb. What is heavy (torch, transformers) is imported by the commands that need it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ app = typer.Typer(
 recipes = typer.Typer(help="Explain, show and convert recipes.", no_args_is_help=True)
 app.add_typer(recipes, name="recipe")
 
-Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the recipe; may be repeated.")]
+Sets = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the recipe; may be repeated.")
+]
 Runs = Annotated[Path, typer.Option("--runs", metavar="DIR", help="Where runs lie.")]
 Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="The run's folder, in place of a numbered one.")]
 Json = Annotated[bool, typer.Option("--json", help="For programs: JSON on standard output and nothing else.")]
@@ -61,7 +63,9 @@ def train(
     sets: Sets = None,
     out: Out = None,
     runs: Runs = RUNS,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run, or with the recipe's last unfinished one.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run, or with the recipe's last unfinished one.")
+    ] = False,
 ) -> None:
     """Train a recipe, or go on with a run that was stopped."""
     from oncurve.terminal.starting import plan
@@ -118,7 +122,9 @@ def fork(
 @app.command("eval", epilog="Example: oncurve eval arithmetic-1 --task arithmetic --set task.digits=4")
 def evaluate(
     target: RunOrModel,
-    task: Annotated[str | None, typer.Option("--task", help="A task's type, or a recipe; a run's own recipe by default.")] = None,
+    task: Annotated[
+        str | None, typer.Option("--task", help="A task's type, or a recipe; a run's own recipe by default.")
+    ] = None,
     sets: Sets = None,
     samples: Annotated[int | None, typer.Option("--samples", min=1, help="Completions of each problem.")] = None,
     temperature: Annotated[float | None, typer.Option("--temperature", min=0.0, help="0 is greedy.")] = None,
@@ -136,7 +142,9 @@ def evaluate(
     report = measure(opened, recipe, samples=samples, temperature=temperature)
     count = samples or recipe.evaluation.samples
     if as_json:
-        say_json({"model": opened.name, "task": recipe.task.model_dump(mode="json"), **eval_data(report, count)})
+        asked = {"model": opened.name, "task": recipe.task.model_dump(mode="json")}
+        warmth = recipe.evaluation.temperature if temperature is None else temperature
+        say_json({**asked, "temperature": warmth, **eval_data(report, count)})
     else:
         say(render_eval(report, f"{opened.name} on {recipe.task.type}, {report.asked} held-out problems", count))
 
@@ -181,7 +189,9 @@ def show(
     run: RunName,
     step: Annotated[int | None, typer.Option("--step", min=1, help="Show this step's groups.")] = None,
     group: Annotated[int | None, typer.Option("--group", min=0, help="Show this group of the step in full.")] = None,
-    stage: Annotated[str | None, typer.Option("--stage", help="The step's stage; unset: the last grpo stage that has it.")] = None,
+    stage: Annotated[
+        str | None, typer.Option("--stage", help="The step's stage; unset: the last grpo stage that has it.")
+    ] = None,
     runs: Runs = RUNS,
     as_json: Json = False,
 ) -> None:
@@ -215,11 +225,15 @@ def export(run: RunName, folder: Annotated[Path, typer.Argument(metavar="DIR")],
 
 @app.command(epilog="Example: oncurve probe recipes/arithmetic.toml --from arithmetic-1")
 def probe(
-    target: Annotated[str, typer.Argument(metavar="RECIPE|RUN", help="A recipe, or a run whose model is probed under its recipe.")],
+    target: Annotated[
+        str, typer.Argument(metavar="RECIPE|RUN", help="A recipe, or a run whose model is probed under its recipe.")
+    ],
     sets: Sets = None,
     prompts: Annotated[int, typer.Option("--prompts", min=1, help="Prompts to sample.")] = 16,
     samples: Annotated[int, typer.Option("--samples", min=2, help="Completions of each.")] = 16,
-    source: Annotated[str | None, typer.Option("--from", metavar="RUN|MODEL", help="Probe this model under the recipe.")] = None,
+    source: Annotated[
+        str | None, typer.Option("--from", metavar="RUN|MODEL", help="Probe this model under the recipe.")
+    ] = None,
     runs: Runs = RUNS,
     as_json: Json = False,
 ) -> None:
@@ -244,7 +258,9 @@ def probe(
 
 
 @recipes.command("explain", epilog="Example: oncurve recipe explain grpo.group_size")
-def explain_key(key: Annotated[str | None, typer.Argument(metavar="KEY", help="A key as in --set; unset: all of them.")] = None) -> None:
+def explain_key(
+    key: Annotated[str | None, typer.Argument(metavar="KEY", help="A key as in --set; unset: all of them.")] = None,
+) -> None:
     """What a recipe can say: every key, or one in full."""
     from oncurve.recipe.explain import explain
     from oncurve.rewards.registry import REWARDS
@@ -264,8 +280,12 @@ def show_recipe(recipe: RecipeName, sets: Sets = None) -> None:
 @recipes.command("from-trl", epilog="Example: oncurve recipe from-trl grpo_config.yaml -o mine.toml")
 def convert(
     config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="A config of TRL's GRPOTrainer.")],
-    out: Annotated[Path | None, typer.Option("-o", "--out", metavar="FILE", help="Write it here; a file that exists is refused.")] = None,
-    processes: Annotated[int, typer.Option("--processes", min=1, help="Devices that TRL ran on: its batch sizes are per device.")] = 1,
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", metavar="FILE", help="Write it here; a file that exists is refused.")
+    ] = None,
+    processes: Annotated[
+        int, typer.Option("--processes", min=1, help="Devices that TRL ran on: its batch sizes are per device.")
+    ] = 1,
 ) -> None:
     """A recipe made from a TRL config, with notes on what differs."""
     from oncurve.recipe.from_trl import from_trl
@@ -280,7 +300,9 @@ def convert(
         with out.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise RecipeError(str(out), "already there", because="no file is written over", fix="choose another name with -o") from None
+        raise RecipeError(
+            str(out), "already there", because="no file is written over", fix="choose another name with -o"
+        ) from None
     say(Text(f"{out}: look through it, then oncurve train {out}"))
 
 
@@ -291,7 +313,7 @@ def version() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit code: 2 for a user's mistake, told in one block; 1 for a bug of ours, with its traceback."""
+    """Runs a command and returns its exit code. A user's mistake is told in one block, with 2; a bug of ours keeps its traceback."""
     errors = Console(stderr=True, highlight=False)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
@@ -316,4 +338,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _apologise(errors: Console) -> None:
-    errors.print(Text(f"This is a bug in Oncurve {__version__}, not your mistake. Please report it with the lines below.", "bold red"))
+    errors.print(
+        Text(f"This is a bug in Oncurve {__version__}, not your mistake. Please report it with the lines below.", "bold red")
+    )

@@ -1,7 +1,7 @@
 """`oncurve chat`: one prompt after another, answered token by token as they are drawn.
 
-A single stream is what transformers' own `generate` does well, and it hands over each token as it comes; the native engine is built
-for groups. A model with a chat template is sent the whole conversation, any other goes on from each prompt by itself.
+A single stream is what transformers' own `generate` does well, and it hands over each token as it comes; the native engine is
+built for groups. A model with a chat template is sent the whole conversation, any other goes on from each prompt by itself.
 """
 
 from __future__ import annotations
@@ -90,9 +90,11 @@ class Chat:
         room = self.policy.context - ids.shape[1]
         if room < 1:
             raise ModelError(
-                "chat", f"{ids.shape[1]} tokens", because=f"the model addresses {self.policy.context} positions, its answer included",
+                "chat",
+                f"{ids.shape[1]} tokens",
+                because=f"the model addresses {self.policy.context} positions, its answer included",
                 fix="ask something shorter, or begin anew with /new",
-            )  # fmt: skip
+            )
         printer = Printer(self.policy, out)
         self.policy.model.generate(ids, attention_mask=torch.ones_like(ids), streamer=printer, **self._how(room))
         if self.talks:

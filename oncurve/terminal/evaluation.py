@@ -58,7 +58,12 @@ def _row(name: str, solved: float, answers: int, samples: int) -> tuple[str, str
 def eval_data(report: EvalReport, samples: int) -> dict[str, Any]:
     """The same for a program."""
     levels = {
-        level: {"solved": solved, "asked": asked, "accuracy": solved / asked, "interval": list(interval_of(solved, asked, samples))}
+        level: {
+            "solved": solved,
+            "asked": asked,
+            "accuracy": solved / asked,
+            "interval": list(interval_of(solved, asked, samples)),
+        }
         for level, (solved, asked) in report.by_difficulty.items()
     }
     answers = report.asked * samples

@@ -29,6 +29,13 @@ def number(value: float | None, digits: int = 3) -> str:
     return f"{value:.{min(max(digits - 1 - math.floor(math.log10(size)), 0), 5)}f}"
 
 
+def score(value: float | None) -> str:
+    """A reward: two decimals, so that a column of them lines up; more digits only where those would say nothing."""
+    if value is None or not math.isfinite(value):
+        return DASH
+    return number(value).replace("-", "−") if 0 < abs(value) < 0.01 or abs(value) >= 1000 else f"{value:.2f}".replace("-", "−")
+
+
 def signed(value: float | None, digits: int = 2) -> str:
     return f"{value:+.{digits}f}".replace("-", "−") if value is not None and math.isfinite(value) else DASH
 

@@ -10,9 +10,11 @@ from rich.table import Table
 from rich.text import Text
 
 from oncurve.records import Aspect, GradedGroup, ScoredCompletion, TokenStats
-from oncurve.terminal.figures import DASH, clean, number, shortened, signed
+from oncurve.terminal.figures import DASH, clean, number, score, shortened, signed
 
 STOPS = {"end": "ended", "stop_string": "stop string", "length": "cut"}
+NOTABLE = 0.01
+"""A ratio this far from 1 is worth a word; with one update per step none is."""
 Stats = Sequence[TokenStats | None]
 
 
@@ -63,7 +65,7 @@ class GroupTable:
         scored = self.graded.scored.scored[place]
         aspects = {a.name: a for a in scored.aspects}
         values = [_value(aspects.get(name)) for name in names]
-        return [signed(advantage_of(self.graded, place)), number(scored.total), *values, str(scored.completion.length)]
+        return [signed(advantage_of(self.graded, place)), score(scored.total), *values, str(scored.completion.length)]
 
 
 def render_group(graded: GradedGroup, stats: Stats = ()) -> RenderableType:
@@ -80,12 +82,12 @@ def render_group(graded: GradedGroup, stats: Stats = ()) -> RenderableType:
 def _headline(graded: GradedGroup, place: int, rank: int, seen: TokenStats | None) -> Text:
     scored = graded.scored.scored[place]
     advantage = advantage_of(graded, place)
-    facts = [f"reward {number(scored.total)}"]
+    facts = [f"reward {score(scored.total)}"]
     facts += [f"{a.name} {_value(a)}" + ("" if a.weight == 1 else f" × {a.weight:g}") for a in scored.aspects]
     facts += [f"{scored.completion.length} tokens", STOPS[scored.completion.stop]]
     if not graded.graded[place]:
         facts.append("not graded")
-    if seen is not None and len(seen.ratio):
+    if seen is not None and len(seen.ratio) and float(abs(seen.ratio - 1).max()) > NOTABLE:
         facts.append(f"largest ratio {number(float(seen.ratio.max()))}")
     mark = ("advantage " + signed(advantage), _style(advantage))
     return Text.assemble((f"{rank}. ", "dim"), mark, ("  " + " · ".join(facts), "dim"))
@@ -104,7 +106,7 @@ def _value(aspect: Aspect | None) -> str:
         return "failed"
     if aspect.value is None and aspect.steps:
         return f"{len(aspect.steps)} steps"
-    return number(aspect.value)
+    return score(aspect.value)
 
 
 def _style(advantage: float | None) -> str:

@@ -80,7 +80,12 @@ class Panel:
         latest = _curve(number(metrics.get(first)), values, curve)
         tokens = metrics.get("tokens_per_s")
         speed = f"{tokens:,.0f} tokens/s" if tokens is not None and math.isfinite(tokens) else DASH
-        return [(first, latest), ("held-out", self._heldout(curve)), ("KL", Text(number(metrics.get("kl")))), ("speed", Text(speed))]
+        return [
+            (first, latest),
+            ("held-out", self._heldout(curve)),
+            ("KL", Text(number(metrics.get("kl")))),
+            ("speed", Text(speed)),
+        ]
 
     def _heldout(self, curve: int) -> Text:
         found = self.progress.accuracies

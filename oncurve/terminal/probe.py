@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from oncurve.terminal.figures import duration, number, percent
-from oncurve.train.probe import ProbeReport
+from oncurve.train.probe import AtTemperature, ProbeReport
 
 
 def render_probe(report: ProbeReport) -> RenderableType:
@@ -22,19 +22,26 @@ def _findings(report: ProbeReport) -> Table:
     table = Table.grid(padding=(0, 3, 0, 0))
     table.add_column(no_wrap=True, style="dim")
     table.add_column(overflow="fold")
-    shares = "   ".join(f"{k}: {percent(v, 1)}" for k, v in report.pass_at.items())
+    shares = "   ".join(f"{k}: {percent(v)}" for k, v in report.pass_at.items())
     signal = "   ".join(f"{g}: {percent(v)}" for g, v in report.signal_at.items())
     table.add_row("pass@k", shares)
     table.add_row("groups with no signal", percent(report.no_signal))
     table.add_row("prompts", f"{percent(report.all_right)} always right, {percent(report.all_wrong)} never")
     table.add_row("signal by group size", signal)
-    table.add_row("by temperature", "   ".join(f"{t.temperature:g}: {percent(t.signal)}" for t in report.temperatures))
+    table.add_row("signal by temperature", "   ".join(_at(t) for t in report.temperatures))
     table.add_row("completions", _completions(report))
     noise = f"{number(report.reward_mean)} on average; std {number(report.within_std)} within a group"
     table.add_row("reward", f"{noise}, {number(report.between_std)} between groups")
     parts = f"{number(report.sample_s)} s sampling, up to {number(report.update_s)} s updating"
-    table.add_row("time per step", f"{number(report.step_s)} s ({parts}); {duration(report.steps * report.step_s)} for {report.steps} steps")
+    table.add_row(
+        "time per step",
+        f"{number(report.step_s)} s ({parts}); {duration(report.steps * report.step_s)} for {report.steps} steps",
+    )
     return table
+
+
+def _at(found: AtTemperature) -> str:
+    return f"{found.temperature:g}: {percent(found.signal)} ({percent(found.pass_1)} right)"
 
 
 def _completions(report: ProbeReport) -> str:

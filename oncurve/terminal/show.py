@@ -16,7 +16,7 @@ from oncurve.runs.folder import Parent, RunEntry, RunFolder, list_runs
 from oncurve.runs.reading import Reader, StageRow
 from oncurve.runs.store import Store
 from oncurve.terminal.evaluation import accuracy_table
-from oncurve.terminal.figures import DASH, duration, number, percent, shortened
+from oncurve.terminal.figures import DASH, duration, number, percent, score, shortened
 from oncurve.terminal.group import GroupTable, advantage_of, by_advantage, render_group
 from oncurve.terminal.runs import STYLES, ago
 from oncurve.terminal.sparkline import sparkline
@@ -29,7 +29,9 @@ COMPARED = ("reward", "accuracy", "loss", "entropy", "kl", "length_mean", "no_si
 def render_run(run: RunFolder) -> RenderableType:
     """A run at a glance: how it stands, its family, its stages' curves, held-out accuracy by difficulty."""
     state = run.state()
-    head = Text.assemble((run.name, "bold"), "  ", (state.shown, STYLES[state.shown]), (f"  begun {ago(state.created)} · {run.path}", "dim"))
+    head = Text.assemble(
+        (run.name, "bold"), "  ", (state.shown, STYLES[state.shown]), (f"  begun {ago(state.created)} · {run.path}", "dim")
+    )
     with Store.open(run.path) as store:
         parts: list[RenderableType] = [head, *_family(run, state.parent)]
         stages, evals = store.stages(), store.evals()
@@ -47,7 +49,8 @@ def _family(run: RunFolder, parent: Parent | None) -> list[RenderableType]:
     if parent is not None:
         lines.append(Text(f"a fork of {parent.run} at {parent.stage} step {parent.step}"))
     for child in children_of(run):
-        assert child.state is not None and child.state.parent is not None
+        assert child.state is not None
+        assert child.state.parent is not None
         forked = child.state.parent
         changes = ", ".join(f"{key} = {value}" for key, value in forked.changes.items()) or "nothing changed"
         lines.append(Text(f"forked at {forked.stage} step {forked.step} by {child.name}: {changes}"))
@@ -70,7 +73,12 @@ def _curves(store: Reader, stage: StageRow) -> Table:
     for name in CURVES.get(stage.type, ("loss",)):
         values = [value for _, value in store.metric(name, stage.name)]
         if values:
-            table.add_row(Text(f"  {name}", "dim"), number(values[0]), Text(sparkline(values, 40), "cyan"), Text(number(values[-1]), "bold"))
+            table.add_row(
+                Text(f"  {name}", "dim"),
+                number(values[0]),
+                Text(sparkline(values, 40), "cyan"),
+                Text(number(values[-1]), "bold"),
+            )
     measured = [report.accuracy for report in store.evals(stage.name)]
     if len(measured) > 1:
         curve = Text(sparkline(measured, 40, 0.0, 1.0), "cyan")
@@ -140,7 +148,7 @@ def _advice(run: RunFolder, stages: list[StageRow]) -> Text:
     looked = next((s for s in reversed(stages) if s.type == "grpo" and s.done), None)
     if looked is None:
         return Text(f"oncurve eval {run.path}", "dim")
-    return Text(f"oncurve show {run.path} --stage {looked.name} --step {looked.done}   shows a step's groups", "dim")
+    return Text(f"a step's groups: oncurve show {run.path} --stage {looked.name} --step {looked.done}", "dim")
 
 
 def stage_of(store: Reader, run: RunFolder, stage: str | None, step: int) -> str:
@@ -148,7 +156,12 @@ def stage_of(store: Reader, run: RunFolder, stage: str | None, step: int) -> str
     names = {s.name: s for s in store.stages()}
     if stage is not None and stage not in names:
         known = ", ".join(names) or "none yet"
-        raise RunError(run.name, f"no stage '{stage}'{did_you_mean(stage, names)}", because=f"its stages are: {known}", fix="name one of them")
+        raise RunError(
+            run.name,
+            f"no stage '{stage}'{did_you_mean(stage, names)}",
+            because=f"its stages are: {known}",
+            fix="name one of them",
+        )
     if stage is not None:
         return stage
     reached = [s for s in names.values() if s.done >= step] or list(names.values())
@@ -172,7 +185,7 @@ def render_step(run: RunFolder, stage: str | None, step: int) -> RenderableType:
     table.add_column("prompt", no_wrap=True, overflow="ellipsis")
     for position, graded in enumerate(report.groups):
         table.add_row(str(position), _reward_row(graded), _lengths(graded), shortened(graded.group.prompt.shown, 40))
-    advice = Text(f"oncurve show {run.path} --stage {name} --step {step} --group 0   shows a group in full", "dim")
+    advice = Text(f"a group in full: oncurve show {run.path} --stage {name} --step {step} --group 0", "dim")
     return Group(head, facts, Text(), table, Text(), advice)
 
 
@@ -183,7 +196,7 @@ def _reward_row(graded: GradedGroup, most: int = 8) -> Text:
     for place in order[:most]:
         advantage = advantage_of(graded, place) or 0.0
         style = "green" if advantage > 0 else "red" if advantage < 0 else "dim"
-        text.append(f"{number(graded.scored.totals[place], 2):>5} ", style)
+        text.append(f"{score(graded.scored.totals[place]):>5} ", style)
     return text.append("…" if len(order) > most else "")
 
 

@@ -63,4 +63,10 @@ def _completion(graded: GradedGroup, place: int) -> dict[str, Any]:
 
 
 def _aspect(aspect: Aspect) -> dict[str, Any]:
-    return {"name": aspect.name, "value": aspect.value, "weight": aspect.weight, "failure": aspect.failure, "reason": aspect.reason}
+    return {
+        "name": aspect.name,
+        "value": aspect.value,
+        "weight": aspect.weight,
+        "failure": aspect.failure,
+        "reason": aspect.reason,
+    }

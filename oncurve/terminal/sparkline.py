@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 BARS = "▁▂▃▄▅▆▇█"
 
@@ -32,7 +33,7 @@ def _bar(value: float, bottom: float, top: float) -> str:
 def _shares(values: Sequence[float], width: int) -> list[float]:
     count = min(len(values), max(width, 0))
     bounds = [len(values) * i // count for i in range(count + 1)] if count else [0]
-    return [_mean(values[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [_mean(values[a:b]) for a, b in pairwise(bounds)]
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -29,8 +29,8 @@ def is_run(target: str, runs_dir: Path) -> bool:
 
 
 def plan(target: str, sets: Sequence[str], out: Path | None, runs_dir: Path, resume: bool) -> Plan:
-    """Without --resume a recipe begins a new run. With it: the run that was named, the one at --out, or the recipe's newest unfinished
-    one. Where --out is not there yet it is begun, so that a job that is started over and over needs one command."""
+    """Without --resume a recipe begins a new run. With it: the run that was named, the one at --out, or the recipe's newest
+    unfinished one. Where --out is not there yet it is begun, so that a job that is started over and over needs one command."""
     if is_run(target, runs_dir) and not Path(target).is_file():
         return _named_run(target, sets, runs_dir, resume)
     recipe = load_recipe(target, sets)
@@ -47,14 +47,18 @@ def _named_run(target: str, sets: Sequence[str], runs_dir: Path, resume: bool) -
     run = RunFolder.open(target, runs_dir)
     if not resume:
         raise RecipeError(
-            target, "a run, not a recipe", because="a new run begins from a recipe",
+            target,
+            "a run, not a recipe",
+            because="a new run begins from a recipe",
             fix=f"add --resume to go on with it, or train {run.recipe}",
-        )  # fmt: skip
+        )
     if sets:
         raise RecipeError(
-            "--set", sets[0], because="a run that goes on keeps its recipe, so that it ends as if never stopped",
+            "--set",
+            sets[0],
+            because="a run that goes on keeps its recipe, so that it ends as if never stopped",
             fix=f"`oncurve fork {run.path} --step N --set {sets[0]}` goes on with something changed",
-        )  # fmt: skip
+        )
     refuse_from_python(run)
     return Plan(run=run)
 
@@ -63,18 +67,24 @@ def _of_recipe(recipe: Recipe, found: Sequence[RunFolder], sets: Sequence[str], 
     """The newest run of just this recipe, else the newest of its name: that one goes on with the recipe it began with."""
     if not found:
         raise RunError(
-            asked, "nothing to resume", because=f"there is no unfinished run of '{recipe.name}'",
+            asked,
+            "nothing to resume",
+            because=f"there is no unfinished run of '{recipe.name}'",
             fix="leave out --resume to begin one; `oncurve runs` lists all",
-        )  # fmt: skip
+        )
     for run in found:
         if same_recipe(recipe, run):
             return Plan(run=run, advice=f"going on with {run.path}")
     if sets:
         raise RunError(
-            str(found[0].path), f"has another recipe than {asked} with these --set", because="a run that goes on keeps its recipe",
+            str(found[0].path),
+            f"has another recipe than {asked} with these --set",
+            because="a run that goes on keeps its recipe",
             fix=f"oncurve train --resume {found[0].path}, or leave out --resume",
-        )  # fmt: skip
-    return Plan(run=found[0], advice=f"going on with {found[0].path}; its recipe is not {asked} as it is now, and stays as it was")
+        )
+    return Plan(
+        run=found[0], advice=f"going on with {found[0].path}; its recipe is not {asked} as it is now, and stays as it was"
+    )
 
 
 def unfinished(name: str, runs_dir: Path) -> list[RunFolder]:
@@ -91,7 +101,7 @@ def _recorded_name(path: Path) -> str | None:
 
 
 def same_recipe(recipe: Recipe, run: RunFolder) -> bool:
-    """Whether a run was begun from this recipe; what was chosen for the machine does not count where the recipe leaves it open."""
+    """Whether a run was begun from this recipe; what the recipe leaves to the machine does not count."""
     try:
         begun = load_recipe(run.recipe)
     except OncurveError:
@@ -112,6 +122,8 @@ def refuse_from_python(run: RunFolder) -> None:
     """A run whose prompts and rewards were Python objects can only go on where they are."""
     if load_recipe(run.recipe).task.type == "python":
         raise RunError(
-            run.name, "begun from Python", because="its prompts and rewards were given there, and are not in the run's folder",
+            run.name,
+            "begun from Python",
+            because="its prompts and rewards were given there, and are not in the run's folder",
             fix=f'call oncurve.train(…, resume="{run.path}") with the same prompts and rewards',
-        )  # fmt: skip
+        )

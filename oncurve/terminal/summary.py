@@ -35,12 +35,19 @@ def render_summary(run: RunFolder, seconds: float | None = None) -> RenderableTy
         else:
             look = f"oncurve show {run.path}"
         took = duration(_seconds(store.stages()) if seconds is None else seconds)
-    parts += [Text.assemble("Done in ", (took, "bold"), ". The run is ", (str(run.path), "bold"), "."), next_steps(run.path, look)]
+    parts += [
+        Text.assemble("Done in ", (took, "bold"), ". The run is ", (str(run.path), "bold"), "."),
+        next_steps(run.path, look),
+    ]
     return Group(*parts)
 
 
 def next_steps(path: Path, look: str) -> Text:
-    lines = [(look, "look at what it wrote"), (f"oncurve chat {path}", "ask it something"), (f"oncurve eval {path}", "measure it again")]
+    lines = [
+        (look, "look at what it wrote"),
+        (f"oncurve chat {path}", "ask it something"),
+        (f"oncurve eval {path}", "measure it again"),
+    ]
     width = max(len(command) for command, _ in lines)
     return Text("\n").join(Text.assemble("  ", (f"{command:<{width}}", "cyan"), (f"  {why}", "dim")) for command, why in lines)
 

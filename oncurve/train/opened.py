@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+
+import torch
 
 from oncurve.engines.native import NativeEngine
 from oncurve.errors import RecipeError, RunError
@@ -49,7 +51,12 @@ def open_target(target: str, runs_dir: Path, model: Model | None = None) -> Open
         return Opened(open_run(run), run.name, run)
     config = (model or Model()).model_copy(update={"source": target})
     if target == "tiny":
-        raise RunError(target, "neither a run nor a model folder", because="the built-in model knows nothing before a run", fix="name a run")
+        raise RunError(
+            target,
+            "neither a run nor a model folder",
+            because="the built-in model knows nothing before a run",
+            fix="name a run",
+        )
     return Opened(load_policy(config, alphabet=None, seed=0), target)
 
 
@@ -61,11 +68,15 @@ def open_run(run: RunFolder) -> Policy:
     found = checkpoints.newest_valid(run.checkpoints, lambda path, why: None)
     if found is None:
         raise RunError(
-            run.name, "has no model yet", because="it has neither finished nor written a checkpoint",
+            run.name,
+            "has no model yet",
+            because="it has neither finished nor written a checkpoint",
             fix=f"go on with it: oncurve train --resume {run.path}",
-        )  # fmt: skip
+        )
     known = recipe.task.type != IN_MEMORY
-    policy = load_policy(recipe.model, alphabet=task_for(recipe, recipe.stages[0]).alphabet if known else None, seed=recipe.seed)
+    policy = load_policy(
+        recipe.model, alphabet=task_for(recipe, recipe.stages[0]).alphabet if known else None, seed=recipe.seed
+    )
     load_weights(policy, found.tensors["model"])
     return policy
 
@@ -89,24 +100,26 @@ def export(run: RunFolder, target: Path) -> None:
 
 
 def recipe_for(task: str | None, run: RunFolder | None, sets: list[str], source: str) -> Recipe:
-    """What `eval` measures on: the run's own recipe, a recipe's task and rewards, or a task by its type with its usual rewards."""
+    """What `eval` measures on: the run's own recipe, another recipe's task and rewards, or a task with its usual rewards."""
     if task is None:
         if run is None:
             raise RecipeError(
-                "--task", "missing", because=f"{source} is no run, so there is no recipe that says what to ask",
+                "--task",
+                "missing",
+                because=f"{source} is no run, so there is no recipe that says what to ask",
                 fix=f"name a recipe, or one of: {', '.join(TASKS)}",
-            )  # fmt: skip
+            )
         return load_recipe(run.recipe, sets)
-    kind: Literal["sft"] = "sft"
     if task in TASKS and not Path(task).is_file():
-        return parse_recipe({"name": task, "task": {"type": task}, "stages": [{"type": kind}]}, sets)
+        return parse_recipe({"name": task, "task": {"type": task}, "stages": [{"type": "sft"}]}, sets)
     return parse_recipe(read_toml(find_recipe(Path(task))), sets)
 
 
 def measure(opened: Opened, recipe: Recipe, *, samples: int | None = None, temperature: float | None = None) -> EvalReport:
-    """Held-out accuracy on the task and rewards of the recipe's last stage, under its evaluation settings unless told otherwise."""
+    """Held-out accuracy on the task and rewards of the recipe's last stage, under its evaluation settings where not told."""
     stage = recipe.stages[-1]
     refuse_in_memory(recipe, stage)
+    torch.set_num_threads(recipe.threads or os.cpu_count() or 1)
     task, rewards = task_for(recipe, stage), rewards_for(recipe, stage)
     if not task.heldout:
         raise RecipeError("task.heldout", "no held-out prompts", because="there is nothing to measure on", fix="hold some out")
@@ -124,6 +137,8 @@ def refuse_in_memory(recipe: Recipe, stage: Stage) -> None:
     """Prompts that were given from Python are not in the run's folder."""
     if (stage.task or recipe.task).type == IN_MEMORY:
         raise RecipeError(
-            "task.type", IN_MEMORY, because="its prompts and rewards were given from Python, and only that program has them",
+            "task.type",
+            IN_MEMORY,
+            because="its prompts and rewards were given from Python, and only that program has them",
             fix="call oncurve.train(…, resume=NAME) there to go on; here, name a task or recipe with --task",
-        )  # fmt: skip
+        )

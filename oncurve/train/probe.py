@@ -3,19 +3,22 @@
 Some groups are sampled and scored, and one step is timed and taken back. From the rewards of n completions of each prompt:
 
 - pass@k, unbiased: 1 − C(n−c, k)/C(n, k) with c of n right (Chen et al. 2021), averaged over prompts.
-- Share of groups with signal at group size G ≤ n, unbiased likewise: 1 − Σ_v C(m_v, G)/C(n, G), where m_v completions got reward v. For
-  G > n the plug-in 1 − Σ_v (m_v/n)^G, which counts a reward that was never seen as impossible, and so errs on the low side.
-- Reward noise: the std within a group (what the advantage is made of) against the std of group means (how unlike the prompts are).
+- Share of groups with signal at group size G ≤ n, unbiased likewise: 1 − Σ_v C(m_v, G)/C(n, G), where m_v completions got
+  reward v. For G > n the plug-in 1 − Σ_v (m_v/n)^G, or the value at n where that is larger: a reward that was never seen counts
+  as impossible, so this errs on the low side.
+- Reward noise: the std within a group (what the advantage is made of) against the std of group means (how prompts differ).
 """
 
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from oncurve.engines.native import Draws, NativeEngine
 from oncurve.errors import RecipeError
@@ -36,6 +39,8 @@ GROUP_SIZES = (4, 8, 16, 32, 64)
 TEMPERATURES = (0.7, 1.0, 1.3)
 WORTH = 0.05
 """A doubled group size, or another temperature, must bring this much more of groups with signal to be worth it."""
+KEPT_ACCURACY = 0.9
+"""A temperature must keep this share of the accuracy that sampling at 1 has."""
 LITTLE_SIGNAL = 0.1
 """Under this share of groups with signal at every group size, the remedy is another model or other prompts."""
 
@@ -52,7 +57,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class AtTemperature:
-    """What sampling at one temperature gives: share right, and expected share of groups with signal at the recipe's group size."""
+    """What sampling at one temperature gives: share right, share of groups with signal at the recipe's group size, share cut."""
 
     temperature: float
     pass_1: float
@@ -90,7 +95,8 @@ class ProbeReport:
 
 
 def probe(recipe: Recipe, prompts: int = 16, *, samples: int = 16, policy: Policy | None = None) -> ProbeReport:
-    """Probes a recipe's first grpo stage. ``policy`` is the model that the stage would start from; unset: the one the recipe names."""
+    """Probes a recipe's first grpo stage. ``policy`` is what the stage would start from; unset: the model the recipe names."""
+    torch.set_num_threads(recipe.threads or os.cpu_count() or 1)
     stage = grpo_stage(recipe)
     task, rewards = task_for(recipe, stage), rewards_for(recipe, stage)
     note = None if policy is not None else untrained(recipe, stage)
@@ -99,7 +105,9 @@ def probe(recipe: Recipe, prompts: int = 16, *, samples: int = 16, policy: Polic
     asked = prompts_for_step(task, recipe.seed, 0, prompts)
     scored = _sampled(engine, rewards, asked, samples, stage.sampling, recipe.seed)
     some = asked[: max(4, prompts // 2)]
-    tried = tuple(_at(t, engine, rewards, some, samples, stage, recipe.seed) for t in sorted({*TEMPERATURES, stage.sampling.temperature}))
+    tried = tuple(
+        _at(t, engine, rewards, some, samples, stage, recipe.seed) for t in sorted({*TEMPERATURES, stage.sampling.temperature})
+    )
     sample_s, update_s = _timed_step(recipe, stage, task, engine, rewards)
     return _report(stage, note, scored, rewards, samples, tried, sample_s, update_s)
 
@@ -108,7 +116,9 @@ def grpo_stage(recipe: Recipe) -> Grpo:
     for stage in recipe.stages:
         if isinstance(stage, Grpo):
             return stage
-    raise RecipeError("stages", "no grpo stage", because="the probe says what GRPO would see", fix="probe a recipe that has one")
+    raise RecipeError(
+        "stages", "no grpo stage", because="the probe says what GRPO would see", fix="probe a recipe that has one"
+    )
 
 
 def untrained(recipe: Recipe, stage: Grpo) -> str | None:
@@ -132,7 +142,7 @@ def signal_at(totals: Sequence[float], size: int) -> float:
     counts, n = Counter(totals).values(), len(totals)
     if size <= n:
         return 1 - sum(math.comb(m, size) for m in counts) / math.comb(n, size)
-    return 1 - sum((m / n) ** size for m in counts) if n else 0.0
+    return max(signal_at(totals, n), 1 - sum((m / n) ** size for m in counts)) if n else 0.0
 
 
 def _sampled(
@@ -142,7 +152,13 @@ def _sampled(
 
 
 def _at(
-    temperature: float, engine: NativeEngine, rewards: RewardMix, prompts: Sequence[Prompt], samples: int, stage: Grpo, seed: int
+    temperature: float,
+    engine: NativeEngine,
+    rewards: RewardMix,
+    prompts: Sequence[Prompt],
+    samples: int,
+    stage: Grpo,
+    seed: int,
 ) -> AtTemperature:
     how = stage.sampling.model_copy(update={"temperature": temperature})
     scored = _sampled(engine, rewards, prompts, samples, how, seed)
@@ -152,8 +168,8 @@ def _at(
 
 
 def _timed_step(recipe: Recipe, stage: Grpo, task: Task, engine: NativeEngine, rewards: RewardMix) -> tuple[float, float]:
-    """(sampling and scoring, update) in seconds of one real step; the weights are put back. Silent groups are forwarded too, so that
-    an update has something to do."""
+    """(sampling and scoring, update) in seconds of one real step; the weights are put back. Silent groups are forwarded too,
+    so that an update has something to do."""
     kept = {name: tensor.clone() for name, tensor in weights(engine.policy).items()}
     timed = stage.model_copy(update={"no_signal": "keep", "max_failure_share": 1.0})
     loop = GrpoLoop(timed, recipe.seed, task, engine, rewards)
@@ -166,9 +182,15 @@ def _timed_step(recipe: Recipe, stage: Grpo, task: Task, engine: NativeEngine, r
 
 
 def _report(
-    stage: Grpo, note: str | None, scored: Sequence[ScoredGroup], rewards: RewardMix, samples: int,
-    tried: tuple[AtTemperature, ...], sample_s: float, update_s: float,
-) -> ProbeReport:  # fmt: skip
+    stage: Grpo,
+    note: str | None,
+    scored: Sequence[ScoredGroup],
+    rewards: RewardMix,
+    samples: int,
+    tried: tuple[AtTemperature, ...],
+    sample_s: float,
+    update_s: float,
+) -> ProbeReport:
     right = [sum(rewards.solved(s) for s in g.scored) for g in scored]
     totals = [[t for t in g.totals if t is not None] for g in scored]
     completions = [s for g in scored for s in g.scored]
@@ -214,12 +236,19 @@ def choose_group_size(current: int, signal: Mapping[int, float], solved: float) 
     key, largest = "group_size", max(GROUP_SIZES)
     if signal[largest] < LITTLE_SIGNAL:
         cure = "choose harder prompts" if solved > 0.5 else "warm-start it with an sft stage, or choose easier prompts"
-        return Choice(key, current, None, f"even of {largest} completions nearly all score the same ({solved:.0%} right): {cure}")
+        return Choice(
+            key, current, None, f"even of {largest} completions nearly all score the same ({_percent(solved)} right): {cure}"
+        )
     usual = [size for size in GROUP_SIZES if size >= 8]
     chosen = next((size for size in usual[:-1] if signal[2 * size] - signal[size] < WORTH), largest)
     if chosen == largest:
-        return Choice(key, current, chosen, f"{signal[chosen]:.0%} of groups would teach, {signal[chosen // 2]:.0%} with half as many")
-    told = f"{signal[chosen]:.0%} of groups would teach; twice as many completions raise it only to {signal[2 * chosen]:.0%}"
+        return Choice(
+            key,
+            current,
+            chosen,
+            f"{_percent(signal[chosen])} of groups would teach, {_percent(signal[chosen // 2])} with half as many",
+        )
+    told = f"{_percent(signal[chosen])} of groups would teach; with {2 * chosen} completions {_percent(signal[2 * chosen])}"
     return Choice(key, current, chosen, told)
 
 
@@ -229,26 +258,41 @@ def choose_length(current: int, length_99: float | None, cut_share: float) -> Ch
     if length_99 is None:
         return Choice(key, current, None, "every completion was cut: the model does not end by itself yet")
     if cut_share > 0.05:
-        return Choice(key, current, 2 * current, f"{cut_share:.0%} of completions were cut at {current}")
+        return Choice(key, current, 2 * current, f"{_percent(cut_share)} of completions were cut at {current}")
     chosen = 8 * math.ceil(1.25 * length_99 / 8)
-    return Choice(key, current, chosen, f"99 % of those that ended had up to {length_99:.0f} tokens; a quarter more is room to grow")
+    return Choice(
+        key, current, chosen, f"99 % of those that ended had up to {length_99:.0f} tokens; a quarter more is room to grow"
+    )
 
 
 def choose_temperature(current: float, tried: Sequence[AtTemperature], group_size: int) -> Choice:
-    """The one with the most groups that teach; 1, which samples the policy itself, unless another is clearly better."""
+    """The one with the most groups that teach; 1, which samples the policy itself, unless another is clearly better.
+
+    More heat always makes rewards differ, in the end by spoiling answers: one that costs much of the accuracy is no choice.
+    """
     key = "sampling.temperature"
-    best = max(tried, key=lambda one: one.signal)
     plain = next(one for one in tried if one.temperature == 1.0)
+    sound = [one for one in tried if one.pass_1 >= KEPT_ACCURACY * plain.pass_1]
+    best = max(sound, key=lambda one: one.signal)
     if best.signal < LITTLE_SIGNAL:
         return Choice(key, current, None, "at no temperature did groups differ")
     if best.signal - plain.signal < WORTH:
-        return Choice(key, current, 1.0, f"it samples the policy itself, and {plain.signal:.0%} of groups of {group_size} would teach")
-    told = f"{best.signal:.0%} of groups of {group_size} would teach, at 1 only {plain.signal:.0%}"
+        return Choice(
+            key,
+            current,
+            1.0,
+            f"it samples the policy itself, and {_percent(plain.signal)} of groups of {group_size} would teach",
+        )
+    told = f"{_percent(best.signal)} of groups of {group_size} would teach, at 1 only {_percent(plain.signal)}"
     return Choice(key, current, best.temperature, told)
 
 
 def _signal(scored: Sequence[ScoredGroup], size: int) -> float:
     return _mean([signal_at([t for t in g.totals if t is not None], size) for g in scored])
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
 
 
 def _powers(samples: int) -> list[int]:
