@@ -30,6 +30,7 @@ from oncurve.runs.store import Store
 from oncurve.tasks.in_memory import PromptList, Row
 from oncurve.terminal.live import LiveDisplay
 from oncurve.terminal.summary import render_summary
+from oncurve.train.given import FROM_PYTHON
 
 if TYPE_CHECKING:
     from oncurve.models.policy import Policy
@@ -41,8 +42,6 @@ RewardLike = Callable[..., Any] | Reward | str | tuple[Callable[..., Any] | Rewa
 Rewards = RewardMix | RewardLike | Sequence[RewardLike]
 ModelLike = Any
 """`"tiny"`, a folder, a hub id, or a pair (model, tokenizer) of transformers' objects."""
-IN_MEMORY = "python"
-"""The task type and reward type that a recipe has for what was given as Python objects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +120,8 @@ def train(
 ) -> Run:
     """Train a recipe; or, without one, a single grpo stage on ``prompts`` with ``rewards``.
 
-    ``prompts`` are texts, lists of messages, or dicts with "prompt" and the columns that rewards need; ``rewards`` are functions,
-    called as `f(completion, prompt, …columns)` or as TRL calls them. ``grpo_options`` are keys of a grpo stage, such as
+    ``prompts`` are texts, lists of messages, or dicts with "prompt" and the columns that rewards need; ``rewards`` are
+    functions, called as `f(completion, prompt, …columns)` or as TRL calls them. ``grpo_options`` are keys of a grpo stage, as
     ``optimiser={"learning_rate": 1e-3}``; what is unset is as in a recipe. ``model``, ``prompts`` and ``rewards`` stand in for
     a recipe's own where both are given. ``resume`` goes on with a run, with the same prompts and rewards as before.
     """
@@ -179,9 +178,9 @@ def _recipe(
         )
     _check_options(told)
     # Texts in the prompts' columns stay where they are; the recipe says only that they came from Python.
-    named = [{"type": IN_MEMORY, "name": r.name, "weight": float(r.weight), "function": _where(r)} for r in mix.rewards]
+    named = [{"type": "python", "name": r.name, "weight": float(r.weight), "function": _where(r)} for r in mix.rewards]
     model = {} if source is None else {"model": {"source": source}}
-    data = {**around, **model, "task": {"type": IN_MEMORY}, "rewards": named, "stages": [{"type": "grpo", **told}]}
+    data = {**around, **model, "task": {"type": FROM_PYTHON}, "rewards": named, "stages": [{"type": "grpo", **told}]}
     return parse_recipe(data)
 
 

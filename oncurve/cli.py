@@ -313,7 +313,7 @@ def version() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit code. A user's mistake is told in one block, with 2; a bug of ours keeps its traceback."""
+    """Runs a command and returns its exit code. A user's mistake is told in one block; a bug of ours keeps its traceback."""
     errors = Console(stderr=True, highlight=False)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):

@@ -68,9 +68,14 @@ class LiveDisplay(Listener):
         self.progress.end(stage)
 
     def on_event(self, kind: str, message: str, stage: str | None = None, step: int | None = None) -> None:
+        if kind == "signal" and self.live is not None:
+            self._stop()  # the next signal ends the process at once, and the terminal must have its cursor back by then
         self.say(message, "yellow")
 
     def on_run_end(self, status: str) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
         if self.live is not None:
             self.live.stop()
             self.live = None

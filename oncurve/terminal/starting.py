@@ -10,6 +10,7 @@ from oncurve.errors import OncurveError, RecipeError, RunError
 from oncurve.recipe.load import load_recipe
 from oncurve.recipe.schema import Recipe
 from oncurve.runs.folder import STATE, RunFolder, list_runs
+from oncurve.train.given import refuse_from_python
 
 UNFINISHED = ("interrupted", "failed")
 
@@ -59,7 +60,7 @@ def _named_run(target: str, sets: Sequence[str], runs_dir: Path, resume: bool) -
             because="a run that goes on keeps its recipe, so that it ends as if never stopped",
             fix=f"`oncurve fork {run.path} --step N --set {sets[0]}` goes on with something changed",
         )
-    refuse_from_python(run)
+    refuse_from_python(load_recipe(run.recipe))
     return Plan(run=run)
 
 
@@ -116,14 +117,3 @@ def _reminder(recipe: Recipe, runs_dir: Path) -> str | None:
         if same_recipe(recipe, run):
             return f"{run.path} of the same recipe is unfinished; to go on with it: oncurve train --resume {run.path}"
     return None
-
-
-def refuse_from_python(run: RunFolder) -> None:
-    """A run whose prompts and rewards were Python objects can only go on where they are."""
-    if load_recipe(run.recipe).task.type == "python":
-        raise RunError(
-            run.name,
-            "begun from Python",
-            because="its prompts and rewards were given there, and are not in the run's folder",
-            fix=f'call oncurve.train(…, resume="{run.path}") with the same prompts and rewards',
-        )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from oncurve.recipe.load import load_recipe
 from oncurve.records import GradedGroup
 from oncurve.runs.folder import RunFolder
 from oncurve.runs.reading import Reader, StageRow
@@ -15,6 +15,7 @@ from oncurve.runs.store import Store
 from oncurve.terminal.evaluation import accuracy_table
 from oncurve.terminal.figures import duration
 from oncurve.terminal.group import GroupTable
+from oncurve.train.given import is_from_python
 
 LOOK_BACK = 20
 """Steps from the end in which a group worth showing is looked for."""
@@ -37,19 +38,15 @@ def render_summary(run: RunFolder, seconds: float | None = None) -> RenderableTy
         took = duration(_seconds(store.stages()) if seconds is None else seconds)
     parts += [
         Text.assemble("Done in ", (took, "bold"), ". The run is ", (str(run.path), "bold"), "."),
-        next_steps(run.path, look),
+        next_steps(run, look),
     ]
     return Group(*parts)
 
 
-def next_steps(path: Path, look: str) -> Text:
-    lines = [
-        (look, "look at what it wrote"),
-        (f"oncurve chat {path}", "ask it something"),
-        (f"oncurve eval {path}", "measure it again"),
-    ]
-    width = max(len(command) for command, _ in lines)
-    return Text("\n").join(Text.assemble("  ", (f"{command:<{width}}", "cyan"), (f"  {why}", "dim")) for command, why in lines)
+def next_steps(run: RunFolder, look: str) -> Text:
+    lines = [("look at what it wrote", look), ("ask it something", f"oncurve chat {run.path}")]
+    lines += [] if is_from_python(load_recipe(run.recipe)) else [("measure it again", f"oncurve eval {run.path}")]
+    return Text("\n").join(Text.assemble((f"  {why:<23}", "dim"), (command, "cyan")) for why, command in lines)
 
 
 def telling_group(store: Reader) -> tuple[str, int, int, GradedGroup] | None:

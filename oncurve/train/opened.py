@@ -14,18 +14,16 @@ from oncurve.errors import RecipeError, RunError
 from oncurve.models.load import load_policy
 from oncurve.models.policy import Policy
 from oncurve.recipe.load import find_recipe, load_recipe, parse_recipe, read_toml
-from oncurve.recipe.schema import Evaluation, Grpo, Model, Recipe, Stage
+from oncurve.recipe.schema import Evaluation, Grpo, Model, Recipe
 from oncurve.records import EvalReport
 from oncurve.runs import checkpoints
 from oncurve.runs.disk import disk_errors
 from oncurve.runs.folder import STATE, RunFolder
 from oncurve.tasks.registry import TASKS
 from oncurve.train.evaluate import evaluate
+from oncurve.train.given import is_from_python, refuse_from_python
 from oncurve.train.run import EVAL_TOKENS, load_weights
 from oncurve.train.start import rewards_for, task_for
-
-IN_MEMORY = "python"
-"""The task type written down for prompts that were given from Python: only that program has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +71,7 @@ def open_run(run: RunFolder) -> Policy:
             because="it has neither finished nor written a checkpoint",
             fix=f"go on with it: oncurve train --resume {run.path}",
         )
-    known = recipe.task.type != IN_MEMORY
+    known = not is_from_python(recipe)
     policy = load_policy(
         recipe.model, alphabet=task_for(recipe, recipe.stages[0]).alphabet if known else None, seed=recipe.seed
     )
@@ -118,7 +116,7 @@ def recipe_for(task: str | None, run: RunFolder | None, sets: list[str], source:
 def measure(opened: Opened, recipe: Recipe, *, samples: int | None = None, temperature: float | None = None) -> EvalReport:
     """Held-out accuracy on the task and rewards of the recipe's last stage, under its evaluation settings where not told."""
     stage = recipe.stages[-1]
-    refuse_in_memory(recipe, stage)
+    refuse_from_python(recipe, stage)
     torch.set_num_threads(recipe.threads or os.cpu_count() or 1)
     task, rewards = task_for(recipe, stage), rewards_for(recipe, stage)
     if not task.heldout:
@@ -131,14 +129,3 @@ def measure(opened: Opened, recipe: Recipe, *, samples: int | None = None, tempe
     limit = asked if isinstance(stage, Grpo) else max(1, min(asked, opened.policy.context - longest))
     engine = NativeEngine(opened.policy, recipe.engine)
     return evaluate(engine, rewards, task.heldout, settings, max_new_tokens=limit, seed=recipe.seed, stage=stage.label, step=0)
-
-
-def refuse_in_memory(recipe: Recipe, stage: Stage) -> None:
-    """Prompts that were given from Python are not in the run's folder."""
-    if (stage.task or recipe.task).type == IN_MEMORY:
-        raise RecipeError(
-            "task.type",
-            IN_MEMORY,
-            because="its prompts and rewards were given from Python, and only that program has them",
-            fix="call oncurve.train(…, resume=NAME) there to go on; here, name a task or recipe with --task",
-        )

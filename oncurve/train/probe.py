@@ -29,6 +29,7 @@ from oncurve.records import Prompt, ScoredGroup
 from oncurve.rewards.mix import RewardMix
 from oncurve.tasks.base import Task
 from oncurve.tasks.order import prompts_for_step
+from oncurve.train.given import refuse_from_python
 from oncurve.train.loop import GrpoLoop
 from oncurve.train.run import load_weights, weights
 from oncurve.train.start import rewards_for, task_for
@@ -57,7 +58,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class AtTemperature:
-    """What sampling at one temperature gives: share right, share of groups with signal at the recipe's group size, share cut."""
+    """What sampling at one temperature gives: share right, share of groups with signal at the recipe's group size."""
 
     temperature: float
     pass_1: float
@@ -98,6 +99,7 @@ def probe(recipe: Recipe, prompts: int = 16, *, samples: int = 16, policy: Polic
     """Probes a recipe's first grpo stage. ``policy`` is what the stage would start from; unset: the model the recipe names."""
     torch.set_num_threads(recipe.threads or os.cpu_count() or 1)
     stage = grpo_stage(recipe)
+    refuse_from_python(recipe, stage)
     task, rewards = task_for(recipe, stage), rewards_for(recipe, stage)
     note = None if policy is not None else untrained(recipe, stage)
     policy = policy or load_policy(recipe.model, alphabet=task_for(recipe, recipe.stages[0]).alphabet, seed=recipe.seed)

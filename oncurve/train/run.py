@@ -35,6 +35,7 @@ from oncurve.tasks.base import Task
 from oncurve.train.evaluate import evaluate
 from oncurve.train.listeners import Listener, Listeners, Recorder
 from oncurve.train.loop import GrpoLoop
+from oncurve.train.room import check_room
 from oncurve.train.sft import SftLoop
 
 EVAL_TOKENS = 256
@@ -79,6 +80,7 @@ class Trainer:
         torch.set_num_threads(recipe.threads or os.cpu_count() or 1)
         alphabet = task_of(recipe.stages[0]).alphabet
         self.policy = policy or load_policy(recipe.model, alphabet=alphabet, seed=recipe.seed)
+        check_room(self.policy, recipe, task_of)
         self.engine = NativeEngine(self.policy, recipe.engine)
         self.stop_signal: int | None = None
 
@@ -217,7 +219,8 @@ class Trainer:
             if self.stop_signal is not None:
                 os._exit(128 + number)
             self.stop_signal = number
-            self.tell.on_event("signal", "stopping after this step; once more stops at once")
+            for one in self.listeners:  # not the recorder: the signal may have come amid its transaction
+                one.on_event("signal", "stopping after this step; once more stops at once")
 
         before = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
         try:
