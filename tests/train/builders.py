@@ -43,7 +43,7 @@ heldout = 10
 
 [[rewards]]
 type = "format"
-mode = "soft"
+style = "soft"
 
 [[stages]]
 type = "sft"

@@ -1,0 +1,50 @@
+"""Held-out accuracy by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from oncurve.engines.native import NativeEngine
+from oncurve.recipe.schema import Engine, Evaluation
+from oncurve.records import Aspect, Completion, Group, Prompt, ScoredCompletion, ScoredGroup
+from oncurve.rewards.function import FunctionReward
+from oncurve.rewards.mix import RewardMix
+from oncurve.train.evaluate import evaluate, summarise
+from tests.train.builders import policy
+
+MIX = RewardMix([FunctionReward(len, "answer")])
+
+
+def group(level: str | None, *values: float | None, cut: bool = False) -> ScoredGroup:
+    empty = np.zeros(2, np.float32)
+    row = Completion(np.zeros(2, np.int64), "", "length" if cut else "end", empty, empty, empty, np.ones(2, bool))
+    failed = "it broke"
+    scored = tuple(ScoredCompletion(row, (Aspect("answer", v, failure=None if v is not None else failed),)) for v in values)
+    columns = {} if level is None else {"difficulty": level}
+    return ScoredGroup(Group(Prompt(id="p", text="1", columns=columns), np.zeros(1, np.int64), (row,) * len(values)), scored)
+
+
+def test_accuracy_by_hand() -> None:
+    """Five of eight are solved: 1 and more count, 0.5 and a failure do not; the mean reward passes the failure over."""
+    groups = [group("easy", 1.0, 2.0), group("hard", 0.0, 1.0, cut=True), group("hard", 0.5, None), group(None, 1.0, 1.0)]
+    report = summarise(groups, MIX, "grpo", 7)
+    assert report.accuracy == 5 / 8
+    assert report.asked == 4
+    assert report.by_difficulty == {"easy": (2, 2), "hard": (1, 4)}
+    assert report.metrics == {"reward": 6.5 / 7, "length_mean": 2.0, "cut_share": 0.25}
+
+
+def test_greedy_measurements_are_the_same_each_time_and_samples_are_not_those_of_training() -> None:
+    prompts = [Prompt(id=f"p{i}", text=f"{i}+1=") for i in range(3)]
+    engine = NativeEngine(policy(), Engine(slots=8))
+
+    def measured(settings: Evaluation, step: int) -> list[list[int]]:
+        report = evaluate(engine, MIX, prompts, settings, max_new_tokens=6, seed=0, stage="grpo", step=step)
+        return [c.completion.token_ids.tolist() for g in report.groups for c in g.scored]
+
+    assert measured(Evaluation(), 1) == measured(Evaluation(), 2)
+    drawn = Evaluation(temperature=1.0, samples=2)
+    assert len(measured(drawn, 1)) == 6
+    assert measured(drawn, 1) == measured(drawn, 1)
+    assert measured(drawn, 1) != measured(drawn, 2)
+    assert max(map(len, measured(Evaluation(max_new_tokens=3), 1))) <= 3

@@ -1,0 +1,179 @@
+"""Steps of the grpo stage: from prompts to an update, with everything that can happen to a group on the way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from oncurve.errors import RewardError
+from oncurve.models.packing import Bundle, build_pack
+from oncurve.recipe.schema import Grpo
+from oncurve.records import StepReport
+from oncurve.tasks.in_memory import PromptList
+from oncurve.train.loop import GrpoLoop
+from oncurve.train.start import rewards_for
+from tests.train.builders import digits, loop_for, recipe, snapshot
+
+
+def run(loop: GrpoLoop, steps: int) -> list[StepReport]:
+    return [loop.step(n) for n in range(1, steps + 1)]
+
+
+def test_a_step_is_what_the_formulas_say() -> None:
+    """Advantages of each group are its rewards on its own curve; the report holds all of it, and the policy has moved."""
+    loop = loop_for({}, digits)
+    before = snapshot(loop.engine.policy.model)
+    report = loop.step(1)
+    assert len(report.groups) == 4
+    for graded in report.groups:
+        rewards = np.array(graded.scored.totals, np.float64)
+        assert len(rewards) == 4
+        spread = rewards.std(ddof=1)
+        expected = (rewards - rewards.mean()) / (spread + 1e-4) if spread else np.zeros(4)
+        for row, value in zip(graded.advantages, expected, strict=True):
+            np.testing.assert_allclose(row, value, atol=1e-5)
+    totals = [t for g in report.groups for t in g.scored.totals]
+    assert report.metrics["reward"] == pytest.approx(np.mean(totals))  # type: ignore[arg-type]
+    assert report.metrics["tokens"] == sum(len(a) for g in report.groups for a in g.advantages)
+    assert set(report.seconds) == {"sample", "score", "grade", "update"}
+    assert not torch.equal(snapshot(loop.engine.policy.model), before)
+
+
+def test_the_sampler_and_the_learner_agree_on_every_token() -> None:
+    """One set of weights: what is left between them is rounding."""
+    for report in run(loop_for({}, digits), 3):
+        assert report.metrics["mismatch_max"] < 1e-4
+
+
+def test_the_reward_rises() -> None:
+    reports = run(loop_for({"steps": 12, "prompts_per_step": 6, "group_size": 8}, digits), 12)
+    rewards = [r.metrics["reward"] for r in reports]
+    assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 1
+
+
+def test_two_loops_of_one_seed_are_one_and_another_seed_is_another() -> None:
+    first, again, other = (run(loop_for({}, digits, seed=seed), 2) for seed in (0, 0, 1))
+
+    def rows(reports: list[StepReport]) -> list[bytes]:
+        return [c.token_ids.tobytes() + c.logps.tobytes() for r in reports for g in r.groups for c in g.group.completions]
+
+    assert rows(first) == rows(again)
+    assert rows(first) != rows(other)
+
+
+def test_cut_completions_leave_the_loss_where_asked_but_not_the_curve() -> None:
+    loop = loop_for({"mask_cut": True}, digits)
+    report = loop.step(1)
+    cuts = 0
+    for graded, stats in zip(report.groups, report.stats, strict=True):
+        for c, counted, row, stat in zip(graded.group.completions, graded.graded, graded.advantages, stats, strict=True):
+            assert counted == (not c.cut)
+            assert not (c.cut and (np.any(row) or stat is not None))
+            cuts += c.cut
+    assert cuts > 0
+    plain = loop_for({}, digits).step(1)
+    assert any(np.any(row) for g in plain.groups for row, c in zip(g.advantages, g.group.completions, strict=True) if c.cut)
+
+
+def test_silent_groups_are_replaced_by_fresh_prompts() -> None:
+    """The reward is silent on half of the prompts; resampling finds others until all four groups speak."""
+
+    def fussy(text: str, prompt: str) -> float:
+        return digits(text) if int(prompt[0]) % 2 else 0.0
+
+    dropped, filled = (loop_for({"no_signal": mode}, fussy).step(1) for mode in ("drop", "resample"))
+    assert dropped.metrics["no_signal_share"] > 0
+    assert dropped.metrics["groups_resampled"] == 0
+    assert filled.metrics["no_signal_share"] == 0
+    assert filled.metrics["groups_resampled"] >= dropped.metrics["no_signal_share"] * 4
+    names = [g.group.prompt.id for g in filled.groups]
+    assert len(set(names)) == 4
+    loud = {g.group.prompt.id for g in dropped.groups if g.has_signal}
+    assert loud <= set(names), "groups that speak are kept"
+    assert all(g.has_signal for g in filled.groups)
+
+
+def test_resampling_gives_up_after_its_rounds_and_where_there_are_no_more_prompts() -> None:
+    calls: list[str] = []
+
+    def silent(text: str, prompt: str) -> float:
+        calls.append(prompt)
+        return 1.0
+
+    report = loop_for({"no_signal": "resample", "max_resample_rounds": 2}, silent).step(1)
+    assert len(set(calls)) == 4 * 3
+    assert report.metrics["groups_resampled"] == 0
+    assert report.metrics["no_signal_share"] == 1
+    few = PromptList.of([f"{a}+1=" for a in range(5)])
+    assert loop_for({"no_signal": "resample"}, silent, few).step(1).metrics["no_signal_share"] == 1
+
+
+def test_a_failed_reward_leaves_its_completion_out() -> None:
+    def picky(text: str) -> float:
+        if len(text) % 3 == 0:
+            raise ValueError("no thirds")
+        return digits(text)
+
+    report = loop_for({"max_failure_share": 1.0}, picky).step(1)
+    assert 0 < report.metrics["failure_share"] < 1
+    for graded in report.groups:
+        for scored, counted in zip(graded.scored.scored, graded.graded, strict=True):
+            assert scored.failure is None or not counted
+            assert scored.failure is None or scored.total is None
+
+
+def test_too_many_failures_stop_the_run_and_say_the_first() -> None:
+    def broken(text: str) -> float:
+        raise ValueError("the judge is asleep")
+
+    loop = loop_for({"max_failure_share": 0.5}, broken)
+    before = snapshot(loop.engine.policy.model)
+    with pytest.raises(RewardError, match="16 of 16") as caught:
+        loop.step(1)
+    assert "the judge is asleep" in caught.value.because
+    assert torch.equal(snapshot(loop.engine.policy.model), before)
+
+
+def test_the_reference_becomes_the_policy_every_so_many_steps() -> None:
+    loop = loop_for({"kl": {"beta": 0.01, "refresh_every": 2}}, digits)
+    reports = run(loop, 3)
+    assert reports[0].metrics["kl"] == pytest.approx(0.0, abs=1e-9)
+    assert reports[1].metrics["kl"] > 1e-5
+    assert reports[2].metrics["kl"] == pytest.approx(0.0, abs=1e-9), "refreshed after step 2"
+    assert loop.learner.reference is not None
+    policy = loop.engine.policy
+    pack = build_pack([Bundle(np.array([7, 8]), (np.array([9, 10, 3]),), (0,))], policy.device)
+    with torch.no_grad():
+        assert not torch.equal(policy.pack_logps(pack)[0], loop.learner.reference.logps(pack, 1.0))
+
+
+def test_kl_in_the_reward_shifts_the_advantages() -> None:
+    """With β large enough, being far from the reference costs more than the reward gives: the curve is another."""
+    far: dict[str, Any] = {"kl": {"beta": 5.0, "where": "reward"}, "steps": 3}
+    loop = loop_for(far, digits)
+    run(loop, 2)
+    report = loop.step(3)
+    sums = loop.learner.kl_sums([g.scored for g in report.groups])
+    assert max(abs(s) for row in sums for s in row) > 0
+    plain = [np.array(g.scored.totals, np.float64) for g in report.groups]
+    by_reward_alone = [(r - r.mean()) / (r.std(ddof=1) + 1e-4) for r in plain]
+    found = [np.array([a[0] for a in g.advantages]) for g in report.groups]
+    assert max(float(np.abs(a - b).max()) for a, b in zip(found, by_reward_alone, strict=True)) > 0.01
+
+
+def test_overlong_punishment_is_one_more_aspect() -> None:
+    asked = recipe("grpo.overlong.buffer=4", "grpo.overlong.weight=0.5")
+    stage = asked.stages[1]
+    assert isinstance(stage, Grpo)
+    loop = loop_for({}, digits)
+    loop.rewards = rewards_for(asked, stage)
+    report = loop.step(1)
+    for graded in report.groups:
+        for scored in graded.scored.scored:
+            (punished,) = [a for a in scored.aspects if a.name == "overlong"]
+            assert punished.weight == 0.5
+            assert punished.value == pytest.approx(-max(0, scored.completion.length - 4) / 4)
+    assert "reward/overlong" in report.metrics
