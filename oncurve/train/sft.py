@@ -6,7 +6,7 @@ loss = −(1/tokens) Σ logπ(token), over all completion tokens of the update's
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -14,11 +14,20 @@ from oncurve.errors import DataError
 from oncurve.models.packing import Bundle, build_pack, split_by_budget
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema import Sft
-from oncurve.records import StepReport
+from oncurve.records import Example, StepReport
 from oncurve.tasks.base import Task
 from oncurve.tasks.order import examples_for_step
 from oncurve.train.clock import Clock
 from oncurve.train.optimiser import Optimiser
+
+
+def examples_of(stage: Sft, task: Task) -> Sequence[Example]:
+    """The worked examples of a stage; a task without any can't be imitated."""
+    if not task.examples:
+        raise DataError(
+            "task", "no worked examples", because="an sft stage imitates worked examples", fix="give the task examples, or drop the stage"
+        )
+    return task.examples[: stage.examples]
 
 
 class SftLoop:
@@ -26,12 +35,7 @@ class SftLoop:
 
     def __init__(self, stage: Sft, seed: int, task: Task, policy: Policy) -> None:
         self.stage, self.seed, self.policy = stage, seed, policy
-        examples = task.examples[: stage.examples]
-        if not examples:
-            raise DataError(
-                "task", "no worked examples", because="an sft stage imitates worked examples", fix="give the task examples, or drop the stage"
-            )
-        self.examples = examples
+        self.examples = examples = examples_of(stage, task)
         self.encoded = {id(e): (policy.encode(e.prompt), policy.encode_completion(e.completion)) for e in examples}
         self.optimiser = Optimiser(policy.model, stage.optimiser, stage.steps)
         self.started = time.monotonic()

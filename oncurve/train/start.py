@@ -17,7 +17,7 @@ from oncurve.models.load import choose_device
 from oncurve.models.policy import Policy
 from oncurve.recipe.load import dump_recipe, load_recipe, parse_recipe
 from oncurve.recipe.resolve import resolved_rewards, resolved_task
-from oncurve.recipe.schema import Grpo, Recipe, Reward, Stage
+from oncurve.recipe.schema import Grpo, Recipe, Reward, Sft, Stage
 from oncurve.recipe.schema import Task as TaskConfig
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.registry import build_rewards
@@ -28,6 +28,7 @@ from oncurve.tasks.base import Task
 from oncurve.tasks.registry import build_task
 from oncurve.train.listeners import Listener
 from oncurve.train.run import Trainer
+from oncurve.train.sft import examples_of
 
 RUNS = Path("runs")
 
@@ -142,6 +143,9 @@ def _prepare(recipe: Recipe, task: Task | None, rewards: RewardMix | None) -> Pr
     """Tasks and rewards of every stage, built before anything else is touched."""
     tasks = {s.label: task or task_for(recipe, s) for s in recipe.stages}
     mixes = {s.label: rewards or rewards_for(recipe, s) for s in recipe.stages}
+    for stage in recipe.stages:
+        if isinstance(stage, Sft):
+            examples_of(stage, tasks[stage.label])
     return (lambda s: tasks[s.label]), (lambda s: mixes[s.label])
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from oncurve.errors import DataError, RecipeError, RewardError, RunError
+from oncurve.errors import DataError, ModelError, OncurveError, RecipeError, RewardError, RunError
 from oncurve.recipe.load import load_recipe
 from oncurve.recipe.schema import Recipe
 from oncurve.records import EvalReport, StepReport
@@ -186,11 +186,13 @@ def test_changes_are_told_by_dotted_keys() -> None:
     assert changes(before, after) == {"grpo.group_size": 6, "rewards.format.weight": 0.5, "seed": 3}
 
 
-def test_a_recipe_that_cannot_run_leaves_nothing_behind(tmp_path: Path) -> None:
-    for sets, kind in ((("task.heldout=40",), RecipeError), (("task.examples=0",), DataError)):
-        with pytest.raises(kind):
-            begin(recipe(*sets), out=tmp_path / "run")
-        assert not (tmp_path / "run").exists() or RunFolder(tmp_path / "run").state().shown == "failed"
+@pytest.mark.parametrize(
+    ("change", "kind"), [("task.heldout=40", RecipeError), ("task.examples=0", DataError), ("model.tiny.context=9", ModelError)]
+)
+def test_a_recipe_that_cannot_run_leaves_nothing_behind(change: str, kind: type[OncurveError], tmp_path: Path) -> None:
+    with pytest.raises(kind):
+        begin(recipe(change), out=tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_sft_stage_stops_when_its_time_is_over(tmp_path: Path) -> None:

@@ -1,0 +1,39 @@
+"""Trains in a process of its own, which can be killed: begins the run at a path, or goes on with it.
+
+    python -m tests.e2e.script PATH [--set KEY=VALUE …]
+
+Prints a line as each step is recorded, so that a test knows where the run is.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from oncurve.errors import OncurveError
+from oncurve.records import StepReport
+from oncurve.runs.folder import RunFolder
+from oncurve.train.listeners import Listener
+from oncurve.train.start import begin, resume
+from tests.train.builders import recipe
+
+
+class Telling(Listener):
+    def on_step(self, report: StepReport) -> None:
+        print(f"{report.stage} {report.step}", flush=True)
+
+
+def main(path: Path, sets: list[str]) -> int:
+    try:
+        if path.exists():
+            resume(RunFolder(path), listeners=[Telling()])
+        else:
+            begin(recipe(*sets), out=path, listeners=[Telling()])
+    except OncurveError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))

@@ -1,0 +1,101 @@
+"""Runs that are killed: resumed, they end in the same bits as one never stopped."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from oncurve.runs.checkpoints import list_checkpoints
+from oncurve.runs.folder import RunFolder
+from oncurve.runs.store import Store
+from oncurve.train.start import begin
+from tests.train.builders import recipe
+from tests.train.test_run import fingerprint
+
+ROOT = Path(__file__).parents[2]
+SETS = [
+    "sft.steps=12", "sft.save_every=5", "grpo.steps=24", "grpo.save_every=4", "grpo.eval_every=6", "grpo.kl.beta=0.02",
+    "grpo.kl.refresh_every=7", "grpo.updates_per_step=2",
+]  # fmt: skip
+STEPS = 12 + 24
+
+
+def start(path: Path, sets: list[str] = SETS) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.e2e.script", str(path), *sets]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for(process: subprocess.Popen[str], lines: int) -> None:
+    """Until it has told of so many steps of its own."""
+    assert process.stdout is not None
+    assert process.stderr is not None
+    for _ in range(lines):
+        if not process.stdout.readline():
+            pytest.fail(f"it ended early: {process.stderr.read()}")
+
+
+def finish(process: subprocess.Popen[str]) -> int:
+    _, err = process.communicate(timeout=120)
+    assert "Traceback" not in err, err
+    return process.returncode
+
+
+def kill_and_resume(path: Path, moments: list[tuple[int, float]]) -> RunFolder:
+    """Kills each process of the run at its moment, (steps told, seconds after), and lets the last one finish."""
+    for steps, seconds in moments:
+        process = start(path)
+        wait_for(process, steps)
+        time.sleep(seconds)
+        process.kill()
+        process.communicate(timeout=60)
+        assert RunFolder(path).state().shown == "interrupted"
+    assert finish(start(path)) == 0
+    return RunFolder(path)
+
+
+def test_a_run_killed_three_times_ends_in_the_same_bits(tmp_path: Path) -> None:
+    """Within sft, early in grpo and late in it; where exactly within a step is left to the clock."""
+    dice = random.Random()
+    moments = [(dice.randint(2, 10), dice.random() * 0.05), (dice.randint(5, 14), dice.random() * 0.05), (dice.randint(3, 9), 0.0)]
+    killed = kill_and_resume(tmp_path / "killed", moments)
+    whole = begin(recipe(*SETS), out=tmp_path / "whole")
+    assert fingerprint(killed) == fingerprint(whole), moments
+    assert killed.state().shown == "finished"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_a_run_killed_many_times_at_any_moment_ends_in_the_same_bits(seed: int, tmp_path: Path) -> None:
+    dice = random.Random(seed)
+    moments = [(dice.randint(1, 6), dice.random() * 0.2) for _ in range(5)]
+    killed = kill_and_resume(tmp_path / "killed", moments)
+    assert fingerprint(killed) == fingerprint(begin(recipe(*SETS), out=tmp_path / "whole")), moments
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)])
+def test_a_signal_finishes_the_step_and_saves(number: signal.Signals, code: int, tmp_path: Path) -> None:
+    """Ctrl-C in the middle of grpo: the step is whole, there is a checkpoint of it, and the run goes on from there."""
+    path = tmp_path / "stopped"
+    sets = [s for s in SETS if "save_every" not in s]
+    process = start(path, sets)
+    wait_for(process, 12 + 5)
+    process.send_signal(number)
+    assert finish(process) == code
+    run = RunFolder(path)
+    assert run.state().shown == "interrupted"
+    with Store.open(path) as store:
+        done = {s.name: s.done for s in store.stages()}
+    assert 5 <= done["grpo"] < 24
+    assert ("grpo", done["grpo"]) in [(p.stage, p.step) for p in list_checkpoints(run.checkpoints)]
+    again = start(path)
+    wait_for(again, 1)
+    assert finish(again) == 0
+    with Store.open(path) as store:
+        assert [s.done for s in store.stages()] == [12, 24]
+    assert fingerprint(run) == fingerprint(begin(recipe(*sets), out=tmp_path / "whole"))
