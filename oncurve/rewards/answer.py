@@ -48,9 +48,7 @@ class AnswerReward:
         if answer is None:
             return Score(0.0, "no answer found")
         right = any(same(answer, final(gold)) for gold in golds)
-        return Score(
-            float(right), f"{_short(answer)} is right" if right else f"{_short(answer)} is not {_short(final(golds[0]))}"
-        )
+        return Score(float(right), f"{short(answer)} is right" if right else f"{short(answer)} is not {short(final(golds[0]))}")
 
 
 def final(gold: str) -> str:
@@ -79,5 +77,5 @@ def as_number(text: str) -> Fraction | None:
     return Fraction(text.replace(",", ""))
 
 
-def _short(answer: str) -> str:
+def short(answer: str) -> str:
     return repr(answer if len(answer) <= 60 else f"{answer[:57]}...")

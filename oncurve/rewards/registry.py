@@ -13,10 +13,12 @@ from oncurve.rewards.countdown import CountdownReward, CountdownRewardOptions
 from oncurve.rewards.format import FormatOptions, FormatReward
 from oncurve.rewards.function import PythonOptions, python_reward
 from oncurve.rewards.length import LengthOptions, LengthReward, OverlongOptions, OverlongReward
+from oncurve.rewards.math import MathOptions, MathReward
 from oncurve.rewards.mix import RewardMix
 
 REWARDS: dict[str, RewardType] = {
     "answer": RewardType(AnswerOptions, AnswerReward),
+    "math": RewardType(MathOptions, MathReward),
     "format": RewardType(FormatOptions, FormatReward),
     "countdown": RewardType(CountdownRewardOptions, CountdownReward),
     "overlong": RewardType(OverlongOptions, OverlongReward),
