@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -42,7 +42,7 @@ setup: $(VENV)/.dev
 
 # Two stamps, so that training does not wait for what only tests need. They are made anew when versions or dependencies change.
 $(VENV)/.run: pyproject.toml constraints.txt | $(BIN)/python
-	@echo "installing what training needs (once)"
+	@echo "installing what training needs (once; torch is large)"
 	@$(PIP) install -c constraints.txt torch hatchling editables
 	@$(PIP) install -c constraints.txt --no-build-isolation -e .
 	@touch $@
