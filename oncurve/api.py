@@ -112,6 +112,7 @@ def train(
     steps: int | None = None,
     name: str | None = None,
     seed: int | None = None,
+    threads: int | None = None,
     out: str | Path | None = None,
     runs_dir: str | Path = "runs",
     resume: Run | str | Path | None = None,
@@ -141,7 +142,8 @@ def train(
         folder = resume.folder if isinstance(resume, Run) else RunFolder.open(resume, Path(runs_dir))
         run = start.resume(folder, listeners=listeners, task=task, rewards=mix, policy=policy)
     else:
-        asked = _recipe(recipe, told, task, mix, source, name, seed)
+        around = {"name": name, "seed": seed, "threads": threads}
+        asked = _recipe(recipe, told, task, mix, source, {key: value for key, value in around.items() if value is not None})
         where = None if out is None else Path(out)
         run = start.begin(asked, runs_dir=Path(runs_dir), out=where, listeners=listeners, task=task, rewards=mix, policy=policy)
     if not quiet:
@@ -155,11 +157,9 @@ def _recipe(
     task: PromptList | None,
     mix: RewardMix | None,
     source: str | None,
-    name: str | None,
-    seed: int | None,
+    around: dict[str, Any],
 ) -> Recipe:
     """The recipe as it is, with the model that was named; or one made of the keywords."""
-    around = {key: value for key, value in (("name", name), ("seed", seed)) if value is not None}
     if recipe is not None:
         _refuse_changes(told, "the recipe says it", 'change the recipe: load_recipe(FILE, ["grpo.group_size=16"])')
         changed = recipe.model_copy(update=around)
@@ -208,7 +208,7 @@ def _check_options(told: dict[str, Any]) -> None:
         )
 
 
-KEYWORDS = ("recipe", "model", "prompts", "rewards", "heldout", "name", "seed", "out", "runs_dir", "resume", "quiet")
+KEYWORDS = ("recipe", "model", "prompts", "rewards", "heldout", "name", "seed", "threads", "out", "runs_dir", "resume", "quiet")
 
 
 def as_mix(rewards: Rewards) -> RewardMix:

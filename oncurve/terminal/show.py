@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from rich.columns import Columns
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -176,7 +177,8 @@ def render_step(run: RunFolder, stage: str | None, step: int) -> RenderableType:
         name = stage_of(store, run, stage, step)
         report = store.step(name, step)
     head = Text.assemble((f"{run.name}  {name} step {step}", "bold"))
-    facts = Text("  ".join(f"{key} {number(value)}" for key, value in report.metrics.items()), "dim")
+    told = [Text(f"{key} {number(value)}", "dim") for key, value in report.metrics.items()]
+    facts = Columns(told, padding=(0, 2), equal=True)
     if not report.groups:
         return Group(head, facts)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")

@@ -107,7 +107,9 @@ def recipe_for(task: str | None, run: RunFolder | None, sets: list[str], source:
                 because=f"{source} is no run, so there is no recipe that says what to ask",
                 fix=f"name a recipe, or one of: {', '.join(TASKS)}",
             )
-        return load_recipe(run.recipe, sets)
+        own = load_recipe(run.recipe, sets)
+        refuse_from_python(own, own.stages[-1])
+        return own
     if task in TASKS and not Path(task).is_file():
         return parse_recipe({"name": task, "task": {"type": task}, "stages": [{"type": "sft"}]}, sets)
     return parse_recipe(read_toml(find_recipe(Path(task))), sets)

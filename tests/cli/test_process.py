@@ -1,0 +1,112 @@
+"""What only a process of its own can show: what is imported, signals, pipes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from oncurve.cli import main
+from oncurve.runs.folder import RunFolder
+from tests.cli.conftest import write_recipe
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "80"}
+
+LIGHT = """
+import sys
+from oncurve.cli import main
+for words in (["--help"], ["runs", "--runs", sys.argv[1]], ["show", "small-1", "--runs", sys.argv[1]], ["recipe", "explain"],
+              ["recipe", "show", "arithmetic"], ["train", "gone.toml"], ["version"]):
+    main(words)
+heavy = [name for name in ("torch", "transformers", "trl", "datasets") if name in sys.modules]
+sys.exit(f"imported: {heavy}" if heavy else 0)
+"""
+
+
+def test_looking_and_explaining_import_nothing_heavy(runs: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LIGHT, str(runs)], env=ENVIRONMENT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_closed_pipe_is_quiet() -> None:
+    command = f"'{sys.executable}' -m oncurve recipe explain | head -1"
+    done = subprocess.run(command, shell=True, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("key")
+    assert done.stderr == ""
+
+
+def test_ctrl_c_finishes_the_step_and_saves(tmp_path: Path) -> None:
+    recipe, out = write_recipe(tmp_path), tmp_path / "run"
+    command = [sys.executable, "-m", "oncurve", "train", str(recipe), "--out", str(out), "--set", "grpo.steps=5000"]
+    with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("grpo"):
+                break
+        process.send_signal(signal.SIGINT)
+        out_text, error = process.communicate(timeout=60)
+    assert process.returncode == 130, error
+    assert "stopping after this step" in out_text
+    assert "stopped by you" in error
+    assert "Traceback" not in error
+    assert RunFolder(out).state().shown == "interrupted"
+    assert list((out / "checkpoints").glob("grpo-*"))
+
+
+LIMITED = """
+import resource, sys
+from oncurve.cli import main
+from oncurve.train import start
+resource.setrlimit(resource.RLIMIT_FSIZE, (90_000, 90_000))
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_no_room_is_told_and_the_run_goes_on_once_there_is(tmp_path: Path) -> None:
+    """A file size limit is a full disk for one process."""
+    recipe, out = write_recipe(tmp_path), tmp_path / "run"
+    words = ["train", str(recipe), "--out", str(out), "--set", "grpo.prompts_per_step=8", "--set", "grpo.steps=8"]
+    full = subprocess.run([sys.executable, "-c", LIMITED, *words], env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert full.returncode == 2, full.stderr
+    assert full.stderr.startswith("error ")
+    assert "Traceback" not in full.stderr
+    assert main([*words, "--resume"]) == 0
+    assert RunFolder(out).state().status == "finished"
+
+
+def test_an_ascii_terminal_gets_marks_instead_of_a_traceback(runs: Path) -> None:
+    command = [sys.executable, "-m", "oncurve", "show", "small-1", "--runs", str(runs)]
+    done = subprocess.run(command, env=ENVIRONMENT | {"PYTHONIOENCODING": "ascii"}, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert b"?" in done.stdout
+
+
+def test_in_a_terminal_the_display_is_one_picture(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path)
+    leader, follower = os.openpty()
+    command = [sys.executable, "-m", "oncurve", "train", str(recipe), "--out", str(tmp_path / "run")]
+    with subprocess.Popen(command, env=ENVIRONMENT | {"TERM": "xterm-256color"}, stdout=follower, stderr=follower) as process:
+        os.close(follower)
+        shown = _read_all(leader)
+    assert process.returncode == 0, shown
+    for words in ("held-out", "no signal", "tokens/s", "2/2", "after grpo", "\x1b[?25h"):
+        assert words in shown
+
+
+def _read_all(handle: int) -> str:
+    parts = []
+    while True:
+        try:
+            part = os.read(handle, 65536)
+        except OSError:  # Linux says EIO where the other end has closed
+            break
+        if not part:
+            break
+        parts.append(part)
+    os.close(handle)
+    return b"".join(parts).decode(errors="replace")

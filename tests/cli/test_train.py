@@ -1,0 +1,121 @@
+"""Begin, go on, fork: what a user types and what comes of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from oncurve.runs.checkpoints import list_checkpoints
+from oncurve.runs.folder import RunFolder
+from oncurve.runs.store import Store
+from tests.cli.conftest import Oncurve
+
+
+@pytest.fixture
+def stopped(runs: Path, tmp_path: Path) -> Path:
+    """A folder with small-1 as it was when grpo step 1 had been saved."""
+    folder = tmp_path / "runs"
+    shutil.copytree(runs, folder)
+    run = RunFolder(folder / "small-1")
+    shutil.rmtree(run.checkpoints / "grpo-000002")
+    shutil.rmtree(run.model)
+    run.set_status("interrupted")
+    return folder
+
+
+def test_a_run_ends_with_what_it_learned_and_what_to_type_next(oncurve: Oncurve, recipe: Path, tmp_path: Path) -> None:
+    result = oncurve("train", recipe, "--runs", tmp_path / "runs")
+    assert result.code == 0
+    for words in ("after sft", "after grpo", "2 digits", "advantage", "oncurve show", "oncurve chat", "oncurve eval"):
+        assert words in result.out
+    run = tmp_path / "runs" / "small-1"
+    assert {"recipe.toml", "run.json", "run.db", "checkpoints", "model"} <= {path.name for path in run.iterdir()}
+    assert (run / "model" / "config.json").is_file()
+
+
+def test_sets_change_the_recipe_and_out_names_the_folder(oncurve: Oncurve, recipe: Path, tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "mine"
+    result = oncurve("train", recipe, "--set", "grpo.steps=1", "--set", "seed=7", "--out", out)
+    assert result.code == 0
+    written = (out / "recipe.toml").read_text()
+    assert "seed = 7" in written
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("words", [["RUN", "--resume"], ["--resume", "RUN"], ["--resume", "small-1"], ["RECIPE", "--resume"]])
+def test_a_stopped_run_goes_on_however_it_is_named(
+    oncurve: Oncurve, recipe: Path, runs: Path, stopped: Path, words: list[str]
+) -> None:
+    names = {"RUN": str(stopped / "small-1"), "RECIPE": str(recipe)}
+    result = oncurve("train", *(names.get(word, word) for word in words), "--runs", stopped)
+    assert result.code == 0, result.err
+    assert "going on from grpo step 1" in result.out
+    assert [path.name for path in stopped.iterdir()] == ["small-1"]
+    with Store.open(stopped / "small-1") as mine, Store.open(runs / "small-1") as whole:
+        assert mine.fingerprint() == whole.fingerprint()
+
+
+def test_out_and_resume_begin_or_go_on(oncurve: Oncurve, recipe: Path, stopped: Path, tmp_path: Path) -> None:
+    assert oncurve("train", recipe, "--out", tmp_path / "new", "--resume").code == 0
+    result = oncurve("train", recipe, "--out", stopped / "small-1", "--resume", "--runs", tmp_path / "none")
+    assert result.code == 0
+    assert "going on from grpo step 1" in result.out
+
+
+def test_an_unfinished_run_of_the_same_recipe_is_named_and_a_new_one_begins(
+    oncurve: Oncurve, recipe: Path, stopped: Path
+) -> None:
+    result = oncurve("train", recipe, "--runs", stopped)
+    assert result.code == 0
+    assert f"oncurve train --resume {stopped / 'small-1'}" in result.err.replace("\n", "").replace("  ", " ")
+    assert (stopped / "small-2").is_dir()
+
+
+def test_resume_refuses_what_it_would_ignore(oncurve: Oncurve, recipe: Path, stopped: Path) -> None:
+    with_set = oncurve("train", stopped / "small-1", "--resume", "--set", "seed=1")
+    assert with_set.code == 2
+    assert "oncurve fork" in with_set.err
+    other = oncurve("train", recipe, "--set", "seed=1", "--resume", "--runs", stopped)
+    assert other.code == 2
+    assert "keeps its recipe" in other.err
+
+
+def test_resume_with_nothing_to_resume(oncurve: Oncurve, recipe: Path, runs: Path) -> None:
+    nothing = oncurve("train", recipe, "--resume", "--runs", runs)
+    assert nothing.code == 2
+    assert "nothing to resume" in nothing.err
+    finished = oncurve("train", "--resume", runs / "small-1")
+    assert finished.code == 2
+    assert "already finished" in finished.err
+
+
+def test_a_run_without_resume_is_not_a_recipe(oncurve: Oncurve, runs: Path) -> None:
+    result = oncurve("train", runs / "small-1")
+    assert result.code == 2
+    assert "--resume" in result.err
+
+
+def test_a_fork_and_its_parent_know_each_other(oncurve: Oncurve, runs: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "runs"
+    shutil.copytree(runs, folder)
+    forked = oncurve("fork", "small-1", "--step", "1", "--set", "grpo.group_size=8", "--runs", folder)
+    assert forked.code == 0, forked.err
+    child = oncurve("show", "small-2", "--runs", folder).out
+    assert "a fork of small-1 at grpo step 1" in child
+    assert ["grpo.group_size", "4", "8"] in [line.split() for line in child.splitlines()]
+    assert "at the end of grpo" in child
+    assert "forked at grpo step 1 by small-2: grpo.group_size = 8" in oncurve("show", "small-1", "--runs", folder).out
+    listed = json.loads(oncurve("runs", "--runs", folder, "--json").out)
+    assert listed[0]["parent"] == {"run": "small-1", "stage": "grpo", "step": 1}
+    assert listed[0]["changes"] == {"grpo.group_size": 8}
+
+
+def test_a_fork_names_the_checkpoints_there_are(oncurve: Oncurve, runs: Path) -> None:
+    result = oncurve("fork", "small-1", "--step", "7", "--runs", runs)
+    assert result.code == 2
+    assert "grpo 1, grpo 2, sft 2" in result.err
+    assert len(list_checkpoints(runs / "small-1" / "checkpoints")) == 3
+    assert not (runs / "small-2").exists()

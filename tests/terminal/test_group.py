@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import pytest
+from rich.console import Console
+
+from oncurve.terminal.group import GroupTable, by_advantage, render_group
+from tests.terminal.builders import graded_group
+
+GROUP = graded_group(
+    ["wrong", "right " + "and long " * 30, "broken", "cut short"],
+    [0.0, 1.0, None, 0.5],
+    [-0.5, 1.25, 0.0, 0.0],
+    ["end", "end", "end", "length"],
+)
+
+
+def drawn(what: object, width: int) -> list[str]:
+    console = Console(width=width, record=True, force_terminal=True, color_system=None, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(what)
+    return console.export_text().splitlines()
+
+
+def test_best_first_and_what_takes_no_part_last() -> None:
+    assert by_advantage(GROUP) == [1, 3, 0, 2]
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_a_table_has_one_line_per_completion_at_any_width(width: int) -> None:
+    lines = drawn(GroupTable(GROUP), width)
+    assert len(lines) == 2 + 4
+    assert all(len(line.rstrip()) <= width for line in lines)
+    assert lines[2].split()[:4] == ["+1.25", "1.00", "1.00", "3"]
+    assert lines[3].rstrip().endswith("cut short ⋯ cut")
+    assert "! answer: ValueError: odd" in lines[5]
+    assert lines[5].split()[:4] == ["–", "–", "failed", "3"]
+
+
+def test_in_full_every_text_is_whole() -> None:
+    text = " ".join(" ".join(drawn(render_group(GROUP), 100)).split())
+    assert text.count("and long") == 30
+    assert "answer failed: ValueError: odd" in text
+    assert "not graded" in text
+    assert "12+34=" in text

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import io
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from oncurve.recipe.load import load_recipe
+from oncurve.records import EvalReport, StepReport
+from oncurve.terminal.live import LiveDisplay
+from oncurve.terminal.panel import Panel
+from oncurve.terminal.progress import RunProgress
+
+RECIPE = load_recipe("arithmetic", ["sft.steps=300", "grpo.steps=200"])
+METRICS = {
+    "reward": 0.8,
+    "entropy": 0.212,
+    "tokens_per_s": 4210.0,
+    "length_mean": 23.44,
+    "no_signal_share": 0.31,
+    "cut_share": 0.02,
+}
+
+
+def middle_of_a_run(display: LiveDisplay) -> RunProgress:
+    """A run at grpo step 84: sft took 41 s, grpo has taken 62 s."""
+    display.on_run_start(RECIPE, Path("runs/arithmetic-1"), 842_112, None)
+    display.on_stage_start("sft", "sft", 0, 300, 0)
+    for n in range(1, 301):
+        display.on_step(StepReport("sft", n, {"loss": 3 - n / 100, "entropy": 1.2, "tokens_per_s": 9000.0}, {"update": 0.1}))
+    display.on_eval(EvalReport("sft", 300, 0.42, 200, {}))
+    display.on_stage_end("sft")
+    display.on_stage_start("grpo", "grpo", 1, 200, 0)
+    for n in range(1, 85):
+        display.on_step(StepReport("grpo", n, METRICS | {"reward": n / 100}, {"sample": 0.6, "score": 0.001, "update": 0.399}))
+    display.on_eval(EvalReport("grpo", 84, 0.615, 200, {}))
+    assert display.progress is not None
+    sft, grpo = display.progress.stages
+    sft.began, sft.ended, grpo.began = 1000.0, 1041.0, 1041.0
+    return display.progress
+
+
+def picture(progress: RunProgress, width: int) -> list[str]:
+    console = Console(width=width, record=True, force_terminal=True, color_system=None, file=io.StringIO())
+    console.print(Panel(progress, clock=lambda: 1103.0))
+    return console.export_text().splitlines()
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+def test_the_picture_is_eight_lines_at_any_width(width: int) -> None:
+    lines = picture(middle_of_a_run(LiveDisplay(Console(file=io.StringIO()))), width)
+    assert len(lines) == 8
+    assert max(map(len, lines)) <= width
+
+
+def test_the_picture_says_all_that_matters_at_80() -> None:
+    lines = [" ".join(line.split()) for line in picture(middle_of_a_run(LiveDisplay(Console(file=io.StringIO()))), 80)]
+    assert lines[0] == "arithmetic-1 842k parameters · arithmetic · runs/arithmetic-1"
+    assert lines[1].endswith("300/300 0:41 done")
+    assert lines[2].endswith("84/200 1:02 1:26 left")  # 62 s for 84 steps, 116 to go
+    assert lines[4] == "reward 0.840 ▁▁▂▂▃▃▄▄▅▅▆▆▇▇██ entropy 0.212 nats"
+    assert lines[5] == "held-out 61.5 % ▄▅ +19.5 length 23.4 tokens, 2 % cut"
+    assert lines[6] == "KL – no signal 31 % of groups"
+    assert lines[7] == "speed 4,210 tokens/s time sample 60 % · update 40 %"
+
+
+def test_a_log_gets_lines_and_no_control_codes() -> None:
+    out = io.StringIO()
+    display = LiveDisplay(Console(file=out, highlight=False), line_every_s=1e9)
+    middle_of_a_run(display)
+    display.on_event("damaged", "grpo-000080 is damaged")
+    display.on_run_end("finished")
+    lines = out.getvalue().splitlines()
+    assert "\x1b" not in out.getvalue()
+    assert lines[0] == "arithmetic-1: 842k parameters, task arithmetic, in runs/arithmetic-1"
+    assert lines[1].startswith("sft 1/300  loss 2.99  entropy 1.20  9,000 tokens/s")
+    assert lines[2].startswith("sft 300/300")
+    assert lines[3] == "sft 300: held-out accuracy 42.0 % of 200"
+    assert lines[4].startswith("grpo 1/200  reward 0.0100  KL –  entropy 0.212  length 23.4  no signal 31 %  4,210 tokens/s")
+    assert lines[-1] == "grpo-000080 is damaged"
+    assert len(lines) == 7
+
+
+def test_a_terminal_gets_a_picture_and_its_cursor_back() -> None:
+    out = io.StringIO()
+    display = LiveDisplay(Console(file=out, force_terminal=True, width=80, color_system=None))
+    middle_of_a_run(display)
+    display.on_event("signal", "stopping after this step")
+    assert display.live is None
+    assert "\x1b[?25h" in out.getvalue()
+    display.on_run_end("interrupted")
+    assert out.getvalue().rstrip().endswith("stopping after this step")
+
+
+def test_a_step_costs_the_display_less_than_a_millisecond() -> None:
+    display = LiveDisplay(Console(file=io.StringIO(), force_terminal=True, width=80))
+    display.on_run_start(RECIPE, Path("runs/arithmetic-1"), 842_112, None)
+    display.on_stage_start("grpo", "grpo", 1, 200, 0)
+    steps = [StepReport("grpo", n, METRICS, {"sample": 0.6}) for n in range(1, 201)]
+    began = time.thread_time()
+    for step in steps:
+        display.on_step(step)
+    spent = time.thread_time() - began
+    display.on_run_end("finished")
+    assert spent / len(steps) < 1e-3
+
+
+def test_time_left_counts_only_what_this_process_did() -> None:
+    progress = RunProgress.of(RECIPE, Path("runs/x"), 1)
+    progress.begin("grpo", 1, 200, 100)
+    stage = progress.now_in
+    stage.began = 0.0
+    assert stage.left(10.0) is None
+    stage.take(StepReport("grpo", 110, {}, {}))
+    assert stage.left(10.0) == pytest.approx(90.0)
