@@ -285,7 +285,7 @@ def main() -> None:
     ask.add_argument("--steps", type=int, default=20, help="steps that count")
     ask.add_argument("--warm-up", type=int, default=3, help="steps before them")
     ask.add_argument("--threads", type=int, default=2)
-    ask.add_argument("--trl-micro-batch", type=int, default=64, help="completions that TRL forwards at once")
+    ask.add_argument("--trl-micro-batch", type=int, default=16, help="completions that TRL forwards at once")
     ask.add_argument("--table", action="store_true", help="measure nothing: put the last results into bench/README.md")
     said = ask.parse_args()
     if said.table:
