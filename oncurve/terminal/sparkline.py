@@ -26,7 +26,8 @@ def sparkline(values: Sequence[float], width: int, low: float | None = None, hig
 def _bar(value: float, bottom: float, top: float) -> str:
     if not math.isfinite(value):
         return " "
-    height = (value - bottom) / (top - bottom) if top > bottom else 0.0
+    # Halved first: the distance between two floats may itself be too large for one.
+    height = (value / 2 - bottom / 2) / (top / 2 - bottom / 2) if top / 2 > bottom / 2 else 0.0
     return BARS[min(max(int(height * len(BARS)), 0), len(BARS) - 1)]
 
 

@@ -40,22 +40,39 @@ def test_a_closed_pipe_is_quiet() -> None:
     assert done.stderr == ""
 
 
-def test_ctrl_c_finishes_the_step_and_saves(tmp_path: Path) -> None:
+def test_in_a_terminal_there_is_one_picture_and_ctrl_c_finishes_the_step(tmp_path: Path) -> None:
     recipe, out = write_recipe(tmp_path), tmp_path / "run"
     command = [sys.executable, "-m", "oncurve", "train", str(recipe), "--out", str(out), "--set", "grpo.steps=5000"]
-    with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("grpo"):
-                break
+    leader, follower = os.openpty()
+    environment = ENVIRONMENT | {"TERM": "xterm-256color"}
+    with subprocess.Popen(command, env=environment, stdout=follower, stderr=subprocess.PIPE, text=True) as process:
+        os.close(follower)
+        shown = read(leader, until="of groups")
         process.send_signal(signal.SIGINT)
-        out_text, error = process.communicate(timeout=60)
+        shown += read(leader)
+        _, error = process.communicate(timeout=60)
+    os.close(leader)
     assert process.returncode == 130, error
-    assert "stopping after this step" in out_text
+    for words in ("held-out", "no signal", "tokens/s", "/5000", "stopping after this step", "\x1b[?25h"):
+        assert words in shown
     assert "stopped by you" in error
     assert "Traceback" not in error
     assert RunFolder(out).state().shown == "interrupted"
     assert list((out / "checkpoints").glob("grpo-*"))
+
+
+def read(handle: int, until: str | None = None) -> str:
+    """What a program writes to its terminal, up to some words or to its end."""
+    text = b""
+    while until is None or until.encode() not in text:
+        try:
+            part = os.read(handle, 65536)
+        except OSError:  # Linux says EIO where the other end has closed
+            break
+        if not part:
+            break
+        text += part
+    return text.decode(errors="replace")
 
 
 LIMITED = """
@@ -84,29 +101,3 @@ def test_an_ascii_terminal_gets_marks_instead_of_a_traceback(runs: Path) -> None
     done = subprocess.run(command, env=ENVIRONMENT | {"PYTHONIOENCODING": "ascii"}, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
     assert b"?" in done.stdout
-
-
-def test_in_a_terminal_the_display_is_one_picture(tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path)
-    leader, follower = os.openpty()
-    command = [sys.executable, "-m", "oncurve", "train", str(recipe), "--out", str(tmp_path / "run")]
-    with subprocess.Popen(command, env=ENVIRONMENT | {"TERM": "xterm-256color"}, stdout=follower, stderr=follower) as process:
-        os.close(follower)
-        shown = _read_all(leader)
-    assert process.returncode == 0, shown
-    for words in ("held-out", "no signal", "tokens/s", "2/2", "after grpo", "\x1b[?25h"):
-        assert words in shown
-
-
-def _read_all(handle: int) -> str:
-    parts = []
-    while True:
-        try:
-            part = os.read(handle, 65536)
-        except OSError:  # Linux says EIO where the other end has closed
-            break
-        if not part:
-            break
-        parts.append(part)
-    os.close(handle)
-    return b"".join(parts).decode(errors="replace")
