@@ -63,7 +63,9 @@ def test_algos_know_torch_and_records_alone() -> None:
     for path in (PACKAGE / "algos").glob("*.py"):
         for name in imports(path):
             top = name.split(".")[0]
-            assert own(name) in allowed if top == "oncurve" else top in {"torch", "numpy", *STANDARD}, f"{path.name} imports {name}"
+            assert own(name) in allowed if top == "oncurve" else top in {"torch", "numpy", *STANDARD}, (
+                f"{path.name} imports {name}"
+            )
 
 
 STANDARD = {"__future__", "collections", "dataclasses", "functools", "math", "typing"}

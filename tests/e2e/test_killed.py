@@ -62,7 +62,11 @@ def kill_and_resume(path: Path, moments: list[tuple[int, float]]) -> RunFolder:
 def test_a_run_killed_three_times_ends_in_the_same_bits(tmp_path: Path) -> None:
     """Within sft, early in grpo and late in it; where exactly within a step is left to the clock."""
     dice = random.Random()
-    moments = [(dice.randint(2, 10), dice.random() * 0.05), (dice.randint(5, 14), dice.random() * 0.05), (dice.randint(3, 9), 0.0)]
+    moments = [
+        (dice.randint(2, 10), dice.random() * 0.05),
+        (dice.randint(5, 14), dice.random() * 0.05),
+        (dice.randint(3, 9), 0.0),
+    ]
     killed = kill_and_resume(tmp_path / "killed", moments)
     whole = begin(recipe(*SETS), out=tmp_path / "whole")
     assert fingerprint(killed) == fingerprint(whole), moments

@@ -24,7 +24,9 @@ def engine_for(policy: Policy, slots: int | None, check_every: int = 4) -> Nativ
     return NativeEngine(policy, Engine(slots=slots, check_every=check_every))
 
 
-def sample(policy: Policy, prompts: list[Prompt], group_size: int, how: Sampling, *, slots: int = 8, step: int = 1) -> list[Group]:
+def sample(
+    policy: Policy, prompts: list[Prompt], group_size: int, how: Sampling, *, slots: int = 8, step: int = 1
+) -> list[Group]:
     return engine_for(policy, slots).sample(prompts, group_size, how, Draws(seed=0, step=step))
 
 
@@ -57,7 +59,9 @@ def assert_same_greedy(model: PreTrainedModel, prompt_ids: Ints, ours: Ints, the
     assert margin < NEAR_TIE, f"token {at}: {int(ours[at])} and {theirs[at]}, {margin} apart"
 
 
-def assert_logps(model: PreTrainedModel, prompt_ids: Ints, completion: Completion, temperature: float, within: float = 1e-4) -> None:
+def assert_logps(
+    model: PreTrainedModel, prompt_ids: Ints, completion: Completion, temperature: float, within: float = 1e-4
+) -> None:
     """Scaled and raw log-probs of every sampled token against a full forward."""
     logits_TV = next_logits(model, prompt_ids, completion.token_ids)
     at = torch.from_numpy(completion.token_ids)[:, None]

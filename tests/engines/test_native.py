@@ -1,4 +1,4 @@
-"""The native engine as a whole: what is queued beside a completion does not matter, how it stops, and whose weights it reads."""
+"""The native engine as a whole: what is queued beside a completion does not matter, how it stops, whose weights it reads."""
 
 from __future__ import annotations
 
@@ -40,13 +40,15 @@ def alone(name: str, prompt: int, group_size: int) -> Group:
 
 def bits(completion: Completion) -> tuple[bytes, ...]:
     arrays = (completion.token_ids, completion.logps, completion.sampled_logps, completion.raw_logps)
-    return tuple(a.tobytes() for a in arrays) + (completion.text.encode(), completion.stop.encode())
+    return (*(a.tobytes() for a in arrays), completion.text.encode(), completion.stop.encode())
 
 
 @pytest.mark.parametrize(("name", "group_size"), [("qwen3", 4), ("gemma2", 2), ("smollm3", 1), ("mistral", 20)])
 @settings(max_examples=8, deadline=None)
 @given(order=st.permutations(range(len(POOL))), count=st.integers(2, len(POOL)))
-def test_a_completion_is_the_same_bits_whatever_else_is_queued(name: str, group_size: int, order: list[int], count: int) -> None:
+def test_a_completion_is_the_same_bits_whatever_else_is_queued(
+    name: str, group_size: int, order: list[int], count: int
+) -> None:
     chosen = order[:count]
     groups = sample(policy_of(name), [POOL[i] for i in chosen], group_size, HOW)
     for i, group in zip(chosen, groups, strict=True):
@@ -224,4 +226,6 @@ def test_many_mixes_with_few_slots_and_refills() -> None:
     for _ in range(24):
         chosen = dice.sample(range(len(POOL)), dice.randint(3, 6))
         groups = sample(policy_of("qwen3"), [POOL[i] for i in chosen], 4, HOW)
-        assert [bits(c) for g in groups for c in g.completions] == [bits(c) for i in chosen for c in alone("qwen3", i, 4).completions]
+        assert [bits(c) for g in groups for c in g.completions] == [
+            bits(c) for i in chosen for c in alone("qwen3", i, 4).completions
+        ]

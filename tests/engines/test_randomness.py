@@ -35,7 +35,9 @@ def test_numbers_lie_in_the_unit_interval_and_a_longer_row_begins_with_the_short
     assert short.tolist() == long[:5].tolist()
 
 
-@pytest.mark.parametrize("other", [(1, 1, "p", 1), (0, 2, "p", 1), (0, 1, "q", 1), (0, 1, "p", 2), (1, 0, "p", 1), (0, 0, "p", 2)])
+@pytest.mark.parametrize(
+    "other", [(1, 1, "p", 1), (0, 2, "p", 1), (0, 1, "q", 1), (0, 1, "p", 2), (1, 0, "p", 1), (0, 0, "p", 2)]
+)
 def test_every_coordinate_counts(other: tuple[int, int, str, int]) -> None:
     one, two = uniforms(0, 1, "p", 1, 512), uniforms(*other, 512)
     assert not np.any(one == two)
@@ -44,12 +46,18 @@ def test_every_coordinate_counts(other: tuple[int, int, str, int]) -> None:
 
 def test_rows_never_share_a_stretch() -> None:
     """One stream read from two places would look independent at each position; here no number occurs twice at all."""
-    rows = [uniforms(seed, step, prompt, sample, 16) for seed in range(3) for step in range(8) for prompt in "abc" for sample in range(8)]
+    rows = [
+        uniforms(seed, step, prompt, sample, 16)
+        for seed in range(3)
+        for step in range(8)
+        for prompt in "abc"
+        for sample in range(8)
+    ]
     assert len(np.unique(np.stack(rows))) == len(rows) * 16
 
 
 def test_numbers_are_even_along_and_across_rows() -> None:
-    """χ² over 64 cells, with 63 degrees of freedom: below 115 but once in ten thousand tables. The numbers are fixed, so no luck."""
+    """χ² over 64 cells, 63 degrees of freedom: below 115 but once in ten thousand tables; no luck, as numbers are fixed."""
     table = np.stack([uniforms(0, 1, f"p{p}", s, 32) for p in range(64) for s in range(8)])
     for numbers in (table.ravel(), table[:, 0], table[:, 31]):
         counts, _ = np.histogram(numbers, bins=64, range=(0, 1))

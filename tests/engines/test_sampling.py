@@ -60,7 +60,9 @@ def test_a_large_vocabulary_costs_no_accuracy() -> None:
         assert int(invert(probability_SV, torch.tensor([(token + 0.5) * 1e-5], dtype=torch.float64))) == token
 
 
-@pytest.mark.parametrize(("k", "expected"), [(1, {1}), (2, {1, 3}), (4, {0, 1, 2, 3}), (5, {0, 1, 2, 3, 4}), (99, {0, 1, 2, 3, 4})])
+@pytest.mark.parametrize(
+    ("k", "expected"), [(1, {1}), (2, {1, 3}), (4, {0, 1, 2, 3}), (5, {0, 1, 2, 3, 4}), (99, {0, 1, 2, 3, 4})]
+)
 def test_top_k_keeps_the_likeliest(k: int, expected: set[int]) -> None:
     assert kept(Sampling(top_k=k)) == expected
 
@@ -70,7 +72,9 @@ def test_top_p_keeps_the_smallest_set_that_has_the_mass(p: float, expected: set[
     assert kept(Sampling(top_p=p)) == expected
 
 
-@pytest.mark.parametrize(("share", "expected"), [(0.99, {1}), (0.6, {1, 3}), (0.45, {1, 2, 3}), (0.2, {0, 1, 2, 3}), (0.1, {0, 1, 2, 3, 4})])
+@pytest.mark.parametrize(
+    ("share", "expected"), [(0.99, {1}), (0.6, {1, 3}), (0.45, {1, 2, 3}), (0.2, {0, 1, 2, 3}), (0.1, {0, 1, 2, 3, 4})]
+)
 def test_min_p_drops_what_is_less_than_a_share_of_the_likeliest(share: float, expected: set[int]) -> None:
     assert kept(Sampling(min_p=share)) == expected
 

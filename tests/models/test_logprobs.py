@@ -32,7 +32,8 @@ def plain(head: Head, hidden_MD: Tensor, target_M: Tensor, temperature: float) -
 
 
 @pytest.mark.parametrize(
-    ("bias", "scale", "softcap", "temperature", "rows"), list(product((False, True), (1.0, 0.3), (None, 2.0), (1.0, 0.6), (1, 4, 100)))
+    ("bias", "scale", "softcap", "temperature", "rows"),
+    list(product((False, True), (1.0, 0.3), (None, 2.0), (1.0, 0.6), (1, 4, 100))),
 )
 def test_values_and_every_gradient(
     bias: bool, scale: float, softcap: float | None, temperature: float, rows: int, monkeypatch: pytest.MonkeyPatch

@@ -28,12 +28,19 @@ SHAPES = st.lists(st.tuples(st.integers(1, 12), st.lists(st.integers(1, 9), min_
 
 @settings(deadline=None)
 @given(shape=SHAPES, budget=st.integers(1, 60))
-def test_every_completion_once_in_order_with_its_own_prompt_and_within_the_budget(shape: list[tuple[int, list[int]]], budget: int) -> None:
+def test_every_completion_once_in_order_with_its_own_prompt_and_within_the_budget(
+    shape: list[tuple[int, list[int]]], budget: int
+) -> None:
     bundles = bundles_of(shape)
     packs = split_by_budget(bundles, budget)
-    where = {key: (b.prompt_ids.tolist(), ids.tolist()) for b in bundles for key, ids in zip(b.keys, b.completion_ids, strict=True)}
+    where = {
+        key: (b.prompt_ids.tolist(), ids.tolist()) for b in bundles for key, ids in zip(b.keys, b.completion_ids, strict=True)
+    }
     found = [
-        (key, (b.prompt_ids.tolist(), ids.tolist())) for p in packs for b in p for key, ids in zip(b.keys, b.completion_ids, strict=True)
+        (key, (b.prompt_ids.tolist(), ids.tolist()))
+        for p in packs
+        for b in p
+        for key, ids in zip(b.keys, b.completion_ids, strict=True)
     ]
     assert found == list(where.items())
     for pack in packs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,10 @@ from tests.models.architectures import make_model as make_architecture
 from tests.models.architectures import tokenizer
 
 SMALL = TinyModel(layers=1, width=32, heads=2, kv_heads=1, head_size=16, mlp_width=32, context=64)
-TEMPLATE = "{% for m in messages %}{{ m.role[0] }}{{ m.content }} {% endfor %}{% if add_generation_prompt %}a{% endif %}{{ extra or '' }}"
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}{{ m.content }} {% endfor %}"
+    "{% if add_generation_prompt %}a{% endif %}{{ extra or '' }}"
+)
 
 
 def small(**options: object) -> Policy:
@@ -73,7 +77,10 @@ def test_a_saved_policy_loads_in_transformers_and_here(tmp_path: Path) -> None:
     policy.save(tmp_path / "model")
     again = load_policy(Model(source=str(tmp_path / "model")), alphabet=None, seed=9)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    assert AutoTokenizer.from_pretrained(tmp_path / "model")("1+2=")["input_ids"] == policy.encode(Prompt(id="p", text="1+2=")).tolist()
+    assert (
+        AutoTokenizer.from_pretrained(tmp_path / "model")("1+2=")["input_ids"]
+        == policy.encode(Prompt(id="p", text="1+2=")).tolist()
+    )
     for name, value in policy.model.state_dict().items():
         assert torch.equal(value, plain.state_dict()[name])
         assert torch.equal(value, again.model.state_dict()[name])
@@ -108,17 +115,21 @@ def test_attention_sinks_are_refused_by_name() -> None:
         Policy(GptOssForCausalLM(config), words)
 
 
-def test_a_model_that_drops_forward_arguments_is_refused() -> None:
+def test_learned_positions_restart_after_the_prompt_too() -> None:
+    """GPT-2 knows places by an embedding, not by rotation: completions have the places after their shared prompt."""
     words = tokenizer()
-    config = GPT2Config(vocab_size=len(words), n_embd=32, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=1)
-    try:
-        policy = Policy(GPT2LMHeadModel(config), words)
-    except ModelError as refused:
-        assert refused.fix
-    else:  # should transformers pass them on one day, the numbers must be right
-        ids = np.arange(5)
-        pack = build_pack([Bundle(ids[:3], (ids[3:],), (0,))], policy.device)
-        assert policy.pack_logps(pack)[0].isfinite().all()
+    config = GPT2Config(vocab_size=len(words), n_embd=32, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=1)
+    plain = GPT2LMHeadModel(config).eval()
+    policy = Policy(copy.deepcopy(plain), words)
+    ids = np.arange(3, 20)
+    pack = build_pack([Bundle(ids[:6], (ids[6:10], ids[10:]), (0, 1))], policy.device)
+    with torch.no_grad():
+        ours = policy.pack_logps(pack)[0]
+        theirs = [
+            plain(torch.from_numpy(np.concatenate((ids[:6], own)))[None]).logits[0, 5:-1].log_softmax(-1)[range(len(own)), own]
+            for own in (ids[6:10], ids[10:])
+        ]
+    torch.testing.assert_close(ours, torch.cat(theirs), rtol=1e-4, atol=1e-4)
 
 
 def test_a_head_that_does_more_than_scale_and_cap_is_refused() -> None:

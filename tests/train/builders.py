@@ -81,7 +81,13 @@ def completion(dice: np.random.Generator, length: int, *, stop: StopReason = "en
 
 
 def graded_group(
-    dice: np.random.Generator, prompt: int, lengths: Sequence[int], *, signal: bool = True, masked: bool = False, name: str = "p"
+    dice: np.random.Generator,
+    prompt: int,
+    lengths: Sequence[int],
+    *,
+    signal: bool = True,
+    masked: bool = False,
+    name: str = "p",
 ) -> GradedGroup:
     """A group of completions of these lengths, with advantages of its own for every token, or none."""
     rows = [completion(dice, n, masked=masked) for n in lengths]

@@ -1,8 +1,8 @@
 """Laws of the whole learner: a step's gradient does not move however its batch is split, packed, padded, shared or reordered.
 
-Each law is checked at the second of two updates, where ratios are no longer 1, with KL, entropy bonus and importance weights on.
-Adam's epsilon is large here, so that the first update is smooth in its gradient: with the usual one it follows the sign of rounding
-where a gradient is almost 0. Examples are drawn the same each time: right at a clip's bound a law has a kink.
+Each law is checked at the second of two updates, where ratios are no longer 1, with KL, entropy bonus and importance weights.
+Adam's epsilon is large here, so that the first update is smooth in its gradient: with the usual one it follows the sign of
+rounding where a gradient is almost 0. Examples are drawn the same each time: right at a clip's bound a law has a kink.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ FEW = settings(max_examples=6, deadline=None, derandomize=True)
 
 def groups_of(shape: Shape, seed: int, **options: Any) -> list[GradedGroup]:
     dice = np.random.default_rng(seed)
-    return [graded_group(dice, prompt, lengths, masked=True, name=f"p{i}", **options) for i, (prompt, lengths) in enumerate(shape)]
+    return [
+        graded_group(dice, prompt, lengths, masked=True, name=f"p{i}", **options) for i, (prompt, lengths) in enumerate(shape)
+    ]
 
 
 def gradient_of(groups: Sequence[GradedGroup], objective: str, **options: Any) -> Tensor:

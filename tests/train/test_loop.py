@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from oncurve.records import StepReport
 from oncurve.tasks.in_memory import PromptList
 from oncurve.train.loop import GrpoLoop
 from oncurve.train.start import rewards_for
-from tests.train.builders import digits, loop_for, recipe, snapshot
+from tests.train.builders import apart, digits, gradient, loop_for, recipe, snapshot
 
 
 def run(loop: GrpoLoop, steps: int) -> list[StepReport]:
@@ -40,6 +41,25 @@ def test_a_step_is_what_the_formulas_say() -> None:
     assert report.metrics["tokens"] == sum(len(a) for g in report.groups for a in g.advantages)
     assert set(report.seconds) == {"sample", "score", "grade", "update"}
     assert not torch.equal(snapshot(loop.engine.policy.model), before)
+
+
+def test_the_gradient_is_that_of_the_formula_in_plain_transformers() -> None:
+    """−(1/B) Σ_i (1/|o_i|) Σ_t ρ A_i, sequence by sequence, with rewards taken from the report and nothing else of ours."""
+    loop = loop_for({"optimiser": {"learning_rate": 1e-9, "max_grad_norm": 0.0}}, digits)
+    plain = copy.deepcopy(loop.engine.policy.model)
+    plain.set_attn_implementation("eager")
+    report = loop.step(1)
+    loss = torch.zeros(())
+    for graded in report.groups:
+        rewards = torch.tensor(graded.scored.totals)
+        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+        for c, advantage in zip(graded.group.completions, advantages, strict=True):
+            ids = torch.from_numpy(np.concatenate((graded.group.prompt_ids, c.token_ids)))[None]
+            logp_TV = plain(input_ids=ids).logits[0, len(graded.group.prompt_ids) - 1 : -1].log_softmax(-1)
+            logp_T = logp_TV.gather(1, torch.from_numpy(c.token_ids)[:, None])[:, 0]
+            loss = loss - ((logp_T - logp_T.detach()).exp() * advantage).mean() / 16
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert apart(gradient(loop.engine.policy.model), gradient(plain)) < 1e-5
 
 
 def test_the_sampler_and_the_learner_agree_on_every_token() -> None:

@@ -57,7 +57,10 @@ def test_updates_are_those_of_torch_with_decay_on_matrices_alone() -> None:
     matrices = [p for p in theirs.parameters() if p.dim() == 2]
     vectors = [p for p in theirs.parameters() if p.dim() == 1]
     reference = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}], lr=1.0, betas=(0.8, 0.95), eps=1e-6
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+        lr=1.0,
+        betas=(0.8, 0.95),
+        eps=1e-6,
     )
     for n in range(6):
         give_gradients(ours, n)

@@ -229,5 +229,6 @@ def test_listeners_hear_everything_in_order(tmp_path: Path) -> None:
             heard.append(status)
 
     begin(recipe("sft.steps=1", "grpo.steps=2"), runs_dir=tmp_path, listeners=[Ear()])
-    expected = "run True None, sft 0 0/1, step 1, eval 1, saved sft-000001, end sft, grpo 1 0/2, step 1, step 2, eval 2, saved grpo-000002"
-    assert ", ".join(heard) == f"{expected}, end grpo, finished"
+    sft = ["sft 0 0/1", "step 1", "eval 1", "saved sft-000001", "end sft"]
+    grpo = ["grpo 1 0/2", "step 1", "step 2", "eval 2", "saved grpo-000002", "end grpo"]
+    assert heard == ["run True None", *sft, *grpo, "finished"]
