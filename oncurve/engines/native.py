@@ -1,22 +1,21 @@
 """The native engine: schedule, decode, collect, with the learner's own weights and continuous batching.
 
-A group's prompt is prefilled once, all but its last token; that token opens every completion's suffix, so that the first sampled token
-comes from a decode step like all others. Slots come in blocks of R that share a prompt; a block whose completions have all ended
-is given to the next in the queue. Finished rows are noticed every ``check_every`` tokens.
+A group's prompt is prefilled once, all but its last token; that token opens every completion's suffix, so that the first
+sampled token comes from a decode step like all others. Slots come in blocks of R that share a prompt; a block whose completions
+have all ended is given to the next in the queue. Finished rows are noticed every ``check_every`` tokens.
 
-Decoding runs at fixed shapes: S slots, whatever is queued. Prefill runs at the shape of the prompt's own length bucket. So on one machine
-and setting a completion's tokens are bit-identical whatever else is queued.
+Decoding runs at fixed shapes: S slots, whatever is queued. Prefill runs at the shape of the prompt's own length bucket. So on
+one machine and setting a completion's tokens are bit-identical whatever else is queued.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from oncurve.engines.pool import PAGE, DecodeLayout, Pool, PrefillLayout
 from oncurve.engines.randomness import uniforms
@@ -71,16 +70,27 @@ class NativeEngine:
         self.policy, self.settings = policy, settings
 
     @torch.no_grad()
-    def sample(self, prompts: Sequence[Prompt], group_size: int, how: Sampling, draws: Draws) -> list[Group]:
-        """``group_size`` completions of each prompt, in order."""
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        group_size: int,
+        how: Sampling,
+        draws: Draws,
+        on_group: Callable[[int, Group], None] | None = None,
+    ) -> list[Group]:
+        """``group_size`` completions of each prompt, in order. ``on_group`` hears of each group as soon as it is whole."""
         prompt_ids = [self.policy.encode(p) for p in prompts]
         for prompt, ids in zip(prompts, prompt_ids, strict=True):
             self._check_room(prompt, len(ids), how)
         rows = group_rows(group_size)
-        blocks = self._blocks(len(prompts) * -(-group_size // rows), rows)
+        blocks = self._blocks(len(prompts) * (group_size // rows), rows)
         batch = _Batch(self.policy, how, Pool(blocks, rows, how.max_new_tokens), draws, prompts, prompt_ids, group_size)
-        batch.run(self.settings.check_every)
-        return [self._collect(p, ids, batch.rows_of(g)) for g, (p, ids) in enumerate(zip(prompts, prompt_ids, strict=True))]
+        groups: dict[int, Group] = {}
+        for g in batch.run(self.settings.check_every):
+            groups[g] = Group(prompts[g], prompt_ids[g], tuple(self._completion(row) for row in batch.rows[g]))
+            if on_group is not None:
+                on_group(g, groups[g])
+        return [groups[g] for g in range(len(prompts))]
 
     def _blocks(self, jobs: int, rows: int) -> int:
         return max(1, (self.settings.slots or frozen_slots(self.policy.device, jobs * rows)) // rows)
@@ -93,9 +103,6 @@ class NativeEngine:
                 because=f"the model addresses {self.policy.context} positions",
                 fix="shorten the prompt, lower sampling.max_new_tokens, or use a model with a longer context",
             )
-
-    def _collect(self, prompt: Prompt, ids: Ints, rows: Sequence[Row]) -> Group:
-        return Group(prompt, ids, tuple(self._completion(row) for row in rows))
 
     def _completion(self, row: Row) -> Completion:
         assert row.stop is not None
@@ -120,8 +127,16 @@ def group_rows(group_size: int) -> int:
 class _Batch:
     """The state of one call of ``sample``: the queue, the slots, and what has been written."""
 
-    def __init__(self, policy: Policy, how: Sampling, pool: Pool, draws: Draws, prompts: Sequence[Prompt], prompt_ids: Sequence[Ints],
-                 group_size: int) -> None:  # fmt: skip
+    def __init__(
+        self,
+        policy: Policy,
+        how: Sampling,
+        pool: Pool,
+        draws: Draws,
+        prompts: Sequence[Prompt],
+        prompt_ids: Sequence[Ints],
+        group_size: int,
+    ) -> None:
         self.policy, self.how, self.pool, self.draws = policy, how, pool, draws
         self.prompts, self.prompt_ids = prompts, prompt_ids
         R, device = pool.rows, policy.device
@@ -138,14 +153,15 @@ class _Batch:
         self.end_ids = torch.tensor(policy.end_ids, device=device)
         self.stop_strings = how.stop
 
-    def rows_of(self, group: int) -> list[Row]:
-        return self.rows[group]
-
-    def run(self, check_every: int) -> None:
+    def run(self, check_every: int) -> Iterator[int]:
+        """Decodes until nothing is left; yields the number of each group when its last completion has ended."""
+        left = [len(rows) for rows in self.rows]
         self._admit()
         while any(self.row_in):
-            drawn = [self._decode() for _ in range(check_every)]
-            self._write_down(drawn)
+            for row in self._write_down([self._decode() for _ in range(check_every)]):
+                left[row.group] -= 1
+                if not left[row.group]:
+                    yield row.group
             self._admit()
 
     def _admit(self) -> None:
@@ -160,10 +176,12 @@ class _Batch:
             return
         for block, job in admitted:
             self._seat(block, job)
-        lengths = sorted({-(-(len(self.prompt_ids[j.group]) - 1) // BUCKET) * BUCKET for _, j in admitted})
-        for length in lengths:
+        buckets: dict[int, list[tuple[int, int]]] = {}
+        for block, job in admitted:
+            buckets.setdefault(-(-(len(self.prompt_ids[job.group]) - 1) // BUCKET) * BUCKET, []).append((block, job.group))
+        for length, seats in buckets.items():
             if length:
-                self._prefill(length, [(b, j.group) for b, j in admitted if length - BUCKET < len(self.prompt_ids[j.group]) - 1 <= length])
+                self._prefill(length, seats)
 
     def _seat(self, block: int, job: Job) -> None:
         ids = self.prompt_ids[job.group]
@@ -172,7 +190,8 @@ class _Batch:
         self.token_S[slots] = int(ids[-1])
         self.prompt_length_S[slots] = len(ids) - 1
         self.suffix_length_S[slots] = 0
-        numbers = [uniforms(self.draws.seed, self.draws.step, self.prompts[job.group].id, s, self.how.max_new_tokens) for s in job.samples]
+        prompt, count = self.prompts[job.group].id, self.how.max_new_tokens
+        numbers = [uniforms(self.draws.seed, self.draws.step, prompt, s, count) for s in job.samples]
         self.uniform_ST[slots] = torch.from_numpy(np.stack(numbers)).to(self.uniform_ST.device)
         for offset, sample in enumerate(job.samples):
             self.row_in[first + offset] = self.rows[job.group][sample]
@@ -193,7 +212,7 @@ class _Batch:
             layout = PrefillLayout(self.pool, sources, blocks, positions)
             self.policy.hidden(torch.from_numpy(ids).to(device), positions.expand(size, -1), layout)
 
-    def _decode(self) -> tuple[Drawn, Tensor]:
+    def _decode(self) -> Drawn:
         """One token for every slot; free and finished slots decode too, and are not read."""
         at_S = self.suffix_length_S
         prompt_pages = -(-int(self.prompt_length_S.max()) // PAGE)
@@ -207,12 +226,13 @@ class _Batch:
         drawn = draw(self.policy.head.logits(hidden), self.uniform_ST[self.slot_S, at_S], self.how, barred)
         self.token_S = drawn.token_S
         self.suffix_length_S = (at_S + 1).clamp(max=self.last_S)
-        return drawn, at_S
+        return drawn
 
-    def _write_down(self, steps: list[tuple[Drawn, Tensor]]) -> None:
-        """Hand the drawn tokens to their rows, end the rows that ended, free the blocks whose rows all have."""
-        token_CS = torch.stack([d.token_S for d, _ in steps]).tolist()
-        logp_CS = torch.stack([torch.stack((d.logp_S, d.sampled_logp_S, d.raw_logp_S), -1) for d, _ in steps]).tolist()
+    def _write_down(self, drawn: list[Drawn]) -> list[Row]:
+        """Hand the drawn tokens to their rows; returns the rows that ended, and frees the blocks whose rows all have."""
+        ended = []
+        token_CS = torch.stack([d.token_S for d in drawn]).tolist()
+        logp_CS = torch.stack([torch.stack((d.logp_S, d.sampled_logp_S, d.raw_logp_S), -1) for d in drawn]).tolist()
         for slot, row in enumerate(self.row_in):
             if row is None:
                 continue
@@ -222,10 +242,12 @@ class _Batch:
                 row.stop = self._why_stop(row)
                 if row.stop is not None:
                     self.row_in[slot] = None
+                    ended.append(row)
                     break
         for block in range(self.pool.blocks):
             if self.running[block] is not None and not any(self._rows_in(block)):
                 self.running[block] = None
+        return ended
 
     def _rows_in(self, block: int) -> Iterator[Row | None]:
         first = block * self.pool.rows

@@ -2,7 +2,8 @@
 
 The pool is cut into *blocks* of R slots that share one prompt: a block's prompt is stored once and read once for its R
 completions, each of which owns only its suffix. Keys lie in pages of PAGE positions. Every matrix product has a fixed shape,
-and a page that a completion does not reach adds exact zeros: what a completion gets does not depend on what else is in the pool.
+and a page that a completion does not reach adds exact zeros: what a completion gets does not depend on what else is in the
+pool.
 
 Legend: ``S`` slots = ``N`` blocks × ``R``, ``K`` key heads, ``rep`` query heads per key head, ``d`` head size.
 """
@@ -39,7 +40,7 @@ class Pool:
                 pages_x[page, blocks_n, :, : piece.shape[2]] = piece
 
     def store_tokens(self, layer: int, where: tuple[Tensor, Tensor, Tensor, Tensor], k: Tensor, v: Tensor) -> None:
-        """One new position per slot, k and v of [S, K, d]; ``where`` is (page, block, row, offset within the page), each [S]."""
+        """One new position per slot, k and v of [S, K, d]; ``where`` is (page, block, row, offset in the page), each [S]."""
         if layer not in self.suffixes:
             shape = (self.suffix_pages, self.blocks, k.shape[1], self.rows, PAGE)
             self.suffixes[layer] = [x.new_zeros(*shape, x.shape[2]) for x in (k, v)]

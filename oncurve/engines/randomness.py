@@ -1,7 +1,7 @@
 """Random numbers as a pure function of (seed, step, prompt, sample, position): bet 3.
 
-A completion's uniforms do not depend on what is batched beside it, on slots, ranks or engines. The mixer is SplitMix64 (Steele, Lea and
-Flood, 2014), chained over the coordinates; the prompt enters by a hash of its id.
+A completion's uniforms do not depend on what is batched beside it, on slots, ranks or engines. The mixer is SplitMix64
+(Steele, Lea and Flood, 2014), chained over the coordinates; the prompt enters by a hash of its id.
 """
 
 from __future__ import annotations

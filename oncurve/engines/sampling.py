@@ -1,7 +1,7 @@
 """From logits to a token: temperature, top-k, top-p, min-p, and one uniform number per token.
 
-A token is drawn by inverting the cumulative distribution at the given uniform. Two engines whose probabilities differ by rounding draw the
-same token unless that uniform lies within rounding of the boundary between two tokens: a near tie.
+A token is drawn by inverting the cumulative distribution at the given uniform. Two engines whose probabilities differ by
+rounding draw the same token unless that uniform lies within rounding of the boundary between two tokens: a near tie.
 
 Legend: ``S`` slots, ``V`` vocabulary.
 """
@@ -64,7 +64,7 @@ def truncate(logp_SV: Tensor, how: Sampling) -> Tensor:
 
 
 def invert(probability_SV: Tensor, uniform_S: Tensor) -> Tensor:
-    """The token in whose share of [0, total) the uniform falls; summed in float64, so that a large vocabulary costs no accuracy."""
+    """The token in whose share of [0, total) the uniform falls; summed in float64 for the sake of large vocabularies."""
     cumulative_SV = probability_SV.to(torch.float64).cumsum(-1)
     total_S = cumulative_SV[:, -1]
     token_S = torch.searchsorted(cumulative_SV, (uniform_S * total_S)[:, None], right=True)[:, 0]

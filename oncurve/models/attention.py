@@ -1,10 +1,11 @@
 """The one door through which sampler and learner enter a transformers model.
 
-transformers hands q, k and v of each layer to a named attention function. Ours passes them to a *layout*: an object that knows how
-the tokens of this forward pass lie (a packed batch, a prefill, a decode step) and travels as a forward argument. No mask function
-is registered under our name, so transformers builds no mask at all.
+transformers hands q, k and v of each layer to a named attention function. Ours passes them to a *layout*: an object that
+knows how the tokens of this forward pass lie (a packed batch, a prefill, a decode step) and travels as a forward argument. No
+mask function is registered under our name, so transformers builds no mask at all.
 
-Shapes: q is [batch, H, tokens, d], k and v [batch, K, tokens, d] with K key heads, H = K·rep. Windows are measured in positions.
+Shapes: q is [batch, H, tokens, d], k and v [batch, K, tokens, d] with K key heads, H = K·rep. Windows are measured in
+positions.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def unfaithful(where: str, feature: str) -> ModelError:
         where,
         f"attention with {feature}",
         because="the native engine keeps its own keys and values and can't reproduce this faithfully",
-        fix="choose a decoder with full or sliding-window attention (Llama, Qwen, Mistral, Gemma, Phi-3, SmolLM3, OLMo 2, Granite …)",
+        fix="choose a decoder with full or sliding-window attention (Llama, Qwen, Mistral, Gemma, Phi-3, OLMo 2, Granite …)",
     )
 
 

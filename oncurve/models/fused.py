@@ -1,9 +1,9 @@
 """A fast path for the Llama family on a CPU: the same backbone in about a third of the operations.
 
-A tiny model spends its time between operations, not in them. Here q, k and v are one product, gate and up another; norms and the gated
-unit have hand-written derivatives. The weights are the module's own: its parameters are moved, once, to lie side by side in one storage, and
-stay the parameters that the optimiser trains. A model is taken only if, on random tokens, both paths agree; any other goes through its own
-modules.
+A tiny model spends its time between operations, not in them. Here q, k and v are one product, gate and up another; norms and
+the gated unit have hand-written derivatives. The weights are the module's own: its parameters are moved, once, to lie side by
+side in one storage, and stay the parameters that the optimiser trains. A model is taken only if, on random tokens, both paths
+agree; any other goes through its own modules.
 
 Legend: ``N`` tokens of a forward pass (batch × length), ``D`` hidden size, ``H``/``K`` query/key heads, ``d`` head size.
 """
@@ -11,10 +11,11 @@ Legend: ``N`` tokens of a forward pass (batch × length), ``D`` hidden size, ``H
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from oncurve.models.attention import Layout
@@ -38,9 +39,9 @@ class FusedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
-            return F.linear(x, self.weight, self.bias)
+            return functional.linear(x, self.weight, self.bias)
         biases = [part.bias for part in self.parts] if self.bias is not None else []
-        out: Tensor = _OneProduct.apply(x, self, *(part.weight for part in self.parts), *biases)
+        out: Tensor = _OneProduct.apply(x, self, *(part.weight for part in self.parts), *biases)  # type: ignore[no-untyped-call]
         return out
 
     @property
@@ -51,7 +52,7 @@ class FusedLinear:
 def _side_by_side(parameters: list[Tensor]) -> Tensor:
     """One tensor of all rows; each parameter becomes a view of its part."""
     whole = torch.cat([p.detach() for p in parameters])
-    for parameter, part in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
+    for parameter, part in zip(parameters, torch.split(whole, [len(p) for p in parameters]), strict=True):
         parameter.data = part
     return whole
 
@@ -61,7 +62,7 @@ class _OneProduct(torch.autograd.Function):
     def forward(ctx, x, layer: FusedLinear, *parameters):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(x)
         ctx.layer = layer
-        return F.linear(x, layer.weight, layer.bias)
+        return functional.linear(x, layer.weight, layer.bias)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
@@ -100,7 +101,7 @@ class _SwiGlu(torch.autograd.Function):
     def forward(ctx, both):  # type: ignore[no-untyped-def]
         gate, up = both.chunk(2, -1)
         ctx.save_for_backward(both)
-        return F.silu(gate) * up
+        return functional.silu(gate) * up
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
@@ -108,23 +109,25 @@ class _SwiGlu(torch.autograd.Function):
         gate, up = both.chunk(2, -1)
         out = torch.empty_like(both)
         to_gate, to_up = out.chunk(2, -1)
-        torch.mul(grad, F.silu(gate), out=to_up)
+        torch.mul(grad, functional.silu(gate), out=to_up)
         to_gate.copy_(torch.ops.aten.silu_backward(grad * up, gate))
         return out
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if not torch.is_grad_enabled():
-        return F.rms_norm(x, weight.shape[-1:], weight if weight.dim() == 1 else None, eps) * (1.0 if weight.dim() == 1 else weight)
-    out: Tensor = _RmsNorm.apply(x, weight, eps)
+        return functional.rms_norm(x, weight.shape[-1:], weight if weight.dim() == 1 else None, eps) * (
+            1.0 if weight.dim() == 1 else weight
+        )
+    out: Tensor = _RmsNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
     return out
 
 
 def swiglu(both: Tensor) -> Tensor:
     if not torch.is_grad_enabled():
         gate, up = both.chunk(2, -1)
-        return F.silu(gate).mul_(up)
-    out: Tensor = _SwiGlu.apply(both)
+        return functional.silu(gate).mul_(up)
+    out: Tensor = _SwiGlu.apply(both)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -163,19 +166,19 @@ class FusedDecoder:
             self._fuse()  # somebody moved the parameters
         shape = input_ids.shape
         words = self.backbone.embed_tokens
-        x = F.embedding(input_ids.flatten(), words.weight, words.padding_idx)
+        x = functional.embedding(input_ids.flatten(), words.weight, words.padding_idx)
         at = position_ids.expand(shape).flatten()
         cos, sin = self.cos[at], self.sin[at]
         for i, layer in enumerate(self.backbone.layers):
             x = x + self._attention(i, layer, x, cos, sin, shape, layout)
             norm = layer.post_attention_layernorm
-            x = x + F.linear(swiglu(self.gate_up[i](rms_norm(x, norm.weight, norm.variance_epsilon))), layer.mlp.down_proj.weight)
+            x = x + functional.linear(
+                swiglu(self.gate_up[i](rms_norm(x, norm.weight, norm.variance_epsilon))), layer.mlp.down_proj.weight
+            )
         last = self.backbone.norm
         return rms_norm(x, last.weight, last.variance_epsilon).view(*shape, -1)
 
-    def _attention(
-        self, i: int, layer: nn.Module, x: Tensor, cos: Tensor, sin: Tensor, shape: torch.Size, layout: Layout
-    ) -> Tensor:
+    def _attention(self, i: int, layer: Any, x: Tensor, cos: Tensor, sin: Tensor, shape: torch.Size, layout: Layout) -> Tensor:
         H, K, d = self.heads, self.kv_heads, self.head_size
         attention, norm = layer.self_attn, layer.input_layernorm
         qkv = self.qkv[i](rms_norm(x, norm.weight, norm.variance_epsilon)).view(-1, H + 2 * K, d)
@@ -188,7 +191,7 @@ class FusedDecoder:
         q, k, v = (y.view(*shape, -1, d).transpose(1, 2) for y in (qk[:, :H], qk[:, H:], v))
         window = getattr(attention, "sliding_window", self.window)
         out = layout.attend(i, q, k, v, self.scale, window, None)
-        return F.linear(out.reshape(-1, H * d), attention.o_proj.weight, attention.o_proj.bias)
+        return functional.linear(out.reshape(-1, H * d), attention.o_proj.weight, attention.o_proj.bias)
 
 
 def _is_of_the_family(model: PreTrainedModel) -> bool:
@@ -197,7 +200,9 @@ def _is_of_the_family(model: PreTrainedModel) -> bool:
     if type(backbone).__name__ not in FAMILY or model.device.type != "cpu":
         return False
     layer = backbone.layers[0]
-    linears = [getattr(layer.self_attn, f"{x}_proj") for x in "qkvo"] + [getattr(layer.mlp, f"{x}_proj") for x in ("gate", "up", "down")]
+    linears = [getattr(layer.self_attn, f"{x}_proj") for x in "qkvo"] + [
+        getattr(layer.mlp, f"{x}_proj") for x in ("gate", "up", "down")
+    ]
     plain = all(type(x) is nn.Linear for x in linears) and all(x.bias is None for x in linears[4:])
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     return plain and config.hidden_act == "silu" and rope in FIXED_ROPE

@@ -46,7 +46,9 @@ def _from_folder_or_hub(config: Model):  # type: ignore[no-untyped-def]
             fix="name a folder in Hugging Face format, such as RUN/model, or a run",
         )
     if not folder.exists() and (config.source.startswith((".", "/", "~")) or config.source.count("/") > 1):
-        raise ModelError(config.source, "no such folder", because="it looks like a path", fix="check the path; a hub id is OWNER/NAME")
+        raise ModelError(
+            config.source, "no such folder", because="it looks like a path", fix="check the path; a hub id is OWNER/NAME"
+        )
     trust = config.trust_remote_code
     try:
         settings = AutoConfig.from_pretrained(config.source, trust_remote_code=trust)

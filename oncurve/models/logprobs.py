@@ -1,7 +1,7 @@
 """The LM head in chunks: log-prob and entropy of each token with no [tokens × vocabulary] tensor ever held.
 
-For logits z (after the model's own scaling and soft cap, divided by the temperature): logp = z_y − lse(z), and H = lse(z) − Σ p·z. The
-backward pass computes each chunk's logits again: d logp/dz = 1_y − p and dH/dz = −p·(log p + H).
+For logits z (after the model's own scaling and soft cap, divided by the temperature): logp = z_y − lse(z), and H = lse(z) − Σ
+p·z. The backward pass computes each chunk's logits again: d logp/dz = 1_y − p and dH/dz = −p·(log p + H).
 
 Legend: ``M`` predicted tokens, ``D`` hidden size, ``V`` vocabulary.
 """
@@ -36,7 +36,7 @@ class Head:
 
 def token_logps(head: Head, hidden_MD: Tensor, target_M: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """(log-prob of each target, entropy of its distribution), both [M], in float32 at least, and differentiable."""
-    out: tuple[Tensor, Tensor] = _ChunkedHead.apply(hidden_MD, head.weight_VD, head.bias_V, target_M, head, temperature)
+    out: tuple[Tensor, Tensor] = _ChunkedHead.apply(hidden_MD, head.weight_VD, head.bias_V, target_M, head, temperature)  # type: ignore[no-untyped-call]
     return out
 
 

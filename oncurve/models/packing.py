@@ -1,10 +1,11 @@
-"""Sequences into packs: [prompt | completion 1 | … | completion G], the prompt once, each completion seeing the prompt and itself.
+"""Sequences into packs: [prompt | completion 1 | … | completion G], each completion seeing the prompt and itself.
 
-A pack holds whole groups as far as the token budget allows; a group that is larger than the budget alone is split, its prompt repeated.
-The gradient does not depend on the split. A completion's last token is never an input: nothing is predicted from it.
+A pack holds whole groups as far as the token budget allows; a group that is larger than the budget alone is split, its prompt
+repeated. The gradient does not depend on the split. A completion's last token is never an input: nothing is predicted from
+it.
 
-Legend: ``N`` input tokens of a pack, ``M`` predicted tokens, ``R`` rows (completions), ``P`` prompts, ``A``/``C`` longest prompt/completion
-in a pack.
+Legend: ``N`` input tokens of a pack, ``M`` predicted tokens, ``R`` rows (completions), ``P`` prompts, ``A``/``C`` longest
+prompt/completion in a pack.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class Bundle:
 class Pack:
     """One micro-batch, ready to be forwarded.
 
-    ``source_M`` is the input token from which predicted token m follows, ``row_M`` its completion within the pack, ``keys[row]`` the
-    caller's name of that completion, whose predicted tokens lie together and in order.
+    ``source_M`` is the input token from which predicted token m follows, ``row_M`` its completion within the pack,
+    ``keys[row]`` the caller's name of that completion, whose predicted tokens lie together and in order.
     """
 
     input_ids: Tensor
@@ -135,8 +136,8 @@ def build_pack(bundles: Sequence[Bundle], device: torch.device) -> Pack:
 class PackLayout:
     """Attention inside a pack. Linear layers see packed tokens; only here are they padded, by gathering.
 
-    Prompts attend to themselves; completions attend to their prompt (one call for all completions of a group, the prompt's keys read
-    once) and to themselves, and the two are merged by their log-sum-exp.
+    Prompts attend to themselves; completions attend to their prompt (one call for all completions of a group, the prompt's
+    keys read once) and to themselves, and the two are merged by their log-sum-exp.
     """
 
     def __init__(self, prompts: list[tuple[int, int]], completions: list[tuple[int, int, int]], position_N: Tensor) -> None:
@@ -181,24 +182,28 @@ class PackLayout:
     ) -> Tensor:
         plain = softcap is None and (window is None or window >= int(self.position_N.max()) + 1)
         if plain and q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
-            out: Tensor = _SharedPromptFlash.apply(q, k, v, self, scale)
+            out: Tensor = _SharedPromptFlash.apply(q, k, v, self, scale)  # type: ignore[no-untyped-call]
             return out
         return self._by_scores(q, k, v, scale, window, softcap)
 
     def _by_scores(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
-        """The generic path: padded scores in full, for windows, soft caps and devices without a flash kernel that returns its log-sum-exp."""
+        """The generic path: padded scores in full, for windows, soft caps, and devices without such a flash kernel."""
         rep = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(rep, 1), v.repeat_interleave(rep, 1)
         position, prompt, own = self.position_N, self.prompt_index, self.own_index.flatten(1)
         # [P, H, A + S·C, d]: the prompt and all of its completions side by side.
         index = torch.cat((prompt, own), 1) if self.C else prompt
         real = torch.cat((self.prompt_real, self.own_real.flatten(1)), 1) if self.C else self.prompt_real
-        seat = torch.cat((torch.full((self.A,), -1), torch.arange(self.S).repeat_interleave(self.own_index.shape[2]))).to(index.device)
+        seat = torch.cat((torch.full((self.A,), -1), torch.arange(self.S).repeat_interleave(self.own_index.shape[2]))).to(
+            index.device
+        )
         seat = seat[: index.shape[1]]
         at = position[index]
         mask = allowed(at[:, :, None], at[:, None, :], window) & real[:, None, :]
         mask = mask & ((seat[None, :] == seat[:, None]) | (seat[None, :] == -1))
-        mask = mask | (~real[:, :, None])  # a padded query attends to anything, so that its softmax is finite; it is dropped below
+        mask = mask | (
+            ~real[:, :, None]
+        )  # a padded query attends to anything, so that its softmax is finite; it is dropped below
         padded_q, padded_k, padded_v = (x[0][:, index].transpose(0, 1) for x in (q, k, v))
         scores = capped(padded_q @ padded_k.transpose(-1, -2) * scale, softcap)
         weights = scores.masked_fill(~mask[:, None], -torch.inf).softmax(-1, dtype=torch.float32).to(padded_v.dtype)
@@ -214,13 +219,13 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 class _SharedPromptFlash(torch.autograd.Function):
     """Prompt-to-prompt, completion-to-prompt and completion-to-itself by torch's CPU flash kernel, merged exactly.
 
-    Two partial softmaxes with log-sum-exps l₁, l₂ merge into l = log(e^l₁ + e^l₂), out = Σ e^(lᵢ − l) outᵢ. The backward of each part needs
-    only the merged out and l: P = exp(s − l) and δ = Σ dout·out are those of the whole softmax.
+    Two partial softmaxes with log-sum-exps l₁, l₂ merge into l = log(e^l₁ + e^l₂), out = Σ e^(lᵢ − l) outᵢ. The backward of
+    each part needs only the merged out and l: P = exp(s − l) and δ = Σ dout·out are those of the whole softmax.
     """
 
     @staticmethod
     def forward(ctx, q, k, v, layout: PackLayout, scale: float):  # type: ignore[no-untyped-def]
-        P, S, A, C = layout.P, layout.S, layout.A, layout.C
+        P, S, C = layout.P, layout.S, layout.C
         q_N, k_N, v_N = (x[0].transpose(0, 1) for x in (q, k, v))  # [N, heads, d]
 
         def prompts(x: Tensor) -> Tensor:
@@ -243,7 +248,9 @@ class _SharedPromptFlash(torch.autograd.Function):
             lse_pre = lse_pre.transpose(1, 2).reshape(P * S, C, H)
             lse_own = lse_own.transpose(1, 2)
             lse = torch.logaddexp(lse_pre, lse_own)
-            out_c = out_pre * torch.exp(lse_pre - lse)[..., None] + out_own.transpose(1, 2) * torch.exp(lse_own - lse)[..., None]
+            out_c = (
+                out_pre * torch.exp(lse_pre - lse)[..., None] + out_own.transpose(1, 2) * torch.exp(lse_own - lse)[..., None]
+            )
             out_c = out_c.to(q.dtype)  # the log-sum-exps of bfloat16 are float32
             flat.append(out_c.flatten(0, 1))
             saved += [qc, kc, vc, out_c, lse]
@@ -254,9 +261,8 @@ class _SharedPromptFlash(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_out):  # type: ignore[no-untyped-def]
         layout, scale = ctx.layout, ctx.scale
-        P, S, A, C = layout.P, layout.S, layout.A, layout.C
+        P, S, C = layout.P, layout.S, layout.C
         qp, kp, vp, out_p, lse_p, *rest = ctx.saved_tensors
-        H, d = grad_out.shape[2], grad_out.shape[3]
         grad_N = grad_out[0]
         d_out_p = (grad_N[layout.prompt_index] * layout.prompt_real[..., None, None]).transpose(1, 2)
         dq, dk, dv = _flash_backward(d_out_p, qp, kp, vp, out_p, lse_p, 0.0, True, scale=scale)

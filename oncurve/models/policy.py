@@ -61,7 +61,8 @@ class Policy:
 
     @property
     def device(self) -> torch.device:
-        return self.model.device
+        device: torch.device = self.model.device
+        return device
 
     @property
     def context(self) -> int:
@@ -90,7 +91,9 @@ class Policy:
         else:
             ids = self._templated(prompt)
         if not len(ids):
-            raise ModelError(prompt.id, "a prompt with no tokens", because="there is nothing to go on from", fix="remove empty prompts")
+            raise ModelError(
+                prompt.id, "a prompt with no tokens", because="there is nothing to go on from", fix="remove empty prompts"
+            )
         return np.asarray(ids, np.int64)
 
     def _templated(self, prompt: Prompt) -> list[int]:
@@ -126,7 +129,7 @@ class Policy:
 
 
 def _backbone(model: PreTrainedModel) -> nn.Module:
-    backbone = model.base_model
+    backbone: nn.Module = model.base_model
     if backbone is model or not isinstance(model.get_output_embeddings(), nn.Linear):
         raise attention.unfaithful(type(model).__name__, "no separate backbone and linear LM head")
     return backbone
@@ -139,18 +142,23 @@ def _end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tupl
     ids = dict.fromkeys(i for i in [tokenizer.eos_token_id, *more] if i is not None)
     if not ids:
         raise ModelError(
-            type(model).__name__, "no end token", because="a completion could never end", fix="set eos_token in the tokenizer's config"
+            type(model).__name__,
+            "no end token",
+            because="a completion could never end",
+            fix="set eos_token in the tokenizer's config",
         )
     return tuple(ids)
 
 
 @torch.no_grad()
 def _check_head(policy: Policy) -> None:
-    """The head read from the config gives the model's own logits, or the model is refused: a silent scale would train on wrong numbers."""
+    """The head read from the config gives the model's own logits, or the model is refused: a hidden scale would mislead."""
     ids = np.arange(3, dtype=np.int64) % policy.model.config.get_text_config().vocab_size
     pack = build_pack([Bundle(ids, (np.zeros(1, np.int64),), (0,))], policy.device)
     hidden = policy.hidden(pack.input_ids, pack.position_ids, pack.layout)
-    own = policy.model(input_ids=pack.input_ids, position_ids=pack.position_ids, use_cache=False, layout=pack.layout).logits.float()
+    own = policy.model(
+        input_ids=pack.input_ids, position_ids=pack.position_ids, use_cache=False, layout=pack.layout
+    ).logits.float()
     ours = policy.head.logits(hidden)
     if not torch.allclose(own, ours, rtol=1e-3, atol=1e-3 * float(own.abs().max()) + 1e-6):
         raise attention.unfaithful(type(policy.model).__name__, "an LM head with more than a scale and a soft cap")
@@ -165,5 +173,7 @@ def _faithful(fused: FusedDecoder | None, policy: Policy) -> FusedDecoder | None
     pack = build_pack([Bundle(ids, (ids[:3],), (0,))], policy.device)
     own = policy.hidden(pack.input_ids, pack.position_ids, pack.layout)
     ours = fused.hidden(pack.input_ids, pack.position_ids, pack.layout)
-    agree = torch.allclose(own.float(), ours.float(), rtol=1e-3, atol=(1e-4 if own.dtype == torch.float32 else 5e-2) * float(own.abs().max()))
+    agree = torch.allclose(
+        own.float(), ours.float(), rtol=1e-3, atol=(1e-4 if own.dtype == torch.float32 else 5e-2) * float(own.abs().max())
+    )
     return fused if agree else None

@@ -1,8 +1,8 @@
 """The learner: graded groups in, an updated policy out.
 
 Groups are packed with their prompt shared, forwarded under the objective, and their gradients summed over packs: reductions
-divide by the totals of the whole update, so the split into packs changes nothing. Groups without signal cost nothing, unless a KL
-in the loss or an entropy bonus gives them a gradient.
+divide by the totals of the whole update, so the split into packs changes nothing. Groups without signal cost nothing, unless
+a KL in the loss or an entropy bonus gives them a gradient.
 
 Legend: ``M`` predicted tokens of a pack.
 """
@@ -113,7 +113,7 @@ class Learner:
         return step_totals(groups, self.stage.length_budget or self.stage.sampling.max_new_tokens)
 
     def _micro_batches(self, groups: Sequence[GradedGroup], chunk: range) -> Iterator[MicroBatch]:
-        """The packs of some groups, with old and reference log-probs from a pass before the first update where they are needed."""
+        """The packs of some groups, with old and reference log-probs from a pass before the first update where needed."""
         settings = self.loss_settings
         every = self.stage.no_signal == "keep" or settings.beta > 0 or settings.entropy_bonus != 0
         seats: list[Seat] = []

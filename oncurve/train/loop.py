@@ -62,7 +62,7 @@ class GrpoLoop:
         )
 
     def fill_up(self, n: int, scored: list[ScoredGroup], clock: Clock) -> tuple[list[ScoredGroup], int]:
-        """DAPO's dynamic sampling: groups of equal rewards are replaced by fresh prompts, for a few rounds; and how many were."""
+        """DAPO's dynamic sampling: groups of equal rewards are replaced by fresh prompts; and how many were."""
         replaced = 0
         if self.stage.no_signal != "resample":
             return scored, replaced

@@ -1,4 +1,4 @@
-"""AdamW with float32 master weights, warm-up and schedules, gradient clipping, and updates that skip a gradient which is not finite."""
+"""AdamW with float32 master weights, warm-up, schedules, clipping, and no update from a gradient that is not finite."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Update:
 
 
 def rate_at(settings: Settings, update: int, updates: int) -> float:
-    """The learning rate of update number ``update`` (from 0) of ``updates``: linear warm-up, then the schedule down to its final share."""
+    """The learning rate of update number ``update`` (from 0) of ``updates``: linear warm-up, then the schedule."""
     if update < settings.warmup_steps:
         return settings.learning_rate * (update + 1) / (settings.warmup_steps + 1)
     if settings.schedule == "constant":
@@ -33,7 +33,7 @@ def rate_at(settings: Settings, update: int, updates: int) -> float:
 
 
 class Optimiser:
-    """AdamW over a model's parameters. Where those are not float32, it trains float32 masters and writes the rounded values back."""
+    """AdamW over a model's parameters; where they are not float32, over float32 masters that are rounded back."""
 
     def __init__(self, model: nn.Module, settings: Settings, updates: int) -> None:
         self.settings, self.updates, self.done = settings, updates, 0

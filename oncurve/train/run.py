@@ -1,8 +1,8 @@
 """A run from its first weight to its last: stages in order, each step recorded, checkpoints, resume.
 
 The trainer knows stages only as things that can step and be saved. Exactness rests on three rules: a step is a pure function
-of (weights, optimiser, reference, seed, step number); a checkpoint holds all of these; on resume everything recorded after it is
-forgotten and done again.
+of (weights, optimiser, reference, seed, step number); a checkpoint holds all of these; on resume everything recorded after it
+is forgotten and done again.
 """
 
 from __future__ import annotations
@@ -179,7 +179,9 @@ class Trainer:
     def _save(self, stage: Stage, loop: StageLoop, step: int) -> None:
         tensors = {"model": weights(self.policy), **loop.state()}
         self.store.flush()  # what a checkpoint follows must be on the disk before it
-        path = checkpoints.save(self.run.checkpoints, stage.label, step, tensors, {"state": {"stage": stage.label, "step": step}})
+        path = checkpoints.save(
+            self.run.checkpoints, stage.label, step, tensors, {"state": {"stage": stage.label, "step": step}}
+        )
         checkpoints.prune(self.run.checkpoints, stage.label, stage.keep_checkpoints)
         self.tell.on_checkpoint(stage.label, step, path)
 

@@ -25,7 +25,10 @@ def examples_of(stage: Sft, task: Task) -> Sequence[Example]:
     """The worked examples of a stage; a task without any can't be imitated."""
     if not task.examples:
         raise DataError(
-            "task", "no worked examples", because="an sft stage imitates worked examples", fix="give the task examples, or drop the stage"
+            "task",
+            "no worked examples",
+            because="an sft stage imitates worked examples",
+            fix="give the task examples, or drop the stage",
         )
     return task.examples[: stage.examples]
 

@@ -43,7 +43,7 @@ def begin(
     rewards: RewardMix | None = None,
     policy: Policy | None = None,
 ) -> RunFolder:
-    """Train a recipe from its start. ``task``, ``rewards`` and ``policy`` stand in for the recipe's where they are Python objects."""
+    """Train a recipe from its start. Python objects given here stand in for what the recipe names."""
     recipe = frozen(recipe)
     prepared = _prepare(recipe, task, rewards)  # before the folder is made: a recipe that can't run leaves nothing behind
     run = RunFolder.create_at(out) if out else RunFolder.create(runs_dir, recipe.name)
@@ -68,9 +68,16 @@ def resume(
     """Go on with an interrupted run: it ends in the same bits as one never stopped."""
     state = run.state()
     if state.shown == "finished":
-        raise RunError(run.name, "already finished", because="all of its stages are done", fix=f"`oncurve fork {run.name} --step N` goes on")
+        raise RunError(
+            run.name,
+            "already finished",
+            because="all of its stages are done",
+            fix=f"`oncurve fork {run.name} --step N` goes on",
+        )
     if state.shown == "running":
-        raise RunError(run.name, f"still running (process {state.pid})", because="a run has one writer", fix="stop that process first")
+        raise RunError(
+            run.name, f"still running (process {state.pid})", because="a run has one writer", fix="stop that process first"
+        )
     recipe = load_recipe(run.recipe)
     Trainer(recipe, run, *_prepare(recipe, task, rewards), listeners, policy).train(resume=run.database.exists())
     return run
@@ -173,7 +180,9 @@ def _flat(value: Any, at: str) -> dict[str, Any]:
         return {k: v for key, item in value.items() for k, v in _flat(item, f"{at}.{key}" if at else key).items()}
     if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
         named = {str(item.get("name") or item.get("type")): item for item in value}
-        return {k: v for name, item in named.items() for k, v in _flat(item, name if at == "stages" else f"{at}.{name}").items()}
+        return {
+            k: v for name, item in named.items() for k, v in _flat(item, name if at == "stages" else f"{at}.{name}").items()
+        }
     return {at: value}
 
 
