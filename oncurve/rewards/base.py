@@ -7,6 +7,7 @@ itself and go through `each`. A failure is an exception, returned or raised: nev
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -30,7 +31,11 @@ Result = Score | BaseException
 
 
 class Reward(Protocol):
-    """Grades completions. `score` gives one result per completion, in order; what it raises fails the whole group."""
+    """Grades completions. `score` gives one result per completion, in order; what it raises fails the whole group.
+
+    Two attributes are optional: `waits`, true where a reward waits for something outside this process, so that groups are
+    scored side by side; and `remarks`, lines for the run's log.
+    """
 
     @property
     def name(self) -> str:
@@ -55,6 +60,14 @@ class RewardType:
 def each(group: Group, score: Callable[[Completion], Score]) -> list[Result]:
     """Scores each completion by itself: where one can't be scored, the others still are."""
     return [caught(score, completion) for completion in group.completions]
+
+
+def at_once(group: Group, score: Callable[[Completion], Score], count: int) -> list[Result]:
+    """As `each`, with up to `count` completions scored at the same time: for rewards that wait for other processes."""
+    if len(group.completions) == 1 or count == 1:
+        return each(group, score)
+    with ThreadPoolExecutor(min(count, len(group.completions)), thread_name_prefix="oncurve-reward") as pool:
+        return list(pool.map(lambda completion: caught(score, completion), group.completions))
 
 
 def caught(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:

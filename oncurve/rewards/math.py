@@ -67,6 +67,10 @@ class MathReward:
                 fix="pip install oncurve[math], or use the reward `answer`, which compares numbers and texts",
             )
 
+    @property
+    def waits(self) -> bool:
+        return True
+
     def score(self, group: Group) -> list[Result]:
         gold = group.prompt.columns.get(self.options.column)
         golds = [plain.final(str(g)) for g in (gold if isinstance(gold, list | tuple) else [gold]) if g is not None]

@@ -25,7 +25,9 @@ _SCIENTIFIC = re.compile(r"([-+]?[0-9]+(?:\.[0-9]+)?)[eE]([-+]?[0-9]{1,3})")
 _MIXED = re.compile(r"(?<![0-9.])([0-9]+) ([0-9]+)/([0-9]+)")
 _NUMBER = re.compile(r"[0-9]+(?:[.,][0-9]+)*")
 _WORDS = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
-_FUNCTIONS = frozenset("sin cos tan cot sec csc log ln exp sqrt arcsin arccos arctan pi infty or and".split())
+_FUNCTIONS = frozenset(
+    ("sin", "cos", "tan", "cot", "sec", "csc", "log", "ln", "exp", "sqrt", "arcsin", "arccos", "arctan", "pi", "or", "and")
+)
 
 
 def inner(text: str) -> str:

@@ -1,9 +1,16 @@
-"""The rewards of a run together: every completion gets one aspect from each, and none of them can stop the run."""
+"""The rewards of a run together: every completion gets one aspect from each, and none of them can stop the run.
+
+Groups are scored side by side in threads, so that rewards which wait (for a worker, a sandbox, a judge) wait together; and they
+may be handed in one by one while others are still being sampled (`begin`, `finish`). What a reward says of a group depends on
+that group alone, so order and time change nothing.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 
 from oncurve.errors import RewardError
 from oncurve.records import Aspect, Completion, Group, ScoredCompletion, ScoredGroup
@@ -12,12 +19,15 @@ from oncurve.rewards.base import Reward, Score, caught
 _FAILURE_LENGTH = 300
 """Characters kept of a failure's message: it is stored with every completion."""
 
+GROUPS_AT_ONCE = 8
+
 
 class RewardMix:
     """Scores groups by all rewards. The total is the weighted sum of the aspects (`ScoredCompletion.total`)."""
 
     def __init__(self, rewards: Sequence[Reward]) -> None:
         self.rewards = tuple(rewards)
+        self._begun: list[Future[ScoredGroup]] = []
         names = [reward.name for reward in self.rewards]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
@@ -41,7 +51,32 @@ class RewardMix:
 
     def score(self, groups: Sequence[Group]) -> list[ScoredGroup]:
         """Each group with its aspects. What raises, or is no finite number, becomes an aspect with a `failure`: never 0."""
-        return [self._score_group(group) for group in groups]
+        if len(groups) < 2 or not self._any_waits:
+            return [self._score_group(group) for group in groups]
+        return list(self._threads.map(self._score_group, groups))
+
+    def begin(self, group: Group) -> None:
+        """Starts scoring a group while others are still being sampled; `finish` gives the results. Not from two threads."""
+        self._begun.append(self._threads.submit(self._score_group, group))
+
+    def finish(self) -> list[ScoredGroup]:
+        """The groups begun since the last `finish`, scored, in the order in which they were begun."""
+        begun, self._begun = self._begun, []
+        return [future.result() for future in begun]
+
+    @property
+    def remarks(self) -> list[str]:
+        """What a run's log should say of its rewards: the sandbox they found, the endpoint they ask."""
+        return [remark for reward in self.rewards for remark in getattr(reward, "remarks", ())]
+
+    @property
+    def _any_waits(self) -> bool:
+        """Whether a reward spends its time outside this process: threads would only slow the others down."""
+        return any(getattr(reward, "waits", False) for reward in self.rewards)
+
+    @cached_property
+    def _threads(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(GROUPS_AT_ONCE, thread_name_prefix="oncurve-rewards")
 
     def _score_group(self, group: Group) -> ScoredGroup:
         columns = [aspects_of(reward, group) for reward in self.rewards]

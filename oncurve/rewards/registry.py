@@ -9,6 +9,7 @@ from oncurve.recipe import schema
 from oncurve.recipe.problems import read_section
 from oncurve.rewards.answer import AnswerOptions, AnswerReward
 from oncurve.rewards.base import Reward, RewardType
+from oncurve.rewards.code import CodeOptions, CodeReward
 from oncurve.rewards.countdown import CountdownReward, CountdownRewardOptions
 from oncurve.rewards.format import FormatOptions, FormatReward
 from oncurve.rewards.function import PythonOptions, python_reward
@@ -19,6 +20,7 @@ from oncurve.rewards.mix import RewardMix
 REWARDS: dict[str, RewardType] = {
     "answer": RewardType(AnswerOptions, AnswerReward),
     "math": RewardType(MathOptions, MathReward),
+    "code": RewardType(CodeOptions, CodeReward),
     "format": RewardType(FormatOptions, FormatReward),
     "countdown": RewardType(CountdownRewardOptions, CountdownReward),
     "overlong": RewardType(OverlongOptions, OverlongReward),

@@ -1,8 +1,8 @@
 """Persistent worker processes with a hard time limit on every job.
 
 A reward that may hang can't run in the trainer's process: a thread can't be stopped. Workers are plain child processes that
-speak JSON lines (`worker_loop` is their inside); one that hangs is killed, one that died is replaced, and each is waited for, so
-that no zombie is left.
+speak JSON lines (`worker_loop` is their inside). One that hangs is killed, one that died is replaced, and each is waited for:
+no zombie is left.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Worker:
         return None if self._process is None else self._process.pid
 
     def ask(self, line: bytes, seconds: float) -> bytes:
-        """Sends a line and waits for the answer's. TimeoutError or WorkerDiedError end the process: the next job gets a new one."""
+        """Sends a line and waits for the answer's. After a TimeoutError or WorkerDiedError the next job gets a new process."""
         if self._process is None or self._process.poll() is not None:
             self._start()
         deadline = time.monotonic() + seconds + (START_SECONDS if self.fresh else 0.0)

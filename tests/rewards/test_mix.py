@@ -1,5 +1,6 @@
 """Whatever a reward does, each completion gets an aspect, and a failure is never a number."""
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -174,3 +175,44 @@ def test_every_completion_gets_a_finite_number_none_or_a_failure(results: list[o
     for value, failure in only_aspects(results, *("a" for _ in results)):
         assert value is None or np.isfinite(value)
         assert not (value is not None and failure is not None)
+
+
+@dataclass
+class Meets:
+    """A reward that answers only once as many groups as `party` are being scored at the same time."""
+
+    party: threading.Barrier
+    name: str = "meets"
+    weight: float = 1.0
+    waits: bool = True
+
+    def score(self, group: Group) -> Any:
+        self.party.wait(timeout=20)
+        return [float(completion.text) for completion in group.completions]
+
+
+def test_rewards_that_wait_do_so_together() -> None:
+    mix = RewardMix([Meets(threading.Barrier(4))])
+    scored = mix.score([group(str(n), str(n + 1)) for n in range(4)])
+    assert [s.totals for s in scored] == [(float(n), float(n + 1)) for n in range(4)]
+
+
+def test_groups_handed_in_one_by_one() -> None:
+    mix = RewardMix([Meets(threading.Barrier(3))])
+    for n in range(3):
+        mix.begin(group(str(n)))
+    assert [s.totals for s in mix.finish()] == [(0.0,), (1.0,), (2.0,)]
+    assert mix.finish() == []
+
+
+def test_a_failure_in_a_group_begun_is_that_group_s_alone() -> None:
+    mix = RewardMix([Says(lambda g: [1 / len(c.text) for c in g.completions])])
+    for one in (group("ab"), group("")):
+        mix.begin(one)
+    assert [s.totals for s in mix.finish()] == [(0.5,), (None,)]
+
+
+def test_what_rewards_say_of_themselves() -> None:
+    loud = Says([1.0], "loud")
+    loud.remarks = ["loud: here"]  # type: ignore[attr-defined]
+    assert RewardMix([loud, Says([1.0])]).remarks == ["loud: here"]

@@ -1,0 +1,15 @@
+"""Starts a zygote by this file's path. In a sandbox only this folder can be read: the packages above it are stood in for."""
+
+from __future__ import annotations
+
+import sys
+import types
+from pathlib import Path
+
+if __name__ == "__main__":
+    for name in ("oncurve", "oncurve.rewards", "oncurve.rewards.sandbox"):
+        sys.modules[name] = types.ModuleType(name)
+    sys.modules["oncurve.rewards.sandbox"].__path__ = [str(Path(__file__).parent)]
+    from oncurve.rewards.sandbox.zygote import main
+
+    main(sys.argv[1])

@@ -1,0 +1,161 @@
+"""What a child process takes from itself before it runs a program it does not trust. Standard library and ctypes only.
+
+    limits       CPU time, address space, open files, file size, no core dump (setrlimit)
+    capabilities all dropped, and none can come back (no_new_privs)
+    files        read the standard library, write the scratch folder, nothing else (Landlock)
+    system calls no new process, no program, no network, no signal or tracing of others, no mounts … (seccomp)
+
+Each is a promise that the kernel keeps for the rest of the process's life; none can be taken back from inside.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import resource
+import struct
+from collections.abc import Iterable
+
+from oncurve.rewards.sandbox import syscalls
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP = 1, 38, 22
+_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
+_CLONE_THREAD = 0x00010000
+
+READ = (1 << 2) | (1 << 3)
+"""Landlock's rights to read a file and to list a folder."""
+
+
+def set_limits(cpu_seconds: float, memory: int, file_size: int, open_files: int) -> None:
+    """Hard limits: they can be lowered and never raised. Past its CPU time a process is killed."""
+    seconds = max(1, int(cpu_seconds + 0.999))
+    wanted = {
+        resource.RLIMIT_CPU: seconds,
+        resource.RLIMIT_AS: memory,
+        resource.RLIMIT_FSIZE: file_size,
+        resource.RLIMIT_NOFILE: open_files,
+        resource.RLIMIT_CORE: 0,
+    }
+    for kind, value in wanted.items():
+        hard = resource.getrlimit(kind)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (value, value))
+
+
+def die_with_parent() -> None:
+    _prctl(_PR_SET_PDEATHSIG, 9)
+
+
+def lock(readable: Iterable[str], scratch: str, need_landlock: bool) -> None:
+    """Everything but the limits. Raises OSError where the kernel can't promise it."""
+    drop_capabilities()
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    if landlock_version() > 0:
+        restrict_files(readable, scratch)
+    elif need_landlock:
+        raise OSError(errno.ENOSYS, "this kernel has no Landlock")
+    filter_calls()
+
+
+def _prctl(option: int, value: int, third: object = 0) -> None:
+    if _LIBC.prctl(option, ctypes.c_ulong(value), third, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl {option}")
+
+
+def drop_capabilities() -> None:
+    """Root without capabilities is an ordinary user with many files; a process that has none may do this too."""
+    header = struct.pack("=Ii", 0x20080522, 0)
+    if _LIBC.capset(header, struct.pack("=6I", 0, 0, 0, 0, 0, 0)) != 0:
+        raise OSError(ctypes.get_errno(), "capset")
+
+
+def landlock_version() -> int:
+    """0 where the kernel has none."""
+    return max(0, int(_LIBC.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint32(1))))
+
+
+def restrict_files(readable: Iterable[str], scratch: str) -> None:
+    """Reading beneath `readable`, reading and writing beneath `scratch`, and nothing else, symbolic links followed or not."""
+    version = landlock_version()
+    rights = (1 << 13) - 1 | ((1 << 13) if version >= 2 else 0) | ((1 << 14) if version >= 3 else 0)
+    rules = ctypes.create_string_buffer(struct.pack("=Q", rights), 8)
+    ruleset = _LIBC.syscall(_LANDLOCK_CREATE, rules, ctypes.c_size_t(8), ctypes.c_uint32(0))
+    if ruleset < 0:
+        raise OSError(ctypes.get_errno(), "landlock_create_ruleset")
+    special = (1 << 0) | (1 << 6) | (1 << 9) | (1 << 11)  # run a program, make a device or socket
+    for path in readable:
+        _allow(ruleset, path, READ)
+    _allow(ruleset, scratch, rights & ~special)
+    if _LIBC.syscall(_LANDLOCK_RESTRICT, ctypes.c_int(ruleset), ctypes.c_uint32(0)) != 0:
+        raise OSError(ctypes.get_errno(), "landlock_restrict_self")
+    os.close(ruleset)
+
+
+def _allow(ruleset: int, path: str, rights: int) -> None:
+    if not os.path.isdir(path):
+        return
+    folder = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    rule = ctypes.create_string_buffer(struct.pack("=Qi", rights, folder), 12)
+    failed = _LIBC.syscall(_LANDLOCK_ADD, ctypes.c_int(ruleset), ctypes.c_int(1), rule, ctypes.c_uint32(0))
+    os.close(folder)
+    if failed:
+        raise OSError(ctypes.get_errno(), f"landlock_add_rule for {path}")
+
+
+# Classic BPF, as seccomp takes it: (code, jump if true, jump if false, constant).
+_LOAD, _EQUAL, _GREATER, _AT_LEAST, _AND, _RETURN = 0x20, 0x15, 0x25, 0x35, 0x54, 0x06
+_ALLOW, _KILL = 0x7FFF0000, 0x80000000
+_REFUSE, _UNKNOWN = 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
+_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
+
+Instruction = tuple[int, int, int, int]
+
+
+def calls_program(own_pid: int) -> list[Instruction]:
+    """The filter: a call of a foreign architecture kills; a refused one fails with EPERM, an unknown one with ENOSYS."""
+    column, architecture = _ARCHITECTURES[platform.machine()]
+    program: list[Instruction] = [
+        (_LOAD, 0, 0, _ARCHITECTURE),
+        (_EQUAL, 1, 0, architecture),
+        (_RETURN, 0, 0, _KILL),
+        (_LOAD, 0, 0, _NUMBER),
+        (_GREATER, 0, 1, syscalls.NEWEST),  # the x32 calls of x86-64 are higher still
+        (_RETURN, 0, 0, _UNKNOWN),
+        *_returns(syscalls.CLONE3[column], _UNKNOWN),  # its flags lie in memory: glibc then falls back to clone
+    ]
+    for numbers in syscalls.REFUSED.values():
+        number = numbers[column]
+        program += [] if number is None else _returns(number, _REFUSE)
+    flags: list[Instruction] = [(_LOAD, 0, 0, _FIRST_ARGUMENT), (_AND, 0, 0, _CLONE_THREAD)]
+    program += _when(syscalls.CLONE[column], [*flags, (_EQUAL, 0, 1, _CLONE_THREAD)])
+    for call in (syscalls.KILL, syscalls.TGKILL):
+        program += _when(call[column], [(_LOAD, 0, 0, _FIRST_ARGUMENT), (_EQUAL, 0, 1, own_pid)])
+    program += _when(syscalls.PRLIMIT64[column], [(_LOAD, 0, 0, _FIRST_ARGUMENT), (_EQUAL, 0, 1, 0)])
+    program += _unless(syscalls.PRCTL[column], [(_LOAD, 0, 0, _FIRST_ARGUMENT), (_EQUAL, 0, 1, _PR_SET_PDEATHSIG)])
+    return [*program, (_RETURN, 0, 0, _ALLOW)]
+
+
+def _returns(number: int, verdict: int) -> list[Instruction]:
+    return [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, verdict)]
+
+
+def _when(number: int, test: list[Instruction]) -> list[Instruction]:
+    """The call is allowed where the test holds; its last instruction falls through if so and jumps over one if not."""
+    return [(_EQUAL, 0, len(test) + 2, number), *test, (_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _REFUSE)]
+
+
+def _unless(number: int, test: list[Instruction]) -> list[Instruction]:
+    return [(_EQUAL, 0, len(test) + 2, number), *test, (_RETURN, 0, 0, _REFUSE), (_RETURN, 0, 0, _ALLOW)]
+
+
+def filter_calls() -> None:
+    """Installs the filter for this process and every thread it will start."""
+    program = calls_program(os.getpid())
+    code = b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
+    buffer = ctypes.create_string_buffer(code, len(code))
+    pointer = struct.pack("@HP", len(program), ctypes.addressof(buffer))
+    _prctl(_PR_SET_SECCOMP, 2, ctypes.create_string_buffer(pointer, len(pointer)))

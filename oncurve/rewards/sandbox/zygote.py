@@ -1,0 +1,298 @@
+"""The process that forks a locked child for every program: standard library loaded once, so that a child costs a fork.
+
+It speaks JSON lines with the trainer (`workers.Worker`), holds nothing worth stealing, and keeps time: each child gets its
+scratch folder, its limits and its lock, is watched while it runs, killed when its time or its output is used up, and its
+folder removed. Runs inside bubblewrap where that is the level, else as a plain process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import importlib
+import json
+import os
+import resource
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from oncurve.rewards.sandbox import children, lockdown
+
+PRELOADED = (
+    "ast bisect collections copy datetime decimal fractions functools heapq io itertools json math operator random re"
+    " statistics string sys time typing"
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How this zygote locks its children; from the command line, as JSON."""
+
+    locked: bool
+    need_landlock: bool
+    readable: list[str]
+    scratch: str | None
+    packages: list[str] = field(default_factory=list)
+    preload: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Child:
+    """A running child: what it has written, and how it ended."""
+
+    pid: int
+    handle: int
+    output: int
+    folder: str
+    room: int
+    locked: int
+    """Where the child says, by one byte, that its lock holds."""
+    written: list[bytes] = field(default_factory=list)
+    ended: str | None = None
+    """`exit 0`, `signal 9`, `time`, `output`; None while it runs."""
+
+
+def main(arguments: str) -> None:
+    settings = Settings(**json.loads(arguments))
+    sys.path[:] = [path for path in sys.path if path != os.path.dirname(__file__)] + settings.packages
+    for name in (*PRELOADED.split(), *settings.preload):
+        importlib.import_module(name)
+    jobs, answers = os.dup(0), os.dup(1)
+    quiet = os.open(os.devnull, os.O_RDWR) if os.path.exists(os.devnull) else os.pipe()[0]
+    for descriptor in (0, 1):
+        os.dup2(quiet, descriptor)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.collect()
+    gc.freeze()
+    zygote = Zygote(settings, jobs, answers)
+    with os.fdopen(jobs, "rb", closefd=False) as lines:
+        for line in lines:
+            zygote.answer(line)
+
+
+class Zygote:
+    """Runs jobs, one at a time."""
+
+    def __init__(self, settings: Settings, jobs: int, answers: int) -> None:
+        self.settings, self._jobs, self._answers = settings, jobs, answers
+
+    def answer(self, line: bytes) -> None:
+        try:
+            told = {"answer": self.run(json.loads(line)["job"])}
+        except Exception as error:  # a fault of ours: the trainer hears of it, and this process goes on
+            told = {"error": f"{type(error).__name__}: {error}"[:500]}  # type: ignore[dict-item]
+        data = json.dumps(told).encode() + b"\n"
+        while data:
+            data = data[os.write(self._answers, data) :]
+
+    def run(self, job: dict[str, Any]) -> dict[str, Any]:
+        kinds = {"program": self._program, "tests": self._tests, "scorer": self._scorer}
+        return kinds[job["kind"]](job)
+
+    def _program(self, job: dict[str, Any]) -> dict[str, Any]:
+        """One run of a program on an input: what it printed and how it ended."""
+        began = time.monotonic()
+        with _input(job.get("stdin", "")) as stdin:
+            child = self._fork(job, lambda: children.run_program(job["program"]), stdin, keep=())
+            self._watch([child], child, job["seconds"])
+        text = b"".join(child.written).decode("utf-8", "replace")
+        return {"ended": child.ended, "output": text, "seconds": time.monotonic() - began}
+
+    def _tests(self, job: dict[str, Any]) -> dict[str, Any]:
+        """A program and its tests, each in a child of its own; one verdict per test."""
+        to_program, from_tests = os.pipe()
+        to_tests, from_program = os.pipe()
+        results, told = os.pipe()
+        ends = (to_program, from_tests, to_tests, from_program, told)
+        program = self._fork(
+            job, lambda: children.serve_program(job["program"], to_program, from_program), None, keep=(to_program, from_program)
+        )
+        tests = self._fork(
+            job, lambda: children.run_tests(job, from_tests, to_tests, told), None, keep=(from_tests, to_tests, told)
+        )
+        for end in ends:
+            os.close(end)
+        verdicts = _Collector(results)
+        self._watch([program, tests], tests, job["seconds"], verdicts)
+        return {"ended": tests.ended, "program": program.ended, "verdicts": verdicts.lines()}
+
+    def _scorer(self, job: dict[str, Any]) -> dict[str, Any]:
+        results, told = os.pipe()
+        call = lambda: children.call_scorer(job["module"], job["function"], job["argument"], told)  # noqa: E731
+        child = self._fork(job, call, None, keep=(told,))
+        os.close(told)
+        verdicts = _Collector(results)
+        self._watch([child], child, job["seconds"], verdicts)
+        return {"ended": child.ended, "verdicts": verdicts.lines()}
+
+    def _fork(self, job: dict[str, Any], body: Callable[[], int], stdin: int | None, keep: tuple[int, ...]) -> Child:
+        folder = tempfile.mkdtemp(prefix="oncurve-", dir=self.settings.scratch)
+        output, written = os.pipe()
+        locked, say_locked = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            self._become(job, body, stdin, written, folder, (*keep, say_locked))
+        os.close(written)
+        os.close(say_locked)
+        os.set_blocking(output, False)
+        return Child(pid, os.pidfd_open(pid), output, folder, job["output"], locked)
+
+    def _become(
+        self, job: dict[str, Any], body: Callable[[], int], stdin: int | None, out: int, folder: str, keep: tuple[int, ...]
+    ) -> NoReturn:
+        """The child's way from fork to program: nothing of the zygote stays open, then the lock falls."""
+        code = 70
+        try:
+            os.setsid()
+            lockdown.die_with_parent()
+            _only_these_open(stdin, out, keep)
+            os.chdir(folder)
+            os.environ.clear()
+            os.environ.update(PATH="", HOME=folder, TMPDIR=folder, LANG="C.UTF-8")
+            tempfile.tempdir = folder
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE):
+                signal.signal(number, signal.SIG_DFL)
+            children.fresh_streams()
+            lockdown.set_limits(job["cpu"], job["memory"], job["file_size"], job["open_files"])
+            if self.settings.locked:
+                lockdown.lock(self.settings.readable, folder, self.settings.need_landlock)
+            os.write(keep[-1], b"!")
+            os.close(keep[-1])
+            code = body()
+        except BaseException as error:
+            with contextlib.suppress(Exception):
+                os.write(2, f"{type(error).__name__}: {error}"[:500].encode())
+        finally:
+            os._exit(code & 0xFF)
+
+    def _watch(self, all_: list[Child], main: Child, seconds: float, verdicts: _Collector | None = None) -> None:
+        """Waits for the main child to end, then ends the others. The trainer hanging up ends everything."""
+        deadline = time.monotonic() + seconds
+        poll = select.poll()
+        poll.register(self._jobs, 0)
+        for child in all_:
+            poll.register(child.handle, select.POLLIN)
+            poll.register(child.output, select.POLLIN)
+        if verdicts is not None:
+            poll.register(verdicts.source, select.POLLIN)
+        try:
+            while main.ended is None:
+                left = deadline - time.monotonic()
+                ready = dict(poll.poll(max(left, 0) * 1000))
+                if self._jobs in ready:
+                    os._exit(0)
+                for child in all_:
+                    _look(child, ready, poll)
+                if verdicts is not None and verdicts.source in ready and not verdicts.read():
+                    poll.unregister(verdicts.source)
+                if left <= 0 and main.ended is None:
+                    main.ended = "time"
+        finally:
+            for child in all_:
+                _finish(child)
+            if verdicts is not None:
+                verdicts.close()
+
+
+def _look(child: Child, ready: dict[int, int], poll: select.poll) -> None:
+    if child.output in ready:
+        data = os.read(child.output, 1 << 16)
+        if not data:
+            poll.unregister(child.output)
+        child.room -= len(data)
+        child.written.append(data)
+        if child.room < 0 and child.ended is None:
+            child.ended = "output"
+    if child.handle in ready and child.ended is None:
+        child.ended = _how(child)
+        poll.unregister(child.handle)
+
+
+def _how(child: Child) -> str:
+    result = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert result is not None
+    if result.si_code == os.CLD_EXITED:
+        return f"exit {result.si_status}"
+    return f"signal {result.si_status}"
+
+
+def _finish(child: Child) -> None:
+    """Ends a child with its whole process group, reads what it still had written, waits for it, and removes its folder."""
+    for kill in (os.killpg, os.kill):  # the group is there only once the child has made it
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(child.pid, signal.SIGKILL)
+    os.waitpid(child.pid, 0)
+    held = os.read(child.locked, 1)
+    os.close(child.locked)
+    with contextlib.suppress(BlockingIOError):
+        while child.room > 0 and (data := os.read(child.output, 1 << 16)):
+            child.room -= len(data)
+            child.written.append(data)
+    os.close(child.output)
+    os.close(child.handle)
+    shutil.rmtree(child.folder, ignore_errors=True)
+    if not held:
+        said = b"".join(child.written).decode("utf-8", "replace")
+        raise OSError(f"the child could not be locked: {said[-200:]}")
+
+
+class _Collector:
+    """Lines of JSON from a child."""
+
+    def __init__(self, source: int) -> None:
+        self.source = source
+        self._data = b""
+
+    def read(self) -> bool:
+        data = os.read(self.source, 1 << 16)
+        self._data += data
+        return bool(data)
+
+    def close(self) -> None:
+        os.set_blocking(self.source, False)
+        with contextlib.suppress(BlockingIOError):
+            while self.read():
+                pass
+        os.close(self.source)
+
+    def lines(self) -> list[Any]:
+        whole = self._data[: self._data.rfind(b"\n") + 1]
+        return [json.loads(line) for line in whole.splitlines()]
+
+
+@contextlib.contextmanager
+def _input(text: str) -> Iterator[int]:
+    """Standard input as a file in memory that can't be changed."""
+    descriptor = os.memfd_create("input", os.MFD_ALLOW_SEALING)
+    data = text.encode("utf-8", "surrogatepass")
+    while data:
+        data = data[os.write(descriptor, data) :]
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _only_these_open(stdin: int | None, out: int, keep: tuple[int, ...]) -> None:
+    """0 is the input (or empty), 1 and 2 the output; of the rest only `keep` stays."""
+    if stdin is None:
+        empty, end = os.pipe()
+        os.close(end)
+        stdin = empty
+    os.dup2(stdin, 0)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    low = 3
+    for descriptor in (*sorted(keep), resource.getrlimit(resource.RLIMIT_NOFILE)[0]):
+        os.closerange(low, descriptor)
+        low = descriptor + 1
