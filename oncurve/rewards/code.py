@@ -25,10 +25,9 @@ from oncurve.errors import DataError
 from oncurve.recipe.schema import Section
 from oncurve.records import Completion, Group
 from oncurve.rewards.base import Result, Score, at_once
-from oncurve.rewards.extract import said, tagged
+from oncurve.rewards.extract import fenced, said, tagged
 from oncurve.rewards.sandbox.level import Limits, Sandbox, find_sandbox
 
-_FENCE = re.compile(r"```[ \t]*([A-Za-z0-9+_-]*)[^\n]*\n(.*?)(?:\n```|\Z)", re.DOTALL)
 _PYTHON = ("python", "py", "python3", "")
 
 
@@ -180,9 +179,8 @@ def program_in(text: str, tests: Tests | None = None) -> str:
     Where the prompt began a function (`prompt_code`) and the program does not define it, the program goes on from there.
     """
     spoken = said(text)
-    blocks = [body for language, body in _FENCE.findall(spoken) if language.lower() in _PYTHON]
-    answer = tagged(spoken)
-    program = blocks[-1] if blocks else answer if answer is not None else spoken
+    found = (fenced(spoken, _PYTHON), tagged(spoken))
+    program = next((program for program in found if program is not None), spoken)
     if tests is None or not tests.prefix:
         return program
     if tests.entry_point is not None and re.search(rf"^\s*(?:async )?def {re.escape(tests.entry_point)}\b", program, re.M):

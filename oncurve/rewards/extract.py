@@ -11,6 +11,8 @@ Take = Literal["tag", "boxed", "hashes", "number", "any"]
 
 _NUMBER = re.compile(r"(?<![0-9.])[-+−]?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
 
+_FENCE = re.compile(r"```[ \t]*([A-Za-z0-9+_-]*)[^\n]*\n(.*?)(?:\n```|\Z)", re.DOTALL)
+
 
 def said(text: str) -> str:
     """The text without its thinking. Thinking that is not closed lasts to the end; where the prompt had opened it already,
@@ -40,6 +42,13 @@ def boxed(text: str) -> str | None:
         if depth == 0:
             return text[begin:place]
     return None
+
+
+def fenced(text: str, languages: tuple[str, ...] | None = None) -> str | None:
+    """What the last block between lines of three backticks holds, of one of the languages where they are named; the end of
+    the text closes one too."""
+    blocks = [body for language, body in _FENCE.findall(text) if languages is None or language.lower() in languages]
+    return blocks[-1] if blocks else None
 
 
 def hashed(text: str) -> str | None:

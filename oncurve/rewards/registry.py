@@ -13,7 +13,18 @@ from oncurve.rewards.code import CodeOptions, CodeReward
 from oncurve.rewards.countdown import CountdownReward, CountdownRewardOptions
 from oncurve.rewards.format import FormatOptions, FormatReward
 from oncurve.rewards.function import PythonOptions, python_reward
-from oncurve.rewards.length import LengthOptions, LengthReward, OverlongOptions, OverlongReward
+from oncurve.rewards.json_form import JsonOptions, JsonReward
+from oncurve.rewards.language import LanguageOptions, LanguageReward
+from oncurve.rewards.length import (
+    CosineOptions,
+    CosineReward,
+    LengthOptions,
+    LengthReward,
+    OverlongOptions,
+    OverlongReward,
+    RepetitionOptions,
+    RepetitionReward,
+)
 from oncurve.rewards.math import MathOptions, MathReward
 from oncurve.rewards.mix import RewardMix
 
@@ -23,6 +34,10 @@ REWARDS: dict[str, RewardType] = {
     "code": RewardType(CodeOptions, CodeReward),
     "format": RewardType(FormatOptions, FormatReward),
     "countdown": RewardType(CountdownRewardOptions, CountdownReward),
+    "json": RewardType(JsonOptions, JsonReward),
+    "language": RewardType(LanguageOptions, LanguageReward),
+    "cosine": RewardType(CosineOptions, CosineReward),
+    "repetition": RewardType(RepetitionOptions, RepetitionReward),
     "overlong": RewardType(OverlongOptions, OverlongReward),
     "length": RewardType(LengthOptions, LengthReward),
     "python": RewardType(PythonOptions, python_reward),
@@ -46,5 +61,5 @@ def build_reward(config: schema.Reward, max_new_tokens: int | None = None) -> Re
             because=f"rewards are: {', '.join(REWARDS)}",
             fix="name one of them",
         )
-    own = {"limit": max_new_tokens} if config.type == "overlong" and max_new_tokens is not None else {}
+    own = {"limit": max_new_tokens} if config.type in ("overlong", "cosine") and max_new_tokens is not None else {}
     return kind.build(config.label, config.weight, read_section(kind.options, {**own, **config.options}, where))
