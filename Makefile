@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup train test test-slow check bench docs
+.PHONY: help setup train test test-slow check bench docs web check-web
 
 help:
 	@echo "make train      train the built-in recipe on this machine: a better model in minutes"
@@ -16,6 +16,7 @@ help:
 	@echo "make check      format, lint, types"
 	@echo "make bench      a GRPO step here and in TRL, side by side"
 	@echo "make docs       write the generated pages of docs/ again"
+	@echo "make web        build the studio's page (needs Node); make check-web: is what is built what is written?"
 	@echo "make setup      all that the above need, in .venv"
 
 train: $(VENV)/.run
@@ -37,6 +38,19 @@ bench: $(VENV)/.dev
 
 docs: $(VENV)/.dev
 	@$(BIN)/python docs/make_pages.py
+
+web: web/node_modules/.installed
+	@cd web && npm run --silent check && npm run --silent build
+
+# Builds the page aside and compares: the committed files must be what their sources give, to the byte.
+check-web: web/node_modules/.installed
+	@cd web && npm run --silent check && npx vite build --logLevel warn --emptyOutDir --outDir node_modules/.again
+	@diff -r --exclude source.sha256 web/node_modules/.again oncurve/studio/static \
+	  || { echo "oncurve/studio/static is not what web/ builds: make web mends it" >&2; exit 1; }
+
+web/node_modules/.installed: web/package.json web/package-lock.json
+	@cd web && npm ci --silent
+	@touch $@
 
 setup: $(VENV)/.dev
 
