@@ -1,8 +1,8 @@
 """GRPO, graded on the curve of its own group.
 
-    import oncurve
-    oncurve.train(oncurve.load_recipe("arithmetic"))
-    oncurve.train(model="tiny", prompts=["3+4=", "5+6="], rewards=[my_function], group_size=8)
+import oncurve
+oncurve.train(oncurve.load_recipe("arithmetic"))
+oncurve.train(model="tiny", prompts=["3+4=", "5+6="], rewards=[my_function], group_size=8)
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Every error a user can meet. Each says where, what, why and how to fix it; the command line prints it and exits with 2.
 
-    OncurveError
-    ├── RecipeError       a recipe that can't be run as written
-    ├── DataError         a data file or task that gives nothing usable
-    ├── ModelError        a model that can't be loaded, or that the engine can't run faithfully
-    ├── RewardError       rewards that fail too often, or can't be built
-    ├── RunError          a run folder: missing, foreign, interrupted, already there, made by a newer version
-    │   └── CheckpointError   a checkpoint that is damaged or unreadable
-    ├── DiskError         no room, no permission, read-only
-    └── MissingPackage    an optional package that a setting asks for
+OncurveError
+├── RecipeError       a recipe that can't be run as written
+├── DataError         a data file or task that gives nothing usable
+├── ModelError        a model that can't be loaded, or that the engine can't run faithfully
+├── RewardError       rewards that fail too often, or can't be built
+├── RunError          a run folder: missing, foreign, interrupted, already there, made by a newer version
+│   └── CheckpointError   a checkpoint that is damaged or unreadable
+├── DiskError         no room, no permission, read-only
+└── MissingPackage    an optional package that a setting asks for
 """
 
 from __future__ import annotations

@@ -66,9 +66,9 @@ class Completion:
     """One sampled answer. Every array has length T, the end token (where the model wrote one) included.
 
     ``logps`` is the log-prob of each token in the temperature-scaled, untruncated distribution: what the learner computes too,
-    so that the two can be compared. ``sampled_logps`` is that of the distribution really drawn from (after top-k, top-p, min-p) and
-    ``raw_logps`` that at temperature 1; they are the same array where nothing sets them apart. ``loss_mask`` is False on
-    tokens that an environment wrote.
+    so that the two can be compared. ``sampled_logps`` is that of the distribution really drawn from (after top-k, top-p,
+    min-p) and ``raw_logps`` that at temperature 1; they are the same array where nothing sets them apart. ``loss_mask`` is
+    False on tokens that an environment wrote.
     """
 
     token_ids: Ints

@@ -164,7 +164,8 @@ def to_json(value: Any, indent: int | None = None) -> bytes:
 
 def _file_name(name: str, ending: str) -> str:
     file = name if name.endswith(ending) else name + ending
-    assert "/" not in file and file != MANIFEST, f"not a file's name: {name}"
+    assert "/" not in file, f"not a file's name: {name}"
+    assert file != MANIFEST, "the manifest is written last, by itself"
     return file
 
 

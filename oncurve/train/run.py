@@ -42,7 +42,7 @@ EVAL_TOKENS = 256
 """Length limit of held-out answers where neither the recipe nor any of its stages sets one."""
 
 
-class Interrupted(OncurveError):  # noqa: N818 - it is no error of the user's
+class Interrupted(OncurveError):
     """The user asked the run to stop: the step was finished and saved."""
 
     def __init__(self, run: RunFolder, signal_number: int) -> None:

@@ -122,7 +122,9 @@ def test_grade_spreads_the_outcome_over_tokens_of_ragged_groups() -> None:
     first, second = grade([pair, three], baseline="mean", scale="none", eps=1e-4, mask_cut=False)
     assert [a.tolist() for a in first.advantages] == [[0.5, 0.5], [-0.5] * 4]
     assert [a.tolist() for a in second.advantages] == [[-2.0], [-1.0], [3.0]]
-    assert first.advantages[0].dtype == np.float32 and all(first.graded) and first.has_signal
+    assert first.advantages[0].dtype == np.float32
+    assert all(first.graded)
+    assert first.has_signal
 
 
 def test_grade_leaves_out_failures_and_what_has_no_company() -> None:
@@ -131,7 +133,8 @@ def test_grade_leaves_out_failures_and_what_has_no_company() -> None:
     first, second = grade([failed, alone], baseline="mean", scale="none", eps=1e-4, mask_cut=False)
     assert first.graded == (True, False, True)
     assert [a[0] for a in first.advantages] == [-1.0, 0.0, 1.0]
-    assert second.graded == (False, False, False) and not second.has_signal
+    assert second.graded == (False, False, False)
+    assert not second.has_signal
 
 
 def test_a_cut_completion_shapes_the_curve_and_is_masked() -> None:
@@ -140,7 +143,8 @@ def test_a_cut_completion_shapes_the_curve_and_is_masked() -> None:
     assert graded.graded == (False, True, True)
     assert [a[0] for a in graded.advantages] == [0.0, 0.0, 1.0]
     (kept,) = grade([cut], baseline="mean", scale="none", eps=1e-4, mask_cut=False)
-    assert kept.graded == (True, True, True) and kept.advantages[0][0] == -1.0
+    assert kept.graded == (True, True, True)
+    assert kept.advantages[0][0] == -1.0
 
 
 def steps(*pairs: tuple[int, float], weight: float = 1.0) -> Aspect:

@@ -76,7 +76,8 @@ def test_kl_is_reduced_as_the_surrogate_is() -> None:
     settings = replace(PLAIN, beta=0.1)
     out = OBJECTIVES["grpo"].loss(inputs, settings)
     first, last = 0.10653065971263342, math.e - 2
-    assert out.kl_N is not None and out.kl_N.tolist() == pytest.approx([first, 0, 0, last])
+    assert out.kl_N is not None
+    assert out.kl_N.tolist() == pytest.approx([first, 0, 0, last])
     assert out.loss.item() == pytest.approx(0.1 * (first + last / 3) / 2)
     assert OBJECTIVES["dapo"].loss(inputs, settings).loss.item() == pytest.approx(0.1 * (first + last) / 4)
     assert out.policy_loss.item() == 0.0
@@ -93,7 +94,8 @@ def test_kl_weighted_by_the_ratio() -> None:
 def test_without_beta_a_reference_is_measured_and_not_followed() -> None:
     inputs = micro_batch([2], logp_ref_N=double([-1.5, -1.0]))
     out = OBJECTIVES["grpo"].loss(inputs, PLAIN)
-    assert out.kl_N is not None and out.loss.item() == -1.0
+    assert out.kl_N is not None
+    assert out.loss.item() == -1.0
 
 
 def test_entropy_bonus_is_the_mean_over_the_steps_tokens() -> None:

@@ -37,10 +37,12 @@ def test_each_ratio_by_hand() -> None:
 def test_gspo_token_has_a_gradient_at_its_own_token_alone() -> None:
     logs_N = log_ratios()
     sequence_token_ratio(logs_N, ROWS)[0].backward()  # type: ignore[no-untyped-call]
-    assert logs_N.grad is not None and logs_N.grad.tolist() == pytest.approx([8**0.5, 0, 0, 0, 0])
+    assert logs_N.grad is not None
+    assert logs_N.grad.tolist() == pytest.approx([8**0.5, 0, 0, 0, 0])
     logs_N = log_ratios()
     sequence_mean_ratio(logs_N, ROWS)[0].backward()  # type: ignore[no-untyped-call]
-    assert logs_N.grad is not None and logs_N.grad.tolist() == pytest.approx([8**0.5 / 2, 8**0.5 / 2, 0, 0, 0])
+    assert logs_N.grad is not None
+    assert logs_N.grad.tolist() == pytest.approx([8**0.5 / 2, 8**0.5 / 2, 0, 0, 0])
 
 
 @pytest.mark.parametrize("ratio", [token_ratio, sequence_product_ratio, sequence_mean_ratio, sequence_token_ratio])
@@ -52,7 +54,8 @@ def test_an_unchanged_policy_has_ratio_one_exactly(ratio: object) -> None:
 def test_a_runaway_ratio_stays_finite() -> None:
     logs_N = torch.full((5,), 500.0, requires_grad=True)
     sequence_product_ratio(logs_N, ROWS).clamp(max=1.2).sum().backward()  # type: ignore[no-untyped-call]
-    assert logs_N.grad is not None and bool(logs_N.grad.isfinite().all())
+    assert logs_N.grad is not None
+    assert bool(logs_N.grad.isfinite().all())
     assert token_ratio(logs_N, ROWS).max().item() == pytest.approx(math.exp(20), rel=1e-5)
 
 

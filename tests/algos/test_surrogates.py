@@ -32,6 +32,7 @@ def test_clipped() -> None:
 
 def test_dual_clip_bounds_the_bad_side_too() -> None:
     value, slope, low, high = at(Clipped(0.2, 0.3, dual=3.0))
+    assert low == [False, False, False, True, False, False]
     assert value == pytest.approx([1.0, 2.2, 2.6, -0.8, -1.1, -3.0])
     assert slope == pytest.approx([2, 2, 0, 0, -1, 0])
     assert high == [False, False, True, False, False, True]
@@ -40,7 +41,8 @@ def test_dual_clip_bounds_the_bad_side_too() -> None:
 def test_cispo_weighs_the_log_prob_and_keeps_every_token() -> None:
     value, slope, low, high = at(Cispo(1.0, 2.0))
     assert value == pytest.approx([0.5 * 2 * -3, 1.1 * 2 * -3, 3 * 2 * -3, 0.5 * 3, 1.1 * 3, 3 * 3])
-    assert slope == [0] * 6 and not any(low)
+    assert slope == [0] * 6
+    assert not any(low)
     assert high == [False, False, True, False, False, True]
     assert at(Cispo(0.2, 2.0))[0][0] == pytest.approx(0.8 * 2 * -3)
 
@@ -53,7 +55,8 @@ def test_sapo_gates_softly() -> None:
     # (4/τ) τ σ' A: 4 σ(3)(1 − σ(3)) · 2 = 0.3614132 and −4 σ(0.2)(1 − σ(0.2)) = −0.9900663
     assert slope[2] == pytest.approx(0.36141327784729706)
     assert slope[4] == pytest.approx(-0.9900662908474398)
-    assert not any(low) and not any(high)
+    assert not any(low)
+    assert not any(high)
 
 
 def test_the_two_without_a_bound() -> None:

@@ -24,7 +24,8 @@ def finish(process: subprocess.Popen[str]) -> str:
 
 def kill_when_ready(process: subprocess.Popen[str]) -> None:
     """Kills it, with no chance to clean up, once it has printed a line."""
-    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
     line = process.stdout.readline()
     process.kill()
     _, err = process.communicate(timeout=60)

@@ -45,7 +45,9 @@ def test_every_type_of_number_comes_back_bit_for_bit(tmp_path: Path, dtype: torc
     found = load(save(tmp_path, "s", 1, {"a": {"x": tensor, "none": tensor[:0], "scalar": tensor[0, 0]}}, {}))
     for name, expected in {"x": tensor, "none": tensor[:0], "scalar": tensor[0, 0]}.items():
         got = found.tensors["a"][name]
-        assert got.dtype == dtype and got.shape == expected.shape and torch.equal(got, expected)
+        assert got.dtype == dtype
+        assert got.shape == expected.shape
+        assert torch.equal(got, expected)
 
 
 def test_tied_tensors_are_written_once_and_come_back_tied(tmp_path: Path) -> None:
@@ -55,7 +57,8 @@ def test_tied_tensors_are_written_once_and_come_back_tied(tmp_path: Path) -> Non
     manifest = json.loads((path / "manifest.json").read_text())
     assert manifest["files"]["model.safetensors"]["aliases"] == {"head": "embed"}
     found = load(path).tensors["model"]
-    assert found["head"] is found["embed"] and torch.equal(found["embed"], embedding)
+    assert found["head"] is found["embed"]
+    assert torch.equal(found["embed"], embedding)
     assert set(found) == {"embed", "head", "other"}
 
 
@@ -69,13 +72,15 @@ def test_views_of_one_memory_are_kept_apart(tmp_path: Path) -> None:
 
 def test_a_file_s_name_may_carry_its_ending(tmp_path: Path) -> None:
     path = save(tmp_path, "s", 1, {"model.safetensors": {"x": torch.ones(1)}}, {"state.json": [1, None, 0.1]})
-    assert load(path).documents == {"state.json": [1, None, 0.1]} and "model.safetensors" in load(path).tensors
+    assert load(path).documents == {"state.json": [1, None, 0.1]}
+    assert "model.safetensors" in load(path).tensors
 
 
 @pytest.mark.parametrize("stage", ["grpo", "second stage", "a/b", "..", ".writing-x", "hard-000003", "größer"])
 def test_any_stage_name_makes_one_folder(tmp_path: Path, stage: str) -> None:
     path = write(tmp_path, stage, 7)
-    assert path.parent == tmp_path and path == checkpoint_path(tmp_path, stage, 7)
+    assert path.parent == tmp_path
+    assert path == checkpoint_path(tmp_path, stage, 7)
     assert [(place.stage, place.step) for place in list_checkpoints(tmp_path)] == [(stage, 7)]
     assert load(path).stage == stage
 
@@ -110,8 +115,10 @@ def test_the_one_before_a_damaged_checkpoint_is_used(tmp_path: Path, file: str, 
         target.write_bytes(target.read_bytes() + b"x")
     told: list[tuple[Path, str]] = []
     found = newest_valid(tmp_path, lambda path, why: told.append((path, why)))
-    assert found is not None and (found.stage, found.step) == ("grpo", 1)
-    assert [path for path, _ in told] == [newest] and file in told[0][1]
+    assert found is not None
+    assert (found.stage, found.step) == ("grpo", 1)
+    assert [path for path, _ in told] == [newest]
+    assert file in told[0][1]
 
 
 def test_the_newest_is_the_last_written_whatever_its_stage_or_step(tmp_path: Path) -> None:
@@ -121,7 +128,8 @@ def test_the_newest_is_the_last_written_whatever_its_stage_or_step(tmp_path: Pat
     shutil.copytree(tmp_path, tmp_path / "copy")
     for folder in (tmp_path, tmp_path / "copy"):
         found = newest_valid(folder, no_damage)
-        assert found is not None and (found.stage, found.step) == ("a", 3)
+        assert found is not None
+        assert (found.stage, found.step) == ("a", 3)
 
 
 def test_a_checkpoint_saved_again_is_replaced(tmp_path: Path) -> None:
@@ -181,7 +189,8 @@ def test_a_kill_while_saving_leaves_no_half_checkpoint(tmp_path: Path, moment: s
     sweep(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["grpo-000001"]
     found = newest_valid(tmp_path, no_damage)
-    assert found is not None and found.documents["trainer"]["step"] == 1
+    assert found is not None
+    assert found.documents["trainer"]["step"] == 1
 
 
 def test_a_disk_that_fills_up_leaves_the_last_good_state(tmp_path: Path) -> None:
@@ -201,7 +210,8 @@ def test_a_disk_that_fills_up_leaves_the_last_good_state(tmp_path: Path) -> None
                 print(error)
     """
     told = finish(start(code, tmp_path))
-    assert told.count("grpo-000002: no room: 0.4 MiB needed, ") == 1 and told.count("no room: 0.2 MiB needed, ") == 1
+    assert told.count("grpo-000002: no room: 0.4 MiB needed, ") == 1
+    assert told.count("no room: 0.2 MiB needed, ") == 1
     assert told.count("what was there before is intact") == 2
     assert [path.name for path in tmp_path.iterdir()] == ["grpo-000001"]
     assert newest_valid(tmp_path, no_damage) is not None

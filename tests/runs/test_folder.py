@@ -44,7 +44,8 @@ def test_four_processes_never_get_the_same_number(tmp_path: Path) -> None:
     """
     names = [name for process in [start(code, tmp_path) for _ in range(4)] for name in finish(process).split()]
     assert sorted(names) == sorted(f"race-{number}" for number in range(1, 41))
-    assert all(entry.status == "interrupted" for entry in list_runs(tmp_path)) and len(list_runs(tmp_path)) == 40
+    assert all(entry.status == "interrupted" for entry in list_runs(tmp_path))
+    assert len(list_runs(tmp_path)) == 40
 
 
 def test_the_state_comes_back(tmp_path: Path) -> None:
@@ -52,8 +53,10 @@ def test_the_state_comes_back(tmp_path: Path) -> None:
     run = RunFolder.create(tmp_path, "fork", parent=parent, settings={"slots": 64, "threads": 2})
     state = RunFolder.open("fork-1", tmp_path).state()
     assert (state.name, state.status, state.shown, state.pid) == ("fork-1", "running", "running", os.getpid())
-    assert state.parent == parent and state.settings == {"slots": 64, "threads": 2}
-    assert state.environment == environment() and "torch" in state.environment
+    assert state.parent == parent
+    assert state.settings == {"slots": 64, "threads": 2}
+    assert state.environment == environment()
+    assert "torch" in state.environment
     run.write_state(dataclasses.replace(state, settings={"slots": 8}))
     assert run.state().settings == {"slots": 8}
 
@@ -112,7 +115,8 @@ def test_broken_and_foreign_folders_are_listed_as_such(tmp_path: Path, content: 
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     entries = {entry.name: entry for entry in list_runs(tmp_path)}
     assert set(entries) == {"good-1", "foreign", "torn", "folder"}
-    assert list_runs(tmp_path)[0].path == good.path and entries["good-1"].status == "running"
+    assert list_runs(tmp_path)[0].path == good.path
+    assert entries["good-1"].status == "running"
     assert all(entries[name].status == "broken" and entries[name].reason for name in ("foreign", "torn", "folder"))
     with pytest.raises(RunError, match="unreadable"):
         RunFolder.open("torn", tmp_path)
@@ -141,14 +145,17 @@ def test_a_run_whose_process_is_gone_was_interrupted(tmp_path: Path) -> None:
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     assert run.state().shown == "interrupted"  # a zombie still has its pid
     process.communicate()
-    assert run.state().shown == "interrupted" and run.state().status == "running"
+    assert run.state().shown == "interrupted"
+    assert run.state().status == "running"
     edit(run, status="finished")
     assert run.state().shown == "finished"
 
 
 def test_a_pid_given_out_again_is_another_process(tmp_path: Path) -> None:
     started = process_start(os.getpid())
-    assert started is not None and is_alive(os.getpid(), started) and not is_alive(os.getpid(), started - 1)
+    assert started is not None
+    assert is_alive(os.getpid(), started)
+    assert not is_alive(os.getpid(), started - 1)
     run = RunFolder.create(tmp_path, "x")
     edit(run, pid_started=started - 1)
     assert list_runs(tmp_path)[0].status == "interrupted"
@@ -161,12 +168,10 @@ def test_the_status_moves_and_running_claims(tmp_path: Path) -> None:
     assert run.set_status("failed").shown == "failed"
     edit(run, pid=1, pid_started=0, host="elsewhere")
     state = run.set_status("running")
-    assert (
-        state == run.state()
-        and state.pid == os.getpid()
-        and state.host == socket.gethostname()
-        and state.settings == {"slots": 4}
-    )
+    assert state == run.state()
+    assert state.pid == os.getpid()
+    assert state.host == socket.gethostname()
+    assert state.settings == {"slots": 4}
 
 
 def test_no_folder_stays_behind_where_its_state_can_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,4 +194,5 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(disk, "write_durably", half)
     with pytest.raises(DiskError):
         disk.replace_file(path, b"new")
-    assert path.read_bytes() == b"old" and [file.name for file in tmp_path.iterdir()] == ["file"]
+    assert path.read_bytes() == b"old"
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]

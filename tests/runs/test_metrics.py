@@ -26,8 +26,10 @@ LOGGED = TRAINED + REWARDED + WRITTEN + MOVED + MACHINE
 @pytest.mark.parametrize("name", LOGGED)
 def test_every_metric_is_explained_in_one_sentence(name: str) -> None:
     metric = explain(name)
-    assert metric.one_sentence.endswith(".") and metric.one_sentence[:-1].count(". ") == 0
-    assert metric.unit and metric.healthy
+    assert metric.one_sentence.endswith(".")
+    assert metric.one_sentence[:-1].count(". ") == 0
+    assert metric.unit
+    assert metric.healthy
 
 
 def test_the_table_has_no_other_names() -> None:
@@ -36,7 +38,8 @@ def test_the_table_has_no_other_names() -> None:
 
 
 def test_families_and_mistakes() -> None:
-    assert explain("reward/my aspect").name == "reward/" and explain("reward").name == "reward"
+    assert explain("reward/my aspect").name == "reward/"
+    assert explain("reward").name == "reward"
     with pytest.raises(RunError, match=r"no such metric \(did you mean 'grad_norm'\?\)"):
         explain("gradnorm")
     with pytest.raises(RunError):

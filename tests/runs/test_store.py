@@ -56,7 +56,8 @@ def test_one_group_comes_back_with_what_the_learner_saw(store: Store) -> None:
     assert kept.graded.scored.totals == report.groups[2].scored.totals
     assert store.group("grpo", 1, 0).stats == (None,) * 8
     completion = kept.graded.group.completions[1]
-    assert completion.sampled_logps is completion.logps and completion.raw_logps is completion.logps
+    assert completion.sampled_logps is completion.logps
+    assert completion.raw_logps is completion.logps
 
 
 def test_what_is_usual_takes_no_room(store: Store) -> None:
@@ -108,9 +109,11 @@ def test_metrics_and_time_by_phase(store: Store) -> None:
     assert store.metric("seconds/sample", "grpo") == [(1, 0.5), (2, 0.5), (3, 0.5)]
     assert [(row.stage, row.step, row.seconds) for row in store.steps()] == [("grpo", step, 0.75) for step in (1, 2, 3)]
     curve = store.metric("loss", "grpo")
-    assert curve[:2] == [(1, 0.25), (2, 0.25)] and math.isnan(curve[2][1])
+    assert curve[:2] == [(1, 0.25), (2, 0.25)]
+    assert math.isnan(curve[2][1])
     assert store.metrics_of("grpo", 2)["tokens_per_s"] == 50.0
-    assert store.metric("loss", "sft") == [] and store.metrics_of("grpo", 9) == {}
+    assert store.metric("loss", "sft") == []
+    assert store.metrics_of("grpo", 9) == {}
 
 
 def test_measurements_come_back_and_are_replaced_when_done_again(store: Store) -> None:
@@ -119,8 +122,10 @@ def test_measurements_come_back_and_are_replaced_when_done_again(store: Store) -
     report = store.evals()[0]
     groups = store.eval_groups("grpo", 5)
     assert same(dataclasses.replace(report, groups=groups), eval_report("grpo", 5))
-    assert len(store.evals()) == 1 and store.summary().groups == 2
-    assert store.groups("grpo", 5) == [] and len(store.groups("grpo", 5, "eval")) == 2
+    assert len(store.evals()) == 1
+    assert store.summary().groups == 2
+    assert store.groups("grpo", 5) == []
+    assert len(store.groups("grpo", 5, "eval")) == 2
 
 
 def test_events(store: Store) -> None:
@@ -128,7 +133,8 @@ def test_events(store: Store) -> None:
     store.record_event("finished", "done")
     first, second = store.events()
     assert (first.kind, first.message, first.stage, first.step) == ("resumed", "went on from step 3", "grpo", 3)
-    assert first.data == {"checkpoint": "grpo-000003"} and second.step is None
+    assert first.data == {"checkpoint": "grpo-000003"}
+    assert second.step is None
     assert [event.kind for event in store.events("finished")] == ["finished"]
 
 
@@ -143,7 +149,8 @@ def test_summary(store: Store) -> None:
         ("grpo", 10, 1, False),
     ]
     assert (summary.groups, summary.completions, summary.failures) == (5, 26, 3)
-    assert summary.last_metrics == store.metrics_of("grpo", 1) and summary.evals[0].accuracy == 0.5
+    assert summary.last_metrics == store.metrics_of("grpo", 1)
+    assert summary.evals[0].accuracy == 0.5
 
 
 def record_all(store: Store, first: int, last: int) -> None:
@@ -192,7 +199,8 @@ def test_forgetting_reopens_a_stage_only_where_steps_went(store: Store) -> None:
     assert [(s.name, s.finished is not None) for s in store.stages()] == [("sft", True)]
     assert store.summary().completions == 0
     store.forget_after("sft", 1)
-    assert store.stages()[0].finished is None and store.stages()[0].done == 1
+    assert store.stages()[0].finished is None
+    assert store.stages()[0].done == 1
 
 
 def test_asking_for_what_is_not_there_says_what_is(store: Store) -> None:
@@ -206,7 +214,7 @@ def test_asking_for_what_is_not_there_says_what_is(store: Store) -> None:
 def test_a_step_that_fails_half_way_leaves_nothing(store: Store) -> None:
     report = step_report("grpo", 1)
     broken = dataclasses.replace(report, stats=report.stats[:1])
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="shorter"):
         store.record_step(broken)
     assert store.steps() == []
     store.record_step(report)
@@ -231,7 +239,8 @@ def test_a_killed_writer_leaves_whole_steps_only(tmp_path: Path) -> None:
     kill_when_ready(start(code, tmp_path))
     with Store.open(tmp_path) as reader:
         steps = reader.steps()
-        assert len(steps) >= 20 and [row.step for row in steps] == list(range(1, len(steps) + 1))
+        assert len(steps) >= 20
+        assert [row.step for row in steps] == list(range(1, len(steps) + 1))
         assert reader.summary().completions == len(steps) * 24
         assert same(reader.step("grpo", len(steps)), step_report("grpo", len(steps)))
 
@@ -358,7 +367,8 @@ def test_a_full_disk_keeps_the_steps_before_it(store: Store, tmp_path: Path) -> 
     store._connection.execute(f"PRAGMA max_page_count = {pages + 4}")
     with pytest.raises(DiskError, match=r"no room(.|\n)*--resume"):
         store.record_step(step_report("grpo", 2, prompts=16))
-    assert same(store.step("grpo", 1), step_report("grpo", 1)) and len(store.steps()) == 1
+    assert same(store.step("grpo", 1), step_report("grpo", 1))
+    assert len(store.steps()) == 1
     store._connection.execute("PRAGMA max_page_count = 1000000")
     store.record_step(step_report("grpo", 2, prompts=16))
 
@@ -389,7 +399,7 @@ def test_a_database_locked_by_another_program(store: Store, tmp_path: Path) -> N
     store._connection.execute("PRAGMA busy_timeout = 10")
     with closing(sqlite3.connect(tmp_path / "run.db", isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
-        with pytest.raises(RunError, match="locked(.|\n)*close whatever else"):
+        with pytest.raises(RunError, match=r"locked(.|\n)*close whatever else"):
             store.record_step(step_report("grpo", 1))
     store.record_step(step_report("grpo", 1))
 
