@@ -18,6 +18,7 @@ LAYERS = [
     {"train"},
     {"terminal", "cluster", "serve", "studio"},
     {"api"},
+    {"cli_rewards", "cli_studio"},
     {"cli"},
     {"__main__"},
 ]
