@@ -1,0 +1,56 @@
+"""From the name in an address to a run on disk, and from what goes wrong in reading it to words."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from oncurve.errors import RunError
+from oncurve.recipe.load import load_recipe
+from oncurve.recipe.schema import Recipe
+from oncurve.runs.database import open_database
+from oncurve.runs.folder import RunFolder
+from oncurve.studio.questions import Questions
+
+
+def find_run(runs_dir: Path, name: str) -> RunFolder:
+    """The run of that name. Only a folder that lies directly in ``runs_dir`` has one: a name is never a path."""
+    plain = name not in ("", ".", "..") and not name.startswith(".") and not any(c in name for c in "/\\\0")
+    if not plain or not (runs_dir / name).is_dir():
+        raise RunError(name, "no such run", because=f"{runs_dir} has no folder of that name", fix="choose one from the list")
+    return RunFolder.open(runs_dir / name, runs_dir)
+
+
+@contextlib.contextmanager
+def reading(run: RunFolder) -> Iterator[Questions]:
+    """A read-only handle on a run's database. Whatever a damaged one makes Python say becomes one clear error."""
+    connection = open_database(run.database, read_only=True)
+    try:
+        yield Questions(run.database, connection)
+    except (ValueError, KeyError, TypeError, IndexError, sqlite3.Error) as error:
+        raise RunError(
+            str(run.database),
+            "damaged",
+            because=f"a row in it is not what a run writes ({type(error).__name__}: {error})",
+            fix="restore it from a copy; the run's checkpoints do not depend on it",
+        ) from error
+    finally:
+        connection.close()
+
+
+def recipe_of(run: RunFolder) -> Recipe:
+    return load_recipe(run.recipe)
+
+
+def finite(value: float | None) -> float | None:
+    """JSON has no NaN: what is not a number is null."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def finite_all(values: Any, digits: int = 6) -> list[float | None]:
+    """An array as JSON's numbers, with as many digits as a picture can use."""
+    return [float(f"{v:.{digits}g}") if math.isfinite(v) else None for v in values.tolist()]

@@ -1,0 +1,149 @@
+"""A run as one HTML file, complete in itself: curves, best and worst groups, the recipe. No script, nothing to fetch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from html import escape
+
+from oncurve.records import EvalReport
+from oncurve.runs.folder import RunFolder
+from oncurve.runs.metrics import find
+from oncurve.runs.reading import KeptGroup, StageRow
+from oncurve.studio.drawing import Points, chart
+from oncurve.studio.finding import reading
+from oncurve.studio.questions import Questions
+
+CURVES = (
+    "reward", "accuracy", "reward_std", "no_signal_share", "kl", "entropy", "clip_share", "length_mean", "cut_share",
+    "failure_share", "mismatch_kl", "loss", "grad_norm", "tokens_per_s", "memory_mib",
+)  # fmt: skip
+SHOWN_STEPS = 10
+"""Groups are chosen from so many last steps: what the run ended as, not what it began as."""
+SHOWN_GROUPS = 2
+STOPS = {"end": "ended", "stop_string": "stop string", "length": "cut"}
+STYLE = """
+:root{--ink:#1c1d20;--soft:#565a61;--line:#dedbd3;--paper:#fbfaf7;--card:#fff;--accent:#1f5f8b;--up:#0b6e69;--down:#ad3f0b}
+@media(prefers-color-scheme:dark){:root{--ink:#e9e8e4;--soft:#b3b6bb;--line:#33373d;--paper:#141619;--card:#1c1f23;
+--accent:#82bbe3;--up:#5cc9bf;--down:#f19a63}}
+body{font:15px/1.55 ui-sans-serif,system-ui,sans-serif;color:var(--ink);background:var(--paper);max-width:1080px;
+margin:0 auto;padding:2rem 1.2rem 4rem}h1{font-size:1.7rem;margin:0}h2{font-size:1.2rem;margin:2.4rem 0 .8rem}h3{font-size:1rem;
+margin:0 0 .3rem}p{margin:.2rem 0}.soft{color:var(--soft)}.small{font-size:.85rem}
+.curves{display:grid;grid-template-columns:repeat(auto-fill,minmax(300px,1fr));gap:1rem}
+.card{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:.9rem 1rem;margin-bottom:.8rem}
+table{border-collapse:collapse}td,th{padding:.25rem 1.1rem .25rem 0;text-align:right;font-variant-numeric:tabular-nums}
+td:first-child,th:first-child{text-align:left}th{font-weight:500;color:var(--soft)}
+pre{font:13px/1.5 ui-monospace,Menlo,Consolas,monospace;white-space:pre-wrap;overflow-wrap:anywhere;margin:.3rem 0}
+.up{color:var(--up)}.down{color:var(--down)}svg{width:100%;height:auto;display:block}svg text{fill:var(--soft);font-size:11px}
+svg .grid{stroke:var(--line)}svg .line{stroke:var(--accent);fill:none;stroke-width:1.8}svg .dot{fill:var(--accent)}
+"""
+POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+
+
+def report_html(run: RunFolder) -> str:
+    """The whole file. Raises RunError where the run can't be read."""
+    state = run.state()
+    with reading(run) as store:
+        stages = store.stages()
+        body = [
+            f"<h1>{escape(run.name)}</h1>",
+            f"<p class=soft>{state.shown}, begun {_date(state.created)} · Oncurve {escape(state.oncurve)} · {_at(stages)}</p>",
+            _measured(store.evals()),
+            *(_curves(store, stage) for stage in stages if stage.done),
+            *_groups(store, stages),
+        ]
+    recipe = run.recipe.read_text("utf-8", "replace") if run.recipe.is_file() else "(the recipe is missing)"
+    body.append(f"<h2>The recipe</h2><div class=card><pre>{escape(recipe)}</pre></div>")
+    return _page(run.name, body)
+
+
+def _page(title: str, body: Iterable[str]) -> str:
+    head = (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>"
+    )
+    return head + "\n".join(body) + "\n</body></html>\n"
+
+
+def _date(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%-d %B %Y, %H:%M UTC")
+
+
+def _at(stages: Sequence[StageRow]) -> str:
+    return ", ".join(f"{escape(s.name)} {s.done} of {s.steps} steps" for s in stages) or "no step yet"
+
+
+def _measured(evals: Sequence[EvalReport]) -> str:
+    """Held-out accuracy at each measurement, by difficulty where the task has levels."""
+    if not evals:
+        return ""
+    levels = list(dict.fromkeys(level for report in evals for level in report.by_difficulty))
+    heads = "".join(f"<th>{escape(head)}</th>" for head in ("held-out accuracy", "all", *levels))
+    lines = []
+    for report in evals:
+        shares = [report.by_difficulty.get(level) for level in levels]
+        cells = [f"{100 * report.accuracy:.1f} %", *(f"{100 * s[0] / max(1, s[1]):.1f} %" if s else "–" for s in shares)]
+        told = "".join(f"<td>{cell}</td>" for cell in cells)
+        lines.append(f"<tr><td>{escape(report.stage)} {report.step}</td>{told}</tr>")
+    return f"<h2>Held-out accuracy</h2><table><tr>{heads}</tr>{''.join(lines)}</table>"
+
+
+def _curves(store: Questions, stage: StageRow) -> str:
+    known = set(store.metric_names(stage.name))
+    aspects = sorted(name for name in known if name.startswith("reward/"))
+    drawn = [_curve(name, store.metric(name, stage.name)) for name in (*CURVES, *aspects) if name in known]
+    return f"<h2>{escape(stage.name)}</h2><div class=curves>{''.join(drawn)}</div>" if drawn else ""
+
+
+def _curve(name: str, points: Points) -> str:
+    metric = find(name)
+    words = f"<p class='small soft'>{escape(metric.one_sentence)} Healthy: {escape(metric.healthy)}.</p>" if metric else ""
+    return f"<div class=card><h3>{escape(name)}</h3>{chart(name, points)}{words}</div>"
+
+
+def _groups(store: Questions, stages: Sequence[StageRow]) -> list[str]:
+    """The groups of highest and lowest mean reward of the last steps, in full."""
+    graded = [s for s in stages if s.done and store.groups(s.name, s.done)]
+    if not graded:
+        return []
+    stage = graded[-1]
+    steps = range(max(1, stage.done - SHOWN_STEPS + 1), stage.done + 1)
+    heads = [(step, head) for step in steps for head in store.groups(stage.name, step) if head.mean_total is not None]
+    ranked = sorted(heads, key=lambda entry: -(entry[1].mean_total or 0.0))
+    best = ranked[:SHOWN_GROUPS]
+    worst = [entry for entry in ranked[::-1][:SHOWN_GROUPS] if entry not in best]
+    found = []
+    for title, chosen in (("Best groups", best), ("Worst groups", worst)):
+        if chosen:
+            found.append(f"<h2>{title} of the last {len(steps)} steps</h2>")
+            found += [_group(store.group(stage.name, step, head.position), f"{stage.name} {step}") for step, head in chosen]
+    return found
+
+
+def _group(kept: KeptGroup, where: str) -> str:
+    graded = kept.graded
+    values = [float(a.mean()) if g and len(a) else None for a, g in zip(graded.advantages, graded.graded, strict=True)]
+    order = sorted(range(len(values)), key=lambda place: (values[place] is None, -(values[place] or 0.0)))
+    parts = [f"<div class=card><p class='small soft'>{escape(where)} · {escape(graded.group.prompt.id)}</p>"]
+    parts.append(f"<pre><b>{escape(_text(graded.group.prompt.shown))}</b></pre>")
+    for place in order:
+        one, value = graded.scored.scored[place], values[place]
+        grade = "not graded" if value is None else f"{value:+.2f}".replace("-", "−")
+        tone = "" if not value else " class=up" if value > 0 else " class=down"
+        aspects = " · ".join(
+            f"{a.name} {'failed' if a.failure else '–' if a.value is None else f'{a.value:g}'}" for a in one.aspects
+        )
+        total = "no reward" if one.total is None else f"reward {one.total:.2f}"
+        facts = f"{total} · {aspects} · {one.completion.length} tokens · {STOPS[one.completion.stop]}"
+        parts.append(f"<p class=small><b{tone}>{grade}</b> <span class=soft>{escape(facts)}</span></p>")
+        parts.append(f"<pre>{escape(_text(one.completion.text))}</pre>")
+        if one.failure is not None:
+            parts.append(f"<p class='small down'>{escape(_text(one.failure))}</p>")
+    return "".join(parts) + "</div>"
+
+
+def _text(text: str) -> str:
+    """Text that UTF-8 can hold: a lone surrogate becomes a mark."""
+    return text.encode("utf-8", "replace").decode("utf-8")

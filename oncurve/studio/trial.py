@@ -1,0 +1,104 @@
+"""Tries rewards on texts, in a process of its own: what a reward does there can't touch the server.
+
+python -m oncurve.studio.trial < asked.json > told.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from oncurve.errors import OncurveError, RewardError
+from oncurve.recipe.resolve import resolved_rewards
+from oncurve.recipe.schema import Grpo, Recipe, Reward
+from oncurve.records import Completion, Group, Prompt
+from oncurve.rewards.mix import RewardMix
+from oncurve.rewards.registry import build_rewards
+
+LIMIT_S = 60.0
+Text = Annotated[str, Field(max_length=200_000)]
+
+
+class Trial(BaseModel):
+    """What is tried: rewards as a recipe writes them, on the completions of one prompt."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rewards: list[dict[str, Any]]
+    prompt: Text
+    columns: dict[str, Any]
+    completions: Annotated[list[Text], Field(min_length=1, max_length=64)]
+    max_new_tokens: int | None = None
+
+
+def rewards_of(recipe: Recipe, stage: str | None = None) -> list[dict[str, Any]]:
+    """The rewards of a recipe's stage, or of its last grpo stage, as a trial names them."""
+    graded = [s for s in recipe.stages if isinstance(s, Grpo) and stage in (None, s.label)]
+    found = resolved_rewards(recipe, graded[-1]) if graded else recipe.rewards
+    return [reward.model_dump(mode="json", exclude_none=True) for reward in found]
+
+
+def run_trial(trial: Trial, limit_s: float = LIMIT_S) -> dict[str, Any]:
+    """What the rewards say, or the error that a recipe with them would meet. A reward that hangs is ended."""
+    command = [sys.executable, "-m", "oncurve.studio.trial"]
+    asked = trial.model_dump_json().encode()
+    try:
+        done = subprocess.run(command, input=asked, capture_output=True, timeout=limit_s, check=False)
+    except subprocess.TimeoutExpired:
+        raise RewardError("rewards", "no answer", because=f"they took more than {limit_s:g} s", fix="try fewer texts") from None
+    try:
+        told: dict[str, Any] = json.loads(done.stdout)
+    except ValueError:
+        last = (done.stderr.decode("utf-8", "replace").strip().splitlines() or ["nothing was said"])[-1]
+        raise RewardError("rewards", "the trial ended early", because=last[:300], fix="mend the reward") from None
+    return told
+
+
+def score(trial: Trial) -> dict[str, Any]:
+    """Scores the texts as a run would, in this process. Tokens play no part here, so every text counts as one per character."""
+    mix: RewardMix = build_rewards([Reward.model_validate(r) for r in trial.rewards], max_new_tokens=trial.max_new_tokens)
+    prompt = Prompt("trial", text=trial.prompt, columns=trial.columns)
+    group = Group(prompt, np.zeros(1, np.int64), tuple(map(_completion, trial.completions)))
+    scored = mix.score([group])[0].scored
+    return {
+        "completions": [
+            {
+                "total": one.total,
+                "failure": one.failure,
+                "solved": mix.solved(one),
+                "aspects": [
+                    {"name": a.name, "value": a.value, "weight": a.weight, "failure": a.failure, "reason": a.reason}
+                    for a in one.aspects
+                ],
+            }
+            for one in scored
+        ]
+    }
+
+
+def _completion(text: str) -> Completion:
+    count = len(text) + 1
+    zeros = np.zeros(count, np.float32)
+    return Completion(np.zeros(count, np.int64), text, "end", zeros, zeros, zeros, np.ones(count, np.bool_))
+
+
+def main() -> None:
+    """Answers on the real standard output; whatever a reward prints goes to standard error."""
+    answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    try:
+        told = score(Trial.model_validate_json(sys.stdin.buffer.read()))
+    except OncurveError as error:
+        told = {"error": {"where": error.where, "what": str(error.what), "because": error.because, "fix": error.fix}}
+    with answer:
+        json.dump(told, answer)
+
+
+if __name__ == "__main__":
+    main()

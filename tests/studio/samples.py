@@ -1,0 +1,143 @@
+"""Runs to look at: small ones of every kind, made in milliseconds, and folders that are none."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+
+from oncurve.algos.advantages import grade
+from oncurve.recipe.load import dump_recipe, load_recipe
+from oncurve.records import (
+    Aspect,
+    Completion,
+    EvalReport,
+    Group,
+    Prompt,
+    ScoredCompletion,
+    ScoredGroup,
+    StepReport,
+    TokenStats,
+)
+from oncurve.runs.folder import RunFolder
+from oncurve.runs.store import Store
+
+GROUP = 4
+PROMPTS = 3
+WORDS = ("right", "plain", "wrong", "odd")
+HOSTILE = "<img src=x onerror=alert(1)><b>bold</b>"
+TEXTS = {
+    "right": "<think>1+2</think><answer>3</answer>",
+    "plain": "3",
+    "wrong": "<think>hm</think><answer>4</answer>",
+    "odd": HOSTILE,
+}
+VALUES = {"right": (1.0, 1.0), "plain": (1.0, 0.0), "wrong": (0.0, 1.0), "odd": (0.0, 0.0)}
+
+
+def completion(text: str, seed: int, stop: str = "end") -> Completion:
+    """One token per character, and the end."""
+    rng = np.random.default_rng(seed)
+    count = len(text) + 1
+    logps = -rng.random(count, dtype=np.float32)
+    ids = np.array([*map(ord, text), 1], dtype=np.int64)
+    return Completion(ids, text, "length" if stop == "length" else "end", logps, logps, logps, np.ones(count, np.bool_))
+
+
+def scored(prompt: Prompt, kinds: tuple[str, ...], seed: int) -> ScoredGroup:
+    found = []
+    for place, kind in enumerate(kinds):
+        answer, form = VALUES.get(kind, (0.0, 0.0))
+        aspects = (
+            Aspect("answer", answer, 1.0, reason="'3' is right" if answer else "'4' is not '3'"),
+            Aspect("format", form, 0.1),
+        )
+        if kind == "failed":
+            aspects = (Aspect("answer", None, 1.0, failure="ValueError: no number here"), aspects[1])
+        if kind == "steps":
+            aspects = (*aspects, Aspect("process", None, 1.0, steps=((2, 0.5), (5, -1.0))))
+        text = TEXTS.get(kind, f"{kind} {place}")
+        sampled = completion(text, 100 * seed + place, "length" if kind == "cut" else "end")
+        found.append(ScoredCompletion(sampled, aspects))
+    return ScoredGroup(Group(prompt, np.arange(4), tuple(s.completion for s in found)), tuple(found))
+
+
+def stats(one: ScoredCompletion, seed: int, moved: float) -> TokenStats:
+    rng = np.random.default_rng(seed)
+    count = len(one.completion.token_ids)
+    ratio = np.exp(rng.normal(0.0, 0.2, count)).astype(np.float32)
+    kl = (moved * rng.random(count)).astype(np.float32)
+    return TokenStats(one.completion.logps, ratio, rng.random(count, dtype=np.float32), ratio > 1.2, kl)
+
+
+def step_report(step: int, kinds: tuple[str, ...] = WORDS) -> StepReport:
+    """Three groups: the usual one, one without signal, one with a failure, a cut completion and step rewards."""
+    asked = [Prompt(f"sums/{n}", text=f"1+{n}=", columns={"answer": str(1 + n)}) for n in (2, 2 + step, 50)]
+    groups = [
+        scored(asked[0], kinds, step),
+        scored(asked[1], ("wrong",) * GROUP, step + 1),
+        scored(asked[2], ("right", "failed", "cut", "steps"), step + 2),
+    ]
+    graded = grade(groups, baseline="mean", scale="group", eps=1e-4, mask_cut=False)
+    seen = [
+        [stats(one, step, 0.01 * step) for one in group.scored] if group is not groups[1] else [None] * GROUP
+        for group in groups
+    ]
+    reward = float(np.mean([t for group in groups for t in group.totals if t is not None]))
+    metrics = {
+        "reward": reward + 0.01 * step,
+        "reward_std": 0.2,
+        "accuracy": 0.4,
+        "reward/answer": 0.4,
+        "reward/format": 0.5,
+        "kl": 0.01 * step,
+        "entropy": 1 / step,
+        "clip_low_share": 0.01,
+        "clip_high_share": 0.02,
+        "length_mean": 20.0 + step,
+        "length_min": 2.0,
+        "length_max": 40.0,
+        "no_signal_share": 1 / 3,
+        "mismatch_kl": 1e-7,
+        "tokens_per_s": 900.0,
+        "memory_mib": 512.0,
+        "loss": math.nan if step == 2 else 0.01,
+    }
+    return StepReport("grpo", step, metrics, {"sample": 0.5, "update": 0.25}, tuple(graded), tuple(map(tuple, seen)))
+
+
+def eval_report(step: int, accuracy: float) -> EvalReport:
+    groups = tuple(scored(Prompt(f"sums/held/{n}", text=f"9+{n}="), (kind,), n) for n, kind in enumerate(("right", "wrong")))
+    return EvalReport("grpo", step, accuracy, 2, {"1 digit": (1, 2)}, {}, groups)
+
+
+def make_run(runs_dir: Path, name: str, steps: int = 4, finished: bool = True, sets: tuple[str, ...] = ()) -> RunFolder:
+    run = RunFolder.create_at(runs_dir / name)
+    chosen = ["sft.steps=20", f"grpo.steps={max(steps, 8)}", "grpo.kl.beta=0.01", *sets]
+    run.write_recipe(dump_recipe(load_recipe("arithmetic", chosen)))
+    with Store.create(run.path) as store:
+        store.begin_stage("grpo", "grpo", 0, max(steps, 8))
+        for step in range(1, steps + 1):
+            store.record_step(step_report(step))
+        store.record_eval(eval_report(steps, 0.5))
+        if finished:
+            store.end_stage("grpo")
+    run.set_status("finished" if finished else "running")
+    return run
+
+
+def make_broken(runs_dir: Path) -> None:
+    """Folders that are no runs, or no longer."""
+    (runs_dir / "foreign").mkdir()
+    (runs_dir / "foreign" / "notes.txt").write_text("not a run")
+    torn = make_run(runs_dir, "torn")
+    torn.database.write_bytes(torn.database.read_bytes()[:5000])
+    for leftover in torn.path.glob("run.db-*"):
+        leftover.unlink()
+    (runs_dir / "bad-json").mkdir()
+    (runs_dir / "bad-json" / "run.json").write_text("{")
+    newer = make_run(runs_dir, "newer")
+    (newer.path / "run.json").write_text((newer.path / "run.json").read_text().replace('"format": 1', '"format": 99'))
+    empty = make_run(runs_dir, "no-database")
+    empty.database.unlink()

@@ -1,0 +1,71 @@
+"""The report: one file, complete, and whatever a model wrote stays text."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from oncurve.errors import OncurveError
+from oncurve.runs.folder import RunFolder
+from oncurve.studio.drawing import chart, ticks
+from oncurve.studio.report import report_html
+from tests.studio.samples import HOSTILE, make_run
+
+
+class Elements(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return report_html(make_run(tmp_path_factory.mktemp("runs"), "sums"))
+
+
+def test_it_has_curves_groups_and_the_recipe(told: str) -> None:
+    assert told.count("<svg") == 13
+    assert "Best groups of the last 4 steps" in told
+    assert "Worst groups" in told
+    assert "[[stages]]" in told
+    assert "50.0 %" in told
+
+
+def test_it_fetches_nothing_and_runs_nothing(told: str) -> None:
+    parser = Elements()
+    parser.feed(told)
+    assert not {"script", "img", "link", "iframe", "object"} & {tag for tag, _ in parser.seen}
+    assert not [attrs for _, attrs in parser.seen if {"src", "href", "onerror", "onclick"} & set(attrs)]
+    assert HOSTILE not in told
+    assert "&lt;img src=x" in told
+
+
+def test_a_run_without_a_step(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "young", steps=0)
+    assert "young" in report_html(run)
+
+
+def test_a_broken_run_is_an_error_not_half_a_report(runs_dir: Path) -> None:
+    with pytest.raises(OncurveError):
+        report_html(RunFolder(runs_dir / "torn"))
+
+
+def test_ticks_are_round() -> None:
+    assert ticks(0.0, 1.0) == [0.0, 0.5, 1.0]
+    assert ticks(0.0, 100.0, 5) == [0.0, 20.0, 40.0, 60.0, 80.0, 100.0]
+    assert ticks(3.0, 3.0) == [3.0]
+
+
+def test_a_chart_passes_over_what_is_no_number() -> None:
+    drawn = chart("loss", [(1, 1.0), (2, float("nan")), (3, 2.0)])
+    line = re.search(r'points="([^"]+)"', drawn)
+    assert line is not None
+    assert len(line[1].split()) == 2
+    assert "no value" in chart("loss", [(1, float("nan"))])
+    assert "polyline" in chart("flat", [(1, 0.5)])

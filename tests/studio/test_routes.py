@@ -1,0 +1,208 @@
+"""What the server tells of runs: good ones, broken ones, and names that are none."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from urllib.parse import quote
+
+import numpy as np
+import pytest
+
+from oncurve.runs.store import Store
+from oncurve.studio.curves import thinned
+from oncurve.studio.pieces import pieces
+from tests.studio.samples import HOSTILE, completion, make_run, step_report
+from tests.studio.serving import Served, served
+
+
+def test_the_list_shows_every_folder(studio: Served) -> None:
+    runs = {run["name"]: run for run in studio.ask("/api/runs").json}
+    assert runs["sums-1"]["status"] == "finished"
+    assert runs["sums-1"]["accuracy"] == 0.5
+    assert runs["sums-1"]["stages"][0] == {"name": "grpo", "type": "grpo", "steps": 8, "done": 4, "finished": True}
+    for broken in ("foreign", "torn", "bad-json", "newer", "no-database"):
+        assert runs[broken]["status"] == "broken", broken
+        assert runs[broken]["reason"]
+    assert "newer version" in runs["newer"]["reason"]
+
+
+@pytest.mark.parametrize("name", ["foreign", "torn", "bad-json", "newer", "no-database"])
+@pytest.mark.parametrize(
+    "what", ["curves", "step?stage=grpo&step=1", "group?stage=grpo&step=1&position=0", "search", "feedback"]
+)
+def test_a_broken_run_is_told_of_and_the_server_goes_on(studio: Served, name: str, what: str) -> None:
+    answer = studio.ask(f"/api/runs/{name}/{what}")
+    assert answer.status in (404, 422) or (name, what) == ("torn", "feedback")
+    if answer.status != 200:
+        assert set(answer.json["error"]) == {"where", "what", "because", "fix"}
+    assert studio.ask("/api/runs").status == 200
+
+
+@pytest.mark.parametrize("name", ["..", "../runs", "/etc", ".", "%00", "sums-1/..", "nope", "....//", "C:\\", ".hidden"])
+def test_a_name_is_never_a_path(studio: Served, name: str) -> None:
+    (studio.runs_dir.parent / "outside").mkdir(exist_ok=True)
+    assert studio.ask(f"/api/runs/{quote(name, safe='%')}/recipe").status == 404
+
+
+def test_curves(studio: Served) -> None:
+    told = studio.ask("/api/runs/sums-1/curves").json
+    metrics = told["stages"][0]["metrics"]
+    assert metrics["kl"] == {"steps": [1, 2, 3, 4], "values": [0.01, 0.02, 0.03, 0.04]}
+    assert metrics["loss"]["values"] == [0.01, None, 0.01, 0.01]
+    assert metrics["seconds/sample"]["values"] == [0.5] * 4
+    assert told["evals"][0]["accuracy"] == 0.5
+
+
+def test_thinning_keeps_the_spikes() -> None:
+    points = [(step, 1.0) for step in range(10_000)]
+    points[1234], points[7000] = (1234, 99.0), (7000, -99.0)
+    kept = thinned(points, 100)
+    assert len(kept) <= 100
+    assert (1234, 99.0) in kept
+    assert (7000, -99.0) in kept
+    assert kept == sorted(kept)
+    assert thinned(points[:50], 100) == points[:50]
+
+
+def test_a_group_in_full(studio: Served) -> None:
+    told = studio.ask("/api/runs/sums-1/group?stage=grpo&step=2&position=0").json
+    assert told["prompt"] == {"id": "sums/2", "shown": "1+2=", "columns": {"answer": "3"}}
+    assert told["grading"] == {
+        "baseline": "mean", "scale": "group", "eps": 1e-4, "mask_cut": False, "kl_in_reward": False, "group_size": 8,
+    }  # fmt: skip
+    totals = [one["total"] for one in told["completions"]]
+    assert totals == pytest.approx([1.1, 1.0, 0.1, 0.0])
+    expected = (np.array(totals) - np.mean(totals)) / (np.std(totals, ddof=1) + 1e-4)
+    assert [one["advantage"] for one in told["completions"]] == pytest.approx(expected, abs=1e-6)
+    tokens = told["completions"][3]["tokens"]
+    assert "".join(tokens["pieces"]) == HOSTILE
+    assert {len(tokens[key]) for key in ("ids", "pieces", "logp", "ratio", "entropy", "clipped", "kl", "advantage")} == {
+        len(HOSTILE) + 1
+    }
+
+
+def test_failures_cuts_and_steps_are_shown(studio: Served) -> None:
+    told = studio.ask("/api/runs/sums-1/group?stage=grpo&step=1&position=2").json["completions"]
+    assert told[1]["failure"] == "answer: ValueError: no number here"
+    assert (told[1]["total"], told[1]["graded"]) == (None, False)
+    assert told[2]["stop"] == "length"
+    assert told[3]["aspects"][2]["steps"] == [[2, 0.5], [5, -1.0]]
+
+
+def test_held_out_groups_too(studio: Served) -> None:
+    told = studio.ask("/api/runs/sums-1/group?stage=grpo&step=4&position=1&kind=eval").json
+    assert told["completions"][0]["advantage"] is None
+    assert told["completions"][0]["tokens"]["ratio"] is None
+
+
+def test_a_prompt_through_training(studio: Served) -> None:
+    asked = studio.ask("/api/runs/sums-1/prompt?id=sums/2").json["asked"]
+    assert [(one["step"], one["group"]) for one in asked] == [(1, 0), (2, 0), (3, 0), (4, 0)]
+    assert asked[0]["mean"] == pytest.approx(0.55)
+
+
+@pytest.mark.parametrize(
+    ("query", "found"),
+    [
+        ("aspect=answer:ge:1&aspect=format:lt:1", 4),
+        ("no_signal=true", 4),
+        ("failed=true", 4),
+        ("cut=true", 4),
+        ("text=onerror", 4),
+        ("text=1%2B50", 16),
+        ("text=100%25", 0),
+        ("text=_", 0),
+        ("kind=eval", 2),
+        ("stage=grpo&step=3", 12),
+        ("stage=grpo&step=99", 0),
+        ("stage=grpo&step=3&failed=true", 1),
+    ],
+)
+def test_filters(studio: Served, query: str, found: int) -> None:
+    page = studio.ask(f"/api/runs/sums-1/search?{query}").json
+    assert len(page["completions"]) == found
+    assert page["before"] is None
+    assert page["of"] == 50
+
+
+def test_the_highest_kl_first(studio: Served) -> None:
+    found = studio.ask("/api/runs/sums-1/search?highest_kl=true").json["completions"]
+    assert found[0]["step"] == 4
+    assert [one["kl"] for one in found] == sorted((one["kl"] for one in found), reverse=True)
+
+
+def test_pages_of_a_search_meet_without_a_gap(studio: Served) -> None:
+    ids, before = [], None
+    while True:
+        page = studio.ask("/api/runs/sums-2/search" + (f"?before={before}" if before else "")).json
+        ids += [one["id"] for one in page["completions"]]
+        before = page["before"]
+        if before is None:
+            break
+    assert ids == list(range(74, 0, -1))
+
+
+def test_bad_questions_are_told_why(studio: Served) -> None:
+    assert studio.ask("/api/runs/sums-1/search?aspect=format").json["error"]["where"] == "aspect"
+    assert studio.ask("/api/runs/sums-1/group?stage=grpo&step=1&position=77").status == 404
+    assert studio.ask("/api/runs/sums-1/step?stage=grpo&step=minus").status == 422
+    assert studio.ask("/api/runs/sums-1/step?stage=grpo&step=1&kind=odd").status == 422
+
+
+def test_pieces_without_a_tokenizer_are_characters_and_tags() -> None:
+    assert pieces(completion("abc", 0), None) == ["a", "b", "c", ""]
+    assert pieces(completion("<think>a", 0), None) is None  # tags are one token in the built-in tokenizer, and here were many
+
+
+def test_a_live_run_is_followed(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "live", steps=1, finished=False)
+    with served(tmp_path) as found, urllib.request.urlopen(found.address + "/api/live?run=live", timeout=10) as stream:
+        lines = (line.decode().rstrip("\n") for line in stream)
+        assert next(line for line in lines if line.startswith("event")) == "event: ready"
+        with Store.open(run.path, read_only=False) as store:
+            store.record_step(step_report(2))
+        assert next(line for line in lines if line.startswith("event")) == "event: step"
+        told = json.loads(next(lines).removeprefix("data: "))
+        assert (told["run"], told["stage"], told["step"], told["metrics"]["kl"]) == ("live", "grpo", 2, 0.02)
+        assert next(line for line in lines if line.startswith("event")) == "event: state"
+        with Store.open(run.path, read_only=False) as store:
+            store.forget_after("grpo", 1)
+        assert next(line for line in lines if line.startswith("event")) == "event: reset"
+
+
+def test_a_run_without_its_first_step_is_no_broken_one(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "fresh", finished=False)
+    for file in run.path.glob("run.db*"):
+        file.unlink()
+    with served(tmp_path) as found:
+        assert found.ask("/api/runs").json[0]["status"] == "running"
+
+
+def test_the_studio_loads_without_torch() -> None:
+    code = "import sys, oncurve.studio.server, oncurve.studio.report; print({'torch', 'transformers'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_reading_writes_nothing(runs_dir: Path, studio: Served) -> None:
+    before = {
+        path: path.read_bytes() for path in (runs_dir / "sums-1").rglob("*") if path.is_file() and path.suffix != ".db-shm"
+    }
+    for what in (
+        "curves",
+        "step?stage=grpo&step=1",
+        "group?stage=grpo&step=1&position=0",
+        "search?text=3",
+        "feedback",
+        "rewards",
+    ):
+        assert studio.ask(f"/api/runs/sums-1/{what}").status == 200
+    time.sleep(0.05)
+    assert all(
+        path.read_bytes() == content for path, content in before.items() if path.name in ("run.db", "run.json", "recipe.toml")
+    )

@@ -1,0 +1,70 @@
+"""Rewards tried on texts, in a process of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from oncurve.errors import RewardError
+from oncurve.studio.trial import Trial, run_trial
+from tests.studio.samples import make_run
+from tests.studio.serving import Served, served
+
+TEXTS = ["<think>a</think><answer>46</answer>", "46"]
+ASKED = {"rewards": [], "prompt": "12+34=", "columns": {"answer": "46"}, "completions": TEXTS}
+
+
+def test_the_rewards_of_a_run(studio: Served) -> None:
+    told = studio.ask("/api/trial?run=sums-1", body=ASKED).json["completions"]
+    assert [one["total"] for one in told] == pytest.approx([1.1, 0.0])
+    assert told[1]["aspects"][0]["reason"] == "no answer found"
+
+
+def test_rewards_written_on_the_page(studio: Served) -> None:
+    rewards = [{"type": "answer", "take": "number"}]
+    told = studio.ask("/api/trial", body={**ASKED, "rewards": rewards}).json["completions"]
+    assert [one["total"] for one in told] == [1.0, 1.0]
+    wrong = studio.ask("/api/trial", body={**ASKED, "rewards": [{"type": "anser"}]}).json["error"]
+    assert "did you mean 'answer'" in wrong["what"]
+
+
+def test_python_runs_only_from_a_recipe_and_only_when_trusted(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def f(completions, **_):\n    print('noise')\n    return [len(c) / 100 for c in completions]\n"
+    )
+    run = make_run(tmp_path, "own", steps=1)
+    code = f'[[rewards]]\ntype = "python"\nfunction = "{tmp_path}/mine.py:f"\n'
+    run.recipe.write_text(
+        run.recipe.read_text().split("[[rewards]]")[0]
+        + code
+        + run.recipe.read_text()[run.recipe.read_text().index("\n[[stages]]") :]
+    )
+    with served(tmp_path) as found:
+        direct = [{"type": "python", "function": f"{tmp_path}/mine.py:f"}]
+        assert found.ask("/api/trial?trusted=true", body={**ASKED, "rewards": direct}).status == 422
+        assert found.ask("/api/trial?run=own", body=ASKED).status == 422
+        told = found.ask("/api/trial?run=own&trusted=true", body=ASKED).json["completions"]
+    assert [one["total"] for one in told] == pytest.approx([len(text) / 100 for text in TEXTS])
+
+
+def test_a_reward_that_hangs_is_ended(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text("import time\ndef f(completions, **_):\n    time.sleep(60)\n")
+    trial = Trial(rewards=[{"type": "python", "function": f"{tmp_path}/slow.py:f"}], prompt="", columns={}, completions=["a"])
+    with pytest.raises(RewardError, match="no answer"):
+        run_trial(trial, limit_s=3)
+
+
+def test_a_reward_that_ends_the_process_is_told_of(tmp_path: Path) -> None:
+    (tmp_path / "gone.py").write_text("import os\ndef f(completions, **_):\n    os._exit(3)\n")
+    trial = Trial(rewards=[{"type": "python", "function": f"{tmp_path}/gone.py:f"}], prompt="", columns={}, completions=["a"])
+    with pytest.raises(RewardError, match="ended early"):
+        run_trial(trial)
+
+
+def test_what_the_rewards_said(studio: Served) -> None:
+    told = studio.ask("/api/runs/sums-1/rewards").json
+    answer = next(one for one in told["said"] if one["name"] == "answer")
+    assert answer["failures"] == 4
+    assert answer["reasons"][0]["said"] == "ValueError: no number here"
+    assert answer["reasons"][0]["example"]["step"] == 4
