@@ -98,6 +98,12 @@ _TABLE = (
     ),
     Metric("ratio_max", "ratio", "Largest ratio of new over old probability at the step's last update.", "below about 10"),
     Metric(
+        "update_kl",
+        "nats",
+        "How far the step's updates before the last moved the policy: mean k3 estimate per token; 0 with a single update.",
+        "below about 0.02; a spike means too large a learning rate",
+    ),
+    Metric(
         "mismatch_kl",
         "nats",
         "Mean k3 estimate per token of the KL divergence between sampler and learner on the sampled tokens.",

@@ -99,8 +99,8 @@ def step_line(stage: StageProgress, now: float) -> str:
     if stage.type == "sft":
         facts.append(f"loss {number(metrics.get('loss'))}")
     else:
-        kl = number(metrics.get("kl")) if known(metrics.get("kl")) else DASH
-        facts += [f"reward {number(metrics.get('reward'))}", f"KL {kl}"]
+        kl = metrics.get("kl", metrics.get("update_kl"))
+        facts += [f"reward {number(metrics.get('reward'))}", f"KL {number(kl) if known(kl) else DASH}"]
     facts.append(f"entropy {number(metrics.get('entropy'))}")
     if "length_mean" in metrics:
         facts += [f"length {number(metrics['length_mean'])}", f"no signal {percent(metrics.get('no_signal_share'))}"]

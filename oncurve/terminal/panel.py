@@ -83,7 +83,7 @@ class Panel:
         return [
             (first, latest),
             ("held-out", self._heldout(curve)),
-            ("KL", Text(number(metrics.get("kl")))),
+            ("KL", Text(number(metrics.get("kl", metrics.get("update_kl"))))),
             ("speed", Text(speed)),
         ]
 

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from oncurve.errors import OncurveError, RunError, did_you_mean
+from oncurve.recipe.flat import flat
 from oncurve.recipe.load import load_recipe
 from oncurve.records import GradedGroup
 from oncurve.runs.folder import Parent, RunEntry, RunFolder, list_runs
@@ -120,19 +121,9 @@ def _changes(parent: Parent, beside: RunFolder) -> Table:
 def _values(recipe: Path) -> dict[str, Any]:
     """Every dotted key of a recipe as it was resolved, stages and rewards by name; nothing where it can't be read."""
     try:
-        return flat(load_recipe(recipe).model_dump(mode="json"))
+        return flat(load_recipe(recipe))
     except OncurveError:
         return {}
-
-
-def flat(value: Any, at: str = "") -> dict[str, Any]:
-    """Nested tables as dotted keys, as `--set` writes them."""
-    if isinstance(value, dict):
-        return {k: v for key, item in value.items() for k, v in flat(item, f"{at}.{key}" if at else key).items()}
-    if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-        named = {str(item.get("name") or item.get("type")): item for item in value}
-        return {k: v for name, item in named.items() for k, v in flat(item, name if at == "stages" else f"{at}.{name}").items()}
-    return {at: value}
 
 
 def _last_figures(store: Reader, stage: str) -> dict[str, str]:

@@ -10,7 +10,7 @@ Legend: ``M`` predicted tokens of a pack.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -35,7 +35,7 @@ Seat = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """A pack with what the loss needs of each predicted token. ``logp_old_M`` is None where a batch gets one update only."""
+    """A pack with what the loss needs of each predicted token. ``logp_old_M`` is None until the first update has passed."""
 
     pack: Pack
     seats: tuple[Seat, ...]
@@ -64,8 +64,8 @@ class Learner:
         self.objective = objective if clip is None else with_clip(objective, clip.low, clip.high, clip.dual)
         self.kl_place, self.kl_estimator = resolved_kl(stage)
         self.reference = Reference(policy) if stage.kl.beta > 0 else None
-        self.updates_per_batch = stage.updates_per_step * stage.minibatches
-        self.optimiser = Optimiser(policy.model, stage.optimiser, stage.steps * self.updates_per_batch)
+        updates = stage.steps * stage.updates_per_step * stage.minibatches
+        self.optimiser = Optimiser(policy.model, stage.optimiser, updates)
         self.loss_settings = LossSettings(
             beta=stage.kl.beta if self.kl_place == "loss" else 0.0,
             kl_estimator=self.kl_estimator,
@@ -81,9 +81,9 @@ class Learner:
         seen = _Seen(groups)
         for turn in range(self.stage.updates_per_step):
             last = turn == self.stage.updates_per_step - 1
-            for batch, total in zip(batches, totals, strict=True):
-                if batch:
-                    self._accumulate(batch, total, seen if last else None)
+            for i, total in enumerate(totals):
+                if batches[i]:
+                    batches[i] = self._accumulate(batches[i], total, seen if last else None)
                     seen.updates.append(self.optimiser.step())
         return seen.learned()
 
@@ -113,7 +113,7 @@ class Learner:
         return step_totals(groups, self.stage.length_budget or self.stage.sampling.max_new_tokens)
 
     def _micro_batches(self, groups: Sequence[GradedGroup], chunk: range) -> Iterator[MicroBatch]:
-        """The packs of some groups, with old and reference log-probs from a pass before the first update where needed."""
+        """The packs of some groups, with what does not change over the step's updates."""
         settings = self.loss_settings
         every = self.stage.no_signal == "keep" or settings.beta > 0 or settings.entropy_bonus != 0
         seats: list[Seat] = []
@@ -130,7 +130,8 @@ class Learner:
     @torch.no_grad()
     def _micro_batch(self, groups: Sequence[GradedGroup], pack: Pack, seats: tuple[Seat, ...]) -> MicroBatch:
         completions: list[Completion] = [groups[g].scored.scored[c].completion for g, c in seats]
-        old = self.policy.pack_logps(pack, self._temperature)[0] if self.updates_per_batch > 1 else None
+        # With one mini-batch, the first update's own pass sees the weights that sampled: it gives the old log-probs for free.
+        old = self.policy.pack_logps(pack, self._temperature)[0] if self.stage.minibatches > 1 else None
         return MicroBatch(
             pack=pack,
             seats=seats,
@@ -144,9 +145,10 @@ class Learner:
     def _join(self, parts: Sequence[Floats]) -> Tensor:
         return torch.from_numpy(np.concatenate(parts)).to(self.policy.device)
 
-    def _accumulate(self, batch: Sequence[MicroBatch], totals: StepTotals, seen: _Seen | None) -> None:
-        """The gradient of one update, summed over its packs."""
+    def _accumulate(self, batch: Sequence[MicroBatch], totals: StepTotals, seen: _Seen | None) -> list[MicroBatch]:
+        """The gradient of one update, summed over its packs. Returns the packs with their old log-probs filled in."""
         self.optimiser.zero_grad()
+        done = []
         for micro in batch:
             logp_M, entropy_M = self.policy.pack_logps(micro.pack, self._temperature)
             old_M = logp_M.detach() if micro.logp_old_M is None else micro.logp_old_M
@@ -165,8 +167,10 @@ class Learner:
             )
             outputs = self.objective.loss(inputs, self.loss_settings)
             outputs.loss.backward()  # type: ignore[no-untyped-call]
+            done.append(replace(micro, logp_old_M=old_M))
             if seen is not None:
                 seen.note(micro, inputs, outputs)
+        return done
 
 
 class _Seen:
@@ -196,6 +200,8 @@ class _Seen:
         for name, value_M in means.items():
             if value_M is not None:
                 self.sums[name] = self.sums.get(name, 0.0) + float(value_M.detach()[mask_M].double().sum())
+        drift_M = (inputs.logp_new_N.detach() - inputs.logp_old_N)[mask_M]
+        self.sums["update_kl"] = self.sums.get("update_kl", 0.0) + float((drift_M.exp() - 1 - drift_M).double().sum())
         self.sums["mismatch_kl"] = self.sums.get("mismatch_kl", 0.0) + float((gap_M.exp() - gap_M - 1).double().sum())
         if len(gap_M):
             self.largest["mismatch_max"] = max(self.largest["mismatch_max"], float(gap_M.abs().max()))

@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import shutil
 import sqlite3
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from oncurve.engines.native import frozen_slots
 from oncurve.errors import RunError
 from oncurve.models.load import choose_device
 from oncurve.models.policy import Policy
+from oncurve.recipe.flat import changes
 from oncurve.recipe.load import dump_recipe, load_recipe, parse_recipe
 from oncurve.recipe.resolve import resolved_rewards, resolved_task
 from oncurve.recipe.schema import Grpo, Recipe, Reward, Sft, Stage
@@ -167,23 +167,6 @@ def _checkpoint_at(run: RunFolder, recipe: Recipe, stage: str | None, step: int)
         run.name, f"no checkpoint of stage {name} at step {step}", because=f"it has these: {kept}",
         fix="choose one of them with --stage and --step; `save_every` and `keep_checkpoints` decide which there are",
     )  # fmt: skip
-
-
-def changes(before: Recipe, after: Recipe) -> dict[str, Any]:
-    """Dotted keys whose values differ, with the new values; stages and rewards by name."""
-    old, new = (_flat(r.model_dump(mode="json"), "") for r in (before, after))
-    return {key: value for key, value in new.items() if old.get(key) != value}
-
-
-def _flat(value: Any, at: str) -> dict[str, Any]:
-    if isinstance(value, Mapping):
-        return {k: v for key, item in value.items() for k, v in _flat(item, f"{at}.{key}" if at else key).items()}
-    if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
-        named = {str(item.get("name") or item.get("type")): item for item in value}
-        return {
-            k: v for name, item in named.items() for k, v in _flat(item, name if at == "stages" else f"{at}.{name}").items()
-        }
-    return {at: value}
 
 
 def copy_database(source: Path, target: Path) -> None:
