@@ -23,15 +23,17 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from pathlib import Path
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from oncurve.errors import RewardError
 from oncurve.recipe.schema import Section
 from oncurve.records import Completion, Group, Prompt
 from oncurve.rewards.base import Result, Reward, caught
 from oncurve.rewards.load import load_function
+from oncurve.rewards.workers import Workers, python_workers, shared
 
 Function = Callable[..., Any]
 
@@ -45,6 +47,11 @@ class PythonOptions(Section):
     """`module:function` or `path/to/file.py:function`."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Passed to every call by keyword, over columns of the same name."""
+    seconds: PositiveFloat | None = None
+    """Time limit of a call. With one, calls run in worker processes, which are killed and replaced when it is used up: only
+    what JSON can write reaches the function. Unset: calls run in the trainer's process and nothing can stop them."""
+    workers: PositiveInt = 2
+    """With `seconds`: worker processes."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,7 @@ class FunctionReward:
     name: str
     weight: float = 1.0
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    waits: bool = False
 
     def score(self, group: Group) -> Sequence[Result]:
         """What the function returns; the mix checks it."""
@@ -74,7 +82,14 @@ class FunctionReward:
     def _per_group(self) -> bool:
         return not _GROUP_NAMES.isdisjoint(self._parameters)
 
-    def _call(self, first: tuple[str, ...], values: Mapping[str, Any]) -> Any:
+    def call(self, first: Any, values: Mapping[str, Any]) -> Any:
+        """One call with a first argument and, of the values, those that the signature asks for; awaited where it must be."""
+        (result,) = finished([caught(self._call, (first,), values)])
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    def _call(self, first: tuple[Any, ...], values: Mapping[str, Any]) -> Any:
         """Calls with those of the values that the signature asks for."""
         offered = {**values, **self.arguments}
         parameters = list(self._parameters.values())
@@ -153,4 +168,29 @@ def as_reward(reward: Reward | Function) -> Reward:
 
 def python_reward(name: str, weight: float, options: PythonOptions) -> FunctionReward:
     """The reward `python` of a recipe."""
-    return FunctionReward(load_function(options.function, f"rewards.{name}.function"), name, weight, options.arguments)
+    function = load_function(options.function, f"rewards.{name}.function")
+    if options.seconds is None:
+        return FunctionReward(function, name, weight, options.arguments)
+    source, _, rest = options.function.rpartition(":")
+    reference = f"{Path(source).resolve()}:{rest}" if source.endswith(".py") else options.function
+    workers = _function_workers(reference, options.workers)
+    limited = InWorker(inspect.signature(function), options.seconds, workers)
+    return FunctionReward(limited, name, weight, options.arguments, waits=True)
+
+
+class InWorker:
+    """A function that runs in worker processes, with a time limit on every call. Called, it gives something to be awaited."""
+
+    def __init__(self, signature: inspect.Signature, seconds: float, workers: Workers) -> None:
+        self.__signature__ = signature
+        self._seconds, self._workers = seconds, workers
+
+    async def __call__(self, *arguments: Any, **named: Any) -> Any:
+        sent = {name: value for name, value in named.items() if not callable(value)}
+        job = {"arguments": arguments, "named": sent}
+        return await asyncio.to_thread(self._workers.ask, job, self._seconds)
+
+
+@shared
+def _function_workers(reference: str, count: int) -> Workers:
+    return python_workers("oncurve.rewards.function_worker", count, reference)

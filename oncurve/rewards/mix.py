@@ -15,6 +15,7 @@ from functools import cached_property
 from oncurve.errors import RewardError
 from oncurve.records import Aspect, Completion, Group, ScoredCompletion, ScoredGroup
 from oncurve.rewards.base import Reward, Score, caught
+from oncurve.rewards.steps import Decode
 
 _FAILURE_LENGTH = 300
 """Characters kept of a failure's message: it is stored with every completion."""
@@ -63,6 +64,13 @@ class RewardMix:
         """The groups begun since the last `finish`, scored, in the order in which they were begun."""
         begun, self._begun = self._begun, []
         return [future.result() for future in begun]
+
+    def decode_with(self, decode: Decode) -> None:
+        """Gives the policy's tokenizer to rewards that must know where in the text a token ends: those of single steps."""
+        for reward in self.rewards:
+            told = getattr(reward, "decode_with", None)
+            if told is not None:
+                told(decode)
 
     @property
     def remarks(self) -> list[str]:

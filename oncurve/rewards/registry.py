@@ -14,7 +14,9 @@ from oncurve.rewards.countdown import CountdownReward, CountdownRewardOptions
 from oncurve.rewards.format import FormatOptions, FormatReward
 from oncurve.rewards.function import PythonOptions, python_reward
 from oncurve.rewards.json_form import JsonOptions, JsonReward
+from oncurve.rewards.judge import JudgeOptions, JudgeReward
 from oncurve.rewards.language import LanguageOptions, LanguageReward
+from oncurve.rewards.learned import LearnedOptions, LearnedReward
 from oncurve.rewards.length import (
     CosineOptions,
     CosineReward,
@@ -27,6 +29,7 @@ from oncurve.rewards.length import (
 )
 from oncurve.rewards.math import MathOptions, MathReward
 from oncurve.rewards.mix import RewardMix
+from oncurve.rewards.process import ProcessOptions, ProcessReward
 
 REWARDS: dict[str, RewardType] = {
     "answer": RewardType(AnswerOptions, AnswerReward),
@@ -40,6 +43,9 @@ REWARDS: dict[str, RewardType] = {
     "repetition": RewardType(RepetitionOptions, RepetitionReward),
     "overlong": RewardType(OverlongOptions, OverlongReward),
     "length": RewardType(LengthOptions, LengthReward),
+    "process": RewardType(ProcessOptions, ProcessReward),
+    "model": RewardType(LearnedOptions, LearnedReward),
+    "judge": RewardType(JudgeOptions, JudgeReward),
     "python": RewardType(PythonOptions, python_reward),
 }
 

@@ -25,6 +25,8 @@ def serve(handle: Callable[[Any], Any], memory: int = 4 << 30) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
     _limit(resource.RLIMIT_AS, memory)
     _limit(resource.RLIMIT_CORE, 0)
+    answers.write("ready\n")
+    answers.flush()
     for line in sys.stdin:
         asked = json.loads(line)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)

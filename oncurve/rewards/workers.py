@@ -12,6 +12,7 @@ import json
 import os
 import queue
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -25,7 +26,7 @@ from typing import Any
 import oncurve
 
 START_SECONDS = 60.0
-"""A worker's first job waits for its imports too."""
+"""What a worker may take to say that it is ready: its imports are not any job's time."""
 
 
 class WorkerDiedError(RuntimeError):
@@ -43,7 +44,6 @@ class Worker:
         self._command, self._environment = tuple(command), environment
         self._process: subprocess.Popen[bytes] | None = None
         self._rest = b""
-        self.fresh = True
 
     @property
     def pid(self) -> int | None:
@@ -51,17 +51,14 @@ class Worker:
 
     def ask(self, line: bytes, seconds: float) -> bytes:
         """Sends a line and waits for the answer's. After a TimeoutError or WorkerDiedError the next job gets a new process."""
-        if self._process is None or self._process.poll() is not None:
-            self._start()
-        deadline = time.monotonic() + seconds + (START_SECONDS if self.fresh else 0.0)
         try:
+            if self._process is None or self._process.poll() is not None:
+                self._start()
             self._send(line)
-            answer = self._read_line(deadline, seconds)
+            return self._read_line(seconds)
         except BaseException:
             self.close()
             raise
-        self.fresh = False
-        return answer
 
     def close(self) -> None:
         """Kills the process with its whole group, and waits for it."""
@@ -78,7 +75,6 @@ class Worker:
 
     def _start(self) -> None:
         self.close()
-        self.fresh = True
         self._process = subprocess.Popen(
             self._command,
             stdin=subprocess.PIPE,
@@ -88,6 +84,7 @@ class Worker:
             start_new_session=True,
             bufsize=0,
         )
+        self._read_line(START_SECONDS)
 
     def _send(self, line: bytes) -> None:
         assert self._process is not None
@@ -97,9 +94,10 @@ class Worker:
             while view:
                 view = view[self._process.stdin.write(view) :]
         except BrokenPipeError:
-            raise WorkerDiedError(f"the worker process ended ({self._ended()})") from None
+            raise self._end(0.0) from None
 
-    def _read_line(self, deadline: float, seconds: float) -> bytes:
+    def _read_line(self, seconds: float) -> bytes:
+        deadline = time.monotonic() + seconds
         assert self._process is not None
         assert self._process.stdout is not None
         descriptor = self._process.stdout.fileno()
@@ -112,14 +110,17 @@ class Worker:
                 raise TimeoutError(f"it took more than {seconds:g} s")
             parts.append(os.read(descriptor, 1 << 16))
             if not parts[-1]:
-                raise WorkerDiedError(f"the worker process ended ({self._ended()})")
+                raise self._end(seconds)
         line, _, self._rest = b"".join(parts).partition(b"\n")
         return line
 
-    def _ended(self) -> str:
+    def _end(self, seconds: float) -> Exception:
+        """Why there is no answer. The worker's own clock is as good as ours."""
         assert self._process is not None
         code = self._process.wait()
-        return f"signal {-code}" if code < 0 else f"exit code {code}"
+        if code == -signal.SIGALRM:
+            return TimeoutError(f"it took more than {seconds:g} s")
+        return WorkerDiedError(f"the worker process ended ({f'signal {-code}' if code < 0 else f'exit code {code}'})")
 
 
 class Workers:
@@ -176,11 +177,11 @@ class Workers:
             return self._threads
 
 
-def python_workers(module: str, count: int) -> Workers:
+def python_workers(module: str, count: int, *arguments: str) -> Workers:
     """Workers that run a module of this package; they find it wherever this process found it."""
     home = str(Path(oncurve.__file__).resolve().parent.parent)
     paths = [home, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return Workers([sys.executable, "-m", module], count, {**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
+    return Workers([sys.executable, "-m", module, *arguments], count, {**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
 
 
 def _close_all(workers: Sequence[Worker]) -> None:

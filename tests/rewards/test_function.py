@@ -10,7 +10,7 @@ from trl.rewards.other_rewards import get_soft_overlong_punishment
 
 from oncurve.errors import RewardError
 from oncurve.rewards.base import Reward
-from oncurve.rewards.function import FunctionReward, as_reward
+from oncurve.rewards.function import FunctionReward, PythonOptions, as_reward, python_reward
 from oncurve.rewards.length import OverlongOptions, OverlongReward
 from oncurve.rewards.load import load_function
 from oncurve.rewards.mix import aspects_of
@@ -169,3 +169,27 @@ def test_functions_by_name(tmp_path: Path) -> None:
             load_function(reference, "rewards.mine.function")
         assert caught.value.where == "rewards.mine.function"
         assert because in caught.value.because
+
+
+def limited(path: Path, name: str, **options: Any) -> Reward:
+    return python_reward("mine", 1.0, PythonOptions(function=f"{path}:{name}", seconds=1.0, **options))
+
+
+def test_functions_with_a_time_limit(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import os, time, asyncio\nimport numpy as np\n"
+        "def hang(completion):\n    if completion == 'b': 9**9**9\n    return len(completion)\n"
+        "def batch(completions, answer, **columns): return np.array([len(c) for c in completions]) + len(answer)\n"
+        "async def later(completion, bonus):\n    await asyncio.sleep(0)\n    return bonus\n"
+        "def die(completion): os._exit(1)\ndef raises(completion): raise KeyError('no')\ndef none(completion): return None\n"
+    )
+    results = [(a.value, a.failure) for a in aspects_of(limited(path, "hang"), group("a", "b", "ccc"))]
+    assert results == [(1.0, None), (None, "TimeoutError: it took more than 1 s"), (3.0, None)]
+    assert [a.value for a in aspects_of(limited(path, "batch"), group("a", "bb", answer="xy"))] == [3.0, 4.0]
+    assert [a.value for a in aspects_of(limited(path, "later", arguments={"bonus": 2.5}), group("a"))] == [2.5]
+    assert [a.failure for a in aspects_of(limited(path, "die"), group("a"))] == [
+        "WorkerDiedError: the worker process ended (exit code 1)"
+    ]
+    assert [a.failure for a in aspects_of(limited(path, "raises"), group("a"))] == ["WorkerFailedError: KeyError: 'no'"]
+    assert [(a.value, a.failure) for a in aspects_of(limited(path, "none"), group("a"))] == [(None, None)]

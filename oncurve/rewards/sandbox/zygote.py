@@ -73,6 +73,7 @@ def main(arguments: str) -> None:
     gc.collect()
     gc.freeze()
     zygote = Zygote(settings, jobs, answers)
+    os.write(answers, b"ready\n")
     with os.fdopen(jobs, "rb", closefd=False) as lines:
         for line in lines:
             zygote.answer(line)

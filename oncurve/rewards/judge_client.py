@@ -1,0 +1,108 @@
+"""Asks an OpenAI-compatible endpoint: many requests at once, retried with back-off, and each only ever asked once.
+
+The key is read from the environment and goes nowhere else: not into the cache's keys, and out of every error message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import re
+import sqlite3
+import threading
+from collections.abc import Callable
+from functools import cached_property
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeVar
+
+from oncurve.errors import MissingPackage, RewardError
+
+T = TypeVar("T")
+_KEY_LIKE = re.compile(r"\b(?:sk|key|Bearer)[-_ ][A-Za-z0-9*._-]{6,}")
+
+
+class JudgeReplyError(ValueError):
+    """A reply that is not what was asked for."""
+
+
+class JudgeClient:
+    """One endpoint and model. `ask` is a coroutine, for the loop that all asynchronous rewards share."""
+
+    def __init__(
+        self, where: str, base_url: str | None, key_env: str, *, retries: int, seconds: float, at_once: int, cache: str | None
+    ) -> None:
+        if find_spec("openai") is None:
+            raise MissingPackage(
+                where, "openai is not installed", because="judges are asked with it", fix="pip install oncurve[judge]"
+            )
+        self._key = os.environ.get(key_env)
+        if self._key is None and base_url is None:
+            raise RewardError(
+                f"{where}.key_env",
+                f"{key_env} is not set",
+                because="the judge's endpoint wants a key, and keys are read from the environment only",
+                fix=f"export {key_env}=…, or set base_url to an endpoint that needs none",
+            )
+        self.base_url, self._retries, self._seconds, self._at_once = base_url, retries, seconds, at_once
+        self._cache = Cache(Path(cache)) if cache is not None else None
+
+    async def ask(self, request: dict[str, Any], read: Callable[[str], T]) -> T:
+        """What `read` makes of the reply. A reply that it refuses is not kept, and is the judge's failure."""
+        name = hashlib.sha256(json.dumps([self.base_url, request], sort_keys=True).encode()).hexdigest()
+        kept = self._cache.get(name) if self._cache is not None else None
+        if kept is not None:
+            return read(kept)
+        reply = await self._reply(request)
+        answer = read(reply)
+        if self._cache is not None:
+            self._cache.put(name, reply)
+        return answer
+
+    async def _reply(self, request: dict[str, Any]) -> str:
+        async with self._room:
+            try:
+                reply = await self._client.chat.completions.create(**request)
+            except import_module("openai").OpenAIError as error:
+                raise ConnectionError(self.redacted(f"{type(error).__name__}: {error}")) from None
+        text = reply.choices[0].message.content if reply.choices else None
+        if not text:
+            raise JudgeReplyError("the judge said nothing")
+        return str(text)
+
+    def redacted(self, message: str) -> str:
+        """A message without the key, and without anything that looks like one."""
+        message = message.replace(self._key, "***") if self._key else message
+        return _KEY_LIKE.sub("***", message)[:300]
+
+    @cached_property
+    def _client(self) -> Any:
+        options = {"max_retries": self._retries, "timeout": self._seconds}
+        return import_module("openai").AsyncOpenAI(api_key=self._key or "none", base_url=self.base_url, **options)
+
+    @cached_property
+    def _room(self) -> asyncio.Semaphore:
+        return asyncio.Semaphore(self._at_once)
+
+
+class Cache:
+    """Replies on disk, by the hash of the whole request. SQLite: safe against a kill, and shared by runs."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = threading.Lock()
+        self._rows = sqlite3.connect(path, check_same_thread=False, isolation_level=None, timeout=30)
+        self._rows.execute("PRAGMA journal_mode=WAL")
+        self._rows.execute("CREATE TABLE IF NOT EXISTS replies (request TEXT PRIMARY KEY, reply TEXT NOT NULL) WITHOUT ROWID")
+
+    def get(self, name: str) -> str | None:
+        with self._lock:
+            row = self._rows.execute("SELECT reply FROM replies WHERE request = ?", (name,)).fetchone()
+        return None if row is None else str(row[0])
+
+    def put(self, name: str, reply: str) -> None:
+        with self._lock:
+            self._rows.execute("INSERT OR REPLACE INTO replies VALUES (?, ?)", (name, reply))
