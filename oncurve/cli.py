@@ -14,7 +14,7 @@ import typer
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from oncurve import __version__
+from oncurve import __version__, cli_studio
 from oncurve.errors import OncurveError, RecipeError
 from oncurve.recipe.load import dump_recipe, load_recipe
 from oncurve.runs.disk import NO_PERMISSION, NO_ROOM, disk_error
@@ -306,6 +306,10 @@ def convert(
             str(out), "already there", because="no file is written over", fix="choose another name with -o"
         ) from None
     say(Text(f"{out}: look through it, then oncurve train {out}"))
+
+
+app.command(epilog="Example: oncurve studio --open")(cli_studio.studio)
+app.command(epilog="Example: oncurve report arithmetic-1 -o report.html")(cli_studio.report)
 
 
 @app.command(epilog="Example: oncurve version")
