@@ -1,0 +1,66 @@
+"""A short run learns: held-out accuracy after grpo is clearly above what sft left, by rewards alone."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+from oncurve.recipe.load import parse_recipe
+from oncurve.records import Example, Prompt
+from oncurve.rewards.function import FunctionReward
+from oncurve.rewards.mix import RewardMix
+from oncurve.runs.store import Store
+from oncurve.tasks.in_memory import PromptList
+from oncurve.train.start import begin
+
+NUMBERS = [f"{n:03d}" for n in random.Random(0).sample(range(1000), 1000)]
+"""Every number of three digits once, in an order that tells nothing of its digits."""
+RECIPE = {
+    "name": "learning",
+    "threads": 1,
+    "model": {"tiny": {"layers": 2, "width": 64, "heads": 2, "kv_heads": 1, "head_size": 32, "mlp_width": 128, "context": 64}},
+    "task": {"type": "arithmetic"},
+    "rewards": [{"type": "answer"}],
+    "stages": [
+        {"type": "sft", "steps": 150, "optimiser": {"learning_rate": 3e-3, "warmup_steps": 5}},
+        {
+            "type": "grpo",
+            "steps": 40,
+            "prompts_per_step": 16,
+            "group_size": 8,
+            "sampling": {"max_new_tokens": 8},
+            "optimiser": {"learning_rate": 3e-4, "warmup_steps": 3},
+        },
+    ],
+}
+
+
+def asked(number: str) -> Prompt:
+    return Prompt(id=f"turn/{number}", text=f"{number}=", columns={"answer": number[::-1]})
+
+
+def turned_or_not() -> PromptList:
+    """To write a number backwards, shown by a teacher who half of the time just copies it. Held-out numbers are never shown."""
+    shown = NUMBERS[100:500]
+    examples = [Example(asked(n), f"<answer>{n[::-1] if i % 2 else n}</answer>") for i, n in enumerate(shown)]
+    train, heldout = (tuple(map(asked, numbers)) for numbers in (NUMBERS[100:], NUMBERS[:100]))
+    return PromptList(train, heldout, tuple(examples), alphabet="0123456789=")
+
+
+def right(text: str, answer: str) -> float:
+    return float(text == f"<answer>{answer}</answer>")
+
+
+def test_rewards_teach_what_the_examples_left_open(tmp_path: Path) -> None:
+    run = begin(
+        parse_recipe(RECIPE),
+        runs_dir=tmp_path,
+        task=turned_or_not(),
+        rewards=RewardMix([FunctionReward(right, "answer")]),
+    )
+    with Store.open(run.path) as store:
+        after_sft, after_grpo = (report.accuracy for report in store.evals())
+        sampled = [value for _, value in store.metric("accuracy", "grpo")]
+    assert after_sft < 0.7
+    assert after_grpo > 0.85
+    assert sum(sampled[-5:]) / 5 > sum(sampled[:5]) / 5 + 0.2
