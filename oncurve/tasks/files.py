@@ -1,7 +1,8 @@
-"""Prompts from a file: JSONL (one object per line) or Parquet."""
+"""Prompts from a file: JSONL (one object per line), one JSON list of objects, either of them gzipped, or Parquet."""
 
 from __future__ import annotations
 
+import gzip
 import importlib
 import json
 from collections.abc import Iterator, Mapping
@@ -22,7 +23,8 @@ class FileOptions(schema.Section):
     """Options of the task `file`."""
 
     path: str
-    """The file: `.jsonl` (one JSON object per line) or `.parquet`."""
+    """The file: `.jsonl` (one JSON object per line), `.json` (the same, or one list of objects), either with `.gz`, or
+    `.parquet`."""
     heldout_path: str | None = None
     """A file to measure on, of the same columns; `task.heldout` rows of it are used. Unset: rows of `path` are kept aside."""
     heldout_share: schema.Share = 0.2
@@ -99,25 +101,40 @@ def read_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
         raise DataError(str(path), what, because="the task reads its prompts from it", fix="mend task.path")
     if path.suffix == ".parquet":
         yield from _parquet_rows(path)
-    elif path.suffix in JSON_LINES:
+    elif path.with_suffix("").suffix in JSON_LINES if path.suffix == ".gz" else path.suffix in JSON_LINES:
         yield from _json_rows(path)
     else:
         raise DataError(
             str(path),
             f"a file of kind '{path.suffix}'",
-            because="only .jsonl and .parquet are read",
+            because="only .jsonl, .json and .parquet are read",
             fix="convert or rename it",
         )
 
 
 def _json_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     try:
-        with path.open("rb") as lines:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
+                if number == 1 and line.lstrip().startswith(b"["):
+                    yield from _listed_rows(line + lines.read(), path)
+                    return
                 if line.strip():
                     yield number, _json_row(line, f"{path}:{number}")
-    except OSError as error:
+    except (OSError, EOFError) as error:
         raise DataError(str(path), "it can't be read", because=str(error), fix="check its permissions") from None
+
+
+def _listed_rows(data: bytes, path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """The rows of a file that is one list; they are counted from 1 as lines are."""
+    try:
+        rows = json.loads(data)
+    except ValueError as error:
+        raise DataError(
+            str(path), "not valid JSON", because=str(error), fix="write the list anew, or one object per line"
+        ) from None
+    for number, row in enumerate(rows, start=1):
+        yield number, _checked_row(row, f"{path}:{number}")
 
 
 def _json_row(line: bytes, where: str) -> Mapping[str, Any]:
@@ -127,6 +144,10 @@ def _json_row(line: bytes, where: str) -> Mapping[str, Any]:
         raise DataError(where, "not UTF-8", because=str(error), fix="save the file as UTF-8") from None
     except (ValueError, RecursionError) as error:
         raise DataError(where, "not valid JSON", because=str(error), fix="write one JSON object on each line") from None
+    return _checked_row(row, where)
+
+
+def _checked_row(row: object, where: str) -> Mapping[str, Any]:
     if not isinstance(row, dict):
         raise DataError(
             where,

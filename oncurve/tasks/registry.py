@@ -9,11 +9,13 @@ from oncurve.tasks.arithmetic import Arithmetic, ArithmeticOptions
 from oncurve.tasks.base import Task, TaskType
 from oncurve.tasks.countdown import Countdown, CountdownOptions
 from oncurve.tasks.files import FileOptions, build_file_task
+from oncurve.tasks.known import KnownOptions, builders
 
 TASKS: dict[str, TaskType] = {
     "arithmetic": TaskType(ArithmeticOptions, Arithmetic),
     "countdown": TaskType(CountdownOptions, Countdown),
     "file": TaskType(FileOptions, build_file_task),
+    **{name: TaskType(KnownOptions, build) for name, build in builders().items()},
 }
 
 
