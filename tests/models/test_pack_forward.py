@@ -58,7 +58,7 @@ def gradients(model: PreTrainedModel, loss: Tensor) -> list[Tensor]:
 
 def far_apart(one: Tensor, other: Tensor) -> float:
     """The relative L2 distance, without the tensors in the way of a failure's message."""
-    return float((one - other).norm() / (other.norm() + 0.05))
+    return float((one - other).detach().norm() / (other.detach().norm() + 0.05))
 
 
 @pytest.mark.parametrize("shape", SHAPES)

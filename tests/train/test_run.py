@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from oncurve.errors import DataError, ModelError, OncurveError, RecipeError, RewardError, RunError
+from oncurve.recipe.flat import changes
 from oncurve.recipe.load import load_recipe
 from oncurve.recipe.schema import Recipe
 from oncurve.records import EvalReport, StepReport
@@ -19,7 +20,7 @@ from oncurve.runs.checkpoints import list_checkpoints
 from oncurve.runs.folder import RunFolder
 from oncurve.runs.store import Store
 from oncurve.train.listeners import Listener
-from oncurve.train.start import begin, changes, fork, resume
+from oncurve.train.start import begin, fork, resume
 from tests.train.builders import digits, recipe
 
 
