@@ -14,7 +14,7 @@ import typer
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from oncurve import __version__, cli_studio
+from oncurve import __version__, cli_rewards, cli_studio
 from oncurve.errors import OncurveError, RecipeError
 from oncurve.recipe.load import dump_recipe, load_recipe
 from oncurve.runs.disk import NO_PERMISSION, NO_ROOM, disk_error
@@ -31,6 +31,7 @@ app = typer.Typer(
 )
 recipes = typer.Typer(help="Explain, show and convert recipes.", no_args_is_help=True)
 app.add_typer(recipes, name="recipe")
+app.add_typer(cli_rewards.rewards, name="rewards")
 
 Sets = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the recipe; may be repeated.")

@@ -48,7 +48,12 @@ class JudgeClient:
                 fix=f"export {key_env}=…, or set base_url to an endpoint that needs none",
             )
         self.base_url, self._retries, self._seconds, self._at_once = base_url, retries, seconds, at_once
-        self._cache = Cache(Path(cache)) if cache is not None else None
+        self._cache_path = cache
+
+    @cached_property
+    def _cache(self) -> Cache | None:
+        """Opened when the first question is asked: a recipe that is only looked at makes no file."""
+        return None if self._cache_path is None else Cache(Path(self._cache_path))
 
     async def ask(self, request: dict[str, Any], read: Callable[[str], T]) -> T:
         """What `read` makes of the reply. A reply that it refuses is not kept, and is the judge's failure."""

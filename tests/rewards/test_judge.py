@@ -1,5 +1,6 @@
 """A judge behind a real HTTP server, in all its moods."""
 
+import contextlib
 import json
 import re
 import threading
@@ -48,14 +49,15 @@ class Judge:
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
-                self.wfile.write(data)
+                with contextlib.suppress(BrokenPipeError):  # a client that gave up is gone
+                    self.wfile.write(data)
 
             def log_message(self, *_: Any) -> None:
                 pass
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
 
 
 @pytest.fixture
@@ -212,7 +214,7 @@ def test_the_key_is_never_told(judge: Judge) -> None:
 
 def test_what_can_t_be_built(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RecipeError, match="template"):
-        JudgeReward("judge", 1.0, JudgeOptions(model="m", base_url=judge.url, template="{a.b}"))
+        JudgeReward("judge", 1.0, JudgeOptions(model="m", base_url=judge.url, template="{a.b}", cache=None))
     with pytest.raises(ValueError, match="rubric"):
         JudgeOptions(model="m", mode="rubric")
     monkeypatch.delenv("OPENAI_API_KEY")

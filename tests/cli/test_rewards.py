@@ -1,0 +1,97 @@
+"""`oncurve rewards`, from the command line."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from oncurve.cli import main
+from oncurve.recipe.schema import Reward
+from oncurve.records import GradedGroup, ScoredGroup, StepReport
+from oncurve.rewards.mix import RewardMix
+from oncurve.rewards.registry import build_reward
+from oncurve.runs.folder import RunFolder
+from oncurve.runs.store import Store
+from tests.rewards.builders import group
+
+RECIPE = """
+name = "sums"
+[task]
+type = "arithmetic"
+[[rewards]]
+type = "answer"
+[[rewards]]
+type = "format"
+weight = 0.5
+[[rewards]]
+type = "process"
+weight = 0.0
+[[stages]]
+type = "grpo"
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "sums.toml"
+    path.write_text(RECIPE)
+    return path
+
+
+@pytest.fixture
+def run(tmp_path: Path, recipe: Path) -> RunFolder:
+    """A run of two steps whose completions are right and wrong by turns."""
+    folder = RunFolder.create(tmp_path / "runs", "sums")
+    folder.recipe.write_text(recipe.read_text())
+    mix = RewardMix([build_reward(Reward(type="answer")), build_reward(Reward(type="format", weight=0.5))])
+    with Store.create(folder.path) as store:
+        store.begin_stage("grpo", "grpo", 0, 2)
+        for step in (1, 2):
+            texts = [f"<think>{step}</think><answer>{n}</answer>" for n in (3, 4)]
+            graded = [_graded(scored) for scored in mix.score([group(*texts, prompt=f"{n}+0=", answer="3") for n in range(2)])]
+            store.record_step(StepReport("grpo", step, {"reward": 1.0}, {"sample": 1.0}, graded, [[None, None]] * 2))
+    return folder
+
+
+def _graded(scored: ScoredGroup) -> GradedGroup:
+    zeros = tuple(np.zeros(len(c.token_ids), np.float32) for c in scored.group.completions)
+    return GradedGroup(scored, zeros, (True,) * len(zeros))
+
+
+def test_try(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rewards", "try", str(recipe), "--completion", "<think>1+1=2</think><answer>no</answer>"]) == 0
+    shown = capsys.readouterr().out
+    assert "answer" in shown
+    assert "'no' is not" in shown
+    assert "1 of 1 steps are good" in shown
+    (tmp_path / "text.txt").write_text("plain")
+    assert main(["rewards", "try", str(recipe), "--completion", str(tmp_path / "text.txt")]) == 0
+    assert "<think> occurs 0 times" in capsys.readouterr().out
+    assert main(["rewards", "try", str(recipe), "--completion", "x", "--prompt", "100000"]) == 2
+
+
+def test_replay(run: RunFolder, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = ["--runs", str(run.path.parent)]
+    same = recipe.read_text().replace('[[rewards]]\ntype = "process"\nweight = 0.0\n', "")
+    (tmp_path / "same.toml").write_text(same)
+    assert main(["rewards", "replay", run.name, "--with", str(tmp_path / "same.toml"), *runs]) == 0
+    shown = capsys.readouterr().out
+    assert "100.0 %" in shown or "100.0%" in shown
+    assert "8 in 4 groups" in shown
+    (tmp_path / "other.toml").write_text(same.replace("weight = 0.5", "weight = 2.0"))
+    assert main(["rewards", "replay", run.name, "--with", str(tmp_path / "other.toml"), *runs]) == 0
+    assert "→" in capsys.readouterr().out
+
+
+def test_audit(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rewards", "audit", run.name, "--runs", str(run.path.parent)]) == 0
+    assert "Nothing stands out in 2 steps" in capsys.readouterr().out
+
+
+def test_runs_without_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = RunFolder.create(tmp_path / "runs", "empty")
+    folder.recipe.write_text(RECIPE)
+    with Store.create(folder.path) as store:
+        store.begin_stage("sft", "sft", 0, 2)
+    assert main(["rewards", "audit", folder.name, "--runs", str(tmp_path / "runs")]) == 2
+    assert "no step of a grpo stage" in " ".join(capsys.readouterr().err.split())
