@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from oncurve.algos.advantages import grade
-from oncurve.recipe.load import dump_recipe, load_recipe
+from oncurve.recipe.load import dump_recipe, parse_recipe
 from oncurve.records import (
     Aspect,
     Completion,
@@ -34,6 +34,14 @@ TEXTS = {
     "odd": HOSTILE,
 }
 VALUES = {"right": (1.0, 1.0), "plain": (1.0, 0.0), "wrong": (0.0, 1.0), "odd": (0.0, 0.0)}
+
+
+RECIPE = {
+    "name": "sums",
+    "task": {"type": "arithmetic"},
+    "rewards": [{"type": "answer"}, {"type": "format", "weight": 0.1}],
+    "stages": [{"type": "grpo", "group_size": GROUP, "prompts_per_step": PROMPTS, "kl": {"beta": 0.01}}],
+}
 
 
 def completion(text: str, seed: int, stop: str = "end") -> Completion:
@@ -114,8 +122,7 @@ def eval_report(step: int, accuracy: float) -> EvalReport:
 
 def make_run(runs_dir: Path, name: str, steps: int = 4, finished: bool = True, sets: tuple[str, ...] = ()) -> RunFolder:
     run = RunFolder.create_at(runs_dir / name)
-    chosen = ["sft.steps=20", f"grpo.steps={max(steps, 8)}", "grpo.kl.beta=0.01", *sets]
-    run.write_recipe(dump_recipe(load_recipe("arithmetic", chosen)))
+    run.write_recipe(dump_recipe(parse_recipe(RECIPE, [f"grpo.steps={max(steps, 8)}", *sets])))
     with Store.create(run.path) as store:
         store.begin_stage("grpo", "grpo", 0, max(steps, 8))
         for step in range(1, steps + 1):

@@ -73,7 +73,7 @@ def test_a_group_in_full(studio: Served) -> None:
     told = studio.ask("/api/runs/sums-1/group?stage=grpo&step=2&position=0").json
     assert told["prompt"] == {"id": "sums/2", "shown": "1+2=", "columns": {"answer": "3"}}
     assert told["grading"] == {
-        "baseline": "mean", "scale": "group", "eps": 1e-4, "mask_cut": False, "kl_in_reward": False, "group_size": 8,
+        "baseline": "mean", "scale": "group", "eps": 1e-4, "mask_cut": False, "kl_in_reward": False, "group_size": 4,
     }  # fmt: skip
     totals = [one["total"] for one in told["completions"]]
     assert totals == pytest.approx([1.1, 1.0, 0.1, 0.0])

@@ -1,0 +1,129 @@
+"""The page's formulas against the trainer's own: both are fed the same numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from playwright.sync_api import Browser, Page
+
+from oncurve.algos.advantages import Baseline, Scale, outcome_advantages, process_advantages
+from oncurve.algos.kl import k1, k2, k3
+from oncurve.algos.objectives import OBJECTIVES, LossInputs, LossSettings
+from oncurve.algos.reductions import StepTotals
+from tests.studio.browsing import a_browser, a_page
+from tests.studio.serving import Served
+
+pytestmark = pytest.mark.slow
+STATIC = Path(__file__).resolve().parents[2] / "oncurve" / "studio" / "static" / "assets"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with a_browser() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def page(studio: Served, browser: Browser) -> Iterator[Page]:
+    with a_page(browser, f"{studio.address}/#/runs") as watched:
+        yield watched.page
+
+
+def ask(page: Page, call: str, given: Any) -> Any:
+    """Runs an expression over the built formulas `f` and the numbers `x`."""
+    file = next(STATIC.glob("formulas-*.js")).name
+    script = f"async (x) => {{ const f = await import('/assets/{file}'); return JSON.stringify({call}); }}"
+    return json.loads(page.evaluate(script, given))
+
+
+GROUPS: list[list[list[float | None]]] = [
+    [[1.0, 0.0, 0.5, 0.7], [0.1, 0.2, 0.9, 1.3]],
+    [[0.1] * 8, [0.0, 1.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0]],
+    [[1.0, None, 0.3], [None, None, 0.4], [2.0, -1.0, 0.25]],
+    [[0.1 + 0.2, 0.3], [1.0, 1.0]],
+]
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out", "none"])
+def test_advantages(page: Page, groups: list[list[float | None]], baseline: Baseline, scale: Scale) -> None:
+    rewards = torch.tensor([[math.nan if r is None else r for r in group] for group in groups], dtype=torch.float64)
+    ours = outcome_advantages(rewards, baseline, scale, 1e-4)
+    theirs = ask(page, "f.advantages(x[0], x[1], x[2], 1e-4)", [groups, baseline, scale])
+    assert torch.tensor(theirs, dtype=torch.float64) == pytest.approx(ours, rel=1e-7, abs=1e-12)
+
+
+def test_process_advantages(page: Page) -> None:
+    steps = [[(2, 0.5), (5, -1.0)], [(0, 0.1)], []]
+    ours = process_advantages([[0.5, -1.0], [0.1], []], [[2, 5], [0], []], [7, 3, 2], 1e-4)
+    theirs = ask(page, "f.processAdvantages(x[0], x[1], 1e-4)", [steps, [7, 3, 2]])
+    for one, other in zip(theirs, ours, strict=True):
+        assert one == pytest.approx(other.tolist(), abs=1e-12)
+
+
+def test_kl_estimators(page: Page) -> None:
+    pairs = [(-1.0, -1.2), (-0.5, -0.5), (-3.0, -0.1), (-30.0, -1.0), (-1e-9, -2e-9)]
+    theirs = ask(page, "x.map(([a, b]) => [f.k1(a, b), f.k2(a, b), f.k3(a, b)])", pairs)
+    new, ref = (torch.tensor(column, dtype=torch.float64) for column in zip(*pairs, strict=True))
+    ours = torch.stack([k1(new, ref), k2(new, ref), k3(new, ref)], dim=1)
+    assert torch.tensor(theirs, dtype=torch.float64) == pytest.approx(ours, rel=1e-9, abs=1e-18)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.04])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_loss_and_its_gradient(page: Page, seed: int, beta: float) -> None:
+    """Completions of 1 to 4 tokens, old and reference policies a little apart, so that some tokens are clipped."""
+    torch.manual_seed(seed)
+    lengths = [1, 2, 3, 4]
+    total = sum(lengths)
+    new = (-torch.rand(total, dtype=torch.float64) - 0.1).requires_grad_()
+    old, ref = new.detach() + 0.3 * torch.randn(total, dtype=torch.float64), new.detach() + 0.3 * torch.randn(total).double()
+    advantage = torch.randn(4, dtype=torch.float64)
+    row = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))
+    inputs = LossInputs(
+        new, old, advantage[row], torch.ones(total, dtype=torch.bool), row, 4, StepTotals(4, total, 8), logp_ref_N=ref
+    )
+    ours = OBJECTIVES["grpo"].loss(inputs, LossSettings(beta, "k3", False, 0.0))
+    (gradient,) = torch.autograd.grad(ours.loss, new)
+    parts = [[t.tolist() for t in torch.split(values.detach(), lengths)] for values in (new, old, ref)]
+    sampled = [
+        {"logpNew": parts[0][i], "logpOld": parts[1][i], "logpRef": parts[2][i], "advantage": float(advantage[i])}
+        for i in range(4)
+    ]
+    theirs = ask(page, "f.grpoLoss(x[0], 0.2, 0.2, x[1])", [sampled, beta])
+    assert theirs["loss"] == pytest.approx(float(ours.loss.detach()), abs=1e-12)
+    assert [slope for of in theirs["gradient"] for slope in of] == pytest.approx(gradient.tolist(), abs=1e-12)
+    assert theirs["clippedShare"] == pytest.approx(float(ours.clipped_N.double().mean()))
+
+
+def test_the_small_policy_follows_the_gradient(page: Page) -> None:
+    """Two updates of the demo's softmax policy against autograd on the same samples."""
+    settings = {"groupSize": 6, "clip": 0.2, "beta": 0.1, "updates": 2, "rate": 0.7, "eps": 1e-4, "scale": "group"}
+    start, rewards = [0.3, -0.2, 0.1, 0.5], [1.0, 0.0, 0.4, 0.0]
+    call = "f.step(x[0], f.softmax([0, 0.2, -0.1, 0.3]), x[1], x[2], f.random(3))"
+    theirs = ask(page, call, [start, rewards, settings])
+    sampled = torch.tensor(theirs["sampled"])
+    reference = torch.tensor([0, 0.2, -0.1, 0.3], dtype=torch.float64).log_softmax(0)[sampled]
+    logits = torch.tensor(start, dtype=torch.float64)
+    old = logits.log_softmax(0)[sampled]
+    graded = outcome_advantages(
+        torch.tensor([[rewards[i] for i in theirs["sampled"]]], dtype=torch.float64), "mean", "group", 1e-4
+    )
+    for _ in range(2):
+        logits = logits.detach().requires_grad_()
+        rows = torch.arange(6)
+        inputs = LossInputs(
+            logits.log_softmax(0)[sampled], old, graded[0], torch.ones(6, dtype=torch.bool), rows, 6, StepTotals(6, 6, 1),
+            logp_ref_N=reference,
+        )  # fmt: skip
+        loss = OBJECTIVES["grpo"].loss(inputs, LossSettings(0.1, "k3", False, 0.0)).loss
+        (gradient,) = torch.autograd.grad(loss, logits)
+        logits = (logits - 0.7 * gradient).detach()
+    assert theirs["logits"] == pytest.approx(logits.tolist(), abs=1e-12)

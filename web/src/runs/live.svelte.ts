@@ -1,0 +1,83 @@
+// The chosen runs' curves, kept up to date by the server's event stream.
+import { address, get, runPath, type EvalPoint, type RunCurves, type RunState } from "../shared/api";
+
+interface NewStep { run: string; stage: string; type: string; step: number; metrics: Record<string, number | null> }
+
+export class LiveCurves {
+  /** Counts changes: curves are large, so they are plain objects, and what draws them depends on this number. */
+  version = $state(0);
+  connected = $state(false);
+  problem = $state<unknown>(null);
+  readonly runs = new Map<string, RunCurves>();
+  #source: EventSource | null = null;
+  #names: string[] = [];
+  readonly #onState: (state: RunState) => void;
+
+  constructor(onState: (state: RunState) => void) {
+    this.#onState = onState;
+  }
+
+  follow(names: string[]): void {
+    if (names.join("\n") === this.#names.join("\n") && this.#source) return;
+    this.close();
+    this.#names = [...names];
+    for (const known of [...this.runs.keys()]) if (!names.includes(known)) this.runs.delete(known);
+    this.version++;
+    if (!names.length) return;
+    const source = new EventSource(address("live", { run: names }));
+    this.#source = source;
+    source.addEventListener("ready", () => {
+      this.connected = true;
+      for (const name of names) void this.#load(name);
+    });
+    source.addEventListener("step", (event) => this.#step(JSON.parse((event as MessageEvent<string>).data) as NewStep));
+    source.addEventListener("eval", (event) => this.#eval(JSON.parse((event as MessageEvent<string>).data) as EvalPoint & { run: string }));
+    source.addEventListener("state", (event) => this.#onState(JSON.parse((event as MessageEvent<string>).data) as RunState));
+    source.addEventListener("reset", (event) => void this.#load((JSON.parse((event as MessageEvent<string>).data) as { run: string }).run));
+    source.addEventListener("error", () => (this.connected = false));
+  }
+
+  close(): void {
+    this.#source?.close();
+    this.#source = null;
+    this.connected = false;
+  }
+
+  async #load(name: string): Promise<void> {
+    try {
+      const found = await get<RunCurves>(runPath(name, "curves"));
+      if (!this.#names.includes(name)) return;
+      this.runs.set(name, found);
+      this.problem = null;
+      this.version++;
+    } catch (error) {
+      this.problem = error;
+    }
+  }
+
+  #step(told: NewStep): void {
+    const run = this.runs.get(told.run);
+    if (!run) return;
+    let stage = run.stages.find((one) => one.name === told.stage);
+    if (!stage) {
+      stage = { name: told.stage, type: told.type, done: 0, steps: told.step, metrics: {} };
+      run.stages.push(stage);
+    }
+    // The whole curves were asked for after the stream began: a step may come by both ways.
+    if (told.step <= stage.done) return;
+    for (const [name, value] of Object.entries(told.metrics)) {
+      const curve = (stage.metrics[name] ??= { steps: [], values: [] });
+      curve.steps.push(told.step);
+      curve.values.push(value);
+    }
+    stage.done = told.step;
+    this.version++;
+  }
+
+  #eval(told: EvalPoint & { run: string }): void {
+    const run = this.runs.get(told.run);
+    if (!run || run.evals.some((one) => one.stage === told.stage && one.step === told.step)) return;
+    run.evals.push(told);
+    this.version++;
+  }
+}

@@ -1,0 +1,36 @@
+// Where the reader is: #/page/part/part?key=value. The address alone says what is shown, so that it can be sent and kept.
+
+export interface Place { page: string; parts: string[]; query: URLSearchParams }
+
+function read(): Place {
+  const [path = "", query = ""] = location.hash.replace(/^#\/?/, "").split("?", 2);
+  const [page = "", ...parts] = path.split("/").map(decodeSafely);
+  return { page: page || "runs", parts, query: new URLSearchParams(query) };
+}
+
+function decodeSafely(part: string): string {
+  try {
+    return decodeURIComponent(part);
+  } catch {
+    return part;
+  }
+}
+
+export const route = $state({ place: read() });
+addEventListener("hashchange", () => (route.place = read()));
+
+export function link(page: string, parts: (string | number)[] = [], query: Record<string, string> = {}): string {
+  const path = [page, ...parts].map((part) => encodeURIComponent(String(part))).join("/");
+  const asked = new URLSearchParams(Object.entries(query).filter(([, value]) => value !== "")).toString();
+  return `#/${path}${asked ? `?${asked}` : ""}`;
+}
+
+export function go(address: string, replace = false): void {
+  if (location.hash === address) return;
+  if (replace) {
+    history.replaceState(null, "", address);
+    route.place = read();
+  } else {
+    location.hash = address;
+  }
+}
