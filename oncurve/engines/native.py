@@ -138,6 +138,7 @@ class _Batch:
         group_size: int,
     ) -> None:
         self.policy, self.how, self.pool, self.draws = policy, how, pool, draws
+        self.head = policy.head
         self.prompts, self.prompt_ids = prompts, prompt_ids
         R, device = pool.rows, policy.device
         self.rows = [[Row(g, s) for s in range(group_size)] for g in range(len(prompts))]
@@ -221,9 +222,9 @@ class _Batch:
         hidden = self.policy.hidden(self.token_S[:, None], (self.prompt_length_S + at_S)[:, None], layout)[:, 0]
         barred = None
         if self.how.min_new_tokens:
-            barred = torch.zeros(self.pool.slots, self.policy.head.weight_VD.shape[0], dtype=torch.bool, device=hidden.device)
+            barred = torch.zeros(self.pool.slots, self.head.weight_VD.shape[0], dtype=torch.bool, device=hidden.device)
             barred[:, self.end_ids] = (at_S < self.how.min_new_tokens)[:, None]
-        drawn = draw(self.policy.head.logits(hidden), self.uniform_ST[self.slot_S, at_S], self.how, barred)
+        drawn = draw(self.head.logits(hidden), self.uniform_ST[self.slot_S, at_S], self.how, barred)
         self.token_S = drawn.token_S
         self.suffix_length_S = (at_S + 1).clamp(max=self.last_S)
         return drawn

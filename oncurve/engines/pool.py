@@ -39,14 +39,13 @@ class Pool:
                 piece = x[:, :, start : start + PAGE]
                 pages_x[page, blocks_n, :, : piece.shape[2]] = piece
 
-    def store_tokens(self, layer: int, where: tuple[Tensor, Tensor, Tensor, Tensor], k: Tensor, v: Tensor) -> None:
-        """One new position per slot, k and v of [S, K, d]; ``where`` is (page, block, row, offset in the page), each [S]."""
+    def store_tokens(self, layer: int, where_SK: Tensor, k: Tensor, v: Tensor) -> None:
+        """One new position per slot, k and v of [S, K, d]; ``where_SK`` is its row among all [pages · N · K · R · PAGE]."""
         if layer not in self.suffixes:
             shape = (self.suffix_pages, self.blocks, k.shape[1], self.rows, PAGE)
             self.suffixes[layer] = [x.new_zeros(*shape, x.shape[2]) for x in (k, v)]
-        page_S, block_S, row_S, offset_S = where
-        for pages_x, x in zip(self.suffixes[layer], (k, v), strict=True):
-            pages_x[page_S, block_S, :, row_S, offset_S] = x
+        for pages, x in zip(self.suffixes[layer], (k, v), strict=True):
+            pages.view(-1, x.shape[2]).index_copy_(0, where_SK, x.flatten(0, 1))
 
 
 class PrefillLayout:
@@ -76,16 +75,15 @@ class DecodeLayout:
         self, pool: Pool, prompt_length_S: Tensor, suffix_length_S: Tensor, prompt_pages: int, suffix_pages: int
     ) -> None:
         self.pool, self.prompt_pages, self.suffix_pages = pool, prompt_pages, suffix_pages
-        slot_S = torch.arange(pool.slots, device=suffix_length_S.device)
-        self.where = (suffix_length_S // PAGE, slot_S // pool.rows, slot_S % pool.rows, suffix_length_S % PAGE)
         self.prompt_length_S, self.suffix_length_S = prompt_length_S, suffix_length_S
         self._masks: dict[int | None, Tensor] = {}
+        self._where: dict[int, Tensor] = {}
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
         pool = self.pool
-        pool.store_tokens(layer, self.where, k[:, :, 0], v[:, :, 0])
+        pool.store_tokens(layer, self._where_new(k.shape[1]), k[:, :, 0], v[:, :, 0])
         S, H, _, d = q.shape
         N, R, K = pool.blocks, pool.rows, k.shape[1]
         rep = H // K
@@ -102,6 +100,16 @@ class DecodeLayout:
             out = part if out is None else out + part  # page after page: a page of zeros changes no bit
         assert out is not None
         return out.transpose(1, 2).reshape(S, 1, H, d)
+
+    def _where_new(self, heads: int) -> Tensor:
+        """Where the new token of each slot and key head goes, [S · K]; made once per step."""
+        if heads not in self._where:
+            slot_S = torch.arange(self.pool.slots, device=self.suffix_length_S.device)
+            head_K = torch.arange(heads, device=slot_S.device)
+            page_S = self.suffix_length_S // PAGE * self.pool.blocks + slot_S // self.pool.rows
+            row_SK = (page_S[:, None] * heads + head_K) * self.pool.rows + slot_S[:, None] % self.pool.rows
+            self._where[heads] = (row_SK * PAGE + self.suffix_length_S[:, None] % PAGE).flatten()
+        return self._where[heads]
 
     def _pages(self, layer: int) -> tuple[list[tuple[bool, Tensor]], list[tuple[bool, Tensor]]]:
         """(whether it is a block's prompt, the page) for keys and for values, prompts first."""
