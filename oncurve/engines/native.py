@@ -28,7 +28,7 @@ from oncurve.records import Completion, Group, Ints, Prompt, StopReason
 
 BUCKET = 16
 """Prompts are prefilled at lengths rounded up to this."""
-PREFILL_TOKENS = 512
+PREFILL_TOKENS = 1024
 """Prompts of one bucket are prefilled together up to about this many tokens."""
 SLOTS_CPU, SLOTS_GPU = 128, 256
 """Most completions decoded at once, where the recipe does not say."""
@@ -69,7 +69,7 @@ class NativeEngine:
     def __init__(self, policy: Policy, settings: EngineSettings) -> None:
         self.policy, self.settings = policy, settings
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def sample(
         self,
         prompts: Sequence[Prompt],

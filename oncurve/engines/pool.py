@@ -10,12 +10,23 @@ Legend: ``S`` slots = ``N`` blocks × ``R``, ``K`` key heads, ``rep`` query head
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from oncurve.models.attention import allowed, capped
 
 PAGE = 64
+
+
+class Page(NamedTuple):
+    """Keys […, d, PAGE] and values […, PAGE, d] of one page of every block's prompt (``shared``), or of every slot's suffix."""
+
+    shared: bool
+    keys: Tensor
+    values: Tensor
 
 
 class Pool:
@@ -26,6 +37,8 @@ class Pool:
         self.suffix_pages = -(-suffix_limit // PAGE)
         self.prompts: dict[int, list[Tensor]] = {}  # layer -> [k, v], each [pages, N, K, PAGE, d]
         self.suffixes: dict[int, list[Tensor]] = {}  # layer -> [k, v], each [pages, N, K, R, PAGE, d]
+        self.shared_pages: dict[int, list[Page]] = {}  # views of the above, for the products of a decode step
+        self.own_pages: dict[int, list[Page]] = {}
 
     def store_prompts(self, layer: int, blocks_n: Tensor, k: Tensor, v: Tensor) -> None:
         """Keys and values of n prompts, [n, K, tokens, d], into the given blocks."""
@@ -33,7 +46,10 @@ class Pool:
         stored = self.prompts.get(layer) or [x.new_zeros(pages, self.blocks, x.shape[1], PAGE, x.shape[3]) for x in (k, v)]
         if stored[0].shape[0] < pages:
             stored = [torch.cat((x, x.new_zeros(pages - x.shape[0], *x.shape[1:]))) for x in stored]
-        self.prompts[layer] = stored
+        if self.prompts.get(layer) is not stored:
+            self.prompts[layer] = stored
+            k_all, v_all = (x.flatten(1, 2) for x in stored)
+            self.shared_pages[layer] = [Page(True, a.transpose(1, 2), b) for a, b in zip(k_all, v_all, strict=True)]
         for pages_x, x in zip(stored, (k, v), strict=True):
             for page, start in enumerate(range(0, x.shape[2], PAGE)):
                 piece = x[:, :, start : start + PAGE]
@@ -44,6 +60,8 @@ class Pool:
         if layer not in self.suffixes:
             shape = (self.suffix_pages, self.blocks, k.shape[1], self.rows, PAGE)
             self.suffixes[layer] = [x.new_zeros(*shape, x.shape[2]) for x in (k, v)]
+            k_all, v_all = (x.flatten(1, 3) for x in self.suffixes[layer])
+            self.own_pages[layer] = [Page(False, a.transpose(1, 2), b) for a, b in zip(k_all, v_all, strict=True)]
         for pages, x in zip(self.suffixes[layer], (k, v), strict=True):
             pages.view(-1, x.shape[2]).index_copy_(0, where_SK, x.flatten(0, 1))
 
@@ -58,6 +76,9 @@ class PrefillLayout:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
         self.pool.store_prompts(layer, self.blocks, k[self.sources], v[self.sources])
+        if softcap is None and (window is None or window >= len(self.positions)):
+            out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+            return out.transpose(1, 2)
         rep = q.shape[1] // k.shape[1]
         mask = allowed(self.positions[:, None], self.positions[None, :], window)
         scores = capped(q @ k.repeat_interleave(rep, 1).transpose(-1, -2) * scale, softcap)
@@ -87,16 +108,17 @@ class DecodeLayout:
         S, H, _, d = q.shape
         N, R, K = pool.blocks, pool.rows, k.shape[1]
         rep = H // K
-        q_NKR = q.view(N, R, K, rep, d).transpose(1, 2)  # rows of a block side by side, for each key head
-        q_own, q_block = q_NKR.reshape(N * K * R, rep, d), q_NKR.reshape(N * K, R * rep, d)
-        keys, values = self._pages(layer)
-        parts = [torch.bmm(q_block if shared else q_own, x.transpose(1, 2)).view(N, K, R, rep, PAGE) for shared, x in keys]
+        q_NKR = q.view(N, R, K, rep, d).transpose(1, 2).contiguous()  # rows of a block side by side, for each key head
+        q_own, q_block = q_NKR.view(N * K * R, rep, d), q_NKR.view(N * K, R * rep, d)
+        pages = pool.shared_pages[layer][: self.prompt_pages] if self.prompt_pages else []
+        pages = pages + pool.own_pages[layer][: self.suffix_pages]
+        parts = [torch.bmm(q_block if p.shared else q_own, p.keys).view(N, K, R, rep, PAGE) for p in pages]
         weights = self._weights(torch.cat(parts, -1), scale, window, softcap).to(v.dtype)
         by_row, by_block = weights.view(N * K * R, rep, -1), weights.view(N * K, R * rep, -1)
         out: Tensor | None = None
-        for page, (shared, x) in enumerate(values):
-            chosen = (by_block if shared else by_row)[:, :, page * PAGE : (page + 1) * PAGE]
-            part = torch.bmm(chosen, x).view(N, K, R, rep, d)
+        for i, page in enumerate(pages):
+            chosen = (by_block if page.shared else by_row)[:, :, i * PAGE : (i + 1) * PAGE]
+            part = torch.bmm(chosen, page.values).view(N, K, R, rep, d)
             out = part if out is None else out + part  # page after page: a page of zeros changes no bit
         assert out is not None
         return out.transpose(1, 2).reshape(S, 1, H, d)
@@ -110,16 +132,6 @@ class DecodeLayout:
             row_SK = (page_S[:, None] * heads + head_K) * self.pool.rows + slot_S[:, None] % self.pool.rows
             self._where[heads] = (row_SK * PAGE + self.suffix_length_S[:, None] % PAGE).flatten()
         return self._where[heads]
-
-    def _pages(self, layer: int) -> tuple[list[tuple[bool, Tensor]], list[tuple[bool, Tensor]]]:
-        """(whether it is a block's prompt, the page) for keys and for values, prompts first."""
-        k_own, v_own = self.pool.suffixes[layer]
-        shared = self.pool.prompts[layer] if self.prompt_pages else (k_own[:0], v_own[:0])
-        return tuple(
-            [(True, page.flatten(0, 1)) for page in prompt[: self.prompt_pages]]
-            + [(False, page.flatten(0, 2)) for page in own[: self.suffix_pages]]
-            for prompt, own in zip(shared, (k_own, v_own), strict=True)
-        )  # type: ignore[return-value]
 
     def _weights(self, scores: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
         bias = self._bias(window, scores)

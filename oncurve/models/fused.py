@@ -78,7 +78,7 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, eps: float):  # type: ignore[no-untyped-def]
-        rstd = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        rstd = _rstd(x, eps)
         normal = x * rstd
         ctx.save_for_backward(normal, rstd, weight)
         return normal * weight
@@ -114,11 +114,14 @@ class _SwiGlu(torch.autograd.Function):
         return out
 
 
+def _rstd(x: Tensor, eps: float) -> Tensor:
+    length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return length.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if not torch.is_grad_enabled():
-        return functional.rms_norm(x, weight.shape[-1:], weight if weight.dim() == 1 else None, eps) * (
-            1.0 if weight.dim() == 1 else weight
-        )
+        return (x * _rstd(x, eps)).mul_(weight)
     out: Tensor = _RmsNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
     return out
 
@@ -129,6 +132,19 @@ def swiglu(both: Tensor) -> Tensor:
         return functional.silu(gate).mul_(up)
     out: Tensor = _SwiGlu.apply(both)  # type: ignore[no-untyped-call]
     return out
+
+
+class _Block:
+    """One decoder layer: its parameters, found once. They stay the module's own, so an optimiser's step is seen."""
+
+    def __init__(self, layer: Any, window: int | None) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.qkv = FusedLinear([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.gate_up = FusedLinear([mlp.gate_proj, mlp.up_proj])
+        self.out, self.down = attention.o_proj, mlp.down_proj
+        self.before, self.between = layer.input_layernorm, layer.post_attention_layernorm
+        self.q_norm, self.k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+        self.window = getattr(attention, "sliding_window", window)
 
 
 class FusedDecoder:
@@ -156,42 +172,39 @@ class FusedDecoder:
         return cls(model) if _is_of_the_family(model) else None
 
     def _fuse(self) -> None:
-        layers = self.backbone.layers
-        self.qkv = [FusedLinear([x.self_attn.q_proj, x.self_attn.k_proj, x.self_attn.v_proj]) for x in layers]
-        self.gate_up = [FusedLinear([x.mlp.gate_proj, x.mlp.up_proj]) for x in layers]
+        self.blocks = [_Block(layer, self.window) for layer in self.backbone.layers]
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
         """The last hidden state, [batch, length, D]."""
-        if not self.qkv[0].is_whole:
+        if not self.blocks[0].qkv.is_whole:
             self._fuse()  # somebody moved the parameters
         shape = input_ids.shape
-        words = self.backbone.embed_tokens
+        words, last = self.backbone.embed_tokens, self.backbone.norm
         x = functional.embedding(input_ids.flatten(), words.weight, words.padding_idx)
         at = position_ids.expand(shape).flatten()
         cos, sin = self.cos[at], self.sin[at]
-        for i, layer in enumerate(self.backbone.layers):
-            x = x + self._attention(i, layer, x, cos, sin, shape, layout)
-            norm = layer.post_attention_layernorm
-            x = x + functional.linear(
-                swiglu(self.gate_up[i](rms_norm(x, norm.weight, norm.variance_epsilon))), layer.mlp.down_proj.weight
-            )
-        last = self.backbone.norm
+        for i, block in enumerate(self.blocks):
+            x = self._attention(i, block, x, cos, sin, shape, layout)
+            h = swiglu(block.gate_up(rms_norm(x, block.between.weight, block.between.variance_epsilon)))
+            x = torch.addmm(x, h, block.down.weight.t())
         return rms_norm(x, last.weight, last.variance_epsilon).view(*shape, -1)
 
-    def _attention(self, i: int, layer: Any, x: Tensor, cos: Tensor, sin: Tensor, shape: torch.Size, layout: Layout) -> Tensor:
+    def _attention(
+        self, i: int, block: _Block, x: Tensor, cos: Tensor, sin: Tensor, shape: torch.Size, layout: Layout
+    ) -> Tensor:
         H, K, d = self.heads, self.kv_heads, self.head_size
-        attention, norm = layer.self_attn, layer.input_layernorm
-        qkv = self.qkv[i](rms_norm(x, norm.weight, norm.variance_epsilon)).view(-1, H + 2 * K, d)
+        qkv = block.qkv(rms_norm(x, block.before.weight, block.before.variance_epsilon)).view(-1, H + 2 * K, d)
         qk, v = qkv[:, : H + K], qkv[:, H + K :]
-        if hasattr(attention, "q_norm"):
-            weight = torch.cat((attention.q_norm.weight.expand(H, d), attention.k_norm.weight.expand(K, d)))
-            qk = rms_norm(qk, weight, attention.q_norm.variance_epsilon)
+        if block.q_norm is not None and block.k_norm is not None:
+            weight = torch.cat((block.q_norm.weight.expand(H, d), block.k_norm.weight.expand(K, d)))
+            qk = rms_norm(qk, weight, block.q_norm.variance_epsilon)
         turned = torch.cat((qk[..., d // 2 :], qk[..., : d // 2]), -1)
         qk = torch.addcmul(qk * cos, turned, sin)
         q, k, v = (y.view(*shape, -1, d).transpose(1, 2) for y in (qk[:, :H], qk[:, H:], v))
-        window = getattr(attention, "sliding_window", self.window)
-        out = layout.attend(i, q, k, v, self.scale, window, None)
-        return functional.linear(out.reshape(-1, H * d), attention.o_proj.weight, attention.o_proj.bias)
+        out = layout.attend(i, q, k, v, self.scale, block.window, None).reshape(-1, H * d)
+        if block.out.bias is not None:
+            x = x + block.out.bias
+        return torch.addmm(x, out, block.out.weight.t())
 
 
 def _is_of_the_family(model: PreTrainedModel) -> bool:

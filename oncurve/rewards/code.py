@@ -37,7 +37,7 @@ class CodeOptions(Section):
     score: Literal["all", "share"] = "all"
     """`all`: 1 where every test passes, else 0. `share`: the share that passes."""
     seconds: PositiveFloat = 5.0
-    """Wall and CPU time of one run: of a program on one input, or of a whole list of tests."""
+    """Wall time of one run (and, to a second more, CPU time): of a program on one input, or of a whole list of tests."""
     memory_mb: PositiveInt = 1024
     """Address space of a program."""
     output_kb: PositiveInt = 1024

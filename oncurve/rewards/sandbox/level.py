@@ -69,16 +69,9 @@ class Limits:
     open_files: int = 64
 
     def job(self, **more: Any) -> dict[str, Any]:
-        mine = {"seconds": self.seconds, "cpu": self.seconds, "memory": self.memory, "output": self.output}
+        cpu = self.seconds + 1  # the wall clock decides for one thread; this is for many, and for a zygote that is gone
+        mine = {"seconds": self.seconds, "cpu": cpu, "memory": self.memory, "output": self.output}
         return {**mine, "file_size": self.file_size, "open_files": self.open_files, **more}
-
-
-@dataclass(frozen=True)
-class Packages:
-    """Trusted packages that a sandbox needs beyond the standard library: where they lie, and what is imported once."""
-
-    paths: tuple[str, ...] = ()
-    preload: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -101,25 +94,25 @@ _FOUND: dict[Any, Sandbox] = {}
 _LOCK = threading.Lock()
 
 
-def find_sandbox(where: str, *, trusted: bool = False, count: int | None = None, packages: Packages = Packages()) -> Sandbox:  # noqa: B008
+def find_sandbox(where: str, *, trusted: bool = False, count: int | None = None) -> Sandbox:
     """The best sandbox of this machine, made once; RewardError where there is none and the recipe does not do without."""
     count = count or min(8, os.cpu_count() or 1)
     with _LOCK:
-        key = (trusted, count, packages)
+        key = (trusted, count)
         if key not in _FOUND:
-            _FOUND[key] = _find(where, trusted, count, packages)
+            _FOUND[key] = _find(where, trusted, count)
         return _FOUND[key]
 
 
-def _find(where: str, trusted: bool, count: int, packages: Packages) -> Sandbox:
+def _find(where: str, trusted: bool, count: int) -> Sandbox:
     tried: list[str] = []
     for level in ("bubblewrap", "seccomp"):
-        sandbox, fault = make_sandbox(level, count, packages)
+        sandbox, fault = make_sandbox(level, count)
         if sandbox is not None:
             return sandbox
         tried.append(f"{level}: {fault}")
     if trusted:
-        return Sandbox("trusted", Workers(command("trusted", packages), count, {}))
+        return Sandbox("trusted", Workers(command("trusted"), count, {}))
     raise RewardError(
         where,
         "programs of the model can't be run safely here",
@@ -128,13 +121,13 @@ def _find(where: str, trusted: bool, count: int, packages: Packages) -> Sandbox:
     )
 
 
-def make_sandbox(level: Level, count: int, packages: Packages = Packages()) -> tuple[Sandbox | None, str]:  # noqa: B008
+def make_sandbox(level: Level, count: int) -> tuple[Sandbox | None, str]:
     """A sandbox of this level that passed the self-test, or why there is none."""
     if not sys.platform.startswith("linux"):
         return None, "only Linux has it"
     if level == "bubblewrap" and shutil.which("bwrap") is None:
         return None, "bwrap is not installed"
-    sandbox = Sandbox(level, Workers(command(level, packages), count, {}))
+    sandbox = Sandbox(level, Workers(command(level), count, {}))
     fault = _fault(sandbox)
     if fault is None:
         return sandbox, ""
@@ -152,25 +145,23 @@ def _fault(sandbox: Sandbox) -> str | None:
     return None
 
 
-def command(level: Level, packages: Packages) -> list[str]:
+def command(level: Level) -> list[str]:
     """The command line of a zygote."""
-    readable = readable_paths(packages.paths)
+    readable = readable_paths()
     settings = {
         "locked": level != "trusted",
         "need_landlock": level == "seccomp",
         "readable": readable,
         "scratch": "/scratch" if level == "bubblewrap" else None,
-        "packages": list(packages.paths),
-        "preload": list(packages.preload),
     }
     python = [os.path.realpath(sys.executable), "-I", "-S", "-B", str(_BOOT), json.dumps(settings)]
     return [*_bubblewrap([*readable, python[0]]), *python] if level == "bubblewrap" else python
 
 
-def readable_paths(more: Sequence[str] = ()) -> list[str]:
-    """What a program may read: the standard library, shared libraries, the sandbox's own code, and packages it was given."""
+def readable_paths() -> list[str]:
+    """What a program may read: the standard library, shared libraries, and the sandbox's own code."""
     own = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), str(Path(sys.base_prefix) / "lib")]
-    paths = [*_LIBRARIES, *own, str(_BOOT.parent), *more]
+    paths = [*_LIBRARIES, *own, str(_BOOT.parent)]
     return list(dict.fromkeys(path for path in paths if Path(path).is_dir()))
 
 

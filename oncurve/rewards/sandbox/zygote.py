@@ -17,7 +17,6 @@ import resource
 import select
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -40,8 +39,6 @@ class Settings:
     need_landlock: bool
     readable: list[str]
     scratch: str | None
-    packages: list[str] = field(default_factory=list)
-    preload: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -62,8 +59,7 @@ class Child:
 
 def main(arguments: str) -> None:
     settings = Settings(**json.loads(arguments))
-    sys.path[:] = [path for path in sys.path if path != os.path.dirname(__file__)] + settings.packages
-    for name in (*PRELOADED.split(), *settings.preload):
+    for name in PRELOADED.split():
         importlib.import_module(name)
     jobs, answers = os.dup(0), os.dup(1)
     quiet = os.open(os.devnull, os.O_RDWR) if os.path.exists(os.devnull) else os.pipe()[0]
@@ -95,8 +91,7 @@ class Zygote:
             data = data[os.write(self._answers, data) :]
 
     def run(self, job: dict[str, Any]) -> dict[str, Any]:
-        kinds = {"program": self._program, "tests": self._tests, "scorer": self._scorer}
-        return kinds[job["kind"]](job)
+        return self._program(job) if job["kind"] == "program" else self._tests(job)
 
     def _program(self, job: dict[str, Any]) -> dict[str, Any]:
         """One run of a program on an input: what it printed and how it ended."""
@@ -124,15 +119,6 @@ class Zygote:
         verdicts = _Collector(results)
         self._watch([program, tests], tests, job["seconds"], verdicts)
         return {"ended": tests.ended, "program": program.ended, "verdicts": verdicts.lines()}
-
-    def _scorer(self, job: dict[str, Any]) -> dict[str, Any]:
-        results, told = os.pipe()
-        call = lambda: children.call_scorer(job["module"], job["function"], job["argument"], told)  # noqa: E731
-        child = self._fork(job, call, None, keep=(told,))
-        os.close(told)
-        verdicts = _Collector(results)
-        self._watch([child], child, job["seconds"], verdicts)
-        return {"ended": child.ended, "verdicts": verdicts.lines()}
 
     def _fork(self, job: dict[str, Any], body: Callable[[], int], stdin: int | None, keep: tuple[int, ...]) -> Child:
         folder = tempfile.mkdtemp(prefix="oncurve-", dir=self.settings.scratch)
