@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oncurve.rewards.answer import AnswerOptions, AnswerReward, final, same
@@ -89,6 +89,7 @@ def test_same(one: str, other: str, equal: bool) -> None:
     assert same(other, one) is equal
 
 
+@settings(deadline=None)
 @given(st.integers(-(10**12), 10**12))
 def test_a_number_is_itself_however_written(n: int) -> None:
     assert same(str(n), f"{n:,}")
@@ -129,6 +130,7 @@ def test_long_texts_are_quick() -> None:
     assert time.perf_counter() - started < 5
 
 
+@settings(deadline=None)
 @given(st.text(), st.sampled_from(["tag", "boxed", "hashes", "number", "any"]), st.text())
 def test_no_text_makes_it_fail(text: str, take: Take, gold: str) -> None:
     (aspect,) = aspects(AnswerReward("answer", 1.0, AnswerOptions(take=take)), text, columns={"answer": gold})

@@ -1,7 +1,7 @@
 """Countdown's partial credit, by hand: form 0.1, numbers 0.1, closeness up to 0.3."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -62,6 +62,7 @@ def test_worked_examples_get_full_marks() -> None:
         assert values(REWARD, example.completion, **example.prompt.columns) == [1.0]
 
 
+@settings(deadline=None)
 @given(st.text(alphabet="3579+-*/() ", max_size=30))
 def test_only_a_right_answer_gets_one(answer: str) -> None:
     (value,) = values(REWARD, f"<answer>{answer}</answer>", numbers=[3, 5, 7], target=32)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oncurve.errors import RewardError
@@ -170,6 +170,7 @@ def test_what_counts_as_solved(rewards: list[Says], decider: str | None, solved:
     assert mix.solved(scored.scored[0]) is solved
 
 
+@settings(deadline=None)
 @given(st.lists(st.one_of(st.floats(), st.none(), st.booleans(), st.text(), st.integers()), max_size=6))
 def test_every_completion_gets_a_finite_number_none_or_a_failure(results: list[object]) -> None:
     for value, failure in only_aspects(results, *("a" for _ in results)):

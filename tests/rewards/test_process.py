@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -56,6 +56,7 @@ def test_a_splitter_of_one_s_own_is_checked() -> None:
             checked_spans(spans, "abc")
 
 
+@settings(deadline=None)
 @given(st.lists(st.text(alphabet="ab1 .é漢🙂", min_size=1), min_size=1, max_size=6))
 def test_a_step_ends_at_the_token_of_its_last_byte(parts: list[str]) -> None:
     """With one token per byte the place is known: the number of bytes up to the step's end."""

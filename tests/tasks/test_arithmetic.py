@@ -42,6 +42,7 @@ def test_worked_by_hand(problem: Problem, completion: str) -> None:
     assert worked(problem) == completion
 
 
+@settings(deadline=None)
 @given(st.integers(0, 10**9 - 1), st.integers(0, 10**9 - 1), st.sampled_from("+-"))
 def test_the_steps_spell_the_answer(a: int, b: int, operation: str) -> None:
     problem = Problem(operation, max(a, b), min(a, b))
@@ -53,6 +54,7 @@ def test_the_steps_spell_the_answer(a: int, b: int, operation: str) -> None:
     assert len(columns) == len(str(max(a, b)))
 
 
+@settings(deadline=None)
 @given(st.integers(0, 10**9 - 1), st.integers(0, 10**9 - 1))
 def test_each_unordered_pair_has_one_number(a: int, b: int) -> None:
     large, small = max(a, b), min(a, b)

@@ -1,6 +1,6 @@
 """How problems are spread over levels."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oncurve.tasks.draws import generator
@@ -19,6 +19,7 @@ def test_what_a_full_level_cannot_take_goes_up_and_then_down() -> None:
     assert levels.quotas(9, {1: 1, 2: 1, 3: 1}) == {1: 1, 2: 1, 3: 1}
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 30)), min_size=1, max_size=5), st.integers(0, 100))
 def test_quotas_fill_what_there_is(pairs: list[tuple[int, int]], count: int) -> None:
     weights = tuple(float(weight) for weight, _ in pairs)

@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oncurve.errors import DataError
@@ -22,6 +22,7 @@ def ids(prompts: list[Prompt]) -> list[str]:
     return [prompt.id for prompt in prompts]
 
 
+@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(1, 60), st.integers(0, 10**6), st.integers(0, 10**4))
 def test_a_step_is_full_and_has_no_twins(size: int, count: int, seed: int, step: int) -> None:
     asked = ids(prompts_for_step(listed(size), seed, step, count))
@@ -29,6 +30,7 @@ def test_a_step_is_full_and_has_no_twins(size: int, count: int, seed: int, step:
     assert asked == ids(prompts_for_step(listed(size), seed, step, count))
 
 
+@settings(deadline=None)
 @given(st.integers(1, 8), st.integers(1, 6), st.integers(0, 100), st.integers(0, 5))
 def test_an_epoch_repeats_nothing(steps: int, count: int, seed: int, epoch: int) -> None:
     task = listed(steps * count)
@@ -81,6 +83,7 @@ def test_no_examples_are_said_to_be_none() -> None:
         examples_for_step([], 0, 0, 8)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 20), st.integers(1, 30), st.integers(0, 1000))
 def test_examples_are_laid_out_in_epochs(size: int, batch: int, seed: int) -> None:
     examples = [Example(Prompt(id=str(i), text="?"), str(i)) for i in range(size)]
