@@ -3,7 +3,9 @@
 Each attack prints ESCAPED where it succeeds. All run at every level that this machine has; there must be one.
 """
 
+import gc
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -205,6 +207,20 @@ def test_programs_leave_nothing_for_the_next(sandbox: Sandbox) -> None:
     assert seen["output"] == "[] False False True\n"
 
 
+def test_a_killed_zygote_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    made, fault = make_sandbox("seccomp", 1)
+    assert made is not None, fault
+    (pid,) = made.workers.pids
+    threading.Timer(0.3, os.killpg, (pid, 9)).start()
+    with pytest.raises(WorkerDiedError):
+        made.run({"kind": "program", "program": "import time\ntime.sleep(5)"}, Limits(seconds=5.0))
+    made.workers.close()
+    del made
+    gc.collect()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_input_can_t_be_changed(sandbox: Sandbox) -> None:
     seen = run(sandbox, "import os\ntry:\n    os.write(0, b'zzz')\nexcept OSError:\n    print(input())", stdin="abc")
     assert seen["output"] == "abc\n"
@@ -344,7 +360,7 @@ def test_no_level_and_no_trust(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_wall_that_does_not_hold_is_no_level(monkeypatch: pytest.MonkeyPatch) -> None:
     """The self-test is what decides: without its lock a sandbox is none."""
     unlocked = levels.command
-    monkeypatch.setattr(levels, "command", lambda level: unlocked("trusted"))
+    monkeypatch.setattr(levels, "command", lambda level, scratch: unlocked("trusted", scratch))
     sandbox, fault = make_sandbox("seccomp", 1)
     assert sandbox is None
     assert "self-test" in fault

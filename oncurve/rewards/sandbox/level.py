@@ -14,7 +14,9 @@ import os
 import shutil
 import sys
 import sysconfig
+import tempfile
 import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,7 +114,7 @@ def _find(where: str, trusted: bool, count: int) -> Sandbox:
             return sandbox
         tried.append(f"{level}: {fault}")
     if trusted:
-        return Sandbox("trusted", Workers(command("trusted"), count, {}))
+        return _made("trusted", count)
     raise RewardError(
         where,
         "programs of the model can't be run safely here",
@@ -127,12 +129,22 @@ def make_sandbox(level: Level, count: int) -> tuple[Sandbox | None, str]:
         return None, "only Linux has it"
     if level == "bubblewrap" and shutil.which("bwrap") is None:
         return None, "bwrap is not installed"
-    sandbox = Sandbox(level, Workers(command(level), count, {}))
+    sandbox = _made(level, count)
     fault = _fault(sandbox)
     if fault is None:
         return sandbox, ""
     sandbox.workers.close()
     return None, fault
+
+
+def _made(level: Level, count: int) -> Sandbox:
+    """Without a file system of its own a sandbox gets a folder, which goes with it, whatever a killed zygote left inside."""
+    if level == "bubblewrap":
+        return Sandbox(level, Workers(command(level, "/scratch"), count, {}))
+    scratch = tempfile.mkdtemp(prefix="oncurve-sandbox-")
+    workers = Workers(command(level, scratch), count, {})
+    weakref.finalize(workers, shutil.rmtree, scratch, ignore_errors=True)
+    return Sandbox(level, workers)
 
 
 def _fault(sandbox: Sandbox) -> str | None:
@@ -145,14 +157,14 @@ def _fault(sandbox: Sandbox) -> str | None:
     return None
 
 
-def command(level: Level) -> list[str]:
+def command(level: Level, scratch: str) -> list[str]:
     """The command line of a zygote."""
     readable = readable_paths()
     settings = {
         "locked": level != "trusted",
         "need_landlock": level == "seccomp",
         "readable": readable,
-        "scratch": "/scratch" if level == "bubblewrap" else None,
+        "scratch": scratch,
     }
     python = [os.path.realpath(sys.executable), "-I", "-S", "-B", str(_BOOT), json.dumps(settings)]
     return [*_bubblewrap([*readable, python[0]]), *python] if level == "bubblewrap" else python

@@ -38,7 +38,7 @@ class Settings:
     locked: bool
     need_landlock: bool
     readable: list[str]
-    scratch: str | None
+    scratch: str
 
 
 @dataclass
