@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -45,11 +46,12 @@ RECIPE = {
 
 
 def completion(text: str, seed: int, stop: str = "end") -> Completion:
-    """One token per character, and the end."""
+    """One token per character or tag, and the end, as the built-in tokenizer has it."""
     rng = np.random.default_rng(seed)
-    count = len(text) + 1
+    parts = re.findall(r"</?(?:think|answer)>|[\s\S]", text)
+    count = len(parts) + 1
     logps = -rng.random(count, dtype=np.float32)
-    ids = np.array([*map(ord, text), 1], dtype=np.int64)
+    ids = np.array([*(ord(part[-2:][0]) for part in parts), 1], dtype=np.int64)
     return Completion(ids, text, "length" if stop == "length" else "end", logps, logps, logps, np.ones(count, np.bool_))
 
 
@@ -57,7 +59,7 @@ def scored(prompt: Prompt, kinds: tuple[str, ...], seed: int) -> ScoredGroup:
     found = []
     for place, kind in enumerate(kinds):
         answer, form = VALUES.get(kind, (0.0, 0.0))
-        aspects = (
+        aspects: tuple[Aspect, ...] = (
             Aspect("answer", answer, 1.0, reason="'3' is right" if answer else "'4' is not '3'"),
             Aspect("format", form, 0.1),
         )

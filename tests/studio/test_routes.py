@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -156,7 +157,9 @@ def test_bad_questions_are_told_why(studio: Served) -> None:
 
 def test_pieces_without_a_tokenizer_are_characters_and_tags() -> None:
     assert pieces(completion("abc", 0), None) == ["a", "b", "c", ""]
-    assert pieces(completion("<think>a", 0), None) is None  # tags are one token in the built-in tokenizer, and here were many
+    assert pieces(completion("<think>a", 0), None) == ["<think>", "a", ""]
+    other = dataclasses.replace(completion("abc", 0), text="a word of another tokenizer")
+    assert pieces(other, None) is None
 
 
 def test_a_live_run_is_followed(tmp_path: Path) -> None:
