@@ -82,6 +82,8 @@ class Trainer:
         self.policy = policy or load_policy(recipe.model, alphabet=alphabet, seed=recipe.seed)
         check_room(self.policy, recipe, task_of)
         self.engine = NativeEngine(self.policy, recipe.engine)
+        for stage in recipe.stages:
+            rewards_of(stage).decode_with(self.policy.decode)
         self.stop_signal: int | None = None
 
     def train(self, resume: bool = False) -> None:
@@ -124,6 +126,8 @@ class Trainer:
         if start:
             loop.load_state(start.tensors)
         self.tell.on_stage_start(stage.label, stage.type, position, stage.steps, done)
+        for remark in self.rewards_of(stage).remarks:
+            self.tell.on_event("rewards", remark, stage.label)
         last = done
         for n in range(done + 1, stage.steps + 1):
             self._one_step(stage, loop, n)
