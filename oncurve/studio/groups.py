@@ -54,12 +54,12 @@ def _head(row: sqlite3.Row) -> dict[str, Any]:
     numbers = {key: finite(row[key]) for key in ("mean", "lowest", "highest")}
     signal = None if row["has_signal"] is None else bool(row["has_signal"])
     counts = {"completions": row["completions"], "failures": row["failures"]}
-    return {"position": row["position"], "prompt_id": _text(row["prompt_id"]), "prompt": _asked(row), "signal": signal} | (
+    return {"position": row["position"], "prompt_id": shown_text(row["prompt_id"]), "prompt": _asked(row), "signal": signal} | (
         numbers | counts
     )
 
 
-def _text(cell: str | bytes | None) -> str:
+def shown_text(cell: str | bytes | None) -> str:
     """Text that JSON can carry: a lone surrogate, which the store keeps faithfully, is shown as a mark."""
     return (rows.text_of(cell) or "").encode("utf-8", "replace").decode("utf-8")
 
@@ -67,8 +67,8 @@ def _text(cell: str | bytes | None) -> str:
 def _asked(row: sqlite3.Row) -> str:
     """A prompt's excerpt from its row, whichever way it was asked."""
     if row["prompt"] is not None:
-        return _text(row["prompt"])[:EXCERPT]
-    return _text(row["messages"])[:EXCERPT]
+        return shown_text(row["prompt"])[:EXCERPT]
+    return shown_text(row["messages"])[:EXCERPT]
 
 
 def group_data(run: RunFolder, place: Place) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def group_data(run: RunFolder, place: Place) -> dict[str, Any]:
 
 
 def _prompt(prompt: Prompt) -> dict[str, Any]:
-    return {"id": _text(prompt.id), "shown": _text(prompt.shown), "columns": dict(prompt.columns)}
+    return {"id": shown_text(prompt.id), "shown": shown_text(prompt.shown), "columns": dict(prompt.columns)}
 
 
 def _completion(scored: ScoredCompletion, row: sqlite3.Row, parts: list[str] | None) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def _completion(scored: ScoredCompletion, row: sqlite3.Row, parts: list[str] | N
     return {
         "id": row["id"],
         "position": row["position"],
-        "text": _text(completion.text),
+        "text": shown_text(completion.text),
         "stop": completion.stop,
         "length": completion.length,
         "total": finite(scored.total),
@@ -134,7 +134,7 @@ def _tokens(
     mask = completion.loss_mask
     return {
         "ids": completion.token_ids.tolist(),
-        "pieces": None if parts is None else [_text(part) for part in parts],
+        "pieces": None if parts is None else [shown_text(part) for part in parts],
         "mask": None if mask.all() else mask.tolist(),
         "logp": finite_all(completion.logps, 4),
         "advantage": None if graded is None else finite_all(graded, 5),
@@ -223,5 +223,5 @@ def _page(found: Found, whole: int) -> dict[str, Any]:
 def completion_line(row: sqlite3.Row) -> dict[str, Any]:
     """A completion in a list."""
     plain = {key: row[key] for key in ("id", "stage", "step", "kind", "group", "place", "length", "stop")}
-    told = {"prompt": _asked(row), "prompt_id": _text(row["prompt_id"]), "text": _text(row["text"])[:EXCERPT]}
+    told = {"prompt": _asked(row), "prompt_id": shown_text(row["prompt_id"]), "text": shown_text(row["text"])[:EXCERPT]}
     return {**plain, **told, "total": finite(row["total"]), "advantage": finite(row["advantage"]), "failure": row["failure"]}

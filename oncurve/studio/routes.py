@@ -15,7 +15,7 @@ from oncurve.recipe.schema import Grpo
 from oncurve.rewards.registry import REWARDS
 from oncurve.runs.folder import RunFolder
 from oncurve.runs.reading import Kind
-from oncurve.studio import curves, feedback, groups, overview, trial
+from oncurve.studio import audited, curves, feedback, groups, overview, trial
 from oncurve.studio.finding import find_run, finite, reading, recipe_of
 from oncurve.studio.questions import Comparison, Wanted
 
@@ -157,6 +157,11 @@ def run_rewards(request: Request, name: str) -> dict[str, Any]:
             said.append({**{key: row[key] for key in keys}, "reasons": reasons})
     limit = next((s.sampling.max_new_tokens for s in reversed(recipe.stages) if isinstance(s, Grpo)), None)
     return {"rewards": trial.rewards_of(recipe), "said": said, "of": last - since + 1, "max_new_tokens": limit}
+
+
+@api.get("/runs/{name}/audit")
+def run_audit(request: Request, name: str) -> dict[str, Any]:
+    return audited.audit_data(_run(request, name))
 
 
 @api.get("/rewards")

@@ -61,8 +61,9 @@ def run_trial(trial: Trial, limit_s: float = LIMIT_S) -> dict[str, Any]:
 
 
 def score(trial: Trial) -> dict[str, Any]:
-    """Scores the texts as a run would, in this process. Tokens play no part here, so every text counts as one per character."""
+    """Scores the texts as a run would, in this process. No tokenizer is at hand, so a text has one token per character."""
     mix: RewardMix = build_rewards([Reward.model_validate(r) for r in trial.rewards], max_new_tokens=trial.max_new_tokens)
+    mix.decode_with(lambda ids: "".join(map(chr, ids.tolist())))
     prompt = Prompt("trial", text=trial.prompt, columns=trial.columns)
     group = Group(prompt, np.zeros(1, np.int64), tuple(map(_completion, trial.completions)))
     scored = mix.score([group])[0].scored
@@ -83,9 +84,9 @@ def score(trial: Trial) -> dict[str, Any]:
 
 
 def _completion(text: str) -> Completion:
-    count = len(text) + 1
-    zeros = np.zeros(count, np.float32)
-    return Completion(np.zeros(count, np.int64), text, "end", zeros, zeros, zeros, np.ones(count, np.bool_))
+    zeros = np.zeros(len(text), np.float32)
+    ids = np.array([ord(letter) for letter in text], dtype=np.int64)
+    return Completion(ids, text, "end", zeros, zeros, zeros, np.ones(len(text), np.bool_))
 
 
 def main() -> None:

@@ -81,9 +81,9 @@ def stats(one: ScoredCompletion, seed: int, moved: float) -> TokenStats:
     return TokenStats(one.completion.logps, ratio, rng.random(count, dtype=np.float32), ratio > 1.2, kl)
 
 
-def step_report(step: int, kinds: tuple[str, ...] = WORDS) -> StepReport:
+def step_report(step: int, kinds: tuple[str, ...] = WORDS, first: int = 2) -> StepReport:
     """Three groups: the usual one, one without signal, one with a failure, a cut completion and step rewards."""
-    asked = [Prompt(f"sums/{n}", text=f"1+{n}=", columns={"answer": str(1 + n)}) for n in (2, 2 + step, 50)]
+    asked = [Prompt(f"sums/{n}", text=f"1+{n}=", columns={"answer": str(1 + n)}) for n in (first, 2 + step, 50)]
     groups = [
         scored(asked[0], kinds, step),
         scored(asked[1], ("wrong",) * GROUP, step + 1),

@@ -120,6 +120,7 @@ def test_a_group_best_first_and_text_stays_text(studio: Served, browser: Browser
 
 
 def shown(page: Page, selector: str) -> list[float]:
+    page.locator(selector).first.wait_for()
     return [float(text.replace("−", "-")) for text in page.locator(selector).all_inner_texts()]
 
 

@@ -7,11 +7,15 @@ from pathlib import Path
 import pytest
 
 from oncurve.errors import RewardError
+from oncurve.runs.store import Store
+from oncurve.studio.audited import spread
 from oncurve.studio.trial import Trial, run_trial
-from tests.studio.samples import make_run
+from tests.studio.samples import TEXTS as SAMPLED
+from tests.studio.samples import make_run, step_report
 from tests.studio.serving import Served, served
 
 TEXTS = ["<think>a</think><answer>46</answer>", "46"]
+RIGHT = SAMPLED["right"]
 ASKED = {"rewards": [], "prompt": "12+34=", "columns": {"answer": "46"}, "completions": TEXTS}
 
 
@@ -68,3 +72,25 @@ def test_what_the_rewards_said(studio: Served) -> None:
     assert answer["failures"] == 4
     assert answer["reasons"][0]["said"] == "ValueError: no number here"
     assert answer["reasons"][0]["example"]["step"] == 4
+
+
+def test_the_audit_of_a_run(tmp_path: Path) -> None:
+    """At each of eight steps another prompt is answered, and rewarded, with the very same text."""
+    run = make_run(tmp_path, "long", steps=0)
+    with Store.open(run.path, read_only=False) as store:
+        for step in range(1, 9):
+            store.record_step(step_report(step, first=100 + step))
+    make_run(tmp_path, "young", steps=0)
+    with served(tmp_path) as found:
+        told = found.ask("/api/runs/long/audit").json
+        young = found.ask("/api/runs/young/audit").json
+    assert (told["stage"], told["steps"]) == ("grpo", 8)
+    signal = next(signal for signal in told["signals"] if signal["name"] == "one string for many prompts")
+    assert "different prompts" in signal["what"]
+    assert signal["examples"][0]["text"] == RIGHT
+    assert young["signals"] == []
+
+
+def test_steps_are_spread_evenly() -> None:
+    assert spread(5, 24) == [1, 2, 3, 4, 5]
+    assert spread(101, 5) == [1, 26, 51, 76, 101]

@@ -67,6 +67,7 @@ export interface RewardSaid {
   reasons: { said: string; failed: boolean; times: number; example: Line | null }[];
 }
 export interface RunRewards { rewards: Record<string, unknown>[]; said: RewardSaid[]; of: number; max_new_tokens: number | null }
+export interface Audit { stage: string | null; steps: number; signals: { name: string; what: string; examples: { step: number; group: number; total: number | null; prompt: string; text: string }[] }[] }
 export interface TrialResult { completions: { total: number | null; failure: string | null; solved: boolean; aspects: Aspect[] }[] }
 
 /** An error as the server words it: where, what, why, how to mend it. */
