@@ -17,7 +17,16 @@ REWARDED = [
     "groups_resampled",
 ]
 WRITTEN = ["length_mean", "length_min", "length_max", "entropy", "kl", "tokens"]
-MOVED = ["clip_low_share", "clip_high_share", "clip_share", "ratio_mean", "ratio_max", "mismatch_kl", "mismatch_max"]
+MOVED = [
+    "clip_low_share",
+    "clip_high_share",
+    "clip_share",
+    "ratio_mean",
+    "ratio_max",
+    "update_kl",
+    "mismatch_kl",
+    "mismatch_max",
+]
 PHASES = [f"seconds/{phase}" for phase in ("sample", "score", "grade", "update", "record", "eval", "save")]
 MACHINE = ["tokens_per_s", "sample_tokens_per_s", "memory_mib", *PHASES]
 LOGGED = TRAINED + REWARDED + WRITTEN + MOVED + MACHINE
