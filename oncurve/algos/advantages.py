@@ -72,7 +72,7 @@ def outcome_advantages(rewards_PG: Tensor, baseline: Baseline, scale: Scale, eps
         centred_PG = rewards_PG - group.mean
     elif baseline == "leave_one_out":
         # r_i − (Σr − r_i)/(n − 1) is the deviation from the mean, n/(n − 1) times: one subtraction, one rounding.
-        centred_PG = (rewards_PG - group.mean) * (group.count / (group.count - 1).clamp(min=1))
+        centred_PG = (rewards_PG - group.mean) * (group.count.to(rewards_PG.dtype) / (group.count - 1).clamp(min=1))
     if baseline != "none" or scale == "group":
         zero_PG = zero_PG | group.flat
     if scale == "group":
