@@ -149,10 +149,8 @@ class _Batch:
         self.prompt_length_S = torch.zeros(pool.slots, dtype=torch.long, device=device)
         self.suffix_length_S = torch.zeros(pool.slots, dtype=torch.long, device=device)
         self.uniform_ST = torch.zeros(pool.slots, how.max_new_tokens, dtype=torch.float64, device=device)
-        self.last_S = how.max_new_tokens - 1
         self.slot_S = torch.arange(pool.slots, device=device)
         self.end_ids = torch.tensor(policy.end_ids, device=device)
-        self.stop_strings = how.stop
 
     def run(self, check_every: int) -> Iterator[int]:
         """Decodes until nothing is left; yields the number of each group when its last completion has ended."""
@@ -226,7 +224,7 @@ class _Batch:
             barred[:, self.end_ids] = (at_S < self.how.min_new_tokens)[:, None]
         drawn = draw(self.head.logits(hidden), self.uniform_ST[self.slot_S, at_S], self.how, barred)
         self.token_S = drawn.token_S
-        self.suffix_length_S = (at_S + 1).clamp(max=self.last_S)
+        self.suffix_length_S = (at_S + 1).clamp(max=self.how.max_new_tokens - 1)
         return drawn
 
     def _write_down(self, drawn: list[Drawn]) -> list[Row]:
@@ -257,11 +255,11 @@ class _Batch:
     def _why_stop(self, row: Row) -> StopReason | None:
         if row.token_ids[-1] in self.policy.end_ids and len(row.token_ids) > self.how.min_new_tokens:
             return "end"
-        if self.stop_strings and any(s in self._tail(row) for s in self.stop_strings):
+        if self.how.stop and any(s in self._tail(row) for s in self.how.stop):
             return "stop_string"
         return "length" if len(row.token_ids) == self.how.max_new_tokens else None
 
     def _tail(self, row: Row) -> str:
         """The end of the text, long enough to hold any stop string: a token is at least one byte."""
-        longest = max(len(s.encode()) for s in self.stop_strings)
+        longest = max(len(s.encode()) for s in self.how.stop)
         return self.policy.decode(np.asarray(row.token_ids[-longest - 4 :], np.int64))

@@ -105,7 +105,8 @@ class Task(Section):
     model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
 
     type: str
-    """`arithmetic`, `countdown`, or `file` (JSONL or Parquet); `oncurve recipe explain task.TYPE` lists a task's options."""
+    """`arithmetic`, `countdown`, `gsm8k`, `math`, `mbpp`, `humaneval`, or `file` (JSONL or Parquet);
+    `oncurve recipe explain task.TYPE` lists a task's options."""
     heldout: PositiveInt = 200
     """Problems kept aside for measuring: none of them ever occurs in training."""
     seed: Count = 0
@@ -123,7 +124,8 @@ class Reward(Section):
     model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
 
     type: str
-    """`answer`, `format`, `countdown`, `overlong`, `length`, or `python` (any function: `function = "file.py:name"`)."""
+    """`answer`, `math`, `code`, `countdown`; `format`, `json`, `language`, `length`, `cosine`, `overlong`, `repetition`;
+    `process`, `model`, `judge`; or `python` (any function: `function = "file.py:name"`)."""
     name: str | None = None
     """What the aspect is called in tables and in `--set rewards.NAME.key=value`; its type when unset."""
     weight: float = 1.0
