@@ -101,7 +101,8 @@ def oncurve_worker(work: Work, pipe: Connection) -> None:
     """A step of the loop and its record in the run's database, as a real run does it."""
     from oncurve.engines.native import NativeEngine
     from oncurve.models.policy import Policy
-    from oncurve.recipe.schema import Engine, Grpo
+    from oncurve.recipe.schema import Grpo
+    from oncurve.recipe.sections import Engine
     from oncurve.rewards.function import as_reward
     from oncurve.rewards.mix import RewardMix
     from oncurve.runs.store import Store

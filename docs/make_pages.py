@@ -13,7 +13,8 @@ from pathlib import Path
 from oncurve.algos.objectives import OBJECTIVES
 from oncurve.recipe.explain import OBJECTIVES as WORDS
 from oncurve.recipe.resolve import HABITS, Habits
-from oncurve.recipe.schema import Recipe, Section
+from oncurve.recipe.schema import Recipe
+from oncurve.recipe.sections import Section
 from oncurve.recipe.tree import STAGES, Entry, entries_of
 from oncurve.recipe.trl_options import TRL_OPTIONS
 from oncurve.rewards.registry import REWARDS

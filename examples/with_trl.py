@@ -23,7 +23,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 import oncurve
 from oncurve.models.load import load_policy
-from oncurve.recipe.schema import Model
+from oncurve.recipe.sections import Model
 from oncurve.recipe.trl_options import TRL_OPTIONS
 
 DATA = Dataset.from_list([{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(10)])

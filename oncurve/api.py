@@ -18,8 +18,9 @@ from rich.console import Console
 
 from oncurve.errors import RecipeError, RewardError, did_you_mean
 from oncurve.recipe.load import load_recipe, parse_recipe
-from oncurve.recipe.schema import Grpo, Recipe, Section
-from oncurve.recipe.schema import Reward as RewardConfig
+from oncurve.recipe.schema import Grpo, Recipe
+from oncurve.recipe.sections import Reward as RewardConfig
+from oncurve.recipe.sections import Section
 from oncurve.records import EvalReport, GradedGroup
 from oncurve.rewards.base import Reward
 from oncurve.rewards.function import FunctionReward, as_reward

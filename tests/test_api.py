@@ -12,7 +12,7 @@ import oncurve
 from oncurve.api import as_mix
 from oncurve.errors import OncurveError, RecipeError, RewardError, RunError
 from oncurve.models.tiny import make_model, make_tokenizer
-from oncurve.recipe.schema import TinyModel
+from oncurve.recipe.sections import TinyModel
 from oncurve.rewards.mix import RewardMix
 from oncurve.runs.store import Store
 

@@ -22,8 +22,8 @@ from oncurve.engines.randomness import uniforms
 from oncurve.engines.sampling import Drawn, draw
 from oncurve.errors import ModelError
 from oncurve.models.policy import Policy
-from oncurve.recipe.schema import Engine as EngineSettings
-from oncurve.recipe.schema import Sampling
+from oncurve.recipe.sections import Engine as EngineSettings
+from oncurve.recipe.sections import Sampling
 from oncurve.records import Completion, Group, Ints, Prompt, StopReason
 
 BUCKET = 16

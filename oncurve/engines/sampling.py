@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from oncurve.recipe.schema import Sampling
+from oncurve.recipe.sections import Sampling
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from oncurve.errors import ModelError
 from oncurve.models.policy import Policy
 from oncurve.models.tiny import make_model, make_tokenizer
-from oncurve.recipe.schema import Model
+from oncurve.recipe.sections import Model
 
 
 def load_policy(config: Model, *, alphabet: str | None, seed: int) -> Policy:

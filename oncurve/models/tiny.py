@@ -6,7 +6,7 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from oncurve.recipe.schema import TinyModel
+from oncurve.recipe.sections import TinyModel
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 PAD, END, UNKNOWN = "<pad>", "<end>", "<unk>"

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from oncurve.errors import RecipeError
 from oncurve.recipe.resolve import resolved_advantage, resolved_kl, resolved_rewards
-from oncurve.recipe.schema import Grpo, Recipe, Reward, Stage
+from oncurve.recipe.schema import Grpo, Recipe, Stage
+from oncurve.recipe.sections import Reward
 
 Problems = Iterator[RecipeError]
 

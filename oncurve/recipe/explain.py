@@ -12,7 +12,8 @@ from rich.text import Text
 from oncurve.errors import RecipeError
 from oncurve.recipe.problems import closest
 from oncurve.recipe.resolve import HABITS, Habits
-from oncurve.recipe.schema import ObjectiveName, Section
+from oncurve.recipe.schema import ObjectiveName
+from oncurve.recipe.sections import Section
 from oncurve.recipe.tree import STAGES, Entry, entries_of, tree
 
 Extensions = Mapping[str, type[Section]]

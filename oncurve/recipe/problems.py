@@ -11,7 +11,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from oncurve.errors import RecipeError
-from oncurve.recipe.schema import Recipe, Section, types_in
+from oncurve.recipe.schema import Recipe
+from oncurve.recipe.sections import Section, types_in
 from oncurve.recipe.tree import STAGES, Entry, field_at, toml, tree, written
 from oncurve.recipe.trl_options import TRL_OPTIONS
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from oncurve.recipe.schema import Baseline, Grpo, KlEstimator, KlPlace, ObjectiveName, Recipe, Reward, Scale, Stage, Task
+from oncurve.recipe.schema import Baseline, Grpo, KlEstimator, KlPlace, ObjectiveName, Recipe, Scale, Stage
+from oncurve.recipe.sections import Reward, Task
 
 
 class Habits(NamedTuple):

@@ -1,234 +1,28 @@
-"""Everything a recipe can say. A default lives here and nowhere else, with its reason in the docstring under the field.
+"""Everything a recipe can say: the stages, and the recipe that lists them. Their common sections are in sections.py.
 
-The docstrings are read by `oncurve recipe explain`, by the command line's help and by the documentation's table. Models are
-strict (a key that doesn't exist is an error) and frozen. This module imports neither torch nor transformers.
+A default lives in its section and nowhere else, with its reason in the docstring under the field.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, PositiveFloat, PositiveInt
 
-Share = Annotated[float, Field(ge=0.0, le=1.0)]
-NonNegative = Annotated[float, Field(ge=0.0)]
-Count = Annotated[int, Field(ge=0)]
-
-
-def types_in(annotation: Any) -> set[Any]:
-    """The plain types that an annotation is made of: `PositiveInt | None` gives {int, NoneType}, a Literal its values'."""
-    if get_origin(annotation) is Annotated:
-        return types_in(get_args(annotation)[0])
-    if get_origin(annotation) is Literal:
-        return {type(value) for value in get_args(annotation)}
-    if get_origin(annotation) is tuple or get_origin(annotation) is dict:
-        return {get_origin(annotation)}
-    inner = get_args(annotation)
-    return set().union(*map(types_in, inner)) if inner else {annotation}
-
-
-def _as_tuples(value: Any) -> Any:
-    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
-
-
-def impossible(key: str, found: object, *, because: str, fix: str) -> PydanticCustomError:
-    """For a section's own validators: two keys that contradict each other, told in the words of a RecipeError."""
-    return PydanticCustomError("impossible", "{because}", {"key": key, "found": found, "because": because, "fix": fix})
-
-
-class Section(BaseModel):
-    """A part of a recipe: strict, frozen, documented by the docstrings under its fields."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, strict=True, allow_inf_nan=False
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _lists_as_tuples(cls, data: Any) -> Any:
-        """Strict: TOML has types of its own, so `"16"` for 16 or `true` for 1 is a slip. But its lists are our tuples."""
-        if not isinstance(data, dict):
-            return data
-        tuples = {name for name, field in cls.model_fields.items() if tuple in types_in(field.annotation)}
-        return {key: _as_tuples(value) if key in tuples else value for key, value in data.items()}
-
-
-class TinyModel(Section):
-    """The built-in model: a small Qwen3 decoder with random weights and a tokenizer made from the task's own characters."""
-
-    layers: PositiveInt = 4
-    """Decoder layers."""
-    width: PositiveInt = 128
-    """Hidden size."""
-    heads: PositiveInt = 4
-    """Query heads."""
-    kv_heads: PositiveInt = 2
-    """Key and value heads; must divide `heads`."""
-    head_size: PositiveInt = 32
-    """Size of one head."""
-    mlp_width: PositiveInt = 384
-    """Width of the gated MLP: 3 × `width` is usual for small models."""
-    context: PositiveInt = 512
-    """Positions the model can address."""
-
-    @model_validator(mode="after")
-    def _heads_divide(self) -> TinyModel:
-        if self.heads % self.kv_heads:
-            because = f"every key and value head serves the same number of query heads, and heads is {self.heads}"
-            raise impossible("kv_heads", self.kv_heads, because=because, fix=f"use a divisor of {self.heads}")
-        return self
-
-
-class Model(Section):
-    """Which model is trained, and in what precision."""
-
-    source: str = "tiny"
-    """`tiny` for the built-in model, a folder in Hugging Face format, or a hub id."""
-    tiny: TinyModel = TinyModel()
-    """The shape of the built-in model; read only when `source` is `tiny`."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of the weights that sampler and learner share. With bfloat16 the optimiser keeps float32 master weights."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto` takes a GPU where there is one."""
-    system_prompt: str | None = None
-    """Put before every prompt of a task as a system message (chat models only)."""
-    template_options: dict[str, Any] = {}
-    """Extra variables for the chat template, such as `enable_thinking = false`."""
-    trust_remote_code: bool = False
-    """Run Python code that lies in the model's folder. Off: such a model is refused."""
-
-
-class Task(Section):
-    """What is asked. `type` picks a task; the other keys are that task's own options, checked when it is built."""
-
-    model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
-
-    type: str
-    """`arithmetic`, `countdown`, `gsm8k`, `math`, `mbpp`, `humaneval`, or `file` (JSONL or Parquet);
-    `oncurve recipe explain task.TYPE` lists a task's options."""
-    heldout: PositiveInt = 200
-    """Problems kept aside for measuring: none of them ever occurs in training."""
-    seed: Count = 0
-    """Seed of the problems, apart from the run's seed, so that runs with other seeds are measured on the same ones."""
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The keys beyond those above, for the task's own schema."""
-        return dict(self.model_extra or {})
-
-
-class Reward(Section):
-    """One reward. `type` picks it; keys beyond those here are the reward's own options, checked when it is built."""
-
-    model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
-
-    type: str
-    """`answer`, `math`, `code`, `countdown`; `format`, `json`, `language`, `length`, `cosine`, `overlong`, `repetition`;
-    `process`, `model`, `judge`; or `python` (any function: `function = "file.py:name"`)."""
-    name: str | None = None
-    """What the aspect is called in tables and in `--set rewards.NAME.key=value`; its type when unset."""
-    weight: float = 1.0
-    """Its weight in the total. 0: watched, not trained on."""
-
-    @property
-    def label(self) -> str:
-        return self.name or self.type
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The keys beyond those above, for the reward's own schema."""
-        return dict(self.model_extra or {})
-
-
-class Sampling(Section):
-    """How completions are drawn."""
-
-    temperature: NonNegative = 1.0
-    """1 samples the policy itself, which is what the formulas assume. 0 is greedy, for evaluation only."""
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Nucleus: keep the likeliest tokens up to this mass. 1 keeps all; training on a truncated distribution is biased."""
-    top_k: Count = 0
-    """Keep the k likeliest tokens; 0 keeps all."""
-    min_p: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    """Drop tokens less likely than this share of the likeliest; 0 drops none."""
-    max_new_tokens: PositiveInt = 256
-    """Length limit of a completion; one that reaches it is *cut*."""
-    min_new_tokens: Count = 0
-    """No end token before this many tokens."""
-    stop: tuple[str, ...] = ()
-    """Strings that end a completion once it contains one of them."""
-
-    @model_validator(mode="after")
-    def _lengths(self) -> Sampling:
-        if self.min_new_tokens > self.max_new_tokens:
-            because = f"a completion is cut at max_new_tokens, {self.max_new_tokens}, before it may end"
-            raise impossible("min_new_tokens", self.min_new_tokens, because=because, fix=f"use {self.max_new_tokens} or less")
-        return self
-
-
-class Engine(Section):
-    """The native engine's own settings. Changing one may change rounding, never the random numbers."""
-
-    slots: PositiveInt | None = None
-    """Completions decoded at once. Unset: chosen for the machine and the step's size, then frozen into the run."""
-    check_every: PositiveInt = 4
-    """Finished completions are noticed and their slots refilled every so many tokens."""
-
-
-class Optimiser(Section):
-    """AdamW, its schedule, and gradient clipping."""
-
-    learning_rate: PositiveFloat = 1e-6
-    """Peak learning rate. 1e-6 suits full fine-tuning of a pretrained model; small models from scratch take 1e-4 to 3e-3."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """What follows the warm-up; linear and cosine go down to `final_share` of the peak at the stage's last step."""
-    final_share: Share = 0.0
-    """Where linear and cosine schedules end, as a share of the peak."""
-    warmup_steps: Count = 0
-    """Updates over which the rate rises linearly from 0."""
-    betas: tuple[Share, Share] = (0.9, 0.999)
-    """Adam's decay rates."""
-    eps: PositiveFloat = 1e-8
-    """Adam's epsilon."""
-    weight_decay: NonNegative = 0.0
-    """Decoupled weight decay, on matrices only."""
-    max_grad_norm: NonNegative = 1.0
-    """Gradients longer than this are scaled down to it; 0 leaves them."""
-
-
-class SftOptimiser(Optimiser):
-    """AdamW with the habits of supervised training: a higher rate, going down."""
-
-    learning_rate: PositiveFloat = 1e-3
-    """Peak learning rate. 1e-3 suits the built-in model; pretrained ones take 1e-5 to 1e-4."""
-    schedule: Literal["constant", "linear", "cosine"] = "linear"
-    """What follows the warm-up; linear and cosine go down to `final_share` of the peak at the stage's last step."""
-
-
-class StageBase(Section):
-    """What every stage has."""
-
-    type: str
-    """The stage's type."""
-    name: str | None = None
-    """Unique name of the stage, used in `--set NAME.key=value`; its type when unset."""
-    task: Task | None = None
-    """A task of this stage's own; unset: the recipe's."""
-    optimiser: Optimiser = Optimiser()
-    """AdamW and its schedule."""
-    tokens_per_pack: PositiveInt = 16384
-    """Tokens forwarded at once (a micro-batch). Memory grows with it; the gradient does not depend on it."""
-    eval_every: Count = 0
-    """Measure on held-out problems every so many steps, besides the stage's end; 0: only at the end."""
-    save_every: Count = 0
-    """Write a checkpoint every so many steps, besides the stage's end; 0: only at the end."""
-    keep_checkpoints: PositiveInt = 3
-    """How many checkpoints of a stage are kept, the newest first. The stage's last is always kept."""
-
-    @property
-    def label(self) -> str:
-        return self.name or self.type
+from oncurve.recipe.sections import (
+    Count,
+    Engine,
+    Model,
+    NonNegative,
+    Optimiser,
+    Reward,
+    Sampling,
+    Section,
+    SftOptimiser,
+    Share,
+    StageBase,
+    Task,
+)
 
 
 class Sft(StageBase):

@@ -12,7 +12,8 @@ import annotated_types as limits
 import tomli_w
 from pydantic.fields import FieldInfo
 
-from oncurve.recipe.schema import Recipe, Section, Stage, types_in
+from oncurve.recipe.schema import Recipe, Stage
+from oncurve.recipe.sections import Section, types_in
 
 STAGES: dict[str, type[Section]] = {
     cls.model_fields["type"].default: cls for cls in get_args(get_args(Stage)[0]) if issubclass(cls, Section)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from oncurve.recipe.schema import Section
+from oncurve.recipe.sections import Section
 from oncurve.records import Completion, Group
 from oncurve.rewards.base import Result, Score, each
 from oncurve.rewards.extract import Take, answer_in, boxed, hashed

@@ -22,7 +22,7 @@ from typing import Any, Literal
 from pydantic import PositiveFloat, PositiveInt
 
 from oncurve.errors import DataError
-from oncurve.recipe.schema import Section
+from oncurve.recipe.sections import Section
 from oncurve.records import Completion, Group
 from oncurve.rewards.base import Result, Score, at_once
 from oncurve.rewards.extract import fenced, said, tagged

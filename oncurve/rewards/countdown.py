@@ -16,7 +16,7 @@ from fractions import Fraction
 
 from pydantic import model_validator
 
-from oncurve.recipe.schema import NonNegative, Section
+from oncurve.recipe.sections import NonNegative, Section
 from oncurve.records import Completion, Group
 from oncurve.rewards.base import Result, Score, each
 from oncurve.rewards.extract import answer_in

@@ -29,7 +29,7 @@ from typing import Any
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from oncurve.errors import RewardError
-from oncurve.recipe.schema import Section
+from oncurve.recipe.sections import Section
 from oncurve.records import Completion, Group, Prompt
 from oncurve.rewards.base import Result, Reward, caught
 from oncurve.rewards.load import load_function

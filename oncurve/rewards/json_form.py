@@ -14,7 +14,7 @@ import regex  # type: ignore[import-untyped]
 from pydantic import PositiveFloat
 
 from oncurve.errors import MissingPackage, RecipeError
-from oncurve.recipe.schema import Section
+from oncurve.recipe.sections import Section
 from oncurve.records import Completion, Group
 from oncurve.rewards.base import Result, Score, each
 from oncurve.rewards.extract import fenced, said, tagged

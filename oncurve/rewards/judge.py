@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from oncurve.errors import RecipeError
-from oncurve.recipe.schema import Count, Section
+from oncurve.recipe.sections import Count, Section
 from oncurve.records import Group, Prompt
 from oncurve.rewards.base import Result, Score
 from oncurve.rewards.extract import said

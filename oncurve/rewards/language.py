@@ -16,7 +16,7 @@ from importlib import import_module
 from importlib.util import find_spec
 
 from oncurve.errors import MissingPackage, RecipeError
-from oncurve.recipe.schema import Section
+from oncurve.recipe.sections import Section
 from oncurve.records import Completion, Group
 from oncurve.rewards.base import Result, Score, each
 from oncurve.rewards.extract import said

@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import Field, PositiveInt
 
 from oncurve.errors import ModelError
-from oncurve.recipe.schema import Section
+from oncurve.recipe.sections import Section
 from oncurve.records import Group, Prompt
 from oncurve.rewards.base import Result, Score
 

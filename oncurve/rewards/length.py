@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import Field, PositiveInt, model_validator
 
-from oncurve.recipe.schema import Section
+from oncurve.recipe.sections import Section
 from oncurve.records import Completion, Group
 from oncurve.rewards.answer import AnswerOptions, AnswerReward
 from oncurve.rewards.base import Result, Score, each

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pydantic import PositiveFloat, PositiveInt
 
 from oncurve.errors import MissingPackage
-from oncurve.recipe.schema import Section
+from oncurve.recipe.sections import Section
 from oncurve.records import Group
 from oncurve.rewards import answer as plain
 from oncurve.rewards.base import Result, Score

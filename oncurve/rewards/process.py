@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from oncurve.errors import RecipeError
-from oncurve.recipe.schema import Section
+from oncurve.recipe.sections import Section
 from oncurve.records import Completion, Group, Prompt
 from oncurve.rewards.base import Result, Score, each
 from oncurve.rewards.learned import StepModel, step_model

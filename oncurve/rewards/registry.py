@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from oncurve.errors import RecipeError, did_you_mean
-from oncurve.recipe import schema
+from oncurve.recipe import sections
 from oncurve.recipe.problems import read_section
 from oncurve.rewards.answer import AnswerOptions, AnswerReward
 from oncurve.rewards.base import Reward, RewardType
@@ -50,12 +50,12 @@ REWARDS: dict[str, RewardType] = {
 }
 
 
-def build_rewards(configs: Sequence[schema.Reward], *, max_new_tokens: int | None = None) -> RewardMix:
+def build_rewards(configs: Sequence[sections.Reward], *, max_new_tokens: int | None = None) -> RewardMix:
     """The rewards of a recipe or stage. `max_new_tokens` is the stage's length limit, for rewards that measure against it."""
     return RewardMix([build_reward(config, max_new_tokens) for config in configs])
 
 
-def build_reward(config: schema.Reward, max_new_tokens: int | None = None) -> Reward:
+def build_reward(config: sections.Reward, max_new_tokens: int | None = None) -> Reward:
     """One reward; its options are checked against its own schema, under `rewards.NAME.key`."""
     where = f"rewards.{config.label}"
     kind = REWARDS.get(config.type)

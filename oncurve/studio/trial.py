@@ -16,7 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from oncurve.errors import OncurveError, RewardError
 from oncurve.recipe.resolve import resolved_rewards
-from oncurve.recipe.schema import Grpo, Recipe, Reward
+from oncurve.recipe.schema import Grpo, Recipe
+from oncurve.recipe.sections import Reward
 from oncurve.records import Completion, Group, Prompt
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.registry import build_rewards

@@ -20,7 +20,7 @@ import numpy as np
 from pydantic import Field
 
 from oncurve.errors import RecipeError
-from oncurve.recipe import schema
+from oncurve.recipe import sections
 from oncurve.records import Example, Prompt
 from oncurve.tasks.draws import generator
 from oncurve.tasks.levels import Levels
@@ -30,7 +30,7 @@ Key = tuple[str, int]
 """An operation and the number of an unordered pair: the same for a+b and b+a, so that neither leaks the other."""
 
 
-class ArithmeticOptions(schema.Section):
+class ArithmeticOptions(sections.Section):
     """Options of the task `arithmetic`."""
 
     digits: Digits = 3
@@ -41,7 +41,7 @@ class ArithmeticOptions(schema.Section):
     """What is asked: sums `+`, differences `-` (never below 0), or both, equally often."""
     weights: tuple[float, ...] | None = None
     """How often each number of digits is asked, fewest digits first. Unset: each level twice as often as the one below."""
-    examples: schema.Count = 250
+    examples: sections.Count = 250
     """Worked examples, all of different problems (fewer where the task has not so many). 250 teach the form, not the skill;
     from 400 a tiny model learns sums by imitation alone."""
 
@@ -66,9 +66,9 @@ class Arithmetic:
     """The task. Training prompts are drawn anew for each index; held-out problems are passed over, as a+b and as b+a."""
 
     train_size = None
-    usual_rewards = (schema.Reward(type="answer"),)
+    usual_rewards = (sections.Reward(type="answer"),)
 
-    def __init__(self, config: schema.Task, options: ArithmeticOptions) -> None:
+    def __init__(self, config: sections.Task, options: ArithmeticOptions) -> None:
         self._seed, self._options = config.seed, options
         self._operations = tuple(dict.fromkeys(options.operations))
         self._levels = Levels.of(options.min_digits, options.digits, options.weights, "digits")

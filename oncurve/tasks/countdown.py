@@ -17,7 +17,7 @@ import numpy as np
 from pydantic import Field, PositiveInt
 
 from oncurve.errors import RecipeError
-from oncurve.recipe import schema
+from oncurve.recipe import sections
 from oncurve.records import Example, Prompt
 from oncurve.tasks.draws import generator
 from oncurve.tasks.levels import Levels
@@ -27,7 +27,7 @@ _TRIES = 20_000
 """Draws without a new problem after which a recipe is said to have too few."""
 
 
-class CountdownOptions(schema.Section):
+class CountdownOptions(sections.Section):
     """Options of the task `countdown`."""
 
     numbers: Amount = 3
@@ -42,7 +42,7 @@ class CountdownOptions(schema.Section):
     """What problems are made with, and worked examples solved with. An answer may use all four."""
     weights: tuple[float, ...] | None = None
     """How often each amount of numbers is asked, fewest first. Unset: each level twice as often as the one below."""
-    examples: schema.Count = 1000
+    examples: sections.Count = 1000
     """Worked examples, all of different problems, solved by search."""
 
 
@@ -65,9 +65,9 @@ class Countdown:
     """The task. Training prompts are drawn anew for each index; held-out problems are passed over, in any order."""
 
     train_size = None
-    usual_rewards = (schema.Reward(type="countdown"),)
+    usual_rewards = (sections.Reward(type="countdown"),)
 
-    def __init__(self, config: schema.Task, options: CountdownOptions) -> None:
+    def __init__(self, config: sections.Task, options: CountdownOptions) -> None:
         self._seed, self._options, self._heldout_size = config.seed, options, config.heldout
         self._levels = Levels.of(options.min_numbers, options.numbers, options.weights, "numbers")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from oncurve.errors import DataError, MissingPackage, RecipeError
-from oncurve.recipe import schema
+from oncurve.recipe import sections
 from oncurve.records import Example, Prompt
 from oncurve.tasks.draws import generator
 from oncurve.tasks.in_memory import PromptList
@@ -19,7 +19,7 @@ from oncurve.tasks.rows import RowReader
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 
 
-class FileOptions(schema.Section):
+class FileOptions(sections.Section):
     """Options of the task `file`."""
 
     path: str
@@ -27,7 +27,7 @@ class FileOptions(schema.Section):
     `.parquet`."""
     heldout_path: str | None = None
     """A file to measure on, of the same columns; `task.heldout` rows of it are used. Unset: rows of `path` are kept aside."""
-    heldout_share: schema.Share = 0.2
+    heldout_share: sections.Share = 0.2
     """Without `heldout_path`: `task.heldout` rows are kept aside, but at most this share of the file."""
     prompt: str = "prompt"
     """Column of the prompt: a text, or a list of messages with role and content."""
@@ -57,7 +57,7 @@ class FileOptions(schema.Section):
         )
 
 
-def build_file_task(config: schema.Task, options: FileOptions) -> PromptList:
+def build_file_task(config: sections.Task, options: FileOptions) -> PromptList:
     """Reads the file, or the two, and keeps held-out rows aside by `task.seed`."""
     prompts, examples = read_prompts(options.path, options, "train")
     if options.system is not None and prompts[0].text is not None:

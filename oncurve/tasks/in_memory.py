@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from oncurve.errors import DataError
-from oncurve.recipe import schema
+from oncurve.recipe import sections
 from oncurve.records import Example, Prompt
 from oncurve.tasks.rows import RowReader
 
@@ -55,9 +55,9 @@ class PromptList:
         return len(self.train)
 
     @property
-    def usual_rewards(self) -> tuple[schema.Reward, ...]:
+    def usual_rewards(self) -> tuple[sections.Reward, ...]:
         answered = any(prompt.columns.get("answer") is not None for prompt in (*self.train, *self.heldout))
-        return (schema.Reward.model_validate({"type": "answer", "take": "any"}),) if answered else ()
+        return (sections.Reward.model_validate({"type": "answer", "take": "any"}),) if answered else ()
 
     def train_prompt(self, index: int) -> Prompt:
         return self.train[index]

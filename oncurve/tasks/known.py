@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from oncurve.errors import DataError
-from oncurve.recipe import schema
+from oncurve.recipe import sections
 from oncurve.records import Example, Prompt
 from oncurve.tasks.draws import generator
 from oncurve.tasks.files import read_rows
@@ -27,14 +27,14 @@ THINK = "Think step by step, then give the answer in \\boxed{}."
 PROGRAM = "Write the program in a ```python block."
 
 
-class KnownOptions(schema.Section):
+class KnownOptions(sections.Section):
     """Options of the tasks `gsm8k`, `math`, `mbpp` and `humaneval`."""
 
     path: str
     """The file to train on, as its authors publish it (`.jsonl`, `.json`, gzipped or not, or `.parquet`)."""
     heldout_path: str | None = None
     """The file to measure on; `task.heldout` rows of it are used. Unset: rows of `path` are kept aside."""
-    heldout_share: schema.Share = 0.2
+    heldout_share: sections.Share = 0.2
     """Without `heldout_path`: `task.heldout` rows are kept aside, but at most this share of the file."""
     chat: bool = True
     """Send the question as a user's message through the chat template; else as plain text, to be gone on with."""
@@ -59,10 +59,10 @@ class KnownSet:
 class KnownTask(PromptList):
     """A list of prompts that knows which reward grades it."""
 
-    rewards: tuple[schema.Reward, ...] = ()
+    rewards: tuple[sections.Reward, ...] = ()
 
     @property
-    def usual_rewards(self) -> tuple[schema.Reward, ...]:
+    def usual_rewards(self) -> tuple[sections.Reward, ...]:
         return self.rewards
 
 
@@ -103,7 +103,7 @@ KNOWN = {
 }
 
 
-def build_known(known: KnownSet, config: schema.Task, options: KnownOptions) -> KnownTask:
+def build_known(known: KnownSet, config: sections.Task, options: KnownOptions) -> KnownTask:
     """Reads the file, or the two, and keeps held-out rows aside by `task.seed`."""
     prompts, examples = read_known(known, options.path, options, "train")
     if options.heldout_path is not None:
@@ -114,7 +114,7 @@ def build_known(known: KnownSet, config: schema.Task, options: KnownOptions) -> 
     order = generator(config.seed, "file/heldout").permutation(len(measured))[:count]
     heldout = [measured[int(i)] for i in sorted(order)]
     parts = PromptList.split(prompts, heldout, examples, options.path)
-    return KnownTask(parts.train, parts.heldout, parts.examples, None, (schema.Reward.model_validate(dict(known.reward)),))
+    return KnownTask(parts.train, parts.heldout, parts.examples, None, (sections.Reward.model_validate(dict(known.reward)),))
 
 
 def read_known(known: KnownSet, path: str, options: KnownOptions, split: str) -> tuple[list[Prompt], list[Example]]:
@@ -147,5 +147,5 @@ def _row(known: KnownSet, row: Row, where: str, options: KnownOptions) -> dict[s
     return {**made, "prompt": f"{made['prompt']}\n{instruction}"} if instruction else made
 
 
-def builders() -> dict[str, Callable[[schema.Task, Any], KnownTask]]:
+def builders() -> dict[str, Callable[[sections.Task, Any], KnownTask]]:
     return {name: partial(build_known, known) for name, known in KNOWN.items()}

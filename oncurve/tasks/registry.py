@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from oncurve.errors import RecipeError, did_you_mean
-from oncurve.recipe import schema
+from oncurve.recipe import sections
 from oncurve.recipe.problems import read_section
 from oncurve.tasks.arithmetic import Arithmetic, ArithmeticOptions
 from oncurve.tasks.base import Task, TaskType
@@ -19,7 +19,7 @@ TASKS: dict[str, TaskType] = {
 }
 
 
-def build_task(config: schema.Task, where: str = "task") -> Task:
+def build_task(config: sections.Task, where: str = "task") -> Task:
     """The task of a recipe, or of a stage that has its own (then `where` is `NAME.task`)."""
     kind = TASKS.get(config.type)
     if kind is None:

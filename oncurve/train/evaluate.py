@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from oncurve.engines.native import Draws, NativeEngine
-from oncurve.recipe.schema import Evaluation, Sampling
+from oncurve.recipe.schema import Evaluation
+from oncurve.recipe.sections import Sampling
 from oncurve.records import EvalReport, Prompt, ScoredGroup
 from oncurve.rewards.mix import RewardMix
 

@@ -14,7 +14,8 @@ from oncurve.errors import RecipeError, RunError
 from oncurve.models.load import load_policy
 from oncurve.models.policy import Policy
 from oncurve.recipe.load import find_recipe, load_recipe, parse_recipe, read_toml
-from oncurve.recipe.schema import Evaluation, Grpo, Model, Recipe
+from oncurve.recipe.schema import Evaluation, Grpo, Recipe
+from oncurve.recipe.sections import Model
 from oncurve.records import EvalReport
 from oncurve.runs import checkpoints
 from oncurve.runs.disk import disk_errors

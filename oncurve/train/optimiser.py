@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from oncurve.recipe.schema import Optimiser as Settings
+from oncurve.recipe.sections import Optimiser as Settings
 
 
 @dataclass(frozen=True, slots=True)

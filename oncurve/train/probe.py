@@ -24,7 +24,8 @@ from oncurve.engines.native import Draws, NativeEngine
 from oncurve.errors import RecipeError
 from oncurve.models.load import load_policy
 from oncurve.models.policy import Policy
-from oncurve.recipe.schema import Grpo, Recipe, Sampling
+from oncurve.recipe.schema import Grpo, Recipe
+from oncurve.recipe.sections import Sampling
 from oncurve.records import Prompt, ScoredGroup
 from oncurve.rewards.mix import RewardMix
 from oncurve.tasks.base import Task

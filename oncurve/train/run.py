@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,8 +23,8 @@ from oncurve.engines.native import NativeEngine
 from oncurve.errors import OncurveError, RunError
 from oncurve.models.load import load_policy
 from oncurve.models.policy import Policy
-from oncurve.recipe.schema import Grpo, Recipe, Sft, Stage
-from oncurve.records import EvalReport, StepReport
+from oncurve.recipe.schema import Grpo, Recipe, Stage
+from oncurve.records import EvalReport
 from oncurve.rewards.mix import RewardMix
 from oncurve.runs import checkpoints
 from oncurve.runs.checkpoints import Checkpoint
@@ -34,9 +33,8 @@ from oncurve.runs.store import Store
 from oncurve.tasks.base import Task
 from oncurve.train.evaluate import evaluate
 from oncurve.train.listeners import Listener, Listeners, Recorder
-from oncurve.train.loop import GrpoLoop
 from oncurve.train.room import check_room
-from oncurve.train.sft import SftLoop
+from oncurve.train.stages import Parts, StageLoop, loop_for
 
 EVAL_TOKENS = 256
 """Length limit of held-out answers where neither the recipe nor any of its stages sets one."""
@@ -49,19 +47,6 @@ class Interrupted(OncurveError):
         go_on = f"oncurve train --resume {run.path}"
         super().__init__(run.name, "stopped by you", because="the step was finished and saved", fix=f"go on with: {go_on}")
         self.exit_code = 128 + signal_number
-
-
-class StageLoop(Protocol):
-    """What the trainer asks of a stage: steps, and all that a checkpoint must hold beside the policy's weights."""
-
-    @property
-    def out_of_time(self) -> bool: ...
-
-    def step(self, n: int) -> StepReport: ...
-
-    def state(self) -> dict[str, dict[str, Tensor]]: ...
-
-    def load_state(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None: ...
 
 
 TaskOf = Callable[[Stage], Task]
@@ -141,10 +126,7 @@ class Trainer:
         self._stop_if_asked()
 
     def _loop(self, stage: Stage) -> StageLoop:
-        task = self.task_of(stage)
-        if isinstance(stage, Sft):
-            return SftLoop(stage, self.recipe.seed, task, self.policy)
-        return GrpoLoop(stage, self.recipe.seed, task, self.engine, self.rewards_of(stage))
+        return loop_for(stage, Parts(self.recipe, self.task_of(stage), self.engine, self.rewards_of(stage)))
 
     def _one_step(self, stage: Stage, loop: StageLoop, n: int) -> None:
         try:

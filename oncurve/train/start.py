@@ -17,8 +17,9 @@ from oncurve.models.policy import Policy
 from oncurve.recipe.flat import changes
 from oncurve.recipe.load import dump_recipe, load_recipe, parse_recipe
 from oncurve.recipe.resolve import resolved_rewards, resolved_task
-from oncurve.recipe.schema import Grpo, Recipe, Reward, Sft, Stage
-from oncurve.recipe.schema import Task as TaskConfig
+from oncurve.recipe.schema import Grpo, Recipe, Sft, Stage
+from oncurve.recipe.sections import Reward
+from oncurve.recipe.sections import Task as TaskConfig
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.registry import build_rewards
 from oncurve.runs.checkpoints import Place, list_checkpoints

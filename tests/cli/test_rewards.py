@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from oncurve.cli import main
-from oncurve.recipe.schema import Reward
+from oncurve.recipe.sections import Reward
 from oncurve.records import GradedGroup, ScoredGroup, StepReport
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.registry import build_reward

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from oncurve.engines.native import Draws, NativeEngine
 from oncurve.models.policy import Policy
-from oncurve.recipe.schema import Engine, Sampling
+from oncurve.recipe.sections import Engine, Sampling
 from oncurve.records import Completion, Group, Ints, Prompt
 
 NEAR_TIE = 1e-3

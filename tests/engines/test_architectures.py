@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from oncurve.models.policy import Policy
-from oncurve.recipe.schema import Sampling
+from oncurve.recipe.sections import Sampling
 from tests.engines.plain import assert_logps, assert_same_greedy, generate, prompt_of, sample
 from tests.models.architectures import ARCHITECTURES, make_model, tokenizer
 

@@ -18,7 +18,7 @@ from oncurve.models.packing import Bundle, build_pack
 from oncurve.models.policy import Policy
 from oncurve.models.tiny import make_model as make_tiny
 from oncurve.models.tiny import make_tokenizer
-from oncurve.recipe.schema import Sampling, TinyModel
+from oncurve.recipe.sections import Sampling, TinyModel
 from oncurve.records import Completion, Group, Prompt
 from tests.engines.plain import NEAR_TIE, engine_for, prompt_of, sample
 from tests.models.architectures import make_policy, tokenizer

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from oncurve.engines.randomness import uniforms
 from oncurve.engines.sampling import Drawn, draw, invert, truncate
-from oncurve.recipe.schema import Sampling
+from oncurve.recipe.sections import Sampling
 
 SHARES = [0.1, 0.4, 0.2, 0.25, 0.05]
 """By likelihood: tokens 1, 3, 2, 0, 4."""

@@ -16,7 +16,7 @@ from oncurve.models.packing import Bundle, build_pack
 from oncurve.models.policy import Policy
 from oncurve.models.reference import Reference
 from oncurve.models.tiny import TAGS, make_model, make_tokenizer
-from oncurve.recipe.schema import Model, TinyModel
+from oncurve.recipe.sections import Model, TinyModel
 from oncurve.records import Prompt
 from tests.models.architectures import make_model as make_architecture
 from tests.models.architectures import tokenizer

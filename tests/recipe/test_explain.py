@@ -9,7 +9,8 @@ from rich.console import Console
 
 from oncurve.errors import RecipeError
 from oncurve.recipe.explain import OBJECTIVES, example, explain, find_entry
-from oncurve.recipe.schema import ObjectiveName, Section
+from oncurve.recipe.schema import ObjectiveName
+from oncurve.recipe.sections import Section
 from oncurve.recipe.tree import tree
 
 from .recipes import recipe

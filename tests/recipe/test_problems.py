@@ -9,7 +9,7 @@ from pydantic import PositiveInt
 
 from oncurve.errors import RecipeError
 from oncurve.recipe.problems import closest, read_section
-from oncurve.recipe.schema import Section
+from oncurve.recipe.sections import Section
 
 from .recipes import base, refusal
 

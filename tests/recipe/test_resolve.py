@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from oncurve.recipe.resolve import resolved_advantage, resolved_kl, resolved_rewards, resolved_task
-from oncurve.recipe.schema import Grpo, Task
+from oncurve.recipe.schema import Grpo
+from oncurve.recipe.sections import Task
 
 from .recipes import grpo, recipe
 

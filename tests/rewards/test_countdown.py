@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from oncurve.recipe.schema import Task
+from oncurve.recipe.sections import Task
 from oncurve.rewards.countdown import CountdownReward, CountdownRewardOptions
 from oncurve.tasks.registry import build_task
 from tests.rewards.builders import aspects, values

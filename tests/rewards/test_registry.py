@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from oncurve.errors import OncurveError
-from oncurve.recipe.schema import Reward, Task
+from oncurve.recipe.sections import Reward, Task
 from oncurve.rewards.registry import REWARDS, build_rewards
 from oncurve.tasks.registry import build_task
 from tests.rewards.builders import group

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oncurve.errors import RecipeError
-from oncurve.recipe.schema import Task
+from oncurve.recipe.sections import Task
 from oncurve.records import Prompt
 from oncurve.tasks.arithmetic import Arithmetic, ArithmeticOptions, Problem, pair, pairs_below, steps, worked
 from oncurve.tasks.base import TAGS

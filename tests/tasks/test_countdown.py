@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oncurve.errors import RecipeError
-from oncurve.recipe.schema import Task
+from oncurve.recipe.sections import Task
 from oncurve.records import Prompt
 from oncurve.tasks.base import TAGS
 from oncurve.tasks.countdown import Countdown, Problem, combine, solve, worked

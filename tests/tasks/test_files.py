@@ -10,7 +10,7 @@ import pytest
 from pyarrow import parquet
 
 from oncurve.errors import DataError, MissingPackage, OncurveError, RecipeError
-from oncurve.recipe.schema import Task
+from oncurve.recipe.sections import Task
 from oncurve.tasks.in_memory import PromptList
 from oncurve.tasks.registry import build_task
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from oncurve.errors import DataError
-from oncurve.recipe.schema import Task
+from oncurve.recipe.sections import Task
 from oncurve.rewards.mix import aspects_of
 from oncurve.rewards.registry import build_reward
 from oncurve.tasks.registry import build_task

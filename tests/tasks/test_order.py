@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oncurve.errors import DataError
-from oncurve.recipe.schema import Task
+from oncurve.recipe.sections import Task
 from oncurve.records import Example, Prompt
 from oncurve.tasks.in_memory import PromptList
 from oncurve.tasks.order import examples_for_step, prompts_for_step

@@ -8,7 +8,7 @@ import torch
 
 from oncurve.models.policy import Policy
 from oncurve.models.tiny import make_model, make_tokenizer
-from oncurve.recipe.schema import TinyModel
+from oncurve.recipe.sections import TinyModel
 from oncurve.records import Prompt
 from oncurve.terminal.chat import Chat, ChatSettings, Printer, converse
 

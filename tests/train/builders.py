@@ -14,7 +14,8 @@ from oncurve.engines.native import NativeEngine
 from oncurve.models.load import load_policy
 from oncurve.models.policy import Policy
 from oncurve.recipe.load import parse_recipe
-from oncurve.recipe.schema import Engine, Grpo, Model, Recipe, TinyModel
+from oncurve.recipe.schema import Grpo, Recipe
+from oncurve.recipe.sections import Engine, Model, TinyModel
 from oncurve.records import Aspect, Completion, GradedGroup, Group, Prompt, ScoredCompletion, ScoredGroup, StopReason
 from oncurve.rewards.function import FunctionReward
 from oncurve.rewards.mix import RewardMix

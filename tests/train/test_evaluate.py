@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from oncurve.engines.native import NativeEngine
-from oncurve.recipe.schema import Engine, Evaluation
+from oncurve.recipe.schema import Evaluation
+from oncurve.recipe.sections import Engine
 from oncurve.records import Aspect, Completion, Group, Prompt, ScoredCompletion, ScoredGroup
 from oncurve.rewards.function import FunctionReward
 from oncurve.rewards.mix import RewardMix

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from oncurve.recipe.schema import Optimiser as Settings
+from oncurve.recipe.sections import Optimiser as Settings
 from oncurve.train.optimiser import Optimiser, rate_at
 
 

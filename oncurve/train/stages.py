@@ -1,0 +1,56 @@
+"""What each type of stage does: one line in a table. The trainer knows stages only as things that can step and be saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from oncurve.engines.native import NativeEngine
+from oncurve.models.policy import Policy
+from oncurve.recipe.schema import Grpo, Recipe, Sft, Stage
+from oncurve.records import StepReport
+from oncurve.rewards.mix import RewardMix
+from oncurve.tasks.base import Task
+from oncurve.train.loop import GrpoLoop
+from oncurve.train.sft import SftLoop
+
+
+class StageLoop(Protocol):
+    """What the trainer asks of a stage: steps, and all that a checkpoint must hold beside the policy's weights."""
+
+    @property
+    def out_of_time(self) -> bool: ...
+
+    def step(self, n: int) -> StepReport: ...
+
+    def state(self) -> dict[str, dict[str, Tensor]]: ...
+
+    def load_state(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a stage is made from, beside its own section of the recipe."""
+
+    recipe: Recipe
+    task: Task
+    engine: NativeEngine
+    rewards: RewardMix
+
+    @property
+    def policy(self) -> Policy:
+        return self.engine.policy
+
+
+LOOPS: dict[type[Stage], Callable[[Any, Parts], StageLoop]] = {
+    Sft: lambda stage, parts: SftLoop(stage, parts.recipe.seed, parts.task, parts.policy),
+    Grpo: lambda stage, parts: GrpoLoop(stage, parts.recipe.seed, parts.task, parts.engine, parts.rewards),
+}
+
+
+def loop_for(stage: Stage, parts: Parts) -> StageLoop:
+    """The loop of a stage, ready for its first step."""
+    return LOOPS[type(stage)](stage, parts)
