@@ -105,7 +105,7 @@ def bench_overlap(count: int, sampling: float = 0.1) -> None:
         for group in groups:
             time.sleep(sampling)
             mix.begin(group)
-        mix.finish()
+        mix.score(groups)
 
     late, meanwhile = (timed(lambda: after(grouped(fresh[0]))), timed(lambda: beside(grouped(fresh[1]))))
     asked = f"{count} groups of {GROUP} that take {count * sampling:.1f} s to sample"

@@ -34,7 +34,7 @@ class Reward(Protocol):
     """Grades completions. `score` gives one result per completion, in order; what it raises fails the whole group.
 
     Two attributes are optional: `waits`, true where a reward waits for something outside this process, so that groups are
-    scored side by side; and `remarks`, lines for the run's log.
+    scored side by side in threads and while others are sampled; and `remarks`, lines for the run's log.
     """
 
     @property

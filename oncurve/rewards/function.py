@@ -62,7 +62,11 @@ class FunctionReward:
     name: str
     weight: float = 1.0
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    waits: bool = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is asynchronous: then its work is done in other threads, or elsewhere."""
+        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(type(self.function).__call__)
 
     def score(self, group: Group) -> Sequence[Result]:
         """What the function returns; the mix checks it."""
@@ -175,7 +179,7 @@ def python_reward(name: str, weight: float, options: PythonOptions) -> FunctionR
     reference = f"{Path(source).resolve()}:{rest}" if source.endswith(".py") else options.function
     workers = _function_workers(reference, options.workers)
     limited = InWorker(inspect.signature(function), options.seconds, workers)
-    return FunctionReward(limited, name, weight, options.arguments, waits=True)
+    return FunctionReward(limited, name, weight, options.arguments)
 
 
 class InWorker:

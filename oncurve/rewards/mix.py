@@ -1,14 +1,14 @@
 """The rewards of a run together: every completion gets one aspect from each, and none of them can stop the run.
 
-Groups are scored side by side in threads, so that rewards which wait (for a worker, a sandbox, a judge) wait together; and they
-may be handed in one by one while others are still being sampled (`begin`, `finish`). What a reward says of a group depends on
-that group alone, so order and time change nothing.
+Rewards which wait (for a worker, a sandbox, a judge) wait together, in threads, and may begin with a group while others are
+still being sampled (`begin`); those which compute do so in the trainer's own thread, when `score` is called. What a reward says
+of a group depends on that group alone, and results come in the order that `score` is given: order and time change nothing.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 
@@ -20,7 +20,8 @@ from oncurve.rewards.steps import Decode
 _FAILURE_LENGTH = 300
 """Characters kept of a failure's message: it is stored with every completion."""
 
-GROUPS_AT_ONCE = 8
+AT_ONCE = 8
+"""Groups that one waiting reward looks at side by side."""
 
 
 class RewardMix:
@@ -28,7 +29,7 @@ class RewardMix:
 
     def __init__(self, rewards: Sequence[Reward]) -> None:
         self.rewards = tuple(rewards)
-        self._begun: list[Future[ScoredGroup]] = []
+        self._begun: dict[int, tuple[Group, dict[str, Future[list[Aspect]]]]] = {}
         names = [reward.name for reward in self.rewards]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
@@ -50,20 +51,19 @@ class RewardMix:
         """Whether a completion counts as right: its deciding aspect is 1 or more. A failure is not a solution."""
         return any(a.name == self.decider and a.value is not None and a.value >= 1 for a in scored.aspects)
 
+    def begin(self, group: Group) -> None:
+        """Starts the rewards that wait on a group that `score` will be asked about; the engine's `on_group` calls it. Not from
+        two threads."""
+        if self._waiting and id(group) not in self._begun:
+            started = {reward.name: self._threads.submit(aspects_of, reward, group) for reward in self._waiting}
+            self._begun[id(group)] = (group, started)  # the group is kept, so that no other gets its id
+
     def score(self, groups: Sequence[Group]) -> list[ScoredGroup]:
         """Each group with its aspects. What raises, or is no finite number, becomes an aspect with a `failure`: never 0."""
-        if len(groups) < 2 or not self._any_waits:
-            return [self._score_group(group) for group in groups]
-        return list(self._threads.map(self._score_group, groups))
-
-    def begin(self, group: Group) -> None:
-        """Starts scoring a group while others are still being sampled; `finish` gives the results. Not from two threads."""
-        self._begun.append(self._threads.submit(self._score_group, group))
-
-    def finish(self) -> list[ScoredGroup]:
-        """The groups begun since the last `finish`, scored, in the order in which they were begun."""
-        begun, self._begun = self._begun, []
-        return [future.result() for future in begun]
+        for group in groups:
+            self.begin(group)
+        begun, self._begun = self._begun, {}
+        return [self._scored(group, begun[id(group)][1] if self._waiting else {}) for group in groups]
 
     def decode_with(self, decode: Decode) -> None:
         """Gives the policy's tokenizer to rewards that must know where in the text a token ends: those of single steps."""
@@ -77,17 +77,17 @@ class RewardMix:
         """What a run's log should say of its rewards: the sandbox they found, the endpoint they ask."""
         return [remark for reward in self.rewards for remark in getattr(reward, "remarks", ())]
 
-    @property
-    def _any_waits(self) -> bool:
-        """Whether a reward spends its time outside this process: threads would only slow the others down."""
-        return any(getattr(reward, "waits", False) for reward in self.rewards)
+    @cached_property
+    def _waiting(self) -> tuple[Reward, ...]:
+        """The rewards that spend their time outside this process: threads would only slow the others down."""
+        return tuple(reward for reward in self.rewards if getattr(reward, "waits", False))
 
     @cached_property
     def _threads(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(GROUPS_AT_ONCE, thread_name_prefix="oncurve-rewards")
+        return ThreadPoolExecutor(AT_ONCE, thread_name_prefix="oncurve-rewards")
 
-    def _score_group(self, group: Group) -> ScoredGroup:
-        columns = [aspects_of(reward, group) for reward in self.rewards]
+    def _scored(self, group: Group, begun: Mapping[str, Future[list[Aspect]]]) -> ScoredGroup:
+        columns = [begun[r.name].result() if r.name in begun else aspects_of(r, group) for r in self.rewards]
         scored = (
             ScoredCompletion(completion, tuple(column[place] for column in columns))
             for place, completion in enumerate(group.completions)

@@ -32,7 +32,7 @@ class GrpoLoop:
         """Step number n, from 1: a pure function of the weights, the seed and n."""
         clock = Clock()
         with clock("sample"):
-            groups = self.sample(n)  # prompts -> completions and their log-probs
+            groups = self.sample(n)  # prompts -> completions and their log-probs; rewards that wait begin meanwhile
         with clock("score"):
             scored = self.rewards.score(groups)  # text -> reward per aspect
         scored, replaced = self.fill_up(n, scored, clock)
@@ -46,7 +46,11 @@ class GrpoLoop:
 
     def sample(self, n: int, retry: int = 0) -> list[Group]:
         prompts = prompts_for_step(self.task, self.seed, n - 1, self.stage.prompts_per_step, round=retry)
-        return self.engine.sample(prompts, self.stage.group_size, self.stage.sampling, Draws(self.seed, n))
+        draws = Draws(self.seed, n)
+        return self.engine.sample(prompts, self.stage.group_size, self.stage.sampling, draws, on_group=self._begin_scoring)
+
+    def _begin_scoring(self, place: int, group: Group) -> None:
+        self.rewards.begin(group)
 
     def grade(self, scored: Sequence[ScoredGroup]) -> list[GradedGroup]:
         baseline, scale = resolved_advantage(self.stage)

@@ -199,18 +199,42 @@ def test_rewards_that_wait_do_so_together() -> None:
 
 
 def test_groups_handed_in_one_by_one() -> None:
-    mix = RewardMix([Meets(threading.Barrier(3))])
-    for n in range(3):
+    """Three groups meet before any of them is asked for; the order of the answers is that of the question."""
+    mix, groups = RewardMix([Meets(threading.Barrier(3))]), [group(str(n)) for n in range(3)]
+    for one in reversed(groups):
+        mix.begin(one)
+    assert [s.totals for s in mix.score(groups)] == [(0.0,), (1.0,), (2.0,)]
+
+
+def test_what_was_begun_and_never_asked_for_is_no_one_s() -> None:
+    """Sampling may stop half way: the next step hears of its own groups alone, in whatever memory they lie."""
+    mix = RewardMix([Meets(threading.Barrier(1))])
+    for n in range(20):
         mix.begin(group(str(n)))
-    assert [s.totals for s in mix.finish()] == [(0.0,), (1.0,), (2.0,)]
-    assert mix.finish() == []
+    assert [s.totals for s in mix.score([group("7"), group("8")])] == [(7.0,), (8.0,)]
+
+
+def test_only_rewards_that_wait_begin_early() -> None:
+    """One that computes would take its time from the sampler, and may not be used from two threads."""
+    seen: list[str] = []
+
+    def here(asked: Group) -> list[float]:
+        seen.append(threading.current_thread().name)
+        return [2.0]
+
+    mix, one = RewardMix([Says(here), Meets(threading.Barrier(1))]), group("3")
+    mix.begin(one)
+    assert seen == []
+    assert [s.totals for s in mix.score([one])] == [(5.0,)]
+    assert seen == [threading.main_thread().name]
 
 
 def test_a_failure_in_a_group_begun_is_that_group_s_alone() -> None:
-    mix = RewardMix([Says(lambda g: [1 / len(c.text) for c in g.completions])])
-    for one in (group("ab"), group("")):
+    mix = RewardMix([Meets(threading.Barrier(1))])
+    groups = [group("0.5"), group("no number")]
+    for one in groups:
         mix.begin(one)
-    assert [s.totals for s in mix.finish()] == [(0.5,), (None,)]
+    assert [s.totals for s in mix.score(groups)] == [(0.5,), (None,)]
 
 
 def test_what_rewards_say_of_themselves() -> None:

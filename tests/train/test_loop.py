@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
+from oncurve.engines.native import NativeEngine
 from oncurve.errors import RewardError
 from oncurve.models.packing import Bundle, build_pack
 from oncurve.recipe.schema import Grpo
-from oncurve.records import StepReport
+from oncurve.recipe.sections import Engine
+from oncurve.records import Group, StepReport
 from oncurve.tasks.in_memory import PromptList
 from oncurve.train.loop import GrpoLoop
 from oncurve.train.start import rewards_for
 from tests.train.builders import apart, digits, gradient, loop_for, recipe, snapshot
+
+
+def one_by_one(reward: Callable[..., Any]) -> GrpoLoop:
+    """A loop whose engine samples one group after the other."""
+    loop = loop_for({}, reward)
+    loop.engine = NativeEngine(loop.engine.policy, Engine(slots=4))
+    return loop
 
 
 def run(loop: GrpoLoop, steps: int) -> list[StepReport]:
@@ -197,3 +210,46 @@ def test_overlong_punishment_is_one_more_aspect() -> None:
             assert punished.weight == 0.5
             assert punished.value == pytest.approx(-max(0, scored.completion.length - 4) / 4)
     assert "reward/overlong" in report.metrics
+
+
+def test_rewards_that_wait_work_while_others_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With slots for one group of four, the sampler is held after the first until its rewards have answered."""
+    answered = threading.Semaphore(0)
+
+    async def slow(text: str) -> float:
+        await asyncio.sleep(0.01)
+        answered.release()
+        return digits(text)
+
+    loop = one_by_one(slow)
+    begin = loop.rewards.begin
+    met: list[bool] = []
+
+    def begun(group: Group) -> None:
+        begin(group)
+        if not met:
+            met.append(all(answered.acquire(timeout=20) for _ in group.completions))
+
+    monkeypatch.setattr(loop.rewards, "begin", begun)
+    loop.step(1)
+    assert met == [True]
+
+
+def test_the_order_in_which_rewards_answer_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first group answers last, and then nothing begins before all is sampled: one run."""
+
+    async def late(text: str, prompt: str) -> float:
+        await asyncio.sleep(0.02 * (9 - int(prompt[0])))
+        return digits(text)
+
+    def states(begin_early: bool) -> tuple[list[Any], Tensor]:
+        loop = one_by_one(late)
+        if not begin_early:
+            monkeypatch.setattr(loop, "_begin_scoring", None)
+        reports = run(loop, 2)
+        return [(g.group.prompt.id, g.scored.totals) for r in reports for g in r.groups], snapshot(loop.engine.policy.model)
+
+    early, after = states(True), states(False)
+    assert early[0] == after[0]
+    assert torch.equal(early[1], after[1])
+    assert len({totals for _, totals in early[0]}) > 1
