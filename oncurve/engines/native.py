@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from oncurve.engines.pool import PAGE, DecodeLayout, Pool, PrefillLayout
 from oncurve.engines.randomness import uniforms
@@ -84,7 +85,7 @@ class NativeEngine:
             self._check_room(prompt, len(ids), how)
         rows = group_rows(group_size)
         blocks = self._blocks(len(prompts) * (group_size // rows), rows)
-        batch = _Batch(self.policy, how, Pool(blocks, rows, how.max_new_tokens), draws, prompts, prompt_ids, group_size)
+        batch = Batch(self.policy, how, Pool(blocks, rows, how.max_new_tokens), draws, prompts, prompt_ids, group_size)
         groups: dict[int, Group] = {}
         for g in batch.run(self.settings.check_every):
             groups[g] = Group(prompts[g], prompt_ids[g], tuple(self._completion(row) for row in batch.rows[g]))
@@ -124,8 +125,13 @@ def group_rows(group_size: int) -> int:
     return max(r for r in range(1, min(group_size, ROWS) + 1) if group_size % r == 0)
 
 
-class _Batch:
-    """The state of one call of ``sample``: the queue, the slots, and what has been written."""
+class Batch:
+    """The state of one call of ``sample``: the queue, the slots, and what has been written.
+
+    Serving (serving.py) drives the same machinery with settings that differ by group: it overrides how they are looked up.
+    """
+
+    prefill_tokens = PREFILL_TOKENS
 
     def __init__(
         self,
@@ -189,15 +195,15 @@ class _Batch:
         self.token_S[slots] = int(ids[-1])
         self.prompt_length_S[slots] = len(ids) - 1
         self.suffix_length_S[slots] = 0
-        prompt, count = self.prompts[job.group].id, self.how.max_new_tokens
-        numbers = [uniforms(self.draws.seed, self.draws.step, prompt, s, count) for s in job.samples]
-        self.uniform_ST[slots] = torch.from_numpy(np.stack(numbers)).to(self.uniform_ST.device)
+        prompt, count, draws = self.prompts[job.group].id, self.how_of(job.group).max_new_tokens, self.draws_of(job.group)
+        numbers = [uniforms(draws.seed, draws.step, prompt, s, count) for s in job.samples]
+        self.uniform_ST[slots, :count] = torch.from_numpy(np.stack(numbers)).to(self.uniform_ST.device)
         for offset, sample in enumerate(job.samples):
             self.row_in[first + offset] = self.rows[job.group][sample]
 
     def _prefill(self, length: int, seats: list[tuple[int, int]]) -> None:
         """Prompts of one bucket in batches of one shape: which prompts share a batch changes no bit of any."""
-        size = max(1, PREFILL_TOKENS // length)
+        size = max(1, self.prefill_tokens // length)
         groups = list(dict.fromkeys(g for _, g in seats))
         device = self.policy.device
         positions = torch.arange(length, device=device)
@@ -218,14 +224,23 @@ class _Batch:
         suffix_pages = int(at_S.max()) // PAGE + 1
         layout = DecodeLayout(self.pool, self.prompt_length_S, at_S, prompt_pages, suffix_pages)
         hidden = self.policy.hidden(self.token_S[:, None], (self.prompt_length_S + at_S)[:, None], layout)[:, 0]
-        barred = None
-        if self.how.min_new_tokens:
-            barred = torch.zeros(self.pool.slots, self.head.weight_VD.shape[0], dtype=torch.bool, device=hidden.device)
-            barred[:, self.end_ids] = (at_S < self.how.min_new_tokens)[:, None]
-        drawn = draw(self.head.logits(hidden), self.uniform_ST[self.slot_S, at_S], self.how, barred)
+        drawn = self._draw(self.head.logits(hidden), at_S)
         self.token_S = drawn.token_S
         self.suffix_length_S = (at_S + 1).clamp(max=self.how.max_new_tokens - 1)
         return drawn
+
+    def _draw(self, logits_SV: Tensor, at_S: Tensor) -> Drawn:
+        barred = None
+        if self.how.min_new_tokens:
+            barred = torch.zeros(logits_SV.shape, dtype=torch.bool, device=logits_SV.device)
+            barred[:, self.end_ids] = (at_S < self.how.min_new_tokens)[:, None]
+        return draw(logits_SV, self.uniform_ST[self.slot_S, at_S], self.how, barred)
+
+    def how_of(self, group: int) -> Sampling:
+        return self.how
+
+    def draws_of(self, group: int) -> Draws:
+        return self.draws
 
     def _write_down(self, drawn: list[Drawn]) -> list[Row]:
         """Hand the drawn tokens to their rows; returns the rows that ended, and frees the blocks whose rows all have."""
@@ -253,13 +268,14 @@ class _Batch:
         return iter(self.row_in[first : first + self.pool.rows])
 
     def _why_stop(self, row: Row) -> StopReason | None:
-        if row.token_ids[-1] in self.policy.end_ids and len(row.token_ids) > self.how.min_new_tokens:
+        how = self.how_of(row.group)
+        if row.token_ids[-1] in self.policy.end_ids and len(row.token_ids) > how.min_new_tokens:
             return "end"
-        if self.how.stop and any(s in self._tail(row) for s in self.how.stop):
+        if how.stop and any(s in self._tail(row, how.stop) for s in how.stop):
             return "stop_string"
-        return "length" if len(row.token_ids) == self.how.max_new_tokens else None
+        return "length" if len(row.token_ids) == how.max_new_tokens else None
 
-    def _tail(self, row: Row) -> str:
+    def _tail(self, row: Row, stop: Sequence[str]) -> str:
         """The end of the text, long enough to hold any stop string: a token is at least one byte."""
-        longest = max(len(s.encode()) for s in self.how.stop)
+        longest = max(len(s.encode()) for s in stop)
         return self.policy.decode(np.asarray(row.token_ids[-longest - 4 :], np.int64))
