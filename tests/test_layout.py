@@ -106,7 +106,14 @@ def test_light_modules_load_neither_torch_nor_transformers(path: Path) -> None:
     assert not heavy
 
 
-@pytest.mark.parametrize("package", ["vllm", "ray", "trl", "peft", "triton"])
+def test_triton_stays_within_the_folders_of_kernels() -> None:
+    """Where there is no GPU it may be missing: only what lies in a folder `kernels` may need it."""
+    for path in MODULES:
+        if "triton" in {name.split(".")[0] for name in imports(path)}:
+            assert path.parent.name == "kernels", path
+
+
+@pytest.mark.parametrize("package", ["vllm", "ray", "trl", "peft"])
 def test_heavy_packages_enter_through_one_door(package: str) -> None:
     doors = {str(path) for path in MODULES for name in imports(path) if name.split(".")[0] == package}
     assert len(doors) <= 1
