@@ -145,9 +145,9 @@ class Batch:
     ) -> None:
         self.policy, self.how, self.pool, self.draws = policy, how, pool, draws
         self.head = policy.head
-        self.prompts, self.prompt_ids = prompts, prompt_ids
+        self.prompts, self.prompt_ids = dict(enumerate(prompts)), dict(enumerate(prompt_ids))
         R, device = pool.rows, policy.device
-        self.rows = [[Row(g, s) for s in range(group_size)] for g in range(len(prompts))]
+        self.rows = {g: [Row(g, s) for s in range(group_size)] for g in range(len(prompts))}
         self.waiting = deque(Job(g, range(s, s + R)) for g in range(len(prompts)) for s in range(0, group_size, R))
         self.running: list[Job | None] = [None] * pool.blocks
         self.row_in: list[Row | None] = [None] * pool.slots
@@ -160,7 +160,7 @@ class Batch:
 
     def run(self, check_every: int) -> Iterator[int]:
         """Decodes until nothing is left; yields the number of each group when its last completion has ended."""
-        left = [len(rows) for rows in self.rows]
+        left = {g: len(rows) for g, rows in self.rows.items()}
         self._admit()
         while any(self.row_in):
             for row in self._write_down([self._decode() for _ in range(check_every)]):
