@@ -11,14 +11,14 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "oncurve"
 LAYERS = [
     {"records", "errors"},
-    {"recipe"},
+    {"recipe", "listening"},
     {"algos", "tasks", "plan"},
     {"models", "runs", "scale"},
     {"engines", "rewards"},
     {"train"},
     {"terminal", "cluster", "serve", "studio"},
     {"api"},
-    {"cli_rewards", "cli_studio"},
+    {"cli_rewards", "cli_serve", "cli_studio"},
     {"cli"},
     {"__main__"},
 ]

@@ -9,13 +9,14 @@
 from __future__ import annotations
 
 import hmac
-import ipaddress
 from urllib.parse import parse_qs
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import cookie_parser
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from oncurve.listening import refusal
 
 COOKIE = "oncurve_token"
 POLICY = "; ".join(
@@ -38,23 +39,6 @@ HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
 }
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address to bind to is this machine's own and no other's."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def host_name(header: str) -> str:
-    """The name in a Host header, without its port: `[::1]:8000` and `localhost:8000` name `::1` and `localhost`."""
-    if header.startswith("["):
-        return header[1:].partition("]")[0]
-    return header.rpartition(":")[0] or header
 
 
 class Guard:
@@ -80,20 +64,8 @@ class Guard:
         await (answer or self.app)(scope, receive, send_guarded)
 
     def _refusal(self, scope: Scope) -> Response | None:
-        headers = Headers(scope=scope)
-        host = headers.get("host", "")
-        if self.token is None and not is_loopback(host_name(host)):
-            return PlainTextResponse("This server answers to 127.0.0.1 and localhost only.", 421)
-        origin = headers.get("origin")
-        if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
-            return PlainTextResponse("Other sites may not ask.", 403)
-        navigates = scope["method"] == "GET" and headers.get("sec-fetch-mode") == "navigate"
-        if headers.get("sec-fetch-site", "none") not in ("none", "same-origin") and not navigates:
-            return PlainTextResponse("Other sites may not ask.", 403)
-        json = headers.get("content-type", "").partition(";")[0] == "application/json"
-        if scope["method"] not in ("GET", "HEAD") and not json:
-            return PlainTextResponse("Only application/json can be posted.", 415)
-        return None
+        refused = refusal(scope["method"], Headers(scope=scope), local_only=self.token is None)
+        return None if refused is None else PlainTextResponse(refused[1], refused[0])
 
     def _entrance(self, scope: Scope) -> Response | None:
         """With a token: it is taken from the URL once and kept in a cookie; without either there is no way in."""

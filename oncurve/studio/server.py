@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import secrets
 import socket
 import threading
@@ -14,9 +13,8 @@ from pathlib import Path
 
 import uvicorn
 
-from oncurve.errors import RunError
+from oncurve.listening import address_of, is_loopback, listen
 from oncurve.studio.app import make_app
-from oncurve.studio.guard import is_loopback
 
 
 class Server(uvicorn.Server):
@@ -32,31 +30,11 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A socket on that address; port 0 takes any that is free."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listening.bind((host, port))
-    except OSError as error:
-        listening.close()
-        taken = error.errno == errno.EADDRINUSE
-        raise RunError(
-            f"--port {port}" if taken else f"--host {host}",
-            "already in use" if taken else "can't be listened on",
-            because="another program, perhaps another studio, listens there" if taken else str(error),
-            fix="name another with --port, or --port 0 for any that is free" if taken else "use 127.0.0.1",
-        ) from error
-    return listening
-
-
 def serve(runs_dir: Path, host: str, port: int, *, say: Callable[[str], None], open_browser: bool = False) -> None:
     """Serves until Ctrl-C."""
     with listen(host, port) as listening:
         token = None if is_loopback(host) else secrets.token_urlsafe(24)
-        name = f"[{host}]" if ":" in host else host
-        address = f"http://{name}:{listening.getsockname()[1]}/" + (f"?token={token}" if token else "")
+        address = address_of(listening, host) + "/" + (f"?token={token}" if token else "")
         server = Server(runs_dir, token)
         say(address)
         if open_browser:

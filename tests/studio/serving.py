@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from oncurve.studio.server import Server, listen
+from oncurve.listening import listen
+from oncurve.studio.server import Server
 
 
 @dataclass(frozen=True)

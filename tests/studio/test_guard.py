@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from oncurve.studio.guard import COOKIE, host_name, is_loopback
+from oncurve.listening import host_name, is_loopback
+from oncurve.studio.guard import COOKIE
 from tests.studio.serving import Served, served
 
 TOKEN = "a-secret-of-this-test"
