@@ -13,9 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from oncurve.errors import DataError, RunError
+from oncurve.recipe import sampled
 from oncurve.recipe.load import load_recipe
 from oncurve.recipe.resolve import resolved_rewards
-from oncurve.recipe.schema import Grpo, Recipe
+from oncurve.recipe.schema import Recipe
 from oncurve.records import Completion, GradedGroup, Ints, Prompt, ScoredGroup
 from oncurve.records import Group as Sampled
 from oncurve.rewards.audit import History, Signal, audit
@@ -76,7 +77,7 @@ def _prompt(recipe: Recipe, number: int) -> Prompt:
 
 def rewards_of(recipe: Recipe) -> RewardMix:
     """The rewards of the recipe's last grpo stage; its own, or its task's, where it has no such stage."""
-    stage = next((s for s in reversed(recipe.stages) if isinstance(s, Grpo)), None)
+    stage = next((s for s in reversed(recipe.stages) if isinstance(s, sampled.Sampled)), None)
     if stage is None:
         return build_rewards(recipe.rewards or build_task(recipe.task).usual_rewards)
     configs = resolved_rewards(recipe, stage) or build_task(stage.task or recipe.task).usual_rewards

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -17,10 +17,10 @@ from torch import Tensor
 
 from oncurve.algos.kl import kl_in_reward
 from oncurve.errors import RewardError
-from oncurve.records import GradedGroup, ScoredCompletion, ScoredGroup
+from oncurve.records import Floats, GradedGroup, ScoredCompletion, ScoredGroup
 
 Baseline = Literal["mean", "leave_one_out", "none"]
-Scale = Literal["group", "batch", "none"]
+Scale = Literal["group", "batch", "whiten", "none"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,8 @@ def outcome_advantages(rewards_PG: Tensor, baseline: Baseline, scale: Scale, eps
 
     b_i is the group's mean, the mean of the others (``leave_one_out``: RLOO, arXiv 2402.14740), or 0. s is the group's std
     dividing by G − 1, or one std over all rewards of the batch, not centred by group (as TRL's ``batch``); ``none`` divides
-    by nothing (Dr. GRPO, arXiv 2503.20783). Equal rewards give exactly 0 wherever their group or std grades them; so do
-    missing rewards, and groups too small to be graded.
+    by nothing (Dr. GRPO, arXiv 2503.20783), and so does ``whiten``, which is done afterwards, over tokens (``whitened``). Equal
+    rewards give exactly 0 wherever their group or std grades them; so do missing rewards, and groups too small to be graded.
     """
     group = _Curve.of(rewards_PG)
     centred_PG = rewards_PG
@@ -131,7 +131,32 @@ def grade(
         rewards_PG = kl_in_reward(rewards_PG, _table(kl_sums), beta)
     outcome_PG = outcome_advantages(rewards_PG, baseline, scale, eps)
     gradable_PG = gradable(rewards_PG, baseline, scale)
-    return [_grade_group(group, outcome_PG[i], gradable_PG[i], eps, mask_cut) for i, group in enumerate(scored)]
+    groups = [_grade_group(group, outcome_PG[i], gradable_PG[i], eps, mask_cut) for i, group in enumerate(scored)]
+    return whitened(groups, eps) if scale == "whiten" else groups
+
+
+def whitened(groups: Sequence[GradedGroup], eps: float) -> list[GradedGroup]:
+    """A ← (A − mean(A)) / (std(A) + eps), over every token that the policy wrote in the step's graded completions.
+
+    REINFORCE++ (Hu et al. 2025, arXiv 2501.03262, eq. 8) and, as is usual, PPO. Mean and std (n − 1) are of tokens, so a long
+    completion counts more. Equal advantages give exactly 0, and completions that are not graded stay at 0.
+    """
+    tokens = [
+        advantages[scored.completion.loss_mask]
+        for group in groups
+        for advantages, scored, counts in zip(group.advantages, group.scored.scored, group.graded, strict=True)
+        if counts
+    ]
+    curve = _Curve.of(torch.from_numpy(np.concatenate(tokens or [np.zeros(0, np.float32)])).double()[None])
+    scale = 0.0 if bool(curve.flat) else 1 / (float(curve.std) + eps)
+    return [replace(group, advantages=_whitened_group(group, float(curve.mean), scale)) for group in groups]
+
+
+def _whitened_group(group: GradedGroup, mean: float, scale: float) -> tuple[Floats, ...]:
+    return tuple(
+        ((a.astype(np.float64) - mean) * scale).astype(np.float32) if counts else a
+        for a, counts in zip(group.advantages, group.graded, strict=True)
+    )
 
 
 def _grade_group(group: ScoredGroup, outcome_G: Tensor, gradable_G: Tensor, eps: float, mask_cut: bool) -> GradedGroup:

@@ -135,6 +135,7 @@ OBJECTIVES: Mapping[str, Objective] = {
     "sapo": Objective(token_ratio, Sapo(), mean_of_completion_means),
     "rloo": Objective(sequence_product_ratio, Clipped(0.2, 0.2), mean_of_completion_means),
     "reinforce": Objective(token_ratio, LogLikelihood(), mean_of_completion_sums),
+    "reinforce_pp": Objective(token_ratio, Clipped(0.2, 0.2), mean_over_step_tokens),
 }
 """Each with its paper's clip range (cispo's upper bound of 5 is TRL's reading; the paper leaves it to be tuned). rloo's loss is
 grpo_sequence's, whose mean over a completion of one number per sequence is that number: what makes it RLOO is a

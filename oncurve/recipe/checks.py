@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from oncurve.errors import RecipeError
 from oncurve.recipe.resolve import resolved_advantage, resolved_kl, resolved_rewards
+from oncurve.recipe.sampled import Sampled, Surrogate
 from oncurve.recipe.schema import Grpo, Recipe, Stage
 from oncurve.recipe.sections import Reward
 
@@ -31,6 +32,12 @@ def find_problems(recipe: Recipe) -> Problems:
     for stage in recipe.stages:
         for stage_check in STAGE_CHECKS:
             yield from stage_check(recipe, stage)
+        if isinstance(stage, Sampled):
+            for sampled_check in SAMPLED_CHECKS:
+                yield from sampled_check(recipe, stage)
+        if isinstance(stage, Surrogate):
+            for surrogate_check in SURROGATE_CHECKS:
+                yield from surrogate_check(recipe, stage)
         if isinstance(stage, Grpo):
             for grpo_check in GRPO_CHECKS:
                 yield from grpo_check(recipe, stage)
@@ -56,7 +63,7 @@ def _plain_name(label: str, key: str) -> Problems:
 def _reward_names(recipe: Recipe) -> Problems:
     yield from _unique_rewards(recipe.rewards, "rewards")
     for stage in recipe.stages:
-        if isinstance(stage, Grpo) and stage.rewards is not None:
+        if isinstance(stage, Sampled) and stage.rewards is not None:
             yield from _unique_rewards(stage.rewards, f"{stage.label}.rewards")
 
 
@@ -71,7 +78,7 @@ def _unique_rewards(rewards: Sequence[Reward], key: str) -> Problems:
 def _tiny_context(recipe: Recipe) -> Problems:
     """Positions are shared by the prompt, of one token at the least, and the completion."""
     context = recipe.model.tiny.context
-    limits = {f"{s.label}.sampling.max_new_tokens": s.sampling.max_new_tokens for s in recipe.stages if isinstance(s, Grpo)}
+    limits = {f"{s.label}.sampling.max_new_tokens": s.sampling.max_new_tokens for s in recipe.stages if isinstance(s, Sampled)}
     if recipe.evaluation.max_new_tokens is not None:
         limits["evaluation.max_new_tokens"] = recipe.evaluation.max_new_tokens
     for key, limit in limits.items() if recipe.model.source == "tiny" else ():
@@ -81,14 +88,14 @@ def _tiny_context(recipe: Recipe) -> Problems:
 
 
 def _warmup(recipe: Recipe, stage: Stage) -> Problems:
-    per_step = stage.updates_per_step * stage.minibatches if isinstance(stage, Grpo) else 1
+    per_step = stage.updates_per_step * stage.minibatches if isinstance(stage, Surrogate) else 1
     updates, warmup = stage.steps * per_step, stage.optimiser.warmup_steps
     if warmup > updates:
         because = f"the stage ends after {updates} updates, before its learning rate is reached"
         yield RecipeError(f"{stage.label}.optimiser.warmup_steps", warmup, because=because, fix=f"use {updates} or less")
 
 
-def _rewards_given(recipe: Recipe, stage: Grpo) -> Problems:
+def _rewards_given(recipe: Recipe, stage: Sampled) -> Problems:
     rewards = resolved_rewards(recipe, stage)
     key = "rewards" if stage.rewards is None else f"{stage.label}.rewards"
     if not rewards:
@@ -119,7 +126,7 @@ def _group_of_one(recipe: Recipe, stage: Grpo) -> Problems:
         yield RecipeError(f"{stage.label}.no_signal", "resample", because=because, fix='use "drop" or "keep" with group_size 1')
 
 
-def _temperature(recipe: Recipe, stage: Grpo) -> Problems:
+def _temperature(recipe: Recipe, stage: Sampled) -> Problems:
     if stage.sampling.temperature == 0:
         because = "greedy completions of one prompt are all the same, so no group has a signal"
         key = f"{stage.label}.sampling.temperature"
@@ -128,7 +135,7 @@ def _temperature(recipe: Recipe, stage: Grpo) -> Problems:
         )
 
 
-def _kl_without_weight(recipe: Recipe, stage: Grpo) -> Problems:
+def _kl_without_weight(recipe: Recipe, stage: Surrogate) -> Problems:
     if stage.kl.beta != 0:
         return
     asked = {
@@ -153,7 +160,7 @@ def _kl_in_reward(recipe: Recipe, stage: Grpo) -> Problems:
         yield RecipeError(key, "true", because=because, fix='leave it out, or use kl.where = "loss"')
 
 
-def _minibatches(recipe: Recipe, stage: Grpo) -> Problems:
+def _minibatches(recipe: Recipe, stage: Surrogate) -> Problems:
     if stage.minibatches > stage.prompts_per_step:
         because = f"groups are never split, and a step has {stage.prompts_per_step} of them (prompts_per_step)"
         fix = f"use {stage.prompts_per_step} or less"
@@ -193,7 +200,7 @@ def _rloo(recipe: Recipe, stage: Grpo) -> Problems:
         yield RecipeError(f"{key}.scale", scale, because="rloo's advantage is a plain difference, divided by nothing", fix=fix)
 
 
-def _overlong(recipe: Recipe, stage: Grpo) -> Problems:
+def _overlong(recipe: Recipe, stage: Sampled) -> Problems:
     limit = stage.sampling.max_new_tokens
     if stage.overlong is not None and stage.overlong.buffer >= limit:
         because = (
@@ -213,15 +220,6 @@ def _length_budget(recipe: Recipe, stage: Grpo) -> Problems:
 
 RECIPE_CHECKS: tuple[Callable[[Recipe], Problems], ...] = (_stage_names, _reward_names, _tiny_context)
 STAGE_CHECKS: tuple[Callable[[Recipe, Stage], Problems], ...] = (_warmup,)
-GRPO_CHECKS: tuple[Callable[[Recipe, Grpo], Problems], ...] = (
-    _rewards_given,
-    _group_of_one,
-    _temperature,
-    _kl_without_weight,
-    _kl_in_reward,
-    _minibatches,
-    _clip,
-    _rloo,
-    _overlong,
-    _length_budget,
-)
+SAMPLED_CHECKS: tuple[Callable[[Recipe, Sampled], Problems], ...] = (_rewards_given, _temperature, _overlong)
+SURROGATE_CHECKS: tuple[Callable[[Recipe, Surrogate], Problems], ...] = (_kl_without_weight, _minibatches)
+GRPO_CHECKS: tuple[Callable[[Recipe, Grpo], Problems], ...] = (_group_of_one, _kl_in_reward, _clip, _rloo, _length_budget)

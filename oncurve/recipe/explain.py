@@ -30,6 +30,7 @@ OBJECTIVES: dict[ObjectiveName, str] = {
     "sapo": "a ratio per token through a soft gate in place of the clip",
     "rloo": "one ratio per completion, the product of its tokens', clipped; graded against the others of the group",
     "reinforce": "log-likelihood weighted by the advantage: no ratio, no clip, one update per step",
+    "reinforce_pp": "a ratio per token, clipped; rewards whitened over all tokens of the step, groups or not (REINFORCE++)",
 }
 """What `explain grpo.objective` says of each; the compositions themselves are in `oncurve.algos.objectives`."""
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from oncurve.recipe.schema import Baseline, Grpo, KlEstimator, KlPlace, ObjectiveName, Recipe, Scale, Stage
+from oncurve.recipe.sampled import Baseline, KlEstimator, KlPlace, Sampled, Scale
+from oncurve.recipe.schema import Grpo, ObjectiveName, Recipe, Stage
 from oncurve.recipe.sections import Reward, Task
 
 
@@ -20,8 +21,9 @@ HABITS: dict[ObjectiveName, Habits] = {
     "dr_grpo": Habits(scale="none"),
     "rloo": Habits(baseline="leave_one_out", scale="none", kl="reward"),
     "reinforce": Habits(baseline="none", scale="none", kl="reward"),
+    "reinforce_pp": Habits(baseline="none", scale="whiten", kl="reward"),
 }
-"""Only those that differ from GRPO's. Dr. GRPO: Liu et al. 2025; RLOO: Ahmadian et al. 2024."""
+"""Only those that differ from GRPO's. Dr. GRPO: Liu et al. 2025; RLOO: Ahmadian et al. 2024; REINFORCE++: Hu et al. 2025."""
 
 
 def resolved_advantage(stage: Grpo) -> tuple[Baseline, Scale]:
@@ -45,6 +47,6 @@ def resolved_task(recipe: Recipe, stage: Stage) -> Task:
     return stage.task or recipe.task
 
 
-def resolved_rewards(recipe: Recipe, stage: Grpo) -> tuple[Reward, ...]:
+def resolved_rewards(recipe: Recipe, stage: Sampled) -> tuple[Reward, ...]:
     """The stage's own rewards, else the recipe's."""
     return recipe.rewards if stage.rewards is None else stage.rewards

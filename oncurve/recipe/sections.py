@@ -80,11 +80,34 @@ class TinyModel(Section):
         return self
 
 
+class Lora(Section):
+    """A LoRA adapter (Hu et al. 2021): beside each target W a trained s·B·A of small rank, everything else left alone."""
+
+    rank: PositiveInt = 16
+    """r: the rank of the trained matrices. RL needs little: 8 to 32 comes close to full fine-tuning."""
+    alpha: PositiveFloat = 32.0
+    """α: the adapter counts with weight s = α/r."""
+    targets: Annotated[tuple[str, ...], Field(min_length=1)] = ("all-linear",)
+    """Which linear layers, by the ends of their names (`q_proj`, `v_proj` …); `all-linear` takes all but the head."""
+    rslora: bool = False
+    """s = α/√r in place of α/r (Kalajdzievski 2023): higher ranks do not learn more slowly."""
+    dora: bool = False
+    """Train each column's length apart from its direction (DoRA, Liu et al. 2024); slower."""
+
+
 class Model(Section):
     """Which model is trained, and in what precision."""
 
     source: str = "tiny"
-    """`tiny` for the built-in model, a folder in Hugging Face format, or a hub id."""
+    """`tiny` for the built-in model, a folder in Hugging Face format, a hub id, a `.gguf` file, or the folder of a LoRA
+    adapter. `oncurve models` lists what is on this machine."""
+    lora: Lora | None = None
+    """Train a LoRA adapter in place of all weights. The reference of a KL term is then the same model with the adapter off."""
+    adapter: str | None = None
+    """Folder of a saved LoRA adapter, put on top of `source`: trained further where `lora` is set (its rank and targets are
+    then the folder's own), else merged into the weights."""
+    quantise: Literal["nf4", "int8"] | None = None
+    """QLoRA: hold the frozen base in 4 or 8 bits (bitsandbytes); needs `lora`."""
     tiny: TinyModel = TinyModel()
     """The shape of the built-in model; read only when `source` is `tiny`."""
     dtype: Literal["float32", "bfloat16"] = "float32"

@@ -11,7 +11,7 @@ from fastapi.responses import PlainTextResponse, StreamingResponse
 
 from oncurve import __version__
 from oncurve.errors import RecipeError, RewardError, RunError
-from oncurve.recipe.schema import Grpo
+from oncurve.recipe.sampled import Sampled
 from oncurve.rewards.registry import REWARDS
 from oncurve.runs.folder import RunFolder
 from oncurve.runs.reading import Kind
@@ -155,7 +155,7 @@ def run_rewards(request: Request, name: str) -> dict[str, Any]:
                 reasons.append({"said": told["said"], "failed": bool(told["failed"]), "times": told["times"], "example": line})
             keys = ("name", "weight", "asked", "mean", "lowest", "highest", "failures")
             said.append({**{key: row[key] for key in keys}, "reasons": reasons})
-    limit = next((s.sampling.max_new_tokens for s in reversed(recipe.stages) if isinstance(s, Grpo)), None)
+    limit = next((s.sampling.max_new_tokens for s in reversed(recipe.stages) if isinstance(s, Sampled)), None)
     return {"rewards": trial.rewards_of(recipe), "said": said, "of": last - since + 1, "max_new_tokens": limit}
 
 

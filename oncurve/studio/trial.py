@@ -16,7 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from oncurve.errors import OncurveError, RewardError
 from oncurve.recipe.resolve import resolved_rewards
-from oncurve.recipe.schema import Grpo, Recipe
+from oncurve.recipe.sampled import Sampled
+from oncurve.recipe.schema import Recipe
 from oncurve.recipe.sections import Reward
 from oncurve.records import Completion, Group, Prompt
 from oncurve.rewards.mix import RewardMix
@@ -40,7 +41,7 @@ class Trial(BaseModel):
 
 def rewards_of(recipe: Recipe, stage: str | None = None) -> list[dict[str, Any]]:
     """The rewards of a recipe's stage, or of its last grpo stage, as a trial names them."""
-    graded = [s for s in recipe.stages if isinstance(s, Grpo) and stage in (None, s.label)]
+    graded = [s for s in recipe.stages if isinstance(s, Sampled) and stage in (None, s.label)]
     found = resolved_rewards(recipe, graded[-1]) if graded else recipe.rewards
     return [reward.model_dump(mode="json", exclude_none=True) for reward in found]
 

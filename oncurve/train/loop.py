@@ -16,6 +16,7 @@ from oncurve.records import GradedGroup, Group, ScoredGroup, StepReport
 from oncurve.rewards.mix import RewardMix
 from oncurve.tasks.base import Task
 from oncurve.tasks.order import prompts_for_step
+from oncurve.train.budget import Budget
 from oncurve.train.clock import Clock
 from oncurve.train.learner import Learned, Learner
 
@@ -26,7 +27,11 @@ class GrpoLoop:
     def __init__(self, stage: Grpo, seed: int, task: Task, engine: NativeEngine, rewards: RewardMix) -> None:
         self.stage, self.seed, self.task = stage, seed, task
         self.engine, self.rewards = engine, rewards
-        self.learner = Learner(engine.policy, stage)
+        self.learner = self.make_learner()
+        self.budget = Budget(stage)
+
+    def make_learner(self) -> Learner:
+        return Learner(self.engine.policy, self.stage)
 
     def step(self, n: int) -> StepReport:
         """Step number n, from 1: a pure function of the weights, the seed and n."""
@@ -83,20 +88,25 @@ class GrpoLoop:
                 replaced += 1
         return scored, replaced
 
-    out_of_time = False
-    """Its length is counted in steps alone."""
+    @property
+    def out_of_time(self) -> bool:
+        return self.budget.is_spent
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """All that a checkpoint must hold beside the policy's weights."""
         tensors = {"optimiser": self.learner.optimiser.state()}
         if self.learner.reference is not None:
             tensors["reference"] = self.learner.reference.state()
+        if self.budget.is_set:
+            tensors["budget"] = self.budget.state()
         return tensors
 
     def load_state(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
         self.learner.optimiser.load_state(tensors["optimiser"])
         if self.learner.reference is not None:
             self.learner.reference.load_state(tensors["reference"])
+        if "budget" in tensors:
+            self.budget.load_state(tensors["budget"])
 
     def _refresh_reference(self, n: int) -> None:
         every = self.stage.kl.refresh_every
@@ -118,6 +128,7 @@ class GrpoLoop:
         metrics = describe(graded, self.rewards) | learned.metrics
         metrics["groups_resampled"] = float(replaced)
         seconds = sum(clock.seconds.values())
+        self.budget.spend(metrics["tokens"], seconds)
         metrics["tokens_per_s"] = metrics["tokens"] / seconds
         metrics["sample_tokens_per_s"] = metrics["tokens"] / clock.seconds["sample"]
         return StepReport(self.stage.label, n, metrics, clock.seconds, graded, learned.stats)

@@ -14,7 +14,8 @@ from oncurve.errors import RecipeError, RunError
 from oncurve.models.load import load_policy
 from oncurve.models.policy import Policy
 from oncurve.recipe.load import find_recipe, load_recipe, parse_recipe, read_toml
-from oncurve.recipe.schema import Evaluation, Grpo, Recipe
+from oncurve.recipe.sampled import Sampled
+from oncurve.recipe.schema import Evaluation, Recipe
 from oncurve.recipe.sections import Model
 from oncurve.records import EvalReport
 from oncurve.runs import checkpoints
@@ -127,8 +128,8 @@ def measure(opened: Opened, recipe: Recipe, *, samples: int | None = None, tempe
     changed = {"samples": samples, "temperature": temperature}
     settings = Evaluation.model_validate(recipe.evaluation.model_dump() | {k: v for k, v in changed.items() if v is not None})
     longest = max(len(opened.policy.encode(prompt)) for prompt in task.heldout)
-    asked = stage.sampling.max_new_tokens if isinstance(stage, Grpo) else EVAL_TOKENS
+    asked = stage.sampling.max_new_tokens if isinstance(stage, Sampled) else EVAL_TOKENS
     # A default that no one chose must not be the reason why a small model is refused.
-    limit = asked if isinstance(stage, Grpo) else max(1, min(asked, opened.policy.context - longest))
+    limit = asked if isinstance(stage, Sampled) else max(1, min(asked, opened.policy.context - longest))
     engine = NativeEngine(opened.policy, recipe.engine)
     return evaluate(engine, rewards, task.heldout, settings, max_new_tokens=limit, seed=recipe.seed, stage=stage.label, step=0)

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 
 from oncurve.errors import ModelError
 from oncurve.models.policy import Policy
-from oncurve.recipe.schema import Grpo, Recipe, Stage
+from oncurve.recipe.sampled import Sampled
+from oncurve.recipe.schema import Recipe, Stage
 from oncurve.records import Prompt
 from oncurve.tasks.base import Task
 
@@ -21,11 +22,11 @@ def check_room(policy: Policy, recipe: Recipe, task_of: Callable[[Stage], Task])
     task's training prompts can't be listed; its held-out ones stand for them.
     """
     for stage in recipe.stages:
-        task, wanted = task_of(stage), stage.sampling.max_new_tokens if isinstance(stage, Grpo) else 1
+        task, wanted = task_of(stage), stage.sampling.max_new_tokens if isinstance(stage, Sampled) else 1
         for prompt in _asked(task, stage):
             if may_be_long(policy, prompt.shown, wanted):
                 _refuse_long(policy, prompt.id, len(policy.encode(prompt)), wanted, "max_new_tokens")
-        for example in task.examples if not isinstance(stage, Grpo) else ():
+        for example in task.examples if not isinstance(stage, Sampled) else ():
             if may_be_long(policy, example.prompt.shown + example.completion, 1):
                 completion = len(policy.encode_completion(example.completion))
                 _refuse_long(policy, example.prompt.id, len(policy.encode(example.prompt)), completion, "a worked completion")
@@ -33,7 +34,7 @@ def check_room(policy: Policy, recipe: Recipe, task_of: Callable[[Stage], Task])
 
 def _asked(task: Task, stage: Stage) -> Iterator[Prompt]:
     yield from task.heldout
-    if isinstance(stage, Grpo):
+    if isinstance(stage, Sampled):
         yield from (task.train_prompt(i) for i in range(task.train_size or 0))
 
 

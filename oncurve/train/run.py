@@ -23,7 +23,8 @@ from oncurve.engines.native import NativeEngine
 from oncurve.errors import OncurveError, RunError
 from oncurve.models.load import load_policy
 from oncurve.models.policy import Policy
-from oncurve.recipe.schema import Grpo, Recipe, Stage
+from oncurve.recipe.sampled import Sampled
+from oncurve.recipe.schema import Recipe, Stage
 from oncurve.records import EvalReport
 from oncurve.rewards.mix import RewardMix
 from oncurve.runs import checkpoints
@@ -115,10 +116,10 @@ class Trainer:
             self.tell.on_event("rewards", remark, stage.label)
         last = done
         for n in range(done + 1, stage.steps + 1):
-            self._one_step(stage, loop, n)
-            last = n
             if loop.out_of_time:
                 break
+            self._one_step(stage, loop, n)
+            last = n
         if last > done:
             self._measure(stage, last)
             self._save(stage, loop, last)
@@ -153,8 +154,8 @@ class Trainer:
         prompts = self.task_of(stage).heldout
         if not prompts:
             return None
-        limits = [s.sampling.max_new_tokens for s in self.recipe.stages if isinstance(s, Grpo)]
-        limit = stage.sampling.max_new_tokens if isinstance(stage, Grpo) else max(limits, default=EVAL_TOKENS)
+        limits = [s.sampling.max_new_tokens for s in self.recipe.stages if isinstance(s, Sampled)]
+        limit = stage.sampling.max_new_tokens if isinstance(stage, Sampled) else max(limits, default=EVAL_TOKENS)
         report = evaluate(
             self.engine, self.rewards_of(stage), prompts, self.recipe.evaluation,
             max_new_tokens=limit, seed=self.recipe.seed, stage=stage.label, step=step,

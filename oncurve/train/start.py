@@ -17,7 +17,8 @@ from oncurve.models.policy import Policy
 from oncurve.recipe.flat import changes
 from oncurve.recipe.load import dump_recipe, load_recipe, parse_recipe
 from oncurve.recipe.resolve import resolved_rewards, resolved_task
-from oncurve.recipe.schema import Grpo, Recipe, Sft, Stage
+from oncurve.recipe.sampled import Sampled
+from oncurve.recipe.schema import Recipe, Sft, Stage
 from oncurve.recipe.sections import Reward
 from oncurve.recipe.sections import Task as TaskConfig
 from oncurve.rewards.mix import RewardMix
@@ -117,7 +118,7 @@ def fork(
 
 def frozen(recipe: Recipe) -> Recipe:
     """The recipe with what is chosen for the machine written down, so that it stays the same when the run goes on elsewhere."""
-    rows = [s.prompts_per_step * s.group_size for s in recipe.stages if isinstance(s, Grpo)]
+    rows = [s.prompts_per_step * s.group_size for s in recipe.stages if isinstance(s, Sampled)]
     slots = recipe.engine.slots or frozen_slots(choose_device(recipe.model.device), max(rows, default=0))
     engine = recipe.engine.model_copy(update={"slots": slots})
     return recipe.model_copy(update={"threads": recipe.threads or os.cpu_count() or 1, "engine": engine})
@@ -135,7 +136,7 @@ def _built_task(config: str, where: str) -> Task:
 
 def rewards_for(recipe: Recipe, stage: Stage) -> RewardMix:
     """The stage's rewards; where the recipe names none (an sft recipe), the task's usual ones, for measuring."""
-    if not isinstance(stage, Grpo):
+    if not isinstance(stage, Sampled):
         return build_rewards(recipe.rewards or task_for(recipe, stage).usual_rewards)
     configs = resolved_rewards(recipe, stage)
     if stage.overlong is not None:

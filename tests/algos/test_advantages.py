@@ -193,3 +193,25 @@ def test_nothing_to_grade() -> None:
 
 def test_float32_stays_float32() -> None:
     assert outcome_advantages(torch.tensor([[0.0, 1.0]]), "mean", "group", 1e-4).dtype == torch.float32
+
+
+def test_whitening_is_over_every_token_of_the_step() -> None:
+    """REINFORCE++: rewards 1 (1 token), 0 (3 tokens) and 2 (1 token): mean 3/5, and std √(Σ(a − 0.6)²/4) = √0.8."""
+    groups = [group(scored(right(1.0), length=1), scored(right(0.0), length=3)), group(scored(right(2.0), length=1))]
+    graded = grade(groups, baseline="none", scale="whiten", eps=1e-4, mask_cut=False)
+    std = 0.8**0.5 + 1e-4
+    found = [a.tolist() for g in graded for a in g.advantages]
+    for got, expected in zip(found, ([0.4], [-0.6] * 3, [1.4]), strict=True):
+        assert got == pytest.approx([e / std for e in expected], abs=1e-6)
+
+
+def test_whitening_leaves_out_what_is_not_graded_and_gives_equal_rewards_nothing() -> None:
+    failed = scored(right(None, failure="broke"))
+    graded = grade(
+        [group(scored(right(1.0)), scored(right(3.0)), failed)], baseline="none", scale="whiten", eps=1e-4, mask_cut=False
+    )
+    assert graded[0].graded == (True, True, False)
+    assert not graded[0].advantages[2].any()
+    assert graded[0].advantages[0] == pytest.approx(-graded[0].advantages[1])
+    equal = grade([group(scored(right(0.1)), scored(right(0.1)))], baseline="none", scale="whiten", eps=1e-4, mask_cut=False)
+    assert not equal[0].has_signal

@@ -51,7 +51,7 @@ def test_on_policy_every_objective_follows_the_policy_gradient(name: str) -> Non
     """At ρ = 1 the gradient at a token is −share · A (for one ratio per sequence: −Σ_t share · A, A being the sequence's)."""
     inputs = micro_batch([2, 3], advantage_N=double([1.5, 1.5, -0.5, -0.5, -0.5]), totals=StepTotals(4, 20, 10))
     per_completion = {1.5: 1 / (4 * 2), -0.5: 1 / (4 * 3)}
-    share = {"dapo": 1 / 20, "bnpo": 1 / 20, "cispo": 1 / 20, "dr_grpo": 1 / 40}
+    share = {"dapo": 1 / 20, "bnpo": 1 / 20, "cispo": 1 / 20, "reinforce_pp": 1 / 20, "dr_grpo": 1 / 40}
     share |= {"grpo_sequence": 1 / 4, "rloo": 1 / 4, "reinforce": 1 / 4}
     expected = [-a * share.get(name, per_completion[a]) for a in inputs.advantage_N.tolist()]
     assert gradient(OBJECTIVES[name], inputs).tolist() == pytest.approx(expected, abs=1e-12)

@@ -53,7 +53,7 @@ def test_without_a_key_the_whole_tree_is_shown() -> None:
         ("grpo.kl", ["The pull toward the reference.", "grpo.kl.beta", "k1, k2, k3"]),
         (
             "grpo.advantage.scale",
-            ["one of group, batch, none", "unset", "--set grpo.advantage.scale=group", "none for dr_grpo"],
+            ["one of group, batch, whiten, none", "unset", "--set grpo.advantage.scale=group", "none for dr_grpo"],
         ),
         ("model", ["model.tiny.layers", "float32, bfloat16"]),
         ("grpo.objective", ["leave_one_out", "the geometric mean", "reward"]),

@@ -31,7 +31,7 @@ WRONG = [
     ("grpo.group_size=many", "grpo.group_size", "group_size = 8"),
     ("grpo.objective=gpro", "grpo.objective", 'did you mean objective = "grpo"'),
     ("grpo.objective=ppo", "grpo.objective", 'the default is "grpo"'),
-    ("grpo.advantage.scale=std", "grpo.advantage.scale", "one of group, batch, none"),
+    ("grpo.advantage.scale=std", "grpo.advantage.scale", "one of group, batch, whiten, none"),
     ("model.dtype=bf16", "model.dtype", 'did you mean dtype = "bfloat16"'),
     ("grpo.optimiser.betas=[0.9]", "grpo.optimiser.betas", "a list of 2, each a number"),
     ("grpo.optimiser.betas=[0.9, 2]", "grpo.optimiser.betas", "[0.9, 0.999]"),

@@ -91,7 +91,7 @@ def test_groups_without_signal_change_totals_only(objective: str) -> None:
         for groups, mode in ((loud, "drop"), ([*loud, *silent], "drop"), ([silent[0], *loud, silent[1]], "keep"))
     )
     assert apart(dropped, kept) < 1e-5
-    by_tokens = objective in ("dapo", "bnpo", "cispo")
+    by_tokens = objective in ("dapo", "bnpo", "cispo", "reinforce_pp")
     assert apart(dropped, without * (20 / 40 if by_tokens else 5 / 9)) < 1e-5
 
 
