@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +24,25 @@ StopReason = Literal["end", "stop_string", "length"]
 """Why a completion stopped: the model's end token, a stop string of the recipe, or the length limit (a *cut* completion)."""
 
 
+class Environment(Protocol):
+    """The other side of a task of several turns: a tool that answers, a player that moves.
+
+    A turn of the policy ends with its end token, or with one of ``calls`` (`</tool>`, a question mark). Then `reply` is asked, and
+    what it says goes into the context and stays out of the loss. It must be a pure function of its arguments, so that a run can
+    be repeated: ``turns`` holds what was said, the policy's and the environment's by turns, the policy's first and last;
+    ``dice`` is a function of (seed, step, prompt, sample, turn), for environments that throw some.
+    """
+
+    @property
+    def calls(self) -> tuple[str, ...]: ...
+
+    def reply(self, prompt: Prompt, turns: Sequence[str], dice: np.random.Generator) -> str | None:
+        """What the environment says now; None where there is nothing more to say, and the completion ends."""
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What the model is asked, with the columns that its rewards need.
+    """What the model is asked, with the columns that its rewards need. Where an ``environment`` answers back, it goes on.
 
     ``id`` is stable and unique within a task: random numbers and the studio's 'follow one prompt' hang on it. Exactly one
     of ``text`` (sent as it is) and ``messages`` (sent through the chat template) is set.
@@ -38,6 +54,7 @@ class Prompt:
     text: str | None = None
     messages: tuple[Mapping[str, str], ...] | None = None
     columns: Mapping[str, Any] = field(default_factory=dict)
+    environment: Environment | None = field(default=None, compare=False, repr=False)
 
     @property
     def difficulty(self) -> str | None:
@@ -55,10 +72,15 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A worked example for supervised training: a prompt and the completion to imitate."""
+    """A worked example for supervised training: a prompt and the completion to imitate.
+
+    ``turns`` is the same completion cut where the speaker changes, the policy's part first, where an environment takes part: what
+    the environment says is not imitated.
+    """
 
     prompt: Prompt
     completion: str
+    turns: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

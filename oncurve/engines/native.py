@@ -25,7 +25,7 @@ from oncurve.errors import ModelError
 from oncurve.models.policy import Policy
 from oncurve.recipe.sections import Engine as EngineSettings
 from oncurve.recipe.sections import Sampling
-from oncurve.records import Completion, Group, Ints, Prompt, StopReason
+from oncurve.records import Bools, Completion, Group, Ints, Prompt, StopReason
 
 BUCKET = 16
 """Prompts are prefilled at lengths rounded up to this."""
@@ -35,6 +35,10 @@ SLOTS_CPU, SLOTS_GPU = 128, 256
 """Most completions decoded at once, where the recipe does not say."""
 ROWS = 16
 """Most slots that share a block, and so must all end before it is refilled."""
+
+Tokens = list[list[int]]
+Logps = list[list[tuple[float, float, float]]]
+"""What was drawn, by decode step and slot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,10 @@ class Row:
     token_ids: list[int] = field(default_factory=list)
     logps: list[tuple[float, float, float]] = field(default_factory=list)
     stop: StopReason | None = None
+
+    @property
+    def loss_mask(self) -> Bools:
+        return np.ones(len(self.token_ids), bool)
 
 
 @dataclass
@@ -85,7 +93,8 @@ class NativeEngine:
             self._check_room(prompt, len(ids), how)
         rows = group_rows(group_size)
         blocks = self._blocks(len(prompts) * (group_size // rows), rows)
-        batch = Batch(self.policy, how, Pool(blocks, rows, how.max_new_tokens), draws, prompts, prompt_ids, group_size)
+        kind = batch_type(prompts)
+        batch = kind(self.policy, how, Pool(blocks, rows, how.max_new_tokens), draws, prompts, prompt_ids, group_size)
         groups: dict[int, Group] = {}
         for g in batch.run(self.settings.check_every):
             groups[g] = Group(prompts[g], prompt_ids[g], tuple(self._completion(row) for row in batch.rows[g]))
@@ -112,7 +121,16 @@ class NativeEngine:
         sampled = logps if np.array_equal(sampled, logps) else sampled
         raw = logps if np.array_equal(raw, logps) else raw
         text_ids = ids[:-1] if row.stop == "end" else ids
-        return Completion(ids, self.policy.decode(text_ids), row.stop, logps, sampled, raw, np.ones(len(ids), bool))
+        return Completion(ids, self.policy.decode(text_ids), row.stop, logps, sampled, raw, row.loss_mask)
+
+
+def batch_type(prompts: Sequence[Prompt]) -> type[Batch]:
+    """The plain batch, or the one in which environments answer back."""
+    if all(prompt.environment is None for prompt in prompts):
+        return Batch
+    from oncurve.engines.episodes import Episodes  # it builds on this file
+
+    return Episodes
 
 
 def frozen_slots(device: torch.device, rows: int) -> int:
@@ -248,20 +266,23 @@ class Batch:
         token_CS = torch.stack([d.token_S for d in drawn]).tolist()
         logp_CS = torch.stack([torch.stack((d.logp_S, d.sampled_logp_S, d.raw_logp_S), -1) for d in drawn]).tolist()
         for slot, row in enumerate(self.row_in):
-            if row is None:
-                continue
-            for token_S, logp_S in zip(token_CS, logp_CS, strict=True):
-                row.token_ids.append(token_S[slot])
-                row.logps.append(logp_S[slot])
-                row.stop = self._why_stop(row)
-                if row.stop is not None:
-                    self.row_in[slot] = None
-                    ended.append(row)
-                    break
+            if row is not None and self._append(slot, row, token_CS, logp_CS):
+                self.row_in[slot] = None
+                ended.append(row)
         for block in range(self.pool.blocks):
             if self.running[block] is not None and not any(self._rows_in(block)):
                 self.running[block] = None
         return ended
+
+    def _append(self, slot: int, row: Row, token_CS: Tokens, logp_CS: Logps) -> bool:
+        """Hands a slot's tokens to its row, up to the row's end; whether that has come."""
+        for token_S, logp_S in zip(token_CS, logp_CS, strict=True):
+            row.token_ids.append(token_S[slot])
+            row.logps.append(logp_S[slot])
+            row.stop = self._why_stop(row)
+            if row.stop is not None:
+                return True
+        return False
 
     def _rows_in(self, block: int) -> Iterator[Row | None]:
         first = block * self.pool.rows

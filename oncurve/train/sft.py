@@ -1,6 +1,6 @@
 """The stage `sft`: supervised training on worked examples, loss on the completion's tokens only.
 
-loss = −(1/tokens) Σ logπ(token), over all completion tokens of the update's examples.
+loss = −(1/tokens) Σ logπ(token), over all completion tokens of the update's examples that the policy is to write itself.
 """
 
 from __future__ import annotations
@@ -8,11 +8,14 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from oncurve.errors import DataError
 from oncurve.models.packing import Bundle, build_pack, split_by_budget
 from oncurve.models.policy import Policy
+from oncurve.models.turns import example_ids
 from oncurve.recipe.schema import Sft
 from oncurve.records import Example, StepReport
 from oncurve.tasks.base import Task
@@ -39,7 +42,7 @@ class SftLoop:
     def __init__(self, stage: Sft, seed: int, task: Task, policy: Policy) -> None:
         self.stage, self.seed, self.policy = stage, seed, policy
         self.examples = examples = examples_of(stage, task)
-        self.encoded = {id(e): (policy.encode(e.prompt), policy.encode_completion(e.completion)) for e in examples}
+        self.encoded = {id(e): (policy.encode(e.prompt), *example_ids(policy, e)) for e in examples}
         self.optimiser = Optimiser(policy.model, stage.optimiser, stage.steps)
         self.started = time.monotonic()
 
@@ -57,17 +60,19 @@ class SftLoop:
         """Update number n, from 1."""
         clock = Clock()
         chosen = [self.encoded[id(e)] for e in examples_for_step(self.examples, self.seed, n - 1, self.stage.batch_size)]
-        bundles = [Bundle(prompt, (completion,), (i,)) for i, (prompt, completion) in enumerate(chosen)]
-        tokens = sum(len(completion) for _, completion in chosen)
+        bundles = [Bundle(prompt, (completion,), (i,)) for i, (prompt, completion, _) in enumerate(chosen)]
+        tokens = sum(int(wrote.sum()) for _, _, wrote in chosen)
         loss = entropy = 0.0
         with clock("update"):
             self.optimiser.zero_grad()
             for part in split_by_budget(bundles, self.stage.tokens_per_pack):
-                logp_M, entropy_M = self.policy.pack_logps(build_pack(part, self.policy.device))
-                share = -logp_M.sum() / tokens
+                pack = build_pack(part, self.policy.device)
+                logp_M, entropy_M = self.policy.pack_logps(pack)
+                wrote_M = torch.from_numpy(np.concatenate([chosen[k][2] for k in pack.keys])).to(logp_M)
+                share = -(logp_M * wrote_M).sum() / tokens
                 share.backward()  # type: ignore[no-untyped-call]
                 loss += float(share.detach())
-                entropy += float(entropy_M.detach().sum()) / tokens
+                entropy += float((entropy_M.detach() * wrote_M).sum()) / tokens
             update = self.optimiser.step()
         metrics = {
             "loss": loss,

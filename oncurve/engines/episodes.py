@@ -1,0 +1,126 @@
+"""Completions in several turns: an environment answers back, and sampling goes on in the same slot.
+
+When a turn is over, the slot goes back to its last token: what was decoded beyond it is forgotten. The environment's tokens
+are then fed in one by one, each in a decode step like all others, in place of the token that was drawn; they are in the context,
+their log-probs count as 0, and ``loss_mask`` is False on them. Random numbers belong to positions, so how often turns are
+looked for changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from oncurve.engines.native import Batch, Job, Logps, Row, Tokens
+from oncurve.engines.sampling import Drawn
+from oncurve.errors import DataError
+from oncurve.models.turns import reply_ids
+from oncurve.records import Bools, StopReason
+from oncurve.tasks.draws import generator
+
+_NOT_GIVEN = -1
+_NO_LOGPS = (0.0, 0.0, 0.0)
+
+
+@dataclass
+class Episode(Row):
+    """A completion with its turns. The present one began at token ``begun``, after what the environment said."""
+
+    turns: list[str] = field(default_factory=list)
+    begun: int = 0
+    wrote: list[bool] = field(default_factory=list)
+
+    @property
+    def loss_mask(self) -> Bools:
+        return np.asarray(self.wrote, bool)
+
+
+class Episodes(Batch):
+    """A batch in which some prompts have an environment."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.rows = {g: [Episode(g, row.sample) for row in rows] for g, rows in self.rows.items()}
+        self.given_ST = torch.full(self.uniform_ST.shape, _NOT_GIVEN, dtype=torch.long, device=self.policy.device)
+
+    def _seat(self, block: int, job: Job) -> None:
+        super()._seat(block, job)
+        self.given_ST[block * self.pool.rows : (block + 1) * self.pool.rows] = _NOT_GIVEN
+
+    def _decode(self) -> Drawn:
+        given_S = self.given_ST[self.slot_S, self.suffix_length_S]
+        drawn = super()._decode()
+        self.token_S = torch.where(given_S == _NOT_GIVEN, drawn.token_S, given_S)
+        return replace(drawn, token_S=self.token_S)
+
+    def _append(self, slot: int, row: Row, token_CS: Tokens, logp_CS: Logps) -> bool:
+        assert isinstance(row, Episode)
+        for token_S, logp_S in zip(token_CS, logp_CS, strict=True):
+            given = len(row.token_ids) < row.begun
+            row.token_ids.append(token_S[slot])
+            row.logps.append(_NO_LOGPS if given else logp_S[slot])
+            row.wrote.append(not given)
+            row.stop = self._cut(row) if given else self._why_stop(row)
+            if row.stop is not None:  # what was decoded beyond this turn is forgotten
+                return row.stop == "length" or not self._goes_on(slot, row, row.stop)
+        return False
+
+    def _cut(self, row: Row) -> StopReason | None:
+        return "length" if len(row.token_ids) == self.how_of(row.group).max_new_tokens else None
+
+    def _why_stop(self, row: Row) -> StopReason | None:
+        """Why the policy's turn is over."""
+        assert isinstance(row, Episode)
+        calls = self._calls(row)
+        if calls and any(call in self._tail(row, calls) for call in calls):
+            return "stop_string"
+        return super()._why_stop(row)
+
+    def _calls(self, row: Row) -> tuple[str, ...]:
+        environment = self.prompts[row.group].environment
+        return () if environment is None else environment.calls
+
+    def _tail(self, row: Row, stop: Sequence[str]) -> str:
+        assert isinstance(row, Episode)
+        longest = max(len(s.encode()) for s in stop)
+        return self.policy.decode(np.asarray(row.token_ids[max(row.begun, len(row.token_ids) - longest - 4) :], np.int64))
+
+    def _goes_on(self, slot: int, row: Episode, why: StopReason) -> bool:
+        """Asks the environment; where it answers, the answer is what the slot gets to read next."""
+        how, ended = self.how_of(row.group), why == "end"
+        if why == "stop_string" and how.stop and any(s in self._tail(row, how.stop) for s in how.stop):
+            return False
+        said = row.token_ids[row.begun : len(row.token_ids) - ended]
+        row.turns.append(self.policy.decode(np.asarray(said, np.int64)))
+        reply = self._reply(row)
+        if reply is None:
+            return False
+        at, room = len(row.token_ids), how.max_new_tokens - len(row.token_ids)
+        row.stop = None if room else "length"
+        if not room:
+            return False
+        row.turns.append(reply)
+        ids = reply_ids(self.policy, self.prompts[row.group], reply, ended=ended)[:room]
+        self.given_ST[slot, at : at + len(ids)] = torch.tensor(ids, dtype=torch.long, device=self.given_ST.device)
+        self.token_S[slot], self.suffix_length_S[slot] = row.token_ids[-1], at
+        row.begun = at + len(ids)
+        return True
+
+    def _reply(self, row: Episode) -> str | None:
+        prompt, draws = self.prompts[row.group], self.draws_of(row.group)
+        if prompt.environment is None:
+            return None
+        dice = generator(draws.seed, f"environment/{draws.step}/{prompt.id}/{row.sample}", len(row.turns))
+        try:
+            return prompt.environment.reply(prompt, tuple(row.turns), dice)
+        except Exception as error:  # an environment may be anyone's code
+            raise DataError(
+                prompt.id,
+                f"its environment failed: {type(error).__name__}: {error}",
+                because="without an answer the completion can't go on",
+                fix="mend the environment; one that has nothing to say returns None",
+            ) from error

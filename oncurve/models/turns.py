@@ -1,0 +1,46 @@
+"""Turns as tokens: what an environment says, as the model reads it, and worked examples in which one takes part."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from oncurve.models.policy import Policy
+from oncurve.records import Bools, Example, Ints, Prompt
+
+_MARKS = ("oncurve first mark", "oncurve second mark")
+"""Stand in for what was said, to find out what a chat template writes around it."""
+
+
+def reply_ids(policy: Policy, prompt: Prompt, reply: str, *, ended: bool) -> list[int]:
+    """What follows the policy's turn: the reply as it is, or the user's next message of a chat whose turn was ``ended`` by the
+    model's end token."""
+    text = _as_message(policy, prompt, reply) if ended and prompt.messages is not None else reply
+    ids: list[int] = policy.tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def _as_message(policy: Policy, prompt: Prompt, reply: str) -> str:
+    """What the chat template writes from the end of an assistant's turn (its end token is there already) to the next.
+
+    It is read off a dummy chat: templates may leave out parts of earlier turns, and the real one's are in the context already.
+    """
+    said, told = _MARKS
+    messages = [*map(dict, prompt.messages or ()), {"role": "assistant", "content": said}, {"role": "user", "content": told}]
+    whole = policy.tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=False, **policy.template_options
+    )
+    after = str(whole).rpartition(said)[2]
+    endings = [policy.tokenizer.decode([i], skip_special_tokens=False) for i in policy.end_ids]
+    closed = next((ending for ending in endings if after.startswith(ending)), "")
+    return after[len(closed) :].replace(told, reply)
+
+
+def example_ids(policy: Policy, example: Example) -> tuple[Ints, Bools]:
+    """A worked completion as token ids, closed by the end token; and which of them the policy is to write itself."""
+    if not example.turns:
+        ids = policy.encode_completion(example.completion)
+        return ids, np.ones(len(ids), bool)
+    parts = [reply_ids(policy, example.prompt, turn, ended=False) for turn in example.turns]
+    wrote = [np.full(len(part), place % 2 == 0) for place, part in enumerate(parts)]
+    joined = [token for part in parts for token in part]
+    return np.asarray([*joined, policy.end_ids[0]], np.int64), np.concatenate((*wrote, np.ones(1, bool)))
