@@ -27,9 +27,9 @@ StopReason = Literal["end", "stop_string", "length"]
 class Environment(Protocol):
     """The other side of a task of several turns: a tool that answers, a player that moves.
 
-    A turn of the policy ends with its end token, or with one of ``calls`` (`</tool>`, a question mark). Then `reply` is asked, and
-    what it says goes into the context and stays out of the loss. It must be a pure function of its arguments, so that a run can
-    be repeated: ``turns`` holds what was said, the policy's and the environment's by turns, the policy's first and last;
+    A turn of the policy ends with its end token, or with one of ``calls`` (`</tool>`, a question mark). Then `reply` is asked,
+    and what it says goes into the context and stays out of the loss. It must be a pure function of its arguments, so that a run
+    can be repeated: ``turns`` holds what was said, the policy's and the environment's by turns, the policy's first and last;
     ``dice`` is a function of (seed, step, prompt, sample, turn), for environments that throw some.
     """
 
@@ -74,8 +74,8 @@ class Prompt:
 class Example:
     """A worked example for supervised training: a prompt and the completion to imitate.
 
-    ``turns`` is the same completion cut where the speaker changes, the policy's part first, where an environment takes part: what
-    the environment says is not imitated.
+    Where an environment takes part, ``turns`` is the same completion cut where the speaker changes, the policy's part first:
+    what the environment says is not imitated.
     """
 
     prompt: Prompt

@@ -1,9 +1,9 @@
 """Completions in several turns: an environment answers back, and sampling goes on in the same slot.
 
 When a turn is over, the slot goes back to its last token: what was decoded beyond it is forgotten. The environment's tokens
-are then fed in one by one, each in a decode step like all others, in place of the token that was drawn; they are in the context,
-their log-probs count as 0, and ``loss_mask`` is False on them. Random numbers belong to positions, so how often turns are
-looked for changes nothing.
+are then fed in one by one, each in a decode step like all others, in place of the token that was drawn; they are in the
+context, their log-probs count as 0, and ``loss_mask`` is False on them. Random numbers belong to positions, so how often turns
+are looked for changes nothing.
 """
 
 from __future__ import annotations
