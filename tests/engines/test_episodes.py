@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -63,7 +64,7 @@ def bits(completion: Completion) -> tuple[bytes, ...]:
 def runs(mask: Sequence[bool]) -> list[tuple[bool, int, int]]:
     """(value, first, last + 1) of the runs of a mask."""
     edges = [0, *(i for i in range(1, len(mask)) if mask[i] != mask[i - 1]), len(mask)]
-    return [(bool(mask[a]), a, b) for a, b in zip(edges, edges[1:], strict=False)]
+    return [(bool(mask[a]), a, b) for a, b in pairwise(edges)]
 
 
 def test_turns_alternate_and_only_the_environment_s_are_masked() -> None:
@@ -71,7 +72,7 @@ def test_turns_alternate_and_only_the_environment_s_are_masked() -> None:
     for c in completions(sample([asked(n, echo) for n in ("a1", "b1", "a2", "b2")], Sampling(max_new_tokens=60))):
         spans = runs(c.loss_mask.tolist())
         assert spans[0][0]
-        for (mine, _, end), (_, after, last) in zip(spans, spans[1:], strict=False):
+        for (mine, _, end), (_, after, last) in pairwise(spans):
             if mine:
                 assert policy().decode(c.token_ids[:end]).endswith("?") or c.token_ids[end - 1] in policy().end_ids
                 assert policy().decode(c.token_ids[after:last]).startswith("!")
@@ -150,7 +151,10 @@ def test_an_environment_that_fails_is_told_of_in_one_message() -> None:
 
 def chat_policy() -> Policy:
     words = make_tokenizer("".join(map(chr, range(32, 127))) + "\n")
-    words.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    words.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>\n{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
     made = policy().copy()
     made.tokenizer = words
     return made
