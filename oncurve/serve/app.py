@@ -1,0 +1,221 @@
+"""The endpoint: /v1/models, /v1/chat/completions, /v1/completions, as OpenAI's clients ask for them."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from jinja2 import TemplateError
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from oncurve.engines.serving import Ask
+from oncurve.listening import refusal
+from oncurve.models.policy import Policy
+from oncurve.records import Ints, Prompt
+from oncurve.serve.answers import ChatShape, Choice, Shape, TextShape, usage
+from oncurve.serve.bodies import ChatBody, TextBody
+from oncurve.serve.problems import Refused, answer_errors, problem
+from oncurve.serve.worker import ClientGone, Worker
+from oncurve.serve.writing import Writing
+
+MOST_WAITING = 4096
+"""Completions that may wait for a slot before further requests are told to come back later."""
+NOBODY = 499
+"""The status of an answer that nobody is there to read."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model that is served: its name, its policy, and the thread that decodes."""
+
+    name: str
+    policy: Policy
+    worker: Worker
+    since: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def chats(self) -> bool:
+        return bool(self.policy.tokenizer.chat_template)
+
+    def ask(self, prompt_ids: Ints, body: ChatBody | TextBody, seed: int) -> Ask:
+        """The request as the engine takes it; refused where prompt and answer don't fit."""
+        limit, room = self.worker.session.limit, self.policy.context - len(prompt_ids)
+        if room < 1 or room < (body.limit or 1):
+            raise Refused(
+                400,
+                f"the prompt's {len(prompt_ids)} tokens and {body.limit or 1} of an answer don't fit: the model addresses "
+                f"{self.policy.context} positions",
+                "messages" if isinstance(body, ChatBody) else "prompt",
+                "context_length_exceeded",
+            )
+        if (body.limit or 1) > limit:
+            raise Refused(
+                400, f"{body.limit} tokens: this server writes at most {limit} (oncurve serve --max-tokens)", "max_tokens"
+            )
+        return Ask(prompt_ids, body.samples, body.sampling(body.limit or min(limit, room)), seed, body.top)
+
+    def chat_ids(self, body: ChatBody) -> Ints:
+        prompt = Prompt("messages", messages=tuple(message.plain() for message in body.messages))
+        if not self.chats:
+            raise Refused(400, f"{self.name} has no chat template: use /v1/completions", "messages")
+        try:
+            return self.policy.encode(prompt)
+        except TemplateError as error:
+            raise Refused(400, f"the model's chat template refuses these messages: {error}", "messages") from None
+
+    def text_ids(self, prompt: str | list[int]) -> Ints:
+        if isinstance(prompt, str):
+            return self.policy.encode(Prompt("prompt", text=prompt))
+        most = int(self.policy.model.config.get_text_config().vocab_size)
+        if max(prompt) >= most:
+            raise Refused(400, f"token {max(prompt)}: the model has {most} tokens", "prompt")
+        return np.asarray(prompt, np.int64)
+
+    def decode(self, ids: list[int]) -> str:
+        return str(self.policy.tokenizer.decode(ids, skip_special_tokens=True))
+
+    def spell(self, token_id: int) -> str:
+        return _spelt(self.policy, token_id)
+
+
+@lru_cache(maxsize=200_000)
+def _spelt(policy: Policy, token_id: int) -> str:
+    return str(policy.tokenizer.decode([token_id], skip_special_tokens=False))
+
+
+def make_app(served: Served, key: str | None = None) -> ASGIApp:
+    """The endpoint over a model. With ``key``, nothing is answered without it."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, title="Oncurve")
+    answer_errors(app)
+    card = {"id": served.name, "object": "model", "created": served.since, "owned_by": "oncurve"}
+    card |= {"context": served.policy.context, "max_tokens": served.worker.session.limit, "chat": served.chats}
+
+    @app.get("/v1/models")
+    def models() -> dict[str, Any]:
+        return {"object": "list", "data": [card]}
+
+    @app.get("/v1/models/{name:path}")
+    def model(name: str) -> dict[str, Any]:
+        _check_model(served, name)
+        return card
+
+    @app.get("/health")
+    def health() -> dict[str, Any]:
+        return {"status": "ok", "waiting": served.worker.session.left}
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request, body: ChatBody) -> Response:
+        _check_model(served, body.model)
+        return await _answer(served, request, body, [served.chat_ids(body)], ChatShape)
+
+    @app.post("/v1/completions")
+    async def text(request: Request, body: TextBody) -> Response:
+        _check_model(served, body.model)
+        return await _answer(served, request, body, [served.text_ids(prompt) for prompt in body.prompts], TextShape)
+
+    return Guard(app, key)
+
+
+def _check_model(served: Served, name: str) -> None:
+    if name != served.name:
+        raise Refused(404, f"there is no model {name!r} here: this server has {served.name!r}", "model", "model_not_found")
+
+
+async def _answer(
+    served: Served, request: Request, body: ChatBody | TextBody, prompts: Sequence[Ints], shape: type[Shape]
+) -> Response:
+    if served.worker.session.left + len(prompts) * body.samples > MOST_WAITING:
+        raise Refused(429, f"more than {MOST_WAITING} completions would wait: come back later", code="overloaded")
+    seed = secrets.randbits(63) if body.seed is None else body.seed
+    asks = [served.ask(ids, body, seed) for ids in prompts]
+    shaped = shape(served.name, served.spell, body.wants_logprobs)
+    exchange = Exchange(served, asks, body.with_usage, shaped)
+    # The body has been read, so the next thing that can be received is that the client has left.
+    gone = asyncio.ensure_future(request.receive())
+    if body.stream:
+        return StreamingResponse(exchange.stream(gone), media_type="text/event-stream", headers={"cache-control": "no-store"})
+    try:
+        return JSONResponse(await exchange.whole(gone))
+    except ClientGone:
+        return Response(status_code=NOBODY)
+    finally:
+        gone.cancel()
+
+
+class Exchange:
+    """One request under way: its asks, and what each of its choices has been told."""
+
+    def __init__(self, served: Served, asks: Sequence[Ask], with_usage: bool, shape: Shape) -> None:
+        self.served, self.asks, self.with_usage, self.shape = served, asks, with_usage, shape
+        self.writings = [Writing(served.decode, ask.how.stop) for ask in asks for _ in range(ask.samples)]
+
+    @property
+    def spent(self) -> dict[str, int]:
+        return usage(sum(len(ask.prompt_ids) for ask in self.asks), sum(writing.count for writing in self.writings))
+
+    async def whole(self, gone: asyncio.Future[Any]) -> dict[str, Any]:
+        choices = [Choice() for _ in self.writings]
+        async with aclosing(self.served.worker.tokens(self.asks, gone)) as tokens:
+            async for place, token in tokens:
+                index = place * self.asks[0].samples + token.sample
+                choices[index].add(self.writings[index].push(token))
+        return self.shape.whole(choices, self.spent)
+
+    async def stream(self, gone: asyncio.Future[Any]) -> AsyncIterator[str]:
+        """Server-sent events; what goes wrong after the first of them is told as one of them."""
+        begun: set[int] = set()
+        try:
+            async with aclosing(self.served.worker.tokens(self.asks, gone)) as tokens:
+                async for place, token in tokens:
+                    index = place * self.asks[0].samples + token.sample
+                    said = self.writings[index].push(token)
+                    if said.text or said.finish:
+                        yield _event(self.shape.chunk(index, said, index not in begun))
+                        begun.add(index)
+            if self.with_usage:
+                yield _event(self.shape.last(self.spent))
+            yield "data: [DONE]\n\n"
+        except ClientGone:
+            return
+        except RuntimeError as error:
+            message = {"message": f"{type(error).__name__}: {error}", "type": "server_error", "param": None, "code": None}
+            yield _event({"error": message})
+        finally:
+            gone.cancel()
+
+
+def _event(data: dict[str, Any]) -> str:
+    return f"data: {json.dumps(data)}\n\n"
+
+
+class Guard:
+    """Stands before the endpoint: the key where there is one, this machine's own name where there is none."""
+
+    def __init__(self, app: ASGIApp, key: str | None) -> None:
+        self.app, self.key = app, key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = self._refusal(scope) if scope["type"] == "http" else None
+        await (answer or self.app)(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        headers = Headers(scope=scope)
+        refused = refusal(scope["method"], headers, local_only=self.key is None)
+        if refused is not None:
+            return problem(*refused)
+        given = headers.get("authorization", "").removeprefix("Bearer ").encode("utf-8", "replace")
+        if self.key is not None and not hmac.compare_digest(given, self.key.encode()):
+            return problem(401, "the key is missing or wrong: send it as `Authorization: Bearer KEY`", code="invalid_api_key")
+        return None

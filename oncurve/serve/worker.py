@@ -1,0 +1,119 @@
+"""The engine in a thread of its own: requests go in from the event loop, tokens come out to it.
+
+Everything that touches the session happens on that thread, so nothing needs a lock. Between two decode steps it takes whatever
+orders have come: new requests are seated while others decode, and one whose client has left gives its slots back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from oncurve.engines.serving import Ask, Session, Token
+
+Tell = Callable[[int, Token | Exception], None]
+
+
+class ClientGone(Exception):
+    """The client has closed the connection: there is nobody left to answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Submit:
+    key: int
+    asks: Sequence[Ask]
+    tell: Tell
+
+
+@dataclass(frozen=True, slots=True)
+class _Cancel:
+    key: int
+
+
+class Worker:
+    """Runs a session until it is closed."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self._orders: queue.SimpleQueue[_Submit | _Cancel | None] = queue.SimpleQueue()
+        self._keys = count()
+        self._numbers: dict[int, list[int]] = {}  # key -> the session's numbers of its asks
+        self._places: dict[int, tuple[Tell, int]] = {}  # the session's number -> whom to tell, and which ask it is
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends after the step under way."""
+        self._orders.put(None)
+        self._thread.join()
+
+    async def tokens(self, asks: Sequence[Ask], gone: asyncio.Future[Any]) -> AsyncGenerator[tuple[int, Token], None]:
+        """(place of the ask, token) as they are drawn. Leaving early, or ``gone`` being done, takes the request back."""
+        loop, told = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Token | Exception]]()
+        key, left = next(self._keys), sum(ask.samples for ask in asks)
+        gone.add_done_callback(lambda _: told.put_nowait((0, ClientGone())))
+        self._orders.put(_Submit(key, asks, lambda place, item: _post(loop, told, place, item)))
+        try:
+            while left:
+                place, item = await told.get()
+                if isinstance(item, Exception):
+                    raise item
+                left -= item.stop is not None
+                yield place, item
+        finally:
+            if left:
+                self._orders.put(_Cancel(key))
+
+    def _run(self) -> None:
+        while self._obey():
+            try:
+                told = self.session.step()
+            except Exception as error:  # whatever one batch met (no memory, a fault of ours) must not end the server
+                self._fail(error)
+                continue
+            for token in told:
+                tell, place = self._places[token.request]
+                tell(place, token)
+            self._sweep()
+
+    def _obey(self) -> bool:
+        """Takes the orders that have come, waiting for one where there is nothing to decode. False: it is time to end."""
+        wait = self.session.idle
+        while True:
+            try:
+                order = self._orders.get(block=wait)
+            except queue.Empty:
+                return True
+            if order is None:
+                return False
+            if isinstance(order, _Submit):
+                self._numbers[order.key] = [self.session.submit(ask) for ask in order.asks]
+                self._places |= {number: (order.tell, place) for place, number in enumerate(self._numbers[order.key])}
+            else:
+                for number in self._numbers.get(order.key, ()):
+                    self.session.cancel(number)
+                self._sweep()
+            wait = self.session.idle
+
+    def _sweep(self) -> None:
+        """Forgets requests that the session has ended."""
+        for number in [number for number in self._places if number not in self.session.asks]:
+            del self._places[number]
+        for key in [key for key, numbers in self._numbers.items() if not any(n in self._places for n in numbers)]:
+            del self._numbers[key]
+
+    def _fail(self, error: Exception) -> None:
+        for number, (tell, place) in self._places.items():
+            tell(place, error)
+            self.session.cancel(number)
+        self._sweep()
+
+
+def _post(loop: asyncio.AbstractEventLoop, told: asyncio.Queue[tuple[int, Token | Exception]], place: int, item: Any) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(told.put_nowait, (place, item))

@@ -1,0 +1,84 @@
+"""From drawn tokens to the text that a client may be told.
+
+Bytes arrive before characters do: text waits while its last character may be half of one. And where stop strings were asked
+for, text waits while it may be the beginning of one, as the stop string itself is never told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from oncurve.engines.serving import Token
+
+Decode = Callable[[list[int]], str]
+HALF = "�"
+CONTEXT = 8
+"""Tokens decoded again before a new one: decoders look at what stands before a token, never further back than this."""
+
+
+class Unfolding:
+    """Text from token ids as they come; what it has told never changes."""
+
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
+        self._ids: list[int] = []
+        self._told = 0  # ids whose text has been told
+
+    def push(self, token_id: int, last: bool = False) -> str:
+        """The text that has become certain with this token."""
+        self._ids.append(token_id)
+        first = max(0, self._told - CONTEXT)
+        before = self._decode(self._ids[first : self._told])
+        now = self._decode(self._ids[first:])
+        if now.endswith(HALF) and not last:
+            return ""
+        self._told = len(self._ids)
+        return now[len(before) :]
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What is new of a completion: text, the tokens that it ends with, and why it finished, if it did."""
+
+    text: str
+    tokens: tuple[tuple[Token, int], ...]  # each with the place in the text where it begins
+    finish: str | None
+
+
+class Writing:
+    """One completion of a request as its client is told it."""
+
+    def __init__(self, decode: Decode, stop: Sequence[str]) -> None:
+        self._unfolding, self._stop = Unfolding(decode), tuple(stop)
+        self._text, self._told = "", 0
+        self._pending: list[tuple[Token, int]] = []
+        self.count = 0
+
+    def push(self, token: Token) -> Said:
+        """What may be told once this token is there. The end token has no text, and is not among the tokens told."""
+        self.count += 1
+        if token.stop != "end":
+            self._pending.append((token, len(self._text)))
+            self._text += self._unfolding.push(token.token_id, last=token.stop is not None)
+        if token.stop is None:
+            return self._say(len(self._text) - self._held())
+        found = [place for place in map(self._text.find, self._stop) if place >= 0] if token.stop == "stop_string" else []
+        cut = min(found, default=len(self._text))
+        self._pending = [(one, place) for one, place in self._pending if place < cut or cut == len(self._text)]
+        return self._say(cut, "length" if token.stop == "length" else "stop")
+
+    def _say(self, until: int, finish: str | None = None) -> Said:
+        if until <= self._told and finish is None:
+            return Said("", (), None)
+        text, tokens = self._text[self._told : until], tuple(self._pending)
+        self._told, self._pending = max(until, self._told), []
+        return Said(text, tokens, finish)
+
+    def _held(self) -> int:
+        """Characters at the end that may be the beginning of a stop string."""
+        longest = max((len(stop) - 1 for stop in self._stop), default=0)
+        for size in range(min(longest, len(self._text)), 0, -1):
+            if any(stop.startswith(self._text[-size:]) for stop in self._stop):
+                return size
+        return 0
