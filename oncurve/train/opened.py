@@ -45,10 +45,17 @@ def find_run(target: str, runs_dir: Path) -> RunFolder | None:
 
 
 def open_target(target: str, runs_dir: Path, model: Model | None = None) -> Opened:
-    """``model`` says in what precision and on which device a plain model is loaded; a run's recipe says it for a run."""
+    """``model`` says in what precision and on which device a plain model is loaded; a run's recipe says it for a run.
+
+    RUN@STAGE-STEP is a checkpoint of a run.
+    """
     run = find_run(target, runs_dir)
     if run is not None:
         return Opened(open_run(run), run.name, run)
+    name, sign, place = target.rpartition("@")
+    of = find_run(name, runs_dir) if sign else None
+    if of is not None:
+        return Opened(open_run(of, place), target, of)
     config = (model or Model()).model_copy(update={"source": target})
     if target == "tiny":
         raise RunError(
@@ -60,12 +67,12 @@ def open_target(target: str, runs_dir: Path, model: Model | None = None) -> Open
     return Opened(load_policy(config, alphabet=None, seed=0), target)
 
 
-def open_run(run: RunFolder) -> Policy:
-    """The run's final model, or where it has none yet the weights of its newest whole checkpoint."""
+def open_run(run: RunFolder, place: str | None = None) -> Policy:
+    """The run's final model, or where it has none yet the weights of its newest whole checkpoint; ``place`` names another."""
     recipe = load_recipe(run.recipe)
-    if (run.model / "config.json").is_file():
+    if place is None and (run.model / "config.json").is_file():
         return load_policy(recipe.model.model_copy(update={"source": str(run.model)}), alphabet=None, seed=recipe.seed)
-    found = checkpoints.newest_valid(run.checkpoints, lambda path, why: None)
+    found = _checkpoint(run, place) if place else checkpoints.newest_valid(run.checkpoints, lambda path, why: None)
     if found is None:
         raise RunError(
             run.name,
@@ -79,6 +86,16 @@ def open_run(run: RunFolder) -> Policy:
     )
     load_weights(policy, found.tensors["model"])
     return policy
+
+
+def _checkpoint(run: RunFolder, place: str) -> checkpoints.Checkpoint:
+    """The checkpoint that STAGE-STEP names."""
+    there = checkpoints.list_checkpoints(run.checkpoints)
+    for one in there:
+        if place in (f"{one.stage}-{one.step}", one.path.name):
+            return checkpoints.load(one.path)
+    kept = ", ".join(f"{one.stage}-{one.step}" for one in there) or "none"
+    raise RunError(f"{run.name}@{place}", "no such checkpoint", because=f"the run has {kept}", fix="name one of those")
 
 
 def export(run: RunFolder, target: Path) -> None:
