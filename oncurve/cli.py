@@ -67,6 +67,9 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the run, or with the recipe's last unfinished one.")
     ] = False,
+    minutes: Annotated[
+        float | None, typer.Option("--minutes", min=0.0, help="Save and stop after so many; --resume goes on exactly.")
+    ] = None,
 ) -> None:
     """Train a recipe, or go on with a run that was stopped."""
     from oncurve.terminal.starting import plan
@@ -83,10 +86,10 @@ def train(
         hush()
     display = LiveDisplay(Console(highlight=False))
     if planned.run is not None:
-        run = start.resume(planned.run, listeners=[display])
+        run = start.resume(planned.run, listeners=[display], minutes=minutes)
     else:
         assert planned.recipe is not None
-        run = start.begin(planned.recipe, runs_dir=runs, out=out, listeners=[display])
+        run = start.begin(planned.recipe, runs_dir=runs, out=out, listeners=[display], minutes=minutes)
     _end(run, time.monotonic() - began)
 
 

@@ -1,30 +1,50 @@
-"""Loading a model: the built-in tiny one, a folder in Hugging Face format, or a hub id."""
+"""Loading a model: the built-in tiny one, a folder in Hugging Face format, a hub id, a GGUF file, and LoRA adapters on top."""
 
 from __future__ import annotations
 
+import importlib.util
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from oncurve.errors import ModelError
+from oncurve.errors import MissingPackage, ModelError, RecipeError
+from oncurve.models import gguf, lora
 from oncurve.models.policy import Policy
 from oncurve.models.tiny import make_model, make_tokenizer
 from oncurve.recipe.sections import Model
 
 
 def load_policy(config: Model, *, alphabet: str | None, seed: int) -> Policy:
-    """The model a recipe names, on its device and in its precision.
+    """The model a recipe names, on its device and in its precision, with its adapter.
 
-    ``alphabet`` is what the tiny model's tokenizer must know (None: printable ASCII); ``seed`` decides its first weights.
+    ``alphabet`` is what the tiny model's tokenizer must know (None: printable ASCII); ``seed`` decides the first weights of the
+    tiny model and of a fresh adapter.
     """
     if config.source == "tiny":
-        tokenizer = make_tokenizer(alphabet or "".join(map(chr, range(32, 127))) + "\n")
-        model = make_model(config.tiny, tokenizer, seed)
+        tokenizer: PreTrainedTokenizerBase = make_tokenizer(alphabet or "".join(map(chr, range(32, 127))) + "\n")
+        model: PreTrainedModel = make_model(config.tiny, tokenizer, seed)
     else:
-        model, tokenizer = _from_folder_or_hub(config)
-    model.to(device=choose_device(config.device), dtype=getattr(torch, config.dtype))
+        config = resolved(config)
+        _check_path(config.source)
+        model, tokenizer = load_base(config)
+        _check_template(config, tokenizer)
+    if config.quantise is None:
+        model.to(device=choose_device(config.device), dtype=getattr(torch, config.dtype))
+    _adapt(model, config, seed)
     return Policy(model, tokenizer, system_prompt=config.system_prompt, template_options=config.template_options)
+
+
+def resolved(config: Model) -> Model:
+    """A GGUF file as the folder it was converted to, an adapter's folder as its base with the adapter on top."""
+    base = lora.base_of(Path(config.source))
+    if base is not None:
+        config = config.model_copy(update={"source": base, "adapter": config.adapter or config.source})
+    if gguf.is_gguf(config.source):
+        config = config.model_copy(update={"source": str(gguf.cached(Path(config.source), config.dtype))})
+    return config
 
 
 def choose_device(name: str) -> torch.device:
@@ -35,20 +55,8 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _from_folder_or_hub(config: Model):  # type: ignore[no-untyped-def]
-    folder = Path(config.source)
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        found = ", ".join(sorted(p.name for p in folder.iterdir())[:6]) or "nothing"
-        raise ModelError(
-            config.source,
-            f"a folder without config.json (it holds {found})",
-            because="that file says what the model is",
-            fix="name a folder in Hugging Face format, such as RUN/model, or a run",
-        )
-    if not folder.exists() and (config.source.startswith((".", "/", "~")) or config.source.count("/") > 1):
-        raise ModelError(
-            config.source, "no such folder", because="it looks like a path", fix="check the path; a hub id is OWNER/NAME"
-        )
+def load_base(config: Model) -> tuple[Any, Any]:
+    """A folder or hub id as a causal language model and its tokenizer; code that lies in the folder runs only if trusted."""
     trust = config.trust_remote_code
     try:
         settings = AutoConfig.from_pretrained(config.source, trust_remote_code=trust)
@@ -58,12 +66,121 @@ def _from_folder_or_hub(config: Model):  # type: ignore[no-untyped-def]
                 fix="set model.trust_remote_code = true if you trust it",
             )  # fmt: skip
         tokenizer = AutoTokenizer.from_pretrained(config.source, trust_remote_code=trust)
-        model = AutoModelForCausalLM.from_pretrained(config.source, dtype=getattr(torch, config.dtype), trust_remote_code=trust)
+        model = AutoModelForCausalLM.from_pretrained(
+            config.source, dtype=getattr(torch, config.dtype), trust_remote_code=trust, **_bits(config)
+        )
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(
             config.source,
             "can't be loaded as a causal language model",
             because=str(error).strip().splitlines()[0],
-            fix="name a folder in Hugging Face format, or a hub id that is cached or can be reached",
+            fix="name a folder in Hugging Face format, a .gguf file, or a hub id that is cached or can be reached",
         ) from error
     return model, tokenizer
+
+
+def _bits(config: Model) -> dict[str, Any]:
+    """QLoRA's base: matrices in 4-bit normal floats, their scales quantised too, or in 8 bits; products in `model.dtype`."""
+    if config.quantise is None:
+        return {}
+    if config.lora is None:
+        raise RecipeError(
+            "model.quantise",
+            config.quantise,
+            because="weights of 4 or 8 bits can't be trained themselves",
+            fix="set model.lora",
+        )
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise MissingPackage(
+            "model.quantise", "bitsandbytes is not installed", because="it holds weights in 4 and 8 bits",
+            fix="pip install oncurve[qlora]",
+        )  # fmt: skip
+    from transformers import BitsAndBytesConfig
+
+    precise = getattr(torch, config.dtype)
+    if config.quantise == "int8":
+        how = BitsAndBytesConfig(load_in_8bit=True)
+    else:
+        how = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=precise
+        )
+    return {"quantization_config": how, "device_map": {"": choose_device(config.device)}}
+
+
+def _adapt(model: Any, config: Model, seed: int) -> None:
+    """A saved adapter, trained on where `lora` is set and merged where not; or a fresh one."""
+    if config.quantise is not None and config.lora is None:
+        _bits(config)
+    if config.adapter is not None:
+        lora.load(model, Path(config.adapter))
+        if config.lora is None:
+            lora.merge(model)
+    elif config.lora is not None:
+        lora.attach(model, config.lora, seed, config.source)
+
+
+def _check_path(source: str) -> None:
+    """What looks like a path is one: a slip must not be sent to a hub as a name."""
+    folder = Path(source)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        found = ", ".join(sorted(p.name for p in folder.iterdir())[:6]) or "nothing"
+        raise ModelError(
+            source,
+            f"a folder without config.json (it holds {found})",
+            because="that file says what the model is",
+            fix="name a folder in Hugging Face format, such as RUN/model, or a run",
+        )
+    if not folder.exists() and (source.startswith((".", "/", "~")) or source.count("/") > 1):
+        raise ModelError(source, "no such folder", because="it looks like a path", fix="check the path; a hub id is OWNER/NAME")
+
+
+def _check_template(config: Model, tokenizer: PreTrainedTokenizerBase) -> None:
+    """A switch that the template does not know would be dropped without a word."""
+    template = tokenizer.chat_template
+    for name in config.template_options:
+        if not isinstance(template, str) or name not in template:
+            raise RecipeError(
+                f"model.template_options.{name}",
+                config.template_options[name],
+                because=f"the chat template of {config.source} does not read it" if template else "there is no chat template",
+                fix="leave it out, or use a model whose template has this switch",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What loading found, as it is told before a run."""
+
+    architecture: str
+    parameters: int
+    trained: int
+    dtype: str
+    device: str
+    context: int
+    template: bool
+    ends: tuple[str, ...]
+    fast_path: bool
+
+    @classmethod
+    def of(cls, policy: Policy) -> Found:
+        model, known = policy.model, policy.tokenizer
+        sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+        return cls(
+            architecture=type(model).__name__,
+            parameters=sum(size for size, _ in sizes),
+            trained=sum(size for size, moves in sizes if moves),
+            dtype=str(model.dtype).removeprefix("torch."),
+            device=str(policy.device),
+            context=policy.context,
+            template=bool(known.chat_template),
+            ends=tuple(str(known.convert_ids_to_tokens(i)) for i in policy.end_ids),
+            fast_path=policy.fused is not None,
+        )
+
+    def __str__(self) -> str:
+        share = "" if self.trained == self.parameters else f", {self.trained / 1e6:.3g}M of them trained (LoRA)"
+        return (
+            f"{self.architecture}, {self.parameters / 1e6:,.4g}M parameters{share}, {self.dtype} on {self.device}, "
+            f"{self.context:,} positions, {'chat template' if self.template else 'no chat template'}, ends with "
+            f"{' or '.join(self.ends)}"
+        )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from oncurve.errors import ModelError
-from oncurve.models import attention
+from oncurve.models import attention, lora
 from oncurve.models.attention import Layout
 from oncurve.models.fused import FusedDecoder
 from oncurve.models.logprobs import Head, token_logps
@@ -123,8 +123,9 @@ class Policy:
         return str(self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
 
     def save(self, folder: Path) -> None:
-        """In Hugging Face format: loads in transformers and vLLM as it is."""
-        self.model.save_pretrained(folder)
+        """In Hugging Face format, an adapter merged into the weights: loads in transformers and vLLM as it is."""
+        model = lora.merged(self.model) if lora.is_on(self.model) else self.model
+        model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
 

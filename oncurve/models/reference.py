@@ -1,31 +1,60 @@
-"""The reference: the frozen anchor of the KL term, a copy of the policy as it was, refreshed when a recipe asks for it."""
+"""The reference: the frozen anchor of the KL term, the policy as it was, refreshed when a recipe asks for it.
+
+Of a fully trained policy it is a copy. Under LoRA no second model is held: it is the same model with the adapter off, or, where
+the adapter already meant something when the stage began, with the adapter's weights of that moment put in.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from oncurve.models import lora
 from oncurve.models.packing import Pack
 from oncurve.models.policy import Policy
 
+OFF = "adapter_off"
+
 
 class Reference:
-    """A frozen copy of a policy's weights."""
+    """The policy as it was when this was made, or last refreshed."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._held: _Copy | _Adapter = _Adapter(policy) if lora.is_on(policy.model) else _Copy(policy)
+
+    @torch.no_grad()
+    def logps(self, pack: Pack, temperature: float) -> Tensor:
+        """The reference's log-prob of each predicted token of a pack, [M]."""
+        with self._held.policy_as_it_was() as policy:
+            return policy.pack_logps(pack, temperature)[0]
+
+    def refresh(self, policy: Policy) -> None:
+        """Iterative GRPO: the reference becomes the policy."""
+        self._held.refresh(policy)
+
+    def state(self) -> dict[str, Tensor]:
+        return self._held.state()
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        self._held.load_state(state)
+
+
+class _Copy:
+    """A frozen copy of all weights."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy.copy()
         self._policy.model.requires_grad_(False)
 
-    @torch.no_grad()
-    def logps(self, pack: Pack, temperature: float) -> Tensor:
-        """The reference's log-prob of each predicted token of a pack, [M]."""
-        return self._policy.pack_logps(pack, temperature)[0]
+    @contextmanager
+    def policy_as_it_was(self) -> Iterator[Policy]:
+        yield self._policy
 
     @torch.no_grad()
     def refresh(self, policy: Policy) -> None:
-        """Iterative GRPO: the reference becomes the policy."""
         for mine, theirs in zip(self._policy.model.parameters(), policy.model.parameters(), strict=True):
             mine.copy_(theirs)
 
@@ -36,3 +65,44 @@ class Reference:
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         for name, p in self._policy.model.named_parameters():
             p.copy_(state[name])
+
+
+class _Adapter:
+    """The live model, with the adapter off (``kept`` is None) or with the adapter weights that were kept."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._kept: dict[str, Tensor] | None = None if lora.is_zero(policy.model) else _copies(policy)
+
+    @contextmanager
+    def policy_as_it_was(self) -> Iterator[Policy]:
+        if self._kept is None:
+            with lora.switched_off(self._policy.model):
+                yield self._policy
+            return
+        now = _copies(self._policy)
+        self._put(self._kept)
+        try:
+            yield self._policy
+        finally:
+            self._put(now)
+
+    def refresh(self, policy: Policy) -> None:
+        self._kept = _copies(policy)
+
+    def state(self) -> dict[str, Tensor]:
+        return {OFF: torch.tensor(self._kept is None), **(self._kept or {})}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        device = self._policy.device
+        kept = {name: tensor.to(device) for name, tensor in state.items() if name != OFF}
+        self._kept = None if bool(state[OFF]) else kept
+
+    @torch.no_grad()
+    def _put(self, weights: Mapping[str, Tensor]) -> None:
+        for name, p in lora.trained(self._policy.model).items():
+            p.copy_(weights[name])
+
+
+def _copies(policy: Policy) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in lora.trained(policy.model).items()}

@@ -71,7 +71,8 @@ def open_run(run: RunFolder, place: str | None = None) -> Policy:
     """The run's final model, or where it has none yet the weights of its newest whole checkpoint; ``place`` names another."""
     recipe = load_recipe(run.recipe)
     if place is None and (run.model / "config.json").is_file():
-        return load_policy(recipe.model.model_copy(update={"source": str(run.model)}), alphabet=None, seed=recipe.seed)
+        merged = {"source": str(run.model), "lora": None, "adapter": None, "quantise": None}
+        return load_policy(recipe.model.model_copy(update=merged), alphabet=None, seed=recipe.seed)
     found = _checkpoint(run, place) if place else checkpoints.newest_valid(run.checkpoints, lambda path, why: None)
     if found is None:
         raise RunError(

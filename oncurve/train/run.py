@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +22,8 @@ from torch import Tensor
 
 from oncurve.engines.native import NativeEngine
 from oncurve.errors import OncurveError, RunError
-from oncurve.models.load import load_policy
+from oncurve.models import lora
+from oncurve.models.load import Found, load_policy
 from oncurve.models.policy import Policy
 from oncurve.recipe.sampled import Sampled
 from oncurve.recipe.schema import Recipe, Stage
@@ -39,6 +41,17 @@ from oncurve.train.stages import Parts, StageLoop, loop_for
 
 EVAL_TOKENS = 256
 """Length limit of held-out answers where neither the recipe nor any of its stages sets one."""
+
+
+class TimeUp(OncurveError):
+    """The time that this process was given has passed: the step was finished and saved. Not a failure."""
+
+    exit_code = 0
+
+    def __init__(self, run: RunFolder, minutes: float) -> None:
+        because = "that is how long it was given; the step was finished and saved"
+        go_on = f"go on with: oncurve train --resume {run.path}"
+        super().__init__(run.name, f"stopped after {minutes:g} minutes", because=because, fix=go_on)
 
 
 class Interrupted(OncurveError):
@@ -59,10 +72,10 @@ class Trainer:
 
     def __init__(
         self, recipe: Recipe, run: RunFolder, task_of: TaskOf, rewards_of: RewardsOf, listeners: Sequence[Listener] = (),
-        policy: Policy | None = None,
+        policy: Policy | None = None, minutes: float | None = None,
     ) -> None:  # fmt: skip
         self.recipe, self.run, self.task_of, self.rewards_of = recipe, run, task_of, rewards_of
-        self.listeners = listeners
+        self.listeners, self.minutes, self.began = listeners, minutes, time.monotonic()
         torch.set_num_threads(recipe.threads or os.cpu_count() or 1)
         alphabet = task_of(recipe.stages[0]).alphabet
         self.policy = policy or load_policy(recipe.model, alphabet=alphabet, seed=recipe.seed)
@@ -87,7 +100,7 @@ class Trainer:
                     self._stages(start)
                     self._save_model()
                 status = "finished"
-            except (Interrupted, KeyboardInterrupt):
+            except (Interrupted, TimeUp, KeyboardInterrupt):
                 status = "interrupted"
                 raise
             finally:
@@ -98,6 +111,8 @@ class Trainer:
         place = (start.stage, start.step) if start else None
         parameters = sum(p.numel() for p in self.policy.model.parameters())
         self.tell.on_run_start(self.recipe, self.run.path, parameters, place)
+        if self.recipe.model.source != "tiny":
+            self.tell.on_event("model", f"{self.recipe.model.source}: {Found.of(self.policy)}")
         names = [s.label for s in self.recipe.stages]
         first = names.index(start.stage) if start else 0
         if start:
@@ -142,13 +157,19 @@ class Trainer:
             self._measure(stage, n)
         if stage.save_every and n % stage.save_every == 0 and not final:
             self._save(stage, loop, n)
-        if self.stop_signal is not None and not final:
+        if (self.stop_signal is not None or self._time_is_up) and not final:
             self._save(stage, loop, n)
             self._stop_if_asked()
 
     def _stop_if_asked(self) -> None:
         if self.stop_signal is not None:
             raise Interrupted(self.run, self.stop_signal)
+        if self.minutes is not None and self._time_is_up:
+            raise TimeUp(self.run, self.minutes)
+
+    @property
+    def _time_is_up(self) -> bool:
+        return self.minutes is not None and time.monotonic() - self.began > 60 * self.minutes
 
     def _measure(self, stage: Stage, step: int) -> EvalReport | None:
         prompts = self.task_of(stage).heldout
@@ -196,6 +217,8 @@ class Trainer:
         self.policy.save(aside)
         shutil.rmtree(self.run.model, ignore_errors=True)
         aside.rename(self.run.model)
+        if lora.is_on(self.policy.model):
+            lora.save(self.policy.model, self.run.path / "adapter")
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
@@ -220,12 +243,13 @@ class Trainer:
 
 
 def weights(policy: Policy) -> dict[str, Tensor]:
-    """The policy's weights by name; tied ones under each of their names."""
-    return {name: p.detach() for name, p in policy.model.named_parameters(remove_duplicate=False)}
+    """The policy's trained weights by name (under LoRA the adapter alone); tied ones under each of their names."""
+    return {name: p.detach() for name, p in policy.model.named_parameters(remove_duplicate=False) if p.requires_grad}
 
 
 @torch.no_grad()
 def load_weights(policy: Policy, tensors: Mapping[str, Tensor]) -> None:
     """Into the very tensors that sampler and learner share."""
     for name, p in policy.model.named_parameters():
-        p.copy_(tensors[name])
+        if p.requires_grad:
+            p.copy_(tensors[name])

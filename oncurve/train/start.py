@@ -44,14 +44,18 @@ def begin(
     task: Task | None = None,
     rewards: RewardMix | None = None,
     policy: Policy | None = None,
+    minutes: float | None = None,
 ) -> RunFolder:
-    """Train a recipe from its start. Python objects given here stand in for what the recipe names."""
+    """Train a recipe from its start. Python objects given here stand in for what the recipe names.
+
+    After ``minutes`` the step is finished and saved and TimeUp raised: `resume` goes on as if it had never stopped.
+    """
     recipe = frozen(recipe)
     prepared = _prepare(recipe, task, rewards)  # before the folder is made: a recipe that can't run leaves nothing behind
     run = RunFolder.create_at(out) if out else RunFolder.create(runs_dir, recipe.name)
     try:
         run.write_recipe(dump_recipe(recipe))
-        trainer = Trainer(recipe, run, *prepared, listeners, policy)
+        trainer = Trainer(recipe, run, *prepared, listeners, policy, minutes)
     except BaseException:
         shutil.rmtree(run.path, ignore_errors=True)
         raise
@@ -66,6 +70,7 @@ def resume(
     task: Task | None = None,
     rewards: RewardMix | None = None,
     policy: Policy | None = None,
+    minutes: float | None = None,
 ) -> RunFolder:
     """Go on with an interrupted run: it ends in the same bits as one never stopped."""
     state = run.state()
@@ -81,7 +86,7 @@ def resume(
             run.name, f"still running (process {state.pid})", because="a run has one writer", fix="stop that process first"
         )
     recipe = load_recipe(run.recipe)
-    Trainer(recipe, run, *_prepare(recipe, task, rewards), listeners, policy).train(resume=run.database.exists())
+    Trainer(recipe, run, *_prepare(recipe, task, rewards), listeners, policy, minutes).train(resume=run.database.exists())
     return run
 
 

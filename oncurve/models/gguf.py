@@ -1,0 +1,137 @@
+"""GGUF files: de-quantised by transformers, written once as a folder in Hugging Face format, and found there ever after.
+
+Three things are mended on the way. Embedding and head of a tied model lie apart in such a file, quantised in two ways: the
+head, kept in more bits, becomes both again. The quantiser is taken off, for a model that carries one can't be saved. And every token
+that ends a turn or a text is named as an end token: the file names one, and a model that writes the other would never stop.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerBase
+
+from oncurve.errors import MissingPackage, ModelError
+
+MAGIC = b"GGUF"
+ORIGIN = "oncurve-origin.json"
+"""Lies in a converted folder: the file it was made from."""
+SAME_MATRIX = 0.2
+"""Head and embedding of a tied model, quantised apart, differ by 4 to 7 % (relative norm); those of an untied one by 100 %."""
+END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<end_of_turn>", "<|end|>", "</s>", "<eos>")
+"""What chat models close a turn or a text with; GGUF names only one of them."""
+
+
+def is_gguf(source: str) -> bool:
+    return source.endswith(".gguf")
+
+
+def cache_folder() -> Path:
+    """`$ONCURVE_CACHE`, else `oncurve` in the user's cache."""
+    own = os.environ.get("ONCURVE_CACHE")
+    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "oncurve"
+
+
+def cached(file: Path, dtype: str) -> Path:
+    """The folder of a GGUF file in the cache, converted first if need be. Named by content: a new file is a new folder."""
+    _check(file)
+    folder = cache_folder() / "models" / f"{file.stem}-{_digest(file)[:12]}-{dtype}"
+    if not (folder / "config.json").is_file():
+        convert(file, folder, dtype)
+    return folder
+
+
+def convert(file: Path, folder: Path, dtype: str) -> None:
+    """Writes the model as a folder that transformers, vLLM and recipes load; it is there whole or not at all."""
+    _check(file)
+    if folder.exists():
+        raise ModelError(str(folder), "already there", because="nothing is written over", fix="choose another name")
+    model, tokenizer = _read(file, getattr(torch, dtype))
+    _tie(model)
+    model.hf_quantizer = None
+    del model.config.quantization_config
+    model.generation_config.eos_token_id = end_tokens(tokenizer)
+    aside = folder.with_name(f".writing-{folder.name}-{os.getpid()}")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        model.save_pretrained(aside)
+        tokenizer.save_pretrained(aside)
+        origin = {"file": file.name, "sha256": _digest(file), "dtype": dtype}
+        (aside / ORIGIN).write_text(json.dumps(origin, indent=2) + "\n")
+        if not folder.exists():  # two runs that begin together convert the same file
+            aside.rename(folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def end_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokenizer's own end token, then every other known one that is special there (`</s>` may be a word like any other)."""
+    special = {str(token): i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    ids = [tokenizer.eos_token_id, *(special[token] for token in END_TOKENS if token in special)]
+    return list(dict.fromkeys(i for i in ids if i is not None))
+
+
+def _check(file: Path) -> None:
+    if not file.is_file():
+        raise ModelError(str(file), "no such file", because="it ends in .gguf, so it should be one", fix="check the path")
+    with file.open("rb") as opened:
+        head = opened.read(4)
+    if head != MAGIC:
+        raise ModelError(
+            str(file), f"not a GGUF file (it begins with {head!r})", because="one begins with GGUF", fix="fetch the file again"
+        )
+    if importlib.util.find_spec("gguf") is None:
+        raise MissingPackage(
+            str(file), "gguf is not installed", because="GGUF files are read with it", fix="pip install oncurve[gguf]"
+        )
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _read(file: Path, dtype: torch.dtype) -> tuple[Any, Any]:
+    place = {"gguf_file": file.name}
+    whole = GgufConfig(dequantize=True)  # some architectures could stay in their blocks, which nothing can train
+    try:
+        AutoConfig.from_pretrained(file.parent, **place)  # an unknown architecture is told before a gigabyte is read
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, **place)
+        model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=dtype, quantization_config=whole, **place)
+    except (ValueError, KeyError, OSError, IndexError, struct.error, NotImplementedError) as error:
+        raise ModelError(
+            str(file),
+            "a GGUF file that can't be read as a causal language model",
+            because=str(error).strip().partition("\n")[0] or type(error).__name__,
+            fix=f"use one of these architectures, from a whole file: {', '.join(architectures())}",
+        ) from error
+    return model, tokenizer
+
+
+def architectures() -> list[str]:
+    """The architectures that transformers de-quantises."""
+    from transformers.integrations.gguf import GGUF_CONFIG_MAPPING
+
+    return sorted(name for name in GGUF_CONFIG_MAPPING if name != "general")
+
+
+@torch.no_grad()
+def _tie(model: Any) -> None:
+    """Where head and embedding are one matrix quantised twice, both become the head's."""
+    head, words = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or head.weight is words.weight or head.weight.shape != words.weight.shape:
+        return
+    apart = (head.weight.float() - words.weight.float()).norm() / words.weight.float().norm()
+    if apart < SAME_MATRIX:
+        words.weight = nn.Parameter(head.weight.detach())
+        model.config.tie_word_embeddings = True
+        model.tie_weights()

@@ -1,0 +1,194 @@
+"""LoRA: what is trained, what the reference is, and that saving, loading, merging and resuming lose nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from oncurve.engines.native import Draws, NativeEngine
+from oncurve.errors import ModelError, RecipeError
+from oncurve.models import lora
+from oncurve.models.load import Found, load_policy
+from oncurve.models.packing import Bundle, Pack, build_pack
+from oncurve.models.policy import Policy
+from oncurve.models.reference import Reference
+from oncurve.recipe.sections import Engine, Lora, Model, Sampling, TinyModel
+from oncurve.records import Prompt
+
+SMALL = TinyModel(layers=2, width=32, heads=2, kv_heads=1, head_size=16, mlp_width=48, context=128)
+KINDS = [{}, {"rslora": True}, {"dora": True}, {"targets": ("q_proj", "v_proj"), "rank": 2}]
+
+
+def policy(seed: int = 0, dtype: str = "float32", **options: Any) -> Policy:
+    settings = Lora.model_validate({"rank": 4, **options})
+    return load_policy(Model(tiny=SMALL, lora=settings, dtype=dtype), alphabet="0123456789+=", seed=seed)  # type: ignore[arg-type]
+
+
+def plain(seed: int = 0) -> Policy:
+    return load_policy(Model(tiny=SMALL), alphabet="0123456789+=", seed=seed)
+
+
+def pack() -> Pack:
+    ids = np.arange(9, dtype=np.int64)
+    return build_pack([Bundle(ids[:4], (ids[3:], ids[5:]), (0, 1))], torch.device("cpu"))
+
+
+def shaken(changed: Policy, seed: int = 1) -> Policy:
+    """With an adapter that means something."""
+    dice = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, p in lora.trained(changed.model).items():
+            if "lora_A" in name or "lora_B" in name:
+                p.add_(torch.randn(p.shape, generator=dice).to(p.dtype) * 0.1)
+    return changed
+
+
+@torch.no_grad()
+def logps(asked: Policy) -> Tensor:
+    return asked.pack_logps(pack())[0]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_only_the_adapter_has_a_gradient_and_a_fresh_one_changes_nothing(kind: dict[str, Any]) -> None:
+    adapted = policy(**kind)
+    assert torch.allclose(logps(adapted), logps(plain()), atol=1e-6)
+    adapted.pack_logps(pack())[0].sum().backward()  # type: ignore[no-untyped-call]
+    moved = {name for name, p in adapted.model.named_parameters() if p.grad is not None and p.grad.any()}
+    assert moved
+    assert all("lora_" in name for name in moved)
+    assert {n for n, p in adapted.model.named_parameters() if p.requires_grad} == set(lora.trained(adapted.model))
+
+
+def test_the_scale_is_alpha_over_rank_or_over_its_root() -> None:
+    """s·B·A by hand, against the merged weight: α = 32, r = 4 gives 8, or 16 with rsLoRA."""
+    for rslora, scale in ((False, 8.0), (True, 16.0)):
+        adapted = shaken(policy(rslora=rslora))
+        layer = adapted.model.get_submodule("model.layers.1.mlp.down_proj")
+        wanted = layer.base_layer.weight + scale * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+        merged = lora.merged(adapted.model).get_submodule("model.layers.1.mlp.down_proj").weight
+        assert torch.allclose(merged, wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_the_reference_is_the_model_with_the_adapter_off(kind: dict[str, Any]) -> None:
+    adapted = policy(**kind)
+    reference = Reference(adapted)
+    before = logps(adapted)
+    shaken(adapted)
+    after = logps(adapted)
+    assert not torch.allclose(after, before, atol=1e-3)
+    assert torch.equal(reference.logps(pack(), 1.0), before)
+    assert torch.equal(logps(adapted), after)
+    assert all(p.requires_grad for p in lora.trained(adapted.model).values())
+
+
+def test_a_reference_of_a_trained_adapter_is_that_adapter_and_can_be_refreshed() -> None:
+    adapted = shaken(policy())
+    reference, first = Reference(adapted), logps(adapted)
+    shaken(adapted, seed=2)
+    assert torch.equal(reference.logps(pack(), 1.0), first)
+    state = {name: tensor.clone() for name, tensor in reference.state().items()}
+    reference.refresh(adapted)
+    assert torch.equal(reference.logps(pack(), 1.0), logps(adapted))
+    reference.load_state(state)
+    assert torch.equal(reference.logps(pack(), 1.0), first)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_a_saved_adapter_is_small_comes_back_whole_and_loads_in_peft(kind: dict[str, Any], tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    base = plain()
+    base.save(tmp_path / "base")
+    settings = Lora.model_validate({"rank": 4, **kind})
+    adapted = shaken(load_policy(Model(source=str(tmp_path / "base"), lora=settings), alphabet=None, seed=0))
+    lora.save(adapted.model, tmp_path / "adapter")
+    kept = (tmp_path / "adapter" / lora.WEIGHTS).stat().st_size
+    assert kept < (tmp_path / "base" / "model.safetensors").stat().st_size
+    for config in (
+        Model(source=str(tmp_path / "base"), adapter=str(tmp_path / "adapter"), lora=Lora()),
+        Model(source=str(tmp_path / "adapter"), lora=Lora()),
+        Model(source=str(tmp_path / "adapter")),
+    ):
+        again = load_policy(config, alphabet=None, seed=5)
+        assert torch.allclose(logps(again), logps(adapted), atol=1e-5)
+        assert lora.is_on(again.model) == (config.lora is not None)
+    theirs = peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter"
+    ).eval()
+    ids = torch.arange(9)[None] % 8
+    ours = lora.merged(adapted.model)
+    ours.set_attn_implementation("eager")
+    with torch.no_grad():
+        assert torch.allclose(theirs(ids).logits, ours(ids).logits, atol=1e-4)
+
+
+def test_an_export_is_a_plain_model(tmp_path: Path) -> None:
+    adapted = shaken(policy())
+    adapted.save(tmp_path / "model")
+    again = load_policy(Model(source=str(tmp_path / "model")), alphabet=None, seed=0)
+    assert not lora.is_on(again.model)
+    assert torch.allclose(logps(again), logps(adapted), atol=1e-5)
+    assert lora.is_on(adapted.model)
+
+
+def test_the_engine_samples_with_the_adapter_on() -> None:
+    """Its log-probs are the learner's own, which differ from the base's."""
+    adapted = shaken(policy())
+    prompt = Prompt(id="p", text="1+2=")
+    engine = NativeEngine(adapted, Engine(slots=4))
+    (group,) = engine.sample([prompt], 4, Sampling(max_new_tokens=6), Draws(0, 1))
+    for completion in group.completions:
+        seen = build_pack([Bundle(group.prompt_ids, (completion.token_ids,), (0,))], torch.device("cpu"))
+        with torch.no_grad():
+            mine = adapted.pack_logps(seen)[0].numpy()
+            base = plain().pack_logps(seen)[0].numpy()
+        assert np.allclose(mine, completion.logps, atol=1e-4)
+        assert not np.allclose(base, completion.logps, atol=1e-3)
+
+
+def test_a_fresh_adapter_is_a_function_of_the_seed() -> None:
+    one, two, other = (lora.trained(policy(seed=s).model) for s in (3, 3, 4))
+    assert all(torch.equal(one[n], two[n]) for n in one)
+    assert not all(torch.equal(one[n], other[n]) for n in one)
+
+
+def test_what_was_found_tells_the_trained_share() -> None:
+    found = Found.of(policy(rank=2))
+    assert found.architecture == "Qwen3ForCausalLM"
+    assert 0 < found.trained < found.parameters / 4
+    assert "LoRA" in str(found)
+    assert "no chat template" in str(found)
+
+
+def test_an_adapter_for_another_base_is_refused(tmp_path: Path) -> None:
+    plain().save(tmp_path / "base")
+    plain(seed=1).save(tmp_path / "other")
+    wide = SMALL.model_copy(update={"width": 48})
+    load_policy(Model(tiny=wide), alphabet="0123456789+=", seed=0).save(tmp_path / "wide")
+    adapted = load_policy(Model(source=str(tmp_path / "base"), lora=Lora(rank=2)), alphabet=None, seed=0)
+    lora.save(adapted.model, tmp_path / "adapter")
+    for other in ("other", "wide"):
+        with pytest.raises(ModelError, match="another base"):
+            load_policy(Model(source=str(tmp_path / other), adapter=str(tmp_path / "adapter")), alphabet=None, seed=0)
+    (tmp_path / "adapter" / lora.BASE).unlink()  # as peft itself writes adapters
+    with pytest.raises(ModelError, match="where this model has"):
+        load_policy(Model(source=str(tmp_path / "wide"), adapter=str(tmp_path / "adapter")), alphabet=None, seed=0)
+
+
+def test_targets_that_do_not_exist_or_reach_the_head_are_refused() -> None:
+    with pytest.raises(ModelError, match="q_proj"):
+        policy(targets=("query",))
+    with pytest.raises(ModelError, match="leave the embedding and the head out"):
+        policy(targets=("lm_head",))
+
+
+def test_a_quantised_base_needs_lora_and_bitsandbytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain().save(tmp_path / "base")
+    with pytest.raises(RecipeError, match=r"set model\.lora"):
+        load_policy(Model(source=str(tmp_path / "base"), quantise="nf4"), alphabet=None, seed=0)
