@@ -1,0 +1,160 @@
+"""`oncurve plan`: memory and time of a run before anything is started; and the plan's word before a training run begins."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from oncurve.errors import RecipeError
+from oncurve.plan.asked import PROMPT_TOKENS, Wishes, algorithm_of, job_for, job_of_stage, plannable, usual_rank, wished
+from oncurve.plan.gpus import CPU, Gpu, find_gpu
+from oncurve.plan.job import ALGORITHMS, Job
+from oncurve.plan.known import find_shape
+from oncurve.plan.planned import report_data, side_by_side
+from oncurve.recipe.load import load_recipe
+from oncurve.recipe.resolve import resolved_task
+from oncurve.recipe.schema import Recipe, Stage
+from oncurve.records import Prompt
+from oncurve.tasks.base import Task
+from oncurve.tasks.registry import TASKS, build_task
+
+USUAL_GPU = "H100-80GB"
+"""Planned for where nobody names a GPU and the model is not the built-in one."""
+BYTES_PER_TOKEN = 3.5
+"""Of English text, by the tokenizers of today's models; a little low, so that plans are a little high."""
+LOOKED_AT = 200
+"""Prompts of a task that are looked at for their length."""
+
+
+def plan(
+    recipe: Annotated[str | None, typer.Argument(metavar="[RECIPE]", help="A recipe; or name a model with --model.")] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="A known model, a size (7B), a folder, or a config.json.")
+    ] = None,
+    gpu: Annotated[str | None, typer.Option("--gpu", help="H100-80GB, H200, A100-40GB, RTX4090 …, or cpu.")] = None,
+    gpus: Annotated[int | None, typer.Option("--gpus", min=1, help="How many of them.")] = None,
+    algorithm: Annotated[str | None, typer.Option("--algorithm", help=", ".join(ALGORITHMS) + ".")] = None,
+    stage: Annotated[str | None, typer.Option("--stage", help="The recipe's stage; unset: its last.")] = None,
+    sets: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the recipe.")] = None,
+    lora: Annotated[bool, typer.Option("--lora", help="Train an adapter, not all weights.")] = False,
+    lora_rank: Annotated[int | None, typer.Option("--lora-rank", min=1, help="Its rank.")] = None,
+    group_size: Annotated[int | None, typer.Option("--group-size", min=1, help="Completions of a prompt.")] = None,
+    prompts: Annotated[int | None, typer.Option("--prompts", min=1, help="Prompts of a step.")] = None,
+    prompt_tokens: Annotated[int | None, typer.Option("--prompt-tokens", min=1, help="Longest prompt.")] = None,
+    new_tokens: Annotated[int | None, typer.Option("--new-tokens", min=1, help="Length limit of a completion.")] = None,
+    mean_tokens: Annotated[
+        float | None, typer.Option("--mean-tokens", min=1, help="Its usual length; unset: the limit.")
+    ] = None,
+    tokens_per_pack: Annotated[int | None, typer.Option("--tokens-per-pack", min=1, help="Tokens forwarded at once.")] = None,
+    updates: Annotated[int | None, typer.Option("--updates", min=1, help="Passes over a step's samples.")] = None,
+    minibatches: Annotated[int | None, typer.Option("--minibatches", min=1, help="Optimiser updates per pass.")] = None,
+    beta: Annotated[
+        float | None, typer.Option("--beta", min=0.0, help="Weight of the KL term; above 0 a reference is held.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="bfloat16 or float32.")] = None,
+    slots: Annotated[int | None, typer.Option("--slots", min=1, help="Completions decoded at once.")] = None,
+    checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Compute activations again.")] = False,
+    moments: Annotated[str | None, typer.Option("--moments", help="Adam's moments: float32 or int8.")] = None,
+    optimiser_on_cpu: Annotated[
+        bool, typer.Option("--optimiser-on-cpu", help="Masters and moments in the CPU's memory.")
+    ] = False,
+    reference_on_cpu: Annotated[bool, typer.Option("--reference-on-cpu", help="Brought over for its pass only.")] = False,
+    sharding: Annotated[str | None, typer.Option("--sharding", help="none, optimiser or full, with several GPUs.")] = None,
+    quantise: Annotated[str | None, typer.Option("--quantise", help="QLoRA's frozen base: nf4 or int8.")] = None,
+    reward_model: Annotated[str | None, typer.Option("--reward-model", help="A learned reward on the GPU.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs: JSON on standard output and nothing else.")] = False,
+) -> None:
+    """Memory and time of a run, before anything is started: does it fit, what would make it fit, how long is a step."""
+    wishes = Wishes(
+        gpus=gpus, algorithm=algorithm, prompts=prompts, group_size=group_size, prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens, mean_tokens=mean_tokens, tokens_per_pack=tokens_per_pack, updates=updates,
+        minibatches=minibatches, beta=beta, dtype=dtype, slots=slots,
+        lora_rank=(lora_rank or usual_rank()) if lora or lora_rank else None, checkpointing=checkpointing or None,
+        moments=moments, optimiser_on_cpu=optimiser_on_cpu or None, reference_on_cpu=reference_on_cpu or None,
+        sharding=sharding, quantise=quantise, reward_model=None if reward_model is None else find_shape(reward_model),
+    )  # fmt: skip
+    job, assumed = _question(recipe, model, gpu, stage, sets or [], wishes)
+    plans = side_by_side(job, usual_rank())
+    if as_json:
+        print(json.dumps(report_data(job, plans), ensure_ascii=False, indent=2))
+        return
+    from oncurve.terminal.plan import render_plan
+
+    own = next(p for p in plans if p.job == job)
+    Console(highlight=False).print(render_plan(job, own, plans, assumed))
+
+
+def _question(
+    recipe: str | None, model: str | None, gpu: str | None, stage: str | None, sets: list[str], wishes: Wishes
+) -> tuple[Job, str]:
+    """The job that was asked for, and what had to be assumed."""
+    if (recipe is None) == (model is None):
+        found = "neither" if recipe is None else "both"
+        raise RecipeError(
+            "RECIPE or --model", found, because="one of them says which model is trained",
+            fix="oncurve plan recipes/arithmetic.toml, or oncurve plan --model Qwen/Qwen3-8B --gpu H100-80GB",
+        )  # fmt: skip
+    if model is not None:
+        shape = find_shape(model)
+        return job_for(shape, find_gpu(gpu or USUAL_GPU), wishes), _assumed(
+            gpu is None, USUAL_GPU, wishes.prompt_tokens is None
+        )
+    assert recipe is not None
+    loaded = load_recipe(recipe, sets)
+    device, guessed = _device(loaded, gpu)
+    return wished(stage_job(loaded, _stage(loaded, stage), device), wishes), _assumed(guessed, device.name, False)
+
+
+def _assumed(gpu: bool, name: str, length: bool) -> str:
+    told = [f"{name} for want of --gpu"] if gpu and name != CPU else []
+    told += [f"prompts of {PROMPT_TOKENS} tokens for want of --prompt-tokens"] if length else []
+    return f"taken to be: {', '.join(told)}" if told else ""
+
+
+def _device(recipe: Recipe, gpu: str | None) -> tuple[Gpu, bool]:
+    """The GPU that was named; else the CPU for what is meant for it, and a usual GPU for the rest."""
+    if gpu is not None:
+        return find_gpu(gpu), False
+    small = recipe.model.device == "cpu" or (recipe.model.source == "tiny" and recipe.model.device == "auto")
+    return find_gpu(CPU if small else USUAL_GPU), True
+
+
+def _stage(recipe: Recipe, name: str | None) -> Stage:
+    known = plannable(recipe)
+    found = [stage for stage in known if name in (None, stage.label)]
+    if not found:
+        labels = ", ".join(f"{stage.label} ({algorithm_of(stage)})" for stage in known) or "none"
+        raise RecipeError(
+            "--stage", name or "none that can be planned", because=f"the recipe's stages with a plan are: {labels}",
+            fix="name one of them" if known else f"plans are for {', '.join(ALGORITHMS)}",
+        )  # fmt: skip
+    return found[-1]
+
+
+def stage_job(recipe: Recipe, stage: Stage, gpu: Gpu) -> Job:
+    """A stage's job, with lengths as its task's first prompts and worked examples have them."""
+    config = resolved_task(recipe, stage)
+    if config.type not in TASKS:  # rows given from Python: nobody knows their length here
+        return job_of_stage(recipe, stage, gpu, PROMPT_TOKENS)
+    task = build_task(config, "task" if stage.task is None else f"{stage.label}.task")
+
+    def tokens(texts: Iterable[str]) -> int:
+        longest = max((len(text.encode()) for text in texts), default=0)
+        return longest if recipe.model.source == "tiny" else math.ceil(longest / BYTES_PER_TOKEN)
+
+    job = job_of_stage(recipe, stage, gpu, tokens(p.shown for p in _some_prompts(task)) or PROMPT_TOKENS, task.alphabet)
+    if job.does.samples:
+        return job
+    written = tokens(example.completion for example in task.examples[:LOOKED_AT])
+    return replace(job, new_tokens=written, mean_tokens=float(written)) if written else job
+
+
+def _some_prompts(task: Task) -> Iterator[Prompt]:
+    yield from task.heldout[:LOOKED_AT]
+    yield from (task.train_prompt(i) for i in range(min(LOOKED_AT, task.train_size or LOOKED_AT)))

@@ -1,0 +1,82 @@
+"""What of a device's rates is reached: the one table of efficiencies, with where each number comes from.
+
+`REACHED` and the H200 belong together: about 790 of 989 TFLOP/s and 4.3 of 4.8 TB/s were measured there with large matrices and
+copies. The other shares are of those reachable rates, and of the work as this learner and this engine do it;
+`bench/plan_check.py` prints planned beside measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """Shares of a device's rates, and the seconds that no rate explains."""
+
+    matrix_rate: float
+    """Of the maker's matrix rate, with large square matrices."""
+    bandwidth: float
+    """Of the maker's memory bandwidth, with long copies."""
+    products: float
+    """Of the reachable matrix rate, in the learner's products over packed tokens."""
+    attention: float
+    """Of the reachable matrix rate, in the learner's attention, whose parts are small."""
+    traffic: float
+    """Of the reachable bandwidth, in norms, rotary embeddings and gated units, each a kernel of its own."""
+    decode: float
+    """Of the reachable bandwidth, in a decode step that reads weights, keys and values once."""
+    optimiser: float
+    """Of the reachable bandwidth, in the optimiser's pass over its state."""
+    decode_layer_seconds: float
+    """A layer's fixed part of a decode step: kernels too small to fill the device, one after the other."""
+    decode_step_seconds: float
+    """Sampling, bookkeeping and the rest of a decode step that does not depend on the model's depth."""
+    layer_seconds: float
+    """A layer's fixed part of a forward pass in the learner, twice that backward: the launch of its kernels."""
+    step_seconds: float
+    """What a step costs apart from its tokens: the queue, packing, metrics."""
+    completion_seconds: float
+    """Decoding a completion's text, scoring it by rules, recording it."""
+    host_link: float
+    """Bytes per second between the device and the CPU's memory, pinned."""
+    host_adam: float
+    """Bytes per second of an Adam step on the CPU."""
+    network: float
+    """Of the link between GPUs, in reductions of gradients."""
+
+
+GPU = Efficiency(
+    matrix_rate=0.80,
+    bandwidth=0.90,
+    products=0.75,
+    attention=0.30,
+    traffic=0.75,
+    decode=0.70,
+    optimiser=0.80,
+    decode_layer_seconds=120e-6,
+    decode_step_seconds=600e-6,
+    layer_seconds=600e-6,
+    step_seconds=0.05,
+    completion_seconds=0.2e-3,
+    host_link=20e9,
+    host_adam=20e9,
+    network=0.7,
+)
+CPU = Efficiency(
+    matrix_rate=0.6,
+    bandwidth=0.8,
+    products=0.7,
+    attention=0.3,
+    traffic=0.7,
+    decode=0.7,
+    optimiser=0.7,
+    decode_layer_seconds=700e-6,
+    decode_step_seconds=1.2e-3,
+    layer_seconds=500e-6,
+    step_seconds=5e-3,
+    completion_seconds=0.2e-3,
+    host_link=20e9,
+    host_adam=20e9,
+    network=0.5,
+)

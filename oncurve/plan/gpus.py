@@ -1,0 +1,98 @@
+"""GPUs by name: memory, matrix rate, bandwidth, and the links between them.
+
+Memory is what the driver reports, in GiB; rates are the makers' figures for dense bfloat16 (float16 on a T4, which has no
+bfloat16). What of them is reached in practice is in `efficiency.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+from oncurve.errors import RecipeError
+from oncurve.plan.known import nearest
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One device. Rates are per second; ``link`` is bytes per second from one GPU to its neighbours in the same machine."""
+
+    name: str
+    memory: int
+    flops: float
+    bandwidth: float
+    link: float
+    is_cpu: bool = False
+
+
+def _gpu(name: str, gib: float, tflops: float, gbytes: float, link_gbytes: float) -> Gpu:
+    return Gpu(name, int(gib * GIB), tflops * 1e12, gbytes * 1e9, link_gbytes * 1e9)
+
+
+GPUS: dict[str, Gpu] = {
+    gpu.name: gpu
+    for gpu in (
+        _gpu("H100-80GB", 79.6, 989, 3350, 450),
+        _gpu("H200", 140.4, 989, 4800, 450),
+        _gpu("B200", 179.1, 2250, 8000, 900),
+        _gpu("A100-40GB", 39.6, 312, 1555, 300),
+        _gpu("A100-80GB", 79.6, 312, 2039, 300),
+        _gpu("L40S", 45.0, 362, 864, 32),
+        _gpu("RTX4090", 24.0, 165, 1008, 32),
+        _gpu("RTX3090", 24.0, 71, 936, 32),
+        _gpu("A10G", 22.5, 70, 600, 32),
+        _gpu("T4", 15.0, 65, 320, 16),
+        _gpu("MI300X", 192.0, 1307, 5300, 448),
+    )
+}
+CPU = "cpu"
+CPU_CORE_FLOPS, CPU_BANDWIDTH = 40e9, 20e9
+"""Float32 of one present-day core with vector units, and the memory bandwidth of a small machine."""
+
+
+def this_cpu() -> Gpu:
+    """The machine's own processor and memory."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Gpu(CPU, memory, CPU_CORE_FLOPS * (os.cpu_count() or 1), CPU_BANDWIDTH, CPU_BANDWIDTH, is_cpu=True)
+
+
+def find_gpu(name: str) -> Gpu:
+    """By the table's name, however it is written, or by what a driver calls the device (`NVIDIA H100 80GB HBM3`)."""
+    if name.lower() == CPU:
+        return this_cpu()
+    gpu = gpu_of_driver(name)
+    if gpu is None:
+        raise RecipeError(
+            "--gpu",
+            name,
+            because=f"the GPUs known are {', '.join(GPUS)}, and cpu",
+            fix=f"name {' or '.join(nearest(name, GPUS, 2))}, or one with the same memory",
+        )
+    return gpu
+
+
+def gpu_of_driver(name: str, memory: int | None = None) -> Gpu | None:
+    """The table's entry for a name; where it fits several (A100), the one whose memory is nearest, else the smallest."""
+    said = _letters(name)
+    found = [gpu for key, gpu in GPUS.items() if _letters(key) == said]
+    if not found:
+        found = [
+            gpu
+            for key, gpu in GPUS.items()
+            if re.search(rf"(^|[^a-z0-9]){key.split('-')[0].lower()}([^a-z0-9]|$)", spaced(name))
+        ]
+    size = re.search(r"(\d+)\s*gb", name.lower())
+    wanted = memory or (int(size[1]) * GIB if size else 0)
+    return min(found, key=lambda gpu: abs(gpu.memory - wanted), default=None)
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower().replace("nvidia", "").replace("geforce", "").replace("amd", ""))
+
+
+def spaced(name: str) -> str:
+    """A driver's name with the maker's prefixes joined as the table has them: `GeForce RTX 4090` gives `rtx4090`."""
+    return re.sub(r"rtx (\d)", r"rtx\1", name.lower())

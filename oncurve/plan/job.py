@@ -1,0 +1,161 @@
+"""What is asked of the planner: a model, a device, an algorithm, how much is sampled, and how memory is saved."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from oncurve.errors import RecipeError, did_you_mean
+from oncurve.plan.gpus import Gpu
+from oncurve.plan.shapes import Shape
+
+Sharding = Literal["none", "optimiser", "full"]
+Moments = Literal["float32", "int8"]
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """What an algorithm holds and does in a step."""
+
+    samples: bool = True
+    critic: bool = False
+    sequences: int = 0
+    """Sequences of a prompt where nothing is sampled: a worked example, or a chosen and a rejected answer."""
+    always_reference: bool = False
+    curvature: bool = False
+    """Solves for a natural gradient in place of Adam."""
+
+
+ALGORITHMS: dict[str, Algorithm] = {
+    "grpo": Algorithm(),
+    "rloo": Algorithm(),
+    "reinforce": Algorithm(),
+    "ppo": Algorithm(critic=True),
+    "trpo": Algorithm(curvature=True),
+    "dpo": Algorithm(samples=False, sequences=2, always_reference=True),
+    "sft": Algorithm(samples=False, sequences=1),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One plan's question. Lengths are limits; ``mean_tokens`` is the expected length of a completion."""
+
+    shape: Shape
+    gpu: Gpu
+    gpus: int
+    algorithm: str
+    prompts: int
+    group_size: int
+    prompt_tokens: int
+    new_tokens: int
+    mean_tokens: float
+    tokens_per_pack: int
+    updates: int
+    minibatches: int
+    beta: float
+    dtype: str
+    slots: int
+    lora_rank: int | None = None
+    checkpointing: bool = False
+    moments: Moments = "float32"
+    optimiser_on_cpu: bool = False
+    reference_on_cpu: bool = False
+    sharding: Sharding = "none"
+    quantise: str | None = None
+    """A frozen base in 4 or 8 bits, under an adapter."""
+    reward_model: Shape | None = None
+    critic: Shape | None = None
+    """The critic's shape where it differs from the policy's."""
+
+    @property
+    def does(self) -> Algorithm:
+        return ALGORITHMS[self.algorithm]
+
+    @property
+    def dtype_bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def sequences(self) -> int:
+        """Sequences that share a prompt."""
+        return self.does.sequences or self.group_size
+
+    @property
+    def rank_prompts(self) -> int:
+        """Prompts of one GPU: the busiest one's share."""
+        return math.ceil(self.prompts / self.gpus)
+
+    @property
+    def rows(self) -> int:
+        """Completions of one GPU in a step."""
+        return self.rank_prompts * self.sequences
+
+    @property
+    def samples(self) -> int:
+        """Completions of a step, over all GPUs."""
+        return self.prompts * self.sequences
+
+    @property
+    def trained(self) -> int:
+        """Parameters of the policy that move."""
+        return self.shape.parameters if self.lora_rank is None else self.shape.adapter_parameters(self.lora_rank)
+
+    @property
+    def adapters(self) -> int:
+        """Parameters that LoRA adds."""
+        return 0 if self.lora_rank is None else self.shape.adapter_parameters(self.lora_rank)
+
+    @property
+    def has_reference(self) -> bool:
+        return self.does.always_reference or (self.beta > 0 and self.algorithm != "sft")
+
+    @property
+    def holds_reference(self) -> bool:
+        """A second copy of the weights; LoRA needs none, its reference is the model with the adapter switched off."""
+        return self.has_reference and self.lora_rank is None
+
+    @property
+    def critic_shape(self) -> Shape | None:
+        return (self.critic or self.shape) if self.does.critic else None
+
+    @property
+    def step_tokens(self) -> float:
+        """Tokens that one GPU's learner forwards for a pass over its step, each prompt once."""
+        return self.rank_prompts * self.prompt_tokens + self.rows * self.mean_tokens
+
+    @property
+    def packs(self) -> int:
+        """Packs of the largest mini-batch, at the longest lengths."""
+        return math.ceil(self._minibatch_tokens / self.pack_tokens)
+
+    @property
+    def _minibatch_tokens(self) -> int:
+        groups = math.ceil(self.rank_prompts / self.minibatches)
+        return groups * (self.prompt_tokens + self.sequences * self.new_tokens)
+
+    @property
+    def pack_tokens(self) -> int:
+        """Tokens of the fullest pack: the budget, or all there is; one sequence is never cut."""
+        longest = self.prompt_tokens + self.new_tokens
+        return max(min(self.tokens_per_pack, self._minibatch_tokens), longest)
+
+    @property
+    def pack_predicted(self) -> int:
+        """Predicted tokens of the fullest pack: a pack of one long group is nearly all completion."""
+        share = self.sequences * self.new_tokens / (self.prompt_tokens + self.sequences * self.new_tokens)
+        return math.ceil(self.pack_tokens * share)
+
+
+def find_algorithm(name: str) -> str:
+    """An algorithm's name, checked."""
+    if name not in ALGORITHMS:
+        raise RecipeError(
+            "--algorithm",
+            f"{name}{did_you_mean(name, ALGORITHMS)}",
+            because=f"the planner knows {', '.join(ALGORITHMS)}",
+            fix="name one of them",
+        )
+    return name

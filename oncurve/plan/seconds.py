@@ -1,0 +1,166 @@
+"""Seconds of a step by phase, from FLOPs and bytes against the device's rates.
+
+A token costs 2 FLOPs per weight it is multiplied with in a forward pass and 4 in a backward one (2 where weights are frozen, as
+under LoRA); checkpointing adds a forward pass. Attention costs 4·H·d FLOPs per token and key. A decode step reads weights, keys
+and values once. What of the rates is reached is in efficiency.py, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from oncurve.plan import efficiency
+from oncurve.plan.efficiency import Efficiency
+from oncurve.plan.gpus import Gpu
+from oncurve.plan.job import Job
+from oncurve.plan.memory import layer_bytes
+from oncurve.plan.shapes import Shape
+
+FORWARD_PASSES, BACKWARD_PASSES = 2.5, 4.0
+"""How often what autograd keeps of a layer crosses the memory bus: each small operation reads and writes."""
+ADAM_BYTES = 40
+"""Bytes per trained parameter of an update: gradients rounded up and measured; masters, moments, weights read and written."""
+CONJUGATE_STEPS = 10
+"""Products with the curvature that a natural gradient takes, each about an update's passes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """Seconds of a step by phase."""
+
+    phases: dict[str, float]
+    samples: int
+
+    @property
+    def step(self) -> float:
+        return sum(self.phases.values())
+
+    @property
+    def samples_per_day(self) -> float:
+        return 86400 / self.step * self.samples
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """A device's rates as they are reached."""
+
+    gpu: Gpu
+
+    @property
+    def of(self) -> Efficiency:
+        return efficiency.CPU if self.gpu.is_cpu else efficiency.GPU
+
+    @property
+    def flops(self) -> float:
+        return self.gpu.flops * self.of.matrix_rate
+
+    @property
+    def bytes(self) -> float:
+        return self.gpu.bandwidth * self.of.bandwidth
+
+
+def seconds_of(job: Job) -> Seconds:
+    """Every phase of the job's step."""
+    rates, does = Rates(job.gpu), job.does
+    phases: dict[str, float] = {}
+    if does.samples:
+        phases["sample"] = sample_seconds(job, rates)
+        phases["score"] = job.rows * rates.of.completion_seconds
+    if job.reward_model:
+        phases["score"] += pass_seconds(job.reward_model, job, rates, backward=False)
+    if job.has_reference:
+        moved = (
+            job.dtype_bytes * job.shape.parameters / rates.of.host_link if job.reference_on_cpu and job.holds_reference else 0
+        )
+        phases["reference"] = pass_seconds(job.shape, job, rates, backward=False) + moved
+    phases["update"] = _update(job, rates)
+    critic = job.critic_shape
+    if critic:
+        once = pass_seconds(critic, job, rates, backward=True, head=False)
+        phases["critic"] = pass_seconds(critic, job, rates, backward=False, head=False) + job.updates * once
+    phases["optimiser"] = _optimiser(job, rates)
+    phases["between GPUs"] = _between(job, rates)
+    phases["rest"] = rates.of.step_seconds
+    return Seconds({name: value for name, value in phases.items() if value > 0}, job.samples)
+
+
+def _update(job: Job, rates: Rates) -> float:
+    old = pass_seconds(job.shape, job, rates, backward=False) if job.minibatches > 1 else 0.0
+    passes = job.updates * (1 + (CONJUGATE_STEPS if job.does.curvature else 0))
+    return old + passes * pass_seconds(job.shape, job, rates, backward=True)
+
+
+def pass_seconds(shape: Shape, job: Job, rates: Rates, *, backward: bool, head: bool = True) -> float:
+    """One pass of a model over a step's tokens, each prompt once."""
+    tokens, frozen = job.step_tokens, job.lora_rank is not None
+    times = 1.0 + (((1.0 if frozen else 2.0) + job.checkpointing) if backward else 0.0)
+    products = 2 * shape.multiplied * tokens * times
+    if head:
+        # Chunks are computed again for the backward pass, which has one product more where the head itself learns.
+        products += 2 * shape.head_parameters * job.rows * job.mean_tokens * (1 + ((2 if frozen else 3) if backward else 0))
+    attention = shape.layers * 4 * shape.q_width * _keys(job) * (1 + ((2.5 + job.checkpointing) if backward else 0))
+    passes = FORWARD_PASSES * (1 + (job.checkpointing and backward)) + (BACKWARD_PASSES if backward else 0)
+    traffic = shape.layers * layer_bytes(shape, job.dtype_bytes) * tokens * passes
+    of = rates.of
+    busy = (
+        products / (rates.flops * of.products) + attention / (rates.flops * of.attention) + traffic / (rates.bytes * of.traffic)
+    )
+    packs = max(1.0, tokens / job.pack_tokens)
+    return max(busy, packs * shape.layers * of.layer_seconds * (3 if backward else 1))
+
+
+def _keys(job: Job) -> float:
+    """Token–key pairs of a step: prompts see themselves, completions their prompt and themselves."""
+    P, C = job.prompt_tokens, job.mean_tokens
+    return job.rank_prompts * P * P / 2 + job.rows * C * (P + C / 2)
+
+
+def sample_seconds(job: Job, rates: Rates) -> float:
+    """Prefill of each prompt once, then decode steps until the last completion ends."""
+    shape, of = job.shape, rates.of
+    split = job.gpus if job.sharding == "full" else 1
+    prompt = job.rank_prompts * job.prompt_tokens
+    prefill = 2 * shape.multiplied * prompt / (rates.flops * of.products)
+    prefill += FORWARD_PASSES * shape.layers * layer_bytes(shape, job.dtype_bytes) * prompt / (rates.bytes * of.traffic)
+    return prefill / split + decode_steps(job) * decode_seconds(job, rates)
+
+
+def decode_steps(job: Job) -> float:
+    """Slots are refilled as completions end; the last ones to begin run to their own end."""
+    slots = min(job.rows, job.slots)
+    return max(job.rows * job.mean_tokens / slots, float(job.new_tokens))
+
+
+def decode_seconds(job: Job, rates: Rates) -> float:
+    """One token for every slot: weights and keys read once, and what does not shrink with either."""
+    shape, b, of = job.shape, job.dtype_bytes, rates.of
+    slots = min(job.rows, job.slots)
+    held = min(job.rank_prompts, slots) * job.prompt_tokens + slots * job.mean_tokens / 2
+    read = b * (shape.multiplied_in_all + shape.head_parameters) + held * shape.kv_bytes(b) + slots * shape.vocabulary * 16
+    flops = 2 * slots * (shape.multiplied + shape.head_parameters)
+    split = job.gpus if job.sharding == "full" else 1
+    busy = max(read / (rates.bytes * of.decode), flops / (rates.flops * of.products)) / split
+    return busy + shape.layers * of.decode_layer_seconds + of.decode_step_seconds
+
+
+def _optimiser(job: Job, rates: Rates) -> float:
+    updates = job.updates * job.minibatches
+    critic = job.critic_shape
+    trained = float(job.trained)
+    if critic:
+        trained += critic.parameters if job.lora_rank is None else critic.adapter_parameters(job.lora_rank)
+    trained /= 1 if job.sharding == "none" else job.gpus
+    if job.optimiser_on_cpu:
+        return updates * trained * (2 * job.dtype_bytes / rates.of.host_link + ADAM_BYTES / rates.of.host_adam)
+    return updates * trained * ADAM_BYTES / (rates.bytes * rates.of.optimiser)
+
+
+def _between(job: Job, rates: Rates) -> float:
+    """Gradients reduced by a ring, 2·(n − 1)/n of their bytes over each link; sharded weights are gathered for each pass."""
+    n = job.gpus
+    if n == 1:
+        return 0.0
+    link = job.gpu.link * rates.of.network
+    ring = 2 * (n - 1) / n * job.dtype_bytes * job.trained * job.updates * job.minibatches
+    passes = {"none": 0, "optimiser": 1, "full": 3 * job.updates * job.minibatches}[job.sharding]
+    return (ring + passes * (n - 1) / n * job.dtype_bytes * job.shape.parameters) / link
