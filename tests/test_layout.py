@@ -18,7 +18,7 @@ LAYERS = [
     {"train"},
     {"terminal", "cluster", "serve", "studio"},
     {"api"},
-    {"cli_rewards", "cli_serve", "cli_studio"},
+    {"cli_plan", "cli_rewards", "cli_serve", "cli_studio"},
     {"cli"},
     {"__main__"},
 ]
