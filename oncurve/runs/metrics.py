@@ -37,6 +37,13 @@ _TABLE = (
     ),
     Metric("accuracy", "share", "Share of completions that are solved.", "rises; held-out accuracy should follow it"),
     Metric(
+        "pass_at/",
+        "share",
+        "Chance that so many answers to a held-out problem hold a right one (unbiased).",
+        "rises with accuracy; where it falls while accuracy rises, answers have lost their variety",
+    ),
+    Metric("maj_at/", "share", "Share of held-out problems whose most frequent answer of so many is right.", "above accuracy"),
+    Metric(
         "no_signal_share",
         "share",
         "Share of groups whose advantages are all 0: every completion got the same reward.",

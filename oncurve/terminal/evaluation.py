@@ -44,9 +44,23 @@ def render_eval(report: EvalReport, title: str, samples: int) -> RenderableType:
     table.add_row(*_row("all", report.accuracy * answers, answers, samples), style="bold")
     for level, (solved, asked) in report.by_difficulty.items():
         table.add_row(*_row(level, solved, asked, samples))
+    for word, share in _several(report):
+        table.add_row(*_row(word, share * report.asked, report.asked, 1), style="dim")
     metrics = report.metrics
     facts = f"reward {number(metrics.get('reward'))} · length {number(metrics.get('length_mean'))} tokens"
     return Group(Text(title, "bold"), Text(f"{facts} · {percent(metrics.get('cut_share'))} cut", "dim"), Text(), table)
+
+
+def _several(report: EvalReport) -> list[tuple[str, float]]:
+    """pass@k and maj@k where problems were answered several times. Trials are problems; for k below the samples of each the
+    interval is wider than need be."""
+    shown = {"pass_at/": "pass@", "maj_at/": "maj@"}
+    return [
+        (name.replace(family, word), value)
+        for family, word in shown.items()
+        for name, value in report.metrics.items()
+        if name.startswith(family)
+    ]
 
 
 def _row(name: str, solved: float, answers: int, samples: int) -> tuple[str, str, str, str]:
@@ -72,6 +86,7 @@ def eval_data(report: EvalReport, samples: int) -> dict[str, Any]:
         "interval": list(interval_of(report.accuracy * answers, answers, samples)),
         "asked": report.asked,
         "samples": samples,
+        **{word: {"share": share, "interval": list(wilson(share, report.asked))} for word, share in _several(report)},
         "by_difficulty": levels,
         "metrics": dict(report.metrics),
     }

@@ -11,6 +11,7 @@ from oncurve.recipe.schema import Evaluation
 from oncurve.recipe.sections import Sampling
 from oncurve.records import EvalReport, Prompt, ScoredGroup
 from oncurve.rewards.mix import RewardMix
+from oncurve.train.best_of_n import several
 
 EVAL_STEP = 1 << 40
 """Evaluation draws its random numbers far from any training step's."""
@@ -48,6 +49,7 @@ def summarise(scored: Sequence[ScoredGroup], rewards: RewardMix, stage: str, ste
         "reward": float(np.mean(totals)) if totals else 0.0,
         "length_mean": float(np.mean([c.length for c in completions])),
         "cut_share": float(np.mean([c.cut for c in completions])),
+        **several(scored, solved),
     }
     accuracy = float(np.mean([m for marks in solved for m in marks]))
     return EvalReport(stage, step, accuracy, len(scored), dict(sorted(levels.items())), metrics, tuple(scored))

@@ -11,6 +11,8 @@ REWARDED = [
     "reward_std",
     "reward/answer",
     "accuracy",
+    "pass_at/8",
+    "maj_at/8",
     "no_signal_share",
     "cut_share",
     "failure_share",

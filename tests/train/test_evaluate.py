@@ -32,7 +32,8 @@ def test_accuracy_by_hand() -> None:
     assert report.accuracy == 5 / 8
     assert report.asked == 4
     assert report.by_difficulty == {"easy": (2, 2), "hard": (1, 4)}
-    assert report.metrics == {"reward": 6.5 / 7, "length_mean": 2.0, "cut_share": 0.25}
+    several = {"pass_at/1": 5 / 8, "pass_at/2": 3 / 4}
+    assert report.metrics == {"reward": 6.5 / 7, "length_mean": 2.0, "cut_share": 0.25, **several}
 
 
 def test_greedy_measurements_are_the_same_each_time_and_samples_are_not_those_of_training() -> None:
