@@ -86,7 +86,7 @@ def train(
         hush()
     display = LiveDisplay(Console(highlight=False))
     if planned.run is not None:
-        run = start.resume(planned.run, listeners=[display], minutes=minutes)
+        run = start.resume(planned.run, sets=planned.sets, listeners=[display], minutes=minutes)
     else:
         assert planned.recipe is not None
         run = start.begin(planned.recipe, runs_dir=runs, out=out, listeners=[display], minutes=minutes)

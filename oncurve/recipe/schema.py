@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
+from oncurve.recipe.ppo import Ppo
 from oncurve.recipe.sampled import Advantage, Surrogate
 from oncurve.recipe.sections import Count, Engine, Model, NonNegative, Reward, Section, SftOptimiser, StageBase, Task
 
@@ -64,7 +65,7 @@ class Grpo(Surrogate):
     """The constant that dr_grpo divides by; unset: `sampling.max_new_tokens`."""
 
 
-Stage = Annotated[Sft | Grpo, Field(discriminator="type")]
+Stage = Annotated[Sft | Grpo | Ppo, Field(discriminator="type")]
 
 
 class Evaluation(Section):
@@ -98,5 +99,7 @@ class Recipe(Section):
     """How held-out accuracy is measured."""
     engine: Engine = Engine()
     """The native engine's settings."""
+    deterministic: bool = False
+    """On a GPU: use only algorithms that give the same bits each time, and print what they cost. A CPU does so anyway."""
     threads: PositiveInt | None = None
     """CPU threads; unset: the machine's cores, frozen into the run."""

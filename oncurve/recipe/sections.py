@@ -128,8 +128,8 @@ class Task(Section):
     model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
 
     type: str
-    """`arithmetic`, `countdown`, `gsm8k`, `math`, `mbpp`, `humaneval`, or `file` (JSONL or Parquet);
-    `oncurve recipe explain task.TYPE` lists a task's options."""
+    """`arithmetic`, `countdown`; `calculator`, `guess` (in several turns); `gsm8k`, `math`, `mbpp`, `humaneval`; or `file` (JSONL
+    or Parquet); `oncurve recipe explain task.TYPE` lists a task's options."""
     heldout: PositiveInt = 200
     """Problems kept aside for measuring: none of them ever occurs in training."""
     seed: Count = 0
@@ -147,7 +147,7 @@ class Reward(Section):
     model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
 
     type: str
-    """`answer`, `math`, `code`, `countdown`; `format`, `json`, `language`, `length`, `cosine`, `overlong`, `repetition`;
+    """`answer`, `math`, `code`, `countdown`, `guess`; `format`, `json`, `language`, `length`, `cosine`, `overlong`, `repetition`;
     `process`, `model`, `judge`; or `python` (any function: `function = "file.py:name"`)."""
     name: str | None = None
     """What the aspect is called in tables and in `--set rewards.NAME.key=value`; its type when unset."""
@@ -199,6 +199,20 @@ class Engine(Section):
     """Finished completions are noticed and their slots refilled every so many tokens."""
 
 
+class Guard(Section):
+    """Updates that are left out: a NaN always, and a spike. Their batches are kept: `oncurve show RUN --bad`."""
+
+    spike: NonNegative = 100.0
+    """An update is left out where its gradient norm, loss, KL or mean reward lies more than so many usual deviations (median
+    absolute deviation, at least a tenth of the median) from the median of the last `window`; 0: only NaN and infinity are.
+    100 is far outside of healthy training: clipping already bounds what a lesser spike can do."""
+    window: PositiveInt = 50
+    """How many updates back are looked at. Before 8 of them are known nothing counts as a spike."""
+    rollback_after: Count = 0
+    """After so many steps in a row with an update left out, go back to the last checkpoint and on with other samples; 0:
+    never."""
+
+
 class Optimiser(Section):
     """AdamW, its schedule, and gradient clipping."""
 
@@ -218,6 +232,8 @@ class Optimiser(Section):
     """Decoupled weight decay, on matrices only."""
     max_grad_norm: NonNegative = 1.0
     """Gradients longer than this are scaled down to it; 0 leaves them."""
+    guard: Guard = Guard()
+    """Which updates are left out."""
 
 
 class SftOptimiser(Optimiser):
@@ -248,6 +264,9 @@ class StageBase(Section):
     """Write a checkpoint every so many steps, besides the stage's end; 0: only at the end."""
     keep_checkpoints: PositiveInt = 3
     """How many checkpoints of a stage are kept, the newest first. The stage's last is always kept."""
+    keep_best: str | None = None
+    """Keep also the checkpoint with the best value of this metric: `heldout_accuracy` (measured at its step: see `eval_every`),
+    `reward`, or any other that the stage records; of losses, KLs and shares of failures the lowest is best. Unset: none."""
 
     @property
     def label(self) -> str:

@@ -32,8 +32,8 @@ from oncurve.errors import RewardError
 from oncurve.recipe.sections import Section
 from oncurve.records import Completion, Group, Prompt
 from oncurve.rewards.base import Result, Reward, caught
-from oncurve.rewards.load import load_function
 from oncurve.rewards.workers import Workers, python_workers, shared
+from oncurve.tasks.load import load_function
 
 Function = Callable[..., Any]
 
@@ -67,6 +67,11 @@ class FunctionReward:
     def waits(self) -> bool:
         """Whether it is asynchronous: then its work is done in other threads, or elsewhere."""
         return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(type(self.function).__call__)
+
+    @property
+    def outside(self) -> bool:
+        """A function may look at anything: a clock, a file, a server. What it said is kept with the run."""
+        return True
 
     def score(self, group: Group) -> Sequence[Result]:
         """What the function returns; the mix checks it."""

@@ -15,6 +15,7 @@ from functools import cached_property
 from oncurve.errors import RewardError
 from oncurve.records import Aspect, Completion, Group, ScoredCompletion, ScoredGroup
 from oncurve.rewards.base import Reward, Score, caught
+from oncurve.rewards.memory import Memory, is_outside
 from oncurve.rewards.steps import Decode
 
 _FAILURE_LENGTH = 300
@@ -29,6 +30,7 @@ class RewardMix:
 
     def __init__(self, rewards: Sequence[Reward]) -> None:
         self.rewards = tuple(rewards)
+        self._memory: Memory | None = None
         self._begun: dict[int, tuple[Group, dict[str, Future[list[Aspect]]]]] = {}
         names = [reward.name for reward in self.rewards]
         twice = next((name for name in names if names.count(name) > 1), None)
@@ -55,7 +57,7 @@ class RewardMix:
         """Starts the rewards that wait on a group that `score` will be asked about; the engine's `on_group` calls it. Not from
         two threads."""
         if self._waiting and id(group) not in self._begun:
-            started = {reward.name: self._threads.submit(aspects_of, reward, group) for reward in self._waiting}
+            started = {reward.name: self._threads.submit(self._aspects, reward, group) for reward in self._waiting}
             self._begun[id(group)] = (group, started)  # the group is kept, so that no other gets its id
 
     def score(self, groups: Sequence[Group]) -> list[ScoredGroup]:
@@ -72,6 +74,10 @@ class RewardMix:
             if told is not None:
                 told(decode)
 
+    def remember_in(self, memory: Memory) -> None:
+        """Keeps what comes from outside, and gives it again where the same step is done again."""
+        self._memory = memory
+
     @property
     def remarks(self) -> list[str]:
         """What a run's log should say of its rewards: the sandbox they found, the endpoint they ask."""
@@ -86,8 +92,13 @@ class RewardMix:
     def _threads(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(AT_ONCE, thread_name_prefix="oncurve-rewards")
 
+    def _aspects(self, reward: Reward, group: Group) -> list[Aspect]:
+        if self._memory is None or not is_outside(reward):
+            return aspects_of(reward, group)
+        return self._memory.recall(reward, group, lambda: aspects_of(reward, group))
+
     def _scored(self, group: Group, begun: Mapping[str, Future[list[Aspect]]]) -> ScoredGroup:
-        columns = [begun[r.name].result() if r.name in begun else aspects_of(r, group) for r in self.rewards]
+        columns = [begun[r.name].result() if r.name in begun else self._aspects(r, group) for r in self.rewards]
         scored = (
             ScoredCompletion(completion, tuple(column[place] for column in columns))
             for place, completion in enumerate(group.completions)

@@ -16,7 +16,7 @@ from urllib.parse import quote
 from oncurve.errors import OncurveError, RunError
 from oncurve.runs.disk import disk_error, disk_errors
 from oncurve.runs.environment import oncurve_version
-from oncurve.runs.tables import APPLICATION_ID, FORMAT, TABLES
+from oncurve.runs.tables import ADDED, APPLICATION_ID, FORMAT, TABLES
 
 DATABASE = "run.db"
 LOCK = "run.lock"
@@ -103,7 +103,7 @@ def create_database(path: Path) -> sqlite3.Connection:
             connection = _connect(path, "rwc")
             try:
                 connection.executescript(
-                    f"PRAGMA journal_mode = WAL; BEGIN IMMEDIATE; PRAGMA application_id = {APPLICATION_ID}; {TABLES}"
+                    f"PRAGMA journal_mode = WAL; BEGIN IMMEDIATE; PRAGMA application_id = {APPLICATION_ID}; {TABLES} {ADDED}"
                 )
                 connection.execute("INSERT INTO meta VALUES (?, ?, ?)", (FORMAT, oncurve_version(), time.time()))
                 connection.execute("COMMIT")
@@ -127,6 +127,8 @@ def open_database(path: Path, read_only: bool) -> sqlite3.Connection:
         connection = _connect(path, _read_mode(path) if read_only else "rw")
         try:
             _check_format(path, connection)
+            if not read_only:
+                connection.executescript(ADDED)
         except (OncurveError, sqlite3.Error):
             connection.close()
             raise

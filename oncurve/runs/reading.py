@@ -188,6 +188,13 @@ class Reader:
         question = "SELECT time, kind, message, stage, step, data FROM events WHERE ?1 IS NULL OR kind = ?1 ORDER BY id"
         return [Event(row[0], row[1], row[2], row[3], row[4], json.loads(row["data"])) for row in self._ask(question, kind)]
 
+    def replies(self, stage: str, step: int, kind: Kind = "train") -> dict[str, str]:
+        """What came from outside while a step or a measurement was graded, by the key that rewards ask under."""
+        if not self._ask("SELECT 1 FROM sqlite_master WHERE name = 'replies'"):
+            return {}  # a run from before replies were kept, read by one who may not add the table
+        question = "SELECT key, reply FROM replies WHERE stage = ? AND step = ? AND kind = ?"
+        return {row["key"]: row["reply"] for row in self._ask(question, stage, step, kind)}
+
     def summary(self) -> Summary:
         stages, made = tuple(self.stages()), self._ask("SELECT format, oncurve, created FROM meta")[0]
         begun = [stage for stage in stages if stage.done]

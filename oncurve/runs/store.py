@@ -18,7 +18,7 @@ from typing import IO, Any
 from oncurve.records import EvalReport, StepReport
 from oncurve.runs import rows
 from oncurve.runs.database import DATABASE, create_database, database_errors, open_database, take_lock
-from oncurve.runs.reading import SECONDS, Reader
+from oncurve.runs.reading import SECONDS, Kind, Reader
 
 
 class Store(Reader):
@@ -110,6 +110,19 @@ class Store(Reader):
         with self._transaction() as write:
             told = (time.time(), kind, stage, step, message, rows.to_json(dict(data or {})))
             write.execute("INSERT INTO events VALUES (?, ?, ?, ?, ?, ?, ?)", (self._last_id("events") + 1, *told))
+
+    def keep_replies(self, stage: str, step: int, kind: Kind, replies: Mapping[str, str]) -> None:
+        """What came from outside while a step or a measurement was graded; kept before the step itself is recorded."""
+        if replies:
+            with self._transaction() as write:
+                values = [(stage, step, kind, key, reply) for key, reply in replies.items()]
+                write.executemany("INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?, ?)", values)
+
+    def forget_replies_after(self, stage: str, step: int) -> None:
+        """For a fork: what follows is graded anew, by rewards that may be others."""
+        with self._transaction() as write:
+            write.execute("DELETE FROM replies WHERE stage = ? AND step > ?", (stage, step))
+            write.execute("DELETE FROM replies WHERE stage NOT IN (SELECT name FROM stages)")
 
     def forget_after(self, stage: str, step: int) -> None:
         """Deletes what a stage recorded after ``step`` and every later stage, before those steps are done again.

@@ -7,6 +7,8 @@
 - Token arrays are little-endian blobs, one row per completion, apart from the texts: a list of completions reads none of
   them. NULL stands for what is usual: no ``loss_mask`` means all True; no ``sampled_logps`` or ``raw_logps`` means equal to
   ``logps``; one number in ``advantages`` means that number at every token.
+- ``replies`` holds what rewards that look outside the run answered about the groups of a step, those that dynamic sampling
+  threw away included. They are not forgotten on resume: a step done again gets the same answers.
 """
 
 from __future__ import annotations
@@ -65,3 +67,11 @@ CREATE TABLE events (
     message TEXT NOT NULL, data TEXT NOT NULL
 );
 """
+
+ADDED = """
+CREATE TABLE IF NOT EXISTS replies (
+    stage TEXT NOT NULL, step INTEGER NOT NULL, kind TEXT NOT NULL, key TEXT NOT NULL, reply TEXT NOT NULL,
+    PRIMARY KEY (stage, step, kind, key)
+) WITHOUT ROWID;
+"""
+"""Tables that came after the first runs: made where a writer finds them missing."""

@@ -17,10 +17,12 @@ UNFINISHED = ("interrupted", "failed")
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A recipe to begin or a run to go on with: one of them is set. ``advice`` is something to tell the user first."""
+    """A recipe to begin or a run to go on with: one of them is set. ``sets`` are for the run that goes on, ``advice`` is
+    something to tell the user first."""
 
     recipe: Recipe | None = None
     run: RunFolder | None = None
+    sets: tuple[str, ...] = ()
     advice: str | None = None
 
 
@@ -46,22 +48,18 @@ def plan(target: str, sets: Sequence[str], out: Path | None, runs_dir: Path, res
 
 def _named_run(target: str, sets: Sequence[str], runs_dir: Path, resume: bool) -> Plan:
     run = RunFolder.open(target, runs_dir)
+    stands = run.state().shown
     if not resume:
         raise RecipeError(
             target,
-            "a run, not a recipe",
+            f"a run ({stands}), not a recipe",
             because="a new run begins from a recipe",
-            fix=f"add --resume to go on with it, or train {run.recipe}",
-        )
-    if sets:
-        raise RecipeError(
-            "--set",
-            sets[0],
-            because="a run that goes on keeps its recipe, so that it ends as if never stopped",
-            fix=f"`oncurve fork {run.path} --step N --set {sets[0]}` goes on with something changed",
+            fix=f"go on with it: oncurve train --resume {run.path}"
+            if stands in UNFINISHED
+            else f"begin another of its recipe: oncurve train {run.recipe}",
         )
     refuse_from_python(load_recipe(run.recipe))
-    return Plan(run=run)
+    return Plan(run=run, sets=tuple(sets))
 
 
 def _of_recipe(recipe: Recipe, found: Sequence[RunFolder], sets: Sequence[str], asked: str) -> Plan:

@@ -1,4 +1,4 @@
-"""AdamW with float32 master weights, warm-up, schedules, clipping, and no update from a gradient that is not finite."""
+"""AdamW with float32 master weights, warm-up, schedules, clipping, and no update from a batch that the guard refuses."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from oncurve.recipe.sections import Optimiser as Settings
+from oncurve.runs.notes import note
+from oncurve.train.guard import Guard
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What one optimiser update did. ``skipped``: the gradient held NaN or inf, and no weight moved."""
+    """What one optimiser update did. ``skipped``: the guard found a NaN or a spike, and no weight moved."""
 
     grad_norm: float
     learning_rate: float
@@ -37,6 +39,7 @@ class Optimiser:
 
     def __init__(self, model: nn.Module, settings: Settings, updates: int) -> None:
         self.settings, self.updates, self.done = settings, updates, 0
+        self.guard = Guard(settings.guard)
         self.names = [name for name, p in model.named_parameters() if p.requires_grad]
         self.weights = [p for p in model.parameters() if p.requires_grad]
         self.masters = [p if p.dtype == torch.float32 else nn.Parameter(p.detach().float().clone()) for p in self.weights]
@@ -50,8 +53,9 @@ class Optimiser:
             weight.grad = None
 
     @torch.no_grad()
-    def step(self) -> Update:
-        """Clip, update, advance the schedule. A gradient that is not finite is dropped; the schedule still advances."""
+    def step(self, **watched: float) -> Update:
+        """Clip, update, advance the schedule. Where the guard refuses the gradient, or what the caller has it watch (loss, kl,
+        reward), no weight moves; the schedule still advances."""
         for weight, master in zip(self.weights, self.masters, strict=True):
             if master is not weight:
                 master.grad = None if weight.grad is None else weight.grad.float()
@@ -59,7 +63,9 @@ class Optimiser:
         self.done += 1
         limit = self.settings.max_grad_norm or math.inf
         norm = float(nn.utils.clip_grad_norm_(self.masters, limit))
-        if not math.isfinite(norm):
+        why = self.guard.refusal({"grad_norm": norm, **watched})
+        if why is not None:
+            note("bad", f"update left out: {why}")
             return Update(norm, rate, skipped=True)
         for group in self.adam.param_groups:
             group["lr"] = rate
@@ -71,7 +77,7 @@ class Optimiser:
 
     def state(self) -> dict[str, Tensor]:
         """Moments, step counts and masters by parameter name, for a checkpoint."""
-        out = {"updates_done": torch.tensor(self.done)}
+        out = {"updates_done": torch.tensor(self.done), **self.guard.state()}
         for name, weight, master in zip(self.names, self.weights, self.masters, strict=True):
             if master is not weight:
                 out[f"{name}/master"] = master.detach()
@@ -82,6 +88,7 @@ class Optimiser:
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         self.done = int(state["updates_done"])
+        self.guard.load_state(state)
         for name, weight, master in zip(self.names, self.weights, self.masters, strict=True):
             if master is not weight:
                 master.copy_(state[f"{name}/master"])

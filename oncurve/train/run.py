@@ -1,8 +1,8 @@
 """A run from its first weight to its last: stages in order, each step recorded, checkpoints, resume.
 
 The trainer knows stages only as things that can step and be saved. Exactness rests on three rules: a step is a pure function
-of (weights, optimiser, reference, seed, step number); a checkpoint holds all of these; on resume everything recorded after it
-is forgotten and done again.
+of (weights, optimiser, reference, seed, step number) and of what came from outside, which is kept; a checkpoint holds all of
+these; on resume everything recorded after it is forgotten and done again.
 """
 
 from __future__ import annotations
@@ -27,20 +27,33 @@ from oncurve.models.load import Found, load_policy
 from oncurve.models.policy import Policy
 from oncurve.recipe.sampled import Sampled
 from oncurve.recipe.schema import Recipe, Stage
-from oncurve.records import EvalReport
+from oncurve.records import EvalReport, StepReport
+from oncurve.rewards.memory import Memory
 from oncurve.rewards.mix import RewardMix
 from oncurve.runs import checkpoints
+from oncurve.runs.bad import keep_bad
+from oncurve.runs.best import best_step
 from oncurve.runs.checkpoints import Checkpoint
 from oncurve.runs.folder import RunFolder, Status
+from oncurve.runs.notes import Note, collecting
+from oncurve.runs.reading import Reader
 from oncurve.runs.store import Store
 from oncurve.tasks.base import Task
+from oncurve.train.determinism import settle
 from oncurve.train.evaluate import evaluate
 from oncurve.train.listeners import Listener, Listeners, Recorder
+from oncurve.train.memory import OutOfMemory
 from oncurve.train.room import check_room
+from oncurve.train.saving import Saved, Saver, Wanted
 from oncurve.train.stages import Parts, StageLoop, loop_for
+from oncurve.train.watch import Watch
 
 EVAL_TOKENS = 256
 """Length limit of held-out answers where neither the recipe nor any of its stages sets one."""
+MOST_ROLLBACKS = 3
+"""Roll-backs to one checkpoint before a run gives up: other samples did not help."""
+DETOUR = 1_000_003
+"""Added to the seed by each roll-back: the same samples would meet the same end."""
 
 
 class TimeUp(OncurveError):
@@ -63,6 +76,10 @@ class Interrupted(OncurveError):
         self.exit_code = 128 + signal_number
 
 
+class GoBack(Exception):
+    """Too many updates in a row were bad: the stage goes on from its last checkpoint, on other samples."""
+
+
 TaskOf = Callable[[Stage], Task]
 RewardsOf = Callable[[Stage], RewardMix]
 
@@ -81,8 +98,11 @@ class Trainer:
         self.policy = policy or load_policy(recipe.model, alphabet=alphabet, seed=recipe.seed)
         check_room(self.policy, recipe, task_of)
         self.engine = NativeEngine(self.policy, recipe.engine)
+        self.memory = Memory()
         for stage in recipe.stages:
             rewards_of(stage).decode_with(self.policy.decode)
+            rewards_of(stage).remember_in(self.memory)
+        self.remark = settle(recipe.deterministic, self.policy)
         self.stop_signal: int | None = None
 
     def train(self, resume: bool = False) -> None:
@@ -90,6 +110,7 @@ class Trainer:
         with Store.open(self.run.path, read_only=False) if resume else Store.create(self.run.path) as store:
             self.store = store
             self.tell = Listeners([Recorder(store), *self.listeners])
+            self.saver, self.watch = Saver(self.run.checkpoints), Watch()
             self.run.set_status("running")
             status: Status = "failed"
             try:
@@ -98,12 +119,14 @@ class Trainer:
                     if resume:
                         self._rewind(store, start)
                     self._stages(start)
+                    self._note_saved(self.saver.wait())
                     self._save_model()
                 status = "finished"
             except (Interrupted, TimeUp, KeyboardInterrupt):
                 status = "interrupted"
                 raise
             finally:
+                self.saver.close()
                 self.run.set_status(status)
                 self.tell.on_run_end(status)
 
@@ -113,6 +136,8 @@ class Trainer:
         self.tell.on_run_start(self.recipe, self.run.path, parameters, place)
         if self.recipe.model.source != "tiny":
             self.tell.on_event("model", f"{self.recipe.model.source}: {Found.of(self.policy)}")
+        if self.remark is not None:
+            self.tell.on_event("deterministic", self.remark)
         names = [s.label for s in self.recipe.stages]
         first = names.index(start.stage) if start else 0
         if start:
@@ -122,10 +147,19 @@ class Trainer:
                 self._stage(position, stage, start if start and position == first else None)
 
     def _stage(self, position: int, stage: Stage, start: Checkpoint | None) -> None:
-        loop = self._loop(stage)
-        done = start.step if start else 0
-        if start:
-            loop.load_state(start.tensors)
+        while True:
+            try:
+                return self._steps(position, stage, start)
+            except GoBack:
+                start = self._go_back(stage)
+
+    def _steps(self, position: int, stage: Stage, start: Checkpoint | None) -> None:
+        """The stage from its beginning, or from a checkpoint of its own."""
+        own = start if start is not None and start.stage == stage.label else None
+        done = own.step if own else 0
+        loop = self.loop(stage, detours(self.store, stage.label, done))
+        if own:
+            loop.load_state(own.tensors)
         self.tell.on_stage_start(stage.label, stage.type, position, stage.steps, done)
         for remark in self.rewards_of(stage).remarks:
             self.tell.on_event("rewards", remark, stage.label)
@@ -141,17 +175,26 @@ class Trainer:
         self.tell.on_stage_end(stage.label)
         self._stop_if_asked()
 
-    def _loop(self, stage: Stage) -> StageLoop:
-        return loop_for(stage, Parts(self.recipe, self.task_of(stage), self.engine, self.rewards_of(stage)))
+    def loop(self, stage: Stage, detour: int) -> StageLoop:
+        """A stage's loop, ready for its first step; after ``detour`` roll-backs it draws other samples."""
+        recipe = self.recipe.model_copy(update={"seed": self.recipe.seed + detour * DETOUR}) if detour else self.recipe
+        return loop_for(stage, Parts(recipe, self.task_of(stage), self.engine, self.rewards_of(stage)))
 
     def _one_step(self, stage: Stage, loop: StageLoop, n: int) -> None:
+        self.memory.at(self.store.replies(stage.label, n))
         try:
-            report = loop.step(n)
-        except OncurveError:
-            if n > 1:
+            with collecting() as notes:
+                report = loop.step(n)
+        except OncurveError as error:
+            # Memory may run out between two updates of a step, and half a step is nothing to go on from.
+            if n > 1 and not isinstance(error, OutOfMemory):
                 self._save(stage, loop, n - 1)
+                self._note_saved(self.saver.wait())
             raise
+        self.store.keep_replies(stage.label, n, "train", self.memory.fresh)
         self.tell.on_step(report)
+        self._note_saved(self.saver.done())
+        self._look_at(stage, report, notes)
         final = n == stage.steps
         if stage.eval_every and n % stage.eval_every == 0 and not final:
             self._measure(stage, n)
@@ -161,10 +204,47 @@ class Trainer:
             self._save(stage, loop, n)
             self._stop_if_asked()
 
+    def _look_at(self, stage: Stage, report: StepReport, notes: Sequence[Note]) -> None:
+        """Says what a step noted, keeps a bad batch, warns of a collapse, and goes back where too many were bad in a row."""
+        for told in notes:
+            self.tell.on_event(told.kind, f"{stage.label} {report.step}: {told.message}", stage.label, report.step)
+        for warning in self.watch.look(report):
+            self.tell.on_event("warning", warning, stage.label, report.step)
+        bad = [told.message for told in notes if told.kind == "bad"]
+        if bad:
+            keep_bad(self.run.path, report, bad)
+            patience = stage.optimiser.guard.rollback_after
+            skipped = dict(self.store.metric("skipped_updates", stage.label)) if patience else {}
+            if patience and all(skipped.get(report.step - i, 0.0) > 0 for i in range(patience)):
+                raise GoBack
+
+    def _go_back(self, stage: Stage) -> Checkpoint:
+        """The last checkpoint's weights, the steps after it forgotten. The event says so first: a kill here changes nothing."""
+        self._note_saved(self.saver.wait())
+        start = self._last_checkpoint()
+        to = start.step if start is not None and start.stage == stage.label else 0
+        been = [e for e in self.store.events("rollback") if e.stage == stage.label and e.data["to"] == to]
+        if start is None or len(been) >= MOST_ROLLBACKS:
+            found = "no checkpoint to go back to" if start is None else f"{len(been)} roll-backs to step {to} did not help"
+            raise RunError(
+                self.run.name, f"updates of stage '{stage.label}' stay bad", because=found,
+                fix=f"oncurve show {self.run.path} --bad; lower optimiser.learning_rate, mend the reward, or set save_every",
+            )  # fmt: skip
+        message = f"{stage.label}: back to {start.path.name} after {stage.optimiser.guard.rollback_after} bad updates in a row"
+        data = {"to": to, "number": detours(self.store, stage.label, to) + 1}
+        self.store.record_event("rollback", message, stage=stage.label, step=to, data=data)
+        for one in self.listeners:
+            one.on_event("rollback", message, stage.label, to)
+        self.store.forget_after(start.stage, start.step)
+        load_weights(self.policy, start.tensors["model"])
+        return start
+
     def _stop_if_asked(self) -> None:
         if self.stop_signal is not None:
+            self._note_saved(self.saver.wait())
             raise Interrupted(self.run, self.stop_signal)
         if self.minutes is not None and self._time_is_up:
+            self._note_saved(self.saver.wait())
             raise TimeUp(self.run, self.minutes)
 
     @property
@@ -177,21 +257,30 @@ class Trainer:
             return None
         limits = [s.sampling.max_new_tokens for s in self.recipe.stages if isinstance(s, Sampled)]
         limit = stage.sampling.max_new_tokens if isinstance(stage, Sampled) else max(limits, default=EVAL_TOKENS)
+        self.memory.at(self.store.replies(stage.label, step, "eval"))
         report = evaluate(
             self.engine, self.rewards_of(stage), prompts, self.recipe.evaluation,
             max_new_tokens=limit, seed=self.recipe.seed, stage=stage.label, step=step,
         )  # fmt: skip
+        self.store.keep_replies(stage.label, step, "eval", self.memory.fresh)
         self.tell.on_eval(report)
         return report
 
     def _save(self, stage: Stage, loop: StageLoop, step: int) -> None:
         tensors = {"model": weights(self.policy), **loop.state()}
         self.store.flush()  # what a checkpoint follows must be on the disk before it
-        path = checkpoints.save(
-            self.run.checkpoints, stage.label, step, tensors, {"state": {"stage": stage.label, "step": step}}
-        )
-        checkpoints.prune(self.run.checkpoints, stage.label, stage.keep_checkpoints)
-        self.tell.on_checkpoint(stage.label, step, path)
+        best = best_step(self.store, stage.label, stage.keep_best, self._saved_steps(stage) | {step})
+        protect = set() if best is None else {best}
+        documents = {"state": {"stage": stage.label, "step": step}}
+        wanted = Wanted(stage.label, step, documents, stage.keep_checkpoints, protect)
+        self._note_saved(self.saver.save(wanted, tensors))
+
+    def _saved_steps(self, stage: Stage) -> set[int]:
+        return {place.step for place in checkpoints.list_checkpoints(self.run.checkpoints) if place.stage == stage.label}
+
+    def _note_saved(self, saved: Sequence[Saved]) -> None:
+        for one in saved:
+            self.tell.on_checkpoint(one.stage, one.step, one.path)
 
     def _last_checkpoint(self) -> Checkpoint | None:
         def damaged(path: Path, why: str) -> None:
@@ -240,6 +329,12 @@ class Trainer:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def detours(store: Reader, stage: str, step: int) -> int:
+    """How many roll-backs came before what follows ``step`` of a stage. Events are never forgotten, so a resumed run agrees."""
+    found = [e for e in store.events("rollback") if e.stage == stage and e.data["to"] <= step]
+    return max((int(e.data["number"]) for e in found), default=0)
 
 
 def weights(policy: Policy) -> dict[str, Tensor]:

@@ -73,7 +73,7 @@ class SftLoop:
                 share.backward()  # type: ignore[no-untyped-call]
                 loss += float(share.detach())
                 entropy += float((entropy_M.detach() * wrote_M).sum()) / tokens
-            update = self.optimiser.step()
+            update = self.optimiser.step(loss=loss)
         metrics = {
             "loss": loss,
             "entropy": entropy,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import socket
 import sqlite3
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -11,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from oncurve.engines.native import frozen_slots
-from oncurve.errors import RunError
+from oncurve.errors import RecipeError, RunError
 from oncurve.models.load import choose_device
 from oncurve.models.policy import Policy
 from oncurve.recipe.flat import changes
@@ -23,6 +25,7 @@ from oncurve.recipe.sections import Reward
 from oncurve.recipe.sections import Task as TaskConfig
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.registry import build_rewards
+from oncurve.runs.best import check_metric
 from oncurve.runs.checkpoints import Place, list_checkpoints
 from oncurve.runs.folder import Parent, RunFolder
 from oncurve.runs.store import Store
@@ -66,13 +69,17 @@ def begin(
 def resume(
     run: RunFolder,
     *,
+    sets: Sequence[str] = (),
     listeners: Sequence[Listener] = (),
     task: Task | None = None,
     rewards: RewardMix | None = None,
     policy: Policy | None = None,
     minutes: float | None = None,
 ) -> RunFolder:
-    """Go on with an interrupted run: it ends in the same bits as one never stopped."""
+    """Go on with an interrupted run: it ends in the same bits as one never stopped.
+
+    ``sets`` may change what the machine decides (`movable`): then prompts and random numbers stay, and rounding may not.
+    """
     state = run.state()
     if state.shown == "finished":
         raise RunError(
@@ -81,13 +88,39 @@ def resume(
             because="all of its stages are done",
             fix=f"`oncurve fork {run.name} --step N` goes on",
         )
-    if state.shown == "running":
+    # A run that some other machine was training has no process here to ask for; the lock on its database decides.
+    if state.shown == "running" and state.host == socket.gethostname():
         raise RunError(
             run.name, f"still running (process {state.pid})", because="a run has one writer", fix="stop that process first"
         )
-    recipe = load_recipe(run.recipe)
-    Trainer(recipe, run, *_prepare(recipe, task, rewards), listeners, policy, minutes).train(resume=run.database.exists())
+    recipe = moved(run, sets)
+    trainer = Trainer(recipe, run, *_prepare(recipe, task, rewards), listeners, policy, minutes)
+    if sets:
+        run.write_recipe(dump_recipe(recipe))
+    trainer.train(resume=run.database.exists())
     return run
+
+
+MOVABLE = re.compile(r"threads|model\.device|engine\..*|.*\.tokens_per_pack|(.*\.)?rewards\..*\.(workers|at_once|device)")
+"""Keys that say how a machine computes and not what: a run that goes on elsewhere may change them."""
+
+
+def moved(run: RunFolder, sets: Sequence[str]) -> Recipe:
+    """The run's recipe, with what another machine does otherwise."""
+    before = load_recipe(run.recipe)
+    if not sets:
+        return before
+    recipe = parse_recipe(before.model_dump(mode="json", exclude_none=True), sets)
+    for key, value in changes(before, recipe).items():
+        if not MOVABLE.fullmatch(key):
+            raise RecipeError(
+                "--set",
+                f"{key}={value}",
+                because="a run that goes on keeps its recipe, so that it ends as if never stopped; only what the machine "
+                "decides may change: threads, device, engine, tokens_per_pack, workers",
+                fix=f"`oncurve fork {run.path} --step N --set {key}={value}` goes on with something changed",
+            )
+    return recipe
 
 
 def fork(
@@ -113,6 +146,7 @@ def fork(
         copy_database(parent.database, run.database)
         with Store.open(run.path, read_only=False) as store:
             store.forget_after(place.stage, place.step)
+            store.forget_replies_after(place.stage, place.step)
         trainer = Trainer(recipe, run, *prepared, listeners)
     except BaseException:
         shutil.rmtree(run.path, ignore_errors=True)
@@ -158,6 +192,7 @@ def _prepare(recipe: Recipe, task: Task | None, rewards: RewardMix | None) -> Pr
     tasks = {s.label: task or task_for(recipe, s) for s in recipe.stages}
     mixes = {s.label: rewards or rewards_for(recipe, s) for s in recipe.stages}
     for stage in recipe.stages:
+        check_metric(f"{stage.label}.keep_best", stage.keep_best)
         if isinstance(stage, Sft):
             examples_of(stage, tasks[stage.label])
     return (lambda s: tasks[s.label]), (lambda s: mixes[s.label])

@@ -95,7 +95,8 @@ def test_resume_with_nothing_to_resume(oncurve: Oncurve, recipe: Path, runs: Pat
 def test_a_run_without_resume_is_not_a_recipe(oncurve: Oncurve, runs: Path) -> None:
     result = oncurve("train", runs / "small-1")
     assert result.code == 2
-    assert "--resume" in result.err
+    assert "a run (finished), not a recipe" in " ".join(result.err.split())
+    assert "recipe.toml" in result.err
 
 
 def test_a_fork_and_its_parent_know_each_other(oncurve: Oncurve, runs: Path, tmp_path: Path) -> None:
