@@ -161,7 +161,7 @@ def _whitened_group(group: GradedGroup, mean: float, scale: float) -> tuple[Floa
 
 def _grade_group(group: ScoredGroup, outcome_G: Tensor, gradable_G: Tensor, eps: float, mask_cut: bool) -> GradedGroup:
     lengths = [len(s.completion.token_ids) for s in group.scored]
-    steps = [_steps(s) for s in group.scored]
+    steps = [counted_steps(s) for s in group.scored]
     ends, rewards = [[end for end, _ in of] for of in steps], [[r for _, r in of] for of in steps]
     compared = sum(map(len, rewards)) >= 2
     process = process_advantages(rewards, ends, lengths, eps)
@@ -182,7 +182,7 @@ def _outcome(scored: ScoredCompletion, penalised: bool) -> float:
     return total
 
 
-def _steps(scored: ScoredCompletion) -> list[tuple[int, float]]:
+def counted_steps(scored: ScoredCompletion) -> list[tuple[int, float]]:
     """Every counted step reward of a completion, weighted, with its last token's index; none where the completion failed."""
     if scored.failure is not None:
         return []

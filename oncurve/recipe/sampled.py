@@ -71,7 +71,7 @@ class Sampled(StageBase):
     steps: PositiveInt = 100
     """Steps: each samples, scores, grades and updates."""
     tokens: PositiveInt | None = None
-    """Stop after the step in which this many tokens have been sampled, even if steps are left: for comparisons at equal cost."""
+    """Stop after the step in which this many tokens have been sampled, even if steps are left: for comparisons at like cost."""
     seconds: PositiveFloat | None = None
     """Stop after the step in which this many seconds of training have passed (such a run is not repeatable)."""
     prompts_per_step: PositiveInt = 16

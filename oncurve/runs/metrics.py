@@ -122,6 +122,22 @@ _TABLE = (
         "Largest absolute difference between a token's log-prob in sampler and learner.",
         "below 1e-4 in float32, below 0.5 in bfloat16",
     ),
+    Metric(
+        "value_loss",
+        "loss",
+        "The critic's loss, a mean over tokens and over the step's updates (ppo).",
+        "falls in the first tens of steps",
+    ),
+    Metric("value_clip_share", "share", "Share of tokens whose value the clip held back (ppo).", "below 0.3"),
+    Metric(
+        "explained_variance",
+        "share",
+        "How much of the variance of what followed the critic foresaw: 1 − Var(R − V) / Var(R), over tokens (ppo).",
+        "rises from 0; below 0 the critic misleads",
+    ),
+    Metric("value_mean", "reward", "Mean of the critic's values over tokens (ppo).", "near the mean reward"),
+    Metric("critic_grad_norm", "norm", "Length of the critic's gradient before clipping (ppo).", "steady"),
+    Metric("skipped_critic_updates", "updates", "Updates of the critic left out because a gradient was not finite.", "0"),
     Metric("tokens", "tokens", "Completion tokens sampled in the step, or trained on in sft.", "as large as fits"),
     Metric(
         "tokens_per_s", "tokens/s", "Completion tokens over the time of the whole step.", "as high as it gets", repeatable=False

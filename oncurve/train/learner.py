@@ -75,10 +75,10 @@ class Learner:
 
     def update(self, groups: Sequence[GradedGroup]) -> Learned:
         """μ passes over the groups, each in ``minibatches`` optimiser updates."""
-        chunks = _split(len(groups), self.stage.minibatches)
+        chunks = in_parts(len(groups), self.stage.minibatches)
         batches = [list(self._micro_batches(groups, chunk)) for chunk in chunks]
         totals = [self._totals([groups[g] for g in chunk]) for chunk in chunks]
-        seen = _Seen(groups)
+        seen = Seen(groups)
         for turn in range(self.stage.updates_per_step):
             last = turn == self.stage.updates_per_step - 1
             for i, total in enumerate(totals):
@@ -87,23 +87,30 @@ class Learner:
                     seen.updates.append(self.optimiser.step())
         return seen.learned()
 
-    @torch.no_grad()
     def kl_sums(self, scored: Sequence[ScoredGroup]) -> list[list[float]]:
         """Σ_t KL of each completion, for a KL inside the reward."""
+        return [
+            [float(kl_T[s.completion.loss_mask].sum()) for s, kl_T in zip(group.scored, of_group, strict=True)]
+            for group, of_group in zip(scored, self.kl_tokens(scored), strict=True)
+        ]
+
+    @torch.no_grad()
+    def kl_tokens(self, scored: Sequence[ScoredGroup]) -> list[list[Floats]]:
+        """The KL estimate at each token of each completion."""
         assert self.reference is not None
         seats = [(g, c) for g, group in enumerate(scored) for c in range(len(group.scored))]
         key = {seat: k for k, seat in enumerate(seats)}
-        bundles = [_bundle(group, range(len(group.scored)), [key[g, c] for c in range(len(group.scored))])
+        bundles = [bundle_of(group, range(len(group.scored)), [key[g, c] for c in range(len(group.scored))])
                    for g, group in enumerate(scored)]  # fmt: skip
-        sums = [[0.0] * len(group.scored) for group in scored]
+        found = [[np.zeros(0, np.float32)] * len(group.scored) for group in scored]
         for part in split_by_budget(bundles, self.stage.tokens_per_pack):
             pack = build_pack(part, self.policy.device)
             logp_M, _ = self.policy.pack_logps(pack, self._temperature)
             kl_M = KL_ESTIMATORS[self.kl_estimator](logp_M, self.reference.logps(pack, self._temperature))
-            for k, kl_T in zip(pack.keys, _by_row(kl_M, pack), strict=True):
+            for k, kl_T in zip(pack.keys, by_row(kl_M, pack), strict=True):
                 g, c = seats[k]
-                sums[g][c] = float(kl_T[scored[g].scored[c].completion.loss_mask].sum())
-        return sums
+                found[g][c] = kl_T
+        return found
 
     @property
     def _temperature(self) -> float:
@@ -121,7 +128,7 @@ class Learner:
         for g in chunk:
             rows = [c for c, graded in enumerate(groups[g].graded) if graded]
             if rows and (every or groups[g].has_signal):
-                bundles.append(_bundle(groups[g].scored, rows, range(len(seats), len(seats) + len(rows))))
+                bundles.append(bundle_of(groups[g].scored, rows, range(len(seats), len(seats) + len(rows))))
                 seats += [(g, c) for c in rows]
         for part in split_by_budget(bundles, self.stage.tokens_per_pack):
             pack = build_pack(part, self.policy.device)
@@ -145,7 +152,7 @@ class Learner:
     def _join(self, parts: Sequence[Floats]) -> Tensor:
         return torch.from_numpy(np.concatenate(parts)).to(self.policy.device)
 
-    def _accumulate(self, batch: Sequence[MicroBatch], totals: StepTotals, seen: _Seen | None) -> list[MicroBatch]:
+    def _accumulate(self, batch: Sequence[MicroBatch], totals: StepTotals, seen: Seen | None) -> list[MicroBatch]:
         """The gradient of one update, summed over its packs. Returns the packs with their old log-probs filled in."""
         self.optimiser.zero_grad()
         done = []
@@ -173,7 +180,7 @@ class Learner:
         return done
 
 
-class _Seen:
+class Seen:
     """Gathers what the last pass over a step saw, for metrics and for the store."""
 
     def __init__(self, groups: Sequence[GradedGroup]) -> None:
@@ -214,8 +221,8 @@ class _Seen:
         assert inputs.entropy_N is not None
         columns = [inputs.logp_new_N, outputs.ratio_N, inputs.entropy_N]
         columns += [] if outputs.kl_N is None else [outputs.kl_N]
-        by_row = zip(_by_row(outputs.clipped_N, micro.pack), *(_by_row(x, micro.pack) for x in columns), strict=True)
-        for (g, c), (clipped, logps, ratio, entropy, *kl) in zip(micro.seats, by_row, strict=True):
+        rows = zip(by_row(outputs.clipped_N, micro.pack), *(by_row(x, micro.pack) for x in columns), strict=True)
+        for (g, c), (clipped, logps, ratio, entropy, *kl) in zip(micro.seats, rows, strict=True):
             self.stats[g][c] = TokenStats(logps, ratio, entropy, clipped, kl[0] if kl else None)
 
     def learned(self) -> Learned:
@@ -227,18 +234,18 @@ class _Seen:
         return Learned(metrics, self.stats)
 
 
-def _bundle(group: ScoredGroup, rows: Sequence[int], keys: Sequence[int]) -> Bundle:
+def bundle_of(group: ScoredGroup, rows: Sequence[int], keys: Sequence[int]) -> Bundle:
     """The chosen completions of a group, with their prompt."""
     return Bundle(group.group.prompt_ids, tuple(group.scored[c].completion.token_ids for c in rows), tuple(keys))
 
 
-def _by_row(values_M: Tensor, pack: Pack) -> list[np.ndarray]:
+def by_row(values_M: Tensor, pack: Pack) -> list[np.ndarray]:
     """Per-token values as one array for each completion of the pack."""
     values = values_M.detach().cpu()
     flat = values.numpy() if values.dtype == torch.bool else values.float().numpy()
     return np.split(flat, np.cumsum(pack.lengths)[:-1])
 
 
-def _split(count: int, parts: int) -> list[range]:
+def in_parts(count: int, parts: int) -> list[range]:
     """0 … count − 1 in ``parts`` runs of nearly equal size, in order."""
     return [range(a, b) for a, b in pairwise(round(i * count / parts) for i in range(parts + 1))]
