@@ -1,0 +1,43 @@
+"""The stages that are killed: one line each. A new type of stage is added here and nowhere else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from oncurve.recipe.load import parse_recipe
+from oncurve.recipe.schema import Recipe
+
+HERE = "tests.faults.grading"
+
+SFT = {"type": "sft", "steps": 7, "batch_size": 8, "save_every": 2, "eval_every": 3}
+GRPO = {
+    "type": "grpo", "steps": 7, "prompts_per_step": 3, "group_size": 4, "sampling": {"max_new_tokens": 8},
+    "optimiser": {"learning_rate": 1e-3}, "save_every": 2, "eval_every": 3,
+}  # fmt: skip
+FORMAT = {"type": "format", "style": "soft"}
+SHORT = {"type": "python", "name": "short", "function": f"{HERE}:short"}
+PATIENT = {"type": "python", "name": "patient", "function": f"{HERE}:patient"}
+HURRIED = {"type": "python", "name": "hurried", "function": f"{HERE}:hurried", "seconds": 20.0, "workers": 1}
+STEPS = {"type": "process", "source": "python", "function": f"{HERE}:by_step", "splitter": f"{HERE}:pairs"}
+
+
+def recipe(*stages: dict[str, Any], rewards: list[dict[str, Any]] | None = None, **around: Any) -> Recipe:
+    tiny = {"layers": 1, "width": 32, "heads": 2, "kv_heads": 1, "head_size": 16, "mlp_width": 48, "context": 64}
+    data = {
+        "name": "small", "threads": 1, "model": {"tiny": tiny}, "stages": list(stages),
+        "task": {"type": "arithmetic", "digits": 1, "heldout": 6}, "rewards": rewards or [FORMAT, SHORT], **around,
+    }  # fmt: skip
+    return parse_recipe(data)
+
+
+CASES: dict[str, Recipe] = {
+    "sft": recipe(SFT),
+    "sft then grpo": recipe({**SFT, "steps": 3}, {**GRPO, "steps": 4}),
+    "updates in mini-batches": recipe({**GRPO, "updates_per_step": 3, "minibatches": 2}),
+    "iterative": recipe({**GRPO, "kl": {"beta": 0.05, "refresh_every": 2}, "updates_per_step": 2}),
+    "process rewards": recipe(GRPO, rewards=[STEPS, SHORT]),
+    "asynchronous rewards": recipe(GRPO, rewards=[PATIENT, FORMAT]),
+    "rewards in workers": recipe(GRPO, rewards=[HURRIED, FORMAT]),
+    "dynamic sampling": recipe({**GRPO, "no_signal": "resample", "max_resample_rounds": 2}, rewards=[SHORT]),
+}
+"""Every run is so small that it takes about a second."""

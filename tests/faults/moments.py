@@ -1,0 +1,85 @@
+"""Where in a run the kill falls. Each moment is a function of Oncurve's own, and the call of it that is the process's last."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+
+def die() -> None:
+    """As by `kill -9`: nothing is cleaned up, nothing is flushed."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Dies at a call of ``target`` (module:attribute.path): before it, after it, or half-way, as ``deed`` decides."""
+
+    target: str
+    deed: Callable[..., Any]
+
+    def arm(self, call: int) -> None:
+        """From now on, in this process: the call number ``call`` is the last thing that it does."""
+        module, _, path = self.target.partition(":")
+        *parents, name = path.split(".")
+        owner: Any = import_module(module)
+        for parent in parents:
+            owner = getattr(owner, parent)
+        real, count = getattr(owner, name), [0]
+
+        def counted(*arguments: Any, **named: Any) -> Any:
+            count[0] += 1
+            return self.deed(real, *arguments, **named) if count[0] == call else real(*arguments, **named)
+
+        setattr(owner, name, counted)
+
+
+def before(real: Callable[..., Any], *arguments: Any, **named: Any) -> None:
+    die()
+
+
+def after(real: Callable[..., Any], *arguments: Any, **named: Any) -> None:
+    real(*arguments, **named)
+    die()
+
+
+def soon(real: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """From another thread, within the first milliseconds of the call: wherever that is."""
+    delay = random.random() * 2e-3
+    threading.Thread(target=lambda: (time.sleep(delay), die()), daemon=True).start()
+    real(*arguments, **named)
+    time.sleep(60)
+
+
+def half_a_file(real: Callable[..., Any], tensors: Any, path: Path) -> None:
+    """Writes the file and cuts it in the middle, as a kill amid writing would leave it."""
+    real(tensors, path)
+    os.truncate(path, path.stat().st_size // 2)
+    die()
+
+
+MOMENTS = {
+    "sampling": Moment("oncurve.engines.native:NativeEngine.sample", soon),
+    "scoring": Moment("oncurve.rewards.mix:RewardMix.score", before),
+    "grading": Moment("oncurve.train.loop:GrpoLoop.grade", after),
+    "backward": Moment("torch:Tensor.backward", after),
+    "in an update": Moment("oncurve.train.optimiser:Optimiser.step", after),
+    "before a commit": Moment("oncurve.runs.store:Store._write_groups", after),
+    "in a commit": Moment("oncurve.runs.store:Store.record_step", soon),
+    "after a commit": Moment("oncurve.runs.store:Store.record_step", after),
+    "amid a checkpoint's file": Moment("oncurve.runs.checkpoints:save_file", half_a_file),
+    "between writing and renaming": Moment("oncurve.runs.checkpoints:_move_into_place", before),
+    "between renaming and pruning": Moment("oncurve.runs.checkpoints:prune", before),
+    "measuring": Moment("oncurve.train.run:evaluate", before),
+    "writing the model": Moment("oncurve.models.policy:Policy.save", after),
+}
+"""Random moments are those of `tests/e2e/test_killed.py`; these are the ones that a clock seldom meets."""

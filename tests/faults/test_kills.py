@@ -1,0 +1,58 @@
+"""SIGKILL at chosen moments, over every kind of stage: resumed, the run is the one that was never killed, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from oncurve.runs.folder import RunFolder
+from oncurve.train.start import begin
+from tests.faults import children
+from tests.faults.cases import CASES
+from tests.faults.sameness import everything
+
+SAMPLED = [
+    ("sampling", 2), ("scoring", 2), ("grading", 3), ("backward", 4), ("in an update", 3), ("before a commit", 2),
+    ("in a commit", 2), ("after a commit", 3), ("amid a checkpoint's file", 2), ("between writing and renaming", 2),
+    ("between renaming and pruning", 1), ("measuring", 1), ("writing the model", 1),
+]  # fmt: skip
+"""(moment, its call in that process): a later process is killed further on in the run."""
+TAUGHT = [
+    ("backward", 2), ("in an update", 3), ("in a commit", 2), ("amid a checkpoint's file", 1),
+    ("between writing and renaming", 1), ("measuring", 1), ("writing the model", 1),
+]  # fmt: skip
+"""A stage without samples has fewer moments."""
+QUICK = [
+    ("backward", 4),
+    ("in a commit", 1),
+    ("amid a checkpoint's file", 2),
+    ("between writing and renaming", 1),
+    ("grading", 1),
+]
+
+
+def killed(path: Path, case: str, moments: list[tuple[str, int]]) -> RunFolder:
+    """The run, killed at each of the moments in turn, and then left to finish."""
+    for moment, call in moments:
+        assert children.run(path, CASES[case], moment, call) == -9, f"{case}: it ended before it could be killed: {moment}"
+        assert RunFolder(path).state().shown == "interrupted"
+    assert children.run(path, CASES[case]) == 0
+    return RunFolder(path)
+
+
+def test_five_kills_in_one_run_change_no_bit(tmp_path: Path) -> None:
+    run = killed(tmp_path / "killed", "iterative", QUICK)
+    assert everything(run) == everything(begin(CASES["iterative"], out=tmp_path / "whole"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_kills_at_every_moment_of_every_stage_change_no_bit(case: str, tmp_path: Path) -> None:
+    run = killed(tmp_path / "killed", case, TAUGHT if case == "sft" else SAMPLED)
+    assert everything(run) == everything(begin(CASES[case], out=tmp_path / "whole"))
+
+
+def test_every_stage_and_enough_kills_are_asked_for() -> None:
+    """The promise is fifty; random ones of tests/e2e come on top."""
+    assert len(TAUGHT) + len(SAMPLED) * (len(CASES) - 1) >= 50
