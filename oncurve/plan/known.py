@@ -108,9 +108,13 @@ def _short(name: str) -> str:
 
 def nearest(word: str, known: Iterable[str], count: int = 3) -> list[str]:
     """The known names most like a word; the first few where none is."""
-    names = {_short(name): name for name in known}
-    close = difflib.get_close_matches(_short(word), names, n=count, cutoff=0.3)
-    return [names[short] for short in close] or list(names.values())[:count]
+    whole = {_short(name): name for name in known}
+    stems: dict[str, str] = {}
+    for short, name in whole.items():
+        stems.setdefault(short.partition("-")[0], name)  # H100 for H100-80GB
+    names = stems | whole
+    close = difflib.get_close_matches(_short(word), names, n=2 * count, cutoff=0.3)
+    return list(dict.fromkeys(names[short] for short in close))[:count] or list(whole.values())[:count]
 
 
 def _cached_config(name: str) -> Path | None:
