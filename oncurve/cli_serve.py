@@ -41,7 +41,7 @@ def serve(
             "oncurve serve",
             f"{error.name} is not installed",
             because="the server is an optional part",
-            fix="pip install 'oncurve[studio]'",
+            fix="pip install 'oncurve[serve]'",
         ) from error
     from oncurve.terminal.hush import hush
     from oncurve.train.opened import open_target

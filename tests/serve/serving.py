@@ -1,0 +1,55 @@
+"""A model behind a real socket, and OpenAI's own client to ask it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import openai
+
+from oncurve.engines.serving import Session
+from oncurve.listening import listen
+from oncurve.models.policy import Policy
+from oncurve.serve.app import Served
+from oncurve.serve.server import Server
+from oncurve.serve.worker import Worker
+from tests.models.architectures import make_policy
+
+MODEL = "small"
+TEMPLATE = "{% for m in messages %}{{ m.role[0] }} {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a {% endif %}"
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    address: str
+    policy: Policy
+    worker: Worker
+
+    def client(self, key: str = "none") -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.address}/v1", api_key=key, max_retries=0, timeout=60)
+
+
+def chatting_policy() -> Policy:
+    """A small decoder that also knows a chat template, and almost never ends by itself."""
+    policy = make_policy("qwen3")
+    policy.tokenizer.chat_template = TEMPLATE
+    return policy
+
+
+@contextmanager
+def endpoint(policy: Policy, slots: int = 4, limit: int = 400, key: str | None = None) -> Iterator[Endpoint]:
+    with listen("127.0.0.1", 0) as listening:
+        worker = Worker(Session(policy, slots, limit))
+        server = Server(Served(MODEL, policy, worker), key)
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])), daemon=True)
+        thread.start()
+        while not server.started:
+            thread.join(0.02)
+            assert thread.is_alive(), "the server ended before it began"
+        yield Endpoint(f"http://127.0.0.1:{listening.getsockname()[1]}", policy, worker)
+        server.should_exit = True
+        thread.join(10)
+        worker.close()

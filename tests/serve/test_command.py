@@ -1,0 +1,80 @@
+"""`oncurve serve` as a process: what it says, what it keeps to itself, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import openai
+import pytest
+
+from oncurve.cli import main
+from oncurve.models.tiny import make_model, make_tokenizer
+from oncurve.recipe.sections import TinyModel
+
+KEY = "a-key-from-the-environment"
+SHAPE = TinyModel(layers=1, width=32, heads=2, kv_heads=1, head_size=16, mlp_width=64, context=128)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("model")
+    tokenizer = make_tokenizer("0123456789+= ")
+    make_model(SHAPE, tokenizer, 0).save_pretrained(found)
+    tokenizer.save_pretrained(found)
+    return found
+
+
+def test_a_served_folder(folder: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "oncurve",
+        "serve",
+        str(folder),
+        "--port",
+        "0",
+        "--name",
+        "mine",
+        "--json",
+        "--until-closed",
+    ]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "ONCURVE_SERVE_KEY": KEY, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert process.stdout is not None
+    told = json.loads(process.stdout.readline())
+    assert told.keys() == {"address", "model"}
+    with openai.OpenAI(base_url=f"{told['address']}/v1", api_key=KEY, max_retries=0) as client:
+        assert client.completions.create(model="mine", prompt="1+2=", max_tokens=4, n=3).usage
+    stranger = openai.OpenAI(base_url=f"{told['address']}/v1", api_key="other", max_retries=0)
+    with stranger, pytest.raises(openai.AuthenticationError):
+        stranger.completions.create(model="mine", prompt="1+2=")
+    out, err = process.communicate(timeout=20)  # closes standard input
+    assert process.returncode == 0
+    assert KEY not in out + err
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(f"{told['address']}/health", timeout=5)
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [("nowhere/at/all/here", "no such folder"), ("tiny", "neither a run nor a model folder")],
+)
+def test_a_model_that_is_not_there(target: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", target, "--port", "0"]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_port_that_is_taken(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from oncurve.listening import listen
+
+    with listen("127.0.0.1", 0) as taken:
+        taken.listen()
+        assert main(["serve", str(folder), "--port", str(taken.getsockname()[1])]) == 2
+    assert "already in use" in " ".join(capsys.readouterr().err.split())

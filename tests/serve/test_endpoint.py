@@ -1,0 +1,306 @@
+"""The endpoint over real HTTP, asked by OpenAI's own client."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+
+from tests.engines.plain import next_logits
+from tests.models.architectures import make_model
+from tests.serve.serving import MODEL, Endpoint, chatting_policy, endpoint
+
+ASKED: Any = [{"role": "system", "content": "add"}, {"role": "user", "content": "what is 1+2"}]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Endpoint]:
+    with endpoint(chatting_policy()) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(served: Endpoint) -> Iterator[openai.OpenAI]:
+    with served.client() as found:
+        yield found
+
+
+def idle(served: Endpoint, seconds: float = 20.0) -> bool:
+    """Whether every slot is free again before long."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if served.worker.session.idle:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_models(client: openai.OpenAI) -> None:
+    (model,) = client.models.list().data
+    assert (model.id, model.object) == (MODEL, "model")
+    assert client.models.retrieve(MODEL).id == MODEL
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+
+
+def test_a_chat(served: Endpoint, client: openai.OpenAI) -> None:
+    told = client.chat.completions.create(model=MODEL, messages=ASKED, max_tokens=12, seed=1)
+    (choice,) = told.choices
+    assert choice.message.role == "assistant"
+    assert choice.finish_reason in ("stop", "length")
+    assert told.usage is not None
+    asked = served.policy.tokenizer("s add\nu what is 1+2\na ")["input_ids"]
+    assert told.usage.prompt_tokens == len(asked)
+    assert 1 <= told.usage.completion_tokens <= 12
+    assert told.usage.total_tokens == told.usage.prompt_tokens + told.usage.completion_tokens
+    parts: Any = [{"role": "system", "content": [{"type": "text", "text": "add"}]}, ASKED[1]]
+    again = client.chat.completions.create(model=MODEL, messages=parts, max_completion_tokens=12, seed=1)
+    assert again.choices[0].message.content == choice.message.content
+
+
+def test_the_same_seed_gives_the_same_text_whatever_else_is_asked(served: Endpoint) -> None:
+    """More requests at once than there are slots; each is answered as it would be alone, streamed or whole."""
+
+    def ask(seed: int) -> tuple[str, ...]:
+        with served.client() as client:
+            told = client.completions.create(model=MODEL, prompt=f"{seed}+2=", max_tokens=30, seed=seed, n=2, temperature=0.9)
+            return tuple(choice.text for choice in told.choices)
+
+    def stream(seed: int) -> tuple[str, ...]:
+        texts = ["", ""]
+        with served.client() as client:
+            for chunk in client.completions.create(
+                model=MODEL, prompt=f"{seed}+2=", max_tokens=30, seed=seed, n=2, temperature=0.9, stream=True
+            ):
+                texts[chunk.choices[0].index] += chunk.choices[0].text
+        return tuple(texts)
+
+    alone = [ask(seed) for seed in range(3)]
+    assert len({text for texts in alone for text in texts}) == 6
+    with ThreadPoolExecutor(12) as threads:
+        crowded = list(threads.map(lambda n: (ask if n % 2 else stream)(n % 3), range(12)))
+    assert crowded == [alone[n % 3] for n in range(12)]
+
+
+def test_without_a_seed_texts_differ_and_greedy_ones_do_not(client: openai.OpenAI) -> None:
+    free = [client.completions.create(model=MODEL, prompt="abc", max_tokens=30).choices[0].text for _ in range(2)]
+    assert free[0] != free[1]
+    greedy = client.completions.create(model=MODEL, prompt="abc", max_tokens=30, temperature=0, n=2)
+    assert greedy.choices[0].text == greedy.choices[1].text
+
+
+def test_streaming(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(model=MODEL, messages=ASKED, max_tokens=20, n=3, seed=5)
+    texts, last = ["", "", ""], None
+    finished: dict[int, str] = {}
+    options: Any = {"include_usage": True}
+    chunks = list(
+        client.chat.completions.create(
+            model=MODEL, messages=ASKED, max_tokens=20, n=3, seed=5, stream=True, stream_options=options
+        )
+    )
+    for chunk in chunks:
+        last = chunk.usage or last
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            if choice.finish_reason is not None:
+                finished[choice.index] = choice.finish_reason
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert finished == {choice.index: choice.finish_reason for choice in whole.choices}
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert len(chunks) > 20, "it comes token by token"
+    assert last == whole.usage
+    assert {chunk.id for chunk in chunks} == {chunks[0].id}
+
+
+def test_several_prompts_and_token_ids(served: Endpoint, client: openai.OpenAI) -> None:
+    ids = [served.policy.tokenizer(text)["input_ids"] for text in ("ab", "cde")]
+    by_text = client.completions.create(model=MODEL, prompt=["ab", "cde"], max_tokens=9, n=2, seed=3)
+    by_ids = client.completions.create(model=MODEL, prompt=ids, max_tokens=9, n=2, seed=3)
+    one = client.completions.create(model=MODEL, prompt=ids[1], max_tokens=9, n=2, seed=3)
+    assert [(c.index, c.text) for c in by_text.choices] == [(c.index, c.text) for c in by_ids.choices]
+    assert [c.text for c in one.choices] == [c.text for c in by_text.choices[2:]]
+    assert by_text.usage is not None
+    assert by_text.usage.prompt_tokens == 5
+
+
+def test_stop_strings(client: openai.OpenAI) -> None:
+    free = client.completions.create(model=MODEL, prompt="abc", max_tokens=60, seed=2).choices[0].text
+    stop = free[20:22]
+    told = client.completions.create(model=MODEL, prompt="abc", max_tokens=60, seed=2, stop=[stop, "never"]).choices[0]
+    assert told.text == free[: free.index(stop)]
+    assert told.finish_reason == "stop"
+    parts = client.completions.create(model=MODEL, prompt="abc", max_tokens=60, seed=2, stop=stop, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in parts) == told.text
+
+
+def test_log_probs_are_those_of_a_full_forward(served: Endpoint, client: openai.OpenAI) -> None:
+    told = client.completions.create(model=MODEL, prompt="2+3=", max_tokens=20, seed=4, logprobs=3, temperature=0.7, top_p=0.9)
+    (choice,) = told.choices
+    assert choice.logprobs is not None
+    assert choice.logprobs.tokens is not None
+    prompt = served.policy.tokenizer("2+3=")["input_ids"]
+    ids = np.array([served.policy.tokenizer.convert_tokens_to_ids(token) for token in choice.logprobs.tokens])
+    logps_TV = next_logits(make_model("qwen3"), np.array(prompt), ids).log_softmax(-1)
+    assert choice.logprobs.token_logprobs == pytest.approx(logps_TV[range(len(ids)), ids].tolist(), abs=1e-4)
+    assert choice.logprobs.top_logprobs is not None
+    for top, best in zip(choice.logprobs.top_logprobs, logps_TV.topk(3).values.tolist(), strict=True):
+        assert sorted(top.values(), reverse=True) == pytest.approx(best, abs=1e-4)
+    assert choice.logprobs.text_offset == [0, *np.cumsum([len(t) for t in choice.logprobs.tokens])[:-1].tolist()]
+    assert "".join(choice.logprobs.tokens) == choice.text
+
+
+def test_log_probs_of_a_chat_streamed_or_whole(client: openai.OpenAI) -> None:
+    asked: Any = {"model": MODEL, "messages": ASKED, "max_tokens": 15, "seed": 4, "logprobs": True, "top_logprobs": 2}
+    whole = client.chat.completions.create(**asked).choices[0]
+    assert whole.logprobs is not None
+    assert whole.logprobs.content is not None
+    first = whole.logprobs.content[0]
+    assert first.bytes == list(first.token.encode())
+    assert len(first.top_logprobs) == 2
+    streamed = [
+        entry
+        for chunk in client.chat.completions.create(**asked, stream=True)
+        for entry in (chunk.choices[0].logprobs.content or [] if chunk.choices[0].logprobs else [])
+    ]
+    assert [(e.token, e.logprob) for e in streamed] == [(e.token, e.logprob) for e in whole.logprobs.content]
+    assert "".join(e.token for e in streamed) == whole.message.content
+
+
+def test_requests_beyond_capacity_wait(served: Endpoint) -> None:
+    """Forty completions over four slots: all come, and no more than four were ever under way."""
+    most, done = 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal most
+        while not done.is_set():
+            most = max(most, sum(row is not None for row in served.worker.session.row_in))
+            time.sleep(0.001)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    with served.client() as client, ThreadPoolExecutor(8) as threads:
+        asks = [
+            threads.submit(client.completions.create, model=MODEL, prompt="x", max_tokens=20, n=5, seed=n) for n in range(8)
+        ]
+        assert all(len(ask.result().choices) == 5 for ask in asks)
+    done.set()
+    watcher.join()
+    assert most == 4
+    assert idle(served)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_slots(served: Endpoint, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+    """Twelve completions take all four slots of a slow engine; their client goes away, and the slots are free long before
+    they could have been written."""
+    session, steps, step = served.worker.session, 0, served.worker.session.step
+
+    def slow() -> Any:
+        nonlocal steps
+        steps += 1
+        time.sleep(0.1)
+        return step()
+
+    monkeypatch.setattr(session, "step", slow)
+    with served.client() as client:
+        if stream:
+            chunks = client.completions.create(model=MODEL, prompt="abc", max_tokens=400, n=12, seed=0, stream=True)
+            next(iter(chunks))
+            chunks.close()
+        else:
+            with pytest.raises(openai.APITimeoutError):
+                client.with_options(timeout=0.5).completions.create(model=MODEL, prompt="abc", max_tokens=400, n=12, seed=0)
+        assert idle(served), "the slots were not given back"
+        assert session.left == 0
+        assert steps < 25
+        assert client.completions.create(model=MODEL, prompt="x", max_tokens=3, seed=0).choices
+
+
+BAD: list[tuple[dict[str, Any], str | None, str]] = [
+    ({"temperature": -1}, "temperature", "greater than or equal to 0"),
+    ({"temperature": "hot"}, "temperature", "valid number"),
+    ({"n": 0}, "n", "greater than or equal to 1"),
+    ({"max_tokens": 100_000}, "messages", "don't fit"),
+    ({"max_tokens": 401}, "max_tokens", "at most 400"),
+    ({"top_logprobs": 3}, None, "needs logprobs"),
+    ({"logit_bias": {"5": 1.0}}, None, "not offered"),
+    ({"frequency_penalty": 0.5}, None, "not offered"),
+    ({"tools": []}, "tools", "not known here"),
+    ({"messages": []}, "messages", "at least 1 item"),
+    ({"messages": [{"role": "king", "content": "x"}]}, "messages", "role"),
+    ({"messages": [{"role": "user", "content": "x" * 3000}]}, "messages", "don't fit"),
+    ({"stop": ""}, "stop", "at least 1 character"),
+    ({"response_format": {"type": "json_schema"}}, "response_format", "json_object"),
+]
+
+
+@pytest.mark.parametrize(("changed", "param", "said"), BAD, ids=[next(iter(case[0])) for case in BAD])
+def test_bad_requests_say_what_is_wrong(client: openai.OpenAI, changed: dict[str, Any], param: str | None, said: str) -> None:
+    body = {"messages": ASKED, **changed}
+    messages = body.pop("messages")
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model=MODEL, messages=messages, extra_body=body)
+    assert said in str(caught.value)
+    assert caught.value.param == param
+    assert caught.value.type == "invalid_request_error"
+
+
+def test_other_refusals(served: Endpoint, client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt'"):
+        client.chat.completions.create(model="gpt", messages=ASKED)
+    with pytest.raises(openai.BadRequestError, match="the model has"):
+        client.completions.create(model=MODEL, prompt=[1, 99_999])
+    with pytest.raises(openai.BadRequestError, match="no tokens"):
+        client.completions.create(model=MODEL, prompt="")
+    for path, body, status in (("/v1/completions", b"{", 400), ("/nothing", b"{}", 404), ("/v1/models", b"{}", 405)):
+        request = urllib.request.Request(served.address + path, body, {"content-type": "application/json"})
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(request, timeout=10)
+        assert caught.value.code == status
+        assert "message" in json.loads(caught.value.read())["error"]
+
+
+def test_a_model_without_a_chat_template_says_so() -> None:
+    policy = chatting_policy()
+    policy.tokenizer.chat_template = None
+    with (
+        endpoint(policy, slots=1, limit=8) as found,
+        found.client() as client,
+        pytest.raises(openai.BadRequestError, match="/v1/completions"),
+    ):
+        client.chat.completions.create(model=MODEL, messages=ASKED)
+
+
+def test_a_template_that_refuses_is_the_client_s_mistake() -> None:
+    policy = chatting_policy()
+    policy.tokenizer.chat_template = "{{ raise_exception('only users speak here') }}"
+    with (
+        endpoint(policy, slots=1, limit=8) as found,
+        found.client() as client,
+        pytest.raises(openai.BadRequestError, match="only users speak here"),
+    ):
+        client.chat.completions.create(model=MODEL, messages=ASKED)
+
+
+def test_a_fault_of_the_engine_is_told_and_the_server_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    with endpoint(chatting_policy(), slots=1, limit=8) as found, found.client() as client:
+        step = found.worker.session.step
+
+        def fails() -> Any:
+            monkeypatch.setattr(found.worker.session, "step", step)
+            raise RuntimeError("no memory left")
+
+        monkeypatch.setattr(found.worker.session, "step", fails)
+        with pytest.raises(openai.InternalServerError, match="no memory left"):
+            client.completions.create(model=MODEL, prompt="x", max_tokens=3)
+        assert client.completions.create(model=MODEL, prompt="x", max_tokens=3).choices
