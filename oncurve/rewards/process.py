@@ -17,9 +17,9 @@ from oncurve.recipe.sections import Section
 from oncurve.records import Completion, Group, Prompt
 from oncurve.rewards.base import Result, Score, each
 from oncurve.rewards.learned import StepModel, step_model
-from oncurve.rewards.load import load_function
 from oncurve.rewards.steps import SPLITTERS, Decode, Span, Split, checked_spans, last_tokens
 from oncurve.tasks.expression import ExpressionError, parse
+from oncurve.tasks.load import load_function
 
 _CLAIM = re.compile(r"([0-9(][-+*/×·÷−0-9() ]*[-+*/×·÷−][-+*/×·÷−0-9() ]*)=\s*([-−]?[0-9]+(?:/[0-9]+)?)(?![0-9/]|\.[0-9])")
 

@@ -13,6 +13,7 @@ from oncurve.rewards.code import CodeOptions, CodeReward
 from oncurve.rewards.countdown import CountdownReward, CountdownRewardOptions
 from oncurve.rewards.format import FormatOptions, FormatReward
 from oncurve.rewards.function import PythonOptions, python_reward
+from oncurve.rewards.guess import GuessReward, GuessRewardOptions
 from oncurve.rewards.json_form import JsonOptions, JsonReward
 from oncurve.rewards.judge import JudgeOptions, JudgeReward
 from oncurve.rewards.language import LanguageOptions, LanguageReward
@@ -37,6 +38,7 @@ REWARDS: dict[str, RewardType] = {
     "code": RewardType(CodeOptions, CodeReward),
     "format": RewardType(FormatOptions, FormatReward),
     "countdown": RewardType(CountdownRewardOptions, CountdownReward),
+    "guess": RewardType(GuessRewardOptions, GuessReward),
     "json": RewardType(JsonOptions, JsonReward),
     "language": RewardType(LanguageOptions, LanguageReward),
     "cosine": RewardType(CosineOptions, CosineReward),

@@ -9,22 +9,18 @@ way there every result is a whole number above 0. A level is how many numbers ar
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from itertools import combinations
 from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field, PositiveInt
 
-from oncurve.errors import RecipeError
 from oncurve.recipe import sections
 from oncurve.records import Example, Prompt
-from oncurve.tasks.draws import generator
+from oncurve.tasks.drawn import DrawnTask
 from oncurve.tasks.levels import Levels
 
 Amount = Annotated[int, Field(ge=2, le=6)]
-_TRIES = 20_000
-"""Draws without a new problem after which a recipe is said to have too few."""
 
 
 class CountdownOptions(sections.Section):
@@ -61,63 +57,35 @@ class Problem(NamedTuple):
         return f"{self.target} from {','.join(map(str, self.numbers))}"
 
 
-class Countdown:
-    """The task. Training prompts are drawn anew for each index; held-out problems are passed over, in any order."""
+class Countdown(DrawnTask[Problem]):
+    """The task. A held-out problem is passed over in training, whatever the order of its numbers."""
 
-    train_size = None
+    name = "countdown"
+    more = "raise task.numbers, task.max_number or task.max_target"
     usual_rewards = (sections.Reward(type="countdown"),)
 
     def __init__(self, config: sections.Task, options: CountdownOptions) -> None:
-        self._seed, self._options, self._heldout_size = config.seed, options, config.heldout
+        super().__init__(config, options.examples)
+        self._options = options
         self._levels = Levels.of(options.min_numbers, options.numbers, options.weights, "numbers")
 
     @property
     def alphabet(self) -> str:
         return "0123456789,:= from()" + "".join(sorted(set(self._options.operations)))
 
-    @cached_property
-    def heldout(self) -> Sequence[Prompt]:
-        return tuple(_prompt(problem) for problem in self._heldout_problems)
+    def draw(self, rng: np.random.Generator) -> Problem | None:
+        return draw(rng, self._levels.draw(rng), self._options)
 
-    @cached_property
-    def examples(self) -> Sequence[Example]:
-        problems = self._distinct("examples", self._options.examples, self._heldout_keys)
-        return tuple(Example(_prompt(p), worked(p, self._options.operations)) for p in problems)
+    def prompt(self, problem: Problem) -> Prompt:
+        columns = {
+            "numbers": list(problem.numbers),
+            "target": problem.target,
+            "difficulty": f"{len(problem.numbers)} numbers",
+        }
+        return Prompt(id=f"countdown/{problem.text}", text=f"{problem.text}:", columns=columns)
 
-    def train_prompt(self, index: int) -> Prompt:
-        """The problem at place `index` of an endless stream that skips what is held out."""
-        return _prompt(next(self._stream("train", index, self._heldout_keys)))
-
-    @cached_property
-    def _heldout_problems(self) -> list[Problem]:
-        return self._distinct("heldout", self._heldout_size, frozenset())
-
-    @cached_property
-    def _heldout_keys(self) -> frozenset[tuple[tuple[int, ...], int]]:
-        keys = frozenset(problem.key for problem in self._heldout_problems)
-        next(self._stream("train", 0, keys))  # a recipe that leaves nothing to train on is told so here, not in mid-run
-        return keys
-
-    def _distinct(self, purpose: str, count: int, skip: frozenset[tuple[tuple[int, ...], int]]) -> list[Problem]:
-        found: dict[tuple[tuple[int, ...], int], Problem] = {}
-        for index in range(count):
-            problem = next(self._stream(purpose, index, skip.union(found)))
-            found[problem.key] = problem
-        return list(found.values())
-
-    def _stream(self, purpose: str, index: int, skip: frozenset[tuple[tuple[int, ...], int]]) -> Iterator[Problem]:
-        """Problems drawn at random that are not to be skipped."""
-        rng = generator(self._seed, f"countdown/{purpose}", index)
-        for _ in range(_TRIES):
-            problem = draw(rng, self._levels.draw(rng), self._options)
-            if problem is not None and problem.key not in skip:
-                yield problem
-        raise RecipeError(
-            "task.heldout" if purpose != "examples" else "task.examples",
-            len(skip),
-            because=f"no other problem of this task was found in {_TRIES} tries",
-            fix="ask for fewer, or raise task.numbers, task.max_number or task.max_target",
-        )
+    def example(self, problem: Problem) -> Example:
+        return Example(self.prompt(problem), worked(problem, self._options.operations))
 
 
 def draw(rng: np.random.Generator, amount: int, options: CountdownOptions) -> Problem | None:
@@ -200,12 +168,3 @@ def worked(problem: Problem, operations: Sequence[str]) -> str:
     solution = solve(problem, operations)
     assert solution is not None, f"{problem} was made from these operations and must have a solution"
     return f"<think>{','.join(solution.steps)}</think><answer>{solution.text}</answer>"
-
-
-def _prompt(problem: Problem) -> Prompt:
-    columns = {
-        "numbers": list(problem.numbers),
-        "target": problem.target,
-        "difficulty": f"{len(problem.numbers)} numbers",
-    }
-    return Prompt(id=f"countdown/{problem.text}", text=f"{problem.text}:", columns=columns)

@@ -13,6 +13,7 @@ from oncurve.errors import DataError, MissingPackage, RecipeError
 from oncurve.recipe import sections
 from oncurve.records import Example, Prompt
 from oncurve.tasks.draws import generator
+from oncurve.tasks.environments import load_environment
 from oncurve.tasks.in_memory import PromptList
 from oncurve.tasks.rows import RowReader
 
@@ -43,6 +44,9 @@ class FileOptions(sections.Section):
     """Send text prompts as a user's message through the model's chat template, not as they are."""
     system: str | None = None
     """A system message before each prompt; needs `chat`, or prompts that are messages."""
+    environment: str | None = None
+    """What answers back while the model writes: `calculator` (`<calc>12*3</calc>` gets its value), or `file.py:Class`, a class
+    with `calls` and `reply`. Unset: nothing does."""
 
     @property
     def reader(self) -> RowReader:
@@ -54,6 +58,7 @@ class FileOptions(sections.Section):
             template=self.prompt_template,
             chat=self.chat,
             system=self.system,
+            environment=load_environment(self.environment, "task.environment"),
         )
 
 

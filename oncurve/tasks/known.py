@@ -17,6 +17,7 @@ from oncurve.errors import DataError
 from oncurve.recipe import sections
 from oncurve.records import Example, Prompt
 from oncurve.tasks.draws import generator
+from oncurve.tasks.environments import load_environment
 from oncurve.tasks.files import read_rows
 from oncurve.tasks.in_memory import PromptList
 from oncurve.tasks.rows import RowReader
@@ -40,6 +41,9 @@ class KnownOptions(sections.Section):
     """Send the question as a user's message through the chat template; else as plain text, to be gone on with."""
     system: str | None = None
     """A system message before each question; needs `chat`."""
+    environment: str | None = None
+    """What answers back while the model writes: `calculator` (`<calc>12*3</calc>` gets its value), or `file.py:Class`, a class
+    with `calls` and `reply`. Unset: nothing does."""
     instruction: str | None = None
     """Put after each question; unset: the data set's own. Empty: nothing."""
 
@@ -119,7 +123,8 @@ def build_known(known: KnownSet, config: sections.Task, options: KnownOptions) -
 
 def read_known(known: KnownSet, path: str, options: KnownOptions, split: str) -> tuple[list[Prompt], list[Example]]:
     """Every prompt of a file, and its worked examples."""
-    reader = RowReader(difficulty=None, chat=options.chat, system=options.system if options.chat else None)
+    environment = load_environment(options.environment, "task.environment")
+    reader = RowReader(chat=options.chat, system=options.system if options.chat else None, environment=environment)
     prompts: list[Prompt] = []
     examples: list[Example] = []
     for line, row in read_rows(Path(path)):

@@ -1,4 +1,4 @@
-"""Finds a function by name: `module:function` or `path/to/file.py:function`."""
+"""Finds a function or a class by name: `module:function` or `path/to/file.py:function`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from oncurve.errors import RewardError, did_you_mean
+from oncurve.errors import RecipeError, did_you_mean
 
 
 def load_function(reference: str, where: str) -> Callable[..., Any]:
@@ -45,7 +45,7 @@ def _module(source: str, reference: str, where: str) -> ModuleType:
 def _file_module(path: Path) -> ModuleType:
     """Runs a file as a module of its own. Python knows it by a name made from its path: dataclasses need one."""
     path = path.resolve()
-    name = f"oncurve_reward_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    name = f"oncurve_own_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file")
@@ -55,5 +55,5 @@ def _file_module(path: Path) -> ModuleType:
     return module
 
 
-def _error(where: str, reference: str, because: str, fix: str) -> RewardError:
-    return RewardError(where, reference, because=because, fix=fix)
+def _error(where: str, reference: str, because: str, fix: str) -> RecipeError:
+    return RecipeError(where, reference, because=because, fix=fix)

@@ -7,13 +7,17 @@ from oncurve.recipe import sections
 from oncurve.recipe.problems import read_section
 from oncurve.tasks.arithmetic import Arithmetic, ArithmeticOptions
 from oncurve.tasks.base import Task, TaskType
+from oncurve.tasks.calculator import CalculatorOptions, CalculatorTask
 from oncurve.tasks.countdown import Countdown, CountdownOptions
 from oncurve.tasks.files import FileOptions, build_file_task
+from oncurve.tasks.guess import GuessOptions, GuessTask
 from oncurve.tasks.known import KnownOptions, builders
 
 TASKS: dict[str, TaskType] = {
     "arithmetic": TaskType(ArithmeticOptions, Arithmetic),
     "countdown": TaskType(CountdownOptions, Countdown),
+    "calculator": TaskType(CalculatorOptions, CalculatorTask),
+    "guess": TaskType(GuessOptions, GuessTask),
     "file": TaskType(FileOptions, build_file_task),
     **{name: TaskType(KnownOptions, build) for name, build in builders().items()},
 }

@@ -8,7 +8,7 @@ from string import Formatter
 from typing import Any
 
 from oncurve.errors import DataError, RecipeError
-from oncurve.records import Example, Prompt
+from oncurve.records import Environment, Example, Prompt
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class RowReader:
     template: str | None = None
     chat: bool = False
     system: str | None = None
+    environment: Environment | None = None
 
     def read(self, row: Mapping[str, Any], where: str, id: str) -> Prompt:
         """The prompt of a row; every column of it goes along, for the rewards."""
@@ -33,10 +34,10 @@ class RowReader:
         columns |= {"difficulty": row[self.difficulty]} if self.difficulty is not None else {}
         asked = self._asked(row, where)
         if isinstance(asked, str) and not self.chat:
-            return Prompt(id=id, text=asked, columns=columns)
+            return Prompt(id=id, text=asked, columns=columns, environment=self.environment)
         messages = ({"role": "user", "content": asked},) if isinstance(asked, str) else asked
         system = ({"role": "system", "content": self.system},) if self.system is not None else ()
-        return Prompt(id=id, messages=(*system, *messages), columns=columns)
+        return Prompt(id=id, messages=(*system, *messages), columns=columns, environment=self.environment)
 
     def example(self, row: Mapping[str, Any], prompt: Prompt, where: str) -> Example | None:
         """The worked example of a row, where it has a completion."""

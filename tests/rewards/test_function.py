@@ -8,12 +8,12 @@ import pytest
 from trl.rewards.format_rewards import think_format_reward
 from trl.rewards.other_rewards import get_soft_overlong_punishment
 
-from oncurve.errors import RewardError
+from oncurve.errors import RecipeError, RewardError
 from oncurve.rewards.base import Reward
 from oncurve.rewards.function import FunctionReward, PythonOptions, as_reward, python_reward
 from oncurve.rewards.length import OverlongOptions, OverlongReward
-from oncurve.rewards.load import load_function
 from oncurve.rewards.mix import aspects_of
+from oncurve.tasks.load import load_function
 from tests.rewards.builders import group
 
 CHAT = [{"role": "user", "content": "Hi"}]
@@ -165,7 +165,7 @@ def test_functions_by_name(tmp_path: Path) -> None:
         (f"{tmp_path}/broken.py:long", "ZeroDivisionError"),
         ("no_such_module_here:long", "No module named"),
     ]:
-        with pytest.raises(RewardError) as caught:
+        with pytest.raises(RecipeError) as caught:
             load_function(reference, "rewards.mine.function")
         assert caught.value.where == "rewards.mine.function"
         assert because in caught.value.because
