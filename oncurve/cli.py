@@ -82,14 +82,19 @@ def train(
         from oncurve.terminal.hush import hush
         from oncurve.terminal.live import LiveDisplay
         from oncurve.train import start
+        from oncurve.train.run import TimeUp
 
         hush()
     display = LiveDisplay(Console(highlight=False))
-    if planned.run is not None:
-        run = start.resume(planned.run, sets=planned.sets, listeners=[display], minutes=minutes)
-    else:
-        assert planned.recipe is not None
-        run = start.begin(planned.recipe, runs_dir=runs, out=out, listeners=[display], minutes=minutes)
+    try:
+        if planned.run is not None:
+            run = start.resume(planned.run, sets=planned.sets, listeners=[display], minutes=minutes)
+        else:
+            assert planned.recipe is not None
+            run = start.begin(planned.recipe, runs_dir=runs, out=out, listeners=[display], minutes=minutes)
+    except TimeUp as stop:
+        say(Text(f"{stop.where}: {stop.what}; {stop.fix}"))
+        return
     _end(run, time.monotonic() - began)
 
 

@@ -1,10 +1,10 @@
 """What several answers to one problem are worth: pass@k and maj@k.
 
 pass@k is the chance that k answers drawn without return from the n sampled hold a right one: 1 − C(n − c, k) / C(n, k) where
-c of n are right, averaged over problems (Chen et al. 2021); unbiased, unlike 1 − (1 − c/n)^k. maj@k takes the answer that k of them
-give most often (Wang et al. 2022), the earlier one where two are given equally often, averaged over the ⌊n/k⌋ blocks of k.
-Answers are one where they are the same number or text; a completion without an answer has no vote, and a block without votes
-is not right.
+c of n are right, averaged over problems (Chen et al. 2021); unbiased, unlike 1 − (1 − c/n)^k. maj@k takes the answer that k
+of them give most often (Wang et al. 2022), the earlier one where two are given equally often, averaged over the ⌊n/k⌋ blocks
+of k. Answers are one where they are the same number or text; a completion without an answer has no vote, and a block without
+votes is not right.
 """
 
 from __future__ import annotations
