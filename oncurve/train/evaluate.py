@@ -12,6 +12,7 @@ from oncurve.recipe.sections import Sampling
 from oncurve.records import EvalReport, Prompt, ScoredGroup
 from oncurve.rewards.mix import RewardMix
 from oncurve.train.best_of_n import several
+from oncurve.train.memory import sample
 
 EVAL_STEP = 1 << 40
 """Evaluation draws its random numbers far from any training step's."""
@@ -30,7 +31,7 @@ def evaluate(
 ) -> EvalReport:
     """Accuracy is the share of prompts solved, averaged over ``settings.samples`` completions of each."""
     how = Sampling(temperature=settings.temperature, max_new_tokens=settings.max_new_tokens or max_new_tokens)
-    groups = engine.sample(prompts, settings.samples, how, Draws(seed, EVAL_STEP + step))
+    groups = sample(engine, prompts, settings.samples, how, Draws(seed, EVAL_STEP + step))
     scored = rewards.score(groups)
     return summarise(scored, rewards, stage, step)
 

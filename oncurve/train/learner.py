@@ -10,7 +10,7 @@ Legend: ``M`` predicted tokens of a pack.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 
 import numpy as np
@@ -27,6 +27,7 @@ from oncurve.models.reference import Reference
 from oncurve.recipe.resolve import resolved_kl
 from oncurve.recipe.schema import Grpo
 from oncurve.records import Completion, Floats, GradedGroup, ScoredGroup, TokenStats
+from oncurve.train.memory import with_less
 from oncurve.train.optimiser import Optimiser, Update
 
 Seat = tuple[int, int]
@@ -58,7 +59,7 @@ class Learner:
     """Holds the optimiser and, where β > 0, the reference."""
 
     def __init__(self, policy: Policy, stage: Grpo) -> None:
-        self.policy, self.stage = policy, stage
+        self.policy, self.stage, self.tokens_per_pack = policy, stage, stage.tokens_per_pack
         objective = OBJECTIVES[stage.objective]
         clip = stage.clip
         self.objective = objective if clip is None else with_clip(objective, clip.low, clip.high, clip.dual)
@@ -76,16 +77,45 @@ class Learner:
     def update(self, groups: Sequence[GradedGroup]) -> Learned:
         """μ passes over the groups, each in ``minibatches`` optimiser updates."""
         chunks = in_parts(len(groups), self.stage.minibatches)
-        batches = [list(self._micro_batches(groups, chunk)) for chunk in chunks]
+        batches = self._fitting(groups, chunks)
         totals = [self._totals([groups[g] for g in chunk]) for chunk in chunks]
         seen = Seen(groups)
         for turn in range(self.stage.updates_per_step):
             last = turn == self.stage.updates_per_step - 1
             for i, total in enumerate(totals):
                 if batches[i]:
-                    batches[i] = self._accumulate(batches[i], total, seen if last else None)
-                    seen.updates.append(self.optimiser.step())
+                    before = seen.mark()
+                    batches[i] = self._gradient(groups, batches[i], total, seen if last else None)
+                    seen.updates.append(self.optimiser.step(**seen.since(before)))
         return seen.learned()
+
+    def _fitting(self, groups: Sequence[GradedGroup], chunks: Sequence[range]) -> list[list[MicroBatch]]:
+        """The packs of each mini-batch; smaller ones where memory runs out in a pass over them without gradient."""
+
+        def attempt(budget: int) -> list[list[MicroBatch]]:
+            self.tokens_per_pack = budget
+            return [list(self._micro_batches(groups, chunk)) for chunk in chunks]
+
+        least = max((longest(g) for g in groups), default=1)
+        return with_less(attempt, self.tokens_per_pack, least=least, what="tokens_per_pack")[0]
+
+    def _gradient(
+        self, groups: Sequence[GradedGroup], batch: list[MicroBatch], totals: StepTotals, seen: Seen | None
+    ) -> list[MicroBatch]:
+        """One update's gradient. Where memory runs out it is begun again over packs of half the size: the sum is the same."""
+        before = None if seen is None else seen.mark()
+        whole = max(micro.pack.tokens for micro in batch)
+
+        def attempt(budget: int) -> list[MicroBatch]:
+            if seen is not None and before is not None:
+                seen.back_to(before)
+            return self._accumulate(batch if budget == whole else resplit(groups, batch, budget), totals, seen)
+
+        least = max(longest(groups[g]) for micro in batch for g, _ in micro.seats)
+        done, enough = with_less(attempt, whole, least=least, what="tokens_per_pack")
+        if enough < whole:
+            self.tokens_per_pack = enough
+        return done
 
     def kl_sums(self, scored: Sequence[ScoredGroup]) -> list[list[float]]:
         """Σ_t KL of each completion, for a KL inside the reward."""
@@ -103,7 +133,7 @@ class Learner:
         bundles = [bundle_of(group, range(len(group.scored)), [key[g, c] for c in range(len(group.scored))])
                    for g, group in enumerate(scored)]  # fmt: skip
         found = [[np.zeros(0, np.float32)] * len(group.scored) for group in scored]
-        for part in split_by_budget(bundles, self.stage.tokens_per_pack):
+        for part in split_by_budget(bundles, self.tokens_per_pack):
             pack = build_pack(part, self.policy.device)
             logp_M, _ = self.policy.pack_logps(pack, self._temperature)
             kl_M = KL_ESTIMATORS[self.kl_estimator](logp_M, self.reference.logps(pack, self._temperature))
@@ -130,7 +160,7 @@ class Learner:
             if rows and (every or groups[g].has_signal):
                 bundles.append(bundle_of(groups[g].scored, rows, range(len(seats), len(seats) + len(rows))))
                 seats += [(g, c) for c in rows]
-        for part in split_by_budget(bundles, self.stage.tokens_per_pack):
+        for part in split_by_budget(bundles, self.tokens_per_pack):
             pack = build_pack(part, self.policy.device)
             yield self._micro_batch(groups, pack, tuple(seats[k] for k in pack.keys))
 
@@ -180,6 +210,16 @@ class Learner:
         return done
 
 
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """How far ``Seen`` had come."""
+
+    tokens: int
+    sums: dict[str, float]
+    largest: dict[str, float]
+    losses: dict[str, float]
+
+
 class Seen:
     """Gathers what the last pass over a step saw, for metrics and for the store."""
 
@@ -190,6 +230,25 @@ class Seen:
         self.sums: dict[str, float] = {}
         self.largest: dict[str, float] = {"ratio_max": 0.0, "mismatch_max": 0.0}
         self.losses = {"loss": 0.0, "policy_loss": 0.0}
+        totals = [total for g in groups for total in g.scored.totals if total is not None]
+        self.reward = float(np.mean(totals)) if totals else None
+
+    def mark(self) -> Mark:
+        return Mark(self.tokens, dict(self.sums), dict(self.largest), dict(self.losses))
+
+    def back_to(self, mark: Mark) -> None:
+        """Forgets what a pass that did not come to its end has noted; its tokens' stats are written over."""
+        self.tokens, self.sums, self.largest, self.losses = mark.tokens, dict(mark.sums), dict(mark.largest), dict(mark.losses)
+
+    def since(self, mark: Mark) -> dict[str, float]:
+        """What the guard looks at beside the gradient: the step's mean reward, and the loss and KL of the update just noted."""
+        watched = {} if self.reward is None else {"reward": self.reward}
+        tokens = self.tokens - mark.tokens
+        if tokens:
+            watched["loss"] = self.losses["loss"] - mark.losses["loss"]
+            if "kl" in self.sums:
+                watched["kl"] = (self.sums["kl"] - mark.sums.get("kl", 0.0)) / tokens
+        return watched
 
     def note(self, micro: MicroBatch, inputs: LossInputs, outputs: LossOutputs) -> None:
         mask_M = inputs.mask_N
@@ -237,6 +296,40 @@ class Seen:
 def bundle_of(group: ScoredGroup, rows: Sequence[int], keys: Sequence[int]) -> Bundle:
     """The chosen completions of a group, with their prompt."""
     return Bundle(group.group.prompt_ids, tuple(group.scored[c].completion.token_ids for c in rows), tuple(keys))
+
+
+def longest(group: GradedGroup) -> int:
+    """Tokens of the prompt with its longest completion: the smallest pack that the group can be cut into."""
+    return len(group.group.prompt_ids) + max((len(c.token_ids) for c in group.group.completions), default=0)
+
+
+def resplit(groups: Sequence[GradedGroup], batch: Sequence[MicroBatch], budget: int) -> list[MicroBatch]:
+    """The same rows in packs of at most ``budget`` tokens, with all that is known of each token (old log-probs among it)."""
+    rows = [(micro, place) for micro in batch for place in range(len(micro.seats))]
+    by_group: dict[int, list[int]] = {}
+    for key, (micro, place) in enumerate(rows):
+        by_group.setdefault(micro.seats[place][0], []).append(key)
+    bundles = [
+        bundle_of(groups[g].scored, [rows[key][0].seats[rows[key][1]][1] for key in keys], keys) for g, keys in by_group.items()
+    ]
+    known = {name: _rows_of(name, batch) for name in _tensors_of(batch[0])}
+    made = []
+    for part in split_by_budget(bundles, budget):
+        pack = build_pack(part, batch[0].mask_M.device)
+        seats = tuple(rows[key][0].seats[rows[key][1]] for key in pack.keys)
+        values = {name: torch.cat([of_row[key] for key in pack.keys]) for name, of_row in known.items()}
+        made.append(replace(batch[0], pack=pack, seats=seats, **values))
+    return made
+
+
+def _tensors_of(micro: MicroBatch) -> list[str]:
+    """The fields of a micro-batch, or of a stage's own kind of it, that hold one number per token."""
+    return [field.name for field in fields(micro) if isinstance(getattr(micro, field.name), Tensor)]
+
+
+def _rows_of(name: str, batch: Sequence[MicroBatch]) -> list[Tensor]:
+    """One tensor per completion, in the order of packs and seats."""
+    return [row for micro in batch for row in torch.split(getattr(micro, name), list(micro.pack.lengths))]
 
 
 def by_row(values_M: Tensor, pack: Pack) -> list[np.ndarray]:

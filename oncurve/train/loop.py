@@ -19,6 +19,7 @@ from oncurve.tasks.order import prompts_for_step
 from oncurve.train.budget import Budget
 from oncurve.train.clock import Clock
 from oncurve.train.learner import Learned, Learner
+from oncurve.train.memory import sample
 
 
 class GrpoLoop:
@@ -52,7 +53,7 @@ class GrpoLoop:
     def sample(self, n: int, retry: int = 0) -> list[Group]:
         prompts = prompts_for_step(self.task, self.seed, n - 1, self.stage.prompts_per_step, round=retry)
         draws = Draws(self.seed, n)
-        return self.engine.sample(prompts, self.stage.group_size, self.stage.sampling, draws, on_group=self._begin_scoring)
+        return sample(self.engine, prompts, self.stage.group_size, self.stage.sampling, draws, on_group=self._begin_scoring)
 
     def _begin_scoring(self, place: int, group: Group) -> None:
         self.rewards.begin(group)

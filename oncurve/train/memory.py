@@ -6,12 +6,15 @@ Splitting changes neither the gradient (reductions divide by the step's totals) 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
 
+from oncurve.engines.native import Draws, NativeEngine, frozen_slots, group_rows
 from oncurve.errors import ModelError
+from oncurve.recipe.sections import Sampling
+from oncurve.records import Group, Prompt
 from oncurve.runs.notes import note
 
 T = TypeVar("T")
@@ -46,3 +49,23 @@ def release() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def sample(
+    engine: NativeEngine,
+    prompts: Sequence[Prompt],
+    group_size: int,
+    how: Sampling,
+    draws: Draws,
+    on_group: Callable[[int, Group], None] | None = None,
+) -> list[Group]:
+    """As ``engine.sample``; where memory runs out, with half the slots, which stay so: the pool was too large for this run."""
+    rows = group_rows(group_size)
+    slots = engine.settings.slots or frozen_slots(engine.policy.device, len(prompts) * group_size)
+
+    def attempt(budget: int) -> list[Group]:
+        if budget != slots:
+            engine.settings = engine.settings.model_copy(update={"slots": budget})
+        return engine.sample(prompts, group_size, how, draws, on_group)
+
+    return with_less(attempt, slots, least=rows, what="engine.slots")[0]

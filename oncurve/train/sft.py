@@ -17,10 +17,11 @@ from oncurve.models.packing import Bundle, build_pack, split_by_budget
 from oncurve.models.policy import Policy
 from oncurve.models.turns import example_ids
 from oncurve.recipe.schema import Sft
-from oncurve.records import Example, StepReport
+from oncurve.records import Bools, Example, StepReport
 from oncurve.tasks.base import Task
 from oncurve.tasks.order import examples_for_step
 from oncurve.train.clock import Clock
+from oncurve.train.memory import with_less
 from oncurve.train.optimiser import Optimiser
 
 
@@ -40,7 +41,7 @@ class SftLoop:
     """One optimiser update per step."""
 
     def __init__(self, stage: Sft, seed: int, task: Task, policy: Policy) -> None:
-        self.stage, self.seed, self.policy = stage, seed, policy
+        self.stage, self.seed, self.policy, self.tokens_per_pack = stage, seed, policy, stage.tokens_per_pack
         self.examples = examples = examples_of(stage, task)
         self.encoded = {id(e): (policy.encode(e.prompt), *example_ids(policy, e)) for e in examples}
         self.optimiser = Optimiser(policy.model, stage.optimiser, stage.steps)
@@ -56,23 +57,33 @@ class SftLoop:
     def load_state(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
         self.optimiser.load_state(tensors["optimiser"])
 
+    def _gradient(self, bundles: Sequence[Bundle], masks: Sequence[Bools], budget: int) -> tuple[float, float]:
+        """(loss, entropy), with the gradient summed over packs of at most ``budget`` tokens."""
+        loss = entropy = 0.0
+        tokens = sum(int(wrote.sum()) for wrote in masks)
+        self.optimiser.zero_grad()
+        for part in split_by_budget(bundles, budget):
+            pack = build_pack(part, self.policy.device)
+            logp_M, entropy_M = self.policy.pack_logps(pack)
+            wrote_M = torch.from_numpy(np.concatenate([masks[k] for k in pack.keys])).to(logp_M)
+            share = -(logp_M * wrote_M).sum() / tokens
+            share.backward()  # type: ignore[no-untyped-call]
+            loss += float(share.detach())
+            entropy += float((entropy_M.detach() * wrote_M).sum()) / tokens
+        return loss, entropy
+
     def step(self, n: int) -> StepReport:
         """Update number n, from 1."""
         clock = Clock()
         chosen = [self.encoded[id(e)] for e in examples_for_step(self.examples, self.seed, n - 1, self.stage.batch_size)]
         bundles = [Bundle(prompt, (completion,), (i,)) for i, (prompt, completion, _) in enumerate(chosen)]
         tokens = sum(int(wrote.sum()) for _, _, wrote in chosen)
-        loss = entropy = 0.0
+        masks = [wrote for _, _, wrote in chosen]
+        least = max(bundle.tokens for bundle in bundles)
         with clock("update"):
-            self.optimiser.zero_grad()
-            for part in split_by_budget(bundles, self.stage.tokens_per_pack):
-                pack = build_pack(part, self.policy.device)
-                logp_M, entropy_M = self.policy.pack_logps(pack)
-                wrote_M = torch.from_numpy(np.concatenate([chosen[k][2] for k in pack.keys])).to(logp_M)
-                share = -(logp_M * wrote_M).sum() / tokens
-                share.backward()  # type: ignore[no-untyped-call]
-                loss += float(share.detach())
-                entropy += float((entropy_M.detach() * wrote_M).sum()) / tokens
+            (loss, entropy), self.tokens_per_pack = with_less(
+                lambda budget: self._gradient(bundles, masks, budget), self.tokens_per_pack, least=least, what="tokens_per_pack"
+            )
             update = self.optimiser.step(loss=loss)
         metrics = {
             "loss": loss,

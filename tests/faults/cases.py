@@ -9,9 +9,9 @@ from oncurve.recipe.schema import Recipe
 
 HERE = "tests.faults.grading"
 
-SFT = {"type": "sft", "steps": 7, "batch_size": 8, "save_every": 2, "eval_every": 3}
+SFT = {"type": "sft", "steps": 24, "batch_size": 8, "save_every": 2, "eval_every": 3}
 GRPO = {
-    "type": "grpo", "steps": 7, "prompts_per_step": 3, "group_size": 4, "sampling": {"max_new_tokens": 8},
+    "type": "grpo", "steps": 24, "prompts_per_step": 3, "group_size": 4, "sampling": {"max_new_tokens": 8},
     "optimiser": {"learning_rate": 1e-3}, "save_every": 2, "eval_every": 3,
 }  # fmt: skip
 FORMAT = {"type": "format", "style": "soft"}
@@ -32,7 +32,7 @@ def recipe(*stages: dict[str, Any], rewards: list[dict[str, Any]] | None = None,
 
 CASES: dict[str, Recipe] = {
     "sft": recipe(SFT),
-    "sft then grpo": recipe({**SFT, "steps": 3}, {**GRPO, "steps": 4}),
+    "sft then grpo": recipe({**SFT, "steps": 3}, GRPO),
     "updates in mini-batches": recipe({**GRPO, "updates_per_step": 3, "minibatches": 2}),
     "iterative": recipe({**GRPO, "kl": {"beta": 0.05, "refresh_every": 2}, "updates_per_step": 2}),
     "process rewards": recipe(GRPO, rewards=[STEPS, SHORT]),
@@ -40,4 +40,4 @@ CASES: dict[str, Recipe] = {
     "rewards in workers": recipe(GRPO, rewards=[HURRIED, FORMAT]),
     "dynamic sampling": recipe({**GRPO, "no_signal": "resample", "max_resample_rounds": 2}, rewards=[SHORT]),
 }
-"""Every run is so small that it takes about a second."""
+"""Long enough to be killed a dozen times, each time a little further on."""

@@ -54,8 +54,7 @@ def after(real: Callable[..., Any], *arguments: Any, **named: Any) -> None:
 
 def soon(real: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """From another thread, within the first milliseconds of the call: wherever that is."""
-    delay = random.random() * 2e-3
-    threading.Thread(target=lambda: (time.sleep(delay), die()), daemon=True).start()
+    threading.Timer(random.random() * 2e-3, die).start()
     real(*arguments, **named)
     time.sleep(60)
 

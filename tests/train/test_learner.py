@@ -76,9 +76,9 @@ def test_minibatches_are_updates_on_parts_of_the_step_with_totals_of_their_own()
     seen: list[Tensor] = []
     step = whole.optimiser.step
 
-    def watched() -> Update:
+    def watched(**values: float) -> Update:
         seen.append(gradient(whole.policy.model).clone())
-        return step()
+        return step(**values)
 
     whole.optimiser.step = watched  # type: ignore[method-assign]
     whole.update(batch)
