@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from oncurve.engines.compiled import can_decode, library
 from oncurve.engines.pool import PAGE, DecodeLayout, Pool, PrefillLayout
 from oncurve.engines.randomness import uniforms
 from oncurve.engines.sampling import Drawn, draw
@@ -78,6 +79,13 @@ class NativeEngine:
     def __init__(self, policy: Policy, settings: EngineSettings) -> None:
         self.policy, self.settings = policy, settings
 
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What a run's log should say of how it samples."""
+        if self.policy.device.type == "cpu" and self.policy.fused is not None and library() is None:
+            return ("no C compiler was found: torch decodes, several times slower for a small model",)
+        return ()
+
     @torch.inference_mode()
     def sample(
         self,
@@ -93,7 +101,7 @@ class NativeEngine:
             self._check_room(prompt, len(ids), how)
         rows = group_rows(group_size)
         blocks = self._blocks(len(prompts) * (group_size // rows), rows)
-        kind = batch_type(prompts)
+        kind = self._batch_type(prompts, how)
         batch = kind(self.policy, how, Pool(blocks, rows, how.max_new_tokens), draws, prompts, prompt_ids, group_size)
         groups: dict[int, Group] = {}
         for g in batch.run(self.settings.check_every):
@@ -101,6 +109,18 @@ class NativeEngine:
             if on_group is not None:
                 on_group(g, groups[g])
         return [groups[g] for g in range(len(prompts))]
+
+    def _batch_type(self, prompts: Sequence[Prompt], how: Sampling) -> type[Batch]:
+        """The one in which environments answer back, the compiled one where it can serve, or the plain one."""
+        if any(prompt.environment is not None for prompt in prompts):
+            from oncurve.engines.episodes import Episodes  # each of these builds on this file
+
+            return Episodes
+        if self.settings.compiled and can_decode(self.policy, how):
+            from oncurve.engines.compiled_batch import CompiledBatch
+
+            return CompiledBatch
+        return Batch
 
     def _blocks(self, jobs: int, rows: int) -> int:
         return max(1, (self.settings.slots or frozen_slots(self.policy.device, jobs * rows)) // rows)
@@ -117,20 +137,11 @@ class NativeEngine:
     def _completion(self, row: Row) -> Completion:
         assert row.stop is not None
         ids = np.asarray(row.token_ids, np.int64)
-        logps, sampled, raw = (np.asarray(x, np.float32) for x in zip(*row.logps, strict=True))
+        logps, sampled, raw = np.ascontiguousarray(np.asarray(row.logps, np.float32).T)
         sampled = logps if np.array_equal(sampled, logps) else sampled
         raw = logps if np.array_equal(raw, logps) else raw
         text_ids = ids[:-1] if row.stop == "end" else ids
         return Completion(ids, self.policy.decode(text_ids), row.stop, logps, sampled, raw, row.loss_mask)
-
-
-def batch_type(prompts: Sequence[Prompt]) -> type[Batch]:
-    """The plain batch, or the one in which environments answer back."""
-    if all(prompt.environment is None for prompt in prompts):
-        return Batch
-    from oncurve.engines.episodes import Episodes  # it builds on this file
-
-    return Episodes
 
 
 def frozen_slots(device: torch.device, rows: int) -> int:
@@ -181,7 +192,7 @@ class Batch:
         left = {g: len(rows) for g, rows in self.rows.items()}
         self._admit()
         while any(self.row_in):
-            for row in self._write_down([self._decode() for _ in range(check_every)]):
+            for row in self._advance(check_every):
                 left[row.group] -= 1
                 if not left[row.group]:
                     yield row.group
@@ -199,12 +210,7 @@ class Batch:
             return
         for block, job in admitted:
             self._seat(block, job)
-        buckets: dict[int, list[tuple[int, int]]] = {}
-        for block, job in admitted:
-            buckets.setdefault(-(-(len(self.prompt_ids[job.group]) - 1) // BUCKET) * BUCKET, []).append((block, job.group))
-        for length, seats in buckets.items():
-            if length:
-                self._prefill(length, seats)
+        self._prefill_all([(block, job.group) for block, job in admitted])
 
     def _seat(self, block: int, job: Job) -> None:
         ids = self.prompt_ids[job.group]
@@ -218,6 +224,15 @@ class Batch:
         self.uniform_ST[slots, :count] = torch.from_numpy(np.stack(numbers)).to(self.uniform_ST.device)
         for offset, sample in enumerate(job.samples):
             self.row_in[first + offset] = self.rows[job.group][sample]
+
+    def _prefill_all(self, seats: list[tuple[int, int]]) -> None:
+        """Prompts, but for their last tokens, into the blocks they are seated at: (block, group)."""
+        buckets: dict[int, list[tuple[int, int]]] = {}
+        for block, group in seats:
+            buckets.setdefault(-(-(len(self.prompt_ids[group]) - 1) // BUCKET) * BUCKET, []).append((block, group))
+        for length, together in buckets.items():
+            if length:
+                self._prefill(length, together)
 
     def _prefill(self, length: int, seats: list[tuple[int, int]]) -> None:
         """Prompts of one bucket in batches of one shape: which prompts share a batch changes no bit of any."""
@@ -234,6 +249,10 @@ class Batch:
             sources, blocks = (torch.tensor(x, device=device) for x in zip(*pairs, strict=True))
             layout = PrefillLayout(self.pool, sources, blocks, positions)
             self.policy.hidden(torch.from_numpy(ids).to(device), positions.expand(size, -1), layout)
+
+    def _advance(self, steps: int) -> list[Row]:
+        """So many tokens for every slot; returns the rows that ended."""
+        return self._write_down([self._decode() for _ in range(steps)])
 
     def _decode(self) -> Drawn:
         """One token for every slot; free and finished slots decode too, and are not read."""
@@ -269,10 +288,14 @@ class Batch:
             if row is not None and self._append(slot, row, token_CS, logp_CS):
                 self.row_in[slot] = None
                 ended.append(row)
+        self._free_blocks()
+        return ended
+
+    def _free_blocks(self) -> None:
+        """Gives back the blocks whose rows have all ended."""
         for block in range(self.pool.blocks):
             if self.running[block] is not None and not any(self._rows_in(block)):
                 self.running[block] = None
-        return ended
 
     def _append(self, slot: int, row: Row, token_CS: Tokens, logp_CS: Logps) -> bool:
         """Hands a slot's tokens to its row, up to the row's end; whether that has come."""

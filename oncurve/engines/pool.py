@@ -40,28 +40,42 @@ class Pool:
         self.shared_pages: dict[int, list[Page]] = {}  # views of the above, for the products of a decode step
         self.own_pages: dict[int, list[Page]] = {}
 
-    def store_prompts(self, layer: int, blocks_n: Tensor, k: Tensor, v: Tensor) -> None:
-        """Keys and values of n prompts, [n, K, tokens, d], into the given blocks."""
-        pages = -(-k.shape[2] // PAGE)
-        stored = self.prompts.get(layer) or [x.new_zeros(pages, self.blocks, x.shape[1], PAGE, x.shape[3]) for x in (k, v)]
+    def make_prompts(self, layer: int, length: int, k: Tensor, v: Tensor) -> list[Tensor]:
+        """Room for prompts of so many positions in every block; k and v are those of one position, [K, d]."""
+        pages = -(-length // PAGE)
+        stored = self.prompts.get(layer) or [x.new_zeros(0, self.blocks, len(x), PAGE, x.shape[1]) for x in (k, v)]
         if stored[0].shape[0] < pages:
             stored = [torch.cat((x, x.new_zeros(pages - x.shape[0], *x.shape[1:]))) for x in stored]
-        if self.prompts.get(layer) is not stored:
             self.prompts[layer] = stored
             k_all, v_all = (x.flatten(1, 2) for x in stored)
             self.shared_pages[layer] = [Page(True, a.transpose(1, 2), b) for a, b in zip(k_all, v_all, strict=True)]
+        return stored
+
+    def store_prompts(self, layer: int, blocks_n: Tensor, k: Tensor, v: Tensor) -> None:
+        """Keys and values of n prompts, [n, K, tokens, d], into the given blocks."""
+        stored = self.make_prompts(layer, k.shape[2], k[0, :, 0], v[0, :, 0])
         for pages_x, x in zip(stored, (k, v), strict=True):
             for page, start in enumerate(range(0, x.shape[2], PAGE)):
                 piece = x[:, :, start : start + PAGE]
                 pages_x[page, blocks_n, :, : piece.shape[2]] = piece
 
+    def copy_prompt(self, source: int, target: int) -> None:
+        """One block's prompt into another."""
+        for stored in self.prompts.values():
+            for pages in stored:
+                pages[:, target] = pages[:, source]
+
+    def make_suffixes(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Room for every slot's own keys and values; k and v are those of one position, [K, d]."""
+        shape = (self.suffix_pages, self.blocks, len(k), self.rows, PAGE)
+        self.suffixes[layer] = [x.new_zeros(*shape, x.shape[1]) for x in (k, v)]
+        k_all, v_all = (x.flatten(1, 3) for x in self.suffixes[layer])
+        self.own_pages[layer] = [Page(False, a.transpose(1, 2), b) for a, b in zip(k_all, v_all, strict=True)]
+
     def store_tokens(self, layer: int, where_SK: Tensor, k: Tensor, v: Tensor) -> None:
         """One new position per slot, k and v of [S, K, d]; ``where_SK`` is its row among all [pages · N · K · R · PAGE]."""
         if layer not in self.suffixes:
-            shape = (self.suffix_pages, self.blocks, k.shape[1], self.rows, PAGE)
-            self.suffixes[layer] = [x.new_zeros(*shape, x.shape[2]) for x in (k, v)]
-            k_all, v_all = (x.flatten(1, 3) for x in self.suffixes[layer])
-            self.own_pages[layer] = [Page(False, a.transpose(1, 2), b) for a, b in zip(k_all, v_all, strict=True)]
+            self.make_suffixes(layer, k[0], v[0])
         for pages, x in zip(self.suffixes[layer], (k, v), strict=True):
             pages.view(-1, x.shape[2]).index_copy_(0, where_SK, x.flatten(0, 1))
 

@@ -134,7 +134,7 @@ def swiglu(both: Tensor) -> Tensor:
     return out
 
 
-class _Block:
+class Block:
     """One decoder layer: its parameters, found once. They stay the module's own, so an optimiser's step is seen."""
 
     def __init__(self, layer: Any, window: int | None) -> None:
@@ -172,7 +172,7 @@ class FusedDecoder:
         return cls(model) if _is_of_the_family(model) else None
 
     def _fuse(self) -> None:
-        self.blocks = [_Block(layer, self.window) for layer in self.backbone.layers]
+        self.blocks = [Block(layer, self.window) for layer in self.backbone.layers]
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
         """The last hidden state, [batch, length, D]."""
@@ -190,7 +190,7 @@ class FusedDecoder:
         return rms_norm(x, last.weight, last.variance_epsilon).view(*shape, -1)
 
     def _attention(
-        self, i: int, block: _Block, x: Tensor, cos: Tensor, sin: Tensor, shape: torch.Size, layout: Layout
+        self, i: int, block: Block, x: Tensor, cos: Tensor, sin: Tensor, shape: torch.Size, layout: Layout
     ) -> Tensor:
         H, K, d = self.heads, self.kv_heads, self.head_size
         qkv = block.qkv(rms_norm(x, block.before.weight, block.before.variance_epsilon)).view(-1, H + 2 * K, d)

@@ -134,6 +134,8 @@ class Trainer:
         place = (start.stage, start.step) if start else None
         parameters = sum(p.numel() for p in self.policy.model.parameters())
         self.tell.on_run_start(self.recipe, self.run.path, parameters, place)
+        for remark in self.engine.remarks:
+            self.tell.on_event("engine", remark)
         if self.recipe.model.source != "tiny":
             self.tell.on_event("model", f"{self.recipe.model.source}: {Found.of(self.policy)}")
         if self.remark is not None:

@@ -12,6 +12,7 @@ from contextlib import closing
 from functools import lru_cache
 from pathlib import Path
 
+from oncurve.engines.compiled import library
 from oncurve.engines.native import frozen_slots
 from oncurve.errors import RecipeError, RunError
 from oncurve.models.load import choose_device
@@ -159,7 +160,7 @@ def frozen(recipe: Recipe) -> Recipe:
     """The recipe with what is chosen for the machine written down, so that it stays the same when the run goes on elsewhere."""
     rows = [s.prompts_per_step * s.group_size for s in recipe.stages if isinstance(s, Sampled)]
     slots = recipe.engine.slots or frozen_slots(choose_device(recipe.model.device), max(rows, default=0))
-    engine = recipe.engine.model_copy(update={"slots": slots})
+    engine = recipe.engine.model_copy(update={"slots": slots, "compiled": recipe.engine.compiled and library() is not None})
     return recipe.model_copy(update={"threads": recipe.threads or os.cpu_count() or 1, "engine": engine})
 
 
