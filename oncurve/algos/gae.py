@@ -65,6 +65,6 @@ def value_loss(value_N: Tensor, old_N: Tensor, return_N: Tensor, clip: float) ->
 
 
 def explained_variance(values: Doubles, returns: Doubles) -> float:
-    """1 − Var(R − V) / Var(R): 1 for a perfect critic, 0 for a constant one (and a constant R), below 0 for one that misleads."""
+    """1 − Var(R − V)/Var(R): 1 for a perfect critic, 0 for a constant one (or a constant R), below 0 for one that misleads."""
     spread = float(np.var(returns)) if len(returns) else 0.0
     return 1.0 - float(np.var(returns - values)) / spread if spread > 0 else 0.0

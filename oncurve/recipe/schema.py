@@ -12,6 +12,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from oncurve.recipe.ppo import Ppo
 from oncurve.recipe.sampled import Advantage, Surrogate
 from oncurve.recipe.sections import Count, Engine, Model, NonNegative, Reward, Section, SftOptimiser, StageBase, Task
+from oncurve.recipe.trpo import Trpo
 
 
 class Sft(StageBase):
@@ -65,7 +66,7 @@ class Grpo(Surrogate):
     """The constant that dr_grpo divides by; unset: `sampling.max_new_tokens`."""
 
 
-Stage = Annotated[Sft | Grpo | Ppo, Field(discriminator="type")]
+Stage = Annotated[Sft | Grpo | Ppo | Trpo, Field(discriminator="type")]
 
 
 class Evaluation(Section):

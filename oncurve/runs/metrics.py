@@ -138,6 +138,21 @@ _TABLE = (
     Metric("value_mean", "reward", "Mean of the critic's values over tokens (ppo).", "near the mean reward"),
     Metric("critic_grad_norm", "norm", "Length of the critic's gradient before clipping (ppo).", "steady"),
     Metric("skipped_critic_updates", "updates", "Updates of the critic left out because a gradient was not finite.", "0"),
+    Metric(
+        "step_kl", "nats", "Mean KL(π_old‖π_new) per token that the step cost, over whole distributions (trpo).", "below max_kl"
+    ),
+    Metric("step_gain", "reward", "How much the surrogate rose in the step (trpo).", "above 0"),
+    Metric(
+        "step_share", "share", "How much of the longest step the line search took; 0: none was good enough (trpo).", "1, or 0.5"
+    ),
+    Metric("step_norm", "norm", "Length of the step that the weights took (trpo).", "steady"),
+    Metric("line_search_tries", "tries", "Step lengths that the line search tried (trpo).", "1 to 3"),
+    Metric(
+        "cg_residual",
+        "share",
+        "What conjugate gradient left unsolved of the natural gradient: |g − F x| / |g| (trpo).",
+        "below 0.3; else raise cg_iterations or damping",
+    ),
     Metric("tokens", "tokens", "Completion tokens sampled in the step, or trained on in sft.", "as large as fits"),
     Metric(
         "tokens_per_s", "tokens/s", "Completion tokens over the time of the whole step.", "as high as it gets", repeatable=False

@@ -226,7 +226,8 @@ class PpoLearner(Learner):
             if group.graded[c]
             for mask in (s.completion.loss_mask,)
         ]
-        values, followed = (np.concatenate([t[i] for t in tokens] or [np.zeros(0, np.float32)]).astype(np.float64) for i in (0, 1))
+        none = np.zeros(0, np.float32)
+        values, followed = (np.concatenate([t[i] for t in tokens] or [none]).astype(np.float64) for i in (0, 1))
         updates = max(len(self.value_updates), 1)
         return {
             **{name: total / updates for name, total in self.value_sums.items()},

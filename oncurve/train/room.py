@@ -8,20 +8,24 @@ from oncurve.errors import ModelError
 from oncurve.models.policy import Policy
 from oncurve.recipe.sampled import Sampled
 from oncurve.recipe.schema import Recipe, Stage
+from oncurve.recipe.trpo import Trpo
 from oncurve.records import Prompt
 from oncurve.tasks.base import Task
+from oncurve.train.trpo import refuse_if_too_large
 
 TEMPLATE_BYTES = 1024
 """More than any chat template adds to a prompt, the system prompt aside."""
 
 
 def check_room(policy: Policy, recipe: Recipe, task_of: Callable[[Stage], Task]) -> None:
-    """Raises for the first prompt or worked example that leaves no room for its completion.
+    """Raises for the first prompt or worked example that leaves no room for its completion, and for a model too large for trpo.
 
     A token stands for at least one byte, so only texts with more bytes than the model has positions are tokenised. An endless
     task's training prompts can't be listed; its held-out ones stand for them.
     """
     for stage in recipe.stages:
+        if isinstance(stage, Trpo):
+            refuse_if_too_large(policy, stage)
         task, wanted = task_of(stage), stage.sampling.max_new_tokens if isinstance(stage, Sampled) else 1
         for prompt in _asked(task, stage):
             if may_be_long(policy, prompt.shown, wanted):

@@ -12,12 +12,14 @@ from oncurve.engines.native import NativeEngine
 from oncurve.models.policy import Policy
 from oncurve.recipe.ppo import Ppo
 from oncurve.recipe.schema import Grpo, Recipe, Sft, Stage
+from oncurve.recipe.trpo import Trpo
 from oncurve.records import StepReport
 from oncurve.rewards.mix import RewardMix
 from oncurve.tasks.base import Task
 from oncurve.train.loop import GrpoLoop
 from oncurve.train.ppo import PpoLoop
 from oncurve.train.sft import SftLoop
+from oncurve.train.trpo import TrpoLoop
 
 
 class StageLoop(Protocol):
@@ -50,6 +52,7 @@ class Parts:
 LOOPS: dict[type[Stage], Callable[[Any, Parts], StageLoop]] = {
     Sft: lambda stage, parts: SftLoop(stage, parts.recipe.seed, parts.task, parts.policy),
     Grpo: lambda stage, parts: GrpoLoop(stage, parts.recipe.seed, parts.task, parts.engine, parts.rewards),
+    Trpo: lambda stage, parts: TrpoLoop(stage, parts.recipe.seed, parts.task, parts.engine, parts.rewards),
     Ppo: lambda stage, parts: PpoLoop(stage, parts.recipe.seed, parts.task, parts.engine, parts.rewards),
 }
 

@@ -1,0 +1,172 @@
+"""The stage `trpo`: GRPO's loop with a natural gradient step of bounded KL in the place of AdamW.
+
+Maximise L(θ) = mean over tokens of ρ A, subject to mean KL(π_old ‖ π_θ) ≤ δ (Schulman et al. 2015, arXiv 1502.05477): solve
+F x = ∇L by conjugate gradient, go along x as far as the quadratic KL allows, and shorten until the real KL is within δ and L
+has risen. Advantages are the group's, as in GRPO.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from math import ceil
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from oncurve.algos.natural import Solution, Step, conjugate_gradient, line_search, longest_step
+from oncurve.algos.objectives import Objective
+from oncurve.algos.ratios import LOG_CAP, token_ratio
+from oncurve.algos.reductions import StepTotals, mean_over_step_tokens
+from oncurve.algos.surrogates import Unclipped
+from oncurve.engines.native import NativeEngine
+from oncurve.errors import ModelError, RecipeError
+from oncurve.models.curvature import Fisher, all_logps, flat, move, trained
+from oncurve.models.packing import Pack
+from oncurve.models.policy import Policy
+from oncurve.recipe.sampled import Sampled
+from oncurve.recipe.schema import Grpo
+from oncurve.recipe.trpo import Trpo
+from oncurve.records import GradedGroup
+from oncurve.rewards.mix import RewardMix
+from oncurve.tasks.base import Task
+from oncurve.train.learner import Learned, Learner, MicroBatch, Seen
+from oncurve.train.loop import GrpoLoop
+
+
+def grading_side(stage: Trpo) -> Grpo:
+    """The sampling and grading of a trpo stage, as the grpo stage that they are."""
+    told = {name: getattr(stage, name) for name in Sampled.model_fields if name != "type"}
+    return Grpo.model_validate(told | {"name": stage.label, "advantage": stage.advantage, "no_signal": "keep"})
+
+
+class TrpoLoop(GrpoLoop):
+    """What happens in each step of the stage `trpo`."""
+
+    def __init__(self, stage: Trpo, seed: int, task: Task, engine: NativeEngine, rewards: RewardMix) -> None:
+        self.trpo = stage
+        super().__init__(grading_side(stage), seed, task, engine, rewards)
+
+    def make_learner(self) -> TrpoLearner:
+        return TrpoLearner(self.engine.policy, self.trpo)
+
+
+class TrpoLearner(Learner):
+    """One natural gradient step per batch. Its optimiser holds nothing: it only clears gradients."""
+
+    def __init__(self, policy: Policy, stage: Trpo) -> None:
+        super().__init__(policy, grading_side(stage))
+        if any(p.dtype not in (torch.float32, torch.float64) for p in trained(policy.model)):
+            raise RecipeError(
+                "model.dtype",
+                str(policy.model.dtype).removeprefix("torch."),
+                because="trpo solves for its step and measures KLs of 0.01, and bfloat16 has three digits",
+                fix='use dtype = "float32", or stages of type grpo or ppo',
+            )
+        self.trpo = stage
+        self.objective = Objective(token_ratio, Unclipped(), mean_over_step_tokens)
+
+    def update(self, groups: Sequence[GradedGroup]) -> Learned:
+        batch, totals, seen = list(self._micro_batches(groups, range(len(groups)))), self._totals(groups), Seen(groups)
+        if not batch:
+            return seen.learned()
+        batch = self._accumulate(batch, totals, seen)
+        parameters = trained(self.policy.model)
+        uphill_n = -flat([torch.zeros_like(p) if p.grad is None else p.grad for p in parameters])
+        self.optimiser.zero_grad()
+        fisher = Fisher(self.policy, self._some(groups), self._temperature, self.trpo.damping)
+        solved = conjugate_gradient(fisher.product, uphill_n, self.trpo.cg_iterations)
+        step_n = solved.x * longest_step(solved.x, fisher.product(solved.x), self.trpo.max_kl)
+        del fisher
+        taken = self._search(batch, totals, step_n) if bool(step_n.any()) else Step(0.0, 0.0, 0.0, 0)
+        told = _metrics(solved, taken, float(uphill_n.norm()), float(step_n.norm()))
+        return Learned(seen.learned().metrics | told, seen.stats)
+
+    def _some(self, groups: Sequence[GradedGroup]) -> list[tuple[Pack, Tensor]]:
+        """The packs that the Fisher matrix is measured on: every so manyth group, each token weighing alike."""
+        stride = max(1, int(1 / self.trpo.fisher_share))
+        chosen = [g for g in groups[::stride] if any(g.graded)] or [g for g in groups if any(g.graded)][:1]
+        tokens = self._totals(chosen).tokens
+        packs = self._micro_batches(chosen, range(len(chosen)))
+        return [(micro.pack, micro.mask_M.to(micro.advantage_M.dtype) / max(tokens, 1)) for micro in packs]
+
+    @torch.no_grad()
+    def _search(self, batch: Sequence[MicroBatch], totals: StepTotals, step_n: Tensor) -> Step:
+        """Moves the policy to the longest step that keeps its promise, or leaves it, to the bit, where it was."""
+        parameters = trained(self.policy.model)
+        start_n = flat([p.detach() for p in parameters]).clone()
+        old = [all_logps(self.policy, micro.pack, self._temperature) for micro in batch]
+        before, _ = self._measure(batch, totals, old)
+
+        def try_share(share: float) -> tuple[float, float]:
+            move(parameters, start_n, step_n, share)
+            surrogate, kl = self._measure(batch, totals, old)
+            return surrogate - before, kl
+
+        taken = line_search(try_share, self.trpo.max_kl, self.trpo.backtrack_by, self.trpo.backtracks)
+        if not taken.share:
+            move(parameters, start_n, torch.zeros_like(step_n), 0.0)
+        return taken
+
+    def _measure(self, batch: Sequence[MicroBatch], totals: StepTotals, old: Sequence[Tensor]) -> tuple[float, float]:
+        """(L, mean KL(π_old ‖ π_θ)) over every token of the step, the KL over the whole vocabulary."""
+        surrogate = kl = 0.0
+        for micro, old_MV in zip(batch, old, strict=True):
+            new_MV = all_logps(self.policy, micro.pack, self._temperature)
+            at = micro.pack.target_M[:, None]
+            ratio_M = (new_MV.gather(1, at) - old_MV.gather(1, at))[:, 0].clamp(max=LOG_CAP).exp()
+            kl_M = (old_MV.exp() * (old_MV - new_MV)).nan_to_num().sum(-1)
+            surrogate += float((ratio_M * micro.advantage_M)[micro.mask_M].double().sum())
+            kl += float(kl_M[micro.mask_M].double().sum())
+        return surrogate / max(totals.tokens, 1), kl / max(totals.tokens, 1)
+
+
+def _metrics(solved: Solution, taken: Step, slope: float, length: float) -> dict[str, float]:
+    return {
+        "grad_norm": slope,
+        "step_norm": taken.share * length,
+        "step_kl": taken.kl,
+        "step_gain": taken.gain,
+        "step_share": taken.share,
+        "line_search_tries": float(taken.tries),
+        "cg_residual": solved.residual,
+        "skipped_updates": float(taken.share == 0),
+    }
+
+
+BYTES_PER_PARAMETER = 44
+"""Gradient, the five vectors of conjugate gradient, start and step of the search, and two derivatives, each in float32."""
+TABLES = 8
+"""Float32 tables of [tokens, vocabulary] that a second derivative keeps."""
+
+
+def refuse_if_too_large(policy: Policy, stage: Trpo) -> None:
+    """Asked before the first step of the first stage: no run should end at its last stage for want of memory."""
+    parameters, vocabulary = sum(p.numel() for p in trained(policy.model)), policy.head.weight_VD.shape[0]
+    room = fits_in(free_memory(policy.device), stage, vocabulary)
+    if parameters > room:
+        raise ModelError(
+            stage.label,
+            f"trpo on a model of {parameters:,} trained parameters",
+            because=f"it keeps {BYTES_PER_PARAMETER} bytes for each, and every token's distribution: {room:,} would fit",
+            fix="use a smaller model, fewer completions in a step, or a lower fisher_share; or a stage of type grpo or ppo",
+        )
+
+
+def fits_in(memory: int, stage: Trpo, vocabulary: int) -> int:
+    """How many trained parameters a trpo stage has room for, beside the model itself."""
+    tokens = stage.prompts_per_step * stage.group_size * stage.sampling.max_new_tokens
+    tables = 4 * vocabulary * (tokens + TABLES * ceil(stage.fisher_share * tokens))
+    return max(0, (memory - tables) // BYTES_PER_PARAMETER)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that may yet be taken: of the GPU, or of the machine as Linux counts what is available (else of all it has)."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
