@@ -20,7 +20,7 @@ from oncurve.recipe.sections import Lora, Model
 
 PROMPT_TOKENS = 256
 """Tokens of a prompt where neither a task nor the user says."""
-SLOTS = {"cpu": 128, "gpu": 256}
+SLOTS = {"cpu": 128, "gpu": 512}
 """Most completions that the engine decodes at once where a recipe leaves it open."""
 PRINTABLE = 96
 """Characters of the built-in model's vocabulary where its task does not list them: ASCII and the line break."""

@@ -30,6 +30,8 @@ class Efficiency:
     """Of the reachable bandwidth, in the optimiser's pass over its state."""
     decode_layer_seconds: float
     """A layer's fixed part of a decode step: kernels too small to fill the device, one after the other."""
+    decode_module_seconds: float
+    """The same where transformers' own modules run the layer: other families, and adapters."""
     decode_step_seconds: float
     """Sampling, bookkeeping and the rest of a decode step that does not depend on the model's depth."""
     layer_seconds: float
@@ -52,11 +54,12 @@ GPU = Efficiency(
     products=0.75,
     attention=0.30,
     traffic=0.75,
-    decode=0.70,
+    decode=0.75,
     optimiser=0.80,
-    decode_layer_seconds=120e-6,
-    decode_step_seconds=600e-6,
-    layer_seconds=600e-6,
+    decode_layer_seconds=30e-6,
+    decode_module_seconds=150e-6,
+    decode_step_seconds=150e-6,
+    layer_seconds=400e-6,
     step_seconds=0.05,
     completion_seconds=0.2e-3,
     host_link=20e9,
@@ -72,6 +75,7 @@ CPU = Efficiency(
     decode=0.7,
     optimiser=0.7,
     decode_layer_seconds=700e-6,
+    decode_module_seconds=700e-6,
     decode_step_seconds=1.2e-3,
     layer_seconds=500e-6,
     step_seconds=5e-3,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from oncurve.errors import RecipeError, did_you_mean
@@ -119,7 +119,8 @@ class Job:
 
     @property
     def critic_shape(self) -> Shape | None:
-        return (self.critic or self.shape) if self.does.critic else None
+        """Embeddings and layers; it reads values, so it has no LM head of its own."""
+        return replace(self.critic or self.shape, tied=True) if self.does.critic else None
 
     @property
     def step_tokens(self) -> float:
@@ -129,24 +130,28 @@ class Job:
     @property
     def packs(self) -> int:
         """Packs of the largest mini-batch, at the longest lengths."""
-        return math.ceil(self._minibatch_tokens / self.pack_tokens)
+        return math.ceil((self._groups * self.prompt_tokens + self._written) / self.pack_tokens)
 
     @property
-    def _minibatch_tokens(self) -> int:
-        groups = math.ceil(self.rank_prompts / self.minibatches)
-        return groups * (self.prompt_tokens + self.sequences * self.new_tokens)
+    def _groups(self) -> int:
+        """Groups of a mini-batch."""
+        return math.ceil(self.rank_prompts / self.minibatches)
+
+    @property
+    def _written(self) -> int:
+        """Tokens of a mini-batch's completions, at their longest."""
+        return self._groups * self.sequences * self.new_tokens
 
     @property
     def pack_tokens(self) -> int:
         """Tokens of the fullest pack: the budget, or all there is; one sequence is never cut."""
         longest = self.prompt_tokens + self.new_tokens
-        return max(min(self.tokens_per_pack, self._minibatch_tokens), longest)
+        return max(min(self.tokens_per_pack, self._groups * self.prompt_tokens + self._written), longest)
 
     @property
     def pack_predicted(self) -> int:
-        """Predicted tokens of the fullest pack: a pack of one long group is nearly all completion."""
-        share = self.sequences * self.new_tokens / (self.prompt_tokens + self.sequences * self.new_tokens)
-        return math.ceil(self.pack_tokens * share)
+        """Most tokens that a pack predicts: where prompts are short, nearly all."""
+        return min(self.pack_tokens, self._written)
 
 
 def find_algorithm(name: str) -> str:

@@ -1,10 +1,11 @@
 """Memory by part at the worst moment of each phase of a step.
 
 A model in training with Adam in mixed precision holds, per parameter, 2 bytes of weights, 4 of master weights, 8 of moments and
-2 of gradients: 16 (Rajbhandari et al. 2020, section 3.1, with bfloat16 for float16). PPO's critic is such a model of its own.
+2 of gradients: 16 (Rajbhandari et al. 2020, section 3.1, with bfloat16 for float16). Here gradients are summed over packs in
+float32, which makes 18; and PPO's critic is such a model of its own.
 
-Activations are what autograd keeps of a decoder layer, per token: see ``layer_bytes``. With checkpointing a layer keeps its
-input, and one layer at a time is computed again.
+Activations are what the backward pass needs of a decoder layer, per token: see ``layer_bytes``. With checkpointing a layer
+keeps its input, and one layer at a time is computed again.
 
 Legend: as in shapes.py; ``b`` bytes of the dtype, ``N`` tokens of a pack, ``M`` predicted ones, ``S`` slots.
 """
@@ -27,14 +28,21 @@ CUDA_CONTEXT = 600 << 20
 """The driver's context and libraries' workspaces, outside what torch counts as its own."""
 RESERVE = 0.03
 """Share of the device left free: fragments between blocks, and what other programs take."""
-PAGE = 64
+PAGE_GPU, PAGE_CPU = 256, 64
 """Keys lie in pages of so many positions."""
-HEAD_CHUNK = 1 << 22
-"""Logits of the learner's LM head that are held at once."""
-HEAD_CHUNK_BYTES = 22
-"""Bytes of each of them: in the model's precision, in float32, log-probs, probabilities, gradient, and that rounded back."""
-SAMPLED_LOGIT_BYTES = 22
-"""Bytes of each logit of a decode step: two precisions, log-probs, probabilities, their float64 running sum."""
+POOL_SHARE = 0.8
+"""The most of what is free that the pool takes on a GPU: where that is less than all could use, completions wait."""
+HEAD_TILES = 132 * 128 * 256
+"""Rows × D of a chunk of the learner's LM head on a GPU, at least 256 rows; on a CPU, HEAD_CPU logits."""
+HEAD_CPU = 1 << 22
+HEAD_CPU_BYTES = 20
+"""On a CPU, bytes of each logit: itself, log-prob, probability, gradient, and one more in passing."""
+GRADIENT_BYTES = 4
+"""Sums of gradients over packs, in float32."""
+LEAN = ("llama", "mistral", "qwen2", "qwen3")
+"""Families whose layers the learner runs on a GPU by kernels of its own, which keep less for the backward pass."""
+SAMPLED_LOGIT_BYTES_CPU = 24
+"""On a CPU, bytes of each logit of a decode step: itself, log-prob, probability, their float64 running sum, and in passing."""
 INT8_MOMENT_BYTES = 2 * (1 + 4 / 256)
 """Two moments of one byte, with a float32 scale for each block of 256."""
 
@@ -90,6 +98,8 @@ def _standing(job: Job) -> dict[str, float]:
         "weights": _weights(shape, job),
         "adapter": b * job.adapters,
         **_state(job.trained, job),
+        "gradients": _gradients(job.trained, job),
+        "sampling": _sampling(job) if job.does.samples else 0,
         "reference": b * shape.parameters / _full(job) if job.holds_reference and not job.reference_on_cpu else 0,
         "reward model": b * job.reward_model.parameters if job.reward_model else 0,
         "critic": critic_bytes(critic, job) if critic else 0,
@@ -129,7 +139,8 @@ def _masters(trained: int, job: Job) -> float:
 
 
 def _gradients(trained: int, job: Job) -> float:
-    return job.dtype_bytes * trained / _split(job)
+    """Kept from step to step, like all of the optimiser's state."""
+    return GRADIENT_BYTES * trained / _split(job)
 
 
 def critic_bytes(critic: Shape, job: Job) -> float:
@@ -152,26 +163,23 @@ def _phases(job: Job) -> dict[str, dict[str, float]]:
     does = job.does
     phases: dict[str, dict[str, float]] = {}
     if does.samples:
-        phases["sample"] = {"kv pool": kv_pool(job), "sampling": _sampling(job)}
+        phases["sample"] = {"kv pool": kv_pool(job)}
     if job.reward_model:
         phases["score"] = {"activations": forward_bytes(job.reward_model, job)}
     if job.has_reference:
-        phases["reference"] = {"activations": forward_bytes(job.shape, job), "lm head": _head_chunk(job)} | _borrowed(job)
+        phases["reference"] = {
+            "activations": forward_bytes(job.shape, job),
+            "lm head": _head_chunk(job, backward=False),
+        } | _borrowed(job)
     phases["update"] = {
         "activations": activation_bytes(job.shape, job),
-        "lm head": _head_chunk(job) + _head_gradient(job),
-        "gradients": _gradients(job.trained, job) if job.packs > 1 else 0,
+        "lm head": _head_chunk(job, backward=True),
     }
     critic = job.critic_shape
     if critic:
         phases["critic update"] = {"activations": activation_bytes(critic, job)}
-    phases["optimiser"] = {"gradients": _gradients(job.trained, job) * (1 + _rounded_up(job))}
+    phases["optimiser"] = {}
     return phases
-
-
-def _rounded_up(job: Job) -> float:
-    """Gradients are turned into float32 for the optimiser, beside those of the weights' own precision."""
-    return 0 if job.dtype == "float32" else 4 / job.dtype_bytes
 
 
 def _borrowed(job: Job) -> dict[str, float]:
@@ -184,55 +192,82 @@ def _borrowed(job: Job) -> dict[str, float]:
 
 
 def kv_pool(job: Job) -> float:
-    """Keys and values in pages: each prompt once, each completion up to its limit. Fully sharded, heads are split over GPUs."""
-    slots = min(job.rows, job.slots)
-    prompts = min(job.rank_prompts, slots) * _pages(job.prompt_tokens)
-    return (prompts + slots * _pages(job.new_tokens)) * PAGE * job.shape.kv_bytes(job.dtype_bytes) / _full(job)
+    """Keys and values in pages: all that the step could use, or the share of the free memory that the pool may take.
+
+    A completion with its prompt is the least: less would not sample at all.
+    """
+    wanted = job.rank_prompts * page_bytes(job, job.prompt_tokens) + _slots(job) * page_bytes(job, job.new_tokens)
+    if job.gpu.is_cpu:
+        return wanted
+    free = job.gpu.memory - sum(_standing(job).values())
+    least = page_bytes(job, job.prompt_tokens) + page_bytes(job, job.new_tokens)
+    return max(min(wanted, POOL_SHARE * free), least)
 
 
-def _pages(tokens: int) -> int:
-    return math.ceil(tokens / PAGE)
+def page_bytes(job: Job, tokens: int) -> float:
+    """Keys and values of a stretch of tokens, in whole pages. Fully sharded, heads are split over GPUs."""
+    page = PAGE_CPU if job.gpu.is_cpu else PAGE_GPU
+    return math.ceil(tokens / page) * page * job.shape.kv_bytes(job.dtype_bytes) / _full(job)
+
+
+def slots_in_flight(job: Job) -> int:
+    """Completions decoded at once: as many as there are slots, and as the pool has room for beside the prompts."""
+    room = kv_pool(job) - job.rank_prompts * page_bytes(job, job.prompt_tokens)
+    return max(1, min(_slots(job), int(room / page_bytes(job, job.new_tokens))))
+
+
+def _slots(job: Job) -> int:
+    return min(job.rows, job.slots)
 
 
 def _sampling(job: Job) -> float:
-    """Logits of a decode step."""
-    return min(job.rows, job.slots) * job.shape.vocabulary * SAMPLED_LOGIT_BYTES / _full(job)
+    """A decode step's logits and, on a GPU, the parts of its attention page by page; captured graphs keep both."""
+    S, shape = _slots(job), job.shape
+    if job.gpu.is_cpu:
+        return S * shape.vocabulary * SAMPLED_LOGIT_BYTES_CPU
+    pages = math.ceil(job.prompt_tokens / PAGE_GPU) + math.ceil(job.new_tokens / PAGE_GPU)
+    return 4 * S * (shape.vocabulary + pages * shape.q_width) / _full(job)
 
 
-def _head_chunk(job: Job) -> float:
+def _head_chunk(job: Job, *, backward: bool) -> float:
+    """Logits of one chunk in float32, and backward their gradient in the weights' precision."""
     V = job.shape.vocabulary
-    rows = min(max(HEAD_CHUNK // V, 1), job.pack_predicted)
-    return rows * V * HEAD_CHUNK_BYTES
+    if job.gpu.is_cpu:
+        return min(max(HEAD_CPU // V, 1), job.pack_predicted) * V * HEAD_CPU_BYTES
+    rows = min(max(256, HEAD_TILES // job.shape.width // 128 * 128), job.pack_predicted)
+    return rows * V * (4 + (job.dtype_bytes if backward and job.dtype_bytes < 4 else 0))
 
 
-def _head_gradient(job: Job) -> float:
-    """The head's gradient is summed over chunks in float32, with one chunk's share beside it. A frozen head has none."""
-    if job.lora_rank is not None:
-        return 0
-    return job.shape.head_parameters * (4 + job.dtype_bytes)
+def is_lean(shape: Shape, job: Job) -> bool:
+    """Whether the learner's own kernels run the layers: on a GPU, for plain layers of the Llama family, without an adapter."""
+    plain = shape.family in LEAN and not shape.mlp_bias and not shape.experts
+    return plain and job.lora_rank is None and not job.gpu.is_cpu
 
 
-def layer_bytes(shape: Shape, dtype_bytes: int) -> int:
-    """What autograd keeps of one layer, per token.
+def layer_bytes(shape: Shape, job: Job) -> int:
+    """What the backward pass needs of one layer, per token.
 
-    A norm keeps its input in float32, the normalised input and its output (which the products share). Attention keeps q, k, v
-    and its output, and norms over heads what norms keep. The MLP keeps gate, silu(gate), up and their product.
+    Where the learner's own kernels run it: two residual sums, the joint product of q, k and v, attention's output and
+    log-sum-exp, and the joint product of gate and up. Where autograd does: a norm keeps its input in float32, what it
+    normalised (for its own weight's sake, if that is trained) and its output, which the products share; attention keeps q, k,
+    v, its output and log-sum-exp, norms over heads what norms keep; the MLP keeps gate, silu(gate), up and their product.
     """
-    b, D, F = dtype_bytes, shape.width, shape.mlp_width * max(shape.experts_active, 1)
+    b, D, F = job.dtype_bytes, shape.width, shape.mlp_width * max(shape.experts_active, 1)
     q, kv = shape.q_width, shape.kv_width
-    up = 0 if b == 4 else 4  # a float32 input is its own copy
-    norm = up + 2 * b
-    norms = shape.kind.norms * norm * D
-    heads = (up + b) * (q + kv) if shape.kind.head_norm or shape.kind.wide_norm else 0
-    return norms + heads + b * (2 * q + 2 * kv) + 4 * shape.heads + 4 * b * F
+    if is_lean(shape, job):
+        return b * (2 * D + 2 * q + 2 * kv + 2 * F) + 4 * shape.heads
+    normed = 4 + (b if job.lora_rank is None else 0)
+    heads = normed * (q + kv) if shape.kind.head_norm or shape.kind.wide_norm else 0
+    return shape.kind.norms * (normed + b) * D + heads + b * (2 * q + 2 * kv) + 4 * shape.heads + 4 * b * F
 
 
 def activation_bytes(shape: Shape, job: Job) -> float:
     """Activations of a pack at the worst moment of its backward pass, gradients in flight included."""
     b, N, D = job.dtype_bytes, job.pack_tokens, shape.width
-    ends = N * (4 * b * D) + job.pack_predicted * 2 * b * D
-    in_flight = N * b * (3 * shape.mlp_width * max(shape.experts_active, 1) + 4 * D)
-    layer = layer_bytes(shape, b)
+    F = shape.mlp_width * max(shape.experts_active, 1)
+    ends = 3 * N * b * D + 2 * job.pack_predicted * b * D
+    in_flight = N * b * (4 * F + 3 * D)
+    layer = layer_bytes(shape, job)
     kept = shape.layers * b * D + layer if job.checkpointing else shape.layers * layer
     return ends + in_flight + N * kept
 
@@ -241,4 +276,4 @@ def forward_bytes(shape: Shape, job: Job) -> float:
     """A pass without gradient: one layer's tensors at a time."""
     b, D = job.dtype_bytes, shape.width
     F = shape.mlp_width * max(shape.experts_active, 1)
-    return job.pack_tokens * b * (6 * D + max(3 * F, 4 * (shape.q_width + shape.kv_width))) + job.pack_predicted * b * D
+    return job.pack_tokens * b * (3 * D + max(3 * F, 3 * (shape.q_width + shape.kv_width))) + job.pack_predicted * b * D

@@ -13,12 +13,13 @@ from oncurve.plan import efficiency
 from oncurve.plan.efficiency import Efficiency
 from oncurve.plan.gpus import Gpu
 from oncurve.plan.job import Job
-from oncurve.plan.memory import layer_bytes
+from oncurve.plan.memory import is_lean, layer_bytes, slots_in_flight
 from oncurve.plan.shapes import Shape
 
-FORWARD_PASSES, BACKWARD_PASSES = 2.5, 4.0
-"""How often what autograd keeps of a layer crosses the memory bus: each small operation reads and writes."""
-ADAM_BYTES = 40
+CROSSINGS = {"lean": (1.7, 3.1), "modules": (2.5, 4.0)}
+"""How often what is kept of a layer crosses the memory bus between its products, forward and backward: counted kernel by kernel
+for the learner's own, and about so for transformers' modules, where each small operation reads and writes."""
+ADAM_BYTES = 46
 """Bytes per trained parameter of an update: gradients rounded up and measured; masters, moments, weights read and written."""
 CONJUGATE_STEPS = 10
 """Products with the curvature that a natural gradient takes, each about an update's passes."""
@@ -99,13 +100,14 @@ def pass_seconds(shape: Shape, job: Job, rates: Rates, *, backward: bool, head: 
         # Chunks are computed again for the backward pass, which has one product more where the head itself learns.
         products += 2 * shape.head_parameters * job.rows * job.mean_tokens * (1 + ((2 if frozen else 3) if backward else 0))
     attention = shape.layers * 4 * shape.q_width * _keys(job) * (1 + ((2.5 + job.checkpointing) if backward else 0))
-    passes = FORWARD_PASSES * (1 + (job.checkpointing and backward)) + (BACKWARD_PASSES if backward else 0)
-    traffic = shape.layers * layer_bytes(shape, job.dtype_bytes) * tokens * passes
+    there, back = CROSSINGS["lean" if is_lean(shape, job) else "modules"]
+    crossings = there * (1 + (job.checkpointing and backward)) + (back if backward else 0)
+    traffic = shape.layers * layer_bytes(shape, job) * tokens * crossings
     of = rates.of
     busy = (
         products / (rates.flops * of.products) + attention / (rates.flops * of.attention) + traffic / (rates.bytes * of.traffic)
     )
-    packs = max(1.0, tokens / job.pack_tokens)
+    packs = max(float(job.minibatches), tokens / job.tokens_per_pack)
     return max(busy, packs * shape.layers * of.layer_seconds * (3 if backward else 1))
 
 
@@ -121,26 +123,28 @@ def sample_seconds(job: Job, rates: Rates) -> float:
     split = job.gpus if job.sharding == "full" else 1
     prompt = job.rank_prompts * job.prompt_tokens
     prefill = 2 * shape.multiplied * prompt / (rates.flops * of.products)
-    prefill += FORWARD_PASSES * shape.layers * layer_bytes(shape, job.dtype_bytes) * prompt / (rates.bytes * of.traffic)
+    crossings = CROSSINGS["lean" if is_lean(shape, job) else "modules"][0]
+    prefill += crossings * shape.layers * layer_bytes(shape, job) * prompt / (rates.bytes * of.traffic)
     return prefill / split + decode_steps(job) * decode_seconds(job, rates)
 
 
 def decode_steps(job: Job) -> float:
     """Slots are refilled as completions end; the last ones to begin run to their own end."""
-    slots = min(job.rows, job.slots)
+    slots = slots_in_flight(job)
     return max(job.rows * job.mean_tokens / slots, float(job.new_tokens))
 
 
 def decode_seconds(job: Job, rates: Rates) -> float:
     """One token for every slot: weights and keys read once, and what does not shrink with either."""
     shape, b, of = job.shape, job.dtype_bytes, rates.of
-    slots = min(job.rows, job.slots)
+    slots = slots_in_flight(job)
     held = min(job.rank_prompts, slots) * job.prompt_tokens + slots * job.mean_tokens / 2
-    read = b * (shape.multiplied_in_all + shape.head_parameters) + held * shape.kv_bytes(b) + slots * shape.vocabulary * 16
+    read = b * (shape.multiplied_in_all + shape.head_parameters) + held * shape.kv_bytes(b) + slots * shape.vocabulary * 12
     flops = 2 * slots * (shape.multiplied + shape.head_parameters)
     split = job.gpus if job.sharding == "full" else 1
     busy = max(read / (rates.bytes * of.decode), flops / (rates.flops * of.products)) / split
-    return busy + shape.layers * of.decode_layer_seconds + of.decode_step_seconds
+    layer = of.decode_layer_seconds if is_lean(shape, job) or job.gpu.is_cpu else of.decode_module_seconds
+    return busy + shape.layers * layer + of.decode_step_seconds
 
 
 def _optimiser(job: Job, rates: Rates) -> float:

@@ -1,0 +1,197 @@
+"""Plans: verdicts, the cheapest change that makes a job fit, algorithms side by side, JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from oncurve.engines import native
+from oncurve.errors import ModelError, RecipeError
+from oncurve.plan import asked, memory
+from oncurve.plan.asked import Wishes, job_for, job_of_stage, plannable, wished
+from oncurve.plan.fixes import find_fixes, fits
+from oncurve.plan.gpus import GIB, GPUS, find_gpu
+from oncurve.plan.known import MODELS
+from oncurve.plan.planned import growth, make_plan, report_data, side_by_side, smallest_gpus
+from oncurve.recipe.load import load_recipe, parse_recipe
+from oncurve.recipe.schema import Grpo
+from tests.plan.jobs import job
+
+LARGE = job("Qwen/Qwen3-8B", prompts=32, prompt_tokens=256, new_tokens=1024, mean_tokens=1024.0)
+
+
+def test_what_fits_needs_no_change() -> None:
+    assert fits(job())
+    assert find_fixes(job(), 16) == []
+
+
+def test_the_cheapest_change_fits_and_needs_all_of_its_parts() -> None:
+    best, *others = find_fixes(LARGE, 16)
+    assert fits(best.job)
+    assert best.peak <= memory.limit(LARGE)
+    for left_out in best.changes:
+        rest = LARGE
+        for change in best.changes:
+            rest = rest if change is left_out else change.apply(rest)
+        assert not fits(rest), left_out.words
+    assert all(best.cost <= other.cost for other in others)
+
+
+def test_time_only_comes_before_anything_that_changes_the_result() -> None:
+    """A pack too large for the card, and nothing else: a smaller one, or checkpointing, at tier 0."""
+    asked_for = job("Qwen/Qwen3-0.6B", "RTX4090", prompts=32, prompt_tokens=128, new_tokens=256, mean_tokens=256.0)
+    assert not fits(asked_for)
+    best = find_fixes(asked_for, 16)[0]
+    assert best.cost[0] == 0
+    assert {change.family for change in best.changes} <= {"packs", "checkpointing", "slots"}
+
+
+def test_a_model_beyond_one_gpu_is_sharded_or_adapted() -> None:
+    best = find_fixes(job("70B", "H100-80GB"), 16)[0]
+    assert best.job.lora_rank == 16 or best.job.gpus > 1
+    assert fits(best.job)
+
+
+def test_a_reference_on_the_cpu_is_among_what_only_costs_time() -> None:
+    base = job("Qwen/Qwen3-1.7B", "A100-40GB", beta=0.04)
+    room = memory.memory_of(replace(base, beta=0.0)).peak.total / 0.97
+    tight = replace(base, gpu=replace(base.gpu, memory=int(room) + GIB))
+    assert not fits(tight)
+    alone = [fix for fix in find_fixes(tight, 16, count=50) if [c.family for c in fix.changes] == ["reference"]]
+    assert alone[0].cost[0] == 0
+    assert alone[0].host == 2 * base.shape.parameters
+
+
+def test_nothing_helps_where_even_one_layer_is_too_large() -> None:
+    tiny_card = replace(GPUS["T4"], memory=100 << 20)
+    plan = make_plan(replace(job("70B"), gpu=tiny_card), 16)
+    assert plan.fixes == ()
+    assert not plan.fits
+    assert plan.impossible
+
+
+def test_only_what_is_surely_too_large_is_impossible() -> None:
+    """The plan may be off by a tenth: a little too large is told, not stopped."""
+    peak = memory.memory_of(LARGE).peak.total
+    near = replace(LARGE, gpu=replace(LARGE.gpu, memory=int(peak * 0.95)))
+    far = replace(LARGE, gpu=replace(LARGE.gpu, memory=int(peak * 0.85)))
+    assert [make_plan(x, 16).fits for x in (near, far)] == [False, False]
+    assert [make_plan(x, 16).impossible for x in (near, far)] == [False, True]
+
+
+def test_the_verdict_is_one_line() -> None:
+    text = make_plan(LARGE, 16).verdict
+    assert "\n" not in text
+    assert text.startswith("does not fit an H100-80GB: ")
+    assert "of 79.6 GiB at the worst moment (update)" in text
+    assert make_plan(job(gpu="B200"), 16).verdict.startswith("fits a B200: ")
+
+
+def test_grpo_and_ppo_side_by_side_in_full_and_with_adapters() -> None:
+    plans = side_by_side(LARGE, 16)
+    assert [p.title for p in plans] == ["grpo, full", "ppo, full", "grpo, LoRA", "ppo, LoRA"]
+    grpo, ppo, grpo_lora, ppo_lora = plans
+    assert ppo.memory.peak.total > 1.4 * grpo.memory.peak.total
+    critic = MODELS["Qwen/Qwen3-8B"].parameters - MODELS["Qwen/Qwen3-8B"].head_parameters
+    assert ppo.trained - grpo.trained == ppo.held - grpo.held == critic
+    assert grpo_lora.trained == MODELS["Qwen/Qwen3-8B"].adapter_parameters(16)
+    assert ppo_lora.held - grpo_lora.held == critic + grpo_lora.trained
+
+
+def test_another_algorithm_stands_beside_them() -> None:
+    titles = [p.title for p in side_by_side(replace(LARGE, algorithm="rloo"), 16)]
+    assert titles == ["grpo, full", "ppo, full", "rloo, full", "grpo, LoRA", "ppo, LoRA", "rloo, LoRA"]
+
+
+def test_gpus_that_hold_it_smallest_first() -> None:
+    found = smallest_gpus(job("Qwen/Qwen3-1.7B", tokens_per_pack=2048))
+    assert found == sorted(found, key=lambda name: GPUS[name].memory)
+    assert "T4" not in found
+    assert "H200" in found
+
+
+def test_growth_changes_one_thing_at_a_time() -> None:
+    rows = growth(LARGE)
+    assert {row.what for row in rows} == {"group size", "new tokens", "model"}
+    assert sum(row.asked for row in rows) == 3
+    for what in ("group size", "new tokens", "model"):
+        times = [row.step_seconds for row in rows if row.what == what]
+        assert times == sorted(times)
+
+
+def test_json_says_it_all() -> None:
+    data = json.loads(json.dumps(report_data(LARGE, side_by_side(LARGE, 16))))
+    assert data["asked"]["model"]["parameters"] == MODELS["Qwen/Qwen3-8B"].parameters
+    own = data["plan"]
+    assert own["algorithm"] == "grpo"
+    assert own["memory"]["fits"] is False
+    assert own["fixes"][0]["peak"] <= own["memory"]["limit"]
+    assert set(own["memory"]["peak"]["parts"]) <= set(data["parts"])
+    assert all(p["total"] == sum(p["parts"].values()) for p in own["memory"]["phases"])
+    assert own["time"]["step"] == pytest.approx(sum(own["time"]["phases"].values()))
+    assert [p["title"] for p in data["side_by_side"]] == ["grpo, full", "ppo, full", "grpo, LoRA", "ppo, LoRA"]
+
+
+def test_what_is_unsaid_is_as_in_the_recipe() -> None:
+    made = job_for(MODELS["7B"], GPUS["H200"], Wishes())
+    stage = Grpo()
+    assert (made.prompts, made.group_size, made.new_tokens) == (stage.prompts_per_step, stage.group_size, 256)
+    assert made.tokens_per_pack == stage.tokens_per_pack
+    assert made.beta == stage.kl.beta
+
+
+def test_constants_are_those_of_the_engine() -> None:
+    assert {"cpu": native.SLOTS_CPU, "gpu": native.SLOTS_GPU} == asked.SLOTS
+
+
+def test_a_recipe_becomes_a_job() -> None:
+    recipe = load_recipe("arithmetic", ["grpo.kl.beta=0.1", "model.dtype=bfloat16"])
+    sft, grpo = plannable(recipe)
+    made = job_of_stage(recipe, grpo, find_gpu("H200"), 8, "0123456789+=")
+    assert (made.algorithm, made.prompts, made.group_size, made.updates) == ("grpo", 32, 8, 2)
+    assert (made.new_tokens, made.slots, made.dtype, made.beta) == (40, 256, "bfloat16", 0.1)
+    assert made.shape.vocabulary == 12 + 7
+    assert job_of_stage(recipe, sft, find_gpu("H200"), 8).algorithm == "sft"
+
+
+def test_objectives_with_a_name_of_their_own() -> None:
+    recipe = load_recipe("arithmetic", ["grpo.objective=rloo"])
+    assert job_of_stage(recipe, recipe.stages[-1], find_gpu("H200"), 8).algorithm == "rloo"
+
+
+def test_adapters_and_reward_models_of_a_recipe() -> None:
+    data = {
+        "model": {"source": "Qwen/Qwen3-4B", "dtype": "bfloat16", "lora": {"rank": 8}},
+        "task": {"type": "arithmetic"},
+        "rewards": [{"type": "model", "model": "Qwen/Qwen3-0.6B", "device": "cuda"}, {"type": "format"}],
+        "stages": [{"type": "grpo"}],
+    }
+    made = job_of_stage(parse_recipe(data), parse_recipe(data).stages[0], GPUS["H200"], 50)
+    assert made.lora_rank == 8
+    assert made.reward_model is MODELS["Qwen/Qwen3-0.6B"]
+    on_cpu = parse_recipe(data | {"rewards": [{"type": "model", "model": "Qwen/Qwen3-0.6B"}]})
+    assert job_of_stage(on_cpu, on_cpu.stages[0], GPUS["H200"], 50).reward_model is None
+
+
+@pytest.mark.parametrize(
+    ("wishes", "word"),
+    [
+        (Wishes(algorithm="gpro"), "grpo"),
+        (Wishes(dtype="fp8"), "bfloat16"),
+        (Wishes(sharding="some"), "optimiser"),
+        (Wishes(sharding="full"), "--gpus"),
+        (Wishes(mean_tokens=300.0), "256"),
+        (Wishes(quantise="nf4"), "--lora"),
+    ],
+)
+def test_impossible_wishes_are_refused_with_their_fix(wishes: Wishes, word: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        wished(job(new_tokens=256, mean_tokens=256.0), wishes)
+    assert word in str(error.value)
+
+
+def test_more_tokens_than_positions_are_refused() -> None:
+    with pytest.raises(ModelError, match="4096 positions"):
+        wished(job("7B"), Wishes(new_tokens=5000))

@@ -1,0 +1,108 @@
+"""Time: FLOPs and bytes by hand, and laws."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from oncurve.plan.gpus import GPUS
+from oncurve.plan.job import Job
+from oncurve.plan.known import MODELS
+from oncurve.plan.seconds import Rates, decode_seconds, decode_steps, pass_seconds, seconds_of
+from tests.plan.jobs import job
+
+BIG = "Qwen/Qwen3-8B"
+RATES = Rates(GPUS["H100-80GB"])
+
+
+def test_a_step_of_a_large_model_is_bound_by_its_products() -> None:
+    """6 FLOPs for each weight and token are at least half of an update's time at the rate that products reach."""
+    asked = job(BIG, prompts=32, prompt_tokens=256, new_tokens=1024, mean_tokens=1024.0)
+    tokens = 32 * 256 + 256 * 1024
+    assert asked.step_tokens == tokens
+    floor = 6 * MODELS[BIG].multiplied * tokens / (RATES.flops * RATES.of.products)
+    assert floor < pass_seconds(asked.shape, asked, RATES, backward=True) < 2 * floor
+
+
+def test_a_decode_step_can_not_be_faster_than_its_bytes() -> None:
+    """16 GB of weights and 32 · (100 + 100) tokens of keys and values at 3.0 TB/s."""
+    asked = job(BIG)
+    shape = asked.shape
+    held = 4 * 100 + 32 * 100
+    floor = (2 * (shape.multiplied + shape.head_parameters) + held * 147_456) / RATES.bytes
+    assert floor < decode_seconds(asked, RATES) < 3 * floor
+
+
+def test_decode_steps() -> None:
+    assert decode_steps(job()) == 200  # 32 completions in 256 slots: as many steps as the longest has tokens
+    assert decode_steps(job(slots=8)) == 32 * 200 / 8
+    assert decode_steps(job(mean_tokens=50.0)) == 200  # the longest still runs to its limit
+    assert decode_steps(job(slots=8, mean_tokens=100.0)) == 32 * 100 / 8
+
+
+def test_checkpointing_costs_about_a_third() -> None:
+    plain, again = (seconds_of(job(BIG, checkpointing=c)).phases["update"] for c in (False, True))
+    assert 1.2 < again / plain < 1.4
+
+
+def test_an_adapter_saves_the_gradient_of_the_weights() -> None:
+    full, lora = (pass_seconds(MODELS[BIG], job(BIG, lora_rank=r), RATES, backward=True) for r in (None, 16))
+    assert 0.6 < lora / full < 1.0
+
+
+def test_ppo_pays_for_its_critic() -> None:
+    grpo, ppo = (seconds_of(job(BIG, algorithm=name)) for name in ("grpo", "ppo"))
+    assert ppo.phases["critic"] > grpo.phases["update"] * 0.8
+    assert ppo.phases["sample"] == grpo.phases["sample"]
+
+
+def test_no_reference_no_pass() -> None:
+    assert "reference" not in seconds_of(job()).phases
+    with_one = seconds_of(job(beta=0.04)).phases
+    assert with_one["reference"] < with_one["update"]
+
+
+def test_samples_of_a_day() -> None:
+    took = seconds_of(job(BIG))
+    assert took.samples_per_day == pytest.approx(86400 / took.step * 32)
+
+
+def test_gradients_cross_between_gpus() -> None:
+    """A ring of 4 moves 2 · 3/4 of the gradients' bytes over each link."""
+    took = seconds_of(job(BIG, gpus=4)).phases["between GPUs"]
+    moved = 2 * 3 / 4 * 2 * MODELS[BIG].parameters
+    assert took == pytest.approx(moved / (GPUS["H100-80GB"].link * RATES.of.network))
+    assert "between GPUs" not in seconds_of(job(BIG)).phases
+
+
+@st.composite
+def some_job(draw: st.DrawFn) -> Job:
+    tokens = draw(st.integers(1, 3000))
+    return job(
+        draw(st.sampled_from(["Qwen/Qwen3-0.6B", BIG, "google/gemma-2-2b"])),
+        algorithm=draw(st.sampled_from(["grpo", "ppo", "dpo", "sft", "trpo"])),
+        prompts=draw(st.integers(1, 100)),
+        group_size=draw(st.integers(1, 64)),
+        prompt_tokens=draw(st.integers(1, 2000)),
+        new_tokens=tokens,
+        mean_tokens=tokens * draw(st.sampled_from([0.3, 1.0])),
+        beta=draw(st.sampled_from([0.0, 0.1])),
+        lora_rank=draw(st.sampled_from([None, 16])),
+        updates=draw(st.integers(1, 3)),
+        minibatches=draw(st.integers(1, 3)),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(some_job(), st.sampled_from(["prompts", "group_size", "prompt_tokens", "updates"]), st.integers(1, 500))
+def test_more_work_never_takes_less_time(asked: Job, what: str, more: int) -> None:
+    assert seconds_of(replace(asked, **{what: getattr(asked, what) + more})).step >= seconds_of(asked).step * (1 - 1e-9)
+
+
+@settings(max_examples=30, deadline=None)
+@given(some_job())
+def test_a_faster_gpu_is_never_slower(asked: Job) -> None:
+    assert seconds_of(replace(asked, gpu=GPUS["H200"])).step <= seconds_of(replace(asked, gpu=GPUS["A100-80GB"])).step
