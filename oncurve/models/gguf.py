@@ -1,8 +1,9 @@
 """GGUF files: de-quantised by transformers, written once as a folder in Hugging Face format, and found there ever after.
 
 Three things are mended on the way. Embedding and head of a tied model lie apart in such a file, quantised in two ways: the
-head, kept in more bits, becomes both again. The quantiser is taken off, for a model that carries one can't be saved. And every token
-that ends a turn or a text is named as an end token: the file names one, and a model that writes the other would never stop.
+head, kept in more bits, becomes both again. The quantiser is taken off, for a model that carries one can't be saved. And every
+token that ends a turn or a text is named as an end token: the file names one, and a model that writes the other would never
+stop.
 """
 
 from __future__ import annotations
@@ -18,13 +19,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerBase
 
 from oncurve.errors import MissingPackage, ModelError
+from oncurve.models.places import ORIGIN, cache_folder, gguf_head
 
-MAGIC = b"GGUF"
-ORIGIN = "oncurve-origin.json"
-"""Lies in a converted folder: the file it was made from."""
 SAME_MATRIX = 0.2
 """Head and embedding of a tied model, quantised apart, differ by 4 to 7 % (relative norm); those of an untied one by 100 %."""
 END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<end_of_turn>", "<|end|>", "</s>", "<eos>")
@@ -33,12 +32,6 @@ END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<
 
 def is_gguf(source: str) -> bool:
     return source.endswith(".gguf")
-
-
-def cache_folder() -> Path:
-    """`$ONCURVE_CACHE`, else `oncurve` in the user's cache."""
-    own = os.environ.get("ONCURVE_CACHE")
-    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "oncurve"
 
 
 def cached(file: Path, dtype: str) -> Path:
@@ -58,7 +51,7 @@ def convert(file: Path, folder: Path, dtype: str) -> None:
     model, tokenizer = _read(file, getattr(torch, dtype))
     _tie(model)
     model.hf_quantizer = None
-    del model.config.quantization_config
+    vars(model.config).pop("quantization_config", None)
     model.generation_config.eos_token_id = end_tokens(tokenizer)
     aside = folder.with_name(f".writing-{folder.name}-{os.getpid()}")
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -83,12 +76,7 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def _check(file: Path) -> None:
     if not file.is_file():
         raise ModelError(str(file), "no such file", because="it ends in .gguf, so it should be one", fix="check the path")
-    with file.open("rb") as opened:
-        head = opened.read(4)
-    if head != MAGIC:
-        raise ModelError(
-            str(file), f"not a GGUF file (it begins with {head!r})", because="one begins with GGUF", fix="fetch the file again"
-        )
+    gguf_head(file)
     if importlib.util.find_spec("gguf") is None:
         raise MissingPackage(
             str(file), "gguf is not installed", because="GGUF files are read with it", fix="pip install oncurve[gguf]"
@@ -104,24 +92,23 @@ def _read(file: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     place = {"gguf_file": file.name}
     whole = GgufConfig(dequantize=True)  # some architectures could stay in their blocks, which nothing can train
     try:
-        AutoConfig.from_pretrained(file.parent, **place)  # an unknown architecture is told before a gigabyte is read
         tokenizer = AutoTokenizer.from_pretrained(file.parent, **place)
         model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=dtype, quantization_config=whole, **place)
     except (ValueError, KeyError, OSError, IndexError, struct.error, NotImplementedError) as error:
         raise ModelError(
             str(file),
-            "a GGUF file that can't be read as a causal language model",
+            f"a GGUF file of architecture '{gguf_head(file).get('general.architecture')}' that can't be read",
             because=str(error).strip().partition("\n")[0] or type(error).__name__,
-            fix=f"use one of these architectures, from a whole file: {', '.join(architectures())}",
+            fix=f"use a whole file of one of these architectures: {', '.join(architectures())}",
         ) from error
     return model, tokenizer
 
 
 def architectures() -> list[str]:
     """The architectures that transformers de-quantises."""
-    from transformers.integrations.gguf import GGUF_CONFIG_MAPPING
+    from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 
-    return sorted(name for name in GGUF_CONFIG_MAPPING if name != "general")
+    return sorted(set(GGUF_SUPPORTED_ARCHITECTURES) - {"general", "tokenizer"})
 
 
 @torch.no_grad()

@@ -1,0 +1,82 @@
+"""`oncurve models`: what is on this machine and how a recipe names it; GGUF files converted to folders."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from oncurve.models.places import Place, all_places
+from oncurve.terminal.figures import DASH, size
+
+models = typer.Typer(help="List the models on this machine; convert GGUF files.", invoke_without_command=True)
+
+KINDS = {
+    "folder": "folder",
+    "gguf": "GGUF file",
+    "adapter": "LoRA adapter",
+    "converted": "from a GGUF file",
+    "run": "a run's model",
+    "hub": "in the hub's cache",
+}
+
+
+@models.callback(epilog="Example: oncurve models")
+def list_models(
+    context: typer.Context,
+    runs: Annotated[Path, typer.Option("--runs", metavar="DIR", help="Where runs lie.")] = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help="For programs: JSON on standard output and nothing else.")] = False,
+) -> None:
+    """List the models on this machine: below this folder, of runs, converted, and in the hub's cache."""
+    if context.invoked_subcommand is not None:
+        return
+    found = all_places(Path(), runs)
+    if as_json:
+        print(json.dumps([dataclasses.asdict(place) for place in found], indent=2))
+        return
+    console = Console(highlight=False)
+    if found:
+        console.print(table(found))
+        console.print(Text("\nA recipe names one in model.source: oncurve train RECIPE --set model.source=NAME", "dim"))
+    else:
+        console.print(
+            Text("No model is here yet. `tiny` is built in; a hub id (OWNER/NAME) is fetched when it is asked for.", "dim")
+        )
+
+
+@models.command("convert", epilog="Example: oncurve models convert model-q4_k_m.gguf models/mine")
+def convert(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A GGUF file.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to write; one that exists is refused.")],
+    dtype: Annotated[
+        Literal["bfloat16", "float32"], typer.Option("--dtype", help="Precision of the de-quantised weights.")
+    ] = "bfloat16",
+) -> None:
+    """Write a GGUF file as a folder in Hugging Face format: weights de-quantised, tokenizer and chat template with them."""
+    with Console(stderr=True).status(f"de-quantising {file.name}"):
+        from oncurve.models import gguf
+        from oncurve.terminal.hush import hush
+
+        hush()
+        gguf.convert(file, folder, dtype)
+    console = Console(highlight=False)
+    console.print(Text(f'{folder}: loads with AutoModelForCausalLM.from_pretrained, and as model.source = "{folder}"'))
+
+
+def table(found: list[Place]) -> Table:
+    shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    shown.add_column("name it as", overflow="fold", min_width=min(46, max(len(place.name) for place in found)))
+    for head in ("size", "on disk"):
+        shown.add_column(head, justify="right", no_wrap=True)
+    shown.add_column("what it is")
+    for place in found:
+        parameters = DASH if place.parameters is None else size(place.parameters)
+        what = ", ".join(word for word in (KINDS[place.kind], place.architecture, place.dtype) if word)
+        shown.add_row(place.name, parameters, f"{place.bytes / 1e6:,.0f} MB", what)
+    return shown

@@ -1,0 +1,99 @@
+"""GGUF files: converted once, tied again, saved, and loaded with their tokenizer; and what is no such file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from oncurve.errors import ModelError
+from oncurve.models import gguf
+from oncurve.models.load import Found, load_policy
+from oncurve.models.places import ORIGIN, all_places, gguf_head
+from oncurve.recipe.sections import Model
+from oncurve.records import Prompt
+from tests.models import gguf_files
+
+
+def test_head_and_embedding_that_were_one_are_one_again_and_it_is_the_head_that_stays(tmp_path: Path) -> None:
+    drawn = gguf_files.write(tmp_path / "small.gguf")
+    gguf.convert(tmp_path / "small.gguf", tmp_path / "out", "float32")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    head, words = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    assert head.data_ptr() == words.data_ptr()
+    assert np.allclose(head.detach().numpy(), drawn["output.weight"], atol=1e-6)
+    assert model.config.tie_word_embeddings
+    assert json.loads((tmp_path / "out" / ORIGIN).read_text())["file"] == "small.gguf"
+
+
+@pytest.mark.parametrize(("head", "tied"), [("own", False), ("absent", True)])
+def test_a_head_of_its_own_stays_apart(tmp_path: Path, head: str, tied: bool) -> None:
+    drawn = gguf_files.write(tmp_path / "small.gguf", head=head)
+    gguf.convert(tmp_path / "small.gguf", tmp_path / "out", "float32")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.config.tie_word_embeddings is tied
+    assert np.allclose(model.get_input_embeddings().weight.detach().numpy(), drawn["token_embd.weight"], atol=1e-6)
+
+
+def test_a_recipe_names_the_file_and_the_conversion_is_done_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ONCURVE_CACHE", str(tmp_path / "cache"))
+    gguf_files.write(tmp_path / "small.gguf")
+    config = Model(source=str(tmp_path / "small.gguf"))
+    policy = load_policy(config, alphabet=None, seed=0)
+    found = Found.of(policy)
+    assert (found.architecture, found.template) == ("LlamaForCausalLM", True)
+    assert found.ends == ("<|im_end|>", "<|endoftext|>")  # </s> is a word like any other here
+    monkeypatch.setattr(gguf, "convert", None)  # a second conversion would fail
+    again = load_policy(config, alphabet=None, seed=0)
+    prompt = Prompt(id="p", messages=({"role": "user", "content": "ab"},))
+    assert policy.tokenizer.decode(again.encode(prompt)) == "<|im_start|>user" + "ab<|im_end|><|im_start|>assistant"
+    assert torch.equal(policy.head.weight_VD, again.head.weight_VD)
+    kept = all_places(tmp_path / "empty", tmp_path / "runs")
+    assert [place.architecture for place in kept if place.kind == "converted"] == ["LlamaForCausalLM"]
+
+
+def test_the_tokenizer_survives_being_saved(tmp_path: Path) -> None:
+    gguf_files.write(tmp_path / "small.gguf")
+    direct = AutoTokenizer.from_pretrained(tmp_path, gguf_file="small.gguf")
+    gguf.convert(tmp_path / "small.gguf", tmp_path / "out", "bfloat16")
+    saved = AutoTokenizer.from_pretrained(tmp_path / "out")
+    for text in ("abcd", "a b", "<|im_end|>abc"):
+        assert saved.encode(text) == direct.encode(text)
+    assert saved.chat_template == direct.chat_template == gguf_files.TEMPLATE
+
+
+def test_the_head_of_a_file_is_read_without_the_package(tmp_path: Path) -> None:
+    gguf_files.write(tmp_path / "small.gguf")
+    told = gguf_head(tmp_path / "small.gguf")
+    assert told["general.architecture"] == "llama"
+    assert told["llama.embedding_length"] == gguf_files.D
+
+
+def test_what_is_no_gguf_file_is_told(tmp_path: Path) -> None:
+    gguf_files.write(tmp_path / "whole.gguf")
+    whole = (tmp_path / "whole.gguf").read_bytes()
+    cases = {"text.gguf": b"hello", "short.gguf": whole[:30], "cut.gguf": whole[: len(whole) // 2]}
+    for name, data in cases.items():
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(ModelError):
+            gguf.convert(tmp_path / name, tmp_path / "out", "float32")
+        assert not (tmp_path / "out").exists()
+    with pytest.raises(ModelError, match="no such file"):
+        gguf.convert(tmp_path / "none.gguf", tmp_path / "out", "float32")
+
+
+def test_an_architecture_that_is_not_supported_is_named(tmp_path: Path) -> None:
+    gguf_files.write(tmp_path / "odd.gguf", architecture="plamo")
+    with pytest.raises(ModelError, match=r"plamo.*(?s:.)*one of these architectures: .*llama"):
+        gguf.convert(tmp_path / "odd.gguf", tmp_path / "out", "float32")
+
+
+def test_nothing_is_written_over(tmp_path: Path) -> None:
+    gguf_files.write(tmp_path / "small.gguf")
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ModelError, match="already there"):
+        gguf.convert(tmp_path / "small.gguf", tmp_path / "out", "float32")
