@@ -83,7 +83,7 @@ def save(folder: Path, stage: str, step: int, tensors: Mapping[str, Tensors], do
             for name, group in tensors.items():
                 file = _file_name(name, ".safetensors")
                 files[file] = _write_tensors(aside / file, name, group)
-            number = 1 + max((_number(place.path) for place in list_checkpoints(folder)), default=0)
+            number = 1 + max((number_of(place.path) for place in list_checkpoints(folder)), default=0)
             _write_manifest(aside, {"stage": stage, "step": step, "number": number, "files": files})
             sync(aside)
             _move_into_place(aside, target)
@@ -298,7 +298,7 @@ def _read_tensors(path: Path, aliases: Mapping[str, str]) -> dict[str, torch.Ten
     return tensors | {alias: tensors[name] for alias, name in aliases.items()}
 
 
-def _number(path: Path) -> int:
+def number_of(path: Path) -> int:
     """The order in which checkpoints were written; 0 for one that can't say."""
     try:
         return int(_read_manifest(path)["number"])
@@ -307,5 +307,5 @@ def _number(path: Path) -> int:
 
 
 def _age(path: Path) -> tuple[bool, int]:
-    number = _number(path)
+    number = number_of(path)
     return number > 0, -number

@@ -55,7 +55,7 @@ def begin(
     After ``minutes`` the step is finished and saved and TimeUp raised: `resume` goes on as if it had never stopped.
     """
     recipe = frozen(recipe)
-    prepared = _prepare(recipe, task, rewards)  # before the folder is made: a recipe that can't run leaves nothing behind
+    prepared = prepare(recipe, task, rewards)  # before the folder is made: a recipe that can't run leaves nothing behind
     run = RunFolder.create_at(out) if out else RunFolder.create(runs_dir, recipe.name)
     try:
         run.write_recipe(dump_recipe(recipe))
@@ -95,7 +95,7 @@ def resume(
             run.name, f"still running (process {state.pid})", because="a run has one writer", fix="stop that process first"
         )
     recipe = moved(run, sets)
-    trainer = Trainer(recipe, run, *_prepare(recipe, task, rewards), listeners, policy, minutes)
+    trainer = Trainer(recipe, run, *prepare(recipe, task, rewards), listeners, policy, minutes)
     if sets:
         run.write_recipe(dump_recipe(recipe))
     trainer.train(resume=run.database.exists())
@@ -138,7 +138,7 @@ def fork(
     before = load_recipe(parent.recipe)
     recipe = frozen(parse_recipe(before.model_dump(mode="json", exclude_none=True), sets))
     place = _checkpoint_at(parent, recipe, stage, step)
-    prepared = _prepare(recipe, None, None)
+    prepared = prepare(recipe)
     origin = Parent(parent.name, place.stage, place.step, changes(before, recipe))
     run = RunFolder.create_at(out, parent=origin) if out else RunFolder.create(runs_dir, recipe.name, parent=origin)
     try:
@@ -188,7 +188,7 @@ def rewards_for(recipe: Recipe, stage: Stage) -> RewardMix:
 Prepared = tuple[Callable[[Stage], Task], Callable[[Stage], RewardMix]]
 
 
-def _prepare(recipe: Recipe, task: Task | None, rewards: RewardMix | None) -> Prepared:
+def prepare(recipe: Recipe, task: Task | None = None, rewards: RewardMix | None = None) -> Prepared:
     """Tasks and rewards of every stage, built before anything else is touched."""
     tasks = {s.label: task or task_for(recipe, s) for s in recipe.stages}
     mixes = {s.label: rewards or rewards_for(recipe, s) for s in recipe.stages}

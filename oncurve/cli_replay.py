@@ -1,0 +1,42 @@
+"""`oncurve replay`: a recorded group sampled again, to show that it comes out the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from oncurve.runs.folder import RunFolder
+
+RUNS = Path("runs")
+
+
+def replay(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name or folder.")],
+    step: Annotated[int, typer.Option("--step", min=1, help="The step.")],
+    group: Annotated[int, typer.Option("--group", min=0, help="The group, counted from 0.")],
+    stage: Annotated[str | None, typer.Option("--stage", help="Its stage; unset: the last that has such groups.")] = None,
+    runs: Annotated[Path, typer.Option("--runs", metavar="DIR", help="Where runs lie.")] = RUNS,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs: JSON on standard output and nothing else.")] = False,
+) -> None:
+    """Sample a group again from the checkpoint before it, and show that it is identical. Ends with 2 where it is not."""
+    folder = RunFolder.open(run, runs)
+    with Console(stderr=True).status("doing it again"):
+        from oncurve.terminal.hush import hush
+        from oncurve.terminal.replayed import render_replayed, replayed_data
+        from oncurve.train import replaying
+
+        hush()
+        found = replaying.replay(folder, stage, step, group)
+    if as_json:
+        print(json.dumps({"run": folder.name, "group": group, **replayed_data(found)}, ensure_ascii=False, indent=2))
+    else:
+        Console(highlight=False).print(
+            render_replayed(found, Text(f"{folder.name}  {found.stage} step {step}  group {group}", "bold"))
+        )
+    if found.differences:
+        raise typer.Exit(2)

@@ -1,0 +1,229 @@
+"""The Llama family on a GPU: the whole backbone as one differentiable function, its derivative written out by hand.
+
+Forward and backward are products of matrices with the fewest kernels between them (models/kernels): residual sum and norm are
+one, q/k norm and rotary embedding are one, the gated unit is one; norms and the unit's value are computed again in the backward
+pass, not kept. Kept of a layer are its two residual sums, the joint product of q, k and v, attention's output and log-sum-exp,
+and the joint product of gate and up. A layer under *checkpointing* keeps its first residual sum alone.
+
+Weights are the module's own, side by side as models/fused.py lays them. Gradients go straight into float32 sums where the
+caller collects them, else they are returned to autograd like any other.
+
+Legend: ``N`` tokens, ``D`` width, ``H``/``K`` query/key heads, ``d`` head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from oncurve.models.attention import Layout
+from oncurve.models.fused import FusedDecoder, FusedLinear
+from oncurve.models.gpu_layout import GpuPackLayout
+from oncurve.models.gradients import GradientSums, add_product
+from oncurve.models.kernels.gated import swiglu, swiglu_backward
+from oncurve.models.kernels.norm import add_norm, norm_backward
+from oncurve.models.kernels.rotary import Turning
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What the backward pass needs of a layer; all but ``x`` are None under checkpointing."""
+
+    x: Tensor
+    qkv: Tensor | None = None
+    attended: Tensor | None = None
+    lse: Tensor | None = None
+    middle: Tensor | None = None
+    gate_up: Tensor | None = None
+
+
+class GpuDecoder(FusedDecoder):
+    """Same parameters as the module's, same results up to rounding."""
+
+    device = "cuda"
+
+    checkpointed = 0
+    """How many layers, from the first, keep only their input for the backward pass."""
+
+    def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
+        """The last hidden state, [batch, length, D]."""
+        if not self.blocks[0].qkv.is_whole:
+            self._fuse()  # somebody moved the parameters
+        shape = input_ids.shape
+        ids, at = input_ids.flatten(), position_ids.expand(shape).flatten()
+        if torch.is_grad_enabled() and isinstance(layout, GpuPackLayout):
+            run = _Run(self, ids, at, layout)
+            out: Tensor = _Backbone.apply(run, *run.parameters)  # type: ignore[no-untyped-call]
+            return out.view(*shape, -1)
+        return self._without_gradient(ids, at, shape, layout).view(*shape, -1)
+
+    def _without_gradient(self, ids: Tensor, at: Tensor, shape: torch.Size, layout: Layout) -> Tensor:
+        x, more = functional.embedding(ids, self.backbone.embed_tokens.weight), None
+        for i, block in enumerate(self.blocks):
+            x, normal = add_norm(x, more, block.before.weight, block.before.variance_epsilon)
+            qkv = _linear(normal, block.qkv.weight, block.qkv.bias)
+            qk = self.turning(block, at).forward(qkv)
+            q, k, v = (y.reshape(*shape, -1, self.head_size).transpose(1, 2) for y in self.split(qk, qkv))
+            attended = layout.attend(i, q, k, v, self.scale, block.window, None).reshape(len(ids), -1)
+            x, normal = add_norm(
+                x, _linear(attended, block.out.weight, block.out.bias), block.between.weight, block.between.variance_epsilon
+            )
+            more = swiglu(normal @ block.gate_up.weight.t()) @ block.down.weight.t()
+        last = self.backbone.norm
+        return add_norm(x, more, last.weight, last.variance_epsilon)[1]
+
+    def turning(self, block: Any, at: Tensor) -> Turning:
+        """The q/k norm and rotary embedding of a layer at these positions."""
+        weights = None if block.q_norm is None else (block.q_norm.weight, block.k_norm.weight)
+        eps = 0.0 if block.q_norm is None else block.q_norm.variance_epsilon
+        return Turning(self.heads, self.kv_heads, self.head_size, weights, eps, (self.cos, self.sin), at)
+
+    def split(self, qk: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k [N, heads, d] of the turned ones, and v of the joint product."""
+        H, K, d = self.heads, self.kv_heads, self.head_size
+        return qk[:, :H], qk[:, H:], qkv[:, (H + K) * d :].view(-1, K, d)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return functional.linear(x, weight, bias)
+
+
+class _Backbone(torch.autograd.Function):
+    """Parameters are inputs only so that autograd knows that there is a gradient."""
+
+    @staticmethod
+    def forward(ctx, run: _Run, *parameters):  # type: ignore[no-untyped-def]
+        ctx.run = run
+        return run.forward()
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        run = ctx.run
+        run.backward(grad)
+        return (None, *run.gradients())
+
+
+class _Run:
+    """One forward and backward pass over the layers."""
+
+    def __init__(self, decoder: GpuDecoder, ids: Tensor, at: Tensor, layout: GpuPackLayout) -> None:
+        self.decoder, self.ids, self.at, self.layout = decoder, ids, at, layout
+        self.parameters = [p for p in decoder.backbone.parameters() if p.requires_grad]
+        self.collected = decoder.sums is not None
+        self.sums = GradientSums(self.parameters) if decoder.sums is None else decoder.sums
+        self.kept: list[_Kept] = []
+        self.total = torch.empty(0)
+
+    # Forward.
+
+    def forward(self) -> Tensor:
+        decoder = self.decoder
+        x, more = functional.embedding(self.ids, decoder.backbone.embed_tokens.weight), None
+        for i, block in enumerate(decoder.blocks):
+            x, normal = add_norm(x, more, block.before.weight, block.before.variance_epsilon)
+            kept = _Kept(x)
+            x, more = self._layer(block, x, normal, kept if i >= decoder.checkpointed else _Kept(x))
+            self.kept.append(kept)
+        last = decoder.backbone.norm
+        self.total, out = add_norm(x, more, last.weight, last.variance_epsilon)
+        return out
+
+    def _layer(self, block: Any, x: Tensor, normal: Tensor, kept: _Kept) -> tuple[Tensor, Tensor]:
+        """From a layer's first norm to (its second residual sum, what its MLP adds to it), noting what backward needs."""
+        kept.qkv = _linear(normal, block.qkv.weight, block.qkv.bias)
+        qk = self.decoder.turning(block, self.at).forward(kept.qkv)
+        kept.attended, kept.lse = self.layout.forward(*self.decoder.split(qk, kept.qkv), self._rule(block))
+        y = _linear(kept.attended.flatten(1), block.out.weight, block.out.bias)
+        kept.middle, normal = add_norm(x, y, block.between.weight, block.between.variance_epsilon)
+        kept.gate_up = normal @ block.gate_up.weight.t()
+        return kept.middle, swiglu(kept.gate_up) @ block.down.weight.t()
+
+    def _rule(self, block: Any) -> Any:
+        return self.layout.rule(self.decoder.scale, block.window, None)
+
+    # Backward.
+
+    @torch.no_grad()
+    def backward(self, grad: Tensor) -> None:
+        last = self.decoder.backbone.norm
+        grad, _, d_weight = norm_backward(self.total, last.weight, last.variance_epsilon, grad.contiguous(), None, again=False)
+        self.total = torch.empty(0)
+        self._add(last.weight, d_weight)
+        for block in reversed(self.decoder.blocks):
+            kept = self.kept.pop()
+            if kept.qkv is None:
+                _, normal = add_norm(kept.x, None, block.before.weight, block.before.variance_epsilon)
+                self._layer(block, kept.x, normal, kept)
+            grad = self._attention_backward(block, kept, self._mlp_backward(block, kept, grad))
+        self._embedding_backward(grad)
+
+    def _mlp_backward(self, block: Any, kept: _Kept, grad: Tensor) -> Tensor:
+        assert kept.gate_up is not None
+        assert kept.middle is not None
+        d_gate_up, value = swiglu_backward(kept.gate_up, grad @ block.down.weight)
+        kept.gate_up = None
+        self._add_product(block.down.weight, grad, value)
+        d_middle, normal, d_weight = norm_backward(
+            kept.middle, block.between.weight, block.between.variance_epsilon, d_gate_up @ block.gate_up.weight, grad
+        )
+        kept.middle = None
+        self._add(block.between.weight, d_weight)
+        self._add_product(block.gate_up.weight, d_gate_up, normal)
+        return d_middle
+
+    def _attention_backward(self, block: Any, kept: _Kept, grad: Tensor) -> Tensor:
+        assert kept.qkv is not None
+        assert kept.attended is not None
+        assert kept.lse is not None
+        decoder, qkv = self.decoder, kept.qkv
+        H, K, d = decoder.heads, decoder.kv_heads, decoder.head_size
+        self._add_product(block.out.weight, grad, kept.attended.flatten(1))
+        self._add_bias(block.out.bias, grad)
+        d_attended = (grad @ block.out.weight).view(-1, H, d)
+        turning = decoder.turning(block, self.at)
+        qk = turning.forward(qkv)
+        d_qk, d_qkv = torch.empty_like(qk), torch.empty_like(qkv)
+        into = (d_qk[:, :H], d_qk[:, H:], d_qkv[:, (H + K) * d :].view(-1, K, d))
+        self.layout.backward(*decoder.split(qk, qkv), kept.attended, kept.lse, d_attended, self._rule(block), into)
+        of_norms = turning.backward(qkv, d_qk, d_qkv)
+        if of_norms is not None:
+            self._add(block.q_norm.weight, of_norms[0])
+            self._add(block.k_norm.weight, of_norms[1])
+        kept.qkv = kept.attended = kept.lse = None
+        d_x, normal, d_weight = norm_backward(
+            kept.x, block.before.weight, block.before.variance_epsilon, d_qkv @ block.qkv.weight, grad
+        )
+        self._add(block.before.weight, d_weight)
+        self._add_joint(block.qkv, d_qkv, normal)
+        return d_x
+
+    def _embedding_backward(self, grad: Tensor) -> None:
+        words = self.decoder.backbone.embed_tokens
+        if words.padding_idx is not None:
+            grad = grad.masked_fill((self.ids == words.padding_idx)[:, None], 0.0)
+        # By sorting, on a GPU: rows of equal tokens are added in one order.
+        self.sums.of(words.weight).index_put_((self.ids,), grad.float(), accumulate=True)
+
+    # Where gradients go.
+
+    def _add(self, weight: Tensor, value: Tensor) -> None:
+        self.sums.of(weight).add_(value)
+
+    def _add_product(self, weight: Tensor, grad_NO: Tensor, input_NI: Tensor) -> None:
+        add_product(self.sums.of(weight), grad_NO, input_NI)
+
+    def _add_bias(self, bias: Tensor | None, grad_NO: Tensor) -> None:
+        if bias is not None:
+            self.sums.of(bias).add_(grad_NO.sum(0, dtype=torch.float32))
+
+    def _add_joint(self, layer: FusedLinear, grad_NO: Tensor, input_NI: Tensor) -> None:
+        self._add_product(layer.weight, grad_NO, input_NI)
+        self._add_bias(layer.bias, grad_NO)
+
+    def gradients(self) -> list[Tensor | None]:
+        """One for each parameter, for autograd; None where they went into the caller's sums."""
+        return [None if self.collected else self.sums.of(p).to(p.dtype) for p in self.parameters]

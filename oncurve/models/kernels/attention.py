@@ -1,0 +1,331 @@
+"""Attention inside a pack [prompt | completion 1 | … | completion G | next prompt …], forward and backward, one launch each.
+
+In pack indices a key k is seen by a query q where k ≤ q < end(k): end is the group's end for a prompt's key, and the
+completion's end for a completion's. So a query block walks over its prompt's keys and then its own, with one running softmax
+over both; a key block walks over one contiguous range of queries. A prompt's keys are stored once for all of its completions.
+
+Backward, with P = exp(S − lse) and δ = Σ dO·O: dV = Pᵀ dO, dS = P ∘ (dO Vᵀ − δ), dQ = dS K, dK = dSᵀ Q (FlashAttention-2, arXiv
+2307.08691). dQ and dK, dV are two launches, so that nothing is added by atomics.
+
+Legend: ``N`` tokens, ``H``/``K`` query/key heads, ``d`` head size. A row of ``query_blocks`` is (first query, end and start of
+its segment, start and end of its prompt); of ``key_blocks`` (first key, end of its segment, end of its queries).
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Sizes of the blocks that one program works on, and how it is run."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """Tiles of the three launches. A key block's size is a multiple of the query block's in ``keys_backward``."""
+
+    forward: Tiles
+    queries_backward: Tiles
+    keys_backward: Tiles
+
+
+def tiling(head_size: int, dtype: torch.dtype) -> Tiling:
+    """Chosen by measurement on an H200 for 16-bit numbers; wider ones and larger heads take smaller tiles to fit."""
+    if dtype.itemsize > 2 or head_size > 128:
+        small = Tiles(32, 32, 4, 1)
+        return Tiling(small, small, small)
+    return Tiling(Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 2), Tiles(64, 128, 8, 2))
+
+
+@triton.jit
+def _tile(base, rows, end, stride_row, D: tl.constexpr, DP: tl.constexpr):
+    """Rows of a [tokens, d] matrix, zeros past ``end`` and past the head's size."""
+    at = tl.arange(0, DP)
+    where = base + rows.to(tl.int64)[:, None] * stride_row + at[None, :]
+    real = rows[:, None] < end
+    if D != DP:
+        real = real & (at[None, :] < D)
+    return tl.load(where, mask=real, other=0.0)
+
+
+@triton.jit
+def _keep(base, value, rows, end, stride_row, D: tl.constexpr, DP: tl.constexpr):
+    at = tl.arange(0, DP)
+    where = base + rows.to(tl.int64)[:, None] * stride_row + at[None, :]
+    tl.store(where, value.to(base.dtype.element_ty), mask=(rows[:, None] < end) & (at[None, :] < D))
+
+
+@triton.jit
+def _seen(rows, cols, col_end, position, tokens, window, CAUSAL: tl.constexpr, ENDS: tl.constexpr, WINDOW: tl.constexpr):
+    """Which of the queries ``rows`` see which of the keys ``cols``: [rows, cols]."""
+    seen = (rows[:, None] >= 0) & (cols[None, :] >= 0)
+    if ENDS:
+        seen = seen & (cols[None, :] < col_end)
+    if CAUSAL:
+        seen = seen & (cols[None, :] <= rows[:, None])
+    if WINDOW:
+        at_rows = tl.load(position + rows, mask=rows < tokens, other=0)
+        at_cols = tl.load(position + cols, mask=cols < tokens, other=0)
+        seen = seen & (at_rows[:, None] - at_cols[None, :] < window)
+    return seen
+
+
+@triton.jit
+def _scores(a, b, scale, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
+    """a bᵀ, scaled and soft-capped, in units of log 2; and the soft cap's derivative (1 where there is none)."""
+    s = tl.dot(a, tl.trans(b), input_precision=PRECISION) * scale
+    if SOFTCAP:
+        t = 1.0 - 2.0 / (tl.exp(s * 2.0 / softcap) + 1.0)  # tanh
+        s = t * softcap
+        slope = 1.0 - t * t
+    else:
+        slope = 1.0
+    return s * LOG2E, slope
+
+
+@triton.jit
+def _softmax_step(q, k, v, m, total, acc, seen, scale, softcap,
+                  MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    s, _ = _scores(q, k, scale, softcap, SOFTCAP, PRECISION)
+    if MASKED:
+        s = tl.where(seen, s, float("-inf"))
+    new = tl.maximum(m, tl.max(s, 1))
+    # A window can hide a whole block from a query; else every query has seen a key by its first block.
+    base = tl.where(new == float("-inf"), 0.0, new) if WINDOW else new
+    p = tl.exp2(s - base[:, None])
+    shrink = tl.exp2(m - base)
+    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+    return new, total * shrink + tl.sum(p, 1), acc
+
+
+@triton.jit
+def _forward(q, k, v, out, lse, blocks, position, tokens, scale, softcap, window,
+             qn, qh, kn, kh, vn, vh, on, oh,
+             H: tl.constexpr, REP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+             WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    head = tl.program_id(0) % H
+    block = blocks + (tl.program_id(0) // H) * 5
+    first, end, start = tl.load(block), tl.load(block + 1), tl.load(block + 2)
+    prompt, prompt_end = tl.load(block + 3), tl.load(block + 4)
+    rows, step = first + tl.arange(0, BM), tl.arange(0, BN)
+    k += (head // REP) * kh
+    v += (head // REP) * vh
+    q_tile = _tile(q + head * qh, rows, end, qn, D, DP)
+    m = tl.full([BM], float("-inf"), tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, DP], tl.float32)
+    for j in range(prompt, prompt_end, BN):
+        cols = j + step
+        seen = _seen(rows, cols, prompt_end, position, tokens, window, False, True, WINDOW)
+        k_tile, v_tile = _tile(k, cols, prompt_end, kn, D, DP), _tile(v, cols, prompt_end, vn, D, DP)
+        m, total, acc = _softmax_step(
+            q_tile, k_tile, v_tile, m, total, acc, seen, scale, softcap, True, WINDOW, SOFTCAP, PRECISION
+        )
+    whole = start + (first - start) // BN * BN
+    for j in range(start, whole, BN):
+        cols = j + step
+        seen = _seen(rows, cols, end, position, tokens, window, False, False, WINDOW)
+        k_tile, v_tile = _tile(k, cols, end, kn, D, DP), _tile(v, cols, end, vn, D, DP)
+        m, total, acc = _softmax_step(
+            q_tile, k_tile, v_tile, m, total, acc, seen, scale, softcap, WINDOW, WINDOW, SOFTCAP, PRECISION
+        )
+    for j in range(whole, tl.minimum(first + BM, end), BN):
+        cols = j + step
+        seen = _seen(rows, cols, end, position, tokens, window, True, False, WINDOW)
+        k_tile, v_tile = _tile(k, cols, end, kn, D, DP), _tile(v, cols, end, vn, D, DP)
+        m, total, acc = _softmax_step(
+            q_tile, k_tile, v_tile, m, total, acc, seen, scale, softcap, True, WINDOW, SOFTCAP, PRECISION
+        )
+    _keep(out + head * oh, acc / total[:, None], rows, end, on, D, DP)
+    tl.store(lse + head * tokens + rows, m + tl.log2(total), mask=rows < end)
+
+
+@triton.jit
+def _delta(out, d_out, delta, tokens, on, oh, gn, gh,
+           H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr):  # fmt: skip
+    head = tl.program_id(0) % H
+    rows = (tl.program_id(0) // H) * BM + tl.arange(0, BM)
+    o = _tile(out + head * oh, rows, tokens, on, D, DP).to(tl.float32)
+    g = _tile(d_out + head * gh, rows, tokens, gn, D, DP).to(tl.float32)
+    tl.store(delta + head * tokens + rows, tl.sum(o * g, 1), mask=rows < tokens)
+
+
+@triton.jit
+def _dq_step(q, k, v, g, lse, delta, dq, seen, scale, softcap,
+             MASKED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    s, slope = _scores(q, k, scale, softcap, SOFTCAP, PRECISION)
+    p = tl.exp2(s - lse[:, None])
+    if MASKED:
+        p = tl.where(seen, p, 0.0)
+    ds = p * (tl.dot(g, tl.trans(v), input_precision=PRECISION) - delta[:, None]) * slope
+    return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+
+
+@triton.jit
+def _backward_queries(q, k, v, d_out, lse, delta, dq, blocks, position, tokens, scale, softcap, window,
+                      qn, qh, kn, kh, vn, vh, gn, gh, dn, dh,
+                      H: tl.constexpr, REP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
+                      BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    head = tl.program_id(0) % H
+    block = blocks + (tl.program_id(0) // H) * 5
+    first, end, start = tl.load(block), tl.load(block + 1), tl.load(block + 2)
+    prompt, prompt_end = tl.load(block + 3), tl.load(block + 4)
+    rows, step = first + tl.arange(0, BM), tl.arange(0, BN)
+    k += (head // REP) * kh
+    v += (head // REP) * vh
+    q_tile = _tile(q + head * qh, rows, end, qn, D, DP)
+    g_tile = _tile(d_out + head * gh, rows, end, gn, D, DP)
+    lse_rows = tl.load(lse + head * tokens + rows, mask=rows < end, other=float("inf"))
+    delta_rows = tl.load(delta + head * tokens + rows, mask=rows < end, other=0.0)
+    acc = tl.zeros([BM, DP], tl.float32)
+    for j in range(prompt, prompt_end, BN):
+        cols = j + step
+        seen = _seen(rows, cols, prompt_end, position, tokens, window, False, True, WINDOW)
+        k_tile, v_tile = _tile(k, cols, prompt_end, kn, D, DP), _tile(v, cols, prompt_end, vn, D, DP)
+        acc = _dq_step(
+            q_tile, k_tile, v_tile, g_tile, lse_rows, delta_rows, acc, seen, scale, softcap, True, SOFTCAP, PRECISION
+        )
+    whole = start + (first - start) // BN * BN
+    for j in range(start, whole, BN):
+        cols = j + step
+        seen = _seen(rows, cols, end, position, tokens, window, False, False, WINDOW)
+        k_tile, v_tile = _tile(k, cols, end, kn, D, DP), _tile(v, cols, end, vn, D, DP)
+        acc = _dq_step(
+            q_tile, k_tile, v_tile, g_tile, lse_rows, delta_rows, acc, seen, scale, softcap, WINDOW, SOFTCAP, PRECISION
+        )
+    for j in range(whole, tl.minimum(first + BM, end), BN):
+        cols = j + step
+        seen = _seen(rows, cols, end, position, tokens, window, True, False, WINDOW)
+        k_tile, v_tile = _tile(k, cols, end, kn, D, DP), _tile(v, cols, end, vn, D, DP)
+        acc = _dq_step(
+            q_tile, k_tile, v_tile, g_tile, lse_rows, delta_rows, acc, seen, scale, softcap, True, SOFTCAP, PRECISION
+        )
+    _keep(dq + head * dh, acc * scale, rows, end, dn, D, DP)
+
+
+@triton.jit
+def _dkv_step(q, k, v, g, lse, delta, dk, dv, seen, scale, softcap,
+              MASKED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    s, slope = _scores(k, q, scale, softcap, SOFTCAP, PRECISION)  # keys × queries
+    p = tl.exp2(s - lse[None, :])
+    if MASKED:
+        p = tl.where(seen, p, 0.0)
+    dv = tl.dot(p.to(g.dtype), g, dv, input_precision=PRECISION)
+    ds = p * (tl.dot(v, tl.trans(g), input_precision=PRECISION) - delta[None, :]) * slope
+    return tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION), dv
+
+
+@triton.jit
+def _backward_keys(q, k, v, d_out, lse, delta, dk, dv, blocks, position, tokens, scale, softcap, window,
+                   qn, qh, kn, kh, vn, vh, gn, gh, dkn, dkh, dvn, dvh,
+                   K: tl.constexpr, REP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
+                   BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    head = tl.program_id(0) % K
+    block = blocks + (tl.program_id(0) // K) * 3
+    first, end, last = tl.load(block), tl.load(block + 1), tl.load(block + 2)
+    cols, step = first + tl.arange(0, BN), tl.arange(0, BM)
+    k_tile = _tile(k + head * kh, cols, end, kn, D, DP)
+    v_tile = _tile(v + head * vh, cols, end, vn, D, DP)
+    dk_acc = tl.zeros([BN, DP], tl.float32)
+    dv_acc = tl.zeros([BN, DP], tl.float32)
+    middle = tl.minimum(first + BN, last)
+    for r in range(REP):
+        own = head * REP + r
+        for i in range(first, middle, BM):
+            rows = i + step
+            seen = tl.trans(_seen(rows, cols, end, position, tokens, window, True, False, WINDOW))
+            q_tile, g_tile = _tile(q + own * qh, rows, last, qn, D, DP), _tile(d_out + own * gh, rows, last, gn, D, DP)
+            lse_rows = tl.load(lse + own * tokens + rows, mask=rows < last, other=float("inf"))
+            delta_rows = tl.load(delta + own * tokens + rows, mask=rows < last, other=0.0)
+            dk_acc, dv_acc = _dkv_step(q_tile, k_tile, v_tile, g_tile, lse_rows, delta_rows, dk_acc, dv_acc, seen,
+                                       scale, softcap, True, SOFTCAP, PRECISION)  # fmt: skip
+        for i in range(middle, last, BM):
+            rows = i + step
+            seen = tl.trans(_seen(rows, cols, end, position, tokens, window, False, False, WINDOW))
+            q_tile, g_tile = _tile(q + own * qh, rows, last, qn, D, DP), _tile(d_out + own * gh, rows, last, gn, D, DP)
+            lse_rows = tl.load(lse + own * tokens + rows, mask=rows < last, other=float("inf"))
+            delta_rows = tl.load(delta + own * tokens + rows, mask=rows < last, other=0.0)
+            dk_acc, dv_acc = _dkv_step(q_tile, k_tile, v_tile, g_tile, lse_rows, delta_rows, dk_acc, dv_acc, seen,
+                                       scale, softcap, WINDOW, SOFTCAP, PRECISION)  # fmt: skip
+    _keep(dk + head * dkh, dk_acc * scale, cols, end, dkn, D, DP)
+    _keep(dv + head * dvh, dv_acc, cols, end, dvn, D, DP)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How scores are made: scale, soft cap, and a window in positions."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+    def options(self, q: Tensor) -> dict[str, object]:
+        d = q.shape[-1]
+        return {
+            "D": d, "DP": max(16, triton.next_power_of_2(d)), "WINDOW": self.window is not None,
+            "SOFTCAP": self.softcap is not None, "PRECISION": "tf32" if q.dtype.itemsize == 2 else "ieee",
+        }  # fmt: skip
+
+    @property
+    def numbers(self) -> tuple[float, float, int]:
+        return self.scale, self.softcap or 1.0, self.window or 0
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, position_N: Tensor, rule: Rule, tiles: Tiles
+) -> tuple[Tensor, Tensor]:
+    """(out [N, H, d], log-sum-exp in units of log 2 [H, N]) of q [N, H, d], k and v [N, K, d], whose last axis is dense."""
+    N, H, _ = q.shape
+    out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), torch.empty(H, N, device=q.device)
+    _forward[(H * len(blocks),)](
+        q, k, v, out, lse, blocks, position_N, N, *rule.numbers, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
+        *out.stride()[:2], H=H, REP=H // k.shape[1], BM=tiles.queries, BN=tiles.keys,
+        num_warps=tiles.warps, num_stages=tiles.stages, **rule.options(q),
+    )  # fmt: skip
+    return out, lse
+
+
+def delta_of(out: Tensor, d_out: Tensor, rows: int = 32) -> Tensor:
+    """δ = Σ_d dO·O, [H, N]."""
+    N, H, d = out.shape
+    delta = torch.empty(H, N, device=out.device)
+    _delta[(H * triton.cdiv(N, rows),)](
+        out, d_out, delta, N, *out.stride()[:2], *d_out.stride()[:2], H=H, D=d, DP=max(16, triton.next_power_of_2(d)), BM=rows
+    )
+    return delta
+
+
+def backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, into: tuple[Tensor, Tensor, Tensor],
+    query_blocks: Tensor, key_blocks: Tensor, position_N: Tensor, rule: Rule, tiles: Tiling,
+) -> None:  # fmt: skip
+    """Writes dq, dk and dv into the three tensors of ``into``, of any strides with a dense last axis."""
+    N, H, _ = q.shape
+    dq, dk, dv = into
+    delta = delta_of(out, d_out)
+    strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *d_out.stride()[:2])
+    rep, t, u = H // k.shape[1], tiles.queries_backward, tiles.keys_backward
+    _backward_keys[(k.shape[1] * len(key_blocks),)](
+        q, k, v, d_out, lse, delta, dk, dv, key_blocks, position_N, N, *rule.numbers, *strides,
+        *dk.stride()[:2], *dv.stride()[:2],
+        K=k.shape[1], REP=rep, BM=u.queries, BN=u.keys, num_warps=u.warps, num_stages=u.stages, **rule.options(q),
+    )  # fmt: skip
+    _backward_queries[(H * len(query_blocks),)](
+        q, k, v, d_out, lse, delta, dq, query_blocks, position_N, N, *rule.numbers, *strides, *dq.stride()[:2],
+        H=H, REP=rep, BM=t.queries, BN=t.keys, num_warps=t.warps, num_stages=t.stages, **rule.options(q),
+    )  # fmt: skip

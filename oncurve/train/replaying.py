@@ -1,0 +1,122 @@
+"""A recorded step done again, from the checkpoint before it: the proof that a run is what it says it is. Nothing is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from oncurve.errors import CheckpointError, RunError
+from oncurve.recipe.load import load_recipe
+from oncurve.recipe.schema import Stage
+from oncurve.records import GradedGroup, StepReport
+from oncurve.runs import checkpoints
+from oncurve.runs.checkpoints import Checkpoint
+from oncurve.runs.folder import RunFolder
+from oncurve.runs.reading import Reader
+from oncurve.runs.store import Store
+from oncurve.train.given import refuse_from_python
+from oncurve.train.run import Trainer, detours, load_weights
+from oncurve.train.start import prepare
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """A group as it was recorded and as it comes out now. ``start`` is the checkpoint begun from; None: the first weights."""
+
+    stage: str
+    step: int
+    start: tuple[str, int] | None
+    steps: int
+    was: GradedGroup
+    now: GradedGroup
+
+    @property
+    def differences(self) -> list[str]:
+        """What is not the same, in words; nothing where every bit is."""
+        if self.was.group.prompt.id != self.now.group.prompt.id:
+            return [f"another prompt: {self.was.group.prompt.id} then, {self.now.group.prompt.id} now"]
+        if len(self.was.group.completions) != len(self.now.group.completions):
+            return ["another number of completions"]
+        return [line for place in range(len(self.was.group.completions)) for line in self._of_completion(place)]
+
+    def _of_completion(self, place: int) -> Iterator[str]:
+        was, now = self.was.group.completions[place], self.now.group.completions[place]
+        if not np.array_equal(was.token_ids, now.token_ids):
+            shorter = min(len(was.token_ids), len(now.token_ids))
+            apart = np.flatnonzero(was.token_ids[:shorter] != now.token_ids[:shorter])
+            yield f"completion {place}: other tokens from token {int(apart[0]) if len(apart) else shorter} on"
+            return
+        if not np.array_equal(was.logps, now.logps):
+            yield f"completion {place}: log-probs up to {float(np.abs(was.logps - now.logps).max()):.2g} apart"
+        before, after = self.was.scored.scored[place], self.now.scored.scored[place]
+        if (before.total, before.failure) != (after.total, after.failure):
+            yield f"completion {place}: reward {before.total} then, {after.total} now"
+        elif not np.array_equal(self.was.advantages[place], self.now.advantages[place]):
+            yield f"completion {place}: another advantage"
+
+
+def replay(run: RunFolder, stage: str | None, step: int, position: int) -> Replayed:
+    """Does the step again, and those between it and the last checkpoint before it, with the replies that were kept."""
+    recipe = load_recipe(run.recipe)
+    refuse_from_python(recipe)
+    names = [s.label for s in recipe.stages]
+    with Store.open(run.path) as store:
+        name = stage or _stage_with(store, run, step)
+        was = store.group(name, step, position).graded
+        trainer = Trainer(recipe, run, *prepare(recipe))
+        start = _before(run, names, names.index(name), step)
+        if start is not None:
+            load_weights(trainer.policy, start.tensors["model"])
+        reports = list(_again(trainer, store, start, name, step))
+    place = None if start is None else (start.stage, start.step)
+    return Replayed(name, step, place, len(reports), was, reports[-1].groups[position])
+
+
+def _stage_with(store: Reader, run: RunFolder, step: int) -> str:
+    for stage in reversed(store.stages()):
+        if store.groups(stage.name, step):
+            return stage.name
+    raise RunError(
+        run.name,
+        f"no groups at step {step}",
+        because="no stage recorded any there",
+        fix="name a step that sampled, and --stage",
+    )
+
+
+def _before(run: RunFolder, names: list[str], position: int, step: int) -> Checkpoint | None:
+    """The last whole checkpoint before a step; None where the run must be done again from its first weights."""
+    places = [p for p in checkpoints.list_checkpoints(run.checkpoints) if p.stage in names]
+    earlier = [p for p in places if (names.index(p.stage), p.step) < (position, step)]
+    for place in sorted(earlier, key=lambda p: (names.index(p.stage), p.step), reverse=True):
+        try:
+            return checkpoints.load(place.path)
+        except CheckpointError:
+            continue
+    parent = run.state().parent
+    if parent is not None:
+        raise RunError(
+            run.name,
+            f"no checkpoint before step {step}",
+            because=f"it is a fork of {parent.run}, where its first steps were taken",
+            fix=f"replay them there: oncurve replay {parent.run} --step {step}",
+        )
+    return None
+
+
+def _again(trainer: Trainer, store: Reader, start: Checkpoint | None, name: str, step: int) -> Iterator[StepReport]:
+    done = {stage.name: stage.done for stage in store.stages()}
+    stages: list[Stage] = list(trainer.recipe.stages)
+    names = [s.label for s in stages]
+    first = names.index(start.stage) if start is not None else 0
+    for stage in stages[first : names.index(name) + 1]:
+        own = start if start is not None and start.stage == stage.label else None
+        begun = own.step if own is not None else 0
+        loop = trainer.loop(stage, detours(store, stage.label, begun))
+        if own is not None:
+            loop.load_state(own.tensors)
+        for n in range(begun + 1, (step if stage.label == name else done[stage.label]) + 1):
+            trainer.memory.at(store.replies(stage.label, n))
+            yield loop.step(n)
