@@ -14,7 +14,7 @@ import typer
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from oncurve import __version__, cli_doctor, cli_models, cli_plan, cli_replay, cli_rewards, cli_serve, cli_studio, cli_verify
+from oncurve import __version__, cli_models, cli_plan, cli_rewards, cli_serve, cli_studio
 from oncurve.errors import OncurveError, RecipeError
 from oncurve.recipe.load import dump_recipe, load_recipe
 from oncurve.runs.disk import NO_PERMISSION, NO_ROOM, disk_error
@@ -318,9 +318,6 @@ def convert(
     say(Text(f"{out}: look through it, then oncurve train {out}"))
 
 
-app.command(epilog="Example: oncurve replay arithmetic-1 --step 100 --group 3")(cli_replay.replay)
-app.command(epilog="Example: oncurve verify arithmetic-1")(cli_verify.verify)
-app.command(epilog="Example: oncurve doctor --json")(cli_doctor.doctor)
 app.command(epilog="Example: oncurve plan --model Qwen/Qwen3-8B --gpu H100-80GB")(cli_plan.plan)
 app.command(epilog="Example: oncurve serve arithmetic-1 --port 8000")(cli_serve.serve)
 app.command(epilog="Example: oncurve studio --open")(cli_studio.studio)
