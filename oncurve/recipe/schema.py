@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
+from oncurve.recipe.dpo import Dpo
 from oncurve.recipe.ppo import Ppo
 from oncurve.recipe.sampled import Advantage, Surrogate
 from oncurve.recipe.sections import Count, Engine, Model, NonNegative, Reward, Section, SftOptimiser, StageBase, Task
@@ -66,7 +67,7 @@ class Grpo(Surrogate):
     """The constant that dr_grpo divides by; unset: `sampling.max_new_tokens`."""
 
 
-Stage = Annotated[Sft | Grpo | Ppo | Trpo, Field(discriminator="type")]
+Stage = Annotated[Sft | Grpo | Ppo | Trpo | Dpo, Field(discriminator="type")]
 
 
 class Evaluation(Section):

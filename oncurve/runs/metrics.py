@@ -153,6 +153,20 @@ _TABLE = (
         "What conjugate gradient left unsolved of the natural gradient: |g − F x| / |g| (trpo).",
         "below 0.3; else raise cg_iterations or damping",
     ),
+    Metric(
+        "pair_accuracy",
+        "share",
+        "Share of pairs whose chosen completion has the higher implicit reward (dpo).",
+        "rises from 0.5",
+    ),
+    Metric("pair_margin", "reward", "Mean implicit reward of the chosen minus that of the rejected completion (dpo).", "rises"),
+    Metric("chosen_reward", "reward", "Mean implicit reward β log(π/π_ref) of chosen completions (dpo).", "near 0 or rising"),
+    Metric(
+        "rejected_reward",
+        "reward",
+        "Mean implicit reward of rejected completions (dpo).",
+        "falls; if the chosen one falls as fast, raise beta",
+    ),
     Metric("tokens", "tokens", "Completion tokens sampled in the step, or trained on in sft.", "as large as fits"),
     Metric(
         "tokens_per_s", "tokens/s", "Completion tokens over the time of the whole step.", "as high as it gets", repeatable=False

@@ -51,8 +51,13 @@ def examples_for_step(examples: Sequence[Example], seed: int, step: int, batch_s
             because="an sft stage imitates them",
             fix="set task.examples, give the file a column of completions, or leave the sft stage out",
         )
+    return [examples[i] for i in places_for_step(size, seed, step, batch_size)]
+
+
+def places_for_step(size: int, seed: int, step: int, batch_size: int) -> list[int]:
+    """Which of ``size`` rows update `step` sees, in epochs, each shuffled by (seed, epoch)."""
     places = (divmod(place, size) for place in range(step * batch_size, (step + 1) * batch_size))
-    return [examples[int(_shuffled(seed, "examples", epoch, size)[offset])] for epoch, offset in places]
+    return [int(_shuffled(seed, "examples", epoch, size)[offset]) for epoch, offset in places]
 
 
 @lru_cache(maxsize=8)

@@ -10,12 +10,14 @@ from torch import Tensor
 
 from oncurve.engines.native import NativeEngine
 from oncurve.models.policy import Policy
+from oncurve.recipe.dpo import Dpo
 from oncurve.recipe.ppo import Ppo
 from oncurve.recipe.schema import Grpo, Recipe, Sft, Stage
 from oncurve.recipe.trpo import Trpo
 from oncurve.records import StepReport
 from oncurve.rewards.mix import RewardMix
 from oncurve.tasks.base import Task
+from oncurve.train.dpo import DpoLoop
 from oncurve.train.loop import GrpoLoop
 from oncurve.train.ppo import PpoLoop
 from oncurve.train.sft import SftLoop
@@ -52,6 +54,7 @@ class Parts:
 LOOPS: dict[type[Stage], Callable[[Any, Parts], StageLoop]] = {
     Sft: lambda stage, parts: SftLoop(stage, parts.recipe.seed, parts.task, parts.policy),
     Grpo: lambda stage, parts: GrpoLoop(stage, parts.recipe.seed, parts.task, parts.engine, parts.rewards),
+    Dpo: lambda stage, parts: DpoLoop(stage, parts.recipe.seed, parts.policy),
     Trpo: lambda stage, parts: TrpoLoop(stage, parts.recipe.seed, parts.task, parts.engine, parts.rewards),
     Ppo: lambda stage, parts: PpoLoop(stage, parts.recipe.seed, parts.task, parts.engine, parts.rewards),
 }

@@ -17,6 +17,7 @@ from oncurve.engines.native import frozen_slots
 from oncurve.errors import RecipeError, RunError
 from oncurve.models.load import choose_device
 from oncurve.models.policy import Policy
+from oncurve.recipe.dpo import Dpo
 from oncurve.recipe.flat import changes
 from oncurve.recipe.load import dump_recipe, load_recipe, parse_recipe
 from oncurve.recipe.resolve import resolved_rewards, resolved_task
@@ -31,6 +32,7 @@ from oncurve.runs.checkpoints import Place, list_checkpoints
 from oncurve.runs.folder import Parent, RunFolder
 from oncurve.runs.store import Store
 from oncurve.tasks.base import Task
+from oncurve.tasks.pairs import read_pairs
 from oncurve.tasks.registry import build_task
 from oncurve.train.listeners import Listener
 from oncurve.train.run import Trainer
@@ -194,6 +196,8 @@ def prepare(recipe: Recipe, task: Task | None = None, rewards: RewardMix | None 
     mixes = {s.label: rewards or rewards_for(recipe, s) for s in recipe.stages}
     for stage in recipe.stages:
         check_metric(f"{stage.label}.keep_best", stage.keep_best)
+        if isinstance(stage, Dpo):
+            read_pairs(stage)
         if isinstance(stage, Sft):
             examples_of(stage, tasks[stage.label])
     return (lambda s: tasks[s.label]), (lambda s: mixes[s.label])
