@@ -63,3 +63,14 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """' (did you mean X?)' for the closest known word, or nothing."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f" (did you mean '{close[0]}'?)" if close else ""
+
+
+def no_such(where: str, kind: str, name: str, known: Iterable[str]) -> RecipeError:
+    """A recipe names something of a kind that there is not: with the nearest that there is."""
+    known = list(known)
+    return RecipeError(
+        where,
+        f"there is no {kind} '{name}'{did_you_mean(name, known)}",
+        because=f"{kind}s are: {', '.join(known)}",
+        fix="name one of them",
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from oncurve.errors import RecipeError, did_you_mean
+from oncurve.errors import no_such
 from oncurve.recipe import sections
 from oncurve.recipe.problems import read_section
 from oncurve.rewards.answer import AnswerOptions, AnswerReward
@@ -14,6 +14,7 @@ from oncurve.rewards.countdown import CountdownReward, CountdownRewardOptions
 from oncurve.rewards.format import FormatOptions, FormatReward
 from oncurve.rewards.function import PythonOptions, python_reward
 from oncurve.rewards.guess import GuessReward, GuessRewardOptions
+from oncurve.rewards.gym import GymReward, GymRewardOptions
 from oncurve.rewards.json_form import JsonOptions, JsonReward
 from oncurve.rewards.judge import JudgeOptions, JudgeReward
 from oncurve.rewards.language import LanguageOptions, LanguageReward
@@ -39,6 +40,7 @@ REWARDS: dict[str, RewardType] = {
     "format": RewardType(FormatOptions, FormatReward),
     "countdown": RewardType(CountdownRewardOptions, CountdownReward),
     "guess": RewardType(GuessRewardOptions, GuessReward),
+    "reasoning_gym": RewardType(GymRewardOptions, GymReward),
     "json": RewardType(JsonOptions, JsonReward),
     "language": RewardType(LanguageOptions, LanguageReward),
     "cosine": RewardType(CosineOptions, CosineReward),
@@ -62,12 +64,6 @@ def build_reward(config: sections.Reward, max_new_tokens: int | None = None) -> 
     where = f"rewards.{config.label}"
     kind = REWARDS.get(config.type)
     if kind is None:
-        hint = did_you_mean(config.type, REWARDS)
-        raise RecipeError(
-            f"{where}.type",
-            f"there is no reward '{config.type}'{hint}",
-            because=f"rewards are: {', '.join(REWARDS)}",
-            fix="name one of them",
-        )
+        raise no_such(f"{where}.type", "reward", config.type, REWARDS)
     own = {"limit": max_new_tokens} if config.type in ("overlong", "cosine") and max_new_tokens is not None else {}
     return kind.build(config.label, config.weight, read_section(kind.options, {**own, **config.options}, where))

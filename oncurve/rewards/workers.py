@@ -25,7 +25,7 @@ from typing import Any
 
 import oncurve
 
-START_SECONDS = 60.0
+START_SECONDS = 120.0
 """What a worker may take to say that it is ready: its imports are not any job's time."""
 
 

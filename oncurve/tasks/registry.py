@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from oncurve.errors import RecipeError, did_you_mean
+from oncurve.errors import no_such
 from oncurve.recipe import sections
 from oncurve.recipe.problems import read_section
 from oncurve.tasks.arithmetic import Arithmetic, ArithmeticOptions
@@ -11,6 +11,7 @@ from oncurve.tasks.calculator import CalculatorOptions, CalculatorTask
 from oncurve.tasks.countdown import Countdown, CountdownOptions
 from oncurve.tasks.files import FileOptions, build_file_task
 from oncurve.tasks.guess import GuessOptions, GuessTask
+from oncurve.tasks.gym import Gym, GymOptions
 from oncurve.tasks.known import KnownOptions, builders
 
 TASKS: dict[str, TaskType] = {
@@ -19,6 +20,7 @@ TASKS: dict[str, TaskType] = {
     "calculator": TaskType(CalculatorOptions, CalculatorTask),
     "guess": TaskType(GuessOptions, GuessTask),
     "file": TaskType(FileOptions, build_file_task),
+    "reasoning_gym": TaskType(GymOptions, Gym),
     **{name: TaskType(KnownOptions, build) for name, build in builders().items()},
 }
 
@@ -27,11 +29,5 @@ def build_task(config: sections.Task, where: str = "task") -> Task:
     """The task of a recipe, or of a stage that has its own (then `where` is `NAME.task`)."""
     kind = TASKS.get(config.type)
     if kind is None:
-        hint = did_you_mean(config.type, TASKS)
-        raise RecipeError(
-            f"{where}.type",
-            f"there is no task '{config.type}'{hint}",
-            because=f"tasks are: {', '.join(TASKS)}",
-            fix="name one of them",
-        )
+        raise no_such(f"{where}.type", "task", config.type, TASKS)
     return kind.build(config, read_section(kind.options, config.options, where))

@@ -96,25 +96,28 @@ _FOUND: dict[Any, Sandbox] = {}
 _LOCK = threading.Lock()
 
 
-def find_sandbox(where: str, *, trusted: bool = False, count: int | None = None) -> Sandbox:
-    """The best sandbox of this machine, made once; RewardError where there is none and the recipe does not do without."""
+def find_sandbox(where: str, *, trusted: bool = False, count: int | None = None, package: str | None = None) -> Sandbox:
+    """The best sandbox of this machine, made once; RewardError where there is none and the recipe does not do without.
+
+    Programs have the standard library; with `package`, that package too, imported before they are forked.
+    """
     count = count or min(8, os.cpu_count() or 1)
     with _LOCK:
-        key = (trusted, count)
+        key = (trusted, count, package)
         if key not in _FOUND:
-            _FOUND[key] = _find(where, trusted, count)
+            _FOUND[key] = _find(where, trusted, count, package)
         return _FOUND[key]
 
 
-def _find(where: str, trusted: bool, count: int) -> Sandbox:
+def _find(where: str, trusted: bool, count: int, package: str | None) -> Sandbox:
     tried: list[str] = []
     for level in ("bubblewrap", "seccomp"):
-        sandbox, fault = make_sandbox(level, count)
+        sandbox, fault = make_sandbox(level, count, package)
         if sandbox is not None:
             return sandbox
         tried.append(f"{level}: {fault}")
     if trusted:
-        return _made("trusted", count)
+        return _made("trusted", count, package)
     raise RewardError(
         where,
         "programs of the model can't be run safely here",
@@ -123,13 +126,13 @@ def _find(where: str, trusted: bool, count: int) -> Sandbox:
     )
 
 
-def make_sandbox(level: Level, count: int) -> tuple[Sandbox | None, str]:
+def make_sandbox(level: Level, count: int, package: str | None = None) -> tuple[Sandbox | None, str]:
     """A sandbox of this level that passed the self-test, or why there is none."""
     if not sys.platform.startswith("linux"):
         return None, "only Linux has it"
     if level == "bubblewrap" and shutil.which("bwrap") is None:
         return None, "bwrap is not installed"
-    sandbox = _made(level, count)
+    sandbox = _made(level, count, package)
     fault = _fault(sandbox)
     if fault is None:
         return sandbox, ""
@@ -137,12 +140,12 @@ def make_sandbox(level: Level, count: int) -> tuple[Sandbox | None, str]:
     return None, fault
 
 
-def _made(level: Level, count: int) -> Sandbox:
+def _made(level: Level, count: int, package: str | None) -> Sandbox:
     """Without a file system of its own a sandbox gets a folder, which goes with it, whatever a killed zygote left inside."""
     if level == "bubblewrap":
-        return Sandbox(level, Workers(command(level, "/scratch"), count, {}))
+        return Sandbox(level, Workers(command(level, "/scratch", package), count, {}))
     scratch = tempfile.mkdtemp(prefix="oncurve-sandbox-")
-    workers = Workers(command(level, scratch), count, {})
+    workers = Workers(command(level, scratch, package), count, {})
     weakref.finalize(workers, shutil.rmtree, scratch, ignore_errors=True)
     return Sandbox(level, workers)
 
@@ -157,14 +160,17 @@ def _fault(sandbox: Sandbox) -> str | None:
     return None
 
 
-def command(level: Level, scratch: str) -> list[str]:
+def command(level: Level, scratch: str, package: str | None = None) -> list[str]:
     """The command line of a zygote."""
-    readable = readable_paths()
+    libraries = [] if package is None else [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    readable = [*readable_paths(), *dict.fromkeys(libraries)]
     settings = {
         "locked": level != "trusted",
         "need_landlock": level == "seccomp",
         "readable": readable,
         "scratch": scratch,
+        "libraries": libraries,
+        "package": package,
     }
     python = [os.path.realpath(sys.executable), "-I", "-S", "-B", str(_BOOT), json.dumps(settings)]
     return [*_bubblewrap([*readable, python[0]]), *python] if level == "bubblewrap" else python

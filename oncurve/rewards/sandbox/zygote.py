@@ -17,6 +17,7 @@ import resource
 import select
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -39,6 +40,9 @@ class Settings:
     need_landlock: bool
     readable: list[str]
     scratch: str
+    libraries: list[str]
+    package: str | None
+    """A package beside the standard library, and the folders where it lies."""
 
 
 @dataclass
@@ -59,7 +63,8 @@ class Child:
 
 def main(arguments: str) -> None:
     settings = Settings(**json.loads(arguments))
-    for name in PRELOADED.split():
+    sys.path += settings.libraries
+    for name in (*PRELOADED.split(), *([settings.package] if settings.package else [])):
         importlib.import_module(name)
     jobs, answers = os.dup(0), os.dup(1)
     quiet = os.open(os.devnull, os.O_RDWR) if os.path.exists(os.devnull) else os.pipe()[0]
