@@ -18,6 +18,7 @@ from rich.console import Console
 
 from oncurve.errors import RecipeError, RewardError, did_you_mean
 from oncurve.recipe.load import load_recipe, parse_recipe
+from oncurve.recipe.sampled import SAMPLED_TYPES
 from oncurve.recipe.schema import Grpo, Recipe
 from oncurve.recipe.sections import Reward as RewardConfig
 from oncurve.recipe.sections import Section
@@ -95,9 +96,9 @@ class Run:
             return next((curve for s in stages if (curve := store.metric(name, s))), [])
 
     def groups(self, step: int, stage: str | None = None) -> tuple[GradedGroup, ...]:
-        """The groups of a step, of a stage or of the last grpo stage."""
+        """The groups of a step, of a stage or of the last that sampled."""
         with Store.open(self.path) as store:
-            names = [s.name for s in store.stages() if s.type == "grpo"]
+            names = [s.name for s in store.stages() if s.type in SAMPLED_TYPES]
             name = stage or (names[-1] if names else "grpo")
             return tuple(store.step(name, step).groups)
 

@@ -146,7 +146,7 @@ def _decoder(folder: RunFolder) -> Callable[[Ints], str]:
 
 
 def _steps(store: Store, stage: str | None) -> list[tuple[int, Sequence[GradedGroup]]]:
-    named = stage or next((s.name for s in reversed(store.stages()) if s.type == "grpo"), None)
+    named = stage or next((s.name for s in reversed(store.stages()) if s.type in sampled.SAMPLED_TYPES), None)
     steps = [step.step for step in store.steps(named)] if named is not None else []
     if named is None or not steps:
         raise RunError(

@@ -65,6 +65,10 @@ class Overlong(Section):
     """Its weight in the total reward."""
 
 
+SAMPLED_TYPES = ("grpo", "ppo", "trpo")
+"""The types of such stages, for readers that have a run's tables and no recipe."""
+
+
 class Sampled(StageBase):
     """A stage whose every step samples groups of completions and rewards them."""
 

@@ -13,6 +13,7 @@ from rich.text import Text
 from oncurve.errors import OncurveError, RunError, did_you_mean
 from oncurve.recipe.flat import flat
 from oncurve.recipe.load import load_recipe
+from oncurve.recipe.sampled import SAMPLED_TYPES
 from oncurve.records import GradedGroup
 from oncurve.runs.folder import Parent, RunEntry, RunFolder, list_runs
 from oncurve.runs.reading import Reader, StageRow
@@ -23,7 +24,13 @@ from oncurve.terminal.group import GroupTable, advantage_of, by_advantage, rende
 from oncurve.terminal.runs import STYLES, ago
 from oncurve.terminal.sparkline import sparkline
 
-CURVES = {"sft": ("loss", "entropy"), "grpo": ("reward", "entropy", "length_mean", "no_signal_share", "kl")}
+CURVES = {
+    "sft": ("loss", "entropy"),
+    "grpo": ("reward", "entropy", "length_mean", "no_signal_share", "kl"),
+    "ppo": ("reward", "entropy", "length_mean", "explained_variance", "value_loss", "kl"),
+    "trpo": ("reward", "entropy", "length_mean", "no_signal_share", "step_kl"),
+    "dpo": ("loss", "pair_accuracy", "pair_margin", "entropy"),
+}
 """Which metrics of a stage are drawn, by its type."""
 COMPARED = ("reward", "accuracy", "loss", "entropy", "kl", "length_mean", "no_signal_share")
 
@@ -137,7 +144,7 @@ def _last_figures(store: Reader, stage: str) -> dict[str, str]:
 
 
 def _advice(run: RunFolder, stages: list[StageRow]) -> Text:
-    looked = next((s for s in reversed(stages) if s.type == "grpo" and s.done), None)
+    looked = next((s for s in reversed(stages) if s.type in SAMPLED_TYPES and s.done), None)
     if looked is None:
         return Text(f"oncurve eval {run.path}", "dim")
     return Text(f"a step's groups: oncurve show {run.path} --stage {looked.name} --step {looked.done}", "dim")
@@ -159,7 +166,7 @@ def stage_of(store: Reader, run: RunFolder, stage: str | None, step: int) -> str
     reached = [s for s in names.values() if s.done >= step] or list(names.values())
     if not reached:
         raise RunError(run.name, f"no step {step}", because="no step is recorded yet", fix="wait for the first step")
-    return next((s.name for s in reversed(reached) if s.type == "grpo"), reached[-1].name)
+    return next((s.name for s in reversed(reached) if s.type in SAMPLED_TYPES), reached[-1].name)
 
 
 def render_step(run: RunFolder, stage: str | None, step: int) -> RenderableType:

@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from oncurve.recipe.load import load_recipe
+from oncurve.recipe.sampled import SAMPLED_TYPES
 from oncurve.records import GradedGroup
 from oncurve.runs.folder import RunFolder
 from oncurve.runs.reading import Reader, StageRow
@@ -54,7 +55,7 @@ def telling_group(store: Reader) -> tuple[str, int, int, GradedGroup] | None:
 
     A step is read whole, so only the last one that has such a group is; where none of the last steps has, none is shown.
     """
-    for stage in reversed([s for s in store.stages() if s.type == "grpo"]):
+    for stage in reversed([s for s in store.stages() if s.type in SAMPLED_TYPES]):
         for step in range(stage.done, max(stage.done - LOOK_BACK, 0), -1):
             rows = [row for row in store.groups(stage.name, step) if row.has_signal]
             if rows:
