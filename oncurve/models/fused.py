@@ -19,6 +19,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from oncurve.models.attention import Layout
+from oncurve.models.gradients import GradientSums
 
 FAMILY = {"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"}
 FIXED_ROPE = {"default", "linear", "llama3", "yarn"}
@@ -150,6 +151,11 @@ class Block:
 class FusedDecoder:
     """The backbone of a Llama-like model. Same parameters, same results up to rounding."""
 
+    device = "cpu"
+    """Where this path is the fast one."""
+    sums: GradientSums | None = None
+    """Where gradients are collected, by a path that can (models/gpu_decoder.py); else autograd has them."""
+
     def __init__(self, model: PreTrainedModel) -> None:
         self.backbone = model.base_model
         config = model.config
@@ -169,7 +175,7 @@ class FusedDecoder:
     @classmethod
     def of(cls, model: PreTrainedModel) -> FusedDecoder | None:
         """The fast path for this model, or None where it is of another family."""
-        return cls(model) if _is_of_the_family(model) else None
+        return cls(model) if model.device.type == cls.device and _is_of_the_family(model) else None
 
     def _fuse(self) -> None:
         self.blocks = [Block(layer, self.window) for layer in self.backbone.layers]
@@ -210,7 +216,7 @@ class FusedDecoder:
 def _is_of_the_family(model: PreTrainedModel) -> bool:
     """By class, plain linear layers (no adapters), SiLU, no bias in the MLP, and rotary embeddings of the position alone."""
     backbone, config = model.base_model, model.config
-    if type(backbone).__name__ not in FAMILY or model.device.type != "cpu":
+    if type(backbone).__name__ not in FAMILY:
         return False
     layer = backbone.layers[0]
     linears = [getattr(layer.self_attn, f"{x}_proj") for x in "qkvo"] + [

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from oncurve.models.attention import Layout
@@ -101,6 +102,7 @@ class _Backbone(torch.autograd.Function):
         return run.forward()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         run = ctx.run
         run.backward(grad)

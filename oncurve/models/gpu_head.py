@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from oncurve.models.gradients import GradientSums, add_product
 from oncurve.models.kernels.head import Shape, gradient, statistics
@@ -39,6 +40,7 @@ class GpuHead(torch.autograd.Function):
         return logp_M, entropy_M
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_logp_M, grad_entropy_M):  # type: ignore[no-untyped-def]
         hidden_MD, weight_VD, bias_V, target_M, entropy_M, lse_M = ctx.saved_tensors
         if grad_logp_M is None:

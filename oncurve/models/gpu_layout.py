@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from oncurve.models.kernels import attention as kernels
 from oncurve.models.kernels.attention import Rule
@@ -91,6 +92,7 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, d_out):  # type: ignore[no-untyped-def]
         q, k, v, out, lse = ctx.saved_tensors
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))

@@ -19,6 +19,8 @@ class GradientSums:
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.parameters = list(parameters)
         self._buffers: dict[int, Tensor] = {}
+        self.spent = False
+        """Whether an update has been taken: what comes next begins a new sum."""
 
     def of(self, weight: Tensor) -> Tensor:
         """The sum for a parameter, or for several that lie side by side in one tensor."""
@@ -35,13 +37,14 @@ class GradientSums:
         self._buffers = {where: buffer for where, buffer in self._buffers.items() if where in live}
         if self._buffers:
             torch._foreach_zero_(list(self._buffers.values()))
-        for p in self.parameters:
-            p.grad = None
+        self.spent = False
 
     @torch.no_grad()
     def absorb(self) -> None:
-        """Add what autograd left in the parameters' own ``grad``, and clear it."""
-        found = [p for p in self.parameters if p.grad is not None]
+        """Add what autograd left in the parameters' own ``grad``, and clear it; a ``grad`` that is the sum itself stays."""
+        if self.spent:
+            self.zero()
+        found = [p for p in self.parameters if p.grad is not None and p.grad.data_ptr() != self.of(p).data_ptr()]
         if found:
             torch._foreach_add_([self.of(p) for p in found], [p.grad.float() for p in found if p.grad is not None])
         for p in found:

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from oncurve.models.gradients import GradientSums
+
 CHUNK_ELEMENTS = 1 << 22
-"""Logits held at once: 16 MiB in float32, which stays near the caches of a CPU and costs a GPU little."""
+"""Logits held at once: 16 MiB in float32, which stays near the caches of a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +36,26 @@ class Head:
         return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
 
 
-def token_logps(head: Head, hidden_MD: Tensor, target_M: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """(log-prob of each target, entropy of its distribution), both [M], in float32 at least, and differentiable."""
+def token_logps(
+    head: Head, hidden_MD: Tensor, target_M: Tensor, temperature: float = 1.0, sums: GradientSums | None = None
+) -> tuple[Tensor, Tensor]:
+    """(log-prob of each target, entropy of its distribution), both [M], in float32 at least, and differentiable.
+
+    ``sums``: where a GPU's head collects its gradient; elsewhere, and where it is None, autograd has it.
+    """
+    if hidden_MD.device.type == "cuda":
+        return _on_gpu(head, hidden_MD, target_M, temperature, sums)
     out: tuple[Tensor, Tensor] = _ChunkedHead.apply(hidden_MD, head.weight_VD, head.bias_V, target_M, head, temperature)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _on_gpu(
+    head: Head, hidden_MD: Tensor, target_M: Tensor, temperature: float, sums: GradientSums | None
+) -> tuple[Tensor, Tensor]:
+    from oncurve.models.gpu_head import GpuHead, Shape  # Triton is there only where a GPU is
+
+    shape = Shape(head.scale, head.softcap, temperature, head.bias_V)
+    out: tuple[Tensor, Tensor] = GpuHead.apply(hidden_MD, head.weight_VD, head.bias_V, target_M, shape, sums)  # type: ignore[no-untyped-call]
     return out
 
 

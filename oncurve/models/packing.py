@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from oncurve.models.attention import allowed, capped
+from oncurve.models.attention import Layout, allowed, capped
 from oncurve.records import Ints
 
 
@@ -44,7 +44,7 @@ class Pack:
 
     input_ids: Tensor
     position_ids: Tensor
-    layout: PackLayout
+    layout: Layout
     source_M: Tensor
     target_M: Tensor
     row_M: Tensor
@@ -118,19 +118,34 @@ def build_pack(bundles: Sequence[Bundle], device: torch.device) -> Pack:
     lengths = tuple(len(t) for t in targets)
 
     def joined(parts: list[Ints]) -> Tensor:
-        return torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(device)
+        return to_device(np.concatenate(parts).astype(np.int64), device)
 
     position = joined(positions)
     return Pack(
         input_ids=joined(ids)[None],
         position_ids=position[None],
-        layout=PackLayout(prompts, completions, position),
+        layout=_layout(prompts, completions, position),
         source_M=joined(sources),
         target_M=joined(targets),
-        row_M=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device),
+        row_M=to_device(np.repeat(np.arange(len(lengths)), lengths), device),
         keys=tuple(k for b in bundles for k in b.keys),
         lengths=lengths,
     )
+
+
+def _layout(prompts: list[tuple[int, int]], completions: list[tuple[int, int, int]], position_N: Tensor) -> Layout:
+    if position_N.device.type != "cuda":
+        return PackLayout(prompts, completions, position_N)
+    from oncurve.models.gpu_layout import GpuPackLayout  # Triton is there only where a GPU is
+
+    longest = max(prompts[p][1] + fed for _, fed, p in completions) if completions else max(n for _, n in prompts)
+    return GpuPackLayout(prompts, completions, position_N, longest)
+
+
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """To a GPU through pinned memory, so that the copy waits for nothing that the GPU is doing."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 class PackLayout:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from oncurve.errors import ModelError
 from oncurve.models import attention, lora
 from oncurve.models.attention import Layout
 from oncurve.models.fused import FusedDecoder
+from oncurve.models.gradients import GradientSums
 from oncurve.models.logprobs import Head, token_logps
 from oncurve.models.packing import Bundle, Pack, build_pack
 from oncurve.records import Ints, Prompt
@@ -38,8 +41,9 @@ class Policy:
         self.backbone = _backbone(model)
         self.end_ids = _end_ids(model, tokenizer)
         self.fused: FusedDecoder | None = None
+        self._sums: GradientSums | None = None
         _check_head(self)
-        self.fused = _faithful(FusedDecoder.of(model), self)
+        self.fused = _faithful(_fast_path(model), self)
 
     def copy(self) -> Policy:
         """Another policy with the same weights in tensors of its own."""
@@ -80,7 +84,20 @@ class Policy:
     def pack_logps(self, pack: Pack, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """(log-prob, entropy) of each predicted token of a pack, [M]."""
         hidden_ND = self.hidden(pack.input_ids, pack.position_ids, pack.layout)[0]
-        return token_logps(self.head, hidden_ND[pack.source_M], pack.target_M, temperature)
+        return token_logps(self.head, hidden_ND[pack.source_M], pack.target_M, temperature, self._sums)
+
+    @contextmanager
+    def collecting(self, sums: GradientSums | None) -> Iterator[None]:
+        """Within, what can add its gradient straight into the sums does so; the rest is left to autograd."""
+        self._sums = sums
+        if self.fused is not None:
+            self.fused.sums = sums
+        try:
+            yield
+        finally:
+            self._sums = None
+            if self.fused is not None:
+                self.fused.sums = None
 
     def encode(self, prompt: Prompt) -> Ints:
         """A prompt as token ids: text as it is, messages through the chat template."""
@@ -127,6 +144,14 @@ class Policy:
         model = lora.merged(self.model) if lora.is_on(self.model) else self.model
         model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
+
+
+def _fast_path(model: PreTrainedModel) -> FusedDecoder | None:
+    if model.device.type != "cuda":
+        return FusedDecoder.of(model)
+    from oncurve.models.gpu_decoder import GpuDecoder  # Triton is there only where a GPU is
+
+    return GpuDecoder.of(model)
 
 
 def _backbone(model: PreTrainedModel) -> nn.Module:

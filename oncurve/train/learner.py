@@ -9,7 +9,7 @@ Legend: ``M`` predicted tokens of a pack.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 
@@ -21,7 +21,7 @@ from oncurve.algos.kl import KL_ESTIMATORS
 from oncurve.algos.objectives import OBJECTIVES, LossInputs, LossOutputs, LossSettings, with_clip
 from oncurve.algos.ratios import truncated_weights
 from oncurve.algos.reductions import StepTotals, step_totals
-from oncurve.models.packing import Bundle, Pack, build_pack, split_by_budget
+from oncurve.models.packing import Bundle, Pack, build_pack, split_by_budget, to_device
 from oncurve.models.policy import Policy
 from oncurve.models.reference import Reference
 from oncurve.recipe.resolve import resolved_kl
@@ -173,41 +173,46 @@ class Learner:
             pack=pack,
             seats=seats,
             advantage_M=self._join([groups[g].advantages[c] for g, c in seats]),
-            mask_M=torch.from_numpy(np.concatenate([c.loss_mask for c in completions])).to(self.policy.device),
+            mask_M=to_device(np.concatenate([c.loss_mask for c in completions]), self.policy.device),
             sampler_M=self._join([c.logps for c in completions]),
             logp_old_M=old,
             logp_ref_M=None if self.reference is None else self.reference.logps(pack, self._temperature),
         )
 
     def _join(self, parts: Sequence[Floats]) -> Tensor:
-        return torch.from_numpy(np.concatenate(parts)).to(self.policy.device)
+        return to_device(np.concatenate(parts), self.policy.device)
 
     def _accumulate(self, batch: Sequence[MicroBatch], totals: StepTotals, seen: Seen | None) -> list[MicroBatch]:
         """The gradient of one update, summed over its packs. Returns the packs with their old log-probs filled in."""
         self.optimiser.zero_grad()
         done = []
         for micro in batch:
-            logp_M, entropy_M = self.policy.pack_logps(micro.pack, self._temperature)
-            old_M = logp_M.detach() if micro.logp_old_M is None else micro.logp_old_M
-            cap = self.stage.importance_cap
-            inputs = LossInputs(
-                logp_new_N=logp_M,
-                logp_old_N=old_M,
-                advantage_N=micro.advantage_M,
-                mask_N=micro.mask_M,
-                row_N=micro.pack.row_M,
-                rows=micro.pack.rows,
-                totals=totals,
-                logp_ref_N=micro.logp_ref_M,
-                entropy_N=entropy_M,
-                weight_N=None if cap is None else truncated_weights(old_M, micro.sampler_M, cap),
-            )
-            outputs = self.objective.loss(inputs, self.loss_settings)
+            with self.policy.collecting(self.optimiser.sums):
+                logp_M, entropy_M = self.policy.pack_logps(micro.pack, self._temperature)
+                inputs = self._loss_inputs(micro, totals, logp_M, entropy_M)
+                outputs = self.objective.loss(inputs, self.loss_settings)
             outputs.loss.backward()  # type: ignore[no-untyped-call]
-            done.append(replace(micro, logp_old_M=old_M))
+            self.optimiser.absorb()
+            done.append(replace(micro, logp_old_M=inputs.logp_old_N))
             if seen is not None:
                 seen.note(micro, inputs, outputs)
         return done
+
+    def _loss_inputs(self, micro: MicroBatch, totals: StepTotals, logp_M: Tensor, entropy_M: Tensor) -> LossInputs:
+        old_M = logp_M.detach() if micro.logp_old_M is None else micro.logp_old_M
+        cap = self.stage.importance_cap
+        return LossInputs(
+            logp_new_N=logp_M,
+            logp_old_N=old_M,
+            advantage_N=micro.advantage_M,
+            mask_N=micro.mask_M,
+            row_N=micro.pack.row_M,
+            rows=micro.pack.rows,
+            totals=totals,
+            logp_ref_N=micro.logp_ref_M,
+            entropy_N=entropy_M,
+            weight_N=None if cap is None else truncated_weights(old_M, micro.sampler_M, cap),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,12 +225,29 @@ class Mark:
     losses: dict[str, float]
 
 
+@dataclass(frozen=True, slots=True)
+class _Noted:
+    """What one pack showed, still on its device: numbers by name, and columns of one value per token."""
+
+    micro: MicroBatch
+    names: tuple[str, ...]
+    numbers: Tensor
+    columns_XM: Tensor
+
+
+LARGEST = ("ratio_max", "mismatch_max")
+
+
 class Seen:
-    """Gathers what the last pass over a step saw, for metrics and for the store."""
+    """Gathers what the last pass over a step saw, for metrics and for the store.
+
+    A pack is noted without waiting for the device; what was noted is brought over once, when somebody looks.
+    """
 
     def __init__(self, groups: Sequence[GradedGroup]) -> None:
         self.stats: list[list[TokenStats | None]] = [[None] * len(g.graded) for g in groups]
         self.updates: list[Update] = []
+        self._noted: list[_Noted] = []
         self.tokens = 0
         self.sums: dict[str, float] = {}
         self.largest: dict[str, float] = {"ratio_max": 0.0, "mismatch_max": 0.0}
@@ -234,14 +256,17 @@ class Seen:
         self.reward = float(np.mean(totals)) if totals else None
 
     def mark(self) -> Mark:
+        self._settle()
         return Mark(self.tokens, dict(self.sums), dict(self.largest), dict(self.losses))
 
     def back_to(self, mark: Mark) -> None:
         """Forgets what a pass that did not come to its end has noted; its tokens' stats are written over."""
+        self._noted.clear()
         self.tokens, self.sums, self.largest, self.losses = mark.tokens, dict(mark.sums), dict(mark.largest), dict(mark.losses)
 
     def since(self, mark: Mark) -> dict[str, float]:
         """What the guard looks at beside the gradient: the step's mean reward, and the loss and KL of the update just noted."""
+        self._settle()
         watched = {} if self.reward is None else {"reward": self.reward}
         tokens = self.tokens - mark.tokens
         if tokens:
@@ -251,46 +276,74 @@ class Seen:
         return watched
 
     def note(self, micro: MicroBatch, inputs: LossInputs, outputs: LossOutputs) -> None:
-        mask_M = inputs.mask_N
-        self.tokens += int(mask_M.sum())
-        gap_M = (inputs.logp_old_N - micro.sampler_M)[mask_M]
-        ratio_M = outputs.ratio_N[mask_M]
-        means = {
-            "entropy": inputs.entropy_N,
+        mask_M, new_M = inputs.mask_N, inputs.logp_new_N.detach()
+        assert inputs.entropy_N is not None
+        gap_M, drift_M = inputs.logp_old_N - micro.sampler_M, new_M - inputs.logp_old_N
+        found = {
+            "tokens": mask_M,
+            "entropy": inputs.entropy_N.detach(),
             "ratio_mean": outputs.ratio_N,
             "clip_low_share": outputs.clipped_low_N,
             "clip_high_share": outputs.clipped_high_N,
             "clip_share": outputs.clipped_N,
             "kl": outputs.kl_N,
+            "update_kl": drift_M.exp() - 1 - drift_M,
+            "mismatch_kl": gap_M.exp() - gap_M - 1,
+            "ratio_max": outputs.ratio_N,
+            "mismatch_max": gap_M.abs(),
         }
-        for name, value_M in means.items():
-            if value_M is not None:
-                self.sums[name] = self.sums.get(name, 0.0) + float(value_M.detach()[mask_M].double().sum())
-        drift_M = (inputs.logp_new_N.detach() - inputs.logp_old_N)[mask_M]
-        self.sums["update_kl"] = self.sums.get("update_kl", 0.0) + float((drift_M.exp() - 1 - drift_M).double().sum())
-        self.sums["mismatch_kl"] = self.sums.get("mismatch_kl", 0.0) + float((gap_M.exp() - gap_M - 1).double().sum())
-        if len(gap_M):
-            self.largest["mismatch_max"] = max(self.largest["mismatch_max"], float(gap_M.abs().max()))
-            self.largest["ratio_max"] = max(self.largest["ratio_max"], float(ratio_M.max()))
-        self.losses["loss"] += float(outputs.loss.detach())
-        self.losses["policy_loss"] += float(outputs.policy_loss)
-        self._keep_tokens(micro, inputs, outputs)
-
-    def _keep_tokens(self, micro: MicroBatch, inputs: LossInputs, outputs: LossOutputs) -> None:
-        assert inputs.entropy_N is not None
-        columns = [inputs.logp_new_N, outputs.ratio_N, inputs.entropy_N]
+        numbers = {name: _masked(x_M, mask_M, name in LARGEST) for name, x_M in found.items() if x_M is not None}
+        numbers |= {"loss": outputs.loss.detach().double(), "policy_loss": outputs.policy_loss.double()}
+        columns = [new_M, outputs.ratio_N, inputs.entropy_N.detach(), outputs.clipped_N]
         columns += [] if outputs.kl_N is None else [outputs.kl_N]
-        rows = zip(by_row(outputs.clipped_N, micro.pack), *(by_row(x, micro.pack) for x in columns), strict=True)
-        for (g, c), (clipped, logps, ratio, entropy, *kl) in zip(micro.seats, rows, strict=True):
-            self.stats[g][c] = TokenStats(logps, ratio, entropy, clipped, kl[0] if kl else None)
+        table_XM = torch.stack([x_M.float() for x_M in columns])
+        self._noted.append(_Noted(micro, tuple(numbers), torch.stack(list(numbers.values())), table_XM))
+
+    def _settle(self) -> None:
+        """Brings over all that was noted, in two transfers."""
+        if not self._noted:
+            return
+        numbers = torch.stack([one.numbers for one in self._noted]).cpu().tolist()
+        columns_XM = torch.cat([one.columns_XM for one in self._noted], 1).cpu().numpy()
+        at = 0
+        for one, values in zip(self._noted, numbers, strict=True):
+            self._add(dict(zip(one.names, values, strict=True)))
+            width = one.columns_XM.shape[1]
+            self._keep_tokens(one.micro, columns_XM[:, at : at + width])
+            at += width
+        self._noted.clear()
+
+    def _add(self, numbers: Mapping[str, float]) -> None:
+        self.tokens += round(numbers["tokens"])
+        for name, value in numbers.items():
+            if name in LARGEST:
+                self.largest[name] = max(self.largest[name], value)
+            elif name in self.losses:
+                self.losses[name] += value
+            elif name != "tokens":
+                self.sums[name] = self.sums.get(name, 0.0) + value
+
+    def _keep_tokens(self, micro: MicroBatch, columns_XM: np.ndarray) -> None:
+        ends = np.cumsum(micro.pack.lengths)[:-1]
+        for (g, c), (logps, ratio, entropy, clipped, *kl) in zip(
+            micro.seats, zip(*(np.split(x_M, ends) for x_M in columns_XM), strict=True), strict=True
+        ):
+            self.stats[g][c] = TokenStats(logps, ratio, entropy, clipped > 0, kl[0] if kl else None)
 
     def learned(self) -> Learned:
+        self._settle()
         metrics = {name: total / max(self.tokens, 1) for name, total in self.sums.items()} | self.largest | self.losses
         if self.updates:
             metrics["grad_norm"] = self.updates[-1].grad_norm
             metrics["learning_rate"] = self.updates[-1].learning_rate
         metrics["skipped_updates"] = float(sum(u.skipped for u in self.updates))
         return Learned(metrics, self.stats)
+
+
+def _masked(value_M: Tensor, mask_M: Tensor, largest: bool) -> Tensor:
+    """The sum, or the largest, over masked-in tokens, as a float64 on the device."""
+    kept_M = torch.where(mask_M, value_M.double(), 0.0)
+    return kept_M.amax() if largest and len(kept_M) else kept_M.sum()
 
 
 def bundle_of(group: ScoredGroup, rows: Sequence[int], keys: Sequence[int]) -> Bundle:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from oncurve.models.gradients import GradientSums
 from oncurve.recipe.sections import Optimiser as Settings
 from oncurve.runs.notes import note
 from oncurve.train.guard import Guard
@@ -47,18 +48,26 @@ class Optimiser:
         others = [p for p in self.masters if p.dim() < 2]
         groups = [{"params": ps, "weight_decay": d} for ps, d in ((matrices, settings.weight_decay), (others, 0.0)) if ps]
         self.adam = torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
+        # On a CPU in float32 autograd's own sums are as good, and there is nothing to be had by others.
+        plain = all(p.device.type == "cpu" and p.dtype == torch.float32 for p in self.weights)
+        self.sums = None if plain else GradientSums(self.weights)
 
     def zero_grad(self) -> None:
+        if self.sums is not None:
+            self.sums.zero()
         for weight in self.weights:
             weight.grad = None
+
+    def absorb(self) -> None:
+        """After a pack's backward pass: what autograd found goes into the float32 sums, where there are any."""
+        if self.sums is not None:
+            self.sums.absorb()
 
     @torch.no_grad()
     def step(self, **watched: float) -> Update:
         """Clip, update, advance the schedule. Where the guard refuses the gradient, or what the caller has it watch (loss, kl,
         reward), no weight moves; the schedule still advances."""
-        for weight, master in zip(self.weights, self.masters, strict=True):
-            if master is not weight:
-                master.grad = None if weight.grad is None else weight.grad.float()
+        self._hand_over()
         rate = rate_at(self.settings, self.done, self.updates)
         self.done += 1
         limit = self.settings.max_grad_norm or math.inf
@@ -70,10 +79,18 @@ class Optimiser:
         for group in self.adam.param_groups:
             group["lr"] = rate
         self.adam.step()
-        for weight, master in zip(self.weights, self.masters, strict=True):
-            if master is not weight:
-                weight.copy_(master)
+        rounded = [(weight, master) for weight, master in zip(self.weights, self.masters, strict=True) if master is not weight]
+        if rounded:
+            torch._foreach_copy_([weight for weight, _ in rounded], [master for _, master in rounded])
         return Update(norm, rate, skipped=False)
+
+    def _hand_over(self) -> None:
+        """The sums, where there are any, become the masters' gradients."""
+        if self.sums is not None:
+            self.sums.absorb()
+            for weight, master in zip(self.weights, self.masters, strict=True):
+                master.grad = self.sums.of(weight)
+            self.sums.spent = True
 
     def state(self) -> dict[str, Tensor]:
         """Moments, step counts and masters by parameter name, for a checkpoint."""

@@ -1,6 +1,6 @@
 """Each kernel of the learner against plain torch in float64: values and every derivative.
 
-Without a GPU they run in Triton's interpreter, which knows bfloat16 only as something stored: float32 here, bfloat16 in tests/gpu.
+Without a GPU they run in Triton's interpreter, which can't compute with bfloat16: float32 here, bfloat16 in tests/gpu.
 """
 
 from __future__ import annotations
