@@ -11,12 +11,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from oncurve.errors import RecipeError
+from oncurve.errors import ModelError, RecipeError
 from oncurve.plan.asked import PROMPT_TOKENS, Wishes, algorithm_of, job_for, job_of_stage, plannable, usual_rank, wished
-from oncurve.plan.gpus import CPU, Gpu, find_gpu
+from oncurve.plan.fixes import find_fixes
+from oncurve.plan.gpus import CPU, GIB, Gpu, find_gpu, gpu_of_driver
 from oncurve.plan.job import ALGORITHMS, Job
 from oncurve.plan.known import find_shape
-from oncurve.plan.planned import report_data, side_by_side
+from oncurve.plan.planned import Plan, make_plan, report_data, side_by_side
 from oncurve.recipe.load import load_recipe
 from oncurve.recipe.resolve import resolved_task
 from oncurve.recipe.schema import Recipe, Stage
@@ -158,3 +159,60 @@ def stage_job(recipe: Recipe, stage: Stage, gpu: Gpu) -> Job:
 def _some_prompts(task: Task) -> Iterator[Prompt]:
     yield from task.heldout[:LOOKED_AT]
     yield from (task.train_prompt(i) for i in range(min(LOOKED_AT, task.train_size or LOOKED_AT)))
+
+
+def announce(recipe: Recipe) -> None:
+    """Before a run begins on a GPU: the plan of its largest stage in one line. One that can't fit stops here, with what would.
+
+    On a CPU nothing is planned and nothing is said.
+    """
+    gpu = gpu_here(recipe)
+    if gpu is None:
+        return
+    errors = Console(stderr=True, highlight=False)
+    try:
+        plans = [(stage, make_plan(stage_job(recipe, stage, gpu), usual_rank())) for stage in plannable(recipe)]
+    except ModelError as error:  # the model itself may load all the same
+        errors.print(f"no plan: {error.where}: {error.what}", style="dim")
+        return
+    for stage, made in sorted(plans, key=lambda pair: -pair[1].memory.peak.total)[:1]:
+        if made.impossible:
+            raise _impossible(stage, made)
+        errors.print(
+            f"plan: {stage.label} {made.verdict if math.isfinite(gpu.flops) else made.room}",
+            style="dim" if made.fits else "yellow",
+        )
+
+
+def gpu_here(recipe: Recipe) -> Gpu | None:
+    """The GPU that a recipe would train on, with the memory that its driver reports; None where it trains on the CPU.
+
+    One that the table does not know has no rates: its plan is of memory alone.
+    """
+    from oncurve.models.load import choose_device
+
+    if choose_device(recipe.model.device).type != "cuda":
+        return None
+    import torch
+
+    found = torch.cuda.get_device_properties(0)
+    known = gpu_of_driver(found.name, found.total_memory)
+    return (
+        replace(known, memory=found.total_memory)
+        if known
+        else Gpu(found.name, found.total_memory, math.inf, math.inf, math.inf)
+    )
+
+
+def _impossible(stage: Stage, made: Plan) -> ModelError:
+    """The cheapest change that a recipe can say comes first; where there is none, the cheapest of all."""
+    settable = [fix for fix in find_fixes(made.job, usual_rank(), count=100) if all(change.key for change in fix.changes)]
+    best = settable[0] if settable else None
+    if best is not None:
+        sets = " ".join(f"--set {str(change.key).replace('STAGE', stage.label)}" for change in best.changes)
+        fix = f"{sets} ({best.peak / GIB:.1f} GiB)"
+    else:
+        fix = made.fixes[0].words if made.fixes else "a smaller model, or shorter completions"
+    parts = sorted(made.memory.peak.parts.items(), key=lambda part: -part[1])[:3]
+    told = ", ".join(f"{name} {amount / GIB:.1f}" for name, amount in parts)
+    return ModelError(stage.label, made.room, because=f"its largest parts, in GiB, are {told}", fix=fix)

@@ -41,6 +41,8 @@ class Change:
     tier: int
     words: str
     sets: dict[str, Any]
+    key: str | None = None
+    """How a recipe says it, `STAGE` standing for the stage's name; None where a recipe can't yet."""
 
     def apply(self, job: Job) -> Job:
         return replace(job, **self.sets)
@@ -86,11 +88,16 @@ def changes(job: Job, lora_rank: int) -> Iterator[Change]:
     """Every single change that makes sense for the job."""
     one = partial(Change, tier=0)
     for tokens in (n for n in PACKS if n < job.pack_tokens):
-        yield one("packs", words=f"tokens_per_pack = {tokens}", sets={"tokens_per_pack": tokens})
+        yield one(
+            "packs",
+            words=f"tokens_per_pack = {tokens}",
+            sets={"tokens_per_pack": tokens},
+            key=f"STAGE.tokens_per_pack={tokens}",
+        )
     if not job.checkpointing:
         yield one("checkpointing", words="gradient checkpointing", sets={"checkpointing": True})
     for slots in (n for n in SLOTS if job.does.samples and n < min(job.slots, job.rows)):
-        yield one("slots", words=f"{slots} slots", sets={"slots": slots})
+        yield one("slots", words=f"{slots} slots", sets={"slots": slots}, key=f"engine.slots={slots}")
     if job.holds_reference and not job.reference_on_cpu:
         yield one("reference", words="the reference on the CPU", sets={"reference_on_cpu": True})
     if job.moments == "float32" and not job.does.curvature:
@@ -98,14 +105,16 @@ def changes(job: Job, lora_rank: int) -> Iterator[Change]:
     if not job.optimiser_on_cpu and not job.does.curvature:
         yield Change("optimiser", 2, "the optimiser on the CPU", {"optimiser_on_cpu": True})
     if job.lora_rank is None:
-        yield Change("lora", 3, f"LoRA of rank {lora_rank}", {"lora_rank": lora_rank})
+        yield Change("lora", 3, f"LoRA of rank {lora_rank}", {"lora_rank": lora_rank}, f"model.lora.rank={lora_rank}")
     for gpus in (n for n in GPU_COUNTS if n > job.gpus and not job.gpu.is_cpu):
         yield Change("gpus", 4, f"{gpus} GPUs with a sharded optimiser", {"gpus": gpus, "sharding": "optimiser"})
         yield Change("gpus", 4, f"{gpus} GPUs with everything sharded", {"gpus": gpus, "sharding": "full"})
     tokens = job.new_tokens // 2
     while tokens >= SHORTEST:
         mean = min(job.mean_tokens, tokens)
-        yield Change("length", 5, f"completions of at most {tokens} tokens", {"new_tokens": tokens, "mean_tokens": mean})
+        sets = {"new_tokens": tokens, "mean_tokens": mean}
+        key = f"STAGE.sampling.max_new_tokens={tokens}"
+        yield Change("length", 5, f"completions of at most {tokens} tokens", sets, key)
         tokens //= 2
 
 

@@ -143,9 +143,13 @@ def _gradients(trained: int, job: Job) -> float:
     return GRADIENT_BYTES * trained / _split(job)
 
 
+def _trained(shape: Shape, job: Job) -> int:
+    return shape.parameters if job.lora_rank is None else shape.adapter_parameters(job.lora_rank)
+
+
 def critic_bytes(critic: Shape, job: Job) -> float:
     """A critic in training: its weights, and master weights, moments and gradients of what it trains."""
-    trained = critic.parameters if job.lora_rank is None else critic.adapter_parameters(job.lora_rank)
+    trained = _trained(critic, job)
     extra = 0 if job.lora_rank is None else job.dtype_bytes * trained
     return _weights(critic, job) + extra + sum(_state(trained, job).values()) + _gradients(trained, job)
 
@@ -177,9 +181,24 @@ def _phases(job: Job) -> dict[str, dict[str, float]]:
     }
     critic = job.critic_shape
     if critic:
-        phases["critic update"] = {"activations": activation_bytes(critic, job)}
-    phases["optimiser"] = {}
+        held = critic_bytes(critic, job)
+        phases["critic update"] = {"activations": activation_bytes(critic, job), "critic": held + _passing(critic, job)}
+    phases["optimiser"] = (
+        {} if is_lean(job.shape, job) else {"gradients": _gradients(job.trained, job) + _absorbed(job.trained, job)}
+    )
+    if critic:
+        phases["optimiser"]["critic"] = held + _absorbed(_trained(critic, job), job)
     return phases
+
+
+def _passing(critic: Shape, job: Job) -> float:
+    """Gradients in the weights' own precision, as autograd has them between packs; in float32 they are the sums themselves."""
+    return 0 if job.dtype == "float32" else job.dtype_bytes * _trained(critic, job) / _split(job)
+
+
+def _absorbed(trained: int, job: Job) -> float:
+    """Autograd's gradients on their way into the sums: themselves, and once more in float32."""
+    return 0 if job.dtype == "float32" else (job.dtype_bytes + 4) * trained / _split(job)
 
 
 def _borrowed(job: Job) -> dict[str, float]:

@@ -68,6 +68,11 @@ class Plan:
     @property
     def verdict(self) -> str:
         """One line: whether it fits, the peak and its phase, and the time of a step."""
+        return f"{self.room}, about {shown_seconds(self.seconds.step)} a step"
+
+    @property
+    def room(self) -> str:
+        """Whether it fits, and the peak and its phase."""
         job, peak = self.job, self.memory.peak
         where = (
             "this machine" if job.gpu.is_cpu else (f"an {job.gpu.name}" if job.gpu.name[0] in "AHLRM" else f"a {job.gpu.name}")
@@ -75,7 +80,7 @@ class Plan:
         where += f", {job.gpus} of them" if job.gpus > 1 else ""
         word = "fits" if self.fits else "does not fit"
         sizes = f"{peak.total / GIB:.1f} of {job.gpu.memory / GIB:.1f} GiB at the worst moment ({peak.name})"
-        return f"{word} {where}: {sizes}, about {shown_seconds(self.seconds.step)} a step"
+        return f"{word} {where}: {sizes}"
 
 
 def shown_seconds(seconds: float) -> str:

@@ -1,0 +1,154 @@
+"""`oncurve plan` as a user meets it, and its word before a training run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from oncurve import cli_plan
+from oncurve.cli import main
+from oncurve.errors import ModelError
+from oncurve.plan.gpus import GIB, GPUS, Gpu
+from oncurve.recipe.load import load_recipe
+
+Plan = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Plan:
+    def run(*arguments: object, columns: int = 80) -> tuple[int, str, str]:
+        monkeypatch.setenv("COLUMNS", str(columns))
+        capsys.readouterr()
+        code = main(["plan", *map(str, arguments)])
+        return (code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_bars_verdict_and_tables_fit_the_terminal(plan: Plan, columns: int) -> None:
+    code, out, _ = plan("--model", "Qwen/Qwen3-8B", "--gpu", "H100-80GB", columns=columns)
+    assert code == 0
+    assert max(map(len, out.splitlines())) <= columns
+    for word in ("does not fit an H100-80GB", "cheapest change: ", "ppo, full", "grpo, LoRA", "master weights", "samples a day"):
+        assert word in " ".join(out.split())
+    bars = [line for line in out.splitlines() if line.startswith(("grpo, ", "ppo, ")) and "GiB" in line and "│" in line]
+    assert len(bars) == 4
+    assert len({line.index("│") for line in bars}) == 1  # one scale
+
+
+def test_longer_bars_hold_more(plan: Plan) -> None:
+    _, out, _ = plan("--model", "7B", "--gpu", "H200")
+    grpo, ppo = (next(x for x in out.splitlines() if x.startswith(name)) for name in ("grpo, full", "ppo, full"))
+    assert ppo.count("c") > grpo.count("c")
+
+
+def test_json_and_nothing_else(plan: Plan) -> None:
+    code, out, err = plan("--model", "Qwen/Qwen3-0.6B", "--gpu", "H200", "--algorithm", "ppo", "--lora", "--json")
+    data = json.loads(out)
+    assert (code, err) == (0, "")
+    assert data["plan"]["title"] == "ppo, LoRA"
+    assert data["asked"]["lora_rank"] == 16
+    assert data["plan"]["memory"]["fits"] is True
+
+
+def test_a_recipe_on_this_machine(plan: Plan) -> None:
+    code, out, _ = plan("arithmetic", "--json")
+    asked = json.loads(out)["asked"]
+    assert code == 0
+    assert asked["gpu"]["name"] == "cpu"
+    assert (asked["prompts"], asked["group_size"], asked["new_tokens"]) == (32, 8, 40)
+    assert asked["prompt_tokens"] == len("999+999=")
+
+
+def test_a_recipe_changed_on_the_way(plan: Plan) -> None:
+    _, out, _ = plan("arithmetic", "--gpu", "T4", "--set", "grpo.group_size=16", "--new-tokens", 100, "--stage", "grpo", "--json")
+    asked = json.loads(out)["asked"]
+    assert (asked["group_size"], asked["new_tokens"], asked["gpu"]["name"]) == (16, 100, "T4")
+
+
+def test_worked_examples_have_their_own_length(plan: Plan) -> None:
+    _, out, _ = plan("arithmetic", "--stage", "sft", "--json")
+    asked = json.loads(out)["asked"]
+    assert asked["algorithm"] == "sft"
+    assert 20 < asked["new_tokens"] < 120
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "Qwen/Qwen9-8B", "--gpu", "H200"], "Qwen/Qwen3-8B"),
+        (["--model", "7B", "--gpu", "H20O"], "H200"),
+        (["--model", "7B", "--algorithm", "gppo"], "did you mean"),
+        ([], "--model"),
+        (["arithmetic", "--model", "7B"], "both"),
+        (["arithmetic", "--stage", "gpro"], "sft"),
+        (["--model", "7B", "--new-tokens", "9000"], "4096 positions"),
+        (["--model", "7B", "--sharding", "full"], "--gpus 2"),
+    ],
+)
+def test_mistakes_are_told_in_one_message(plan: Plan, arguments: list[str], words: str) -> None:
+    code, out, err = plan(*arguments)
+    assert code == 2
+    assert out == ""
+    assert words in " ".join(err.split())
+    assert "Traceback" not in err
+
+
+def test_a_config_without_its_fields(plan: Plan, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 8}')
+    code, _, err = plan("--model", tmp_path / "config.json")
+    assert code == 2
+    assert "num_hidden_layers" in err
+
+
+def on(monkeypatch: pytest.MonkeyPatch, gpu: Gpu | None) -> None:
+    monkeypatch.setattr(cli_plan, "gpu_here", lambda recipe: gpu)
+
+
+def test_a_run_on_a_gpu_is_told_its_plan_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    on(monkeypatch, GPUS["H200"])
+    monkeypatch.setenv("COLUMNS", "200")
+    cli_plan.announce(load_recipe("arithmetic"))
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.startswith("plan: grpo fits an H200: ")
+    assert told.err.count("\n") == 1
+
+
+def test_on_a_cpu_nothing_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    cli_plan.announce(load_recipe("arithmetic", ["model.device=cpu"]))
+    assert capsys.readouterr() == ("", "")
+
+
+def test_an_impossible_run_stops_with_what_would_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    on(monkeypatch, GPUS["A100-80GB"])
+    recipe = load_recipe("arithmetic", ["model.source=Qwen/Qwen3-8B", "model.dtype=bfloat16"])
+    with pytest.raises(ModelError) as error:
+        cli_plan.announce(recipe)
+    assert "does not fit an A100-80GB" in str(error.value.what)
+    assert "moments 61.0" in error.value.because
+    sets = [word for word in error.value.fix.split() if "=" in word]
+    mended = load_recipe("arithmetic", ["model.source=Qwen/Qwen3-8B", "model.dtype=bfloat16", *sets])
+    cli_plan.announce(mended)
+
+
+def test_a_card_that_nobody_knows_has_a_plan_of_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    unknown = replace(GPUS["T4"], name="Voodoo", memory=8 * GIB, flops=float("inf"), bandwidth=float("inf"), link=float("inf"))
+    on(monkeypatch, unknown)
+    monkeypatch.setenv("COLUMNS", "200")
+    cli_plan.announce(load_recipe("arithmetic"))
+    assert "a step" not in capsys.readouterr().err
+
+
+def test_a_model_that_the_table_does_not_know_is_no_obstacle(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    on(monkeypatch, GPUS["H200"])
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    cli_plan.announce(load_recipe("arithmetic", ["model.source=nobody/knows"]))
+    assert "no plan: nobody/knows" in capsys.readouterr().err
