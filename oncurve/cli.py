@@ -86,6 +86,8 @@ def train(
         from oncurve.train.run import TimeUp
 
         hush()
+    if planned.recipe is not None:
+        cli_plan.announce(planned.recipe)
     display = LiveDisplay(Console(highlight=False))
     try:
         if planned.run is not None:
