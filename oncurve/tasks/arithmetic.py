@@ -41,6 +41,8 @@ class ArithmeticOptions(sections.Section):
     """What is asked: sums `+`, differences `-` (never below 0), or both, equally often."""
     weights: tuple[float, ...] | None = None
     """How often each number of digits is asked, fewest digits first. Unset: each level twice as often as the one below."""
+    example_weights: tuple[float, ...] | None = None
+    """How often each number of digits is among the worked examples. Unset: as often as it is asked."""
     examples: sections.Count = 250
     """Worked examples, all of different problems (fewer where the task has not so many). 250 teach the form, not the skill;
     from 400 a tiny model learns sums by imitation alone."""
@@ -72,6 +74,8 @@ class Arithmetic:
         self._seed, self._options = config.seed, options
         self._operations = tuple(dict.fromkeys(options.operations))
         self._levels = Levels.of(options.min_digits, options.digits, options.weights, "digits")
+        shown = options.example_weights or options.weights
+        self._shown = Levels.of(options.min_digits, options.digits, shown, "digits", "task.example_weights")
         self._heldout_keys = self._choose_heldout(config.heldout)
 
     @property
@@ -86,7 +90,7 @@ class Arithmetic:
     def examples(self) -> Sequence[Example]:
         taken = set(self._heldout_keys)
         room = {level: self._size(level) - self._count(level, taken) for level in self._level_numbers}
-        keys = self._choose("examples", self._levels.quotas(self._options.examples, room), taken)
+        keys = self._choose("examples", self._shown.quotas(self._options.examples, room), taken)
         return tuple(Example(_prompt(p), worked(p)) for p in self._in_random_order("examples", keys))
 
     def train_prompt(self, index: int) -> Prompt:

@@ -17,7 +17,7 @@ class Levels:
     weights: tuple[float, ...]
 
     @classmethod
-    def of(cls, lowest: int, highest: int, weights: tuple[float, ...] | None, unit: str) -> Levels:
+    def of(cls, lowest: int, highest: int, weights: tuple[float, ...] | None, unit: str, key: str = "task.weights") -> Levels:
         """Levels from a recipe's options; without weights each level weighs twice the one below, so that hard ones dominate."""
         count = highest - lowest + 1
         if count < 1:
@@ -27,7 +27,7 @@ class Levels:
         weights = weights if weights is not None else tuple(2.0**i for i in range(count))
         if len(weights) != count or min(weights) < 0 or not 0 < sum(weights) < float("inf"):
             raise RecipeError(
-                "task.weights",
+                key,
                 list(weights),
                 because=f"each level from {lowest} to {highest} {unit} needs a weight, none below 0, not all 0",
                 fix=f"give {count} numbers, easiest level first",

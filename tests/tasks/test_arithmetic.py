@@ -114,6 +114,14 @@ def test_hard_levels_dominate_unless_weighted_otherwise() -> None:
     assert 700 < drawn.count("3 digits") < 900
 
 
+def test_worked_examples_may_be_easier_than_what_is_asked() -> None:
+    task = arithmetic(examples=80, example_weights=[1, 6, 1], heldout=70)
+    shown = [example.prompt.difficulty for example in task.examples]
+    assert [shown.count(level) for level in ("1 digit", "2 digits", "3 digits")] == [10, 60, 10]
+    asked = [prompt.difficulty for prompt in task.heldout]
+    assert [asked.count(level) for level in ("1 digit", "2 digits", "3 digits")] == [10, 20, 40]
+
+
 def test_examples_are_distinct_and_short() -> None:
     task = arithmetic()
     assert len({problem_of(example.prompt) for example in task.examples}) == len(task.examples) == 250
@@ -139,6 +147,7 @@ def test_differences_never_go_below_zero() -> None:
         ({"weights": [1, 2]}, "task.weights"),
         ({"weights": [0, 0, 0]}, "task.weights"),
         ({"weights": [1, -1, 1]}, "task.weights"),
+        ({"example_weights": [1, 1]}, "task.example_weights"),
         ({"digits": 0}, "task.digits"),
         ({"operations": ["*"]}, "task.operations"),
     ],
