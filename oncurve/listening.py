@@ -10,8 +10,16 @@ import errno
 import ipaddress
 import socket
 from collections.abc import Mapping
+from typing import Any
 
 from oncurve.errors import RunError
+
+SERVING: Mapping[str, Any] = {
+    "log_level": "warning", "access_log": False, "lifespan": "off", "timeout_graceful_shutdown": 3,
+    "http": "h11", "loop": "asyncio",
+}  # fmt: skip
+"""How uvicorn runs: quietly, and on the plain loop and parser, so that a server is the same whichever of its optional parts are
+installed."""
 
 
 def is_loopback(host: str) -> bool:

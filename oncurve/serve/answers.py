@@ -82,9 +82,13 @@ class ChatShape(Shape):
         return {"content": told, "refusal": None}
 
     def _entry(self, token_id: int, logp: float) -> dict[str, Any]:
-        """A token that is part of a character has no text of its own, and so no bytes that could be told from it."""
+        """A token that is part of a character has no text of its own, and so no bytes that could be told from it.
+
+        ``token_id`` is ours: texts of tokens are not unique.
+        """
         text = self.spell(token_id)
-        return {"token": text, "logprob": logp, "bytes": None if "�" in text else list(text.encode("utf-8", "replace"))}
+        bytes_ = None if "�" in text else list(text.encode("utf-8", "replace"))
+        return {"token": text, "token_id": token_id, "logprob": logp, "bytes": bytes_}
 
 
 class TextShape(Shape):
@@ -101,6 +105,7 @@ class TextShape(Shape):
             return None
         return {
             "tokens": [self.spell(token.token_id) for token, _ in tokens],
+            "token_ids": [token.token_id for token, _ in tokens],
             "token_logprobs": [token.logp for token, _ in tokens],
             "top_logprobs": [{self.spell(one): logp for one, logp in token.top} for token, _ in tokens],
             "text_offset": [place for _, place in tokens],

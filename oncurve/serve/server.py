@@ -13,7 +13,7 @@ import uvicorn
 
 from oncurve.engines.serving import Session
 from oncurve.errors import RecipeError
-from oncurve.listening import address_of, is_loopback, listen
+from oncurve.listening import SERVING, address_of, is_loopback, listen
 from oncurve.models.policy import Policy
 from oncurve.serve.app import Served, make_app
 from oncurve.serve.worker import Worker
@@ -27,9 +27,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, served: Served, key: str | None = None) -> None:
         app = make_app(served, key)
-        super().__init__(
-            uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=3)
-        )
+        super().__init__(uvicorn.Config(app, **SERVING))
 
 
 def key_for(host: str, name: str) -> tuple[str | None, bool]:

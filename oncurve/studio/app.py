@@ -12,7 +12,9 @@ from starlette.types import ASGIApp
 
 from oncurve.errors import OncurveError, RunError
 from oncurve.studio.guard import Guard
+from oncurve.studio.playground import play
 from oncurve.studio.routes import api
+from oncurve.studio.servers import Servers
 
 STATIC = Path(__file__).parent / "static"
 FOREVER = "public, max-age=31536000, immutable"
@@ -34,12 +36,13 @@ async def _told(_: Request, error: Exception) -> JSONResponse:
     return JSONResponse({"error": words}, 404 if isinstance(error, RunError) else 422)
 
 
-def make_app(runs_dir: Path, stopping: asyncio.Event, token: str | None = None) -> ASGIApp:
+def make_app(runs_dir: Path, stopping: asyncio.Event, servers: Servers, token: str | None = None) -> ASGIApp:
     """The studio over a folder of runs. With ``token``, nobody comes in without it. ``stopping`` ends open event streams."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, title="Oncurve Studio")
-    app.state.runs_dir, app.state.stopping = runs_dir, stopping
+    app.state.runs_dir, app.state.stopping, app.state.servers = runs_dir, stopping, servers
     app.add_exception_handler(OncurveError, _told)
     app.include_router(api)
+    app.include_router(play)
     app.mount("/assets", Assets(directory=STATIC / "assets", check_dir=False))
 
     @app.get("/")

@@ -194,5 +194,18 @@ class Questions(Reader):
         )
         return rows[0] if rows else None
 
+    def last_asked(self, count: int) -> list[sqlite3.Row]:
+        """Prompts that the run was asked last, each once; those of measurements first, as they were never trained on."""
+        found: dict[str, sqlite3.Row] = {}
+        for kind in ("eval", "train"):
+            newest = self._ask(
+                """SELECT prompt_id, prompt, messages, columns FROM groups WHERE kind = ? AND id > ? - 5000
+                   ORDER BY id DESC LIMIT ?""",
+                kind, self._last_id("groups"), 4 * count,
+            )  # fmt: skip
+            for row in newest:
+                found.setdefault(row["prompt_id"], row)
+        return list(found.values())[:count]
+
     def last_completion(self) -> int:
         return self._last_id("completions")

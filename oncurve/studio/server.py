@@ -13,20 +13,23 @@ from pathlib import Path
 
 import uvicorn
 
-from oncurve.listening import address_of, is_loopback, listen
+from oncurve.listening import SERVING, address_of, is_loopback, listen
 from oncurve.studio.app import make_app
+from oncurve.studio.servers import Servers
 
 
 class Server(uvicorn.Server):
-    """The server of a studio. Asked to stop, it ends open event streams first: their pages would never leave by themselves."""
+    """The server of a studio. Asked to stop, it ends open event streams first (their pages would never leave by themselves) and
+    the models of the Playground."""
 
     def __init__(self, runs_dir: Path, token: str | None = None) -> None:
-        self._stopping = asyncio.Event()
-        app = make_app(runs_dir, self._stopping, token)
-        super().__init__(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=3))
+        self._stopping, self._servers = asyncio.Event(), Servers(runs_dir)
+        app = make_app(runs_dir, self._stopping, self._servers, token)
+        super().__init__(uvicorn.Config(app, **SERVING))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._stopping.set()
+        await asyncio.to_thread(self._servers.close)
         await super().shutdown(sockets)
 
 

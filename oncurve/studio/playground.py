@@ -1,0 +1,200 @@
+"""The Playground: what can be asked, and samples as they are drawn. The model is behind `oncurve serve` (servers.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+import re
+import socket
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import unquote, urlsplit
+
+from fastapi import APIRouter, Request
+from fastapi.responses import StreamingResponse
+from pydantic import BaseModel, ConfigDict, Field
+
+from oncurve.errors import ModelError, OncurveError
+from oncurve.recipe.resolve import resolved_advantage
+from oncurve.recipe.sampled import Sampled
+from oncurve.recipe.schema import Grpo, Recipe
+from oncurve.runs.folder import RunFolder, list_runs
+from oncurve.studio import trial
+from oncurve.studio.finding import find_run, reading, recipe_of
+from oncurve.studio.groups import shown_text
+from oncurve.studio.servers import Server, Servers
+
+play = APIRouter(prefix="/api/playground")
+CHECKPOINT = re.compile(r"(?P<stage>.+)-(?P<step>\d{6,})")
+PROMPTS = 30
+"""Prompts of a run that are offered: the last it was asked, measurements first."""
+
+
+class Wanted(BaseModel):
+    """What is asked of a model. ``messages`` where the prompt is a conversation; text goes as one message to a chat model."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    target: Annotated[str, Field(min_length=1, max_length=1000)]
+    prompt: Annotated[str, Field(max_length=200_000)] = ""
+    messages: list[dict[str, str]] | None = None
+    samples: Annotated[int, Field(ge=1, le=64)]
+    temperature: Annotated[float, Field(ge=0, le=2)]
+    top_p: Annotated[float, Field(gt=0, le=1)]
+    max_tokens: Annotated[int, Field(ge=1)]
+    seed: Annotated[int, Field(ge=0, lt=2**53)]
+
+
+def servers_of(request: Request) -> Servers:
+    servers: Servers = request.app.state.servers
+    return servers
+
+
+@play.get("")
+def offered(request: Request) -> dict[str, Any]:
+    """Every model that a run has: its last, and its checkpoints."""
+    runs_dir: Path = request.app.state.runs_dir
+    found = [{"run": entry.name, "models": models_of(RunFolder(entry.path))} for entry in list_runs(runs_dir) if entry.state]
+    return {"runs": [one for one in found if one["models"]], "there": servers_of(request).there()}
+
+
+def models_of(run: RunFolder) -> list[dict[str, str]]:
+    places = sorted(path.name for path in run.checkpoints.iterdir() if path.is_dir()) if run.checkpoints.is_dir() else []
+    marks = [(unquote(m["stage"]), int(m["step"])) for m in map(CHECKPOINT.fullmatch, places) if m]
+    last = [{"target": run.name, "says": "the final model"}] if (run.model / "config.json").is_file() else []
+    kept = [{"target": f"{run.name}@{stage}-{step}", "says": f"{stage} {step}"} for stage, step in marks]
+    return last + kept
+
+
+@play.get("/runs/{name}")
+def of_run(request: Request, name: str) -> dict[str, Any]:
+    """What a run lends to the Playground: prompts it was asked, its rewards, how it grades, how it samples."""
+    run = find_run(request.app.state.runs_dir, name)
+    recipe = recipe_of(run)
+    with reading(run) as store:
+        prompts = [_prompt(row) for row in store.last_asked(PROMPTS)]
+    return {"prompts": prompts, "rewards": trial.rewards_of(recipe), **_habits(recipe)}
+
+
+def _prompt(row: Any) -> dict[str, Any]:
+    messages = None if row["messages"] is None else json.loads(shown_text(row["messages"]))
+    text = None if row["prompt"] is None else shown_text(row["prompt"])
+    return {"id": shown_text(row["prompt_id"]), "text": text, "messages": messages, "columns": json.loads(row["columns"])}
+
+
+def _habits(recipe: Recipe) -> dict[str, Any]:
+    stage = next((s for s in reversed(recipe.stages) if isinstance(s, Sampled)), None)
+    if stage is None:
+        return {"grading": None, "sampling": None}
+    baseline, scale = resolved_advantage(stage) if isinstance(stage, Grpo) else ("mean", "group")
+    eps = stage.advantage.eps if isinstance(stage, Grpo) else 1e-4
+    how = stage.sampling
+    sampling = {"temperature": how.temperature, "top_p": how.top_p, "max_tokens": how.max_new_tokens}
+    return {"grading": {"baseline": baseline, "scale": scale, "eps": eps, "mask_cut": stage.mask_cut}, "sampling": sampling}
+
+
+class Named(BaseModel):
+    target: str
+
+
+@play.post("/open")
+def open_model(request: Request, named: Named) -> dict[str, Any]:
+    """Starts the model's server if it does not run yet, and says what it is."""
+    card = servers_of(request).open(known(request.app.state.runs_dir, named.target)).card
+    return {"target": named.target, "chat": card["chat"], "context": card["context"], "max_tokens": card["max_tokens"]}
+
+
+@play.post("/close")
+def close_model(request: Request, named: Named) -> dict[str, Any]:
+    servers_of(request).close(named.target)
+    return {"there": servers_of(request).there()}
+
+
+def known(runs_dir: Path, target: str) -> str:
+    """A run's name, RUN@STAGE-STEP, or a model's folder; anything else is not looked for, least of all on the network."""
+    name, sign, place = target.rpartition("@")
+    with contextlib.suppress(OncurveError):
+        run = find_run(runs_dir, name if sign else target)
+        return f"{run.name}@{place}" if sign else run.name
+    folder = Path(target).expanduser()
+    if folder.is_absolute() and (folder / "config.json").is_file():
+        return str(folder)
+    raise ModelError(
+        target, "no such model", because="it is neither a run nor a folder with a config.json", fix="give a folder's full path"
+    )
+
+
+@play.post("/sample")
+async def sample(request: Request, wanted: Wanted) -> StreamingResponse:
+    """Lines of JSON: what each sample has newly said. A page that goes away ends its samples."""
+    target = known(request.app.state.runs_dir, wanted.target)
+    server = await asyncio.to_thread(servers_of(request).open, target)
+    return StreamingResponse(samples(server, wanted), media_type="application/x-ndjson")
+
+
+async def samples(server: Server, wanted: Wanted) -> AsyncIterator[str]:
+    """Reads the endpoint in a thread; leaving early closes the connection, which frees the model's slots."""
+    place = urlsplit(server.address)
+    connection = http.client.HTTPConnection(str(place.hostname), place.port, timeout=600)
+    loop, told = asyncio.get_running_loop(), asyncio.Queue[str | None]()
+
+    def read() -> None:
+        try:
+            for line in _lines(connection, server, wanted):
+                loop.call_soon_threadsafe(told.put_nowait, line)
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            fault = {"error": f"the model's server went away: {type(error).__name__}: {error}"}
+            loop.call_soon_threadsafe(told.put_nowait, json.dumps(fault) + "\n")
+        finally:
+            loop.call_soon_threadsafe(told.put_nowait, None)
+
+    reader = loop.run_in_executor(None, read)
+    try:
+        while (line := await told.get()) is not None:
+            yield line
+    finally:
+        with contextlib.suppress(OSError, AttributeError):  # a connection that has ended has no socket any more
+            connection.sock.shutdown(socket.SHUT_RDWR)
+        await asyncio.shield(reader)
+        connection.close()
+
+
+def _lines(connection: http.client.HTTPConnection, server: Server, wanted: Wanted) -> Iterator[str]:
+    chat = bool(server.card["chat"])
+    connection.request(
+        "POST", f"/v1/{'chat/' if chat else ''}completions", json.dumps(body(server, wanted, chat)), server.headers
+    )
+    answer = connection.getresponse()
+    if answer.status != 200:
+        yield json.dumps({"error": json.loads(answer.read())["error"]["message"]}) + "\n"
+        return
+    for line in answer:
+        if line.startswith(b"data: {"):
+            yield json.dumps(short(json.loads(line[6:]), chat)) + "\n"
+
+
+def body(server: Server, wanted: Wanted, chat: bool) -> dict[str, Any]:
+    """The request in OpenAI's words. A conversation to a model without a template is its plain text."""
+    if chat:
+        asked: dict[str, Any] = {"messages": wanted.messages or [{"role": "user", "content": wanted.prompt}], "logprobs": True}
+    else:
+        asked = {"prompt": wanted.prompt, "logprobs": 0}
+    how = {"n": wanted.samples, "temperature": wanted.temperature, "top_p": wanted.top_p, "seed": wanted.seed}
+    return {"model": server.card["id"], **asked, **how, "max_tokens": wanted.max_tokens, "stream": True}
+
+
+def short(chunk: dict[str, Any], chat: bool) -> dict[str, Any]:
+    """A chunk as the page needs it: which sample, its new text, its new tokens (text, id, log-prob), why it finished."""
+    if "error" in chunk:
+        return {"error": chunk["error"]["message"]}
+    (choice,) = chunk["choices"]
+    if chat:
+        text, told = choice["delta"]["content"], choice["logprobs"]["content"]
+        tokens = [[one["token"], one["token_id"], one["logprob"]] for one in told]
+    else:
+        text, told = choice["text"], choice["logprobs"]
+        tokens = [list(one) for one in zip(told["tokens"], told["token_ids"], told["token_logprobs"], strict=True)]
+    return {"sample": choice["index"], "text": text, "tokens": tokens, "finish": choice["finish_reason"]}
