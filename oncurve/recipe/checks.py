@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from oncurve.errors import RecipeError
 from oncurve.recipe.resolve import resolved_advantage, resolved_kl, resolved_rewards
 from oncurve.recipe.sampled import Sampled, Surrogate
-from oncurve.recipe.schema import Grpo, Recipe, Stage
+from oncurve.recipe.schema import Grpo, Recipe, Sft, Stage
 from oncurve.recipe.sections import Reward
 
 Problems = Iterator[RecipeError]
@@ -93,6 +93,13 @@ def _warmup(recipe: Recipe, stage: Stage) -> Problems:
     if warmup > updates:
         because = f"the stage ends after {updates} updates, before its learning rate is reached"
         yield RecipeError(f"{stage.label}.optimiser.warmup_steps", warmup, because=because, fix=f"use {updates} or less")
+
+
+def _patience(recipe: Recipe, stage: Stage) -> Problems:
+    if isinstance(stage, Sft) and stage.patience is not None and not (stage.heldout_share and stage.eval_every):
+        because = "it counts measurements of the held-out loss, and none is made"
+        fix = "set heldout_share (0.1 is usual) and eval_every"
+        yield RecipeError(f"{stage.label}.patience", stage.patience, because=because, fix=fix)
 
 
 def _rewards_given(recipe: Recipe, stage: Sampled) -> Problems:
@@ -219,7 +226,7 @@ def _length_budget(recipe: Recipe, stage: Grpo) -> Problems:
 
 
 RECIPE_CHECKS: tuple[Callable[[Recipe], Problems], ...] = (_stage_names, _reward_names, _tiny_context)
-STAGE_CHECKS: tuple[Callable[[Recipe, Stage], Problems], ...] = (_warmup,)
+STAGE_CHECKS: tuple[Callable[[Recipe, Stage], Problems], ...] = (_warmup, _patience)
 SAMPLED_CHECKS: tuple[Callable[[Recipe, Sampled], Problems], ...] = (_rewards_given, _temperature, _overlong)
 SURROGATE_CHECKS: tuple[Callable[[Recipe, Surrogate], Problems], ...] = (_kl_without_weight, _minibatches)
 GRPO_CHECKS: tuple[Callable[[Recipe, Grpo], Problems], ...] = (_group_of_one, _kl_in_reward, _clip, _rloo, _length_budget)

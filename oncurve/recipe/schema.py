@@ -12,7 +12,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from oncurve.recipe.dpo import Dpo
 from oncurve.recipe.ppo import Ppo
 from oncurve.recipe.sampled import Advantage, Surrogate
-from oncurve.recipe.sections import Count, Engine, Model, NonNegative, Reward, Section, SftOptimiser, StageBase, Task
+from oncurve.recipe.sections import Count, Engine, Model, NonNegative, Reward, Section, SftOptimiser, Share, StageBase, Task
 from oncurve.recipe.trpo import Trpo
 
 
@@ -29,6 +29,11 @@ class Sft(StageBase):
     """Examples in an update. Drawn in epochs, each shuffled by (seed, epoch)."""
     seconds: PositiveFloat | None = None
     """Stop after this many seconds even if steps are left (for comparisons at equal time; such a run is not repeatable)."""
+    heldout_share: Share = 0.0
+    """Share of the examples kept aside: their loss is measured every `eval_every` steps and at the end (`heldout_loss`)."""
+    patience: PositiveInt | None = None
+    """Stop early where `heldout_loss` has not fallen below its lowest for so many measurements; needs `heldout_share` and
+    `eval_every`."""
     optimiser: SftOptimiser = SftOptimiser()
     """AdamW and its schedule."""
 

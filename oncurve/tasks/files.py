@@ -31,7 +31,8 @@ class FileOptions(sections.Section):
     heldout_share: sections.Share = 0.2
     """Without `heldout_path`: `task.heldout` rows are kept aside, but at most this share of the file."""
     prompt: str = "prompt"
-    """Column of the prompt: a text, or a list of messages with role and content."""
+    """Column of the prompt: a text, or a list of messages with role and content. A list that ends with an assistant's message
+    is a worked chat: its answers are imitated by an `sft` stage, and the last of them is what is asked for."""
     prompt_template: str | None = None
     """The prompt's wording, with columns as `{column}`; takes the place of `prompt`."""
     answer: str = "answer"
@@ -92,8 +93,7 @@ def read_prompts(path: str, options: FileOptions, split: str) -> tuple[list[Prom
     for line, row in read_rows(file):
         where = f"{path}:{line}"
         prompts.append(reader.read(row, where, f"{file.name}/{split}/{line}"))
-        example = reader.example(row, prompts[-1], where)
-        examples += [] if example is None else [example]
+        examples += reader.examples(row, prompts[-1], where)
     if not prompts:
         raise DataError(path, "no rows", because="the file is empty", fix="give a file with one prompt per row")
     return prompts, examples

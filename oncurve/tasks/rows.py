@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from string import Formatter
 from typing import Any
 
@@ -54,6 +54,23 @@ class RowReader:
             )
         return Example(prompt, text)
 
+    def examples(self, row: Mapping[str, Any], prompt: Prompt, where: str) -> list[Example]:
+        """The worked examples of a row: its completion, or each answer of a chat that ends with one."""
+        one = self.example(row, prompt, where)
+        if one is not None:
+            return [one]
+        asked = row.get(self.prompt) if self.template is None else None
+        if isinstance(asked, str) or not asked or not _is_answer(asked[-1]):
+            return []
+        opened = len(prompt.messages or ()) - (len(asked) - 1)  # system messages that the task adds
+        whole = (*(prompt.messages or ()), asked[-1])
+        places = [i for i, message in enumerate(whole) if i >= opened and _is_answer(message)]
+        return [
+            Example(replace(prompt, id=f"{prompt.id}/{i}", messages=whole[:i]), whole[i]["content"])
+            for i in places
+            if i > 0 and whole[i]["content"]
+        ]
+
     def needed(self) -> list[str]:
         """The columns that every row must have."""
         asked = [self.prompt] if self.template is None else template_columns(self.template)
@@ -72,7 +89,8 @@ class RowReader:
         if isinstance(asked, str) and asked:
             return asked
         if isinstance(asked, Sequence) and asked and all(_is_message(message) for message in asked):
-            return tuple({"role": m["role"], "content": m["content"]} for m in asked)
+            answered = _is_answer(asked[-1]) and len(asked) > 1  # a whole chat: the last answer is what is asked for
+            return tuple({"role": m["role"], "content": m["content"]} for m in (asked[:-1] if answered else asked))
         raise DataError(
             where,
             f"the prompt is {_short(asked)}",
@@ -105,6 +123,10 @@ def _template_error(template: str, because: str) -> RecipeError:
 
 def _is_message(message: object) -> bool:
     return isinstance(message, Mapping) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
+
+
+def _is_answer(message: object) -> bool:
+    return _is_message(message) and isinstance(message, Mapping) and message["role"] == "assistant"
 
 
 def _content(completion: object) -> str | None:

@@ -1,10 +1,12 @@
 """The stage `sft`: supervised training on worked examples, loss on the completion's tokens only.
 
-loss = −(1/tokens) Σ logπ(token), over all completion tokens of the update's examples that the policy is to write itself.
+loss = −(1/tokens) Σ logπ(token), over all completion tokens of the update's examples that the policy is to write itself. Where
+examples are kept aside, the same loss over them is the held-out one, and the stage may stop once it has ceased to fall.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 
@@ -17,8 +19,9 @@ from oncurve.models.packing import Bundle, build_pack, split_by_budget
 from oncurve.models.policy import Policy
 from oncurve.models.turns import example_ids
 from oncurve.recipe.schema import Sft
-from oncurve.records import Bools, Example, StepReport
+from oncurve.records import Bools, Example, Ints, StepReport
 from oncurve.tasks.base import Task
+from oncurve.tasks.draws import generator
 from oncurve.tasks.order import examples_for_step
 from oncurve.train.clock import Clock
 from oncurve.train.memory import with_less
@@ -37,25 +40,74 @@ def examples_of(stage: Sft, task: Task) -> Sequence[Example]:
     return task.examples[: stage.examples]
 
 
+Encoded = tuple[Ints, Ints, Bools]
+"""Prompt, completion, and which of the completion's tokens count."""
+
+
+def kept_apart(examples: Sequence[Example], share: float) -> tuple[Sequence[Example], Sequence[Example]]:
+    """(to train on, kept aside): whole prompts are kept aside, drawn by what they ask, so that no prompt is on both sides."""
+    if not share:
+        return examples, ()
+    prompts = sorted({e.prompt.shown for e in examples})
+    order = generator(0, "sft/heldout").permutation(len(prompts))[: max(1, round(share * len(prompts)))]
+    aside = {prompts[int(i)] for i in order}
+    left = [e for e in examples if e.prompt.shown not in aside]
+    if not left:
+        raise DataError(
+            "heldout_share", share, because="it leaves no example to train on", fix="keep fewer aside, or give more examples"
+        )
+    return left, [e for e in examples if e.prompt.shown in aside]
+
+
 class SftLoop:
     """One optimiser update per step."""
 
     def __init__(self, stage: Sft, seed: int, task: Task, policy: Policy) -> None:
         self.stage, self.seed, self.policy, self.tokens_per_pack = stage, seed, policy, stage.tokens_per_pack
-        self.examples = examples = examples_of(stage, task)
-        self.encoded = {id(e): (policy.encode(e.prompt), *example_ids(policy, e)) for e in examples}
+        self.examples, aside = kept_apart(examples_of(stage, task), stage.heldout_share)
+        self.encoded: dict[int, Encoded] = {id(e): self._encode(e) for e in self.examples}
+        self.aside = [self._encode(e) for e in aside]
         self.optimiser = Optimiser(policy.model, stage.optimiser, stage.steps)
+        self.best, self.stale = math.inf, 0
         self.started = time.monotonic()
+
+    def _encode(self, example: Example) -> Encoded:
+        return (self.policy.encode(example.prompt), *example_ids(self.policy, example))
 
     @property
     def out_of_time(self) -> bool:
-        return self.stage.seconds is not None and time.monotonic() - self.started > self.stage.seconds
+        tired = self.stage.patience is not None and self.stale >= self.stage.patience
+        return tired or (self.stage.seconds is not None and time.monotonic() - self.started > self.stage.seconds)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        return {"optimiser": self.optimiser.state()}
+        heldout = torch.tensor([self.best, self.stale], dtype=torch.float64)
+        return {"optimiser": self.optimiser.state(), "heldout": {"best_and_stale": heldout}}
 
     def load_state(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
         self.optimiser.load_state(tensors["optimiser"])
+        self.best, stale = tensors["heldout"]["best_and_stale"].tolist()
+        self.stale = int(stale)
+
+    @torch.no_grad()
+    def heldout_loss(self) -> float:
+        """The loss over the examples kept aside."""
+        bundles = [Bundle(prompt, (completion,), (i,)) for i, (prompt, completion, _) in enumerate(self.aside)]
+        total = 0.0
+        for part in split_by_budget(bundles, self.tokens_per_pack):
+            pack = build_pack(part, self.policy.device)
+            wrote_M = torch.from_numpy(np.concatenate([self.aside[k][2] for k in pack.keys])).to(self.policy.device)
+            total -= float(self.policy.pack_logps(pack)[0][wrote_M].double().sum())
+        return total / sum(int(wrote.sum()) for _, _, wrote in self.aside)
+
+    def _measure(self, n: int) -> dict[str, float]:
+        """The held-out loss where it is due, and whether it still falls."""
+        due = n == self.stage.steps or (self.stage.eval_every and n % self.stage.eval_every == 0)
+        if not self.aside or not due:
+            return {}
+        loss = self.heldout_loss()
+        self.stale = 0 if loss < self.best else self.stale + 1
+        self.best = min(self.best, loss)
+        return {"heldout_loss": loss}
 
     def _gradient(self, bundles: Sequence[Bundle], masks: Sequence[Bools], budget: int) -> tuple[float, float]:
         """(loss, entropy), with the gradient summed over packs of at most ``budget`` tokens."""
@@ -95,5 +147,6 @@ class SftLoop:
             "tokens_per_s": tokens / clock.seconds["update"],
             "examples_seen": float(n * self.stage.batch_size),
             "epoch": n * self.stage.batch_size / len(self.examples),
+            **self._measure(n),
         }
         return StepReport(self.stage.label, n, metrics, clock.seconds)

@@ -11,6 +11,7 @@ from pyarrow import parquet
 
 from oncurve.errors import DataError, MissingPackage, OncurveError, RecipeError
 from oncurve.recipe.sections import Task
+from oncurve.tasks.files import FileOptions, read_prompts
 from oncurve.tasks.in_memory import PromptList
 from oncurve.tasks.registry import build_task
 
@@ -216,3 +217,14 @@ def test_the_registry_says_what_is_wrong(config: dict[str, object], where: str, 
         build_task(Task.model_validate(config))
     assert caught.value.where == where
     assert hint in str(caught.value)
+
+
+def test_worked_chats_give_an_example_for_each_answer(tmp_path: Path) -> None:
+    chat = [("system", "Be brief."), ("user", "2+2?"), ("assistant", "4"), ("user", "and 1?"), ("assistant", "5")]
+    rows = [{"messages": [{"role": r, "content": c} for r, c in chat]}, {"messages": [{"role": "user", "content": "hi"}]}]
+    file = tmp_path / "chats.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts, examples = read_prompts(str(file), FileOptions(path=str(file), prompt="messages"), "train")
+    assert [len(p.messages or ()) for p in prompts] == [4, 1]
+    assert [(len(e.prompt.messages or ()), e.completion) for e in examples] == [(2, "4"), (4, "5")]
+    assert len({e.prompt.id for e in examples}) == 2

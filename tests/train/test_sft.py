@@ -62,3 +62,42 @@ def test_a_few_examples_are_learnt_by_heart() -> None:
 def test_a_task_without_examples_is_refused() -> None:
     with pytest.raises(DataError, match="no worked examples"):
         SftLoop(Sft(), 0, PromptList(TASK.train), policy())
+
+
+MANY = PromptList(
+    TASK.train,
+    examples=tuple(Example(Prompt(id=f"p{i}", text=f"{i}+1="), str(i + 1)) for i in range(10)),
+)
+
+
+def test_the_held_out_loss_is_that_of_examples_which_are_never_trained_on() -> None:
+    trained = SftLoop(
+        Sft.model_validate({"steps": 4, "batch_size": 4, "heldout_share": 0.3, "eval_every": 2}), 0, MANY, policy()
+    )
+    assert (len(trained.examples), len(trained.aside)) == (7, 3)
+    seen = [trained.step(n).metrics for n in range(1, 5)]
+    assert ["heldout_loss" in metrics for metrics in seen] == [False, True, False, True]
+    tokens = [(prompt.tolist(), own.tolist()) for prompt, own, _ in trained.aside]
+    model = trained.policy.model
+    model.set_attn_implementation("eager")
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for prompt, own in tokens:
+            logps = model(torch.tensor([[*prompt, *own]])).logits[0].log_softmax(-1)
+            total -= sum(float(logps[len(prompt) - 1 + t, token]) for t, token in enumerate(own))
+            count += len(own)
+    assert seen[-1]["heldout_loss"] == pytest.approx(total / count, abs=1e-4)
+
+
+def test_it_stops_early_and_a_resumed_loop_knows_how_long_it_has_waited() -> None:
+    settings = {"steps": 50, "batch_size": 4, "heldout_share": 0.3, "eval_every": 1, "patience": 2}
+    trained = SftLoop(Sft.model_validate({**settings, "optimiser": {"learning_rate": 0.3}}), 0, MANY, policy())
+    steps = 0
+    while not trained.out_of_time and steps < 50:
+        steps += 1
+        trained.step(steps)
+    assert steps < 50
+    again = SftLoop(Sft.model_validate(settings), 0, MANY, policy())
+    again.load_state(trained.state())
+    assert again.out_of_time
+    assert again.best == trained.best
