@@ -14,7 +14,7 @@ import typer
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from oncurve import __version__, cli_models, cli_plan, cli_rewards, cli_serve, cli_studio
+from oncurve import __version__, cli_doctor, cli_models, cli_plan, cli_replay, cli_rewards, cli_serve, cli_studio, cli_verify
 from oncurve.errors import OncurveError, RecipeError
 from oncurve.recipe.load import dump_recipe, load_recipe
 from oncurve.runs.disk import NO_PERMISSION, NO_ROOM, disk_error
@@ -204,16 +204,21 @@ def show(
     stage: Annotated[
         str | None, typer.Option("--stage", help="The step's stage; unset: the last grpo stage that has it.")
     ] = None,
+    bad: Annotated[bool, typer.Option("--bad", help="Show the batches whose update was left out, and why.")] = False,
     runs: Runs = RUNS,
     as_json: Json = False,
 ) -> None:
-    """Look at a run: its curves, a step's groups, one group in full."""
+    """Look at a run: its curves, a step's groups, one group in full, or what was left out."""
     from oncurve.terminal import show, shown_data
 
     folder = RunFolder.open(run, runs)
     if group is not None and step is None:
         raise RecipeError("--group", group, because="a group is one of a step", fix="add --step N")
-    if as_json:
+    if bad:
+        from oncurve.terminal import bad as shown
+
+        say_json(shown.bad_data(folder)) if as_json else say(shown.render_bad(folder))
+    elif as_json:
         say_json(shown_data.data_of(folder, stage, step, group))
     elif step is None:
         say(show.render_run(folder))
@@ -320,6 +325,9 @@ def convert(
     say(Text(f"{out}: look through it, then oncurve train {out}"))
 
 
+app.command(epilog="Example: oncurve replay arithmetic-1 --step 100 --group 3")(cli_replay.replay)
+app.command(epilog="Example: oncurve verify arithmetic-1")(cli_verify.verify)
+app.command(epilog="Example: oncurve doctor --json")(cli_doctor.doctor)
 app.command(epilog="Example: oncurve plan --model Qwen/Qwen3-8B --gpu H100-80GB")(cli_plan.plan)
 app.command(epilog="Example: oncurve serve arithmetic-1 --port 8000")(cli_serve.serve)
 app.command(epilog="Example: oncurve studio --open")(cli_studio.studio)

@@ -18,7 +18,7 @@ LAYERS = [
     {"train"},
     {"terminal", "cluster", "serve", "studio"},
     {"api"},
-    {"cli_models", "cli_plan", "cli_rewards", "cli_serve", "cli_studio"},
+    {"cli_doctor", "cli_models", "cli_plan", "cli_replay", "cli_rewards", "cli_serve", "cli_studio", "cli_verify"},
     {"cli"},
     {"__main__"},
 ]

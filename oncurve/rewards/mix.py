@@ -17,6 +17,7 @@ from oncurve.records import Aspect, Completion, Group, ScoredCompletion, ScoredG
 from oncurve.rewards.base import Reward, Score, caught
 from oncurve.rewards.memory import Memory, is_outside
 from oncurve.rewards.steps import Decode
+from oncurve.runs.secrets import redacted
 
 _FAILURE_LENGTH = 300
 """Characters kept of a failure's message: it is stored with every completion."""
@@ -133,8 +134,14 @@ def _aspect(reward: Reward, result: object, completion: Completion) -> Aspect:
         value = _value(result.value if isinstance(result, Score) else result)
         _check_steps(score, len(completion.token_ids))
     except _NoScoreError as failure:
-        return Aspect(reward.name, None, reward.weight, failure=str(failure)[:_FAILURE_LENGTH], reason=score.reason)
-    return Aspect(reward.name, value, reward.weight, reason=score.reason, steps=score.steps)
+        said = redacted(str(failure))[:_FAILURE_LENGTH]
+        return Aspect(reward.name, None, reward.weight, failure=said, reason=_kept(score.reason))
+    return Aspect(reward.name, value, reward.weight, reason=_kept(score.reason), steps=score.steps)
+
+
+def _kept(reason: str | None) -> str | None:
+    """A reason goes into the run's files; a key that a service repeated in it must not."""
+    return None if reason is None else redacted(reason)
 
 
 class _NoScoreError(Exception):

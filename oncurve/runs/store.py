@@ -19,6 +19,7 @@ from oncurve.records import EvalReport, StepReport
 from oncurve.runs import rows
 from oncurve.runs.database import DATABASE, create_database, database_errors, open_database, take_lock
 from oncurve.runs.reading import SECONDS, Kind, Reader
+from oncurve.runs.secrets import redacted
 
 
 class Store(Reader):
@@ -108,7 +109,7 @@ class Store(Reader):
         data: Mapping[str, Any] | None = None,
     ) -> None:
         with self._transaction() as write:
-            told = (time.time(), kind, stage, step, message, rows.to_json(dict(data or {})))
+            told = (time.time(), kind, stage, step, redacted(message), redacted(rows.to_json(dict(data or {}))))
             write.execute("INSERT INTO events VALUES (?, ?, ?, ?, ?, ?, ?)", (self._last_id("events") + 1, *told))
 
     def keep_replies(self, stage: str, step: int, kind: Kind, replies: Mapping[str, str]) -> None:

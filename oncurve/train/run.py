@@ -27,7 +27,7 @@ from oncurve.models.load import Found, load_policy
 from oncurve.models.policy import Policy
 from oncurve.recipe.sampled import Sampled
 from oncurve.recipe.schema import Recipe, Stage
-from oncurve.records import EvalReport, StepReport
+from oncurve.records import EvalReport, Prompt, StepReport
 from oncurve.rewards.memory import Memory
 from oncurve.rewards.mix import RewardMix
 from oncurve.runs import checkpoints
@@ -257,8 +257,7 @@ class Trainer:
         prompts = self.task_of(stage).heldout
         if not prompts:
             return None
-        limits = [s.sampling.max_new_tokens for s in self.recipe.stages if isinstance(s, Sampled)]
-        limit = stage.sampling.max_new_tokens if isinstance(stage, Sampled) else max(limits, default=EVAL_TOKENS)
+        limit = self._answer_limit(stage, prompts)
         self.memory.at(self.store.replies(stage.label, step, "eval"))
         report = evaluate(
             self.engine, self.rewards_of(stage), prompts, self.recipe.evaluation,
@@ -267,6 +266,14 @@ class Trainer:
         self.store.keep_replies(stage.label, step, "eval", self.memory.fresh)
         self.tell.on_eval(report)
         return report
+
+    def _answer_limit(self, stage: Stage, prompts: Sequence[Prompt]) -> int:
+        """Tokens that a held-out answer may have: the stage's, else the most of any, else a default that fits the model."""
+        limits = [s.sampling.max_new_tokens for s in self.recipe.stages if isinstance(s, Sampled)]
+        if limits:
+            return stage.sampling.max_new_tokens if isinstance(stage, Sampled) else max(limits)
+        longest = max(len(self.policy.encode(prompt)) for prompt in prompts)
+        return max(1, min(EVAL_TOKENS, self.policy.context - longest))
 
     def _save(self, stage: Stage, loop: StageLoop, step: int) -> None:
         tensors = {"model": weights(self.policy), **loop.state()}

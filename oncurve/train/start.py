@@ -18,7 +18,7 @@ from oncurve.errors import RecipeError, RunError
 from oncurve.models.load import choose_device
 from oncurve.models.policy import Policy
 from oncurve.recipe.dpo import Dpo
-from oncurve.recipe.flat import changes
+from oncurve.recipe.flat import changes, flat
 from oncurve.recipe.load import dump_recipe, load_recipe, parse_recipe
 from oncurve.recipe.resolve import resolved_rewards, resolved_task
 from oncurve.recipe.sampled import Sampled
@@ -30,6 +30,7 @@ from oncurve.rewards.registry import build_rewards
 from oncurve.runs.best import check_metric
 from oncurve.runs.checkpoints import Place, list_checkpoints
 from oncurve.runs.folder import Parent, RunFolder
+from oncurve.runs.secrets import holds_secret, redacted
 from oncurve.runs.store import Store
 from oncurve.tasks.base import Task
 from oncurve.tasks.pairs import read_pairs
@@ -190,8 +191,21 @@ def rewards_for(recipe: Recipe, stage: Stage) -> RewardMix:
 Prepared = tuple[Callable[[Stage], Task], Callable[[Stage], RewardMix]]
 
 
+def refuse_secrets(recipe: Recipe) -> None:
+    """A run writes its recipe down, for anyone to read who may read the run."""
+    for key, value in flat(recipe).items():
+        if isinstance(value, str) and holds_secret(value):
+            raise RecipeError(
+                key,
+                redacted(value),
+                because="it holds a key or password, and a run's folder keeps the recipe as it is",
+                fix="put it in an environment variable and name that (key_env of a judge, os.environ in a function)",
+            )
+
+
 def prepare(recipe: Recipe, task: Task | None = None, rewards: RewardMix | None = None) -> Prepared:
     """Tasks and rewards of every stage, built before anything else is touched."""
+    refuse_secrets(recipe)
     tasks = {s.label: task or task_for(recipe, s) for s in recipe.stages}
     mixes = {s.label: rewards or rewards_for(recipe, s) for s in recipe.stages}
     for stage in recipe.stages:
