@@ -205,10 +205,11 @@ def show(
         str | None, typer.Option("--stage", help="The step's stage; unset: the last grpo stage that has it.")
     ] = None,
     bad: Annotated[bool, typer.Option("--bad", help="Show the batches whose update was left out, and why.")] = False,
+    timing: Annotated[bool, typer.Option("--timing", help="Show where a step's time goes.")] = False,
     runs: Runs = RUNS,
     as_json: Json = False,
 ) -> None:
-    """Look at a run: its curves, a step's groups, one group in full, or what was left out."""
+    """Look at a run: its curves, a step's groups, one group in full, where its time goes, or what was left out."""
     from oncurve.terminal import show, shown_data
 
     folder = RunFolder.open(run, runs)
@@ -218,6 +219,10 @@ def show(
         from oncurve.terminal import bad as shown
 
         say_json(shown.bad_data(folder)) if as_json else say(shown.render_bad(folder))
+    elif timing:
+        from oncurve.terminal import timing as by_phase
+
+        say_json(by_phase.timing_data(folder)) if as_json else say(by_phase.render_timing(folder))
     elif as_json:
         say_json(shown_data.data_of(folder, stage, step, group))
     elif step is None:

@@ -222,6 +222,11 @@ class StepReport:
     groups: Sequence[GradedGroup] = ()
     stats: Sequence[Sequence[TokenStats | None]] = ()
 
+    @property
+    def took(self) -> float:
+        """Seconds of the whole step: a phase called ``update/forward`` is a part of ``update``, and not counted again."""
+        return sum(value for phase, value in self.seconds.items() if "/" not in phase)
+
 
 @dataclass(frozen=True, slots=True)
 class EvalReport:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from oncurve.models.kernels import attention as kernels
-from oncurve.models.kernels.attention import Rule
+from oncurve.models.kernels.attention import Rule, Tiling
 from oncurve.models.packing import to_device
 from oncurve.records import Ints
 
@@ -33,6 +33,8 @@ class GpuPackLayout:
         rows += [(a, a + n, prompts[p][0], sum(prompts[p]), a + n) for a, n, p in completions if n]
         self.segments = np.array(rows, np.int64)
         self._tables: dict[tuple[str, int], Tensor] = {}
+        start, end, prompt, prompt_end, _ = self.segments.T
+        self.keys = float(np.average((end - start) / 2 + prompt_end - prompt, weights=end - start))
 
     def query_blocks(self, size: int) -> Tensor:
         """[blocks, 5]: first query, end and start of its segment, start and end of its prompt; the longest work first."""
@@ -55,13 +57,16 @@ class GpuPackLayout:
             self._tables[kind, size] = to_device(table, self.position_N.device)
         return self._tables[kind, size]
 
+    def _tiling(self, q: Tensor) -> Tiling:
+        return kernels.tiling(q.shape[-1], q.dtype, round(self.keys))
+
     def rule(self, scale: float, window: int | None, softcap: float | None) -> Rule:
         """A window wider than the longest sequence is none."""
         return Rule(scale, None if window is None or window >= self.longest else window, softcap)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
         """(out, log-sum-exp) of q [N, H, d] and k, v [N, K, d]."""
-        tiles = kernels.tiling(q.shape[-1], q.dtype).forward
+        tiles = self._tiling(q).forward
         return kernels.forward(q, k, v, self.query_blocks(tiles.queries), self.position_N, rule, tiles)
 
     def backward(
@@ -69,7 +74,7 @@ class GpuPackLayout:
         into: tuple[Tensor, Tensor, Tensor],
     ) -> None:  # fmt: skip
         """Writes the gradients of q, k and v into ``into``."""
-        tiles = kernels.tiling(q.shape[-1], q.dtype)
+        tiles = self._tiling(q)
         queries, keys = self.query_blocks(tiles.queries_backward.queries), self.key_blocks(tiles.keys_backward.keys)
         kernels.backward(q, k, v, out, lse, d_out, into, queries, keys, self.position_N, rule, tiles)
 

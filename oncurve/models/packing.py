@@ -50,6 +50,8 @@ class Pack:
     row_M: Tensor
     keys: tuple[int, ...]
     lengths: tuple[int, ...]
+    scores: int = 0
+    """Pairs of query and key that attention looks at, in each head of each layer without a window."""
 
     @property
     def rows(self) -> int:
@@ -130,6 +132,7 @@ def build_pack(bundles: Sequence[Bundle], device: torch.device) -> Pack:
         row_M=to_device(np.repeat(np.arange(len(lengths)), lengths), device),
         keys=tuple(k for b in bundles for k in b.keys),
         lengths=lengths,
+        scores=sum(n * (n + 1) // 2 for _, n in prompts) + sum(n * prompts[p][1] + n * (n + 1) // 2 for _, n, p in completions),
     )
 
 

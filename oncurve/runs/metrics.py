@@ -160,6 +160,18 @@ _TABLE = (
         "rises from 0.5",
     ),
     Metric("pair_margin", "reward", "Mean implicit reward of the chosen minus that of the rejected completion (dpo).", "rises"),
+    Metric(
+        "heldout_pair_accuracy",
+        "share",
+        "Share of held-out comparisons, or judged steps, that the reward model gets right (reward_model).",
+        "above 0.5; 0.6 to 0.75 is usual where people disagree with each other",
+    ),
+    Metric(
+        "calibration_error",
+        "share",
+        "Mean distance between the reward model's confidence and how often it is right, on held-out rows (reward_model).",
+        "below 0.1",
+    ),
     Metric("chosen_reward", "reward", "Mean implicit reward β log(π/π_ref) of chosen completions (dpo).", "near 0 or rising"),
     Metric(
         "rejected_reward",
@@ -187,8 +199,30 @@ _TABLE = (
     Metric(
         "seconds/",
         "s",
-        "Time of one phase of the step: sample, score, grade, update, record, eval or save.",
+        "Time of one phase of the step: sample, score, grade, update, record, eval or save; and of phases within the update "
+        "(update/pack, update/forward …).",
         "sample and update lead",
+        repeatable=False,
+    ),
+    Metric(
+        "update_tflops",
+        "TFLOP/s",
+        "Floating-point operations that the update's formulas ask for, over its time; what is computed again does not count.",
+        "as high as it gets",
+        repeatable=False,
+    ),
+    Metric(
+        "mfu",
+        "share",
+        "Model FLOP utilisation: update_tflops as a share of what this device reaches in a large product of matrices.",
+        "above 0.4 on a GPU with packs of 8,192 tokens or more; small models are bound by memory instead",
+        repeatable=False,
+    ),
+    Metric(
+        "cpu_seconds",
+        "s",
+        "What the process computed in the step, over all its threads; equal to the step's time on a machine of its own.",
+        "steady",
         repeatable=False,
     ),
     Metric(

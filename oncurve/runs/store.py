@@ -85,7 +85,7 @@ class Store(Reader):
         metrics = {**report.metrics, **seconds}
         with self._transaction() as write:
             placed = (report.stage, report.step)
-            write.execute("INSERT INTO steps VALUES (?, ?, ?, ?)", (*placed, sum(report.seconds.values()), time.time()))
+            write.execute("INSERT INTO steps VALUES (?, ?, ?, ?)", (*placed, report.took, time.time()))
             write.executemany("INSERT INTO metrics VALUES (?, ?, ?, ?)", [(*placed, n, float(v)) for n, v in metrics.items()])
             self._write_groups(write, report.stage, report.step, report.groups, stats)
 

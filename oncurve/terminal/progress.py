@@ -49,6 +49,8 @@ class StageProgress:
             if name in report.metrics:
                 curve.append(report.metrics[name])
         for phase, value in report.seconds.items():
+            if "/" in phase:  # a part of another phase
+                continue
             self.seconds[phase] = self.seconds.get(phase, 0.0) + value
 
 

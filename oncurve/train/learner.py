@@ -10,7 +10,7 @@ Legend: ``M`` predicted tokens of a pack.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 
 import numpy as np
@@ -29,6 +29,7 @@ from oncurve.recipe.schema import Grpo
 from oncurve.records import Completion, Floats, GradedGroup, ScoredGroup, TokenStats
 from oncurve.train.memory import with_less
 from oncurve.train.optimiser import Optimiser, Update
+from oncurve.train.phases import Phases, matrix_rate, model_flops
 
 Seat = tuple[int, int]
 """(group, completion): where a packed row came from."""
@@ -53,6 +54,8 @@ class Learned:
 
     metrics: dict[str, float]
     stats: list[list[TokenStats | None]]
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Of the update, by phase: pack, old, reference, forward, backward, optimiser, idle."""
 
 
 class Learner:
@@ -60,6 +63,7 @@ class Learner:
 
     def __init__(self, policy: Policy, stage: Grpo) -> None:
         self.policy, self.stage, self.tokens_per_pack = policy, stage, stage.tokens_per_pack
+        self.phases = Phases(policy.device)
         objective = OBJECTIVES[stage.objective]
         clip = stage.clip
         self.objective = objective if clip is None else with_clip(objective, clip.low, clip.high, clip.dual)
@@ -76,6 +80,7 @@ class Learner:
 
     def update(self, groups: Sequence[GradedGroup]) -> Learned:
         """μ passes over the groups, each in ``minibatches`` optimiser updates."""
+        self.phases = Phases(self.policy.device)
         chunks = in_parts(len(groups), self.stage.minibatches)
         batches = self._fitting(groups, chunks)
         totals = [self._totals([groups[g] for g in chunk]) for chunk in chunks]
@@ -86,8 +91,19 @@ class Learner:
                 if batches[i]:
                     before = seen.mark()
                     batches[i] = self._gradient(groups, batches[i], total, seen if last else None)
-                    seen.updates.append(self.optimiser.step(**seen.since(before)))
-        return seen.learned()
+                    watched = seen.since(before)
+                    with self.phases("optimiser"):
+                        seen.updates.append(self.optimiser.step(**watched))
+        return self._timed(seen.learned(), [micro.pack for batch in batches for micro in batch])
+
+    def _timed(self, learned: Learned, packs: Sequence[Pack]) -> Learned:
+        """With the update's seconds by phase, and its model FLOPs per second as a share of the device's matrix rate."""
+        seconds, passes = self.phases.seconds(), self.stage.updates_per_step
+        once = (self.reference is not None) + (self.stage.minibatches > 1)
+        flops = model_flops(self.policy, packs, forward=passes + once, backward=passes)
+        rate = flops / max(sum(seconds.values()), 1e-9)
+        share = rate / matrix_rate(self.policy.device, self.policy.model.dtype)
+        return replace(learned, metrics=learned.metrics | {"update_tflops": rate / 1e12, "mfu": share}, seconds=seconds)
 
     def _fitting(self, groups: Sequence[GradedGroup], chunks: Sequence[range]) -> list[list[MicroBatch]]:
         """The packs of each mini-batch; smaller ones where memory runs out in a pass over them without gradient."""
@@ -161,14 +177,21 @@ class Learner:
                 bundles.append(bundle_of(groups[g].scored, rows, range(len(seats), len(seats) + len(rows))))
                 seats += [(g, c) for c in rows]
         for part in split_by_budget(bundles, self.tokens_per_pack):
-            pack = build_pack(part, self.policy.device)
+            with self.phases("pack", host=True):
+                pack = build_pack(part, self.policy.device)
             yield self._micro_batch(groups, pack, tuple(seats[k] for k in pack.keys))
 
     @torch.no_grad()
     def _micro_batch(self, groups: Sequence[GradedGroup], pack: Pack, seats: tuple[Seat, ...]) -> MicroBatch:
         completions: list[Completion] = [groups[g].scored.scored[c].completion for g, c in seats]
         # With one mini-batch, the first update's own pass sees the weights that sampled: it gives the old log-probs for free.
-        old = self.policy.pack_logps(pack, self._temperature)[0] if self.stage.minibatches > 1 else None
+        old = reference = None
+        if self.stage.minibatches > 1:
+            with self.phases("old"):
+                old = self.policy.pack_logps(pack, self._temperature)[0]
+        if self.reference is not None:
+            with self.phases("reference"):
+                reference = self.reference.logps(pack, self._temperature)
         return MicroBatch(
             pack=pack,
             seats=seats,
@@ -176,7 +199,7 @@ class Learner:
             mask_M=to_device(np.concatenate([c.loss_mask for c in completions]), self.policy.device),
             sampler_M=self._join([c.logps for c in completions]),
             logp_old_M=old,
-            logp_ref_M=None if self.reference is None else self.reference.logps(pack, self._temperature),
+            logp_ref_M=reference,
         )
 
     def _join(self, parts: Sequence[Floats]) -> Tensor:
@@ -187,12 +210,13 @@ class Learner:
         self.optimiser.zero_grad()
         done = []
         for micro in batch:
-            with self.policy.collecting(self.optimiser.sums):
+            with self.phases("forward"), self.policy.collecting(self.optimiser.sums):
                 logp_M, entropy_M = self.policy.pack_logps(micro.pack, self._temperature)
                 inputs = self._loss_inputs(micro, totals, logp_M, entropy_M)
                 outputs = self.objective.loss(inputs, self.loss_settings)
-            outputs.loss.backward()  # type: ignore[no-untyped-call]
-            self.optimiser.absorb()
+            with self.phases("backward"):
+                outputs.loss.backward()  # type: ignore[no-untyped-call]
+                self.optimiser.absorb()
             done.append(replace(micro, logp_old_M=inputs.logp_old_N))
             if seen is not None:
                 seen.note(micro, inputs, outputs)

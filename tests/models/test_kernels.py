@@ -164,5 +164,5 @@ def test_tiles_of_the_backward_pass_fit_each_other() -> None:
     """A key block starts its queries at its own first key, so the diagonal must be whole query blocks."""
     for size in (16, 64, 128, 256):
         for dtype in (torch.float32, torch.bfloat16):
-            tiles = attention.tiling(size, dtype).keys_backward
+            tiles = attention.tiling(size, dtype, 100).keys_backward
             assert tiles.keys % tiles.queries == 0

@@ -44,12 +44,20 @@ class Tiling:
     keys_backward: Tiles
 
 
-def tiling(head_size: int, dtype: torch.dtype) -> Tiling:
-    """Chosen by measurement on an H200 for 16-bit numbers; wider ones and larger heads take smaller tiles to fit."""
+def tiling(head_size: int, dtype: torch.dtype, keys: int) -> Tiling:
+    """Chosen by measurement on an H200 for 16-bit numbers and heads of 128, where a query sees about ``keys`` keys.
+
+    Wider numbers and larger heads take smaller tiles, to fit.
+    """
     if dtype.itemsize > 2 or head_size > 128:
         small = Tiles(32, 32, 4, 1)
         return Tiling(small, small, small)
-    return Tiling(Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 2), Tiles(64, 128, 8, 2))
+    queries_backward = Tiles(64, 64, 4, 2) if keys < LONG else Tiles(128, 64, 8, 3)
+    return Tiling(Tiles(64, 64, 4, 3), queries_backward, Tiles(64, 64, 4, 2))
+
+
+LONG = 512
+"""From so many keys on, larger query blocks pay in the backward pass."""
 
 
 @triton.jit
@@ -86,78 +94,71 @@ def _seen(rows, cols, col_end, position, tokens, window, CAUSAL: tl.constexpr, E
 
 
 @triton.jit
-def _scores(a, b, scale, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
-    """a bᵀ, scaled and soft-capped, in units of log 2; and the soft cap's derivative (1 where there is none)."""
-    s = tl.dot(a, tl.trans(b), input_precision=PRECISION) * scale
-    if SOFTCAP:
-        t = 1.0 - 2.0 / (tl.exp(s * 2.0 / softcap) + 1.0)  # tanh
-        s = t * softcap
-        slope = 1.0 - t * t
-    else:
-        slope = 1.0
-    return s * LOG2E, slope
+def _capped(s, softcap):
+    """softcap · tanh(s / softcap), and its slope."""
+    t = 1.0 - 2.0 / (tl.exp(s * 2.0 / softcap) + 1.0)
+    return t * softcap, 1.0 - t * t
 
 
 @triton.jit
-def _softmax_step(q, k, v, m, total, acc, seen, scale, softcap,
-                  MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    s, _ = _scores(q, k, scale, softcap, SOFTCAP, PRECISION)
-    if MASKED:
-        s = tl.where(seen, s, float("-inf"))
-    new = tl.maximum(m, tl.max(s, 1))
-    # A window can hide a whole block from a query; else every query has seen a key by its first block.
-    base = tl.where(new == float("-inf"), 0.0, new) if WINDOW else new
-    p = tl.exp2(s - base[:, None])
-    shrink = tl.exp2(m - base)
-    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
-    return new, total * shrink + tl.sum(p, 1), acc
+def _forward_over(q, k, v, kn, vn, m, total, acc, rows, lo, hi, end, position, tokens, scale, softcap, window,
+                  D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, ENDS: tl.constexpr,
+                  WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """The running softmax over keys lo … hi; maxima are in units of log 2."""
+    factor = LOG2E if SOFTCAP else scale * LOG2E
+    for j in range(lo, hi, BN):
+        cols = j + tl.arange(0, BN)
+        s = tl.dot(q, tl.trans(_tile(k, cols, end, kn, D, DP)), input_precision=PRECISION)
+        if SOFTCAP:
+            s, _ = _capped(s * scale, softcap)
+        if CAUSAL or ENDS or WINDOW:
+            s = tl.where(_seen(rows, cols, end, position, tokens, window, CAUSAL, ENDS, WINDOW), s, float("-inf"))
+        new = tl.maximum(m, tl.max(s, 1) * factor)
+        # A window can hide a whole block from a query; else every query has seen a key by its first block.
+        base = tl.where(new == float("-inf"), 0.0, new) if WINDOW else new
+        p = tl.exp2(s * factor - base[:, None])
+        shrink = tl.exp2(m - base)
+        v_tile = _tile(v, cols, end, vn, D, DP)
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * shrink[:, None], input_precision=PRECISION)
+        total = total * shrink + tl.sum(p, 1)
+        m = new
+    return m, total, acc
 
 
 @triton.jit
-def _forward(q, k, v, out, lse, blocks, position, tokens, scale, softcap, window,
-             qn, qh, kn, kh, vn, vh, on, oh,
-             H: tl.constexpr, REP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-             WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+def _attend_forward(q, k, v, out, lse, blocks, position, tokens, scale, softcap, window,
+                    qn, qh, kn, kh, vn, vh, on, oh,
+                    H: tl.constexpr, REP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+                    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     head = tl.program_id(0) % H
     block = blocks + (tl.program_id(0) // H) * 5
     first, end, start = tl.load(block), tl.load(block + 1), tl.load(block + 2)
     prompt, prompt_end = tl.load(block + 3), tl.load(block + 4)
-    rows, step = first + tl.arange(0, BM), tl.arange(0, BN)
+    rows = first + tl.arange(0, BM)
     k += (head // REP) * kh
     v += (head // REP) * vh
     q_tile = _tile(q + head * qh, rows, end, qn, D, DP)
     m = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, DP], tl.float32)
-    for j in range(prompt, prompt_end, BN):
-        cols = j + step
-        seen = _seen(rows, cols, prompt_end, position, tokens, window, False, True, WINDOW)
-        k_tile, v_tile = _tile(k, cols, prompt_end, kn, D, DP), _tile(v, cols, prompt_end, vn, D, DP)
-        m, total, acc = _softmax_step(
-            q_tile, k_tile, v_tile, m, total, acc, seen, scale, softcap, True, WINDOW, SOFTCAP, PRECISION
-        )
+    whole = prompt + (prompt_end - prompt) // BN * BN
+    m, total, acc = _forward_over(q_tile, k, v, kn, vn, m, total, acc, rows, prompt, whole, prompt_end, position, tokens, scale,
+                                  softcap, window, D, DP, BN, False, False, WINDOW, SOFTCAP, PRECISION)  # fmt: skip
+    m, total, acc = _forward_over(q_tile, k, v, kn, vn, m, total, acc, rows, whole, prompt_end, prompt_end, position, tokens,
+                                  scale, softcap, window, D, DP, BN, False, True, WINDOW, SOFTCAP, PRECISION)  # fmt: skip
     whole = start + (first - start) // BN * BN
-    for j in range(start, whole, BN):
-        cols = j + step
-        seen = _seen(rows, cols, end, position, tokens, window, False, False, WINDOW)
-        k_tile, v_tile = _tile(k, cols, end, kn, D, DP), _tile(v, cols, end, vn, D, DP)
-        m, total, acc = _softmax_step(
-            q_tile, k_tile, v_tile, m, total, acc, seen, scale, softcap, WINDOW, WINDOW, SOFTCAP, PRECISION
-        )
-    for j in range(whole, tl.minimum(first + BM, end), BN):
-        cols = j + step
-        seen = _seen(rows, cols, end, position, tokens, window, True, False, WINDOW)
-        k_tile, v_tile = _tile(k, cols, end, kn, D, DP), _tile(v, cols, end, vn, D, DP)
-        m, total, acc = _softmax_step(
-            q_tile, k_tile, v_tile, m, total, acc, seen, scale, softcap, True, WINDOW, SOFTCAP, PRECISION
-        )
+    m, total, acc = _forward_over(q_tile, k, v, kn, vn, m, total, acc, rows, start, whole, end, position, tokens, scale,
+                                  softcap, window, D, DP, BN, False, False, WINDOW, SOFTCAP, PRECISION)  # fmt: skip
+    m, total, acc = _forward_over(q_tile, k, v, kn, vn, m, total, acc, rows, whole, tl.minimum(first + BM, end), end, position,
+                                  tokens, scale, softcap, window, D, DP, BN, True, False, WINDOW, SOFTCAP,
+                                  PRECISION)  # fmt: skip
     _keep(out + head * oh, acc / total[:, None], rows, end, on, D, DP)
     tl.store(lse + head * tokens + rows, m + tl.log2(total), mask=rows < end)
 
 
 @triton.jit
-def _delta(out, d_out, delta, tokens, on, oh, gn, gh,
-           H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr):  # fmt: skip
+def _attend_delta(out, d_out, delta, tokens, on, oh, gn, gh,
+                  H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr):  # fmt: skip
     head = tl.program_id(0) % H
     rows = (tl.program_id(0) // H) * BM + tl.arange(0, BM)
     o = _tile(out + head * oh, rows, tokens, on, D, DP).to(tl.float32)
@@ -166,79 +167,97 @@ def _delta(out, d_out, delta, tokens, on, oh, gn, gh,
 
 
 @triton.jit
-def _dq_step(q, k, v, g, lse, delta, dq, seen, scale, softcap,
-             MASKED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    s, slope = _scores(q, k, scale, softcap, SOFTCAP, PRECISION)
-    p = tl.exp2(s - lse[:, None])
-    if MASKED:
-        p = tl.where(seen, p, 0.0)
-    ds = p * (tl.dot(g, tl.trans(v), input_precision=PRECISION) - delta[:, None]) * slope
-    return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+def _weights(s, lse, scale, softcap, SOFTCAP: tl.constexpr):
+    """P = exp(S − lse) from raw scores and a log-sum-exp that broadcasts, and the slope of the scores' soft cap."""
+    if SOFTCAP:
+        s, slope = _capped(s * scale, softcap)
+        p = tl.exp2(s * LOG2E - lse)
+    else:
+        slope = 1.0
+        p = tl.exp2(s * (scale * LOG2E) - lse)
+    return p, slope
 
 
 @triton.jit
-def _backward_queries(q, k, v, d_out, lse, delta, dq, blocks, position, tokens, scale, softcap, window,
-                      qn, qh, kn, kh, vn, vh, gn, gh, dn, dh,
-                      H: tl.constexpr, REP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
-                      BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+def _queries_over(q, k, v, g, kn, vn, lse, delta, acc, rows, lo, hi, end, position, tokens, scale, softcap, window,
+                  D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, ENDS: tl.constexpr,
+                  WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """dQ = Σ dS K over keys lo … hi."""
+    for j in range(lo, hi, BN):
+        cols = j + tl.arange(0, BN)
+        k_tile = _tile(k, cols, end, kn, D, DP)
+        p, slope = _weights(tl.dot(q, tl.trans(k_tile), input_precision=PRECISION), lse[:, None], scale, softcap, SOFTCAP)
+        if CAUSAL or ENDS or WINDOW:
+            p = tl.where(_seen(rows, cols, end, position, tokens, window, CAUSAL, ENDS, WINDOW), p, 0.0)
+        dp = tl.dot(g, tl.trans(_tile(v, cols, end, vn, D, DP)), input_precision=PRECISION)
+        acc = tl.dot((p * (dp - delta[:, None]) * slope).to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def _attend_backward_queries(q, k, v, d_out, lse, delta, dq, blocks, position, tokens, scale, softcap, window,
+                             qn, qh, kn, kh, vn, vh, gn, gh, dn, dh,
+                             H: tl.constexpr, REP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
+                             BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+                             PRECISION: tl.constexpr):  # fmt: skip
     head = tl.program_id(0) % H
     block = blocks + (tl.program_id(0) // H) * 5
     first, end, start = tl.load(block), tl.load(block + 1), tl.load(block + 2)
     prompt, prompt_end = tl.load(block + 3), tl.load(block + 4)
-    rows, step = first + tl.arange(0, BM), tl.arange(0, BN)
+    rows = first + tl.arange(0, BM)
     k += (head // REP) * kh
     v += (head // REP) * vh
     q_tile = _tile(q + head * qh, rows, end, qn, D, DP)
-    g_tile = _tile(d_out + head * gh, rows, end, gn, D, DP)
+    g = _tile(d_out + head * gh, rows, end, gn, D, DP)
     lse_rows = tl.load(lse + head * tokens + rows, mask=rows < end, other=float("inf"))
     delta_rows = tl.load(delta + head * tokens + rows, mask=rows < end, other=0.0)
     acc = tl.zeros([BM, DP], tl.float32)
-    for j in range(prompt, prompt_end, BN):
-        cols = j + step
-        seen = _seen(rows, cols, prompt_end, position, tokens, window, False, True, WINDOW)
-        k_tile, v_tile = _tile(k, cols, prompt_end, kn, D, DP), _tile(v, cols, prompt_end, vn, D, DP)
-        acc = _dq_step(
-            q_tile, k_tile, v_tile, g_tile, lse_rows, delta_rows, acc, seen, scale, softcap, True, SOFTCAP, PRECISION
-        )
+    whole = prompt + (prompt_end - prompt) // BN * BN
+    acc = _queries_over(q_tile, k, v, g, kn, vn, lse_rows, delta_rows, acc, rows, prompt, whole, prompt_end, position, tokens,
+                        scale, softcap, window, D, DP, BN, False, False, WINDOW, SOFTCAP, PRECISION)  # fmt: skip
+    acc = _queries_over(q_tile, k, v, g, kn, vn, lse_rows, delta_rows, acc, rows, whole, prompt_end, prompt_end,
+                        position, tokens,
+                        scale, softcap, window, D, DP, BN, False, True, WINDOW, SOFTCAP, PRECISION)  # fmt: skip
     whole = start + (first - start) // BN * BN
-    for j in range(start, whole, BN):
-        cols = j + step
-        seen = _seen(rows, cols, end, position, tokens, window, False, False, WINDOW)
-        k_tile, v_tile = _tile(k, cols, end, kn, D, DP), _tile(v, cols, end, vn, D, DP)
-        acc = _dq_step(
-            q_tile, k_tile, v_tile, g_tile, lse_rows, delta_rows, acc, seen, scale, softcap, WINDOW, SOFTCAP, PRECISION
-        )
-    for j in range(whole, tl.minimum(first + BM, end), BN):
-        cols = j + step
-        seen = _seen(rows, cols, end, position, tokens, window, True, False, WINDOW)
-        k_tile, v_tile = _tile(k, cols, end, kn, D, DP), _tile(v, cols, end, vn, D, DP)
-        acc = _dq_step(
-            q_tile, k_tile, v_tile, g_tile, lse_rows, delta_rows, acc, seen, scale, softcap, True, SOFTCAP, PRECISION
-        )
+    acc = _queries_over(q_tile, k, v, g, kn, vn, lse_rows, delta_rows, acc, rows, start, whole, end, position, tokens,
+                        scale, softcap, window, D, DP, BN, False, False, WINDOW, SOFTCAP, PRECISION)  # fmt: skip
+    acc = _queries_over(q_tile, k, v, g, kn, vn, lse_rows, delta_rows, acc, rows, whole, tl.minimum(first + BM, end), end,
+                        position, tokens, scale, softcap, window, D, DP, BN, True, False, WINDOW, SOFTCAP,
+                        PRECISION)  # fmt: skip
     _keep(dq + head * dh, acc * scale, rows, end, dn, D, DP)
 
 
 @triton.jit
-def _dkv_step(q, k, v, g, lse, delta, dk, dv, seen, scale, softcap,
-              MASKED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    s, slope = _scores(k, q, scale, softcap, SOFTCAP, PRECISION)  # keys × queries
-    p = tl.exp2(s - lse[None, :])
-    if MASKED:
-        p = tl.where(seen, p, 0.0)
-    dv = tl.dot(p.to(g.dtype), g, dv, input_precision=PRECISION)
-    ds = p * (tl.dot(v, tl.trans(g), input_precision=PRECISION) - delta[None, :]) * slope
-    return tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION), dv
+def _keys_over(q, k, v, g, qn, gn, lse, delta, dk, dv, cols, lo, hi, last, position, tokens, scale, softcap, window,
+               D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, CAUSAL: tl.constexpr,
+               WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """dK = Σ dSᵀ Q and dV = Σ Pᵀ dO over queries lo … hi, of one query head."""
+    for i in range(lo, hi, BM):
+        rows = i + tl.arange(0, BM)
+        q_tile = _tile(q, rows, last, qn, D, DP)
+        lse_rows = tl.load(lse + rows, mask=rows < last, other=float("inf"))
+        raw = tl.dot(k, tl.trans(q_tile), input_precision=PRECISION)  # keys × queries
+        p, slope = _weights(raw, lse_rows[None, :], scale, softcap, SOFTCAP)
+        if CAUSAL or WINDOW:
+            seen = _seen(rows, cols, last, position, tokens, window, CAUSAL, False, WINDOW)
+            p = tl.where(tl.trans(seen), p, 0.0)
+        g_tile = _tile(g, rows, last, gn, D, DP)
+        dv = tl.dot(p.to(g_tile.dtype), g_tile, dv, input_precision=PRECISION)
+        delta_rows = tl.load(delta + rows, mask=rows < last, other=0.0)
+        ds = p * (tl.dot(v, tl.trans(g_tile), input_precision=PRECISION) - delta_rows[None, :]) * slope
+        dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
+    return dk, dv
 
 
 @triton.jit
-def _backward_keys(q, k, v, d_out, lse, delta, dk, dv, blocks, position, tokens, scale, softcap, window,
-                   qn, qh, kn, kh, vn, vh, gn, gh, dkn, dkh, dvn, dvh,
-                   K: tl.constexpr, REP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
-                   BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+def _attend_backward_keys(q, k, v, d_out, lse, delta, dk, dv, blocks, position, tokens, scale, softcap, window,
+                          qn, qh, kn, kh, vn, vh, gn, gh, dkn, dkh, dvn, dvh,
+                          K: tl.constexpr, REP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
+                          BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     head = tl.program_id(0) % K
     block = blocks + (tl.program_id(0) // K) * 3
     first, end, last = tl.load(block), tl.load(block + 1), tl.load(block + 2)
-    cols, step = first + tl.arange(0, BN), tl.arange(0, BM)
+    cols = first + tl.arange(0, BN)
     k_tile = _tile(k + head * kh, cols, end, kn, D, DP)
     v_tile = _tile(v + head * vh, cols, end, vn, D, DP)
     dk_acc = tl.zeros([BN, DP], tl.float32)
@@ -246,22 +265,12 @@ def _backward_keys(q, k, v, d_out, lse, delta, dk, dv, blocks, position, tokens,
     middle = tl.minimum(first + BN, last)
     for r in range(REP):
         own = head * REP + r
-        for i in range(first, middle, BM):
-            rows = i + step
-            seen = tl.trans(_seen(rows, cols, end, position, tokens, window, True, False, WINDOW))
-            q_tile, g_tile = _tile(q + own * qh, rows, last, qn, D, DP), _tile(d_out + own * gh, rows, last, gn, D, DP)
-            lse_rows = tl.load(lse + own * tokens + rows, mask=rows < last, other=float("inf"))
-            delta_rows = tl.load(delta + own * tokens + rows, mask=rows < last, other=0.0)
-            dk_acc, dv_acc = _dkv_step(q_tile, k_tile, v_tile, g_tile, lse_rows, delta_rows, dk_acc, dv_acc, seen,
-                                       scale, softcap, True, SOFTCAP, PRECISION)  # fmt: skip
-        for i in range(middle, last, BM):
-            rows = i + step
-            seen = tl.trans(_seen(rows, cols, end, position, tokens, window, False, False, WINDOW))
-            q_tile, g_tile = _tile(q + own * qh, rows, last, qn, D, DP), _tile(d_out + own * gh, rows, last, gn, D, DP)
-            lse_rows = tl.load(lse + own * tokens + rows, mask=rows < last, other=float("inf"))
-            delta_rows = tl.load(delta + own * tokens + rows, mask=rows < last, other=0.0)
-            dk_acc, dv_acc = _dkv_step(q_tile, k_tile, v_tile, g_tile, lse_rows, delta_rows, dk_acc, dv_acc, seen,
-                                       scale, softcap, WINDOW, SOFTCAP, PRECISION)  # fmt: skip
+        dk_acc, dv_acc = _keys_over(q + own * qh, k_tile, v_tile, d_out + own * gh, qn, gn, lse + own * tokens,
+                                    delta + own * tokens, dk_acc, dv_acc, cols, first, middle, last, position, tokens, scale,
+                                    softcap, window, D, DP, BM, True, WINDOW, SOFTCAP, PRECISION)  # fmt: skip
+        dk_acc, dv_acc = _keys_over(q + own * qh, k_tile, v_tile, d_out + own * gh, qn, gn, lse + own * tokens,
+                                    delta + own * tokens, dk_acc, dv_acc, cols, middle, last, last, position, tokens, scale,
+                                    softcap, window, D, DP, BM, False, WINDOW, SOFTCAP, PRECISION)  # fmt: skip
     _keep(dk + head * dkh, dk_acc * scale, cols, end, dkn, D, DP)
     _keep(dv + head * dvh, dv_acc, cols, end, dvn, D, DP)
 
@@ -292,7 +301,7 @@ def forward(
     """(out [N, H, d], log-sum-exp in units of log 2 [H, N]) of q [N, H, d], k and v [N, K, d], whose last axis is dense."""
     N, H, _ = q.shape
     out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), torch.empty(H, N, device=q.device)
-    _forward[(H * len(blocks),)](
+    _attend_forward[(H * len(blocks),)](
         q, k, v, out, lse, blocks, position_N, N, *rule.numbers, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
         *out.stride()[:2], H=H, REP=H // k.shape[1], BM=tiles.queries, BN=tiles.keys,
         num_warps=tiles.warps, num_stages=tiles.stages, **rule.options(q),
@@ -304,7 +313,7 @@ def delta_of(out: Tensor, d_out: Tensor, rows: int = 32) -> Tensor:
     """δ = Σ_d dO·O, [H, N]."""
     N, H, d = out.shape
     delta = torch.empty(H, N, device=out.device)
-    _delta[(H * triton.cdiv(N, rows),)](
+    _attend_delta[(H * triton.cdiv(N, rows),)](
         out, d_out, delta, N, *out.stride()[:2], *d_out.stride()[:2], H=H, D=d, DP=max(16, triton.next_power_of_2(d)), BM=rows
     )
     return delta
@@ -320,12 +329,12 @@ def backward(
     delta = delta_of(out, d_out)
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *d_out.stride()[:2])
     rep, t, u = H // k.shape[1], tiles.queries_backward, tiles.keys_backward
-    _backward_keys[(k.shape[1] * len(key_blocks),)](
+    _attend_backward_keys[(k.shape[1] * len(key_blocks),)](
         q, k, v, d_out, lse, delta, dk, dv, key_blocks, position_N, N, *rule.numbers, *strides,
         *dk.stride()[:2], *dv.stride()[:2],
         K=k.shape[1], REP=rep, BM=u.queries, BN=u.keys, num_warps=u.warps, num_stages=u.stages, **rule.options(q),
     )  # fmt: skip
-    _backward_queries[(H * len(query_blocks),)](
+    _attend_backward_queries[(H * len(query_blocks),)](
         q, k, v, d_out, lse, delta, dq, query_blocks, position_N, N, *rule.numbers, *strides, *dq.stride()[:2],
         H=H, REP=rep, BM=t.queries, BN=t.keys, num_warps=t.warps, num_stages=t.stages, **rule.options(q),
     )  # fmt: skip

@@ -18,7 +18,7 @@ BLOCK = 1024
 
 
 @triton.jit
-def _forward(both, out, I: tl.constexpr, B: tl.constexpr):  # noqa: E741
+def _gate_forward(both, out, I: tl.constexpr, B: tl.constexpr):  # noqa: E741
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * B + tl.arange(0, B)
     gate = tl.load(both + row * 2 * I + at, mask=at < I, other=0.0).to(tl.float32)
@@ -27,7 +27,7 @@ def _forward(both, out, I: tl.constexpr, B: tl.constexpr):  # noqa: E741
 
 
 @triton.jit
-def _backward(both, grad, d_both, out, I: tl.constexpr, B: tl.constexpr):  # noqa: E741
+def _gate_backward(both, grad, d_both, out, I: tl.constexpr, B: tl.constexpr):  # noqa: E741
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * B + tl.arange(0, B)
     gate = tl.load(both + row * 2 * I + at, mask=at < I, other=0.0).to(tl.float32)
@@ -45,7 +45,7 @@ def swiglu(both: Tensor) -> Tensor:
     """silu(gate)·up, [N, I]."""
     N, I = both.shape[0], both.shape[1] // 2  # noqa: E741
     out = torch.empty(N, I, dtype=both.dtype, device=both.device)
-    _forward[(N, triton.cdiv(I, BLOCK))](both, out, I=I, B=BLOCK, num_warps=4)
+    _gate_forward[(N, triton.cdiv(I, BLOCK))](both, out, I=I, B=BLOCK, num_warps=4)
     return out
 
 
@@ -53,5 +53,5 @@ def swiglu_backward(both: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     """(gradient of ``both``, the unit's value again)."""
     N, I = grad.shape  # noqa: E741
     d_both, out = torch.empty_like(both), torch.empty_like(grad)
-    _backward[(N, triton.cdiv(I, BLOCK))](both, grad, d_both, out, I=I, B=BLOCK, num_warps=4)
+    _gate_backward[(N, triton.cdiv(I, BLOCK))](both, grad, d_both, out, I=I, B=BLOCK, num_warps=4)
     return d_both, out

@@ -34,7 +34,7 @@ def _shaped(raw, scale, softcap, cool, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def _forward(logits, bias, target, logp, entropy, lse, stride, scale, softcap, cool,
+def _head_forward(logits, bias, target, logp, entropy, lse, stride, scale, softcap, cool,
              V: tl.constexpr, B: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
@@ -68,7 +68,7 @@ def _forward(logits, bias, target, logp, entropy, lse, stride, scale, softcap, c
 
 
 @triton.jit
-def _backward(logits, bias, target, entropy, lse, g_logp, g_entropy, out, stride, stride_out, scale, softcap, cool,
+def _head_backward(logits, bias, target, entropy, lse, g_logp, g_entropy, out, stride, stride_out, scale, softcap, cool,
               V: tl.constexpr, B: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * B + tl.arange(0, B)
@@ -108,7 +108,7 @@ def statistics(logits_CV: Tensor, target_C: Tensor, shape: Shape) -> tuple[Tenso
     C, V = logits_CV.shape
     logp, entropy, lse = torch.empty(3, C, device=logits_CV.device)
     bias = logits_CV if shape.bias_V is None else shape.bias_V
-    _forward[(C,)](
+    _head_forward[(C,)](
         logits_CV, bias, target_C, logp, entropy, lse, logits_CV.stride(0), *shape.numbers,
         V=V, B=BLOCK, num_warps=8, **shape.flags,
     )  # fmt: skip
@@ -122,7 +122,7 @@ def gradient(
     """Writes the gradient of the raw logits into ``out_CV``, which may be the logits themselves. ``known``: entropy and lse."""
     C, V = logits_CV.shape
     bias = logits_CV if shape.bias_V is None else shape.bias_V
-    _backward[(C, triton.cdiv(V, BLOCK))](
+    _head_backward[(C, triton.cdiv(V, BLOCK))](
         logits_CV, bias, target_C, *known, g_logp_C, g_logp_C if g_entropy_C is None else g_entropy_C, out_CV,
         logits_CV.stride(0), out_CV.stride(0), *shape.numbers,
         V=V, B=BLOCK, num_warps=4, ENTROPY=g_entropy_C is not None, **shape.flags,

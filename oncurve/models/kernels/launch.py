@@ -13,7 +13,7 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
-def programs(rows: int, device: torch.device, each: int = 4) -> int:
+def programs(rows: int, device: torch.device, each: int = 8) -> int:
     """Programs that share the rows among them: ``each`` for a multiprocessor, fixed by the device, so that sums keep order."""
     return max(1, min(rows, each * processors(device)))
 

@@ -19,7 +19,7 @@ from oncurve.models.kernels.launch import programs, warps_for
 
 
 @triton.jit
-def _forward(x, y, weight, total, normal, eps, D: tl.constexpr, BD: tl.constexpr, ADD: tl.constexpr):
+def _norm_forward(x, y, weight, total, normal, eps, D: tl.constexpr, BD: tl.constexpr, ADD: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * D
     at = tl.arange(0, BD)
     inside = at < D
@@ -35,7 +35,7 @@ def _forward(x, y, weight, total, normal, eps, D: tl.constexpr, BD: tl.constexpr
 
 
 @triton.jit
-def _backward(s_in, weight, grad, past, d_in, normal, d_weight, rows, eps,
+def _norm_backward(s_in, weight, grad, past, d_in, normal, d_weight, rows, eps,
               D: tl.constexpr, BD: tl.constexpr, PAST: tl.constexpr, NORMAL: tl.constexpr):  # fmt: skip
     at = tl.arange(0, BD)
     inside = at < D
@@ -64,7 +64,7 @@ def add_norm(x_ND: Tensor, y_ND: Tensor | None, weight_D: Tensor, eps: float) ->
     normal = torch.empty_like(x_ND)
     total = x_ND if y_ND is None else torch.empty_like(x_ND)
     BD = triton.next_power_of_2(D)
-    _forward[(N,)](
+    _norm_forward[(N,)](
         x_ND, y_ND if y_ND is not None else x_ND, weight_D, total, normal, eps,
         D=D, BD=BD, ADD=y_ND is not None, num_warps=warps_for(BD),
     )  # fmt: skip
@@ -80,7 +80,7 @@ def norm_backward(
     normal = torch.empty_like(s_ND) if again else d_in
     d_weight = torch.empty(count, D, device=s_ND.device)
     BD = triton.next_power_of_2(D)
-    _backward[(count,)](
+    _norm_backward[(count,)](
         s_ND, weight_D, grad_ND, past_ND if past_ND is not None else s_ND, d_in, normal, d_weight, N, eps,
         D=D, BD=BD, PAST=past_ND is not None, NORMAL=again, num_warps=warps_for(BD),
     )  # fmt: skip

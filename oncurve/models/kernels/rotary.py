@@ -47,7 +47,7 @@ def _angles(table, position, token, rows, total, at, D: tl.constexpr):
 
 
 @triton.jit
-def _forward(qkv, out, q_weight, k_weight, cos, sin, position, total, stride_in, stride_out, eps,
+def _turn_forward(qkv, out, q_weight, k_weight, cos, sin, position, total, stride_in, stride_out, eps,
              J: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, R: tl.constexpr,
              NORM: tl.constexpr):  # fmt: skip
     rows = tl.program_id(0) * R + tl.arange(0, R)
@@ -64,7 +64,7 @@ def _forward(qkv, out, q_weight, k_weight, cos, sin, position, total, stride_in,
 
 
 @triton.jit
-def _backward(qkv, grad, d_qkv, d_weights, q_weight, k_weight, cos, sin, position, total, stride_in, stride_grad, eps,
+def _turn_backward(qkv, grad, d_qkv, d_weights, q_weight, k_weight, cos, sin, position, total, stride_in, stride_grad, eps,
               J: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, R: tl.constexpr,
               NORM: tl.constexpr):  # fmt: skip
     dq_weight = tl.zeros([BD], tl.float32)
@@ -116,7 +116,7 @@ class Turning:
         out = torch.empty(N, self.J, self.d, dtype=qkv.dtype, device=qkv.device)
         q_weight, k_weight = self.weights or (qkv, qkv)
         total = N * self.J
-        _forward[(triton.cdiv(total, ROWS),)](
+        _turn_forward[(triton.cdiv(total, ROWS),)](
             qkv, out, q_weight, k_weight, *self.tables, self.position_N, total, qkv.stride(0), out.stride(0), self.eps,
             **self._sizes,
         )  # fmt: skip
@@ -128,7 +128,7 @@ class Turning:
         count = programs(triton.cdiv(total, ROWS), qkv.device)
         d_weights = torch.empty(count, 2, self.d, device=qkv.device)
         q_weight, k_weight = self.weights or (qkv, qkv)
-        _backward[(count,)](
+        _turn_backward[(count,)](
             qkv, grad, d_qkv, d_weights, q_weight, k_weight, *self.tables, self.position_N, total,
             qkv.stride(0), grad.stride(0), self.eps, **self._sizes,
         )  # fmt: skip

@@ -1,0 +1,90 @@
+"""Random-weight Qwen3 models of known sizes, prompts of random words, and graded groups made without sampling."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from oncurve.models.policy import Policy
+from oncurve.records import Aspect, Completion, GradedGroup, Group, Prompt, ScoredCompletion, ScoredGroup
+
+VOCABULARY = 151_936
+SHAPES: dict[str, dict[str, int]] = {
+    "tiny": {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16,
+             "num_attention_heads": 4, "num_key_value_heads": 2},
+    "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+             "num_key_value_heads": 8},
+    "1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16,
+             "num_key_value_heads": 8},
+    "4b": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
+           "num_key_value_heads": 8},
+}  # fmt: skip
+"""Qwen3's own shapes, and a tiny one on which the benchmark itself is tested."""
+
+
+def shape_of(size: str) -> dict[str, int]:
+    return {"vocab_size": VOCABULARY, "head_dim": 128} | SHAPES[size]
+
+
+def make_tokenizer(words: int) -> PreTrainedTokenizerFast:
+    """w0 … wN, split at spaces: a text of n words is n tokens."""
+    known = Tokenizer(models.WordLevel({f"w{i}": i for i in range(words)}, unk_token="w0"))
+    known.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=known, eos_token="w1", pad_token="w2", unk_token="w0")
+
+
+def make_model(size: str, device: torch.device, dtype: torch.dtype) -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        **shape_of(size), max_position_embeddings=8192, tie_word_embeddings=True, eos_token_id=1, pad_token_id=2
+    )
+    with torch.device(device):
+        model = Qwen3ForCausalLM(config)
+    return model.to(dtype)
+
+
+def make_policy(size: str, device: torch.device, dtype: torch.dtype) -> Policy:
+    return Policy(make_model(size, device, dtype), make_tokenizer(shape_of(size)["vocab_size"]))
+
+
+def texts(count: int, tokens: int, words: int) -> list[str]:
+    """Prompts of exactly so many tokens."""
+    draw = random.Random(0)
+    return [" ".join(f"w{draw.randrange(10, words)}" for _ in range(tokens)) for _ in range(count)]
+
+
+def graded_groups(prompts: int, group_size: int, prompt_tokens: int, new_tokens: int, words: int) -> list[GradedGroup]:
+    """Random tokens with random advantages: what an update works on, without the time to sample it."""
+    dice = np.random.default_rng(0)
+    return [_group(dice, f"p{p}", group_size, prompt_tokens, new_tokens, words) for p in range(prompts)]
+
+
+def _group(dice: np.random.Generator, name: str, size: int, prompt: int, new: int, words: int) -> GradedGroup:
+    logps = np.full(new, -np.log(words), np.float32)
+    rows = [
+        Completion(dice.integers(10, words, new), "", "length", logps, logps, logps, np.ones(new, bool)) for _ in range(size)
+    ]
+    group = Group(Prompt(id=name, text="w3"), dice.integers(10, words, prompt), tuple(rows))
+    scored = ScoredGroup(group, tuple(ScoredCompletion(c, (Aspect("random", float(dice.random())),)) for c in rows))
+    return GradedGroup(scored, tuple(np.full(new, dice.standard_normal(), np.float32) for _ in rows), (True,) * size)
+
+
+def each_alone(groups: list[GradedGroup]) -> list[GradedGroup]:
+    """Every completion as a group of its own, its prompt repeated: the same update with the shared prompt off."""
+    return [
+        GradedGroup(
+            ScoredGroup(Group(g.group.prompt, g.group.prompt_ids, (s.completion,)), (s,)), (advantages,), (True,)
+        )
+        for g in groups
+        for s, advantages in zip(g.scored.scored, g.advantages, strict=True)
+    ]  # fmt: skip
+
+
+def random_reward(completions: list[str], **_: Any) -> list[float]:
+    """No group is without signal."""
+    return [random.random() for _ in completions]

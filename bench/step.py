@@ -1,0 +1,301 @@
+"""One GRPO step on a GPU: Oncurve's own, TRL's beside it in the same run, and tables of the update alone.
+
+    python bench/step.py --against trl,trl+vllm       all of it; writes bench/results/step.json
+    python bench/step.py --only long,linear,mfu       the update alone: long prompts, growth, use of the matrix rate
+    python bench/step.py --table                      puts the numbers of that file into bench/README.md
+
+Every figure is a median over steps after a warm-up, on random weights and random prompts: the work is measured, not the
+learning. Completions have exactly the asked length. Each trainer runs in a process of its own, one after the other, on one GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from random_models import SHAPES, each_alone, graded_groups, make_policy, random_reward, shape_of, texts
+
+import oncurve
+from oncurve.engines.native import NativeEngine
+from oncurve.models.policy import Policy
+from oncurve.recipe.schema import Grpo
+from oncurve.recipe.sections import Engine
+from oncurve.records import GradedGroup
+from oncurve.rewards.function import FunctionReward
+from oncurve.rewards.mix import RewardMix
+from oncurve.tasks.in_memory import PromptList
+from oncurve.train.learner import Learner
+from oncurve.train.loop import GrpoLoop
+from oncurve.train.phases import matrix_rate
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results" / "step.json"
+README = HERE / "README.md"
+PACKAGES = ("torch", "transformers", "triton", "trl", "vllm")
+PARTS = ("step", "long", "linear", "mfu")
+Row = dict[str, Any]
+
+
+def stage(args: argparse.Namespace, beta: float, **more: Any) -> Grpo:
+    sampling = {"max_new_tokens": args.new, "min_new_tokens": args.new, "temperature": 1.0}
+    plain = {
+        "steps": 1000,
+        "prompts_per_step": args.prompts,
+        "group_size": args.group,
+        "kl": {"beta": beta},
+        "sampling": sampling,
+    }
+    return Grpo.model_validate({**plain, "tokens_per_pack": args.pack, "optimiser": {"learning_rate": 1e-6}, **more})
+
+
+def policy_of(size: str) -> Policy:
+    on_gpu = torch.cuda.is_available()
+    return make_policy(size, torch.device("cuda" if on_gpu else "cpu"), torch.bfloat16 if on_gpu else torch.float32)
+
+
+def peak_gib() -> float | None:
+    return round(torch.cuda.max_memory_allocated() / 2**30, 2) if torch.cuda.is_available() else None
+
+
+def fresh_peak() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def timed(do: Callable[[], object]) -> float:
+    """Seconds, the device's work included."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    do()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def whole_step(args: argparse.Namespace, beta: float) -> Row:
+    """Sample, score, grade, update, as a run does it; recording aside."""
+    policy = policy_of(args.size)
+    fresh_peak()
+    words = shape_of(args.size)["vocab_size"]
+    task = PromptList.of(texts(args.prompts * (args.steps + 2), args.prompt, words))
+    rewards = RewardMix([FunctionReward(random_reward, "random")])
+    rewards.decode_with(policy.decode)
+    loop = GrpoLoop(stage(args, beta), 0, task, NativeEngine(policy, Engine()), rewards)
+    reports, seconds = [], []
+    for n in range(1, args.steps + 2):
+        seconds.append(timed(lambda n=n: reports.append(loop.step(n))))  # type: ignore[misc]
+    names = reports[-1].seconds
+    last = reports[-1].metrics
+    return {
+        "peer": "oncurve", "beta": beta, "first_s": round(seconds[0], 3), "steps_s": [round(s, 4) for s in seconds[1:]],
+        "step_s": round(median(seconds[1:]), 4),
+        "phases_s": {name: round(median(r.seconds[name] for r in reports[1:]), 4) for name in names},
+        "peak_gib": peak_gib(), "mfu": round(last["mfu"], 3), "mismatch_kl": last["mismatch_kl"],
+    }  # fmt: skip
+
+
+def update_of(learner: Learner, groups: Sequence[GradedGroup], tries: int) -> Row:
+    """The update alone: seconds, tokens forwarded, model FLOPs per second, peak memory."""
+    fresh_peak()
+    seconds, told = [], []
+    for _ in range(tries):
+        seconds.append(timed(lambda: told.append(learner.update(groups))))
+    best = median(seconds)
+    return {
+        "seconds": round(best, 4), "tries_s": [round(s, 4) for s in seconds],
+        "tflops": round(told[-1].metrics["update_tflops"], 1),
+        "mfu": round(told[-1].metrics["mfu"], 3), "peak_gib": peak_gib(),
+        "phases_s": {name: round(value, 4) for name, value in told[-1].seconds.items()},
+    }  # fmt: skip
+
+
+def warm(learner: Learner, groups: Sequence[GradedGroup]) -> Learner:
+    """Kernels are compiled and memory is taken on a small batch."""
+    learner.update(groups)
+    return learner
+
+
+def long_prompts(args: argparse.Namespace) -> list[Row]:
+    """Prompt 2048, completion 256, G = 16: the same update with the prompt shared and repeated."""
+    policy, words = policy_of(args.size), shape_of(args.size)["vocab_size"]
+    prompt, new, prompts = (2048, 256, 4) if args.size != "tiny" else (64, 16, 2)
+    groups = graded_groups(prompts, 16, prompt, new, words)
+    rows = []
+    for shared, batch in ((True, groups), (False, each_alone(groups))):
+        learner = warm(Learner(policy, stage(args, 0.0)), batch)
+        rows.append({"shared": shared, "prompt": prompt, "new": new, "group": 16, **update_of(learner, batch, args.steps)})
+        del learner
+    rows[0]["times_faster"] = round(rows[1]["seconds"] / rows[0]["seconds"], 2)
+    return rows
+
+
+def growth(args: argparse.Namespace) -> list[Row]:
+    """1×, 2×, 4×, 8× the prompts of an eighth of a step: seconds should grow as tokens do."""
+    policy, words = policy_of(args.size), shape_of(args.size)["vocab_size"]
+    base = max(1, args.prompts // 4)
+    learner = warm(Learner(policy, stage(args, 0.0)), graded_groups(base, args.group, args.prompt, args.new, words))
+    rows = []
+    for times in (1, 2, 4, 8):
+        groups = graded_groups(base * times, args.group, args.prompt, args.new, words)
+        row = update_of(learner, groups, args.steps)
+        completions = base * times * args.group
+        rows.append(
+            {
+                "times": times,
+                "completions": completions,
+                **row,
+                "ms_per_completion": round(1e3 * row["seconds"] / completions, 3),
+            }
+        )
+    return rows
+
+
+def matrix_use(args: argparse.Namespace) -> list[Row]:
+    """Larger models with 512 + 1024 tokens: the update's model FLOPs against the measured matrix rate."""
+    rows = []
+    for size in args.mfu_sizes.split(","):
+        policy, words = policy_of(size), shape_of(size)["vocab_size"]
+        prompt, new = (512, 1024) if size != "tiny" else (24, 48)
+        learner = warm(Learner(policy, stage(args, 0.0)), graded_groups(2, args.group, prompt, new, words))
+        groups = graded_groups(args.prompts, args.group, prompt, new, words)
+        rows.append({"size": size, "prompt": prompt, "new": new, **update_of(learner, groups, 1)})
+        del policy, learner
+    return rows
+
+
+def peer(args: argparse.Namespace, name: str, beta: float) -> Row:
+    """TRL in a process of its own; `trl+vllm`: with vLLM beside it there, at a share of memory that holds the work."""
+    command = [
+        sys.executable, str(HERE / "trl_step.py"), "--size", args.size, "--prompts", str(args.prompts),
+        "--group", str(args.group), "--prompt", str(args.prompt), "--new", str(args.new),
+        "--steps", str(args.steps + 1), "--beta", str(beta),
+    ]  # fmt: skip
+    done = subprocess.run(command + (["--vllm"] if name == "trl+vllm" else []), capture_output=True, text=True, check=False)
+    found = re.search(r"^RESULT (.*)$", done.stdout, re.M)
+    if found is None:
+        print(done.stdout[-2000:], done.stderr[-4000:], file=sys.stderr)
+        return {"peer": name, "beta": beta, "failed": (done.stderr.strip().splitlines() or ["no output"])[-1]}
+    return {"peer": name, "beta": beta, **json.loads(found[1])}
+
+
+def environment(args: argparse.Namespace) -> Row:
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    versions = {name: metadata.version(name) for name in PACKAGES if _installed(name)}
+    ask = ["git", "rev-parse", "--short=12", "HEAD"]
+    commit = subprocess.run(ask, cwd=HERE, capture_output=True, text=True, check=False).stdout.strip()
+    work = {name: getattr(args, name) for name in ("size", "prompts", "group", "prompt", "new", "steps", "pack")}
+    return {
+        "gpu": gpu, "matrix_tflops": round(_rate() / 1e12, 1), "python": platform.python_version(),
+        "versions": {"oncurve": oncurve.__version__, **versions}, "commit": commit or args.commit, "work": work,
+    }  # fmt: skip
+
+
+def _rate() -> float:
+    gpu = torch.cuda.is_available()
+    return matrix_rate(torch.device("cuda" if gpu else "cpu"), torch.bfloat16 if gpu else torch.float32)
+
+
+def _installed(name: str) -> bool:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def measure(args: argparse.Namespace) -> Row:
+    """Part after part; what is not asked for is kept as it was in the file."""
+    kept: Row = json.loads(RESULTS.read_text()) if RESULTS.exists() and args.out == RESULTS else {}
+    found: Row = {**kept, "environment": environment(args)}
+    wanted = args.only.split(",")
+    if "step" in wanted:
+        found["step"] = [whole_step(args, float(beta)) for beta in args.betas.split(",")]
+        fresh_peak()
+        found["step"] += [
+            peer(args, name, float(beta)) for name in filter(None, args.against.split(",")) for beta in args.betas.split(",")
+        ]
+    for name, part in (("long", long_prompts), ("linear", growth), ("mfu", matrix_use)):
+        if name in wanted:
+            found[name] = part(args)
+            fresh_peak()
+    return found
+
+
+def _cells(row: Row) -> tuple[object, ...]:
+    if "step_s" not in row:
+        return row["peer"], row["beta"], row["failed"], "", ""
+    sample = row.get("phases_s", {}).get("sample", row.get("gen_s"))
+    return row["peer"], row["beta"], f"{row['step_s']} s", f"{sample} s", f"{row['peak_gib']} GiB"
+
+
+def tables(found: Row) -> str:
+    """The README's tables."""
+    lines: list[str] = []
+    if "step" in found:
+        lines += ["| trainer | β | step | of it sampling | peak memory |", "|---|---|---|---|---|"]
+        lines += ["| " + " | ".join(map(str, _cells(row))) + " |" for row in found["step"]]
+        lines.append("")
+    for name, columns in (
+        ("long", ("shared", "prompt", "new", "group", "seconds", "tflops", "peak_gib", "times_faster")),
+        ("linear", ("times", "completions", "seconds", "ms_per_completion", "mfu", "peak_gib")),
+        ("mfu", ("size", "prompt", "new", "seconds", "tflops", "mfu", "peak_gib")),
+    ):
+        if name in found:
+            lines += ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+            lines += ["| " + " | ".join(str(row.get(c, "")) for c in columns) + " |" for row in found[name]]
+            lines.append("")
+    env = found["environment"]
+    versions = ", ".join(f"{k} {v}" for k, v in env["versions"].items())
+    return "\n".join([*lines, f"{env['gpu']}, matrix rate {env['matrix_tflops']} TFLOP/s; {versions}; commit {env['commit']}."])
+
+
+def write_table() -> None:
+    """Between the marks of bench/README.md."""
+    text = README.read_text()
+    shown = tables(json.loads(RESULTS.read_text()))
+    README.write_text(
+        re.sub(r"(<!-- step-gpu -->\n).*?(\n<!-- /step-gpu -->)", lambda m: m[1] + shown + m[2], text, flags=re.S)
+    )
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", default="0.6b", choices=list(SHAPES))
+    for name, value in (("prompts", 32), ("group", 8), ("prompt", 128), ("new", 256), ("steps", 3), ("pack", 16384)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--betas", default="0,0.04")
+    parser.add_argument("--mfu-sizes", default="1.7b,4b")
+    parser.add_argument("--against", default="", help="trl, trl+vllm")
+    parser.add_argument("--only", default=",".join(PARTS))
+    parser.add_argument("--commit", default="", help="for a copy without a repository")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--table", action="store_true")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    if args.table:
+        write_table()
+        return
+    found = measure(args)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(found, indent=1) + "\n")
+    print(tables(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""TRL's GRPO step on the model and work of step.py, as its own trainer does it; prints one line `RESULT {…}`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from statistics import median
+from typing import Any
+
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("--size", default="0.6b")
+for name, value in (("prompts", 32), ("group", 8), ("prompt", 128), ("new", 256), ("steps", 4), ("micro", 16)):
+    parser.add_argument(f"--{name}", type=int, default=value)
+parser.add_argument("--beta", type=float, default=0.0)
+parser.add_argument("--vllm", action="store_true")
+parser.add_argument("--memory-share", type=float, default=0.25, help="vLLM's share of the GPU's memory")
+args = parser.parse_args()
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if args.vllm:  # set before vLLM is imported: one process, no launcher
+    os.environ |= {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29511",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }
+
+import torch  # noqa: E402
+from datasets import Dataset  # noqa: E402
+from random_models import make_model, make_tokenizer, random_reward, shape_of, texts  # noqa: E402
+from transformers import TrainerCallback  # noqa: E402
+from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+
+ON_GPU = torch.cuda.is_available()
+
+
+def now() -> float:
+    if ON_GPU:
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+class StepClock(TrainerCallback):
+    def __init__(self) -> None:
+        self.marks: list[float] = []
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self.marks.append(now())
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.marks.append(now())
+
+
+def config(folder: str) -> GRPOConfig:
+    rows = args.prompts * args.group
+    exact = {"ignore_eos": True} if args.vllm else {"min_new_tokens": args.new}
+    return GRPOConfig(
+        output_dir=f"{folder}/out", per_device_train_batch_size=args.micro, gradient_accumulation_steps=rows // args.micro,
+        num_generations=args.group, max_completion_length=args.new, max_steps=args.steps, beta=args.beta, learning_rate=1e-6,
+        logging_steps=1, report_to=[], save_strategy="no", bf16=ON_GPU, use_cpu=not ON_GPU, gradient_checkpointing=False,
+        use_vllm=args.vllm, vllm_mode="colocate", vllm_gpu_memory_utilization=args.memory_share, temperature=1.0,
+        model_init_kwargs={"dtype": "bfloat16" if ON_GPU else "float32"}, generation_kwargs=exact, disable_tqdm=True,
+    )  # fmt: skip
+
+
+def main() -> None:
+    words = shape_of(args.size)["vocab_size"]
+    with tempfile.TemporaryDirectory() as folder:
+        device = torch.device("cuda" if ON_GPU else "cpu")
+        make_model(args.size, device, torch.bfloat16 if ON_GPU else torch.float32).save_pretrained(folder)
+        tokenizer = make_tokenizer(words)
+        tokenizer.save_pretrained(folder)
+        rows = [{"prompt": text} for text in texts(args.prompts * (args.steps + 2), args.prompt, words)]
+        clock, sampled = StepClock(), []
+        trainer = GRPOTrainer(
+            model=folder, reward_funcs=random_reward, args=config(folder), train_dataset=Dataset.from_list(rows),
+            processing_class=tokenizer, callbacks=[clock],
+        )  # fmt: skip
+        generate = trainer._generate
+
+        def timed(*given: Any, **named: Any) -> Any:
+            start = now()
+            out = generate(*given, **named)
+            sampled.append(now() - start)
+            return out
+
+        trainer._generate = timed
+        trainer.train()
+    steps = [end - start for start, end in zip(clock.marks[::2], clock.marks[1::2], strict=True)][1:]
+    peak = round(torch.cuda.max_memory_allocated() / 2**30, 2) if ON_GPU else None
+    told = {"steps_s": [round(s, 3) for s in steps], "step_s": round(median(steps), 3), "gen_s": round(median(sampled[1:]), 3)}
+    print("RESULT", json.dumps({**told, "peak_gib": peak, "micro": args.micro}), flush=True)
+
+
+main()
