@@ -7,12 +7,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup train test test-slow check bench docs web check-web
+.PHONY: help setup train test test-slow test-gpu check bench docs web check-web
 
 help:
 	@echo "make train      train the built-in recipe on this machine: a better model in minutes"
 	@echo "make test       the test suite"
 	@echo "make test-slow  the long tests: many kills, whole trainings, fuzzing"
+	@echo "make test-gpu   what only a GPU can show"
 	@echo "make check      format, lint, types"
 	@echo "make bench      a GRPO step here and in TRL, side by side"
 	@echo "make docs       write the generated pages of docs/ again"
@@ -23,10 +24,13 @@ train: $(VENV)/.run
 	@$(BIN)/oncurve train recipes/arithmetic.toml
 
 test: $(VENV)/.dev
-	@$(BIN)/python -m pytest -q -m "not slow"
+	@$(BIN)/python -m pytest -q -m "not slow and not gpu"
 
 test-slow: $(VENV)/.dev
-	@$(BIN)/python -m pytest -q -m slow
+	@$(BIN)/python -m pytest -q -m "slow and not gpu"
+
+test-gpu: $(VENV)/.dev
+	@$(BIN)/python -m pytest -q -m gpu
 
 check: $(VENV)/.dev
 	@$(BIN)/ruff format --check --quiet . || { echo "not formatted: .venv/bin/ruff format mends it" >&2; exit 1; }
