@@ -10,9 +10,12 @@ one machine and setting a completion's tokens are bit-identical whatever else is
 
 from __future__ import annotations
 
+import importlib.util
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -28,11 +31,14 @@ from oncurve.recipe.sections import Engine as EngineSettings
 from oncurve.recipe.sections import Sampling
 from oncurve.records import Bools, Completion, Group, Ints, Prompt, StopReason
 
+if TYPE_CHECKING:
+    from oncurve.engines.cuda import GpuSampler
+
 BUCKET = 16
 """Prompts are prefilled at lengths rounded up to this."""
 PREFILL_TOKENS = 1024
 """Prompts of one bucket are prefilled together up to about this many tokens."""
-SLOTS_CPU, SLOTS_GPU = 128, 256
+SLOTS_CPU, SLOTS_GPU = 128, 512
 """Most completions decoded at once, where the recipe does not say."""
 ROWS = 16
 """Most slots that share a block, and so must all end before it is refilled."""
@@ -84,6 +90,8 @@ class NativeEngine:
         """What a run's log should say of how it samples."""
         if self.policy.device.type == "cpu" and self.policy.fused is not None and library() is None:
             return ("no C compiler was found: torch decodes, several times slower for a small model",)
+        if self.policy.device.type == "cuda" and importlib.util.find_spec("triton") is None:
+            return ("Triton is not installed: torch decodes, several times slower on a GPU",)
         return ()
 
     @torch.inference_mode()
@@ -99,16 +107,40 @@ class NativeEngine:
         prompt_ids = [self.policy.encode(p) for p in prompts]
         for prompt, ids in zip(prompts, prompt_ids, strict=True):
             self._check_room(prompt, len(ids), how)
+        groups: dict[int, Group] = {}
+        for g, completions in self._completions(prompts, prompt_ids, group_size, how, draws):
+            groups[g] = Group(prompts[g], prompt_ids[g], completions)
+            if on_group is not None:
+                on_group(g, groups[g])
+        return [groups[g] for g in range(len(prompts))]
+
+    def _completions(
+        self, prompts: Sequence[Prompt], prompt_ids: Sequence[Ints], group_size: int, how: Sampling, draws: Draws
+    ) -> Iterator[tuple[int, tuple[Completion, ...]]]:
+        """Each group's number and completions, as soon as it is whole."""
+        plain = all(prompt.environment is None for prompt in prompts)
+        if plain and self.gpu is not None:
+            from oncurve.engines.cuda import Ask  # Triton is there only where a GPU is
+
+            slots = self.settings.slots or frozen_slots(self.policy.device, len(prompts) * group_size)
+            names = [prompt.id for prompt in prompts]
+            yield from self.gpu.completions(Ask(prompt_ids, names, group_size, how, draws.seed, draws.step), slots)
+            return
         rows = group_rows(group_size)
         blocks = self._blocks(len(prompts) * (group_size // rows), rows)
         kind = self._batch_type(prompts, how)
         batch = kind(self.policy, how, Pool(blocks, rows, how.max_new_tokens), draws, prompts, prompt_ids, group_size)
-        groups: dict[int, Group] = {}
         for g in batch.run(self.settings.check_every):
-            groups[g] = Group(prompts[g], prompt_ids[g], tuple(self._completion(row) for row in batch.rows[g]))
-            if on_group is not None:
-                on_group(g, groups[g])
-        return [groups[g] for g in range(len(prompts))]
+            yield g, tuple(self._completion(row) for row in batch.rows[g])
+
+    @cached_property
+    def gpu(self) -> GpuSampler | None:
+        """The engine of captured graphs and kernels, on a GPU that has Triton; None: plain torch decodes."""
+        if self.policy.device.type != "cuda" or importlib.util.find_spec("triton") is None:
+            return None
+        from oncurve.engines.cuda import GpuSampler
+
+        return GpuSampler.of(self.policy, self.settings)
 
     def _batch_type(self, prompts: Sequence[Prompt], how: Sampling) -> type[Batch]:
         """The one in which environments answer back, the compiled one where it can serve, or the plain one."""

@@ -186,7 +186,8 @@ def _check_head(policy: Policy) -> None:
         input_ids=pack.input_ids, position_ids=pack.position_ids, use_cache=False, layout=pack.layout
     ).logits.float()
     ours = policy.head.logits(hidden)
-    if not torch.allclose(own, ours, rtol=1e-3, atol=1e-3 * float(own.abs().max()) + 1e-6):
+    within = 1e-3 if hidden.dtype == torch.float32 else 2e-2  # the model scales and caps its logits in 16 bits, we in 32
+    if not torch.allclose(own, ours, rtol=within, atol=within * float(own.abs().max()) + 1e-6):
         raise attention.unfaithful(type(policy.model).__name__, "an LM head with more than a scale and a soft cap")
 
 

@@ -197,6 +197,8 @@ class Engine(Section):
     """Completions decoded at once. Unset: chosen for the machine and the step's size, then frozen into the run."""
     check_every: PositiveInt = 4
     """Finished completions are noticed and their slots refilled every so many tokens."""
+    pool_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.8
+    """On a GPU, the most of its free memory that keys and values may take while sampling; the learner has it afterwards."""
     compiled: bool = True
     """On a CPU, decode by one compiled function where the machine has a C compiler and the model allows it (Llama, Mistral, Qwen
     2 and 3 in float32, no top-k, top-p or min-p). What was found is frozen into the run."""

@@ -1,0 +1,307 @@
+"""How fast completions are sampled on a GPU: Oncurve beside vLLM and transformers' own `generate`, one after the other.
+
+The model is a Qwen3-0.6B with random weights in bfloat16. Four works: three of fixed lengths, and one in which
+completions end by stop tokens (a two-hundredth of the vocabulary, so lengths are geometric with mean 200, limit 2,048).
+Log-probs of the sampled tokens are on. Each peer has a process of its own; figures are medians after a warm-up.
+
+    python bench/rollout.py --against vllm,transformers
+    python bench/rollout.py --profile          where a token step's time goes, kernel by kernel
+    python bench/rollout.py --first-token      seconds from the start of a process to its first token
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results" / "rollout.json"
+VOCABULARY = 151_936
+MODEL = {
+    "vocab_size": VOCABULARY, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Work:
+    """So many prompts × completions; ``mean`` is set where completions end by stop tokens."""
+
+    prompts: int
+    group_size: int
+    prompt_tokens: int
+    new_tokens: int
+    mean: int | None = None
+
+    @property
+    def name(self) -> str:
+        lengths = f"{self.new_tokens}" if self.mean is None else f"mean {self.mean}, limit {self.new_tokens}"
+        return f"{self.prompts} × {self.group_size}, {self.prompt_tokens} + {lengths}"
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        return () if self.mean is None else tuple(range(1000, 1000 + VOCABULARY // self.mean))
+
+    def token_ids(self, seed: int) -> list[list[int]]:
+        dice = random.Random(seed)
+        return [[dice.randrange(10, 1000) for _ in range(self.prompt_tokens)] for _ in range(self.prompts)]
+
+
+WORKS = [Work(32, 8, 128, 256), Work(32, 8, 512, 1024), Work(8, 64, 256, 512), Work(128, 8, 128, 2048, mean=200)]
+
+
+def make_model() -> Any:
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        return Qwen3ForCausalLM(Qwen3Config(**MODEL)).to(torch.bfloat16)
+
+
+def make_engine() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from oncurve.engines.native import NativeEngine
+    from oncurve.models.policy import Policy
+    from oncurve.recipe.sections import Engine
+
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1", pad_token="w2", unk_token="w0")
+    return NativeEngine(Policy(make_model(), tokenizer), Engine())
+
+
+class Oncurve:
+    """``sample`` as a training step calls it: text in, groups with text and log-probs out."""
+
+    def __init__(self) -> None:
+        self.engine = make_engine()
+        self.step = 0
+
+    def run(self, work: Work) -> int:
+        from oncurve.engines.native import Draws
+        from oncurve.recipe.sections import Sampling
+        from oncurve.records import Prompt
+
+        self.step += 1
+        self.engine.policy.end_ids = work.ends
+        texts = [" ".join(f"w{i}" for i in ids) for ids in work.token_ids(self.step)]
+        prompts = [Prompt(id=f"p{i}", text=text) for i, text in enumerate(texts)]
+        groups = self.engine.sample(prompts, work.group_size, Sampling(max_new_tokens=work.new_tokens), Draws(0, self.step))
+        return sum(len(c.token_ids) for g in groups for c in g.completions)
+
+
+class Vllm:
+    """In-process, as TRL's colocated mode runs it; without detokenization."""
+
+    def __init__(self) -> None:
+        os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1", VLLM_USE_FLASHINFER_SAMPLER="0")
+        folder = tempfile.mkdtemp()
+        make_model().save_pretrained(folder)
+        from vllm import LLM  # type: ignore[import-not-found]
+
+        self.llm = LLM(
+            model=folder, skip_tokenizer_init=True, dtype="bfloat16", gpu_memory_utilization=0.6, max_model_len=4096,
+            max_num_seqs=512, seed=0,
+        )  # fmt: skip
+        self.step = 0
+
+    def run(self, work: Work) -> int:
+        from vllm import SamplingParams
+
+        self.step += 1
+        how = SamplingParams(
+            n=work.group_size, temperature=1.0, max_tokens=work.new_tokens, ignore_eos=True, detokenize=False, logprobs=0,
+            stop_token_ids=list(work.ends),
+        )  # fmt: skip
+        prompts = [{"prompt_token_ids": ids} for ids in work.token_ids(self.step)]
+        found = self.llm.generate(prompts, how, use_tqdm=False)
+        return sum(len(o.token_ids) for r in found for o in r.outputs)
+
+
+class Transformers:
+    """`generate` with its cache, all completions at once."""
+
+    def __init__(self) -> None:
+        self.model = make_model().eval()
+
+    def run(self, work: Work) -> int:
+        import torch
+
+        ids = torch.tensor(work.token_ids(0), device="cuda").repeat_interleave(work.group_size, 0)
+        new = min(work.new_tokens, 64)  # a token takes about as long as the next: a short text is enough
+        out = self.model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, max_new_tokens=new, min_new_tokens=new,
+            pad_token_id=2, output_logits=False,
+        )  # fmt: skip
+        return int(out[:, ids.shape[1] :].numel())
+
+
+PEERS: dict[str, Any] = {"oncurve": Oncurve, "vllm": Vllm, "transformers": Transformers}
+
+
+def measure(peer: str, repeats: int, works: list[Work]) -> dict[str, Any]:
+    """Tokens a second by work, after one run that does not count."""
+    import torch
+
+    start = time.perf_counter()
+    sampler = PEERS[peer]()
+    found: dict[str, Any] = {"start_s": round(time.perf_counter() - start, 2), "rates": {}}
+    print(f"{peer}: ready after {found['start_s']} s", flush=True)
+    for work in works:
+        sampler.run(work)
+        rates = []
+        for _ in range(repeats):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            tokens = sampler.run(work)
+            torch.cuda.synchronize()
+            rates.append(tokens / (time.perf_counter() - begin))
+        found["rates"][work.name] = [round(r) for r in rates]
+        print(f"{peer}: {work.name}: {statistics.median(rates):,.0f} tokens/s {[round(r) for r in rates]}", flush=True)
+    found["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+    return found
+
+
+def in_own_process(peer: str, said: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.NamedTemporaryFile(suffix=".json") as out:
+        command = [sys.executable, __file__, "--worker", peer, "--repeats", str(said.repeats), "--out", out.name]
+        environment = dict(os.environ)
+        if peer == "vllm" and said.vllm_path:
+            environment["PYTHONPATH"] = said.vllm_path + os.pathsep + environment.get("PYTHONPATH", "")
+        subprocess.run([*command, "--works", said.works], check=True, env=environment)
+        found: dict[str, Any] = json.loads(Path(out.name).read_text())
+        return found
+
+
+def profile(work: Work, sampler: Oncurve, tokens: int = 40) -> list[tuple[str, float, int]]:
+    """(kernel, microseconds, launches) of one token step, in the middle of a work."""
+    import torch
+    from torch.profiler import ProfilerActivity
+
+    sampler.run(work)
+    gpu = sampler.engine.gpu
+    seen = {"tokens": 0, "traced": 0}
+    trace = torch.profiler.profile(activities=[ProfilerActivity.CUDA])
+    decode = gpu.decode
+
+    def watched(reach: Any, how: Any, count: int) -> None:
+        middle = work.new_tokens // 2 <= seen["tokens"] < work.new_tokens // 2 + tokens
+        if middle and not seen["traced"]:
+            torch.cuda.synchronize()
+            trace.start()
+        decode(reach, how, count)
+        seen["tokens"] += count
+        seen["traced"] += count if middle else 0
+        if seen["traced"] and seen["tokens"] >= work.new_tokens // 2 + tokens and not seen.get("stopped"):
+            torch.cuda.synchronize()
+            trace.stop()
+            seen["stopped"] = 1
+
+    gpu.decode = watched
+    sampler.run(work)
+    gpu.decode = decode
+    rows = [(e.key, e.self_device_time_total / seen["traced"], e.count // seen["traced"]) for e in trace.key_averages()]
+    return sorted((r for r in rows if r[1] > 0), key=lambda r: -r[1])
+
+
+def first_token() -> float:
+    """Seconds from the start of a process until it has sampled a token: imports, weights, compiling and capturing included."""
+    begin = time.perf_counter()
+    with subprocess.Popen([sys.executable, __file__, "--worker", "first"], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("first token"):
+                return time.perf_counter() - begin
+    raise SystemExit("the process ended before its first token")
+
+
+def sample_one() -> None:
+    Oncurve().run(Work(1, 1, 16, 1))
+    print("first token", flush=True)
+
+
+def versions() -> dict[str, str]:
+    found = {"python": sys.version.split()[0]}
+    for package in ("torch", "triton", "transformers", "vllm"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str:
+    ask = ("git", "-C", str(HERE), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*")
+    told = subprocess.run(ask, capture_output=True, text=True, check=False)
+    return told.stdout.strip() or os.environ.get("ONCURVE_COMMIT", "unknown")
+
+
+def show(found: dict[str, Any]) -> None:
+    peers = list(found["peers"])
+    print(f"\n{'prompts × group, prompt + new':40}" + "".join(f"{peer:>14}" for peer in peers) + "   ratios")
+    for name in found["peers"]["oncurve"]["rates"]:
+        medians = {p: statistics.median(x["rates"][name]) for p, x in found["peers"].items() if name in x["rates"]}
+        cells = "".join(f"{medians[p]:14,.0f}" if p in medians else f"{'–':>14}" for p in peers)
+        ratios = "  ".join(f"{medians['oncurve'] / rate:.2f}× {p}" for p, rate in medians.items() if p != "oncurve")
+        print(f"{name:40}{cells}   {ratios}")
+
+
+def chosen(names: str) -> list[Work]:
+    return [WORKS[int(i)] for i in names.split(",")] if names else WORKS
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ask.add_argument("--against", default="", help="peers, by comma: vllm, transformers")
+    ask.add_argument("--repeats", type=int, default=5)
+    ask.add_argument("--works", default="", help="numbers of the works, by comma; all when unset")
+    ask.add_argument("--vllm-path", default="", help="put before PYTHONPATH for vLLM's process")
+    ask.add_argument("--profile", action="store_true")
+    ask.add_argument("--first-token", action="store_true")
+    ask.add_argument("--worker", help=argparse.SUPPRESS)
+    ask.add_argument("--out", type=Path, default=RESULTS)
+    said = ask.parse_args()
+    works = chosen(said.works)
+    if said.worker == "first":
+        sample_one()
+    elif said.worker:
+        works = works[:1] if said.worker == "transformers" else works
+        said.out.write_text(json.dumps(measure(said.worker, said.repeats, works)))
+    elif said.profile:
+        sampler = Oncurve()
+        for work in works[:3]:
+            print(f"\n{work.name}: one token step")
+            for name, microseconds, launches in profile(work, sampler)[:16]:
+                print(f"  {microseconds:9.1f} µs {launches:5}×  {name[:90]}")
+    elif said.first_token:
+        print(f"first token after {first_token():.1f} s")
+    else:
+        import torch
+
+        found: dict[str, Any] = {"commit": commit(), "device": torch.cuda.get_device_name(), "versions": versions()}
+        found |= {"model": MODEL, "works": [asdict(w) for w in works], "first_token_s": round(first_token(), 1), "peers": {}}
+        for peer in ["oncurve", *filter(None, said.against.split(","))]:
+            found["peers"][peer] = in_own_process(peer, said)
+        show(found)
+        said.out.parent.mkdir(exist_ok=True)
+        said.out.write_text(json.dumps(found, indent=1) + "\n")
+        print(f"first token after {found['first_token_s']} s; written to {said.out}")
+
+
+if __name__ == "__main__":
+    main()

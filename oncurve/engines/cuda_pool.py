@@ -1,0 +1,159 @@
+"""The pool on a GPU: pages of keys and values of all layers, given out one by one, and how a prefill fills them.
+
+A page holds PAGE positions of one prompt or of one suffix, for every layer: [pages, layers, 2, K, PAGE, d]. A group's
+prompt lies once in pages that all its completions read; a completion owns only the pages of its suffix, taken as it
+grows.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from oncurve.engines.cuda_memory import NoMemory, Stretch
+from oncurve.engines.kernels.layers import store
+from oncurve.models.attention import allowed, capped
+from oncurve.models.policy import Policy
+
+log = logging.getLogger("oncurve.engine")
+
+PAGE = 512
+"""Positions of a page, and keys that one program of the attention kernel reads: chosen by measurement on an H200."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What the pool must hold: the same for every layer."""
+
+    layers: int
+    heads: int
+    key_heads: int
+    head_size: int
+    dtype: torch.dtype
+
+    @property
+    def page_bytes(self) -> int:
+        return self.layers * 2 * self.key_heads * PAGE * self.head_size * self.dtype.itemsize
+
+
+class _Watcher:
+    """A layout that writes down what each layer asks for, and attends to nothing."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, tuple[int, int, int, torch.dtype]] = {}
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        self.seen[layer] = (q.shape[1], k.shape[1], k.shape[3], k.dtype)
+        return torch.zeros_like(q).transpose(1, 2)
+
+
+def shape_of(policy: Policy) -> Shape | str:
+    """The model's shape, asked by one forward pass; or why pages can't hold it."""
+    watcher, ids = _Watcher(), torch.zeros(1, 1, dtype=torch.long, device=policy.device)
+    policy.hidden(ids, ids, watcher)
+    shapes = set(watcher.seen.values())
+    if len(shapes) != 1 or sorted(watcher.seen) != list(range(len(watcher.seen))):
+        return f"layers of unequal heads ({len(shapes)} kinds)"
+    return Shape(len(watcher.seen), *shapes.pop())
+
+
+class PagedPool:
+    """Pages on the device. ``open`` makes room for a call of ``sample`` and ``close`` gives it to the learner."""
+
+    def __init__(self, shape: Shape, device: torch.device) -> None:
+        self.shape, self.device = shape, device
+        self.stretch: Stretch | None = None
+        self.data: Tensor | None = None
+        self.free: list[int] = []
+        if device.type == "cuda":
+            try:
+                self.stretch = Stretch(torch.cuda.get_device_properties(device).total_memory, device)
+            except (OSError, RuntimeError, AttributeError) as error:
+                log.warning("the pool keeps its memory between steps: addresses can't be reserved here (%s)", error)
+
+    def _tensor_shape(self, pages: int) -> tuple[int, ...]:
+        s = self.shape
+        return (pages, s.layers, 2, s.key_heads, PAGE, s.head_size)
+
+    def open(self, wanted: int, share: float) -> int:
+        """Room for ``wanted`` pages, or as many as ``share`` of the free memory holds; returns how many there are."""
+        pages = wanted
+        if self.device.type == "cuda":
+            pages = min(wanted, max(1, int(free_memory(self.device) * share) // self.shape.page_bytes))
+        pages = self._map(pages) if self.stretch is not None else self._allocate(pages)
+        self.free = list(range(pages - 1, -1, -1))
+        return pages
+
+    def _map(self, pages: int) -> int:
+        assert self.stretch is not None
+        while True:
+            try:
+                self.stretch.grow(pages * self.shape.page_bytes)
+                break
+            except NoMemory:
+                torch.cuda.empty_cache()
+                try:
+                    self.stretch.grow(pages * self.shape.page_bytes)
+                    break
+                except NoMemory:
+                    pages = pages * 3 // 4
+        if self.data is None:
+            self.data = self.stretch.tensor(self._tensor_shape(self.stretch.size // self.shape.page_bytes), self.shape.dtype)
+        return pages
+
+    def _allocate(self, pages: int) -> int:
+        if self.data is None or len(self.data) < pages:
+            self.data = None
+            self.data = torch.zeros(self._tensor_shape(pages), dtype=self.shape.dtype, device=self.device)
+        return pages
+
+    def close(self) -> None:
+        """Memory goes back to the driver, for the learner; addresses stay, and with them captured graphs."""
+        if self.stretch is not None:
+            torch.cuda.synchronize(self.device)
+            self.stretch.release()
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that nobody holds, and what torch keeps cached."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+class PagedPrefill:
+    """Chunks of prompts, [B, tokens] each from position ``start`` on: causal attention to what was stored and to themselves."""
+
+    def __init__(self, pool: Tensor, table_BP: Tensor, start: int, tokens: int, length_B: Tensor) -> None:
+        self.pool, self.table_BP, self.start, self.length_B = pool, table_BP, start, length_B
+        self.start_B = torch.full_like(length_B, start)
+        self.positions = torch.arange(start + tokens, device=pool.device)
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        store(k, v, self.pool, layer, self.table_BP, self.start_B, self.length_B)
+        plain = softcap is None and (window is None or window >= len(self.positions))
+        if plain and not self.start:
+            out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+            return out.transpose(1, 2)
+        if self.start:
+            k, v = (torch.cat((x, y), 2) for x, y in zip(self._stored(layer), (k, v), strict=True))
+        rep = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(rep, 1), v.repeat_interleave(rep, 1)
+        mask = allowed(self.positions[self.start :, None], self.positions[None, :], window)
+        if softcap is None:
+            return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).transpose(1, 2)
+        scores = capped(q @ k.transpose(-1, -2) * scale, softcap).masked_fill(~mask, -torch.inf)
+        return (scores.softmax(-1, dtype=torch.float32).to(v.dtype) @ v).transpose(1, 2)
+
+    def _stored(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values before ``start``, [B, K, start, d]."""
+        pages = self.pool[:, layer][self.table_BP[:, : -(-self.start // PAGE)].long()]  # [B, pages, 2, K, PAGE, d]
+        k, v = (pages[:, :, i].transpose(1, 2).flatten(2, 3)[:, :, : self.start] for i in (0, 1))
+        return k, v
