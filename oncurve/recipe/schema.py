@@ -11,6 +11,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from oncurve.recipe.dpo import Dpo
 from oncurve.recipe.ppo import Ppo
+from oncurve.recipe.reward_model import RewardModel
 from oncurve.recipe.sampled import Advantage, Surrogate
 from oncurve.recipe.sections import Count, Engine, Model, NonNegative, Reward, Section, SftOptimiser, Share, StageBase, Task
 from oncurve.recipe.trpo import Trpo
@@ -72,7 +73,7 @@ class Grpo(Surrogate):
     """The constant that dr_grpo divides by; unset: `sampling.max_new_tokens`."""
 
 
-Stage = Annotated[Sft | Grpo | Ppo | Trpo | Dpo, Field(discriminator="type")]
+Stage = Annotated[Sft | Grpo | Ppo | Trpo | Dpo | RewardModel, Field(discriminator="type")]
 
 
 class Evaluation(Section):

@@ -276,3 +276,8 @@ class StageBase(Section):
     @property
     def label(self) -> str:
         return self.name or self.type
+
+    @property
+    def moves_policy(self) -> bool:
+        """Whether the stage changes the policy: only then is it measured on held-out problems."""
+        return True

@@ -8,6 +8,7 @@ padding. The model reads the conversation through its own chat template where it
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,12 +23,16 @@ from oncurve.recipe.sections import Section
 from oncurve.records import Group, Prompt
 from oncurve.rewards.base import Result, Score
 
+STAGE = "stage:"
+"""Begins the name of a model that an earlier stage of the same run trains."""
+
 
 class LearnedOptions(Section):
     """Options of the reward `model`."""
 
     model: str
-    """A folder or hub id of a sequence-classification model."""
+    """A folder or hub id of a sequence-classification model, or `stage:NAME` for the one that an earlier stage of this run
+    trains (`reward_model`)."""
     heads: dict[str, float] = Field(default_factory=dict)
     """Weight of each head, by its label in the model's config or by its number; heads not named weigh nothing. Unset: a model
     with one head counts with weight 1."""
@@ -49,9 +54,30 @@ class LearnedReward:
     weight: float
     options: LearnedOptions
     _lock: Any = field(default_factory=threading.Lock)
+    _runs: list[Path] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        _ = self._weights
+        if not self.options.model.startswith(STAGE):
+            _ = self._weights
+
+    def find_in(self, run: Path) -> None:
+        """The folder of the run, where models that its own stages train will lie."""
+        self._runs[:] = [run]
+
+    @property
+    def _source(self) -> str:
+        name = self.options.model
+        if not name.startswith(STAGE):
+            return name
+        folder = [run / "reward_models" / name.removeprefix(STAGE) for run in self._runs]
+        if not folder or not folder[0].is_dir():
+            raise ModelError(
+                f"rewards.{self.name}.model",
+                name,
+                because="no stage of that name has trained a reward model in this run yet",
+                fix="put the reward_model stage before, or name a folder",
+            )
+        return str(folder[0])
 
     def score(self, group: Group) -> list[Result]:
         texts = [conversation(self._tokenizer, group.prompt, completion.text) for completion in group.completions]
@@ -82,14 +108,14 @@ class LearnedReward:
 
     @cached_property
     def _model(self) -> Any:
-        model = load(self.options.model, "AutoModelForSequenceClassification", f"rewards.{self.name}.model", self.options.dtype)
+        model = load(self._source, "AutoModelForSequenceClassification", f"rewards.{self.name}.model", self.options.dtype)
         if model.config.pad_token_id is None:  # it is how such a model finds the last token of a padded row
             model.config.pad_token_id = self._tokenizer.pad_token_id or 0
         return model.to(self.options.device)
 
     @cached_property
     def _tokenizer(self) -> Any:
-        return load(self.options.model, "AutoTokenizer", f"rewards.{self.name}.model")
+        return load(self._source, "AutoTokenizer", f"rewards.{self.name}.model")
 
     @cached_property
     def _labels(self) -> dict[int, str]:
@@ -148,6 +174,14 @@ class StepModel:
             logits = self.model(**{key: value.to(self.model.device) for key, value in coded.items()}).logits[0].float()
         good = logits.softmax(-1)[:, self.label].cpu().tolist()
         return [good[_last_of(offsets, before + end)] for _, end in spans]
+
+
+def step_ends(tokenizer: Any, prompt: Prompt, steps: Sequence[str]) -> tuple[list[int], list[int]]:
+    """A completion of these steps as `StepModel` reads it: token ids, and the place of each step's last token."""
+    coded = tokenizer(prompt.shown + "".join(steps), return_offsets_mapping=True)
+    offsets = [(int(begin), int(end)) for begin, end in coded["offset_mapping"]]
+    ends = itertools.accumulate(map(len, steps), initial=len(prompt.shown))
+    return list(coded["input_ids"]), [_last_of(offsets, end) for end in itertools.islice(ends, 1, None)]
 
 
 def _last_of(offsets: Sequence[tuple[int, int]], end: int) -> int:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
+from pathlib import Path
 
 from oncurve.errors import RewardError
 from oncurve.records import Aspect, Completion, Group, ScoredCompletion, ScoredGroup
@@ -78,6 +79,13 @@ class RewardMix:
     def remember_in(self, memory: Memory) -> None:
         """Keeps what comes from outside, and gives it again where the same step is done again."""
         self._memory = memory
+
+    def find_in(self, run: Path) -> None:
+        """Tells rewards where the run lies whose stages may train a model that they use."""
+        for reward in self.rewards:
+            told = getattr(reward, "find_in", None)
+            if told is not None:
+                told(run)
 
     @property
     def remarks(self) -> list[str]:

@@ -101,6 +101,7 @@ class Trainer:
         self.memory = Memory()
         for stage in recipe.stages:
             rewards_of(stage).decode_with(self.policy.decode)
+            rewards_of(stage).find_in(run.path)
             rewards_of(stage).remember_in(self.memory)
         self.remark = settle(recipe.deterministic, self.policy)
         self.stop_signal: int | None = None
@@ -180,7 +181,7 @@ class Trainer:
     def loop(self, stage: Stage, detour: int) -> StageLoop:
         """A stage's loop, ready for its first step; after ``detour`` roll-backs it draws other samples."""
         recipe = self.recipe.model_copy(update={"seed": self.recipe.seed + detour * DETOUR}) if detour else self.recipe
-        return loop_for(stage, Parts(recipe, self.task_of(stage), self.engine, self.rewards_of(stage)))
+        return loop_for(stage, Parts(recipe, self.task_of(stage), self.engine, self.rewards_of(stage), self.run.path))
 
     def _one_step(self, stage: Stage, loop: StageLoop, n: int) -> None:
         self.memory.at(self.store.replies(stage.label, n))
@@ -255,7 +256,7 @@ class Trainer:
 
     def _measure(self, stage: Stage, step: int) -> EvalReport | None:
         prompts = self.task_of(stage).heldout
-        if not prompts:
+        if not prompts or not stage.moves_policy:
             return None
         limit = self._answer_limit(stage, prompts)
         self.memory.at(self.store.replies(stage.label, step, "eval"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -12,6 +13,7 @@ from oncurve.engines.native import NativeEngine
 from oncurve.models.policy import Policy
 from oncurve.recipe.dpo import Dpo
 from oncurve.recipe.ppo import Ppo
+from oncurve.recipe.reward_model import RewardModel
 from oncurve.recipe.schema import Grpo, Recipe, Sft, Stage
 from oncurve.recipe.trpo import Trpo
 from oncurve.records import StepReport
@@ -20,6 +22,7 @@ from oncurve.tasks.base import Task
 from oncurve.train.dpo import DpoLoop
 from oncurve.train.loop import GrpoLoop
 from oncurve.train.ppo import PpoLoop
+from oncurve.train.reward_model import RewardModelLoop
 from oncurve.train.sft import SftLoop
 from oncurve.train.trpo import TrpoLoop
 
@@ -45,6 +48,7 @@ class Parts:
     task: Task
     engine: NativeEngine
     rewards: RewardMix
+    folder: Path
 
     @property
     def policy(self) -> Policy:
@@ -54,6 +58,7 @@ class Parts:
 LOOPS: dict[type[Stage], Callable[[Any, Parts], StageLoop]] = {
     Sft: lambda stage, parts: SftLoop(stage, parts.recipe.seed, parts.task, parts.policy),
     Grpo: lambda stage, parts: GrpoLoop(stage, parts.recipe.seed, parts.task, parts.engine, parts.rewards),
+    RewardModel: lambda stage, parts: RewardModelLoop(stage, parts.recipe.seed, parts.policy, parts.folder),
     Dpo: lambda stage, parts: DpoLoop(stage, parts.recipe.seed, parts.policy),
     Trpo: lambda stage, parts: TrpoLoop(stage, parts.recipe.seed, parts.task, parts.engine, parts.rewards),
     Ppo: lambda stage, parts: PpoLoop(stage, parts.recipe.seed, parts.task, parts.engine, parts.rewards),

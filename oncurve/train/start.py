@@ -21,6 +21,7 @@ from oncurve.recipe.dpo import Dpo
 from oncurve.recipe.flat import changes, flat
 from oncurve.recipe.load import dump_recipe, load_recipe, parse_recipe
 from oncurve.recipe.resolve import resolved_rewards, resolved_task
+from oncurve.recipe.reward_model import RewardModel
 from oncurve.recipe.sampled import Sampled
 from oncurve.recipe.schema import Recipe, Sft, Stage
 from oncurve.recipe.sections import Reward
@@ -34,6 +35,7 @@ from oncurve.runs.secrets import holds_secret, redacted
 from oncurve.runs.store import Store
 from oncurve.tasks.base import Task
 from oncurve.tasks.pairs import read_pairs
+from oncurve.tasks.preferences import read_judgements
 from oncurve.tasks.registry import build_task
 from oncurve.train.listeners import Listener
 from oncurve.train.run import Trainer
@@ -212,6 +214,8 @@ def prepare(recipe: Recipe, task: Task | None = None, rewards: RewardMix | None 
         check_metric(f"{stage.label}.keep_best", stage.keep_best)
         if isinstance(stage, Dpo):
             read_pairs(stage)
+        if isinstance(stage, RewardModel):
+            read_judgements(stage)
         if isinstance(stage, Sft):
             examples_of(stage, tasks[stage.label])
     return (lambda s: tasks[s.label]), (lambda s: mixes[s.label])

@@ -1,0 +1,233 @@
+"""The stage `reward_model`: one optimiser update per step on comparisons, ratings or judged steps.
+
+loss = mean over the update's rows of −log σ(±(r_chosen − r_rejected) − margin) for pairs, of the squared error for ratings,
+and over judged steps of the cross-entropy at each step's last token; several heads are averaged over those that have a say.
+Texts are read as the reward `model` (or `process`) will read them: through the chat template where the tokenizer has one.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from oncurve.algos.comparisons import bradley_terry, calibration_error
+from oncurve.models.classifier import classifier_of, loaded_classifier, logits, save
+from oncurve.models.policy import Policy
+from oncurve.recipe.reward_model import RewardModel
+from oncurve.records import StepReport
+from oncurve.rewards.learned import batches, conversation, step_ends
+from oncurve.runs.notes import note
+from oncurve.tasks.order import places_for_step
+from oncurve.tasks.preferences import Judged, Judgements, read_judgements
+from oncurve.train.clock import Clock
+from oncurve.train.optimiser import Optimiser
+
+FOLDER = "reward_models"
+
+
+@dataclass(frozen=True, slots=True)
+class Coded:
+    """A row as token ids: one text, or the chosen and the rejected one; ``ends`` are the places of steps' last tokens."""
+
+    rows: tuple[tuple[int, ...], ...]
+    values: tuple[float | None, ...]
+    margin: float
+    ends: tuple[int, ...] = ()
+
+    @property
+    def cost(self) -> int:
+        return len(self.rows) * max(map(len, self.rows))
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """What the model said of some rows: their loss summed, how many numbers it is a sum of, and how often it was right.
+
+    ``probability_N`` is what it gave to the truth, for each thing it could be right about.
+    """
+
+    loss: Tensor
+    count: int
+    probability_N: Tensor
+    gap: float = 0.0
+
+
+class RewardModelLoop:
+    """Trains the reward model; the policy is only where it starts from. ``folder`` is the run's own."""
+
+    out_of_time = False
+    """Its length is counted in steps alone."""
+
+    def __init__(
+        self, stage: RewardModel, seed: int, policy: Policy, folder: Path, judgements: Judgements | None = None
+    ) -> None:
+        self.stage, self.seed, self.policy, self.folder = stage, seed, policy, folder / FOLDER / stage.label
+        told = judgements or read_judgements(stage)
+        by_token = stage.kind == "steps"
+        self.model = (
+            classifier_of(policy, stage.heads, seed, by_token=by_token)
+            if stage.source is None
+            else loaded_classifier(stage.source, stage.heads, policy, by_token=by_token)
+        )
+        self.left_out = dict(told.left_out)
+        self.train, self.heldout = self._coded(told.train), self._coded(told.heldout)
+        self.optimiser = Optimiser(self.model, stage.optimiser, stage.steps)
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        weights = {name: p.detach() for name, p in self.model.named_parameters()}
+        return {"optimiser": self.optimiser.state(), "reward_model": weights}
+
+    @torch.no_grad()
+    def load_state(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+        self.optimiser.load_state(tensors["optimiser"])
+        for name, p in self.model.named_parameters():
+            p.copy_(tensors["reward_model"][name])
+
+    def step(self, n: int) -> StepReport:
+        """Update number n, from 1. The last one writes the model."""
+        clock = Clock()
+        if n == 1 and self.left_out:
+            note("data", ", ".join(f"{count} {reason} left out" for reason, count in self.left_out.items()))
+        chosen = [self.train[i] for i in places_for_step(len(self.train), self.seed, n - 1, self.stage.batch_size)]
+        with clock("update"):
+            metrics = self.update(chosen)
+        if n == self.stage.steps or (self.stage.eval_every and n % self.stage.eval_every == 0):
+            with clock("eval"):
+                metrics |= self.measure(self.heldout)
+        if n == self.stage.steps:
+            self.write()
+        metrics |= {
+            "examples_seen": float(n * self.stage.batch_size),
+            "epoch": n * self.stage.batch_size / len(self.train),
+            "tokens_per_s": metrics["tokens"] / clock.seconds["update"],
+        }
+        return StepReport(self.stage.label, n, metrics, clock.seconds)
+
+    def update(self, chosen: Sequence[Coded]) -> dict[str, float]:
+        """One optimiser update. The split into batches changes nothing: losses are divided by the update's own count."""
+        total = sum(_count(coded) for coded in chosen)
+        self.optimiser.zero_grad()
+        loss, seen = 0.0, []
+        for part in self._parts(chosen):
+            scored = self.score(part)
+            (scored.loss / total).backward()  # type: ignore[no-untyped-call]
+            loss += float(scored.loss.detach()) / total
+            seen.append(scored)
+        done = self.optimiser.step(loss=loss)
+        return {
+            "loss": loss,
+            **_right(seen),
+            "grad_norm": done.grad_norm,
+            "learning_rate": done.learning_rate,
+            "skipped_updates": float(done.skipped),
+            "tokens": float(sum(len(row) for coded in chosen for row in coded.rows)),
+        }
+
+    @torch.no_grad()
+    def measure(self, rows: Sequence[Coded]) -> dict[str, float]:
+        """Loss, accuracy and calibration on rows that were kept aside."""
+        if not rows:
+            return {}
+        seen = [self.score(part) for part in self._parts(rows)]
+        told = {"heldout_loss": float(sum(s.loss for s in seen)) / sum(s.count for s in seen)}
+        probability_N = torch.cat([s.probability_N for s in seen])
+        if len(probability_N):
+            told["heldout_pair_accuracy"] = _accuracy(probability_N)
+            told["calibration_error"] = calibration_error(probability_N)
+        return told
+
+    def score(self, rows: Sequence[Coded]) -> Scored:
+        return SCORES[self.stage.kind](self.model, rows)
+
+    def write(self) -> None:
+        """As a standard checkpoint, there whole or not at all."""
+        aside = self.folder.with_name(f".writing-{self.folder.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        save(self.model, self.policy.tokenizer, aside)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        aside.rename(self.folder)
+
+    def _parts(self, rows: Sequence[Coded]) -> list[list[Coded]]:
+        places = batches(range(len(rows)), [coded.cost for coded in rows], self.stage.tokens_per_pack)
+        return [[rows[i] for i in part] for part in places]
+
+    def _coded(self, judged: Sequence[Judged]) -> list[Coded]:
+        coded = [code(self.policy.tokenizer, one, self.stage.kind) for one in judged]
+        short = [one for one in coded if max(map(len, one.rows)) <= self.stage.max_tokens]
+        if len(short) < len(coded):
+            reason = f"rows of more than {self.stage.max_tokens} tokens"
+            self.left_out[reason] = self.left_out.get(reason, 0) + len(coded) - len(short)
+        return short
+
+
+def code(tokenizer: Any, judged: Judged, kind: str) -> Coded:
+    """A row as the reward will read it."""
+    if kind == "steps":
+        ids, ends = step_ends(tokenizer, judged.prompt, judged.texts)
+        return Coded((tuple(ids),), judged.values, 0.0, tuple(ends))
+    texts = [conversation(tokenizer, judged.prompt, text) for text in judged.texts]
+    rows = tuple(tuple(tokenizer(text, add_special_tokens=special)["input_ids"]) for text, special in texts)
+    return Coded(rows, judged.values, judged.margin)
+
+
+def score_pairs(model: Any, rows: Sequence[Coded]) -> Scored:
+    """Both completions of a pair in one batch; heads without a say count nothing."""
+    out = logits(model, [row for coded in rows for row in coded.rows])
+    chosen_NH, rejected_NH = out[0::2], out[1::2]
+    sign_NH = torch.tensor([coded.values for coded in rows], dtype=torch.float32, device=out.device)
+    margin_N = torch.tensor([coded.margin for coded in rows], device=out.device)
+    loss_NH = bradley_terry(chosen_NH, rejected_NH, sign_NH, margin_N)
+    gap_NH = (sign_NH * (chosen_NH - rejected_NH)).detach()
+    said_NH = sign_NH != 0
+    return Scored(loss_NH.sum(), int(said_NH.sum()), torch.sigmoid(gap_NH[said_NH]).cpu(), float(gap_NH[said_NH].sum()))
+
+
+def score_ratings(model: Any, rows: Sequence[Coded]) -> Scored:
+    out_NH = logits(model, [coded.rows[0] for coded in rows])
+    nothing = float("nan")
+    wanted = [[nothing if v is None else v for v in coded.values] for coded in rows]
+    wanted_NH = torch.tensor(wanted, dtype=torch.float32, device=out_NH.device)
+    said_NH = ~wanted_NH.isnan()
+    loss = ((out_NH - wanted_NH)[said_NH]).square().sum()
+    return Scored(loss, int(said_NH.sum()), torch.empty(0))
+
+
+def score_steps(model: Any, rows: Sequence[Coded]) -> Scored:
+    out = logits(model, [coded.rows[0] for coded in rows])
+    at = [(i, end) for i, coded in enumerate(rows) for end in coded.ends]
+    where, ends = (torch.tensor(x, device=out.device) for x in zip(*at, strict=True))
+    labels = torch.tensor([int(v or 0) for coded in rows for v in coded.values], device=out.device)
+    picked_NL = out[where, ends]
+    probability_N = picked_NL.detach().softmax(-1).gather(1, labels[:, None])[:, 0]
+    return Scored(functional.cross_entropy(picked_NL, labels, reduction="sum"), len(labels), probability_N.cpu())
+
+
+SCORES: dict[str, Callable[[Any, Sequence[Coded]], Scored]] = {
+    "pairs": score_pairs,
+    "ratings": score_ratings,
+    "steps": score_steps,
+}
+
+
+def _count(coded: Coded) -> int:
+    """How many numbers a row adds to the loss."""
+    return sum(v is not None for v in coded.values) if len(coded.rows) == 1 else sum(v != 0 for v in coded.values)
+
+
+def _right(seen: Sequence[Scored]) -> dict[str, float]:
+    probability_N = torch.cat([s.probability_N for s in seen])
+    if not len(probability_N):
+        return {}
+    gap = sum(s.gap for s in seen) / len(probability_N)
+    return {"pair_accuracy": _accuracy(probability_N), "pair_margin": gap}
+
+
+def _accuracy(probability_N: Tensor) -> float:
+    return float((probability_N > 0.5).double().mean() + 0.5 * (probability_N == 0.5).double().mean())
