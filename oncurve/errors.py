@@ -71,6 +71,6 @@ def no_such(where: str, kind: str, name: str, known: Iterable[str]) -> RecipeErr
     return RecipeError(
         where,
         f"there is no {kind} '{name}'{did_you_mean(name, known)}",
-        because=f"{kind}s are: {', '.join(known)}",
+        because=f"there are: {', '.join(known)}",
         fix="name one of them",
     )

@@ -81,6 +81,20 @@ class JudgeOptions(Section):
             raise ValueError("scale is (lowest, highest), and the lowest must be below the highest")
         return self
 
+    @property
+    def described(self) -> str:
+        return f"judged by {self.model} at {self.base_url or 'api.openai.com'}"
+
+
+def client_for(options: JudgeOptions, where: str) -> JudgeClient:
+    """The judge's endpoint; a template that is none is the recipe's mistake, and told before anything is asked."""
+    try:
+        template_columns(options.template)
+    except RecipeError as error:
+        raise RecipeError(f"{where}.template", error.what, because=error.because, fix=error.fix) from None
+    limits = {"retries": options.retries, "seconds": options.seconds, "at_once": options.at_once, "cache": options.cache}
+    return JudgeClient(where, options.base_url, options.key_env, **limits)  # type: ignore[arg-type]
+
 
 class _Scored(Section):
     score: float
@@ -108,20 +122,14 @@ class JudgeReward:
 
     def __post_init__(self) -> None:
         _ = self._client
-        try:
-            template_columns(self.options.template)
-        except RecipeError as error:
-            raise RecipeError(f"rewards.{self.name}.template", error.what, because=error.because, fix=error.fix) from None
 
     @cached_property
     def _client(self) -> JudgeClient:
-        o = self.options
-        limits = {"retries": o.retries, "seconds": o.seconds, "at_once": o.at_once, "cache": o.cache}
-        return JudgeClient(f"rewards.{self.name}", o.base_url, o.key_env, **limits)  # type: ignore[arg-type]
+        return client_for(self.options, f"rewards.{self.name}")
 
     @property
     def remarks(self) -> list[str]:
-        return [f"{self.name}: judged by {self.options.model} at {self.options.base_url or 'api.openai.com'}"]
+        return [f"{self.name}: {self.options.described}"]
 
     def score(self, group: Group) -> Sequence[Result]:
         texts = [c.text if self.options.thinking else said(c.text).strip() for c in group.completions]
@@ -148,29 +156,17 @@ class JudgeReward:
         return [Score(1 - places[i] / best, f"{places[i] + 1}. of {len(texts)}") for i in range(len(texts))]
 
     def _request(self, prompt: Prompt, texts: Sequence[str]) -> dict[str, Any]:
-        begin, end = f"<<<{_hash(*texts)}", f"{_hash(*texts)}>>>"
-        asked = fill(self.options.template, {**prompt.columns, "prompt": prompt.shown})
-        if self.options.mode == "rank":
-            shown = "\n\n".join(f"Answer {n}:\n{begin}\n{text}\n{end}" for n, text in enumerate(texts, start=1))
-        else:
-            shown = f"Answer:\n{begin}\n{texts[0]}\n{end}"
-        rules = RULES.format(begin=begin, end=end, shape=self._shape)
-        messages = [{"role": "system", "content": rules}, {"role": "user", "content": f"{asked}\n\n{shown}"}]
-        o = self.options
-        limits = {"temperature": o.temperature, "max_tokens": o.max_tokens}
-        return {"model": o.model, "messages": messages, **limits, "response_format": {"type": "json_object"}}
-
-    @property
-    def _shape(self) -> str:
+        titles = [f"Answer {n}" for n in range(1, len(texts) + 1)] if self.options.mode == "rank" else ["Answer"]
         names = ", ".join(f'"{name}": …' for name in self.options.rubric)
-        return SHAPES[self.options.mode].format(low=self.options.scale[0], high=self.options.scale[1], names=names)
+        shape = SHAPES[self.options.mode].format(low=self.options.scale[0], high=self.options.scale[1], names=names)
+        return request(self.options, prompt, titles, texts, shape)
 
     def _read_score(self, reply: str) -> Score:
-        said_ = _parsed(_Scored, reply)
+        said_ = parsed(_Scored, reply)
         return Score(self._share(said_.score), said_.reason[:200] or None)
 
     def _read_rubric(self, reply: str) -> Score:
-        said_ = _parsed(_Rubric, reply)
+        said_ = parsed(_Rubric, reply)
         if set(said_.scores) != set(self.options.rubric):
             raise JudgeReplyError(f"the judge scored {', '.join(said_.scores) or 'nothing'}")
         weights = self.options.rubric
@@ -179,17 +175,33 @@ class JudgeReward:
         return Score(total, f"{told}; {said_.reason}"[:200])
 
     def _share(self, score: float) -> float:
-        low, high = self.options.scale
-        if not low <= score <= high:
-            raise JudgeReplyError(f"the judge gave {score:g}, and the scale is {low:g} to {high:g}")
-        return (score - low) / (high - low)
+        return share(score, self.options.scale)
+
+
+def request(options: JudgeOptions, prompt: Prompt, titles: Sequence[str], texts: Sequence[str], shape: str) -> dict[str, Any]:
+    """What is sent: the rules, the question by its template, and each text under its title, between fences of their own."""
+    begin, end = f"<<<{_hash(*texts)}", f"{_hash(*texts)}>>>"
+    asked = fill(options.template, {**prompt.columns, "prompt": prompt.shown})
+    shown = "\n\n".join(f"{title}:\n{begin}\n{text}\n{end}" for title, text in zip(titles, texts, strict=True))
+    rules = RULES.format(begin=begin, end=end, shape=shape)
+    messages = [{"role": "system", "content": rules}, {"role": "user", "content": f"{asked}\n\n{shown}"}]
+    limits = {"temperature": options.temperature, "max_tokens": options.max_tokens}
+    return {"model": options.model, "messages": messages, **limits, "response_format": {"type": "json_object"}}
 
 
 def _hash(*texts: str) -> str:
     return hashlib.sha256("\0".join(texts).encode("utf-8", "surrogatepass")).hexdigest()[:20]
 
 
-def _parsed(shape: type[Any], reply: str) -> Any:
+def share(score: float, scale: tuple[float, float]) -> float:
+    """A score as a number from 0 to 1."""
+    low, high = scale
+    if not low <= score <= high:
+        raise JudgeReplyError(f"the judge gave {score:g}, and the scale is {low:g} to {high:g}")
+    return (score - low) / (high - low)
+
+
+def parsed(shape: type[Any], reply: str) -> Any:
     """The reply as the asked shape: JSON and nothing beside it, no other key, no number written as a text."""
     try:
         return shape.model_validate(json.loads(reply))
@@ -199,7 +211,7 @@ def _parsed(shape: type[Any], reply: str) -> Any:
 
 
 def _ranking(reply: str, count: int) -> tuple[int, ...]:
-    ranking: tuple[int, ...] = _parsed(_Ranked, reply).ranking
+    ranking: tuple[int, ...] = parsed(_Ranked, reply).ranking
     if sorted(ranking) != list(range(1, count + 1)):
         raise JudgeReplyError(f"the ranking is not one of 1 to {count}: {list(ranking)}")
     return ranking

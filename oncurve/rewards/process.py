@@ -15,7 +15,9 @@ from typing import Any, Literal
 from oncurve.errors import RecipeError
 from oncurve.recipe.sections import Section
 from oncurve.records import Completion, Group, Prompt
-from oncurve.rewards.base import Result, Score, each
+from oncurve.rewards.base import Result, Score, at_once
+from oncurve.rewards.judge import JudgeOptions
+from oncurve.rewards.judge_steps import StepJudge
 from oncurve.rewards.learned import StepModel, step_model
 from oncurve.rewards.steps import SPLITTERS, Decode, Span, Split, checked_spans, last_tokens
 from oncurve.tasks.expression import ExpressionError, parse
@@ -29,9 +31,9 @@ StepRewards = list[float | None]
 class ProcessOptions(Section):
     """Options of the reward `process`."""
 
-    source: Literal["arithmetic", "python", "model"] = "arithmetic"
+    source: Literal["arithmetic", "python", "model", "judge"] = "arithmetic"
     """`arithmetic`: 1 for a step whose sums (`12*3 = 36`) are all true, 0 where one is false, nothing where it has none;
-    `python`: a function; `model`: a process reward model."""
+    `python`: a function; `model`: a process reward model; `judge`: a language model, asked about all steps at once."""
     split: Split = "lines"
     """What a step is: `lines`, `numbered` (from one `Step n` to the next), `sentences`, or `tags` (`<step>…</step>`)."""
     splitter: str | None = None
@@ -45,6 +47,8 @@ class ProcessOptions(Section):
     """With `model`: the label that means a good step; the reward is its probability at the step's last token."""
     device: str = "cpu"
     """With `model`: where it runs."""
+    judge: JudgeOptions | None = None
+    """With `judge`: which model is asked and how, as in the reward `judge`; its `mode` and `rubric` are not used."""
 
 
 @dataclass(frozen=True)
@@ -57,18 +61,27 @@ class ProcessReward:
     _decode: list[Decode] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        needed = {"python": "function", "model": "model"}.get(self.options.source)
+        needed = {"python": "function", "model": "model", "judge": "judge"}.get(self.options.source)
         if needed is not None and getattr(self.options, needed) is None:
             raise RecipeError(
                 f"rewards.{self.name}.{needed}", "missing", because=f"source is '{self.options.source}'", fix=f"add {needed}"
             )
-        _ = self._splitter, self._function, self._model
+        _ = self._splitter, self._function, self._model, self._judge
+
+    @property
+    def waits(self) -> bool:
+        return self._judge is not None
+
+    @property
+    def remarks(self) -> list[str]:
+        return [] if self._judge is None else [f"{self.name}: steps {self._judge.options.described}"]
 
     def decode_with(self, decode: Decode) -> None:
         self._decode[:] = [decode]
 
     def score(self, group: Group) -> list[Result]:
-        return each(group, lambda completion: self._score(completion, group.prompt))
+        count = 1 if self._judge is None else self._judge.options.at_once
+        return at_once(group, lambda completion: self._score(completion, group.prompt), count)
 
     def _score(self, completion: Completion, prompt: Prompt) -> Score:
         if not self._decode:
@@ -91,6 +104,8 @@ class ProcessReward:
             return list(self._function(texts, prompt))
         if self._model is not None:
             return list(self._model.score(prompt, text, spans))
+        if self._judge is not None:
+            return list(self._judge.score(prompt, texts))
         return [arithmetic(step) for step in texts]
 
     @cached_property
@@ -114,6 +129,12 @@ class ProcessReward:
         if self.options.source != "model" or self.options.model is None:
             return None
         return step_model(self.options.model, self.options.label, self.options.device, f"rewards.{self.name}.model")
+
+    @cached_property
+    def _judge(self) -> StepJudge | None:
+        if self.options.source != "judge" or self.options.judge is None:
+            return None
+        return StepJudge(self.options.judge, f"rewards.{self.name}.judge")
 
 
 def arithmetic(step: str) -> float | None:

@@ -6,16 +6,20 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from oncurve.errors import RecipeError, RewardError
+from oncurve.recipe import sections
 from oncurve.records import Aspect
 from oncurve.rewards.judge import JudgeOptions, JudgeReward
 from oncurve.rewards.mix import RewardMix, aspects_of
+from oncurve.rewards.registry import build_reward
 from tests.rewards.builders import group
 
 KEY = "sk-very-secret-1234567890"
@@ -220,3 +224,58 @@ def test_what_can_t_be_built(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delenv("OPENAI_API_KEY")
     with pytest.raises(RewardError, match="OPENAI_API_KEY is not set"):
         JudgeReward("judge", 1.0, JudgeOptions(model="m", cache=None))
+
+
+def of_steps(judge: Judge, *texts: str) -> list[Aspect]:
+    asked = {"model": "m", "base_url": judge.url, "cache": None, "retries": 0, "scale": [0.0, 4.0]}
+    made = build_reward(sections.Reward.model_validate({"type": "process", "source": "judge", "judge": asked}))
+    mix = RewardMix([made])
+    mix.decode_with(lambda ids: "".join(map(chr, ids.tolist())))
+    rows = [
+        replace(c, token_ids=np.array([ord(letter) for letter in c.text])) for c in group(*texts, prompt="2+2?").completions
+    ]
+    (scored,) = mix.score([replace(group(prompt="2+2?"), completions=tuple(rows))])
+    return [aspect for one in scored.scored for aspect in one.aspects]
+
+
+def test_a_judge_of_single_steps(judge: Judge) -> None:
+    """One request for all steps of a completion, each between the fences; a score for each, at the step's last token."""
+    judge.reply = lambda body: json.dumps(
+        {"scores": [4, 1, 2][: body["messages"][1]["content"].count("Step ")], "reason": "so"}
+    )
+    one, two = of_steps(judge, "ab\ncd\ne", "f")
+    assert one.steps == ((1, 1.0), (4, 0.25), (6, 0.5))
+    assert two.steps == ((0, 1.0),)
+    assert (one.value, one.reason) == (None, "1 of 3 steps are good")
+    asked = next(r["messages"] for r in judge.requests if "Step 3" in r["messages"][1]["content"])
+    assert "each of the 3 steps" in asked[0]["content"]
+    fence = re.search(r"<<<(\w+)", asked[0]["content"])
+    assert fence is not None
+    assert asked[1]["content"].count(f"{fence[1]}>>>") == 3
+
+
+@pytest.mark.parametrize(
+    ("reply", "why"),
+    [
+        ('{"scores": [1]}', "scored 1 steps of 2"),
+        ('{"scores": [1, 9]}', "the judge gave 9, and the scale is 0 to 4"),
+        ('{"scores": [1, "2"]}', "not the asked JSON"),
+        ("Both steps are fine: 4, 4", "not the asked JSON"),
+    ],
+)
+def test_a_judge_of_steps_that_says_something_else_has_failed(judge: Judge, reply: str, why: str) -> None:
+    judge.reply = lambda _: reply
+    (said,) = of_steps(judge, "a\nb")
+    assert said.steps is None
+    assert why in str(said.failure)
+
+
+def test_a_judge_of_steps_is_told_who_is_asked(judge: Judge) -> None:
+    made = build_reward(
+        sections.Reward.model_validate({"type": "process", "source": "judge", "judge": {"model": "m", "base_url": judge.url}})
+    )
+    assert RewardMix([made]).remarks == [f"process: steps judged by m at {judge.url}"]
+    assert getattr(made, "waits", False)
+    with pytest.raises(RecipeError) as caught:
+        build_reward(sections.Reward.model_validate({"type": "process", "source": "judge"}))
+    assert caught.value.where == "rewards.process.judge"
