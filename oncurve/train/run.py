@@ -279,8 +279,10 @@ class Trainer:
     def _save(self, stage: Stage, loop: StageLoop, step: int) -> None:
         tensors = {"model": weights(self.policy), **loop.state()}
         self.store.flush()  # what a checkpoint follows must be on the disk before it
-        best = best_step(self.store, stage.label, stage.keep_best, self._saved_steps(stage) | {step})
-        protect = set() if best is None else {best}
+        steps = self._saved_steps(stage) | {step}
+        best = best_step(self.store, stage.label, stage.keep_best, steps)
+        recent = set(sorted(steps)[-stage.keep_checkpoints :])
+        protect = set() if best is None else {best} - recent
         documents = {"state": {"stage": stage.label, "step": step}}
         wanted = Wanted(stage.label, step, documents, stage.keep_checkpoints, protect)
         self._note_saved(self.saver.save(wanted, tensors))

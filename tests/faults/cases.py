@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from oncurve.recipe.load import parse_recipe
 from oncurve.recipe.schema import Recipe
 
 HERE = "tests.faults.grading"
+PAIRS = Path(__file__).with_name("pairs.jsonl")
 
 SFT = {"type": "sft", "steps": 24, "batch_size": 8, "save_every": 2, "eval_every": 3}
 GRPO = {
@@ -39,5 +41,9 @@ CASES: dict[str, Recipe] = {
     "asynchronous rewards": recipe(GRPO, rewards=[PATIENT, FORMAT]),
     "rewards in workers": recipe(GRPO, rewards=[HURRIED, FORMAT]),
     "dynamic sampling": recipe({**GRPO, "no_signal": "resample", "max_resample_rounds": 2}, rewards=[SHORT]),
+    "environments": recipe(GRPO, task={"type": "guess", "heldout": 6}, rewards=[{"type": "guess"}, SHORT]),
+    "ppo": recipe({**GRPO, "type": "ppo", "updates_per_step": 2, "kl": {"beta": 0.05}, "critic": {"warmup_steps": 2}}),
+    "trpo": recipe({k: v for k, v in GRPO.items() if k != "optimiser"} | {"type": "trpo", "cg_iterations": 2}),
+    "dpo": recipe({**SFT, "type": "dpo", "pairs": str(PAIRS), "optimiser": {"learning_rate": 1e-3}}),
 }
 """Long enough to be killed a dozen times, each time a little further on."""

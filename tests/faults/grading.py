@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import time
 
 
 def short(completion: str) -> float:
@@ -28,3 +30,19 @@ def pairs(text: str) -> list[tuple[int, int]]:
 
 def by_step(steps: list[str]) -> list[float]:
     return [float(any(c.isdigit() for c in step)) for step in steps]
+
+
+def failing(completion: str) -> float:
+    """Raises for some completions, as a parser does."""
+    if completion.endswith("1"):
+        raise ValueError("nothing to parse")
+    return short(completion)
+
+
+def dying(completion: str) -> float:
+    """Takes its process with it for some completions, and never comes back for a few."""
+    if completion.startswith("77"):
+        time.sleep(60)
+    if completion.startswith("7"):
+        os._exit(3)
+    return short(completion)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from oncurve.runs.folder import RunFolder
+from oncurve.train.stages import LOOPS
 from oncurve.train.start import begin
 from tests.faults import children
 from tests.faults.cases import CASES
@@ -23,6 +24,12 @@ TAUGHT = [
     ("between writing and renaming", 1), ("measuring", 1), ("writing the model", 1),
 ]  # fmt: skip
 """A stage without samples has fewer moments."""
+MOMENTS_OF = {
+    "sft": TAUGHT,
+    "dpo": TAUGHT,
+    "ppo": [m for m in SAMPLED if m[0] != "grading"],  # graded by its critic
+    "trpo": [m for m in SAMPLED if m[0] not in ("backward", "in an update")],  # a natural gradient has no optimiser
+}
 QUICK = [
     ("backward", 4),
     ("in a commit", 1),
@@ -49,10 +56,13 @@ def test_five_kills_in_one_run_change_no_bit(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_kills_at_every_moment_of_every_stage_change_no_bit(case: str, tmp_path: Path) -> None:
-    run = killed(tmp_path / "killed", case, TAUGHT if case == "sft" else SAMPLED)
+    run = killed(tmp_path / "killed", case, MOMENTS_OF.get(case, SAMPLED))
     assert everything(run) == everything(begin(CASES[case], out=tmp_path / "whole"))
 
 
 def test_every_stage_and_enough_kills_are_asked_for() -> None:
     """The promise is fifty; random ones of tests/e2e come on top."""
-    assert len(TAUGHT) + len(SAMPLED) * (len(CASES) - 1) >= 50
+    assert sum(len(MOMENTS_OF.get(case, SAMPLED)) for case in CASES) >= 50
+    assert {stage.type for case in CASES.values() for stage in case.stages} == {
+        kind.model_fields["type"].default for kind in LOOPS
+    }

@@ -1,0 +1,146 @@
+"""`oncurve replay`, `verify` and `doctor`, as they are used."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from oncurve.cli import main
+from oncurve.runs.folder import RunFolder
+from oncurve.train.replaying import replay
+from oncurve.train.start import begin, fork
+from tests.faults.cases import GRPO, SFT, SHORT, recipe
+from tests.faults.test_exact import moody
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """sft and grpo with dynamic sampling; checkpoints of grpo at 3 and 5. Not to be changed."""
+    sft = {**SFT, "steps": 3, "eval_every": 0}
+    grpo = {**GRPO, "steps": 5, "save_every": 3, "no_signal": "resample", "updates_per_step": 2, "kl": {"beta": 0.05}}
+    return begin(recipe(sft, grpo, rewards=[SHORT]), out=tmp_path_factory.mktemp("commands") / "run")
+
+
+@pytest.mark.parametrize(
+    ("step", "start", "steps"), [(4, ("grpo", 3), 1), (5, ("grpo", 3), 2), (2, ("sft", 3), 2), (1, ("sft", 3), 1)]
+)
+def test_a_group_comes_out_the_same(step: int, start: tuple[str, int], steps: int, run: RunFolder) -> None:
+    for group in (0, 2):
+        found = replay(run, None, step, group)
+        assert found.differences == []
+        assert (found.start, found.steps) == (start, steps)
+
+
+def test_replay_shows_it_and_says_where_it_is_not_so(
+    run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted((p, p.stat().st_mtime_ns) for p in run.path.rglob("*") if p.is_file())
+    assert main(["replay", str(run.path), "--step", "4", "--group", "1"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "from the checkpoint of grpo step 3, 1 step done again" in told
+    assert "identical: 4 completions" in told
+    after = sorted((p, p.stat().st_mtime_ns) for p in run.path.rglob("*") if p.is_file())
+    assert before == [(p, t) for p, t in after if not p.name.endswith(("-wal", "-shm"))]
+    copy = RunFolder(tmp_path / "copy")
+    shutil.copytree(run.path, copy.path)
+    with closing(sqlite3.connect(copy.database)) as store, store:
+        store.execute("UPDATE tokens SET logps = zeroblob(length(logps))")
+    assert main(["replay", str(copy.path), "--step", "4", "--group", "1", "--json"]) == 2
+    data = json.loads(capsys.readouterr().out)
+    assert data["identical"] is False
+    assert "log-probs" in data["differences"][0]
+
+
+def test_replay_uses_the_replies_that_were_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reward that never says the same twice: what it said then is what counts."""
+    monkeypatch.setattr("oncurve.train.replaying.refuse_from_python", lambda recipe: None)
+    made = begin(recipe({**GRPO, "steps": 2, "save_every": 1, "max_failure_share": 1.0}), out=tmp_path / "run", rewards=moody())
+    monkeypatch.setattr("oncurve.train.replaying.prepare", lambda r: prepared(r))
+    assert replay(made, None, 2, 0).differences == []
+
+
+def prepared(asked: object) -> object:
+    from oncurve.recipe.schema import Recipe
+    from oncurve.train.start import prepare
+
+    assert isinstance(asked, Recipe)
+    return prepare(asked, None, moody())
+
+
+def test_replay_of_what_is_not_there(run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (
+        ["--step", "9", "--group", "0"],
+        ["--step", "4", "--group", "77"],
+        ["--step", "1", "--group", "0", "--stage", "x"],
+    ):
+        assert main(["replay", str(run.path), *words]) == 2
+        assert "fix" in capsys.readouterr().err
+    child = fork(run, 3, ["grpo.optimiser.learning_rate=0.01"], out=tmp_path / "child")
+    assert replay(child, None, 4, 0).differences == []
+    assert main(["replay", str(child.path), "--step", "2", "--group", "0"]) == 2
+    assert "it is a fork of run" in " ".join(capsys.readouterr().err.split())
+
+
+def test_verify_finds_a_whole_run_whole(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(run.path)]) == 0
+    told = capsys.readouterr().out
+    assert "the run is whole" in told
+    for part in ("run.json", "recipe.toml", "run.db", "stage grpo", "grpo-000003", "grpo-000005", "sft-000003", "model"):
+        assert part in told
+
+
+def hurt(run: RunFolder, name: str) -> None:
+    path = run.path / name
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("checkpoints/grpo-000005/optimiser.safetensors", "optimiser.safetensors is damaged"),
+        ("checkpoints/sft-000003/manifest.json", "manifest.json is damaged"),
+        ("model/model.safetensors", "weights are not those of grpo-000005"),
+        ("model/config.json", "model"),
+        ("recipe.toml", "recipe.toml"),
+    ],
+)
+def test_verify_says_what_is_wrong(
+    name: str, words: str, run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = RunFolder(tmp_path / "copy")
+    shutil.copytree(run.path, copy.path)
+    hurt(copy, name)
+    assert main(["verify", str(copy.path), "--json"]) == 2
+    data = json.loads(capsys.readouterr().out)
+    wrong = [f"{c['name']} {c['message']}" for c in data["checks"] if c["mark"] == "wrong"]
+    assert any(words in line for line in wrong), wrong
+
+
+def test_verify_looks_at_the_database_row_by_row(run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = RunFolder(tmp_path / "copy")
+    shutil.copytree(run.path, copy.path)
+    with closing(sqlite3.connect(copy.database)) as store, store:
+        store.execute("DELETE FROM steps WHERE stage = 'grpo' AND step = 2")
+    assert main(["verify", str(copy.path)]) == 2
+    assert "rows without their owner" in " ".join(capsys.readouterr().out.split())
+    copy.database.write_bytes(copy.database.read_bytes()[:5000])
+    assert main(["verify", str(copy.path)]) == 2
+    assert "wrong" in capsys.readouterr().out
+
+
+def test_doctor_says_what_will_run_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--runs", str(tmp_path / "runs"), "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    checks = {c["name"]: c for c in data["checks"]}
+    assert checks["training on cpu"]["mark"] == "ok", checks
+    assert "bit for bit" in checks["training on cpu"]["message"]
+    assert checks["runs"]["mark"] == "ok"
+    assert {"versions", "machine", "sandbox", "disk"} <= checks.keys()
+    assert not (tmp_path / "runs").exists(), "looking leaves nothing behind"

@@ -1,0 +1,128 @@
+"""Memory that runs out: the step is done over smaller packs, its gradient is the same, and the log says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from oncurve.engines.native import Draws, NativeEngine
+from oncurve.models.packing import Pack
+from oncurve.models.policy import Policy
+from oncurve.recipe.sections import Engine, Sampling
+from oncurve.runs.notes import collecting
+from oncurve.runs.store import Store
+from oncurve.train.learner import Learner
+from oncurve.train.memory import OutOfMemory, sample, with_less
+from oncurve.train.start import begin
+from tests.faults.cases import GRPO, SFT, recipe
+from tests.train.builders import PROMPTS, apart, graded_group, gradient, policy, snapshot, stage
+
+
+class SmallGpu:
+    """A device on which a pack of more than so many tokens does not fit: forward, or in the middle of the backward pass."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, room: int, backward: bool = False) -> None:
+        self.refused = 0
+        real = Policy.pack_logps
+
+        def pack_logps(mine: Policy, pack: Pack, *more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            if pack.tokens <= room:
+                return real(mine, pack, *more)
+            if not backward or not torch.is_grad_enabled():
+                self.refuse()
+            logp_M, entropy_M = real(mine, pack, *more)
+            logp_M.register_hook(lambda _: self.refuse())  # type: ignore[no-untyped-call]
+            return logp_M, entropy_M
+
+        monkeypatch.setattr(Policy, "pack_logps", pack_logps)
+
+    def refuse(self) -> None:
+        self.refused += 1
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("options", [{}, {"minibatches": 2, "updates_per_step": 2}, {"kl": {"beta": 0.1}}], ids=str)
+def test_the_same_gradient_from_packs_of_half_the_size(
+    options: dict[str, Any], backward: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dice = np.random.default_rng(0)
+    groups = [graded_group(dice, 6, [9, 7, 8, 5], name=str(i)) for i in range(4)]
+    whole = Learner(policy(), stage(**options))
+    expected = whole.update(groups)
+    monkeypatch.setattr("oncurve.train.memory.release", lambda: None)
+    gpu = SmallGpu(monkeypatch, room=30, backward=backward)
+    small = Learner(policy(), stage(**options))
+    with collecting() as notes:
+        found = small.update(groups)
+    assert gpu.refused
+    assert apart(gradient(small.policy.model), gradient(whole.policy.model)) < 1e-5
+    assert notes[0].kind == "memory"
+    assert "tried again with tokens_per_pack" in notes[0].message
+    for name in ("loss", "entropy", "ratio_mean", "grad_norm", "mismatch_kl"):
+        assert found.metrics[name] == pytest.approx(expected.metrics[name], rel=1e-4, abs=1e-7), name
+    assert small.tokens_per_pack <= 30, "later steps begin with what was enough"
+    refused = gpu.refused
+    small.update(groups)
+    assert gpu.refused == refused
+
+
+def test_a_whole_run_goes_on_with_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = recipe({**SFT, "steps": 2, "eval_every": 0}, {**GRPO, "steps": 2, "eval_every": 0})
+    whole = begin(asked, out=tmp_path / "whole")
+    monkeypatch.setattr("oncurve.train.memory.release", lambda: None)
+    SmallGpu(monkeypatch, room=40)
+    small = begin(asked, out=tmp_path / "small")
+    with Store.open(small.path) as store, Store.open(whole.path) as plain:
+        assert {e.stage for e in store.events("memory")} == {"sft", "grpo"}
+        for one, other in zip(store.metric("loss", "grpo"), plain.metric("loss", "grpo"), strict=True):
+            assert one[1] == pytest.approx(other[1], abs=1e-6)
+
+
+def test_a_completion_that_does_not_fit_alone_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    dice = np.random.default_rng(0)
+    monkeypatch.setattr("oncurve.train.memory.release", lambda: None)
+    SmallGpu(monkeypatch, room=3)
+    learner = Learner(policy(), stage())
+    before = snapshot(learner.policy.model)
+    with pytest.raises(OutOfMemory, match=r"out of memory at \d+(.|\n)*2.00 GiB(.|\n)*max_new_tokens"):
+        learner.update([graded_group(dice, 6, [9, 7], name="a")])
+    assert torch.equal(snapshot(learner.policy.model), before)
+
+
+def test_the_pool_shrinks_and_the_texts_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [PROMPTS.train_prompt(i) for i in range(6)]
+    how, draws = Sampling(max_new_tokens=6), Draws(0, 1)
+    engine = NativeEngine(policy(), Engine(slots=24))
+    expected = engine.sample(prompts, 4, how, draws)
+    real = NativeEngine.sample
+
+    def cramped(mine: NativeEngine, *arguments: Any) -> Any:
+        if (mine.settings.slots or 0) > 8:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return real(mine, *arguments)
+
+    monkeypatch.setattr(NativeEngine, "sample", cramped)
+    monkeypatch.setattr("oncurve.train.memory.release", lambda: None)
+    with collecting() as notes:
+        found = sample(engine, prompts, 4, how, draws)
+    texts = [[[c.text for c in g.completions] for g in groups] for groups in (expected, found)]
+    assert texts[0] == texts[1]
+    assert engine.settings.slots == 6
+    assert [n.message.rpartition(" = ")[2] for n in notes] == ["12", "6"]
+
+
+def test_halving_ends_at_the_least() -> None:
+    tried: list[int] = []
+
+    def attempt(budget: int) -> None:
+        tried.append(budget)
+        raise torch.OutOfMemoryError("no")
+
+    with pytest.raises(OutOfMemory):
+        with_less(attempt, 100, least=30, what="tokens")
+    assert tried == [100, 50, 30]

@@ -1,0 +1,208 @@
+"""Numbers that come apart: the update is left out, the batch kept, and a run that stays bad goes back and on otherwise."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from oncurve.cli import main
+from oncurve.errors import RunError
+from oncurve.recipe.sections import Guard as Settings
+from oncurve.records import StepReport
+from oncurve.rewards.function import FunctionReward
+from oncurve.rewards.mix import RewardMix
+from oncurve.runs.bad import bad_batches
+from oncurve.runs.folder import RunFolder
+from oncurve.runs.store import Store
+from oncurve.train.guard import Guard
+from oncurve.train.optimiser import Optimiser
+from oncurve.train.start import begin, resume
+from oncurve.train.watch import PATIENCE, Watch
+from tests.faults.cases import GRPO, recipe
+from tests.faults.sameness import everything
+from tests.faults.test_exact import Die, DieAfter
+
+
+def test_a_spike_is_far_from_the_median_by_the_usual_deviation() -> None:
+    """Of 1.0, 1.1 … 1.9: median 1.45, deviations 0.05 … 0.45 with median 0.25, times 1.4826: 0.371; ten of them are 3.71."""
+    guard = Guard(Settings(spike=10.0))
+    for i in range(10):
+        assert guard.refusal({"loss": 1.0 + i / 10}) is None
+    assert guard.refusal({"loss": 1.45 + 3.70}) is None
+    guard.recent["loss"].pop()
+    assert guard.refusal({"loss": 1.45 + 3.71}) == "loss is 5.16, and was 1.45 ± 0.37 over the last 10 updates"
+    assert guard.refusal({"loss": 1.45 - 3.72}) is not None
+
+
+def test_what_was_left_out_is_not_remembered() -> None:
+    guard = Guard(Settings(spike=10.0))
+    for _ in range(8):
+        guard.refusal({"grad_norm": 1.0, "loss": 0.0})
+    for bad in (math.nan, math.inf, -math.inf, 1e6):
+        assert guard.refusal({"grad_norm": 1.0, "loss": bad}) is not None
+    assert list(guard.recent["grad_norm"]) == [1.0] * 8
+
+
+def test_small_numbers_are_no_spikes() -> None:
+    """A first solved problem lifts the mean reward from 0 to 1, and a loss near 0 has no scale: neither is a spike."""
+    guard = Guard(Settings())
+    for _ in range(20):
+        assert guard.refusal({"reward": 0.0, "loss": 1e-9, "kl": 0.0, "grad_norm": 1e-6}) is None
+    assert guard.refusal({"reward": 1.0, "loss": -0.5, "kl": 0.1, "grad_norm": 0.9}) is None
+    assert Guard(Settings(spike=0.0)).refusal({"loss": 1e30}) is None
+
+
+def test_the_guard_is_part_of_a_checkpoint() -> None:
+    model = torch.nn.Linear(2, 2)
+    one = Optimiser(model, recipe(GRPO).stages[0].optimiser, 10)
+    for i in range(9):
+        one.guard.refusal({"loss": float(i) / 7})
+    other = Optimiser(model, recipe(GRPO).stages[0].optimiser, 10)
+    other.load_state(one.state())
+    assert other.guard.recent == one.guard.recent
+
+
+def mix(function: Any) -> RewardMix:
+    return RewardMix([FunctionReward(function, "wild")])
+
+
+def wild_after(calls: int, until: float = math.inf) -> RewardMix:
+    """Quiet rewards, then absurd ones, of the size that a broken reward gives."""
+    count = [0]
+
+    def wild(completion: str) -> float:
+        count[0] += 1
+        return float(len(completion)) + (1e9 if calls < count[0] <= until else 0.0)
+
+    return mix(wild)
+
+
+BARE = {**GRPO, "steps": 12, "eval_every": 0, "save_every": 4}
+
+
+def test_a_wild_reward_moves_no_weight_and_its_batch_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """12 calls a step; the tenth step's rewards are absurd. `show --bad` says why, with what was sampled."""
+    run = begin(
+        recipe(BARE, task={"type": "arithmetic", "digits": 1, "heldout": 6}), out=tmp_path / "run", rewards=wild_after(108, 120)
+    )
+    with Store.open(run.path) as store:
+        skipped = dict(store.metric("skipped_updates", "grpo"))
+        assert {n: v for n, v in skipped.items() if v} == {10: 1.0}
+        assert [(e.kind, e.step) for e in store.events("bad")] == [("bad", 10)]
+    (batch,) = bad_batches(run.path)
+    assert (batch.stage, batch.step) == ("grpo", 10)
+    assert "reward is 1e+09" in batch.why[0]
+    assert all(c["reward"] > 1e8 for group in batch.groups for c in group["completions"])
+    assert main(["show", str(run.path), "--bad"]) == 0
+    told = capsys.readouterr().out
+    assert "grpo step 10" in told
+    assert "update left out: reward is 1e+09" in " ".join(told.split())
+    assert main(["show", str(run.path), "--bad", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["step"] == 10
+
+
+class NanAt:
+    """A learner whose gradient breaks: the loss of the updates of chosen steps is NaN."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, updates: range) -> None:
+        self.count, self.updates, real = 0, updates, torch.nn.utils.clip_grad_norm_
+
+        def broken(parameters: Any, limit: float) -> torch.Tensor:
+            self.count += 1
+            norm = real(parameters, limit)
+            return norm * math.nan if self.count in self.updates else norm
+
+        monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", broken)
+
+
+def test_after_bad_updates_in_a_row_a_run_goes_back_and_on_with_other_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = recipe({**BARE, "optimiser": {"learning_rate": 1e-3, "guard": {"rollback_after": 2}}})
+    whole = begin(asked, out=tmp_path / "whole")
+    NanAt(monkeypatch, range(6, 8))
+    run = begin(asked, out=tmp_path / "run")
+    with Store.open(run.path) as store, Store.open(whole.path) as plain:
+        (event,) = store.events("rollback")
+        assert (event.step, event.data) == (4, {"to": 4, "number": 1})
+        assert [s.step for s in store.steps("grpo")] == list(range(1, 13)), "the steps were done again"
+        assert {v for _, v in store.metric("skipped_updates", "grpo")} == {0.0}
+        assert [g.prompt_id for g in store.groups("grpo", 4)] == [g.prompt_id for g in plain.groups("grpo", 4)]
+        assert [g.prompt_id for g in store.groups("grpo", 6)] != [g.prompt_id for g in plain.groups("grpo", 6)]
+    assert [b.step for b in bad_batches(run.path)] == [6, 7], "what was undone can still be looked at"
+
+
+def test_a_run_killed_after_a_roll_back_goes_on_as_if_it_had_not_been(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The roll-back is remembered with the run: the steps after it draw the other samples again."""
+    asked = recipe({**BARE, "optimiser": {"learning_rate": 1e-3, "guard": {"rollback_after": 2}}})
+    NanAt(monkeypatch, range(6, 8))
+    whole = begin(asked, out=tmp_path / "whole")
+    NanAt(monkeypatch, range(6, 8))
+    with pytest.raises(Die):
+        begin(asked, out=tmp_path / "cut", listeners=[DieSecond(6)])
+    monkeypatch.undo()
+    run = resume(RunFolder(tmp_path / "cut"))
+    assert everything(run) == everything(whole)
+
+
+class DieSecond(DieAfter):
+    """Dies when a step is done for the second time."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(step)
+        self.seen = 0
+
+    def on_step(self, report: StepReport) -> None:
+        self.seen += report.step == self.step
+        if self.seen == 2:
+            raise Die
+
+
+def test_a_run_that_stays_bad_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = recipe({**BARE, "optimiser": {"learning_rate": 1e-3, "guard": {"rollback_after": 2}}})
+    NanAt(monkeypatch, range(6, 1000))
+    with pytest.raises(RunError, match="3 roll-backs to step 4 did not help"):
+        begin(asked, out=tmp_path / "run")
+    NanAt(monkeypatch, range(2, 1000))
+    with pytest.raises(RunError, match="no checkpoint to go back to"):
+        begin(asked, out=tmp_path / "early")
+
+
+def report(**metrics: float) -> StepReport:
+    groups: Any = ["a group"]
+    return StepReport(
+        "grpo", 1, {"entropy": 1.0, "no_signal_share": 0.2, "accuracy": 0.0, "cut_share": 0.0, **metrics}, {}, groups
+    )
+
+
+@pytest.mark.parametrize(
+    ("metrics", "words"),
+    [
+        ({"entropy": 0.001}, ["entropy is 0.001", "kl.beta", "oncurve fork"]),
+        ({"no_signal_share": 1.0}, ["0% of completions are right", "easier prompts", "group_size"]),
+        ({"no_signal_share": 1.0, "accuracy": 1.0}, ["100% of completions are right", "harder ones"]),
+        ({"cut_share": 0.95}, ["95% of completions reach the length limit", "max_new_tokens"]),
+    ],
+)
+def test_a_collapse_is_told_once_with_what_to_change(metrics: dict[str, float], words: list[str]) -> None:
+    watch = Watch()
+    said = [line for _ in range(PATIENCE - 1) for line in watch.look(report(**metrics))]
+    assert said == []
+    (line,) = watch.look(report(**metrics))
+    assert all(word in line for word in words), line
+    assert [line for _ in range(20) for line in watch.look(report(**metrics))] == []
+    for _ in range(PATIENCE):
+        assert watch.look(report()) == []
+    assert [line for _ in range(PATIENCE) for line in watch.look(report(**metrics))], "once it had gone, it is told again"
+
+
+def test_a_collapsed_run_has_the_warning_in_its_log(tmp_path: Path) -> None:
+    run = begin(recipe({**BARE, "steps": 6}), out=tmp_path / "run", rewards=mix(lambda completion: 1.0))
+    with Store.open(run.path) as store:
+        (warning,) = store.events("warning")
+    assert "too easy now" in warning.message

@@ -1,0 +1,211 @@
+"""Checkpoints behind training's back, the best of them kept, and what a disk can do to them."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+
+from oncurve.errors import DiskError, RecipeError, RunError
+from oncurve.runs import checkpoints, database, disk
+from oncurve.runs.checkpoints import list_checkpoints, load
+from oncurve.runs.folder import RunFolder
+from oncurve.runs.store import Store
+from oncurve.train import saving
+from oncurve.train.saving import Saver, Wanted, on_host
+from oncurve.train.start import begin, resume
+from tests.faults import children
+from tests.faults.cases import CASES, GRPO, SFT, recipe
+from tests.faults.sameness import everything
+from tests.faults.test_exact import Die, DieAfter
+
+ROOT = Path(__file__).parents[2]
+WILD = {"learning_rate": 5.0, "schedule": "constant"}
+"""A rate at which every step makes things worse."""
+SHORT_SFT = {**SFT, "steps": 4, "save_every": 1, "eval_every": 0}
+
+
+def test_a_checkpoint_holds_what_was_when_it_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training goes on, and changes the very tensors, while the disk is slow."""
+    monkeypatch.setattr(saving, "BEHIND_FROM", 0)
+    real, gate = checkpoints.save, threading.Event()
+    monkeypatch.setattr(checkpoints, "save", lambda *a: gate.wait(20) and real(*a))
+    weight = torch.ones(1000, 100)
+    saver = Saver(tmp_path)
+    begun = time.perf_counter()
+    assert saver.save(Wanted("grpo", 1, {}, keep=3), {"model": {"w": weight, "tied": weight}}) == []
+    blocked = time.perf_counter() - begun
+    weight.zero_()
+    assert saver.done() == []
+    gate.set()
+    (saved,) = saver.wait()
+    saver.close()
+    found = load(saved.path).tensors["model"]
+    assert bool((found["w"] == 1).all())
+    assert found["tied"] is found["w"]
+    assert blocked < 2.0, "it waited for the copy, not for the disk"
+
+
+def test_copies_are_of_their_own_and_ties_stay(tmp_path: Path) -> None:
+    base = torch.arange(6.0)
+    copies = on_host({"a": {"x": base, "again": base, "part": base[:3]}, "b": {"x": base}})
+    base.zero_()
+    assert copies["a"]["x"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert copies["a"]["again"] is copies["a"]["x"] is copies["b"]["x"]
+    assert copies["a"]["part"].tolist() == [0.0, 1.0, 2.0]
+
+
+def test_what_the_disk_refused_in_the_background_is_raised_in_front(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving, "BEHIND_FROM", 0)
+    monkeypatch.setattr(checkpoints, "free_bytes", lambda path: 10)
+    saver = Saver(tmp_path)
+    saver.save(Wanted("grpo", 1, {}, keep=3), {"model": {"w": torch.ones(100)}})
+    with pytest.raises(DiskError, match="no room"):
+        saver.wait()
+    saver.close()
+
+
+def test_saving_in_the_background_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = recipe({**GRPO, "steps": 5, "save_every": 1, "keep_checkpoints": 9})
+    front = everything(begin(small, out=tmp_path / "front"))
+    monkeypatch.setattr(saving, "BEHIND_FROM", 0)
+    behind = begin(small, out=tmp_path / "behind")
+    assert everything(behind) == front
+    with Store.open(behind.path) as store:
+        assert [e.step for e in store.events("checkpoint")] == [1, 2, 3, 4, 5]
+
+
+def test_the_best_checkpoint_stays(tmp_path: Path) -> None:
+    """By loss, of which less is better, in an sft stage that gets worse with every step."""
+    asked = recipe({**SHORT_SFT, "steps": 6, "keep_checkpoints": 1, "keep_best": "loss", "optimiser": WILD})
+    run = begin(asked, out=tmp_path / "run")
+    with Store.open(run.path) as store:
+        losses = dict(store.metric("loss", "sft"))
+    best = min(losses, key=lambda step: losses[step])
+    assert best < 6
+    assert {p.step for p in list_checkpoints(run.checkpoints)} == {best, 6}
+
+
+def test_best_by_held_out_accuracy_is_the_earliest_of_equals(tmp_path: Path) -> None:
+    asked = recipe({**SHORT_SFT, "eval_every": 1, "keep_checkpoints": 1, "keep_best": "heldout_accuracy"})
+    run = begin(asked, out=tmp_path / "run")
+    with Store.open(run.path) as store:
+        measured = {e.step: e.accuracy for e in store.evals()}
+    best = min(step for step, value in measured.items() if value == max(measured.values()))
+    assert {p.step for p in list_checkpoints(run.checkpoints)} == {best, 4}
+
+
+def test_a_metric_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"sft.keep_best: rewrad \(did you mean 'reward'\?\)"):
+        begin(recipe({**SHORT_SFT, "keep_best": "rewrad"}), out=tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []
+
+
+AS_NOBODY = """
+    import os, sys
+    os.setgid(65534), os.setuid(65534)
+    from pathlib import Path
+    from oncurve.errors import OncurveError
+    from oncurve.runs.folder import RunFolder
+    from oncurve.train.start import resume
+    try:
+        resume(RunFolder(Path(sys.argv[1])))
+    except OncurveError as error:
+        print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become nobody, and root may write anywhere")
+def test_permission_lost_is_told_and_the_run_stays_as_it_was(tmp_path: Path) -> None:
+    path = cut_off(tmp_path)
+    os.chmod(tmp_path, 0o755)
+    before = sorted(p.name for p in path.rglob("*"))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HOME": "/nonexistent"}
+    command = [sys.executable, "-c", textwrap.dedent(AS_NOBODY), str(path)]
+    done = subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, check=False, timeout=120)
+    assert done.stdout.startswith("DiskError"), done.stderr
+    assert "not allowed" in done.stdout
+    assert sorted(p.name for p in path.rglob("*")) == before
+    resume(RunFolder(path))
+
+
+def cut_off(tmp_path: Path) -> Path:
+    """A run that crashed after step 3 of 4, with a checkpoint of step 2."""
+    path = tmp_path / "run"
+    with pytest.raises(Die):
+        begin(recipe({**SHORT_SFT, "save_every": 2}), out=path, listeners=[DieAfter(3)])
+    return path
+
+
+def test_a_database_locked_by_another_program_is_told_and_the_run_goes_on_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database, "PATIENCE_S", 0.05)
+    path = cut_off(tmp_path)
+    with closing(sqlite3.connect(path / "run.db", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(RunError, match="locked"):
+            resume(RunFolder(path))
+    run = resume(RunFolder(path))
+    assert everything(run) == everything(begin(recipe({**SHORT_SFT, "save_every": 2}), out=tmp_path / "whole"))
+
+
+def test_a_clock_that_jumps_changes_nothing_but_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A day back in the middle, as by a wrong time server: order comes from numbers, not from times."""
+    whole = begin(recipe(SHORT_SFT), out=tmp_path / "whole")
+    real, calls = time.time, [0]
+
+    def jumping() -> float:
+        calls[0] += 1
+        return real() - (86400.0 if calls[0] > 6 else 0.0)
+
+    monkeypatch.setattr(time, "time", jumping)
+    path = tmp_path / "jumped"
+    with pytest.raises(Die):
+        begin(recipe(SHORT_SFT), out=path, listeners=[DieAfter(3)])
+    run = resume(RunFolder(path))
+    monkeypatch.undo()
+    assert everything(run) == everything(whole)
+
+
+def test_a_read_only_checkpoint_folder_ends_the_run_with_its_last_good_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = disk.write_durably
+
+    def refuse(path: Path, content: bytes) -> None:
+        if "000003" in str(path):
+            raise OSError(30, "Read-only file system", str(path))
+        real(path, content)
+
+    monkeypatch.setattr(checkpoints, "write_durably", refuse)
+    with pytest.raises(DiskError, match="read-only"):
+        begin(recipe(SHORT_SFT), out=tmp_path / "run")
+    monkeypatch.undo()
+    run = RunFolder(tmp_path / "run")
+    assert [p.step for p in list_checkpoints(run.checkpoints)] == [1, 2]
+    assert everything(resume(run)) == everything(begin(recipe(SHORT_SFT), out=tmp_path / "whole"))
+
+
+def test_nothing_is_pickled() -> None:
+    """Neither written nor read, anywhere in the package: weights are safetensors, all else is JSON, TOML or SQLite."""
+    words = ("import pickle", "torch.load(", "torch.save(", "allow_pickle", "import joblib", "import dill", "import shelve")
+    for path in (ROOT / "oncurve").rglob("*.py"):
+        text = path.read_text()
+        assert not [word for word in words if word in text], path
+
+
+def test_a_run_written_in_the_background_and_killed_is_still_exact(tmp_path: Path) -> None:
+    assert children.run(tmp_path / "run", CASES["sft"], "amid a checkpoint's file", 2, behind=True) == -9
+    assert children.run(tmp_path / "run", CASES["sft"], behind=True) == 0
+    assert everything(RunFolder(tmp_path / "run")) == everything(begin(CASES["sft"], out=tmp_path / "whole"))
