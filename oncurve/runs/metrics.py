@@ -42,6 +42,12 @@ _TABLE = (
         "Chance that so many answers to a held-out problem hold a right one (unbiased).",
         "rises with accuracy; where it falls while accuracy rises, answers have lost their variety",
     ),
+    Metric(
+        "samples_kept",
+        "completions",
+        "How many of the step's completions were kept to be imitated (rejection_sample).",
+        "above 0",
+    ),
     Metric("maj_at/", "share", "Share of held-out problems whose most frequent answer of so many is right.", "above accuracy"),
     Metric(
         "no_signal_share",
@@ -178,6 +184,12 @@ _TABLE = (
         "reward",
         "Mean implicit reward of rejected completions (dpo).",
         "falls; if the chosen one falls as fast, raise beta",
+    ),
+    Metric(
+        "mismatch_masked_share",
+        "share",
+        "Share of tokens left out because sampler and learner disagree on their completion (mismatch_limit).",
+        "near 0",
     ),
     Metric("tokens", "tokens", "Completion tokens sampled in the step, or trained on in sft.", "as large as fits"),
     Metric(
