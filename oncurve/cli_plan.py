@@ -18,6 +18,7 @@ from oncurve.plan.gpus import CPU, GIB, Gpu, find_gpu, gpu_of_driver
 from oncurve.plan.job import ALGORITHMS, Job
 from oncurve.plan.known import find_shape
 from oncurve.plan.planned import Plan, make_plan, report_data, side_by_side
+from oncurve.recipe.dpo import Dpo
 from oncurve.recipe.load import load_recipe
 from oncurve.recipe.resolve import resolved_task
 from oncurve.recipe.schema import Recipe, Stage
@@ -141,7 +142,7 @@ def _stage(recipe: Recipe, name: str | None) -> Stage:
 def stage_job(recipe: Recipe, stage: Stage, gpu: Gpu) -> Job:
     """A stage's job, with lengths as its task's first prompts and worked examples have them."""
     config = resolved_task(recipe, stage)
-    if config.type not in TASKS:  # rows given from Python: nobody knows their length here
+    if config.type not in TASKS or isinstance(stage, Dpo):  # rows from Python, or pairs of its own: lengths are not known here
         return job_of_stage(recipe, stage, gpu, PROMPT_TOKENS)
     task = build_task(config, "task" if stage.task is None else f"{stage.label}.task")
 

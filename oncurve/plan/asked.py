@@ -13,6 +13,7 @@ from oncurve.plan.gpus import Gpu
 from oncurve.plan.job import ALGORITHMS, DTYPE_BYTES, Job, find_algorithm
 from oncurve.plan.known import find_shape
 from oncurve.plan.shapes import Shape, tiny_shape
+from oncurve.recipe.dpo import Dpo
 from oncurve.recipe.resolve import resolved_rewards
 from oncurve.recipe.sampled import Sampled, Surrogate
 from oncurve.recipe.schema import Grpo, Recipe, Sft, Stage
@@ -132,7 +133,7 @@ def job_of(stage: Stage, shape: Shape, gpu: Gpu, prompt_tokens: int) -> Job:
         return _of_surrogate(stage, shape, gpu, prompt_tokens)
     if isinstance(stage, Sampled):
         return _of_sampled(stage, shape, gpu, prompt_tokens)
-    assert isinstance(stage, Sft), stage
+    assert isinstance(stage, Sft | Dpo), stage
     return _of_examples(stage, shape, gpu, prompt_tokens)
 
 
@@ -176,11 +177,16 @@ def _of_surrogate(stage: Surrogate, shape: Shape, gpu: Gpu, prompt_tokens: int) 
     )
 
 
-def _of_examples(stage: Sft, shape: Shape, gpu: Gpu, prompt_tokens: int) -> Job:
-    """Worked examples: a batch of them is an update; their completions are taken to be as long as their prompts."""
+def _of_examples(stage: Sft | Dpo, shape: Shape, gpu: Gpu, prompt_tokens: int) -> Job:
+    """Worked examples or pairs: a batch is an update. Completions are taken to be as long as prompts until the data tells."""
     like = _of_sampled(Grpo(prompts_per_step=stage.batch_size), shape, gpu, prompt_tokens)
     return replace(
-        like, algorithm="sft", tokens_per_pack=stage.tokens_per_pack, new_tokens=prompt_tokens, mean_tokens=float(prompt_tokens)
+        like,
+        algorithm=stage.type,
+        tokens_per_pack=stage.tokens_per_pack,
+        new_tokens=prompt_tokens,
+        mean_tokens=float(prompt_tokens),
+        reference_free=isinstance(stage, Dpo) and stage.loss == "simpo",
     )
 
 

@@ -67,6 +67,8 @@ class Job:
     quantise: str | None = None
     """A frozen base in 4 or 8 bits, under an adapter."""
     reward_model: Shape | None = None
+    reference_free: bool = False
+    """An offline loss without a reference (SimPO)."""
     critic: Shape | None = None
     """The critic's shape where it differs from the policy's."""
 
@@ -110,7 +112,9 @@ class Job:
 
     @property
     def has_reference(self) -> bool:
-        return self.does.always_reference or (self.beta > 0 and self.algorithm != "sft")
+        if not self.does.samples:
+            return self.does.always_reference and not self.reference_free
+        return self.beta > 0 and not self.does.curvature
 
     @property
     def holds_reference(self) -> bool:

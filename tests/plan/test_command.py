@@ -34,7 +34,14 @@ def test_bars_verdict_and_tables_fit_the_terminal(plan: Plan, columns: int) -> N
     code, out, _ = plan("--model", "Qwen/Qwen3-8B", "--gpu", "H100-80GB", columns=columns)
     assert code == 0
     assert max(map(len, out.splitlines())) <= columns
-    for word in ("does not fit an H100-80GB", "cheapest change: ", "ppo, full", "grpo, LoRA", "master weights", "samples a day"):
+    for word in (
+        "does not fit an H100-80GB",
+        "cheapest change: ",
+        "ppo, full",
+        "grpo, LoRA",
+        "master weights",
+        "samples a day",
+    ):
         assert word in " ".join(out.split())
     bars = [line for line in out.splitlines() if line.startswith(("grpo, ", "ppo, ")) and "GiB" in line and "│" in line]
     assert len(bars) == 4
@@ -66,7 +73,9 @@ def test_a_recipe_on_this_machine(plan: Plan) -> None:
 
 
 def test_a_recipe_changed_on_the_way(plan: Plan) -> None:
-    _, out, _ = plan("arithmetic", "--gpu", "T4", "--set", "grpo.group_size=16", "--new-tokens", 100, "--stage", "grpo", "--json")
+    _, out, _ = plan(
+        "arithmetic", "--gpu", "T4", "--set", "grpo.group_size=16", "--new-tokens", 100, "--stage", "grpo", "--json"
+    )
     asked = json.loads(out)["asked"]
     assert (asked["group_size"], asked["new_tokens"], asked["gpu"]["name"]) == (16, 100, "T4")
 
@@ -110,7 +119,9 @@ def on(monkeypatch: pytest.MonkeyPatch, gpu: Gpu | None) -> None:
     monkeypatch.setattr(cli_plan, "gpu_here", lambda recipe: gpu)
 
 
-def test_a_run_on_a_gpu_is_told_its_plan_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_on_a_gpu_is_told_its_plan_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     on(monkeypatch, GPUS["H200"])
     monkeypatch.setenv("COLUMNS", "200")
     cli_plan.announce(load_recipe("arithmetic"))
@@ -137,7 +148,9 @@ def test_an_impossible_run_stops_with_what_would_fit(monkeypatch: pytest.MonkeyP
     cli_plan.announce(mended)
 
 
-def test_a_card_that_nobody_knows_has_a_plan_of_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_card_that_nobody_knows_has_a_plan_of_memory(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     unknown = replace(GPUS["T4"], name="Voodoo", memory=8 * GIB, flops=float("inf"), bandwidth=float("inf"), link=float("inf"))
     on(monkeypatch, unknown)
     monkeypatch.setenv("COLUMNS", "200")

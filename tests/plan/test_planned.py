@@ -156,6 +156,14 @@ def test_a_recipe_becomes_a_job() -> None:
     assert job_of_stage(recipe, sft, find_gpu("H200"), 8).algorithm == "sft"
 
 
+def test_pairs_are_two_sequences_and_simpo_has_no_reference() -> None:
+    data = {"task": {"type": "arithmetic"}, "stages": [{"type": "dpo", "pairs": "pairs.jsonl", "batch_size": 4}]}
+    made = job_of_stage(parse_recipe(data), parse_recipe(data).stages[0], GPUS["H200"], 50)
+    assert (made.algorithm, made.rows, made.has_reference) == ("dpo", 8, True)
+    data["stages"][0]["loss"] = "simpo"  # type: ignore[index]
+    assert not job_of_stage(parse_recipe(data), parse_recipe(data).stages[0], GPUS["H200"], 50).has_reference
+
+
 def test_objectives_with_a_name_of_their_own() -> None:
     recipe = load_recipe("arithmetic", ["grpo.objective=rloo"])
     assert job_of_stage(recipe, recipe.stages[-1], find_gpu("H200"), 8).algorithm == "rloo"

@@ -1,0 +1,387 @@
+"""Plans against what really happens: peak memory and step time of eight settings on this machine's GPU, planned and measured.
+
+Models have the shapes of known ones and random weights; every completion has exactly the asked length, so that plan and run
+speak of the same work. Each setting makes one step to warm up (kernels are compiled, graphs captured), then two are measured.
+Memory is what torch has allocated at its most, with the pool of keys and values, which lies outside of torch's books; the
+plan's figure is without the driver's own context, which no program can measure from within.
+
+    python bench/plan_check.py                      measure, print, write bench/results/plan_check.json
+    python bench/plan_check.py --only 0.6B          settings whose name holds a word
+    python bench/plan_check.py --device cpu --tiny  the same machinery on small shapes, for tests: no memory is measured
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import statistics
+import subprocess
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from oncurve.plan.asked import Wishes, job_for, usual_rank
+from oncurve.plan.gpus import GIB, Gpu, find_gpu, gpu_of_driver
+from oncurve.plan.job import Job
+from oncurve.plan.known import find_shape
+from oncurve.plan.memory import memory_of
+from oncurve.plan.seconds import seconds_of
+from oncurve.plan.shapes import Shape
+
+RESULTS = Path(__file__).resolve().parent / "results" / "plan_check.json"
+MEMORY_WITHIN, TIME_WITHIN = 0.10, 0.30
+STEPS = 2
+SMALL = Shape("small", 2, 64, 4, 2, 16, 96, 128, 4096, tied=True, family="qwen3")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row of the table."""
+
+    name: str
+    model: str
+    algorithm: str
+    lora: bool
+    prompts: int
+    prompt_tokens: int
+    new_tokens: int
+    tokens_per_pack: int = 16384
+    group_size: int = 8
+
+    def job(self, gpu: Gpu, tiny: bool) -> Job:
+        wishes = Wishes(
+            algorithm=self.algorithm, prompts=self.prompts, group_size=self.group_size, prompt_tokens=self.prompt_tokens,
+            new_tokens=self.new_tokens, tokens_per_pack=self.tokens_per_pack, lora_rank=usual_rank() if self.lora else None,
+        )  # fmt: skip
+        if not tiny:
+            return job_for(find_shape(self.model), gpu, wishes)
+        small = replace(
+            wishes, prompts=2, group_size=4, prompt_tokens=self.prompt_tokens // 32, new_tokens=self.new_tokens // 32
+        )
+        return job_for(SMALL, gpu, small)
+
+
+SETTINGS = (
+    Setting("0.1B grpo full", "HuggingFaceTB/SmolLM2-135M", "grpo", False, 32, 128, 256),
+    Setting("0.6B grpo full", "Qwen/Qwen3-0.6B", "grpo", False, 32, 128, 256),
+    Setting("0.6B grpo full, long", "Qwen/Qwen3-0.6B", "grpo", False, 32, 512, 1024),
+    Setting("0.6B grpo LoRA", "Qwen/Qwen3-0.6B", "grpo", True, 32, 128, 256),
+    Setting("0.6B ppo full", "Qwen/Qwen3-0.6B", "ppo", False, 32, 128, 256),
+    Setting("1.7B ppo LoRA, long", "Qwen/Qwen3-1.7B", "ppo", True, 8, 512, 1024, 8192),
+    Setting("1.7B grpo full, long", "Qwen/Qwen3-1.7B", "grpo", False, 16, 512, 1024),
+    Setting("4B grpo full", "Qwen/Qwen3-4B", "grpo", False, 32, 128, 256, 8192),
+)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A setting, planned and measured. ``said`` is set where it could not be measured, and why. Bytes and seconds."""
+
+    setting: str
+    planned_memory: int
+    planned_by_phase: dict[str, int]
+    planned_seconds: float
+    planned_seconds_by_phase: dict[str, float]
+    measured_memory: int | None = None
+    measured_by_phase: dict[str, int] | None = None
+    reserved: int | None = None
+    measured_seconds: float | None = None
+    measured_seconds_by_phase: dict[str, float] | None = None
+    said: str | None = None
+
+    @property
+    def memory_off(self) -> float | None:
+        return None if not self.measured_memory else self.planned_memory / self.measured_memory - 1
+
+    @property
+    def time_off(self) -> float | None:
+        return None if not self.measured_seconds else self.planned_seconds / self.measured_seconds - 1
+
+    @property
+    def holds(self) -> bool | None:
+        """Whether both lie within their bounds; None where nothing was measured."""
+        if self.said is not None or self.time_off is None:
+            return None
+        near = self.memory_off is None or abs(self.memory_off) <= MEMORY_WITHIN
+        return near and abs(self.time_off) <= TIME_WITHIN
+
+
+def planned(setting: Setting, job: Job) -> Checked:
+    """The plan's side, without the driver's context."""
+    by_phase = {p.name: p.total - p.parts.get("cuda context", 0) for p in memory_of(job).phases}
+    took = seconds_of(job)
+    return Checked(setting.name, max(by_phase.values()), by_phase, took.step, took.phases)
+
+
+def check(setting: Setting, gpu: Gpu, tiny: bool, steps: int = STEPS) -> Checked:
+    """Plan and measure. A stage that does not exist, or a run that fails, is said; it never passes silently."""
+    from oncurve.recipe.tree import STAGES
+
+    job = setting.job(gpu, tiny)
+    plan = planned(setting, job)
+    if setting.algorithm not in STAGES:
+        return replace(plan, said=f"there is no stage '{setting.algorithm}' yet")
+    try:
+        return measured(plan, job, steps)
+    except Exception as error:  # whatever it was, the other settings are still worth measuring
+        traceback.print_exc()
+        return replace(plan, said=f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}")
+    finally:
+        _clear()
+
+
+def measured(plan: Checked, job: Job, steps: int) -> Checked:
+    meter = Meter(on_gpu=not job.gpu.is_cpu)
+    loop = build(job, steps, meter)
+    loop.step(1)
+    meter.reset()
+    reports = [_step(loop, n, meter) for n in range(2, steps + 2)]
+    phases = {name: statistics.median(r.get(name, 0.0) for r in reports) for name in reports[0]}
+    whole = phases.pop("step")
+    return replace(
+        plan,
+        measured_memory=max(meter.peaks.values(), default=None),
+        measured_by_phase=dict(meter.peaks) or None,
+        reserved=meter.reserved,
+        measured_seconds=whole,
+        measured_seconds_by_phase=phases,
+    )
+
+
+def _step(loop: Any, n: int, meter: Meter) -> dict[str, float]:
+    start = time.perf_counter()
+    report = loop.step(n)
+    meter.wait()
+    return {**report.seconds, "step": time.perf_counter() - start}
+
+
+class Meter:
+    """The most that was allocated in each phase: torch's own count, and what the pool maps beside it."""
+
+    def __init__(self, *, on_gpu: bool) -> None:
+        self.on_gpu = on_gpu
+        self.peaks: dict[str, int] = {}
+        self.reserved: int | None = None
+        self.mapped = 0
+
+    def reset(self) -> None:
+        self.peaks, self.reserved = {}, None
+
+    def wait(self) -> None:
+        if self.on_gpu:
+            import torch
+
+            torch.cuda.synchronize()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        if not self.on_gpu:
+            yield
+            return
+        import torch
+
+        torch.cuda.reset_peak_memory_stats()
+        self.mapped = 0
+        yield
+        self.wait()
+        found = torch.cuda.max_memory_allocated() + self.mapped
+        self.peaks[name] = max(self.peaks.get(name, 0), found)
+        self.reserved = max(self.reserved or 0, torch.cuda.max_memory_reserved() + self.mapped)
+
+    def around(self, owner: Any, method: str, name: str) -> None:
+        """Every call of a method is a phase."""
+        plain: Callable[..., Any] = getattr(owner, method)
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            with self.phase(name):
+                return plain(*arguments, **named)
+
+        setattr(owner, method, call)
+
+    def watch(self, pool: Any) -> None:
+        """Notes how much a pool maps when it opens; one that lies in torch's own memory is counted already."""
+        plain = pool.open
+
+        def open_pool(*arguments: Any) -> Any:
+            out = plain(*arguments)
+            self.mapped = max(self.mapped, 0 if pool.stretch is None else pool.stretch.mapped)
+            return out
+
+        pool.open = open_pool
+
+
+def build(job: Job, steps: int, meter: Meter) -> Any:
+    """The stage's loop over a model of the job's shape with random weights, as a run would make it."""
+    from oncurve.engines.native import NativeEngine
+    from oncurve.recipe.load import parse_recipe
+    from oncurve.recipe.sections import Engine
+    from oncurve.rewards.function import as_reward
+    from oncurve.rewards.mix import RewardMix
+    from oncurve.tasks.in_memory import PromptList
+    from oncurve.train.loop import GrpoLoop
+    from oncurve.train.ppo import PpoLoop
+
+    stage: Any = parse_recipe(recipe_data(job, steps + 1)).stages[0]
+    engine = NativeEngine(policy_of(job), Engine(slots=min(job.slots, job.rows)))
+    task = PromptList.of(prompt_texts(job, job.prompts * (steps + 1)))
+    kind = {"grpo": GrpoLoop, "ppo": PpoLoop}[job.algorithm]
+    loop: Any = kind(stage, 0, task, engine, RewardMix([as_reward(reward)]))
+    if meter.on_gpu and engine.gpu is not None:
+        meter.watch(engine.gpu.pool)
+    meter.around(loop, "sample", "sample")
+    meter.around(loop.learner, "update", "update")
+    meter.around(loop, "grade", "grade")
+    return loop
+
+
+def recipe_data(job: Job, steps: int) -> dict[str, Any]:
+    stage = {
+        "type": job.algorithm,
+        "steps": steps,
+        "prompts_per_step": job.prompts,
+        "group_size": job.group_size,
+        "tokens_per_pack": job.tokens_per_pack,
+        "sampling": {"max_new_tokens": job.new_tokens, "min_new_tokens": job.new_tokens},
+    }
+    if job.algorithm == "grpo":
+        stage["no_signal"] = "keep"
+    return {"task": {"type": "arithmetic"}, "rewards": [{"type": "answer"}], "stages": [stage]}
+
+
+def reward(completions: Sequence[str], **_: object) -> list[float]:
+    """Cheap, and practically never the same throughout a group."""
+    return [float(completion.count("7") + completion.count("3")) for completion in completions]
+
+
+def policy_of(job: Job) -> Any:
+    """Random weights made where they stay; a tokenizer of one word per number, so that lengths are exact."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    from oncurve.models import lora
+    from oncurve.models.policy import Policy
+    from oncurve.recipe.sections import Lora
+
+    shape = job.shape
+    config = AutoConfig.for_model(
+        shape.family, vocab_size=shape.vocabulary, hidden_size=shape.width, intermediate_size=shape.mlp_width,
+        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_size, max_position_embeddings=min(shape.context, 4096), tie_word_embeddings=shape.tied,
+        eos_token_id=1, pad_token_id=2, bos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with torch.device("cpu" if job.gpu.is_cpu else "cuda"):
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, job.dtype))
+    if job.lora_rank is not None:
+        lora.attach(model, Lora(rank=job.lora_rank), 0, "random")
+    # Special tokens are found within words too: their names must be part of none.
+    special = {"<unk>": 0, "<end>": 1, "<pad>": 2}
+    names = special | {f"w{i}": i for i in range(3, shape.vocabulary)}
+    words = Tokenizer(models.WordLevel(names, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="<end>", pad_token="<pad>")
+    return Policy(model, made)
+
+
+def prompt_texts(job: Job, count: int) -> list[str]:
+    """Prompts of exactly the asked length, no two alike."""
+    low, span = 10, min(job.shape.vocabulary, 1000) - 10
+    return [
+        " ".join(f"w{low + (i * 7919 + t * 104729 + i * t) % span}" for t in range(job.prompt_tokens)) for i in range(count)
+    ]
+
+
+def _clear() -> None:
+    gc.collect()
+    try:
+        import torch
+    except ImportError:
+        return
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def table(rows: Sequence[Checked]) -> str:
+    """Planned and measured side by side, as it is printed and as bench/README.md has it."""
+    lines = ["| setting | planned GiB | measured | off | planned s | measured | off | |", "|---|---|---|---|---|---|---|---|"]
+    for row in rows:
+        memory = "–" if row.measured_memory is None else f"{row.measured_memory / GIB:.1f}"
+        seconds = "–" if row.measured_seconds is None else f"{row.measured_seconds:.2f}"
+        word = row.said or {True: "holds", False: "DOES NOT HOLD", None: "not measured"}[row.holds]
+        lines.append(
+            f"| {row.setting} | {row.planned_memory / GIB:.1f} | {memory} | {_off(row.memory_off)} "
+            f"| {row.planned_seconds:.2f} | {seconds} | {_off(row.time_off)} | {word} |"
+        )
+    return "\n".join(lines)
+
+
+def _off(share: float | None) -> str:
+    return "–" if share is None else f"{100 * share:+.0f} %".replace("-", "−")
+
+
+def details(row: Checked) -> str:
+    """By phase, for whoever mends the plan."""
+    lines = [f"  {row.setting}"]
+    memory = {name: f"{amount / GIB:.2f}" for name, amount in row.planned_by_phase.items()}
+    lines.append(f"    planned GiB  {memory}")
+    if row.measured_by_phase:
+        shown = {name: f"{amount / GIB:.2f}" for name, amount in row.measured_by_phase.items()}
+        lines.append(f"    measured GiB {shown}, reserved {(row.reserved or 0) / GIB:.2f}")
+    lines.append(f"    planned s    { {name: round(s, 3) for name, s in row.planned_seconds_by_phase.items()} }")
+    if row.measured_seconds_by_phase:
+        lines.append(f"    measured s   { {name: round(s, 3) for name, s in row.measured_seconds_by_phase.items()} }")
+    return "\n".join(lines)
+
+
+def gpu_of_this_machine(device: str) -> Gpu:
+    if device == "cpu":
+        return find_gpu("cpu")
+    import torch
+
+    if not torch.cuda.is_available():
+        raise SystemExit("this machine shows no GPU; --device cpu --tiny tries the machinery")
+    found = torch.cuda.get_device_properties(0)
+    known = gpu_of_driver(found.name, found.total_memory)
+    if known is None:
+        raise SystemExit(f"{found.name} is not in the planner's table (oncurve/plan/gpus.py): its rates are not known")
+    return replace(known, memory=found.total_memory)
+
+
+def machine(gpu: Gpu) -> dict[str, str]:
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    versions = {name: metadata.version(name) for name in ("torch", "transformers")}
+    return {"gpu": gpu.name, "python": platform.python_version(), "commit": commit, **versions}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="small shapes in place of the named models")
+    parser.add_argument("--only", default="", help="settings whose name holds this")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    asked = parser.parse_args(arguments)
+    gpu = gpu_of_this_machine(asked.device)
+    rows = []
+    for setting in (s for s in SETTINGS if asked.only in s.name):
+        start = time.perf_counter()
+        rows.append(check(setting, gpu, asked.tiny))
+        print(f"{details(rows[-1])}\n    took {time.perf_counter() - start:.0f} s", flush=True)
+    print(table(rows))
+    asked.out.parent.mkdir(parents=True, exist_ok=True)
+    offs = [{**asdict(row), "memory_off": row.memory_off, "time_off": row.time_off, "holds": row.holds} for row in rows]
+    asked.out.write_text(json.dumps({"machine": machine(gpu), "tiny": asked.tiny, "settings": offs}, indent=2) + "\n")
+    return 0 if all(row.holds is not False and row.said is None for row in rows) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
