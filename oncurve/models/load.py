@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from oncurve.errors import MissingPackage, ModelError, RecipeError
-from oncurve.models import gguf, lora
+from oncurve.errors import MissingPackage, ModelError, OncurveError, RecipeError
+from oncurve.models import gguf, lora, untrusted
 from oncurve.models.policy import Policy
 from oncurve.models.tiny import make_model, make_tokenizer
 from oncurve.recipe.sections import Model
@@ -29,6 +29,7 @@ def load_policy(config: Model, *, alphabet: str | None, seed: int) -> Policy:
     else:
         config = resolved(config)
         _check_path(config.source)
+        untrusted.check_folder(config.source)
         model, tokenizer = load_base(config)
         _check_template(config, tokenizer)
     if config.quantise is None:
@@ -67,13 +68,15 @@ def load_base(config: Model) -> tuple[Any, Any]:
             )  # fmt: skip
         tokenizer = AutoTokenizer.from_pretrained(config.source, trust_remote_code=trust)
         model = AutoModelForCausalLM.from_pretrained(
-            config.source, dtype=getattr(torch, config.dtype), trust_remote_code=trust, **_bits(config)
+            config.source, dtype=getattr(torch, config.dtype), trust_remote_code=trust, use_safetensors=True, **_bits(config)
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OncurveError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # a damaged folder makes its readers raise errors of every kind
         raise ModelError(
             config.source,
             "can't be loaded as a causal language model",
-            because=str(error).strip().splitlines()[0],
+            because=f"{str(error).strip().partition(chr(10))[0]} ({type(error).__name__})",
             fix="name a folder in Hugging Face format, a .gguf file, or a hub id that is cached or can be reached",
         ) from error
     return model, tokenizer

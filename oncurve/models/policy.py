@@ -124,9 +124,17 @@ class Policy:
         messages = [dict(m) for m in prompt.messages or ()]
         if self.system_prompt and not any(m["role"] == "system" for m in messages):
             messages.insert(0, {"role": "system", "content": self.system_prompt})
-        out = self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True, return_dict=True, **self.template_options
-        )
+        try:
+            out = self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=True, return_dict=True, **self.template_options
+            )
+        except Exception as error:  # a template is a program of the model's maker, and may raise anything
+            raise ModelError(
+                prompt.id,
+                "the model's chat template can't write it",
+                because=f"{type(error).__name__}: {str(error)[:200]}",
+                fix="give messages of the roles that the template knows, or mend chat_template in the model's folder",
+            ) from error
         ids: list[int] = out["input_ids"]
         return ids
 

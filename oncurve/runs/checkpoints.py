@@ -99,6 +99,7 @@ def load(path: Path) -> Checkpoint:
     tensors: dict[str, dict[str, torch.Tensor]] = {}
     documents: dict[str, Any] = {}
     for file, entry in manifest["files"].items():
+        _check_name(path, file)
         _verify(path / file, entry)
         if "aliases" in entry:
             tensors[entry["name"]] = _read_tensors(path / file, entry["aliases"])
@@ -274,6 +275,12 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     if not whole:
         raise _damaged(file, f"{MANIFEST} is damaged", "its bytes are not those that were written (SHA-256 differs)")
     return dict(manifest)
+
+
+def _check_name(path: Path, file: str) -> None:
+    """A manifest may have been written by anyone: it names files of its own folder, of the two kinds that hold data."""
+    if Path(file).name != file or not file.endswith((".json", ".safetensors")):
+        raise _damaged(path / MANIFEST, f"'{file}' is no file of a checkpoint", "it has safetensors and JSON, side by side")
 
 
 def _damaged(file: Path, what: str, because: str) -> CheckpointError:

@@ -20,6 +20,7 @@ FORMAT = {"type": "format", "style": "soft"}
 SHORT = {"type": "python", "name": "short", "function": f"{HERE}:short"}
 PATIENT = {"type": "python", "name": "patient", "function": f"{HERE}:patient"}
 HURRIED = {"type": "python", "name": "hurried", "function": f"{HERE}:hurried", "seconds": 20.0, "workers": 1}
+LEARNED = {"type": "model", "model": "stage:reward_model"}
 STEPS = {"type": "process", "source": "python", "function": f"{HERE}:by_step", "splitter": f"{HERE}:pairs"}
 
 
@@ -44,6 +45,11 @@ CASES: dict[str, Recipe] = {
     "environments": recipe(GRPO, task={"type": "guess", "heldout": 6}, rewards=[{"type": "guess"}, SHORT]),
     "ppo": recipe({**GRPO, "type": "ppo", "updates_per_step": 2, "kl": {"beta": 0.05}, "critic": {"warmup_steps": 2}}),
     "trpo": recipe({k: v for k, v in GRPO.items() if k != "optimiser"} | {"type": "trpo", "cg_iterations": 2}),
+    "reward model": recipe(
+        {**SFT, "type": "reward_model", "data": str(PAIRS), "steps": 8, "eval_every": 0},
+        {**GRPO, "steps": 16},
+        rewards=[LEARNED, SHORT],
+    ),
     "dpo": recipe({**SFT, "type": "dpo", "pairs": str(PAIRS), "optimiser": {"learning_rate": 1e-3}}),
 }
 """Long enough to be killed a dozen times, each time a little further on."""

@@ -264,7 +264,7 @@ WORDS = st.one_of(
         ["--set", "--resume", "--json", "--runs", "--group", "--stage", "-o", "--out", "--help", "0", "-1", "1e9", "x.toml"]
     ),
     st.sampled_from(KEYS),
-    st.text(st.characters(blacklist_categories=("Cs",), blacklist_characters="\x00"), max_size=8),
+    st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\x00"), max_size=8),
 )
 LONG_RUNNING = {"studio", "serve", "chat", "doctor"}
 """Commands that wait for someone, or look at the machine for some seconds."""
