@@ -7,6 +7,7 @@ overflow and turn a clipped token's gradient, 0 · ∞, into NaN.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from torch import Tensor
@@ -47,6 +48,12 @@ def sequence_token_ratio(log_ratio_N: Tensor, rows: Rows) -> Tensor:
     """
     sequence_N = rows.spread(rows.mean(log_ratio_N.detach()))
     return _exp(sequence_N + (log_ratio_N - log_ratio_N.detach()))
+
+
+def agreement(logp_learner_N: Tensor, logp_sampler_N: Tensor, rows: Rows, limit: float) -> Tensor:
+    """1 at the tokens of rows on which learner and sampler agree, else 0: 1/limit ≤ (π_learner/π_sampler)^(1/|o_i|) ≤ limit."""
+    gap_R = rows.mean(logp_learner_N.detach() - logp_sampler_N.detach())
+    return rows.spread((gap_R.abs() <= math.log(limit)).to(gap_R.dtype))
 
 
 def truncated_weights(logp_learner_N: Tensor, logp_sampler_N: Tensor, cap: float) -> Tensor:

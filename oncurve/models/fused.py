@@ -153,6 +153,8 @@ class FusedDecoder:
 
     device = "cpu"
     """Where this path is the fast one."""
+    checkpointed = 0
+    """How many layers, from the first, keep only their input for the backward pass, by a path that can."""
     sums: GradientSums | None = None
     """Where gradients are collected, by a path that can (models/gpu_decoder.py); else autograd has them."""
 

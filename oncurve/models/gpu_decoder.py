@@ -47,9 +47,6 @@ class GpuDecoder(FusedDecoder):
 
     device = "cuda"
 
-    checkpointed = 0
-    """How many layers, from the first, keep only their input for the backward pass."""
-
     def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
         """The last hidden state, [batch, length, D]."""
         if not self.blocks[0].qkv.is_whole:

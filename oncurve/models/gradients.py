@@ -31,6 +31,10 @@ class GradientSums:
             self._buffers[where] = torch.zeros(size, dtype=torch.float32, device=weight.device)
         return self._buffers[where].as_strided(weight.shape, weight.stride(), weight.storage_offset())
 
+    @property
+    def allocated(self) -> bool:
+        return bool(self._buffers)
+
     def zero(self) -> None:
         """Also forgets the sums of parameters that have moved to another storage."""
         live = {p.untyped_storage().data_ptr() for p in self.parameters}

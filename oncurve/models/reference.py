@@ -1,6 +1,7 @@
 """The reference: the frozen anchor of the KL term, the policy as it was, refreshed when a recipe asks for it.
 
-Of a fully trained policy it is a copy. Under LoRA no second model is held: it is the same model with the adapter off, or, where
+Of a fully trained policy it is a copy, or, to spare a GPU's memory, weights that wait on the CPU and take the policy's place
+for their pass. Under LoRA no second model is held: it is the same model with the adapter off, or, where
 the adapter already meant something when the stage began, with the adapter's weights of that moment put in.
 """
 
@@ -22,12 +23,26 @@ OFF = "adapter_off"
 class Reference:
     """The policy as it was when this was made, or last refreshed."""
 
-    def __init__(self, policy: Policy) -> None:
-        self._held: _Copy | _Adapter = _Adapter(policy) if lora.is_on(policy.model) else _Copy(policy)
+    def __init__(self, policy: Policy, on_cpu: bool = False) -> None:
+        kind = _Adapter if lora.is_on(policy.model) else _Waiting if on_cpu else _Copy
+        self._held: _Copy | _Adapter | _Waiting = kind(policy)
+        self._at_hand: Policy | None = None
+
+    @contextmanager
+    def at_hand(self) -> Iterator[None]:
+        """For the passes of several packs: weights that are elsewhere are brought over once. The policy rests meanwhile."""
+        with self._held.policy_as_it_was() as policy:
+            self._at_hand = policy
+            try:
+                yield
+            finally:
+                self._at_hand = None
 
     @torch.no_grad()
     def logps(self, pack: Pack, temperature: float) -> Tensor:
         """The reference's log-prob of each predicted token of a pack, [M]."""
+        if self._at_hand is not None:
+            return self._at_hand.pack_logps(pack, temperature)[0]
         with self._held.policy_as_it_was() as policy:
             return policy.pack_logps(pack, temperature)[0]
 
@@ -65,6 +80,44 @@ class _Copy:
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         for name, p in self._policy.model.named_parameters():
             p.copy_(state[name])
+
+
+class _Waiting:
+    """Weights in the CPU's memory. For a pass they are exchanged with the policy's own, which come back bit for bit."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._kept = {name: _on_host(p) for name, p in policy.model.named_parameters()}
+
+    @contextmanager
+    def policy_as_it_was(self) -> Iterator[Policy]:
+        now = {name: _on_host(p) for name, p in self._policy.model.named_parameters()}
+        self._put(self._kept)
+        try:
+            yield self._policy
+        finally:
+            self._put(now)
+
+    def refresh(self, policy: Policy) -> None:
+        self._kept = {name: _on_host(p) for name, p in policy.model.named_parameters()}
+
+    def state(self) -> dict[str, Tensor]:
+        return dict(self._kept)
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        self._kept = {name: _on_host(state[name]) for name in self._kept}
+
+    @torch.no_grad()
+    def _put(self, weights: Mapping[str, Tensor]) -> None:
+        for name, p in self._policy.model.named_parameters():
+            p.copy_(weights[name], non_blocking=True)
+
+
+def _on_host(weight: Tensor) -> Tensor:
+    """A copy in the CPU's memory; of a GPU's tensor in pinned memory, which the way back is faster from."""
+    pinned = weight.device.type == "cuda"
+    out = torch.empty(weight.shape, dtype=weight.dtype, pin_memory=pinned)
+    return out.copy_(weight.detach())
 
 
 class _Adapter:

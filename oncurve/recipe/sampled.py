@@ -40,6 +40,9 @@ class Kl(Section):
     """Weight each token's KL by its ratio: unbiased also when μ > 1."""
     refresh_every: Count = 0
     """Iterative GRPO: every so many steps the reference becomes the policy; 0: never."""
+    on_cpu: bool = False
+    """Keep the reference's weights in the CPU's memory and put them into the policy's place for its pass: no second copy on a
+    GPU, for the way there and back in each step. Under LoRA there is no second copy anyway."""
 
 
 class Advantage(Section):
@@ -107,5 +110,8 @@ class Surrogate(Sampled):
     """Optimiser updates per pass: the step's groups are split into so many mini-batches."""
     entropy_bonus: float = 0.0
     """Weight of the mean token entropy, added to the objective."""
+    mismatch_limit: Annotated[float, Field(gt=1.0)] | None = None
+    """Leave a completion out of the surrogate where sampler and learner disagree on it: where the geometric mean of
+    π_learner/π_sampler over its tokens lies outside 1/limit … limit. It still counts in the totals. Unset: off."""
     importance_cap: PositiveFloat | None = None
     """Truncated importance sampling: weight each token by min(π_learner/π_sampler, cap). Unset: off."""

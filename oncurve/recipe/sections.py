@@ -237,6 +237,11 @@ class Optimiser(Section):
     """Decoupled weight decay, on matrices only."""
     max_grad_norm: NonNegative = 1.0
     """Gradients longer than this are scaled down to it; 0 leaves them."""
+    moments: Literal["float32", "int8"] = "float32"
+    """Precision of Adam's moments. `int8`: in blocks of 128 with a scale each, a quarter of the memory and a little noise."""
+    on_cpu: bool = False
+    """Keep master weights and moments in the CPU's memory: a GPU then holds only weights and gradients, and an update waits for
+    the way there and back."""
     guard: Guard = Guard()
     """Which updates are left out."""
 
@@ -263,6 +268,9 @@ class StageBase(Section):
     """AdamW and its schedule."""
     tokens_per_pack: PositiveInt = 16384
     """Tokens forwarded at once (a micro-batch). Memory grows with it; the gradient does not depend on it."""
+    checkpointing: Literal["auto", "on", "off"] = "auto"
+    """Compute activations again in the backward pass instead of keeping them: less memory, about a third more time. `auto`: on
+    a GPU, for as many layers as memory asks for. The gradient is the same."""
     eval_every: Count = 0
     """Measure on held-out problems every so many steps, besides the stage's end; 0: only at the end."""
     save_every: Count = 0

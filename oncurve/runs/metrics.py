@@ -45,7 +45,7 @@ _TABLE = (
     Metric(
         "samples_kept",
         "completions",
-        "How many of the step's completions were kept to be imitated (rejection_sample).",
+        "Completions of the step that were kept to be imitated (rejection_sample).",
         "above 0",
     ),
     Metric("maj_at/", "share", "Share of held-out problems whose most frequent answer of so many is right.", "above accuracy"),

@@ -9,8 +9,8 @@ Legend: ``M`` predicted tokens of a pack.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from itertools import pairwise
 
 import numpy as np
@@ -18,44 +18,21 @@ import torch
 from torch import Tensor
 
 from oncurve.algos.kl import KL_ESTIMATORS
-from oncurve.algos.objectives import OBJECTIVES, LossInputs, LossOutputs, LossSettings, with_clip
-from oncurve.algos.ratios import truncated_weights
+from oncurve.algos.objectives import OBJECTIVES, LossInputs, LossSettings, with_clip
+from oncurve.algos.ratios import agreement, truncated_weights
 from oncurve.algos.reductions import StepTotals, step_totals
+from oncurve.algos.rows import Rows
+from oncurve.models.checkpointing import checkpoint_layers, free_bytes, in_flight_bytes, layers_to_checkpoint
 from oncurve.models.packing import Bundle, Pack, build_pack, split_by_budget, to_device
 from oncurve.models.policy import Policy
 from oncurve.models.reference import Reference
 from oncurve.recipe.resolve import resolved_kl
 from oncurve.recipe.schema import Grpo
-from oncurve.records import Completion, Floats, GradedGroup, ScoredGroup, TokenStats
+from oncurve.records import Completion, Floats, GradedGroup, ScoredGroup
 from oncurve.train.memory import with_less
-from oncurve.train.optimiser import Optimiser, Update
+from oncurve.train.optimiser import Optimiser
 from oncurve.train.phases import Phases, matrix_rate, model_flops
-
-Seat = tuple[int, int]
-"""(group, completion): where a packed row came from."""
-
-
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """A pack with what the loss needs of each predicted token. ``logp_old_M`` is None until the first update has passed."""
-
-    pack: Pack
-    seats: tuple[Seat, ...]
-    advantage_M: Tensor
-    mask_M: Tensor
-    sampler_M: Tensor
-    logp_old_M: Tensor | None
-    logp_ref_M: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class Learned:
-    """What a step's updates did: metrics by name, and per completion what was seen at each token."""
-
-    metrics: dict[str, float]
-    stats: list[list[TokenStats | None]]
-    seconds: dict[str, float] = field(default_factory=dict)
-    """Of the update, by phase: pack, old, reference, forward, backward, optimiser, idle."""
+from oncurve.train.seen import Learned, MicroBatch, Seat, Seen
 
 
 class Learner:
@@ -64,11 +41,12 @@ class Learner:
     def __init__(self, policy: Policy, stage: Grpo) -> None:
         self.policy, self.stage, self.tokens_per_pack = policy, stage, stage.tokens_per_pack
         self.phases = Phases(policy.device)
+        self._planned_tokens = 0
         objective = OBJECTIVES[stage.objective]
         clip = stage.clip
         self.objective = objective if clip is None else with_clip(objective, clip.low, clip.high, clip.dual)
         self.kl_place, self.kl_estimator = resolved_kl(stage)
-        self.reference = Reference(policy) if stage.kl.beta > 0 else None
+        self.reference = Reference(policy, stage.kl.on_cpu) if stage.kl.beta > 0 else None
         updates = stage.steps * stage.updates_per_step * stage.minibatches
         self.optimiser = Optimiser(policy.model, stage.optimiser, updates)
         self.loss_settings = LossSettings(
@@ -84,6 +62,7 @@ class Learner:
         chunks = in_parts(len(groups), self.stage.minibatches)
         batches = self._fitting(groups, chunks)
         totals = [self._totals([groups[g] for g in chunk]) for chunk in chunks]
+        self._choose_checkpoints(max((micro.pack.tokens for batch in batches for micro in batch), default=0))
         seen = Seen(groups)
         for turn in range(self.stage.updates_per_step):
             last = turn == self.stage.updates_per_step - 1
@@ -105,12 +84,24 @@ class Learner:
         share = rate / matrix_rate(self.policy.device, self.policy.model.dtype)
         return replace(learned, metrics=learned.metrics | {"update_tflops": rate / 1e12, "mfu": share}, seconds=seconds)
 
+    def _choose_checkpoints(self, tokens: int) -> None:
+        """How many layers compute their activations again, for packs of so many tokens: asked anew only where packs grow."""
+        if tokens <= self._planned_tokens:
+            return
+        self._planned_tokens = tokens
+        how, device = self.stage.checkpointing, self.policy.device
+        if how == "on":
+            checkpoint_layers(self.policy, int(self.policy.model.config.get_text_config().num_hidden_layers))
+        elif how == "auto" and device.type == "cuda":
+            free = free_bytes(device) - self.optimiser.awaited_bytes - in_flight_bytes(self.policy, tokens)
+            checkpoint_layers(self.policy, layers_to_checkpoint(self.policy, tokens, free))
+
     def _fitting(self, groups: Sequence[GradedGroup], chunks: Sequence[range]) -> list[list[MicroBatch]]:
         """The packs of each mini-batch; smaller ones where memory runs out in a pass over them without gradient."""
 
         def attempt(budget: int) -> list[list[MicroBatch]]:
             self.tokens_per_pack = budget
-            return [list(self._micro_batches(groups, chunk)) for chunk in chunks]
+            return [self._micro_batches(groups, chunk) for chunk in chunks]
 
         least = max((longest(g) for g in groups), default=1)
         return with_less(attempt, self.tokens_per_pack, least=least, what="tokens_per_pack")[0]
@@ -165,7 +156,7 @@ class Learner:
     def _totals(self, groups: Sequence[GradedGroup]) -> StepTotals:
         return step_totals(groups, self.stage.length_budget or self.stage.sampling.max_new_tokens)
 
-    def _micro_batches(self, groups: Sequence[GradedGroup], chunk: range) -> Iterator[MicroBatch]:
+    def _micro_batches(self, groups: Sequence[GradedGroup], chunk: range) -> list[MicroBatch]:
         """The packs of some groups, with what does not change over the step's updates."""
         settings = self.loss_settings
         every = self.stage.no_signal == "keep" or settings.beta > 0 or settings.entropy_bonus != 0
@@ -176,22 +167,28 @@ class Learner:
             if rows and (every or groups[g].has_signal):
                 bundles.append(bundle_of(groups[g].scored, rows, range(len(seats), len(seats) + len(rows))))
                 seats += [(g, c) for c in rows]
+        made = []
         for part in split_by_budget(bundles, self.tokens_per_pack):
             with self.phases("pack", host=True):
                 pack = build_pack(part, self.policy.device)
-            yield self._micro_batch(groups, pack, tuple(seats[k] for k in pack.keys))
+            made.append(self._micro_batch(groups, pack, tuple(seats[k] for k in pack.keys)))
+        return self._with_reference(made)
+
+    def _with_reference(self, batch: list[MicroBatch]) -> list[MicroBatch]:
+        """The reference's log-probs of all packs in one go: its weights may have to be brought over."""
+        if self.reference is None or not batch:
+            return batch
+        with self.phases("reference"), self.reference.at_hand():
+            return [replace(micro, logp_ref_M=self.reference.logps(micro.pack, self._temperature)) for micro in batch]
 
     @torch.no_grad()
     def _micro_batch(self, groups: Sequence[GradedGroup], pack: Pack, seats: tuple[Seat, ...]) -> MicroBatch:
         completions: list[Completion] = [groups[g].scored.scored[c].completion for g, c in seats]
         # With one mini-batch, the first update's own pass sees the weights that sampled: it gives the old log-probs for free.
-        old = reference = None
+        old = None
         if self.stage.minibatches > 1:
             with self.phases("old"):
                 old = self.policy.pack_logps(pack, self._temperature)[0]
-        if self.reference is not None:
-            with self.phases("reference"):
-                reference = self.reference.logps(pack, self._temperature)
         return MicroBatch(
             pack=pack,
             seats=seats,
@@ -199,7 +196,7 @@ class Learner:
             mask_M=to_device(np.concatenate([c.loss_mask for c in completions]), self.policy.device),
             sampler_M=self._join([c.logps for c in completions]),
             logp_old_M=old,
-            logp_ref_M=reference,
+            logp_ref_M=None,
         )
 
     def _join(self, parts: Sequence[Floats]) -> Tensor:
@@ -224,7 +221,6 @@ class Learner:
 
     def _loss_inputs(self, micro: MicroBatch, totals: StepTotals, logp_M: Tensor, entropy_M: Tensor) -> LossInputs:
         old_M = logp_M.detach() if micro.logp_old_M is None else micro.logp_old_M
-        cap = self.stage.importance_cap
         return LossInputs(
             logp_new_N=logp_M,
             logp_old_N=old_M,
@@ -235,139 +231,18 @@ class Learner:
             totals=totals,
             logp_ref_N=micro.logp_ref_M,
             entropy_N=entropy_M,
-            weight_N=None if cap is None else truncated_weights(old_M, micro.sampler_M, cap),
+            weight_N=self._weights(micro, old_M),
         )
 
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """How far ``Seen`` had come."""
-
-    tokens: int
-    sums: dict[str, float]
-    largest: dict[str, float]
-    losses: dict[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class _Noted:
-    """What one pack showed, still on its device: numbers by name, and columns of one value per token."""
-
-    micro: MicroBatch
-    names: tuple[str, ...]
-    numbers: Tensor
-    columns_XM: Tensor
-
-
-LARGEST = ("ratio_max", "mismatch_max")
-
-
-class Seen:
-    """Gathers what the last pass over a step saw, for metrics and for the store.
-
-    A pack is noted without waiting for the device; what was noted is brought over once, when somebody looks.
-    """
-
-    def __init__(self, groups: Sequence[GradedGroup]) -> None:
-        self.stats: list[list[TokenStats | None]] = [[None] * len(g.graded) for g in groups]
-        self.updates: list[Update] = []
-        self._noted: list[_Noted] = []
-        self.tokens = 0
-        self.sums: dict[str, float] = {}
-        self.largest: dict[str, float] = {"ratio_max": 0.0, "mismatch_max": 0.0}
-        self.losses = {"loss": 0.0, "policy_loss": 0.0}
-        totals = [total for g in groups for total in g.scored.totals if total is not None]
-        self.reward = float(np.mean(totals)) if totals else None
-
-    def mark(self) -> Mark:
-        self._settle()
-        return Mark(self.tokens, dict(self.sums), dict(self.largest), dict(self.losses))
-
-    def back_to(self, mark: Mark) -> None:
-        """Forgets what a pass that did not come to its end has noted; its tokens' stats are written over."""
-        self._noted.clear()
-        self.tokens, self.sums, self.largest, self.losses = mark.tokens, dict(mark.sums), dict(mark.largest), dict(mark.losses)
-
-    def since(self, mark: Mark) -> dict[str, float]:
-        """What the guard looks at beside the gradient: the step's mean reward, and the loss and KL of the update just noted."""
-        self._settle()
-        watched = {} if self.reward is None else {"reward": self.reward}
-        tokens = self.tokens - mark.tokens
-        if tokens:
-            watched["loss"] = self.losses["loss"] - mark.losses["loss"]
-            if "kl" in self.sums:
-                watched["kl"] = (self.sums["kl"] - mark.sums.get("kl", 0.0)) / tokens
-        return watched
-
-    def note(self, micro: MicroBatch, inputs: LossInputs, outputs: LossOutputs) -> None:
-        mask_M, new_M = inputs.mask_N, inputs.logp_new_N.detach()
-        assert inputs.entropy_N is not None
-        gap_M, drift_M = inputs.logp_old_N - micro.sampler_M, new_M - inputs.logp_old_N
-        found = {
-            "tokens": mask_M,
-            "entropy": inputs.entropy_N.detach(),
-            "ratio_mean": outputs.ratio_N,
-            "clip_low_share": outputs.clipped_low_N,
-            "clip_high_share": outputs.clipped_high_N,
-            "clip_share": outputs.clipped_N,
-            "kl": outputs.kl_N,
-            "update_kl": drift_M.exp() - 1 - drift_M,
-            "mismatch_kl": gap_M.exp() - gap_M - 1,
-            "ratio_max": outputs.ratio_N,
-            "mismatch_max": gap_M.abs(),
-        }
-        numbers = {name: _masked(x_M, mask_M, name in LARGEST) for name, x_M in found.items() if x_M is not None}
-        numbers |= {"loss": outputs.loss.detach().double(), "policy_loss": outputs.policy_loss.double()}
-        columns = [new_M, outputs.ratio_N, inputs.entropy_N.detach(), outputs.clipped_N]
-        columns += [] if outputs.kl_N is None else [outputs.kl_N]
-        table_XM = torch.stack([x_M.float() for x_M in columns])
-        self._noted.append(_Noted(micro, tuple(numbers), torch.stack(list(numbers.values())), table_XM))
-
-    def _settle(self) -> None:
-        """Brings over all that was noted, in two transfers."""
-        if not self._noted:
-            return
-        numbers = torch.stack([one.numbers for one in self._noted]).cpu().tolist()
-        columns_XM = torch.cat([one.columns_XM for one in self._noted], 1).cpu().numpy()
-        at = 0
-        for one, values in zip(self._noted, numbers, strict=True):
-            self._add(dict(zip(one.names, values, strict=True)))
-            width = one.columns_XM.shape[1]
-            self._keep_tokens(one.micro, columns_XM[:, at : at + width])
-            at += width
-        self._noted.clear()
-
-    def _add(self, numbers: Mapping[str, float]) -> None:
-        self.tokens += round(numbers["tokens"])
-        for name, value in numbers.items():
-            if name in LARGEST:
-                self.largest[name] = max(self.largest[name], value)
-            elif name in self.losses:
-                self.losses[name] += value
-            elif name != "tokens":
-                self.sums[name] = self.sums.get(name, 0.0) + value
-
-    def _keep_tokens(self, micro: MicroBatch, columns_XM: np.ndarray) -> None:
-        ends = np.cumsum(micro.pack.lengths)[:-1]
-        for (g, c), (logps, ratio, entropy, clipped, *kl) in zip(
-            micro.seats, zip(*(np.split(x_M, ends) for x_M in columns_XM), strict=True), strict=True
-        ):
-            self.stats[g][c] = TokenStats(logps, ratio, entropy, clipped > 0, kl[0] if kl else None)
-
-    def learned(self) -> Learned:
-        self._settle()
-        metrics = {name: total / max(self.tokens, 1) for name, total in self.sums.items()} | self.largest | self.losses
-        if self.updates:
-            metrics["grad_norm"] = self.updates[-1].grad_norm
-            metrics["learning_rate"] = self.updates[-1].learning_rate
-        metrics["skipped_updates"] = float(sum(u.skipped for u in self.updates))
-        return Learned(metrics, self.stats)
-
-
-def _masked(value_M: Tensor, mask_M: Tensor, largest: bool) -> Tensor:
-    """The sum, or the largest, over masked-in tokens, as a float64 on the device."""
-    kept_M = torch.where(mask_M, value_M.double(), 0.0)
-    return kept_M.amax() if largest and len(kept_M) else kept_M.sum()
+    def _weights(self, micro: MicroBatch, old_M: Tensor) -> Tensor | None:
+        """What sampler and learner disagree on counts less, or not at all, where the recipe says so."""
+        cap, limit = self.stage.importance_cap, self.stage.mismatch_limit
+        weight_M = None if cap is None else truncated_weights(old_M, micro.sampler_M, cap)
+        if limit is None:
+            return weight_M
+        rows = Rows.of(micro.pack.row_M, micro.mask_M, micro.pack.rows, old_M.dtype)
+        agree_M = agreement(old_M, micro.sampler_M, rows, limit)
+        return agree_M if weight_M is None else weight_M * agree_M
 
 
 def bundle_of(group: ScoredGroup, rows: Sequence[int], keys: Sequence[int]) -> Bundle:

@@ -18,8 +18,10 @@ from oncurve.tasks.base import Task
 from oncurve.tasks.order import prompts_for_step
 from oncurve.train.budget import Budget
 from oncurve.train.clock import Clock
-from oncurve.train.learner import Learned, Learner
+from oncurve.train.learner import Learner
 from oncurve.train.memory import sample
+from oncurve.train.peak import peak_memory_mib
+from oncurve.train.seen import Learned
 
 
 class GrpoLoop:
@@ -131,8 +133,11 @@ class GrpoLoop:
         seconds = sum(clock.seconds.values())
         self.budget.spend(metrics["tokens"], seconds)
         metrics["tokens_per_s"] = metrics["tokens"] / seconds
+        metrics["cpu_seconds"] = clock.cpu_seconds
+        metrics["memory_mib"] = peak_memory_mib(self.engine.policy.device)
         metrics["sample_tokens_per_s"] = metrics["tokens"] / clock.seconds["sample"]
-        return StepReport(self.stage.label, n, metrics, clock.seconds, graded, learned.stats)
+        within = {f"update/{phase}": value for phase, value in learned.seconds.items()}
+        return StepReport(self.stage.label, n, metrics, clock.seconds | within, graded, learned.stats)
 
 
 def describe(graded: Sequence[GradedGroup], rewards: RewardMix) -> dict[str, float]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from oncurve.models.gradients import GradientSums
 from oncurve.recipe.sections import Optimiser as Settings
 from oncurve.runs.notes import note
+from oncurve.train.adam8 import Adam8
 from oncurve.train.guard import Guard
 
 
@@ -43,14 +44,32 @@ class Optimiser:
         self.guard = Guard(settings.guard)
         self.names = [name for name, p in model.named_parameters() if p.requires_grad]
         self.weights = [p for p in model.parameters() if p.requires_grad]
-        self.masters = [p if p.dtype == torch.float32 else nn.Parameter(p.detach().float().clone()) for p in self.weights]
+        self.masters = [self._master(p) for p in self.weights]
         matrices = [p for p in self.masters if p.dim() >= 2]
         others = [p for p in self.masters if p.dim() < 2]
         groups = [{"params": ps, "weight_decay": d} for ps, d in ((matrices, settings.weight_decay), (others, 0.0)) if ps]
-        self.adam = torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
+        self.adam: torch.optim.Optimizer = (
+            Adam8(groups, lr=0.0, betas=settings.betas, eps=settings.eps)
+            if settings.moments == "int8"
+            else torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
+        )
         # On a CPU in float32 autograd's own sums are as good, and there is nothing to be had by others.
         plain = all(p.device.type == "cpu" and p.dtype == torch.float32 for p in self.weights)
         self.sums = None if plain else GradientSums(self.weights)
+
+    def _master(self, weight: nn.Parameter) -> nn.Parameter:
+        """The weight itself where it is float32 and where the optimiser works; else a float32 copy there."""
+        home = torch.device("cpu") if self.settings.on_cpu else weight.device
+        if weight.dtype == torch.float32 and weight.device == home:
+            return weight
+        return nn.Parameter(weight.detach().to(home, torch.float32, copy=True))
+
+    @property
+    def awaited_bytes(self) -> int:
+        """Memory of the weights' device that the first update will still take: moments, and sums of gradients."""
+        size, each = sum(p.numel() for p in self.weights), 2 if self.settings.moments == "int8" else 8
+        moments = 0 if self.adam.state or self.settings.on_cpu else each * size
+        return moments + (0 if self.sums is None or self.sums.allocated else 4 * size)
 
     def zero_grad(self) -> None:
         if self.sums is not None:
@@ -89,7 +108,7 @@ class Optimiser:
         if self.sums is not None:
             self.sums.absorb()
             for weight, master in zip(self.weights, self.masters, strict=True):
-                master.grad = self.sums.of(weight)
+                master.grad = self.sums.of(weight).to(master.device)
             self.sums.spent = True
 
     def state(self) -> dict[str, Tensor]:

@@ -26,9 +26,10 @@ from oncurve.recipe.schema import Grpo
 from oncurve.records import Floats, GradedGroup, ScoredCompletion, ScoredGroup, StepReport
 from oncurve.rewards.mix import RewardMix
 from oncurve.tasks.base import Task
-from oncurve.train.learner import Learned, Learner, MicroBatch, Seat, Seen, by_row, in_parts
+from oncurve.train.learner import Learner, by_row, in_parts
 from oncurve.train.loop import GrpoLoop
 from oncurve.train.optimiser import Optimiser, Update
+from oncurve.train.seen import Learned, MicroBatch, Seat, Seen
 
 EPS = 1e-8
 """Added to the std when advantages are whitened: OpenAI's baselines' choice."""

@@ -31,8 +31,9 @@ from oncurve.recipe.trpo import Trpo
 from oncurve.records import GradedGroup
 from oncurve.rewards.mix import RewardMix
 from oncurve.tasks.base import Task
-from oncurve.train.learner import Learned, Learner, MicroBatch, Seen
+from oncurve.train.learner import Learner
 from oncurve.train.loop import GrpoLoop
+from oncurve.train.seen import Learned, MicroBatch, Seen
 
 
 def grading_side(stage: Trpo) -> Grpo:

@@ -206,3 +206,61 @@ def test_the_clip_of_the_recipe_takes_the_place_of_the_objectives_own() -> None:
         shares.append(learner.update(batch).metrics["clip_share"])
     assert shares[0] < 0.1
     assert shares[1] > 0.2
+
+
+def test_a_reference_that_waits_on_the_cpu_is_the_same_reference() -> None:
+    """Its weights take the policy's place for a pass, and the policy's come back bit for bit."""
+    learned = []
+    for on_cpu in (False, True):
+        learner = Learner(policy(), stage(kl={"beta": 0.1, "on_cpu": on_cpu}, optimiser=MOVING))
+        learner.update(groups())
+        before = snapshot(learner.policy.model)
+        with learner.reference.at_hand():  # type: ignore[union-attr]
+            assert not torch.equal(snapshot(learner.policy.model), before) or not on_cpu
+        assert torch.equal(snapshot(learner.policy.model), before)
+        learned.append(learner.update(groups(seed=1)).metrics)
+    assert learned[0]["kl"] == learned[1]["kl"] > 0
+    assert learned[0]["loss"] == learned[1]["loss"]
+
+
+def test_completions_on_which_sampler_and_learner_disagree_are_left_out() -> None:
+    """One row's sampler log-probs are off by 0.5 per token: a ratio of 1.65, outside of 1.1; the others are exact."""
+    learner = Learner(policy(), stage())
+    batch = groups(1)
+    exact = logps_of(learner.policy, batch[0])
+    off = [0.0, 0.5, 0.0]
+    rows = [
+        replace(s, completion=replace(s.completion, logps=(logp - by).numpy()))
+        for s, logp, by in zip(batch[0].scored.scored, exact, off, strict=True)
+    ]
+    told = replace(batch[0], scored=replace(batch[0].scored, scored=tuple(rows)))
+    silent = replace(told, advantages=tuple(a * (by == 0) for a, by in zip(told.advantages, off, strict=True)))
+    found = []
+    for limit, group in ((1.1, told), (None, silent), (2.0, told), (None, told)):
+        one = Learner(policy(), stage(mismatch_limit=limit))
+        metrics = one.update([group]).metrics
+        found.append(gradient(one.policy.model))
+        share = len(exact[1]) / sum(map(len, exact)) if limit == 1.1 else 0.0
+        assert metrics.get("mismatch_masked_share", 0.0) == pytest.approx(share)
+    assert apart(found[0], found[1]) < 1e-6
+    assert apart(found[2], found[3]) < 1e-6
+    assert apart(found[0], found[3]) > 0.01
+
+
+def test_an_update_says_where_its_time_went_and_how_much_of_the_machine_it_used() -> None:
+    learner = Learner(policy(), stage(minibatches=2, kl={"beta": 0.1}, optimiser=MOVING))
+    learned = learner.update(groups())
+    assert set(learned.seconds) == {"pack", "old", "reference", "forward", "backward", "optimiser", "idle"}
+    assert all(value >= 0 for value in learned.seconds.values())
+    assert 0 < learned.metrics["mfu"] < 1
+    assert learned.metrics["update_tflops"] > 0
+
+
+def test_checkpointing_on_a_cpu_changes_no_gradient() -> None:
+    found = []
+    for how in ("off", "on"):
+        one = Learner(policy(), stage(checkpointing=how))
+        one.policy.fused = None
+        one.update(groups())
+        found.append(gradient(one.policy.model))
+    assert apart(found[1], found[0]) < 1e-6

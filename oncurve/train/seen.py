@@ -1,0 +1,176 @@
+"""What a pass over a step saw: packs with what their loss needs, and what is gathered of them for metrics and for the store.
+
+Legend: ``M`` predicted tokens of a pack, ``X`` columns of a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from oncurve.algos.objectives import LossInputs, LossOutputs
+from oncurve.models.packing import Pack
+from oncurve.records import GradedGroup, TokenStats
+from oncurve.train.optimiser import Update
+
+Seat = tuple[int, int]
+"""(group, completion): where a packed row came from."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """A pack with what the loss needs of each predicted token. ``logp_old_M`` is None until the first update has passed."""
+
+    pack: Pack
+    seats: tuple[Seat, ...]
+    advantage_M: Tensor
+    mask_M: Tensor
+    sampler_M: Tensor
+    logp_old_M: Tensor | None
+    logp_ref_M: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """What a step's updates did: metrics by name, and per completion what was seen at each token."""
+
+    metrics: dict[str, float]
+    stats: list[list[TokenStats | None]]
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Of the update, by phase: pack, old, reference, forward, backward, optimiser, idle."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """How far ``Seen`` had come."""
+
+    tokens: int
+    sums: dict[str, float]
+    largest: dict[str, float]
+    losses: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class _Noted:
+    """What one pack showed, still on its device: numbers by name, and columns of one value per token."""
+
+    micro: MicroBatch
+    names: tuple[str, ...]
+    numbers: Tensor
+    columns_XM: Tensor
+
+
+LARGEST = ("ratio_max", "mismatch_max")
+
+
+class Seen:
+    """Gathers what the last pass over a step saw, for metrics and for the store.
+
+    A pack is noted without waiting for the device; what was noted is brought over once, when somebody looks.
+    """
+
+    def __init__(self, groups: Sequence[GradedGroup]) -> None:
+        self.stats: list[list[TokenStats | None]] = [[None] * len(g.graded) for g in groups]
+        self.updates: list[Update] = []
+        self._noted: list[_Noted] = []
+        self.tokens = 0
+        self.sums: dict[str, float] = {}
+        self.largest: dict[str, float] = {"ratio_max": 0.0, "mismatch_max": 0.0}
+        self.losses = {"loss": 0.0, "policy_loss": 0.0}
+        totals = [total for g in groups for total in g.scored.totals if total is not None]
+        self.reward = float(np.mean(totals)) if totals else None
+
+    def mark(self) -> Mark:
+        self._settle()
+        return Mark(self.tokens, dict(self.sums), dict(self.largest), dict(self.losses))
+
+    def back_to(self, mark: Mark) -> None:
+        """Forgets what a pass that did not come to its end has noted; its tokens' stats are written over."""
+        self._noted.clear()
+        self.tokens, self.sums, self.largest, self.losses = mark.tokens, dict(mark.sums), dict(mark.largest), dict(mark.losses)
+
+    def since(self, mark: Mark) -> dict[str, float]:
+        """What the guard looks at beside the gradient: the step's mean reward, and the loss and KL of the update just noted."""
+        self._settle()
+        watched = {} if self.reward is None else {"reward": self.reward}
+        tokens = self.tokens - mark.tokens
+        if tokens:
+            watched["loss"] = self.losses["loss"] - mark.losses["loss"]
+            if "kl" in self.sums:
+                watched["kl"] = (self.sums["kl"] - mark.sums.get("kl", 0.0)) / tokens
+        return watched
+
+    def note(self, micro: MicroBatch, inputs: LossInputs, outputs: LossOutputs) -> None:
+        mask_M, new_M = inputs.mask_N, inputs.logp_new_N.detach()
+        assert inputs.entropy_N is not None
+        gap_M, drift_M = inputs.logp_old_N - micro.sampler_M, new_M - inputs.logp_old_N
+        found = {
+            "tokens": mask_M,
+            "entropy": inputs.entropy_N.detach(),
+            "ratio_mean": outputs.ratio_N,
+            "clip_low_share": outputs.clipped_low_N,
+            "clip_high_share": outputs.clipped_high_N,
+            "clip_share": outputs.clipped_N,
+            "kl": outputs.kl_N,
+            "update_kl": drift_M.exp() - 1 - drift_M,
+            "mismatch_kl": gap_M.exp() - gap_M - 1,
+            "ratio_max": outputs.ratio_N,
+            "mismatch_max": gap_M.abs(),
+            "mismatch_masked_share": None if inputs.weight_N is None else inputs.weight_N == 0,
+        }
+        numbers = {name: _masked(x_M, mask_M, name in LARGEST) for name, x_M in found.items() if x_M is not None}
+        numbers |= {"loss": outputs.loss.detach().double(), "policy_loss": outputs.policy_loss.double()}
+        columns = [new_M, outputs.ratio_N, inputs.entropy_N.detach(), outputs.clipped_N]
+        columns += [] if outputs.kl_N is None else [outputs.kl_N]
+        table_XM = torch.stack([x_M.float() for x_M in columns])
+        self._noted.append(_Noted(micro, tuple(numbers), torch.stack(list(numbers.values())), table_XM))
+
+    def _settle(self) -> None:
+        """Brings over all that was noted, in two transfers."""
+        if not self._noted:
+            return
+        numbers = torch.stack([one.numbers for one in self._noted]).cpu().tolist()
+        columns_XM = torch.cat([one.columns_XM for one in self._noted], 1).cpu().numpy()
+        at = 0
+        for one, values in zip(self._noted, numbers, strict=True):
+            self._add(dict(zip(one.names, values, strict=True)))
+            width = one.columns_XM.shape[1]
+            self._keep_tokens(one.micro, columns_XM[:, at : at + width])
+            at += width
+        self._noted.clear()
+
+    def _add(self, numbers: Mapping[str, float]) -> None:
+        self.tokens += round(numbers["tokens"])
+        for name, value in numbers.items():
+            if name in LARGEST:
+                self.largest[name] = max(self.largest[name], value)
+            elif name in self.losses:
+                self.losses[name] += value
+            elif name != "tokens":
+                self.sums[name] = self.sums.get(name, 0.0) + value
+
+    def _keep_tokens(self, micro: MicroBatch, columns_XM: np.ndarray) -> None:
+        ends = np.cumsum(micro.pack.lengths)[:-1]
+        for (g, c), (logps, ratio, entropy, clipped, *kl) in zip(
+            micro.seats, zip(*(np.split(x_M, ends) for x_M in columns_XM), strict=True), strict=True
+        ):
+            self.stats[g][c] = TokenStats(logps, ratio, entropy, clipped > 0, kl[0] if kl else None)
+
+    def learned(self) -> Learned:
+        self._settle()
+        metrics = {name: total / max(self.tokens, 1) for name, total in self.sums.items()} | self.largest | self.losses
+        if self.updates:
+            metrics["grad_norm"] = self.updates[-1].grad_norm
+            metrics["learning_rate"] = self.updates[-1].learning_rate
+        metrics["skipped_updates"] = float(sum(u.skipped for u in self.updates))
+        return Learned(metrics, self.stats)
+
+
+def _masked(value_M: Tensor, mask_M: Tensor, largest: bool) -> Tensor:
+    """The sum, or the largest, over masked-in tokens, as a float64 on the device."""
+    kept_M = torch.where(mask_M, value_M.double(), 0.0)
+    return kept_M.amax() if largest and len(kept_M) else kept_M.sum()

@@ -1,0 +1,174 @@
+"""The learner on a GPU against itself on a CPU in float32: every attention path, both precisions, all that saves memory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from oncurve.models.gpu_decoder import GpuDecoder
+from oncurve.models.gpu_layout import GpuPackLayout
+from oncurve.models.packing import PackLayout, build_pack
+from oncurve.models.policy import Policy
+from oncurve.records import GradedGroup
+from oncurve.train.learner import Learner
+from tests.models.architectures import ARCHITECTURES, make_model, tokenizer
+from tests.models.test_kernels import RAGGED, pack_of
+from tests.train.builders import apart, graded_group, snapshot, stage
+
+pytestmark = pytest.mark.gpu
+GPU = torch.device("cuda")
+FAST = {"llama", "qwen2", "qwen3", "mistral"}
+
+
+def groups(seed: int = 0, masked: bool = False) -> list[GradedGroup]:
+    dice = np.random.default_rng(seed)
+    shapes = [(40, [30, 1, 7]), (3, [12, 5]), (17, [1, 26]), (70, [66, 9])]
+    return [graded_group(dice, p, c, masked=masked, name=f"p{i}") for i, (p, c) in enumerate(shapes)]
+
+
+def learner_on(device: str, model: PreTrainedModel, dtype: torch.dtype = torch.float32, **options: Any) -> Learner:
+    """Of a copy of the model, in packs that split the step in three."""
+    made = copy.deepcopy(model).to(device=device, dtype=dtype)
+    return Learner(Policy(made, tokenizer()), stage(tokens_per_pack=150, **options))
+
+
+def gradient_of(learner: Learner) -> Tensor:
+    """Of the last update, in float32 on the CPU."""
+    sums, weights = learner.optimiser.sums, learner.optimiser.weights
+    found = [p.grad if sums is None else sums.of(p) for p in weights]
+    return torch.cat([torch.zeros(p.numel()) if g is None else g.cpu().flatten() for p, g in zip(weights, found, strict=True)])
+
+
+@pytest.fixture(scope="module")
+def precise() -> Iterator[None]:
+    """Products of float32 in float32, not in TensorFloat-32: what is compared is the formulas."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_gradient_is_the_cpus(name: str, precise: None) -> None:
+    """Windows, soft caps, biases, odd heads; fast paths and modules: to 1e-5 in float32."""
+    model = make_model(name)
+    ours, theirs = learner_on("cuda", model, entropy_bonus=0.01), learner_on("cpu", model, entropy_bonus=0.01)
+    assert isinstance(ours.policy.fused, GpuDecoder) == (name in FAST)
+    told = [learner.update(groups(masked=True)) for learner in (ours, theirs)]
+    assert apart(gradient_of(ours), gradient_of(theirs)) < 1e-5
+    for key in ("loss", "entropy", "grad_norm"):
+        assert told[0].metrics[key] == pytest.approx(told[1].metrics[key], rel=1e-4, abs=1e-6)
+    for one, other in zip(*([one for of_group in t.stats for one in of_group] for t in told), strict=True):
+        assert one is not None
+        assert other is not None
+        np.testing.assert_allclose(one.logps, other.logps, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama", "gemma2"])
+def test_in_bfloat16_it_points_the_same_way(name: str) -> None:
+    """Cosine above 0.999 with the float32 gradient of the same, rounded weights."""
+    model = make_model(name).bfloat16().float()
+    ours, theirs = learner_on("cuda", model, torch.bfloat16), learner_on("cpu", model)
+    for learner in (ours, theirs):
+        learner.update(groups())
+    a, b = gradient_of(ours), gradient_of(theirs)
+    assert float(a @ b / (a.norm() * b.norm())) > 0.999
+
+
+def test_attention_in_bfloat16() -> None:
+    """The kernels' own tiles for 16 bits against full scores in float64, with heads of 128."""
+    pack = build_pack(pack_of([*RAGGED, (150, [140, 130])]), torch.device("cpu"))
+    plain, layout = pack.layout, build_pack(pack_of([*RAGGED, (150, [140, 130])]), GPU).layout
+    assert isinstance(plain, PackLayout)
+    assert isinstance(layout, GpuPackLayout)
+    dice = torch.Generator().manual_seed(0)
+    for window in (None, 31):
+        q, k, v = (torch.randn(1, n, pack.tokens, 128, generator=dice).bfloat16() for n in (4, 2, 2))
+        weigh = torch.randn(1, pack.tokens, 4, 128, generator=dice).bfloat16()
+        exact = [x.double().requires_grad_() for x in (q, k, v)]
+        expected = plain._by_scores(*exact, 0.1, window, None)
+        gradients = torch.autograd.grad((expected * weigh).sum(), exact)
+        ours = [x.to(GPU).requires_grad_() for x in (q, k, v)]
+        out = layout.attend(0, *ours, 0.1, window, None)
+        found = torch.autograd.grad((out * weigh.to(GPU)).sum(), ours)
+        for one, other in zip((out, *found), (expected, *gradients), strict=True):
+            assert apart(one.detach().double().cpu(), other.detach()) < 8e-3
+
+
+def test_what_saves_memory_changes_no_gradient(precise: None) -> None:
+    """Checkpointing, packs of one group, prompts repeated: to 1e-5; the reference on the CPU: the same bits."""
+    model = make_model("qwen3")
+    plain = learner_on("cuda", model)
+    plain.update(groups())
+    expected = gradient_of(plain)
+    for options in ({"checkpointing": "on"}, {"checkpointing": "auto"}, {"no_signal": "keep"}):
+        other = learner_on("cuda", model, **options)
+        other.update(groups())
+        assert apart(gradient_of(other), expected) < 1e-5
+    told = []
+    for on_cpu in (False, True):
+        learner = learner_on(
+            "cuda", model, torch.bfloat16, kl={"beta": 0.1, "on_cpu": on_cpu}, optimiser={"learning_rate": 0.01}
+        )
+        learner.update(groups())
+        told.append((learner.update(groups(1)).metrics["kl"], snapshot(learner.policy.model)))
+    assert told[0][0] == told[1][0] > 0
+    assert torch.equal(told[0][1], told[1][1])
+
+
+@pytest.mark.parametrize("options", [{}, {"moments": "int8"}, {"on_cpu": True}])
+def test_updates_move_the_weights_that_the_sampler_reads(options: dict[str, Any]) -> None:
+    """float32 masters, bfloat16 weights: after three updates each weight is its master, rounded; and near AdamW's own."""
+    found = []
+    for more in ({}, options):
+        learner = learner_on("cuda", make_model("qwen3"), torch.bfloat16, optimiser={"learning_rate": 1e-3, **more})
+        before = snapshot(learner.policy.model)
+        for seed in range(3):
+            assert learner.update(groups(seed)).metrics["skipped_updates"] == 0
+        for weight, master in zip(learner.optimiser.weights, learner.optimiser.masters, strict=True):
+            assert torch.equal(weight.cpu(), master.detach().cpu().bfloat16())
+        found.append((snapshot(learner.policy.model) - before).float())
+    assert float(found[0] @ found[1] / (found[0].norm() * found[1].norm())) > 0.98
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gradient_that_is_not_finite_is_left_out_and_counted(dtype: torch.dtype) -> None:
+    learner = learner_on("cuda", make_model("qwen3"), dtype, optimiser={"learning_rate": 1e-2})
+    before = snapshot(learner.policy.model)
+    broken = [GradedGroup(g.scored, tuple(np.full_like(a, np.nan) for a in g.advantages), g.graded) for g in groups()]
+    assert learner.update(broken).metrics["skipped_updates"] == 1.0
+    assert torch.equal(snapshot(learner.policy.model), before)
+    assert learner.update(groups()).metrics["skipped_updates"] == 0.0
+    after = snapshot(learner.policy.model)
+    assert bool(torch.isfinite(after).all())
+    assert not torch.equal(after, before)
+
+
+def test_the_same_update_twice_gives_the_same_bits() -> None:
+    weights = []
+    for _ in range(2):
+        learner = learner_on("cuda", make_model("qwen3"), torch.bfloat16, optimiser={"learning_rate": 1e-2})
+        for seed in range(3):
+            learner.update(groups(seed))
+        weights.append(snapshot(learner.policy.model))
+    assert torch.equal(weights[0], weights[1])
+
+
+def test_the_host_never_waits_within_an_update() -> None:
+    """Forward, loss and backward of all packs are queued without one synchronisation; tables and kernels are made before."""
+    learner = learner_on("cuda", make_model("qwen3"), torch.bfloat16)
+    learner.update(groups())
+    batch = learner._micro_batches(groups(), range(4))
+    totals = learner._totals(groups())
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        learner._accumulate(batch, totals, None)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
