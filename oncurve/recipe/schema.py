@@ -11,6 +11,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from oncurve.recipe.dpo import Dpo
 from oncurve.recipe.ppo import Ppo
+from oncurve.recipe.rejection import RejectionSample
 from oncurve.recipe.reward_model import RewardModel
 from oncurve.recipe.sampled import Advantage, Surrogate
 from oncurve.recipe.sections import Count, Engine, Model, NonNegative, Reward, Section, SftOptimiser, Share, StageBase, Task
@@ -22,8 +23,11 @@ class Sft(StageBase):
 
     type: Literal["sft"] = "sft"
     """The stage's type."""
+    data: str | None = None
+    """A file of worked examples, with the columns `prompt` and `completion` or whole chats; or `stage:NAME` for what a stage
+    of type `rejection_sample` kept. Unset: the task's own."""
     examples: PositiveInt | None = None
-    """Use only the first so many worked examples of the task; unset: all it has."""
+    """Use only the first so many worked examples; unset: all there are."""
     steps: PositiveInt = 200
     """Optimiser updates."""
     batch_size: PositiveInt = 32
@@ -73,7 +77,7 @@ class Grpo(Surrogate):
     """The constant that dr_grpo divides by; unset: `sampling.max_new_tokens`."""
 
 
-Stage = Annotated[Sft | Grpo | Ppo | Trpo | Dpo | RewardModel, Field(discriminator="type")]
+Stage = Annotated[Sft | Grpo | Ppo | Trpo | Dpo | RewardModel | RejectionSample, Field(discriminator="type")]
 
 
 class Evaluation(Section):

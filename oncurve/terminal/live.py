@@ -96,7 +96,7 @@ def step_line(stage: StageProgress, now: float) -> str:
     """A step in one line of a log."""
     metrics = stage.metrics
     facts = [f"{stage.name} {stage.done}/{stage.steps}"]
-    if stage.type == "sft":
+    if "reward" not in metrics:
         facts.append(f"loss {number(metrics.get('loss'))}")
     else:
         kl = metrics.get("kl", metrics.get("update_kl"))

@@ -76,7 +76,9 @@ class Panel:
 
     def _left(self, curve: int) -> list[Figure]:
         stage, metrics = self.progress.now_in, self.progress.now_in.metrics
-        first, values = ("loss", stage.losses) if stage.type == "sft" else ("reward", stage.rewards)
+        first, values = (
+            ("loss", stage.losses) if stage.type == "sft" or (stage.losses and not stage.rewards) else ("reward", stage.rewards)
+        )
         latest = _curve(number(metrics.get(first)), values, curve)
         tokens = metrics.get("tokens_per_s")
         speed = f"{tokens:,.0f} tokens/s" if tokens is not None and math.isfinite(tokens) else DASH

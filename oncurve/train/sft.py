@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -22,14 +23,21 @@ from oncurve.recipe.schema import Sft
 from oncurve.records import Bools, Example, Ints, StepReport
 from oncurve.tasks.base import Task
 from oncurve.tasks.draws import generator
+from oncurve.tasks.files import FileOptions, read_prompts, read_rows
 from oncurve.tasks.order import examples_for_step
 from oncurve.train.clock import Clock
 from oncurve.train.memory import with_less
 from oncurve.train.optimiser import Optimiser
+from oncurve.train.rejection import samples_file
 
 
-def examples_of(stage: Sft, task: Task) -> Sequence[Example]:
-    """The worked examples of a stage; a task without any can't be imitated."""
+def examples_of(stage: Sft, task: Task, folder: Path | None = None) -> Sequence[Example]:
+    """The worked examples of a stage: its file's, those that an earlier stage of the run in ``folder`` kept, or the task's."""
+    if stage.data is not None:
+        name = stage.data.removeprefix(STAGE)
+        path = stage.data if name == stage.data else str(samples_file(folder or Path(), name))
+        column = "messages" if "messages" in next((row for _, row in read_rows(Path(path))), {}) else "prompt"
+        return read_prompts(path, FileOptions(path=path, prompt=column), "sft")[1][: stage.examples]
     if not task.examples:
         raise DataError(
             "task",
@@ -40,6 +48,8 @@ def examples_of(stage: Sft, task: Task) -> Sequence[Example]:
     return task.examples[: stage.examples]
 
 
+STAGE = "stage:"
+"""Begins the name of an earlier stage of the same run, in place of a file's."""
 Encoded = tuple[Ints, Ints, Bools]
 """Prompt, completion, and which of the completion's tokens count."""
 
@@ -62,9 +72,9 @@ def kept_apart(examples: Sequence[Example], share: float) -> tuple[Sequence[Exam
 class SftLoop:
     """One optimiser update per step."""
 
-    def __init__(self, stage: Sft, seed: int, task: Task, policy: Policy) -> None:
+    def __init__(self, stage: Sft, seed: int, task: Task, policy: Policy, folder: Path | None = None) -> None:
         self.stage, self.seed, self.policy, self.tokens_per_pack = stage, seed, policy, stage.tokens_per_pack
-        self.examples, aside = kept_apart(examples_of(stage, task), stage.heldout_share)
+        self.examples, aside = kept_apart(examples_of(stage, task, folder), stage.heldout_share)
         self.encoded: dict[int, Encoded] = {id(e): self._encode(e) for e in self.examples}
         self.aside = [self._encode(e) for e in aside]
         self.optimiser = Optimiser(policy.model, stage.optimiser, stage.steps)

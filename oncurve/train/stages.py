@@ -13,6 +13,7 @@ from oncurve.engines.native import NativeEngine
 from oncurve.models.policy import Policy
 from oncurve.recipe.dpo import Dpo
 from oncurve.recipe.ppo import Ppo
+from oncurve.recipe.rejection import RejectionSample
 from oncurve.recipe.reward_model import RewardModel
 from oncurve.recipe.schema import Grpo, Recipe, Sft, Stage
 from oncurve.recipe.trpo import Trpo
@@ -22,6 +23,7 @@ from oncurve.tasks.base import Task
 from oncurve.train.dpo import DpoLoop
 from oncurve.train.loop import GrpoLoop
 from oncurve.train.ppo import PpoLoop
+from oncurve.train.rejection import RejectionLoop
 from oncurve.train.reward_model import RewardModelLoop
 from oncurve.train.sft import SftLoop
 from oncurve.train.trpo import TrpoLoop
@@ -56,8 +58,11 @@ class Parts:
 
 
 LOOPS: dict[type[Stage], Callable[[Any, Parts], StageLoop]] = {
-    Sft: lambda stage, parts: SftLoop(stage, parts.recipe.seed, parts.task, parts.policy),
+    Sft: lambda stage, parts: SftLoop(stage, parts.recipe.seed, parts.task, parts.policy, parts.folder),
     Grpo: lambda stage, parts: GrpoLoop(stage, parts.recipe.seed, parts.task, parts.engine, parts.rewards),
+    RejectionSample: lambda stage, parts: RejectionLoop(
+        stage, parts.recipe.seed, parts.task, parts.engine, parts.rewards, parts.folder
+    ),
     RewardModel: lambda stage, parts: RewardModelLoop(stage, parts.recipe.seed, parts.policy, parts.folder),
     Dpo: lambda stage, parts: DpoLoop(stage, parts.recipe.seed, parts.policy),
     Trpo: lambda stage, parts: TrpoLoop(stage, parts.recipe.seed, parts.task, parts.engine, parts.rewards),

@@ -39,7 +39,7 @@ from oncurve.tasks.preferences import read_judgements
 from oncurve.tasks.registry import build_task
 from oncurve.train.listeners import Listener
 from oncurve.train.run import Trainer
-from oncurve.train.sft import examples_of
+from oncurve.train.sft import STAGE, examples_of
 
 RUNS = Path("runs")
 
@@ -216,7 +216,7 @@ def prepare(recipe: Recipe, task: Task | None = None, rewards: RewardMix | None 
             read_pairs(stage)
         if isinstance(stage, RewardModel):
             read_judgements(stage)
-        if isinstance(stage, Sft):
+        if isinstance(stage, Sft) and not (stage.data or "").startswith(STAGE):
             examples_of(stage, tasks[stage.label])
     return (lambda s: tasks[s.label]), (lambda s: mixes[s.label])
 

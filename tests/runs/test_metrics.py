@@ -11,6 +11,7 @@ REWARDED = [
     "reward_std",
     "reward/answer",
     "accuracy",
+    "samples_kept",
     "pass_at/8",
     "maj_at/8",
     "no_signal_share",

@@ -1,0 +1,98 @@
+"""The stage `rejection_sample`: sample groups, reward them, keep the best that are good enough. Nothing is trained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oncurve.algos.advantages import grade
+from oncurve.engines.native import Draws, NativeEngine
+from oncurve.recipe.rejection import RejectionSample
+from oncurve.records import Prompt, ScoredCompletion, ScoredGroup, StepReport
+from oncurve.rewards.mix import RewardMix
+from oncurve.runs.disk import disk_errors
+from oncurve.tasks.base import Task
+from oncurve.tasks.order import prompts_for_step
+from oncurve.train.clock import Clock
+from oncurve.train.loop import describe
+from oncurve.train.memory import sample
+
+FOLDER = "samples"
+
+
+def samples_file(run: Path, stage: str) -> Path:
+    """Where a stage of a run keeps what it took."""
+    return run / FOLDER / f"{stage}.jsonl"
+
+
+class RejectionLoop:
+    """Each step adds its lines to the file, marked with the step: on resume, lines of steps to be done again go."""
+
+    out_of_time = False
+    """Its length is counted in steps alone."""
+
+    def __init__(
+        self, stage: RejectionSample, seed: int, task: Task, engine: NativeEngine, rewards: RewardMix, folder: Path
+    ) -> None:
+        self.stage, self.seed, self.task, self.engine, self.rewards = stage, seed, task, engine, rewards
+        self.file, self.done = samples_file(folder, stage.label), 0
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        return {"rejection": {"done": torch.tensor(self.done)}}
+
+    def load_state(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+        self.done = int(tensors["rejection"]["done"])
+
+    def step(self, n: int) -> StepReport:
+        clock = Clock()
+        with clock("sample"):
+            prompts = prompts_for_step(self.task, self.seed, n - 1, self.stage.prompts_per_step)
+            groups = sample(self.engine, prompts, self.stage.group_size, self.stage.sampling, Draws(self.seed, n))
+        with clock("score"):
+            scored = self.rewards.score(groups)
+        kept = [row for group in scored for row in self._rows(group, n)]
+        with disk_errors(self.file):
+            self._add(kept, n)
+        self.done = n
+        graded = grade(scored, baseline="mean", scale="none", eps=1.0, mask_cut=False)
+        metrics = describe(graded, self.rewards) | {"samples_kept": float(len(kept))}
+        metrics["tokens_per_s"] = metrics["tokens"] / sum(clock.seconds.values())
+        return StepReport(self.stage.label, n, metrics, clock.seconds, graded, [[None] * len(g.graded) for g in graded])
+
+    def _add(self, rows: list[dict[str, Any]], n: int) -> None:
+        """Lines of steps before n stay; those of n and later are of a process that was killed."""
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        before = [line for line in _lines(self.file) if line["step"] < n]
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in [*before, *rows])
+        aside = self.file.with_name(f".writing-{self.file.name}")
+        aside.write_text(text, encoding="utf-8")
+        aside.replace(self.file)
+
+    def _rows(self, group: ScoredGroup, n: int) -> Iterator[dict[str, Any]]:
+        good = [s for s in group.scored if s.total is not None and not s.completion.cut and self._is_good(s)]
+        ranked = sorted(good, key=lambda s: (-(s.total or 0.0), s.completion.length))
+        texts = list(dict.fromkeys(s.completion.text for s in ranked if s.completion.text.strip()))
+        totals = {s.completion.text: s.total for s in ranked}
+        for text in texts[: self.stage.keep]:
+            yield {**asked(group.group.prompt), "completion": text, "reward": totals[text], "step": n}
+
+    def _is_good(self, scored: ScoredCompletion) -> bool:
+        if self.stage.at_least is None:
+            return self.rewards.solved(scored)
+        return scored.total is not None and scored.total >= self.stage.at_least
+
+
+def asked(prompt: Prompt) -> dict[str, Any]:
+    """A prompt as a data file writes it."""
+    return {"prompt": prompt.text if prompt.text is not None else [dict(m) for m in prompt.messages or ()]}
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    if not file.is_file():
+        return []
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line]

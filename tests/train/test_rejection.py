@@ -1,0 +1,86 @@
+"""Rejection sampling: what is kept, that resuming repeats nothing, and that a later sft stage imitates it."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from oncurve.engines.native import NativeEngine
+from oncurve.errors import OncurveError
+from oncurve.recipe.load import parse_recipe
+from oncurve.recipe.rejection import RejectionSample
+from oncurve.recipe.sections import Engine
+from oncurve.rewards.function import FunctionReward
+from oncurve.rewards.mix import RewardMix
+from oncurve.runs.store import Store
+from oncurve.tasks.in_memory import PromptList
+from oncurve.train.rejection import RejectionLoop, samples_file
+from oncurve.train.start import begin
+from tests.train.builders import RECIPE, policy
+
+TASK = PromptList.of([f"{i}+1=" for i in range(6)])
+
+
+def digits(completion: str) -> float:
+    return float(sum(c.isdigit() for c in completion))
+
+
+def loop(folder: Path, **options: object) -> RejectionLoop:
+    settings = {"steps": 3, "prompts_per_step": 2, "group_size": 4, "sampling": {"max_new_tokens": 12}, **options}
+    stage = RejectionSample.model_validate(settings)
+    return RejectionLoop(
+        stage, 0, TASK, NativeEngine(policy(), Engine(slots=8)), RewardMix([FunctionReward(digits, "d")]), folder
+    )
+
+
+def rows(folder: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in samples_file(folder, "rejection_sample").read_text().splitlines()]
+
+
+def test_the_best_of_each_group_that_are_good_enough_and_not_cut_are_kept(tmp_path: Path) -> None:
+    made = loop(tmp_path, at_least=2.0, keep=2)
+    reports = [made.step(n) for n in range(1, 4)]
+    wanted = []
+    for report in reports:
+        for group in report.groups:
+            good = {s.completion.text: s.total for s in group.scored.scored if (s.total or 0) >= 2 and not s.completion.cut}
+            best = sorted(good.values(), reverse=True)[:2]  # type: ignore[type-var]
+            wanted += [(report.step, value) for value in best]
+    assert sorted((r["step"], r["reward"]) for r in rows(tmp_path)) == sorted(wanted)  # type: ignore[type-var]
+    assert sum(r.metrics["samples_kept"] for r in reports) == len(wanted) > 0
+
+
+def test_steps_done_again_add_nothing_twice(tmp_path: Path) -> None:
+    whole = loop(tmp_path, at_least=1.0)
+    for n in range(1, 4):
+        whole.step(n)
+    kept = rows(tmp_path)
+    again = loop(tmp_path, at_least=1.0)
+    for n in range(2, 4):
+        again.step(n)
+    assert rows(tmp_path) == kept
+
+
+def test_a_recipe_imitates_what_an_earlier_stage_kept(tmp_path: Path) -> None:
+    data = tomllib.loads(RECIPE)
+    first, last = data["stages"]
+    sampled = {"type": "rejection_sample", "steps": 2, "prompts_per_step": 4, "group_size": 4, "at_least": 0.0}
+    data["stages"] = [
+        first,
+        {**sampled, "sampling": last["sampling"]},
+        {**first, "name": "again", "data": "stage:rejection_sample"},
+    ]
+    data["task"]["heldout"] = 4
+    try:
+        run = begin(parse_recipe(data), out=tmp_path / "run")
+    except OncurveError as error:
+        pytest.fail(str(error))
+    kept = samples_file(run.path, "rejection_sample").read_text().splitlines()
+    assert kept
+    with Store.open(run.path) as store:
+        assert [s.name for s in store.stages()] == ["sft", "rejection_sample", "again"]
+        assert len(store.evals("rejection_sample")) == 0
+        assert len(store.evals("again")) == 1
