@@ -14,7 +14,18 @@ import typer
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from oncurve import __version__, cli_doctor, cli_models, cli_plan, cli_replay, cli_rewards, cli_serve, cli_studio, cli_verify
+from oncurve import (
+    __version__,
+    cli_doctor,
+    cli_models,
+    cli_pairs,
+    cli_plan,
+    cli_replay,
+    cli_rewards,
+    cli_serve,
+    cli_studio,
+    cli_verify,
+)
 from oncurve.errors import OncurveError, RecipeError
 from oncurve.recipe.load import dump_recipe, load_recipe
 from oncurve.runs.disk import NO_PERMISSION, NO_ROOM, disk_error
@@ -337,6 +348,7 @@ app.command(epilog="Example: oncurve plan --model Qwen/Qwen3-8B --gpu H100-80GB"
 app.command(epilog="Example: oncurve serve arithmetic-1 --port 8000")(cli_serve.serve)
 app.command(epilog="Example: oncurve studio --open")(cli_studio.studio)
 app.command(epilog="Example: oncurve report arithmetic-1 -o report.html")(cli_studio.report)
+app.command(epilog="Example: oncurve pairs arithmetic-1 -o pairs.jsonl")(cli_pairs.pairs)
 
 
 @app.command(epilog="Example: oncurve version")

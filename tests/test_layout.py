@@ -18,7 +18,17 @@ LAYERS = [
     {"train"},
     {"terminal", "cluster", "serve", "studio"},
     {"api"},
-    {"cli_doctor", "cli_models", "cli_plan", "cli_replay", "cli_rewards", "cli_serve", "cli_studio", "cli_verify"},
+    {
+        "cli_doctor",
+        "cli_models",
+        "cli_pairs",
+        "cli_plan",
+        "cli_replay",
+        "cli_rewards",
+        "cli_serve",
+        "cli_studio",
+        "cli_verify",
+    },
     {"cli"},
     {"__main__"},
 ]

@@ -13,9 +13,10 @@ from torch import Tensor
 from oncurve.algos.advantages import grade
 from oncurve.engines.native import Draws, NativeEngine
 from oncurve.recipe.rejection import RejectionSample
-from oncurve.records import Prompt, ScoredCompletion, ScoredGroup, StepReport
+from oncurve.records import ScoredCompletion, ScoredGroup, StepReport
 from oncurve.rewards.mix import RewardMix
 from oncurve.runs.disk import disk_errors
+from oncurve.runs.pairs import written
 from oncurve.tasks.base import Task
 from oncurve.tasks.order import prompts_for_step
 from oncurve.train.clock import Clock
@@ -79,17 +80,12 @@ class RejectionLoop:
         texts = list(dict.fromkeys(s.completion.text for s in ranked if s.completion.text.strip()))
         totals = {s.completion.text: s.total for s in ranked}
         for text in texts[: self.stage.keep]:
-            yield {**asked(group.group.prompt), "completion": text, "reward": totals[text], "step": n}
+            yield {"prompt": written(group.group.prompt), "completion": text, "reward": totals[text], "step": n}
 
     def _is_good(self, scored: ScoredCompletion) -> bool:
         if self.stage.at_least is None:
             return self.rewards.solved(scored)
         return scored.total is not None and scored.total >= self.stage.at_least
-
-
-def asked(prompt: Prompt) -> dict[str, Any]:
-    """A prompt as a data file writes it."""
-    return {"prompt": prompt.text if prompt.text is not None else [dict(m) for m in prompt.messages or ()]}
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:

@@ -1,0 +1,44 @@
+"""`oncurve pairs`: preference data from a run's groups, for reward models and DPO."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from oncurve.errors import RunError
+from oncurve.runs.disk import disk_errors
+from oncurve.runs.folder import RunFolder
+from oncurve.runs.pairs import best_against_worst
+from oncurve.runs.store import Store
+from oncurve.studio.feedback import pairs_lines
+
+
+def pairs(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name or folder.")],
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="FILE", help="Write here; a file that exists is refused.")],
+    stage: Annotated[str | None, typer.Option("--stage", help="Only this stage's groups; unset: all.")] = None,
+    people: Annotated[bool, typer.Option("--people", help="What people said in the studio, in place of rewards.")] = False,
+    runs: Annotated[Path, typer.Option("--runs", metavar="DIR", help="Where runs lie.")] = Path("runs"),
+) -> None:
+    """Write preference pairs of a run's groups: the best completion against the worst, as JSON lines."""
+    folder = RunFolder.open(run, runs)
+    if people:
+        text = pairs_lines(folder)
+    else:
+        with Store.open(folder.path) as store:
+            text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in best_against_worst(store, stage))
+    if not text:
+        because = "nobody has ranked completions" if people else "no recorded group has completions of different rewards"
+        raise RunError(folder.name, "no pairs", because=because, fix="look at it with `oncurve show`, or name another run")
+    if out.exists():
+        raise RunError(str(out), "already there", because="nothing is written over", fix="choose another name")
+    with disk_errors(out):
+        out.write_text(text, encoding="utf-8")
+    count = text.count("\n")
+    console = Console(highlight=False)
+    console.print(Text(f'{out}: {count} pairs; for a stage with type = "reward_model" or "dpo": prompt, chosen, rejected'))
