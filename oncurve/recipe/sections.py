@@ -128,8 +128,8 @@ class Task(Section):
     model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
 
     type: str
-    """`arithmetic`, `countdown`; `calculator`, `guess` (in several turns); `gsm8k`, `math`, `mbpp`, `humaneval`; or `file` (JSONL
-    or Parquet); `oncurve recipe explain task.TYPE` lists a task's options."""
+    """`arithmetic`, `countdown`; `calculator`, `guess` (in several turns); `gsm8k`, `math`, `mbpp`, `humaneval`, `hh`; or
+    `file` (JSONL or Parquet); `oncurve recipe explain task.TYPE` lists a task's options."""
     heldout: PositiveInt = 200
     """Problems kept aside for measuring: none of them ever occurs in training."""
     seed: Count = 0

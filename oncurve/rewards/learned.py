@@ -37,7 +37,7 @@ class LearnedOptions(Section):
     """Weight of each head, by its label in the model's config or by its number; heads not named weigh nothing. Unset: a model
     with one head counts with weight 1."""
     device: str = "cpu"
-    """`cpu`, `cuda`, `cuda:1` …"""
+    """`cpu`, `cuda`, `cuda:1` …, or `auto`: a GPU where there is one."""
     dtype: str = "float32"
     """Precision of its weights: `float32` or `bfloat16`."""
     tokens_per_batch: PositiveInt = 8192
@@ -111,7 +111,14 @@ class LearnedReward:
         model = load(self._source, "AutoModelForSequenceClassification", f"rewards.{self.name}.model", self.options.dtype)
         if model.config.pad_token_id is None:  # it is how such a model finds the last token of a padded row
             model.config.pad_token_id = self._tokenizer.pad_token_id or 0
-        return model.to(self.options.device)
+        import torch
+
+        chosen = "cuda" if torch.cuda.is_available() else "cpu"
+        return model.to(chosen if self.options.device == "auto" else self.options.device)
+
+    def use(self, model: Any) -> None:
+        """From now on this model speaks: one that is being trained beside the policy."""
+        self.__dict__["_model"] = model
 
     @cached_property
     def _tokenizer(self) -> Any:

@@ -1,4 +1,5 @@
-"""Well-known data sets, read from the files their authors publish: GSM8K, MATH, MBPP, HumanEval. None of them is shipped.
+"""Well-known data sets, read from the files their authors publish: GSM8K, MATH, MBPP, HumanEval, HH-RLHF. None of them is
+shipped.
 
 Each says where the question, the answer, the tests and a worked solution are, in what words the question is put, and which
 reward grades it. Everything else is as in the task `file`.
@@ -20,6 +21,7 @@ from oncurve.tasks.draws import generator
 from oncurve.tasks.environments import load_environment
 from oncurve.tasks.files import read_rows
 from oncurve.tasks.in_memory import PromptList
+from oncurve.tasks.preferences import dialogue_messages
 from oncurve.tasks.rows import RowReader
 
 Row = Mapping[str, Any]
@@ -29,7 +31,7 @@ PROGRAM = "Write the program in a ```python block."
 
 
 class KnownOptions(sections.Section):
-    """Options of the tasks `gsm8k`, `math`, `mbpp` and `humaneval`."""
+    """Options of the tasks `gsm8k`, `math`, `mbpp`, `humaneval` and `hh`."""
 
     path: str
     """The file to train on, as its authors publish it (`.jsonl`, `.json`, gzipped or not, or `.parquet`)."""
@@ -84,6 +86,12 @@ def math(row: Row) -> dict[str, Any]:
     return {"prompt": row["problem"], "answer": row["answer"], **named, **worked}
 
 
+def hh(row: Row) -> dict[str, Any]:
+    """The dialogue up to its last answer is the prompt; the answer that people preferred is the worked one."""
+    messages = dialogue_messages(str(row["chosen"]))
+    return {"prompt": messages[:-1], "completion": (messages[-1]["content"] if messages else None) or None}
+
+
 def mbpp(row: Row) -> dict[str, Any]:
     """Both published forms. The first test is shown: nothing else says what the function is to be called."""
     asked, tests = row.get("text") or row.get("prompt"), list(row["test_list"])
@@ -101,6 +109,7 @@ KNOWN = {
     "gsm8k": KnownSet("gsm8k", gsm8k, ("question", "answer"), THINK, {"type": "math", "name": "answer"}),
     "math": KnownSet("math", math, ("problem", "answer"), THINK, {"type": "math", "name": "answer"}),
     "mbpp": KnownSet("mbpp", mbpp, ("test_list", "code"), PROGRAM, {"type": "code", "name": "answer"}),
+    "hh": KnownSet("hh", hh, ("chosen", "rejected"), "", {"type": "repetition"}),
     "humaneval": KnownSet(
         "humaneval", humaneval, ("prompt", "test", "entry_point", "canonical_solution"), "", {"type": "code", "name": "answer"}
     ),

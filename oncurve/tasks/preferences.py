@@ -86,6 +86,8 @@ def _pair(stage: RewardModel, reader: RowReader, row: Row, where: str, id: str) 
             return "dialogues that part before the last answer"
         prompt = Prompt(id=id, messages=tuple(one[:-1]))
         texts = (one[-1]["content"], other[-1]["content"])
+    if not all(text.strip() for text in texts):
+        return "pairs with an empty answer"
     if texts[0].strip() == texts[1].strip():
         return "pairs of equal texts"
     values = tuple(_sign(row.get(aspect), aspect, where) for aspect in stage.aspects) or (1.0,)
