@@ -16,6 +16,7 @@ from rich.text import Text
 
 from oncurve import (
     __version__,
+    cli_compare,
     cli_doctor,
     cli_models,
     cli_pairs,
@@ -346,6 +347,7 @@ app.command(epilog="Example: oncurve verify arithmetic-1")(cli_verify.verify)
 app.command(epilog="Example: oncurve doctor --json")(cli_doctor.doctor)
 app.command(epilog="Example: oncurve plan --model Qwen/Qwen3-8B --gpu H100-80GB")(cli_plan.plan)
 app.command(epilog="Example: oncurve serve arithmetic-1 --port 8000")(cli_serve.serve)
+app.command(epilog="Example: oncurve compare arithmetic --algorithms grpo,ppo --seeds 3")(cli_compare.compare)
 app.command(epilog="Example: oncurve studio --open")(cli_studio.studio)
 app.command(epilog="Example: oncurve report arithmetic-1 -o report.html")(cli_studio.report)
 app.command(epilog="Example: oncurve pairs arithmetic-1 -o pairs.jsonl")(cli_pairs.pairs)
