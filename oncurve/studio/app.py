@@ -12,6 +12,7 @@ from starlette.types import ASGIApp
 
 from oncurve.errors import OncurveError, RunError
 from oncurve.studio.guard import Guard
+from oncurve.studio.planning import planner
 from oncurve.studio.playground import play
 from oncurve.studio.routes import api
 from oncurve.studio.servers import Servers
@@ -43,6 +44,7 @@ def make_app(runs_dir: Path, stopping: asyncio.Event, servers: Servers, token: s
     app.add_exception_handler(OncurveError, _told)
     app.include_router(api)
     app.include_router(play)
+    app.include_router(planner)
     app.mount("/assets", Assets(directory=STATIC / "assets", check_dir=False))
 
     @app.get("/")

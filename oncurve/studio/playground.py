@@ -115,10 +115,10 @@ def close_model(request: Request, named: Named) -> dict[str, Any]:
 
 def known(runs_dir: Path, target: str) -> str:
     """A run's name, RUN@STAGE-STEP, or a model's folder; anything else is not looked for, least of all on the network."""
-    name, sign, place = target.rpartition("@")
-    with contextlib.suppress(OncurveError):
-        run = find_run(runs_dir, name if sign else target)
-        return f"{run.name}@{place}" if sign else run.name
+    for name in (target, target.rpartition("@")[0]):
+        with contextlib.suppress(OncurveError):
+            if target in [model["target"] for model in models_of(find_run(runs_dir, name))]:
+                return target
     folder = Path(target).expanduser()
     if folder.is_absolute() and (folder / "config.json").is_file():
         return str(folder)

@@ -194,6 +194,13 @@ class Questions(Reader):
         )
         return rows[0] if rows else None
 
+    def longest_prompt(self) -> int | None:
+        """Tokens of the longest prompt among the last ones asked; they lie as 4 bytes each."""
+        longest = self._ask("SELECT max(length(prompt_ids)) AS bytes FROM groups WHERE id > ? - 5000", self._last_id("groups"))[
+            0
+        ]["bytes"]
+        return None if longest is None else max(1, longest // 4)
+
     def last_asked(self, count: int) -> list[sqlite3.Row]:
         """Prompts that the run was asked last, each once; those of measurements first, as they were never trained on."""
         found: dict[str, sqlite3.Row] = {}

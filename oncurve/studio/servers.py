@@ -68,6 +68,8 @@ class Server:
     def _fault(self) -> ModelError:
         """The command's own words: its first line says what is wrong, the next ones why and what to do."""
         self.process.wait()
+        if self.errors.closed:
+            return ModelError(self.target, "unloaded", because="it was ended while it was loading", fix="sample again")
         self.errors.seek(0)
         said = " ".join(self.errors.read().decode("utf-8", "replace").split()).removeprefix("error ")
         what, _, rest = said.partition(" because ")

@@ -35,13 +35,15 @@ class Served:
     address: str
     runs_dir: Path
 
-    def ask(self, path: str, headers: dict[str, str] | None = None, body: Any = None, method: str | None = None) -> Answer:
+    def ask(
+        self, path: str, headers: dict[str, str] | None = None, body: Any = None, method: str | None = None, timeout: float = 20
+    ) -> Answer:
         sent = {"content-type": "application/json"} if body is not None else {}
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.address + path, data, {**sent, **(headers or {})}, method=method)
         opener = urllib.request.build_opener(_NoRedirect)
         try:
-            with opener.open(request, timeout=20) as told:
+            with opener.open(request, timeout=timeout) as told:
                 return Answer(told.status, {k.lower(): v for k, v in told.headers.items()}, told.read())
         except urllib.error.HTTPError as error:
             return Answer(error.code, {k.lower(): v for k, v in error.headers.items()}, error.read())

@@ -26,6 +26,8 @@ ADDRESSES = {
     "search": "#/groups/sums-1/search",
     "prompt": "#/groups/sums-1/prompt?id=sums%2F2",
     "compare": "#/groups/sums-1/compare",
+    "playground": "#/playground",
+    "plan": "#/plan",
     "rewards": "#/rewards/sums-1",
     "learn-critic": "#/learn/critic",
     "learn-advantages": "#/learn/advantages",
@@ -243,15 +245,46 @@ def test_the_update_demo_learns(studio: Served, browser: Browser) -> None:
 
 
 def test_the_memory_demo(studio: Served, browser: Browser) -> None:
+    """The numbers shown are those of the planner, whose route test_planning.py holds against it."""
     with a_page(browser, f"{studio.address}/#/learn/relatives") as watched:
         page = watched.page
-        ppo, grpo = (page.locator(f"[data-total='Memory-{of}']") for of in ("ppo", "grpo"))
-        bytes_7b = 6.74e9 * np.array([16 + 16 + 2, 16 + 2])
-        cache = 2 * 32 * 4096 * 2 * 16 * np.array([8 * (512 + 1024), 512 + 8 * 1024])
-        expected = (bytes_7b + cache) / 2**30
-        assert [float(one.inner_text().split()[0]) for one in (ppo, grpo)] == pytest.approx(expected, abs=0.51)
+
+        def shows(query: str) -> None:
+            told = studio.ask(f"/api/plan/compare?{query}").json
+            for of in ("ppo", "grpo"):
+                size = told[of]["memory"]["peak"]["total"] / 2**30
+                words = f"{size:,.0f} GiB" if size >= 100 else f"{size:.1f} GiB"
+                expect(page.locator(f"[data-total='Memory-{of}']")).to_have_text(words)
+
+        shows("model=7B&group_size=8")
         page.get_by_role("combobox", name="Model").select_option("70B")
-        expect(ppo).to_contain_text("2,")
+        shows("model=70B&group_size=8")
+        page.get_by_role("checkbox", name="LoRA").check()
+        shows("model=70B&group_size=8&lora=true")
+        page.get_by_role("slider", name="G").fill("64")
+        shows("model=70B&group_size=64&lora=true")
+
+
+def test_the_plan_page(studio: Served, browser: Browser) -> None:
+    """What is asked is planned at once; what does not fit says what would, and then does."""
+    with a_page(browser, f"{studio.address}/#/plan") as watched:
+        page = watched.page
+        expect(page.locator("[data-fits]")).to_have_attribute("data-fits", "false")
+        expect(page.get_by_role("region", name="What would make it fit")).to_contain_text("LoRA")
+        told = studio.ask("/api/plan", body={"model": "Qwen/Qwen3-8B", "gpus": 1}).json
+        update = next(phase for phase in told["plan"]["memory"]["phases"] if phase["name"] == "update")
+        expect(page.locator("[data-phase=update]")).to_have_text(f"{update['total'] / 2**30:.0f} GiB")
+        page.get_by_role("checkbox", name="LoRA").check()
+        page.get_by_role("checkbox", name="compute activations again").check()
+        expect(page.locator("[data-fits]")).to_have_attribute("data-fits", "true")
+        expect(page.locator("[data-title='grpo, LoRA']")).to_contain_text("fits")
+        watched.keep("plan-lora")
+        page.get_by_role("combobox", name="Run or model").select_option("run sums-1")
+        page.get_by_role("combobox", name="Device").select_option("cpu")
+        expect(page.get_by_role("spinbutton", name="Group size")).to_have_attribute("placeholder", "4")
+        page.get_by_role("spinbutton", name="Group size").fill("0")
+        expect(page.get_by_role("alert")).to_be_visible()
+        watched.errors.clear()  # the browser notes every refused request
 
 
 def test_the_dynamics_demo(studio: Served, browser: Browser) -> None:

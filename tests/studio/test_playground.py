@@ -1,0 +1,141 @@
+"""The Playground: its server asks `oncurve serve`, started as a process; the page shows what comes of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, expect
+
+from oncurve.models.tiny import make_model, make_tokenizer
+from oncurve.recipe.sections import TinyModel
+from oncurve.runs import checkpoints
+from oncurve.runs.folder import RunFolder
+from tests.studio.browsing import a_browser, a_page
+from tests.studio.samples import make_run
+from tests.studio.serving import Served, served
+
+SHAPE = TinyModel(layers=1, width=32, heads=2, kv_heads=1, head_size=16, mlp_width=64, context=128)
+ASK: dict[str, Any] = {"prompt": "1+2=", "samples": 3, "temperature": 1.0, "top_p": 1.0, "max_tokens": 12, "seed": 4}
+
+
+def give_model(run: RunFolder, seed: int) -> None:
+    """A model that the run might have ended with, and a checkpoint of other weights."""
+    tokenizer = make_tokenizer("0123456789+=<>/abcdefghijklmnopqrstuvwxyz ")
+    model = make_model(SHAPE, tokenizer, seed)
+    model.save_pretrained(run.model)
+    tokenizer.save_pretrained(run.model)
+    weights = {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
+    checkpoints.save(run.checkpoints, "grpo", 2, {"model": weights}, {"state": {"stage": "grpo", "step": 2}})
+
+
+@pytest.fixture(scope="module")
+def playground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("playground")
+    for seed, name in enumerate(("one", "two")):
+        give_model(make_run(folder, name), seed)
+    make_run(folder, "modelless")
+    with served(folder) as found:
+        yield found
+
+
+def lines(studio: Served, asked: dict[str, Any]) -> list[dict[str, Any]]:
+    request = urllib.request.Request(
+        f"{studio.address}/api/playground/sample", json.dumps(asked).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=300) as told:
+        return [json.loads(line) for line in told]
+
+
+def test_what_is_offered(playground: Served) -> None:
+    told = playground.ask("/api/playground").json
+    models = {one["run"]: [model["target"] for model in one["models"]] for one in told["runs"]}
+    assert models == {"one": ["one", "one@grpo-2"], "two": ["two", "two@grpo-2"]}
+    lent = playground.ask("/api/playground/runs/one").json
+    assert lent["prompts"][0]["text"].startswith("9+"), "measurements first"
+    assert len({prompt["id"] for prompt in lent["prompts"]}) == len(lent["prompts"])
+    assert lent["grading"] == {"baseline": "mean", "scale": "group", "eps": 1e-4, "mask_cut": False}
+    assert [reward["type"] for reward in lent["rewards"]] == ["answer", "format"]
+
+
+@pytest.mark.parametrize("target", ["nothing", "../one", "--help", "modelless@grpo-2x/..", "/", "relative/model", "owner/name"])
+def test_what_is_no_model_is_never_started(playground: Served, target: str) -> None:
+    told = playground.ask("/api/playground/open", body={"target": target})
+    assert told.status in (404, 422)
+    assert playground.ask("/api/playground").json["there"] == []
+
+
+@pytest.mark.slow
+def test_samples_come_as_they_are_drawn(playground: Served) -> None:
+    told = lines(playground, {"target": "one", **ASK})
+    assert {line["sample"] for line in told} == {0, 1, 2}
+    texts = ["".join(line["text"] for line in told if line["sample"] == n) for n in range(3)]
+    assert [sum(line["finish"] is not None for line in told if line["sample"] == n) for n in range(3)] == [1, 1, 1]
+    tokens = [token for line in told if line["sample"] == 0 for token in line["tokens"]]
+    assert "".join(text for text, _, _ in tokens) == texts[0]
+    assert all(logp <= 0 for _, _, logp in tokens)
+    again = lines(playground, {"target": "one", **ASK})
+    assert ["".join(line["text"] for line in again if line["sample"] == n) for n in range(3)] == texts
+    assert playground.ask("/api/playground").json["there"] == ["one"]
+    (error,) = lines(playground, {"target": "one", **ASK, "prompt": ""})
+    assert "no tokens" in error["error"]
+    assert playground.ask("/api/playground/close", body={"target": "one"}).json["there"] == []
+
+
+@pytest.mark.slow
+def test_a_model_that_can_not_be_loaded_says_why(playground: Served, tmp_path: Path) -> None:
+    folder = tmp_path / "damaged"
+    shutil.copytree(playground.runs_dir / "one" / "model", folder)
+    (folder / "config.json").write_text('{"model_type": "no such thing"}')
+    told = playground.ask("/api/playground/open", body={"target": str(folder)}, timeout=300)
+    assert told.status == 422
+    assert "can't be loaded" in told.json["error"]["what"]
+    assert told.json["error"]["fix"]
+
+
+@pytest.mark.slow
+def test_the_page(playground: Served) -> None:
+    """Two models side by side: streamed, graded, and a group to play with; then a stop, and unloading."""
+    with a_browser() as browser:
+        _the_page(playground, browser)
+
+
+def _the_page(playground: Served, browser: Browser) -> None:
+    with a_page(browser, f"{playground.address}/#/playground/one") as watched:
+        page = watched.page
+        page.set_default_timeout(300_000)
+        expect.set_options(timeout=300_000)
+        expect(page.get_by_role("combobox", name="Model")).to_have_value("one")
+        page.get_by_role("combobox", name="Beside it").select_option("two@grpo-2")
+        page.get_by_role("textbox", name="Prompt").fill("1+2=")
+        page.get_by_role("textbox", name="Its columns").fill('{"answer": "3"}')
+        page.get_by_role("spinbutton", name="most tokens").fill("30")
+        page.get_by_role("button", name="Sample").click()
+        expect(page.locator("[data-state=done]")).to_have_count(2)
+        for target in ("one", "two@grpo-2"):
+            column = page.locator(f"[data-target='{target}']")
+            expect(column.locator("article")).to_have_count(8)
+            expect(column.locator("article").first).to_contain_text("answer")
+            expect(column.get_by_role("button", name="Rank")).to_have_count(0)
+        watched.keep("playground-light")
+        column = page.locator("[data-target='one']")
+        column.get_by_role("button", name="What if").click()
+        slider = column.get_by_role("slider", name="Reward of completion 3")
+        slider.evaluate("node => { node.value = '1'; node.dispatchEvent(new Event('input', { bubbles: true })); }")
+        # One reward of 1 among seven of 0: (1 − 1/8) / (std + 1e-4) with std = √(1/8).
+        assert column.locator("[data-place='3'] [data-advantage]").inner_text() == f"+{(7 / 8) / (0.125**0.5 + 1e-4):.2f}"
+        page.get_by_role("button", name="Unload one").click()
+        expect(page.get_by_role("button", name="Unload one")).to_have_count(0)
+        page.get_by_role("textbox", name="Prompt").fill("1" * 200)
+        page.get_by_role("button", name="Sample").click()
+        expect(page.get_by_role("alert").first).to_contain_text("don't fit")
+    until = time.monotonic() + 60
+    while playground.ask("/api/playground").json["there"] and time.monotonic() < until:
+        for target in playground.ask("/api/playground").json["there"]:
+            playground.ask("/api/playground/close", body={"target": target})
