@@ -32,8 +32,8 @@ from oncurve.errors import RewardError
 from oncurve.recipe.sections import Section
 from oncurve.records import Completion, Group, Prompt
 from oncurve.rewards.base import Result, Reward, caught
-from oncurve.rewards.workers import Workers, python_workers, shared
 from oncurve.tasks.load import load_function
+from oncurve.tasks.workers import Workers, python_workers, shared
 
 Function = Callable[..., Any]
 

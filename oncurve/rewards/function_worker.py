@@ -9,8 +9,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from oncurve.rewards.worker_loop import serve
 from oncurve.tasks.load import load_function
+from oncurve.tasks.worker_loop import serve
 
 
 def call(function: Callable[..., Any], job: dict[str, Any]) -> Any:

@@ -65,7 +65,13 @@ class LearnedReward:
         self._runs[:] = [run]
 
     @property
-    def _source(self) -> str:
+    def heads(self) -> list[str]:
+        """The names of the model's outputs, in order."""
+        return list(self._labels.values())
+
+    @property
+    def source(self) -> str:
+        """Where the model lies."""
         name = self.options.model
         if not name.startswith(STAGE):
             return name
@@ -108,7 +114,7 @@ class LearnedReward:
 
     @cached_property
     def _model(self) -> Any:
-        model = load(self._source, "AutoModelForSequenceClassification", f"rewards.{self.name}.model", self.options.dtype)
+        model = load(self.source, "AutoModelForSequenceClassification", f"rewards.{self.name}.model", self.options.dtype)
         if model.config.pad_token_id is None:  # it is how such a model finds the last token of a padded row
             model.config.pad_token_id = self._tokenizer.pad_token_id or 0
         import torch
@@ -122,7 +128,7 @@ class LearnedReward:
 
     @cached_property
     def _tokenizer(self) -> Any:
-        return load(self._source, "AutoTokenizer", f"rewards.{self.name}.model")
+        return load(self.source, "AutoTokenizer", f"rewards.{self.name}.model")
 
     @cached_property
     def _labels(self) -> dict[int, str]:

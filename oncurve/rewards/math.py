@@ -26,7 +26,7 @@ from oncurve.records import Group
 from oncurve.rewards import answer as plain
 from oncurve.rewards.base import Result, Score
 from oncurve.rewards.extract import Take, answer_in
-from oncurve.rewards.workers import Workers, python_workers, shared
+from oncurve.tasks.workers import Workers, python_workers, shared
 
 LONGEST = 2000
 """Characters; nobody's answer is longer, and parsers take their time over one that is."""

@@ -13,7 +13,7 @@ import re
 from functools import lru_cache
 from typing import Any
 
-from oncurve.rewards.worker_loop import serve
+from oncurve.tasks.worker_loop import serve
 
 LARGEST = 10_000.0
 """Exponents and factorials beyond this are left alone: sympy would write out every digit."""

@@ -1,14 +1,15 @@
 """Problems of reasoning-gym: 106 families that are made, not stored, each with settings of its own.
 
-Problems are made in this process, from (seed, index) alone. Answers are graded by the reward `reasoning_gym`: never by the
+Problems are made in a worker process, from (seed, index) alone. Answers are graded by the reward `reasoning_gym`: never by the
 package's own scorers outside of a sandbox, as some of them execute what a model wrote.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
-from importlib import import_module
+from importlib.util import find_spec
 from typing import Annotated, Any
 
 from pydantic import Field, PositiveInt
@@ -17,10 +18,13 @@ from oncurve.errors import MissingPackage, RecipeError, no_such
 from oncurve.recipe import sections
 from oncurve.records import Example, Prompt
 from oncurve.tasks.draws import word
+from oncurve.tasks.workers import WorkerFailedError, Workers, python_workers, shared
 
 INSTRUCTION = "Think first, then give the final answer, and nothing else, in <answer></answer>."
-KEPT_COLUMNS = ("numbers", "target", "letters", "factors", "simplified_numerator", "simplified_denominator")
-"""What our own checks of answers need of a problem's data."""
+SECONDS = 120.0
+"""What making one problem may take; the slowest families need a few."""
+_TURNS = 1000
+"""Tries at a training problem that is not held out."""
 
 
 class GymOptions(sections.Section):
@@ -48,13 +52,16 @@ class Gym:
     usual_rewards = (sections.Reward(type="reasoning_gym", name="answer"),)
 
     def __init__(self, config: sections.Task, options: GymOptions) -> None:
+        if find_spec("reasoning_gym") is None:
+            because = "the task `reasoning_gym` asks its problems"
+            raise MissingPackage("task.type", "reasoning-gym is not installed", because=because, fix="pip install oncurve[gym]")
         self._seed, self._options, self._heldout_size = config.seed, options, config.heldout
-        package = _package()
+        known = _maker().ask({}, SECONDS)
         for family in (*options.families, *options.settings):
-            if family not in package.factory.DATASETS:
-                raise no_such("task.families", "family", family, sorted(package.factory.DATASETS))
-        for family in options.families:
-            self._family(family, "train")
+            if family not in known:
+                raise no_such("task.families", "family", family, known)
+        for number in range(len(options.families)):
+            self._prompt("train", number)  # settings that are none are found out here, not in mid-run
 
     @property
     def train_size(self) -> int:
@@ -69,13 +76,9 @@ class Gym:
         prompt, turn = self._prompt("train", index), 1
         while prompt.shown in self._heldout_texts:
             prompt, turn = self._prompt(f"train-{turn}", index), turn + 1
-            if turn > 1000:
-                raise RecipeError(
-                    "task.heldout",
-                    self._heldout_size,
-                    because=f"the family of problem {index} has too few different problems",
-                    fix="hold out fewer, or set it harder",
-                )
+            if turn > _TURNS:
+                because = f"the family of problem {index} has too few different problems"
+                raise RecipeError("task.heldout", self._heldout_size, because=because, fix="hold out fewer, or set it harder")
         return prompt
 
     @cached_property
@@ -85,63 +88,31 @@ class Gym:
     def _prompt(self, purpose: str, index: int) -> Prompt:
         place, number = divmod(index, len(self._options.families))
         family = self._options.families[number]
-        entry = self._family(family, purpose)[place]
-        asked = "\n".join(filter(None, (str(entry["question"]), self._options.instruction)))
-        columns = {"answer": str(entry["answer"]), "family": family, "difficulty": family, **_kept(entry["metadata"])}
-        made = {"seed": self._seed_of(purpose), "index": place, "settings": self._options.settings.get(family, {})}
-        columns["gym"] = {**made, "scorer": self._has_scorer(family)}
+        settings, seed = self._options.settings.get(family, {}), word(self._seed, f"reasoning_gym/{purpose}") % (1 << 31)
+        made = self._made(family, seed, settings, place)
+        asked = "\n".join(filter(None, (made["question"], self._options.instruction)))
+        again = {"seed": seed, "index": place, "settings": settings, "scorer": made["scorer"]}
+        columns = {**made["kept"], "family": family, "difficulty": family, "gym": again}
         name = f"reasoning_gym/{family}/{purpose}/{place}"
         if not self._options.chat:
             return Prompt(name, asked, None, columns)
         system = () if self._options.system is None else ({"role": "system", "content": self._options.system},)
         return Prompt(name, None, (*system, {"role": "user", "content": asked}), columns)
 
-    def _family(self, family: str, purpose: str) -> Any:
-        settings = self._options.settings.get(family, {})
+    def _made(self, family: str, seed: int, settings: dict[str, Any], index: int) -> dict[str, Any]:
         try:
-            return _dataset(family, self._seed_of(purpose), _frozen(settings))
-        except (TypeError, ValueError, AssertionError) as error:
-            because = f"reasoning-gym says: {error or type(error).__name__}"
-            raise RecipeError(f"task.settings.{family}", settings, because=because, fix="mend these settings") from None
-
-    def _has_scorer(self, family: str) -> bool:
-        """Whether its answers are more than texts to be compared."""
-        kinds = _package().factory.DATASETS
-        return kinds[family][0].score_answer is not _package().dataset.ProceduralDataset.score_answer
-
-    def _seed_of(self, purpose: str) -> int:
-        return word(self._seed, f"reasoning_gym/{purpose}") % (1 << 31)
+            return _problem(family, seed, json.dumps(settings), index)
+        except WorkerFailedError as error:
+            where, because = f"task.settings.{family}", f"reasoning-gym says: {error}"
+            raise RecipeError(where, settings, because=because, fix="mend these settings") from None
 
 
-def _kept(data: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: data[name] for name in KEPT_COLUMNS if name in data}
+@lru_cache(maxsize=20_000)
+def _problem(family: str, seed: int, settings: str, index: int) -> dict[str, Any]:
+    made: dict[str, Any] = _maker().ask({"family": family, "seed": seed, "settings": settings, "index": index}, SECONDS)
+    return made
 
 
-def _frozen(value: Any) -> Any:
-    """Settings as something that can be looked up; `_thawed` takes it back."""
-    if isinstance(value, dict):
-        return ("dict", tuple((key, _frozen(part)) for key, part in value.items()))
-    return ("list", tuple(map(_frozen, value))) if isinstance(value, list | tuple) else ("value", value)
-
-
-def _thawed(frozen: Any) -> Any:
-    kind, value = frozen
-    if kind == "dict":
-        return {key: _thawed(part) for key, part in value}
-    return [_thawed(part) for part in value] if kind == "list" else value
-
-
-@lru_cache(maxsize=512)
-def _dataset(family: str, seed: int, settings: Any) -> Any:
-    return _package().create_dataset(family, seed=seed, **_thawed(settings))
-
-
-@lru_cache(maxsize=1)
-def _package() -> Any:
-    try:
-        return import_module("reasoning_gym")
-    except ImportError as error:
-        raise MissingPackage(
-            "task.type", f"reasoning-gym can't be imported ({error})", because="the task `reasoning_gym` asks its problems",
-            fix="pip install oncurve[gym]",
-        ) from None  # fmt: skip
+@shared
+def _maker() -> Workers:
+    return python_workers("oncurve.tasks.gym_worker", 1)

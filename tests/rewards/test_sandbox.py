@@ -18,7 +18,7 @@ import pytest
 from oncurve.errors import RewardError
 from oncurve.rewards.sandbox import level as levels
 from oncurve.rewards.sandbox.level import Limits, Sandbox, make_sandbox
-from oncurve.rewards.workers import WorkerDiedError
+from oncurve.tasks.workers import WorkerDiedError
 
 QUICK = Limits(seconds=2.0, memory=300 << 20, output=64 << 10, file_size=1 << 20)
 CANARY, KEPT = Path("/tmp/oncurve-canary-7f3a"), Path("/tmp/oncurve-canary-kept")

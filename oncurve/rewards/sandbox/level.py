@@ -23,13 +23,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from oncurve.errors import RewardError
-from oncurve.rewards.workers import WorkerDiedError, WorkerFailedError, Workers
+from oncurve.tasks.workers import WorkerDiedError, WorkerFailedError, Workers
 
 Level = Literal["bubblewrap", "seccomp", "trusted"]
 
 GRACE = 1.5
 """Seconds beyond its own limit that a zygote has to report before it is taken to be stuck and replaced."""
 SCRATCH_SIZE = 256 << 20
+ENVIRONMENT = {"PYTHONHASHSEED": "0"}
+"""Of zygotes: a program that prints a set prints it in the same order each time. Programs themselves have none of it."""
 _BOOT = Path(__file__).with_name("boot.py")
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib")
 
@@ -143,9 +145,9 @@ def make_sandbox(level: Level, count: int, package: str | None = None) -> tuple[
 def _made(level: Level, count: int, package: str | None) -> Sandbox:
     """Without a file system of its own a sandbox gets a folder, which goes with it, whatever a killed zygote left inside."""
     if level == "bubblewrap":
-        return Sandbox(level, Workers(command(level, "/scratch", package), count, {}))
+        return Sandbox(level, Workers(command(level, "/scratch", package), count, ENVIRONMENT))
     scratch = tempfile.mkdtemp(prefix="oncurve-sandbox-")
-    workers = Workers(command(level, scratch, package), count, {})
+    workers = Workers(command(level, scratch, package), count, ENVIRONMENT)
     weakref.finalize(workers, shutil.rmtree, scratch, ignore_errors=True)
     return Sandbox(level, workers)
 
@@ -172,7 +174,7 @@ def command(level: Level, scratch: str, package: str | None = None) -> list[str]
         "libraries": libraries,
         "package": package,
     }
-    python = [os.path.realpath(sys.executable), "-I", "-S", "-B", str(_BOOT), json.dumps(settings)]
+    python = [os.path.realpath(sys.executable), "-P", "-s", "-S", "-B", str(_BOOT), json.dumps(settings)]
     return [*_bubblewrap([*readable, python[0]]), *python] if level == "bubblewrap" else python
 
 
@@ -187,5 +189,6 @@ def _bubblewrap(readable: Sequence[str]) -> list[str]:
     """An empty file system with what is readable, no capability, and every namespace of its own."""
     binds = [word for path in readable for word in ("--ro-bind", path, path)]
     walls = ["--unshare-all", "--as-pid-1", "--cap-drop", "ALL", "--clearenv", "--hostname", "sandbox"]
+    walls += [word for name, value in ENVIRONMENT.items() for word in ("--setenv", name, value)]
     scratch = ["--size", str(SCRATCH_SIZE), "--tmpfs", "/scratch", "--chdir", "/scratch"]
     return [shutil.which("bwrap") or "bwrap", *walls, *binds, *scratch]

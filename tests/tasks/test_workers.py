@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from oncurve.rewards.workers import WorkerDiedError, WorkerFailedError, Workers
+from oncurve.tasks.workers import WorkerDiedError, WorkerFailedError, Workers
 
 SCRIPT = """
 import os, sys, time
 sys.path.insert(0, {home!r})
-from oncurve.rewards.worker_loop import serve
+from oncurve.tasks.worker_loop import serve
 
 def handle(job):
     if job == "hang":
@@ -104,7 +104,7 @@ def test_no_process_outlives_a_killed_trainer(tmp_path: Path) -> None:
     script.write_text(SCRIPT.format(home=home))
     parent = tmp_path / "parent.py"
     parent.write_text(
-        f"import sys, threading, time\nsys.path.insert(0, {home!r})\nfrom oncurve.rewards.workers import Workers\n"
+        f"import sys, threading, time\nsys.path.insert(0, {home!r})\nfrom oncurve.tasks.workers import Workers\n"
         f"workers = Workers([sys.executable, {str(script)!r}], 1)\nprint(workers.ask('pid', 5.0)[1], flush=True)\n"
         "threading.Thread(target=workers.ask, args=('hang in C', 0.5)).start()\ntime.sleep(60)\n"
     )

@@ -1,6 +1,7 @@
 """Persistent worker processes with a hard time limit on every job.
 
-A reward that may hang can't run in the trainer's process: a thread can't be stopped. Workers are plain child processes that
+A reward that may hang can't run in the trainer's process: a thread can't be stopped. And some packages make other problems in
+every process, unless Python's hash seed is set before it starts. Workers are plain child processes that
 speak JSON lines (`worker_loop` is their inside). One that hangs is killed, one that died is replaced, and each is waited for:
 no zombie is left.
 """
@@ -178,10 +179,12 @@ class Workers:
 
 
 def python_workers(module: str, count: int, *arguments: str) -> Workers:
-    """Workers that run a module of this package; they find it wherever this process found it."""
+    """Workers that run a module of this package; they find it wherever this process found it. Sets of texts have the same
+    order in all of them, always: what a worker says must not depend on the hash seed that Python drew for it."""
     home = str(Path(oncurve.__file__).resolve().parent.parent)
     paths = [home, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return Workers([sys.executable, "-m", module, *arguments], count, {**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONHASHSEED": "0"}
+    return Workers([sys.executable, "-m", module, *arguments], count, environment)
 
 
 def _close_all(workers: Sequence[Worker]) -> None:
