@@ -22,7 +22,9 @@ def render_bad(run: RunFolder) -> RenderableType:
     found = bad_batches(run.path)
     if not found:
         return Text(f"{run.name}: no update was left out", "green")
-    parts: list[RenderableType] = [Text(f"{run.name}  {len(found)} batches whose update was left out", "bold")]
+    parts: list[RenderableType] = [
+        Text(f"{run.name}  {len(found)} {'batch' if len(found) == 1 else 'batches'} whose update was left out", "bold")
+    ]
     for batch in found:
         parts += [Text(), *_batch(batch)]
     return Group(*parts, Text(), Text(f"in full: {run.path / 'bad'}", "dim"))

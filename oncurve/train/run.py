@@ -233,7 +233,8 @@ class Trainer:
                 self.run.name, f"updates of stage '{stage.label}' stay bad", because=found,
                 fix=f"oncurve show {self.run.path} --bad; lower optimiser.learning_rate, mend the reward, or set save_every",
             )  # fmt: skip
-        message = f"{stage.label}: back to {start.path.name} after {stage.optimiser.guard.rollback_after} bad updates in a row"
+        count = stage.optimiser.guard.rollback_after
+        message = f"{stage.label}: back to {start.path.name} after {count} bad {'step' if count == 1 else 'steps in a row'}"
         data = {"to": to, "number": detours(self.store, stage.label, to) + 1}
         self.store.record_event("rollback", message, stage=stage.label, step=to, data=data)
         for one in self.listeners:
