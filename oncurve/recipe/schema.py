@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from oncurve.recipe.dpo import Dpo
+from oncurve.recipe.iteration import Iteration
 from oncurve.recipe.ppo import Ppo
 from oncurve.recipe.rejection import RejectionSample
 from oncurve.recipe.reward_model import RewardModel
@@ -75,6 +76,8 @@ class Grpo(Surrogate):
     """With `resample`: rounds of fresh prompts before the step goes on with what it has."""
     length_budget: PositiveInt | None = None
     """The constant that dr_grpo divides by; unset: `sampling.max_new_tokens`."""
+    iterate: Iteration | None = None
+    """Iterative GRPO with a reward model that learns from fresh comparisons as the policy changes. Unset: it stays as it is."""
 
 
 Stage = Annotated[Sft | Grpo | Ppo | Trpo | Dpo | RewardModel | RejectionSample, Field(discriminator="type")]

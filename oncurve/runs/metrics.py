@@ -48,6 +48,10 @@ _TABLE = (
         "Completions of the step that were kept to be imitated (rejection_sample).",
         "above 0",
     ),
+    Metric(
+        "comparisons", "pairs", "Fresh comparisons that the reward model learned from after this step (iterate).", "above 0"
+    ),
+    Metric("reward_model_loss", "loss", "The reward model's loss at the last update of a round (iterate).", "below 0.69"),
     Metric("maj_at/", "share", "Share of held-out problems whose most frequent answer of so many is right.", "above accuracy"),
     Metric(
         "no_signal_share",

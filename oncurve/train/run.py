@@ -176,7 +176,8 @@ class Trainer:
             self._measure(stage, last)
             self._save(stage, loop, last)
         self.tell.on_stage_end(stage.label)
-        self._stop_if_asked()
+        if last > done:  # a stage that was done before costs no time: a run in slices must get past it
+            self._stop_if_asked()
 
     def loop(self, stage: Stage, detour: int) -> StageLoop:
         """A stage's loop, ready for its first step; after ``detour`` roll-backs it draws other samples."""

@@ -21,6 +21,7 @@ from oncurve.records import StepReport
 from oncurve.rewards.mix import RewardMix
 from oncurve.tasks.base import Task
 from oncurve.train.dpo import DpoLoop
+from oncurve.train.iterate import IterativeLoop
 from oncurve.train.loop import GrpoLoop
 from oncurve.train.ppo import PpoLoop
 from oncurve.train.rejection import RejectionLoop
@@ -59,7 +60,11 @@ class Parts:
 
 LOOPS: dict[type[Stage], Callable[[Any, Parts], StageLoop]] = {
     Sft: lambda stage, parts: SftLoop(stage, parts.recipe.seed, parts.task, parts.policy, parts.folder),
-    Grpo: lambda stage, parts: GrpoLoop(stage, parts.recipe.seed, parts.task, parts.engine, parts.rewards),
+    Grpo: lambda stage, parts: (
+        GrpoLoop(stage, parts.recipe.seed, parts.task, parts.engine, parts.rewards)
+        if stage.iterate is None
+        else IterativeLoop(stage, parts.recipe, parts.task, parts.engine, parts.rewards, parts.folder)
+    ),
     RejectionSample: lambda stage, parts: RejectionLoop(
         stage, parts.recipe.seed, parts.task, parts.engine, parts.rewards, parts.folder
     ),

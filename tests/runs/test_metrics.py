@@ -12,6 +12,8 @@ REWARDED = [
     "reward/answer",
     "accuracy",
     "samples_kept",
+    "comparisons",
+    "reward_model_loss",
     "pass_at/8",
     "maj_at/8",
     "no_signal_share",

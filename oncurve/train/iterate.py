@@ -1,0 +1,177 @@
+"""Iterative GRPO: the loop of `grpo` with a reward model that learns beside the policy.
+
+Every ``every`` steps: the reference becomes the policy; the reward model takes ``updates`` Bradley–Terry updates on
+comparisons of the round, ``past_share`` of each from before. Which comparisons an update sees is a function of (seed, step,
+update). All that a resumed run needs is in its checkpoint and in the file of comparisons, whose lines carry their step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from oncurve.engines.native import NativeEngine
+from oncurve.errors import OncurveError, RecipeError
+from oncurve.recipe.iteration import Iteration
+from oncurve.recipe.reward_model import RewardModel
+from oncurve.recipe.schema import Grpo, Recipe
+from oncurve.records import GradedGroup, Prompt, ScoredCompletion, ScoredGroup, StepReport
+from oncurve.rewards.learned import STAGE, LearnedReward
+from oncurve.rewards.mix import RewardMix, aspects_of
+from oncurve.rewards.registry import build_reward
+from oncurve.runs.disk import disk_errors
+from oncurve.runs.pairs import pair_of, written
+from oncurve.runs.store import Store
+from oncurve.tasks.base import Task
+from oncurve.tasks.draws import generator
+from oncurve.tasks.preferences import Judged, Judgements, read_judgements
+from oncurve.train.loop import GrpoLoop
+from oncurve.train.reward_model import Coded, RewardModelLoop, code
+
+FOLDER = "comparisons"
+
+
+class IterativeLoop(GrpoLoop):
+    """`grpo` whose stage has `iterate`."""
+
+    def __init__(self, stage: Grpo, recipe: Recipe, task: Task, engine: NativeEngine, rewards: RewardMix, folder: Path) -> None:
+        super().__init__(stage, recipe.seed, task, engine, rewards)
+        assert stage.iterate is not None
+        self.settings: Iteration = stage.iterate
+        self.folder, self.file, self.done = folder, folder / FOLDER / f"{stage.label}.jsonl", 0
+        reward = _trained_reward(stage, rewards)
+        self.labeller = None if self.settings.labeller is None else build_reward(self.settings.labeller)
+        self.judge = self._judge(recipe, reward)
+        reward.use(self.judge.model)
+
+    def _judge(self, recipe: Recipe, reward: LearnedReward) -> RewardModelLoop:
+        """The reward model as a thing to be trained, and what it first learned from."""
+        told = self.settings
+        stage = RewardModel(
+            name=self.stage.label, data="", source=reward.source, batch_size=told.batch_size, optimiser=told.optimiser,
+            steps=self.stage.steps * told.updates, aspects=tuple(reward.heads) if len(reward.heads) > 1 else (),
+            tokens_per_pack=self.stage.tokens_per_pack,
+        )  # fmt: skip
+        first = [
+            s
+            for s in recipe.stages
+            if isinstance(s, RewardModel) and f"{STAGE}{s.label}" == reward.options.model and s.kind == "pairs"
+        ]
+        before = read_judgements(first[0]).train if first else ()
+        return RewardModelLoop(stage, self.seed, self.engine.policy, self.folder, Judgements(before, ()))
+
+    def step(self, n: int) -> StepReport:
+        report = super().step(n)
+        if self.labeller is not None:
+            self._keep(self._judged(report.groups), n)
+        if n % self.settings.every:
+            return report
+        if self.learner.reference is not None:
+            self.learner.reference.refresh(self.engine.policy)
+        return StepReport(report.stage, n, {**report.metrics, **self._round(n)}, report.seconds, report.groups, report.stats)
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        judge = self.judge.state()
+        return {**super().state(), "reward_model": judge["reward_model"], "reward_optimiser": judge["optimiser"]}
+
+    def load_state(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+        super().load_state(tensors)
+        self.judge.load_state({"optimiser": tensors["reward_optimiser"], "reward_model": tensors["reward_model"]})
+
+    def _judged(self, groups: Sequence[GradedGroup]) -> list[dict[str, Any]]:
+        """The best of each group against the worst, in the labeller's eyes."""
+        assert self.labeller is not None
+        found = []
+        for graded in groups:
+            said = aspects_of(self.labeller, graded.group)
+            rows = zip(graded.group.completions, said, strict=True)
+            pair = pair_of(ScoredGroup(graded.group, tuple(ScoredCompletion(c, (aspect,)) for c, aspect in rows)))
+            found += [] if pair is None else [pair]
+        return found
+
+    def _round(self, n: int) -> dict[str, float]:
+        """The updates of a round that ends with step n; its metrics are those of the last one."""
+        if self.labeller is None:
+            self._keep(list(people(self.folder, self.stage.label, n)), n)
+        lines = self._lines()
+        fresh = [self._coded(line) for line in lines if line["step"] > n - self.settings.every]
+        past = [*self.judge.train, *(self._coded(line) for line in lines if line["step"] <= n - self.settings.every)]
+        if not fresh:
+            return {"comparisons": 0.0}
+        metrics: dict[str, float] = {}
+        for turn in range(self.settings.updates):
+            metrics = self.judge.update(mixed(fresh, past, self.settings, self.seed, n, turn))
+        self.judge.write()
+        names = {"loss": "reward_model_loss", "pair_accuracy": "pair_accuracy", "pair_margin": "pair_margin"}
+        return {"comparisons": float(len(fresh)), **{new: metrics[old] for old, new in names.items()}}
+
+    def _coded(self, line: Mapping[str, Any]) -> Coded:
+        asked = line["prompt"]
+        prompt = Prompt("", text=asked) if isinstance(asked, str) else Prompt("", messages=tuple(asked))
+        judged = Judged(prompt, (line["chosen"], line["rejected"]), (1.0,) * len(self.judge.stage.heads))
+        return code(self.engine.policy.tokenizer, judged, "pairs")
+
+    def _lines(self) -> list[dict[str, Any]]:
+        if not self.file.is_file():
+            return []
+        return [json.loads(line) for line in self.file.read_text(encoding="utf-8").splitlines() if line]
+
+    def _keep(self, rows: Sequence[Mapping[str, Any]], n: int) -> None:
+        """Adds the comparisons of step n; lines of n and later are of a process that was killed, and go."""
+        kept = [line for line in self._lines() if line["step"] < n] + [{**row, "step": n} for row in rows]
+        with disk_errors(self.file):
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            aside = self.file.with_name(f".writing-{self.file.name}")
+            aside.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept), encoding="utf-8")
+            aside.replace(self.file)
+
+
+def mixed(fresh: Sequence[Coded], past: Sequence[Coded], told: Iteration, seed: int, n: int, turn: int) -> list[Coded]:
+    """An update's comparisons: ``past_share`` of the batch from before (as far as there is any), the rest of this round."""
+    dice = generator(seed, "iterate", n * told.updates + turn)
+    old = min(round(told.past_share * told.batch_size), told.batch_size) if past else 0
+    new = told.batch_size - old
+    picked = [fresh[int(i)] for i in dice.integers(len(fresh), size=new)]
+    return picked + [past[int(i)] for i in (dice.integers(len(past), size=old) if old else ())]
+
+
+def people(run: Path, stage: str, until: int) -> Iterator[dict[str, Any]]:
+    """Comparisons from the rankings that people gave in the studio, of this stage's groups up to a step: better tier over
+    worse."""
+    file = run / "feedback.jsonl"
+    last: dict[tuple[int, int], list[list[int]]] = {}
+    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
+        told = json.loads(line)
+        if told.get("type") == "ranking" and told.get("stage") == stage and told.get("kind", "train") == "train":
+            last[told["step"], told["group"]] = told["tiers"]
+    with Store.open(run) as store:
+        for (step, group), tiers in last.items():
+            if step > until:
+                continue
+            try:
+                kept = store.group(stage, step, group).graded.scored
+            except OncurveError:
+                continue
+            texts = [s.completion.text for s in kept.scored]
+            for upper, lower in combinations(tiers, 2):
+                for better, worse in ((b, w) for b in upper for w in lower):
+                    if texts[better].strip() != texts[worse].strip():
+                        yield {"prompt": written(kept.group.prompt), "chosen": texts[better], "rejected": texts[worse]}
+
+
+def _trained_reward(stage: Grpo, rewards: RewardMix) -> LearnedReward:
+    assert stage.iterate is not None
+    found = next((r for r in rewards.rewards if r.name == stage.iterate.reward), None)
+    if not isinstance(found, LearnedReward):
+        raise RecipeError(
+            f"{stage.label}.iterate.reward",
+            stage.iterate.reward,
+            because=f"the stage's rewards are {', '.join(r.name for r in rewards.rewards)}, and one of type model is trained",
+            fix="name the reward of type model",
+        )
+    return found

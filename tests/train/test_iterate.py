@@ -1,0 +1,118 @@
+"""Iterative GRPO over a whole recipe: comparisons, a reward model that learns, and slices of time that end in the same bits."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from oncurve.errors import RecipeError
+from oncurve.recipe.iteration import Iteration
+from oncurve.recipe.load import parse_recipe
+from oncurve.recipe.schema import Recipe
+from oncurve.runs.folder import RunFolder
+from oncurve.runs.store import Store
+from oncurve.train.iterate import mixed, people
+from oncurve.train.reward_model import Coded
+from oncurve.train.run import TimeUp
+from oncurve.train.start import begin, resume
+from tests.train.builders import RECIPE
+
+
+def recipe(folder: Path, **iterate: Any) -> Recipe:
+    """sft → reward_model → grpo against it, in rounds of two steps; more digits are better, says the rule."""
+    pairs = folder / "pairs.jsonl"
+    pairs.write_text("".join(json.dumps({"prompt": f"{i}+1=", "chosen": "12", "rejected": "="}) + "\n" for i in range(8)))
+    (folder / "rule.py").write_text("def digits(completion):\n    return sum(c.isdigit() for c in completion)\n")
+    data = tomllib.loads(RECIPE)
+    sft, grpo = data["stages"]
+    data["rewards"] = []
+    data["task"]["heldout"] = 3
+    grpo |= {
+        "rewards": [{"type": "model", "model": "stage:reward_model"}],
+        "kl": {"beta": 0.1},
+        "save_every": 2,
+        "iterate": {
+            "every": 2,
+            "updates": 2,
+            "batch_size": 4,
+            "labeller": {"type": "python", "function": f"{folder / 'rule.py'}:digits"},
+            **iterate,
+        },
+    }
+    model = {"type": "reward_model", "data": str(pairs), "steps": 2, "batch_size": 4, "eval_every": 1}
+    data["stages"] = [{**sft, "save_every": 1}, model, grpo]
+    return parse_recipe(data)
+
+
+def weights(run: RunFolder, *parts: str) -> dict[str, torch.Tensor]:
+    return load_file(run.path.joinpath(*parts, "model.safetensors"))
+
+
+def in_slices(asked: Recipe, out: Path) -> RunFolder:
+    """Stopped by the clock after every step."""
+    try:
+        return begin(asked, out=out, minutes=0)
+    except TimeUp:
+        pass
+    for _ in range(20):
+        try:
+            return resume(RunFolder.open(out, out.parent), minutes=0)
+        except TimeUp:
+            continue
+    raise AssertionError("it never ended")
+
+
+def test_rounds_of_comparisons_and_slices_of_time_that_end_in_the_same_bits(tmp_path: Path) -> None:
+    asked = recipe(tmp_path)
+    whole = begin(asked, out=tmp_path / "whole")
+    lines = [json.loads(line) for line in (whole.path / "comparisons" / "grpo.jsonl").read_text().splitlines()]
+    assert {line["step"] for line in lines} <= {1, 2, 3, 4}
+    count = sum(map(str.isdigit, lines[0]["chosen"])), sum(map(str.isdigit, lines[0]["rejected"]))
+    assert count[0] > count[1]
+    with Store.open(whole.path) as store:
+        rounds = dict(store.metric("comparisons", "grpo"))
+        assert set(rounds) == {2, 4}
+        assert rounds[4] == sum(line["step"] > 2 for line in lines)
+        assert len(store.metric("heldout_pair_accuracy", "reward_model")) == 2
+    first, last = (weights(whole, "reward_models", name) for name in ("reward_model", "grpo"))
+    assert any(not torch.equal(first[name], last[name]) for name in first)
+    sliced = in_slices(asked, tmp_path / "sliced")
+    for parts in (("model",), ("reward_models", "grpo")):
+        one, other = weights(whole, *parts), weights(sliced, *parts)
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    assert (sliced.path / "comparisons" / "grpo.jsonl").read_text() == (whole.path / "comparisons" / "grpo.jsonl").read_text()
+
+
+def test_a_tenth_of_an_update_is_from_the_past() -> None:
+    fresh, past = ([Coded(((i,), (i,)), (1.0,), 0.0) for i in numbers] for numbers in (range(50), range(100, 150)))
+    told = Iteration(every=2, batch_size=40)
+    batch = mixed(fresh, past, told, 0, 2, 0)
+    assert len(batch) == 40
+    assert sum(coded.rows[0][0] >= 100 for coded in batch) == 4
+    assert batch == mixed(fresh, past, told, 0, 2, 0) != mixed(fresh, past, told, 0, 2, 1)
+    assert len(mixed(fresh, [], told, 0, 2, 0)) == 40
+
+
+def test_peoples_rankings_become_comparisons(tmp_path: Path) -> None:
+    run = begin(recipe(tmp_path), out=tmp_path / "run")
+    with Store.open(run.path) as store:
+        texts = [s.completion.text for s in store.group("grpo", 1, 0).graded.scored.scored]
+    rank = {"stage": "grpo", "step": 1, "group": 0, "type": "ranking"}
+    (run.path / "feedback.jsonl").write_text(
+        json.dumps({**rank, "tiers": [[0], [1]]}) + "\n" + json.dumps({**rank, "tiers": [[2], [3]]}) + "\n"
+    )
+    found = list(people(run.path, "grpo", 4))
+    wanted = [] if texts[2].strip() == texts[3].strip() else [(texts[2], texts[3])]
+    assert [(pair["chosen"], pair["rejected"]) for pair in found] == wanted
+    assert list(people(run.path, "grpo", 0)) == []
+
+
+def test_only_a_learned_reward_can_be_trained(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"grpo\.iterate\.reward"):
+        begin(recipe(tmp_path, reward="format"), out=tmp_path / "run")
