@@ -6,7 +6,6 @@ Log-probs of the sampled tokens are on. Each peer has a process of its own; figu
 
     python bench/rollout.py --against vllm,transformers
     python bench/rollout.py --profile          where a token step's time goes, kernel by kernel
-    python bench/rollout.py --first-token      seconds from the start of a process to its first token
 """
 
 from __future__ import annotations
@@ -27,6 +26,8 @@ from typing import Any
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "rollout.json"
+BEGAN = "ONCURVE_BENCH_BEGAN"
+"""The environment's word for when a peer's process was started."""
 VOCABULARY = 151_936
 MODEL = {
     "vocab_size": VOCABULARY, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
@@ -92,6 +93,10 @@ class Oncurve:
         self.engine = make_engine()
         self.step = 0
 
+    def warm(self, work: Work) -> None:
+        """The work itself: what it needs is captured on the way."""
+        self.run(work)
+
     def run(self, work: Work) -> int:
         from oncurve.engines.native import Draws
         from oncurve.recipe.sections import Sampling
@@ -120,6 +125,10 @@ class Vllm:
         )  # fmt: skip
         self.step = 0
 
+    def warm(self, work: Work) -> None:
+        """A little work: all was captured at the start."""
+        self.run(Work(4, 8, work.prompt_tokens, 16))
+
     def run(self, work: Work) -> int:
         from vllm import SamplingParams
 
@@ -139,6 +148,9 @@ class Transformers:
     def __init__(self) -> None:
         self.model = make_model().eval()
 
+    def warm(self, work: Work) -> None:
+        self.run(Work(4, 8, work.prompt_tokens, 16))
+
     def run(self, work: Work) -> int:
         import torch
 
@@ -154,16 +166,17 @@ class Transformers:
 PEERS: dict[str, Any] = {"oncurve": Oncurve, "vllm": Vllm, "transformers": Transformers}
 
 
-def measure(peer: str, repeats: int, works: list[Work]) -> dict[str, Any]:
-    """Tokens a second by work, after one run that does not count."""
+def measure(peer: str, repeats: int, works: list[Work], out: Path) -> None:
+    """Tokens a second by work, after a warm-up; and seconds from the start of the process to its first token."""
     import torch
 
-    start = time.perf_counter()
     sampler = PEERS[peer]()
-    found: dict[str, Any] = {"start_s": round(time.perf_counter() - start, 2), "rates": {}}
-    print(f"{peer}: ready after {found['start_s']} s", flush=True)
+    sampler.run(Work(1, 1, 16, 1))
+    began = float(os.environ.get(BEGAN, time.time()))
+    found: dict[str, Any] = {"first_token_s": round(time.time() - began, 1), "rates": {}}
+    print(f"{peer}: first token after {found['first_token_s']} s", flush=True)
     for work in works:
-        sampler.run(work)
+        sampler.warm(work)
         rates = []
         for _ in range(repeats):
             torch.cuda.synchronize()
@@ -173,14 +186,13 @@ def measure(peer: str, repeats: int, works: list[Work]) -> dict[str, Any]:
             rates.append(tokens / (time.perf_counter() - begin))
         found["rates"][work.name] = [round(r) for r in rates]
         print(f"{peer}: {work.name}: {statistics.median(rates):,.0f} tokens/s {[round(r) for r in rates]}", flush=True)
-    found["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
-    return found
+        out.write_text(json.dumps(found))
 
 
 def in_own_process(peer: str, said: argparse.Namespace) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile(suffix=".json") as out:
         command = [sys.executable, __file__, "--worker", peer, "--repeats", str(said.repeats), "--out", out.name]
-        environment = dict(os.environ)
+        environment = dict(os.environ) | {BEGAN: str(time.time())}
         if peer == "vllm" and said.vllm_path:
             environment["PYTHONPATH"] = said.vllm_path + os.pathsep + environment.get("PYTHONPATH", "")
         subprocess.run([*command, "--works", said.works], check=True, env=environment)
@@ -219,22 +231,6 @@ def profile(work: Work, sampler: Oncurve, tokens: int = 40) -> list[tuple[str, f
     return sorted((r for r in rows if r[1] > 0), key=lambda r: -r[1])
 
 
-def first_token() -> float:
-    """Seconds from the start of a process until it has sampled a token: imports, weights, compiling and capturing included."""
-    begin = time.perf_counter()
-    with subprocess.Popen([sys.executable, __file__, "--worker", "first"], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("first token"):
-                return time.perf_counter() - begin
-    raise SystemExit("the process ended before its first token")
-
-
-def sample_one() -> None:
-    Oncurve().run(Work(1, 1, 16, 1))
-    print("first token", flush=True)
-
-
 def versions() -> dict[str, str]:
     found = {"python": sys.version.split()[0]}
     for package in ("torch", "triton", "transformers", "vllm"):
@@ -253,6 +249,7 @@ def commit() -> str:
 
 def show(found: dict[str, Any]) -> None:
     peers = list(found["peers"])
+    print("\n" + ", ".join(f"{p}: first token after {x['first_token_s']} s" for p, x in found["peers"].items()))
     print(f"\n{'prompts × group, prompt + new':40}" + "".join(f"{peer:>14}" for peer in peers) + "   ratios")
     for name in found["peers"]["oncurve"]["rates"]:
         medians = {p: statistics.median(x["rates"][name]) for p, x in found["peers"].items() if name in x["rates"]}
@@ -272,35 +269,30 @@ def main() -> None:
     ask.add_argument("--works", default="", help="numbers of the works, by comma; all when unset")
     ask.add_argument("--vllm-path", default="", help="put before PYTHONPATH for vLLM's process")
     ask.add_argument("--profile", action="store_true")
-    ask.add_argument("--first-token", action="store_true")
     ask.add_argument("--worker", help=argparse.SUPPRESS)
     ask.add_argument("--out", type=Path, default=RESULTS)
     said = ask.parse_args()
     works = chosen(said.works)
-    if said.worker == "first":
-        sample_one()
-    elif said.worker:
+    if said.worker:
         works = works[:1] if said.worker == "transformers" else works
-        said.out.write_text(json.dumps(measure(said.worker, said.repeats, works)))
+        measure(said.worker, said.repeats, works, said.out)
     elif said.profile:
         sampler = Oncurve()
         for work in works[:3]:
             print(f"\n{work.name}: one token step")
             for name, microseconds, launches in profile(work, sampler)[:16]:
                 print(f"  {microseconds:9.1f} µs {launches:5}×  {name[:90]}")
-    elif said.first_token:
-        print(f"first token after {first_token():.1f} s")
     else:
         import torch
 
         found: dict[str, Any] = {"commit": commit(), "device": torch.cuda.get_device_name(), "versions": versions()}
-        found |= {"model": MODEL, "works": [asdict(w) for w in works], "first_token_s": round(first_token(), 1), "peers": {}}
+        found |= {"model": MODEL, "works": [asdict(w) for w in works], "peers": {}}
         for peer in ["oncurve", *filter(None, said.against.split(","))]:
             found["peers"][peer] = in_own_process(peer, said)
         show(found)
         said.out.parent.mkdir(exist_ok=True)
         said.out.write_text(json.dumps(found, indent=1) + "\n")
-        print(f"first token after {found['first_token_s']} s; written to {said.out}")
+        print(f"written to {said.out}")
 
 
 if __name__ == "__main__":

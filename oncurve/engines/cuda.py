@@ -1,97 +1,30 @@
 """The native engine on a GPU: one captured graph per token, nothing between the steps.
 
-Completions sit in slots; a slot whose completion has ended is given to the next in the queue, whichever prompt it is of.
-The host runs one round behind the device: while a round of C tokens is decoded, it reads what the round before has drawn,
-frees and refills slots, and hands out pages. Ends are noticed on the device at once (the slot goes idle) and by the host
-a round later.
-
-Which pages a completion has, which slot and which neighbours, changes none of its bits: see ``kernels/attention.py``.
-Where the pool is full, completions wait; where it runs full on the way, the youngest go back to the queue and start again
-with the same numbers.
-
-Legend: ``S`` slots, ``C`` tokens of a round.
+A graph holds a whole decode step, sampling included, for one *reach* (tables of members, pages of prompts and suffixes). Graphs
+are kept from call to call: weights change in place, the pool keeps its addresses, and so a training run captures each once.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
-from oncurve.engines.cuda_pool import PAGE, PagedPool, PagedPrefill, Shape, shape_of
+from oncurve.engines.cuda_batch import Ask, GpuBatch, bucket
+from oncurve.engines.cuda_pool import PagedPool, Shape, pages_for, shape_of
 from oncurve.engines.cuda_step import Board, Limits, draw, step_of
 from oncurve.engines.kernels.attention import Reach
-from oncurve.engines.randomness import row_key
-from oncurve.errors import ModelError
 from oncurve.models.policy import Policy
 from oncurve.recipe.sections import Engine as EngineSettings
 from oncurve.recipe.sections import Sampling
-from oncurve.records import Completion, Floats, Ints, StopReason
+from oncurve.records import Completion
 
 log = logging.getLogger("oncurve.engine")
 
-BUCKET = 64
-"""Prompts are prefilled at lengths rounded up to this."""
-PREFILL_TOKENS = 2048
-"""Prompts of one bucket are prefilled together up to this many tokens, and longer ones in chunks of it."""
-AHEAD = 32
-"""Prompts of the queue that are prefilled together with one that is due."""
 TILE_ROWS = 32
-"""Most queries that a program of the attention kernel holds against a prompt: completions that share it × heads per key
-head."""
-
-
-@dataclass(eq=False)
-class Row:
-    """One completion in the making. ``logps`` is [T, 3]: scaled, as drawn from, and at temperature 1."""
-
-    group: int
-    sample: int
-    token_ids: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
-    logps: Floats = field(default_factory=lambda: np.zeros((0, 3), np.float32))
-    stop: StopReason | None = None
-
-    def completion(self, policy: Policy) -> Completion:
-        assert self.stop is not None
-        logps, sampled, raw = np.ascontiguousarray(self.logps.T)
-        sampled = logps if np.array_equal(sampled, logps) else sampled
-        raw = logps if np.array_equal(raw, logps) else raw
-        text = policy.decode(self.token_ids[:-1] if self.stop == "end" else self.token_ids)
-        return Completion(self.token_ids, text, self.stop, logps, sampled, raw, np.ones(len(logps), bool))
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """One call of ``sample``: prompts by group, and the key of each completion's random numbers."""
-
-    prompt_ids: Sequence[Ints]
-    prompt_names: Sequence[str]
-    group_size: int
-    how: Sampling
-    seed: int
-    step: int
-
-    def key(self, row: Row) -> int:
-        key = row_key(self.seed, self.step, self.prompt_names[row.group], row.sample)
-        return key - (1 << 64) if key >> 63 else key
-
-
-@dataclass(frozen=True, slots=True)
-class Round:
-    """Tokens under way: who sat where (0: nobody), from which position on, how many, and where they will be read."""
-
-    age_S: Ints
-    start_S: Ints
-    tokens: int
-    drawn: Tensor
-    logps: Tensor
-    done: torch.cuda.Event | None
+"""Most queries that a program of the attention kernel holds against a prompt: completions × query heads per key head."""
 
 
 class GpuSampler:
@@ -119,17 +52,17 @@ class GpuSampler:
             log.info("%s decodes through its own modules: no fused path for this class", type(policy.model).__name__)
         return cls(policy, settings, shape)
 
-    def prepare(self, ask: Ask, slots: int) -> int:
+    def prepare(self, ask: Ask, slots: int) -> tuple[Board, PagedPool]:
         """A board large enough for this call, graphs that fit the weights as they lie, and room in the pool; returns its
         pages."""
         longest = max(len(ids) - 1 for ids in ask.prompt_ids)
-        own = _pages(ask.how.max_new_tokens)
+        own = pages_for(ask.how.max_new_tokens)
         rep = self.shape.heads // self.shape.key_heads
         members = min(ask.group_size, max(1, TILE_ROWS // rep))
-        needed = Limits(slots, members, _bucket(max(1, _pages(longest))), _bucket(own), self.settings.check_every)
+        needed = Limits(slots, members, bucket(max(1, pages_for(longest))), bucket(own), self.settings.check_every)
         if self.board is None or not _holds(self.board.limits, needed):
             vocabulary = self.policy.head.weight_VD.shape[0]
-            self.board = Board(needed, self.shape, self.policy.end_ids, vocabulary, self.policy.device)
+            self.board = Board(needed, self.shape, vocabulary, self.policy.device)
             self._forget()
         if self.policy.fused is not None and not self.policy.fused.blocks[0].qkv.is_whole:
             shape_of(self.policy)  # somebody moved the parameters: a forward pass lays them side by side again
@@ -137,9 +70,10 @@ class GpuSampler:
         if weights != self.weights:  # what was captured reads the old place
             self._forget()
             self.weights, self.step = weights, step_of(self.policy)
-        self.board.tables.suffix_length.fill_(-1)
-        wanted = sum(_pages(len(ids) - 1) for ids in ask.prompt_ids) + slots * own
-        return self.pool.open(wanted, self.settings.pool_share)
+        self.board.clear(self.policy.end_ids)
+        prompts = sum(pages_for(len(ids) - 1) for ids in ask.prompt_ids)
+        self.pool.open(prompts + slots, prompts + slots * own, self.settings.pool_share)
+        return self.board, self.pool
 
     def _forget(self) -> None:
         """Drop what was captured. Graphs share memory of their own, which ends with the last of them."""
@@ -147,11 +81,13 @@ class GpuSampler:
         self.memory = torch.cuda.graph_pool_handle() if self.by_graph else None
 
     def completions(self, ask: Ask, slots: int) -> Iterator[tuple[int, tuple[Completion, ...]]]:
-        """Each group's number and completions, as soon as it is whole."""
+        """Each group's number and completions, as soon as it is whole; the texts of a round are decoded together."""
         batch = GpuBatch(self, ask, slots)
         for whole in batch.run():
+            rows = [row for group in whole for row in batch.rows[group]]
+            texts = iter(self.policy.decode_all([row.text_ids for row in rows]))
             for group in whole:
-                yield group, tuple(row.completion(self.policy) for row in batch.rows[group])
+                yield group, tuple(row.completion(next(texts)) for row in batch.rows[group])
 
     def decode(self, reach: Reach, how: Sampling, tokens: int) -> None:
         """``tokens`` steps for every slot."""
@@ -206,304 +142,6 @@ class GpuSampler:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(side)
         return graph
-
-
-class GpuBatch:
-    """One call of ``sample``: the queue, the slots, the pages, and what has been written."""
-
-    def __init__(self, sampler: GpuSampler, ask: Ask, slots: int) -> None:
-        self.sampler, self.ask, self.how = sampler, ask, ask.how
-        self.pages = sampler.prepare(ask, slots)
-        assert sampler.board is not None
-        assert sampler.pool.data is not None
-        self.board, self.pool, self.free = sampler.board, sampler.pool.data, sampler.pool.free
-        self.rows = [[Row(g, s) for s in range(ask.group_size)] for g in range(len(ask.prompt_ids))]
-        self.waiting = deque(row for group in self.rows for row in group)
-        self.left = [ask.group_size] * len(self.rows)
-        self.prompt_pages: dict[int, list[int]] = {}
-        S, R, limit = slots, self.board.limits.members, ask.how.max_new_tokens
-        self.row_in: list[Row | None] = [None] * S
-        self.age_S = np.zeros(S, np.int64)
-        self.seated = 0
-        self.own_pages: list[list[int]] = [[] for _ in range(S)]
-        self.launched_S = np.zeros(S, np.int64)
-        self.members = np.full((S, R), -1, np.int32)
-        self.table_of: list[int] = [-1] * S
-        self.table_group: list[int] = [-1] * S
-        self.prompt_page = np.zeros((S, self.board.limits.prompt_pages), np.int32)
-        self.suffix_page = np.zeros((S, self.board.limits.suffix_pages), np.int32)
-        self.updates: dict[int, tuple[int, ...]] = {}
-        self.changed = False
-        self.token_ST: Ints = np.zeros((S, limit), np.int64)
-        self.logp_ST3 = np.zeros((S, limit, 3), np.float32)
-        self.is_end_V = np.zeros(len(self.board.is_end_V), bool)
-        self.is_end_V[list(sampler.policy.end_ids)] = True
-
-    def run(self) -> Iterator[list[int]]:
-        """Decodes until nothing is left; yields the groups whose last completion has ended, round by round."""
-        try:
-            under_way: Round | None = None
-            self._admit()
-            while under_way is not None or any(self.row_in):
-                following = self._launch()
-                if under_way is not None:
-                    whole = self._collect(under_way)
-                    if whole:
-                        yield whole
-                self._admit()
-                under_way = following
-        finally:
-            self.sampler.pool.close()
-
-    # Seats.
-
-    def _admit(self) -> None:
-        """Fill free slots from the queue, as long as half of what those under way may still need stays free."""
-        free = deque(slot for slot, row in enumerate(self.row_in) if row is None)
-        if not free or not self.waiting:
-            return
-        own = _pages(self.how.max_new_tokens)
-        growing = sum(own - len(pages) for row, pages in zip(self.row_in, self.own_pages, strict=True) if row is not None)
-        while free and self.waiting and (len(self.free) > growing // 2 or len(free) == len(self.row_in)):
-            row = self.waiting[0]
-            if row.group not in self.prompt_pages and not self._prefill_due():
-                break
-            self._seat(free.popleft(), self.waiting.popleft())
-            growing += own
-
-    def _seat(self, slot: int, row: Row) -> None:
-        ids = self.ask.prompt_ids[row.group]
-        self.row_in[slot], self.launched_S[slot] = row, 0
-        self.age_S[slot] = self.seated = self.seated + 1
-        pages = self.prompt_pages[row.group]
-        table = self._table(row.group)
-        self.table_of[slot], self.table_group[table] = table, row.group
-        lane = int(np.flatnonzero(self.members[table] < 0)[0])
-        self.members[table, lane] = slot
-        self.prompt_page[table, : len(pages)] = pages
-        self.updates[slot] = (slot, int(ids[-1]), len(ids) - 1, 0, self.how.max_new_tokens, self.ask.key(row))
-        self.changed = True
-
-    def _table(self, group: int) -> int:
-        """A table of this group with a lane free, else the first that nobody uses."""
-        for table, of in enumerate(self.table_group):
-            if of == group and (self.members[table] < 0).any():
-                return table
-        return self.table_group.index(-1)
-
-    def _unseat(self, slot: int) -> None:
-        table = self.table_of[slot]
-        self.members[table][self.members[table] == slot] = -1
-        if (self.members[table] < 0).all():
-            self.table_group[table] = -1
-        self.free.extend(self.own_pages[slot])
-        self.own_pages[slot], self.row_in[slot], self.age_S[slot] = [], None, 0
-        self.updates[slot] = (slot, 0, 0, -1, 0, 0)
-        self.changed = True
-
-    # Prompts.
-
-    def _prefill_due(self) -> bool:
-        """Prefill the prompt at the head of the queue, and with it those that come next; False where there are no pages."""
-        chosen: list[int] = []
-        spare = len(self.free)
-        for row in self.waiting:
-            pages = _pages(len(self.ask.prompt_ids[row.group]) - 1)
-            if row.group in self.prompt_pages or row.group in chosen:
-                continue
-            if len(chosen) == AHEAD or pages + 1 > spare or (chosen and spare < self.pages // 2):
-                break
-            chosen.append(row.group)
-            spare -= pages
-        if not chosen or chosen[0] != self.waiting[0].group:
-            self._check_one_fits()
-            return False
-        buckets: dict[int, list[int]] = {}
-        for group in chosen:
-            tokens = len(self.ask.prompt_ids[group]) - 1
-            self.prompt_pages[group] = [self.free.pop() for _ in range(_pages(tokens))]
-            buckets.setdefault(-(-tokens // BUCKET) * BUCKET, []).append(group)
-        for length, groups in buckets.items():
-            size = max(1, PREFILL_TOKENS // max(length, 1))
-            for start in range(0, len(groups) if length else 0, size):
-                self._prefill(length, size, groups[start : start + size])
-        return True
-
-    def _prefill(self, length: int, size: int, groups: list[int]) -> None:
-        """Prompts of one bucket in batches of one shape: which prompts share a batch changes no bit of any."""
-        ids, table = np.zeros((size, length), np.int64), np.zeros((size, max(1, _pages(length))), np.int32)
-        lengths = np.zeros(size, np.int32)
-        for i, g in enumerate(groups):
-            own = self.ask.prompt_ids[g]
-            ids[i, : len(own) - 1], lengths[i] = own[:-1], len(own) - 1
-            table[i, : len(self.prompt_pages[g])] = self.prompt_pages[g]
-        ids_BT, table_BP, length_B = (self._send(x) for x in (ids, table, lengths))
-        for start in range(0, length, PREFILL_TOKENS):
-            tokens = min(PREFILL_TOKENS, length - start)
-            layout = PagedPrefill(self.pool, table_BP, start, tokens, length_B)
-            positions = layout.positions[start:].expand(size, -1)
-            self.sampler.policy.hidden(ids_BT[:, start : start + tokens], positions, layout)
-
-    def _send(self, array: np.ndarray) -> Tensor:
-        """To the device without waiting for it."""
-        there = torch.from_numpy(np.ascontiguousarray(array))
-        if self.pool.device.type != "cuda":
-            return there.clone()
-        return there.pin_memory().to(self.pool.device, non_blocking=True)
-
-    # Rounds.
-
-    def _launch(self) -> Round | None:
-        """Send the next round on its way."""
-        limit = self.how.max_new_tokens
-        live = [s for s, row in enumerate(self.row_in) if row is not None and self.launched_S[s] < limit]
-        if not live:
-            return None
-        tokens = min(self.sampler.settings.check_every, limit - int(self.launched_S[live].min()))
-        live = self._find_pages(live, tokens)
-        self._tell()
-        used = [t for t, group in enumerate(self.table_group) if group >= 0]
-        tables, S = used[-1] + 1, len(self.row_in)
-        reach = Reach(
-            min(S, _bucket(tables)),
-            _bucket(max(_pages(len(self.ask.prompt_ids[g]) - 1) for g in self.table_group if g >= 0)),
-            _bucket(max(len(self.own_pages[s]) for s in live)),
-        )
-        self.sampler.decode(reach, self.how, tokens)
-        start_S = self.launched_S.copy()
-        self.launched_S[live] += tokens
-        slots = self.board.slots
-        return Round(self.age_S.copy(), start_S, tokens, *_read(slots.drawn, slots.logps))
-
-    def _find_pages(self, live: list[int], tokens: int) -> list[int]:
-        """A page for every completion that grows into its next; where there is none, the youngest start again later."""
-        for slot in sorted(live, key=lambda s: self.age_S[s]):
-            if self.row_in[slot] is None:
-                continue
-            needed = _pages(min(int(self.launched_S[slot]) + tokens, self.how.max_new_tokens))
-            while len(self.own_pages[slot]) < needed and self.row_in[slot] is not None:
-                if not self.free and not self._drop_prompts():
-                    self._send_back(max((s for s in live if self.row_in[s] is not None), key=lambda s: self.age_S[s]))
-                    continue
-                self.suffix_page[slot, len(self.own_pages[slot])] = self.free[-1]
-                self.own_pages[slot].append(self.free.pop())
-                self.changed = True
-        return [s for s in live if self.row_in[s] is not None]
-
-    def _drop_prompts(self) -> bool:
-        """Give back the pages of prompts that were prefilled ahead and that nobody reads yet; True where there were any."""
-        idle = set(self.prompt_pages) - set(self.table_group)
-        for group in idle:
-            self.free.extend(self.prompt_pages.pop(group))
-        return bool(self.free)
-
-    def _send_back(self, slot: int) -> None:
-        row = self.row_in[slot]
-        assert row is not None
-        self._unseat(slot)
-        self.waiting.appendleft(row)
-        self._check_one_fits()
-
-    def _check_one_fits(self) -> None:
-        if any(self.row_in):
-            return
-        raise ModelError(
-            "engine.pool_share",
-            f"{self.pages} pages of {PAGE} tokens",
-            because="not even one completion of max_new_tokens and its prompt fit the memory that is free for keys and values",
-            fix="lower sampling.max_new_tokens, raise engine.pool_share, or free memory on this GPU",
-        )
-
-    def _tell(self) -> None:
-        """What the host has decided, to the device: seats taken and left, tables of pages and members."""
-        tables, slots = self.board.tables, self.board.slots
-        if self.updates:
-            new = self._send(np.array(list(self.updates.values()), np.int64).T)
-            for target, values in zip(
-                (slots.token, tables.prompt_length, tables.suffix_length, slots.limit, slots.key), new[1:], strict=True
-            ):
-                target.index_copy_(0, new[0], values.to(target.dtype))
-            self.updates.clear()
-        if self.changed:
-            for target, own in (
-                (tables.members, self.members),
-                (tables.prompt_page, self.prompt_page),
-                (tables.suffix_page, self.suffix_page),
-            ):
-                target[: own.shape[0], : own.shape[1]].copy_(self._send(own), non_blocking=True)
-            self.changed = False
-
-    def _collect(self, done: Round) -> list[int]:
-        """Write down what a round has drawn; returns the groups that are whole now."""
-        if done.done is not None:
-            done.done.synchronize()
-        slots = np.flatnonzero((done.age_S > 0) & (done.age_S == self.age_S))  # who has left since is not read
-        if not len(slots):
-            return []
-        limit = self.how.max_new_tokens
-        place = done.start_S[slots, None] + np.arange(done.tokens)  # [live, tokens]
-        ring, within = place % len(done.drawn), place < limit
-        token = done.drawn.numpy()[ring, slots[:, None]]
-        at = np.nonzero(within)
-        self.token_ST[slots[at[0]], place[at]] = token[at]
-        self.logp_ST3[slots[at[0]], place[at]] = done.logps.numpy()[ring[at], :, slots[at[0]]]
-        ended = self.is_end_V[token] & (place >= self.how.min_new_tokens) & within
-        last = ended | (place == limit - 1)
-        whole = []
-        for i, slot in enumerate(slots.tolist()):
-            row = self.row_in[slot]
-            assert row is not None
-            final = int(last[i].argmax()) if last[i].any() else None
-            count = int(place[i, 0]) + (final + 1 if final is not None else done.tokens)
-            stop: StopReason | None = None if final is None else "end" if ended[i, final] else "length"
-            if self.how.stop:
-                count, stop = self._stop_string(slot, int(place[i, 0]), count, stop)
-            if stop is not None and self._end(slot, row, count, stop):
-                whole.append(row.group)
-        return whole
-
-    def _end(self, slot: int, row: Row, count: int, stop: StopReason) -> bool:
-        """Close a completion; True where its group is whole with it."""
-        row.token_ids, row.logps, row.stop = self.token_ST[slot, :count].copy(), self.logp_ST3[slot, :count].copy(), stop
-        self._unseat(slot)
-        self.left[row.group] -= 1
-        if self.left[row.group]:
-            return False
-        self.free.extend(self.prompt_pages.pop(row.group))
-        return True
-
-    def _stop_string(self, slot: int, start: int, count: int, stop: StopReason | None) -> tuple[int, StopReason | None]:
-        """Where the first stop string is complete, if that is before the completion's end."""
-        longest = max(len(s.encode()) for s in self.how.stop)
-        for n in range(start + 1, count + (stop != "end")):
-            text = self.sampler.policy.decode(self.token_ST[slot, max(0, n - longest - 4) : n])
-            if any(s in text for s in self.how.stop):
-                return n, "stop_string"
-        return count, stop
-
-
-def _read(drawn: Tensor, logps: Tensor) -> tuple[Tensor, Tensor, torch.cuda.Event | None]:
-    """Copies on the host, complete once the event has happened."""
-    if drawn.device.type != "cuda":
-        return drawn.clone(), logps.clone(), None
-    there = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in (drawn, logps)]
-    for to, x in zip(there, (drawn, logps), strict=True):
-        to.copy_(x, non_blocking=True)
-    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    done.record()
-    return there[0], there[1], done
-
-
-def _pages(tokens: int) -> int:
-    return -(-tokens // PAGE)
-
-
-def _bucket(count: int) -> int:
-    """Up to 4 as it is, then the next of 6, 8, 12, 16, 24, 32 …: few graphs, at most half of a launch in vain."""
-    if count <= 4:
-        return count
-    power = 1 << (count - 1).bit_length()
-    return power * 3 // 4 if count <= power * 3 // 4 else power
 
 
 def _holds(have: Limits, needed: Limits) -> bool:

@@ -71,6 +71,7 @@ class PagedPool:
         self.stretch: Stretch | None = None
         self.data: Tensor | None = None
         self.free: list[int] = []
+        self.limit = self.there = 0
         if device.type == "cuda":
             try:
                 self.stretch = Stretch(torch.cuda.get_device_properties(device).total_memory, device)
@@ -81,43 +82,59 @@ class PagedPool:
         s = self.shape
         return (pages, s.layers, 2, s.key_heads, PAGE, s.head_size)
 
-    def open(self, wanted: int, share: float) -> int:
-        """Room for ``wanted`` pages, or as many as ``share`` of the free memory holds; returns how many there are."""
-        pages = wanted
+    def open(self, first: int, most: int, share: float) -> None:
+        """Room for ``first`` pages now and ``most`` later, or for as many as ``share`` of the free memory holds."""
         if self.device.type == "cuda":
-            pages = min(wanted, max(1, int(free_memory(self.device) * share) // self.shape.page_bytes))
-        pages = self._map(pages) if self.stretch is not None else self._allocate(pages)
-        self.free = list(range(pages - 1, -1, -1))
-        return pages
+            most = min(most, max(1, int(free_memory(self.device) * share) // self.shape.page_bytes))
+        self.limit, self.there, self.free = most, 0, []
+        if self.stretch is None:
+            self._allocate(most)
+        elif not self._map(min(first, most)):
+            raise torch.OutOfMemoryError(f"no memory for {min(first, most)} pages of keys and values")
 
-    def _map(self, pages: int) -> int:
+    @property
+    def left(self) -> int:
+        """Pages that can still be taken."""
+        return len(self.free) + self.limit - self.there
+
+    def take(self) -> int:
+        """A free page; more of them are backed by memory as they are needed. Only where ``left`` is not 0."""
+        if not self.free and not self._map(min(self.limit, self.there + max(16, self.there // 4))):
+            raise torch.OutOfMemoryError("somebody else took the memory that keys and values were promised")
+        return self.free.pop()
+
+    def _map(self, pages: int) -> bool:
+        """Back so many pages with memory in all; what torch holds in its cache is asked for if need be."""
         assert self.stretch is not None
-        while True:
+        for attempt in range(2):
             try:
                 self.stretch.grow(pages * self.shape.page_bytes)
                 break
             except NoMemory:
                 torch.cuda.empty_cache()
-                try:
-                    self.stretch.grow(pages * self.shape.page_bytes)
-                    break
-                except NoMemory:
-                    pages = pages * 3 // 4
+                if attempt:
+                    return False
         if self.data is None:
             self.data = self.stretch.tensor(self._tensor_shape(self.stretch.size // self.shape.page_bytes), self.shape.dtype)
-        return pages
+        self.free.extend(range(pages - 1, self.there - 1, -1))
+        self.there = pages
+        return True
 
-    def _allocate(self, pages: int) -> int:
+    def _allocate(self, pages: int) -> None:
         if self.data is None or len(self.data) < pages:
             self.data = None
             self.data = torch.zeros(self._tensor_shape(pages), dtype=self.shape.dtype, device=self.device)
-        return pages
+        self.free, self.there = list(range(pages - 1, -1, -1)), pages
 
     def close(self) -> None:
         """Memory goes back to the driver, for the learner; addresses stay, and with them captured graphs."""
         if self.stretch is not None:
             torch.cuda.synchronize(self.device)
             self.stretch.release()
+
+
+def pages_for(tokens: int) -> int:
+    return -(-tokens // PAGE)
 
 
 def free_memory(device: torch.device) -> int:

@@ -39,7 +39,7 @@ class Limits:
 class Board:
     """All that a step reads and writes besides weights and pool: fixed tensors at fixed addresses."""
 
-    def __init__(self, limits: Limits, shape: Shape, end_ids: tuple[int, ...], vocabulary: int, device: torch.device) -> None:
+    def __init__(self, limits: Limits, shape: Shape, vocabulary: int, device: torch.device) -> None:
         S, parts = limits.slots, limits.prompt_pages + limits.suffix_pages
 
         def ints(*size: int, fill: int = 0, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -62,9 +62,13 @@ class Board:
         )  # fmt: skip
         H, d = shape.heads, shape.head_size
         self.parts = Parts(floats(parts, S, H, d), floats(parts, S, H), floats(parts, S, H))
-        self.end_ids = torch.tensor(end_ids, dtype=torch.long, device=device)
         self.is_end_V = ints(vocabulary, dtype=torch.int8)
-        self.is_end_V[self.end_ids] = 1
+
+    def clear(self, end_ids: tuple[int, ...]) -> None:
+        """Every slot idle, and these the tokens that end."""
+        self.tables.suffix_length.fill_(-1)
+        self.is_end_V.zero_()
+        self.is_end_V[torch.tensor(end_ids, dtype=torch.long, device=self.is_end_V.device)] = 1
 
 
 class PagedDecode:

@@ -21,11 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from oncurve.engines.compiled import can_decode, library
+from oncurve.engines.compiled import can_decode
 from oncurve.engines.pool import PAGE, DecodeLayout, Pool, PrefillLayout
 from oncurve.engines.randomness import uniforms
 from oncurve.engines.sampling import Drawn, draw
 from oncurve.errors import ModelError
+from oncurve.models.compiled.build import library
 from oncurve.models.policy import Policy
 from oncurve.recipe.sections import Engine as EngineSettings
 from oncurve.recipe.sections import Sampling
@@ -120,7 +121,7 @@ class NativeEngine:
         """Each group's number and completions, as soon as it is whole."""
         plain = all(prompt.environment is None for prompt in prompts)
         if plain and self.gpu is not None:
-            from oncurve.engines.cuda import Ask  # Triton is there only where a GPU is
+            from oncurve.engines.cuda_batch import Ask  # Triton is there only where a GPU is
 
             slots = self.settings.slots or frozen_slots(self.policy.device, len(prompts) * group_size)
             names = [prompt.id for prompt in prompts]
@@ -148,7 +149,7 @@ class NativeEngine:
             from oncurve.engines.episodes import Episodes  # each of these builds on this file
 
             return Episodes
-        if self.settings.compiled and can_decode(self.policy, how):
+        if can_decode(self.policy, how):
             from oncurve.engines.compiled_batch import CompiledBatch
 
             return CompiledBatch

@@ -24,6 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from oncurve.engines.kernels.launch import early
+
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -34,6 +36,7 @@ class Tiles:
     keys: int
     warps: int
     stages: int
+    policy: str = ""
 
 
 def tiles(head_size: int, dtype: torch.dtype) -> Tiles:
@@ -82,7 +85,7 @@ class Parts:
 @triton.jit
 def _walk(q, keys, values, first_M, low, count, scale, softcap,
           D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-          PRECISION: tl.constexpr):  # fmt: skip
+          PRECISION: tl.constexpr, POLICY: tl.constexpr):  # fmt: skip
     """Softmax parts of a tile of queries over keys [low, count) of one page; a query sees those from ``first_M`` on."""
     at = tl.arange(0, DP)
     top = tl.full([q.shape[0]], float("-inf"), tl.float32)
@@ -94,7 +97,7 @@ def _walk(q, keys, values, first_M, low, count, scale, softcap,
         inside = n[:, None] < count
         if D != DP:
             inside = inside & (at[None, :] < D)
-        k = tl.load(keys + where, mask=inside, other=0.0)
+        k = tl.load(keys + where, mask=inside, other=0.0, eviction_policy=POLICY)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         if SOFTCAP:
             s = softcap * (1.0 - 2.0 / (tl.exp(2.0 * s / softcap) + 1.0))  # tanh
@@ -106,7 +109,7 @@ def _walk(q, keys, values, first_M, low, count, scale, softcap,
         base = tl.where(new == float("-inf"), 0.0, new)
         p = tl.exp2(s - base[:, None])
         shrink = tl.exp2(top - base)
-        v = tl.load(values + where, mask=inside, other=0.0)
+        v = tl.load(values + where, mask=inside, other=0.0, eviction_policy=POLICY)
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
         total = total * shrink + tl.sum(p, 1)
         top = new
@@ -131,9 +134,11 @@ def _parts(q, pool, members, prompt_page, suffix_page, prompt_length, suffix_len
            softcap, window,
            R: tl.constexpr, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
            BM_PROMPT: tl.constexpr, BM_SUFFIX: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-           PRECISION: tl.constexpr):  # fmt: skip
+           PRECISION: tl.constexpr, POLICY: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """Programs of prompts first: they are the longest. Within each kind neighbours share a page index, so that the tables of
     one group, which point at the same pages, meet in the cache."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     REP: tl.constexpr = H // K
     pid = tl.program_id(0)
     at = tl.arange(0, DP)
@@ -162,7 +167,7 @@ def _parts(q, pool, members, prompt_page, suffix_page, prompt_length, suffix_len
                 number = tl.load(prompt_page + table * prompt_table_width + page).to(tl.int64)
                 keys = pool + number * page_stride + head * PAGE * D
                 acc, top, total = _walk(tile, keys, keys + K * PAGE * D, first_M, low, count, scale, softcap,
-                                        D, DP, BN, WINDOW, SOFTCAP, PRECISION)  # fmt: skip
+                                        D, DP, BN, WINDOW, SOFTCAP, PRECISION, "")  # fmt: skip
                 part = page.to(tl.int64) * slots * H
                 _leave(out + part * D, tops + part, totals + part, acc, top, total, row_M, live_M, D, DP)
     else:
@@ -185,34 +190,40 @@ def _parts(q, pool, members, prompt_page, suffix_page, prompt_length, suffix_len
             number = tl.load(suffix_page + slot * suffix_table_width + page).to(tl.int64)
             keys = pool + number * page_stride + head * PAGE * D
             acc, top, total = _walk(tile, keys, keys + K * PAGE * D, first_M, low, count, scale, softcap,
-                                    D, DP, BN, WINDOW, SOFTCAP, PRECISION)  # fmt: skip
+                                    D, DP, BN, WINDOW, SOFTCAP, PRECISION, POLICY)  # fmt: skip
             part = (prompt_pages + page).to(tl.int64) * slots * H
             _leave(out + part * D, tops + part, totals + part, acc, top, total, slot * H + head * REP + m, live_M, D, DP)
 
 
 @triton.jit(do_not_specialize=["prompt_pages", "slots"])
 def _merge(out, parts, tops, totals, prompt_length, suffix_length, prompt_pages, slots,
-           H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr):  # fmt: skip
+           H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, PARTS: tl.constexpr,
+           EARLY: tl.constexpr):  # fmt: skip
+    """PARTS at a time are read at once, not one after the other; those that are not there weigh exactly nothing."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     slot, head = tl.program_id(0), tl.program_id(1)
-    at = tl.arange(0, DP)
+    at, i = tl.arange(0, DP), tl.arange(0, PARTS)
     row = slot * H + head
     own = tl.load(suffix_length + slot) + 1
     of_prompt = tl.where(own > 0, (tl.load(prompt_length + slot) + PAGE - 1) // PAGE, 0)
     count = of_prompt + (own + PAGE - 1) // PAGE
     skipped = prompt_pages - of_prompt
     best = float("-inf")
-    for i in range(count):
-        part = tl.where(i < of_prompt, i, i + skipped)
-        best = tl.maximum(best, tl.load(tops + part * slots * H + row))
+    for first in range(0, count, PARTS):
+        n = first + i
+        where = tl.where(n < of_prompt, n, n + skipped) * slots * H + row
+        best = tl.maximum(best, tl.max(tl.load(tops + where, mask=n < count, other=float("-inf")), 0))
     best = tl.where(best == float("-inf"), 0.0, best)
     acc = tl.zeros([DP], tl.float32)
     total = 0.0
-    for i in range(count):
-        part = tl.where(i < of_prompt, i, i + skipped)
-        where = part.to(tl.int64) * slots * H + row
-        weight = tl.exp2(tl.load(tops + where) - best)
-        total += weight * tl.load(totals + where)
-        acc += weight * tl.load(parts + where * D + at, mask=at < D, other=0.0)
+    for first in range(0, count, PARTS):
+        for more in tl.static_range(PARTS):
+            n = first + more
+            where = tl.where(n < of_prompt, n, n + skipped).to(tl.int64) * slots * H + row
+            weight = tl.exp2(tl.load(tops + where, mask=n < count, other=float("-inf")) - best)
+            total += weight * tl.load(totals + where, mask=n < count, other=0.0)
+            acc += weight * tl.load(parts + where * D + at, mask=(n < count) & (at < D), other=0.0)
     total = tl.where(total == 0.0, 1.0, total)
     tl.store(out + row * D + at, (acc / total).to(out.dtype.element_ty), mask=at < D)
 
@@ -243,10 +254,11 @@ def attend(
         R=R, H=H, K=K, D=d, DP=padded, PAGE=page, BM_PROMPT=max(16, triton.next_power_of_2(R * rep)),
         BM_SUFFIX=max(16, triton.next_power_of_2(rep)), BN=how.keys, WINDOW=window is not None, SOFTCAP=softcap is not None,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=how.warps, num_stages=how.stages,
+        POLICY=how.policy, **early(q.device),
     )  # fmt: skip
     out = torch.empty((S, H, d), dtype=q.dtype, device=q.device)
     _merge[(S, H)](
         out, parts.out, parts.top, parts.total, tables.prompt_length, tables.suffix_length, reach.prompt_pages, S,
-        H=H, D=d, DP=padded, PAGE=page, num_warps=1 if padded <= 128 else 2,
+        H=H, D=d, DP=padded, PAGE=page, PARTS=4, num_warps=1 if padded <= 128 else 2, **early(q.device),
     )  # fmt: skip
     return out

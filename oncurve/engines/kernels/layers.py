@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from oncurve.engines.kernels.launch import early
+
 
 @triton.jit
 def _norm(x, weight, out, row, eps, D: tl.constexpr, DP: tl.constexpr):
@@ -24,7 +26,9 @@ def _norm(x, weight, out, row, eps, D: tl.constexpr, DP: tl.constexpr):
 
 
 @triton.jit
-def _embed_norm(token, table, weight, residual, out, eps, D: tl.constexpr, DP: tl.constexpr):
+def _embed_norm(token, table, weight, residual, out, eps, D: tl.constexpr, DP: tl.constexpr, EARLY: tl.constexpr):
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0)
     at = tl.arange(0, DP)
     x = tl.load(table + tl.load(token + row).to(tl.int64) * D + at, mask=at < D, other=0.0).to(tl.float32)
@@ -33,7 +37,9 @@ def _embed_norm(token, table, weight, residual, out, eps, D: tl.constexpr, DP: t
 
 
 @triton.jit
-def _add_norm(more, weight, residual, out, eps, D: tl.constexpr, DP: tl.constexpr):
+def _add_norm(more, weight, residual, out, eps, D: tl.constexpr, DP: tl.constexpr, EARLY: tl.constexpr):
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0)
     at = tl.arange(0, DP)
     x = tl.load(residual + row * D + at, mask=at < D, other=0.0)
@@ -51,7 +57,7 @@ def embed_norm(token_S: Tensor, table_VD: Tensor, weight_D: Tensor, eps: float, 
     S, D = residual_SD.shape
     out = torch.empty((S, D), dtype=table_VD.dtype, device=table_VD.device)
     DP = triton.next_power_of_2(D)
-    _embed_norm[(S,)](token_S, table_VD, weight_D, residual_SD, out, eps, D=D, DP=DP, num_warps=_warps(DP))
+    _embed_norm[(S,)](token_S, table_VD, weight_D, residual_SD, out, eps, D=D, DP=DP, num_warps=_warps(DP), **early(out.device))
     return out
 
 
@@ -60,12 +66,14 @@ def add_norm(more_SD: Tensor, weight_D: Tensor, eps: float, residual_SD: Tensor)
     S, D = residual_SD.shape
     out = torch.empty_like(more_SD)
     DP = triton.next_power_of_2(D)
-    _add_norm[(S,)](more_SD, weight_D, residual_SD, out, eps, D=D, DP=DP, num_warps=_warps(DP))
+    _add_norm[(S,)](more_SD, weight_D, residual_SD, out, eps, D=D, DP=DP, num_warps=_warps(DP), **early(out.device))
     return out
 
 
 @triton.jit
-def _silu_mul(both, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_mul(both, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(both + row * 2 * WIDTH + at, mask=at < WIDTH, other=0.0).to(tl.float32)
@@ -78,7 +86,9 @@ def silu_mul(both_S2I: Tensor) -> Tensor:
     S, width = both_S2I.shape
     out = torch.empty((S, width // 2), dtype=both_S2I.dtype, device=both_S2I.device)
     block = min(1024, triton.next_power_of_2(width // 2))
-    _silu_mul[(S, triton.cdiv(width // 2, block))](both_S2I, out, WIDTH=width // 2, BLOCK=block, num_warps=4)
+    _silu_mul[(S, triton.cdiv(width // 2, block))](
+        both_S2I, out, WIDTH=width // 2, BLOCK=block, num_warps=4, **early(out.device)
+    )
     return out
 
 
@@ -86,8 +96,11 @@ def silu_mul(both_S2I: Tensor) -> Tensor:
 def _rotate_store(qkv, q_out, pool, page_S, prompt_length, suffix_length, cos, sin, q_weight, k_weight, eps,
                   page_stride, table_width,
                   H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
-                  NORM: tl.constexpr, HEADS: tl.constexpr):  # fmt: skip
+                  NORM: tl.constexpr, HEADS: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """HEADS rows of [q heads | k heads | v heads] of one slot, as two halves of the head."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()  # attention's programs may take their places
     slot = tl.program_id(0)
     h = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     half = tl.arange(0, HALF)
@@ -149,7 +162,7 @@ def rotate_store(
     _rotate_store[(S, triton.cdiv(H + 2 * K, heads))](
         qkv_SE, q, pool[:, layer], page_SP, prompt_length_S, suffix_length_S, *turns, q_weight, k_weight, eps, pool.stride(0),
         page_SP.shape[1], H=H, K=K, D=d, HALF=triton.next_power_of_2(d // 2), PAGE=page, NORM=norms is not None, HEADS=heads,
-        num_warps=2,
+        num_warps=2, **early(q.device),
     )  # fmt: skip
     return q
 
@@ -157,7 +170,10 @@ def rotate_store(
 @triton.jit(do_not_specialize=["tokens"])
 def _store(k, v, pool, table, start_B, length_B, k_batch, k_head, k_token, v_batch, v_head, v_token,
            page_stride, table_width, tokens,
-           K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, BT: tl.constexpr):  # fmt: skip
+           K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, BT: tl.constexpr,
+           EARLY: tl.constexpr):  # fmt: skip
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     b, head = tl.program_id(0), tl.program_id(1)
     t = tl.program_id(2) * BT + tl.arange(0, BT)
     at = tl.arange(0, DP)
@@ -182,5 +198,5 @@ def store(k: Tensor, v: Tensor, pool: Tensor, layer: int, table_BP: Tensor, star
     _store[(B, K, triton.cdiv(tokens, block))](
         k, v, pool[:, layer], table_BP, start_B, length_B, *k.stride()[:3], *v.stride()[:3], pool.stride(0),
         table_BP.shape[1], tokens,
-        K=K, D=d, DP=triton.next_power_of_2(d), PAGE=pool.shape[4], BT=block, num_warps=1,
+        K=K, D=d, DP=triton.next_power_of_2(d), PAGE=pool.shape[4], BT=block, num_warps=1, **early(k.device),
     )  # fmt: skip

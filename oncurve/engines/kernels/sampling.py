@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from oncurve.engines.kernels.launch import early
+
 TILE = 4096
 """Most logits that one program reads."""
 
@@ -61,7 +63,9 @@ def _uniform(key, at):
 
 
 @triton.jit
-def _uniforms(key, suffix_length, out, slots, BLOCK: tl.constexpr):
+def _uniforms(key, suffix_length, out, slots, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = slot < slots
     at = tl.maximum(tl.load(suffix_length + slot, mask=inside, other=0), 0)
@@ -81,8 +85,10 @@ def _logits(logits, n, V, scale, softcap, SCALE: tl.constexpr, SOFTCAP: tl.const
 @triton.jit
 def _statistics(logits, suffix_length, is_end, tops, kept, full, raw, best, best_at, V, heat, min_tokens, scale, softcap,
                 TILE: tl.constexpr, TILES: tl.constexpr, GREEDY: tl.constexpr, HOT: tl.constexpr, MIN: tl.constexpr,
-                SCALE: tl.constexpr, SOFTCAP: tl.constexpr):  # fmt: skip
+                SCALE: tl.constexpr, SOFTCAP: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """Of one tile: its maximum, and sums of e^((z − max)·heat) over what may be drawn, over all, and of e^(z − max)."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     slot, tile = tl.program_id(0), tl.program_id(1)
     own = tl.load(suffix_length + slot)
     if own >= 0:
@@ -139,7 +145,9 @@ def _commit(
 def _pick(logits, tops, kept, full, raw, best, best_at, token_S, suffix_length, limit, key, drawn, logps, is_end, slots, V,
           heat, min_tokens, scale, softcap,
           C: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, GREEDY: tl.constexpr, HOT: tl.constexpr, MIN: tl.constexpr,
-          SCALE: tl.constexpr, SOFTCAP: tl.constexpr):  # fmt: skip
+          SCALE: tl.constexpr, SOFTCAP: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     slot = tl.program_id(0)
     own = tl.load(suffix_length + slot)
     if own >= 0:
@@ -217,7 +225,10 @@ def _pick(logits, tops, kept, full, raw, best, best_at, token_S, suffix_length, 
 
 
 @triton.jit
-def _commit_all(token, logp, token_S, suffix_length, limit, drawn, logps, is_end, slots, min_tokens, C: tl.constexpr):
+def _commit_all(token, logp, token_S, suffix_length, limit, drawn, logps, is_end, slots, min_tokens, C: tl.constexpr,
+                EARLY: tl.constexpr):  # fmt: skip
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     slot = tl.program_id(0)
     own = tl.load(suffix_length + slot)
     if own >= 0:
@@ -238,7 +249,7 @@ def pick(logits_SV: Tensor, slots: Slots, is_end_V: Tensor, rule: Rule) -> None:
     heat = 1.0 if greedy else 1.0 / rule.temperature
     flags = {
         "TILE": tile, "TILES": padded, "GREEDY": greedy, "HOT": heat != 1.0, "MIN": rule.min_tokens > 0,
-        "SCALE": rule.scale != 1.0, "SOFTCAP": rule.softcap is not None,
+        "SCALE": rule.scale != 1.0, "SOFTCAP": rule.softcap is not None, **early(logits_SV.device),
     }  # fmt: skip
     numbers = (heat, rule.min_tokens, rule.scale, rule.softcap or 0.0)
     _statistics[(S, tiles)](
@@ -254,7 +265,7 @@ def uniforms(slots: Slots) -> Tensor:
     """The uniform of each slot's next token, [S] in float64."""
     S = len(slots.key)
     out = torch.empty(S, dtype=torch.float64, device=slots.key.device)
-    _uniforms[(triton.cdiv(S, 128),)](slots.key, slots.suffix_length, out, S, BLOCK=128, num_warps=1)
+    _uniforms[(triton.cdiv(S, 128),)](slots.key, slots.suffix_length, out, S, BLOCK=128, num_warps=1, **early(out.device))
     return out
 
 
@@ -262,5 +273,5 @@ def commit(token_S: Tensor, logp_3S: Tensor, slots: Slots, is_end_V: Tensor, min
     """Write tokens down that were drawn elsewhere, with their three log-probs."""
     _commit_all[(len(token_S),)](
         token_S, logp_3S, slots.token, slots.suffix_length, slots.limit, slots.drawn, slots.logps, is_end_V,
-        len(token_S), min_tokens, C=slots.drawn.shape[0], num_warps=1,
+        len(token_S), min_tokens, C=slots.drawn.shape[0], num_warps=1, **early(token_S.device),
     )  # fmt: skip

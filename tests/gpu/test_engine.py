@@ -1,0 +1,221 @@
+"""The engine on a real GPU: ten architectures in two precisions, the same bits whatever is queued, full pools, LoRA and MoE."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
+
+from oncurve.engines.native import Draws, NativeEngine
+from oncurve.models import lora
+from oncurve.models.policy import Policy
+from oncurve.recipe.sections import Engine, Lora, Sampling
+from oncurve.records import Completion, Group, Prompt
+from tests.engines.plain import assert_same_greedy, generate, next_logits, prompt_of
+from tests.models.architectures import ARCHITECTURES, make_model, tokenizer
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = (1, 3, 64, 65, 300, 530)
+"""Around the bucket of 64 and the page of 512."""
+BOTH = [torch.float32, torch.bfloat16]
+
+
+def engine_of(model: PreTrainedModel, dtype: torch.dtype, slots: int = 8) -> NativeEngine:
+    return NativeEngine(Policy(copy.deepcopy(model).to("cuda", dtype), tokenizer()), Engine(slots=slots))
+
+
+@cache
+def model_of(name: str) -> PreTrainedModel:
+    """A model that reads texts of more than a page. Weights are half as large as those of the CPU's tests: in 16 bits, large
+    ones say more about rounding than about the engine."""
+    model = make_model(name)
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                module.weight.mul_(0.5)
+    config = copy.deepcopy(model.config)
+    config.max_position_embeddings = 2048
+    wide = type(model)(config).eval()
+    wide.load_state_dict(model.state_dict())
+    wide.set_attn_implementation("eager")
+    return wide
+
+
+@cache
+def engine(name: str, dtype: torch.dtype) -> NativeEngine:
+    return engine_of(model_of(name), dtype)
+
+
+def sample(engine: NativeEngine, lengths: tuple[int, ...], group_size: int, how: Sampling, step: int = 1) -> list[Group]:
+    return engine.sample([long_prompt(n) for n in lengths], group_size, how, Draws(seed=0, step=step))
+
+
+def long_prompt(length: int) -> Prompt:
+    short = prompt_of(min(length, 400))
+    return Prompt(id=f"p/{length}", text=((short.text or "") * 2)[:length])
+
+
+def errors(engine: NativeEngine, groups: list[Group], temperature: float) -> torch.Tensor:
+    """|Δ| of every log-prob against one full forward in float32 with the engine's own weights."""
+    plain = copy.deepcopy(engine.policy.model).float().cpu()
+    plain.set_attn_implementation("eager")
+    found = []
+    for group in groups:
+        for c in group.completions:
+            logp_TV = (next_logits(plain, group.prompt_ids, c.token_ids) / temperature).log_softmax(-1)
+            found.append((torch.from_numpy(c.logps) - logp_TV.gather(1, torch.from_numpy(c.token_ids)[:, None])[:, 0]).abs())
+    return torch.cat(found)
+
+
+def bits(completions: tuple[Completion, ...]) -> list[tuple[bytes, ...]]:
+    return [(c.token_ids.tobytes(), c.logps.tobytes(), c.raw_logps.tobytes(), c.text.encode()) for c in completions]
+
+
+@pytest.mark.parametrize("dtype", BOTH)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_logps_are_those_of_a_full_forward_in_float32(name: str, dtype: torch.dtype) -> None:
+    own = engine(name, dtype)
+    found = errors(own, sample(own, LENGTHS, 3, Sampling(temperature=0.8, max_new_tokens=70)), 0.8)
+    assert own.gpu is not None
+    assert own.gpu.by_graph
+    if dtype == torch.float32:
+        assert float(found.max()) < 1e-4
+    else:
+        assert float(found.mean()) < 0.02
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_greedy_text_is_that_of_transformers(name: str) -> None:
+    how = Sampling(temperature=0.0, max_new_tokens=40)
+    for group in sample(engine(name, torch.float32), LENGTHS, 1, how):
+        theirs = generate(model_of(name), group.prompt_ids, how)
+        assert_same_greedy(model_of(name), group.prompt_ids, group.completions[0].token_ids, theirs)
+
+
+@pytest.mark.parametrize("dtype", BOTH)
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "smollm3"])
+def test_a_completion_is_the_same_bits_whatever_else_is_queued(name: str, dtype: torch.dtype) -> None:
+    how = Sampling(max_new_tokens=30)
+    together = sample(engine(name, dtype), LENGTHS, 4, how)
+    for length, group in zip(LENGTHS, together, strict=True):
+        assert bits(sample(engine(name, dtype), (length,), 4, how)[0].completions) == bits(group.completions)
+    backwards = sample(engine(name, dtype), LENGTHS[::-1], 4, how)
+    assert [bits(g.completions) for g in backwards[::-1]] == [bits(g.completions) for g in together]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        Sampling(temperature=0.8, top_p=0.9, max_new_tokens=40),
+        Sampling(top_k=5, min_p=0.02, max_new_tokens=40, min_new_tokens=8),
+        Sampling(temperature=1.3, max_new_tokens=40, min_new_tokens=8),
+        Sampling(max_new_tokens=40, stop=("a", "7")),
+    ],
+)
+def test_the_gpu_draws_what_the_cpu_draws(how: Sampling) -> None:
+    """Same numbers, same distributions: texts part at near ties only, which are rare."""
+    here = sample(engine("qwen3", torch.float32), LENGTHS, 4, how)
+    there = NativeEngine(Policy(copy.deepcopy(model_of("qwen3")), tokenizer()), Engine(slots=8, compiled=False))
+    same = 0
+    for one, two in zip(here, sample(there, LENGTHS, 4, how), strict=True):
+        for a, b in zip(one.completions, two.completions, strict=True):
+            if a.token_ids.tolist() == b.token_ids.tolist():
+                same += 1
+                assert a.stop == b.stop
+                for x, y in ((a.logps, b.logps), (a.sampled_logps, b.sampled_logps), (a.raw_logps, b.raw_logps)):
+                    assert float(np.abs(x - y).max()) < 1e-4
+    assert same >= len(LENGTHS) * 4 - 1
+
+
+def test_a_pool_too_small_for_all_makes_completions_wait_and_changes_no_bit() -> None:
+    own, how = engine_of(model_of("qwen3"), torch.float32), Sampling(max_new_tokens=600)
+    free = sample(own, (1, 300), 8, how)
+    assert own.gpu is not None
+    room = own.gpu.pool.open
+    own.gpu.pool.open = lambda first, most, share: room(min(first, 5), min(most, 5), share)  # type: ignore[method-assign]
+    assert [bits(g.completions) for g in sample(own, (1, 300), 8, how)] == [bits(g.completions) for g in free]
+
+
+def test_after_sampling_the_memory_of_the_pool_is_free_and_graphs_are_kept() -> None:
+    own, how = engine_of(model_of("llama"), torch.bfloat16, 64), Sampling(max_new_tokens=1024, min_new_tokens=1000)
+    sample(own, (300,), 64, how)
+    assert own.gpu is not None
+    graphs = dict(own.gpu.graphs)
+    torch.cuda.synchronize()
+    before = torch.cuda.mem_get_info()[0]
+    sample(own, (300,), 64, how, step=2)
+    torch.cuda.synchronize()
+    assert abs(torch.cuda.mem_get_info()[0] - before) < 64 << 20
+    assert own.gpu.graphs == graphs
+    assert own.gpu.pool.stretch is not None
+    assert own.gpu.pool.stretch.mapped == 0
+
+
+@pytest.mark.parametrize("dtype", BOTH)
+def test_weights_that_an_optimiser_changes_are_seen_with_no_call(dtype: torch.dtype) -> None:
+    own, how = engine_of(model_of("qwen3"), dtype), Sampling(temperature=0.8, max_new_tokens=20)
+    before = sample(own, LENGTHS, 2, how)
+    assert own.gpu is not None
+    graphs = dict(own.gpu.graphs)
+    optimiser = torch.optim.SGD(own.policy.model.parameters(), lr=0.05)
+    for parameter in own.policy.model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimiser.step()
+    after = sample(own, LENGTHS, 2, how)
+    assert graphs.items() <= own.gpu.graphs.items(), "what was captured before the update is used after it"
+    assert [bits(g.completions) for g in before] != [bits(g.completions) for g in after]
+    found = errors(own, after, 0.8)
+    assert float(found.max()) < 1e-4 if dtype == torch.float32 else float(found.mean()) < 0.02
+
+
+def test_lora_layers_are_active() -> None:
+    model = copy.deepcopy(model_of("qwen3"))
+    lora.attach(model, Lora(rank=4), 0, "base")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.3)
+    own = engine_of(model, torch.float32)
+    groups = sample(own, LENGTHS, 3, Sampling(max_new_tokens=30))
+    assert float(errors(own, groups, 1.0).max()) < 1e-4
+    base = sample(engine("qwen3", torch.float32), LENGTHS, 3, Sampling(max_new_tokens=30))
+    assert [bits(g.completions) for g in groups] != [bits(g.completions) for g in base]
+
+
+def test_a_mixture_of_experts_is_sampled_faithfully(caplog: pytest.LogCaptureFixture) -> None:
+    """By graphs where its experts allow that, else without, and then the log says so."""
+    words = tokenizer()
+    config = Qwen3MoeConfig(
+        vocab_size=len(words), hidden_size=32, intermediate_size=48, moe_intermediate_size=24, num_experts=6,
+        num_experts_per_tok=2, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        max_position_embeddings=2048,
+        eos_token_id=words.eos_token_id, pad_token_id=words.pad_token_id,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    own = engine_of(model, torch.float32)
+    with caplog.at_level(logging.WARNING, "oncurve.engine"):
+        groups = sample(own, LENGTHS, 3, Sampling(max_new_tokens=20))
+    assert float(errors(own, groups, 1.0).max()) < 1e-4
+    assert own.gpu is not None
+    assert own.gpu.by_graph or "without CUDA graphs" in caplog.text
+
+
+def test_a_step_that_cannot_be_captured_runs_without_graphs_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    own, how = engine_of(model_of("olmo2"), torch.float32), Sampling(max_new_tokens=20)
+    expected = sample(own, LENGTHS, 2, how)
+    slow = engine_of(model_of("olmo2"), torch.float32)
+    norm = slow.policy.backbone.norm
+    assert isinstance(norm, nn.Module)
+    norm.register_forward_hook(lambda module, inputs, output: output if float(output.sum()) < 1e30 else None)
+    with caplog.at_level(logging.WARNING, "oncurve.engine"):
+        found = sample(slow, LENGTHS, 2, how)
+    assert "without CUDA graphs" in caplog.text
+    assert [bits(g.completions) for g in found] == [bits(g.completions) for g in expected]
