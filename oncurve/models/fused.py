@@ -19,7 +19,9 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from oncurve.models.attention import Layout
+from oncurve.models.compiled.backbone import layers as compiled_layers
 from oncurve.models.gradients import GradientSums
+from oncurve.models.packing import PackLayout
 
 FAMILY = {"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"}
 FIXED_ROPE = {"default", "linear", "llama3", "yarn"}
@@ -153,6 +155,8 @@ class FusedDecoder:
 
     device = "cpu"
     """Where this path is the fast one."""
+    compiled = False
+    """Whether packs go through the compiled functions (models/compiled)."""
     checkpointed = 0
     """How many layers, from the first, keep only their input for the backward pass, by a path that can."""
     sums: GradientSums | None = None
@@ -190,12 +194,24 @@ class FusedDecoder:
         words, last = self.backbone.embed_tokens, self.backbone.norm
         x = functional.embedding(input_ids.flatten(), words.weight, words.padding_idx)
         at = position_ids.expand(shape).flatten()
+        if self.compiled and x.dtype == torch.float32 and isinstance(layout, PackLayout) and self._all_in_sight(layout):
+            x = compiled_layers(self, x, at, layout.members)
+        else:
+            x = self._layers(x, at, shape, layout)
+        return rms_norm(x, last.weight, last.variance_epsilon).view(*shape, -1)
+
+    def _layers(self, x: Tensor, at: Tensor, shape: torch.Size, layout: Layout) -> Tensor:
         cos, sin = self.cos[at], self.sin[at]
         for i, block in enumerate(self.blocks):
             x = self._attention(i, block, x, cos, sin, shape, layout)
             h = swiglu(block.gate_up(rms_norm(x, block.between.weight, block.between.variance_epsilon)))
             x = torch.addmm(x, h, block.down.weight.t())
-        return rms_norm(x, last.weight, last.variance_epsilon).view(*shape, -1)
+        return x
+
+    def _all_in_sight(self, layout: PackLayout) -> bool:
+        """Whether no layer's window hides a token of the pack from a later one."""
+        windows = [block.window for block in self.blocks if block.window is not None]
+        return not windows or min(windows) > int(layout.position_N.max())
 
     def _attention(
         self, i: int, block: Block, x: Tensor, cos: Tensor, sin: Tensor, shape: torch.Size, layout: Layout

@@ -35,7 +35,9 @@ def load_policy(config: Model, *, alphabet: str | None, seed: int) -> Policy:
     if config.quantise is None:
         model.to(device=choose_device(config.device), dtype=getattr(torch, config.dtype))
     _adapt(model, config, seed)
-    return Policy(model, tokenizer, system_prompt=config.system_prompt, template_options=config.template_options)
+    return Policy(
+        model, tokenizer, system_prompt=config.system_prompt, template_options=config.template_options, compiled=config.compiled
+    )
 
 
 def resolved(config: Model) -> Model:

@@ -161,6 +161,10 @@ class PackLayout:
     def __init__(self, prompts: list[tuple[int, int]], completions: list[tuple[int, int, int]], position_N: Tensor) -> None:
         device = position_N.device
         self.position_N = position_N
+        fed_of: list[list[int]] = [[] for _ in prompts]
+        for _, fed, p in completions:
+            fed_of[p].append(fed)
+        self.members = [(start, length, tuple(fed)) for (start, length), fed in zip(prompts, fed_of, strict=True)]
         P, A = len(prompts), max(length for _, length in prompts)
         C = max((fed for _, fed, _ in completions), default=0)
         members = np.bincount([p for _, _, p in completions], minlength=P)

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from oncurve.errors import ModelError
 from oncurve.models import attention, lora
 from oncurve.models.attention import Layout
+from oncurve.models.compiled.backbone import can_run
 from oncurve.models.fused import FusedDecoder
 from oncurve.models.gradients import GradientSums
 from oncurve.models.logprobs import Head, token_logps
@@ -33,6 +34,7 @@ class Policy:
         *,
         system_prompt: str | None = None,
         template_options: dict[str, Any] | None = None,
+        compiled: bool = True,
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.system_prompt, self.template_options = system_prompt, template_options or {}
@@ -43,13 +45,19 @@ class Policy:
         self.fused: FusedDecoder | None = None
         self._sums: GradientSums | None = None
         _check_head(self)
-        self.fused = _faithful(_fast_path(model), self)
+        self.fused = _faithful(_fast_path(model, compiled), self)
 
     def copy(self) -> Policy:
         """Another policy with the same weights in tensors of its own."""
         return Policy(
-            copy.deepcopy(self.model), self.tokenizer, system_prompt=self.system_prompt, template_options=self.template_options
-        )
+            copy.deepcopy(self.model), self.tokenizer, system_prompt=self.system_prompt,
+            template_options=self.template_options, compiled=self.compiled,
+        )  # fmt: skip
+
+    @property
+    def compiled(self) -> bool:
+        """Whether it samples and learns by compiled functions."""
+        return self.fused is not None and self.fused.compiled and self.model.dtype == torch.float32
 
     @property
     def head(self) -> Head:
@@ -162,9 +170,12 @@ class Policy:
         self.tokenizer.save_pretrained(folder)
 
 
-def _fast_path(model: PreTrainedModel) -> FusedDecoder | None:
+def _fast_path(model: PreTrainedModel, compiled: bool) -> FusedDecoder | None:
     if model.device.type != "cuda":
-        return FusedDecoder.of(model)
+        found = FusedDecoder.of(model)
+        if found is not None:
+            found.compiled = compiled and can_run(model)
+        return found
     from oncurve.models.gpu_decoder import GpuDecoder  # Triton is there only where a GPU is
 
     return GpuDecoder.of(model)

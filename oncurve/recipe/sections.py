@@ -114,6 +114,10 @@ class Model(Section):
     """Precision of the weights that sampler and learner share. With bfloat16 the optimiser keeps float32 master weights."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes a GPU where there is one."""
+    compiled: bool = True
+    """On a CPU, sample and learn by functions compiled for the processor, where the machine has a C compiler and the model is a
+    Llama, Mistral or Qwen in float32. Sampling with top-k, top-p or min-p is torch's all the same. What was found is frozen into
+    the run."""
     system_prompt: str | None = None
     """Put before every prompt of a task as a system message (chat models only)."""
     template_options: dict[str, Any] = {}
@@ -147,8 +151,8 @@ class Reward(Section):
     model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
 
     type: str
-    """`answer`, `math`, `code`, `countdown`, `guess`; `format`, `json`, `language`, `length`, `cosine`, `overlong`, `repetition`;
-    `process`, `model`, `judge`; or `python` (any function: `function = "file.py:name"`)."""
+    """`answer`, `math`, `code`, `countdown`, `guess`; `format`, `json`, `language`, `length`, `cosine`, `overlong`,
+    `repetition`; `process`, `model`, `judge`; or `python` (any function: `function = "file.py:name"`)."""
     name: str | None = None
     """What the aspect is called in tables and in `--set rewards.NAME.key=value`; its type when unset."""
     weight: float = 1.0
@@ -199,9 +203,6 @@ class Engine(Section):
     """Finished completions are noticed and their slots refilled every so many tokens."""
     pool_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.8
     """On a GPU, the most of its free memory that keys and values may take while sampling; the learner has it afterwards."""
-    compiled: bool = True
-    """On a CPU, decode by one compiled function where the machine has a C compiler and the model allows it (Llama, Mistral, Qwen
-    2 and 3 in float32, no top-k, top-p or min-p). What was found is frozen into the run."""
 
 
 class Guard(Section):

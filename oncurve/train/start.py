@@ -12,9 +12,9 @@ from contextlib import closing
 from functools import lru_cache
 from pathlib import Path
 
-from oncurve.engines.compiled import library
 from oncurve.engines.native import frozen_slots
 from oncurve.errors import RecipeError, RunError
+from oncurve.models.compiled.build import library
 from oncurve.models.load import choose_device
 from oncurve.models.policy import Policy
 from oncurve.recipe.dpo import Dpo
@@ -165,8 +165,9 @@ def frozen(recipe: Recipe) -> Recipe:
     """The recipe with what is chosen for the machine written down, so that it stays the same when the run goes on elsewhere."""
     rows = [s.prompts_per_step * s.group_size for s in recipe.stages if isinstance(s, Sampled)]
     slots = recipe.engine.slots or frozen_slots(choose_device(recipe.model.device), max(rows, default=0))
-    engine = recipe.engine.model_copy(update={"slots": slots, "compiled": recipe.engine.compiled and library() is not None})
-    return recipe.model_copy(update={"threads": recipe.threads or os.cpu_count() or 1, "engine": engine})
+    engine = recipe.engine.model_copy(update={"slots": slots})
+    model = recipe.model.model_copy(update={"compiled": recipe.model.compiled and library() is not None})
+    return recipe.model_copy(update={"threads": recipe.threads or os.cpu_count() or 1, "engine": engine, "model": model})
 
 
 def task_for(recipe: Recipe, stage: Stage) -> Task:

@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
-from oncurve.engines import compiled
-from oncurve.engines.compiled import can_decode, library
+from oncurve.engines.compiled import can_decode
 from oncurve.engines.compiled_batch import CompiledBatch
 from oncurve.engines.native import Batch, Draws, NativeEngine
+from oncurve.models.compiled.build import library
 from oncurve.models.policy import Policy
 from oncurve.recipe.load import parse_recipe
 from oncurve.recipe.sections import Engine, Sampling
@@ -54,9 +54,13 @@ def pair(request: pytest.FixtureRequest) -> tuple[PreTrainedModel, Policy]:
 
 
 def run(policy: Policy, how: Sampling, *, compiled: bool = True, group_size: int = 3, slots: int = 6) -> list[Group]:
-    engine = NativeEngine(policy, Engine(slots=slots, compiled=compiled))
+    engine = NativeEngine(policy if compiled else _by_torch(policy), Engine(slots=slots))
     assert engine._batch_type(PROMPTS, how) is (CompiledBatch if compiled else Batch)
     return engine.sample(PROMPTS, group_size, how, Draws(0, 1))
+
+
+def _by_torch(policy: Policy) -> Policy:
+    return Policy(copy.deepcopy(policy.model), policy.tokenizer, compiled=False)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -157,8 +161,8 @@ def test_without_a_compiler_torch_decodes_and_the_run_says_so(no_compiler: None)
     assert engine._batch_type([Prompt("p", text="1+1=")], Sampling()) is Batch
     assert "no C compiler" in engine.remarks[0]
     recipe = parse_recipe({"task": {"type": "arithmetic"}, "stages": [{"type": "sft"}]})
-    assert recipe.engine.compiled
-    assert not frozen(recipe).engine.compiled
+    assert recipe.model.compiled
+    assert not frozen(recipe).model.compiled
 
 
 def test_the_function_is_built_once_and_kept(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,4 +175,4 @@ def test_the_function_is_built_once_and_kept(tmp_path: Any, monkeypatch: pytest.
     assert library() is not None
     assert [p.stat().st_mtime_ns for p in (tmp_path / "oncurve").glob("*.so")] == [when]
     library.cache_clear()
-    assert compiled.library() is not None
+    assert library() is not None
