@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
-from typing import Annotated
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from oncurve.errors import ModelError, RecipeError
+from oncurve.errors import ModelError, RecipeError, RunError
 from oncurve.plan.asked import PROMPT_TOKENS, Wishes, algorithm_of, job_for, job_of_stage, plannable, usual_rank, wished
+from oncurve.plan.cluster import Lengths, Size, compare_sizes, timing_of, turning_point
 from oncurve.plan.fixes import find_fixes
 from oncurve.plan.gpus import CPU, GIB, Gpu, find_gpu, gpu_of_driver
 from oncurve.plan.job import ALGORITHMS, Job
 from oncurve.plan.known import find_shape
 from oncurve.plan.planned import Plan, make_plan, report_data, side_by_side
+from oncurve.plan.seconds import seconds_of
 from oncurve.recipe.dpo import Dpo
 from oncurve.recipe.load import load_recipe
 from oncurve.recipe.resolve import resolved_task
+from oncurve.recipe.sampled import Sampled
 from oncurve.recipe.schema import Recipe, Stage
 from oncurve.records import Prompt
+from oncurve.runs.folder import RunFolder
+from oncurve.runs.store import Store
 from oncurve.tasks.base import Task
 from oncurve.tasks.registry import TASKS, build_task
 
@@ -30,6 +37,10 @@ USUAL_GPU = "H100-80GB"
 """Planned for where nobody names a GPU and the model is not the built-in one."""
 BYTES_PER_TOKEN = 3.5
 """Of English text, by the tokenizers of today's models; a little low, so that plans are a little high."""
+LAST_STEPS = 5
+"""Steps of a run that stand for it."""
+USUAL_SHARE = 1 / 3
+"""Mean length of completions as a share of their limit, for many GPUs, where nobody says: that they differ is what costs."""
 LOOKED_AT = 200
 """Prompts of a task that are looked at for their length."""
 
@@ -70,6 +81,13 @@ def plan(
     sharding: Annotated[str | None, typer.Option("--sharding", help="none, optimiser or full, with several GPUs.")] = None,
     quantise: Annotated[str | None, typer.Option("--quantise", help="QLoRA's frozen base: nf4 or int8.")] = None,
     reward_model: Annotated[str | None, typer.Option("--reward-model", help="A learned reward on the GPU.")] = None,
+    staleness: Annotated[
+        int, typer.Option("--staleness", min=0, help="With several GPUs: steps that samples may lag behind, asynchronously.")
+    ] = 1,
+    measured: Annotated[
+        str | None, typer.Option("--measured", metavar="RUN", help="With several GPUs: lengths and times as this run had them.")
+    ] = None,
+    runs: Annotated[Path, typer.Option("--runs", metavar="DIR", help="Where runs lie.")] = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="For programs: JSON on standard output and nothing else.")] = False,
 ) -> None:
     """Memory and time of a run, before anything is started: does it fit, what would make it fit, how long is a step."""
@@ -83,13 +101,17 @@ def plan(
     )  # fmt: skip
     job, assumed = _question(recipe, model, gpu, stage, sets or [], wishes)
     plans = side_by_side(job, usual_rank())
+    sizes = many(job, staleness, seen_in(measured, runs, job.gpu)) if job.gpus > 1 and job.does.samples else None
     if as_json:
-        print(json.dumps(report_data(job, plans), ensure_ascii=False, indent=2))
+        data = report_data(job, plans) | ({} if sizes is None else {"cluster": cluster_data(sizes, staleness)})
+        print(json.dumps(data, ensure_ascii=False, indent=2))
         return
-    from oncurve.terminal.plan import render_plan
+    from oncurve.terminal.plan import render_cluster, render_plan
 
-    own = next(p for p in plans if p.job == job)
-    Console(highlight=False).print(render_plan(job, own, plans, assumed))
+    own, console = next(p for p in plans if p.job == job), Console(highlight=False)
+    console.print(render_plan(job, own, plans, assumed))
+    if sizes is not None:
+        console.print(render_cluster(sizes, staleness, measured))
 
 
 def _question(
@@ -160,6 +182,50 @@ def stage_job(recipe: Recipe, stage: Stage, gpu: Gpu) -> Job:
 def _some_prompts(task: Task) -> Iterator[Prompt]:
     yield from task.heldout[:LOOKED_AT]
     yield from (task.train_prompt(i) for i in range(min(LOOKED_AT, task.train_size or LOOKED_AT)))
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a run has shown: lengths of its completions, and how its seconds lie to the planned ones."""
+
+    lengths: tuple[int, ...] = ()
+    sample_ratio: float = 1.0
+    update_ratio: float = 1.0
+
+
+def seen_in(name: str | None, runs: Path, gpu: Gpu) -> Seen:
+    """The last steps of a run's last sampling stage, beside the plan of that same stage on this GPU."""
+    if name is None:
+        return Seen()
+    folder = RunFolder.open(name, runs)
+    recipe = load_recipe(folder.recipe)
+    stages = [stage for stage in plannable(recipe) if isinstance(stage, Sampled)]
+    with Store.open(folder.path) as store:
+        steps = [row for stage in stages[-1:] for row in store.steps(stage.label)][-LAST_STEPS:]
+        if not steps:
+            raise RunError(
+                name, "no steps that sample", because="lengths and times are taken from them", fix="name another run"
+            )
+        reports = [store.step(row.stage, row.step) for row in steps]
+    lengths = tuple(s.completion.length for r in reports for g in r.groups for s in g.scored.scored)
+    job = stage_job(recipe, stages[-1], gpu)
+    planned = seconds_of(replace(job, mean_tokens=min(float(job.new_tokens), max(1.0, sum(lengths) / len(lengths))))).phases
+    learning = sum(planned.get(phase, 0.0) for phase in ("reference", "update", "critic", "optimiser"))
+    took = {phase: median(report.seconds.get(phase, 0.0) for report in reports) for phase in ("sample", "update")}
+    return Seen(lengths, took["sample"] / planned["sample"], took["update"] / learning)
+
+
+def many(job: Job, staleness: int, seen: Seen) -> list[Size]:
+    """1, 8, 64 and 512 GPUs and the number asked for, each with the prompts that one of them has now."""
+    usual = sum(seen.lengths) / len(seen.lengths) if seen.lengths else job.mean_tokens
+    lengths = Lengths(job.new_tokens, usual if usual < job.new_tokens else job.new_tokens * USUAL_SHARE, seen.lengths)
+    timing = timing_of(replace(job, mean_tokens=lengths.mean), sample_ratio=seen.sample_ratio, update_ratio=seen.update_ratio)
+    return compare_sizes(job, timing, lengths, sorted({1, 8, 64, 512, job.gpus}), staleness)
+
+
+def cluster_data(sizes: Sequence[Size], staleness: int) -> dict[str, Any]:
+    rows = [{**asdict(size), "gain": size.gain} for size in sizes]
+    return {"staleness": staleness, "sizes": rows, "asynchronous_pays_from": turning_point(sizes)}
 
 
 def announce(recipe: Recipe) -> None:

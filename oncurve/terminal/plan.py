@@ -8,12 +8,14 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
+from oncurve.plan.cluster import Size, turning_point
 from oncurve.plan.fixes import Fix
 from oncurve.plan.gpus import GIB
 from oncurve.plan.job import Job
 from oncurve.plan.memory import PARTS, Phase
 from oncurve.plan.planned import Grown, Plan, growth, shown_seconds, smallest_gpus
-from oncurve.terminal.figures import number, size
+from oncurve.terminal.figures import number, percent
+from oncurve.terminal.figures import size as count
 
 LOOKS: dict[str, tuple[str, str]] = {
     "weights": ("w", "white on blue"),
@@ -52,11 +54,11 @@ def render_plan(job: Job, own: Plan, plans: Sequence[Plan], assumed: str) -> Ren
 
 def _heading(job: Job, assumed: str) -> Text:
     shape = job.shape
-    name = f"{shape.name}, {size(shape.parameters)} parameters"
-    count = "this machine's CPU" if job.gpu.is_cpu else f"{job.gpus} × {job.gpu.name}"
+    name = f"{shape.name}, {count(shape.parameters)} parameters"
+    where = "this machine's CPU" if job.gpu.is_cpu else f"{job.gpus} × {job.gpu.name}"
     lengths = f"{job.prompt_tokens} + {job.new_tokens} tokens"
     asked = f"{job.prompts} prompts × {job.sequences}, {lengths}, packs of {job.pack_tokens}, {job.dtype}"
-    return Text.assemble((name, "bold"), f" on {count}\n", (asked + (f"\n{assumed}" if assumed else ""), "dim"))
+    return Text.assemble((name, "bold"), f" on {where}\n", (asked + (f"\n{assumed}" if assumed else ""), "dim"))
 
 
 def _verdict(plan: Plan) -> RenderableType:
@@ -98,14 +100,18 @@ class Bars:
             line.append(f"{'✓' if plan.fits else '✗'} {peak.name}", "green" if plan.fits else "red")
             yield line
         used = {part for plan in self.plans for part in plan.memory.peak.parts}
-        legend = Text()
-        for part in PARTS:
-            if part in used:
-                legend.append_text(Text.assemble((LOOKS[part][0], LOOKS[part][1]), f" {part}  ".replace(" ", "\xa0", 2)))
-        legend.append("│\xa0end\xa0of\xa0the\xa0device", "dim")
-        grid = Table.grid()
-        grid.add_row(" " * (names + 2), legend)
-        yield grid
+        yield from _legend([part for part in PARTS if part in used], names + 2, options.max_width)
+
+
+def _legend(parts: Sequence[str], indent: int, width: int) -> list[Text]:
+    """Letters and what they stand for, in lines that never part the two."""
+    entries = [Text.assemble((LOOKS[part][0], LOOKS[part][1]), f" {part}") for part in parts]
+    lines = [Text(" " * indent)]
+    for entry in (*entries, Text("│ end of the device", "dim")):
+        if len(lines[-1]) + len(entry) > width and len(lines[-1]) > indent:
+            lines.append(Text(" " * indent))
+        lines[-1].append_text(entry).append("  " if len(lines[-1]) + 2 <= width else "")
+    return lines
 
 
 def bar(phase: Phase, largest: int, device: int, width: int) -> Text:
@@ -150,13 +156,37 @@ def _times(plans: Sequence[Plan]) -> RenderableType:
         table.add_row(name, *(_seconds(plan.seconds.phases.get(name)) for plan in plans))
     table.add_row("a step", *(_seconds(plan.seconds.step) for plan in plans), style="bold")
     table.add_row("samples a day", *(number(plan.seconds.samples_per_day) for plan in plans))
-    table.add_row("trained", *(size(plan.trained) for plan in plans))
-    table.add_row("held", *(size(plan.held) for plan in plans))
+    table.add_row("trained", *(count(plan.trained) for plan in plans))
+    table.add_row("held", *(count(plan.held) for plan in plans))
     return table
 
 
 def _seconds(value: float | None) -> str:
     return "–" if value is None else (f"{value:,.1f}" if value >= 10 else f"{value:.2f}" if value >= 0.01 else "0.00")
+
+
+def render_cluster(sizes: Sequence[Size], staleness: int, measured: str | None) -> RenderableType:
+    """Synchronous and asynchronous by number of GPUs, and where the one stops paying."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for name in ("GPUs", "together/s", "idle", "apart/s", "idle", "staleness", "learners", "gain"):
+        table.add_column(name, justify="right")
+    for size in sizes:
+        together, apart = size.together, size.apart
+        row = [str(size.gpus), number(together.samples_per_second), percent(together.idle)]
+        if apart is not None:
+            stale = f"{apart.staleness_mean:.1f}, ≤ {apart.staleness_max}"
+            row += [number(apart.samples_per_second), percent(apart.idle), stale, str(apart.learners), f"{size.gain:.2f} ×"]
+        table.add_row(*row)
+    turning = turning_point(sizes)
+    word = (
+        "synchronous steps pay at every size"
+        if turning is None
+        else f"from {turning} GPUs on, asynchronous sampling is worth its staleness"
+    )
+    source = f"as {measured} had them" if measured else "planned times, lengths spread about their mean"
+    lag = "1 step" if staleness == 1 else f"{staleness} steps"
+    title = f"\nmany GPUs, simulated: completions a second, together or apart (samples at most {lag} behind)"
+    return Group(Text(title, "bold"), table, Text(f"{word} ({source})", "dim"))
 
 
 def _growth_tables(rows: Sequence[Grown]) -> list[RenderableType]:

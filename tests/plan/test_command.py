@@ -11,8 +11,8 @@ import pytest
 
 from oncurve import cli_plan
 from oncurve.cli import main
-from oncurve.errors import ModelError
-from oncurve.plan.gpus import GIB, GPUS, Gpu
+from oncurve.errors import ModelError, RunError
+from oncurve.plan.gpus import GIB, GPUS, Gpu, find_gpu
 from oncurve.recipe.load import load_recipe
 
 Plan = Callable[..., tuple[int, str, str]]
@@ -113,6 +113,45 @@ def test_a_config_without_its_fields(plan: Plan, tmp_path: Path) -> None:
     code, _, err = plan("--model", tmp_path / "config.json")
     assert code == 2
     assert "num_hidden_layers" in err
+
+
+def test_many_gpus_are_simulated_both_ways(plan: Plan) -> None:
+    asked = ("--model", "Qwen/Qwen3-0.6B", "--gpu", "H200", "--gpus", 4, "--prompts", 8, "--new-tokens", 512)
+    code, out, _ = plan(*asked)
+    assert code == 0
+    assert max(map(len, out.splitlines())) <= 80
+    assert "many GPUs, simulated" in out
+    data = json.loads(plan(*asked, "--staleness", 2, "--json")[1])["cluster"]
+    assert [row["gpus"] for row in data["sizes"]] == [1, 4, 8, 64, 512]
+    assert data["sizes"][0]["apart"] is None
+    assert all(row["apart"]["staleness_max"] <= 2 for row in data["sizes"][1:])
+
+
+def test_one_gpu_and_what_does_not_sample_need_no_simulation(plan: Plan) -> None:
+    assert "cluster" not in json.loads(plan("--model", "7B", "--gpu", "H200", "--json")[1])
+    assert "cluster" not in json.loads(plan("--model", "7B", "--gpu", "H200", "--gpus", 8, "--algorithm", "sft", "--json")[1])
+
+
+SMALL_RECIPE = """
+name = "small"
+threads = 1
+model = { tiny = { layers = 1, width = 32, heads = 2, kv_heads = 1, head_size = 16, mlp_width = 64, context = 128 } }
+task = { type = "arithmetic", digits = 1, heldout = 2 }
+rewards = [{ type = "format" }]
+stages = [{ type = "grpo", steps = 2, prompts_per_step = 2, group_size = 2, sampling = { max_new_tokens = 12 } }]
+"""
+
+
+def test_lengths_and_times_of_a_run(tmp_path: Path) -> None:
+    (tmp_path / "small.toml").write_text(SMALL_RECIPE)
+    assert main(["train", str(tmp_path / "small.toml"), "--runs", str(tmp_path)]) == 0
+    seen = cli_plan.seen_in("small-1", tmp_path, find_gpu("cpu"))
+    assert len(seen.lengths) == 2 * 2 * 2
+    assert all(1 <= length <= 12 for length in seen.lengths)
+    assert seen.sample_ratio > 0
+    assert seen.update_ratio > 0
+    with pytest.raises(RunError, match="nobody"):
+        cli_plan.seen_in("nobody", tmp_path, find_gpu("cpu"))
 
 
 def on(monkeypatch: pytest.MonkeyPatch, gpu: Gpu | None) -> None:
