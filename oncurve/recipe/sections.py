@@ -151,7 +151,7 @@ class Reward(Section):
     model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
 
     type: str
-    """`answer`, `math`, `code`, `countdown`, `guess`; `format`, `json`, `language`, `length`, `cosine`, `overlong`,
+    """`answer`, `math`, `code`, `countdown`, `columns`, `guess`; `format`, `json`, `language`, `length`, `cosine`, `overlong`,
     `repetition`; `process`, `model`, `judge`; or `python` (any function: `function = "file.py:name"`)."""
     name: str | None = None
     """What the aspect is called in tables and in `--set rewards.NAME.key=value`; its type when unset."""

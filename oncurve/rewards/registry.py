@@ -10,6 +10,7 @@ from oncurve.recipe.problems import read_section
 from oncurve.rewards.answer import AnswerOptions, AnswerReward
 from oncurve.rewards.base import Reward, RewardType
 from oncurve.rewards.code import CodeOptions, CodeReward
+from oncurve.rewards.columns import ColumnsOptions, ColumnsReward
 from oncurve.rewards.countdown import CountdownReward, CountdownRewardOptions
 from oncurve.rewards.format import FormatOptions, FormatReward
 from oncurve.rewards.function import PythonOptions, python_reward
@@ -39,6 +40,7 @@ REWARDS: dict[str, RewardType] = {
     "code": RewardType(CodeOptions, CodeReward),
     "format": RewardType(FormatOptions, FormatReward),
     "countdown": RewardType(CountdownRewardOptions, CountdownReward),
+    "columns": RewardType(ColumnsOptions, ColumnsReward),
     "guess": RewardType(GuessRewardOptions, GuessReward),
     "reasoning_gym": RewardType(GymRewardOptions, GymReward),
     "json": RewardType(JsonOptions, JsonReward),

@@ -203,7 +203,11 @@ def steps(problem: Problem) -> list[Step]:
     return done
 
 
+def columns(problem: Problem) -> list[str]:
+    """The steps as they are written."""
+    return [f"{step.first}{step.second}:{step.carried}{step.stays}" for step in steps(problem)]
+
+
 def worked(problem: Problem) -> str:
     """The completion to imitate."""
-    thinking = ",".join(f"{step.first}{step.second}:{step.carried}{step.stays}" for step in steps(problem))
-    return f"<think>{thinking}</think><answer>{problem.answer}</answer>"
+    return f"<think>{','.join(columns(problem))}</think><answer>{problem.answer}</answer>"
