@@ -16,6 +16,7 @@ from oncurve.recipe.rejection import RejectionSample
 from oncurve.recipe.reward_model import RewardModel
 from oncurve.recipe.sampled import Advantage, Surrogate
 from oncurve.recipe.sections import Count, Engine, Model, NonNegative, Reward, Section, SftOptimiser, Share, StageBase, Task
+from oncurve.recipe.training_free import TrainingFree
 from oncurve.recipe.trpo import Trpo
 
 
@@ -80,7 +81,7 @@ class Grpo(Surrogate):
     """Iterative GRPO with a reward model that learns from fresh comparisons as the policy changes. Unset: it stays as it is."""
 
 
-Stage = Annotated[Sft | Grpo | Ppo | Trpo | Dpo | RewardModel | RejectionSample, Field(discriminator="type")]
+Stage = Annotated[Sft | Grpo | Ppo | Trpo | Dpo | RewardModel | RejectionSample | TrainingFree, Field(discriminator="type")]
 
 
 class Evaluation(Section):

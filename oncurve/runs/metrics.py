@@ -52,6 +52,17 @@ _TABLE = (
         "comparisons", "pairs", "Fresh comparisons that the reward model learned from after this step (iterate).", "above 0"
     ),
     Metric("reward_model_loss", "loss", "The reward model's loss at the last update of a round (iterate).", "below 0.69"),
+    Metric("experiences", "entries", "Experiences in the library after the step (training_free).", "grows, then is rewritten"),
+    Metric(
+        "changes",
+        "changes",
+        "Replies of the teacher that changed the library in this step (training_free).",
+        "above 0 at first",
+    ),
+    Metric(
+        "heldout_with", "share", "Held-out accuracy with the library in the prompt (training_free).", "above heldout_without"
+    ),
+    Metric("heldout_without", "share", "Held-out accuracy of the same model without the library (training_free).", "the start"),
     Metric("maj_at/", "share", "Share of held-out problems whose most frequent answer of so many is right.", "above accuracy"),
     Metric(
         "no_signal_share",

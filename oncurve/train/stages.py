@@ -16,6 +16,7 @@ from oncurve.recipe.ppo import Ppo
 from oncurve.recipe.rejection import RejectionSample
 from oncurve.recipe.reward_model import RewardModel
 from oncurve.recipe.schema import Grpo, Recipe, Sft, Stage
+from oncurve.recipe.training_free import TrainingFree
 from oncurve.recipe.trpo import Trpo
 from oncurve.records import StepReport
 from oncurve.rewards.mix import RewardMix
@@ -27,6 +28,7 @@ from oncurve.train.ppo import PpoLoop
 from oncurve.train.rejection import RejectionLoop
 from oncurve.train.reward_model import RewardModelLoop
 from oncurve.train.sft import SftLoop
+from oncurve.train.training_free import TrainingFreeLoop
 from oncurve.train.trpo import TrpoLoop
 
 
@@ -70,6 +72,7 @@ LOOPS: dict[type[Stage], Callable[[Any, Parts], StageLoop]] = {
     ),
     RewardModel: lambda stage, parts: RewardModelLoop(stage, parts.recipe.seed, parts.policy, parts.folder),
     Dpo: lambda stage, parts: DpoLoop(stage, parts.recipe.seed, parts.policy),
+    TrainingFree: lambda stage, parts: TrainingFreeLoop(stage, parts.recipe.seed, parts.task, parts.rewards, parts.folder),
     Trpo: lambda stage, parts: TrpoLoop(stage, parts.recipe.seed, parts.task, parts.engine, parts.rewards),
     Ppo: lambda stage, parts: PpoLoop(stage, parts.recipe.seed, parts.task, parts.engine, parts.rewards),
 }

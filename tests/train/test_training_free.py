@@ -1,0 +1,113 @@
+"""Training-Free GRPO against a real HTTP endpoint: the library grows and helps, and a resumed run asks nothing twice."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oncurve.errors import DataError, RewardError
+from oncurve.recipe.training_free import TrainingFree
+from oncurve.rewards.answer import AnswerOptions, AnswerReward
+from oncurve.rewards.mix import RewardMix
+from oncurve.tasks.in_memory import PromptList
+from oncurve.train.experience import Change, Library, read_changes
+from oncurve.train.training_free import TrainingFreeLoop
+from tests.rewards.test_judge import Judge
+
+HINT = "Write the sum between answer tags."
+ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(8)]
+TASK = PromptList.of(ROWS[:6], ROWS[6:])
+
+
+@pytest.fixture
+def endpoint() -> Iterator[Judge]:
+    """Answers rightly where it was told how, else for every other seed; as the teacher, it says how."""
+    made = Judge()
+
+    def reply(body: dict[str, Any]) -> str:
+        asked = body["messages"][-1]["content"]
+        if body["messages"][0]["role"] == "system":
+            return f"Let me see. {json.dumps([{'do': 'add', 'text': HINT}, {'do': 'keep'}])}"
+        total = int(asked.rpartition("\n")[2].partition("+")[0]) + 1
+        lucky = body["temperature"] > 0 and body["seed"] % 2 == 0
+        return f"<answer>{total}</answer>" if lucky or HINT in asked else str(total)
+
+    made.reply = reply
+    yield made
+    made.server.shutdown()
+    made.server.server_close()
+
+
+def loop(endpoint: Judge, folder: Path, **options: Any) -> TrainingFreeLoop:
+    settings = {
+        "model": "any", "base_url": endpoint.url, "steps": 3, "prompts_per_step": 3, "group_size": 4, "retries": 0, **options
+    }  # fmt: skip
+    rewards = RewardMix([AnswerReward("answer", 1.0, AnswerOptions())])
+    return TrainingFreeLoop(TrainingFree.model_validate(settings), 0, TASK, rewards, folder)
+
+
+def test_the_library_says_what_set_better_answers_apart_and_held_out_accuracy_rises(endpoint: Judge, tmp_path: Path) -> None:
+    made = loop(endpoint, tmp_path)
+    reports = [made.step(n) for n in range(1, 4)]
+    assert made.library.entries == {1: HINT}
+    assert reports[0].metrics["changes"] == 1.0  # said for each group, added once
+    assert 0 < reports[0].metrics["accuracy"] < 1
+    assert reports[1].metrics["accuracy"] == 1.0
+    last = reports[-1].metrics
+    assert (last["heldout_without"], last["heldout_with"]) == (0.0, 1.0)
+    written = (tmp_path / "experience" / "training_free.md").read_text()
+    assert f"- **E1** {HINT}" in written
+    assert Library.read(tmp_path / "experience" / "training_free.md").entries == made.library.entries
+
+
+def test_a_run_that_goes_on_asks_nothing_twice_and_ends_the_same(endpoint: Judge, tmp_path: Path) -> None:
+    whole = loop(endpoint, tmp_path / "whole")
+    first = [whole.step(n) for n in range(1, 4)]
+    asked = len(endpoint.requests)
+    again = loop(endpoint, tmp_path / "whole")
+    again.load_state(loop(endpoint, tmp_path / "whole").state())
+    second = [again.step(n) for n in range(1, 4)]
+    assert len(endpoint.requests) == asked
+    assert [r.metrics["reward"] for r in first] == [r.metrics["reward"] for r in second]
+    halfway = loop(endpoint, tmp_path / "whole")
+    halfway.load_state(whole.state())
+    assert halfway.library == whole.library
+    assert halfway.without == whole.without
+
+
+def test_an_endpoint_that_is_down_ends_the_stage_with_a_word(endpoint: Judge, tmp_path: Path) -> None:
+    endpoint.reply = lambda _: (500, "out of order")
+    with pytest.raises(RewardError, match="did not answer"):
+        loop(endpoint, tmp_path).step(1)
+
+
+def test_a_teacher_that_rambles_is_left_out(endpoint: Judge, tmp_path: Path) -> None:
+    answer = endpoint.reply
+    endpoint.reply = lambda body: "no idea" if body["messages"][0]["role"] == "system" else answer(body)
+    made = loop(endpoint, tmp_path, measure=False)
+    assert made.step(1).metrics["changes"] == 0.0
+    assert "None yet" in (tmp_path / "experience" / "training_free.md").read_text()
+
+
+def test_changes_by_hand() -> None:
+    library = Library({1: "a", 2: "b"}, last=2)
+    changes = [Change("change", 1, "A"), Change("delete", 2), Change("add", None, "c"), Change("keep"), Change("delete", 9)]
+    assert library.after(changes, most=5) == Library({1: "A", 3: "c"}, last=3)
+    assert library.after([Change("add", None, "c")], most=2) == Library({2: "b", 3: "c"}, last=3)
+    assert library.after([Change("add", None, "a")], most=5) == library
+
+
+def test_replies_of_a_teacher() -> None:
+    assert read_changes('Sure: [{"do": "change", "number": "E3", "text": "x\\ny"}]') == [Change("change", 3, "x y")]
+    for wrong in ("nothing", '{"do": "add"}', '[{"do": "burn"}]', "[1"):
+        with pytest.raises(ValueError):  # noqa: PT011
+            read_changes(wrong)
+
+
+def test_a_library_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no such file"):
+        Library.read(tmp_path / "none.md")
