@@ -44,7 +44,7 @@ def now() -> float:
     return time.perf_counter()
 
 
-class StepClock(TrainerCallback):
+class StepClock(TrainerCallback):  # type: ignore[misc]
     def __init__(self) -> None:
         self.marks: list[float] = []
 

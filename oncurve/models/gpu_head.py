@@ -17,8 +17,8 @@ from torch.autograd.function import once_differentiable
 from oncurve.models.gradients import GradientSums, add_product
 from oncurve.models.kernels.head import Shape, gradient, statistics
 
-TILES = 132 * 128 * 256
-"""Rows × D of a chunk: the product with the gradient then has a tile of 128 × 256 for every multiprocessor of an H200."""
+TILES = 132 * 128 * 128
+"""Rows × D of a chunk: the product with the gradient then has a tile of 128 × 128 for every multiprocessor of an H200."""
 
 
 def chunk_rows(width: int) -> int:

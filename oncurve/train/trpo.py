@@ -65,6 +65,7 @@ class TrpoLearner(Learner):
                 because="trpo solves for its step and measures KLs of 0.01, and bfloat16 has three digits",
                 fix='use dtype = "float32", or stages of type grpo or ppo',
             )
+        self.optimiser.sums = None  # the gradient itself is wanted, from autograd
         self.trpo = stage
         self.objective = Objective(token_ratio, Unclipped(), mean_over_step_tokens)
 

@@ -122,7 +122,7 @@ def test_a_completion_is_the_same_bits_whatever_else_is_queued(name: str, dtype:
 def test_the_gpu_draws_what_the_cpu_draws(how: Sampling) -> None:
     """Same numbers, same distributions: texts part at near ties only, which are rare."""
     here = sample(engine("qwen3", torch.float32), LENGTHS, 4, how)
-    there = NativeEngine(Policy(copy.deepcopy(model_of("qwen3")), tokenizer()), Engine(slots=8, compiled=False))
+    there = NativeEngine(Policy(copy.deepcopy(model_of("qwen3")), tokenizer()), Engine(slots=8))
     same = 0
     for one, two in zip(here, sample(there, LENGTHS, 4, how), strict=True):
         for a, b in zip(one.completions, two.completions, strict=True):

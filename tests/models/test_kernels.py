@@ -129,8 +129,8 @@ def test_attention_in_a_pack(
     expected = plain._by_scores(q, k, v, 0.3, window, softcap)
     gradients = torch.autograd.grad((expected * weigh).sum(), (q, k, v))
     layout = on_gpu(pack_of(shape))
-    ours = [low(x.detach()).requires_grad_() for x in (q, k, v)]
-    out = layout.attend(0, *ours, 0.3, window, softcap)
+    ours = tuple(low(x.detach()).requires_grad_() for x in (q, k, v))
+    out = layout.attend(0, ours[0], ours[1], ours[2], 0.3, window, softcap)
     found = torch.autograd.grad((out * low(weigh)).sum(), ours)
     for one, other in zip((out, *found), (expected, *gradients), strict=True):
         assert apart(one, other) < WITHIN
@@ -138,7 +138,8 @@ def test_attention_in_a_pack(
 
 def on_gpu(bundles: list[Bundle]) -> GpuPackLayout:
     """The GPU's layout of a pack, wherever the tests run."""
-    prompts, completions, at, positions = [], [], 0, []
+    prompts, completions, at = [], [], 0
+    positions: list[int] = []
     for p, b in enumerate(bundles):
         prompts.append((at, len(b.prompt_ids)))
         positions += range(len(b.prompt_ids))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from oncurve.recipe.sections import Guard
 from oncurve.recipe.sections import Optimiser as Settings
 from oncurve.train.adam8 import BLOCK, Adam8
 from oncurve.train.optimiser import Optimiser
@@ -45,7 +46,7 @@ def test_a_small_gradient_beside_a_large_one_takes_no_larger_step() -> None:
     for moments in ("float32", "int8"):
         net = nn.Module()
         net.x = nn.Parameter(torch.zeros(2))
-        optimiser = Optimiser(net, Settings(learning_rate=0.1, moments=moments, max_grad_norm=0.0, guard={"spike": 0}), 5)
+        optimiser = Optimiser(net, Settings(learning_rate=0.1, moments=moments, max_grad_norm=0.0, guard=Guard(spike=0)), 5)
         for _ in range(5):
             net.x.grad = sizes.clone()
             before = net.x.detach().clone()

@@ -52,7 +52,9 @@ def test_a_step_is_what_the_formulas_say() -> None:
     totals = [t for g in report.groups for t in g.scored.totals]
     assert report.metrics["reward"] == pytest.approx(np.mean(totals))  # type: ignore[arg-type]
     assert report.metrics["tokens"] == sum(len(a) for g in report.groups for a in g.advantages)
-    assert set(report.seconds) == {"sample", "score", "grade", "update"}
+    assert {phase for phase in report.seconds if "/" not in phase} == {"sample", "score", "grade", "update"}
+    assert report.took == sum(report.seconds[phase] for phase in ("sample", "score", "grade", "update"))
+    assert 0 < sum(v for phase, v in report.seconds.items() if phase.startswith("update/")) <= report.seconds["update"]
     assert not torch.equal(snapshot(loop.engine.policy.model), before)
 
 

@@ -52,12 +52,13 @@ def tiling(head_size: int, dtype: torch.dtype, keys: int) -> Tiling:
     if dtype.itemsize > 2 or head_size > 128:
         small = Tiles(32, 32, 4, 1)
         return Tiling(small, small, small)
-    queries_backward = Tiles(64, 64, 4, 2) if keys < LONG else Tiles(128, 64, 8, 3)
-    return Tiling(Tiles(64, 64, 4, 3), queries_backward, Tiles(64, 64, 4, 2))
+    if keys < LONG:
+        return Tiling(Tiles(64, 32, 4, 3), Tiles(64, 64, 4, 2), Tiles(32, 64, 4, 2))
+    return Tiling(Tiles(64, 64, 4, 3), Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 2))
 
 
 LONG = 512
-"""From so many keys on, larger query blocks pay in the backward pass."""
+"""From so many keys on, larger tiles pay."""
 
 
 @triton.jit

@@ -2,6 +2,7 @@
 
 For one head x of size d: n = w · x · r (or x where the model has no such norm), out_j = n_j·cos_j + n_j′·sin_j, where j′ lies
 half a head away and sin carries the sign. Backward: dn_j = dout_j·cos_j + dout_j′·sin_j′, then the norm's derivative (norm.py).
+Halves are loaded apart, each as one dense run.
 
 Legend: ``N`` tokens, ``J`` heads of q and k together, the first ``H`` of them q's, ``d`` head size.
 """
@@ -22,77 +23,90 @@ ROWS = 32
 
 
 @triton.jit
-def _place(rows, total, token_stride, J: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
-    """Offsets of heads, and of their swapped halves, in [tokens, heads, d]; which of them are real; tokens; heads."""
-    token, head = rows // J, rows % J
-    at = tl.arange(0, BD)
-    other = tl.where(at < D // 2, at + D // 2, at - D // 2)
-    base = token.to(tl.int64) * token_stride + head * D
-    real = (rows < total)[:, None] & (at < D)[None, :]
-    return base[:, None] + at[None, :], base[:, None] + other[None, :], real, token, head, at, other
+def _halves(base, rows, total, token_stride, J: tl.constexpr, D: tl.constexpr, BH: tl.constexpr):
+    """Addresses of the first halves of heads in [tokens, heads, d] (the second lie d/2 further), and which are real."""
+    at = tl.arange(0, BH)
+    start = (rows // J).to(tl.int64) * token_stride + (rows % J) * D
+    return base + start[:, None] + at[None, :], (rows < total)[:, None] & (at < D // 2)[None, :]
 
 
 @triton.jit
-def _weights(q_weight, k_weight, head, at, H: tl.constexpr, D: tl.constexpr):
-    of_q = tl.load(q_weight + at, mask=at < D, other=0.0).to(tl.float32)
-    of_k = tl.load(k_weight + at, mask=at < D, other=0.0).to(tl.float32)
-    return tl.where((head < H)[:, None], of_q[None, :], of_k[None, :])
+def _weight(q_weight, k_weight, rows, shift, J: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BH: tl.constexpr):
+    """Half of the norm weight of each row: a query head's or a key head's."""
+    at = tl.arange(0, BH)
+    of_q = tl.load(q_weight + shift + at, mask=at < D // 2, other=0.0).to(tl.float32)
+    of_k = tl.load(k_weight + shift + at, mask=at < D // 2, other=0.0).to(tl.float32)
+    return tl.where((rows % J < H)[:, None], of_q[None, :], of_k[None, :])
 
 
 @triton.jit
-def _angles(table, position, token, rows, total, at, D: tl.constexpr):
-    place = tl.load(position + token, mask=rows < total, other=0)
-    real = (rows < total)[:, None] & (at < D)[None, :]
-    return tl.load(table + place[:, None] * D + at[None, :], mask=real, other=0.0).to(tl.float32)
+def _angle(table, position, rows, total, shift, J: tl.constexpr, D: tl.constexpr, BH: tl.constexpr):
+    """Half of a table's row at each row's position."""
+    at = tl.arange(0, BH)
+    place = tl.load(position + rows // J, mask=rows < total, other=0)
+    real = (rows < total)[:, None] & (at < D // 2)[None, :]
+    return tl.load(table + shift + place[:, None] * D + at[None, :], mask=real, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _turn_forward(qkv, out, q_weight, k_weight, cos, sin, position, total, stride_in, stride_out, eps,
-             J: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, R: tl.constexpr,
-             NORM: tl.constexpr):  # fmt: skip
+                  J: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BH: tl.constexpr, R: tl.constexpr,
+                  NORM: tl.constexpr):  # fmt: skip
     rows = tl.program_id(0) * R + tl.arange(0, R)
-    here, there, real, token, head, at, other = _place(rows, total, stride_in, J, D, BD)
-    x = tl.load(qkv + here, mask=real, other=0.0).to(tl.float32)
-    turned = tl.load(qkv + there, mask=real, other=0.0).to(tl.float32)
+    here, real = _halves(qkv, rows, total, stride_in, J, D, BH)
+    x = tl.load(here, mask=real, other=0.0).to(tl.float32)
+    y = tl.load(here + D // 2, mask=real, other=0.0).to(tl.float32)
     if NORM:
-        r = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
-        x = x * r * _weights(q_weight, k_weight, head, at, H, D)
-        turned = turned * r * _weights(q_weight, k_weight, head, other, H, D)
-    y = x * _angles(cos, position, token, rows, total, at, D) + turned * _angles(sin, position, token, rows, total, at, D)
-    place, _, _, _, _, _, _ = _place(rows, total, stride_out, J, D, BD)
-    tl.store(out + place, y.to(out.dtype.element_ty), mask=real)
+        r = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / D + eps)[:, None]
+        x = x * r * _weight(q_weight, k_weight, rows, 0, J, H, D, BH)
+        y = y * r * _weight(q_weight, k_weight, rows, D // 2, J, H, D, BH)
+    there, real = _halves(out, rows, total, stride_out, J, D, BH)
+    first = x * _angle(cos, position, rows, total, 0, J, D, BH) + y * _angle(sin, position, rows, total, 0, J, D, BH)
+    second = y * _angle(cos, position, rows, total, D // 2, J, D, BH) + x * _angle(sin, position, rows, total, D // 2, J, D, BH)
+    tl.store(there, first.to(out.dtype.element_ty), mask=real)
+    tl.store(there + D // 2, second.to(out.dtype.element_ty), mask=real)
 
 
 @triton.jit
 def _turn_backward(qkv, grad, d_qkv, d_weights, q_weight, k_weight, cos, sin, position, total, stride_in, stride_grad, eps,
-              J: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, R: tl.constexpr,
-              NORM: tl.constexpr):  # fmt: skip
-    dq_weight = tl.zeros([BD], tl.float32)
-    dk_weight = tl.zeros([BD], tl.float32)
-    at = tl.arange(0, BD)
-    for first in range(tl.program_id(0) * R, total, tl.num_programs(0) * R):
-        rows = first + tl.arange(0, R)
-        here, there, real, token, head, _, other = _place(rows, total, stride_grad, J, D, BD)
-        g = tl.load(grad + here, mask=real, other=0.0).to(tl.float32)
-        g_turned = tl.load(grad + there, mask=real, other=0.0).to(tl.float32)
-        g = g * _angles(cos, position, token, rows, total, at, D) + g_turned * _angles(
-            sin, position, token, rows, total, other, D
-        )
-        place, _, _, _, _, _, _ = _place(rows, total, stride_in, J, D, BD)
+                   J: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BH: tl.constexpr, R: tl.constexpr,
+                   NORM: tl.constexpr):  # fmt: skip
+    dq_first = tl.zeros([BH], tl.float32)
+    dq_second = tl.zeros([BH], tl.float32)
+    dk_first = tl.zeros([BH], tl.float32)
+    dk_second = tl.zeros([BH], tl.float32)
+    for start in range(tl.program_id(0) * R, total, tl.num_programs(0) * R):
+        rows = start + tl.arange(0, R)
+        here, real = _halves(grad, rows, total, stride_grad, J, D, BH)
+        a = tl.load(here, mask=real, other=0.0).to(tl.float32)
+        b = tl.load(here + D // 2, mask=real, other=0.0).to(tl.float32)
+        g = a * _angle(cos, position, rows, total, 0, J, D, BH) + b * _angle(sin, position, rows, total, D // 2, J, D, BH)
+        h = b * _angle(cos, position, rows, total, D // 2, J, D, BH) + a * _angle(sin, position, rows, total, 0, J, D, BH)
         if NORM:
-            x = tl.load(qkv + place, mask=real, other=0.0).to(tl.float32)
-            r = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
-            hat = x * r
-            both = g * hat
-            dq_weight += tl.sum(tl.where((head < H)[:, None], both, 0.0), 0)
-            dk_weight += tl.sum(tl.where((head < H)[:, None], 0.0, both), 0)
-            gw = g * _weights(q_weight, k_weight, head, at, H, D)
-            g = r * (gw - hat * (tl.sum(gw * hat, 1) / D)[:, None])
-        tl.store(d_qkv + place, g.to(d_qkv.dtype.element_ty), mask=real)
+            there, real = _halves(qkv, rows, total, stride_in, J, D, BH)
+            x = tl.load(there, mask=real, other=0.0).to(tl.float32)
+            y = tl.load(there + D // 2, mask=real, other=0.0).to(tl.float32)
+            r = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / D + eps)[:, None]
+            x, y = x * r, y * r
+            of_q = (rows % J < H)[:, None]
+            dq_first += tl.sum(tl.where(of_q, g * x, 0.0), 0)
+            dq_second += tl.sum(tl.where(of_q, h * y, 0.0), 0)
+            dk_first += tl.sum(tl.where(of_q, 0.0, g * x), 0)
+            dk_second += tl.sum(tl.where(of_q, 0.0, h * y), 0)
+            g *= _weight(q_weight, k_weight, rows, 0, J, H, D, BH)
+            h *= _weight(q_weight, k_weight, rows, D // 2, J, H, D, BH)
+            mean = ((tl.sum(g * x, 1) + tl.sum(h * y, 1)) / D)[:, None]
+            g, h = r * (g - x * mean), r * (h - y * mean)
+        into, real = _halves(d_qkv, rows, total, stride_in, J, D, BH)
+        tl.store(into, g.to(d_qkv.dtype.element_ty), mask=real)
+        tl.store(into + D // 2, h.to(d_qkv.dtype.element_ty), mask=real)
     if NORM:
-        mine = d_weights + tl.program_id(0) * 2 * D
-        tl.store(mine + at, dq_weight, mask=at < D)
-        tl.store(mine + D + at, dk_weight, mask=at < D)
+        at = tl.arange(0, BH)
+        mine, real = d_weights + tl.program_id(0) * 2 * D + at, at < D // 2
+        tl.store(mine, dq_first, mask=real)
+        tl.store(mine + D // 2, dq_second, mask=real)
+        tl.store(mine + D, dk_first, mask=real)
+        tl.store(mine + D + D // 2, dk_second, mask=real)
 
 
 class Turning:
@@ -107,8 +121,8 @@ class Turning:
 
     @property
     def _sizes(self) -> dict[str, object]:
-        BD = triton.next_power_of_2(self.d)
-        return {"J": self.J, "H": self.H, "D": self.d, "BD": BD, "R": ROWS, "NORM": self.weights is not None, "num_warps": 4}
+        BH = triton.next_power_of_2(self.d // 2)
+        return {"J": self.J, "H": self.H, "D": self.d, "BH": BH, "R": ROWS, "NORM": self.weights is not None, "num_warps": 4}
 
     def forward(self, qkv: Tensor) -> Tensor:
         """[N, J, d]: q and k, normed and turned, of the joint product [N, (J + kv heads)·d]."""
