@@ -166,7 +166,15 @@ class Comparison:
         self._train(folder, recipe)
         stage = recipe.stages[-1]
         assert isinstance(stage, Sampled)
-        return outcome_of(RunFolder(folder), stage, recipe.name, recipe.seed)
+        return outcome_of(RunFolder(folder), stage, recipe.name, recipe.seed, self._start_accuracy())
+
+    def _start_accuracy(self) -> float | None:
+        """What the shared start was measured at; None where every run starts from the model that the recipe names."""
+        if not (self.folder / "start" / STATE).exists():
+            return None
+        with Store.open(self.folder / "start") as store:
+            evals = store.evals()
+        return evals[-1].accuracy if evals else None
 
 
 def _refuse_another(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
@@ -210,8 +218,9 @@ class Stopped(RunError):
         super().__init__(f"run {folder.name}", "stopped by you", because="the step was finished and saved", fix=fix)
 
 
-def outcome_of(run: RunFolder, stage: Sampled, algorithm: str, seed: int) -> Outcome:
-    """Read from the run's folder alone: its database, and the sizes of what its last checkpoint holds."""
+def outcome_of(run: RunFolder, stage: Sampled, algorithm: str, seed: int, before: float | None = None) -> Outcome:
+    """Read from the run's folder alone: its database, and the sizes of what its last checkpoint holds. ``before`` is the
+    accuracy that it started from, where that is known."""
     with Store.open(run.path) as store:
 
         def column(name: str) -> list[float]:
@@ -224,6 +233,8 @@ def outcome_of(run: RunFolder, stage: Sampled, algorithm: str, seed: int) -> Out
         evals = store.evals(stage.label)
     per_step = stage.prompts_per_step * stage.group_size
     curve = tuple(Point(e.step, e.step * per_step, sum(tokens[: e.step]), sum(seconds[: e.step]), e.accuracy) for e in evals)
+    if before is not None:
+        curve = (Point(0, 0, 0.0, 0.0, before), *curve)
     passes: Passes = passes_of(stage, float(np.mean(tries)) if tries else 1.0)
     held, trained = sizes(run)
     return Outcome(

@@ -113,6 +113,8 @@ def test_a_comparison_from_one_start_with_one_budget(tmp_path: Path) -> None:
         assert ppo.tokens - grpo.tokens < 3 * 4 * 8, "by less than a step"
         assert ppo.held > 1.9 * grpo.held
         assert ppo.trained > 1.9 * grpo.trained
+    assert {o.curve[0] for o in outcomes} == {Point(0, 0, 0.0, 0.0, outcomes[0].curve[0].accuracy)}, "one start"
+    assert [p.samples for p in outcomes[0].curve] == [0, 12, 24, 36]
     starts = {load_recipe(tmp_path / "c" / "runs" / f"{n}" / "recipe.toml").model.source for n in ("grpo-0", "ppo-1")}
     assert starts == {str((tmp_path / "c" / "start" / "model").resolve())}
     first = [RunFolder(tmp_path / "c" / "runs" / name) for name in ("grpo-0", "ppo-0")]
