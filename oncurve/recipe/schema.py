@@ -16,6 +16,7 @@ from oncurve.recipe.rejection import RejectionSample
 from oncurve.recipe.reward_model import RewardModel
 from oncurve.recipe.sampled import Advantage, Surrogate
 from oncurve.recipe.sections import Count, Engine, Model, NonNegative, Reward, Section, SftOptimiser, Share, StageBase, Task
+from oncurve.recipe.sinks import Sink
 from oncurve.recipe.training_free import TrainingFree
 from oncurve.recipe.trpo import Trpo
 
@@ -119,3 +120,5 @@ class Recipe(Section):
     """On a GPU: use only algorithms that give the same bits each time, and print what they cost. A CPU does so anyway."""
     threads: PositiveInt | None = None
     """CPU threads; unset: the machine's cores, frozen into the run."""
+    sinks: tuple[Sink, ...] = ()
+    """Where else the curves go: TensorBoard, Weights & Biases, trackio. The run's own database has everything in any case."""

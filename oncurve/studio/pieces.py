@@ -22,7 +22,7 @@ CHARACTERS = re.compile("|".join(map(re.escape, TAGS)) + r"|[\s\S]")
 
 
 def tokenizer_of(run: RunFolder) -> Tokenizer | None:
-    """The run's tokenizer, if its file is on this machine: in the run's model, the model trained from, or the hub's cache."""
+    """The run's tokenizer, if its file is on this machine: the run's own, the model's it trains from, or the hub's cache."""
     for path in _places(run):
         if path.is_file():
             return _load(path, path.stat().st_mtime_ns)
@@ -30,7 +30,7 @@ def tokenizer_of(run: RunFolder) -> Tokenizer | None:
 
 
 def _places(run: RunFolder) -> list[Path]:
-    places = [run.model / FILE]
+    places = [run.path / "tokenizer" / FILE, run.model / FILE]
     try:
         source = recipe_of(run).model.source
     except OncurveError:

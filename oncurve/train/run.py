@@ -45,6 +45,7 @@ from oncurve.train.listeners import Listener, Listeners, Recorder
 from oncurve.train.memory import OutOfMemory
 from oncurve.train.room import check_room
 from oncurve.train.saving import Saved, Saver, Wanted
+from oncurve.train.sinks import sinks_of
 from oncurve.train.stages import Parts, StageLoop, loop_for
 from oncurve.train.watch import Watch
 
@@ -92,7 +93,7 @@ class Trainer:
         policy: Policy | None = None, minutes: float | None = None,
     ) -> None:  # fmt: skip
         self.recipe, self.run, self.task_of, self.rewards_of = recipe, run, task_of, rewards_of
-        self.listeners, self.minutes, self.began = listeners, minutes, time.monotonic()
+        self.listeners, self.minutes, self.began = (*listeners, *sinks_of(recipe)), minutes, time.monotonic()
         torch.set_num_threads(recipe.threads or os.cpu_count() or 1)
         alphabet = task_of(recipe.stages[0]).alphabet
         self.policy = policy or load_policy(recipe.model, alphabet=alphabet, seed=recipe.seed)
@@ -113,6 +114,8 @@ class Trainer:
             self.tell = Listeners([Recorder(store), *self.listeners])
             self.saver, self.watch = Saver(self.run.checkpoints), Watch()
             self.run.set_status("running")
+            if not (self.run.path / "tokenizer").exists():  # so that a live run's tokens can be shown
+                self.policy.tokenizer.save_pretrained(self.run.path / "tokenizer")
             status: Status = "failed"
             try:
                 with self._signals():
