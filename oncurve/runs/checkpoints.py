@@ -24,7 +24,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from oncurve.errors import CheckpointError, OncurveError
+from oncurve.errors import CheckpointError, DiskError, OncurveError
 from oncurve.runs.disk import disk_error, disk_errors, free_bytes, sync, write_durably
 from oncurve.runs.environment import oncurve_version
 
@@ -112,13 +112,20 @@ def newest_valid(folder: Path, on_damaged: Callable[[Path, str], None]) -> Check
     """The newest checkpoint that is whole, or None. Each damaged one passed over is told to ``on_damaged``, with the reason.
 
     Newest is by the number in the manifest: times do not survive a copy. One whose manifest can't be read counts as
-    newest of all, so that it is always told of.
+    newest of all, so that it is always told of. Where the disk refused to read one and none is whole, that is raised: a run
+    must not begin again because it may not see what it has.
     """
+    refused: DiskError | None = None
     for path in sorted((place.path for place in list_checkpoints(folder)), key=_age):
         try:
             return load(path)
         except CheckpointError as error:
             on_damaged(path, f"{error.what}, because {error.because}")
+        except DiskError as error:
+            refused = refused or error
+            on_damaged(path, f"{error.what}, because {error.because}")
+    if refused is not None:
+        raise refused
     return None
 
 
@@ -263,6 +270,8 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         made, whole = int(manifest["format"]), manifest["sha256"] == _digest(manifest)
     except FileNotFoundError as error:
         raise _damaged(file, f"{MANIFEST} is missing", "every checkpoint has one") from error
+    except IsADirectoryError as error:
+        raise _damaged(file, f"{MANIFEST} is a folder", "every checkpoint has a file of that name") from error
     except OSError as error:
         raise disk_error(file, error.errno, str(error)) from error
     except (ValueError, KeyError, TypeError) as error:
