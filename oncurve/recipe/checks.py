@@ -14,6 +14,7 @@ from oncurve.recipe.resolve import resolved_advantage, resolved_kl, resolved_rew
 from oncurve.recipe.sampled import Sampled, Surrogate
 from oncurve.recipe.schema import Grpo, Recipe, Sft, Stage
 from oncurve.recipe.sections import Reward
+from oncurve.recipe.training_free import TrainingFree
 
 Problems = Iterator[RecipeError]
 
@@ -78,7 +79,8 @@ def _unique_rewards(rewards: Sequence[Reward], key: str) -> Problems:
 def _tiny_context(recipe: Recipe) -> Problems:
     """Positions are shared by the prompt, of one token at the least, and the completion."""
     context = recipe.model.tiny.context
-    limits = {f"{s.label}.sampling.max_new_tokens": s.sampling.max_new_tokens for s in recipe.stages if isinstance(s, Sampled)}
+    asked = [s for s in recipe.stages if isinstance(s, Sampled) and not isinstance(s, TrainingFree)]
+    limits = {f"{s.label}.sampling.max_new_tokens": s.sampling.max_new_tokens for s in asked}
     if recipe.evaluation.max_new_tokens is not None:
         limits["evaluation.max_new_tokens"] = recipe.evaluation.max_new_tokens
     for key, limit in limits.items() if recipe.model.source == "tiny" else ():

@@ -8,6 +8,7 @@ from oncurve.errors import ModelError
 from oncurve.models.policy import Policy
 from oncurve.recipe.sampled import Sampled
 from oncurve.recipe.schema import Recipe, Stage
+from oncurve.recipe.training_free import TrainingFree
 from oncurve.recipe.trpo import Trpo
 from oncurve.records import Prompt
 from oncurve.tasks.base import Task
@@ -24,6 +25,8 @@ def check_room(policy: Policy, recipe: Recipe, task_of: Callable[[Stage], Task])
     task's training prompts can't be listed; its held-out ones stand for them.
     """
     for stage in recipe.stages:
+        if isinstance(stage, TrainingFree):
+            continue  # its prompts go to an endpoint
         if isinstance(stage, Trpo):
             refuse_if_too_large(policy, stage)
         task, wanted = task_of(stage), stage.sampling.max_new_tokens if isinstance(stage, Sampled) else 1

@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 
 from oncurve.errors import DataError, RewardError
+from oncurve.recipe.load import parse_recipe
 from oncurve.recipe.training_free import TrainingFree
 from oncurve.rewards.answer import AnswerOptions, AnswerReward
 from oncurve.rewards.mix import RewardMix
+from oncurve.runs.store import Store
 from oncurve.tasks.in_memory import PromptList
 from oncurve.train.experience import Change, Library, read_changes
+from oncurve.train.start import begin
 from oncurve.train.training_free import TrainingFreeLoop
 from tests.rewards.test_judge import Judge
 
@@ -111,3 +114,23 @@ def test_replies_of_a_teacher() -> None:
 def test_a_library_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such file"):
         Library.read(tmp_path / "none.md")
+
+
+def test_a_whole_recipe_in_which_no_weight_moves(endpoint: Judge, tmp_path: Path) -> None:
+    data = tmp_path / "sums.jsonl"
+    data.write_text("".join(json.dumps({**row, "prompt": [{"role": "user", "content": row["prompt"]}]}) + "\n" for row in ROWS))
+    stage = {"type": "training_free", "model": "any", "base_url": endpoint.url, "steps": 2, "prompts_per_step": 3, "retries": 0}
+    recipe = parse_recipe(
+        {
+            "threads": 1,
+            "model": {"tiny": {"layers": 1, "width": 32, "context": 64}},
+            "task": {"type": "file", "path": str(data), "heldout": 2, "heldout_share": 0.5},
+            "rewards": [{"type": "answer"}],
+            "stages": [stage],
+        }
+    )
+    run = begin(recipe, out=tmp_path / "run")
+    with Store.open(run.path) as store:
+        assert dict(store.metric("heldout_with", "training_free")) == {2: 1.0}
+        assert len(store.step("training_free", 1).groups) == 3
+    assert HINT in (run.path / "experience" / "training_free.md").read_text()
