@@ -29,6 +29,6 @@ def calibration_error(probability_N: Tensor, bins: int = 10) -> float:
     bin_N = ((confidence_N - 0.5) * 2 * bins).long().clamp(0, bins - 1)
     gaps = [
         float((right_N[bin_N == b].mean() - confidence_N[bin_N == b].mean()).abs() * (bin_N == b).double().mean())
-        for b in bin_N.unique().tolist()
+        for b in sorted(set(bin_N.tolist()))
     ]
     return sum(gaps)

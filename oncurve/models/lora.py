@@ -85,7 +85,10 @@ def save(model: Any, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     config = model.peft_config["default"]
     config.save_pretrained(folder)
-    tensors = {f"base_model.model.{name}": t.contiguous() for name, t in peft.get_peft_model_state_dict(model).items()}
+    tensors = {
+        f"base_model.model.{name}": t.contiguous()
+        for name, t in peft.get_peft_model_state_dict(model, save_embedding_layers=False).items()
+    }
     from safetensors.torch import save_file
 
     save_file({name: t.detach().cpu() for name, t in tensors.items()}, folder / WEIGHTS, metadata={"format": "pt"})
@@ -179,7 +182,7 @@ def _fill(model: Any, tensors: Mapping[str, Tensor], folder: Path) -> None:
     """The saved weights into the adapter just made; a name or shape that does not fit means another base."""
     peft = _peft("model.adapter")
     plain = {name.removeprefix("base_model.model."): t for name, t in tensors.items()}
-    mine = peft.get_peft_model_state_dict(model)
+    mine = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
     wrong = next((n for n in {**mine, **plain} if n not in mine or n not in plain or mine[n].shape != plain[n].shape), None)
     if wrong is not None:
         shapes = [tuple(side[wrong].shape) if wrong in side else "nothing" for side in (plain, mine)]

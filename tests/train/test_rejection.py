@@ -49,7 +49,7 @@ def test_the_best_of_each_group_that_are_good_enough_and_not_cut_are_kept(tmp_pa
             good = {s.completion.text: s.total for s in group.scored.scored if (s.total or 0) >= 2 and not s.completion.cut}
             best = sorted(good.values(), reverse=True)[:2]  # type: ignore[type-var]
             wanted += [(report.step, value) for value in best]
-    assert sorted((r["step"], r["reward"]) for r in rows(tmp_path)) == sorted(wanted)  # type: ignore[type-var]
+    assert sorted((r["step"], r["reward"]) for r in rows(tmp_path)) == sorted(wanted)
     assert sum(r.metrics["samples_kept"] for r in reports) == len(wanted) > 0
 
 
