@@ -1,0 +1,32 @@
+"""A run with LoRA: small checkpoints, slices of time that end in the same bits, a merged model and an adapter beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from oncurve.models import lora
+from oncurve.recipe.sections import Model
+from oncurve.train.opened import export, open_run
+from oncurve.train.start import begin
+from tests.train.builders import recipe
+from tests.train.test_iterate import in_slices
+
+
+def test_a_run_with_an_adapter_ends_in_the_same_bits_and_exports_a_plain_model(tmp_path: Path) -> None:
+    asked = recipe("model.lora.rank=2", "grpo.kl.beta=0.1", "grpo.kl.refresh_every=2", "task.heldout=3", "grpo.save_every=2")
+    whole, sliced = begin(asked, out=tmp_path / "whole"), in_slices(asked, tmp_path / "sliced")
+    one, other = (load_file(run.model / "model.safetensors") for run in (whole, sliced))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    kept = load_file(whole.checkpoints / "grpo-000004" / "model.safetensors")
+    assert kept
+    assert all("lora_" in name for name in kept)
+    assert sum(t.numel() for t in kept.values()) < sum(t.numel() for t in one.values()) / 4
+    saved = load_file(whole.path / "adapter" / lora.WEIGHTS)
+    assert sum(t.numel() for t in saved.values()) == sum(t.numel() for t in kept.values())
+    assert not lora.is_on(open_run(whole).model)
+    export(whole, tmp_path / "plain")
+    assert torch.equal(load_file(tmp_path / "plain" / "model.safetensors")["model.norm.weight"], one["model.norm.weight"])
+    assert Model(source=str(tmp_path / "plain")).lora is None
