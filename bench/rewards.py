@@ -27,14 +27,25 @@ GROUP = 8
 Pair = tuple[str, str]
 
 
+KINDS = (
+    (r"\frac{%d}{7}", "%d/7", "%d/9"),
+    (r"\sqrt{%d}", r"%d^{1/2}", r"%d^{1/3}"),
+    (r"x^2+%dx", r"x(x+%d)", r"x^2-%dx"),
+    (r"(%d,\infty)", r"x>%d", r"[%d,\infty)"),
+)
+"""The gold, another spelling of it, and something else: fractions, roots, polynomials, intervals."""
+
+
 def pairs_with_repeats(count: int) -> list[Pair]:
-    """Groups of 8: five answers right in two spellings, three wrong, over a few hundred different prompts."""
-    spellings = (r"\frac{%d}{7}", "%d/7", r"\frac{%d}{7}", r"\frac{%d}{7}", "%d/7", r"\frac{%d}{8}", "%d/9", r"\frac{%d}{8}")
-    return [(rf"\frac{{{n}}}{{7}}", spellings[i % GROUP] % n) for i in range(count) for n in [1 + (i // GROUP) % 200]]
+    """Groups of 8: five answers right in two spellings, three wrong, over 200 prompts of four kinds."""
+    places = (0, 1, 0, 0, 1, 2, 2, 2)
+    numbered = ((2 + (i // GROUP) % 200, KINDS[i // GROUP % len(KINDS)], places[i % GROUP]) for i in range(count))
+    return [(kind[0] % n, kind[place] % n) for n, kind, place in numbered]
 
 
 def pairs_without(count: int) -> list[Pair]:
-    return [(rf"\frac{{{n}}}{{7}}", rf"\frac{{{2 * n}}}{{14}}") for n in range(1, count + 1)]
+    """Another number each time, right and wrong by turns."""
+    return [(kind[0] % n, kind[1 + n % 2] % n) for n in range(2, count + 2) for kind in [KINDS[n % len(KINDS)]]]
 
 
 def plainly(pairs: list[Pair]) -> int:
@@ -65,7 +76,7 @@ def timed(work: Callable[[], object]) -> float:
 def bench_math(name: str, pairs: list[Pair], sample: int) -> None:
     """The plain loop is timed on a sample of the pairs; ours on all of them, workers already started, nothing known yet."""
     reward = MathReward("math", 1.0)
-    warm = timed(lambda: reward.verdicts([("1/2", f"{n}/{2 * n}") for n in range(2, 40)]))
+    warm = timed(lambda: reward.verdicts([(rf"\sqrt{{{n}}}", f"{n}^{{1/2}}") for n in range(20_000, 20_040)]))
     plainly(pairs[:20])
     plain = timed(lambda: plainly(pairs[:sample])) / sample
     ours = timed(lambda: reward.verdicts(pairs)) / len(pairs)
@@ -95,7 +106,7 @@ def bench_overlap(count: int, sampling: float = 0.1) -> None:
     """
     mix = RewardMix([MathReward("math", 1.0)])
     numbers = [(n, k) for n in range(1, count + 1) for k in range(2, 2 + GROUP)]
-    fresh = [[(rf"\frac{{{n}}}{{{d}}}", rf"\frac{{{k * n}}}{{{k * d}}}") for n, k in numbers] for d in (11, 13)]
+    fresh = [[(rf"\sqrt{{{d * n}}}", rf"\sqrt{{{d * n + k}}}") for n, k in numbers] for d in (1000, 1001)]
 
     def after(groups: list[Group]) -> None:
         time.sleep(sampling * len(groups))
@@ -120,7 +131,8 @@ def main() -> None:
     logging.disable(logging.CRITICAL)
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     bench_math("with repeats", pairs_with_repeats(chosen.answers), min(chosen.answers, 1000))
-    bench_math("all different", pairs_without(chosen.answers), min(chosen.answers, 1000))
+    few = min(chosen.answers, 2000)  # nothing is saved here: so many tell as much
+    bench_math("all different", pairs_without(few), min(few, 500))
     bench_code(chosen.programs)
     bench_overlap(30)
 

@@ -17,6 +17,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 from pydantic import PositiveFloat, PositiveInt
 
@@ -34,6 +35,10 @@ KEPT_PAIRS = 200_000
 
 _PLAIN_TEXT = re.compile(r"\\(?:text|mathrm|textbf|mathbf|textit)\{([^{}]*)\}")
 _LETTER = re.compile(r"\(?([A-Za-z])[).]?")
+_FRACTION = re.compile(
+    r"(?P<sign>-?)(?:(?P<a>[0-9]{1,18})\s*/\s*(?P<b>[0-9]{1,18})|\\[dt]?frac\{(?P<c>-?[0-9]{1,18})\}\{(?P<d>[0-9]{1,18})\}"
+    r"|(?P<whole>[0-9]{1,18}))"
+)
 _WORDY = re.compile(r"[A-Za-z][A-Za-z ,'-]*")
 
 
@@ -116,10 +121,25 @@ def easily(gold: str, answer: str) -> bool | None:
         return numbers[0] == numbers[1]
     if len(answer) > LONGEST:
         return False
+    fractions = fraction(gold), fraction(answer)
+    if None not in fractions:
+        return fractions[0] == fractions[1]
     one, other = words(gold), words(answer)
     if one == other:
         return True
     return False if _WORDY.fullmatch(one) and len(one) > 1 and not re.search(r"[0-9\\]", answer) else None
+
+
+def fraction(text: str) -> Fraction | None:
+    r"""The exact value of a whole number or of one over another, as `3/4` or `\frac{3}{4}`: most of what is not a plain number.
+
+    Not of decimals: whether 0.333333 is 1/3 is math-verify's to say.
+    """
+    found = _FRACTION.fullmatch(text.strip().strip("$").strip().replace("−", "-"))
+    if found is None:
+        return None
+    sign, top, bottom = found["sign"], found["a"] or found["c"] or found["whole"], found["b"] or found["d"] or "1"
+    return Fraction(int(top), int(bottom)) * (-1 if sign else 1) if int(bottom) else None
 
 
 def words(text: str) -> str:

@@ -60,7 +60,7 @@ def halvings(size: int) -> int:
 class GuessOptions(sections.Section):
     """Options of the task `guess`."""
 
-    largest: Annotated[int, Field(ge=2, le=999)] = 15
+    largest: Annotated[int, Field(ge=2, le=999)] = 40
     """The largest number that may be thought of; the smallest is 1."""
     min_size: Annotated[int, Field(ge=2)] = 6
     """Numbers in the range that is told, at least."""
@@ -82,12 +82,13 @@ class Secret(NamedTuple):
     secret: int
 
     @property
-    def key(self) -> Secret:
-        return self
+    def key(self) -> tuple[int, int]:
+        """Whole ranges are held out. Were it single numbers, training would teach never to guess them."""
+        return self.low, self.high
 
 
 class GuessTask(DrawnTask[Secret]):
-    """The task. A range and number that are held out are never played in training."""
+    """The task. A range that is held out is never played in training."""
 
     name = "guess"
     more = "raise task.largest or task.max_size"

@@ -7,6 +7,7 @@ import pytest
 
 from oncurve.records import Aspect
 from oncurve.rewards.math import MathOptions, MathReward, easily
+from oncurve.rewards.math_worker import same
 from oncurve.rewards.mix import aspects_of
 from tests.rewards.builders import group
 
@@ -153,3 +154,30 @@ def test_prompts_without_the_column() -> None:
 def test_what_needs_no_worker() -> None:
     assert (easily("46", "46.0"), easily("46", "47"), easily("yes", "no"), easily("1/2", "0.5")) == (True, False, False, None)
     assert easily("1", "9" * 3000) is False
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "settled"),
+    [
+        ("1/7", r"\frac{2}{14}", True),
+        (r"$\dfrac{3}{4}$", "3 / 4", True),
+        ("-1/2", r"\frac{-1}{2}", True),
+        (r"-\frac{1}{2}", "1/2", False),
+        ("6/3", "2", True),
+        ("6/3", "3", False),
+        ("1/3", "0.333333", None),
+        ("1/0", "1/0 ", True),
+        ("1/0", "2/0", None),
+        (r"\frac12", "1/2", None),
+    ],
+)
+def test_fractions_are_settled_at_once(gold: str, answer: str, settled: bool | None) -> None:
+    """As math-verify would say; what it may round is left to it."""
+    assert easily(gold, answer) is settled
+
+
+def test_fractions_are_settled_as_math_verify_settles_them() -> None:
+    pairs = [
+        (f"{a}/{b}", rf"\frac{{{c}}}{{{d}}}") for a, b, c, d in [(1, 7, 2, 14), (3, 4, 3, 5), (10, 5, 2, 1), (7, 3, 14, 6)]
+    ]
+    assert [easily(*pair) for pair in pairs] == [bool(same({"gold": gold, "answer": answer})) for gold, answer in pairs]

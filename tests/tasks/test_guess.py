@@ -17,7 +17,7 @@ DICE = np.random.default_rng(0)
 
 
 def task(**options: object) -> AnyTask:
-    return build_task(Task.model_validate({"type": "guess", "heldout": 60, "examples": 40, **options}))
+    return build_task(Task.model_validate({"type": "guess", "heldout": 30, "examples": 40, **options}))
 
 
 def asked(secret: int = 8, guesses: int = 4) -> Prompt:
@@ -70,8 +70,8 @@ def test_ranges_and_secrets() -> None:
         assert 1 <= low <= prompt.columns["secret"] <= high <= 30
         assert 4 <= high - low + 1 <= 9
         assert prompt.columns["guesses"] == halvings(high - low + 1)
-    assert not {p.id for p in made.heldout} & {p.id for p in prompts}
-    assert len({p.id for p in made.heldout}) == 60
+    assert not {p.shown for p in made.heldout} & {p.shown for p in prompts}, "whole ranges are held out"
+    assert len({p.shown for p in made.heldout}) == 30
     assert task(guesses=9).train_prompt(0).columns["guesses"] == 9
     assert "6 guesses" in task(guesses=6, chat=True).train_prompt(0).shown
     with pytest.raises(RecipeError, match=r"task\.heldout"):
