@@ -34,6 +34,7 @@ from oncurve.runs import checkpoints
 from oncurve.runs.bad import keep_bad
 from oncurve.runs.best import best_step
 from oncurve.runs.checkpoints import Checkpoint
+from oncurve.runs.disk import disk_errors
 from oncurve.runs.folder import RunFolder, Status
 from oncurve.runs.notes import Note, collecting
 from oncurve.runs.reading import Reader
@@ -115,7 +116,7 @@ class Trainer:
             self.saver, self.watch = Saver(self.run.checkpoints), Watch()
             self.run.set_status("running")
             if not (self.run.path / "tokenizer").exists():  # so that a live run's tokens can be shown
-                self.policy.tokenizer.save_pretrained(self.run.path / "tokenizer")
+                put_whole(self.run.path / "tokenizer", self.policy.tokenizer.save_pretrained)
             status: Status = "failed"
             try:
                 with self._signals():
@@ -318,11 +319,7 @@ class Trainer:
         store.forget_after(start.stage, start.step)
 
     def _save_model(self) -> None:
-        aside = self.run.path / ".writing-model"
-        shutil.rmtree(aside, ignore_errors=True)
-        self.policy.save(aside)
-        shutil.rmtree(self.run.model, ignore_errors=True)
-        aside.rename(self.run.model)
+        put_whole(self.run.model, self.policy.save)
         if lora.is_on(self.policy.model):
             lora.save(self.policy.model, self.run.path / "adapter")
 
@@ -352,6 +349,16 @@ def detours(store: Reader, stage: str, step: int) -> int:
     """How many roll-backs came before what follows ``step`` of a stage. Events are never forgotten, so a resumed run agrees."""
     found = [e for e in store.events("rollback") if e.stage == stage and e.data["to"] <= step]
     return max((int(e.data["number"]) for e in found), default=0)
+
+
+def put_whole(target: Path, write: Callable[[Path], object]) -> None:
+    """A folder as ``write`` makes it, there whole or not at all; one that was there before is replaced."""
+    aside = target.with_name(f".writing-{target.name}")
+    with disk_errors(target):
+        shutil.rmtree(aside, ignore_errors=True)
+        write(aside)
+        shutil.rmtree(target, ignore_errors=True)
+        aside.rename(target)
 
 
 def weights(policy: Policy) -> dict[str, Tensor]:

@@ -20,6 +20,8 @@ FORMAT = {"type": "format", "style": "soft"}
 SHORT = {"type": "python", "name": "short", "function": f"{HERE}:short"}
 PATIENT = {"type": "python", "name": "patient", "function": f"{HERE}:patient"}
 HURRIED = {"type": "python", "name": "hurried", "function": f"{HERE}:hurried", "seconds": 20.0, "workers": 1}
+RULE = {"type": "python", "function": f"{HERE}:short"}
+TAKING = {key: value for key, value in GRPO.items() if key != "optimiser"}
 LEARNED = {"type": "model", "model": "stage:reward_model"}
 STEPS = {"type": "process", "source": "python", "function": f"{HERE}:by_step", "splitter": f"{HERE}:pairs"}
 
@@ -44,11 +46,20 @@ CASES: dict[str, Recipe] = {
     "dynamic sampling": recipe({**GRPO, "no_signal": "resample", "max_resample_rounds": 2}, rewards=[SHORT]),
     "environments": recipe(GRPO, task={"type": "guess", "heldout": 6}, rewards=[{"type": "guess"}, SHORT]),
     "ppo": recipe({**GRPO, "type": "ppo", "updates_per_step": 2, "kl": {"beta": 0.05}, "critic": {"warmup_steps": 2}}),
-    "trpo": recipe({k: v for k, v in GRPO.items() if k != "optimiser"} | {"type": "trpo", "cg_iterations": 2}),
+    "trpo": recipe({**TAKING, "type": "trpo", "cg_iterations": 2}),
     "reward model": recipe(
         {**SFT, "type": "reward_model", "data": str(PAIRS), "steps": 8, "eval_every": 0},
         {**GRPO, "steps": 16},
         rewards=[LEARNED, SHORT],
+    ),
+    "iterative with its reward model": recipe(
+        {**SFT, "type": "reward_model", "data": str(PAIRS), "steps": 4, "eval_every": 0},
+        {**GRPO, "kl": {"beta": 0.05}, "iterate": {"every": 2, "updates": 2, "batch_size": 4, "labeller": RULE}},
+        rewards=[LEARNED, SHORT],
+    ),
+    "rejection sampling": recipe(
+        {**TAKING, "type": "rejection_sample", "at_least": 0.5, "steps": 14},
+        {**SFT, "data": "stage:rejection_sample", "steps": 10},
     ),
     "dpo": recipe({**SFT, "type": "dpo", "pairs": str(PAIRS), "optimiser": {"learning_rate": 1e-3}}),
 }

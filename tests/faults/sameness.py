@@ -16,13 +16,20 @@ TIMES = {"created", "started", "finished", "seconds"}
 
 
 def everything(run: RunFolder) -> dict[str, str]:
-    """Digests by name: each table's rows but for times, memory and events; the model's files; the checkpoints' tensors."""
+    """Digests by name: each table's rows but for times, memory and events; every other file; the checkpoints' tensors."""
     found = dict(_tables(run.database))
-    files = [
-        *run.model.iterdir(),
-        *(file for place in list_checkpoints(run.checkpoints) for file in place.path.glob("*.safetensors")),
-    ]
-    return found | {str(file.relative_to(run.path)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+    tensors = [file for place in list_checkpoints(run.checkpoints) for file in place.path.glob("*.safetensors")]
+    others = [file for file in run.path.rglob("*") if file.is_file() and not _is_apart(file.relative_to(run.path))]
+    return found | {str(file.relative_to(run.path)): hashlib.sha256(file.read_bytes()).hexdigest() for file in tensors + others}
+
+
+def _is_apart(file: Path) -> bool:
+    """Looked at otherwise, or of this machine and moment alone."""
+    return (
+        file.parts[0] in ("checkpoints", "bad", "run.json", "run.lock")
+        or file.parts[0].startswith("run.db")
+        or file.suffix == ".sqlite"
+    )
 
 
 def _tables(database: Path) -> Iterator[tuple[str, str]]:
