@@ -36,7 +36,6 @@ class Tiles:
     keys: int
     warps: int
     stages: int
-    policy: str = ""
 
 
 def tiles(head_size: int, dtype: torch.dtype) -> Tiles:
@@ -85,7 +84,7 @@ class Parts:
 @triton.jit
 def _walk(q, keys, values, first_M, low, count, scale, softcap,
           D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-          PRECISION: tl.constexpr, POLICY: tl.constexpr):  # fmt: skip
+          PRECISION: tl.constexpr):  # fmt: skip
     """Softmax parts of a tile of queries over keys [low, count) of one page; a query sees those from ``first_M`` on."""
     at = tl.arange(0, DP)
     top = tl.full([q.shape[0]], float("-inf"), tl.float32)
@@ -97,7 +96,7 @@ def _walk(q, keys, values, first_M, low, count, scale, softcap,
         inside = n[:, None] < count
         if D != DP:
             inside = inside & (at[None, :] < D)
-        k = tl.load(keys + where, mask=inside, other=0.0, eviction_policy=POLICY)
+        k = tl.load(keys + where, mask=inside, other=0.0)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         if SOFTCAP:
             s = softcap * (1.0 - 2.0 / (tl.exp(2.0 * s / softcap) + 1.0))  # tanh
@@ -109,7 +108,7 @@ def _walk(q, keys, values, first_M, low, count, scale, softcap,
         base = tl.where(new == float("-inf"), 0.0, new)
         p = tl.exp2(s - base[:, None])
         shrink = tl.exp2(top - base)
-        v = tl.load(values + where, mask=inside, other=0.0, eviction_policy=POLICY)
+        v = tl.load(values + where, mask=inside, other=0.0)
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
         total = total * shrink + tl.sum(p, 1)
         top = new
@@ -134,7 +133,7 @@ def _parts(q, pool, members, prompt_page, suffix_page, prompt_length, suffix_len
            softcap, window,
            R: tl.constexpr, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
            BM_PROMPT: tl.constexpr, BM_SUFFIX: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-           PRECISION: tl.constexpr, POLICY: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+           PRECISION: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """Programs of prompts first: they are the longest. Within each kind neighbours share a page index, so that the tables of
     one group, which point at the same pages, meet in the cache."""
     if EARLY:
@@ -167,7 +166,7 @@ def _parts(q, pool, members, prompt_page, suffix_page, prompt_length, suffix_len
                 number = tl.load(prompt_page + table * prompt_table_width + page).to(tl.int64)
                 keys = pool + number * page_stride + head * PAGE * D
                 acc, top, total = _walk(tile, keys, keys + K * PAGE * D, first_M, low, count, scale, softcap,
-                                        D, DP, BN, WINDOW, SOFTCAP, PRECISION, "")  # fmt: skip
+                                        D, DP, BN, WINDOW, SOFTCAP, PRECISION)  # fmt: skip
                 part = page.to(tl.int64) * slots * H
                 _leave(out + part * D, tops + part, totals + part, acc, top, total, row_M, live_M, D, DP)
     else:
@@ -190,7 +189,7 @@ def _parts(q, pool, members, prompt_page, suffix_page, prompt_length, suffix_len
             number = tl.load(suffix_page + slot * suffix_table_width + page).to(tl.int64)
             keys = pool + number * page_stride + head * PAGE * D
             acc, top, total = _walk(tile, keys, keys + K * PAGE * D, first_M, low, count, scale, softcap,
-                                    D, DP, BN, WINDOW, SOFTCAP, PRECISION, POLICY)  # fmt: skip
+                                    D, DP, BN, WINDOW, SOFTCAP, PRECISION)  # fmt: skip
             part = (prompt_pages + page).to(tl.int64) * slots * H
             _leave(out + part * D, tops + part, totals + part, acc, top, total, slot * H + head * REP + m, live_M, D, DP)
 
@@ -254,7 +253,7 @@ def attend(
         R=R, H=H, K=K, D=d, DP=padded, PAGE=page, BM_PROMPT=max(16, triton.next_power_of_2(R * rep)),
         BM_SUFFIX=max(16, triton.next_power_of_2(rep)), BN=how.keys, WINDOW=window is not None, SOFTCAP=softcap is not None,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=how.warps, num_stages=how.stages,
-        POLICY=how.policy, **early(q.device),
+        **early(q.device),
     )  # fmt: skip
     out = torch.empty((S, H, d), dtype=q.dtype, device=q.device)
     _merge[(S, H)](
