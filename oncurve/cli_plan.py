@@ -72,7 +72,9 @@ def plan(
     ] = None,
     dtype: Annotated[str | None, typer.Option("--dtype", help="bfloat16 or float32.")] = None,
     slots: Annotated[int | None, typer.Option("--slots", min=1, help="Completions decoded at once.")] = None,
-    checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Compute activations again.")] = False,
+    checkpointing: Annotated[
+        str | None, typer.Option("--checkpointing", help="Compute activations again: auto (where needed), on, off.")
+    ] = None,
     moments: Annotated[str | None, typer.Option("--moments", help="Adam's moments: float32 or int8.")] = None,
     optimiser_on_cpu: Annotated[
         bool, typer.Option("--optimiser-on-cpu", help="Masters and moments in the CPU's memory.")
@@ -95,7 +97,7 @@ def plan(
         gpus=gpus, algorithm=algorithm, prompts=prompts, group_size=group_size, prompt_tokens=prompt_tokens,
         new_tokens=new_tokens, mean_tokens=mean_tokens, tokens_per_pack=tokens_per_pack, updates=updates,
         minibatches=minibatches, beta=beta, dtype=dtype, slots=slots,
-        lora_rank=(lora_rank or usual_rank()) if lora or lora_rank else None, checkpointing=checkpointing or None,
+        lora_rank=(lora_rank or usual_rank()) if lora or lora_rank else None, checkpointing=checkpointing,
         moments=moments, optimiser_on_cpu=optimiser_on_cpu or None, reference_on_cpu=reference_on_cpu or None,
         sharding=sharding, quantise=quantise, reward_model=None if reward_model is None else find_shape(reward_model),
     )  # fmt: skip
@@ -242,13 +244,12 @@ def announce(recipe: Recipe) -> None:
     except ModelError as error:  # the model itself may load all the same
         errors.print(f"no plan: {error.where}: {error.what}", style="dim")
         return
+    too_large = [(stage, made) for stage, made in plans if made.impossible]
+    if too_large:
+        raise _impossible(too_large)
     for stage, made in sorted(plans, key=lambda pair: -pair[1].memory.peak.total)[:1]:
-        if made.impossible:
-            raise _impossible(stage, made)
-        errors.print(
-            f"plan: {stage.label} {made.verdict if math.isfinite(gpu.flops) else made.room}",
-            style="dim" if made.fits else "yellow",
-        )
+        word = made.verdict if math.isfinite(gpu.flops) else made.room
+        errors.print(f"plan: {stage.label} {word}", style="dim" if made.fits else "yellow")
 
 
 def gpu_here(recipe: Recipe) -> Gpu | None:
@@ -271,15 +272,18 @@ def gpu_here(recipe: Recipe) -> Gpu | None:
     )
 
 
-def _impossible(stage: Stage, made: Plan) -> ModelError:
-    """The cheapest change that a recipe can say comes first; where there is none, the cheapest of all."""
-    settable = [fix for fix in find_fixes(made.job, usual_rank(), count=100) if all(change.key for change in fix.changes)]
-    best = settable[0] if settable else None
-    if best is not None:
-        sets = " ".join(f"--set {str(change.key).replace('STAGE', stage.label)}" for change in best.changes)
-        fix = f"{sets} ({best.peak / GIB:.1f} GiB)"
-    else:
-        fix = made.fixes[0].words if made.fixes else "a smaller model, or shorter completions"
+def _impossible(too_large: Sequence[tuple[Stage, Plan]]) -> ModelError:
+    """The largest of the stages that can't fit, and what all of them need to."""
+    stage, made = max(too_large, key=lambda pair: pair[1].memory.peak.total)
     parts = sorted(made.memory.peak.parts.items(), key=lambda part: -part[1])[:3]
     told = ", ".join(f"{name} {amount / GIB:.1f}" for name, amount in parts)
-    return ModelError(stage.label, made.room, because=f"its largest parts, in GiB, are {told}", fix=fix)
+    fixes = dict.fromkeys(word for pair in too_large for word in _settable(*pair))
+    return ModelError(stage.label, made.room, because=f"its largest parts, in GiB, are {told}", fix=" ".join(fixes))
+
+
+def _settable(stage: Stage, made: Plan) -> list[str]:
+    """The cheapest change that a recipe can say; where there is none, the cheapest of all."""
+    for fix in find_fixes(made.job, usual_rank(), count=100):
+        if all(change.key for change in fix.changes):
+            return [f"--set {str(change.key).replace('STAGE', stage.label)}" for change in fix.changes]
+    return [made.fixes[0].words if made.fixes else "a smaller model, or shorter completions"]

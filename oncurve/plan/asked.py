@@ -47,7 +47,8 @@ class Wishes:
     dtype: str | None = None
     slots: int | None = None
     lora_rank: int | None = None
-    checkpointing: bool | None = None
+    checkpointing: bool | str | None = None
+    """auto, on or off; True is on."""
     moments: str | None = None
     optimiser_on_cpu: bool | None = None
     reference_on_cpu: bool | None = None
@@ -62,6 +63,7 @@ class Wishes:
 
 
 CHOICES = {
+    "checkpointing": ("auto", "on", "off"),
     "dtype": tuple(DTYPE_BYTES),
     "moments": ("float32", "int8"),
     "sharding": ("none", "optimiser", "full"),
@@ -78,6 +80,8 @@ def job_for(shape: Shape, gpu: Gpu, wishes: Wishes) -> Job:
 def wished(job: Job, wishes: Wishes) -> Job:
     """The job with the wishes put in, checked."""
     said = wishes.said
+    if isinstance(said.get("checkpointing"), bool):
+        said["checkpointing"] = "on" if said["checkpointing"] else "off"
     for key, allowed in CHOICES.items():
         if key in said and said[key] not in allowed:
             raise RecipeError(f"--{key}", said[key], because=f"{key} is one of {', '.join(allowed)}", fix="name one of them")
@@ -113,6 +117,7 @@ def job_of_stage(recipe: Recipe, stage: Stage, gpu: Gpu, prompt_tokens: int, alp
     base = replace(job_of(stage, shape, gpu, prompt_tokens), dtype=recipe.model.dtype, **_adapter(recipe.model))
     if recipe.engine.slots is not None:
         base = replace(base, slots=recipe.engine.slots)
+    base = replace(base, pool_share=recipe.engine.pool_share)
     return _checked(replace(base, reward_model=_reward_model(recipe, stage)))
 
 
@@ -163,6 +168,9 @@ def _of_sampled(stage: Sampled, shape: Shape, gpu: Gpu, prompt_tokens: int) -> J
         minibatches=1,
         beta=0.0,
         dtype=Model().dtype,
+        checkpointing=stage.checkpointing,
+        moments=stage.optimiser.moments,
+        optimiser_on_cpu=stage.optimiser.on_cpu,
         slots=SLOTS["cpu" if gpu.is_cpu else "gpu"],
     )
 
@@ -174,6 +182,7 @@ def _of_surrogate(stage: Surrogate, shape: Shape, gpu: Gpu, prompt_tokens: int) 
         updates=stage.updates_per_step,
         minibatches=stage.minibatches,
         beta=stage.kl.beta,
+        reference_on_cpu=stage.kl.on_cpu,
     )
 
 
@@ -184,6 +193,9 @@ def _of_examples(stage: Sft | Dpo, shape: Shape, gpu: Gpu, prompt_tokens: int) -
         like,
         algorithm=stage.type,
         tokens_per_pack=stage.tokens_per_pack,
+        checkpointing=stage.checkpointing,
+        moments=stage.optimiser.moments,
+        optimiser_on_cpu=stage.optimiser.on_cpu,
         new_tokens=prompt_tokens,
         mean_tokens=float(prompt_tokens),
         reference_free=isinstance(stage, Dpo) and stage.loss == "simpo",

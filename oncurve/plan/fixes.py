@@ -94,16 +94,19 @@ def changes(job: Job, lora_rank: int) -> Iterator[Change]:
             sets={"tokens_per_pack": tokens},
             key=f"STAGE.tokens_per_pack={tokens}",
         )
-    if not job.checkpointing:
-        yield one("checkpointing", words="gradient checkpointing", sets={"checkpointing": True})
+    if job.checkpointing == "off":
+        yield one(
+            "checkpointing", words="gradient checkpointing", sets={"checkpointing": "auto"}, key="STAGE.checkpointing=auto"
+        )
     for slots in (n for n in SLOTS if job.does.samples and n < min(job.slots, job.rows)):
         yield one("slots", words=f"{slots} slots", sets={"slots": slots}, key=f"engine.slots={slots}")
     if job.holds_reference and not job.reference_on_cpu:
-        yield one("reference", words="the reference on the CPU", sets={"reference_on_cpu": True})
+        yield one("reference", words="the reference on the CPU", sets={"reference_on_cpu": True}, key="STAGE.kl.on_cpu=true")
     if job.moments == "float32" and not job.does.curvature:
-        yield Change("moments", 1, "8-bit moments", {"moments": "int8"})
+        yield Change("moments", 1, "8-bit moments", {"moments": "int8"}, "STAGE.optimiser.moments=int8")
     if not job.optimiser_on_cpu and not job.does.curvature:
-        yield Change("optimiser", 2, "the optimiser on the CPU", {"optimiser_on_cpu": True})
+        key = "STAGE.optimiser.on_cpu=true"
+        yield Change("optimiser", 2, "the optimiser on the CPU", {"optimiser_on_cpu": True}, key)
     if job.lora_rank is None:
         yield Change("lora", 3, f"LoRA of rank {lora_rank}", {"lora_rank": lora_rank}, f"model.lora.rank={lora_rank}")
     for gpus in (n for n in GPU_COUNTS if n > job.gpus and not job.gpu.is_cpu):

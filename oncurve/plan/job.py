@@ -9,9 +9,11 @@ from typing import Literal
 from oncurve.errors import RecipeError, did_you_mean
 from oncurve.plan.gpus import Gpu
 from oncurve.plan.shapes import Shape
+from oncurve.recipe.sections import Engine
 
 Sharding = Literal["none", "optimiser", "full"]
 Moments = Literal["float32", "int8"]
+Checkpointing = Literal["auto", "on", "off"]
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -59,11 +61,13 @@ class Job:
     dtype: str
     slots: int
     lora_rank: int | None = None
-    checkpointing: bool = False
+    checkpointing: Checkpointing = "off"
+    """`auto`: on a GPU, for as many layers as memory asks for."""
     moments: Moments = "float32"
     optimiser_on_cpu: bool = False
     reference_on_cpu: bool = False
     sharding: Sharding = "none"
+    pool_share: float = Engine().pool_share
     quantise: str | None = None
     """A frozen base in 4 or 8 bits, under an adapter."""
     reward_model: Shape | None = None

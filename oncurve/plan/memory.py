@@ -28,11 +28,11 @@ CUDA_CONTEXT = 600 << 20
 """The driver's context and libraries' workspaces, outside what torch counts as its own."""
 RESERVE = 0.03
 """Share of the device left free: fragments between blocks, and what other programs take."""
-PAGE_GPU, PAGE_CPU = 256, 64
+PAGE_GPU, PAGE_CPU = 512, 64
 """Keys lie in pages of so many positions."""
-POOL_SHARE = 0.8
-"""The most of what is free that the pool takes on a GPU: where that is less than all could use, completions wait."""
-HEAD_TILES = 132 * 128 * 256
+SPARE = 0.9
+"""Share of the free memory that activations may take where checkpointing is chosen by it."""
+HEAD_TILES = 132 * 128 * 128
 """Rows × D of a chunk of the learner's LM head on a GPU, at least 256 rows; on a CPU, HEAD_CPU logits."""
 HEAD_CPU = 1 << 22
 HEAD_CPU_BYTES = 20
@@ -43,8 +43,8 @@ LEAN = ("llama", "mistral", "qwen2", "qwen3")
 """Families whose layers the learner runs on a GPU by kernels of its own, which keep less for the backward pass."""
 SAMPLED_LOGIT_BYTES_CPU = 24
 """On a CPU, bytes of each logit of a decode step: itself, log-prob, probability, their float64 running sum, and in passing."""
-INT8_MOMENT_BYTES = 2 * (1 + 4 / 256)
-"""Two moments of one byte, with a float32 scale for each block of 256."""
+INT8_MOMENT_BYTES = 2 * (1 + 4 / 128)
+"""Two moments of one byte, with a float32 scale for each block of 128."""
 
 QUANTISED_BYTES = {"nf4": 0.5 + 4 / 64, "int8": 1.0}
 """Bytes of a quantised weight, with a float32 scale for each block of 64 in 4 bits."""
@@ -158,7 +158,8 @@ def _host(job: Job) -> int:
     """What the job puts into the CPU's memory."""
     per = 4 + (8 if job.moments == "float32" else INT8_MOMENT_BYTES)
     optimiser = per * job.trained / _split(job) if job.optimiser_on_cpu else 0
-    reference = job.dtype_bytes * job.shape.parameters if job.holds_reference and job.reference_on_cpu else 0
+    # For the reference's pass the policy's weights wait there too: the two change places.
+    reference = 2 * job.dtype_bytes * job.shape.parameters if job.holds_reference and job.reference_on_cpu else 0
     return math.ceil(optimiser + reference)
 
 
@@ -171,10 +172,7 @@ def _phases(job: Job) -> dict[str, dict[str, float]]:
     if job.reward_model:
         phases["score"] = {"activations": forward_bytes(job.reward_model, job)}
     if job.has_reference:
-        phases["reference"] = {
-            "activations": forward_bytes(job.shape, job),
-            "lm head": _head_chunk(job, backward=False),
-        } | _borrowed(job)
+        phases["reference"] = {"activations": forward_bytes(job.shape, job), "lm head": _head_chunk(job, backward=False)}
     phases["update"] = {
         "activations": activation_bytes(job.shape, job),
         "lm head": _head_chunk(job, backward=True),
@@ -201,15 +199,6 @@ def _absorbed(trained: int, job: Job) -> float:
     return 0 if job.dtype == "float32" else (job.dtype_bytes + 4) * trained / _split(job)
 
 
-def _borrowed(job: Job) -> dict[str, float]:
-    """A reference that lives in the CPU's memory is brought over for its pass."""
-    return (
-        {"reference": job.dtype_bytes * job.shape.parameters / _full(job)}
-        if job.holds_reference and job.reference_on_cpu
-        else {}
-    )
-
-
 def kv_pool(job: Job) -> float:
     """Keys and values in pages: all that the step could use, or the share of the free memory that the pool may take.
 
@@ -220,7 +209,7 @@ def kv_pool(job: Job) -> float:
         return wanted
     free = job.gpu.memory - sum(_standing(job).values())
     least = page_bytes(job, job.prompt_tokens) + page_bytes(job, job.new_tokens)
-    return max(min(wanted, POOL_SHARE * free), least)
+    return max(min(wanted, job.pool_share * free), least)
 
 
 def page_bytes(job: Job, tokens: int) -> float:
@@ -282,13 +271,27 @@ def layer_bytes(shape: Shape, job: Job) -> int:
 
 def activation_bytes(shape: Shape, job: Job) -> float:
     """Activations of a pack at the worst moment of its backward pass, gradients in flight included."""
+    layer, again = layer_bytes(shape, job), layers_again(shape, job)
+    kept = (shape.layers - again) * layer + again * job.dtype_bytes * shape.width + (layer if again else 0)
+    return _around_layers(shape, job) + job.pack_tokens * min(kept, shape.layers * layer)
+
+
+def _around_layers(shape: Shape, job: Job) -> float:
+    """Both ends of the model, and one layer's gradients on their way."""
     b, N, D = job.dtype_bytes, job.pack_tokens, shape.width
     F = shape.mlp_width * max(shape.experts_active, 1)
-    ends = 3 * N * b * D + 2 * job.pack_predicted * b * D
-    in_flight = N * b * (4 * F + 3 * D)
-    layer = layer_bytes(shape, job)
-    kept = shape.layers * b * D + layer if job.checkpointing else shape.layers * layer
-    return ends + in_flight + N * kept
+    return 3 * N * b * D + 2 * job.pack_predicted * b * D + N * b * (4 * F + 3 * D)
+
+
+def layers_again(shape: Shape, job: Job) -> int:
+    """Layers whose activations are computed again: all, none, or the fewest that fit what the device has left."""
+    if job.checkpointing != "auto" or job.gpu.is_cpu:
+        return shape.layers if job.checkpointing == "on" else 0
+    around = sum(_standing(job).values()) + _around_layers(shape, job) + _head_chunk(job, backward=True)
+    free = SPARE * max(0.0, job.gpu.memory - around)
+    each, least = job.pack_tokens * layer_bytes(shape, job), job.pack_tokens * job.dtype_bytes * shape.width
+    over = shape.layers * each - free
+    return 0 if over <= 0 else min(shape.layers, math.ceil(over / (each - least)))
 
 
 def forward_bytes(shape: Shape, job: Job) -> float:

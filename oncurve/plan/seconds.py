@@ -13,7 +13,7 @@ from oncurve.plan import efficiency
 from oncurve.plan.efficiency import Efficiency
 from oncurve.plan.gpus import Gpu
 from oncurve.plan.job import Job
-from oncurve.plan.memory import is_lean, layer_bytes, slots_in_flight
+from oncurve.plan.memory import is_lean, layer_bytes, layers_again, slots_in_flight
 from oncurve.plan.shapes import Shape
 
 CROSSINGS = {"lean": (1.7, 3.1), "modules": (2.5, 4.0)}
@@ -70,9 +70,8 @@ def seconds_of(job: Job) -> Seconds:
     if job.reward_model:
         phases["score"] += pass_seconds(job.reward_model, job, rates, backward=False)
     if job.has_reference:
-        moved = (
-            job.dtype_bytes * job.shape.parameters / rates.of.host_link if job.reference_on_cpu and job.holds_reference else 0
-        )
+        away = job.reference_on_cpu and job.holds_reference  # there, back, and there again: the two change places
+        moved = 3 * job.dtype_bytes * job.shape.parameters / rates.of.host_link if away else 0
         phases["reference"] = pass_seconds(job.shape, job, rates, backward=False) + moved
     phases["update"] = _update(job, rates)
     critic = job.critic_shape
@@ -94,14 +93,15 @@ def _update(job: Job, rates: Rates) -> float:
 def pass_seconds(shape: Shape, job: Job, rates: Rates, *, backward: bool, head: bool = True) -> float:
     """One pass of a model over a step's tokens, each prompt once."""
     tokens, frozen = job.step_tokens, job.lora_rank is not None
-    times = 1.0 + (((1.0 if frozen else 2.0) + job.checkpointing) if backward else 0.0)
+    again = layers_again(shape, job) / shape.layers if backward else 0.0
+    times = 1.0 + ((1.0 if frozen else 2.0) if backward else 0.0) + again
     products = 2 * shape.multiplied * tokens * times
     if head:
         # Chunks are computed again for the backward pass, which has one product more where the head itself learns.
         products += 2 * shape.head_parameters * job.rows * job.mean_tokens * (1 + ((2 if frozen else 3) if backward else 0))
-    attention = shape.layers * 4 * shape.q_width * _keys(job) * (1 + ((2.5 + job.checkpointing) if backward else 0))
+    attention = shape.layers * 4 * shape.q_width * _keys(job) * (1 + (2.5 if backward else 0) + again)
     there, back = CROSSINGS["lean" if is_lean(shape, job) else "modules"]
-    crossings = there * (1 + (job.checkpointing and backward)) + (back if backward else 0)
+    crossings = there * (1 + again) + (back if backward else 0)
     traffic = shape.layers * layer_bytes(shape, job) * tokens * crossings
     of = rates.of
     busy = (

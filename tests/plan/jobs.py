@@ -17,5 +17,12 @@ SMALL = Shape("small", 2, 64, 4, 2, 16, 96, 1000, 4096, tied=True, family="qwen3
 
 def job(shape: Shape | str = SMALL, gpu: str = "H100-80GB", **changes: Any) -> Job:
     found = MODELS[shape] if isinstance(shape, str) else shape
-    plain = {"prompts": 4, "group_size": 8, "prompt_tokens": 100, "new_tokens": 200, "mean_tokens": 200.0}
+    plain = {
+        "prompts": 4,
+        "group_size": 8,
+        "prompt_tokens": 100,
+        "new_tokens": 200,
+        "mean_tokens": 200.0,
+        "checkpointing": "off",
+    }
     return replace(job_for(found, GPUS[gpu], Wishes()), **{**plain, **changes})

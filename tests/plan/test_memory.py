@@ -17,7 +17,7 @@ from oncurve.models.tiny import make_tokenizer
 from oncurve.plan.gpus import GIB, this_cpu
 from oncurve.plan.job import Job
 from oncurve.plan.known import MODELS
-from oncurve.plan.memory import activation_bytes, is_lean, kv_pool, layer_bytes, memory_of, slots_in_flight
+from oncurve.plan.memory import activation_bytes, is_lean, kv_pool, layer_bytes, layers_again, memory_of, slots_in_flight
 from oncurve.plan.shapes import Shape, shape_of_config
 from tests.plan.jobs import SMALL, job
 
@@ -59,10 +59,10 @@ def test_a_critic_has_no_lm_head() -> None:
 
 
 def test_the_pool_by_hand() -> None:
-    """4 prompts of 300 tokens fill 2 pages of 256 each, once; 32 completions of 200 fill one page each.
+    """4 prompts of 600 tokens fill 2 pages of 512 each, once; 32 completions of 200 fill one page each.
     A token: 2 layers × (keys and values) × 2 heads of 16 × 2 bytes = 256 bytes."""
-    assert kv_pool(job(prompt_tokens=300)) == (4 * 2 + 32) * 256 * 256
-    assert kv_pool(job(prompt_tokens=300, slots=8)) == (4 * 2 + 8) * 256 * 256
+    assert kv_pool(job(prompt_tokens=600)) == (4 * 2 + 32) * 512 * 256
+    assert kv_pool(job(prompt_tokens=600, slots=8)) == (4 * 2 + 8) * 512 * 256
     assert kv_pool(replace(job(dtype="float32"), gpu=this_cpu())) == (4 * 2 + 32 * 4) * 64 * 512  # pages of 64, 4 bytes
 
 
@@ -72,7 +72,7 @@ def test_the_pool_takes_a_share_of_what_is_free_and_completions_wait() -> None:
     free = asked.gpu.memory - (sum(parts.values()) - parts["kv pool"])
     assert parts["kv pool"] == pytest.approx(0.8 * free, rel=1e-6)
     token = 36 * 2 * 8 * 128 * 2
-    assert slots_in_flight(asked) == int((0.8 * free - 64 * 256 * token) / (8192 * token))
+    assert slots_in_flight(asked) == int((0.8 * free - 64 * 512 * token) / (8192 * token))
     assert slots_in_flight(job()) == 32
 
 
@@ -89,7 +89,7 @@ def test_a_layer_under_autograd_by_hand() -> None:
 
 
 def test_checkpointing_keeps_inputs_and_one_layer() -> None:
-    plain, less = job(), job(checkpointing=True)
+    plain, less = job(), job(checkpointing="on")
     kept = plain.pack_tokens * (SMALL.layers * layer_bytes(SMALL, plain))
     inputs = plain.pack_tokens * (SMALL.layers * 2 * 64 + layer_bytes(SMALL, plain))
     assert activation_bytes(SMALL, plain) - activation_bytes(SMALL, less) == kept - inputs
@@ -111,11 +111,22 @@ def test_a_reference_is_a_copy_unless_there_is_an_adapter() -> None:
     assert "reference" in phases(job(beta=0.1, lora_rank=4))  # the pass is made all the same
 
 
-def test_a_reference_on_the_cpu_comes_over_for_its_pass_alone() -> None:
-    parts = phases(job(beta=0.1, reference_on_cpu=True))
-    assert parts["reference"]["reference"] == 2 * SMALL.parameters
-    assert "reference" not in parts["update"]
-    assert memory_of(job(beta=0.1, reference_on_cpu=True)).host == 2 * SMALL.parameters
+def test_a_reference_on_the_cpu_changes_places_with_the_policy() -> None:
+    asked = job(beta=0.1, reference_on_cpu=True)
+    assert all("reference" not in parts for parts in phases(asked).values())
+    assert memory_of(asked).host == 2 * 2 * SMALL.parameters
+
+
+def test_checkpointing_as_memory_asks() -> None:
+    """Qwen3-4B keeps more of 64k tokens than an H100 has: some layers are computed again, and it fits; few tokens need none."""
+    asked = job("Qwen/Qwen3-4B", prompts=64, new_tokens=1024, mean_tokens=1024.0, tokens_per_pack=65536, optimiser_on_cpu=True)
+    auto = replace(asked, checkpointing="auto")
+    assert memory_of(asked).peak.total > asked.gpu.memory
+    assert 0 < layers_again(auto.shape, auto) <= auto.shape.layers
+    assert phases(auto)["update"]["activations"] < phases(asked)["update"]["activations"]
+    assert memory_of(auto).peak.total < auto.gpu.memory
+    assert layers_again(SMALL, job(checkpointing="auto")) == 0
+    assert layers_again(SMALL, replace(job(checkpointing="auto"), gpu=this_cpu())) == 0
 
 
 def test_the_optimiser_on_the_cpu_leaves_weights_and_gradients() -> None:
@@ -127,7 +138,7 @@ def test_the_optimiser_on_the_cpu_leaves_weights_and_gradients() -> None:
 
 def test_eight_bit_moments_are_a_quarter() -> None:
     small, large = (phases(job(moments=kind))["optimiser"]["moments"] for kind in ("int8", "float32"))
-    assert small / large == pytest.approx(0.25, rel=0.02)
+    assert small / large == pytest.approx(0.25, rel=0.04)
 
 
 def test_sharding_splits_the_state_over_gpus() -> None:
@@ -224,7 +235,7 @@ def some_job(draw: st.DrawFn) -> Job:
         tokens_per_pack=draw(st.sampled_from([512, 4096, 16384, 100_000])),
         beta=draw(st.sampled_from([0.0, 0.04])),
         lora_rank=draw(st.sampled_from([None, 16])),
-        checkpointing=draw(st.booleans()),
+        checkpointing=draw(st.sampled_from(["on", "off"])),
         minibatches=draw(st.integers(1, 4)),
         dtype=draw(st.sampled_from(["float32", "bfloat16"])),
     )
@@ -268,20 +279,20 @@ def test_an_adapter_holds_less_than_full_training(asked: Job) -> None:
 @settings(max_examples=40, deadline=None)
 @given(some_job())
 def test_saving_memory_never_costs_any(asked: Job) -> None:
-    base = replace(asked, checkpointing=False, lora_rank=None)
-    for saved in ({"checkpointing": True}, {"moments": "int8"}, {"optimiser_on_cpu": True}, {"reference_on_cpu": True},
+    base = replace(asked, checkpointing="off", lora_rank=None)
+    for saved in ({"checkpointing": "on"}, {"moments": "int8"}, {"optimiser_on_cpu": True}, {"reference_on_cpu": True},
                   {"gpus": 4, "sharding": "optimiser"}):  # fmt: skip
         before, after = totals(base), totals(replace(base, **saved))
         assert max(after.values()) <= max(before.values())
 
 
-def test_issue_anchor_a_small_model_in_full_stays_small() -> None:
-    """Qwen3-0.6B, 32 × 8, 128 + 256: most of it is activations of a pack, as the sum of its parts says."""
+def test_a_small_model_in_full_by_the_sum_of_its_parts() -> None:
+    """Qwen3-0.6B, 32 × 8, 128 + 256: 18 bytes a parameter, and either a pack's activations or the pool on top."""
     asked = job("Qwen/Qwen3-0.6B", prompts=32, prompt_tokens=128, new_tokens=256, mean_tokens=256.0)
-    peak = memory_of(asked).peak
-    assert peak.name == "update"
-    assert peak.total == sum(peak.parts.values())
-    assert 20 * GIB < peak.total < 30 * GIB
+    found = {phase.name: phase for phase in memory_of(asked).phases}
+    state = 18 * asked.shape.parameters
+    assert all(state < phase.total == sum(phase.parts.values()) < 32 * GIB for phase in found.values())
+    assert found["sample"].parts["kv pool"] == (32 + 256) * 512 * 114_688
 
 
 def test_a_config_of_unknown_family_counts_as_a_llama() -> None:

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from oncurve.engines import native
+from oncurve.engines import cuda_pool, native, pool
 from oncurve.errors import ModelError, RecipeError
+from oncurve.models import checkpointing, gpu_head
 from oncurve.plan import asked, memory
 from oncurve.plan.asked import Wishes, job_for, job_of_stage, plannable, wished
 from oncurve.plan.fixes import find_fixes, fits
@@ -61,7 +62,7 @@ def test_a_reference_on_the_cpu_is_among_what_only_costs_time() -> None:
     assert not fits(tight)
     alone = [fix for fix in find_fixes(tight, 16, count=50) if [c.family for c in fix.changes] == ["reference"]]
     assert alone[0].cost[0] == 0
-    assert alone[0].host == 2 * base.shape.parameters
+    assert alone[0].host == 2 * 2 * base.shape.parameters
 
 
 def test_nothing_helps_where_even_one_layer_is_too_large() -> None:
@@ -142,8 +143,19 @@ def test_what_is_unsaid_is_as_in_the_recipe() -> None:
     assert made.beta == stage.kl.beta
 
 
-def test_constants_are_those_of_the_engine() -> None:
+def test_constants_are_those_of_engine_and_learner() -> None:
     assert {"cpu": native.SLOTS_CPU, "gpu": native.SLOTS_GPU} == asked.SLOTS
+    assert (cuda_pool.PAGE, pool.PAGE) == (memory.PAGE_GPU, memory.PAGE_CPU)
+    assert memory.HEAD_TILES == gpu_head.TILES
+    assert memory.SPARE == checkpointing.SPARE
+
+
+def test_a_recipe_says_how_memory_is_saved() -> None:
+    sets = ["grpo.checkpointing=on", "grpo.optimiser.moments=int8", "grpo.optimiser.on_cpu=true", "grpo.kl.beta=0.1"]
+    recipe = load_recipe("arithmetic", [*sets, "grpo.kl.on_cpu=true", "engine.pool_share=0.5"])
+    made = job_of_stage(recipe, recipe.stages[-1], GPUS["H200"], 8)
+    assert (made.checkpointing, made.moments, made.optimiser_on_cpu, made.reference_on_cpu) == ("on", "int8", True, True)
+    assert made.pool_share == 0.5
 
 
 def test_a_recipe_becomes_a_job() -> None:
