@@ -10,6 +10,7 @@ The first algorithm takes the recipe's steps; what it sampled (or how long it to
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -155,6 +156,8 @@ class Comparison:
     def _train(self, folder: Path, recipe: Recipe) -> None:
         if (folder / STATE).exists() and RunFolder(folder).state().shown == "finished":
             return
+        if folder.exists() and not (folder / STATE).exists():
+            shutil.rmtree(folder)  # a run that was killed before it knew its own name
         file = self.folder / "recipes" / f"{folder.name}.toml"
         with disk_errors(file):
             file.parent.mkdir(parents=True, exist_ok=True)

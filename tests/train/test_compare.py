@@ -156,6 +156,7 @@ def test_an_interrupted_comparison_goes_on_where_it_was(tmp_path: Path) -> None:
     with pytest.raises(Stopped, match="goes on where it was"):
         Comparison.ask(tmp_path / "c", request("grpo,rloo"), stopping(2)).go()
     assert done == ["start", "grpo-0"]
+    (tmp_path / "c" / "runs" / "rloo-0").mkdir()  # a kill in the run's first moment leaves this
     again = Comparison.ask(tmp_path / "c", request("grpo,rloo"), stopping(9)).go()
     assert done == ["start", "grpo-0", "rloo-0"]
     whole = Comparison.ask(tmp_path / "whole", request("grpo,rloo"), here).go()
