@@ -132,8 +132,8 @@ class Task(Section):
     model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
 
     type: str
-    """`arithmetic`, `countdown`; `calculator`, `guess` (in several turns); `gsm8k`, `math`, `mbpp`, `humaneval`, `hh`; or
-    `file` (JSONL or Parquet); `oncurve recipe explain task.TYPE` lists a task's options."""
+    """`arithmetic`, `countdown`; `calculator`, `guess` (in several turns); `gsm8k`, `math`, `mbpp`, `humaneval`, `hh`;
+    `reasoning_gym`; or `file` (JSONL or Parquet); `oncurve recipe explain task.TYPE` lists a task's options."""
     heldout: PositiveInt = 200
     """Problems kept aside for measuring: none of them ever occurs in training."""
     seed: Count = 0
@@ -151,8 +151,8 @@ class Reward(Section):
     model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
 
     type: str
-    """`answer`, `math`, `code`, `countdown`, `columns`, `guess`; `format`, `json`, `language`, `length`, `cosine`, `overlong`,
-    `repetition`; `process`, `model`, `judge`; or `python` (any function: `function = "file.py:name"`)."""
+    """`answer`, `math`, `code`, `countdown`, `columns`, `guess`, `reasoning_gym`; `format`, `json`, `language`, `length`,
+    `cosine`, `overlong`, `repetition`; `process`, `model`, `judge`; or `python` (any function: `function = "file.py:name"`)."""
     name: str | None = None
     """What the aspect is called in tables and in `--set rewards.NAME.key=value`; its type when unset."""
     weight: float = 1.0

@@ -140,7 +140,7 @@ def test_reasoning_accuracy() -> None:
 
 DIFFER = [
     # text, gold, TRL, here: why
-    (r"\boxed{18} then \boxed{20}", "20", 0.0, 1.0),  # the last box counts, not the first
+    (r"\boxed{18} then \boxed{20}", "20", 0.0, 1.0),  # the last box counts; to TRL both are one answer
     (r"\boxed{\text{yes}}", "yes", None, 1.0),  # words are compared as words
     (r"\boxed{\frac12}", r"\frac12", None, 1.0),  # a bare formula is a gold too
     (r"It is $18$.", "18", 0.0, 0.0),  # the same: with take = "boxed" only boxes count
