@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -62,16 +65,24 @@ def replay(run: RunFolder, stage: str | None, step: int, position: int) -> Repla
     recipe = load_recipe(run.recipe)
     refuse_from_python(recipe)
     names = [s.label for s in recipe.stages]
-    with Store.open(run.path) as store:
+    with Store.open(run.path) as store, tempfile.TemporaryDirectory(prefix="oncurve-replay-") as scratch:
         name = stage or _stage_with(store, run, step)
         was = store.group(name, step, position).graded
-        trainer = Trainer(recipe, run, *prepare(recipe))
+        trainer = Trainer(recipe, _without_weights(run, Path(scratch)), *prepare(recipe))
         start = _before(run, names, names.index(name), step)
         if start is not None:
             load_weights(trainer.policy, start.tensors["model"])
         reports = list(_again(trainer, store, start, name, step))
     place = None if start is None else (start.stage, start.step)
     return Replayed(name, step, place, len(reports), was, reports[-1].groups[position])
+
+
+HEAVY = shutil.ignore_patterns("checkpoints", "model", "run.db*", "run.lock", "bad")
+
+
+def _without_weights(run: RunFolder, scratch: Path) -> RunFolder:
+    """A copy of what stages read of a run and write into it (reward models, kept samples): the run itself stays as it is."""
+    return RunFolder(Path(shutil.copytree(run.path, scratch / run.path.name, ignore=HEAVY)))
 
 
 def _stage_with(store: Reader, run: RunFolder, step: int) -> str:
