@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,12 @@ def load_policy(config: Model, *, alphabet: str | None, seed: int) -> Policy:
     return Policy(
         model, tokenizer, system_prompt=config.system_prompt, template_options=config.template_options, compiled=config.compiled
     )
+
+
+def loading(config: Model) -> str:
+    """What is about to be loaded, for those who wait."""
+    once = ": a GGUF file is de-quantised the first time, which takes a minute or two" if gguf.is_gguf(config.source) else ""
+    return f"loading {config.source}{once}"
 
 
 def resolved(config: Model) -> Model:
@@ -143,13 +150,33 @@ def _check_template(config: Model, tokenizer: PreTrainedTokenizerBase) -> None:
     """A switch that the template does not know would be dropped without a word."""
     template = tokenizer.chat_template
     for name in config.template_options:
-        if not isinstance(template, str) or name not in template:
+        if not isinstance(template, str) or not re.search(rf"\b{re.escape(name)}\b", template):
             raise RecipeError(
                 f"model.template_options.{name}",
                 config.template_options[name],
                 because=f"the chat template of {config.source} does not read it" if template else "there is no chat template",
                 fix="leave it out, or use a model whose template has this switch",
             )
+    if config.system_prompt and template:
+        _check_system(config, tokenizer)
+
+
+def _check_system(config: Model, tokenizer: PreTrainedTokenizerBase) -> None:
+    """A template may refuse a system message, or leave it out without a word."""
+    mark = "oncurve mark"
+    messages = [{"role": "system", "content": mark}, {"role": "user", "content": "?"}]
+    try:
+        written = str(tokenizer.apply_chat_template(messages, tokenize=False, **config.template_options))
+        why = None if mark in written else "it leaves system messages out"
+    except Exception as error:  # a template is a program of the model's maker, and may raise anything
+        why = f"{type(error).__name__}: {str(error)[:200]}"
+    if why is not None:
+        raise RecipeError(
+            "model.system_prompt",
+            config.system_prompt,
+            because=f"the chat template of {config.source} can't write it: {why}",
+            fix="put the words into the question (task.instruction or task.prompt_template), or use another model",
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from torch import Tensor
 from oncurve.engines.native import NativeEngine
 from oncurve.errors import OncurveError, RunError
 from oncurve.models import lora
-from oncurve.models.load import Found, load_policy
+from oncurve.models.load import Found, load_policy, loading
 from oncurve.models.policy import Policy
 from oncurve.recipe.sampled import Sampled
 from oncurve.recipe.schema import Recipe, Stage
@@ -97,6 +97,9 @@ class Trainer:
         self.listeners, self.minutes, self.began = (*listeners, *sinks_of(recipe)), minutes, time.monotonic()
         torch.set_num_threads(recipe.threads or os.cpu_count() or 1)
         alphabet = task_of(recipe.stages[0]).alphabet
+        if policy is None and recipe.model.source != "tiny":
+            for one in self.listeners:
+                one.on_event("loading", loading(recipe.model))
         self.policy = policy or load_policy(recipe.model, alphabet=alphabet, seed=recipe.seed)
         check_room(self.policy, recipe, task_of)
         self.engine = NativeEngine(self.policy, recipe.engine)
