@@ -31,7 +31,8 @@ def evaluate(
 ) -> EvalReport:
     """Accuracy is the share of prompts solved, averaged over ``settings.samples`` completions of each."""
     how = Sampling(temperature=settings.temperature, max_new_tokens=settings.max_new_tokens or max_new_tokens)
-    groups = sample(engine, prompts, settings.samples, how, Draws(seed, EVAL_STEP + step))
+    draws = Draws(seed, EVAL_STEP + step)
+    groups = sample(engine, prompts, settings.samples, how, draws, on_group=lambda _, group: rewards.begin(group))
     scored = rewards.score(groups)
     return summarise(scored, rewards, stage, step)
 
