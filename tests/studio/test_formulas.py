@@ -51,7 +51,7 @@ GROUPS: list[list[list[float | None]]] = [
 
 
 @pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("scale", ["group", "batch", "whiten", "none"])
 @pytest.mark.parametrize("baseline", ["mean", "leave_one_out", "none"])
 def test_advantages(page: Page, groups: list[list[float | None]], baseline: Baseline, scale: Scale) -> None:
     rewards = torch.tensor([[math.nan if r is None else r for r in group] for group in groups], dtype=torch.float64)

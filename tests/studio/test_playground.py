@@ -13,33 +13,34 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, expect
 
-from oncurve.models.tiny import make_model, make_tokenizer
-from oncurve.recipe.sections import TinyModel
+from oncurve.models.load import load_policy
+from oncurve.recipe.load import load_recipe
 from oncurve.runs import checkpoints
 from oncurve.runs.folder import RunFolder
+from oncurve.train.run import weights
+from oncurve.train.start import task_for
 from tests.studio.browsing import a_browser, a_page
 from tests.studio.samples import make_run
 from tests.studio.serving import Served, served
 
-SHAPE = TinyModel(layers=1, width=32, heads=2, kv_heads=1, head_size=16, mlp_width=64, context=128)
+SMALL = ("model.tiny.layers=1", "model.tiny.width=32", "model.tiny.mlp_width=64")
 ASK: dict[str, Any] = {"prompt": "1+2=", "samples": 3, "temperature": 1.0, "top_p": 1.0, "max_tokens": 12, "seed": 4}
 
 
 def give_model(run: RunFolder, seed: int) -> None:
     """A model that the run might have ended with, and a checkpoint of other weights."""
-    tokenizer = make_tokenizer("0123456789+=<>/abcdefghijklmnopqrstuvwxyz ")
-    model = make_model(SHAPE, tokenizer, seed)
-    model.save_pretrained(run.model)
-    tokenizer.save_pretrained(run.model)
-    weights = {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
-    checkpoints.save(run.checkpoints, "grpo", 2, {"model": weights}, {"state": {"stage": "grpo", "step": 2}})
+    recipe = load_recipe(run.recipe)
+    alphabet = task_for(recipe, recipe.stages[0]).alphabet
+    load_policy(recipe.model, alphabet=alphabet, seed=seed).save(run.model)
+    earlier = load_policy(recipe.model, alphabet=alphabet, seed=seed + 10)
+    checkpoints.save(run.checkpoints, "grpo", 2, {"model": weights(earlier)}, {"state": {"stage": "grpo", "step": 2}})
 
 
 @pytest.fixture(scope="module")
 def playground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("playground")
     for seed, name in enumerate(("one", "two")):
-        give_model(make_run(folder, name), seed)
+        give_model(make_run(folder, name, sets=SMALL), seed)
     make_run(folder, "modelless")
     with served(folder) as found:
         yield found
@@ -132,7 +133,7 @@ def _the_page(playground: Served, browser: Browser) -> None:
         assert column.locator("[data-place='3'] [data-advantage]").inner_text() == f"+{(7 / 8) / (0.125**0.5 + 1e-4):.2f}"
         page.get_by_role("button", name="Unload one").click()
         expect(page.get_by_role("button", name="Unload one")).to_have_count(0)
-        page.get_by_role("textbox", name="Prompt").fill("1" * 200)
+        page.get_by_role("textbox", name="Prompt").fill("1" * 600)
         page.get_by_role("button", name="Sample").click()
         expect(page.get_by_role("alert").first).to_contain_text("don't fit")
     until = time.monotonic() + 60

@@ -28,6 +28,6 @@ export const seconds = (value: number): string =>
 const COLOURS: Record<string, string> = {
   weights: "#2f6f9f", adapter: "#5aa0cc", "master weights": "#4f86ad", moments: "#7fabc9", gradients: "#a3c4da", activations: "#2b8f86", "lm head": "#63b5ad",
   "kv pool": "#7f9a3c", sampling: "#a9bd6c", reference: "#b58a2e", "reward model": "#cf6f9a", critic: "#c9602c", "cuda context": "#8b8f96",
-  sample: "#7f9a3c", score: "#cf6f9a", update: "#2b8f86", "critic update": "#c9602c", values: "#dd9165", optimiser: "#7fabc9",
+  sample: "#7f9a3c", score: "#cf6f9a", update: "#2b8f86", "critic update": "#c9602c", values: "#dd9165", optimiser: "#7fabc9", "between GPUs": "#5f7fb8", rest: "#b9bcc2",
 };
 export const colourOf = (name: string): string => COLOURS[name] ?? "#8b8f96";

@@ -39,7 +39,7 @@ export interface Completion {
   graded: boolean | null; failure: string | null; advantage: number | null; aspects: Aspect[]; tokens: Tokens;
 }
 export type Baseline = "mean" | "leave_one_out" | "none";
-export type Scale = "group" | "batch" | "none";
+export type Scale = "group" | "batch" | "whiten" | "none";
 export interface Grading { baseline: Baseline; scale: Scale; eps: number; mask_cut: boolean; kl_in_reward: boolean; group_size: number }
 export type Kind = "train" | "eval";
 export interface Group {
