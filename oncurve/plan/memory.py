@@ -209,6 +209,8 @@ def kv_pool(job: Job) -> float:
         return wanted
     free = job.gpu.memory - sum(_standing(job).values())
     least = page_bytes(job, job.prompt_tokens) + page_bytes(job, job.new_tokens)
+    if free <= least:  # it does not fit: told with all that it wants
+        return wanted
     return max(min(wanted, job.pool_share * free), least)
 
 
