@@ -59,7 +59,7 @@ CASES: dict[str, Recipe] = {
     ),
     "rejection sampling": recipe(
         {**TAKING, "type": "rejection_sample", "at_least": 0.5, "steps": 14},
-        {**SFT, "data": "stage:rejection_sample", "steps": 10},
+        {**SFT, "data": "stage:rejection_sample", "steps": 12},
     ),
     "dpo": recipe({**SFT, "type": "dpo", "pairs": str(PAIRS), "optimiser": {"learning_rate": 1e-3}}),
 }

@@ -26,7 +26,18 @@ TAUGHT = [
 """A stage without samples has fewer moments."""
 MOMENTS_OF = {
     "sft": TAUGHT,
-    "rejection sampling": [m for m in SAMPLED if m[0] != "grading"],  # nothing is graded, only taken
+    "rejection sampling": [  # first what takes samples, then what imitates them
+        ("sampling", 2),
+        ("scoring", 2),
+        ("before a commit", 2),
+        ("in a commit", 2),
+        ("amid a checkpoint's file", 1),
+        ("between writing and renaming", 1),
+        ("backward", 2),
+        ("in an update", 2),
+        ("measuring", 1),
+        ("writing the model", 1),
+    ],
     "dpo": TAUGHT,
     "ppo": [m for m in SAMPLED if m[0] != "grading"],  # graded by its critic
     "trpo": [m for m in SAMPLED if m[0] not in ("backward", "in an update")],  # a natural gradient has no optimiser
