@@ -36,16 +36,21 @@ def test_a_step_too_large_for_the_gpu_is_done_in_parts_with_the_same_gradient() 
     used = torch.cuda.max_memory_allocated()
     del whole
     torch.cuda.empty_cache()
-    small = learner()
-    held = torch.cuda.memory_allocated()
     total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction((held + 0.5 * (used - held)) / total)
-    try:
-        with collecting() as notes:
-            small.update(groups)
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
-    assert [n.kind for n in notes][:1] == ["memory"], "half the memory was enough: the test has nothing to show"
+    for share in (0.5, 0.3, 0.2, 0.1):  # checkpointing may make do with half
+        small = learner()
+        held = torch.cuda.memory_allocated()
+        torch.cuda.set_per_process_memory_fraction((held + share * (used - held)) / total)
+        try:
+            with collecting() as notes:
+                small.update(groups)
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        if notes:
+            break
+        del small
+        torch.cuda.empty_cache()
+    assert [n.kind for n in notes][:1] == ["memory"], "a tenth of the memory was enough: the test has nothing to show"
     assert apart(gradient(small.policy.model).cpu(), expected) < 1e-5
 
 
