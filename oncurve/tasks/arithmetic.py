@@ -1,12 +1,13 @@
 """Sums, with the carries written out: a task that a tiny model learns in minutes, and whose answers can be checked.
 
-    347+85=<think>75:12,48:13,30:04</think><answer>432</answer>
+    347+085=<think>75:12,48:13,30:04</think><answer>432</answer>
 
 Each step names one digit of both numbers, from the right, and after the colon what is carried on and what stays: 4 + 8 and
 the 1 from before make 13. Differences (`-`, larger first) are written the same way, with what is borrowed in place of what is
-carried. Steps have one width, so that a tiny model need not count; the hard part, which a few examples do not teach, is to
-find the right digits in numbers of any length, and a carry that is not written again. A level is the number of digits of the
-larger number: it sets how many steps there are, and reads at once in a table. The number of carries is kept as a column.
+carried. Numbers are written with as many digits as the larger, and steps have one width, so that a tiny model need not count;
+the hard part, which a few examples do not teach, is to find each column's digits in longer numbers, and a carry that is not
+written again. A level is the number of digits of the larger number: it sets how many steps there are, and reads at once in a
+table. The number of carries is kept as a column.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class ArithmeticOptions(sections.Section):
     example_weights: tuple[float, ...] | None = None
     """How often each number of digits is among the worked examples. Unset: as often as it is asked."""
     examples: sections.Count = 250
-    """Worked examples, all of different problems (fewer where the task has not so many). 250 teach the form, not the skill;
-    from 400 a tiny model learns sums by imitation alone."""
+    """Worked examples, all of different problems (fewer where the task has not so many). A few hundred teach the sums that they
+    show, not the longer ones."""
 
 
 class Problem(NamedTuple):
@@ -57,7 +58,9 @@ class Problem(NamedTuple):
 
     @property
     def text(self) -> str:
-        return f"{self.first}{self.operation}{self.second}"
+        """Both numbers with as many digits as the larger: columns stand under each other."""
+        width = len(str(max(self.first, self.second)))
+        return f"{self.first:0{width}}{self.operation}{self.second:0{width}}"
 
     @property
     def answer(self) -> int:
