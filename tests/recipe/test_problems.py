@@ -58,7 +58,7 @@ WRONG = [
     ("stages=3", "stages", "[[stages]]"),
     ("rewards=answer", "rewards", "[[rewards]]"),
     ("grpo.task.digits=2", "grpo.task.type", 'add type = "arithmetic"'),
-    ("grpo.type=ppo", "stages#2", "one of sft, grpo"),
+    ("grpo.type=a2c", "stages#2", "one of sft, grpo"),
     ("model.template_options=[1]", "model.template_options", "takes a table"),
 ]
 
@@ -96,7 +96,7 @@ def test_a_stage_is_called_by_its_name() -> None:
     data = base()
     data["stages"][1]["name"] = "second"
     assert refusal("second.kl.beta=-1", data=data).where == "second.kl.beta"
-    assert refusal("second.learning_rate=1", data=data).fix == "write it as second.optimiser.learning_rate"
+    assert refusal("second.learning_rate=1", data=data).fix .startswith("write it as second.optimiser.learning_rate")
 
 
 def test_several_mistakes_give_one_error_that_names_them_all() -> None:
