@@ -76,9 +76,13 @@ def tiny_model(threads: int) -> tuple[Any, Any]:
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
     torch.set_num_threads(threads)
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
+    special = ["<unknown>", "<end>", "<pad>"]  # not the beginning of any word: a special token is found inside others
+    names = special + [f"w{i}" for i in range(len(special), VOCABULARY)]
+    words = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token=special[0]))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w1", pad_token="w2")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token=special[0], eos_token=special[1], pad_token=special[2]
+    )
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCABULARY,
