@@ -102,6 +102,11 @@ def _bits(config: Model) -> dict[str, Any]:
             because="weights of 4 or 8 bits can't be trained themselves",
             fix="set model.lora",
         )
+    if config.lora.dora:
+        raise RecipeError(
+            "model.lora.dora", "true", because="DoRA needs the lengths of columns that 4 or 8 bits do not keep",
+            fix="leave out dora or quantise",
+        )  # fmt: skip
     if importlib.util.find_spec("bitsandbytes") is None:
         raise MissingPackage(
             "model.quantise", "bitsandbytes is not installed", because="it holds weights in 4 and 8 bits",

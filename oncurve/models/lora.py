@@ -120,21 +120,59 @@ def switched_off(model: nn.Module) -> Iterator[None]:
 
 def merged(model: Any) -> Any:
     """A copy on the CPU in which the adapter has become part of the weights: a plain model."""
-    alone = copy.deepcopy(model).to("cpu")
+    alone = copy.deepcopy(model)
     merge(alone)
-    return alone
+    return alone.to("cpu")
 
 
 @torch.no_grad()
 def merge(model: Any) -> None:
     """The adapter becomes part of the model's weights, in place; what it was is gone."""
     for name, layer in [(n, m) for n, m in model.named_modules() if _is_layer(m)]:
-        layer.merge(safe_merge=True)
-        parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, layer.get_base_layer())
+        base = layer.get_base_layer()
+        if _is_quantised(base):
+            delta = layer.get_delta_weight("default")
+            base = _unquantised(base, delta.dtype)
+            base.weight.add_(delta)
+        else:
+            layer.merge(safe_merge=True)
+        _replace(model, name, base)
+    for name, module in [(n, m) for n, m in model.named_modules() if _is_quantised(m)]:
+        _replace(model, name, _unquantised(module, model.dtype))
+    _forget_quantiser(model)
     model.peft_config = {}
     model._hf_peft_config_loaded = False
     model.requires_grad_(True)
+
+
+def _replace(model: Any, name: str, module: nn.Module) -> None:
+    parent, _, own = name.rpartition(".")
+    setattr(model.get_submodule(parent), own, module)
+
+
+def _is_quantised(module: nn.Module) -> bool:
+    return type(module).__name__ in ("Linear4bit", "Linear8bitLt") and not _is_layer(module)
+
+
+def _unquantised(module: Any, dtype: torch.dtype) -> nn.Linear:
+    """A linear layer of 4 or 8 bits as a plain one: what the adapter was trained beside, and not the weights before they were
+    quantised."""
+    from peft.utils.integrations import dequantize_module_weight
+
+    module.state_dict()  # puts back in order what bitsandbytes lays out otherwise for a CPU
+    weight = dequantize_module_weight(module).detach().to(dtype)
+    plain = nn.Linear(weight.shape[1], weight.shape[0], bias=module.bias is not None, device=weight.device, dtype=dtype)
+    plain.weight.copy_(weight)
+    if module.bias is not None:
+        plain.bias.copy_(module.bias)
+    return plain
+
+
+def _forget_quantiser(model: Any) -> None:
+    """A model that carries one can't be moved or saved as a plain one."""
+    vars(model.config).pop("quantization_config", None)
+    for name in ("hf_quantizer", "quantization_method", "is_loaded_in_4bit", "is_loaded_in_8bit", "is_quantized"):
+        vars(model).pop(name, None)
 
 
 def fingerprint(model: nn.Module) -> str:
