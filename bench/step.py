@@ -103,7 +103,9 @@ def whole_step(args: argparse.Namespace, beta: float) -> Row:
         "peer": "oncurve", "beta": beta, "first_s": round(seconds[0], 3), "steps_s": [round(s, 4) for s in seconds[1:]],
         "step_s": round(median(seconds[1:]), 4),
         "phases_s": {name: round(median(r.seconds[name] for r in reports[1:]), 4) for name in names},
-        "peak_gib": peak_gib(), "mfu": round(last["mfu"], 3), "mismatch_kl": last["mismatch_kl"],
+        "peak_gib": peak_gib(), "mfu": round(median(r.metrics["mfu"] for r in reports[1:]), 3),
+        "mismatch_kl": last["mismatch_kl"],
+        "grad_norm": last["grad_norm"], "skipped_updates": sum(r.metrics["skipped_updates"] for r in reports),
     }  # fmt: skip
 
 
@@ -119,6 +121,7 @@ def update_of(learner: Learner, groups: Sequence[GradedGroup], tries: int) -> Ro
         "tflops": round(told[-1].metrics["update_tflops"], 1),
         "mfu": round(told[-1].metrics["mfu"], 3), "peak_gib": peak_gib(),
         "phases_s": {name: round(value, 4) for name, value in told[-1].seconds.items()},
+        "grad_norm": told[-1].metrics["grad_norm"], "skipped_updates": sum(t.metrics["skipped_updates"] for t in told),
     }  # fmt: skip
 
 
@@ -199,7 +202,7 @@ def environment(args: argparse.Namespace) -> Row:
     work = {name: getattr(args, name) for name in ("size", "prompts", "group", "prompt", "new", "steps", "pack")}
     return {
         "gpu": gpu, "matrix_tflops": round(_rate() / 1e12, 1), "python": platform.python_version(),
-        "versions": {"oncurve": oncurve.__version__, **versions}, "commit": commit or args.commit, "work": work,
+        "versions": {"oncurve": oncurve.__version__, **versions}, "commit": args.commit or commit, "work": work,
     }  # fmt: skip
 
 
@@ -238,7 +241,8 @@ def _cells(row: Row) -> tuple[object, ...]:
     if "step_s" not in row:
         return row["peer"], row["beta"], row["failed"], "", ""
     sample = row.get("phases_s", {}).get("sample", row.get("gen_s"))
-    return row["peer"], row["beta"], f"{row['step_s']} s", f"{sample} s", f"{row['peak_gib']} GiB"
+    skipped = f" ({row['skipped_updates']:.0f} updates left out)" if row.get("skipped_updates") else ""
+    return row["peer"], row["beta"], f"{row['step_s']} s{skipped}", f"{sample} s", f"{row['peak_gib']} GiB"
 
 
 def tables(found: Row) -> str:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
+from transformers import PreTrainedModel
 
 from oncurve.models.attention import Layout
 from oncurve.models.fused import FusedDecoder, FusedLinear
@@ -46,6 +47,15 @@ class GpuDecoder(FusedDecoder):
     """Same parameters as the module's, same results up to rounding."""
 
     device = "cuda"
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        # In float32, as the sampler has them: a cosine of three digits turns position 1000 by the width of several.
+        positions = torch.arange(model.config.max_position_embeddings, device=model.device)[None]
+        cos, sin = self.backbone.rotary_emb(torch.zeros(1, device=model.device), positions)
+        half = self.head_size // 2
+        self.cos = cos[0].float().contiguous()
+        self.sin = torch.cat((-sin[0, :, :half], sin[0, :, half:]), -1).float().contiguous()
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
         """The last hidden state, [batch, length, D]."""

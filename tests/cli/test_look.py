@@ -189,3 +189,27 @@ def test_a_run_from_python_is_named_for_what_it_is(oncurve: Oncurve, runs: Path,
         result = oncurve(*words)
         assert result.code == 2
         assert "given from Python" in result.err
+
+
+def test_show_where_the_time_goes(oncurve: Oncurve, runs: Path) -> None:
+    """Phases of each stage, the update's own below it, and what the machine reached; the same as JSON."""
+    shown = oncurve("show", "small-1", "--timing", "--runs", runs)
+    assert shown.code == 0
+    for words in (
+        "sft",
+        "grpo",
+        "sample",
+        "score",
+        "update",
+        "forward",
+        "backward",
+        "optimiser",
+        "idle",
+        "a step",
+        "TFLOP/s",
+        "GiB",
+    ):
+        assert words in shown.out, words
+    told = json.loads(oncurve("show", "small-1", "--timing", "--runs", runs, "--json").out)
+    assert told["grpo"]["seconds/update/forward"] > 0
+    assert told["grpo"]["seconds/update/forward"] < told["grpo"]["seconds/update"]
