@@ -109,10 +109,13 @@ class NativeEngine:
         for prompt, ids in zip(prompts, prompt_ids, strict=True):
             self._check_room(prompt, len(ids), how)
         groups: dict[int, Group] = {}
-        for g, completions in self._completions(prompts, prompt_ids, group_size, how, draws):
-            groups[g] = Group(prompts[g], prompt_ids[g], completions)
-            if on_group is not None:
-                on_group(g, groups[g])
+        for part in alike(prompts):
+            asked, ids_of = [prompts[g] for g in part], [prompt_ids[g] for g in part]
+            for place, completions in self._completions(asked, ids_of, group_size, how, draws):
+                g = part[place]
+                groups[g] = Group(prompts[g], prompt_ids[g], completions)
+                if on_group is not None:
+                    on_group(g, groups[g])
         return [groups[g] for g in range(len(prompts))]
 
     def _completions(
@@ -175,6 +178,13 @@ class NativeEngine:
         raw = logps if np.array_equal(raw, logps) else raw
         text_ids = ids[:-1] if row.stop == "end" else ids
         return Completion(ids, self.policy.decode(text_ids), row.stop, logps, sampled, raw, row.loss_mask)
+
+
+def alike(prompts: Sequence[Prompt]) -> list[list[int]]:
+    """The prompts' numbers, those with an environment apart from the others: they are decoded by other means, and what is
+    queued beside a prompt must not change its bits."""
+    parts = [[g for g, p in enumerate(prompts) if (p.environment is None) == plain] for plain in (True, False)]
+    return [part for part in parts if part]
 
 
 def frozen_slots(device: torch.device, rows: int) -> int:
