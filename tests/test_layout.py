@@ -19,6 +19,7 @@ LAYERS = [
     {"terminal", "cluster", "serve", "studio"},
     {"api"},
     {
+        "cli_compare",
         "cli_doctor",
         "cli_models",
         "cli_pairs",

@@ -56,7 +56,7 @@ def open_target(target: str, runs_dir: Path, model: Model | None = None) -> Open
     of = find_run(name, runs_dir) if sign else None
     if of is not None:
         return Opened(open_run(of, place), target, of)
-    config = (model or Model()).model_copy(update={"source": target})
+    config = (model or Model()).model_copy(update={"source": target, "lora": None, "adapter": None, "quantise": None})
     if target == "tiny":
         raise RunError(
             target,
