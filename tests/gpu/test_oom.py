@@ -47,11 +47,12 @@ def test_a_step_too_large_for_the_gpu_is_done_in_parts_with_the_same_gradient() 
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0)
         if notes:
-            break
+            assert notes[0].kind == "memory"
+            assert apart(gradient(small.policy.model).cpu(), expected) < 1e-5
+            return
         del small
         torch.cuda.empty_cache()
-    assert [n.kind for n in notes][:1] == ["memory"], "a tenth of the memory was enough: the test has nothing to show"
-    assert apart(gradient(small.policy.model).cpu(), expected) < 1e-5
+    pytest.fail("a tenth of the memory was enough: the test has nothing to show")
 
 
 def test_a_deterministic_run_repeats_bit_for_bit_and_says_what_it_costs(tmp_path: Path) -> None:
