@@ -1,0 +1,59 @@
+"""`oncurve models`, `oncurve pairs` and `train --minutes` as a user calls them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Oncurve
+from tests.models import gguf_files
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of the user's own, with empty caches."""
+    for name in ("ONCURVE_CACHE", "HF_HUB_CACHE"):
+        monkeypatch.setenv(name, str(tmp_path / ".caches" / name))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_models_are_listed_by_the_name_that_a_recipe_takes(oncurve: Oncurve, runs: Path, here: Path) -> None:
+    assert "No model is here yet" in oncurve("models").out
+    gguf_files.write(here / "small.gguf")
+    assert oncurve("models", "convert", "small.gguf", "models/mine", "--dtype", "float32").code == 0
+    found = {place["name"]: place for place in json.loads(oncurve("models", "--json", "--runs", runs).out)}
+    assert found["small.gguf"]["kind"] == "gguf"
+    assert found["models/mine"]["architecture"] == "LlamaForCausalLM"
+    assert found[str(runs / "small-1" / "model")]["kind"] == "run"
+    shown = oncurve("models", "--runs", runs).out
+    assert all(name in shown for name in ("small.gguf", "models/mine"))
+
+
+def test_a_conversion_that_can_not_be_made_leaves_nothing(oncurve: Oncurve, here: Path) -> None:
+    (here / "odd.gguf").write_bytes(b"hello")
+    for words in (["odd.gguf", "out"], ["none.gguf", "out"]):
+        result = oncurve("models", "convert", *words)
+        assert result.code == 2
+        assert "fix" in result.err
+        assert "Traceback" not in result.err
+    assert not (here / "out").exists()
+
+
+def test_pairs_of_a_run(oncurve: Oncurve, runs: Path, here: Path) -> None:
+    assert oncurve("pairs", "small-1", "-o", "pairs.jsonl", "--runs", runs).code == 0
+    rows = [json.loads(line) for line in (here / "pairs.jsonl").read_text().splitlines()]
+    assert rows
+    assert all(set(row) == {"prompt", "chosen", "rejected", "margin"} and row["margin"] > 0 for row in rows)
+    assert "already there" in oncurve("pairs", "small-1", "-o", "pairs.jsonl", "--runs", runs).err
+    assert "nobody has ranked" in oncurve("pairs", "small-1", "-o", "other.jsonl", "--people", "--runs", runs).err
+
+
+def test_a_slice_of_time_ends_well_and_says_how_to_go_on(oncurve: Oncurve, recipe: Path, here: Path) -> None:
+    first = oncurve("train", recipe, "--out", here / "run", "--minutes", "0")
+    assert first.code == 0
+    assert "stopped after 0 minutes" in first.out.replace("\n", " ")
+    assert oncurve("train", "--resume", here / "run").code == 0
+    assert json.loads((here / "run" / "run.json").read_text())["status"] == "finished"
