@@ -18,8 +18,8 @@ from torch import Tensor
 
 from oncurve.models.kernels.launch import programs
 
-ROWS = 32
-"""Heads that one program turns at a time."""
+ROWS, ROWS_BACK = 32, 16
+"""Heads that one program turns at a time, and turns back, with four sums for each in hand."""
 
 
 @triton.jit
@@ -71,10 +71,11 @@ def _turn_forward(qkv, out, q_weight, k_weight, cos, sin, position, total, strid
 def _turn_backward(qkv, grad, d_qkv, d_weights, q_weight, k_weight, cos, sin, position, total, stride_in, stride_grad, eps,
                    J: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BH: tl.constexpr, R: tl.constexpr,
                    NORM: tl.constexpr):  # fmt: skip
-    dq_first = tl.zeros([BH], tl.float32)
-    dq_second = tl.zeros([BH], tl.float32)
-    dk_first = tl.zeros([BH], tl.float32)
-    dk_second = tl.zeros([BH], tl.float32)
+    # By row and summed over rows at the end: a sum over rows within the loop would wait for all warps each time.
+    dq_first = tl.zeros([R, BH], tl.float32)
+    dq_second = tl.zeros([R, BH], tl.float32)
+    dk_first = tl.zeros([R, BH], tl.float32)
+    dk_second = tl.zeros([R, BH], tl.float32)
     for start in range(tl.program_id(0) * R, total, tl.num_programs(0) * R):
         rows = start + tl.arange(0, R)
         here, real = _halves(grad, rows, total, stride_grad, J, D, BH)
@@ -89,10 +90,10 @@ def _turn_backward(qkv, grad, d_qkv, d_weights, q_weight, k_weight, cos, sin, po
             r = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / D + eps)[:, None]
             x, y = x * r, y * r
             of_q = (rows % J < H)[:, None]
-            dq_first += tl.sum(tl.where(of_q, g * x, 0.0), 0)
-            dq_second += tl.sum(tl.where(of_q, h * y, 0.0), 0)
-            dk_first += tl.sum(tl.where(of_q, 0.0, g * x), 0)
-            dk_second += tl.sum(tl.where(of_q, 0.0, h * y), 0)
+            dq_first += tl.where(of_q, g * x, 0.0)
+            dq_second += tl.where(of_q, h * y, 0.0)
+            dk_first += tl.where(of_q, 0.0, g * x)
+            dk_second += tl.where(of_q, 0.0, h * y)
             g *= _weight(q_weight, k_weight, rows, 0, J, H, D, BH)
             h *= _weight(q_weight, k_weight, rows, D // 2, J, H, D, BH)
             mean = ((tl.sum(g * x, 1) + tl.sum(h * y, 1)) / D)[:, None]
@@ -103,10 +104,10 @@ def _turn_backward(qkv, grad, d_qkv, d_weights, q_weight, k_weight, cos, sin, po
     if NORM:
         at = tl.arange(0, BH)
         mine, real = d_weights + tl.program_id(0) * 2 * D + at, at < D // 2
-        tl.store(mine, dq_first, mask=real)
-        tl.store(mine + D // 2, dq_second, mask=real)
-        tl.store(mine + D, dk_first, mask=real)
-        tl.store(mine + D + D // 2, dk_second, mask=real)
+        tl.store(mine, tl.sum(dq_first, 0), mask=real)
+        tl.store(mine + D // 2, tl.sum(dq_second, 0), mask=real)
+        tl.store(mine + D, tl.sum(dk_first, 0), mask=real)
+        tl.store(mine + D + D // 2, tl.sum(dk_second, 0), mask=real)
 
 
 class Turning:
@@ -122,7 +123,7 @@ class Turning:
     @property
     def _sizes(self) -> dict[str, object]:
         BH = triton.next_power_of_2(self.d // 2)
-        return {"J": self.J, "H": self.H, "D": self.d, "BH": BH, "R": ROWS, "NORM": self.weights is not None, "num_warps": 4}
+        return {"J": self.J, "H": self.H, "D": self.d, "BH": BH, "NORM": self.weights is not None, "num_warps": 4}
 
     def forward(self, qkv: Tensor) -> Tensor:
         """[N, J, d]: q and k, normed and turned, of the joint product [N, (J + kv heads)·d]."""
@@ -132,19 +133,19 @@ class Turning:
         total = N * self.J
         _turn_forward[(triton.cdiv(total, ROWS),)](
             qkv, out, q_weight, k_weight, *self.tables, self.position_N, total, qkv.stride(0), out.stride(0), self.eps,
-            **self._sizes,
+            R=ROWS, **self._sizes,
         )  # fmt: skip
         return out
 
     def backward(self, qkv: Tensor, grad: Tensor, d_qkv: Tensor) -> tuple[Tensor, Tensor] | None:
         """Writes the gradient of q and k into their part of ``d_qkv``; returns that of the norm weights in float32."""
         total = len(qkv) * self.J
-        count = programs(triton.cdiv(total, ROWS), qkv.device)
+        count = programs(triton.cdiv(total, ROWS_BACK), qkv.device)
         d_weights = torch.empty(count, 2, self.d, device=qkv.device)
         q_weight, k_weight = self.weights or (qkv, qkv)
         _turn_backward[(count,)](
             qkv, grad, d_qkv, d_weights, q_weight, k_weight, *self.tables, self.position_N, total,
-            qkv.stride(0), grad.stride(0), self.eps, **self._sizes,
+            qkv.stride(0), grad.stride(0), self.eps, R=ROWS_BACK, **self._sizes,
         )  # fmt: skip
         if self.weights is None:
             return None
