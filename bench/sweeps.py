@@ -113,28 +113,30 @@ def baseline(out: Path, prompts: int = 32, samples: int = 512) -> None:
 def measure(rewards_PS: np.ndarray, size: int) -> dict[str, float]:
     """Bias and variance of the group's mean as an estimate of the expected reward, and what becomes of the advantage.
 
-    The expected reward of a prompt is the mean over all its samples, so its own error is 1/S of the variance. Slope: how much of
-    a completion's own deviation r − E[r] its advantage keeps, by regression over all completions.
+    Half of a prompt's samples tell its expected reward, the other half are cut into groups: were they one, the bias would be 0
+    by arithmetic. The error of that half, σ²/S, is taken off the variances. Slope: how much of a completion's own deviation
+    r − E[r] its advantage keeps, by regression over all completions.
     """
-    P, S = rewards_PS.shape
-    true_P = rewards_PS.mean(1)
-    groups_PNG = rewards_PS[:, : S - S % size].reshape(P, -1, size)
-    mean_PN = groups_PNG.mean(2)
-    variance_P = rewards_PS.var(1, ddof=1)
+    P, S = rewards_PS.shape[0], rewards_PS.shape[1] // 2
+    true_P, variance_P = rewards_PS[:, :S].mean(1), rewards_PS.var(1, ddof=1)
+    groups_PNG = rewards_PS[:, S : 2 * S - S % size].reshape(P, -1, size)
+    mean_PN, std_PN = groups_PNG.mean(2), groups_PNG.std(2, ddof=1)
+    others_PNG = (groups_PNG.sum(2, keepdims=True) - groups_PNG) / (size - 1)
     deviation = groups_PNG - true_P[:, None, None]
-    advantage = groups_PNG - mean_PN[..., None]
-    std_PN = groups_PNG.std(2, ddof=1)
-    scaled = advantage / (std_PN[..., None] + 1e-4)
-    others = (groups_PNG.sum(2, keepdims=True) - groups_PNG) / (size - 1)
+    error = float(variance_P.mean() / S)
+
+    def slope(advantage: np.ndarray) -> float:
+        return float((advantage * deviation).sum() / ((deviation**2).sum() - error * deviation.size))
+
     return {
-        "bias of the mean": float((mean_PN - true_P[:, None]).mean()),
-        "variance of the mean": float(((mean_PN - true_P[:, None]) ** 2).mean()),
+        "bias": float((mean_PN - true_P[:, None]).mean()),
+        "its standard error": float(np.sqrt(2 * variance_P.mean() / (P * S))),
+        "variance": float(((mean_PN - true_P[:, None]) ** 2).mean()) - error,
         "σ²/G": float(variance_P.mean() / size),
-        "variance, leave one out": float(((others - true_P[:, None, None]) ** 2).mean()),
-        "slope": float((advantage * deviation).sum() / (deviation**2).sum()),
+        "variance, leave one out": float(((others_PNG - true_P[:, None, None]) ** 2).mean()) - error,
+        "slope": slope(groups_PNG - mean_PN[..., None]),
         "(G − 1)/G": (size - 1) / size,
-        "slope, leave one out": float(((groups_PNG - others) * deviation).sum() / (deviation**2).sum()),
-        "slope, scaled by std": float((scaled * deviation).sum() / (deviation**2).sum()),
+        "slope, leave one out": slope(groups_PNG - others_PNG),
         "groups without signal": float((std_PN < 1e-9).mean()),
     }
 
