@@ -28,15 +28,19 @@ TILE_ROWS = 32
 
 
 class GpuSampler:
-    """What lasts from call to call: the pool's addresses, the board, the captured graphs."""
+    """What lasts from call to call: the pool's addresses, the boards, the captured graphs.
+
+    There is a board for each number of slots and members: training and evaluation, whose groups differ, keep theirs.
+    """
 
     def __init__(self, policy: Policy, settings: EngineSettings, shape: Shape) -> None:
         self.policy, self.settings, self.shape = policy, settings, shape
         self.pool = PagedPool(shape, policy.device)
+        self.boards: dict[tuple[int, int, int], Board] = {}
         self.board: Board | None = None
-        self.graphs: dict[object, torch.cuda.CUDAGraph] = {}
+        self.graphs: dict[tuple[Any, ...], torch.cuda.CUDAGraph] = {}
         self.memory: Any = None
-        self.weights: tuple[int, ...] = ()
+        self.addresses: tuple[int, ...] = ()
         self.by_graph = policy.device.type == "cuda"
         self.step = step_of(policy)
 
@@ -53,32 +57,41 @@ class GpuSampler:
         return cls(policy, settings, shape)
 
     def prepare(self, ask: Ask, slots: int) -> tuple[Board, PagedPool]:
-        """A board large enough for this call, graphs that fit the weights as they lie, and room in the pool; returns its
-        pages."""
+        """A board large enough for this call, room in the pool, and no graph that reads where nothing is any more."""
         longest = max(len(ids) - 1 for ids in ask.prompt_ids)
         own = pages_for(ask.how.max_new_tokens)
         rep = self.shape.heads // self.shape.key_heads
         members = min(ask.group_size, max(1, TILE_ROWS // rep))
         needed = Limits(slots, members, bucket(max(1, pages_for(longest))), bucket(own), self.settings.check_every)
-        if self.board is None or not _holds(self.board.limits, needed):
-            vocabulary = self.policy.head.weight_VD.shape[0]
-            self.board = Board(needed, self.shape, vocabulary, self.policy.device)
-            self._forget()
-        if self.policy.fused is not None and not self.policy.fused.blocks[0].qkv.is_whole:
-            shape_of(self.policy)  # somebody moved the parameters: a forward pass lays them side by side again
-        weights = tuple(p.data_ptr() for p in self.policy.model.parameters())
-        if weights != self.weights:  # what was captured reads the old place
-            self._forget()
-            self.weights, self.step = weights, step_of(self.policy)
-        self.board.clear(self.policy.end_ids)
+        kind = (slots, members, self.settings.check_every)
+        board = self.boards.get(kind)
+        if board is None or not _holds(board.limits, needed):
+            board = Board(needed, self.shape, self.policy.head.weight_VD.shape[0], self.policy.device)
+            self._forget(self.boards.get(kind))
+            self.boards[kind] = board
+        self.board = board
+        board.clear(self.policy.end_ids)
         prompts = sum(pages_for(len(ids) - 1) for ids in ask.prompt_ids)
         self.pool.open(prompts + slots, prompts + slots * own, self.settings.pool_share)
-        return self.board, self.pool
+        self._see_addresses()
+        return board, self.pool
 
-    def _forget(self) -> None:
-        """Drop what was captured. Graphs share memory of their own, which ends with the last of them."""
-        self.graphs.clear()
-        self.memory = torch.cuda.graph_pool_handle() if self.by_graph else None
+    def _see_addresses(self) -> None:
+        """Where weights or the pool were moved, what was captured reads the old place."""
+        assert self.pool.data is not None
+        if self.policy.fused is not None and not self.policy.fused.blocks[0].qkv.is_whole:
+            shape_of(self.policy)  # somebody moved the parameters: a forward pass lays them side by side again
+        addresses = (self.pool.data.data_ptr(), *(p.data_ptr() for p in self.policy.model.parameters()))
+        if addresses != self.addresses:
+            for board in self.boards.values():
+                self._forget(board)
+            self.addresses, self.step = addresses, step_of(self.policy)
+
+    def _forget(self, board: Board | None) -> None:
+        """Drop what was captured for a board. Graphs share memory of their own, which ends with the last of them."""
+        self.graphs = {key: graph for key, graph in self.graphs.items() if key[0] is not board}
+        if self.by_graph and not self.graphs:
+            self.memory = torch.cuda.graph_pool_handle()
 
     def completions(self, ask: Ask, slots: int) -> Iterator[tuple[int, tuple[Completion, ...]]]:
         """Each group's number and completions, as soon as it is whole; the texts of a round are decoded together."""
@@ -106,9 +119,9 @@ class GpuSampler:
 
     def _graph(self, reach: Reach, how: Sampling) -> torch.cuda.CUDAGraph | None:
         """The step for this reach as a graph, captured when first asked for."""
-        key = (reach, how.temperature, how.top_k, how.top_p, how.min_p, how.min_new_tokens)
+        key = (self.board, how.temperature, how.top_k, how.top_p, how.min_p, how.min_new_tokens, reach)
         if key not in self.graphs:
-            if not any(k[1:] == key[1:] for k in self.graphs if isinstance(k, tuple)):
+            if not any(known[:-1] == key[:-1] for known in self.graphs):
                 self._warm(reach, how)
             try:
                 self.graphs[key] = self._capture(reach, how)
@@ -145,5 +158,4 @@ class GpuSampler:
 
 
 def _holds(have: Limits, needed: Limits) -> bool:
-    same = (have.slots, have.members, have.ring) == (needed.slots, needed.members, needed.ring)
-    return same and have.prompt_pages >= needed.prompt_pages and have.suffix_pages >= needed.suffix_pages
+    return have.prompt_pages >= needed.prompt_pages and have.suffix_pages >= needed.suffix_pages

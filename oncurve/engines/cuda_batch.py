@@ -195,7 +195,9 @@ class GpuBatch:
                 break
             chosen.append(row.group)
             spare -= needed
-        if not chosen or chosen[0] != self.waiting[0].group:
+        if not chosen:
+            if not any(self.row_in) and self._drop_prompts():
+                return self._prefill_due()
             self._check_one_fits()
             return False
         buckets: dict[int, list[int]] = {}
@@ -278,9 +280,9 @@ class GpuBatch:
     def _drop_prompts(self) -> bool:
         """Give back the pages of prompts that were prefilled ahead and that nobody reads yet; True where there were any."""
         idle = set(self.prompt_pages) - set(self.table_group)
-        for group in idle:
-            self.pool.free.extend(self.prompt_pages.pop(group))
-        return bool(self.pool.free)
+        found = [page for group in idle for page in self.prompt_pages.pop(group)]
+        self.pool.free.extend(found)
+        return bool(found)
 
     def _send_back(self, slot: int) -> None:
         row = self.row_in[slot]

@@ -100,9 +100,9 @@ def test_head_sizes(d: int) -> None:
     assert_close(case, run(case, d**-0.5), d**-0.5, None, None, 1e-5)
 
 
-@pytest.mark.parametrize(("H", "K"), [(1, 1), (6, 2), (7, 1), (8, 8)])
+@pytest.mark.parametrize(("H", "K"), [(1, 1), (6, 2), (7, 1), (3, 3)])
 def test_any_grouping_of_heads(H: int, K: int) -> None:
-    case = make(H, K, 16, [32, 33, 0], [0, 1, 0, 0, 0, 0, 2, 1], [0, 31, 32, 5, 64, 7, 1, 2])
+    case = make(H, K, 16, [32, 33, 0], [0, 0, 1, 0, 0, 0, 2], [0, 31, 32, 5, 64, 7, 1])
     assert_close(case, run(case, 0.3), 0.3, None, None, 1e-5)
 
 
