@@ -1,7 +1,7 @@
 """The critic: a backbone of the policy's size with one number in place of a vocabulary. PPO's estimate of what is to come.
 
 V(s_t) is read from the hidden state from which token t is predicted, so a pack gives the values of all its tokens in one pass,
-the prompt shared as for the policy. The value of the state *after* a completion is that of one more token: ``with_next`` adds it.
+the prompt shared as for the policy. The value of the state *after* a completion is that of one more token: see ``with_next``.
 """
 
 from __future__ import annotations
