@@ -35,7 +35,7 @@ test-gpu: $(VENV)/.dev
 check: $(VENV)/.dev
 	@$(BIN)/ruff format --check --quiet . || { echo "not formatted: .venv/bin/ruff format mends it" >&2; exit 1; }
 	@$(BIN)/ruff check --quiet .
-	@$(BIN)/mypy oncurve tests examples bench/step_cpu.py bench/rewards.py bench/rollout.py docs/make_pages.py
+	@$(BIN)/mypy oncurve tests examples bench docs/make_pages.py
 
 bench: $(VENV)/.dev
 	@$(BIN)/python bench/step_cpu.py

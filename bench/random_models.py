@@ -32,10 +32,11 @@ def shape_of(size: str) -> dict[str, int]:
 
 
 def make_tokenizer(words: int) -> PreTrainedTokenizerFast:
-    """w0 … wN, split at spaces: a text of n words is n tokens."""
-    known = Tokenizer(models.WordLevel({f"w{i}": i for i in range(words)}, unk_token="w0"))
+    """w3 … wN, split at spaces: a text of n words is n tokens. Special tokens are found inside words, so none begins one."""
+    names = ["<unknown>", "<end>", "<pad>", *(f"w{i}" for i in range(3, words))]
+    known = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unknown>"))
     known.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=known, eos_token="w1", pad_token="w2", unk_token="w0")
+    return PreTrainedTokenizerFast(tokenizer_object=known, eos_token="<end>", pad_token="<pad>", unk_token="<unknown>")
 
 
 def make_model(size: str, device: torch.device, dtype: torch.dtype) -> Qwen3ForCausalLM:

@@ -73,17 +73,13 @@ def make_model() -> Any:
 
 
 def make_engine() -> Any:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from random_models import make_tokenizer
 
     from oncurve.engines.native import NativeEngine
     from oncurve.models.policy import Policy
     from oncurve.recipe.sections import Engine
 
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1", pad_token="w2", unk_token="w0")
-    return NativeEngine(Policy(make_model(), tokenizer), Engine())
+    return NativeEngine(Policy(make_model(), make_tokenizer(VOCABULARY)), Engine())
 
 
 class Oncurve:

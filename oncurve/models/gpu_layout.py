@@ -48,6 +48,7 @@ class GpuPackLayout:
         if (kind, size) not in self._tables:
             start, end, prompt, prompt_end, last = self.segments.T
             of, first = _blocks(start, end, size)
+            columns: tuple[np.ndarray, ...]
             if kind == "queries":
                 columns = (first, end[of], start[of], prompt[of], prompt_end[of])
                 work = np.minimum(first + size, end[of]) - start[of] + prompt_end[of] - prompt[of]

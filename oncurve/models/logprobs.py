@@ -52,7 +52,8 @@ def token_logps(
 def _on_gpu(
     head: Head, hidden_MD: Tensor, target_M: Tensor, temperature: float, sums: GradientSums | None
 ) -> tuple[Tensor, Tensor]:
-    from oncurve.models.gpu_head import GpuHead, Shape  # Triton is there only where a GPU is
+    from oncurve.models.gpu_head import GpuHead  # Triton is there only where a GPU is
+    from oncurve.models.kernels.head import Shape
 
     shape = Shape(head.scale, head.softcap, temperature, head.bias_V)
     out: tuple[Tensor, Tensor] = GpuHead.apply(hidden_MD, head.weight_VD, head.bias_V, target_M, shape, sums)  # type: ignore[no-untyped-call]

@@ -116,8 +116,8 @@ class Model(Section):
     """`auto` takes a GPU where there is one."""
     compiled: bool = True
     """On a CPU, sample and learn by functions compiled for the processor, where the machine has a C compiler and the model is a
-    Llama, Mistral or Qwen in float32. Sampling with top-k, top-p or min-p is torch's all the same. What was found is frozen into
-    the run."""
+    Llama, Mistral or Qwen in float32. Sampling with top-k, top-p or min-p is torch's all the same. What was found is frozen
+    into the run."""
     system_prompt: str | None = None
     """Put before every prompt of a task as a system message (chat models only)."""
     template_options: dict[str, Any] = {}

@@ -35,7 +35,7 @@ class Phases:
             yield
             self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
             return
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         before.record()
         yield
         after.record()

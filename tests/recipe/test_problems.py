@@ -96,7 +96,7 @@ def test_a_stage_is_called_by_its_name() -> None:
     data = base()
     data["stages"][1]["name"] = "second"
     assert refusal("second.kl.beta=-1", data=data).where == "second.kl.beta"
-    assert refusal("second.learning_rate=1", data=data).fix .startswith("write it as second.optimiser.learning_rate")
+    assert refusal("second.learning_rate=1", data=data).fix.startswith("write it as second.optimiser.learning_rate")
 
 
 def test_several_mistakes_give_one_error_that_names_them_all() -> None:
