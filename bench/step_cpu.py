@@ -10,6 +10,7 @@ each round, so that they never run at once and a machine that slows down slows b
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import multiprocessing
 import os
@@ -125,6 +126,7 @@ def oncurve_worker(work: Work, pipe: Connection) -> None:
     loop = GrpoLoop(stage, 0, PromptList.of(work.texts), engine, RewardMix([as_reward(reward)]))
     with tempfile.TemporaryDirectory() as folder, Store.create(Path(folder)) as store:
         store.begin_stage(stage.label, stage.type, 0, stage.steps)
+        gc.freeze()  # as the trainer does
         pipe.send("ready")
         for n in range(1, work.steps + 1):
             pipe.recv()

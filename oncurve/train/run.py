@@ -7,6 +7,7 @@ these; on resume everything recorded after it is forgotten and done again.
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -121,6 +122,7 @@ class Trainer:
             if not (self.run.path / "tokenizer").exists():  # so that a live run's tokens can be shown
                 put_whole(self.run.path / "tokenizer", self.policy.tokenizer.save_pretrained)
             status: Status = "failed"
+            gc.freeze()  # what is loaded by now stays: the collector need not look through it again and again
             try:
                 with self._signals():
                     start = self._last_checkpoint() if resume else None
@@ -134,6 +136,7 @@ class Trainer:
                 status = "interrupted"
                 raise
             finally:
+                gc.unfreeze()
                 self.saver.close()
                 self.run.set_status(status)
                 self.tell.on_run_end(status)
