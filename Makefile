@@ -66,6 +66,8 @@ $(VENV)/.run: pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run
+	@command -v cc >/dev/null || { \
+	  echo "Tests need a C compiler, and there is no cc here. On Debian or Ubuntu: apt install gcc libc6-dev" >&2; exit 2; }
 	@echo "installing what tests and checks need (once)"
 	@$(PIP) install -c constraints.txt --no-build-isolation -e ".[dev]"
 	@touch $@
