@@ -257,7 +257,11 @@ def test_the_memory_demo(studio: Served, browser: Browser) -> None:
                 expect(page.locator(f"[data-total='Memory-{of}']")).to_have_text(words)
 
         shows("model=7B&group_size=8")
-        page.get_by_role("combobox", name="Model").select_option("70B")
+        page.get_by_role("combobox", name="Model").fill("Qwen/Qwen3-1")
+        expect(page.get_by_text("knows no model called")).to_be_visible()
+        page.get_by_role("combobox", name="Model").fill("Qwen/Qwen3-14B")
+        shows("model=Qwen/Qwen3-14B&group_size=8")
+        page.get_by_role("combobox", name="Model").fill("70B")
         shows("model=70B&group_size=8")
         page.get_by_role("checkbox", name="LoRA").check()
         shows("model=70B&group_size=8&lora=true")
