@@ -7,6 +7,7 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
@@ -101,14 +102,15 @@ def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "kept"))
     from trackio.sqlite_storage import SQLiteStorage
 
-    recipe = recipe_with("trackio", project=f"mine-{tmp_path.name}")
+    project = f"mine-{uuid4().hex}"  # trackio reads where it keeps things once, and may do so before this test
+    recipe = recipe_with("trackio", project=project)
     (sink,) = sinks_of(recipe)
     tell(sink, recipe, tmp_path)
     assert not sink.failed
     assert capsys.readouterr().out == ""
-    (name,) = SQLiteStorage.get_runs(f"mine-{tmp_path.name}")
+    (name,) = SQLiteStorage.get_runs(project)
     assert name.startswith(tmp_path.name)
-    logs = SQLiteStorage.get_logs(f"mine-{tmp_path.name}", name)
+    logs = SQLiteStorage.get_logs(project, name)
     assert {row["step"]: row["grpo/reward"] for row in logs if "grpo/reward" in row} == pytest.approx({3: 0.1, 4: 0.2, 5: 0.3})
 
 
