@@ -7,7 +7,7 @@ the adapter already meant something when the stage began, with the adapter's wei
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -91,12 +91,8 @@ class _Waiting:
 
     @contextmanager
     def policy_as_it_was(self) -> Iterator[Policy]:
-        now = {name: _on_host(p) for name, p in self._policy.model.named_parameters()}
-        self._put(self._kept)
-        try:
+        with _exchanged(dict(self._policy.model.named_parameters()), self._kept, _on_host):
             yield self._policy
-        finally:
-            self._put(now)
 
     def refresh(self, policy: Policy) -> None:
         self._kept = {name: _on_host(p) for name, p in policy.model.named_parameters()}
@@ -107,10 +103,22 @@ class _Waiting:
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         self._kept = {name: _on_host(state[name]) for name in self._kept}
 
-    @torch.no_grad()
-    def _put(self, weights: Mapping[str, Tensor]) -> None:
-        for name, p in self._policy.model.named_parameters():
-            p.copy_(weights[name], non_blocking=True)
+
+@contextmanager
+def _exchanged(live: Mapping[str, Tensor], kept: Mapping[str, Tensor], copy: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """The kept weights in place of the live ones, which come back afterwards from the copies that ``copy`` makes."""
+    now = {name: copy(p) for name, p in live.items()}
+    _put(live, kept)
+    try:
+        yield
+    finally:
+        _put(live, now)
+
+
+@torch.no_grad()
+def _put(live: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+    for name, p in live.items():
+        p.copy_(weights[name], non_blocking=True)  # waits for nothing where the weights lie in pinned memory
 
 
 def _on_host(weight: Tensor) -> Tensor:
@@ -133,12 +141,8 @@ class _Adapter:
             with lora.switched_off(self._policy.model):
                 yield self._policy
             return
-        now = _copies(self._policy)
-        self._put(self._kept)
-        try:
+        with _exchanged(lora.trained(self._policy.model), self._kept, _copy):
             yield self._policy
-        finally:
-            self._put(now)
 
     def refresh(self, policy: Policy) -> None:
         self._kept = _copies(policy)
@@ -151,11 +155,10 @@ class _Adapter:
         kept = {name: tensor.to(device) for name, tensor in state.items() if name != OFF}
         self._kept = None if bool(state[OFF]) else kept
 
-    @torch.no_grad()
-    def _put(self, weights: Mapping[str, Tensor]) -> None:
-        for name, p in lora.trained(self._policy.model).items():
-            p.copy_(weights[name])
+
+def _copy(weight: Tensor) -> Tensor:
+    return weight.detach().clone()
 
 
 def _copies(policy: Policy) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in lora.trained(policy.model).items()}
+    return {name: _copy(p) for name, p in lora.trained(policy.model).items()}

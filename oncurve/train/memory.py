@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -69,3 +70,12 @@ def sample(
         return engine.sample(prompts, group_size, how, draws, on_group)
 
     return with_less(attempt, slots, least=rows, what="engine.slots")[0]
+
+
+def available() -> int | None:
+    """Bytes of the machine's memory that may yet be taken, as Linux counts them; None where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        return None

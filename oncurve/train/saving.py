@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from oncurve.runs import checkpoints
+from oncurve.train.memory import available
 
 BEHIND_FROM = 32 << 20
 """Bytes of state from which a checkpoint is written in the background."""
@@ -93,9 +94,5 @@ def on_host(tensors: Tensors) -> dict[str, dict[str, Tensor]]:
 
 def _free_memory() -> int:
     """Host memory that a copy may take, in bytes. Where the system does not say, as much as is needed."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return 1 << 62
-    found = next((line for line in lines if line.startswith("MemAvailable:")), None)
-    return 1 << 62 if found is None else int(found.split()[1]) * 1024
+    found = available()
+    return 1 << 62 if found is None else found

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from math import ceil
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -33,6 +32,7 @@ from oncurve.rewards.mix import RewardMix
 from oncurve.tasks.base import Task
 from oncurve.train.learner import Learner
 from oncurve.train.loop import GrpoLoop
+from oncurve.train.memory import available
 from oncurve.train.seen import Learned, MicroBatch, Seen
 
 
@@ -167,8 +167,5 @@ def free_memory(device: torch.device) -> int:
     """Bytes that may yet be taken: of the GPU, or of the machine as Linux counts what is available (else of all it has)."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration, ValueError):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    found = available()
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if found is None else found

@@ -146,13 +146,12 @@ typedef struct { float *x, *h, *qkv, *attended, *both, *logits, *scores, *p; Row
 
 /* Rows through one layer. Where `keys_only`, its keys and values are all that is asked for. */
 static void decoder_layer(const Model *m, const Layer *layer, int64_t M, int keys_only, Scratch *w) {
-    int64_t D = m->D, H = m->H, K = m->K, d = m->d, I = m->I, heads = H + 2 * K, ldq = padded(heads * d), ldb = padded(2 * I);
-    int64_t ldx = padded(D);
-    for (int64_t i = 0; i < M; i++) rms_norm(w->x + i * ldx, layer->before, D, m->eps, w->h + i * D);
-    product(M, D, heads * d, w->h, D, layer->qkv, layer->qkv_bias, 0, w->qkv, ldq);
+    int64_t D = m->D, H = m->H, K = m->K, d = m->d, I = m->I, Q = (H + 2 * K) * d;
+    for (int64_t i = 0; i < M; i++) rms_norm(w->x + i * D, layer->before, D, m->eps, w->h + i * D);
+    product(M, D, Q, w->h, D, layer->qkv, layer->qkv_bias, 0, w->qkv, Q);
     for (int64_t i = 0; i < M; i++) {
         const Row *row = w->row + i;
-        float *q = w->qkv + i * ldq;
+        float *q = w->qkv + i * Q;
         for (int64_t g = 0; g < H + K; g++) {
             const float *weight = g < H ? layer->q_norm : layer->k_norm;
             if (weight) rms_norm(q + g * d, weight, d, m->head_eps, q + g * d);
@@ -168,26 +167,26 @@ static void decoder_layer(const Model *m, const Layer *layer, int64_t M, int key
         }
     }
     if (keys_only) return;
-    for (int64_t i = 0; i < M; i++) attend(m, layer, w->row + i, w->qkv + i * ldq, w->attended + i * H * d, w->scores);
-    product(M, H * d, D, w->attended, H * d, layer->out, layer->out_bias, 1, w->x, ldx);
-    for (int64_t i = 0; i < M; i++) rms_norm(w->x + i * ldx, layer->between, D, m->eps, w->h + i * D);
-    product(M, D, 2 * I, w->h, D, layer->gate_up, 0, 0, w->both, ldb);
+    for (int64_t i = 0; i < M; i++) attend(m, layer, w->row + i, w->qkv + i * Q, w->attended + i * H * d, w->scores);
+    product(M, H * d, D, w->attended, H * d, layer->out, layer->out_bias, 1, w->x, D);
+    for (int64_t i = 0; i < M; i++) rms_norm(w->x + i * D, layer->between, D, m->eps, w->h + i * D);
+    product(M, D, 2 * I, w->h, D, layer->gate_up, 0, 0, w->both, 2 * I);
     for (int64_t i = 0; i < M; i++)
-        for (float *gate = w->both + i * ldb, *up = gate + I, *end = up; gate < end; gate += VL, up += VL)
+        for (float *gate = w->both + i * 2 * I, *up = gate + I, *end = up; gate < end; gate += VL, up += VL)
             *(vec *)gate = *(vec *)gate / (1.0f + exp_of(-*(vec *)gate)) * *(vec *)up;
-    product(M, I, D, w->both, ldb, layer->down, 0, 1, w->x, ldx);
+    product(M, I, D, w->both, 2 * I, layer->down, 0, 1, w->x, D);
 }
 
 /* One token for each of M slots; MR of them at a time for the logits, which are the widest. */
 static void step(const Model *m, const int64_t *slots, int64_t M, int64_t n, Scratch *w) {
-    int64_t D = m->D, V = m->V, ldx = padded(D), ldv = padded(V);
+    int64_t D = m->D, V = m->V, ldv = padded(V);
     for (int64_t i = 0; i < M; i++) {
         int64_t slot = slots[i], prompt = m->prompt_length[slot];
         w->row[i] = (Row){slot / m->R, slot % m->R, prompt, prompt + m->suffix_length[slot]};
-        memcpy(w->x + i * ldx, m->words + m->token[slot] * D, (size_t)D * sizeof(float));
+        memcpy(w->x + i * D, m->words + m->token[slot] * D, (size_t)D * sizeof(float));
     }
     for (int64_t l = 0; l < m->layers; l++) decoder_layer(m, m->layer + l, M, 0, w);
-    for (int64_t i = 0; i < M; i++) rms_norm(w->x + i * ldx, m->last, D, m->eps, w->h + i * D);
+    for (int64_t i = 0; i < M; i++) rms_norm(w->x + i * D, m->last, D, m->eps, w->h + i * D);
     for (int64_t first = 0; first < M; first += MR) {
         product(MR, D, V, w->h + first * D, D, m->head, m->head_bias, 0, w->logits, ldv);
         for (int64_t i = first; i < first + MR && i < M; i++) {
@@ -207,11 +206,11 @@ static void step(const Model *m, const int64_t *slots, int64_t M, int64_t n, Scr
 
 static int take(const Model *m, int64_t rows, int64_t longest, Scratch *w) {
     int64_t scores = longest + 2 * PAGE;
-    w->x = calloc((size_t)(rows * padded(m->D)), sizeof(float));
+    w->x = calloc((size_t)(rows * m->D), sizeof(float));
     w->h = calloc((size_t)(rows * m->D), sizeof(float));
-    w->qkv = calloc((size_t)(rows * padded((m->H + 2 * m->K) * m->d)), sizeof(float));
+    w->qkv = calloc((size_t)(rows * (m->H + 2 * m->K) * m->d), sizeof(float));
     w->attended = calloc((size_t)(rows * m->H * m->d), sizeof(float));
-    w->both = calloc((size_t)(rows * padded(2 * m->I)), sizeof(float));
+    w->both = calloc((size_t)(rows * 2 * m->I), sizeof(float));
     w->logits = calloc((size_t)(MR * padded(m->V)), sizeof(float));
     w->scores = calloc((size_t)scores, sizeof(float));
     w->p = calloc((size_t)padded(m->V), sizeof(float));
@@ -254,7 +253,7 @@ int prefill(const Model *m, int64_t block, const int64_t *ids, int64_t length) {
         int64_t M = length - from < CHUNK ? length - from : CHUNK;
         for (int64_t i = 0; i < M; i++) {
             w.row[i] = (Row){block, -1, from + i + 1, from + i};
-            memcpy(w.x + i * padded(m->D), m->words + ids[from + i] * m->D, (size_t)m->D * sizeof(float));
+            memcpy(w.x + i * m->D, m->words + ids[from + i] * m->D, (size_t)m->D * sizeof(float));
         }
         for (int64_t l = 0; l < m->layers; l++) decoder_layer(m, m->layer + l, M, l == m->layers - 1, &w);
     }
