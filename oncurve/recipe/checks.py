@@ -135,6 +135,14 @@ def _group_of_one(recipe: Recipe, stage: Grpo) -> Problems:
         yield RecipeError(f"{stage.label}.no_signal", "resample", because=because, fix='use "drop" or "keep" with group_size 1')
 
 
+def _prompts_for_ranks(recipe: Recipe, stage: Sampled) -> Problems:
+    if recipe.scale.copies > stage.prompts_per_step:
+        prompts, key = stage.prompts_per_step, f"{stage.label}.prompts_per_step"
+        because = f"each copy of the model samples at least one prompt of a step, and {key} is {prompts}"
+        fix = f"use {prompts * recipe.scale.tensor} ranks or fewer, or raise {key}"
+        yield RecipeError("scale.ranks", recipe.scale.ranks, because=because, fix=fix)
+
+
 def _temperature(recipe: Recipe, stage: Sampled) -> Problems:
     if stage.sampling.temperature == 0:
         because = "greedy completions of one prompt are all the same, so no group has a signal"
@@ -229,6 +237,11 @@ def _length_budget(recipe: Recipe, stage: Grpo) -> Problems:
 
 RECIPE_CHECKS: tuple[Callable[[Recipe], Problems], ...] = (_stage_names, _reward_names, _tiny_context)
 STAGE_CHECKS: tuple[Callable[[Recipe, Stage], Problems], ...] = (_warmup, _patience)
-SAMPLED_CHECKS: tuple[Callable[[Recipe, Sampled], Problems], ...] = (_rewards_given, _temperature, _overlong)
+SAMPLED_CHECKS: tuple[Callable[[Recipe, Sampled], Problems], ...] = (
+    _rewards_given,
+    _prompts_for_ranks,
+    _temperature,
+    _overlong,
+)
 SURROGATE_CHECKS: tuple[Callable[[Recipe, Surrogate], Problems], ...] = (_kl_without_weight, _minibatches)
 GRPO_CHECKS: tuple[Callable[[Recipe, Grpo], Problems], ...] = (_group_of_one, _kl_in_reward, _clip, _rloo, _length_budget)

@@ -15,6 +15,7 @@ from oncurve.recipe.ppo import Ppo
 from oncurve.recipe.rejection import RejectionSample
 from oncurve.recipe.reward_model import RewardModel
 from oncurve.recipe.sampled import Advantage, Surrogate
+from oncurve.recipe.scale import Scale
 from oncurve.recipe.sections import Count, Engine, Model, NonNegative, Reward, Section, SftOptimiser, Share, StageBase, Task
 from oncurve.recipe.sinks import Sink
 from oncurve.recipe.training_free import TrainingFree
@@ -116,6 +117,8 @@ class Recipe(Section):
     """How held-out accuracy is measured."""
     engine: Engine = Engine()
     """The native engine's settings."""
+    scale: Scale = Scale()
+    """Over how many processes and machines the run is spread."""
     deterministic: bool = False
     """On a GPU: use only algorithms that give the same bits each time, and print what they cost. A CPU does so anyway."""
     threads: PositiveInt | None = None

@@ -1,0 +1,58 @@
+"""The section `[scale]`: over how many processes a run is spread, and who does what in them. Everything else stays as it is."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import PositiveFloat, PositiveInt, model_validator
+
+from oncurve.recipe.sections import Count, Section, impossible
+
+
+class Scale(Section):
+    """Past one GPU: learner processes, what they share out, and, on a Ray cluster, samplers and reward workers apart from
+    them. The gradient of a step is that of one process within 1e-5, whatever stands here."""
+
+    ranks: PositiveInt = 1
+    """Learner processes, one for each GPU (or, on a CPU, each with its share of the threads). Every rank samples its share of a
+    step's prompts with its own weights. `oncurve train --gpus N` sets it."""
+    shard: Literal["none", "optimiser", "full"] = "none"
+    """What the ranks share out in place of each holding all of it. `optimiser`: gradients' sums, master weights and moments,
+    with whole weights on each rank, as sampling wants them. `full`: the weights too, by FSDP2; they are gathered for sampling.
+    With one rank there is nothing to share out."""
+    tensor: PositiveInt = 1
+    """Ranks that hold one copy of the model together (tensor parallel, by the plan that transformers has for the model). Must
+    divide `ranks`."""
+    offload: bool = False
+    """With `shard = "full"`: keep shards of weights and moments in the CPU's memory, for GPUs without room; slower."""
+    engine: Literal["native", "vllm"] = "native"
+    """What samples. `native`: with the learner's own weights, none of them copied. `vllm`: vLLM, in a process of its own, to
+    which new weights are pushed after each step."""
+    samplers: Count = 0
+    """With Ray: sampling processes apart from the learners; 0: the learners sample."""
+    reward_workers: Count = 0
+    """With Ray: processes that compute rewards, anywhere with CPUs; 0: those that sample do."""
+    max_staleness: Count = 0
+    """With `samplers`: how many updates the weights that wrote a completion may be older than those that learn from it. 0:
+    synchronous, and exact."""
+    timeout_s: PositiveFloat = 600.0
+    """The longest that a collective or a remote call may take. Then the run stops and says which rank waited for whom."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Scale:
+        if self.ranks % self.tensor:
+            because = f"{self.tensor} ranks hold one copy of the model together, and ranks is {self.ranks}"
+            raise impossible("tensor", self.tensor, because=because, fix=f"use a divisor of {self.ranks}")
+        if self.offload and self.shard != "full":
+            because = f'only shards of weights are kept there, and shard is "{self.shard}"'
+            fix = 'use shard = "full", or optimiser.on_cpu in the stage'
+            raise impossible("offload", "true", because=because, fix=fix)
+        if self.max_staleness and not self.samplers:
+            because = "the learners sample themselves, with the weights that they have"
+            raise impossible("max_staleness", self.max_staleness, because=because, fix="set samplers (Ray), or leave it out")
+        return self
+
+    @property
+    def copies(self) -> int:
+        """Whole copies of the model among the ranks: each samples its own share of the prompts."""
+        return self.ranks // self.tensor
