@@ -50,7 +50,12 @@ def loaded_classifier(source: str, heads: Sequence[str], like: Policy, *, by_tok
     names = {"num_labels": len(heads), "id2label": dict(enumerate(heads)), "label2id": {n: i for i, n in enumerate(heads)}}
     try:
         model = kind.from_pretrained(
-            source, dtype=like.model.dtype, attn_implementation="sdpa", ignore_mismatched_sizes=True, **names
+            source,
+            dtype=like.model.dtype,
+            attn_implementation="sdpa",
+            ignore_mismatched_sizes=True,
+            use_safetensors=True,
+            **names,
         )
     except (OSError, ValueError, KeyError) as error:
         because = str(error).strip().partition("\n")[0]

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from oncurve.errors import MissingPackage, ModelError, OncurveError, RecipeError
-from oncurve.models import gguf, lora, untrusted
+from oncurve.models import gguf, hub, lora, untrusted
 from oncurve.models.policy import Policy
 from oncurve.models.tiny import make_model, make_tokenizer
 from oncurve.recipe.sections import Model
@@ -31,6 +31,7 @@ def load_policy(config: Model, *, alphabet: str | None, seed: int) -> Policy:
         config = resolved(config)
         _check_path(config.source)
         untrusted.check_folder(config.source)
+        hub.check_reachable(config.source)
         model, tokenizer = load_base(config)
         _check_template(config, tokenizer)
     if config.quantise is None:

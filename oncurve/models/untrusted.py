@@ -9,11 +9,13 @@ from typing import Any
 from oncurve.errors import ModelError
 
 SETTINGS = ("tokenizer_config.json", "config.json", "generation_config.json")
+PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 
 def check_folder(source: str) -> None:
-    """Refuses settings that name a file outside of the folder: its content would end up in the vocabulary."""
+    """Refuses settings that name a file outside of the folder, whose content would end up in the vocabulary, and pickles."""
     folder = Path(source)
+    _check_weights(folder)
     for name in SETTINGS if folder.is_dir() else ():
         for key, value in _read(folder / name).items():
             if key.endswith("_file") and isinstance(value, str) and _is_outside(value):
@@ -23,6 +25,20 @@ def check_folder(source: str) -> None:
                     because="it names a file outside of the model's folder",
                     fix="remove the key, or give the file's name within the folder",
                 )
+
+
+def _check_weights(folder: Path) -> None:
+    """Weights are read from safetensors alone: opening a pickle runs what it holds."""
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    pickles = [name for name in names if name.endswith(PICKLES)]
+    if pickles and not any(name.endswith(".safetensors") for name in names):
+        raise ModelError(
+            str(folder),
+            f"weights in {pickles[0]}, and no .safetensors file",
+            because="such a file is a pickle, and opening one runs whatever code it holds",
+            fix="if you trust it, convert it once in Python: transformers.AutoModelForCausalLM.from_pretrained(FOLDER)"
+            ".save_pretrained(NEW), and its AutoTokenizer likewise; NEW holds safetensors",
+        )
 
 
 def _read(path: Path) -> dict[str, Any]:

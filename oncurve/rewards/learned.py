@@ -212,7 +212,7 @@ def load(source: str, kind: str, where: str, dtype: str = "float32") -> Any:
     import torch
     import transformers
 
-    options = {} if kind == "AutoTokenizer" else {"dtype": getattr(torch, dtype)}
+    options = {} if kind == "AutoTokenizer" else {"dtype": getattr(torch, dtype), "use_safetensors": True}
     try:
         loaded = getattr(transformers, kind).from_pretrained(source, trust_remote_code=False, **options)
     except (OSError, ValueError, KeyError) as error:

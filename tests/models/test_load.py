@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +86,27 @@ def test_a_folder_that_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
     with pytest.raises(ModelError, match=r"without config\.json \(it holds notes\.txt\)"):
         load_policy(Model(source=str(tmp_path)), alphabet=None, seed=0)
+
+
+def test_weights_in_a_pickle_are_not_opened(tmp_path: Path) -> None:
+    source = Path(saved(tmp_path / "m", PLAIN))
+    (source / "model.safetensors").rename(source / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="weights in pytorch_model") as told:
+        load_policy(Model(source=str(source)), alphabet=None, seed=0)
+    assert "pickle" in str(told.value)
+    assert "save_pretrained" in str(told.value)
+
+
+def test_a_name_that_no_hub_can_be_asked_for_is_told_at_once(tmp_path: Path) -> None:
+    """A process of its own: whether there is a hub is read from the environment once. `.invalid` never has an address."""
+    command = [sys.executable, "-m", "oncurve", "chat", "Nobody/Nothing"]
+    away = {"HF_ENDPOINT": "https://hub.invalid", "HF_HOME": str(tmp_path)}
+    plain = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+    told = subprocess.run(command, env=plain | away, capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False)
+    assert told.returncode == 2
+    assert told.stderr.startswith("error Nobody/Nothing: no such folder")
+    assert "hub.invalid can't be reached" in " ".join(told.stderr.split())
+    assert "Retrying" not in told.stderr + told.stdout
 
 
 def test_packages_that_are_asked_for_and_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
