@@ -7,6 +7,8 @@ OncurveError
 ├── RewardError       rewards that fail too often, or can't be built
 ├── RunError          a run folder: missing, foreign, interrupted, already there, made by a newer version
 │   └── CheckpointError   a checkpoint that is damaged or unreadable
+├── ClusterError      a cluster that does not answer, has no room, or has other code on its nodes
+├── ScaleError        ranks that can't find each other, differ, or wait for one that is gone or late
 ├── DiskError         no room, no permission, read-only
 └── MissingPackage    an optional package that a setting asks for
 """
@@ -49,6 +51,14 @@ class RunError(OncurveError):
 
 class CheckpointError(RunError):
     """A checkpoint that is damaged, or of a format this version does not read."""
+
+
+class ClusterError(OncurveError):
+    """A cluster that does not answer, has no room, or is not what the run needs; or an actor that others wait for in vain."""
+
+
+class ScaleError(OncurveError):
+    """Processes that can't work as one: they differ, can't find each other, or wait for one that is gone or late."""
 
 
 class DiskError(OncurveError):

@@ -90,7 +90,8 @@ class Completion:
     ``logps`` is the log-prob of each token in the temperature-scaled, untruncated distribution: what the learner computes too,
     so that the two can be compared. ``sampled_logps`` is that of the distribution really drawn from (after top-k, top-p,
     min-p) and ``raw_logps`` that at temperature 1; they are the same array where nothing sets them apart. ``loss_mask`` is
-    False on tokens that an environment wrote.
+    False on tokens that an environment wrote. ``versions`` says by which weights it was written, where they may have changed
+    on the way: (first token, updates that those weights had seen), in order.
     """
 
     token_ids: Ints
@@ -100,6 +101,7 @@ class Completion:
     sampled_logps: Floats
     raw_logps: Floats
     loss_mask: Bools
+    versions: tuple[tuple[int, int], ...] | None = None
 
     @property
     def length(self) -> int:

@@ -71,6 +71,15 @@ class CompiledDecoder:
         for number, (layer, block) in enumerate(zip(self.layers, self.fused.blocks, strict=True)):
             self._fill(number, layer, block)
         self.model = self._model(how, policy.end_ids, state)
+        self.pack_weights()
+
+    def pack_weights(self) -> None:
+        """The matrices as they are now, in the form that the products read."""
+        self.packed: list[Tensor] = []  # C holds their addresses
+        for layer, block in zip(self.layers, self.fused.blocks, strict=True):
+            layer.qkv, layer.out = self._packed(block.qkv.weight), self._packed(block.out.weight)
+            layer.gate_up, layer.down = self._packed(block.gate_up.weight), self._packed(block.down.weight)
+        self.model.head = self._packed(self.head.weight_VD)
 
     def prefill(self, seats: Sequence[tuple[int, int]], prompt_ids: Mapping[int, Ints]) -> None:
         """Prompts, all but their last tokens, into the blocks they are seated at: (block, number of the prompt)."""
@@ -117,7 +126,7 @@ class CompiledDecoder:
             I=first.down.in_features, V=head.weight_VD.shape[0],
             eps=last.variance_epsilon, head_eps=0.0 if first.q_norm is None else first.q_norm.variance_epsilon,
             scale=fused.scale, logit_scale=head.scale, softcap=head.softcap or 0.0,
-            words=address(fused.backbone.embed_tokens.weight), last=address(last.weight), head=self._packed(head.weight_VD),
+            words=address(fused.backbone.embed_tokens.weight), last=address(last.weight),
             head_bias=address(head.bias_V), cos=address(fused.cos), sin=address(fused.sin), layer=self.layers,
             N=pool.blocks, R=pool.rows, T=how.max_new_tokens, min_new=how.min_new_tokens,
             ends=len(ends), end_ids=ends.ctypes.data, temperature=how.temperature,
@@ -129,13 +138,11 @@ class CompiledDecoder:
         self.pool.make_suffixes(number, *self._like())
         layer.suffix_k, layer.suffix_v = (x.data_ptr() for x in self.pool.suffixes[number])
         layer.before, layer.between = address(block.before.weight), address(block.between.weight)
-        layer.qkv, layer.qkv_bias = self._packed(block.qkv.weight), address(block.qkv.bias)
+        layer.qkv_bias, layer.out_bias = address(block.qkv.bias), address(block.out.bias)
         layer.q_norm, layer.k_norm = (None if x is None else address(x.weight) for x in (block.q_norm, block.k_norm))
-        layer.out, layer.out_bias = self._packed(block.out.weight), address(block.out.bias)
-        layer.gate_up, layer.down = self._packed(block.gate_up.weight), self._packed(block.down.weight)
         layer.window = block.window or 0
 
     def _packed(self, weight: Tensor) -> int:
         out = packed(weight)
-        self.kept += [weight, out]
+        self.packed += [weight, out]
         return out.data_ptr()

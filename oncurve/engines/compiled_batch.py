@@ -30,6 +30,12 @@ class CompiledBatch(Batch):
     def _prefill_all(self, seats: list[tuple[int, int]]) -> None:
         self.decoder.prefill(seats, self.prompt_ids)
 
+    def _weights_changed(self) -> None:
+        self.decoder.pack_weights()
+
+    def _written(self, slot: int, row: Row) -> int:
+        return int(self.written_S[slot])
+
     def _advance(self, steps: int) -> list[Row]:
         slots = np.flatnonzero([row is not None for row in self.row_in])
         tokens_CS, logps_CS = self.decoder.decode(slots, steps)

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -57,15 +57,27 @@ class Draws:
     step: int
 
 
+class Exchange(Protocol):
+    """Who may put other weights into the policy while completions are written."""
+
+    @property
+    def version(self) -> int:
+        """How many updates the weights that are in it have seen."""
+
+    def __call__(self) -> bool:
+        """Asked between two rounds of tokens; True where the weights are others now."""
+
+
 @dataclass
 class Row:
-    """One completion in the making."""
+    """One completion in the making. ``versions``: by which weights, from which token on."""
 
     group: int
     sample: int
     token_ids: list[int] = field(default_factory=list)
     logps: list[tuple[float, float, float]] = field(default_factory=list)
     stop: StopReason | None = None
+    versions: dict[int, int] = field(default_factory=dict)
 
     @property
     def loss_mask(self) -> Bools:
@@ -85,6 +97,7 @@ class NativeEngine:
 
     def __init__(self, policy: Policy, settings: EngineSettings) -> None:
         self.policy, self.settings = policy, settings
+        self.exchange: Exchange | None = None
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -107,7 +120,7 @@ class NativeEngine:
         """``group_size`` completions of each prompt, in order. ``on_group`` hears of each group as soon as it is whole."""
         prompt_ids = [self.policy.encode(p) for p in prompts]
         for prompt, ids in zip(prompts, prompt_ids, strict=True):
-            self._check_room(prompt, len(ids), how)
+            check_room(self.policy, prompt, len(ids), how)
         groups: dict[int, Group] = {}
         for part in alike(prompts):
             asked, ids_of = [prompts[g] for g in part], [prompt_ids[g] for g in part]
@@ -134,8 +147,9 @@ class NativeEngine:
         blocks = self._blocks(len(prompts) * (group_size // rows), rows)
         kind = self._batch_type(prompts, how)
         batch = kind(self.policy, how, Pool(blocks, rows, how.max_new_tokens), draws, prompts, prompt_ids, group_size)
+        batch.exchange = self.exchange
         for g in batch.run(self.settings.check_every):
-            yield g, tuple(self._completion(row) for row in batch.rows[g])
+            yield g, tuple(completion_of(self.policy, row) for row in batch.rows[g])
 
     @cached_property
     def gpu(self) -> GpuSampler | None:
@@ -161,23 +175,27 @@ class NativeEngine:
     def _blocks(self, jobs: int, rows: int) -> int:
         return max(1, (self.settings.slots or frozen_slots(self.policy.device, jobs * rows)) // rows)
 
-    def _check_room(self, prompt: Prompt, length: int, how: Sampling) -> None:
-        if length + how.max_new_tokens > self.policy.context:
-            raise ModelError(
-                prompt.id,
-                f"a prompt of {length} tokens with max_new_tokens = {how.max_new_tokens}",
-                because=f"the model addresses {self.policy.context} positions",
-                fix="shorten the prompt, lower sampling.max_new_tokens, or use a model with a longer context",
-            )
 
-    def _completion(self, row: Row) -> Completion:
-        assert row.stop is not None
-        ids = np.asarray(row.token_ids, np.int64)
-        logps, sampled, raw = np.ascontiguousarray(np.asarray(row.logps, np.float32).T)
-        sampled = logps if np.array_equal(sampled, logps) else sampled
-        raw = logps if np.array_equal(raw, logps) else raw
-        text_ids = ids[:-1] if row.stop == "end" else ids
-        return Completion(ids, self.policy.decode(text_ids), row.stop, logps, sampled, raw, row.loss_mask)
+def check_room(policy: Policy, prompt: Prompt, length: int, how: Sampling) -> None:
+    if length + how.max_new_tokens > policy.context:
+        raise ModelError(
+            prompt.id,
+            f"a prompt of {length} tokens with max_new_tokens = {how.max_new_tokens}",
+            because=f"the model addresses {policy.context} positions",
+            fix="shorten the prompt, lower sampling.max_new_tokens, or use a model with a longer context",
+        )
+
+
+def completion_of(policy: Policy, row: Row) -> Completion:
+    """A row that has ended, as a record."""
+    assert row.stop is not None
+    ids = np.asarray(row.token_ids, np.int64)
+    logps, sampled, raw = np.ascontiguousarray(np.asarray(row.logps, np.float32).T)
+    sampled = logps if np.array_equal(sampled, logps) else sampled
+    raw = logps if np.array_equal(raw, logps) else raw
+    text_ids = ids[:-1] if row.stop == "end" else ids
+    versions = tuple((at, v) for at, v in row.versions.items() if at < len(ids)) or None
+    return Completion(ids, policy.decode(text_ids), row.stop, logps, sampled, raw, row.loss_mask, versions)
 
 
 def alike(prompts: Sequence[Prompt]) -> list[list[int]]:
@@ -229,17 +247,35 @@ class Batch:
         self.uniform_ST = torch.zeros(pool.slots, how.max_new_tokens, dtype=torch.float64, device=device)
         self.slot_S = torch.arange(pool.slots, device=device)
         self.end_ids = torch.tensor(policy.end_ids, device=device)
+        self.exchange: Exchange | None = None
 
     def run(self, check_every: int) -> Iterator[int]:
         """Decodes until nothing is left; yields the number of each group when its last completion has ended."""
         left = {g: len(rows) for g, rows in self.rows.items()}
         self._admit()
         while any(self.row_in):
+            self._take_new_weights()
             for row in self._advance(check_every):
                 left[row.group] -= 1
                 if not left[row.group]:
                     yield row.group
             self._admit()
+
+    def _take_new_weights(self) -> None:
+        """Completions go on with them; keys and values that are there stay as the weights before made them."""
+        if self.exchange is None:
+            return
+        if self.exchange():
+            self._weights_changed()
+        for slot, row in enumerate(self.row_in):
+            if row is not None and self.exchange.version not in row.versions.values():
+                row.versions[self._written(slot, row)] = self.exchange.version
+
+    def _weights_changed(self) -> None:
+        """For batches that hold weights in a form of their own."""
+
+    def _written(self, slot: int, row: Row) -> int:
+        return len(row.token_ids)
 
     def _admit(self) -> None:
         """Give free blocks to waiting jobs and prefill their prompts."""

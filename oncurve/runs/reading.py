@@ -195,6 +195,15 @@ class Reader:
         question = "SELECT key, reply FROM replies WHERE stage = ? AND step = ? AND kind = ?"
         return {row["key"]: row["reply"] for row in self._ask(question, stage, step, kind)}
 
+    def versions(self, stage: str, step: int) -> dict[tuple[int, int], list[tuple[int, int]]]:
+        """By (group, completion): which weights wrote it, as (first token, updates they had seen). Asynchronous runs only."""
+        if not self._ask("SELECT 1 FROM sqlite_master WHERE name = 'versions'"):
+            return {}
+        question = """SELECT groups.position, completions.position, versions FROM groups
+                      JOIN completions ON group_id = groups.id JOIN versions ON completion_id = completions.id
+                      WHERE stage = ? AND step = ? AND kind = 'train'"""
+        return {(row[0], row[1]): [(at, v) for at, v in json.loads(row[2])] for row in self._ask(question, stage, step)}
+
     def summary(self) -> Summary:
         stages, made = tuple(self.stages()), self._ask("SELECT format, oncurve, created FROM meta")[0]
         begun = [stage for stage in stages if stage.done]

@@ -89,6 +89,7 @@ class StepRows:
     completions: list[Row] = field(default_factory=list)
     aspects: list[Row] = field(default_factory=list)
     tokens: list[Row] = field(default_factory=list)
+    versions: list[Row] = field(default_factory=list)
 
 
 Graded = GradedGroup | ScoredGroup
@@ -111,6 +112,8 @@ def group_rows(
             rows.completions.append(_completion_row(last_completion, group_id, index, one, is_graded, advantages))
             rows.aspects += [_aspect_row(last_completion, place, aspect) for place, aspect in enumerate(one.aspects)]
             rows.tokens.append(_token_row(last_completion, one.completion, advantages, seen))
+            if one.completion.versions is not None:
+                rows.versions.append((last_completion, to_json(one.completion.versions)))
     return rows
 
 

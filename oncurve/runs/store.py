@@ -165,6 +165,7 @@ class Store(Reader):
         write.executemany(f"INSERT INTO completions VALUES ({_marks(10)})", found.completions)
         write.executemany(f"INSERT INTO aspects VALUES ({_marks(8)})", found.aspects)
         write.executemany(f"INSERT INTO tokens VALUES ({_marks(12)})", found.tokens)
+        write.executemany("INSERT INTO versions VALUES (?, ?)", found.versions)
 
 
 def _marks(count: int) -> str:

@@ -9,6 +9,8 @@
   ``logps``; one number in ``advantages`` means that number at every token.
 - ``replies`` holds what rewards that look outside the run answered about the groups of a step, those that dynamic sampling
   threw away included. They are not forgotten on resume: a step done again gets the same answers.
+- ``versions`` has a row only where weights may have changed while a completion was written (asynchronous runs): JSON, pairs of
+  the first token and the updates that the weights had seen which wrote it and what follows.
 """
 
 from __future__ import annotations
@@ -73,5 +75,8 @@ CREATE TABLE IF NOT EXISTS replies (
     stage TEXT NOT NULL, step INTEGER NOT NULL, kind TEXT NOT NULL, key TEXT NOT NULL, reply TEXT NOT NULL,
     PRIMARY KEY (stage, step, kind, key)
 ) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS versions (
+    completion_id INTEGER PRIMARY KEY REFERENCES completions(id) ON DELETE CASCADE, versions TEXT NOT NULL
+);
 """
 """Tables that came after the first runs: made where a writer finds them missing."""
