@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -20,6 +21,11 @@ from oncurve.train.given import is_from_python
 
 LOOK_BACK = 20
 """Steps from the end in which a group worth showing is looked for."""
+BESIDE = {
+    "reward_model": {"heldout_pair_accuracy": "{} of held-out pairs right", "calibration_error": "calibration error {}"},
+    "training_free": {"heldout_without": "held-out accuracy {} without its experiences", "heldout_with": "{} with them"},
+}
+"""What is worth telling of stages that leave the policy as it is."""
 
 
 def render_summary(run: RunFolder, seconds: float | None = None) -> RenderableType:
@@ -29,6 +35,8 @@ def render_summary(run: RunFolder, seconds: float | None = None) -> RenderableTy
         evals = store.evals()
         if evals:
             parts += [accuracy_table(evals), Text()]
+        beside = [Text(line) for line in map(partial(beside_policy, store), store.stages()) if line]
+        parts += [*beside, Text()] if beside else []
         found = telling_group(store)
         if found is not None:
             stage, step, position, graded = found
@@ -44,9 +52,21 @@ def render_summary(run: RunFolder, seconds: float | None = None) -> RenderableTy
     return Group(*parts)
 
 
+def beside_policy(store: Reader, stage: StageRow) -> str | None:
+    """How far a stage came that moves something else than the policy: the last that it measured on what was kept aside."""
+    seen = {name: curve[-1][1] for name in BESIDE.get(stage.type, {}) if (curve := store.metric(name, stage.name))}
+    said = ", ".join(BESIDE[stage.type][name].format(f"{100 * value:.1f} %") for name, value in seen.items())
+    return f"{stage.name}: {said}" if said else None
+
+
 def next_steps(run: RunFolder, look: str) -> Text:
-    lines = [("look at what it wrote", look), ("ask it something", f"oncurve chat {run.path}")]
-    lines += [] if is_from_python(load_recipe(run.recipe)) else [("measure it again", f"oncurve eval {run.path}")]
+    recipe = load_recipe(run.recipe)
+    lines = [("look at what it wrote", look)]
+    libraries = [run.path / "experience" / f"{s.label}.md" for s in recipe.stages if s.type == "training_free"]
+    lines += [("read its experiences", str(file)) for file in libraries if file.is_file()]
+    if any(s.moves_policy for s in recipe.stages):
+        lines += [("ask it something", f"oncurve chat {run.path}")]
+        lines += [] if is_from_python(recipe) else [("measure it again", f"oncurve eval {run.path}")]
     return Text("\n").join(Text.assemble((f"  {why:<23}", "dim"), (command, "cyan")) for why, command in lines)
 
 

@@ -1,0 +1,122 @@
+"""Training-Free GRPO end to end, in two processes: `oncurve serve` answers, `oncurve train` asks; only advice moves."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from oncurve.models.packing import Bundle, build_pack
+from oncurve.models.policy import Policy
+from oncurve.models.tiny import make_model, make_tokenizer
+from oncurve.recipe.sections import TinyModel
+from oncurve.recipe.training_free import TrainingFree
+from oncurve.records import Prompt
+from oncurve.rewards.answer import AnswerOptions, AnswerReward
+from oncurve.rewards.mix import RewardMix
+from oncurve.runs.store import Store
+from oncurve.tasks.in_memory import PromptList
+from oncurve.train.experience import Library
+from oncurve.train.training_free import TrainingFreeLoop
+from tests.serve.serving import TEMPLATE
+
+PRINTABLE = "".join(map(chr, range(32, 127))) + "…\n"
+RIGHT, WRONG, ADVICE = "<answer>7</answer>", "no", "Say 7."
+LESSON = json.dumps([{"do": "add", "text": ADVICE}])
+ROWS = [{"prompt": [{"role": "user", "content": f"Q{i}"}], "answer": "7"} for i in range(10)]
+
+
+def asks(folder: Path) -> TrainingFreeLoop:
+    """Only to know in what words the stage will ask; nothing listens there."""
+    stage = TrainingFree(model="small", base_url="http://127.0.0.1:1/v1", prompts_per_step=1, group_size=2)
+    task = PromptList.of(ROWS[:8], ROWS[8:])
+    return TrainingFreeLoop(stage, 0, task, RewardMix([AnswerReward("answer", 1.0, AnswerOptions())]), folder)
+
+
+def teach(folder: Path) -> None:
+    """Saves a small model that has learned three things: asked without advice it says the wrong thing six times of ten, with
+    advice the right one, and as a teacher it gives the advice."""
+    tokenizer = make_tokenizer(PRINTABLE)
+    shape = TinyModel(layers=2, width=48, heads=2, kv_heads=1, head_size=24, mlp_width=96, context=2048)
+    policy = Policy(make_model(shape, tokenizer, 0), tokenizer)
+    tokenizer.chat_template = TEMPLATE
+    loop, rng = asks(folder), np.random.default_rng(0)
+    prompts = PromptList.of(ROWS).train
+    optimiser = torch.optim.AdamW(policy.model.parameters(), lr=5e-3)
+    known = Library({1: ADVICE}, 1)
+    for _ in range(60):
+        prompt = prompts[int(rng.integers(8))]
+        pair = {"prompt": [dict(m) for m in prompt.messages or ()], "chosen": RIGHT, "rejected": WRONG}
+        lessons = [
+            (loop._request(prompt, Library({}), 0, 1), RIGHT, 0.4),
+            (loop._request(prompt, Library({}), 0, 1), WRONG, 0.6),
+            (loop._request(prompt, known, 0, 1), RIGHT, 1.0),
+            (loop._lesson(pair, 1, 0), LESSON, 1.0),
+        ]
+        optimiser.zero_grad()
+        for told, said, share in lessons:
+            ids = policy.encode(Prompt("p", messages=tuple(told["messages"])))
+            pack = build_pack([Bundle(ids, (policy.encode_completion(said),), (0,))], policy.device)
+            (-share * policy.pack_logps(pack)[0].sum()).backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
+        optimiser.step()
+    policy.save(folder / "small")
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """The address of `oncurve serve`, a process of its own, for as long as it is asked."""
+    command = [sys.executable, "-m", "oncurve", "serve", str(folder), "--name", "small", "--port", "0", "--json"]
+    plain = {name: value for name, value in os.environ.items() if name != "ONCURVE_SERVE_KEY"} | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [*command, "--until-closed"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=plain
+    )
+    assert process.stdout is not None
+    try:
+        yield json.loads(process.stdout.readline())["address"]
+    finally:
+        process.communicate(timeout=20)
+    assert process.returncode == 0
+
+
+def test_advice_is_written_down_and_held_out_accuracy_is_measured_with_and_without_it(tmp_path: Path) -> None:
+    teach(tmp_path)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    with served(tmp_path / "small") as address:
+        (tmp_path / "free.toml").write_text(f"""
+threads = 1
+model.tiny = {{ layers = 1, width = 32, context = 64 }}
+task = {{ type = "file", path = "{tmp_path / "rows.jsonl"}", heldout = 2, heldout_share = 0.5 }}
+rewards = [{{ type = "answer" }}]
+[[stages]]
+type = "training_free"
+model = "small"
+base_url = "{address}/v1"
+steps = 2
+prompts_per_step = 4
+group_size = 8
+retries = 0
+reply_tokens = 64
+sampling.max_new_tokens = 24
+""")
+        command = [sys.executable, "-m", "oncurve", "train", str(tmp_path / "free.toml"), "--out", str(tmp_path / "run")]
+        told = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert told.returncode == 0, told.stderr
+    library = (tmp_path / "run" / "experience" / "training_free.md").read_text()
+    assert f"- **E1** {ADVICE}\n" in library
+    with Store.open(tmp_path / "run") as store:
+        said = {name: dict(store.metric(name, "training_free")) for name in ("heldout_without", "heldout_with", "accuracy")}
+        assert said["heldout_without"] == {2: 0.0}
+        assert said["heldout_with"] == {2: 1.0}
+        assert said["accuracy"][1] < 0.8 < said["accuracy"][2]
+        assert len(store.step("training_free", 1).groups) == 4
+    assert "held-out accuracy 0.0 % without its experiences, 100.0 % with them" in " ".join(told.stdout.split())
+    assert "experience/training_free.md" in "".join(told.stdout.split())
+    assert "oncurve chat" not in told.stdout, "the recipe's own model has learned nothing"
