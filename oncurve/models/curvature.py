@@ -91,7 +91,7 @@ def flat(tensors: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def move(parameters: Sequence[nn.Parameter], start_n: Tensor, step_n: Tensor, share: float) -> None:
-    """Sets the parameters, in their own memory, to start + share · step."""
-    parts = torch.split(start_n + share * step_n, [p.numel() for p in parameters])
+    """Sets the parameters, in their own memory, to start + share · step; at a share of 0 to the start itself."""
+    parts = torch.split(start_n + share * step_n if share else start_n, [p.numel() for p in parameters])
     for p, at in zip(parameters, parts, strict=True):
         p.copy_(at.view_as(p))

@@ -32,7 +32,7 @@ class Trpo(Sampled):
 
     @model_validator(mode="after")
     def _no_optimiser(self) -> Trpo:
-        if self.optimiser != Optimiser():
+        if self.optimiser != Optimiser(guard=self.optimiser.guard):
             because = "a trpo step is as long as its KL bound allows: there is no learning rate, no moment, no schedule"
-            raise impossible("optimiser", "set", because=because, fix="leave it out, and set max_kl instead")
+            raise impossible("optimiser", "set", because=because, fix="leave all but its guard out, and set max_kl instead")
         return self

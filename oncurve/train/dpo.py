@@ -6,7 +6,8 @@ before the first step, and held as two numbers per pair in place of a second mod
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -21,7 +22,10 @@ from oncurve.records import StepReport
 from oncurve.tasks.order import places_for_step
 from oncurve.tasks.pairs import Pair, read_pairs
 from oncurve.train.clock import Clock
+from oncurve.train.memory import with_less
 from oncurve.train.optimiser import Optimiser, Update
+
+T = TypeVar("T")
 
 
 class DpoLoop:
@@ -31,7 +35,7 @@ class DpoLoop:
     """Its length is counted in steps alone."""
 
     def __init__(self, stage: Dpo, seed: int, policy: Policy, pairs: Sequence[Pair] | None = None) -> None:
-        self.stage, self.seed, self.policy = stage, seed, policy
+        self.stage, self.seed, self.policy, self.tokens_per_pack = stage, seed, policy, stage.tokens_per_pack
         self.bundles = [_bundle(policy, pair) for pair in (read_pairs(stage) if pairs is None else pairs)]
         self.optimiser = Optimiser(policy.model, stage.optimiser, stage.steps)
         self.reference: Tensor | None = None
@@ -52,16 +56,9 @@ class DpoLoop:
             with clock("reference"):
                 self.reference = self._reference_logps()
         chosen = places_for_step(len(self.bundles), self.seed, n - 1, self.stage.batch_size)
-        seen = _Seen()
         with clock("update"):
-            self.optimiser.zero_grad()
-            for pack, places in self._packs(chosen):
-                logp_M, entropy_M = self.policy.pack_logps(pack)
-                pairs = self._pairs(logp_M, pack, places)
-                loss_N = PREFERENCE_LOSSES[self.stage.loss](pairs, self.stage.beta, self.stage.margin)
-                (loss_N.sum() / len(chosen)).backward()  # type: ignore[no-untyped-call]
-                seen.note(loss_N, pairs, entropy_M, self.stage.beta)
-            update = self.optimiser.step()
+            seen = self._in_fitting_packs(chosen, self._gradient)
+            update = self.optimiser.step(loss=seen.sums["loss"] / seen.pairs)
         metrics = seen.metrics(update) | {
             "tokens_per_s": seen.tokens / clock.seconds["update"],
             "examples_seen": float(n * self.stage.batch_size),
@@ -69,12 +66,33 @@ class DpoLoop:
         }
         return StepReport(self.stage.label, n, metrics, clock.seconds)
 
-    def _packs(self, places: Sequence[int]) -> list[tuple[Pack, list[int]]]:
-        """Packs of whole pairs, each with the places of its pairs: a pair's loss needs both of its completions at once."""
+    def _in_fitting_packs(self, places: Sequence[int], work: Callable[[list[tuple[Pack, list[int]]]], T]) -> T:
+        """What ``work`` makes of packs of these pairs: of packs of half the size, as often as memory runs out in it."""
         bundles = [self.bundles[i] for i in places]
-        budget = max(self.stage.tokens_per_pack, *(b.tokens for b in bundles))
+        least, whole = max(b.tokens for b in bundles), sum(b.tokens for b in bundles)
+        budget = max(min(self.tokens_per_pack, whole), least)
+        done, enough = with_less(lambda tokens: work(self._packs(places, tokens)), budget, least=least, what="tokens_per_pack")
+        if enough < budget:
+            self.tokens_per_pack = enough
+        return done
+
+    def _gradient(self, packs: list[tuple[Pack, list[int]]]) -> _Seen:
+        """The gradient of one update, summed over its packs."""
+        self.optimiser.zero_grad()
+        seen, count = _Seen(), sum(len(places) for _, places in packs)
+        for pack, places in packs:
+            logp_M, entropy_M = self.policy.pack_logps(pack)
+            pairs = self._pairs(logp_M, pack, places)
+            loss_N = PREFERENCE_LOSSES[self.stage.loss](pairs, self.stage.beta, self.stage.margin)
+            (loss_N.sum() / count).backward()  # type: ignore[no-untyped-call]
+            self.optimiser.absorb()
+            seen.note(loss_N, pairs, entropy_M, self.stage.beta)
+        return seen
+
+    def _packs(self, places: Sequence[int], budget: int) -> list[tuple[Pack, list[int]]]:
+        """Packs of whole pairs, each with the places of its pairs: a pair's loss needs both of its completions at once."""
         found, done = [], 0
-        for part in split_by_budget(bundles, budget):
+        for part in split_by_budget([self.bundles[i] for i in places], budget):
             found.append((build_pack(part, self.policy.device), list(places[done : done + len(part)])))
             done += len(part)
         return found
@@ -91,10 +109,14 @@ class DpoLoop:
         found = torch.zeros(len(self.bundles), 2, dtype=torch.float64)
         size, batch_size = len(self.bundles), self.stage.batch_size
         drawn = {i for step in range(self.stage.steps) for i in places_for_step(size, self.seed, step, batch_size)}
-        for pack, places in self._packs(sorted(drawn)):
-            logp_M, _ = self.policy.pack_logps(pack)
-            parts = torch.split(logp_M.double().cpu(), list(pack.lengths))
-            found[places] = torch.stack([part.sum() for part in parts]).view(-1, 2)
+
+        def measure(packs: list[tuple[Pack, list[int]]]) -> None:
+            for pack, places in packs:
+                logp_M, _ = self.policy.pack_logps(pack)
+                parts = torch.split(logp_M.double().cpu(), list(pack.lengths))
+                found[places] = torch.stack([part.sum() for part in parts]).view(-1, 2)
+
+        self._in_fitting_packs(sorted(drawn), measure)
         return found
 
 

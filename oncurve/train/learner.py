@@ -9,9 +9,10 @@ Legend: ``M`` predicted tokens of a pack.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -33,6 +34,8 @@ from oncurve.train.memory import with_less
 from oncurve.train.optimiser import Optimiser
 from oncurve.train.phases import Phases, matrix_rate, model_flops
 from oncurve.train.seen import Learned, MicroBatch, Seat, Seen
+
+T = TypeVar("T")
 
 
 class Learner:
@@ -111,15 +114,26 @@ class Learner:
     ) -> list[MicroBatch]:
         """One update's gradient. Where memory runs out it is begun again over packs of half the size: the sum is the same."""
         before = None if seen is None else seen.mark()
-        whole = max(micro.pack.tokens for micro in batch)
 
-        def attempt(budget: int) -> list[MicroBatch]:
+        def attempt(packs: list[MicroBatch]) -> list[MicroBatch]:
             if seen is not None and before is not None:
                 seen.back_to(before)
-            return self._accumulate(batch if budget == whole else resplit(groups, batch, budget), totals, seen)
+            return self._accumulate(packs, totals, seen)
 
-        least = max(longest(groups[g]) for micro in batch for g, _ in micro.seats)
-        done, enough = with_less(attempt, whole, least=least, what="tokens_per_pack")
+        return self.in_fitting_packs(groups, batch, attempt)
+
+    def in_fitting_packs(
+        self, groups: Sequence[GradedGroup], batch: list[MicroBatch], attempt: Callable[[list[MicroBatch]], T]
+    ) -> T:
+        """What ``attempt`` makes of a batch: of the same rows in packs of half the size, as often as memory runs out in it."""
+        whole = max((micro.pack.tokens for micro in batch), default=0)
+        least = max((longest(groups[g]) for micro in batch for g, _ in micro.seats), default=0)
+        done, enough = with_less(
+            lambda budget: attempt(batch if budget == whole else resplit(groups, batch, budget)),
+            whole,
+            least=least,
+            what="tokens_per_pack",
+        )
         if enough < whole:
             self.tokens_per_pack = enough
         return done
@@ -140,13 +154,28 @@ class Learner:
         bundles = [bundle_of(group, range(len(group.scored)), [key[g, c] for c in range(len(group.scored))])
                    for g, group in enumerate(scored)]  # fmt: skip
         found = [[np.zeros(0, np.float32)] * len(group.scored) for group in scored]
-        for part in split_by_budget(bundles, self.tokens_per_pack):
-            pack = build_pack(part, self.policy.device)
-            logp_M, _ = self.policy.pack_logps(pack, self._temperature)
-            kl_M = KL_ESTIMATORS[self.kl_estimator](logp_M, self.reference.logps(pack, self._temperature))
-            for k, kl_T in zip(pack.keys, by_row(kl_M, pack), strict=True):
-                g, c = seats[k]
-                found[g][c] = kl_T
+        for k, kl_T in self.by_completion(bundles, self._kl):
+            g, c = seats[k]
+            found[g][c] = kl_T
+        return found
+
+    def _kl(self, pack: Pack) -> Tensor:
+        assert self.reference is not None
+        logp_M, _ = self.policy.pack_logps(pack, self._temperature)
+        return KL_ESTIMATORS[self.kl_estimator](logp_M, self.reference.logps(pack, self._temperature))
+
+    def by_completion(self, bundles: Sequence[Bundle], measure: Callable[[Pack], Tensor]) -> list[tuple[int, Floats]]:
+        """(key, one number per token) of every completion, measured without gradient in packs that memory has room for."""
+
+        def attempt(budget: int) -> list[tuple[int, Floats]]:
+            packs = (build_pack(part, self.policy.device) for part in split_by_budget(bundles, budget))
+            return [pair for pack in packs for pair in zip(pack.keys, by_row(measure(pack), pack), strict=True)]
+
+        whole = min(self.tokens_per_pack, sum(b.tokens for b in bundles))
+        least = max((len(b.prompt_ids) + max(map(len, b.completion_ids)) for b in bundles), default=1)
+        found, enough = with_less(attempt, whole, least=least, what="tokens_per_pack")
+        if enough < whole:
+            self.tokens_per_pack = enough
         return found
 
     @property

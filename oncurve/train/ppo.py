@@ -7,7 +7,8 @@ graded token by token against what the critic expected there (``algos/gae.py``),
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from oncurve.algos.gae import Doubles, explained_variance, gae, token_rewards, v
 from oncurve.algos.reductions import StepTotals
 from oncurve.engines.native import NativeEngine
 from oncurve.models.critic import Critic, with_next
-from oncurve.models.packing import Bundle, Pack, build_pack, split_by_budget
+from oncurve.models.packing import Bundle, Pack
 from oncurve.models.policy import Policy
 from oncurve.recipe.ppo import Ppo
 from oncurve.recipe.sampled import Surrogate
@@ -26,9 +27,10 @@ from oncurve.recipe.schema import Grpo
 from oncurve.records import Floats, GradedGroup, ScoredCompletion, ScoredGroup, StepReport
 from oncurve.rewards.mix import RewardMix
 from oncurve.tasks.base import Task
-from oncurve.train.learner import Learner, by_row, in_parts
+from oncurve.train.learner import Learner, in_parts
 from oncurve.train.loop import GrpoLoop
 from oncurve.train.optimiser import Optimiser, Update
+from oncurve.train.phases import Phases
 from oncurve.train.seen import Learned, MicroBatch, Seat, Seen
 
 EPS = 1e-8
@@ -151,6 +153,7 @@ class PpoLearner(Learner):
         self.critic_optimiser = Optimiser(self.critic.module, settings, updates)
         self.value_updates: list[Update] = []
         self.value_sums = {"value_loss": 0.0, "value_clip_share": 0.0}
+        self.last_values: dict[str, float] = {}
 
     @torch.no_grad()
     def values(self, scored: Sequence[ScoredGroup]) -> list[list[Floats]]:
@@ -165,26 +168,26 @@ class PpoLearner(Learner):
             if rows:
                 bundles.append(Bundle(group.group.prompt_ids, tuple(ids), tuple(range(len(seats), len(seats) + len(rows)))))
                 seats += [(g, c) for c in rows]
-        for part in split_by_budget(bundles, self.ppo.tokens_per_pack):
-            pack = build_pack(part, self.policy.device)
-            for k, values in zip(pack.keys, by_row(self.critic.values(pack), pack), strict=True):
-                g, c = seats[k]
-                found[g][c] = values
+        for k, values in self.by_completion(bundles, self.critic.values):
+            g, c = seats[k]
+            found[g][c] = values
         return found
 
     def update(self, groups: Sequence[GradedGroup]) -> Learned:
         self.value_updates, self.value_sums = [], dict.fromkeys(self.value_sums, 0.0)
         learned = self._critic_alone(groups) if self.warming else super().update(groups)
-        return Learned(learned.metrics | self._value_metrics(groups), learned.stats)
+        return replace(learned, metrics=learned.metrics | self._value_metrics(groups))
 
     def _critic_alone(self, groups: Sequence[GradedGroup]) -> Learned:
         """A step of value warm-up: the policy stays as it is, so its log-probs are not asked for."""
+        self.phases = Phases(self.policy.device)
         chunks = in_parts(len(groups), self.ppo.minibatches)
-        batches = [list(self._micro_batches(groups, chunk)) for chunk in chunks]
+        batches = self._fitting(groups, chunks)
         for _ in range(self.ppo.updates_per_step):
             for chunk, batch in zip(chunks, batches, strict=True):
                 if batch:
-                    self._accumulate_values(batch, self._totals([groups[g] for g in chunk]))
+                    totals = self._totals([groups[g] for g in chunk])
+                    self._value_step(self.in_fitting_packs(groups, batch, partial(self._accumulate_values, totals=totals)))
         return Learned({}, [[None] * len(g.graded) for g in groups])
 
     def _micro_batch(self, groups: Sequence[GradedGroup], pack: Pack, seats: tuple[Seat, ...]) -> JudgedBatch:
@@ -197,15 +200,23 @@ class PpoLearner(Learner):
             return_M=self._join([group.returns[c] for group, c in found]),
         )
 
-    def _accumulate(self, batch: Sequence[MicroBatch], totals: StepTotals, seen: Seen | None) -> list[MicroBatch]:
-        done = super()._accumulate(batch, totals, seen)
-        self._accumulate_values(batch, totals)
+    def _gradient(
+        self, groups: Sequence[GradedGroup], batch: list[MicroBatch], totals: StepTotals, seen: Seen | None
+    ) -> list[MicroBatch]:
+        done = super()._gradient(groups, batch, totals, seen)
+        self._value_step(self.last_values)
         return done
 
-    def _accumulate_values(self, batch: Sequence[MicroBatch], totals: StepTotals) -> None:
-        """The critic's gradient of one update, and, where it has a trunk of its own, its step."""
+    def _accumulate(self, batch: Sequence[MicroBatch], totals: StepTotals, seen: Seen | None) -> list[MicroBatch]:
+        done = super()._accumulate(batch, totals, seen)
+        self.last_values = self._accumulate_values(batch, totals)
+        return done
+
+    def _accumulate_values(self, batch: Sequence[MicroBatch], totals: StepTotals) -> dict[str, float]:
+        """The critic's gradient of one update, and what its loss was."""
         self.critic_optimiser.zero_grad()
         weight = self.ppo.critic.loss_weight if self.critic.shared else 1.0
+        sums = dict.fromkeys(self.value_sums, 0.0)
         for micro in batch:
             assert isinstance(micro, JudgedBatch)
             assert micro.value_old_M is not None
@@ -215,8 +226,15 @@ class PpoLearner(Learner):
             )
             loss = loss_M[micro.mask_M].sum() / max(totals.tokens, 1)
             (weight * loss).backward()  # type: ignore[no-untyped-call]
-            self.value_sums["value_loss"] += float(loss.detach())
-            self.value_sums["value_clip_share"] += float(clipped_M[micro.mask_M].sum()) / max(totals.tokens, 1)
+            self.critic_optimiser.absorb()
+            sums["value_loss"] += float(loss.detach())
+            sums["value_clip_share"] += float(clipped_M[micro.mask_M].sum()) / max(totals.tokens, 1)
+        return sums
+
+    def _value_step(self, sums: Mapping[str, float]) -> None:
+        """The critic's own update. In a shared trunk that is the head alone: the rest is in the policy's gradient."""
+        for name, value in sums.items():
+            self.value_sums[name] += value
         self.value_updates.append(self.critic_optimiser.step())
 
     def _value_metrics(self, groups: Sequence[GradedGroup]) -> dict[str, float]:

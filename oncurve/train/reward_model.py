@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,9 +27,11 @@ from oncurve.runs.notes import note
 from oncurve.tasks.order import places_for_step
 from oncurve.tasks.preferences import Judged, Judgements, read_judgements
 from oncurve.train.clock import Clock
+from oncurve.train.memory import with_less
 from oncurve.train.optimiser import Optimiser
 
 FOLDER = "reward_models"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,7 @@ class RewardModelLoop:
         self, stage: RewardModel, seed: int, policy: Policy, folder: Path, judgements: Judgements | None = None
     ) -> None:
         self.stage, self.seed, self.policy, self.folder = stage, seed, policy, folder / FOLDER / stage.label
+        self.tokens_per_pack = stage.tokens_per_pack
         told = judgements or read_judgements(stage)
         by_token = stage.kind == "steps"
         self.model = (
@@ -113,13 +116,19 @@ class RewardModelLoop:
     def update(self, chosen: Sequence[Coded]) -> dict[str, float]:
         """One optimiser update. The split into batches changes nothing: losses are divided by the update's own count."""
         total = sum(_count(coded) for coded in chosen)
-        self.optimiser.zero_grad()
-        loss, seen = 0.0, []
-        for part in self._parts(chosen):
-            scored = self.score(part)
-            (scored.loss / total).backward()  # type: ignore[no-untyped-call]
-            loss += float(scored.loss.detach()) / total
-            seen.append(scored)
+
+        def attempt(parts: list[list[Coded]]) -> tuple[float, list[Scored]]:
+            self.optimiser.zero_grad()
+            loss, seen = 0.0, []
+            for part in parts:
+                scored = self.score(part)
+                (scored.loss / total).backward()  # type: ignore[no-untyped-call]
+                self.optimiser.absorb()
+                loss += float(scored.loss.detach()) / total
+                seen.append(replace(scored, loss=scored.loss.detach()))
+            return loss, seen
+
+        loss, seen = self._in_fitting_parts(chosen, attempt)
         done = self.optimiser.step(loss=loss)
         return {
             "loss": loss,
@@ -135,7 +144,7 @@ class RewardModelLoop:
         """Loss, accuracy and calibration on rows that were kept aside."""
         if not rows:
             return {}
-        seen = [self.score(part) for part in self._parts(rows)]
+        seen = self._in_fitting_parts(rows, lambda parts: [self.score(part) for part in parts])
         told = {"heldout_loss": float(sum(s.loss for s in seen)) / sum(s.count for s in seen)}
         probability_N = torch.cat([s.probability_N for s in seen])
         if len(probability_N):
@@ -154,9 +163,18 @@ class RewardModelLoop:
         shutil.rmtree(self.folder, ignore_errors=True)
         aside.rename(self.folder)
 
-    def _parts(self, rows: Sequence[Coded]) -> list[list[Coded]]:
-        places = batches(range(len(rows)), [coded.cost for coded in rows], self.stage.tokens_per_pack)
-        return [[rows[i] for i in part] for part in places]
+    def _in_fitting_parts(self, rows: Sequence[Coded], work: Callable[[list[list[Coded]]], T]) -> T:
+        """What ``work`` makes of the rows in batches: of batches of half the size, as often as memory runs out in it."""
+        costs = [coded.cost for coded in rows]
+
+        def attempt(budget: int) -> T:
+            return work([[rows[i] for i in part] for part in batches(range(len(rows)), costs, budget)])
+
+        budget = max(min(self.tokens_per_pack, len(rows) * max(costs)), max(costs))
+        done, enough = with_less(attempt, budget, least=max(costs), what="tokens_per_pack")
+        if enough < budget:
+            self.tokens_per_pack = enough
+        return done
 
     def _coded(self, judged: Sequence[Judged]) -> list[Coded]:
         coded = [code(self.policy.tokenizer, one, self.stage.kind) for one in judged]

@@ -102,11 +102,17 @@ class SftLoop:
     def heldout_loss(self) -> float:
         """The loss over the examples kept aside."""
         bundles = [Bundle(prompt, (completion,), (i,)) for i, (prompt, completion, _) in enumerate(self.aside)]
-        total = 0.0
-        for part in split_by_budget(bundles, self.tokens_per_pack):
-            pack = build_pack(part, self.policy.device)
-            wrote_M = torch.from_numpy(np.concatenate([self.aside[k][2] for k in pack.keys])).to(self.policy.device)
-            total -= float(self.policy.pack_logps(pack)[0][wrote_M].double().sum())
+
+        def attempt(budget: int) -> float:
+            total = 0.0
+            for part in split_by_budget(bundles, budget):
+                pack = build_pack(part, self.policy.device)
+                wrote_M = torch.from_numpy(np.concatenate([self.aside[k][2] for k in pack.keys])).to(self.policy.device)
+                total -= float(self.policy.pack_logps(pack)[0][wrote_M].double().sum())
+            return total
+
+        least = max(bundle.tokens for bundle in bundles)
+        total, self.tokens_per_pack = with_less(attempt, self.tokens_per_pack, least=least, what="tokens_per_pack")
         return total / sum(int(wrote.sum()) for _, _, wrote in self.aside)
 
     def _measure(self, n: int) -> dict[str, float]:

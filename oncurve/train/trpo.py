@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from math import ceil
 
 import torch
@@ -29,10 +30,12 @@ from oncurve.recipe.schema import Grpo
 from oncurve.recipe.trpo import Trpo
 from oncurve.records import GradedGroup
 from oncurve.rewards.mix import RewardMix
+from oncurve.runs.notes import note
 from oncurve.tasks.base import Task
-from oncurve.train.learner import Learner
+from oncurve.train.learner import Learner, longest
 from oncurve.train.loop import GrpoLoop
-from oncurve.train.memory import available
+from oncurve.train.memory import available, with_less
+from oncurve.train.phases import Phases
 from oncurve.train.seen import Learned, MicroBatch, Seen
 
 
@@ -70,20 +73,36 @@ class TrpoLearner(Learner):
         self.objective = Objective(token_ratio, Unclipped(), mean_over_step_tokens)
 
     def update(self, groups: Sequence[GradedGroup]) -> Learned:
-        batch, totals, seen = list(self._micro_batches(groups, range(len(groups)))), self._totals(groups), Seen(groups)
+        self.phases = Phases(self.policy.device)
+        batch, totals, seen = self._fitting(groups, [range(len(groups))])[0], self._totals(groups), Seen(groups)
         if not batch:
             return seen.learned()
-        batch = self._accumulate(batch, totals, seen)
-        parameters = trained(self.policy.model)
-        uphill_n = -flat([torch.zeros_like(p) if p.grad is None else p.grad for p in parameters])
+        before = seen.mark()
+        batch = self._gradient(groups, batch, totals, seen)
+        uphill_n = -flat([torch.zeros_like(p) if p.grad is None else p.grad for p in trained(self.policy.model)])
         self.optimiser.zero_grad()
-        fisher = Fisher(self.policy, self._some(groups), self._temperature, self.trpo.damping)
-        solved = conjugate_gradient(fisher.product, uphill_n, self.trpo.cg_iterations)
-        step_n = solved.x * longest_step(solved.x, fisher.product(solved.x), self.trpo.max_kl)
-        del fisher
-        taken = self._search(batch, totals, step_n) if bool(step_n.any()) else Step(0.0, 0.0, 0.0, 0)
-        told = _metrics(solved, taken, float(uphill_n.norm()), float(step_n.norm()))
-        return Learned(seen.learned().metrics | told, seen.stats)
+        slope, learned = float(uphill_n.norm()), seen.learned()
+        why = self.optimiser.guard.refusal({"grad_norm": slope, **seen.since(before)})
+        if why is None:
+            solved, step_n = self._solve(groups, uphill_n)
+            why = None if bool(step_n.isfinite().all()) else "its natural gradient is not finite"
+        if why is not None:
+            note("bad", f"update left out: {why}")
+            return replace(learned, metrics=learned.metrics | {"grad_norm": slope, "skipped_updates": 1.0})
+        taken = self._search(groups, batch, totals, step_n) if bool(step_n.any()) else Step(0.0, 0.0, 0.0, 0)
+        return replace(learned, metrics=learned.metrics | _metrics(solved, taken, slope, float(step_n.norm())))
+
+    def _solve(self, groups: Sequence[GradedGroup], uphill_n: Tensor) -> tuple[Solution, Tensor]:
+        """The natural gradient, and the step along it that the quadratic KL allows. The Fisher matrix is a sum over packs, so
+        where memory runs out it is measured again over smaller ones."""
+
+        def attempt(budget: int) -> tuple[Solution, Tensor]:
+            self.tokens_per_pack = budget
+            fisher = Fisher(self.policy, self._some(groups), self._temperature, self.trpo.damping)
+            solved = conjugate_gradient(fisher.product, uphill_n, self.trpo.cg_iterations)
+            return solved, solved.x * longest_step(solved.x, fisher.product(solved.x), self.trpo.max_kl)
+
+        return with_less(attempt, self.tokens_per_pack, least=max(map(longest, groups)), what="tokens_per_pack")[0]
 
     def _some(self, groups: Sequence[GradedGroup]) -> list[tuple[Pack, Tensor]]:
         """The packs that the Fisher matrix is measured on: every so manyth group, each token weighing alike."""
@@ -94,21 +113,30 @@ class TrpoLearner(Learner):
         return [(micro.pack, micro.mask_M.to(micro.advantage_M.dtype) / max(tokens, 1)) for micro in packs]
 
     @torch.no_grad()
-    def _search(self, batch: Sequence[MicroBatch], totals: StepTotals, step_n: Tensor) -> Step:
+    def _search(self, groups: Sequence[GradedGroup], batch: list[MicroBatch], totals: StepTotals, step_n: Tensor) -> Step:
         """Moves the policy to the longest step that keeps its promise, or leaves it, to the bit, where it was."""
         parameters = trained(self.policy.model)
         start_n = flat([p.detach() for p in parameters]).clone()
-        old = [all_logps(self.policy, micro.pack, self._temperature) for micro in batch]
-        before, _ = self._measure(batch, totals, old)
 
-        def try_share(share: float) -> tuple[float, float]:
-            move(parameters, start_n, step_n, share)
-            surrogate, kl = self._measure(batch, totals, old)
-            return surrogate - before, kl
+        def attempt(packs: list[MicroBatch]) -> Step:
+            move(parameters, start_n, step_n, 0.0)
+            old = [all_logps(self.policy, micro.pack, self._temperature) for micro in packs]
+            before, _ = self._measure(packs, totals, old)
 
-        taken = line_search(try_share, self.trpo.max_kl, self.trpo.backtrack_by, self.trpo.backtracks)
-        if not taken.share:
-            move(parameters, start_n, torch.zeros_like(step_n), 0.0)
+            def try_share(share: float) -> tuple[float, float]:
+                move(parameters, start_n, step_n, share)
+                surrogate, kl = self._measure(packs, totals, old)
+                return surrogate - before, kl
+
+            return line_search(try_share, self.trpo.max_kl, self.trpo.backtrack_by, self.trpo.backtracks)
+
+        share = 0.0
+        try:
+            taken = self.in_fitting_packs(groups, batch, attempt)
+            share = taken.share
+        finally:
+            if not share:
+                move(parameters, start_n, step_n, 0.0)
         return taken
 
     def _measure(self, batch: Sequence[MicroBatch], totals: StepTotals, old: Sequence[Tensor]) -> tuple[float, float]:

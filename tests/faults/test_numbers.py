@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 
 from oncurve.cli import main
 from oncurve.errors import RunError
+from oncurve.models.load import load_policy
 from oncurve.recipe.sections import Guard as Settings
 from oncurve.records import StepReport
 from oncurve.rewards.function import FunctionReward
@@ -19,13 +22,17 @@ from oncurve.rewards.mix import RewardMix
 from oncurve.runs.bad import bad_batches
 from oncurve.runs.folder import RunFolder
 from oncurve.runs.store import Store
+from oncurve.train import trpo
 from oncurve.train.guard import Guard
+from oncurve.train.listeners import Listener
 from oncurve.train.optimiser import Optimiser
 from oncurve.train.start import begin, resume
+from oncurve.train.trpo import TrpoLearner
 from oncurve.train.watch import PATIENCE, Watch
-from tests.faults.cases import GRPO, recipe
+from tests.faults.cases import GRPO, TAKING, recipe
 from tests.faults.sameness import everything
 from tests.faults.test_exact import Die, DieAfter
+from tests.train.builders import snapshot
 
 
 def test_a_spike_is_far_from_the_median_by_the_usual_deviation() -> None:
@@ -118,6 +125,71 @@ class NanAt:
             return norm * math.nan if self.count in self.updates else norm
 
         monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", broken)
+
+
+class BrokenAt:
+    """A function of trpo's own that gives NaN at one of its calls."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int, nan: Callable[[Any], Any]) -> None:
+        self.count, real = 0, getattr(owner, name)
+
+        def broken(*arguments: Any) -> Any:
+            self.count += 1
+            found = real(*arguments)
+            return nan(found) if self.count == call else found
+
+        monkeypatch.setattr(owner, name, broken)
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [("reward", "reward is 1e+09"), ("gradient", "grad_norm is nan"), ("solution", "its natural gradient is not finite")],
+)
+def test_a_natural_gradient_is_guarded_too(bad: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """trpo has no Adam: its guard looks before anything is solved, and at what was solved. The other steps move the policy."""
+    asked = recipe({**TAKING, "type": "trpo", "cg_iterations": 2, "steps": 12, "eval_every": 0, "save_every": 1})
+    watcher = Weights()
+    if bad == "gradient":
+        BrokenAt(monkeypatch, TrpoLearner, "_gradient", 10, watcher.break_gradient)
+    elif bad == "solution":
+        BrokenAt(monkeypatch, trpo, "conjugate_gradient", 10, lambda found: replace(found, x=found.x * math.nan))
+    rewards = wild_after(108, 120) if bad == "reward" else mix(lambda text: float(len(text)))
+    run = begin(asked, out=tmp_path / "run", rewards=rewards, policy=watcher.policy, listeners=[watcher])
+    with Store.open(run.path) as store:
+        assert dict(store.metric("skipped_updates", "trpo"))[10] == 1.0
+        assert [(e.kind, e.step) for e in store.events("bad")] == [("bad", 10)]
+    assert words in bad_batches(run.path)[0].why[0]
+    assert torch.equal(watcher.after[10], watcher.after[9])
+    assert not torch.equal(watcher.after[9], watcher.after[8])
+    assert bool(watcher.after[12].isfinite().all())
+
+
+class Weights(Listener):
+    """Keeps the policy's weights after each step."""
+
+    def __init__(self) -> None:
+        self.policy = load_policy(recipe(GRPO).model, alphabet="0123456789+=", seed=0)
+        self.after: dict[int, torch.Tensor] = {}
+
+    def break_gradient(self, batch: Any) -> Any:
+        for p in self.policy.model.parameters():
+            p.grad = torch.full_like(p, math.nan)
+        return batch
+
+    def on_step(self, report: StepReport) -> None:
+        self.after[report.step] = snapshot(self.policy.model)
+
+
+@pytest.mark.slow
+def test_a_trpo_stage_goes_back_after_bad_updates_in_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    guard = {"optimiser": {"guard": {"rollback_after": 1}}}
+    asked = recipe({**TAKING, **guard, "type": "trpo", "cg_iterations": 2, "steps": 8, "eval_every": 0, "save_every": 2})
+    BrokenAt(monkeypatch, trpo, "conjugate_gradient", 5, lambda found: replace(found, x=found.x * math.nan))
+    run = begin(asked, out=tmp_path / "run", rewards=mix(lambda text: float(len(text))))
+    with Store.open(run.path) as store:
+        (event,) = store.events("rollback")
+        assert (event.step, event.data) == (4, {"to": 4, "number": 1})
+        assert {v for _, v in store.metric("skipped_updates", "trpo")} == {0.0}
 
 
 def test_after_bad_updates_in_a_row_a_run_goes_back_and_on_with_other_samples(

@@ -115,7 +115,7 @@ def test_loss_and_gradient_agree_with_float64_off_policy() -> None:
     expected_policy, expected_critic = reference_gradients(loop.learner, graded, old)
     assert apart(gradient(loop.learner.policy.model).double(), expected_policy) < 1e-5
     assert apart(gradient(loop.learner.critic.module).double(), expected_critic) < 1e-5
-    assert 0 < loop.learner.value_sums["value_clip_share"] < 1
+    assert 0 < loop.learner.last_values["value_clip_share"] < 1
 
 
 def test_with_the_groups_mean_as_critic_it_is_grpo_without_scale(monkeypatch: pytest.MonkeyPatch) -> None:
