@@ -25,6 +25,7 @@ def load_policy(config: Model, *, alphabet: str | None, seed: int) -> Policy:
     tiny model and of a fresh adapter.
     """
     if config.source == "tiny":
+        _check_tiny(config)
         tokenizer: PreTrainedTokenizerBase = make_tokenizer(alphabet or "".join(map(chr, range(32, 127))) + "\n")
         model: PreTrainedModel = make_model(config.tiny, tokenizer, seed)
     else:
@@ -36,6 +37,8 @@ def load_policy(config: Model, *, alphabet: str | None, seed: int) -> Policy:
         _check_template(config, tokenizer)
     if config.quantise is None:
         model.to(device=choose_device(config.device), dtype=getattr(torch, config.dtype))
+    else:
+        lora.keep_gradients(model)
     _adapt(model, config, seed)
     return Policy(
         model, tokenizer, system_prompt=config.system_prompt, template_options=config.template_options, compiled=config.compiled
@@ -123,6 +126,14 @@ def _bits(config: Model) -> dict[str, Any]:
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=precise
         )
     return {"quantization_config": how, "device_map": {"": choose_device(config.device)}}
+
+
+def _check_tiny(config: Model) -> None:
+    if config.quantise is not None:
+        raise RecipeError(
+            "model.quantise", config.quantise, because="the built-in model begins with weights that mean nothing yet",
+            fix="leave it out, or name a pretrained model in model.source",
+        )  # fmt: skip
 
 
 def _adapt(model: Any, config: Model, seed: int) -> None:

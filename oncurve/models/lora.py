@@ -95,6 +95,14 @@ def save(model: Any, folder: Path) -> None:
     (folder / BASE).write_text(json.dumps({"fingerprint": fingerprint(model)}, indent=2) + "\n")
 
 
+def keep_gradients(model: nn.Module) -> None:
+    """On some CPUs a 4-bit layer of bitsandbytes repacks its weights at the first pass without gradient, into a form that
+    none flows through any more, without a word; not here."""
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010
+
+
 def trained(model: nn.Module) -> dict[str, Tensor]:
     """The adapter's own weights, by the names of the model's parameters."""
     return {name: p for name, p in model.named_parameters() if "lora_" in name}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 
 def hush() -> None:
-    """Silences transformers' and its hub's bars and advice; their errors still come through as exceptions."""
-    from logging import CRITICAL
+    """Silences the bars and advice of transformers, its hub and bitsandbytes; their errors still come through as exceptions."""
+    from logging import CRITICAL, ERROR, getLogger
 
     from huggingface_hub.utils import logging as hub
     from transformers.utils import logging
@@ -13,3 +13,4 @@ def hush() -> None:
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     hub.set_verbosity(CRITICAL)
+    getLogger("bitsandbytes").setLevel(ERROR)

@@ -188,7 +188,11 @@ def test_targets_that_do_not_exist_or_reach_the_head_are_refused() -> None:
         policy(targets=("lm_head",))
 
 
-def test_a_quantised_base_needs_lora_and_bitsandbytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quantised_base_needs_lora_and_weights_that_mean_something(tmp_path: Path) -> None:
     plain().save(tmp_path / "base")
+    with pytest.raises(RecipeError, match="weights that mean nothing yet"):
+        load_policy(Model(tiny=SMALL, quantise="nf4", lora=Lora()), alphabet=None, seed=0)
+    with pytest.raises(RecipeError, match="DoRA needs"):
+        load_policy(Model(source=str(tmp_path / "base"), quantise="nf4", lora=Lora(dora=True)), alphabet=None, seed=0)
     with pytest.raises(RecipeError, match=r"set model\.lora"):
         load_policy(Model(source=str(tmp_path / "base"), quantise="nf4"), alphabet=None, seed=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -11,7 +12,7 @@ from oncurve.models import lora
 from oncurve.recipe.sections import Model
 from oncurve.train.opened import export, open_run
 from oncurve.train.start import begin
-from tests.train.builders import recipe
+from tests.train.builders import policy, recipe
 from tests.train.test_iterate import in_slices
 
 
@@ -30,3 +31,16 @@ def test_a_run_with_an_adapter_ends_in_the_same_bits_and_exports_a_plain_model(t
     export(whole, tmp_path / "plain")
     assert torch.equal(load_file(tmp_path / "plain" / "model.safetensors")["model.norm.weight"], one["model.norm.weight"])
     assert Model(source=str(tmp_path / "plain")).lora is None
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_a_run_over_a_quantised_base_ends_in_the_same_bits_and_exports_a_plain_model(kind: str, tmp_path: Path) -> None:
+    policy(alphabet="0123456789+=<>/abcdefghijklmnopqrstuvwxyz ,:").save(tmp_path / "base")
+    change = [f"model.source={tmp_path / 'base'}", f"model.quantise={kind}", "model.lora.rank=2", "model.device=cpu"]
+    asked = recipe(*change, "grpo.kl.beta=0.1", "task.heldout=3", "grpo.save_every=2")
+    whole, sliced = begin(asked, out=tmp_path / "whole"), in_slices(asked, tmp_path / "sliced")
+    one, other = (load_file(run.model / "model.safetensors") for run in (whole, sliced))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert {t.dtype for t in one.values()} == {torch.float32}
+    assert all("lora_" in name for name in load_file(whole.checkpoints / "grpo-000004" / "model.safetensors"))
+    assert not lora.is_on(open_run(whole).model)

@@ -1,0 +1,126 @@
+"""QLoRA: a base in 4 or 8 bits that stays as it is, and an adapter beside it whose gradient is the true one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from oncurve.engines.native import Draws, NativeEngine
+from oncurve.models import lora
+from oncurve.models.load import Found, load_policy
+from oncurve.models.packing import Bundle, Pack, build_pack
+from oncurve.models.policy import Policy
+from oncurve.models.reference import Reference
+from oncurve.recipe.sections import Engine, Lora, Model, Sampling, TinyModel
+from oncurve.records import Prompt
+from tests.models.test_lora import shaken
+
+WIDE = TinyModel(layers=2, width=64, heads=2, kv_heads=1, head_size=32, mlp_width=128, context=64)
+KINDS = ["nf4", "int8"]
+NEAR = {"nf4": 1e-4, "int8": 0.02}
+"""4-bit products are taken in the model's own precision; 8-bit ones round their inputs to 8 bits as well."""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("qlora") / "base"
+    load_policy(Model(tiny=WIDE), alphabet="0123456789+=", seed=0).save(folder)
+    return folder
+
+
+def quantised(base: Path, kind: str) -> Policy:
+    config = {"source": str(base), "lora": {"rank": 4}, "quantise": kind, "device": "cpu"}
+    return shaken(load_policy(Model.model_validate(config), alphabet=None, seed=0))
+
+
+def pack() -> Pack:
+    ids = np.arange(2, 14)
+    return build_pack([Bundle(ids[:5], (ids[5:], ids[7:]), (0, 1))], torch.device("cpu"))
+
+
+def gradients(policy: Policy) -> tuple[Tensor, dict[str, Tensor]]:
+    policy.model.zero_grad()
+    logps = policy.pack_logps(pack())[0]
+    logps.sum().backward()  # type: ignore[no-untyped-call]
+    return logps.detach(), {name: p.grad.clone() for name, p in lora.trained(policy.model).items() if p.grad is not None}
+
+
+def written_out(policy: Policy, folder: Path) -> Policy:
+    """The same numbers in float32: the base as its bits say it, with the same adapter beside it."""
+    adapter = {name: p.detach().clone() for name, p in lora.trained(policy.model).items()}
+    with torch.no_grad():
+        for p in lora.trained(policy.model).values():
+            p.zero_()
+    policy.save(folder)
+    plain = load_policy(Model(source=str(folder), lora=Lora(rank=4)), alphabet=None, seed=0)
+    with torch.no_grad():
+        for made in (policy, plain):
+            for name, p in lora.trained(made.model).items():
+                p.copy_(adapter[name])
+    return plain
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_those_of_the_same_numbers_written_out(kind: str, base: Path, tmp_path: Path) -> None:
+    policy = quantised(base, kind)
+    plain = written_out(policy, tmp_path / "plain")
+    for when in ("fresh", "after it has sampled"):
+        logps, grads = gradients(policy)
+        wanted_logps, wanted = gradients(plain)
+        assert torch.allclose(logps, wanted_logps, atol=NEAR[kind]), when
+        assert grads.keys() == wanted.keys() == lora.trained(policy.model).keys()
+        for name, grad in grads.items():
+            assert float((grad - wanted[name]).norm() / wanted[name].norm()) < 10 * NEAR[kind], (when, name)
+        sample(policy)
+
+
+def sample(policy: Policy) -> Tensor:
+    engine = NativeEngine(policy, Engine(slots=4))
+    (group,) = engine.sample([Prompt(id="p", text="1+2=")], 4, Sampling(max_new_tokens=6), Draws(0, 1))
+    rows = tuple(c.token_ids for c in group.completions)
+    seen = build_pack([Bundle(group.prompt_ids, rows, tuple(range(4)))], torch.device("cpu"))
+    with torch.no_grad():
+        mine = policy.pack_logps(seen)[0]
+    said = torch.from_numpy(np.concatenate([c.logps for c in group.completions]))
+    return (mine - said).abs().max()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_base_takes_fewer_bits_and_stays_what_it_was(kind: str, base: Path) -> None:
+    policy = quantised(base, kind)
+    layer = policy.model.get_submodule("model.layers.0.mlp.up_proj").base_layer
+    assert type(layer).__name__ == {"nf4": "Linear4bit", "int8": "Linear8bitLt"}[kind]
+    assert layer.weight.element_size() * layer.weight.numel() == 64 * 128 // {"nf4": 2, "int8": 1}[kind]
+    before = {name: p.detach().clone() for name, p in policy.model.named_parameters() if "lora_" not in name}
+    optimiser = torch.optim.AdamW(lora.trained(policy.model).values(), lr=1e-2)
+    gradients(policy)
+    optimiser.step()
+    sample(policy)
+    after = dict(policy.model.named_parameters())
+    assert all(torch.equal(after[name], p) for name, p in before.items())
+    assert Found.of(policy).trained == sum(p.numel() for p in lora.trained(policy.model).values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sampler_and_learner_say_the_same_and_the_reference_is_the_base(kind: str, base: Path) -> None:
+    policy = quantised(base, kind)
+    assert float(sample(policy)) < NEAR[kind]
+    reference = Reference(policy)
+    with torch.no_grad():
+        first = policy.pack_logps(pack())[0]
+    shaken(policy, seed=2)
+    assert torch.allclose(reference.logps(pack(), 1.0), first, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_export_is_a_plain_model_with_the_adapter_in_its_weights(kind: str, base: Path, tmp_path: Path) -> None:
+    policy = quantised(base, kind)
+    policy.save(tmp_path / "model")
+    again = load_policy(Model(source=str(tmp_path / "model")), alphabet=None, seed=0)
+    with torch.no_grad():
+        assert torch.allclose(again.pack_logps(pack())[0], policy.pack_logps(pack())[0], atol=5 * NEAR[kind])
+    assert not lora.is_on(again.model)
