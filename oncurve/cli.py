@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console, RenderableType
@@ -23,6 +23,7 @@ from oncurve import (
     cli_plan,
     cli_replay,
     cli_rewards,
+    cli_scale,
     cli_serve,
     cli_studio,
     cli_verify,
@@ -32,6 +33,10 @@ from oncurve.recipe.load import dump_recipe, load_recipe
 from oncurve.runs.disk import NO_PERMISSION, NO_ROOM, disk_error
 from oncurve.runs.folder import RunFolder, list_runs
 from oncurve.terminal.errors import render_error
+
+if TYPE_CHECKING:
+    from oncurve.scale.world import World
+    from oncurve.terminal.starting import Plan
 
 app = typer.Typer(
     name="oncurve",
@@ -83,12 +88,32 @@ def train(
     minutes: Annotated[
         float | None, typer.Option("--minutes", min=0.0, help="Save and stop after so many; --resume goes on exactly.")
     ] = None,
+    gpus: cli_scale.Gpus = None,
 ) -> None:
     """Train a recipe, or go on with a run that was stopped."""
     from oncurve.terminal.starting import plan
 
-    planned = plan(target, sets or [], out, runs, resume)
-    if planned.advice:
+    asked = [*(sets or []), *cli_scale.asked_ranks(gpus)]
+    planned = plan(target, asked, out, runs, resume)
+    recipe = load_recipe(planned.run.recipe, planned.sets) if planned.run is not None else planned.recipe
+    assert recipe is not None
+    again = ["train", target, *_repeated("--set", asked), "--runs", str(runs), *(["--resume"] if resume else [])]
+    again += [*_given("--out", out), *_given("--minutes", minutes)]
+    cli_scale.launch_where_asked(recipe, gpus, again)
+    with cli_scale.joined(recipe) as world:
+        _train(planned, out, runs, minutes, world)
+
+
+def _repeated(option: str, values: Sequence[str]) -> list[str]:
+    return [word for value in values for word in (option, value)]
+
+
+def _given(option: str, value: object) -> list[str]:
+    return [] if value is None else [option, str(value)]
+
+
+def _train(planned: Plan, out: Path | None, runs: Path, minutes: float | None, world: World) -> None:
+    if planned.advice and world.is_first:
         advise(planned.advice)
     began = time.monotonic()
     with Console(stderr=True).status("starting"):
@@ -98,19 +123,20 @@ def train(
         from oncurve.train.run import TimeUp
 
         hush()
-    if planned.recipe is not None:
+    if planned.recipe is not None and world.is_first:
         cli_plan.announce(planned.recipe)
-    display = LiveDisplay(Console(highlight=False))
+    listeners = [LiveDisplay(Console(highlight=False))] if world.is_first else []
     try:
         if planned.run is not None:
-            run = start.resume(planned.run, sets=planned.sets, listeners=[display], minutes=minutes)
+            run = start.resume(planned.run, sets=planned.sets, listeners=listeners, minutes=minutes, world=world)
         else:
             assert planned.recipe is not None
-            run = start.begin(planned.recipe, runs_dir=runs, out=out, listeners=[display], minutes=minutes)
+            run = start.begin(planned.recipe, runs_dir=runs, out=out, listeners=listeners, minutes=minutes, world=world)
     except TimeUp as stop:
         say(Text(f"{stop.where}: {stop.what}; {stop.fix}"))
         return
-    _end(run, time.monotonic() - began)
+    if world.is_first:
+        _end(run, time.monotonic() - began)
 
 
 def _end(run: RunFolder, seconds: float) -> None:
@@ -344,6 +370,7 @@ def convert(
 
 app.command(epilog="Example: oncurve replay arithmetic-1 --step 100 --group 3")(cli_replay.replay)
 app.command(epilog="Example: oncurve verify arithmetic-1")(cli_verify.verify)
+app.command(epilog="Example: oncurve status arithmetic-1")(cli_scale.status)
 app.command(epilog="Example: oncurve doctor --json")(cli_doctor.doctor)
 app.command(epilog="Example: oncurve plan --model Qwen/Qwen3-8B --gpu H100-80GB")(cli_plan.plan)
 app.command(epilog="Example: oncurve serve arithmetic-1 --port 8000")(cli_serve.serve)
@@ -370,7 +397,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except OncurveError as error:
-        errors.print(render_error(error))
+        cli_scale.show_error(error)
         return error.exit_code
     except OSError as error:
         if error.errno not in NO_ROOM | NO_PERMISSION:

@@ -26,6 +26,7 @@ LAYERS = [
         "cli_plan",
         "cli_replay",
         "cli_rewards",
+        "cli_scale",
         "cli_serve",
         "cli_studio",
         "cli_verify",

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
 class Clock:
-    """Seconds by phase. Phases may be entered again; they add up."""
+    """Seconds by phase. Phases may be entered again; they add up. ``enter`` is told of each as it begins."""
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
+    def __init__(self, enter: Callable[[str], None] | None = None) -> None:
+        self.enter, self.seconds = enter, {}  # type: Callable[[str], None] | None, dict[str, float]
         self._cpu_before = time.process_time()
 
     @property
@@ -22,6 +22,8 @@ class Clock:
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
+        if self.enter is not None:
+            self.enter(phase)
         try:
             yield
         finally:

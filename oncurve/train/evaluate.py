@@ -11,6 +11,7 @@ from oncurve.recipe.schema import Evaluation
 from oncurve.recipe.sections import Sampling
 from oncurve.records import EvalReport, Prompt, ScoredGroup
 from oncurve.rewards.mix import RewardMix
+from oncurve.scale.world import ALONE, World
 from oncurve.train.best_of_n import several
 from oncurve.train.memory import sample
 
@@ -28,12 +29,14 @@ def evaluate(
     seed: int,
     stage: str,
     step: int,
+    world: World = ALONE,
 ) -> EvalReport:
     """Accuracy is the share of prompts solved, averaged over ``settings.samples`` completions of each."""
     how = Sampling(temperature=settings.temperature, max_new_tokens=settings.max_new_tokens or max_new_tokens)
     draws = Draws(seed, EVAL_STEP + step)
-    groups = sample(engine, prompts, settings.samples, how, draws, on_group=lambda _, group: rewards.begin(group))
-    scored = rewards.score(groups)
+    own = world.share(prompts)
+    groups = sample(engine, own, settings.samples, how, draws, on_group=lambda _, group: rewards.begin(group))
+    scored = world.gathered(lambda: rewards.score(groups))
     return summarise(scored, rewards, stage, step)
 
 

@@ -29,7 +29,8 @@ from oncurve.models.policy import Policy
 from oncurve.models.reference import Reference
 from oncurve.recipe.resolve import resolved_kl
 from oncurve.recipe.schema import Grpo
-from oncurve.records import Completion, Floats, GradedGroup, ScoredGroup
+from oncurve.records import Completion, Floats, GradedGroup, Group, ScoredGroup
+from oncurve.scale.world import ALONE, World
 from oncurve.train.memory import with_less
 from oncurve.train.optimiser import Optimiser
 from oncurve.train.phases import Phases, matrix_rate, model_flops
@@ -41,8 +42,8 @@ T = TypeVar("T")
 class Learner:
     """Holds the optimiser and, where β > 0, the reference."""
 
-    def __init__(self, policy: Policy, stage: Grpo) -> None:
-        self.policy, self.stage, self.tokens_per_pack = policy, stage, stage.tokens_per_pack
+    def __init__(self, policy: Policy, stage: Grpo, world: World = ALONE) -> None:
+        self.policy, self.stage, self.world, self.tokens_per_pack = policy, stage, world, stage.tokens_per_pack
         self.phases = Phases(policy.device)
         self._planned_tokens = 0
         objective = OBJECTIVES[stage.objective]
@@ -51,7 +52,7 @@ class Learner:
         self.kl_place, self.kl_estimator = resolved_kl(stage)
         self.reference = Reference(policy, stage.kl.on_cpu) if stage.kl.beta > 0 else None
         updates = stage.steps * stage.updates_per_step * stage.minibatches
-        self.optimiser = Optimiser(policy.model, stage.optimiser, updates)
+        self.optimiser = Optimiser(policy.model, stage.optimiser, updates, world)
         self.loss_settings = LossSettings(
             beta=stage.kl.beta if self.kl_place == "loss" else 0.0,
             kl_estimator=self.kl_estimator,
@@ -60,17 +61,18 @@ class Learner:
         )
 
     def update(self, groups: Sequence[GradedGroup]) -> Learned:
-        """μ passes over the groups, each in ``minibatches`` optimiser updates."""
+        """μ passes over the groups, each in ``minibatches`` optimiser updates. Every rank is given all groups of the step,
+        packs its own of them, and takes part in the updates of all."""
         self.phases = Phases(self.policy.device)
         chunks = in_parts(len(groups), self.stage.minibatches)
         batches = self._fitting(groups, chunks)
         totals = [self._totals([groups[g] for g in chunk]) for chunk in chunks]
         self._choose_checkpoints(max((micro.pack.tokens for batch in batches for micro in batch), default=0))
-        seen = Seen(groups)
+        seen = Seen(groups, self.world)
         for turn in range(self.stage.updates_per_step):
             last = turn == self.stage.updates_per_step - 1
             for i, total in enumerate(totals):
-                if batches[i]:
+                if self._used(groups, chunks[i]):
                     before = seen.mark()
                     batches[i] = self._gradient(groups, batches[i], total, seen if last else None)
                     watched = seen.since(before)
@@ -149,15 +151,17 @@ class Learner:
     def kl_tokens(self, scored: Sequence[ScoredGroup]) -> list[list[Floats]]:
         """The KL estimate at each token of each completion."""
         assert self.reference is not None
-        seats = [(g, c) for g, group in enumerate(scored) for c in range(len(group.scored))]
+        places = self.world.mine([tokens_of(group.group) for group in scored])
+        seats = [(g, c) for g in places for c in range(len(scored[g].scored))]
         key = {seat: k for k, seat in enumerate(seats)}
-        bundles = [bundle_of(group, range(len(group.scored)), [key[g, c] for c in range(len(group.scored))])
-                   for g, group in enumerate(scored)]  # fmt: skip
-        found = [[np.zeros(0, np.float32)] * len(group.scored) for group in scored]
+        bundles = [bundle_of(scored[g], range(len(scored[g].scored)), [key[g, c] for c in range(len(scored[g].scored))])
+                   for g in places]  # fmt: skip
+        found = {g: [np.zeros(0, np.float32)] * len(scored[g].scored) for g in places}
         for k, kl_T in self.by_completion(bundles, self._kl):
             g, c = seats[k]
             found[g][c] = kl_T
-        return found
+        whole = self.world.put_together(found)
+        return [whole[g] for g in range(len(scored))]
 
     def _kl(self, pack: Pack) -> Tensor:
         assert self.reference is not None
@@ -185,17 +189,21 @@ class Learner:
     def _totals(self, groups: Sequence[GradedGroup]) -> StepTotals:
         return step_totals(groups, self.stage.length_budget or self.stage.sampling.max_new_tokens)
 
-    def _micro_batches(self, groups: Sequence[GradedGroup], chunk: range) -> list[MicroBatch]:
-        """The packs of some groups, with what does not change over the step's updates."""
+    def _used(self, groups: Sequence[GradedGroup], chunk: range) -> list[int]:
+        """Which of some groups have a gradient."""
         settings = self.loss_settings
         every = self.stage.no_signal == "keep" or settings.beta > 0 or settings.entropy_bonus != 0
+        return [g for g in chunk if any(groups[g].graded) and (every or groups[g].has_signal)]
+
+    def _micro_batches(self, groups: Sequence[GradedGroup], chunk: range) -> list[MicroBatch]:
+        """This rank's packs of some groups, with what does not change over the step's updates."""
         seats: list[Seat] = []
         bundles = []
-        for g in chunk:
+        used = self._used(groups, chunk)
+        for g in [used[k] for k in self.world.mine([tokens_of(groups[g].group) for g in used])]:
             rows = [c for c, graded in enumerate(groups[g].graded) if graded]
-            if rows and (every or groups[g].has_signal):
-                bundles.append(bundle_of(groups[g].scored, rows, range(len(seats), len(seats) + len(rows))))
-                seats += [(g, c) for c in rows]
+            bundles.append(bundle_of(groups[g].scored, rows, range(len(seats), len(seats) + len(rows))))
+            seats += [(g, c) for c in rows]
         made = []
         for part in split_by_budget(bundles, self.tokens_per_pack):
             with self.phases("pack", host=True):
@@ -277,6 +285,11 @@ class Learner:
 def bundle_of(group: ScoredGroup, rows: Sequence[int], keys: Sequence[int]) -> Bundle:
     """The chosen completions of a group, with their prompt."""
     return Bundle(group.group.prompt_ids, tuple(group.scored[c].completion.token_ids for c in rows), tuple(keys))
+
+
+def tokens_of(group: Group) -> int:
+    """Tokens of a group in a pack, its prompt once: what it costs to learn from."""
+    return len(group.prompt_ids) + sum(len(c.token_ids) for c in group.completions)
 
 
 def longest(group: GradedGroup) -> int:

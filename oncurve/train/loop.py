@@ -14,6 +14,7 @@ from oncurve.recipe.resolve import resolved_advantage
 from oncurve.recipe.schema import Grpo
 from oncurve.records import GradedGroup, Group, ScoredGroup, StepReport
 from oncurve.rewards.mix import RewardMix
+from oncurve.scale.world import ALONE, World
 from oncurve.tasks.base import Task
 from oncurve.tasks.order import prompts_for_step
 from oncurve.train.budget import Budget
@@ -27,22 +28,24 @@ from oncurve.train.seen import Learned
 class GrpoLoop:
     """The stage `grpo`: what happens in each of its steps. Logging and saving listen from outside."""
 
-    def __init__(self, stage: Grpo, seed: int, task: Task, engine: NativeEngine, rewards: RewardMix) -> None:
-        self.stage, self.seed, self.task = stage, seed, task
+    def __init__(
+        self, stage: Grpo, seed: int, task: Task, engine: NativeEngine, rewards: RewardMix, world: World = ALONE
+    ) -> None:
+        self.stage, self.seed, self.task, self.world = stage, seed, task, world
         self.engine, self.rewards = engine, rewards
         self.learner = self.make_learner()
         self.budget = Budget(stage)
 
     def make_learner(self) -> Learner:
-        return Learner(self.engine.policy, self.stage)
+        return Learner(self.engine.policy, self.stage, self.world)
 
     def step(self, n: int) -> StepReport:
         """Step number n, from 1: a pure function of the weights, the seed and n."""
-        clock = Clock()
+        clock = Clock(self.world.enter)
         with clock("sample"):
             groups = self.sample(n)  # prompts -> completions and their log-probs; rewards that wait begin meanwhile
         with clock("score"):
-            scored = self.rewards.score(groups)  # text -> reward per aspect
+            scored = self.score(groups)  # text -> reward per aspect
         scored, replaced = self.fill_up(n, scored, clock)
         self._stop_if_failing(scored)
         with clock("grade"):
@@ -53,9 +56,15 @@ class GrpoLoop:
         return self._report(n, graded, learned, replaced, clock)
 
     def sample(self, n: int, retry: int = 0) -> list[Group]:
+        """This rank's share of the step's groups."""
         prompts = prompts_for_step(self.task, self.seed, n - 1, self.stage.prompts_per_step, round=retry)
         draws = Draws(self.seed, n)
-        return sample(self.engine, prompts, self.stage.group_size, self.stage.sampling, draws, on_group=self._begin_scoring)
+        own = self.world.share(prompts)
+        return sample(self.engine, own, self.stage.group_size, self.stage.sampling, draws, on_group=self._begin_scoring)
+
+    def score(self, groups: Sequence[Group]) -> list[ScoredGroup]:
+        """Every rank scores its own groups and hears of all: each grades the whole step, and learns from its part of it."""
+        return self.world.gathered(lambda: self.rewards.score(groups))
 
     def _begin_scoring(self, place: int, group: Group) -> None:
         self.rewards.begin(group)
@@ -85,7 +94,7 @@ class GrpoLoop:
             with clock("sample"):
                 fresh = self.sample(n, retry)
             with clock("score"):
-                loud = [s for s in self.rewards.score(fresh) if _differs(s)]
+                loud = [s for s in self.score(fresh) if _differs(s)]
             for place, new in zip(silent, loud, strict=False):
                 scored = [*scored[:place], new, *scored[place + 1 :]]
                 replaced += 1

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from oncurve.models.gradients import GradientSums
 from oncurve.recipe.sections import Optimiser as Settings
 from oncurve.runs.notes import note
+from oncurve.scale.world import ALONE, World
 from oncurve.train.adam8 import Adam8
 from oncurve.train.guard import Guard
 
@@ -39,8 +40,8 @@ def rate_at(settings: Settings, update: int, updates: int) -> float:
 class Optimiser:
     """AdamW over a model's parameters; where they are not float32, over float32 masters that are rounded back."""
 
-    def __init__(self, model: nn.Module, settings: Settings, updates: int) -> None:
-        self.settings, self.updates, self.done = settings, updates, 0
+    def __init__(self, model: nn.Module, settings: Settings, updates: int, world: World = ALONE) -> None:
+        self.settings, self.updates, self.world, self.done = settings, updates, world, 0
         self.guard = Guard(settings.guard)
         self.names = [name for name, p in model.named_parameters() if p.requires_grad]
         self.weights = [p for p in model.parameters() if p.requires_grad]
@@ -87,6 +88,7 @@ class Optimiser:
         """Clip, update, advance the schedule. Where the guard refuses the gradient, or what the caller has it watch (loss, kl,
         reward), no weight moves; the schedule still advances."""
         self._hand_over()
+        self.world.add_gradients(self.masters)
         rate = rate_at(self.settings, self.done, self.updates)
         self.done += 1
         limit = self.settings.max_grad_norm or math.inf

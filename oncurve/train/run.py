@@ -40,6 +40,7 @@ from oncurve.runs.folder import RunFolder, Status
 from oncurve.runs.notes import Note, collecting
 from oncurve.runs.reading import Reader
 from oncurve.runs.store import Store
+from oncurve.scale.world import ALONE, World
 from oncurve.tasks.base import Task
 from oncurve.train.determinism import settle
 from oncurve.train.evaluate import evaluate
@@ -48,7 +49,7 @@ from oncurve.train.memory import OutOfMemory
 from oncurve.train.room import check_room
 from oncurve.train.saving import Saved, Saver, Wanted
 from oncurve.train.sinks import sinks_of
-from oncurve.train.stages import Parts, StageLoop, loop_for
+from oncurve.train.stages import Parts, StageLoop, is_shared, loop_for
 from oncurve.train.watch import Watch
 
 EVAL_TOKENS = 256
@@ -92,11 +93,12 @@ class Trainer:
 
     def __init__(
         self, recipe: Recipe, run: RunFolder, task_of: TaskOf, rewards_of: RewardsOf, listeners: Sequence[Listener] = (),
-        policy: Policy | None = None, minutes: float | None = None,
+        policy: Policy | None = None, minutes: float | None = None, world: World = ALONE,
     ) -> None:  # fmt: skip
-        self.recipe, self.run, self.task_of, self.rewards_of = recipe, run, task_of, rewards_of
-        self.listeners, self.minutes, self.began = (*listeners, *sinks_of(recipe)), minutes, time.monotonic()
-        torch.set_num_threads(recipe.threads or os.cpu_count() or 1)
+        self.recipe, self.run, self.task_of, self.rewards_of, self.world = recipe, run, task_of, rewards_of, world
+        sinks = sinks_of(recipe) if world.is_first else ()
+        self.listeners, self.minutes, self.began = (*listeners, *sinks), minutes, time.monotonic()
+        torch.set_num_threads(max(1, (recipe.threads or os.cpu_count() or 1) // world.local_size))
         alphabet = task_of(recipe.stages[0]).alphabet
         if policy is None and recipe.model.source != "tiny":
             for one in self.listeners:
@@ -170,7 +172,9 @@ class Trainer:
         """The stage from its beginning, or from a checkpoint of its own."""
         own = start if start is not None and start.stage == stage.label else None
         done = own.step if own else 0
-        loop = self.loop(stage, detours(self.store, stage.label, done))
+        detour = detours(self.store, stage.label, done)
+        self.world_of(stage).tell("stage", position=position, detour=detour, start=str(start.path) if start else None)
+        loop = self.loop(stage, detour)
         if own:
             loop.load_state(own.tensors)
         self.tell.on_stage_start(stage.label, stage.type, position, stage.steps, done)
@@ -185,27 +189,37 @@ class Trainer:
         if last > done:
             self._measure(stage, last)
             self._save(stage, loop, last)
+        if not is_shared(stage):
+            self.world.tell("weights")
+            self.world.spread(trained(self.policy))
         self.tell.on_stage_end(stage.label)
         if last > done:  # a stage that was done before costs no time: a run in slices must get past it
             self._stop_if_asked()
 
+    def world_of(self, stage: Stage) -> World:
+        """Who takes part in a stage."""
+        return self.world if is_shared(stage) else ALONE
+
     def loop(self, stage: Stage, detour: int) -> StageLoop:
         """A stage's loop, ready for its first step; after ``detour`` roll-backs it draws other samples."""
         recipe = self.recipe.model_copy(update={"seed": self.recipe.seed + detour * DETOUR}) if detour else self.recipe
-        return loop_for(stage, Parts(recipe, self.task_of(stage), self.engine, self.rewards_of(stage), self.run.path))
+        world = self.world_of(stage)
+        return loop_for(stage, Parts(recipe, self.task_of(stage), self.engine, self.rewards_of(stage), self.run.path, world))
 
     def _one_step(self, stage: Stage, loop: StageLoop, n: int) -> None:
-        self.memory.at(self.store.replies(stage.label, n))
+        known = self.store.replies(stage.label, n)
+        self.world_of(stage).tell("step", n=n, replies=known)
         try:
             with collecting() as notes:
-                report = loop.step(n)
+                report, fresh = self.take_step(stage, loop, n, known)
         except OncurveError as error:
             # Memory may run out between two updates of a step, and half a step is nothing to go on from.
-            if n > 1 and not isinstance(error, OutOfMemory):
+            together = self.world_of(stage).all_failed(f"{stage.label}/{n}")
+            if n > 1 and together and not isinstance(error, OutOfMemory):
                 self._save(stage, loop, n - 1)
                 self._note_saved(self.saver.wait())
             raise
-        self.store.keep_replies(stage.label, n, "train", self.memory.fresh)
+        self.store.keep_replies(stage.label, n, "train", fresh)
         self.tell.on_step(report)
         self._note_saved(self.saver.done())
         self._look_at(stage, report, notes)
@@ -217,6 +231,13 @@ class Trainer:
         if (self.stop_signal is not None or self._time_is_up) and not final:
             self._save(stage, loop, n)
             self._stop_if_asked()
+
+    def take_step(self, stage: Stage, loop: StageLoop, n: int, known: Mapping[str, str]) -> tuple[StepReport, dict[str, str]]:
+        """A step as every rank that takes part does it, and what came from outside in any of them; ``known`` came before."""
+        self.memory.at(known)
+        self.world_of(stage).at(stage.label, n)
+        report = loop.step(n)
+        return report, self.world_of(stage).put_together(self.memory.fresh)
 
     def _look_at(self, stage: Stage, report: StepReport, notes: Sequence[Note]) -> None:
         """Says what a step noted, keeps a bad batch, warns of a collapse, and goes back where too many were bad in a row."""
@@ -267,18 +288,25 @@ class Trainer:
         return self.minutes is not None and time.monotonic() - self.began > 60 * self.minutes
 
     def _measure(self, stage: Stage, step: int) -> EvalReport | None:
-        prompts = self.task_of(stage).heldout
-        if not prompts or not stage.moves_policy:
+        if not self.task_of(stage).heldout or not stage.moves_policy:
             return None
-        limit = self._answer_limit(stage, prompts)
-        self.memory.at(self.store.replies(stage.label, step, "eval"))
-        report = evaluate(
-            self.engine, self.rewards_of(stage), prompts, self.recipe.evaluation,
-            max_new_tokens=limit, seed=self.recipe.seed, stage=stage.label, step=step,
-        )  # fmt: skip
-        self.store.keep_replies(stage.label, step, "eval", self.memory.fresh)
+        known = self.store.replies(stage.label, step, "eval")
+        self.world_of(stage).tell("measure", step=step, replies=known)
+        report, fresh = self.measure(stage, step, known)
+        self.store.keep_replies(stage.label, step, "eval", fresh)
         self.tell.on_eval(report)
         return report
+
+    def measure(self, stage: Stage, step: int, known: Mapping[str, str]) -> tuple[EvalReport, dict[str, str]]:
+        """A measurement as every rank that takes part makes it."""
+        self.memory.at(known)
+        prompts, world = self.task_of(stage).heldout, self.world_of(stage)
+        world.enter("measure")
+        report = evaluate(
+            self.engine, self.rewards_of(stage), prompts, self.recipe.evaluation, world=world,
+            max_new_tokens=self._answer_limit(stage, prompts), seed=self.recipe.seed, stage=stage.label, step=step,
+        )  # fmt: skip
+        return report, world.put_together(self.memory.fresh)
 
     def _answer_limit(self, stage: Stage, prompts: Sequence[Prompt]) -> int:
         """Tokens that a held-out answer may have: the stage's, else the most of any, else a default that fits the model."""
@@ -289,6 +317,8 @@ class Trainer:
         return max(1, min(EVAL_TOKENS, self.policy.context - longest))
 
     def _save(self, stage: Stage, loop: StageLoop, step: int) -> None:
+        self.world_of(stage).tell("state")
+        self.world_of(stage).enter("save")
         tensors = {"model": weights(self.policy), **loop.state()}
         self.store.flush()  # what a checkpoint follows must be on the disk before it
         steps = self._saved_steps(stage) | {step}
@@ -365,6 +395,11 @@ def put_whole(target: Path, write: Callable[[Path], object]) -> None:
         write(aside)
         shutil.rmtree(target, ignore_errors=True)
         aside.rename(target)
+
+
+def trained(policy: Policy) -> list[Tensor]:
+    """The weights that training moves, each once."""
+    return [p.detach() for p in policy.model.parameters() if p.requires_grad]
 
 
 def weights(policy: Policy) -> dict[str, Tensor]:

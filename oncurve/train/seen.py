@@ -15,6 +15,7 @@ from torch import Tensor
 from oncurve.algos.objectives import LossInputs, LossOutputs
 from oncurve.models.packing import Pack
 from oncurve.records import GradedGroup, TokenStats
+from oncurve.scale.world import ALONE, World
 from oncurve.train.optimiser import Update
 
 Seat = tuple[int, int]
@@ -73,7 +74,8 @@ class Seen:
     A pack is noted without waiting for the device; what was noted is brought over once, when somebody looks.
     """
 
-    def __init__(self, groups: Sequence[GradedGroup]) -> None:
+    def __init__(self, groups: Sequence[GradedGroup], world: World = ALONE) -> None:
+        self.world = world
         self.stats: list[list[TokenStats | None]] = [[None] * len(g.graded) for g in groups]
         self.updates: list[Update] = []
         self._noted: list[_Noted] = []
@@ -97,11 +99,13 @@ class Seen:
         """What the guard looks at beside the gradient: the step's mean reward, and the loss and KL of the update just noted."""
         self._settle()
         watched = {} if self.reward is None else {"reward": self.reward}
-        tokens = self.tokens - mark.tokens
-        if tokens:
-            watched["loss"] = self.losses["loss"] - mark.losses["loss"]
-            if "kl" in self.sums:
-                watched["kl"] = (self.sums["kl"] - mark.sums.get("kl", 0.0)) / tokens
+        own = {"tokens": self.tokens - mark.tokens, "loss": self.losses["loss"] - mark.losses["loss"]}
+        own |= {"kl": self.sums["kl"] - mark.sums.get("kl", 0.0)} if "kl" in self.sums else {}
+        found = self.world.summed(own)
+        if found["tokens"]:
+            watched["loss"] = found["loss"]
+            if "kl" in found:
+                watched["kl"] = found["kl"] / found["tokens"]
         return watched
 
     def note(self, micro: MicroBatch, inputs: LossInputs, outputs: LossOutputs) -> None:
@@ -162,11 +166,17 @@ class Seen:
 
     def learned(self) -> Learned:
         self._settle()
-        metrics = {name: total / max(self.tokens, 1) for name, total in self.sums.items()} | self.largest | self.losses
+        sums = self.world.summed({"tokens": self.tokens, **self.sums, **self.losses})
+        tokens, losses = sums.pop("tokens"), {name: sums.pop(name) for name in self.losses}
+        largest = self.world.largest(self.largest)
+        metrics = {name: total / max(tokens, 1) for name, total in sums.items()} | largest | losses
         if self.updates:
             metrics["grad_norm"] = self.updates[-1].grad_norm
             metrics["learning_rate"] = self.updates[-1].learning_rate
         metrics["skipped_updates"] = float(sum(u.skipped for u in self.updates))
+        own = {(g, c): stats for g, row in enumerate(self.stats) for c, stats in enumerate(row) if stats is not None}
+        for (g, c), stats in self.world.put_together(own).items():
+            self.stats[g][c] = stats
         return Learned(metrics, self.stats)
 
 

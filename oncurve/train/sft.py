@@ -21,6 +21,7 @@ from oncurve.models.policy import Policy
 from oncurve.models.turns import example_ids
 from oncurve.recipe.schema import Sft
 from oncurve.records import Bools, Example, Ints, StepReport
+from oncurve.scale.world import ALONE, World
 from oncurve.tasks.base import Task
 from oncurve.tasks.draws import generator
 from oncurve.tasks.files import FileOptions, read_prompts, read_rows
@@ -72,12 +73,15 @@ def kept_apart(examples: Sequence[Example], share: float) -> tuple[Sequence[Exam
 class SftLoop:
     """One optimiser update per step."""
 
-    def __init__(self, stage: Sft, seed: int, task: Task, policy: Policy, folder: Path | None = None) -> None:
+    def __init__(
+        self, stage: Sft, seed: int, task: Task, policy: Policy, folder: Path | None = None, world: World = ALONE
+    ) -> None:
         self.stage, self.seed, self.policy, self.tokens_per_pack = stage, seed, policy, stage.tokens_per_pack
+        self.world = world
         self.examples, aside = kept_apart(examples_of(stage, task, folder), stage.heldout_share)
         self.encoded: dict[int, Encoded] = {id(e): self._encode(e) for e in self.examples}
         self.aside = [self._encode(e) for e in aside]
-        self.optimiser = Optimiser(policy.model, stage.optimiser, stage.steps)
+        self.optimiser = Optimiser(policy.model, stage.optimiser, stage.steps, world)
         self.best, self.stale = math.inf, 0
         self.started = time.monotonic()
 
@@ -126,11 +130,12 @@ class SftLoop:
         return {"heldout_loss": loss}
 
     def _gradient(self, bundles: Sequence[Bundle], masks: Sequence[Bools], budget: int) -> tuple[float, float]:
-        """(loss, entropy), with the gradient summed over packs of at most ``budget`` tokens."""
+        """(loss, entropy) of this rank's part, with the gradient summed over packs of at most ``budget`` tokens."""
         loss = entropy = 0.0
         tokens = sum(int(wrote.sum()) for wrote in masks)
         self.optimiser.zero_grad()
-        for part in split_by_budget(bundles, budget):
+        own = [bundles[i] for i in self.world.mine([bundle.tokens for bundle in bundles])]
+        for part in split_by_budget(own, budget):
             pack = build_pack(part, self.policy.device)
             logp_M, entropy_M = self.policy.pack_logps(pack)
             wrote_M = torch.from_numpy(np.concatenate([masks[k] for k in pack.keys])).to(logp_M)
@@ -142,7 +147,7 @@ class SftLoop:
 
     def step(self, n: int) -> StepReport:
         """Update number n, from 1."""
-        clock = Clock()
+        clock = Clock(self.world.enter)
         chosen = [self.encoded[id(e)] for e in examples_for_step(self.examples, self.seed, n - 1, self.stage.batch_size)]
         bundles = [Bundle(prompt, (completion,), (i,)) for i, (prompt, completion, _) in enumerate(chosen)]
         tokens = sum(int(wrote.sum()) for _, _, wrote in chosen)
@@ -152,10 +157,10 @@ class SftLoop:
             (loss, entropy), self.tokens_per_pack = with_less(
                 lambda budget: self._gradient(bundles, masks, budget), self.tokens_per_pack, least=least, what="tokens_per_pack"
             )
-            update = self.optimiser.step(loss=loss)
+            seen = self.world.summed({"loss": loss, "entropy": entropy})
+            update = self.optimiser.step(loss=seen["loss"])
         metrics = {
-            "loss": loss,
-            "entropy": entropy,
+            **seen,
             "grad_norm": update.grad_norm,
             "learning_rate": update.learning_rate,
             "skipped_updates": float(update.skipped),

@@ -20,6 +20,7 @@ from oncurve.recipe.training_free import TrainingFree
 from oncurve.recipe.trpo import Trpo
 from oncurve.records import StepReport
 from oncurve.rewards.mix import RewardMix
+from oncurve.scale.world import ALONE, World
 from oncurve.tasks.base import Task
 from oncurve.train.dpo import DpoLoop
 from oncurve.train.iterate import IterativeLoop
@@ -54,6 +55,7 @@ class Parts:
     engine: NativeEngine
     rewards: RewardMix
     folder: Path
+    world: World = ALONE
 
     @property
     def policy(self) -> Policy:
@@ -61,9 +63,9 @@ class Parts:
 
 
 LOOPS: dict[type[Stage], Callable[[Any, Parts], StageLoop]] = {
-    Sft: lambda stage, parts: SftLoop(stage, parts.recipe.seed, parts.task, parts.policy, parts.folder),
+    Sft: lambda stage, parts: SftLoop(stage, parts.recipe.seed, parts.task, parts.policy, parts.folder, parts.world),
     Grpo: lambda stage, parts: (
-        GrpoLoop(stage, parts.recipe.seed, parts.task, parts.engine, parts.rewards)
+        GrpoLoop(stage, parts.recipe.seed, parts.task, parts.engine, parts.rewards, parts.world)
         if stage.iterate is None
         else IterativeLoop(stage, parts.recipe, parts.task, parts.engine, parts.rewards, parts.folder)
     ),
@@ -76,6 +78,11 @@ LOOPS: dict[type[Stage], Callable[[Any, Parts], StageLoop]] = {
     Trpo: lambda stage, parts: TrpoLoop(stage, parts.recipe.seed, parts.task, parts.engine, parts.rewards),
     Ppo: lambda stage, parts: PpoLoop(stage, parts.recipe.seed, parts.task, parts.engine, parts.rewards),
 }
+
+
+def is_shared(stage: Stage) -> bool:
+    """Whether all ranks take part in a stage. The others are the first rank's alone; the rest hear what came of them."""
+    return isinstance(stage, Sft) or (isinstance(stage, Grpo) and stage.iterate is None)
 
 
 def loop_for(stage: Stage, parts: Parts) -> StageLoop:

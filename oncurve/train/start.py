@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -33,10 +34,12 @@ from oncurve.runs.checkpoints import Place, list_checkpoints
 from oncurve.runs.folder import Parent, RunFolder
 from oncurve.runs.secrets import holds_secret, redacted
 from oncurve.runs.store import Store
+from oncurve.scale.world import ALONE, World
 from oncurve.tasks.base import Task
 from oncurve.tasks.pairs import read_pairs
 from oncurve.tasks.preferences import read_judgements
 from oncurve.tasks.registry import build_task
+from oncurve.train.follow import follow, lead, need_ranks
 from oncurve.train.listeners import Listener
 from oncurve.train.run import Trainer
 from oncurve.train.sft import STAGE, examples_of
@@ -54,17 +57,23 @@ def begin(
     rewards: RewardMix | None = None,
     policy: Policy | None = None,
     minutes: float | None = None,
+    world: World = ALONE,
 ) -> RunFolder:
-    """Train a recipe from its start. Python objects given here stand in for what the recipe names.
+    """Train a recipe from its start. Python objects given here stand in for what the recipe names. Where the world has more
+    ranks than this, each of them comes here, and all but the first do as the first says.
 
     After ``minutes`` the step is finished and saved and TimeUp raised: `resume` goes on as if it had never stopped.
     """
+    if not world.is_first:
+        return follow(world, lambda recipe: prepare(recipe, task, rewards), policy)
+    need_ranks(recipe, world)
     recipe = frozen(recipe)
     prepared = prepare(recipe, task, rewards)  # before the folder is made: a recipe that can't run leaves nothing behind
     run = RunFolder.create_at(out) if out else RunFolder.create(runs_dir, recipe.name)
     try:
         run.write_recipe(dump_recipe(recipe))
-        trainer = Trainer(recipe, run, *prepared, listeners, policy, minutes)
+        lead(world, recipe, run)
+        trainer = Trainer(recipe, run, *prepared, listeners, policy, minutes, world)
     except BaseException:
         shutil.rmtree(run.path, ignore_errors=True)
         raise
@@ -81,11 +90,28 @@ def resume(
     rewards: RewardMix | None = None,
     policy: Policy | None = None,
     minutes: float | None = None,
+    world: World = ALONE,
 ) -> RunFolder:
     """Go on with an interrupted run: it ends in the same bits as one never stopped.
 
     ``sets`` may change what the machine decides (`movable`): then prompts and random numbers stay, and rounding may not.
     """
+    if not world.is_first:
+        return follow(world, lambda recipe: prepare(recipe, task, rewards), policy)
+    check_resumable(run)
+    recipe = moved(run, sets)
+    need_ranks(recipe, world)
+    prepared = prepare(recipe, task, rewards)
+    lead(world, recipe, run)
+    trainer = Trainer(recipe, run, *prepared, listeners, policy, minutes, world)
+    if sets:
+        run.write_recipe(dump_recipe(recipe))
+    trainer.train(resume=run.database.exists())
+    return run
+
+
+def check_resumable(run: RunFolder) -> None:
+    """A run goes on where it is neither finished nor being trained."""
     state = run.state()
     if state.shown == "finished":
         raise RunError(
@@ -99,15 +125,12 @@ def resume(
         raise RunError(
             run.name, f"still running (process {state.pid})", because="a run has one writer", fix="stop that process first"
         )
-    recipe = moved(run, sets)
-    trainer = Trainer(recipe, run, *prepare(recipe, task, rewards), listeners, policy, minutes)
-    if sets:
-        run.write_recipe(dump_recipe(recipe))
-    trainer.train(resume=run.database.exists())
-    return run
 
 
-MOVABLE = re.compile(r"threads|model\.device|engine\..*|.*\.tokens_per_pack|(.*\.)?rewards\..*\.(workers|at_once|device)")
+MOVABLE = re.compile(
+    r"threads|model\.device|engine\..*|.*\.tokens_per_pack|(.*\.)?rewards\..*\.(workers|at_once|device)"
+    r"|scale\.(ranks|shard|tensor|offload|engine|samplers|reward_workers|timeout_s)"
+)
 """Keys that say how a machine computes and not what: a run that goes on elsewhere may change them."""
 
 
@@ -123,7 +146,7 @@ def moved(run: RunFolder, sets: Sequence[str]) -> Recipe:
                 "--set",
                 f"{key}={value}",
                 because="a run that goes on keeps its recipe, so that it ends as if never stopped; only what the machine "
-                "decides may change: threads, device, engine, tokens_per_pack, workers",
+                "decides may change: threads, device, engine, scale, tokens_per_pack, workers",
                 fix=f"`oncurve fork {run.path} --step N --set {key}={value}` goes on with something changed",
             )
     return recipe
@@ -138,10 +161,14 @@ def fork(
     runs_dir: Path = RUNS,
     out: Path | None = None,
     listeners: Sequence[Listener] = (),
+    world: World = ALONE,
 ) -> RunFolder:
     """A new run that goes on from a checkpoint of another with something changed, on the same prompts and random numbers."""
+    if not world.is_first:
+        return follow(world, prepare)
     before = load_recipe(parent.recipe)
     recipe = frozen(parse_recipe(before.model_dump(mode="json", exclude_none=True), sets))
+    need_ranks(recipe, world)
     place = _checkpoint_at(parent, recipe, stage, step)
     prepared = prepare(recipe)
     origin = Parent(parent.name, place.stage, place.step, changes(before, recipe))
@@ -153,7 +180,8 @@ def fork(
         with Store.open(run.path, read_only=False) as store:
             store.forget_after(place.stage, place.step)
             store.forget_replies_after(place.stage, place.step)
-        trainer = Trainer(recipe, run, *prepared, listeners)
+        lead(world, recipe, run)
+        trainer = Trainer(recipe, run, *prepared, listeners, world=world)
     except BaseException:
         shutil.rmtree(run.path, ignore_errors=True)
         raise
@@ -163,7 +191,8 @@ def fork(
 
 def frozen(recipe: Recipe) -> Recipe:
     """The recipe with what is chosen for the machine written down, so that it stays the same when the run goes on elsewhere."""
-    rows = [s.prompts_per_step * s.group_size for s in recipe.stages if isinstance(s, Sampled)]
+    ranks = recipe.scale.copies
+    rows = [math.ceil(s.prompts_per_step / ranks) * s.group_size for s in recipe.stages if isinstance(s, Sampled)]
     slots = recipe.engine.slots or frozen_slots(choose_device(recipe.model.device), max(rows, default=0))
     engine = recipe.engine.model_copy(update={"slots": slots})
     model = recipe.model.model_copy(update={"compiled": recipe.model.compiled and library() is not None})

@@ -1,0 +1,78 @@
+"""Several processes behind one command: `train --gpus`, ranks that torchrun started, and `oncurve status`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from oncurve.errors import OncurveError
+from oncurve.recipe.schema import Recipe
+from oncurve.runs.folder import RunFolder
+from oncurve.scale.join import is_silent, join, tell_first, world_size
+from oncurve.scale.world import World
+from oncurve.terminal.errors import render_error
+
+Gpus = Annotated[
+    int | None, typer.Option("--gpus", min=1, metavar="N", help="Train on N GPUs of this machine, a process for each.")
+]
+
+
+def asked_ranks(gpus: int | None) -> list[str]:
+    """What the command line and whoever started this process say of `scale.ranks`, as --set would."""
+    ranks = world_size() if world_size() > 1 else gpus
+    return [] if ranks is None else [f"scale.ranks={ranks}"]
+
+
+def launch_where_asked(recipe: Recipe, gpus: int | None, arguments: Sequence[str]) -> None:
+    """Where the recipe wants several ranks and this is none of them: starts them, and ends as the first of them did."""
+    if recipe.scale.ranks == 1 or world_size() > 1:
+        return
+    from oncurve.scale.launch import check_gpus, launch
+
+    check_gpus(recipe, gpus)
+    raise typer.Exit(launch(recipe.scale.ranks, arguments))
+
+
+@contextmanager
+def joined(recipe: Recipe) -> Iterator[World]:
+    """The world that this process belongs to, left in good order whatever happens within."""
+    world = join(recipe, speak)
+    try:
+        yield world
+    except BaseException as error:
+        world.close(error)
+        raise
+    world.close()
+
+
+def speak(error: OncurveError) -> None:
+    Console(stderr=True, highlight=False).print(render_error(error))
+
+
+def show_error(error: OncurveError) -> None:
+    """To the terminal; or, of a rank that is not the first, to the first, which speaks for all."""
+    if is_silent():
+        tell_first(error)
+    else:
+        speak(error)
+
+
+def status(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name or folder.")],
+    runs: Annotated[Path, typer.Option("--runs", metavar="DIR", help="Where runs lie.")] = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help="For programs: JSON on standard output and nothing else.")] = False,
+) -> None:
+    """What a run is doing right now: how it stands, and the phase of each of its processes."""
+    from oncurve.terminal.status import render_status, status_data
+
+    folder = RunFolder.open(run, runs)
+    if as_json:
+        print(json.dumps(status_data(folder), ensure_ascii=False, indent=2))
+    else:
+        Console(highlight=False).print(render_status(folder))

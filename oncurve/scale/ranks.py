@@ -1,0 +1,187 @@
+"""The world of several ranks, by torch.distributed: gloo between CPUs, NCCL between GPUs.
+
+Every exchange has a name and a time limit (`oncurve.scale.heart` keeps it). What ranks send each other as objects are our own
+records between processes that one user started; what lies on a disk is never pickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from itertools import count
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from oncurve.errors import OncurveError, ScaleError
+from oncurve.scale.balance import balanced
+from oncurve.scale.heart import GO_ON, Heart
+from oncurve.scale.pulse import clear_pulses
+from oncurve.scale.told import told, untold
+from oncurve.scale.world import Order, World
+
+T = TypeVar("T")
+BUCKET = 1 << 25
+"""Numbers that are added up over ranks at once: few exchanges, and no second copy of all gradients."""
+KEPT_ORDERS = 256
+AGREE_S = 10.0
+"""How long a rank that met a user's error waits for the others to have met it too."""
+
+
+class Ranks(World):
+    """One of several. Made by `oncurve.scale.join.join`."""
+
+    def __init__(self, store: Store, rank: int, size: int, local_size: int, heart: Heart) -> None:
+        self.store, self.rank, self.size, self.local_size, self.heart = store, rank, size, local_size, heart
+        self._told = 0
+
+    def share(self, items: Sequence[T]) -> list[T]:
+        return list(items[self.rank :: self.size])
+
+    def gathered(self, own: Callable[[], Sequence[T]]) -> list[T]:
+        mine: Sequence[T] = ()
+        said = None
+        try:
+            mine = own()
+        except OncurveError as error:
+            said = told(error, f"rank {self.rank}")
+        parts = self._from_all((list(mine), said), "gathering what the ranks made")
+        for _, error_of in parts:
+            if error_of is not None:
+                raise untold(error_of)
+        whole: list[Any] = [None] * sum(len(part) for part, _ in parts)
+        for rank, (part, _) in enumerate(parts):
+            whole[rank :: self.size] = part
+        return whole
+
+    def mine(self, costs: Sequence[int]) -> list[int]:
+        return balanced(costs, self.size)[self.rank]
+
+    def put_together(self, own: Mapping[T, Any]) -> dict[T, Any]:
+        found: dict[T, Any] = {}
+        for part in self._from_all(dict(own), "putting entries together"):
+            found |= part
+        return found
+
+    def summed(self, own: Mapping[str, float]) -> dict[str, float]:
+        total: dict[str, float] = {}
+        for part in self._from_all(dict(own), "adding up figures"):
+            for name, value in part.items():
+                total[name] = total.get(name, 0.0) + value
+        return total
+
+    def largest(self, own: Mapping[str, float]) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for part in self._from_all(dict(own), "comparing figures"):
+            found |= {name: max(value, found.get(name, value)) for name, value in part.items()}
+        return found
+
+    def add_gradients(self, parameters: Sequence[Tensor]) -> None:
+        for p in parameters:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        self._in_buckets([p.grad for p in parameters if p.grad is not None], dist.all_reduce, "adding up gradients")
+
+    def spread(self, tensors: Sequence[Tensor]) -> None:
+        self._in_buckets(tensors, lambda flat: dist.broadcast(flat, 0), "spreading weights")
+
+    @torch.no_grad()
+    def _in_buckets(self, tensors: Sequence[Tensor], exchange: Callable[[Tensor], Any], what: str) -> None:
+        for bucket in buckets(tensors):
+            flat = _flatten_dense_tensors(bucket)  # type: ignore[no-untyped-call]
+            with self.exchange(what):
+                exchange(flat)
+            torch._foreach_copy_(bucket, list(_unflatten_dense_tensors(flat, bucket)))  # type: ignore[no-untyped-call]
+
+    def _from_all(self, own: T, what: str) -> list[T]:
+        parts: list[Any] = [None] * self.size
+        with self.exchange(what):
+            dist.all_gather_object(parts, own)
+        return parts
+
+    @contextlib.contextmanager
+    def exchange(self, what: str) -> Iterator[None]:
+        """Around every collective: others can see who waits in which, and one that fails is told as what it means."""
+        with self.heart.waiting(what):
+            try:
+                yield
+            except RuntimeError as error:
+                time.sleep(AGREE_S / 2)  # the heart finds out who is gone, and ends this process with better words
+                raise ScaleError(
+                    f"rank {self.rank} of {self.size}", f"'{what}' failed", because=str(error).partition("\n")[0], fix=GO_ON
+                ) from error
+
+    def tell(self, do: str, **said: Any) -> None:
+        self.store.set(f"order/{self._told}", json.dumps([do, said]))
+        if self._told >= KEPT_ORDERS:
+            self.store.delete_key(f"order/{self._told - KEPT_ORDERS}")
+        self._told += 1
+
+    def orders(self) -> Iterator[Order]:
+        for number in count():
+            self.enter("waiting for the first rank")
+            while True:
+                with contextlib.suppress(
+                    dist.DistStoreError
+                ):  # the first rank may take its time; whether it lives, the heart sees
+                    self.store.wait([f"order/{number}"], timedelta(minutes=10))
+                    break
+            do, said = json.loads(self.store.get(f"order/{number}"))
+            if do == "end":
+                return
+            yield do, said
+
+    def all_failed(self, where: str) -> bool:
+        here = int(self.store.add(f"erred/{where}", 1))
+        deadline = time.monotonic() + AGREE_S
+        while here < self.size and time.monotonic() < deadline:
+            time.sleep(0.05)
+            here = int(self.store.add(f"erred/{where}", 0))
+        return here >= self.size
+
+    def show_in(self, run: Path) -> None:
+        if self.is_first:
+            clear_pulses(run)
+        self.heart.run_folder = run
+
+    def enter(self, phase: str) -> None:
+        self.heart.enter(phase)
+
+    def at(self, stage: str, step: int) -> None:
+        self.heart.at(stage, step)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """The first rank's error is its own to tell; another's is told by the first, which is still at work."""
+        if error is not None and not self.is_first:
+            self.heart.complain(error)
+        self.enter("done")
+        if self.is_first:
+            self.tell("end")
+            self.store.set("over", "1")
+        self.store.set(f"left/{self.rank}", "1")
+        if self.is_first:  # it may hold the store: the others must have read the end of the story
+            with contextlib.suppress(dist.DistStoreError):
+                self.store.wait([f"left/{rank}" for rank in range(self.size)], timedelta(seconds=5))
+        self.heart.stop()
+        if error is None:
+            dist.destroy_process_group()
+
+
+def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The tensors in runs of one type and device, each of about `BUCKET` numbers."""
+    run: list[Tensor] = []
+    for tensor in tensors:
+        alike = run and (run[0].dtype, run[0].device) == (tensor.dtype, tensor.device)
+        if run and (not alike or sum(t.numel() for t in run) + tensor.numel() > BUCKET):
+            yield run
+            run = []
+        run.append(tensor)
+    if run:
+        yield run

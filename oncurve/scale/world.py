@@ -1,0 +1,87 @@
+"""The world as a training loop sees it: which part of a step is this process's, and what it hears of the others.
+
+`World` itself is the world of one process: every question answers itself, nothing is imported and nothing waits. Of several
+ranks it is `oncurve.scale.ranks.Ranks`, with the same calls. So the loop says `world.share(prompts)` and never asks how many
+there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+T = TypeVar("T")
+Order = tuple[str, dict[str, Any]]
+"""What the first rank tells the others to do, with what they need for it: JSON, never code."""
+
+
+class World:
+    """One process."""
+
+    rank, size = 0, 1
+    local_size = 1
+    """Ranks on this machine: they share its threads."""
+
+    @property
+    def is_first(self) -> bool:
+        """The first rank alone decides, writes and speaks."""
+        return self.rank == 0
+
+    def share(self, items: Sequence[T]) -> list[T]:
+        """This rank's part of a step's items: every ``size``-th of them."""
+        return list(items)
+
+    def gathered(self, own: Callable[[], Sequence[T]]) -> list[T]:
+        """What ``own`` made of each rank's share, in the order of the whole. A user's error on one rank is raised on all."""
+        return list(own())
+
+    def mine(self, costs: Sequence[int]) -> list[int]:
+        """The places of the items that this rank takes, where those cost so much: see `oncurve.scale.balance`."""
+        return list(range(len(costs)))
+
+    def put_together(self, own: Mapping[T, Any]) -> dict[T, Any]:
+        """One mapping of all ranks' entries."""
+        return dict(own)
+
+    def summed(self, own: Mapping[str, float]) -> dict[str, float]:
+        """Sums over ranks, by name; a rank may lack some."""
+        return dict(own)
+
+    def largest(self, own: Mapping[str, float]) -> dict[str, float]:
+        return dict(own)
+
+    def add_gradients(self, parameters: Sequence[Tensor]) -> None:
+        """Each parameter's gradient becomes its sum over ranks, with the same bits on each; one without any counts as 0."""
+
+    def spread(self, tensors: Sequence[Tensor]) -> None:
+        """Each tensor becomes the first rank's, in place."""
+
+    def tell(self, do: str, **told: Any) -> None:
+        """The first rank's next order to the others."""
+
+    def orders(self) -> Iterator[Order]:
+        """What a rank that is not the first is told, until the end."""
+        yield from ()
+
+    def all_failed(self, where: str) -> bool:
+        """Whether every rank has met a user's error at this place: then they agree, and the run may be saved as it stands."""
+        return True
+
+    def show_in(self, run: Path) -> None:
+        """From now on each rank's phase can be read in the run's folder."""
+
+    def enter(self, phase: str) -> None:
+        """What this rank does from now on, for `oncurve status` and for whoever waits for it."""
+
+    def at(self, stage: str, step: int) -> None:
+        """Where in the run it is."""
+
+    def close(self, error: BaseException | None = None) -> None:
+        """The end of it: the others are told so, and why, where it was an error."""
+
+
+ALONE = World()

@@ -1,0 +1,67 @@
+"""`oncurve status RUN`: how a run stands, and what each of its processes is doing."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from oncurve.errors import OncurveError
+from oncurve.runs.folder import RunFolder
+from oncurve.runs.store import Store
+from oncurve.scale.pulse import Pulse, read_pulses
+
+SILENT_S = 10.0
+"""A process writes twice a second; one that has not for so long is stopped, swapped out, or its machine is gone."""
+
+
+def status_data(run: RunFolder) -> dict[str, Any]:
+    state, last = run.state(), _last_step(run)
+    processes = [{**dataclasses.asdict(pulse), "state": state_of(pulse)} for pulse in read_pulses(run.path)]
+    place = None if last is None else {"stage": last[0], "step": last[1]}
+    return {"run": run.name, "status": state.shown, "host": state.host, "pid": state.pid, "last": place, "processes": processes}
+
+
+def render_status(run: RunFolder) -> RenderableType:
+    state, last = run.state(), _last_step(run)
+    done = f", last recorded: {last[0]} {last[1]}" if last else ", nothing recorded yet"
+    head = Text(f"{run.name}: {state.shown}{done}")
+    pulses = read_pulses(run.path)
+    if not pulses:
+        return Group(head, Text(f"one process: {state.pid} on {state.host}", "dim"))
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("process", "host", "pid", "place", "phase", "for", "state"):
+        table.add_column(name, justify="right" if name in ("pid", "for") else "left")
+    for pulse in pulses:
+        place = f"{pulse.stage} {pulse.step}" if pulse.stage else ""
+        phase = f"{pulse.phase}, waiting in '{pulse.waiting}'" if pulse.waiting else pulse.phase
+        seconds = f"{max(pulse.beat - pulse.since, 0.0):.0f} s"
+        table.add_row(pulse.name, pulse.host, str(pulse.pid), place, phase, seconds, state_of(pulse))
+    return Group(head, Text(), table)
+
+
+def state_of(pulse: Pulse) -> str:
+    """`done`, `gone`, `silent for 33 s` or `alive`."""
+    if pulse.phase == "done":
+        return "done"
+    if pulse.is_alive is False:
+        return "gone"
+    silent = time.time() - pulse.beat
+    return f"silent for {silent:.0f} s" if silent > SILENT_S else "alive"
+
+
+def _last_step(run: RunFolder) -> tuple[str, int] | None:
+    """The last step on the disk, (stage, step)."""
+    try:
+        with Store.open(run.path) as store:
+            for stage in reversed(store.stages()):
+                steps = store.steps(stage.name)
+                if steps:
+                    return stage.name, steps[-1].step
+    except OncurveError:
+        pass
+    return None

@@ -1,0 +1,91 @@
+"""Several ranks, one trainer: the first decides, records and saves; the others do as it says, each with its part of a step.
+
+Orders go one way, so ranks can't part: where the first stops, goes back to a checkpoint or has no time left, the others hear of
+it or of nothing. A step itself is the same code on every rank.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from oncurve.errors import OncurveError, ScaleError
+from oncurve.models.policy import Policy
+from oncurve.recipe.load import parse_recipe
+from oncurve.recipe.schema import Recipe, Stage
+from oncurve.rewards.mix import RewardMix
+from oncurve.runs import checkpoints
+from oncurve.runs.folder import RunFolder
+from oncurve.scale.world import World
+from oncurve.tasks.base import Task
+from oncurve.train.run import Trainer, load_weights, trained
+from oncurve.train.stages import StageLoop
+
+Prepare = Callable[[Recipe], tuple[Callable[[Stage], Task], Callable[[Stage], RewardMix]]]
+
+
+def need_ranks(recipe: Recipe, world: World) -> None:
+    """A recipe for several ranks needs them to be there."""
+    if recipe.scale.ranks != world.size:
+        ranks = recipe.scale.ranks
+        raise ScaleError(
+            "scale.ranks",
+            ranks,
+            because=f"{world.size} of them {'was' if world.size == 1 else 'were'} started",
+            fix=f"oncurve train RECIPE --gpus {ranks}, or from Python: torchrun --nproc-per-node {ranks} SCRIPT",
+        )
+
+
+def lead(world: World, recipe: Recipe, run: RunFolder) -> None:
+    """The first rank's first word: the recipe with everything chosen, and where the run lies."""
+    world.show_in(run.path)
+    world.tell("open", recipe=recipe.model_dump(mode="json", exclude_none=True), run=str(run.path.resolve()))
+
+
+def follow(world: World, prepare: Prepare, policy: Policy | None = None) -> RunFolder:
+    """What every other rank does, from the first word to the last."""
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):  # the first rank decides when to stop
+            signal.signal(number, signal.SIG_IGN)
+    orders = world.orders()
+    _, said = next(orders)
+    recipe, run = parse_recipe(said["recipe"]), RunFolder(Path(said["run"]))
+    world.show_in(run.path)
+    trainer = Trainer(recipe, run, *prepare(recipe), policy=policy, world=world)
+    stage, loop = recipe.stages[0], None
+    for do, said in orders:
+        if do == "stage":
+            stage = recipe.stages[said["position"]]
+            loop = _begun(trainer, stage, said["detour"], said["start"])
+        elif do == "weights":
+            world.spread(trained(trainer.policy))
+        elif do == "measure":
+            trainer.measure(stage, said["step"], said["replies"])
+        elif loop is not None and do == "state":
+            loop.state()
+        elif loop is not None and do == "step":
+            _step(trainer, stage, loop, said["n"], said["replies"])
+    return run
+
+
+def _begun(trainer: Trainer, stage: Stage, detour: int, start: str | None) -> StageLoop:
+    """A stage's loop, as the first rank has it: weights first, since a loop may copy them (a reference)."""
+    found = None if start is None else checkpoints.load(Path(start))
+    if found is not None:
+        load_weights(trainer.policy, found.tensors["model"])
+    loop = trainer.loop(stage, detour)
+    if found is not None and found.stage == stage.label:
+        loop.load_state(found.tensors)
+    return loop
+
+
+def _step(trainer: Trainer, stage: Stage, loop: StageLoop, n: int, replies: dict[str, str]) -> None:
+    """A user's error that all ranks met is the first rank's to tell: it may save before it does. One that is this rank's alone
+    ends the run."""
+    try:
+        trainer.take_step(stage, loop, n, replies)
+    except OncurveError:
+        if not trainer.world.all_failed(f"{stage.label}/{n}"):
+            raise
