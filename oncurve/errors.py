@@ -9,6 +9,7 @@ OncurveError
 │   └── CheckpointError   a checkpoint that is damaged or unreadable
 ├── ClusterError      a cluster that does not answer, has no room, or has other code on its nodes
 ├── ScaleError        ranks that can't find each other, differ, or wait for one that is gone or late
+├── EngineError       a sampler in a process of its own that can't be started, or is lost
 ├── DiskError         no room, no permission, read-only
 └── MissingPackage    an optional package that a setting asks for
 """
@@ -59,6 +60,10 @@ class ClusterError(OncurveError):
 
 class ScaleError(OncurveError):
     """Processes that can't work as one: they differ, can't find each other, or wait for one that is gone or late."""
+
+
+class EngineError(OncurveError):
+    """A sampler in a process of its own that can't be started, or that was lost and does not come back."""
 
 
 class DiskError(OncurveError):

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from oncurve.engines.native import Batch, Job, Logps, Row, Tokens
+from oncurve.engines.native import Batch, Draws, Job, Logps, Row, Tokens
 from oncurve.engines.sampling import Drawn
 from oncurve.errors import DataError
 from oncurve.models.turns import reply_ids
-from oncurve.records import Bools, StopReason
+from oncurve.records import Bools, Prompt, StopReason
 from oncurve.tasks.draws import generator
 
 _NOT_GIVEN = -1
@@ -111,16 +111,20 @@ class Episodes(Batch):
         return True
 
     def _reply(self, row: Episode) -> str | None:
-        prompt, draws = self.prompts[row.group], self.draws_of(row.group)
-        if prompt.environment is None:
-            return None
-        dice = generator(draws.seed, f"environment/{draws.step}/{prompt.id}/{row.sample}", len(row.turns))
-        try:
-            return prompt.environment.reply(prompt, tuple(row.turns), dice)
-        except Exception as error:  # an environment may be anyone's code
-            raise DataError(
-                prompt.id,
-                f"its environment failed: {type(error).__name__}: {error}",
-                because="without an answer the completion can't go on",
-                fix="mend the environment; one that has nothing to say returns None",
-            ) from error
+        return reply_to(self.prompts[row.group], self.draws_of(row.group), row)
+
+
+def reply_to(prompt: Prompt, draws: Draws, row: Episode) -> str | None:
+    """What the prompt's environment says to the turns so far; None where there is none, or nothing to say."""
+    if prompt.environment is None:
+        return None
+    dice = generator(draws.seed, f"environment/{draws.step}/{prompt.id}/{row.sample}", len(row.turns))
+    try:
+        return prompt.environment.reply(prompt, tuple(row.turns), dice)
+    except Exception as error:  # an environment may be anyone's code
+        raise DataError(
+            prompt.id,
+            f"its environment failed: {type(error).__name__}: {error}",
+            because="without an answer the completion can't go on",
+            fix="mend the environment; one that has nothing to say returns None",
+        ) from error

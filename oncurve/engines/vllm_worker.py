@@ -1,0 +1,283 @@
+"""vLLM itself, in a process of its own that is asked through a pipe. The only file that imports vllm.
+
+It is started by `oncurve.engines.vllm_process`: vLLM changes thread counts, seeds and loggers of the process that it lives in.
+Here it runs without a further process (but for tensor parallel), so that a push of weights is a plain call, and steps follow
+each other in the same order each time.
+
+Written against vLLM 0.26 to 0.32, of which it uses ``LLM``, its engine's ``add_request``, ``step`` and ``add_lora``, ``sleep``
+and ``wake_up``, and the workers' ``reload_weights``, which knows fused, tied and repacked weights.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from oncurve.engines.vllm_messages import (
+    Adapter,
+    Answer,
+    Answers,
+    Ask,
+    Done,
+    Failed,
+    FromFile,
+    FromGpu,
+    FromGroup,
+    Join,
+    Ready,
+    Request,
+    Sleep,
+    Start,
+    Wake,
+    Working,
+)
+from oncurve.records import StopReason
+
+BEAT = 1.0
+"""Seconds between two signs of life while tokens are sampled."""
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The ranks that vLLM makes room for."""
+
+
+class Host:
+    """Answers the messages of one pipe, in order. They are read as they come: two that wait to be read wait forever."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self.llm: Any = None
+        self.adapter: Any = None
+
+    def serve(self) -> None:
+        """Until the process is ended. What goes wrong is told, and ends it: its state is not known then."""
+        threading.Thread(target=self._read, daemon=True).start()
+        try:
+            while True:
+                self._handle(self.inbox.get())
+        except BaseException as error:
+            traceback.print_exc()
+            self.connection.send(Failed(type(error).__name__, str(error)))
+            leave(1)
+
+    def _read(self) -> None:
+        try:
+            while True:
+                self.inbox.put(self.connection.recv())
+        except (EOFError, OSError):
+            leave(0)
+
+    def _handle(self, message: object) -> None:
+        match message:
+            case Start():
+                self.llm = _open(message)
+                self.connection.send(Ready(os.getpid(), self.llm.model_config.max_model_len, _version()))
+            case Ask():
+                self._sample(message)
+            case FromFile() | FromGpu() | FromGroup():
+                self.llm.collective_rpc("oncurve_load", args=(message,))
+                self._forget_prefixes()
+            case Adapter():
+                self._put_on(message)
+                self._forget_prefixes()
+            case Join():
+                self.llm.collective_rpc("oncurve_join", args=(message,))
+                self.connection.send(Done())
+            case Sleep():
+                self.llm.sleep(level=message.level)
+                self.connection.send(Done())
+            case Wake():
+                self.llm.wake_up(tags=list(message.parts))
+                self.connection.send(Done())
+
+    def _forget_prefixes(self) -> None:
+        """Keys and values that other weights gave must not be found again."""
+        self.llm.reset_prefix_cache()
+        self.connection.send(Done())
+
+    def _put_on(self, message: Adapter) -> None:
+        """A number of its own for each push: vLLM takes an adapter that it knows by number for the same one."""
+        from vllm.lora.request import LoRARequest
+
+        before, self.adapter = self.adapter, LoRARequest(f"adapter-{message.number}", message.number, message.folder)
+        if before is not None:
+            self.llm.llm_engine.remove_lora(before.lora_int_id)
+        self.llm.llm_engine.add_lora(self.adapter)
+
+    def _sample(self, ask: Ask) -> None:
+        """Steps until all that was asked is done; more may be asked meanwhile."""
+        engine, beat = self.llm.llm_engine, time.monotonic()
+        self._take(ask)
+        while engine.has_unfinished_requests():
+            ended = tuple(_answer(output) for output in engine.step() if output.finished)
+            if ended:
+                self.connection.send(Answers(ended))
+            elif time.monotonic() - beat > BEAT:
+                beat = time.monotonic()
+                self.connection.send(Working())
+            while not self.inbox.empty():
+                more = self.inbox.get()
+                assert isinstance(more, Ask), "weights change only between two calls of sample"
+                self._take(more)
+
+    def _take(self, ask: Ask) -> None:
+        for request in ask.requests:
+            self.llm.llm_engine.add_request(
+                request.key, {"prompt_token_ids": list(request.token_ids)}, _parameters(request), lora_request=self.adapter
+            )
+
+
+def _version() -> str:
+    import vllm
+
+    return str(vllm.__version__)
+
+
+def _open(start: Start) -> Any:
+    from vllm import LLM
+    from vllm.platforms import current_platform
+
+    cpu = bool(current_platform.is_cpu())
+    options: dict[str, Any] = {
+        "model": start.folder,
+        "dtype": start.dtype,
+        "max_model_len": -1,  # the model's, or what memory has room for
+        "max_num_seqs": start.slots,
+        "tensor_parallel_size": start.tensor,
+        "logprobs_mode": start.logprobs,
+        "generation_config": "vllm",  # what the recipe says, and not the model's folder
+        "worker_extension_cls": f"{Receiver.__module__}.{Receiver.__qualname__}",
+        "disable_log_stats": True,
+        "enforce_eager": cpu,
+    }
+    if start.lora_rank:
+        room = next((r for r in RANKS if r >= start.lora_rank), RANKS[-1])
+        options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
+    if not cpu:
+        options |= {"enable_sleep_mode": start.sleeps, "gpu_memory_utilization": start.gpu_share}
+    elif "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
+        options["kv_cache_memory_bytes"] = _cpu_room(start)
+    return LLM(**options)
+
+
+def _cpu_room(start: Start) -> int:
+    """Bytes for keys and values on a CPU: what all slots could want, within a share of the memory that is free."""
+    import psutil
+
+    free = int(psutil.virtual_memory().available * start.gpu_share / 2)
+    return max(min(start.cpu_kv_bytes, free), 64 << 20)
+
+
+def _parameters(request: Request) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    how = request.how
+    return SamplingParams(
+        temperature=how.temperature, top_p=how.top_p, top_k=how.top_k, min_p=how.min_p, seed=request.seed,
+        max_tokens=request.most, min_tokens=request.least, stop=list(request.stop), include_stop_str_in_output=True,
+        stop_token_ids=list(request.end_ids), ignore_eos=True, logprobs=0, detokenize=bool(request.stop),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )  # fmt: skip
+
+
+def _answer(output: Any) -> Answer:
+    (one,) = output.outputs
+    ids = tuple(one.token_ids)
+    logps = tuple(float(at[token].logprob) for at, token in zip(one.logprobs, ids, strict=True))
+    return Answer(output.request_id, ids, logps, _why(one))
+
+
+def _why(one: Any) -> StopReason:
+    if one.finish_reason == "length":
+        return "length"
+    if one.finish_reason != "stop":
+        raise RuntimeError(f"vLLM ended a completion for another reason than we know: {one.finish_reason}")
+    return "stop_string" if isinstance(one.stop_reason, str) else "end"
+
+
+class Receiver:
+    """What each of vLLM's workers can do beside its own: take weights in the ways that we push them."""
+
+    def oncurve_load(self, source: FromFile | FromGpu | FromGroup) -> None:
+        worker: Any = self
+        worker.reload_weights(weights_iterator=self.oncurve_tensors(source))
+        if worker.device.type == "cpu":
+            _repack(worker.model_runner.model)
+        else:
+            torch.accelerator.synchronize()  # from here on the learner may change what was read
+
+    def oncurve_join(self, where: Join) -> None:
+        """Takes a seat in the group over which the learner broadcasts; it waits until all have."""
+        worker: Any = self
+        worker.oncurve_group = group_of(where, where.offset + worker.rank, worker.device)
+
+    def oncurve_tensors(self, source: FromFile | FromGpu | FromGroup) -> Iterator[tuple[str, torch.Tensor]]:
+        worker: Any = self
+        match source:
+            case FromFile(path):
+                with safe_open(path, framework="pt") as file:
+                    for name in file.keys():  # noqa: SIM118  (no mapping)
+                        yield name, file.get_tensor(name)
+            case FromGpu(handles):
+                for name, (rebuild, arguments) in handles.items():
+                    here = list(arguments)
+                    here[6] = worker.device.index  # the same GPU may have another number in this process
+                    yield name, rebuild(*here)
+            case FromGroup(tensors):
+                for name, dtype, shape in tensors:
+                    tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=worker.device)
+                    worker.oncurve_group.broadcast(tensor, src=0, stream=torch.cuda.current_stream())
+                    yield name, tensor
+
+
+def _repack(model: torch.nn.Module) -> None:
+    """On a CPU vLLM packs a head's weights when it loads them; of a head tied to the embedding it would keep the old ones."""
+    for module in model.modules():
+        layer: Any = module
+        if hasattr(layer, "cpu_linear") and layer.weight.numel():
+            layer.quant_method.process_weights_after_loading(layer)
+
+
+def group_of(where: Join, rank: int, device: torch.device) -> Any:
+    """A NCCL group of the learner (rank 0) and vLLM's workers, apart from every other group of theirs."""
+    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+    from vllm.distributed.utils import StatelessProcessGroup
+
+    seats = StatelessProcessGroup.create(host=where.address, port=where.port, rank=rank, world_size=where.world_size)
+    return PyNcclCommunicator(seats, device=device)
+
+
+def _leave_with(parent: int) -> None:
+    """Whoever asks may be killed at any moment; nobody would ask us then."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    leave(1)
+
+
+def leave(code: int) -> None:
+    """At once: vLLM's own way out takes many seconds, and there is nothing to save."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def main() -> None:
+    parent = int(sys.argv[2])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run decides what Ctrl-C means
+    threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
+    Host(Connection(int(sys.argv[1]))).serve()
+
+
+if __name__ == "__main__":
+    main()
