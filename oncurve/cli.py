@@ -21,6 +21,7 @@ from oncurve import (
     cli_models,
     cli_pairs,
     cli_plan,
+    cli_ray,
     cli_replay,
     cli_rewards,
     cli_scale,
@@ -32,10 +33,10 @@ from oncurve.errors import OncurveError, RecipeError
 from oncurve.recipe.load import dump_recipe, load_recipe
 from oncurve.runs.disk import NO_PERMISSION, NO_ROOM, disk_error
 from oncurve.runs.folder import RunFolder, list_runs
+from oncurve.scale.world import ALONE, World
 from oncurve.terminal.errors import render_error
 
 if TYPE_CHECKING:
-    from oncurve.scale.world import World
     from oncurve.terminal.starting import Plan
 
 app = typer.Typer(
@@ -89,6 +90,7 @@ def train(
         float | None, typer.Option("--minutes", min=0.0, help="Save and stop after so many; --resume goes on exactly.")
     ] = None,
     gpus: cli_scale.Gpus = None,
+    ray: cli_ray.Ray = None,
 ) -> None:
     """Train a recipe, or go on with a run that was stopped."""
     from oncurve.terminal.starting import plan
@@ -97,11 +99,14 @@ def train(
     planned = plan(target, asked, out, runs, resume)
     recipe = load_recipe(planned.run.recipe, planned.sets) if planned.run is not None else planned.recipe
     assert recipe is not None
+    if ray is not None:
+        return _train(planned, out, runs, minutes, ALONE, ray)
     again = ["train", target, *_repeated("--set", asked), "--runs", str(runs), *(["--resume"] if resume else [])]
     again += [*_given("--out", out), *_given("--minutes", minutes)]
     cli_scale.launch_where_asked(recipe, gpus, again)
     with cli_scale.joined(recipe) as world:
         _train(planned, out, runs, minutes, world)
+    return None
 
 
 def _repeated(option: str, values: Sequence[str]) -> list[str]:
@@ -112,7 +117,7 @@ def _given(option: str, value: object) -> list[str]:
     return [] if value is None else [option, str(value)]
 
 
-def _train(planned: Plan, out: Path | None, runs: Path, minutes: float | None, world: World) -> None:
+def _train(planned: Plan, out: Path | None, runs: Path, minutes: float | None, world: World, ray: str | None = None) -> None:
     if planned.advice and world.is_first:
         advise(planned.advice)
     began = time.monotonic()
@@ -123,11 +128,13 @@ def _train(planned: Plan, out: Path | None, runs: Path, minutes: float | None, w
         from oncurve.train.run import TimeUp
 
         hush()
-    if planned.recipe is not None and world.is_first:
+    if planned.recipe is not None and world.is_first and ray is None:
         cli_plan.announce(planned.recipe)
     listeners = [LiveDisplay(Console(highlight=False))] if world.is_first else []
     try:
-        if planned.run is not None:
+        if ray is not None:
+            run = cli_ray.train(planned, out, runs, minutes, ray, listeners)
+        elif planned.run is not None:
             run = start.resume(planned.run, sets=planned.sets, listeners=listeners, minutes=minutes, world=world)
         else:
             assert planned.recipe is not None

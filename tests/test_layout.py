@@ -24,6 +24,7 @@ LAYERS = [
         "cli_models",
         "cli_pairs",
         "cli_plan",
+        "cli_ray",
         "cli_replay",
         "cli_rewards",
         "cli_scale",

@@ -13,6 +13,7 @@ from contextlib import closing
 from functools import lru_cache
 from pathlib import Path
 
+from oncurve.engines.choose import check_engine
 from oncurve.engines.native import frozen_slots
 from oncurve.errors import RecipeError, RunError
 from oncurve.models.compiled.build import library
@@ -21,7 +22,7 @@ from oncurve.models.policy import Policy
 from oncurve.recipe.dpo import Dpo
 from oncurve.recipe.flat import changes, flat
 from oncurve.recipe.load import dump_recipe, load_recipe, parse_recipe
-from oncurve.recipe.resolve import resolved_rewards, resolved_task
+from oncurve.recipe.resolve import corrected, resolved_rewards, resolved_task
 from oncurve.recipe.reward_model import RewardModel
 from oncurve.recipe.sampled import Sampled
 from oncurve.recipe.schema import Recipe, Sft, Stage
@@ -196,7 +197,8 @@ def frozen(recipe: Recipe) -> Recipe:
     slots = recipe.engine.slots or frozen_slots(choose_device(recipe.model.device), max(rows, default=0))
     engine = recipe.engine.model_copy(update={"slots": slots})
     model = recipe.model.model_copy(update={"compiled": recipe.model.compiled and library() is not None})
-    return recipe.model_copy(update={"threads": recipe.threads or os.cpu_count() or 1, "engine": engine, "model": model})
+    settled = {"threads": recipe.threads or os.cpu_count() or 1, "engine": engine, "model": model}
+    return recipe.model_copy(update={**settled, "stages": corrected(recipe)})
 
 
 def task_for(recipe: Recipe, stage: Stage) -> Task:
@@ -238,6 +240,7 @@ def refuse_secrets(recipe: Recipe) -> None:
 def prepare(recipe: Recipe, task: Task | None = None, rewards: RewardMix | None = None) -> Prepared:
     """Tasks and rewards of every stage, built before anything else is touched."""
     refuse_secrets(recipe)
+    check_engine(recipe)
     tasks = {s.label: task or task_for(recipe, s) for s in recipe.stages}
     mixes = {s.label: rewards or rewards_for(recipe, s) for s in recipe.stages}
     for stage in recipe.stages:

@@ -1,0 +1,233 @@
+"""`oncurve train --ray`: looks at the cluster, puts the actors up, shows what the learner tells, and sees it through.
+
+The driver trains nothing itself. Where the learner dies, it is started again by Ray and goes on from the last checkpoint;
+where the driver dies, Ray ends the actors, and `--resume` goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from oncurve.cluster import door, nodes
+from oncurve.cluster.door import Gone, Peer, Places, answer
+from oncurve.cluster.learner import Learner, Task
+from oncurve.cluster.orders import Crew
+from oncurve.cluster.sampler import Sampler
+from oncurve.cluster.scorer import Scorer
+from oncurve.errors import ClusterError, OncurveError
+from oncurve.recipe.schema import Recipe
+from oncurve.runs.folder import RunFolder
+from oncurve.scale.told import untold
+from oncurve.train import run as running
+from oncurve.train.listeners import Listener
+from oncurve.train.start import check_resumable, moved, prepare
+
+MOST_DEATHS = 3
+"""Deaths of the learner in a row, without a step between them, before the run gives up."""
+HEAR_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the command line asked for: a recipe to begin, or a run to go on with."""
+
+    recipe: Recipe | None = None
+    run: RunFolder | None = None
+    sets: tuple[str, ...] = ()
+    runs_dir: Path = Path("runs")
+    out: Path | None = None
+    minutes: float | None = None
+
+
+def train(asked: Asked, address: str, listeners: Sequence[Listener] = ()) -> RunFolder:
+    """Trains on the cluster at an address. Returns the run when it has finished."""
+    if asked.run is not None:
+        check_resumable(asked.run)
+    recipe = asked.recipe if asked.run is None else moved(asked.run, asked.sets)
+    assert recipe is not None
+    recipe = corrected(recipe)
+    prepare(recipe)  # a recipe that can't run is told before anything is started
+    door.connect(address)
+    try:
+        nodes.check_room(recipe)
+        nodes.check_alike(recipe)
+        with company(recipe) as (learner, crew), folder(asked, recipe) as run:
+            begin = None if asked.run is not None else recipe.model_dump_json(exclude_none=True)
+            task = Task(run.path.resolve(), Path.cwd(), begin, asked.sets, asked.minutes)
+            Drive(learner, crew, listeners, recipe.scale.timeout_s).see_through(run, task)
+            return run
+    finally:
+        door.leave()
+
+
+CAP = 2.0
+
+
+def corrected(recipe: Recipe) -> Recipe:
+    """Where samples may be stale, what the sampler thought of them is taken into account: it is written into the recipe."""
+    if not recipe.scale.max_staleness:
+        return recipe
+    stages = tuple(
+        s.model_copy(update={"importance_cap": CAP}) if getattr(s, "importance_cap", 0.0) is None else s for s in recipe.stages
+    )
+    return recipe.model_copy(update={"stages": stages})
+
+
+@contextmanager
+def company(recipe: Recipe) -> Iterator[tuple[Peer, Crew]]:
+    """The actors, in places kept for them; gone at the end, however it comes."""
+    each, scale = nodes.needs(recipe), recipe.scale
+    places = [Places("the learner", [each] * scale.ranks, "PACK")]
+    if scale.samplers:
+        places.append(Places("samplers", [each] * scale.samplers, "SPREAD"))
+    peers: list[Peer] = []
+    try:
+        for one in places:
+            one.wait()
+        peers.append(door.put_up("learner", Learner, each, places[0]))
+        peers += [door.put_up(f"sampler-{i}", Sampler, each, places[1], i) for i in range(scale.samplers)]
+        peers += [door.put_up(f"reward-{i}", Scorer, {"CPU": 1.0}) for i in range(scale.reward_workers)]
+        first = 1 + scale.samplers
+        yield peers[0], Crew(tuple(peers[1:first]), tuple(peers[first:]))
+    finally:
+        for peer in peers:
+            peer.kill(for_good=True)
+        for one in places:
+            one.free()
+
+
+@contextmanager
+def folder(asked: Asked, recipe: Recipe) -> Iterator[RunFolder]:
+    """The run's folder. A new one is taken away again where the learner never came to its first stage."""
+    if asked.run is not None:
+        yield asked.run
+        return
+    run = RunFolder.create_at(asked.out) if asked.out else RunFolder.create(asked.runs_dir, recipe.name)
+    try:
+        yield run
+    except BaseException:
+        if not run.database.exists():
+            shutil.rmtree(run.path, ignore_errors=True)
+        raise
+
+
+class Drive:
+    """One run, from the driver's seat."""
+
+    def __init__(self, learner: Peer, crew: Crew, listeners: Sequence[Listener], timeout_s: float) -> None:
+        self.learner, self.crew, self.listeners, self.timeout_s = learner, crew, listeners, timeout_s
+        self.stop: int | None = None
+        self.steps = 0
+
+    def see_through(self, run: RunFolder, task: Task) -> None:
+        deaths = 0
+        while True:
+            before = self.steps
+            try:
+                with self._signals():
+                    ended = self._watch(task)
+            except Gone as error:
+                deaths = deaths + 1 if self.steps == before else 1
+                if deaths > MOST_DEATHS:
+                    raise self._given_up(run, deaths, error) from error
+                line = f"the learner died ({str(error)[:200]}); it is started again and goes on from the last checkpoint"
+                self._tell("on_event", ("cluster", line))
+                begun = run.database.exists()
+                task = replace(task, recipe=None if begun else task.recipe, notes=(line,))
+            else:
+                if ended is not None:
+                    raise error_of(ended, run, task.minutes)
+                return
+
+    def _watch(self, task: Task) -> Mapping[str, Any] | None:
+        """How the learner ended; meanwhile it is heard, and what it says is handed on."""
+        self._wait_until_up()
+        outcome, hearing = self.learner.ask("train", task, self.crew), self.learner.ask("hear", HEAR_S)
+        heard = time.monotonic()
+        asked_to_stop = False
+        while True:
+            for ref in door.first([outcome, hearing], HEAR_S):
+                said = answer(ref, HEAR_S)
+                if ref is outcome:
+                    self._hand_on(answer(self.learner.ask("hear", 0.05), self.timeout_s))
+                    return said  # type: ignore[no-any-return]
+                self._hand_on(said)
+                heard, hearing = time.monotonic(), self.learner.ask("hear", HEAR_S)
+            if self.stop is not None and not asked_to_stop:
+                self.learner.ask("stop", self.stop)
+                asked_to_stop = True
+            if time.monotonic() - heard > self.timeout_s:
+                self.learner.kill(for_good=False)
+                raise Gone(f"it had not answered the driver for {self.timeout_s:g} s, and was killed")
+
+    def _wait_until_up(self) -> None:
+        """Ray may be starting it again, or waiting for a node that has room."""
+        deadline = time.monotonic() + self.timeout_s
+        while True:
+            try:
+                answer(self.learner.ask("where"), self.timeout_s)
+            except (Gone, door.Silent) as error:
+                if time.monotonic() > deadline or isinstance(error, door.Silent):
+                    raise ClusterError(
+                        "--ray",
+                        f"the driver has waited {self.timeout_s:g} s for the learner to start",
+                        because=str(error)[:200] or f"no node has room for it now: {door.told_of(door.available())} is free",
+                        fix="`ray status` shows the nodes; when there is one again: oncurve train --resume RUN --ray auto",
+                    ) from error
+                time.sleep(0.5)
+            else:
+                return
+
+    def _hand_on(self, news: Sequence[tuple[str, tuple[Any, ...]]]) -> None:
+        for name, given in news:
+            self._tell(name, given)
+            self.steps += name == "on_step"
+
+    def _tell(self, name: str, given: tuple[Any, ...]) -> None:
+        for listener in self.listeners:
+            getattr(listener, name)(*given)
+
+    def _given_up(self, run: RunFolder, deaths: int, error: Exception) -> ClusterError:
+        return ClusterError(
+            run.name,
+            f"the learner died {deaths} times without a step between",
+            because=str(error)[:300],
+            fix=f"look at its node's memory and Ray's logs (/tmp/ray/session_latest/logs), then --resume {run.path}",
+        )
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """The first SIGINT or SIGTERM has the learner finish its step and save; a second one ends this process, and so all."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def stop(number: int, frame: FrameType | None) -> None:
+            if self.stop is not None:
+                os._exit(128 + number)
+            self.stop = number
+            self._tell("on_event", ("signal", "stopping after this step; once more stops at once"))
+
+        before = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def error_of(data: Mapping[str, Any], run: RunFolder, minutes: float | None) -> OncurveError:
+    """What ended the learner, as the error that it was."""
+    if data["class"] == "TimeUp" and minutes is not None:
+        return running.TimeUp(run, minutes)
+    return untold(dict(data))

@@ -1,0 +1,317 @@
+"""The learner's engine on a cluster: `sample` sends a step's groups to samplers, and gives them back in order.
+
+A group is asked for until it has come, and counts once, whoever wrote it: where a sampler dies or falls silent, its groups go
+to the others. Samplers are asked all the time how they are, by calls that are answered within a second or two, so that one that
+hangs is told from one that has much to do.
+
+With ``max_staleness`` = k the steps that follow are asked for too, up to k of them: samplers write them while the learner
+learns, and go on with its new weights in the middle of a completion.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from oncurve.cluster.door import At, Gone, Peer, Ref, answer, first, put
+from oncurve.cluster.orders import Job, Order, Place, Told, as_bytes
+from oncurve.engines.native import Draws, NativeEngine
+from oncurve.errors import ClusterError
+from oncurve.models.policy import Policy
+from oncurve.recipe.schema import Recipe
+from oncurve.recipe.sections import Sampling
+from oncurve.records import Group, Prompt
+from oncurve.scale.told import untold
+from oncurve.train.evaluate import EVAL_STEP
+
+POLL_S = 1.0
+"""How long a sampler that has nothing to say keeps the question."""
+Say = Callable[[str], None]
+Phase = Callable[[str, At | None, str], None]
+"""Who, where as far as that is known, and in which phase."""
+LEARNER = "learner"
+
+
+@dataclass
+class Seat:
+    """One sampler, as far as the learner knows."""
+
+    peer: Peer
+    at: At | None = None
+    state: str = "opening"
+    """`opening`: it loads the model. `up`. `silent`: it has not answered in time, and may yet."""
+    ref: Ref = None
+    heard: float = field(default_factory=time.monotonic)
+    """When it last answered, or was last seen to get on with its work."""
+    rounds: int = -1
+    why: str = ""
+    """Why it could not be reached, where it could not."""
+    places: set[Place] = field(default_factory=set)
+    acknowledged: list[Place] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of ``sample``, under way or ahead of its time."""
+
+    number: int
+    prompts: tuple[Prompt, ...]
+    group_size: int
+    how: Sampling
+    draws: Draws
+    turn: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """What the steps to come will ask: known beforehand, as prompts are a function of (seed, step)."""
+
+    prompts_of: Callable[[int], Sequence[Prompt]]
+    group_size: int
+    how: Sampling
+    seed: int
+    last: int
+
+
+class RemoteEngine(NativeEngine):
+    """Samples by others. ``policy`` is the learner's own, whose weights are pushed before each call."""
+
+    def __init__(self, policy: Policy, recipe: Recipe, peers: Sequence[Peer], order: Order, say: Say, phase: Phase) -> None:
+        super().__init__(policy, recipe.engine)
+        self.order, self.say, self.phase = order, say, phase
+        self.timeout_s, self.staleness = recipe.scale.timeout_s, recipe.scale.max_staleness
+        self.seats = [Seat(peer) for peer in peers]
+        self.calls: dict[int, Call] = {}
+        self.over: list[int] = []
+        self.come: dict[Place, Group] = {}
+        self.unsent: list[Place] = []
+        self.ahead: Ahead | None = None
+        self.weights: tuple[int, Ref] | None = None
+        self.updates = 0
+        self._numbers, self._jobs = itertools.count(), itertools.count()
+        for seat in self.seats:
+            self._open(seat)
+
+    def foresee(self, ahead: Ahead | None) -> None:
+        """A stage begins, or goes back to a checkpoint: what was asked ahead of another one is wanted no more."""
+        for number in list(self.calls):
+            self._end(number)
+        self.ahead = ahead
+
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        group_size: int,
+        how: Sampling,
+        draws: Draws,
+        on_group: Callable[[int, Group], None] | None = None,
+    ) -> list[Group]:
+        self.updates = draws.step - EVAL_STEP if draws.step >= EVAL_STEP else draws.step - 1
+        number = self._asked(prompts, group_size, how, draws)
+        self._push()
+        if number is None:
+            number = self._ask(prompts, group_size, how, draws, turn=-1)
+        self._ask_ahead()
+        wanted = [(number, place) for place in range(len(prompts))]
+        told: set[Place] = set()
+        while True:
+            for place in wanted:
+                if place in self.come and place not in told:
+                    told.add(place)
+                    if on_group is not None:
+                        on_group(place[1], self.come[place])
+            if len(told) == len(wanted):
+                break
+            self._give_out()
+            self._hear()
+        groups = [self.come[place] for place in wanted]
+        self._end(number)
+        self.phase(LEARNER, None, "rewarding and learning")
+        return groups
+
+    # What is asked for.
+
+    def _asked(self, prompts: Sequence[Prompt], group_size: int, how: Sampling, draws: Draws) -> int | None:
+        """The call that asks just this already."""
+        names = [p.id for p in prompts]
+        for call in self.calls.values():
+            same = (call.draws, call.how, call.group_size) == (draws, how, group_size)
+            if same and [p.id for p in call.prompts] == names:
+                return call.number
+        return None
+
+    def _ask(self, prompts: Sequence[Prompt], group_size: int, how: Sampling, draws: Draws, turn: int) -> int:
+        call = Call(next(self._numbers), tuple(prompts), group_size, how, draws, turn, self.updates)
+        self.calls[call.number] = call
+        self.unsent += [(call.number, place) for place in range(len(prompts))]
+        return call.number
+
+    def _ask_ahead(self) -> None:
+        ahead = self.ahead
+        if ahead is None or not self.staleness:
+            return
+        for n in range(self.updates + 1, min(self.updates + 1 + self.staleness, ahead.last) + 1):
+            prompts, draws = ahead.prompts_of(n), Draws(ahead.seed, n)
+            if self._asked(prompts, ahead.group_size, ahead.how, draws) is None:
+                self._ask(prompts, ahead.group_size, ahead.how, draws, turn=n)
+
+    def _end(self, number: int) -> None:
+        """Forgets a call; what still comes of it is passed over."""
+        self.calls.pop(number, None)
+        self.over.append(number)
+        self.come = {place: group for place, group in self.come.items() if place[0] != number}
+        self.unsent = [place for place in self.unsent if place[0] != number]
+        for seat in self.seats:
+            seat.places = {place for place in seat.places if place[0] != number}
+
+    # Weights.
+
+    def _push(self) -> None:
+        """Once into the object store, from where each sampler's node fetches them."""
+        self.phase(LEARNER, None, "pushing weights")
+        self.weights = (self.updates, put(as_bytes(self.policy)))
+        for seat in self.seats:
+            if seat.state == "up":
+                seat.peer.ask("push", self.order.session, *self.weights)
+        self.phase(LEARNER, None, "waiting for samplers")
+
+    # Who writes what.
+
+    def _give_out(self) -> None:
+        """What nobody is writing, shared out among those who can; the least busy first."""
+        up = [seat for seat in self.seats if seat.state == "up"]
+        for number in sorted({place[0] for place in self.unsent}) if up else ():
+            places = [place for place in self.unsent if place[0] == number]
+            order = sorted(up, key=lambda seat: len(seat.places))
+            for i, seat in enumerate(order):
+                share = places[i :: len(order)]
+                if share:
+                    self._send(seat, self.calls[number], share)
+            self.unsent = [place for place in self.unsent if place[0] != number]
+
+    def _send(self, seat: Seat, call: Call, share: list[Place]) -> None:
+        places = tuple(place for _, place in share)
+        prompts = tuple(call.prompts[place] for place in places)
+        asked = (places, prompts, call.group_size, call.how, call.draws, call.version)
+        seat.places |= set(share)
+        seat.peer.ask("submit", self.order.session, Job(next(self._jobs), call.number, call.turn, *asked))
+
+    # How they are.
+
+    def _open(self, seat: Seat) -> None:
+        seat.state, seat.heard, seat.rounds = "opening", time.monotonic(), -1
+        seat.ref = seat.peer.ask("open", self.order)
+        self.phase(seat.peer.name, seat.at, "starting")
+
+    def _question(self, seat: Seat) -> None:
+        oldest = min(self.calls, default=0)
+        recent = [number for number in self.over if number >= oldest - 64]
+        self.over = recent
+        seat.ref = seat.peer.ask("take", self.order.session, recent, tuple(seat.acknowledged), POLL_S)
+        seat.acknowledged = []
+
+    def _hear(self) -> None:
+        """The next answers; and what to do with those who give none."""
+        by_ref = {seat.ref: seat for seat in self.seats if seat.ref is not None}
+        for ref in first(list(by_ref), POLL_S):
+            seat = by_ref[ref]
+            seat.ref = None
+            try:
+                said = answer(ref, POLL_S)
+            except Gone as error:
+                self._lost(seat, str(error))
+            else:
+                self._opened(seat, said) if isinstance(said, At) else self._told(seat, said)
+        for seat in self.seats:
+            self._look_after(seat)
+
+    def _opened(self, seat: Seat, at: At) -> None:
+        if seat.at is not None:
+            self.say(f"{seat.peer.name} is up again: {at}")
+        seat.at, seat.state, seat.heard = at, "up", time.monotonic()
+        if self.weights is not None:
+            seat.peer.ask("push", self.order.session, *self.weights)
+        self.phase(seat.peer.name, at, "idle")
+        self._question(seat)
+
+    def _told(self, seat: Seat, said: Told) -> None:
+        if said.session != self.order.session:
+            return self._lost(seat, "its process was started again")
+        if said.failure is not None:
+            raise untold(dict(said.failure))
+        if seat.state == "silent":
+            self.say(f"{seat.peer.name} ({seat.at}) answers again")
+            seat.state = "up"
+            if self.weights is not None:
+                seat.peer.ask("push", self.order.session, *self.weights)
+        if said.rounds != seat.rounds or not seat.places:
+            seat.heard, seat.rounds = time.monotonic(), said.rounds
+        for place, group in said.groups:
+            seat.acknowledged.append(place)
+            seat.places.discard(place)
+            if place[0] in self.calls and place not in self.come:
+                self.come[place] = group
+                self._wanted_no_more(place)
+        self.phase(seat.peer.name, seat.at, said.phase)
+        self._question(seat)
+        return None
+
+    def _wanted_no_more(self, place: Place) -> None:
+        """It has come: whoever else has it need not be waited for."""
+        self.unsent = [other for other in self.unsent if other != place]
+        for seat in self.seats:
+            seat.places.discard(place)
+
+    def _lost(self, seat: Seat, why: str) -> None:
+        """Its process has died: its groups go to the others, and to itself once Ray has started it again."""
+        if seat.state != "opening":
+            self.say(f"{seat.peer.name} ({seat.at}) died{self._taken_back(seat)}: {why[:200]}")
+        seat.state, seat.why = "opening", why
+        self.phase(seat.peer.name, seat.at, "died, being started again")
+
+    def _taken_back(self, seat: Seat) -> str:
+        back, seat.places = sorted(seat.places), set()
+        self.unsent += back
+        return f"; its {len(back)} groups are sent again" if back else ""
+
+    def _look_after(self, seat: Seat) -> None:
+        if seat.ref is None and seat.state == "opening":
+            self._again(seat)
+        quiet = time.monotonic() - seat.heard
+        if quiet < self.timeout_s:
+            return
+        if seat.state == "up":
+            self.say(
+                f"{seat.peer.name} ({seat.at}) has not answered the learner for {quiet:.0f} s "
+                f"(scale.timeout_s){self._taken_back(seat)}"
+            )
+            seat.state = "silent"
+            self.phase(seat.peer.name, seat.at, "silent")
+        if not any(other.state == "up" for other in self.seats):
+            self._start_over(seat, quiet)
+
+    def _again(self, seat: Seat) -> None:
+        """Asks a process that died to open, until Ray has started it."""
+        since = seat.heard
+        time.sleep(0.2)
+        self._open(seat)
+        seat.heard = since
+
+    def _start_over(self, seat: Seat, quiet: float) -> None:
+        """Nobody is left to wait with: one that hangs is killed, to be started again; then the run gives up."""
+        if quiet >= 3 * self.timeout_s:
+            raise ClusterError(
+                "samplers",
+                f"the learner has waited {quiet:.0f} s for {seat.peer.name}, and no other answers",
+                because="; ".join(
+                    f"{s.peer.name} ({s.at or 'nowhere yet'}) is {s.state} {s.why[:120]}".strip() for s in self.seats
+                ),
+                fix="look at those nodes (`ray status`), then go on with --resume; raise scale.timeout_s for slow loading",
+            )
+        if seat.state == "silent":
+            self.say(f"{seat.peer.name} ({seat.at}) is killed, to be started again: no other sampler answers")
+            seat.peer.kill(for_good=False)
+            seat.state, seat.ref = "opening", None

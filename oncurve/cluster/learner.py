@@ -1,0 +1,275 @@
+"""The learner on a cluster: the trainer of one process, but others write its samples and compute its rewards."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from oncurve.cluster.door import At, here
+from oncurve.cluster.engine import LEARNER, Ahead, RemoteEngine
+from oncurve.cluster.orders import Crew, Order
+from oncurve.cluster.scorer import Scorers, ScorersMix
+from oncurve.errors import ClusterError, OncurveError, RunError
+from oncurve.recipe.load import dump_recipe, parse_recipe
+from oncurve.recipe.sampled import Sampled
+from oncurve.recipe.schema import Recipe, Stage
+from oncurve.records import EvalReport, StepReport
+from oncurve.rewards.mix import RewardMix
+from oncurve.runs.checkpoints import Checkpoint
+from oncurve.runs.database import take_lock
+from oncurve.runs.folder import STATE, RunFolder
+from oncurve.scale.pulse import Pulse, clear_pulses, write_pulse
+from oncurve.scale.told import told
+from oncurve.tasks.order import prompts_for_step
+from oncurve.train.listeners import Listener
+from oncurve.train.run import DETOUR, Trainer
+from oncurve.train.stages import StageLoop
+from oncurve.train.start import frozen, moved, prepare
+
+HEARD = ("on_run_start", "on_stage_start", "on_step", "on_eval", "on_checkpoint", "on_stage_end", "on_event", "on_run_end")
+LOCK_S = 20.0
+"""How long to wait for a learner before this one to be gone: Ray ends it when its driver dies, and that takes a moment."""
+BEAT_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a learner is to do: begin with a recipe in the folder, or go on with what is there. ``notes`` become events."""
+
+    folder: Path
+    directory: Path
+    recipe: str | None
+    sets: tuple[str, ...] = ()
+    minutes: float | None = None
+    notes: tuple[str, ...] = ()
+
+
+class Learner:
+    """The actor. `train` takes as long as the run; the others are asked meanwhile."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.relay = Relay()
+        self.trainer: ClusterTrainer | None = None
+
+    def where(self) -> At:
+        return here()
+
+    def train(self, task: Task, crew: Crew) -> Mapping[str, Any] | None:
+        """None where the run has finished; else the error that ended it, as data."""
+        try:
+            os.chdir(task.directory)
+            self.trainer = trainer = self._trainer(task, crew)
+            trainer.train(resume=trainer.run.database.exists())
+        except OncurveError as error:
+            return {**told(error, self.name), "class": type(error).__name__}
+        return None
+
+    def _trainer(self, task: Task, crew: Crew) -> ClusterTrainer:
+        run = RunFolder(task.folder)
+        if not (run.path / STATE).is_file():
+            raise ClusterError(
+                str(run.path),
+                f"{here()} does not see it",
+                because="the learner writes the run's folder, and goes on from it wherever it is started again",
+                fix="put runs on a disk that all nodes share: --runs or --out DIR",
+            )
+        if task.recipe is None:
+            _wait_for_lock(run)
+            recipe = moved(run, task.sets)
+        else:
+            recipe = frozen(parse_recipe(json.loads(task.recipe)))
+        made = ClusterTrainer(recipe, run, crew, task, [self.relay])
+        if task.recipe is not None or task.sets:
+            run.write_recipe(dump_recipe(recipe))
+        return made
+
+    def stop(self, number: int) -> None:
+        """As a signal would: the step is finished and saved."""
+        if self.trainer is not None:
+            self.trainer.stop_signal = number
+
+    def hear(self, wait_s: float) -> list[tuple[str, tuple[Any, ...]]]:
+        """What listeners are to be told, in order, as soon as there is anything."""
+        return self.relay.next(wait_s)
+
+
+def _wait_for_lock(run: RunFolder) -> None:
+    deadline = time.monotonic() + LOCK_S
+    while True:
+        try:
+            take_lock(run.path).close()
+        except RunError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.5)
+        else:
+            return
+
+
+class Relay(Listener):
+    """Keeps what listeners would hear until the driver fetches it. Groups stay here: they are in the run's database."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[str, tuple[Any, ...]]] = queue.SimpleQueue()
+        for name in HEARD:
+            setattr(self, name, lambda *given, name=name: self._queue.put((name, tuple(map(light, given)))))
+
+    def next(self, wait_s: float) -> list[tuple[str, tuple[Any, ...]]]:
+        found = []
+        try:
+            found.append(self._queue.get(timeout=wait_s))
+            while True:
+                found.append(self._queue.get_nowait())
+        except queue.Empty:
+            return found
+
+
+def light(given: Any) -> Any:
+    """A report without its groups."""
+    if isinstance(given, StepReport):
+        return replace(given, groups=(), stats=())
+    return replace(given, groups=()) if isinstance(given, EvalReport) else given
+
+
+class ClusterTrainer(Trainer):
+    """`Trainer` with samplers and reward workers; what happens to them is told as events of the kind `cluster`."""
+
+    def __init__(self, recipe: Recipe, run: RunFolder, crew: Crew, task: Task, listeners: Sequence[Listener]) -> None:
+        session = uuid.uuid4().hex
+        order = Order(session, recipe.model_dump_json(exclude_none=True), run.path, task.directory)
+        task_of, rewards_of = prepare(recipe)
+        self.notes, self.crew = task.notes, crew
+        self.scorers = Scorers(crew.scorers, order, recipe.scale.timeout_s) if crew.scorers else None
+        mixes = {s.label: self._mix(rewards_of(s), s) for s in recipe.stages}
+        self.board = Board(run.path)
+        super().__init__(recipe, run, task_of, lambda s: mixes[s.label], listeners, None, task.minutes)
+        if crew.samplers:
+            self.engine = RemoteEngine(self.policy, recipe, crew.samplers, order, self._say, self.board.enter)
+
+    def _mix(self, mix: RewardMix, stage: Stage) -> RewardMix:
+        return mix if self.scorers is None else ScorersMix(mix, stage.label, self.scorers, self._say)
+
+    def _say(self, line: str) -> None:
+        self.tell.on_event("cluster", line)
+
+    def train(self, resume: bool = False) -> None:
+        self.board.start()
+        try:
+            if self.scorers is not None:
+                self.scorers.open()
+            super().train(resume)
+        finally:
+            self.board.stop()
+
+    def _stages(self, start: Checkpoint | None) -> None:
+        for line in self.notes:
+            self._say(line)
+        workers = "".join(f"; {name} on {at}" for name, at in (self.scorers.at if self.scorers else {}).items())
+        self._say(f"the learner is on {here()}; {len(self.crew.samplers)} samplers{workers}")
+        super()._stages(start)
+
+    def loop(self, stage: Stage, detour: int) -> StageLoop:
+        made = super().loop(stage, detour)
+        if isinstance(self.engine, RemoteEngine):
+            seed = self.recipe.seed + detour * DETOUR
+            self.engine.foresee(self._ahead(stage, seed) if isinstance(stage, Sampled) else None)
+        return Watched(made, self.board, stage, self.recipe.scale.max_staleness > 0)
+
+    def _ahead(self, stage: Sampled, seed: int) -> Ahead:
+        asked = self.task_of(stage)  # type: ignore[arg-type]
+        return Ahead(
+            lambda n: prompts_for_step(asked, seed, n - 1, stage.prompts_per_step),
+            stage.group_size, stage.sampling, seed, stage.steps,
+        )  # fmt: skip
+
+
+class Watched:
+    """A stage's loop, whose reports also say by how old weights a step was written."""
+
+    def __init__(self, loop: StageLoop, board: Board, stage: Stage, stale: bool) -> None:
+        self.loop, self.board, self.stage, self.stale = loop, board, stage, stale
+
+    @property
+    def out_of_time(self) -> bool:
+        return self.loop.out_of_time
+
+    def step(self, n: int) -> StepReport:
+        self.board.at(self.stage.label, n)
+        report = self.loop.step(n)
+        return replace(report, metrics={**report.metrics, **staleness(report)}) if self.stale else report
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        return self.loop.state()
+
+    def load_state(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+        self.loop.load_state(tensors)
+
+
+def staleness(report: StepReport) -> dict[str, float]:
+    """Over the tokens that a step learned from: updates between the weights that wrote them and those that learned."""
+    ages: list[float] = []
+    for group in report.groups:
+        for completion in group.group.completions:
+            spans = [*(completion.versions or ()), (len(completion.token_ids), 0)]
+            for (at, version), (until, _) in pairwise(spans):
+                ages += [float(report.step - 1 - version)] * (until - at)
+    return {"staleness": float(np.mean(ages)), "staleness_max": max(ages)} if ages else {}
+
+
+class Board:
+    """What each process of the run is doing, for `oncurve status`. The learner writes for all: it asks them anyway."""
+
+    def __init__(self, run: Path) -> None:
+        self.run = run
+        self.pulses: dict[str, Pulse] = {}
+        self._lock, self._over = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._write, name="oncurve-board", daemon=True)
+        self._place = ("", 0)
+
+    def start(self) -> None:
+        clear_pulses(self.run)
+        self.enter(LEARNER, here(), "starting")
+        self._thread.start()
+
+    def stop(self) -> None:
+        for name in list(self.pulses):
+            self.enter(name, None, "done")
+        self._over.set()
+        self._thread.join(5.0)
+        self._write_all()
+
+    def at(self, stage: str, step: int) -> None:
+        self._place = (stage, step)
+
+    def enter(self, name: str, at: At | None, phase: str) -> None:
+        with self._lock:
+            old = self.pulses.get(name) or Pulse(name, socket.gethostname() if at is None else at.host, 0, "")
+            if at is not None:
+                old = replace(old, host=at.host, pid=at.pid)
+            since = old.since if old.phase == phase else time.time()
+            stage, step = self._place
+            self.pulses[name] = replace(old, phase=phase, since=since, stage=stage, step=step, beat=time.time())
+
+    def _write(self) -> None:
+        while not self._over.wait(BEAT_S):
+            self._write_all()
+
+    def _write_all(self) -> None:
+        with self._lock:
+            now = list(self.pulses.values())
+        for pulse in now:
+            write_pulse(self.run, replace(pulse, beat=time.time()) if pulse.name == LEARNER else pulse)

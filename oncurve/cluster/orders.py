@@ -1,0 +1,99 @@
+"""What learner, samplers and reward workers say to each other: plain records, sent by Ray between processes of one user."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from oncurve.cluster.door import Peer
+from oncurve.engines.native import Draws
+from oncurve.models.policy import Policy
+from oncurve.recipe.load import parse_recipe
+from oncurve.recipe.schema import Recipe
+from oncurve.recipe.sections import Sampling
+from oncurve.records import Group, Prompt
+
+Bytes = NDArray[np.uint8]
+Place = tuple[int, int]
+"""A group by the call of ``sample`` that asked for it, and its number among that call's prompts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """The run that an actor works for. Each learner that begins opens a session; what is left of another is dropped."""
+
+    session: str
+    recipe: str
+    folder: Path
+    directory: Path
+
+    def enter(self) -> Recipe:
+        """The recipe, read where the driver reads it: its files are named from there."""
+        if self.directory.is_dir():
+            os.chdir(self.directory)
+        return parse_recipe(json.loads(self.recipe))
+
+
+@dataclass(frozen=True, slots=True)
+class Crew:
+    """Who works for a learner."""
+
+    samplers: tuple[Peer, ...] = ()
+    scorers: tuple[Peer, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Groups for one sampler to write, all of one call. It begins with weights that have seen at least ``version`` updates.
+
+    Jobs of a lower ``turn`` come first: what the learner waits for, before what is written ahead.
+    """
+
+    number: int
+    call: int
+    turn: int
+    places: tuple[int, ...]
+    prompts: tuple[Prompt, ...]
+    group_size: int
+    how: Sampling
+    draws: Draws
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a sampler says when it is asked. A group is said again until it is known to have been heard."""
+
+    session: str | None
+    groups: Sequence[tuple[Place, Group]] = ()
+    phase: str = "idle"
+    rounds: int = 0
+    """Rounds of tokens that it has decoded: a sampler at work on which this stands still hangs."""
+    failure: Mapping[str, Any] | None = field(default=None)
+
+
+def trained(policy: Policy) -> dict[str, Tensor]:
+    """The weights that training moves, each once; under LoRA the adapter's alone."""
+    return {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
+
+
+def as_bytes(policy: Policy) -> dict[str, Bytes]:
+    """For the object store: plain memory, whatever the type of the numbers."""
+    flat = {name: p.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for name, p in trained(policy).items()}
+    return {name: tensor.numpy() for name, tensor in flat.items()}
+
+
+@torch.no_grad()
+def put_bytes(policy: Policy, found: Mapping[str, Bytes]) -> None:
+    """Into the very tensors that the sampler decodes with."""
+    for name, p in trained(policy).items():
+        p.copy_(torch.from_numpy(found[name].copy()).view(p.dtype).view(p.shape))

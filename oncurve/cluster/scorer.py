@@ -1,0 +1,156 @@
+"""Rewards in processes of their own: those that wait for something (a sandbox, a worker, a judge) go to reward workers.
+
+The others are computed where the groups arrive: sending one would take longer than grading it. What came from outside is kept
+with the run by the learner, as in a run of one process, and asked for once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from oncurve.cluster.door import At, Gone, Peer, Silent, answer, here
+from oncurve.cluster.orders import Order
+from oncurve.errors import ClusterError
+from oncurve.models.load import load_policy
+from oncurve.recipe.schema import Recipe
+from oncurve.records import Aspect, Group, ScoredGroup
+from oncurve.rewards.base import Reward
+from oncurve.rewards.memory import is_outside
+from oncurve.rewards.mix import RewardMix, aspects_of
+from oncurve.train.start import rewards_for, task_for
+
+ATTEMPTS = 4
+"""Workers that are tried with one group before the run gives up."""
+Say = Callable[[str], None]
+
+
+class Scorer:
+    """The actor. It grades one group at a time for each call; calls come side by side."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.session = name, ""
+        self._lock = threading.Lock()
+
+    def open(self, order: Order) -> At:
+        with self._lock:
+            if self.session != order.session:
+                self.recipe, self.folder = order.enter(), order.folder
+                self.mixes: dict[str, RewardMix] = {}
+                self.session = order.session
+        return here()
+
+    def score(self, session: str, stage: str, reward: str, group: Group) -> list[Aspect] | None:
+        """What a reward says of a group; None where this process does not know the session (it was started again)."""
+        if session != self.session:
+            return None
+        with self._lock:
+            mix = self.mixes.get(stage) or self.mixes.setdefault(stage, self._mix(stage))
+        return aspects_of(next(one for one in mix.rewards if one.name == reward), group)
+
+    def _mix(self, label: str) -> RewardMix:
+        stage = next(s for s in self.recipe.stages if s.label == label)
+        mix = rewards_for(self.recipe, stage)
+        mix.find_in(self.folder)
+        if any(hasattr(reward, "decode_with") for reward in mix.rewards):
+            mix.decode_with(_decoder(self.recipe))
+        return mix
+
+
+def _decoder(recipe: Recipe) -> Callable[..., str]:
+    """The model's tokenizer, for rewards of single steps."""
+    return load_policy(recipe.model, alphabet=task_for(recipe, recipe.stages[0]).alphabet, seed=recipe.seed).decode
+
+
+class Scorers:
+    """The reward workers as the learner sees them. Asked from several threads."""
+
+    def __init__(self, peers: tuple[Peer, ...], order: Order, timeout_s: float) -> None:
+        self.peers, self.order, self.timeout_s = peers, order, timeout_s
+        self.news: list[str] = []
+        self.at: dict[str, At] = {}
+        self._turns = itertools.cycle(peers)
+        self._lock = threading.Lock()
+
+    def open(self) -> None:
+        """Waits until each of them knows the run."""
+        for peer, ref in [(peer, peer.ask("open", self.order)) for peer in self.peers]:
+            try:
+                self.at[peer.name] = answer(ref, self.timeout_s)
+            except (Gone, Silent) as error:
+                raise self._nobody(f"'{peer.name}' to start", error) from error
+
+    def score(self, stage: str, reward: str, group: Group) -> list[Aspect]:
+        """From the next worker; from another where that one dies or does not answer in time."""
+        what = f"'{reward}' of {group.prompt.id}"
+        for attempt in range(ATTEMPTS):
+            peer = self._next()
+            try:
+                said = self._asked(peer, stage, reward, group)
+            except (Gone, Silent) as error:
+                why = "died" if isinstance(error, Gone) else f"has not answered for {self.timeout_s:g} s"
+                self._tell(f"{peer.name} ({self.at.get(peer.name, 'starting')}) {why} while grading {what}; sent to another")
+                if attempt + 1 == ATTEMPTS:
+                    raise self._nobody(what, error) from error
+                time.sleep(min(1.0, self.timeout_s / 10))
+                continue
+            if said is not None:
+                return said
+        raise self._nobody(what, Gone("each was started again and again"))
+
+    def _asked(self, peer: Peer, stage: str, reward: str, group: Group) -> list[Aspect] | None:
+        given = (self.order.session, stage, reward, group)
+        said: list[Aspect] | None = answer(peer.ask("score", *given), self.timeout_s)
+        if said is None:  # it was started again, and must be told which run it works for
+            self.at[peer.name] = answer(peer.ask("open", self.order), self.timeout_s)
+            self._tell(f"{peer.name} was started again: {self.at[peer.name]}")
+            said = answer(peer.ask("score", *given), self.timeout_s)
+        return said
+
+    def _next(self) -> Peer:
+        with self._lock:
+            return next(self._turns)
+
+    def _tell(self, line: str) -> None:
+        with self._lock:
+            self.news.append(line)
+
+    def heard(self) -> list[str]:
+        """What has happened to workers since this was last asked."""
+        with self._lock:
+            news, self.news = self.news, []
+        return news
+
+    def _nobody(self, what: str, error: Exception) -> ClusterError:
+        where = ", ".join(f"{p.name} ({self.at.get(p.name, 'not started')})" for p in self.peers)
+        return ClusterError(
+            "reward workers",
+            f"the learner waits for {what}, and nobody answers",
+            because=f"{str(error)[:200] or f'no answer within scale.timeout_s = {self.timeout_s:g} s'}; workers: {where}",
+            fix="look at those nodes (`ray status`); raise scale.timeout_s where a reward takes longer",
+        )
+
+
+class ScorersMix(RewardMix):
+    """A stage's rewards, of which those that wait are asked of the workers."""
+
+    def __init__(self, mix: RewardMix, stage: str, scorers: Scorers, say: Say) -> None:
+        super().__init__(mix.rewards)
+        self.stage, self.scorers, self.say = stage, scorers, say
+
+    def score(self, groups: Sequence[Group]) -> list[ScoredGroup]:
+        scored = super().score(groups)
+        for line in self.scorers.heard():
+            self.say(line)
+        return scored
+
+    def _aspects(self, reward: Reward, group: Group) -> list[Aspect]:
+        if reward not in self._waiting:
+            return super()._aspects(reward, group)
+
+        def ask() -> list[Aspect]:
+            return self.scorers.score(self.stage, reward.name, group)
+
+        return ask() if self._memory is None or not is_outside(reward) else self._memory.recall(reward, group, ask)

@@ -1,0 +1,43 @@
+"""A Ray cluster of three nodes on this machine, made for a file of tests and gone with it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+SMALL: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 100 << 20}
+HEAD = {**SMALL, "include_dashboard": False}
+SOON = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 500, "health_check_failure_threshold": 4}
+"""A node that is gone is missed within a few seconds."""
+
+
+@pytest.fixture(scope="module")
+def ray_folder() -> Iterator[str]:
+    """A place of the cluster's own for its sockets and logs; their paths must be short."""
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+    before = os.environ.get("RAY_TMPDIR")
+    os.environ["RAY_TMPDIR"] = folder
+    yield folder
+    if before is None:
+        del os.environ["RAY_TMPDIR"]
+    else:
+        os.environ["RAY_TMPDIR"] = before
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def cluster(ray_folder: str) -> Iterator[Any]:
+    from ray.cluster_utils import Cluster
+
+    made = Cluster(initialize_head=True, head_node_args={**HEAD, "_system_config": SOON}, shutdown_at_exit=True)
+    try:
+        for _ in range(2):
+            made.add_node(**SMALL)
+        yield made
+    finally:
+        made.shutdown()

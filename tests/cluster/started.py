@@ -1,0 +1,111 @@
+"""Runs on a cluster, started as a user starts them: by the command, in a process of its own. Their actors can be killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+from oncurve.recipe.load import dump_recipe
+from oncurve.recipe.schema import Recipe
+from oncurve.runs.folder import RunFolder
+from oncurve.runs.store import Store
+from oncurve.scale.pulse import Pulse, read_pulses
+from oncurve.train.start import begin
+from tests.faults.sameness import everything
+
+ROOT = Path(__file__).parents[2]
+PATIENCE_S = 180.0
+
+
+def oncurve(*words: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "oncurve", *words]
+    quiet = {**os.environ, "TERM": "dumb", "COLUMNS": "200"}
+    return subprocess.Popen(
+        command, cwd=ROOT, env=quiet, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
+
+
+class Started:
+    """A run that a process of its own drives."""
+
+    def __init__(self, path: Path, process: subprocess.Popen[str]) -> None:
+        self.run, self.process = RunFolder(path), process
+
+    @classmethod
+    def begin(cls, path: Path, recipe: Recipe, address: str) -> Started:
+        file = path.with_suffix(".toml")
+        file.write_text(dump_recipe(recipe))
+        return cls(path, oncurve("train", str(file), "--out", str(path), "--ray", address))
+
+    def resume(self, address: str) -> Started:
+        return Started(self.run.path, oncurve("train", str(self.run.path), "--resume", "--ray", address))
+
+    def wait_for(self, what: str, there: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not there():
+            assert self.process.poll() is None, f"it ended before {what}: {self.process.communicate()[0]}"
+            assert time.monotonic() < deadline, f"no {what}"
+            time.sleep(0.02)
+
+    def until(self, step: int) -> None:
+        self.wait_for(f"step {step}", lambda: last_step(self.run) >= step)
+
+    def pulse(self, actor: str) -> Pulse:
+        found: list[Pulse] = []
+
+        def there() -> bool:
+            found[:] = [p for p in read_pulses(self.run.path) if p.name == actor and p.pid]
+            return bool(found)
+
+        self.wait_for(actor, there)
+        return found[0]
+
+    def kill(self, actor: str, number: signal.Signals = signal.SIGKILL) -> int:
+        """Sends a signal to an actor's process; its id."""
+        pid = self.pulse(actor).pid
+        os.kill(pid, number)
+        return pid
+
+    def end(self, code: int = 0) -> str:
+        """What it wrote, once it has ended as it should."""
+        wrote, _ = self.process.communicate(timeout=PATIENCE_S)
+        assert self.process.returncode == code, wrote
+        return wrote
+
+    def events(self) -> list[str]:
+        with Store.open(self.run.path) as store:
+            return [event.message for event in store.events("cluster")]
+
+
+def last_step(run: RunFolder) -> int:
+    try:
+        with closing(sqlite3.connect(f"file:{run.database}?mode=ro", uri=True)) as store:
+            found = store.execute("SELECT max(step) FROM steps WHERE stage = 'grpo'").fetchone()[0]
+        return int(found or 0)
+    except sqlite3.Error:
+        return 0
+
+
+def each_group_once(run: RunFolder, steps: int, prompts: int) -> None:
+    """Every (step, place) of the run has one group, and every group all of its completions."""
+    with closing(sqlite3.connect(f"file:{run.database}?mode=ro", uri=True)) as store:
+        places = store.execute("SELECT step, position FROM groups WHERE kind = 'train' ORDER BY step, position").fetchall()
+        assert places == [(step, place) for step in range(1, steps + 1) for place in range(prompts)]
+        sizes = store.execute(
+            "SELECT count(*) FROM completions JOIN groups ON groups.id = group_id WHERE kind = 'train' GROUP BY group_id"
+        ).fetchall()
+        assert len(set(sizes)) == 1
+
+
+def same_as_in_one_process(run: RunFolder, recipe: Recipe, path: Path) -> None:
+    """All that a run leaves, tokens, rewards, weights and checkpoints, bit for bit what one process leaves."""
+    plain, ours = everything(begin(recipe, out=path)), everything(run)
+    ours = {name: digest for name, digest in ours.items() if not name.startswith("actors/")}
+    assert ours == plain

@@ -1,0 +1,28 @@
+"""A run on a cluster leaves the bits that one process leaves, though a sampler is killed on the way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.cluster.started import Started, each_group_once, same_as_in_one_process
+from tests.faults.cases import FORMAT, GRPO, HURRIED, recipe
+
+STEPS = 60
+RUN = recipe(
+    {**GRPO, "steps": STEPS, "save_every": 10, "eval_every": 25},
+    rewards=[HURRIED, FORMAT],
+    scale={"samplers": 2, "reward_workers": 1},
+)
+
+
+def test_a_run_whose_sampler_is_killed_ends_in_the_same_bits(cluster: Any, tmp_path: Path) -> None:
+    """Half of the groups come from each sampler, rewards from a worker: none of it may show."""
+    started = Started.begin(tmp_path / "ray", RUN, cluster.address)
+    started.until(5)
+    pid = started.kill("sampler-0")
+    started.end()
+    each_group_once(started.run, STEPS, 3)
+    said = " ".join(started.events())
+    assert f"process {pid}) died" in said
+    same_as_in_one_process(started.run, RUN, tmp_path / "plain")
