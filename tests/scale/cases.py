@@ -1,0 +1,139 @@
+"""Steps to be taken by any number of ranks, and what is compared of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from oncurve.algos.objectives import OBJECTIVES
+from oncurve.engines.native import NativeEngine
+from oncurve.recipe.schema import Sft
+from oncurve.recipe.sections import Engine
+from oncurve.records import Completion, Group
+from oncurve.rewards.base import Result, Score
+from oncurve.rewards.mix import RewardMix
+from oncurve.scale.world import World
+from oncurve.train.loop import GrpoLoop
+from oncurve.train.sft import SftLoop
+from oncurve.train.start import task_for
+from tests.train.builders import PROMPTS, gradient, policy, recipe, snapshot, stage
+
+SMOOTH = {"learning_rate": 0.5, "eps": 1.0, "max_grad_norm": 0.0}
+"""Adam with a large epsilon: the update is smooth in its gradient, so that rounding stays rounding."""
+TERMS = {
+    "kl": {"beta": 0.04, "where": "loss", "ratio_weighted": True},
+    "entropy_bonus": 0.01,
+    "importance_cap": 1.5,
+    "updates_per_step": 2,
+    "optimiser": SMOOTH,
+}
+PLAIN: dict[str, Any] = {"updates_per_step": 2, "optimiser": SMOOTH}
+
+
+@dataclass(frozen=True)
+class Rewarded:
+    """``of`` says what is rewarded: `digits` of a text; `steps` of it, each by itself; `few`, where only some prompts' groups
+    have anything to learn from; `none`, where no group has; or `fails` on some completions."""
+
+    of: str = "digits"
+    name: str = "r"
+    weight: float = 1.0
+
+    def score(self, group: Group) -> list[Result]:
+        return [self._one(group, completion) for completion in group.completions]
+
+    def _one(self, group: Group, completion: Completion) -> Result:
+        if self.of == "steps":
+            ends = [t for t, token in enumerate(completion.token_ids.tolist()) if token % 3 == 0]
+            return Score(None, steps=tuple((t, float(t % 5)) for t in ends))
+        if self.of == "none" or (self.of == "few" and (group.prompt.text or "")[0] not in "01"):
+            return Score(1.0)
+        if self.of == "fails" and len(completion.token_ids) % 3 == 0:
+            return ValueError("a length that it does not like")
+        return Score(float(sum(c.isdigit() for c in completion.text)))
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: ("digits", {"objective": name, **TERMS}) for name in OBJECTIVES},
+    "kl in the reward": ("digits", {**PLAIN, "kl": {"beta": 0.1, "where": "reward"}}),
+    "batch scale": ("digits", {**PLAIN, "advantage": {"scale": "batch"}}),
+    "mini-batches": ("digits", {**PLAIN, "minibatches": 2, "kl": {"beta": 0.04}}),
+    "process rewards": ("steps", PLAIN),
+    "resampled": ("few", {**PLAIN, "no_signal": "resample", "max_resample_rounds": 3}),
+    "empty ranks": ("few", PLAIN),
+    "nothing to learn": ("none", PLAIN),
+    "failures": ("fails", {**PLAIN, "max_failure_share": 1.0}),
+    "fewer prompts than ranks": ("digits", {**PLAIN, "prompts_per_step": 1}),
+    "small packs": ("digits", {**PLAIN, "objective": "dapo", "tokens_per_pack": 20}),
+    "clipped": ("digits", {**PLAIN, "optimiser": {**SMOOTH, "max_grad_norm": 0.01}}),
+}
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A step: the gradient of its last update, the weights after it, what was sampled and graded, and its metrics."""
+
+    gradient: np.ndarray
+    weights: np.ndarray
+    tokens: list[list[list[int]]]
+    advantages: list[np.ndarray]
+    metrics: dict[str, float]
+    stats: int
+    """Completions of which per-token figures are known."""
+
+
+def steps(world: World, names: list[str]) -> dict[str, Taken]:
+    return {name: step(world, name) for name in names}
+
+
+def step(world: World, name: str) -> Taken:
+    of, options = CASES[name]
+    made = stage(**{"prompts_per_step": 5, "sampling": {"max_new_tokens": 8}, **options})
+    engine = NativeEngine(policy(), Engine(slots=16))
+    loop = GrpoLoop(made, 0, PROMPTS, engine, RewardMix([Rewarded(of)]), world)
+    report = loop.step(1)
+    return Taken(
+        gradient(engine.policy.model).numpy(),
+        snapshot(engine.policy.model).numpy(),
+        [[c.token_ids.tolist() for c in g.group.completions] for g in report.groups],
+        [np.concatenate(g.advantages) for g in report.groups],
+        {name: value for name, value in report.metrics.items() if name not in CLOCKS},
+        sum(found is not None for row in report.stats for found in row),
+    )
+
+
+CLOCKS = {"tokens_per_s", "cpu_seconds", "memory_mib", "sample_tokens_per_s", "update_tflops", "mfu"}
+
+
+def imitate(world: World) -> np.ndarray:
+    """Weights after three sft steps."""
+    asked = recipe()
+    first = asked.stages[0]
+    assert isinstance(first, Sft)
+    task = task_for(asked, first)
+    pupil = policy(alphabet=task.alphabet)
+    loop = SftLoop(
+        first.model_copy(update={"optimiser": first.optimiser.model_copy(update=SMOOTH)}), 0, task, pupil, None, world
+    )
+    for n in (1, 2, 3):
+        loop.step(n)
+    return snapshot(pupil.model).numpy()
+
+
+def exchange(world: World) -> dict[str, Any]:
+    """Every call of a world once, with ranks that have different things to say."""
+    halves = torch.full((3,), float(world.rank))
+    world.spread([halves])
+    own = {"all": 1.0, f"of {world.rank}": float(world.rank)}
+    return {
+        "share": world.share(list(range(7))),
+        "gathered": world.gathered(lambda: [10 * i for i in world.share(list(range(7)))]),
+        "mine": world.mine([5, 1, 1, 1, 1, 1]),
+        "summed": world.summed(own),
+        "largest": world.largest(own),
+        "together": world.put_together({world.rank: "x"}),
+        "spread": halves.tolist(),
+    }

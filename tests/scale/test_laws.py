@@ -1,0 +1,89 @@
+"""Laws of ranks: the gradient of a step, its prompts, its random numbers and its figures are those of one process."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from oncurve.scale.balance import balanced
+from tests.scale.cases import CASES, Taken, exchange, imitate, steps
+from tests.scale.processes import in_ranks
+
+
+def away(one: np.ndarray, other: np.ndarray) -> float:
+    """Relative L2 distance."""
+    return float(np.linalg.norm(one - other) / max(float(np.linalg.norm(other)), 1e-12))
+
+
+Found = dict[int, list[dict[str, Taken]]]
+
+
+@pytest.fixture(scope="module")
+def found() -> Found:
+    """Every case on 1, 2 and 4 ranks: what each rank has of it."""
+    return {size: in_ranks(size, steps, list(CASES)) for size in (1, 2, 4)}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_on_any_number_of_ranks_is_that_of_one(found: Found, name: str, size: int) -> None:
+    one = found[1][0][name]
+    for taken in (of_rank[name] for of_rank in found[size]):
+        assert taken.tokens == one.tokens
+        for mine, theirs in zip(taken.advantages, one.advantages, strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+        assert away(taken.gradient, one.gradient) < 1e-5
+        assert away(taken.weights, one.weights) < 1e-5
+        assert taken.metrics.keys() == one.metrics.keys()
+        for metric, value in one.metrics.items():
+            assert math.isclose(taken.metrics[metric], value, rel_tol=1e-4, abs_tol=1e-5), metric
+        assert taken.stats == one.stats
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_all_ranks_end_in_the_same_bits(found: Found, size: int) -> None:
+    """They share no weights: each moves its own, by a gradient that is the same bits on all."""
+    for name in CASES:
+        first, *others = [of_rank[name].weights for of_rank in found[size]]
+        assert all(np.array_equal(first, other) for other in others), name
+
+
+def test_the_cases_are_what_they_say(found: Found) -> None:
+    """Else they would prove nothing: some have something to learn from, some don't, some leave ranks without a group."""
+    one = found[1][0]
+    assert one["nothing to learn"].stats == 0
+    assert 0 < one["empty ranks"].metrics["no_signal_share"] < 1
+    assert one["empty ranks"].stats < 4 * 4
+    assert one["resampled"].metrics["groups_resampled"] > 0
+    assert 0 < one["failures"].metrics["failure_share"] < 1
+    assert len(one["fewer prompts than ranks"].tokens) == 1
+    assert all(float(np.abs(taken.gradient).sum()) > 0 for name, taken in one.items() if name != "nothing to learn")
+
+
+def test_sft_on_ranks() -> None:
+    (one,) = in_ranks(1, imitate)
+    for other in in_ranks(2, imitate):
+        assert away(other, one) < 1e-5
+
+
+def test_every_exchange_means_what_it_says() -> None:
+    found = in_ranks(3, exchange)
+    assert [of["share"] for of in found] == [[0, 3, 6], [1, 4], [2, 5]]
+    assert sorted(place for of in found for place in of["mine"]) == list(range(6))
+    for of in found:
+        assert of["gathered"] == [0, 10, 20, 30, 40, 50, 60]
+        assert of["summed"] == {"all": 3.0, "of 0": 0.0, "of 1": 1.0, "of 2": 2.0}
+        assert of["largest"] == {"all": 1.0, "of 0": 0.0, "of 1": 1.0, "of 2": 2.0}
+        assert of["together"] == {0: "x", 1: "x", 2: "x"}
+        assert of["spread"] == [0.0, 0.0, 0.0]
+
+
+def test_balance() -> None:
+    assert balanced([9, 1, 8, 2, 5, 5], 2) == [[0, 1, 5], [2, 3, 4]]
+    assert balanced([3], 3) == [[0], [], []]
+    assert balanced([], 2) == [[], []]
+    costs = [int(c) for c in np.random.default_rng(0).integers(1, 4000, 64)]
+    loads = [sum(costs[i] for i in of) for of in balanced(costs, 8)]
+    assert max(loads) < 1.05 * sum(costs) / 8
