@@ -108,6 +108,9 @@ class NativeEngine:
             return ("Triton is not installed: torch decodes, several times slower on a GPU",)
         return ()
 
+    def close(self) -> None:
+        """Gives back what the engine holds beside the policy; this one holds nothing."""
+
     @torch.inference_mode()
     def sample(
         self,

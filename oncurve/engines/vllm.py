@@ -32,19 +32,33 @@ is right at temperature 1 with any truncation, and at any temperature without; b
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from importlib import metadata
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from oncurve.engines.native import Draws, check_room, frozen_slots
+from oncurve.engines.native import Draws, NativeEngine, check_room, frozen_slots
 from oncurve.engines.vllm_batch import Asked, logprobs_for, truncated
-from oncurve.engines.vllm_messages import Adapter, Answers, Ask, FromGroup, Join, Logprobs, Ready, Sleep, Start, Wake
+from oncurve.engines.vllm_messages import (
+    Abort,
+    Adapter,
+    Answers,
+    Ask,
+    Done,
+    FromGroup,
+    Join,
+    Logprobs,
+    Ready,
+    Sleep,
+    Start,
+    Wake,
+    Working,
+)
 from oncurve.engines.vllm_process import Lost, VllmProcess
 from oncurve.engines.vllm_push import in_file, named_weights, on_gpu, room_for, size_of, write_model
 from oncurve.errors import EngineError, MissingPackage, ModelError, RecipeError
@@ -83,20 +97,21 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts) if all(part.isdigit() for part in parts) else ()
 
 
-class VllmEngine:
+class VllmEngine(NativeEngine):
     """Samples groups of completions by vLLM. The text above says how it is used."""
 
     def __init__(
         self, policy: Policy, settings: EngineSettings, scale: Scale, *, tensor: int = 1, follows_policy: bool = True
     ) -> None:
-        self.version = check_vllm()
-        self.policy, self.settings, self.scale = policy, settings, scale
+        super().__init__(policy, settings)
+        self.version, self.scale = check_vllm(), scale
         self.tensor, self.follows_policy = tensor, follows_policy
         self.process: VllmProcess | None = None
         self.context = policy.context
         self._logprobs: Logprobs = "raw_logprobs"
         self._folder: Path | None = None
         self._pushes, self._asleep = 0, False
+        self._asked: Asked | None = None
         _check_model(policy)
 
     @property
@@ -121,27 +136,42 @@ class VllmEngine:
         for prompt, ids in zip(prompts, prompt_ids, strict=True):
             check_room(self.policy, prompt, len(ids), how)
         _check_sampling(how)
-        asked = Asked(self.policy, prompts, prompt_ids, group_size, how, draws, on_group)
+        version = None if self.exchange is None else self.exchange.version
+        self._asked = Asked(self.policy, prompts, prompt_ids, group_size, how, draws, on_group, version)
         try:
-            self._with_restarts(asked)
-        except BaseException:
-            self.close()  # it may be in the midst of what nobody waits for any more
+            return self._with_restarts(self._asked)
+        except Exception:
+            self._forget()
             raise
-        return [asked.groups[g] for g in range(len(prompts))]
+        except BaseException:  # in the midst of a message, perhaps
+            self.close()
+            raise
+        finally:
+            self._asked = None
 
-    def _with_restarts(self, asked: Asked) -> None:
+    def _with_restarts(self, asked: Asked) -> list[Group]:
         for left in range(RESTARTS, -1, -1):
             try:
                 self._ready_for(asked)
                 self._collect(asked)
                 self._rest()
-                return
+                break
             except Lost as lost:
                 self.close()
                 if not left or not self.follows_policy:
                     because, fix = "without a sampler the run can't go on", "go on with: oncurve train --resume RUN"
                     raise EngineError("scale.engine", lost, because=because, fix=f"read {lost.log}; {fix}") from None
                 note("engine", f"{lost}; it was started again")
+        return [asked.groups[g] for g in range(len(asked.prompts))]
+
+    def _forget(self) -> None:
+        """What was asked is not wanted any more."""
+        self._asked = None
+        try:
+            if self.process is not None:
+                self._tell(Abort(), "forgetting what was asked")
+        except Lost:
+            self.close()
 
     def _ready_for(self, asked: Asked) -> None:
         """Running, awake, with the policy's weights, and telling the log-probs that are wanted."""
@@ -169,27 +199,32 @@ class VllmEngine:
         if requests:
             self.process.send(Ask(requests))
         while asked.rows:
-            message = self.process.receive("sampling")
-            assert isinstance(message, Answers)
-            more = [again for answer in message.answers if (again := asked.take(answer)) is not None]
+            if self.exchange is not None and self.exchange():
+                asked.version = self.exchange.version  # what is asked from here on comes after the push
+                asked.go_on_from(self._push_policy())
+            else:
+                self._hear("sampling")
+
+    def _hear(self, doing: str) -> object:
+        """The next message. Answers are taken whatever is waited for: completions end while weights are loaded, too."""
+        assert self.process is not None
+        message = self.process.receive(doing)
+        if isinstance(message, Answers) and self._asked is not None:
+            more = [again for answer in message.answers if (again := self._asked.take(answer)) is not None]
             if more:
                 self.process.send(Ask(tuple(more)))
+        return message
 
     # Weights.
 
     def push(self, tensors: Mapping[str, Tensor]) -> None:
         """All weights by name, through shared memory."""
-        self._awake()
-        with in_file(tensors) as source:
-            self._tell(source, "loading weights")
-        self._wake("kv_cache")
+        self._load(in_file(tensors))
 
     def push_adapter(self, folder: Path) -> None:
         """The LoRA adapter in a folder, which must stay until the next push."""
-        self._awake()
         self._pushes += 1
-        self._tell(Adapter(str(folder), self._pushes), "loading an adapter")
-        self._wake("kv_cache")
+        self._load(nullcontext(Adapter(str(folder), self._pushes)))
 
     def join(self, where: Join) -> None:
         """Takes the seats of this engine's workers in the learner's group; waits until all are there."""
@@ -198,29 +233,28 @@ class VllmEngine:
 
     def receive(self, what: FromGroup) -> None:
         """All weights, as the learner broadcasts them over the group joined before."""
+        self._load(nullcontext(what))
+
+    def _load(self, source: AbstractContextManager[object]) -> Mapping[str, int]:
+        """Has weights loaded; returns how many tokens were written by then of what is on its way."""
         self._awake()
-        self._tell(what, "receiving weights")
+        with source as message:
+            done = self._tell(message, "loading weights")
         self._wake("kv_cache")
+        assert isinstance(done, Done)
+        return done.written
 
-    def _push_policy(self) -> None:
-        if lora.is_on(self.policy.model):
-            self._push_own_adapter()
-            return
-        tensors = named_weights(self.policy)
-        if self.policy.device.type == "cuda":
-            self._awake()
-            with on_gpu(tensors) as source:
-                self._tell(source, "loading weights")
-            self._wake("kv_cache")
-        else:
-            self.push(tensors)
-
-    def _push_own_adapter(self) -> None:
+    def _push_policy(self) -> Mapping[str, int]:
+        if not lora.is_on(self.policy.model):
+            tensors = named_weights(self.policy)
+            return self._load(on_gpu(tensors) if self.policy.device.type == "cuda" else in_file(tensors))
         assert self._folder is not None
-        before, now = (self._folder / f"adapter-{number}" for number in (self._pushes, self._pushes + 1))
+        self._pushes += 1
+        now = self._folder / f"adapter-{self._pushes}"
         lora.save(self.policy.model, now)
-        self.push_adapter(now)
-        shutil.rmtree(before, ignore_errors=True)
+        written = self._load(nullcontext(Adapter(str(now), self._pushes)))
+        shutil.rmtree(self._folder / f"adapter-{self._pushes - 1}", ignore_errors=True)
+        return written
 
     # The process.
 
@@ -249,9 +283,13 @@ class VllmEngine:
             self._asleep = True
 
     def _tell(self, message: object, doing: str) -> object:
-        if self.process is None:
-            raise Lost("the vLLM process has ended", Path(os.devnull))
-        return self.process.ask(message, doing)
+        """What is said to a message, in the end."""
+        assert self.process is not None
+        self.process.send(message)
+        while True:
+            said = self._hear(doing)
+            if not isinstance(said, Answers | Working):
+                return said
 
     def _start(self) -> None:
         """Starts from the policy's weights, without an adapter."""

@@ -5,7 +5,7 @@ A turn is a request of its own: where an environment answers back, what it says 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -34,20 +34,25 @@ class Asked:
         how: Sampling,
         draws: Draws,
         on_group: Callable[[int, Group], None] | None,
+        version: int | None,
     ) -> None:
         self.policy, self.prompts, self.prompt_ids = policy, prompts, prompt_ids
-        self.how, self.draws, self.on_group = how, draws, on_group
+        self.how, self.draws, self.on_group, self.version = how, draws, on_group, version
         self.written = {g: [Episode(g, s) for s in range(group_size)] for g in range(len(prompts))}
         self.rows = {f"{g}/{s}": row for g, rows in self.written.items() for s, row in enumerate(rows)}
         self.left = dict.fromkeys(self.written, group_size)
         self.groups: dict[int, Group] = {}
 
     def requests(self) -> tuple[Request, ...]:
+        """All that is missing. A turn that was begun by a process that is lost is written again from its start."""
+        for row in self.rows.values():
+            row.versions = {at: version for at, version in row.versions.items() if at < len(row.token_ids)}
         return tuple(self._request(key, row) for key, row in self.rows.items())
 
     def _request(self, key: str, row: Episode) -> Request:
         """The row's next turn, from its prompt and all that has been said."""
         prompt, at = self.prompts[row.group], len(row.token_ids)
+        self._note_version(row, at)
         calls = () if prompt.environment is None else prompt.environment.calls
         return Request(
             key=key,
@@ -58,7 +63,17 @@ class Asked:
             least=max(0, self.how.min_new_tokens - at),
             stop=(*calls, *self.how.stop),
             end_ids=self.policy.end_ids,
+            counted=self.version is not None,
         )
+
+    def go_on_from(self, written: Mapping[str, int]) -> None:
+        """Weights have changed: what is on its way goes on with the present version, from so many tokens of its turn on."""
+        for key, count in written.items():
+            self._note_version(self.rows[key], len(self.rows[key].token_ids) + count)
+
+    def _note_version(self, row: Episode, at: int) -> None:
+        if self.version is not None and self.version not in row.versions.values():
+            row.versions[at] = self.version
 
     def take(self, answer: Answer) -> Request | None:
         """Writes an answer down; the row's next turn, where an environment answers back."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from oncurve.recipe.sections import Sampling
@@ -42,6 +42,8 @@ class Request:
     least: int
     stop: tuple[str, ...]
     end_ids: tuple[int, ...]
+    counted: bool
+    """Whether a push of weights on the way should say how many tokens are there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,11 @@ class Ask:
     """Answered by Answers until all are; in between by Working."""
 
     requests: tuple[Request, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Forget all that was asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +140,9 @@ class Working:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What was asked is done."""
+    """What was asked is done; with the tokens written by then, where requests are counted."""
+
+    written: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

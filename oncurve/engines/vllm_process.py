@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from oncurve.engines.vllm_messages import Failed, Working
+from oncurve.engines.vllm_messages import Failed
 
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -65,24 +65,25 @@ class VllmProcess:
             raise self._lost("died") from None
 
     def receive(self, doing: str) -> object:
-        """The next message that is more than a sign of life."""
-        heard = time.monotonic()
-        while True:
-            try:
-                if self.connection.poll(LOOK_EVERY):
-                    heard, message = time.monotonic(), self.connection.recv()
-                    if isinstance(message, Failed):
-                        raise self._lost(f"failed while {doing}: {message.kind}: {message.message}")
-                    if not isinstance(message, Working):
-                        return message
-                elif time.monotonic() - heard > self.limit_s:
-                    raise self._lost(f"has said nothing for {self.limit_s:g} s while {doing}")
-            except (EOFError, OSError):
-                raise self._lost(f"died while {doing}") from None
+        """The next message."""
+        since = time.monotonic()
+        while not self._is_there():
+            if time.monotonic() - since > self.limit_s:
+                raise self._lost(f"has said nothing for {self.limit_s:g} s while {doing}")
+        try:
+            message = self.connection.recv()
+        except (EOFError, OSError):
+            raise self._lost(f"died while {doing}") from None
+        if isinstance(message, Failed):
+            raise self._lost(f"failed while {doing}: {message.kind}: {message.message}")
+        return message
 
-    def ask(self, message: object, doing: str) -> object:
-        self.send(message)
-        return self.receive(doing)
+    def _is_there(self) -> bool:
+        """Whether there is something to read: a message, or the end."""
+        try:
+            return self.connection.poll(LOOK_EVERY)
+        except OSError:
+            return True
 
     def close(self) -> None:
         self._end()

@@ -18,6 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -25,6 +26,7 @@ import torch
 from safetensors import safe_open
 
 from oncurve.engines.vllm_messages import (
+    Abort,
     Adapter,
     Answer,
     Answers,
@@ -44,30 +46,38 @@ from oncurve.engines.vllm_messages import (
 )
 from oncurve.records import StopReason
 
-BEAT = 1.0
+BEAT = 0.25
 """Seconds between two signs of life while tokens are sampled."""
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks that vLLM makes room for."""
 
 
 class Host:
-    """Answers the messages of one pipe, in order. They are read as they come: two that wait to be read wait forever."""
+    """Answers the messages of one pipe, in order, between two steps of the engine.
+
+    A thread reads them as they come: two sides that both wait to be read would wait forever.
+    """
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self.inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self.llm: Any = None
         self.adapter: Any = None
+        self.written: dict[str, Written] = {}
+        self.told = 0.0
 
     def serve(self) -> None:
         """Until the process is ended. What goes wrong is told, and ends it: its state is not known then."""
         threading.Thread(target=self._read, daemon=True).start()
         try:
             while True:
-                self._handle(self.inbox.get())
+                if not self.written or not self.inbox.empty():
+                    self._handle(self.inbox.get())
+                else:
+                    self._step()
         except BaseException as error:
             traceback.print_exc()
-            self.connection.send(Failed(type(error).__name__, str(error)))
+            self._say(Failed(type(error).__name__, str(error)))
             leave(1)
 
     def _read(self) -> None:
@@ -77,33 +87,41 @@ class Host:
         except (EOFError, OSError):
             leave(0)
 
+    def _say(self, message: object) -> None:
+        self.connection.send(message)
+        self.told = time.monotonic()
+
     def _handle(self, message: object) -> None:
         match message:
             case Start():
                 self.llm = _open(message)
-                self.connection.send(Ready(os.getpid(), self.llm.model_config.max_model_len, _version()))
+                self._say(Ready(os.getpid(), self.llm.model_config.max_model_len, _version()))
             case Ask():
-                self._sample(message)
+                self._take(message)
+            case Abort():
+                self.llm.llm_engine.abort_request(list(self.written))
+                self.written.clear()
+                self._say(Done())
             case FromFile() | FromGpu() | FromGroup():
                 self.llm.collective_rpc("oncurve_load", args=(message,))
-                self._forget_prefixes()
+                self._changed()
             case Adapter():
                 self._put_on(message)
-                self._forget_prefixes()
+                self._changed()
             case Join():
                 self.llm.collective_rpc("oncurve_join", args=(message,))
-                self.connection.send(Done())
+                self._say(Done())
             case Sleep():
                 self.llm.sleep(level=message.level)
-                self.connection.send(Done())
+                self._say(Done())
             case Wake():
                 self.llm.wake_up(tags=list(message.parts))
-                self.connection.send(Done())
+                self._say(Done())
 
-    def _forget_prefixes(self) -> None:
-        """Keys and values that other weights gave must not be found again."""
-        self.llm.reset_prefix_cache()
-        self.connection.send(Done())
+    def _changed(self) -> None:
+        """Keys and values that other weights gave must not be found again; those of requests on their way are computed anew."""
+        self.llm.reset_prefix_cache(reset_running_requests=bool(self.written))
+        self._say(Done({key: len(one.token_ids) for key, one in self.written.items()}))
 
     def _put_on(self, message: Adapter) -> None:
         """A number of its own for each push: vLLM takes an adapter that it knows by number for the same one."""
@@ -114,27 +132,39 @@ class Host:
             self.llm.llm_engine.remove_lora(before.lora_int_id)
         self.llm.llm_engine.add_lora(self.adapter)
 
-    def _sample(self, ask: Ask) -> None:
-        """Steps until all that was asked is done; more may be asked meanwhile."""
-        engine, beat = self.llm.llm_engine, time.monotonic()
-        self._take(ask)
-        while engine.has_unfinished_requests():
-            ended = tuple(_answer(output) for output in engine.step() if output.finished)
-            if ended:
-                self.connection.send(Answers(ended))
-            elif time.monotonic() - beat > BEAT:
-                beat = time.monotonic()
-                self.connection.send(Working())
-            while not self.inbox.empty():
-                more = self.inbox.get()
-                assert isinstance(more, Ask), "weights change only between two calls of sample"
-                self._take(more)
-
     def _take(self, ask: Ask) -> None:
         for request in ask.requests:
+            self.written[request.key] = Written()
             self.llm.llm_engine.add_request(
                 request.key, {"prompt_token_ids": list(request.token_ids)}, _parameters(request), lora_request=self.adapter
             )
+
+    def _step(self) -> None:
+        """One token more for what is running; says what has ended, or now and then that it lives."""
+        ended = []
+        for output in self.llm.llm_engine.step():
+            (one,) = output.outputs
+            written = self.written[output.request_id]
+            written.add(one)
+            if output.finished:
+                del self.written[output.request_id]
+                ended.append(Answer(output.request_id, tuple(written.token_ids), tuple(written.logps), _why(one)))
+        if ended:
+            self._say(Answers(tuple(ended)))
+        elif time.monotonic() - self.told > BEAT:
+            self._say(Working())
+
+
+@dataclass
+class Written:
+    """What is there of a request, as far as vLLM has told: all of it at the end, or token by token where it is counted."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logps: list[float] = field(default_factory=list)
+
+    def add(self, one: Any) -> None:
+        self.token_ids += one.token_ids
+        self.logps += [float(at[token].logprob) for at, token in zip(one.logprobs, one.token_ids, strict=True)]
 
 
 def _version() -> str:
@@ -187,15 +217,8 @@ def _parameters(request: Request) -> Any:
         temperature=how.temperature, top_p=how.top_p, top_k=how.top_k, min_p=how.min_p, seed=request.seed,
         max_tokens=request.most, min_tokens=request.least, stop=list(request.stop), include_stop_str_in_output=True,
         stop_token_ids=list(request.end_ids), ignore_eos=True, logprobs=0, detokenize=bool(request.stop),
-        output_kind=RequestOutputKind.FINAL_ONLY,
+        output_kind=RequestOutputKind.DELTA if request.counted else RequestOutputKind.FINAL_ONLY,
     )  # fmt: skip
-
-
-def _answer(output: Any) -> Answer:
-    (one,) = output.outputs
-    ids = tuple(one.token_ids)
-    logps = tuple(float(at[token].logprob) for at, token in zip(one.logprobs, ids, strict=True))
-    return Answer(output.request_id, ids, logps, _why(one))
 
 
 def _why(one: Any) -> StopReason:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from oncurve.recipe.sampled import Baseline, KlEstimator, KlPlace, Sampled, Scale
+from oncurve.recipe.sampled import Baseline, KlEstimator, KlPlace, Sampled, Scale, Surrogate
 from oncurve.recipe.schema import Grpo, ObjectiveName, Recipe, Stage
 from oncurve.recipe.sections import Reward, Task
 
@@ -40,6 +40,24 @@ def resolved_kl(stage: Grpo) -> tuple[KlPlace, KlEstimator]:
     """
     where = stage.kl.where or HABITS.get(stage.objective, Habits()).kl
     return where, stage.kl.estimator or ("k1" if where == "reward" else "k3")
+
+
+FOREIGN_CAP = 2.0
+"""The cap of truncated importance sampling where the sampler is not the learner itself (Yao et al. 2025)."""
+
+
+def corrected(recipe: Recipe) -> tuple[Stage, ...]:
+    """The stages, with the correction that a sampler of other weights or other rounding than the learner's asks for.
+
+    With `scale.engine = "vllm"`, or staleness, tokens are weighted by min(π_learner/π_sampler, 2) where the recipe sets neither
+    `importance_cap` nor `mismatch_limit`.
+    """
+    foreign = recipe.scale.engine != "native" or recipe.scale.max_staleness > 0
+    unsaid = [isinstance(s, Surrogate) and s.importance_cap is None and s.mismatch_limit is None for s in recipe.stages]
+    capped = {"importance_cap": FOREIGN_CAP}
+    return tuple(
+        s.model_copy(update=capped) if foreign and silent else s for s, silent in zip(recipe.stages, unsaid, strict=True)
+    )
 
 
 def resolved_task(recipe: Recipe, stage: Stage) -> Task:

@@ -114,4 +114,5 @@ class Surrogate(Sampled):
     """Leave a completion out of the surrogate where sampler and learner disagree on it: where the geometric mean of
     π_learner/π_sampler over its tokens lies outside 1/limit … limit. It still counts in the totals. Unset: off."""
     importance_cap: PositiveFloat | None = None
-    """Truncated importance sampling: weight each token by min(π_learner/π_sampler, cap). Unset: off."""
+    """Truncated importance sampling: weight each token by min(π_learner/π_sampler, cap). Unset: off where the learner samples
+    itself; 2 with `scale.engine = "vllm"` or staleness, unless `mismatch_limit` is set."""

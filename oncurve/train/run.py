@@ -21,7 +21,7 @@ from types import FrameType
 import torch
 from torch import Tensor
 
-from oncurve.engines.native import NativeEngine
+from oncurve.engines.choose import engine_for
 from oncurve.errors import OncurveError, RunError
 from oncurve.models import lora
 from oncurve.models.load import Found, load_policy, loading
@@ -105,7 +105,7 @@ class Trainer:
                 one.on_event("loading", loading(recipe.model))
         self.policy = policy or load_policy(recipe.model, alphabet=alphabet, seed=recipe.seed)
         check_room(self.policy, recipe, task_of)
-        self.engine = NativeEngine(self.policy, recipe.engine)
+        self.engine = engine_for(self.policy, recipe)
         self.memory = Memory()
         for stage in recipe.stages:
             rewards_of(stage).decode_with(self.policy.decode)
@@ -139,6 +139,7 @@ class Trainer:
                 raise
             finally:
                 gc.unfreeze()
+                self.engine.close()
                 self.saver.close()
                 self.run.set_status(status)
                 self.tell.on_run_end(status)
