@@ -8,7 +8,7 @@ update). All that a resumed run needs is in its checkpoint and in the file of co
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,16 @@ from typing import Any
 from torch import Tensor
 
 from oncurve.engines.native import NativeEngine
-from oncurve.errors import OncurveError, RecipeError
+from oncurve.errors import OncurveError, RecipeError, RewardError
 from oncurve.recipe.iteration import Iteration
 from oncurve.recipe.reward_model import RewardModel
 from oncurve.recipe.schema import Grpo, Recipe
-from oncurve.records import GradedGroup, Prompt, ScoredCompletion, ScoredGroup, StepReport
+from oncurve.records import GradedGroup, Prompt, StepReport
 from oncurve.rewards.learned import STAGE, LearnedReward
-from oncurve.rewards.mix import RewardMix, aspects_of
+from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.registry import build_reward
 from oncurve.runs.disk import disk_errors
+from oncurve.runs.notes import note
 from oncurve.runs.pairs import pair_of, written
 from oncurve.runs.store import Store
 from oncurve.tasks.base import Task
@@ -45,7 +46,7 @@ class IterativeLoop(GrpoLoop):
         self.settings: Iteration = stage.iterate
         self.folder, self.file, self.done = folder, folder / FOLDER / f"{stage.label}.jsonl", 0
         reward = _trained_reward(stage, rewards)
-        self.labeller = None if self.settings.labeller is None else build_reward(self.settings.labeller)
+        self.labeller = None if self.settings.labeller is None else RewardMix([build_reward(self.settings.labeller)])
         self.judge = self._judge(recipe, reward)
         reward.use(self.judge.model)
 
@@ -86,18 +87,27 @@ class IterativeLoop(GrpoLoop):
     def _judged(self, groups: Sequence[GradedGroup]) -> list[dict[str, Any]]:
         """The best of each group against the worst, in the labeller's eyes."""
         assert self.labeller is not None
-        found = []
-        for graded in groups:
-            said = aspects_of(self.labeller, graded.group)
-            rows = zip(graded.group.completions, said, strict=True)
-            pair = pair_of(ScoredGroup(graded.group, tuple(ScoredCompletion(c, (aspect,)) for c, aspect in rows)))
-            found += [] if pair is None else [pair]
-        return found
+        scored = self.labeller.score([graded.group for graded in groups])
+        said = [s.failure for group in scored for s in group.scored]
+        self._stop_if_silent([failure for failure in said if failure is not None], len(said))
+        return [pair for pair in map(pair_of, scored) if pair is not None]
+
+    def _stop_if_silent(self, failures: Sequence[str], asked: int) -> None:
+        """A labeller that could not judge is told of; one that could judge too few ends the stage, as a reward would."""
+        if not failures:
+            return
+        said = f"{len(failures)} of {asked} completions of a step could not be judged"
+        if len(failures) > self.stage.max_failure_share * asked:
+            raise RewardError(
+                f"{self.stage.label}.iterate.labeller", said, because=f"the first said: {failures[0]}",
+                fix="mend the labeller, or raise max_failure_share; oncurve train --resume goes on from the last checkpoint",
+            )  # fmt: skip
+        note("labeller", f"{said}: {failures[0][:120]}")
 
     def _round(self, n: int) -> dict[str, float]:
         """The updates of a round that ends with step n; its metrics are those of the last one."""
         if self.labeller is None:
-            self._keep(list(people(self.folder, self.stage.label, n)), n)
+            self._keep(self._unseen(people(self.folder, self.stage.label, n), n), n)
         lines = self._lines()
         fresh = [self._coded(line) for line in lines if line["step"] > n - self.settings.every]
         past = [*self.judge.train, *(self._coded(line) for line in lines if line["step"] <= n - self.settings.every)]
@@ -120,6 +130,11 @@ class IterativeLoop(GrpoLoop):
         if not self.file.is_file():
             return []
         return [json.loads(line) for line in self.file.read_text(encoding="utf-8").splitlines() if line]
+
+    def _unseen(self, rows: Iterable[Mapping[str, Any]], n: int) -> list[Mapping[str, Any]]:
+        """Those that no earlier round has learned from: people may go back to old groups, and what they said stays."""
+        before = {(str(line["prompt"]), line["chosen"], line["rejected"]) for line in self._lines() if line["step"] < n}
+        return [row for row in rows if (str(row["prompt"]), row["chosen"], row["rejected"]) not in before]
 
     def _keep(self, rows: Sequence[Mapping[str, Any]], n: int) -> None:
         """Adds the comparisons of step n; lines of n and later are of a process that was killed, and go."""
@@ -146,7 +161,11 @@ def people(run: Path, stage: str, until: int) -> Iterator[dict[str, Any]]:
     file = run / "feedback.jsonl"
     last: dict[tuple[int, int], list[list[int]]] = {}
     for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
-        told = json.loads(line)
+        try:
+            told = json.loads(line)
+        except ValueError:  # someone is writing it just now
+            note("people", f"a line of {file.name} can't be read, and is left out: {line[:60]}")
+            continue
         if told.get("type") == "ranking" and told.get("stage") == stage and told.get("kind", "train") == "train":
             last[told["step"], told["group"]] = told["tiers"]
     with Store.open(run) as store:

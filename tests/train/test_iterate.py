@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +13,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from oncurve.errors import RecipeError
+from oncurve.errors import RecipeError, RewardError
 from oncurve.recipe.iteration import Iteration
 from oncurve.recipe.load import parse_recipe
 from oncurve.recipe.schema import Recipe
+from oncurve.rewards.extract import said
 from oncurve.runs.folder import RunFolder
 from oncurve.runs.store import Store
 from oncurve.train.iterate import mixed, people
 from oncurve.train.reward_model import Coded
 from oncurve.train.run import TimeUp
 from oncurve.train.start import begin, resume
+from tests.rewards.test_judge import Judge
 from tests.train.builders import RECIPE
 
 
@@ -111,6 +115,86 @@ def test_peoples_rankings_become_comparisons(tmp_path: Path) -> None:
     wanted = [] if texts[2].strip() == texts[3].strip() else [(texts[2], texts[3])]
     assert [(pair["chosen"], pair["rejected"]) for pair in found] == wanted
     assert list(people(run.path, "grpo", 0)) == []
+
+
+@pytest.fixture
+def judge() -> Iterator[Judge]:
+    """AI feedback behind real HTTP: the more digits an answer has, the better."""
+    made = Judge()
+
+    def reply(body: dict[str, Any]) -> str:
+        shown = body["messages"][-1]["content"]
+        answer = shown.partition("<<<")[2].partition("\n")[2].rpartition("\n")[0]
+        return json.dumps({"score": min(sum(map(str.isdigit, answer)), 10)})
+
+    made.reply = reply
+    yield made
+    made.server.shutdown()
+    made.server.server_close()
+
+
+def compared(run: RunFolder) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run.path / "comparisons" / "grpo.jsonl").read_text().splitlines()]
+
+
+def digits(text: str) -> int:
+    return sum(map(str.isdigit, text))
+
+
+def test_a_judge_behind_an_endpoint_compares(judge: Judge, tmp_path: Path) -> None:
+    labeller = {"type": "judge", "model": "m", "base_url": judge.url, "cache": None, "retries": 0}
+    run = begin(recipe(tmp_path, labeller=labeller), out=tmp_path / "run")
+    with Store.open(run.path) as store:
+        asked = sum(len(g.scored.scored) for n in range(1, 5) for g in store.step("grpo", n).groups)
+        assert len(judge.requests) == asked == 4 * 3 * 4
+        assert min(dict(store.metric("comparisons", "grpo")).values()) > 0
+    assert all(digits(said(pair["chosen"])) > digits(said(pair["rejected"])) for pair in compared(run))
+
+
+def test_a_judge_that_is_out_of_order_ends_the_run_and_one_that_is_back_goes_on(judge: Judge, tmp_path: Path) -> None:
+    labeller = {"type": "judge", "model": "m", "base_url": judge.url, "cache": None, "retries": 0}
+    answer, judge.reply = judge.reply, lambda _: (500, "out of order")
+    with pytest.raises(RewardError, match="12 of 12 completions of a step could not be judged") as told:
+        begin(recipe(tmp_path, labeller=labeller), out=tmp_path / "run")
+    assert told.value.where == "grpo.iterate.labeller"
+    judge.reply = answer
+    run = resume(RunFolder.open(tmp_path / "run", tmp_path))
+    assert {pair["step"] for pair in compared(run)} <= {1, 2, 3, 4}
+
+
+def test_people_rank_while_it_trains_and_each_ranking_is_learned_from_as_fresh_once(tmp_path: Path) -> None:
+    asked, out = recipe(tmp_path, labeller=None), tmp_path / "run"
+    with contextlib.suppress(TimeUp):
+        begin(asked, out=out, minutes=0)
+    ranked = 0
+    for _ in range(20):
+        ranked = ranked or rank_a_group(out)
+        try:
+            run = resume(RunFolder.open(out, tmp_path), minutes=0)
+            break
+        except TimeUp:
+            continue
+    pairs = compared(run)
+    assert {pair["step"] for pair in pairs} == {2}, "what was said before the first round's end was fresh then, and no more"
+    assert len(pairs) == ranked
+    with Store.open(run.path) as store:
+        assert dict(store.metric("comparisons", "grpo")) == {2: float(ranked), 4: 0.0}
+        assert any("can't be read" in event.message for event in store.events())
+    first, last = (weights(run, "reward_models", name) for name in ("reward_model", "grpo"))
+    assert any(not torch.equal(first[name], last[name]) for name in first)
+
+
+def rank_a_group(out: Path) -> int:
+    """Ranks the first group of grpo's first step, once it is there: one text over all that differ. How many do."""
+    with Store.open(out) as store:
+        if not any(row.stage == "grpo" for row in store.steps()):
+            return 0
+        texts = [s.completion.text.strip() for s in store.group("grpo", 1, 0).graded.scored.scored]
+    others = [i for i, text in enumerate(texts) if text != texts[0]]
+    assert others
+    ranking = {"stage": "grpo", "step": 1, "group": 0, "type": "ranking", "tiers": [[0], others]}
+    (out / "feedback.jsonl").write_text(json.dumps(ranking) + '\n{"stage": "grpo", "st')
+    return len(others)
 
 
 def test_only_a_learned_reward_can_be_trained(tmp_path: Path) -> None:
