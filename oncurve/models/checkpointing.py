@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from oncurve.models.logprobs import chunk_rows
 from oncurve.models.policy import Policy
 
 SPARE = 0.9
@@ -47,7 +48,7 @@ def in_flight_bytes(policy: Policy, tokens: int) -> int:
     """What a pass holds beside what layers keep: one layer's gradients on their way, both ends, and a chunk of logits."""
     config, wide = policy.model.config.get_text_config(), policy.model.dtype.itemsize
     mlp = int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
-    chunk: int = min(tokens, 132 * 128 * 128 // config.hidden_size) * config.vocab_size * (4 + wide)
+    chunk: int = min(tokens, chunk_rows(config.vocab_size)) * config.vocab_size * (4 + wide)
     return int(tokens * wide * (4 * mlp + 8 * config.hidden_size)) + chunk
 
 

@@ -1,7 +1,8 @@
 """The LM head in chunks on a GPU: one product and one pass of a kernel for each chunk, forward and backward.
 
-Products of 16-bit factors give float32 logits: what bfloat16 would round away of a logit of 20 is 0.06 of a log-prob. The
-backward pass computes a chunk's logits again. See models/logprobs.py for the formulas.
+Products of 16-bit factors give float32 logits: what bfloat16 would round away of a logit of 20 is 0.06 of a log-prob. Where all
+tokens fit one chunk its logits are kept for the backward pass; else each chunk's are computed again. See models/logprobs.py for
+the formulas.
 
 Legend: ``M`` predicted tokens, ``C`` rows of a chunk, ``D`` hidden size, ``V`` vocabulary.
 """
@@ -16,14 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from oncurve.models.gradients import GradientSums, add_product
 from oncurve.models.kernels.head import Shape, gradient, statistics
-
-TILES = 132 * 128 * 128
-"""Rows × D of a chunk: the product with the gradient then has a tile of 128 × 128 for every multiprocessor of an H200."""
-
-
-def chunk_rows(width: int) -> int:
-    """C: rows whose logits are held at once."""
-    return max(256, TILES // width // 128 * 128)
+from oncurve.models.logprobs import chunk_rows
 
 
 class GpuHead(torch.autograd.Function):
@@ -32,10 +26,12 @@ class GpuHead(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_MD, weight_VD, bias_V, target_M, shape: Shape, sums: GradientSums | None):  # type: ignore[no-untyped-def]
         logp_M, entropy_M, lse_M = torch.empty(3, len(target_M), device=hidden_MD.device)
+        logits_CV = None
         for rows, logits_CV in _chunks(hidden_MD, weight_VD):
             logp_M[rows], entropy_M[rows], lse_M[rows] = statistics(logits_CV, target_M[rows], shape)
         ctx.save_for_backward(hidden_MD, weight_VD, bias_V, target_M, entropy_M, lse_M)
         ctx.shape, ctx.sums = shape, sums
+        ctx.kept = logits_CV if len(hidden_MD) <= chunk_rows(len(weight_VD)) else None
         ctx.set_materialize_grads(False)
         return logp_M, entropy_M
 
@@ -45,13 +41,13 @@ class GpuHead(torch.autograd.Function):
         hidden_MD, weight_VD, bias_V, target_M, entropy_M, lse_M = ctx.saved_tensors
         if grad_logp_M is None:
             grad_logp_M = torch.zeros_like(lse_M)
-        sums, own = ctx.sums, ctx.sums is None
         grad_hidden = torch.empty_like(hidden_MD)
-        like = {"dtype": torch.float32, "device": hidden_MD.device}
-        grad_weight = torch.zeros(weight_VD.shape, **like) if own else sums.of(weight_VD)
-        grad_bias = None if bias_V is None else torch.zeros(bias_V.shape, **like) if own else sums.of(bias_V)
+        grad_weight, grad_bias = (
+            _sum_for(x, ctx.sums) if ctx.needs_input_grad[i] else None for i, x in ((1, weight_VD), (2, bias_V))
+        )
+        kept, ctx.kept = ctx.kept, None  # a gradient in float32 is written over it
         low = None
-        for rows, logits_CV in _chunks(hidden_MD, weight_VD):
+        for rows, logits_CV in _chunks(hidden_MD, weight_VD) if kept is None else [(slice(0, len(hidden_MD)), kept)]:
             if low is None:
                 low = logits_CV if logits_CV.dtype == hidden_MD.dtype else torch.empty_like(logits_CV, dtype=hidden_MD.dtype)
             of_entropy = None if grad_entropy_M is None else grad_entropy_M[rows].contiguous()
@@ -59,18 +55,23 @@ class GpuHead(torch.autograd.Function):
             of_logp, known = grad_logp_M[rows].contiguous(), (entropy_M[rows], lse_M[rows])
             gradient(logits_CV, target_M[rows], ctx.shape, known, of_logp, of_entropy, into)
             torch.mm(into, weight_VD, out=grad_hidden[rows])
-            add_product(grad_weight, into, hidden_MD[rows])
+            if grad_weight is not None:
+                add_product(grad_weight, into, hidden_MD[rows])
             if grad_bias is not None:
                 grad_bias += into.sum(0, dtype=torch.float32)
-        if not own:
+        if ctx.sums is not None:
             return grad_hidden, None, None, None, None, None
-        bias = None if grad_bias is None else grad_bias.to(bias_V.dtype)
-        return grad_hidden, grad_weight.to(weight_VD.dtype), bias, None, None, None
+        weight, bias = (None if g is None else g.to(x.dtype) for g, x in ((grad_weight, weight_VD), (grad_bias, bias_V)))
+        return grad_hidden, weight, bias, None, None, None
+
+
+def _sum_for(weight: Tensor, sums: GradientSums | None) -> Tensor:
+    return torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if sums is None else sums.of(weight)
 
 
 def _chunks(hidden_MD: Tensor, weight_VD: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """(rows, their raw logits), in one buffer that the next chunk writes over."""
-    M, C = len(hidden_MD), chunk_rows(hidden_MD.shape[1])
+    M, C = len(hidden_MD), chunk_rows(len(weight_VD))
     buffer = torch.empty(min(M, C), len(weight_VD), dtype=torch.float32, device=hidden_MD.device)
     for start in range(0, M, C):
         rows = slice(start, min(start + C, M))

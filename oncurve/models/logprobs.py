@@ -19,6 +19,11 @@ CHUNK_ELEMENTS = 1 << 22
 """Logits held at once: 16 MiB in float32, which stays near the caches of a CPU."""
 
 
+GPU_ELEMENTS = 132 * 16 * 151_936
+"""The same on a GPU: 1.2 GiB in float32. Of Qwen's vocabulary 2112 rows, whose product with the weight of a model 1024 wide
+has a tile of 128 × 128 for every multiprocessor of an H200."""
+
+
 @dataclass(frozen=True, slots=True)
 class Head:
     """What lies between the last hidden state and the logits: softcap · tanh(scale · (W h + b) / softcap)."""
@@ -34,6 +39,17 @@ class Head:
         z = z if z.dtype == torch.float64 else z.float()
         z = z if self.scale == 1.0 else z * self.scale
         return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
+
+
+def chunk_rows(vocabulary: int) -> int:
+    """Tokens whose logits a GPU holds at once."""
+    return max(1024, GPU_ELEMENTS // vocabulary // 64 * 64)
+
+
+def rows_at_once(weight_VD: Tensor) -> int:
+    """Tokens whose logits the head holds at once where its weight lies."""
+    vocabulary = len(weight_VD)
+    return chunk_rows(vocabulary) if weight_VD.device.type == "cuda" else max(1, CHUNK_ELEMENTS // vocabulary)
 
 
 def token_logps(
@@ -84,8 +100,10 @@ class _ChunkedHead(torch.autograd.Function):
         head, temperature = ctx.head, ctx.temperature
         with_entropy = bool(grad_entropy_M.any())
         grad_hidden = torch.empty_like(hidden_MD)
-        grad_weight = torch.zeros_like(weight_VD, dtype=entropy_M.dtype)
-        grad_bias = None if bias_V is None else torch.zeros_like(bias_V, dtype=entropy_M.dtype)
+        grad_weight, grad_bias = (
+            torch.zeros_like(x, dtype=entropy_M.dtype) if ctx.needs_input_grad[i] else None
+            for i, x in ((1, weight_VD), (2, bias_V))
+        )
         for rows in _chunks(hidden_MD.shape[0], weight_VD.shape[0]):
             z = head.logits(hidden_MD[rows]) if kept is None else None
             p = kept if z is None else _scaled(z, temperature).softmax(-1)
@@ -99,11 +117,12 @@ class _ChunkedHead(torch.autograd.Function):
                 grad *= 1 - (z / head.softcap) ** 2
             low = grad.to(hidden_MD.dtype)
             grad_hidden[rows] = low @ weight_VD
-            grad_weight += low.T @ hidden_MD[rows]
+            if grad_weight is not None:
+                grad_weight += low.T @ hidden_MD[rows]
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
-        bias = None if bias_V is None or grad_bias is None else grad_bias.to(bias_V.dtype)
-        return grad_hidden, grad_weight.to(weight_VD.dtype), bias, None, None, None
+        weight, bias = (None if g is None else g.to(x.dtype) for g, x in ((grad_weight, weight_VD), (grad_bias, bias_V)))
+        return grad_hidden, weight, bias, None, None, None
 
 
 def _scaled(z: Tensor, temperature: float) -> Tensor:

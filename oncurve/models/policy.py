@@ -19,7 +19,7 @@ from oncurve.models.attention import Layout
 from oncurve.models.compiled.backbone import can_run
 from oncurve.models.fused import FusedDecoder
 from oncurve.models.gradients import GradientSums
-from oncurve.models.logprobs import Head, token_logps
+from oncurve.models.logprobs import Head, rows_at_once, token_logps
 from oncurve.models.packing import Bundle, Pack, build_pack
 from oncurve.records import Ints, Prompt
 
@@ -91,8 +91,20 @@ class Policy:
 
     def pack_logps(self, pack: Pack, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """(log-prob, entropy) of each predicted token of a pack, [M]."""
-        hidden_ND = self.hidden(pack.input_ids, pack.position_ids, pack.layout)[0]
-        return token_logps(self.head, hidden_ND[pack.source_M], pack.target_M, temperature, self._sums)
+        return self.logps_of(self.pack_hidden(pack), pack.target_M, temperature)
+
+    def pack_hidden(self, pack: Pack) -> Tensor:
+        """The hidden state that each predicted token of a pack follows from, [M, D]."""
+        return self.hidden(pack.input_ids, pack.position_ids, pack.layout)[0][pack.source_M]
+
+    def logps_of(self, hidden_MD: Tensor, target_M: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        """(log-prob, entropy) of each target, [M]."""
+        return token_logps(self.head, hidden_MD, target_M, temperature, self._sums)
+
+    @property
+    def rows_at_once(self) -> int:
+        """Tokens whose logits the head holds at once, and keeps for its backward pass where there are no more."""
+        return rows_at_once(self.head.weight_VD)
 
     @contextmanager
     def collecting(self, sums: GradientSums | None) -> Iterator[None]:

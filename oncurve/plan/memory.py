@@ -32,8 +32,8 @@ PAGE_GPU, PAGE_CPU = 512, 64
 """Keys lie in pages of so many positions."""
 SPARE = 0.9
 """Share of the free memory that activations may take where checkpointing is chosen by it."""
-HEAD_TILES = 132 * 128 * 128
-"""Rows × D of a chunk of the learner's LM head on a GPU, at least 256 rows; on a CPU, HEAD_CPU logits."""
+HEAD_GPU = 132 * 16 * 151_936
+"""Logits of a chunk of the learner's LM head on a GPU, at least 1024 rows; on a CPU, HEAD_CPU."""
 HEAD_CPU = 1 << 22
 HEAD_CPU_BYTES = 20
 """On a CPU, bytes of each logit: itself, log-prob, probability, gradient, and one more in passing."""
@@ -244,7 +244,7 @@ def _head_chunk(job: Job, *, backward: bool) -> float:
     V = job.shape.vocabulary
     if job.gpu.is_cpu:
         return min(max(HEAD_CPU // V, 1), job.pack_predicted) * V * HEAD_CPU_BYTES
-    rows = min(max(256, HEAD_TILES // job.shape.width // 128 * 128), job.pack_predicted)
+    rows = min(max(1024, HEAD_GPU // V // 64 * 64), job.pack_predicted)
     return rows * V * (4 + (job.dtype_bytes if backward and job.dtype_bytes < 4 else 0))
 
 

@@ -10,7 +10,7 @@ Legend: ``M`` predicted tokens of a pack.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import TypeVar
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from oncurve.algos.kl import KL_ESTIMATORS
-from oncurve.algos.objectives import OBJECTIVES, LossInputs, LossSettings, with_clip
+from oncurve.algos.objectives import OBJECTIVES, LossInputs, LossOutputs, LossSettings, with_clip
 from oncurve.algos.ratios import agreement, truncated_weights
 from oncurve.algos.reductions import StepTotals, step_totals
 from oncurve.algos.rows import Rows
@@ -33,6 +33,7 @@ from oncurve.records import Completion, Floats, GradedGroup, Group, ScoredGroup
 from oncurve.scale.world import ALONE, World
 from oncurve.train.memory import with_less
 from oncurve.train.optimiser import Optimiser
+from oncurve.train.parts import parts_of, tensors_of, whole_inputs, whole_outputs
 from oncurve.train.phases import Phases, matrix_rate, model_flops
 from oncurve.train.seen import Learned, MicroBatch, Seat, Seen
 
@@ -244,17 +245,33 @@ class Learner:
         self.optimiser.zero_grad()
         done = []
         for micro in batch:
-            with self.phases("forward"), self.policy.collecting(self.optimiser.sums):
-                logp_M, entropy_M = self.policy.pack_logps(micro.pack, self._temperature)
-                inputs = self._loss_inputs(micro, totals, logp_M, entropy_M)
-                outputs = self.objective.loss(inputs, self.loss_settings)
-            with self.phases("backward"):
-                outputs.loss.backward()  # type: ignore[no-untyped-call]
-                self.optimiser.absorb()
+            with self.policy.collecting(self.optimiser.sums):
+                inputs, outputs = self._there_and_back(micro, totals)
             done.append(replace(micro, logp_old_M=inputs.logp_old_N))
             if seen is not None:
                 seen.note(micro, inputs, outputs)
         return done
+
+    def _there_and_back(self, micro: MicroBatch, totals: StepTotals) -> tuple[LossInputs, LossOutputs]:
+        """A pack's gradient: through the backbone; through head and loss and back, part by part; back through the backbone."""
+        with self.phases("forward"):
+            hidden_MD = self.policy.pack_hidden(micro.pack)
+        inputs, outputs, slopes = [], [], []
+        for tokens, part in parts_of(micro, self.policy.rows_at_once):
+            with self.phases("forward"):
+                own = hidden_MD[tokens].detach().requires_grad_()
+                logp_M, entropy_M = self.policy.logps_of(own, part.pack.target_M, self._temperature)
+                inputs.append(self._loss_inputs(part, totals, logp_M, entropy_M))
+                outputs.append(self.objective.loss(inputs[-1], self.loss_settings))
+            with self.phases("backward"):
+                outputs[-1].loss.backward()  # type: ignore[no-untyped-call]
+                assert own.grad is not None
+                slopes.append(own.grad)
+        with self.phases("backward"):
+            if hidden_MD.requires_grad:
+                hidden_MD.backward(slopes[0] if len(slopes) == 1 else torch.cat(slopes))  # type: ignore[no-untyped-call]
+            self.optimiser.absorb()
+        return whole_inputs(micro, inputs), whole_outputs(outputs)
 
     def _loss_inputs(self, micro: MicroBatch, totals: StepTotals, logp_M: Tensor, entropy_M: Tensor) -> LossInputs:
         old_M = logp_M.detach() if micro.logp_old_M is None else micro.logp_old_M
@@ -306,7 +323,7 @@ def resplit(groups: Sequence[GradedGroup], batch: Sequence[MicroBatch], budget: 
     bundles = [
         bundle_of(groups[g].scored, [rows[key][0].seats[rows[key][1]][1] for key in keys], keys) for g, keys in by_group.items()
     ]
-    known = {name: _rows_of(name, batch) for name in _tensors_of(batch[0])}
+    known = {name: _rows_of(name, batch) for name in tensors_of(batch[0])}
     made = []
     for part in split_by_budget(bundles, budget):
         pack = build_pack(part, batch[0].mask_M.device)
@@ -314,11 +331,6 @@ def resplit(groups: Sequence[GradedGroup], batch: Sequence[MicroBatch], budget: 
         values = {name: torch.cat([of_row[key] for key in pack.keys]) for name, of_row in known.items()}
         made.append(replace(batch[0], pack=pack, seats=seats, **values))
     return made
-
-
-def _tensors_of(micro: MicroBatch) -> list[str]:
-    """The fields of a micro-batch, or of a stage's own kind of it, that hold one number per token."""
-    return [field.name for field in fields(micro) if isinstance(getattr(micro, field.name), Tensor)]
 
 
 def _rows_of(name: str, batch: Sequence[MicroBatch]) -> list[Tensor]:

@@ -216,14 +216,15 @@ class PpoLearner(Learner):
         """The critic's gradient of one update, and what its loss was."""
         self.critic_optimiser.zero_grad()
         weight = self.ppo.critic.loss_weight if self.critic.shared else 1.0
+        trunks = self.optimiser if self.critic.shared else self.critic_optimiser
         sums = dict.fromkeys(self.value_sums, 0.0)
         for micro in batch:
             assert isinstance(micro, JudgedBatch)
             assert micro.value_old_M is not None
             assert micro.return_M is not None
-            loss_M, clipped_M = value_loss(
-                self.critic.values(micro.pack), micro.value_old_M, micro.return_M, self.ppo.critic.clip
-            )
+            with self.critic.trunk.collecting(trunks.sums):
+                value_M = self.critic.values(micro.pack)
+            loss_M, clipped_M = value_loss(value_M, micro.value_old_M, micro.return_M, self.ppo.critic.clip)
             loss = loss_M[micro.mask_M].sum() / max(totals.tokens, 1)
             (weight * loss).backward()  # type: ignore[no-untyped-call]
             self.critic_optimiser.absorb()

@@ -27,18 +27,18 @@ class SmallGpu:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, room: int, backward: bool = False) -> None:
         self.refused = 0
-        real = Policy.pack_logps
+        real = Policy.pack_hidden
 
-        def pack_logps(mine: Policy, pack: Pack, *more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        def pack_hidden(mine: Policy, pack: Pack) -> torch.Tensor:
             if pack.tokens <= room:
-                return real(mine, pack, *more)
+                return real(mine, pack)
             if not backward or not torch.is_grad_enabled():
                 self.refuse()
-            logp_M, entropy_M = real(mine, pack, *more)
-            logp_M.register_hook(lambda _: self.refuse())  # type: ignore[no-untyped-call]
-            return logp_M, entropy_M
+            hidden_MD = real(mine, pack)
+            hidden_MD.register_hook(lambda _: self.refuse())  # type: ignore[no-untyped-call]
+            return hidden_MD
 
-        monkeypatch.setattr(Policy, "pack_logps", pack_logps)
+        monkeypatch.setattr(Policy, "pack_hidden", pack_hidden)
 
     def refuse(self) -> None:
         self.refused += 1

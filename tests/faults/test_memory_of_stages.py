@@ -121,7 +121,7 @@ def test_the_kl_inside_the_reward_is_the_same(monkeypatch: pytest.MonkeyPatch) -
     for learner in (whole, small):
         shaken(learner.policy.model, 3)
     expected = whole.kl_tokens(groups)
-    gpu = Full(monkeypatch, Policy, "pack_logps", of_pack, 30)
+    gpu = Full(monkeypatch, Policy, "pack_hidden", of_pack, 30)
     with collecting() as notes:
         found = small.kl_tokens(groups)
     assert gpu.refused
@@ -141,7 +141,7 @@ def test_a_natural_gradient_step_is_the_same(where: str, monkeypatch: pytest.Mon
     before = snapshot(whole.policy.model)
     expected = whole.update(groups).metrics
     owner = {"gradient": Policy, "fisher": curvature, "search": trpo}[where]
-    gpu = Full(monkeypatch, owner, "pack_logps" if where == "gradient" else "all_logps", of_pack, 40)
+    gpu = Full(monkeypatch, owner, "pack_hidden" if where == "gradient" else "all_logps", of_pack, 40)
     with collecting() as notes:
         found = small.update(groups).metrics
     assert gpu.refused
@@ -175,7 +175,7 @@ def test_pairs_give_the_same_gradient(loss: str, backward: bool, monkeypatch: py
     settings: dict[str, Any] = {"loss": loss, "batch_size": 6}
     whole, small = (DpoLoop(test_dpo.stage(**settings), 0, policy(), test_dpo.PAIRS) for _ in range(2))
     expected = whole.step(1).metrics
-    gpu = Full(monkeypatch, Policy, "pack_logps", of_pack, 16, backward=backward)
+    gpu = Full(monkeypatch, Policy, "pack_hidden", of_pack, 16, backward=backward)
     with collecting() as notes:
         found = small.step(1).metrics
     assert gpu.refused
@@ -220,7 +220,7 @@ def test_the_loss_of_examples_kept_aside_is_the_same(monkeypatch: pytest.MonkeyP
     stage: Any = asked.stages[0]
     loop = SftLoop(stage, 0, task_for(asked, stage), policy(alphabet="0123456789+=<>/abcdefghijklmnopqrstuvwxyz "))
     expected = loop.heldout_loss()
-    gpu = Full(monkeypatch, Policy, "pack_logps", of_pack, 200)
+    gpu = Full(monkeypatch, Policy, "pack_hidden", of_pack, 200)
     with collecting() as notes:
         assert loop.heldout_loss() == pytest.approx(expected, rel=1e-5)
     assert gpu.refused

@@ -10,6 +10,7 @@ from tests.models.test_kernels import (  # noqa: F401
     test_norm_and_rotation_of_queries_and_keys,
     test_residual_sum_and_norm,
     test_statistics_of_logits,
+    test_the_head_in_chunks,
 )
 
 pytestmark = pytest.mark.gpu

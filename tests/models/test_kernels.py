@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from oncurve.models import gpu_head
 from oncurve.models.gpu_layout import GpuPackLayout
+from oncurve.models.gradients import GradientSums
 from oncurve.models.kernels import attention, gated, head, norm, rotary
 from oncurve.models.logprobs import Head, token_logps
 from oncurve.models.packing import Bundle, PackLayout, build_pack
@@ -98,6 +100,30 @@ def test_statistics_of_logits(scale: float, softcap: float | None, temperature: 
         assert apart(one, other) < WITHIN
 
 
+@pytest.mark.parametrize("rows", [3, 64], ids=["chunks", "one chunk, kept"])
+@pytest.mark.parametrize("trained", [True, False])
+def test_the_head_in_chunks(rows: int, trained: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the CPU's head in float64. A frozen weight gets no gradient, from autograd or in the sums."""
+    monkeypatch.setattr(gpu_head, "chunk_rows", lambda _: rows)
+    M, D, V = 7, 5, 37
+    hidden, weight, bias = random(M, D), random(V, D, seed=1), random(V, seed=2)
+    target, g, h = torch.arange(M) * 5, random(M, seed=3), random(M, seed=4)
+    exact = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
+    values = token_logps(Head(exact[1], exact[2], 0.5), exact[0], target, 0.7)
+    expected = torch.autograd.grad((values[0] * g).sum() + (values[1] * h).sum(), exact)
+    ours = [low(hidden).requires_grad_(), low(weight).requires_grad_(trained), low(bias).requires_grad_(trained)]
+    for sums in (None, GradientSums([])):
+        found = gpu_head.GpuHead.apply(*ours[:3], target.to(DEVICE), head.Shape(0.5, None, 0.7, ours[2]), sums)  # type: ignore[no-untyped-call]
+        loss = (found[0] * low(g)).sum() + (found[1] * low(h)).sum()
+        of = torch.autograd.grad(loss, ours if trained and sums is None else ours[:1])
+        if sums is not None:
+            assert sums.allocated == trained
+            of += tuple(sums.of(x) for x in ours[1:]) if trained else ()
+        for one, other in zip((*found, *of), (*values, *expected), strict=False):
+            assert apart(one, other) < WITHIN
+        assert len(of) == (3 if trained else 1)
+
+
 def pack_of(shape: list[tuple[int, list[int]]]) -> list[Bundle]:
     dice = np.random.default_rng(3)
     return [Bundle(dice.integers(0, 9, p), tuple(dice.integers(0, 9, n) for n in c), tuple(range(len(c)))) for p, c in shape]
@@ -165,5 +191,5 @@ def test_tiles_of_the_backward_pass_fit_each_other() -> None:
     """A key block starts its queries at its own first key, so the diagonal must be whole query blocks."""
     for size in (16, 64, 128, 256):
         for dtype in (torch.float32, torch.bfloat16):
-            tiles = attention.tiling(size, dtype, 100).keys_backward
+            tiles = attention.tiling(size, dtype, 100, 2).keys_backward
             assert tiles.keys % tiles.queries == 0

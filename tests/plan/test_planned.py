@@ -9,7 +9,7 @@ import pytest
 
 from oncurve.engines import cuda_pool, native, pool
 from oncurve.errors import ModelError, RecipeError
-from oncurve.models import checkpointing, gpu_head
+from oncurve.models import checkpointing, logprobs
 from oncurve.plan import asked, memory
 from oncurve.plan.asked import Wishes, job_for, job_of_stage, plannable, wished
 from oncurve.plan.fixes import find_fixes, fits
@@ -149,7 +149,7 @@ def test_what_is_unsaid_is_as_in_the_recipe() -> None:
 def test_constants_are_those_of_engine_and_learner() -> None:
     assert {"cpu": native.SLOTS_CPU, "gpu": native.SLOTS_GPU} == asked.SLOTS
     assert (cuda_pool.PAGE, pool.PAGE) == (memory.PAGE_GPU, memory.PAGE_CPU)
-    assert memory.HEAD_TILES == gpu_head.TILES
+    assert (memory.HEAD_GPU, memory.HEAD_CPU) == (logprobs.GPU_ELEMENTS, logprobs.CHUNK_ELEMENTS)
     assert memory.SPARE == checkpointing.SPARE
 
 

@@ -273,7 +273,7 @@ def _counted(loop: GrpoLoop, monkeypatch: pytest.MonkeyPatch) -> tuple[float, fl
 
         monkeypatch.setattr(kind, name, counted)
 
-    watch(Policy, "pack_logps")
+    watch(Policy, "pack_hidden")
     watch(Critic, "values")
     loop.step(1)
     monkeypatch.undo()

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from oncurve.models.packing import Bundle, build_pack
+from oncurve.models import logprobs
+from oncurve.models.packing import Bundle, Pack, build_pack
 from oncurve.models.policy import Policy
 from oncurve.records import GradedGroup
 from oncurve.train.learner import Learner
@@ -36,13 +37,13 @@ def logps_of(policy: Policy, group: GradedGroup, temperature: float = 1.0) -> li
 def test_one_update_has_ratios_of_exactly_one_and_spends_no_pass_on_old_log_probs(monkeypatch: pytest.MonkeyPatch) -> None:
     learner = Learner(policy(), stage(optimiser=MOVING))
     passes = []
-    plain = Policy.pack_logps
+    plain = Policy.pack_hidden
 
-    def counted(self: Policy, *arguments: Any) -> tuple[Tensor, Tensor]:
+    def counted(self: Policy, pack: Pack) -> Tensor:
         passes.append(torch.is_grad_enabled())
-        return plain(self, *arguments)
+        return plain(self, pack)
 
-    monkeypatch.setattr(Policy, "pack_logps", counted)
+    monkeypatch.setattr(Policy, "pack_hidden", counted)
     learned = learner.update(groups())
     assert passes == [True]
     for of_group in learned.stats:
@@ -52,6 +53,39 @@ def test_one_update_has_ratios_of_exactly_one_and_spends_no_pass_on_old_log_prob
             assert not one.clipped.any()
     assert learned.metrics["ratio_mean"] == 1.0
     assert learned.metrics["clip_share"] == 0.0
+
+
+@pytest.mark.parametrize("options", [{}, {"objective": "gspo", "entropy_bonus": 0.1}, {"kl": {"beta": 0.1}}], ids=str)
+def test_a_pack_in_parts_has_the_gradient_of_the_whole_and_no_logits_are_computed_twice(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """μ = 2, so that the second pass has ratios that differ; parts of at most 6 tokens, and completions of up to 5."""
+    told, computed, plain = [], [0], logprobs.Head.logits
+
+    def counted(head: logprobs.Head, hidden: Tensor) -> Tensor:
+        computed[0] += len(hidden)
+        return plain(head, hidden)
+
+    for elements in (logprobs.CHUNK_ELEMENTS, 6 * len(policy().head.weight_VD)):
+        monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", elements)
+        learner = Learner(policy(), stage(updates_per_step=2, optimiser=MOVING, **options))
+        monkeypatch.setattr(logprobs.Head, "logits", counted)
+        computed[0] = 0
+        learned = learner.update(groups())
+        monkeypatch.setattr(logprobs.Head, "logits", plain)
+        told.append((gradient(learner.policy.model), learned, computed[0]))
+    (expected, whole, once), (found, parts, again) = told
+    assert apart(found, expected) < 1e-5
+    assert again == once
+    assert parts.metrics.keys() == whole.metrics.keys()
+    for name in whole.metrics.keys() - {"mfu", "update_tflops"}:
+        assert parts.metrics[name] == pytest.approx(whole.metrics[name], rel=1e-4, abs=1e-6), name
+    for of_group, others in zip(parts.stats, whole.stats, strict=True):
+        for one, other in zip(of_group, others, strict=True):
+            assert one is not None
+            assert other is not None
+            np.testing.assert_allclose(one.logps, other.logps, atol=1e-5)
+            np.testing.assert_allclose(one.ratio, other.ratio, atol=1e-4)
 
 
 def test_old_log_probs_are_those_before_the_first_of_many_updates() -> None:
