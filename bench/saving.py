@@ -1,42 +1,76 @@
 """How long training waits for a checkpoint: written while it waits, and written behind its back.
 
-.venv/bin/python bench/saving.py [MIB]
+    python bench/saving.py [MIB …]      (64, 512 and 2048 unless told) prints a table, writes bench/results/saving.json
+
+Files are written into the current folder, synced, checksummed and renamed as a run does it. Beside it stands how long a plain
+copy of the same tensors in memory takes: training should wait no longer than that.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import platform
 import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 
 import torch
 
 from oncurve.train import saving
 from oncurve.train.saving import Saver, Wanted
 
+RESULTS = Path(__file__).resolve().parent / "results" / "saving.json"
+TIMES = 3
 
-def seconds(size: int, behind: bool, folder: Path) -> tuple[float, float]:
+
+def state(size: int) -> dict[str, dict[str, torch.Tensor]]:
+    return {"model": {f"w{i}": torch.randn(1024, 1024) for i in range(size // 4)}}
+
+
+def seconds(size: int, behind: bool) -> tuple[float, float]:
     """(how long `save` took, how long until the checkpoint was whole), of a state of so many MiB."""
     saving.BEHIND_FROM = 0 if behind else 1 << 62
-    tensors = {"model": {f"w{i}": torch.randn(1024, 1024) for i in range(size // 4)}}
-    saver = Saver(folder)
-    begun = time.perf_counter()
-    saver.save(Wanted("grpo", 1, {}, keep=1), tensors)
-    waited = time.perf_counter() - begun
-    saver.wait()
-    whole = time.perf_counter() - begun
-    saver.close()
+    tensors = state(size)
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        saver = Saver(Path(folder))
+        begun = time.perf_counter()
+        saver.save(Wanted("grpo", 1, {}, keep=1), tensors)
+        waited = time.perf_counter() - begun
+        saver.wait()
+        whole = time.perf_counter() - begun
+        saver.close()
     return waited, whole
 
 
+def copy_seconds(size: int) -> float:
+    tensors = state(size)
+    begun = time.perf_counter()
+    kept = {name: t.clone() for name, t in tensors["model"].items()}
+    took = time.perf_counter() - begun
+    assert len(kept) == size // 4
+    return took
+
+
+def measured(size: int) -> dict[str, float]:
+    row: dict[str, float] = {"mib": size, "copy": median(copy_seconds(size) for _ in range(TIMES))}
+    for behind, name in ((False, "waiting"), (True, "behind")):
+        both = [seconds(size, behind) for _ in range(TIMES)]
+        row[f"{name}_blocked"], row[f"{name}_whole"] = (median(pair[i] for pair in both) for i in range(2))
+    return row
+
+
 def main() -> None:
-    size = int(sys.argv[1]) if len(sys.argv) > 1 else 512
-    for behind in (False, True):
-        with tempfile.TemporaryDirectory(dir=".") as folder:
-            waited, whole = seconds(size, behind, Path(folder))
-        how = "in the background" if behind else "while training waits"
-        print(f"{size} MiB, {how}: training waits {waited:.2f} s, the checkpoint is whole after {whole:.2f} s")
+    rows = [measured(int(size)) for size in sys.argv[1:] or (64, 512, 2048)]
+    print("| state | a copy in memory | training waits, in the background | … whole after | training waits, else |")
+    print("|---|---|---|---|---|")
+    for row in rows:
+        told = (row[name] for name in ("copy", "behind_blocked", "behind_whole", "waiting_blocked"))
+        print(f"| {row['mib']} MiB | " + " | ".join(f"{value:.2f} s" for value in told) + " |")
+    about = {"system": platform.system(), "cores": os.cpu_count(), "load": os.getloadavg()[0], "torch": torch.__version__}
+    RESULTS.write_text(json.dumps({"machine": about, "medians_of": TIMES, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

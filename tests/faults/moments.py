@@ -59,6 +59,12 @@ def soon(real: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     time.sleep(60)
 
 
+def sometime(real: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """The same within a tenth of a second, in that call or in what follows it."""
+    threading.Timer(random.random() * 0.1, die).start()
+    return real(*arguments, **named)
+
+
 def half_a_file(real: Callable[..., Any], tensors: Any, path: Path) -> None:
     """Writes the file and cuts it in the middle, as a kill amid writing would leave it."""
     real(tensors, path)
@@ -80,5 +86,10 @@ MOMENTS = {
     "between renaming and pruning": Moment("oncurve.runs.checkpoints:prune", before),
     "measuring": Moment("oncurve.train.run:evaluate", before),
     "writing the model": Moment("oncurve.models.policy:Policy.save", after),
+    "asking": Moment("oncurve.rewards.judge_client:JudgeClient._reply", before),
+    "keeping a reply": Moment("oncurve.rewards.judge_client:Cache.put", after),
+    "writing the library": Moment("oncurve.train.experience:Library.write", after),
+    "putting the library in place": Moment("pathlib:Path.replace", before),
+    "at any moment": Moment("oncurve.train.training_free:TrainingFreeLoop.step", sometime),
 }
 """Random moments are those of `tests/e2e/test_killed.py`; these are the ones that a clock seldom meets."""

@@ -28,7 +28,7 @@ def _is_apart(file: Path) -> bool:
     return (
         file.parts[0] in ("checkpoints", "bad", "run.json", "run.lock")
         or file.parts[0].startswith("run.db")
-        or file.suffix == ".sqlite"
+        or file.suffix.startswith(".sqlite")
     )
 
 
