@@ -1,23 +1,29 @@
 """One GRPO step on a GPU: Oncurve's own, TRL's beside it in the same run, and tables of the update alone.
 
     python bench/step.py --against trl,trl+vllm       all of it; writes bench/results/step.json
+    python bench/step.py --only step --against …      whole steps, and nothing else
     python bench/step.py --only long,linear,mfu       the update alone: long prompts, growth, use of the matrix rate
     python bench/step.py --table                      puts the numbers of that file into bench/README.md
 
 Every figure is a median over steps after a warm-up, on random weights and random prompts: the work is measured, not the
-learning. Completions have exactly the asked length. Each trainer runs in a process of its own, one after the other, on one GPU.
+learning. Completions have exactly the asked length. Peers run in processes of their own, one after the other, on one GPU. What
+has been measured is written at once, so that a run that is stopped loses nothing but its last part.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import os
 import platform
 import re
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from statistics import median
@@ -69,6 +75,7 @@ def peak_gib() -> float | None:
 
 
 def fresh_peak() -> None:
+    gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -95,8 +102,10 @@ def whole_step(args: argparse.Namespace, beta: float) -> Row:
     rewards.decode_with(policy.decode)
     loop = GrpoLoop(stage(args, beta), 0, task, NativeEngine(policy, Engine()), rewards)
     reports, seconds = [], []
+    gc.freeze()  # as a run does
     for n in range(1, args.steps + 2):
         seconds.append(timed(lambda n=n: reports.append(loop.step(n))))  # type: ignore[misc]
+    gc.unfreeze()
     names = reports[-1].seconds
     last = reports[-1].metrics
     return {
@@ -179,19 +188,40 @@ def matrix_use(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def peer(args: argparse.Namespace, name: str, beta: float) -> Row:
-    """TRL in a process of its own; `trl+vllm`: with vLLM beside it there, at a share of memory that holds the work."""
+def peer(args: argparse.Namespace, name: str) -> Iterator[Row]:
+    """TRL in a process of its own, β after β; `trl+vllm`: with vLLM beside it there, at a share of memory that holds the work.
+
+    Without vLLM a step takes so long that β = 0, the shorter one, stands for both, with two steps.
+    """
+    betas = sorted(map(float, args.betas.split(",")), reverse=True) if name == "trl+vllm" else [0.0]
+    steps = args.steps if name == "trl+vllm" else min(args.steps, 2)
     command = [
         sys.executable, str(HERE / "trl_step.py"), "--size", args.size, "--prompts", str(args.prompts),
         "--group", str(args.group), "--prompt", str(args.prompt), "--new", str(args.new),
-        "--steps", str(args.steps + 1), "--beta", str(beta),
+        "--steps", str(steps), "--betas", ",".join(map(str, betas)),
     ]  # fmt: skip
-    done = subprocess.run(command + (["--vllm"] if name == "trl+vllm" else []), capture_output=True, text=True, check=False)
-    found = re.search(r"^RESULT (.*)$", done.stdout, re.M)
-    if found is None:
-        print(done.stdout[-2000:], done.stderr[-4000:], file=sys.stderr)
-        return {"peer": name, "beta": beta, "failed": (done.stderr.strip().splitlines() or ["no output"])[-1]}
-    return {"peer": name, "beta": beta, **json.loads(found[1])}
+    path = os.pathsep.join(filter(None, (args.peer_path, os.environ.get("PYTHONPATH"))))
+    with tempfile.TemporaryFile("w+") as said:
+        begun = subprocess.Popen(
+            command + (["--vllm"] if name == "trl+vllm" else []), stdout=subprocess.PIPE, stderr=said, text=True,
+            env={**os.environ, "PYTHONPATH": path},
+        )  # fmt: skip
+        assert begun.stdout is not None
+        killer = threading.Timer(args.peer_limit, begun.kill)
+        killer.start()
+        told = 0
+        for line in begun.stdout:
+            if line.startswith("RESULT "):
+                told += 1
+                yield {"peer": name, **json.loads(line.removeprefix("RESULT "))}
+        code = begun.wait()
+        killer.cancel()
+        said.seek(0)
+        error = said.read()
+    if told < len(betas):
+        print(error[-4000:], file=sys.stderr)
+    for beta in betas[told:]:
+        yield {"peer": name, "beta": beta, "failed": f"exit {code}: {(error.strip().splitlines() or ['no output'])[-1][:200]}"}
 
 
 def environment(args: argparse.Namespace) -> Row:
@@ -219,38 +249,44 @@ def _installed(name: str) -> bool:
     return True
 
 
-def measure(args: argparse.Namespace) -> Row:
-    """Part after part; what is not asked for is kept as it was in the file."""
+def measure(args: argparse.Namespace) -> Iterator[Row]:
+    """All that is known, after each part; what is not asked for is kept as it was in the file."""
     kept: Row = json.loads(RESULTS.read_text()) if RESULTS.exists() and args.out == RESULTS else {}
     found: Row = {**kept, "environment": environment(args)}
     wanted = args.only.split(",")
     if "step" in wanted:
-        found["step"] = [whole_step(args, float(beta)) for beta in args.betas.split(",")]
-        fresh_peak()
-        found["step"] += [
-            peer(args, name, float(beta)) for name in filter(None, args.against.split(",")) for beta in args.betas.split(",")
-        ]
+        found["step"] = []
+        for beta in args.betas.split(","):
+            found["step"].append(whole_step(args, float(beta)))
+            fresh_peak()
+            yield found
+        for name in filter(None, args.against.split(",")):
+            for row in peer(args, name):
+                found["step"].append(row)
+                yield found
     for name, part in (("long", long_prompts), ("linear", growth), ("mfu", matrix_use)):
         if name in wanted:
             found[name] = part(args)
             fresh_peak()
-    return found
+            yield found
 
 
-def _cells(row: Row) -> tuple[object, ...]:
+def _cells(row: Row, ours: dict[float, float]) -> tuple[object, ...]:
     if "step_s" not in row:
-        return row["peer"], row["beta"], row["failed"], "", ""
+        return row["peer"], row["beta"], row["failed"], "", "", ""
     sample = row.get("phases_s", {}).get("sample", row.get("gen_s"))
     skipped = f" ({row['skipped_updates']:.0f} updates left out)" if row.get("skipped_updates") else ""
-    return row["peer"], row["beta"], f"{row['step_s']} s{skipped}", f"{sample} s", f"{row['peak_gib']} GiB"
+    times = f"{row['step_s'] / ours[row['beta']]:.1f}" if row["peer"] != "oncurve" and row["beta"] in ours else ""
+    return row["peer"], row["beta"], f"{row['step_s']} s{skipped}", f"{sample} s", f"{row['peak_gib']} GiB", times
 
 
 def tables(found: Row) -> str:
     """The README's tables."""
     lines: list[str] = []
     if "step" in found:
-        lines += ["| trainer | β | step | of it sampling | peak memory |", "|---|---|---|---|---|"]
-        lines += ["| " + " | ".join(map(str, _cells(row))) + " |" for row in found["step"]]
+        lines += ["| trainer | β | step | of it sampling | peak memory | ÷ Oncurve |", "|---|---|---|---|---|---|"]
+        ours = {row["beta"]: row["step_s"] for row in found["step"] if row["peer"] == "oncurve"}
+        lines += ["| " + " | ".join(map(str, _cells(row, ours))) + " |" for row in found["step"]]
         lines.append("")
     for name, columns in (
         ("long", ("shared", "prompt", "new", "group", "seconds", "tflops", "peak_gib", "times_faster")),
@@ -283,6 +319,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--betas", default="0,0.04")
     parser.add_argument("--mfu-sizes", default="1.7b,4b")
     parser.add_argument("--against", default="", help="trl, trl+vllm")
+    parser.add_argument("--peer-path", default="", help="put before PYTHONPATH for the peers' processes")
+    parser.add_argument("--peer-limit", type=float, default=300.0, help="seconds after which a peer is stopped")
     parser.add_argument("--only", default=",".join(PARTS))
     parser.add_argument("--commit", default="", help="for a copy without a repository")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -295,9 +333,9 @@ def main() -> None:
     if args.table:
         write_table()
         return
-    found = measure(args)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(found, indent=1) + "\n")
+    for found in measure(args):
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
     print(tables(found))
 
 

@@ -1,4 +1,8 @@
-"""TRL's GRPO step on the model and work of step.py, as its own trainer does it; prints one line `RESULT {…}`."""
+"""TRL's GRPO step on the model and work of step.py, as its own trainer does it; prints a line `RESULT {…}` for each β.
+
+One process for all of them, as vLLM's start takes longer than the steps: the trainer is made with the first β, which must be
+the largest (where it is above 0 the reference is loaded), and told the next one after its steps. Each β has a warm-up step.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +11,15 @@ import json
 import os
 import tempfile
 import time
+from importlib import metadata
 from statistics import median
 from typing import Any
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--size", default="0.6b")
-for name, value in (("prompts", 32), ("group", 8), ("prompt", 128), ("new", 256), ("steps", 4), ("micro", 16)):
+for name, value in (("prompts", 32), ("group", 8), ("prompt", 128), ("new", 256), ("steps", 3), ("micro", 16)):
     parser.add_argument(f"--{name}", type=int, default=value)
-parser.add_argument("--beta", type=float, default=0.0)
+parser.add_argument("--betas", default="0.04,0", help="the largest first")
 parser.add_argument("--vllm", action="store_true")
 parser.add_argument("--memory-share", type=float, default=0.25, help="vLLM's share of the GPU's memory")
 args = parser.parse_args()
@@ -36,6 +41,10 @@ from transformers import TrainerCallback  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
 ON_GPU = torch.cuda.is_available()
+BETAS = [float(beta) for beta in args.betas.split(",")]
+ROWS = args.prompts * args.group
+MICRO = min(args.micro, ROWS)
+EACH = args.steps + 1
 
 
 def now() -> float:
@@ -45,25 +54,47 @@ def now() -> float:
 
 
 class StepClock(TrainerCallback):  # type: ignore[misc]
+    """Sets the β of each step, times it, and tells what a β took as soon as its steps are done."""
+
     def __init__(self) -> None:
-        self.marks: list[float] = []
+        self.trainer: Any = None
+        self.began = 0.0
+        self.steps: list[float] = []
+        self.sampled: list[float] = []
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self.marks.append(now())
+        if not self.steps:
+            self.trainer.beta = BETAS.pop(0)
+            if ON_GPU:
+                torch.cuda.reset_peak_memory_stats()
+        self.began = now()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.marks.append(now())
+        self.steps.append(now() - self.began)
+        if len(self.steps) == EACH:
+            self._tell()
+            self.steps, self.sampled = [], []
+
+    def _tell(self) -> None:
+        steps, sampled = self.steps[1:], self.sampled[1:]
+        told = {
+            "beta": self.trainer.beta, "steps_s": [round(s, 3) for s in steps], "step_s": round(median(steps), 3),
+            "gen_s": round(median(sampled), 3), "micro": MICRO,
+            "versions": {name: metadata.version(name) for name in ("trl", "vllm")[: 1 + args.vllm]},
+            "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if ON_GPU else None,
+        }  # fmt: skip
+        print("RESULT", json.dumps(told), flush=True)
 
 
 def config(folder: str) -> GRPOConfig:
-    rows = args.prompts * args.group
     exact = {"ignore_eos": True} if args.vllm else {"min_new_tokens": args.new}
     return GRPOConfig(
-        output_dir=f"{folder}/out", per_device_train_batch_size=args.micro, gradient_accumulation_steps=rows // args.micro,
-        num_generations=args.group, max_completion_length=args.new, max_steps=args.steps, beta=args.beta, learning_rate=1e-6,
-        logging_steps=1, report_to=[], save_strategy="no", bf16=ON_GPU, use_cpu=not ON_GPU, gradient_checkpointing=False,
-        use_vllm=args.vllm, vllm_mode="colocate", vllm_gpu_memory_utilization=args.memory_share, temperature=1.0,
-        model_init_kwargs={"dtype": "bfloat16" if ON_GPU else "float32"}, generation_kwargs=exact, disable_tqdm=True,
+        output_dir=f"{folder}/out", per_device_train_batch_size=MICRO, gradient_accumulation_steps=ROWS // MICRO,
+        num_generations=args.group, max_completion_length=args.new, max_steps=EACH * len(BETAS), beta=BETAS[0],
+        learning_rate=1e-6, logging_steps=1, report_to=[], save_strategy="no", bf16=ON_GPU, use_cpu=not ON_GPU,
+        gradient_checkpointing=False, use_vllm=args.vllm, vllm_mode="colocate", vllm_gpu_memory_utilization=args.memory_share,
+        temperature=1.0, model_init_kwargs={"dtype": "bfloat16" if ON_GPU else "float32"}, generation_kwargs=exact,
+        disable_tqdm=True,
     )  # fmt: skip
 
 
@@ -74,26 +105,22 @@ def main() -> None:
         make_model(args.size, device, torch.bfloat16 if ON_GPU else torch.float32).save_pretrained(folder)
         tokenizer = make_tokenizer(words)
         tokenizer.save_pretrained(folder)
-        rows = [{"prompt": text} for text in texts(args.prompts * (args.steps + 2), args.prompt, words)]
-        clock, sampled = StepClock(), []
+        rows = [{"prompt": text} for text in texts(args.prompts * (EACH * len(BETAS) + 1), args.prompt, words)]
+        clock = StepClock()
         trainer = GRPOTrainer(
             model=folder, reward_funcs=random_reward, args=config(folder), train_dataset=Dataset.from_list(rows),
             processing_class=tokenizer, callbacks=[clock],
         )  # fmt: skip
-        generate = trainer._generate
+        clock.trainer, generate = trainer, trainer._generate
 
         def timed(*given: Any, **named: Any) -> Any:
             start = now()
             out = generate(*given, **named)
-            sampled.append(now() - start)
+            clock.sampled.append(now() - start)
             return out
 
         trainer._generate = timed
         trainer.train()
-    steps = [end - start for start, end in zip(clock.marks[::2], clock.marks[1::2], strict=True)][1:]
-    peak = round(torch.cuda.max_memory_allocated() / 2**30, 2) if ON_GPU else None
-    told = {"steps_s": [round(s, 3) for s in steps], "step_s": round(median(steps), 3), "gen_s": round(median(sampled[1:]), 3)}
-    print("RESULT", json.dumps({**told, "peak_gib": peak, "micro": args.micro}), flush=True)
 
 
 main()
