@@ -153,9 +153,9 @@ class ClusterTrainer(Trainer):
         order = Order(session, recipe.model_dump_json(exclude_none=True), run.path, task.directory)
         task_of, rewards_of = prepare(recipe)
         self.notes, self.crew = task.notes, crew
-        self.scorers = Scorers(crew.scorers, order, recipe.scale.timeout_s) if crew.scorers else None
-        mixes = {s.label: self._mix(rewards_of(s), s) for s in recipe.stages}
         self.board = Board(run.path)
+        self.scorers = Scorers(crew.scorers, order, recipe.scale.timeout_s, self.board.enter) if crew.scorers else None
+        mixes = {s.label: self._mix(rewards_of(s), s) for s in recipe.stages}
         super().__init__(recipe, run, task_of, lambda s: mixes[s.label], listeners, None, task.minutes)
         if crew.samplers:
             self.engine = RemoteEngine(self.policy, recipe, crew.samplers, order, self._say, self.board.enter)

@@ -25,6 +25,7 @@ from oncurve.train.start import rewards_for, task_for
 ATTEMPTS = 4
 """Workers that are tried with one group before the run gives up."""
 Say = Callable[[str], None]
+Phase = Callable[[str, At | None, str], None]
 
 
 class Scorer:
@@ -67,8 +68,8 @@ def _decoder(recipe: Recipe) -> Callable[..., str]:
 class Scorers:
     """The reward workers as the learner sees them. Asked from several threads."""
 
-    def __init__(self, peers: tuple[Peer, ...], order: Order, timeout_s: float) -> None:
-        self.peers, self.order, self.timeout_s = peers, order, timeout_s
+    def __init__(self, peers: tuple[Peer, ...], order: Order, timeout_s: float, phase: Phase) -> None:
+        self.peers, self.order, self.timeout_s, self.phase = peers, order, timeout_s, phase
         self.news: list[str] = []
         self.at: dict[str, At] = {}
         self._turns = itertools.cycle(peers)
@@ -79,6 +80,7 @@ class Scorers:
         for peer, ref in [(peer, peer.ask("open", self.order)) for peer in self.peers]:
             try:
                 self.at[peer.name] = answer(ref, self.timeout_s)
+                self.phase(peer.name, self.at[peer.name], "idle")
             except (Gone, Silent) as error:
                 raise self._nobody(f"'{peer.name}' to start", error) from error
 
@@ -90,6 +92,7 @@ class Scorers:
             try:
                 said = self._asked(peer, stage, reward, group)
             except (Gone, Silent) as error:
+                self.phase(peer.name, None, "died, being started again" if isinstance(error, Gone) else "silent")
                 why = "died" if isinstance(error, Gone) else f"has not answered for {self.timeout_s:g} s"
                 self._tell(f"{peer.name} ({self.at.get(peer.name, 'starting')}) {why} while grading {what}; sent to another")
                 if attempt + 1 == ATTEMPTS:
@@ -102,11 +105,13 @@ class Scorers:
 
     def _asked(self, peer: Peer, stage: str, reward: str, group: Group) -> list[Aspect] | None:
         given = (self.order.session, stage, reward, group)
+        self.phase(peer.name, None, "grading")
         said: list[Aspect] | None = answer(peer.ask("score", *given), self.timeout_s)
         if said is None:  # it was started again, and must be told which run it works for
             self.at[peer.name] = answer(peer.ask("open", self.order), self.timeout_s)
             self._tell(f"{peer.name} was started again: {self.at[peer.name]}")
             said = answer(peer.ask("score", *given), self.timeout_s)
+        self.phase(peer.name, self.at[peer.name], "idle")
         return said
 
     def _next(self) -> Peer:

@@ -1,0 +1,130 @@
+"""What a cluster does to a run, for real: processes and nodes killed, a process that hangs. Each time the run ends in the bits
+that one process leaves, no group is lost or counted twice, and the run's events say what happened."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.conftest import SMALL
+from tests.cluster.started import Started, each_group_once, last_step, same_as_in_one_process
+from tests.faults.cases import FORMAT, GRPO, HURRIED, recipe
+
+pytestmark = pytest.mark.slow
+
+STEPS = 80
+STAGE = {**GRPO, "steps": STEPS, "save_every": 10, "eval_every": 25}
+RUN = recipe(STAGE, rewards=[HURRIED, FORMAT], scale={"samplers": 2, "reward_workers": 2, "timeout_s": 120.0})
+
+
+def ends_as_if_nothing_had_happened(started: Started, tmp_path: Path) -> str:
+    """Checks all that must hold; returns what the run's events say."""
+    each_group_once(started.run, STEPS, 3)
+    same_as_in_one_process(started.run, RUN, tmp_path / "plain")
+    return " | ".join(started.events())
+
+
+def test_a_reward_worker_is_killed(cluster: Any, tmp_path: Path) -> None:
+    started = Started.begin(tmp_path / "ray", RUN, cluster.address)
+    started.until(5)
+    started.kill("reward-0")
+    started.end()
+    said = ends_as_if_nothing_had_happened(started, tmp_path)
+    assert "reward-0" in said
+    assert "died while grading" in said
+    assert "reward-0 was started again" in said
+
+
+def test_the_learner_is_killed(cluster: Any, tmp_path: Path) -> None:
+    started = Started.begin(tmp_path / "ray", RUN, cluster.address)
+    started.until(25)
+    started.kill("learner")
+    wrote = started.end()
+    said = ends_as_if_nothing_had_happened(started, tmp_path)
+    assert "the learner died" in said
+    assert "goes on from the last checkpoint" in wrote
+
+
+def test_the_driver_is_killed_and_the_run_goes_on_by_resume(cluster: Any, tmp_path: Path) -> None:
+    started = Started.begin(tmp_path / "ray", RUN, cluster.address)
+    started.until(25)
+    learner = started.pulse("learner").pid
+    started.process.kill()
+    started.process.communicate()
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{learner}").exists():
+        assert time.monotonic() < deadline, "the learner outlives its driver"
+        time.sleep(0.1)
+    assert last_step(started.run) < STEPS
+    again = started.resume(cluster.address)
+    again.end()
+    ends_as_if_nothing_had_happened(again, tmp_path)
+
+
+def test_a_sampler_hangs_for_half_a_minute_and_comes_back(cluster: Any, tmp_path: Path) -> None:
+    """Longer than the limit of a call: its groups are written by the other, and it is welcome again when it answers."""
+    hasty = RUN.model_copy(update={"scale": RUN.scale.model_copy(update={"timeout_s": 5.0})})
+    long = hasty.stages[0].model_copy(update={"steps": 600, "save_every": 100, "eval_every": 0})
+    started = Started.begin(tmp_path / "ray", hasty.model_copy(update={"stages": (long,)}), cluster.address)
+    started.until(5)
+    pid = started.kill("sampler-1", signal.SIGSTOP)
+    try:
+        time.sleep(30)
+        went_on = last_step(started.run)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert went_on > 5
+    started.end()
+    each_group_once(started.run, 600, 3)
+    said = " | ".join(started.events())
+    assert "sampler-1" in said
+    assert "has not answered the learner" in said
+
+
+def test_the_only_sampler_hangs_for_half_a_minute_within_the_limit(cluster: Any, tmp_path: Path) -> None:
+    alone = RUN.model_copy(update={"scale": RUN.scale.model_copy(update={"samplers": 1})})
+    started = Started.begin(tmp_path / "ray", alone, cluster.address)
+    started.until(5)
+    pid = started.kill("sampler-0", signal.SIGSTOP)
+    time.sleep(30)
+    stood_at = last_step(started.run)
+    os.kill(pid, signal.SIGCONT)
+    started.end()
+    assert stood_at < STEPS
+    each_group_once(started.run, STEPS, 3)
+    same_as_in_one_process(started.run, alone, tmp_path / "plain")
+
+
+def test_a_node_is_killed(cluster: Any, tmp_path: Path) -> None:
+    """The one that has a sampler and not the learner: its actors are started on another."""
+    started = Started.begin(tmp_path / "ray", RUN, cluster.address)
+    spare = cluster.add_node(**SMALL)
+    started.until(5)
+    learner, victims = node_of(cluster, started.pulse("learner").pid), []
+    for name in ("sampler-0", "sampler-1"):
+        home = node_of(cluster, started.pulse(name).pid)
+        if home is not learner and home is not cluster.head_node:
+            victims.append(home)
+    cluster.remove_node(victims[0], allow_graceful=False)
+    started.end()
+    said = ends_as_if_nothing_had_happened(started, tmp_path)
+    assert "died" in said
+    assert spare is not None
+
+
+def node_of(cluster: Any, pid: int) -> Any:
+    """The node whose raylet started a process."""
+    for node in cluster.list_all_nodes():
+        raylets = [p.process.pid for p in node.all_processes["raylet"]]
+        if parent(pid) in raylets:
+            return node
+    raise AssertionError(f"process {pid} belongs to no node")
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
