@@ -17,7 +17,7 @@ from oncurve.errors import ModelError, RecipeError, RunError
 from oncurve.plan.asked import PROMPT_TOKENS, Wishes, algorithm_of, job_for, job_of_stage, plannable, usual_rank, wished
 from oncurve.plan.cluster import Lengths, Size, compare_sizes, timing_of, turning_point
 from oncurve.plan.fixes import find_fixes
-from oncurve.plan.gpus import CPU, GIB, Gpu, find_gpu, gpu_of_driver
+from oncurve.plan.gpus import CPU, GIB, Gpu, find_gpu, gpu_of_driver, this_cpu
 from oncurve.plan.job import ALGORITHMS, Job
 from oncurve.plan.known import find_shape
 from oncurve.plan.planned import Plan, make_plan, report_data, side_by_side
@@ -145,10 +145,10 @@ def _assumed(gpu: bool, name: str, length: bool) -> str:
 
 def _device(recipe: Recipe, gpu: str | None) -> tuple[Gpu, bool]:
     """The GPU that was named; else the CPU for what is meant for it, and a usual GPU for the rest."""
-    if gpu is not None:
-        return find_gpu(gpu), False
     small = recipe.model.device == "cpu" or (recipe.model.source == "tiny" and recipe.model.device == "auto")
-    return find_gpu(CPU if small else USUAL_GPU), True
+    if (gpu is None and small) or (gpu or "").lower() == CPU:
+        return this_cpu(recipe.threads), gpu is None
+    return find_gpu(gpu or USUAL_GPU), gpu is None
 
 
 def _stage(recipe: Recipe, name: str | None) -> Stage:
@@ -268,7 +268,7 @@ def gpu_here(recipe: Recipe) -> Gpu | None:
     return (
         replace(known, memory=found.total_memory)
         if known
-        else Gpu(found.name, found.total_memory, math.inf, math.inf, math.inf)
+        else Gpu(found.name, found.total_memory, math.inf, math.inf, math.inf, math.inf)
     )
 
 

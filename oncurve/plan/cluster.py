@@ -71,7 +71,7 @@ class Timing:
 
 def timing_of(job: Job, *, sample_ratio: float = 1.0, update_ratio: float = 1.0) -> Timing:
     """A plan's times for each GPU; the ratios correct them by what was measured."""
-    rates, slots = Rates(job.gpu), slots_in_flight(job)
+    rates, slots = Rates(job.gpu, job.precision), slots_in_flight(job)
     most, least = decode_seconds(job, rates), decode_seconds(replace(job, slots=1), rates)
     row = max(0.0, (most - least) / max(slots - 1, 1))
     took = seconds_of(job).phases

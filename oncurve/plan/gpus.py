@@ -6,6 +6,7 @@ bfloat16). What of them is reached in practice is in `efficiency.py`.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from dataclasses import dataclass
@@ -18,45 +19,49 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One device. Rates are per second; ``link`` is bytes per second from one GPU to its neighbours in the same machine."""
+    """One device. Rates are per second; ``link`` is bytes per second from one GPU to its neighbours in the same machine.
+    ``float32`` is the rate of products that are really in float32: weights of that type are not rounded to be faster."""
 
     name: str
     memory: int
     flops: float
+    float32: float
     bandwidth: float
     link: float
     is_cpu: bool = False
 
 
-def _gpu(name: str, gib: float, tflops: float, gbytes: float, link_gbytes: float) -> Gpu:
-    return Gpu(name, int(gib * GIB), tflops * 1e12, gbytes * 1e9, link_gbytes * 1e9)
+def _gpu(name: str, gib: float, tflops: float, float32: float, gbytes: float, link_gbytes: float) -> Gpu:
+    return Gpu(name, int(gib * GIB), tflops * 1e12, float32 * 1e12, gbytes * 1e9, link_gbytes * 1e9)
 
 
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
-        _gpu("H100-80GB", 79.6, 989, 3350, 450),
-        _gpu("H200", 140.4, 989, 4800, 450),
-        _gpu("B200", 179.1, 2250, 8000, 900),
-        _gpu("A100-40GB", 39.6, 312, 1555, 300),
-        _gpu("A100-80GB", 79.6, 312, 2039, 300),
-        _gpu("L40S", 45.0, 362, 864, 32),
-        _gpu("RTX4090", 24.0, 165, 1008, 32),
-        _gpu("RTX3090", 24.0, 71, 936, 32),
-        _gpu("A10G", 22.5, 70, 600, 32),
-        _gpu("T4", 15.0, 65, 320, 16),
-        _gpu("MI300X", 192.0, 1307, 5300, 448),
+        _gpu("H100-80GB", 79.6, 989, 67, 3350, 450),
+        _gpu("H200", 140.4, 989, 67, 4800, 450),
+        _gpu("B200", 179.1, 2250, 75, 8000, 900),
+        _gpu("A100-40GB", 39.6, 312, 19.5, 1555, 300),
+        _gpu("A100-80GB", 79.6, 312, 19.5, 2039, 300),
+        _gpu("L40S", 45.0, 362, 91.6, 864, 32),
+        _gpu("RTX4090", 24.0, 165, 82.6, 1008, 32),
+        _gpu("RTX3090", 24.0, 71, 35.6, 936, 32),
+        _gpu("A10G", 22.5, 70, 31.2, 600, 32),
+        _gpu("T4", 15.0, 65, 8.1, 320, 16),
+        _gpu("MI300X", 192.0, 1307, 163, 5300, 448),
     )
 }
 CPU = "cpu"
-CPU_CORE_FLOPS, CPU_BANDWIDTH = 40e9, 20e9
-"""Float32 of one present-day core with vector units, and the memory bandwidth of a small machine."""
+CPU_CORE_FLOPS, CPU_BANDWIDTH = 100e9, 20e9
+"""Float32 of one present-day core (two products of 8 and sums in a cycle, at 3 GHz), and a small machine's memory bandwidth."""
 
 
-def this_cpu() -> Gpu:
-    """The machine's own processor and memory."""
+def this_cpu(threads: int | None = None) -> Gpu:
+    """The machine's own processor and memory; ``threads`` of it, where a recipe says how many."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Gpu(CPU, memory, CPU_CORE_FLOPS * (os.cpu_count() or 1), CPU_BANDWIDTH, CPU_BANDWIDTH, is_cpu=True)
+    cores = min(threads or math.inf, os.cpu_count() or 1)
+    rate = CPU_CORE_FLOPS * cores
+    return Gpu(CPU, memory, rate, rate, CPU_BANDWIDTH, CPU_BANDWIDTH, is_cpu=True)
 
 
 def find_gpu(name: str) -> Gpu:

@@ -10,6 +10,7 @@ from oncurve.errors import RecipeError, did_you_mean
 from oncurve.plan.gpus import Gpu
 from oncurve.plan.shapes import Shape
 from oncurve.recipe.sections import Engine
+from oncurve.recipe.trpo import Trpo
 
 Sharding = Literal["none", "optimiser", "full"]
 Moments = Literal["float32", "int8"]
@@ -75,14 +76,21 @@ class Job:
     """An offline loss without a reference (SimPO)."""
     critic: Shape | None = None
     """The critic's shape where it differs from the policy's."""
+    fisher_share: float = Trpo().fisher_share
+    """Of a step's groups, for a natural gradient."""
 
     @property
     def does(self) -> Algorithm:
         return ALGORITHMS[self.algorithm]
 
     @property
+    def precision(self) -> str:
+        """The weights' type: as asked, but a natural gradient is solved in float32."""
+        return "float32" if self.does.curvature else self.dtype
+
+    @property
     def dtype_bytes(self) -> int:
-        return DTYPE_BYTES[self.dtype]
+        return DTYPE_BYTES[self.precision]
 
     @property
     def sequences(self) -> int:

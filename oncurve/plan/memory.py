@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from oncurve.plan.curvature import VECTOR_BYTES, table_bytes
 from oncurve.plan.job import Job
 from oncurve.plan.shapes import Shape
 
@@ -125,8 +126,8 @@ def _weights(shape: Shape, job: Job) -> float:
 
 def _state(trained: int, job: Job) -> dict[str, float]:
     """Master weights and moments of the parameters that move."""
-    if job.does.curvature:
-        return {"master weights": _masters(trained, job), "moments": 4 * 4 * trained / _split(job)}
+    if job.does.curvature:  # vectors in the moments' place
+        return {"moments": (VECTOR_BYTES - GRADIENT_BYTES) * trained / _split(job)}
     if job.optimiser_on_cpu:
         return {}
     per = 8 if job.moments == "float32" else INT8_MOMENT_BYTES
@@ -135,7 +136,7 @@ def _state(trained: int, job: Job) -> dict[str, float]:
 
 def _masters(trained: int, job: Job) -> float:
     """Float32 copies, where the weights themselves are of lower precision."""
-    return 0 if job.dtype == "float32" else 4 * trained / _split(job)
+    return 0 if job.precision == "float32" else 4 * trained / _split(job)
 
 
 def _gradients(trained: int, job: Job) -> float:
@@ -175,7 +176,7 @@ def _phases(job: Job) -> dict[str, dict[str, float]]:
         phases["reference"] = {"activations": forward_bytes(job.shape, job), "lm head": _head_chunk(job, backward=False)}
     phases["update"] = {
         "activations": activation_bytes(job.shape, job),
-        "lm head": _head_chunk(job, backward=True),
+        "lm head": curvature_tables(job) if does.curvature else _head_chunk(job, backward=True),
     }
     critic = job.critic_shape
     if critic:
@@ -189,14 +190,19 @@ def _phases(job: Job) -> dict[str, dict[str, float]]:
     return phases
 
 
+def curvature_tables(job: Job) -> int:
+    """Whole distributions of a step's tokens, where a natural gradient is solved for."""
+    return table_bytes(job.rows * job.new_tokens, job.shape.vocabulary, job.fisher_share)
+
+
 def _passing(critic: Shape, job: Job) -> float:
     """Gradients in the weights' own precision, as autograd has them between packs; in float32 they are the sums themselves."""
-    return 0 if job.dtype == "float32" else job.dtype_bytes * _trained(critic, job) / _split(job)
+    return 0 if job.precision == "float32" else job.dtype_bytes * _trained(critic, job) / _split(job)
 
 
 def _absorbed(trained: int, job: Job) -> float:
     """Autograd's gradients on their way into the sums: themselves, and once more in float32."""
-    return 0 if job.dtype == "float32" else (job.dtype_bytes + 4) * trained / _split(job)
+    return 0 if job.precision == "float32" else (job.dtype_bytes + 4) * trained / _split(job)
 
 
 def kv_pool(job: Job) -> float:

@@ -6,15 +6,16 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from oncurve.plan.fixes import Fix, find_fixes
+from oncurve.plan.fixes import Fix, find_fixes, fits
 from oncurve.plan.gpus import GIB, GPUS
 from oncurve.plan.job import Job
 from oncurve.plan.known import MODELS
-from oncurve.plan.memory import PARTS, RESERVE, Memory, limit, memory_of
+from oncurve.plan.memory import PARTS, Memory, limit, memory_of
 from oncurve.plan.seconds import Seconds, seconds_of
 
 GROWTH_MODELS = ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B", "Qwen/Qwen3-4B", "Qwen/Qwen3-8B", "Qwen/Qwen3-14B", "Qwen/Qwen3-32B")
 LONGEST = 16384
+MOST_LAYERS = 4096
 MARGIN = 0.10
 """How far plan and measurement may lie apart: a run is stopped only where the plan says more than this above the device."""
 
@@ -62,6 +63,16 @@ class Plan:
         return critic.adapter_parameters(rank) if critic and rank is not None else 0
 
     @property
+    def least(self) -> int:
+        """The peak with every layer's activations computed again: what it needs, where `auto` takes what there is."""
+        return memory_of(replace(self.job, checkpointing="on")).peak.total
+
+    @property
+    def largest(self) -> int | None:
+        """Parameters of the largest model of its width that would fit, where an algorithm is for small ones."""
+        return largest_model(self.job) if self.job.does.curvature else None
+
+    @property
     def title(self) -> str:
         return f"{self.job.algorithm}, {'full' if self.job.lora_rank is None else 'LoRA'}"
 
@@ -102,10 +113,25 @@ def side_by_side(job: Job, lora_rank: int) -> list[Plan]:
 
 
 def smallest_gpus(job: Job) -> list[str]:
-    """The GPUs of the table that hold the job, as many as were asked for, smallest memory first."""
-    peak = memory_of(job).peak.total
-    held = [gpu for gpu in GPUS.values() if peak <= gpu.memory * (1 - RESERVE)]
+    """The GPUs of the table that hold the job, as many as were asked for, smallest memory first.
+
+    Each is planned for: a smaller one has less for its pool, and more layers are computed again there.
+    """
+    held = [gpu for gpu in GPUS.values() if fits(replace(job, gpu=gpu))]
     return [gpu.name for gpu in sorted(held, key=lambda gpu: gpu.memory)]
+
+
+def largest_model(job: Job) -> int:
+    """Parameters of the deepest model of the job's width that would fit; 0 where not even one layer does."""
+
+    def deep(layers: int) -> Job:
+        return replace(job, shape=replace(job.shape, layers=layers))
+
+    low, high = 0, MOST_LAYERS
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(deep(middle)) else (low, middle - 1)
+    return deep(low).shape.parameters if low else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +186,7 @@ def plan_data(plan: Plan) -> dict[str, Any]:
             "phases": [{"name": phase.name, "total": phase.total, "parts": phase.parts} for phase in plan.memory.phases],
             "peak": {"phase": peak.name, "total": peak.total, "parts": peak.parts},
             "host": plan.memory.host,
+            "least": plan.least,
             "limit": plan.limit,
             "fits": plan.fits,
         },
@@ -167,6 +194,7 @@ def plan_data(plan: Plan) -> dict[str, Any]:
         "verdict": plan.verdict,
         "fixes": [_fix_data(fix) for fix in plan.fixes],
         "fits_on": smallest_gpus(plan.job),
+        "largest": plan.largest,
     }
 
 

@@ -46,6 +46,7 @@ class Rates:
     """A device's rates as they are reached."""
 
     gpu: Gpu
+    precision: str = "bfloat16"
 
     @property
     def of(self) -> Efficiency:
@@ -53,7 +54,7 @@ class Rates:
 
     @property
     def flops(self) -> float:
-        return self.gpu.flops * self.of.matrix_rate
+        return (self.gpu.float32 if self.precision == "float32" else self.gpu.flops) * self.of.matrix_rate
 
     @property
     def bytes(self) -> float:
@@ -62,7 +63,7 @@ class Rates:
 
 def seconds_of(job: Job) -> Seconds:
     """Every phase of the job's step."""
-    rates, does = Rates(job.gpu), job.does
+    rates, does = Rates(job.gpu, job.precision), job.does
     phases: dict[str, float] = {}
     if does.samples:
         phases["sample"] = sample_seconds(job, rates)

@@ -71,6 +71,11 @@ def _verdict(plan: Plan) -> RenderableType:
         lines.add_row("", Text("nothing that was tried makes it fit, up to 64 GPUs", "red"))
     for i, fix in enumerate(plan.fixes):
         lines.add_row("", _fix_line(fix, ("cheapest change: ", "green") if i == 0 else ("or ", "dim")))
+    if plan.largest is not None:
+        word = f"{plan.job.algorithm} has room here for {count(plan.largest)} parameters at this width"
+        lines.add_row(
+            "", Text(word if plan.fits else f"{word}, and {plan.job.shape.name} has {count(plan.job.shape.parameters)}")
+        )
     on = smallest_gpus(plan.job)
     if plan.job.gpus == 1 and not plan.job.gpu.is_cpu:
         lines.add_row("", Text(f"one GPU that holds it as asked: {', '.join(on) if on else 'none of those known'}", "dim"))
@@ -90,7 +95,7 @@ class Bars:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         names = max(len(plan.title) for plan in self.plans)
-        width = max(10, options.max_width - names - 26)
+        width = max(10, options.max_width - names - 41)
         largest = max(self.device, *(plan.memory.peak.total for plan in self.plans))
         for plan in self.plans:
             peak = plan.memory.peak
@@ -98,6 +103,8 @@ class Bars:
             line.append_text(bar(peak, largest, self.device, width))
             line.append(f" {peak.total / GIB:>7.1f} GiB ")
             line.append(f"{'✓' if plan.fits else '✗'} {peak.name}", "green" if plan.fits else "red")
+            if not plan.job.gpu.is_cpu and plan.least < peak.total - GIB // 20:
+                line.append(f", {plan.least / GIB:.1f} at least", "dim")
             yield line
         used = {part for plan in self.plans for part in plan.memory.peak.parts}
         yield from _legend([part for part in PARTS if part in used], names + 2, options.max_width)

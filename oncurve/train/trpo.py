@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from math import ceil
 
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ from oncurve.errors import ModelError, RecipeError
 from oncurve.models.curvature import Fisher, all_logps, flat, move, trained
 from oncurve.models.packing import Pack
 from oncurve.models.policy import Policy
+from oncurve.plan.curvature import VECTOR_BYTES, parameters_with_room, table_bytes
 from oncurve.recipe.sampled import Sampled
 from oncurve.recipe.schema import Grpo
 from oncurve.recipe.trpo import Trpo
@@ -165,12 +165,6 @@ def _metrics(solved: Solution, taken: Step, slope: float, length: float) -> dict
     }
 
 
-BYTES_PER_PARAMETER = 44
-"""Gradient, the five vectors of conjugate gradient, start and step of the search, and two derivatives, each in float32."""
-TABLES = 8
-"""Float32 tables of [tokens, vocabulary] that a second derivative keeps."""
-
-
 def refuse_if_too_large(policy: Policy, stage: Trpo) -> None:
     """Asked before the first step of the first stage: no run should end at its last stage for want of memory."""
     parameters, vocabulary = sum(p.numel() for p in trained(policy.model)), policy.head.weight_VD.shape[0]
@@ -179,7 +173,7 @@ def refuse_if_too_large(policy: Policy, stage: Trpo) -> None:
         raise ModelError(
             stage.label,
             f"trpo on a model of {parameters:,} trained parameters",
-            because=f"it keeps {BYTES_PER_PARAMETER} bytes for each, and every token's distribution: {room:,} would fit",
+            because=f"it keeps {VECTOR_BYTES} bytes for each, and every token's distribution: {room:,} would fit",
             fix="use a smaller model, fewer completions in a step, or a lower fisher_share; or a stage of type grpo or ppo",
         )
 
@@ -187,8 +181,7 @@ def refuse_if_too_large(policy: Policy, stage: Trpo) -> None:
 def fits_in(memory: int, stage: Trpo, vocabulary: int) -> int:
     """How many trained parameters a trpo stage has room for, beside the model itself."""
     tokens = stage.prompts_per_step * stage.group_size * stage.sampling.max_new_tokens
-    tables = 4 * vocabulary * (tokens + TABLES * ceil(stage.fisher_share * tokens))
-    return max(0, (memory - tables) // BYTES_PER_PARAMETER)
+    return parameters_with_room(memory, table_bytes(tokens, vocabulary, stage.fisher_share))
 
 
 def free_memory(device: torch.device) -> int:

@@ -300,3 +300,37 @@ def test_a_config_of_unknown_family_counts_as_a_llama() -> None:
               "vocab_size": 50}  # fmt: skip
     llama = shape_of_config({**config, "model_type": "llama"}, "x")
     assert shape_of_config(config, "x").parameters == llama.parameters
+
+
+@settings(max_examples=40, deadline=None)
+@given(some_job())
+def test_an_adapter_needs_less_than_full_training(asked: Job) -> None:
+    """Transformers' modules keep more of each layer than our kernels, where there is room for it; where there is none, layers
+    are computed again, and then an adapter's worst moment takes less."""
+    full, lora = (replace(asked, lora_rank=rank, checkpointing="on") for rank in (None, 16))
+    if full.shape is SMALL or full.shape.width < 512:
+        return
+    assert memory_of(lora).peak.total <= memory_of(full).peak.total
+
+
+def test_a_natural_gradient_by_hand() -> None:
+    """Float32 whatever is asked: 4 bytes of weights, and 44 of gradient and vectors; whole distributions of all tokens, and
+    eight tables of a tenth of them."""
+    asked = job(BILLION, algorithm="trpo")
+    parts, n = phases(asked)["update"], BILLION.parameters
+    assert parts["weights"] + parts["moments"] + parts["gradients"] == (4 + 44) * n
+    assert "master weights" not in parts
+    assert parts["lm head"] == 4 * 128_256 * (32 * 200 + 8 * 640)
+    assert phases(replace(asked, dtype="float32")) == phases(asked)
+
+
+@pytest.mark.parametrize("name", ["7B", "13B", "70B", "Qwen/Qwen3-8B"])
+def test_ppo_holds_twice_what_grpo_does(name: str) -> None:
+    """Policy and critic against the policy alone, all of them in training: the claim that grpo halves the state."""
+    sizes = {a: sum(phases(job(name, algorithm=a))["update"].get(part, 0) for part in STATE) for a in ("grpo", "ppo")}
+    headless = 1 - (0 if MODELS[name].tied else MODELS[name].head_parameters / MODELS[name].parameters)
+    assert sizes["ppo"] / sizes["grpo"] == pytest.approx(1 + headless, rel=1e-6)
+    assert headless > 0.9
+
+
+STATE = ("weights", "master weights", "moments", "gradients", "critic")

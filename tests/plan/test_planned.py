@@ -15,7 +15,7 @@ from oncurve.plan.asked import Wishes, job_for, job_of_stage, plannable, wished
 from oncurve.plan.fixes import find_fixes, fits
 from oncurve.plan.gpus import GIB, GPUS, find_gpu
 from oncurve.plan.known import MODELS
-from oncurve.plan.planned import growth, make_plan, report_data, side_by_side, smallest_gpus
+from oncurve.plan.planned import growth, make_plan, plan_data, report_data, side_by_side, smallest_gpus
 from oncurve.recipe.load import load_recipe, parse_recipe
 from oncurve.recipe.schema import Grpo
 from tests.plan.jobs import job
@@ -218,3 +218,26 @@ def test_impossible_wishes_are_refused_with_their_fix(wishes: Wishes, word: str)
 def test_more_tokens_than_positions_are_refused() -> None:
     with pytest.raises(ModelError, match="4096 positions"):
         wished(job("7B"), Wishes(new_tokens=5000))
+
+
+def test_smaller_gpus_are_planned_for_with_layers_computed_again() -> None:
+    """0.6B with an adapter and 30 GiB on an H200, where nothing has to be computed again, holds on cards of 24 GiB."""
+    asked = replace(job("Qwen/Qwen3-0.6B", prompts=32, lora_rank=16, checkpointing="auto"), gpu=GPUS["H200"])
+    plan = make_plan(asked, 16)
+    assert plan.least < 24 * GIB < plan.memory.peak.total
+    assert "RTX4090" in smallest_gpus(asked)
+    assert plan_data(plan)["memory"]["least"] == plan.least
+
+
+def test_how_large_a_model_trpo_has_room_for() -> None:
+    asked = replace(job("Qwen/Qwen3-8B", algorithm="trpo"), gpu=GPUS["H200"])
+    plan = make_plan(asked, 16)
+    assert not plan.fits
+    assert plan.largest is not None
+    assert 1e9 < plan.largest < asked.shape.parameters
+    layers = (plan.largest - replace(asked.shape, layers=0).parameters) // asked.shape.layer_parameters
+    for more, holds in ((0, True), (1, False)):
+        deeper = replace(asked, shape=replace(asked.shape, layers=layers + more))
+        assert make_plan(deeper, 16).fits is holds
+    assert make_plan(replace(asked, algorithm="grpo"), 16).largest is None
+    assert make_plan(replace(asked, gpu=GPUS["T4"]), 16).largest == 0

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from oncurve.plan.gpus import GPUS
+from oncurve.plan.asked import Wishes, job_for
+from oncurve.plan.fixes import fits
+from oncurve.plan.gpus import CPU_CORE_FLOPS, GPUS, this_cpu
 from oncurve.plan.job import Job
 from oncurve.plan.known import MODELS
 from oncurve.plan.seconds import Rates, decode_seconds, decode_steps, pass_seconds, seconds_of
+from oncurve.plan.shapes import Shape
 from tests.plan.jobs import job
 
 BIG = "Qwen/Qwen3-8B"
@@ -105,4 +110,27 @@ def test_more_work_never_takes_less_time(asked: Job, what: str, more: int) -> No
 @settings(max_examples=30, deadline=None)
 @given(some_job())
 def test_a_faster_gpu_is_never_slower(asked: Job) -> None:
+    """Where it fits the slower: what does not fit is told with a pool that it can't have."""
+    assume(fits(replace(asked, gpu=GPUS["A100-80GB"])))
     assert seconds_of(replace(asked, gpu=GPUS["H200"])).step <= seconds_of(replace(asked, gpu=GPUS["A100-80GB"])).step
+
+
+def test_products_in_float32_are_as_slow_as_they_are() -> None:
+    """An H100 has 989 TFLOP/s for 16 bits and 67 for 32: a natural gradient pays that, whatever type is asked for."""
+    fast, slow = (Rates(GPUS["H100-80GB"], kind).flops for kind in ("bfloat16", "float32"))
+    assert fast / slow == pytest.approx(989 / 67)
+    assert seconds_of(job(BIG, algorithm="trpo")).phases["update"] > 11 * seconds_of(job(BIG)).phases["update"]
+
+
+@pytest.mark.parametrize("place", [0, 1], ids=["short prompts", "long prompts"])
+def test_a_cpu_step_as_it_was_measured(place: int) -> None:
+    """bench/step_cpu.py on two cores: the step within 15 %, sampling and update within 30 %."""
+    found = json.loads((Path(__file__).parents[2] / "bench" / "results" / "step_cpu.json").read_text())["results"][place]
+    work, measured = found["work"], found["medians"]["oncurve"]
+    shape = Shape("bench", 4, 128, 4, 2, 32, 384, 512, 4096, tied=True, family="qwen3")
+    told = Wishes(**{name: work[name] for name in ("prompts", "group_size", "prompt_tokens", "new_tokens")})
+    cpu = replace(this_cpu(), flops=2 * CPU_CORE_FLOPS, float32=2 * CPU_CORE_FLOPS)
+    planned = seconds_of(job_for(shape, cpu, told))
+    assert planned.step == pytest.approx(measured["step"], rel=0.15)
+    assert planned.phases["sample"] == pytest.approx(measured["sample"], rel=0.3)
+    assert planned.phases["update"] + planned.phases["optimiser"] == pytest.approx(measured["update"], rel=0.3)
