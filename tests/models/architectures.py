@@ -80,7 +80,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return make_tokenizer(ALPHABET)
 
 
-def make_model(name: str, seed: int = 0) -> PreTrainedModel:
+def make_model(name: str, seed: int = 0, **shape: Any) -> PreTrainedModel:
     """A model whose weights are large enough for its texts to vary (and tied ones small enough not to repeat their input).
 
     Attention is transformers' plain one, until a Policy opens the model.
@@ -101,7 +101,7 @@ def make_model(name: str, seed: int = 0) -> PreTrainedModel:
     }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(kind(**common | special), attn_implementation="eager")
+        model = AutoModelForCausalLM.from_config(kind(**common | special | shape), attn_implementation="eager")
         _enliven(model)
     return model.float().eval()
 
