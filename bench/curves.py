@@ -1,0 +1,267 @@
+"""The same task and budget under TRL and Oncurve: mean reward by step and by second, both curves in one plot.
+
+Both start from the same weights, ask the same prompts in the same order, are graded by the same rewards (Oncurve's, called by
+TRL as a function), take the same number of updates at the same rate, and have the machine to themselves, one after the other.
+What goes before the recipe's `grpo` stage is trained once. The rate is constant after its warm-up, for both.
+
+    python bench/curves.py                                        the built-in arithmetic recipe, on a CPU
+    python bench/curves.py --recipe gsm8k-smollm2 --seconds 240   on a GPU; what the recipe names has to be there
+    python bench/curves.py --draw arithmetic                      the plot again, from the numbers of an earlier run
+
+Numbers go to bench/results/curves-RECIPE.json, the plot to docs/images/curves-RECIPE.svg.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+PACKAGES = ("oncurve", "trl", "torch", "transformers")
+SAME = {"grpo": "grpo", "dapo": "dapo", "dr_grpo": "dr_grpo"}
+"""Objectives that both have, ours and TRL's name for it."""
+COLOURS = {"Oncurve": "#1f5f8b", "TRL": "#b4501e"}
+
+
+def job_of(args: argparse.Namespace, work: Path) -> dict[str, Any]:
+    """The grpo stage alone, from weights that both can load; what comes before it is trained here, once."""
+    from oncurve.models.load import load_policy, resolved
+    from oncurve.recipe.load import dump_recipe, find_recipe, load_recipe
+    from oncurve.tasks.registry import build_task
+    from oncurve.terminal.hush import hush
+    from oncurve.train.opened import export
+    from oncurve.train.start import begin
+
+    hush()
+    asked = load_recipe(find_recipe(Path(args.recipe)), tuple(args.set))
+    place = next(i for i, stage in enumerate(asked.stages) if stage.type == "grpo")
+    stage, start = asked.stages[place], str(work / "start")
+    if place:
+        print(f"training what goes before {stage.label}", flush=True)
+        export(begin(asked.model_copy(update={"stages": asked.stages[:place]}), out=work / "before"), Path(start))
+    elif asked.model.source == "tiny":
+        load_policy(asked.model, alphabet=build_task(asked.task).alphabet, seed=asked.seed).save(Path(start))
+    else:
+        start = resolved(asked.model).source
+    steps = args.steps or stage.steps
+    how = {"schedule": "constant", "warmup_steps": min(stage.optimiser.warmup_steps, steps)}
+    changes = {"steps": steps, "optimiser": stage.optimiser.model_copy(update=how), "eval_every": 0, "save_every": 0}
+    model = asked.model.model_copy(update={"source": start})
+    alone = asked.model_copy(update={"model": model, "stages": (stage.model_copy(update=changes),)})
+    (work / "job.toml").write_text(dump_recipe(alone), encoding="utf-8")
+    return {"recipe": str(work / "job.toml"), "seconds": args.seconds, "micro": args.micro, "folder": str(work)}
+
+
+def with_oncurve(job: dict[str, Any]) -> dict[str, Any]:
+    from oncurve.recipe.load import load_recipe
+    from oncurve.records import StepReport
+    from oncurve.terminal.hush import hush
+    from oncurve.train.listeners import Listener
+    from oncurve.train.run import TimeUp
+    from oncurve.train.start import begin
+
+    marks: list[tuple[float, float]] = []
+    began = 0.0
+
+    class Watch(Listener):
+        def on_stage_start(self, *_: Any) -> None:
+            nonlocal began
+            began = time.perf_counter()
+
+        def on_step(self, report: StepReport) -> None:
+            marks.append((time.perf_counter() - began, report.metrics["reward"]))
+
+    hush()
+    out = Path(job["folder"]) / "oncurve"
+    with contextlib.suppress(TimeUp):
+        begin(load_recipe(Path(job["recipe"])), out=out, listeners=[Watch()], minutes=job["seconds"] / 60)
+    return {"marks": marks, "model": str(out)}
+
+
+def with_trl(job: dict[str, Any]) -> dict[str, Any]:
+    import numpy as np
+    import torch
+    from datasets import Dataset
+    from transformers import PrinterCallback, TrainerCallback
+    from transformers.utils import logging
+    from trl import GRPOConfig, GRPOTrainer
+
+    from oncurve.recipe.load import load_recipe
+    from oncurve.recipe.schema import Grpo
+    from oncurve.records import Completion, Group
+    from oncurve.tasks.order import prompts_for_step
+    from oncurve.train.start import prepare
+
+    logging.disable_progress_bar()
+    recipe = load_recipe(Path(job["recipe"]))
+    (stage,) = recipe.stages
+    assert isinstance(stage, Grpo)
+    if recipe.threads:
+        torch.set_num_threads(recipe.threads)
+    task_of, mix_of = prepare(recipe)
+    task, mix = task_of(stage), mix_of(stage)
+    size, updates = stage.group_size, stage.updates_per_step
+    prompts = [p for n in range(stage.steps) for p in prompts_for_step(task, recipe.seed, n, stage.prompts_per_step)]
+    rows = [
+        {"prompt": p.text if p.text is not None else [dict(m) for m in p.messages or ()], "place": i}
+        for i, p in enumerate(prompts)
+    ]
+    seen: list[float] = []
+    marks: list[tuple[float, float]] = []
+    began = 0.0
+
+    def reward(completions: Sequence[Any], completion_ids: Sequence[list[int]], place: Sequence[int], **_: Any) -> list[float]:
+        made = []
+        for told, ids in zip(completions, completion_ids, strict=True):
+            text, zeros = told if isinstance(told, str) else told[0]["content"], np.zeros(max(len(ids), 1), np.float32)
+            tokens = np.asarray(ids or [0], np.int64)
+            made.append(Completion(tokens, text, "end", zeros, zeros, zeros, np.ones(len(tokens), bool)))
+        groups = [Group(prompts[place[i]], np.zeros(1, np.int64), tuple(made[i : i + size])) for i in range(0, len(made), size)]
+        totals = [0.0 if s.total is None else s.total for group in mix.score(groups) for s in group.scored]
+        seen.append(float(np.mean(totals)))
+        return totals
+
+    class Watch(TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            nonlocal began
+            began = time.perf_counter()
+
+        def on_step_end(self, _: Any, state: Any, control: Any, **__: Any) -> None:
+            if state.global_step % updates == 0:
+                marks.append((time.perf_counter() - began, seen[-1]))
+            control.should_training_stop |= time.perf_counter() - began > job["seconds"]
+
+    many, on_gpu, how = stage.prompts_per_step * size, torch.cuda.is_available(), stage.optimiser
+    config = GRPOConfig(
+        output_dir=f"{job['folder']}/trl", max_steps=stage.steps * updates, num_iterations=updates, num_generations=size,
+        per_device_train_batch_size=min(job["micro"], many), gradient_accumulation_steps=many // min(job["micro"], many),
+        max_completion_length=stage.sampling.max_new_tokens, temperature=stage.sampling.temperature, top_k=0,
+        loss_type=SAME[stage.objective], beta=stage.kl.beta, learning_rate=how.learning_rate, adam_beta1=how.betas[0],
+        adam_beta2=how.betas[1], adam_epsilon=how.eps, weight_decay=how.weight_decay, max_grad_norm=how.max_grad_norm,
+        lr_scheduler_type="constant_with_warmup", warmup_steps=how.warmup_steps, shuffle_dataset=False, seed=recipe.seed,
+        bf16=on_gpu, use_cpu=not on_gpu, gradient_checkpointing=False, model_init_kwargs={"dtype": "float32"},
+        logging_strategy="no", save_strategy="no", report_to=[], disable_tqdm=True,
+        **({"epsilon_high": 0.28} if stage.objective == "dapo" else {}),
+    )  # fmt: skip
+    trainer = GRPOTrainer(recipe.model.source, reward, args=config, train_dataset=Dataset.from_list(rows), callbacks=[Watch()])
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    out = Path(job["folder"]) / "trl-model"
+    trainer.save_model(str(out))
+    return {"marks": marks, "model": str(out)}
+
+
+WORKERS = {"Oncurve": with_oncurve, "TRL": with_trl}
+
+
+def alone(name: str, work: Path) -> dict[str, Any]:
+    """One trainer in a process of its own, and what its model then reaches on held-out problems."""
+    told = work / f"{name}.json"
+    command = [
+        sys.executable,
+        str(Path(__file__).resolve()),
+        "--worker",
+        name,
+        "--job",
+        str(work / "job.json"),
+        "--told",
+        str(told),
+    ]
+    with (work / f"{name}.log").open("w") as log:
+        code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
+    if code:
+        raise SystemExit(f"{name} failed:\n{(work / f'{name}.log').read_text()[-3000:]}")
+    found: dict[str, Any] = json.loads(told.read_text())
+    asked = [sys.executable, "-m", "oncurve", "eval", found.pop("model"), "--task", str(work / "job.toml"), "--json"]
+    measured = json.loads(subprocess.run(asked, capture_output=True, text=True, check=True).stdout)
+    return {**found, "accuracy": measured["accuracy"], "interval": measured["interval"], "asked": measured["asked"]}
+
+
+def machine() -> dict[str, Any]:
+    import torch
+
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {os.cpu_count()} cores"
+    return {"device": name, "load": round(os.getloadavg()[0], 2), **{p: metadata.version(p) for p in PACKAGES}}
+
+
+def draw(name: str) -> Path:
+    """Reward by step on the left, by second on the right; the same two curves."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    found = json.loads((HERE / "results" / f"curves-{name}.json").read_text())
+    style: Any = {"svg.hashsalt": "oncurve", "font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
+    with plt.rc_context(style):
+        figure, panels = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
+        for who, colour in COLOURS.items():
+            marks = found[who]["marks"]
+            rewards = [reward for _, reward in marks]
+            panels[0].plot(range(1, len(marks) + 1), rewards, color=colour, label=who, linewidth=1.5)
+            panels[1].plot([seconds for seconds, _ in marks], rewards, color=colour, label=who, linewidth=1.5)
+        for panel, label in zip(panels, ("step", "seconds"), strict=True):
+            panel.set_xlabel(label)
+            panel.set_xlim(left=0)
+        panels[0].set_ylabel("mean reward of a step")
+        panels[0].legend(frameon=False, loc="lower right")
+        figure.suptitle(f"{name}: {found['machine']['device']}, TRL {found['machine']['trl']}", fontsize=10)
+        file = HERE.parent / "docs" / "images" / f"curves-{name}.svg"
+        figure.savefig(file, metadata={"Date": None})
+    return file
+
+
+def show(name: str, found: dict[str, Any]) -> None:
+    for who in COLOURS:
+        marks, (low, high) = found[who]["marks"], found[who]["interval"]
+        last = sum(reward for _, reward in marks[-10:]) / len(marks[-10:])
+        steps = f"{len(marks)} steps in {marks[-1][0]:.0f} s, {marks[-1][0] / len(marks):.2f} s a step"
+        right = f"{100 * found[who]['accuracy']:.1f} % ({100 * low:.1f}–{100 * high:.1f}) of {found[who]['asked']}"
+        print(f"{who:8} {steps}; reward of the last ten {last:.3f}; held-out {right}")
+    print(f"wrote bench/results/curves-{name}.json and {draw(name)}")
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ask.add_argument("--recipe", default="arithmetic", help="a recipe whose first grpo stage is compared")
+    ask.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a change of the recipe")
+    ask.add_argument("--steps", type=int, help="steps of both; unset: the recipe's")
+    ask.add_argument("--seconds", type=float, default=240, help="neither trains longer than this")
+    ask.add_argument("--micro", type=int, default=64, help="completions that TRL forwards at once")
+    ask.add_argument("--draw", metavar="RECIPE", help="only draw what was measured before")
+    for hidden in ("--worker", "--job", "--told"):
+        ask.add_argument(hidden, help=argparse.SUPPRESS)
+    args = ask.parse_args()
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if args.draw:
+        print(draw(args.draw))
+        return
+    if args.worker:
+        Path(args.told).write_text(json.dumps(WORKERS[args.worker](json.loads(Path(args.job).read_text()))))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        job = job_of(args, work)
+        (work / "job.json").write_text(json.dumps(job))
+        found: dict[str, Any] = {"machine": machine(), "seconds": args.seconds, "recipe": (work / "job.toml").read_text()}
+        for who in COLOURS:
+            print(f"training with {who}", flush=True)
+            found[who] = alone(who, work)
+    name = Path(args.recipe).stem
+    file = HERE / "results" / f"curves-{name}.json"
+    file.write_text(json.dumps(found, indent=1) + "\n")
+    show(name, found)
+
+
+if __name__ == "__main__":
+    main()
