@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from oncurve.errors import CheckpointError, DiskError, OncurveError
 from oncurve.runs.disk import disk_error, disk_errors, free_bytes, sync, write_durably
 from oncurve.runs.environment import oncurve_version
+from oncurve.runs.pieces import INDEX, Both, InPieces
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -53,7 +54,7 @@ class Checkpoint:
     path: Path
     stage: str
     step: int
-    tensors: Mapping[str, dict[str, torch.Tensor]]
+    tensors: Mapping[str, Tensors]
     documents: Mapping[str, Any]
 
 
@@ -63,8 +64,16 @@ def checkpoint_path(folder: Path, stage: str, step: int) -> Path:
     return folder / f"{'%2E' + label[1:] if label.startswith('.') else label}-{step:06d}"
 
 
-def save(folder: Path, stage: str, step: int, tensors: Mapping[str, Tensors], documents: Mapping[str, Any]) -> Path:
-    """Writes a checkpoint whole, or raises and leaves everything as it was.
+def save(
+    folder: Path,
+    stage: str,
+    step: int,
+    tensors: Mapping[str, Tensors],
+    documents: Mapping[str, Any],
+    pieces: Collection[Path] = (),
+) -> Path:
+    """Writes a checkpoint whole, or raises and leaves everything as it was. ``pieces`` are files that ranks have written for it
+    (`oncurve.runs.pieces`): they are moved into it.
 
     ``tensors`` and ``documents`` map the name of a file, with or without its ending, to its content. A checkpoint of the same
     step is replaced. Only a run's one writer may call this: it sweeps what a killed save left behind.
@@ -83,6 +92,9 @@ def save(folder: Path, stage: str, step: int, tensors: Mapping[str, Tensors], do
             for name, group in tensors.items():
                 file = _file_name(name, ".safetensors")
                 files[file] = _write_tensors(aside / file, name, group)
+            for piece in pieces:
+                piece.rename(aside / piece.name)
+                files[piece.name] = {"name": piece.stem, **_measure(aside / piece.name), "piece": True}
             number = 1 + max((number_of(place.path) for place in list_checkpoints(folder)), default=0)
             _write_manifest(aside, {"stage": stage, "step": step, "number": number, "files": files})
             sync(aside)
@@ -96,15 +108,19 @@ def save(folder: Path, stage: str, step: int, tensors: Mapping[str, Tensors], do
 def load(path: Path) -> Checkpoint:
     """Reads a checkpoint and checks every byte of it. Raises CheckpointError naming the file that is damaged."""
     manifest = _read_manifest(path)
-    tensors: dict[str, dict[str, torch.Tensor]] = {}
+    tensors: dict[str, Tensors] = {}
     documents: dict[str, Any] = {}
     for file, entry in manifest["files"].items():
         _check_name(path, file)
         _verify(path / file, entry)
         if "aliases" in entry:
             tensors[entry["name"]] = _read_tensors(path / file, entry["aliases"])
-        else:
+        elif not entry.get("piece"):
             documents[entry["name"]] = json.loads((path / file).read_bytes())
+    for group, names in documents.get(INDEX, {}).items():
+        for file in {part[0] for entry in names.values() for part in entry["parts"]} - manifest["files"].keys():
+            raise _damaged(path / MANIFEST, f"'{file}' is no file of it", "its index names it")
+        tensors[group] = Both(tensors.get(group, {}), InPieces(path, group, names))
     return Checkpoint(path, manifest["stage"], manifest["step"], tensors, documents)
 
 

@@ -66,7 +66,7 @@ def join(recipe: Recipe, speak: Speak) -> World:
     # The heart ends what takes too long, and says why; torch's own limit comes after it.
     late = timeout + timedelta(seconds=60)
     dist.init_process_group(backend, store=PrefixStore("ranks", store), rank=rank, world_size=size, timeout=late)
-    return Ranks(store, rank, size, local, heart)
+    return Ranks(store, rank, size, local, heart, recipe.scale.shard)
 
 
 _joined = False

@@ -20,17 +20,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.nn import functional
 
 from oncurve.errors import OncurveError, ScaleError
 from oncurve.scale.balance import balanced
 from oncurve.scale.heart import GO_ON, Heart
 from oncurve.scale.pulse import clear_pulses
 from oncurve.scale.told import told, untold
-from oncurve.scale.world import Order, World
+from oncurve.scale.world import Order, Shard, World
 
 T = TypeVar("T")
 BUCKET = 1 << 25
 """Numbers that are added up over ranks at once: few exchanges, and no second copy of all gradients."""
+BLOCK = 128
 KEPT_ORDERS = 256
 AGREE_S = 10.0
 """How long a rank that met a user's error waits for the others to have met it too."""
@@ -39,8 +41,9 @@ AGREE_S = 10.0
 class Ranks(World):
     """One of several. Made by `oncurve.scale.join.join`."""
 
-    def __init__(self, store: Store, rank: int, size: int, local_size: int, heart: Heart) -> None:
+    def __init__(self, store: Store, rank: int, size: int, local_size: int, heart: Heart, shard: Shard = "none") -> None:
         self.store, self.rank, self.size, self.local_size, self.heart = store, rank, size, local_size, heart
+        self.shard = shard
         self._told = 0
 
     def share(self, items: Sequence[T]) -> list[T]:
@@ -88,6 +91,48 @@ class Ranks(World):
         for p in parameters:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         self._in_buckets([p.grad for p in parameters if p.grad is not None], dist.all_reduce, "adding up gradients")
+
+    def piece(self, count: int) -> slice:
+        each = self._each(count)
+        return slice(min(self.rank * each, count), min((self.rank + 1) * each, count))
+
+    def _each(self, count: int) -> int:
+        """The size of a piece: whole blocks, so that moments in 8 bits are cut between blocks."""
+        return -(-count // (self.size * BLOCK)) * BLOCK
+
+    @torch.no_grad()
+    def reduce_to_pieces(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        found = []
+        for bucket in buckets(tensors):
+            rows, sizes = self._rows(bucket)
+            own = rows.new_empty(rows.shape[1])
+            with self.exchange("adding up gradients"):
+                dist.reduce_scatter_tensor(own, rows.view(-1))
+            pieces = (self.piece(tensor.numel()) for tensor in bucket)
+            found += [part[: at.stop - at.start] for part, at in zip(torch.split(own, sizes), pieces, strict=True)]
+        return found
+
+    @torch.no_grad()
+    def gather_pieces(self, tensors: Sequence[Tensor]) -> None:
+        for bucket in buckets(tensors):
+            rows, sizes = self._rows(bucket)
+            own = rows[self.rank].clone()
+            with self.exchange("gathering weights"):
+                dist.all_gather_into_tensor(rows.view(-1), own)
+            for tensor, part in zip(bucket, torch.split(rows, sizes, 1), strict=True):
+                tensor.copy_(part.reshape(-1)[: tensor.numel()].view_as(tensor))
+
+    def _rows(self, bucket: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
+        """[ranks, numbers]: a line for each rank with its pieces of the tensors, and the pieces' sizes."""
+        sizes = [self._each(tensor.numel()) for tensor in bucket]
+        lines = [
+            functional.pad(tensor.flatten(), (0, self.size * each - tensor.numel())).view(self.size, each)
+            for tensor, each in zip(bucket, sizes, strict=True)
+        ]
+        return torch.cat(lines, 1), sizes
+
+    def more_passes(self, own: int) -> int:
+        return int(self.largest({"passes": own})["passes"]) - own if self.shard == "full" else 0
 
     def spread(self, tensors: Sequence[Tensor]) -> None:
         self._in_buckets(tensors, lambda flat: dist.broadcast(flat, 0), "spreading weights")

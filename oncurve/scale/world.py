@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 T = TypeVar("T")
+Shard = Literal["none", "optimiser", "full"]
 Order = tuple[str, dict[str, Any]]
 """What the first rank tells the others to do, with what they need for it: JSON, never code."""
 
@@ -23,6 +24,8 @@ class World:
     """One process."""
 
     rank, size = 0, 1
+    shard: Shard = "none"
+    """What the ranks share out: see `scale.shard` of a recipe."""
     local_size = 1
     """Ranks on this machine: they share its threads."""
 
@@ -56,6 +59,21 @@ class World:
 
     def add_gradients(self, parameters: Sequence[Tensor]) -> None:
         """Each parameter's gradient becomes its sum over ranks, with the same bits on each; one without any counts as 0."""
+
+    def piece(self, count: int) -> slice:
+        """Which of ``count`` numbers are this rank's, where each rank keeps a piece of everything."""
+        return slice(0, count)
+
+    def reduce_to_pieces(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Of each tensor's sum over ranks this rank's piece, flat."""
+        return [tensor.flatten() for tensor in tensors]
+
+    def gather_pieces(self, tensors: Sequence[Tensor]) -> None:
+        """Each tensor, of which every rank has its own piece right, becomes whole, in place."""
+
+    def more_passes(self, own: int) -> int:
+        """How many passes through the model this rank must make beyond its ``own``, where every pass is an exchange."""
+        return 0
 
     def spread(self, tensors: Sequence[Tensor]) -> None:
         """Each tensor becomes the first rank's, in place."""

@@ -64,7 +64,7 @@ def follow(world: World, prepare: Prepare, policy: Policy | None = None) -> RunF
         elif do == "measure":
             trainer.measure(stage, said["step"], said["replies"])
         elif loop is not None and do == "state":
-            loop.state()
+            trainer.held(stage, loop)
         elif loop is not None and do == "step":
             _step(trainer, stage, loop, said["n"], said["replies"])
     return run

@@ -32,10 +32,10 @@ from oncurve.recipe.schema import Grpo
 from oncurve.records import Completion, Floats, GradedGroup, Group, ScoredGroup
 from oncurve.scale.world import ALONE, World
 from oncurve.train.memory import with_less
-from oncurve.train.optimiser import Optimiser
 from oncurve.train.parts import parts_of, tensors_of, whole_inputs, whole_outputs
 from oncurve.train.phases import Phases, matrix_rate, model_flops
 from oncurve.train.seen import Learned, MicroBatch, Seat, Seen
+from oncurve.train.sharded import optimiser_for
 
 T = TypeVar("T")
 
@@ -53,7 +53,7 @@ class Learner:
         self.kl_place, self.kl_estimator = resolved_kl(stage)
         self.reference = Reference(policy, stage.kl.on_cpu) if stage.kl.beta > 0 else None
         updates = stage.steps * stage.updates_per_step * stage.minibatches
-        self.optimiser = Optimiser(policy.model, stage.optimiser, updates, world)
+        self.optimiser = optimiser_for(policy.model, stage.optimiser, updates, world)
         self.loss_settings = LossSettings(
             beta=stage.kl.beta if self.kl_place == "loss" else 0.0,
             kl_estimator=self.kl_estimator,

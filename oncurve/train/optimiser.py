@@ -46,8 +46,9 @@ class Optimiser:
         self.names = [name for name, p in model.named_parameters() if p.requires_grad]
         self.weights = [p for p in model.parameters() if p.requires_grad]
         self.masters = [self._master(p) for p in self.weights]
-        matrices = [p for p in self.masters if p.dim() >= 2]
-        others = [p for p in self.masters if p.dim() < 2]
+        held = [(w, m) for w, m in zip(self.weights, self.masters, strict=True) if m.numel()]
+        matrices = [m for w, m in held if w.dim() >= 2]
+        others = [m for w, m in held if w.dim() < 2]
         groups = [{"params": ps, "weight_decay": d} for ps, d in ((matrices, settings.weight_decay), (others, 0.0)) if ps]
         self.adam: torch.optim.Optimizer = (
             Adam8(groups, lr=0.0, betas=settings.betas, eps=settings.eps)
@@ -88,11 +89,9 @@ class Optimiser:
         """Clip, update, advance the schedule. Where the guard refuses the gradient, or what the caller has it watch (loss, kl,
         reward), no weight moves; the schedule still advances."""
         self._hand_over()
-        self.world.add_gradients(self.masters)
         rate = rate_at(self.settings, self.done, self.updates)
         self.done += 1
-        limit = self.settings.max_grad_norm or math.inf
-        norm = float(nn.utils.clip_grad_norm_(self.masters, limit))
+        norm = self._clip(self.settings.max_grad_norm or math.inf)
         why = self.guard.refusal({"grad_norm": norm, **watched})
         if why is not None:
             note("bad", f"update left out: {why}")
@@ -100,18 +99,27 @@ class Optimiser:
         for group in self.adam.param_groups:
             group["lr"] = rate
         self.adam.step()
+        self._give_back()
+        return Update(norm, rate, skipped=False)
+
+    def _clip(self, limit: float) -> float:
+        """Scales the gradients down to a norm of ``limit`` where it is more; the norm before."""
+        return float(nn.utils.clip_grad_norm_(self.masters, limit))
+
+    def _give_back(self) -> None:
+        """The masters, rounded, become the weights."""
         rounded = [(weight, master) for weight, master in zip(self.weights, self.masters, strict=True) if master is not weight]
         if rounded:
             torch._foreach_copy_([weight for weight, _ in rounded], [master for _, master in rounded])
-        return Update(norm, rate, skipped=False)
 
     def _hand_over(self) -> None:
-        """The sums, where there are any, become the masters' gradients."""
+        """The sums, where there are any, become the masters' gradients; those of all ranks are added up."""
         if self.sums is not None:
             self.sums.absorb()
             for weight, master in zip(self.weights, self.masters, strict=True):
                 master.grad = self.sums.of(weight).to(master.device)
             self.sums.spent = True
+        self.world.add_gradients(self.masters)
 
     def state(self) -> dict[str, Tensor]:
         """Moments, step counts and masters by parameter name, for a checkpoint."""
@@ -131,6 +139,7 @@ class Optimiser:
             if master is not weight:
                 master.copy_(state[f"{name}/master"])
             prefix = f"{name}/"
-            found = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix) and not k.endswith("/master")}
+            own = [key for key in state if key.startswith(prefix) and not key.endswith("/master")]
+            found = {key.removeprefix(prefix): state[key] for key in own}
             if found:
                 self.adam.state[master] = {k: v.to(master.device if v.dim() else v.device).clone() for k, v in found.items()}

@@ -26,6 +26,7 @@ from oncurve.errors import OncurveError, RunError
 from oncurve.models import lora
 from oncurve.models.load import Found, load_policy, loading
 from oncurve.models.policy import Policy
+from oncurve.models.shards import put
 from oncurve.recipe.sampled import Sampled
 from oncurve.recipe.schema import Recipe, Stage
 from oncurve.records import EvalReport, Prompt, StepReport
@@ -48,6 +49,7 @@ from oncurve.train.listeners import Listener, Listeners, Recorder
 from oncurve.train.memory import OutOfMemory
 from oncurve.train.room import check_room
 from oncurve.train.saving import Saved, Saver, Wanted
+from oncurve.train.sharded import PIECES, Held, held
 from oncurve.train.sinks import sinks_of
 from oncurve.train.stages import Parts, StageLoop, is_shared, loop_for
 from oncurve.train.watch import Watch
@@ -318,17 +320,23 @@ class Trainer:
         return max(1, min(EVAL_TOKENS, self.policy.context - longest))
 
     def _save(self, stage: Stage, loop: StageLoop, step: int) -> None:
+        self._note_saved(self.saver.wait())
         self.world_of(stage).tell("state")
-        self.world_of(stage).enter("save")
-        tensors = {"model": weights(self.policy), **loop.state()}
+        held = self.held(stage, loop)
         self.store.flush()  # what a checkpoint follows must be on the disk before it
         steps = self._saved_steps(stage) | {step}
         best = best_step(self.store, stage.label, stage.keep_best, steps)
         recent = set(sorted(steps)[-stage.keep_checkpoints :])
         protect = set() if best is None else {best} - recent
-        documents = {"state": {"stage": stage.label, "step": step}}
-        wanted = Wanted(stage.label, step, documents, stage.keep_checkpoints, protect)
-        self._note_saved(self.saver.save(wanted, tensors))
+        documents = {"state": {"stage": stage.label, "step": step}, **held.documents}
+        wanted = Wanted(stage.label, step, documents, stage.keep_checkpoints, protect, held.pieces)
+        self._note_saved(self.saver.save(wanted, held.tensors))
+
+    def held(self, stage: Stage, loop: StageLoop) -> Held:
+        """All that a checkpoint must hold; each rank that takes part has written its pieces of it."""
+        world = self.world_of(stage)
+        world.enter("save")
+        return held(world, self.run.path / PIECES, {"model": weights(self.policy), **loop.state()})
 
     def _saved_steps(self, stage: Stage) -> set[int]:
         return {place.step for place in checkpoints.list_checkpoints(self.run.checkpoints) if place.stage == stage.label}
@@ -408,9 +416,8 @@ def weights(policy: Policy) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in policy.model.named_parameters(remove_duplicate=False) if p.requires_grad}
 
 
-@torch.no_grad()
 def load_weights(policy: Policy, tensors: Mapping[str, Tensor]) -> None:
     """Into the very tensors that sampler and learner share."""
     for name, p in policy.model.named_parameters():
         if p.requires_grad:
-            p.copy_(tensors[name])
+            put(p, tensors[name])

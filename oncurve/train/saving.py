@@ -34,6 +34,8 @@ class Wanted:
     documents: Mapping[str, Any]
     keep: int
     protect: Collection[int] = ()
+    pieces: Collection[Path] = ()
+    """Files that ranks have written for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ class Saver:
         self._thread.shutdown()
 
     def _write(self, wanted: Wanted, tensors: Tensors) -> Saved:
-        path = checkpoints.save(self.folder, wanted.stage, wanted.step, tensors, wanted.documents)
+        path = checkpoints.save(self.folder, wanted.stage, wanted.step, tensors, wanted.documents, wanted.pieces)
         checkpoints.prune(self.folder, wanted.stage, wanted.keep, wanted.protect)
         return Saved(wanted.stage, wanted.step, path)
 

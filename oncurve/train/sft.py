@@ -28,8 +28,8 @@ from oncurve.tasks.files import FileOptions, read_prompts, read_rows
 from oncurve.tasks.order import examples_for_step
 from oncurve.train.clock import Clock
 from oncurve.train.memory import with_less
-from oncurve.train.optimiser import Optimiser
 from oncurve.train.rejection import samples_file
+from oncurve.train.sharded import optimiser_for
 
 
 def examples_of(stage: Sft, task: Task, folder: Path | None = None) -> Sequence[Example]:
@@ -81,7 +81,7 @@ class SftLoop:
         self.examples, aside = kept_apart(examples_of(stage, task, folder), stage.heldout_share)
         self.encoded: dict[int, Encoded] = {id(e): self._encode(e) for e in self.examples}
         self.aside = [self._encode(e) for e in aside]
-        self.optimiser = Optimiser(policy.model, stage.optimiser, stage.steps, world)
+        self.optimiser = optimiser_for(policy.model, stage.optimiser, stage.steps, world)
         self.best, self.stale = math.inf, 0
         self.started = time.monotonic()
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from oncurve.algos.objectives import OBJECTIVES
 from oncurve.engines.native import NativeEngine
@@ -96,13 +97,22 @@ def step(world: World, name: str) -> Taken:
     loop = GrpoLoop(made, 0, PROMPTS, engine, RewardMix([Rewarded(of)]), world)
     report = loop.step(1)
     return Taken(
-        gradient(engine.policy.model).numpy(),
+        whole_gradient(world, loop).numpy(),
         snapshot(engine.policy.model).numpy(),
         [[c.token_ids.tolist() for c in g.group.completions] for g in report.groups],
         [np.concatenate(g.advantages) for g in report.groups],
         {name: value for name, value in report.metrics.items() if name not in CLOCKS},
         sum(found is not None for row in report.stats for found in row),
     )
+
+
+def whole_gradient(world: World, loop: GrpoLoop) -> Tensor:
+    """The gradient of the last update as one rank would have it, put together of pieces where ranks hold pieces."""
+    if world.shard == "none":
+        return gradient(loop.engine.policy.model)
+    own = [torch.zeros_like(m) if m.grad is None else m.grad for m in loop.learner.optimiser.masters]
+    parts = world.put_together({world.rank: [g.numpy() for g in own]})
+    return torch.cat([torch.from_numpy(np.concatenate([parts[r][i] for r in range(world.size)])) for i in range(len(own))])
 
 
 CLOCKS = {"tokens_per_s", "cpu_seconds", "memory_mib", "sample_tokens_per_s", "update_tflops", "mfu"}

@@ -10,6 +10,7 @@ import pytest
 from oncurve.scale.balance import balanced
 from tests.scale.cases import CASES, Taken, exchange, imitate, steps
 from tests.scale.processes import in_ranks
+from tests.train.builders import recipe as small
 
 
 def away(one: np.ndarray, other: np.ndarray) -> float:
@@ -40,6 +41,25 @@ def test_a_step_on_any_number_of_ranks_is_that_of_one(found: Found, name: str, s
         for metric, value in one.metrics.items():
             assert math.isclose(taken.metrics[metric], value, rel_tol=1e-4, abs_tol=1e-5), metric
         assert taken.stats == one.stats
+
+
+SHARDED = ["grpo", "mini-batches", "process rewards", "empty ranks", "nothing to learn", "small packs", "clipped"]
+
+
+@pytest.mark.parametrize("shard", ["optimiser"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_shared_out_or_not_a_step_is_the_same(found: Found, shard: str, size: int) -> None:
+    """Ranks that hold pieces of the optimiser, or of the weights too, move as one that holds all."""
+    asked = [f"scale.ranks={size}", f"scale.shard={shard}", "grpo.prompts_per_step=8", "scale.timeout_s=60.0"]
+    ranks = in_ranks(size, steps, SHARDED, recipe=small(*asked))
+    for name in SHARDED:
+        one = found[1][0][name]
+        for of_rank in ranks:
+            taken = of_rank[name]
+            assert taken.tokens == one.tokens
+            assert away(taken.gradient, one.gradient) < 1e-5, name
+            assert away(taken.weights, one.weights) < 1e-5, name
+            assert np.array_equal(taken.weights, ranks[0][name].weights), name
 
 
 @pytest.mark.parametrize("size", [2, 4])

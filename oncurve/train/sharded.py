@@ -1,0 +1,175 @@
+"""The optimiser and the checkpoint where ranks share out what they hold: each has a piece of every master weight and moment.
+
+With `shard = "optimiser"` weights are whole on every rank: gradients are added up so that each rank gets its piece, it updates
+that, and pieces are gathered. With `shard = "full"` weights themselves are FSDP2's shards, and so are their gradients; a piece
+is the shard. Adam goes number by number, so the result is that of one rank but for the rounding of sums.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from oncurve.errors import RecipeError
+from oncurve.models.shards import first_number, is_shard, own_numbers
+from oncurve.recipe.sections import Optimiser as Settings
+from oncurve.runs.pieces import INDEX, Piece, joined_index, write_pieces
+from oncurve.scale.world import World
+from oncurve.train.adam8 import BLOCK
+from oncurve.train.optimiser import Optimiser
+
+PIECES = "pieces"
+"""Where in the run's folder ranks write what a checkpoint then takes in."""
+
+
+def optimiser_for(model: nn.Module, settings: Settings, updates: int, world: World) -> Optimiser:
+    kind = Optimiser if world.shard == "none" else ShardedOptimiser
+    return kind(model, settings, updates, world)
+
+
+class ShardedOptimiser(Optimiser):
+    """AdamW over this rank's pieces of a model's parameters."""
+
+    def __init__(self, model: nn.Module, settings: Settings, updates: int, world: World) -> None:
+        if world.shard == "full" and settings.moments == "int8":
+            raise RecipeError(
+                "optimiser.moments",
+                "int8",
+                because='blocks of 128 moments share a scale, and shard = "full" cuts weights between rows',
+                fix='use moments = "float32", or scale.shard = "optimiser"',
+            )
+        super().__init__(model, settings, updates, world)
+        if world.shard == "full":
+            self.sums = None  # FSDP2 adds gradients up in float32 itself
+
+    def _place(self, weight: Tensor) -> slice:
+        """Which of a weight's numbers are this rank's."""
+        if self.world.shard == "full":
+            start = first_number(weight)
+            return slice(start, start + own_numbers(weight).numel())
+        return self.world.piece(weight.numel())
+
+    def _own(self, weight: Tensor) -> Tensor:
+        """This rank's numbers of a weight, in the weight's own memory."""
+        return own_numbers(weight) if self.world.shard == "full" else weight.detach().view(-1)[self._place(weight)]
+
+    def _master(self, weight: nn.Parameter) -> nn.Parameter:
+        own = self._own(weight)
+        home = torch.device("cpu") if self.settings.on_cpu else own.device
+        shared = own.dtype == torch.float32 and own.device == home
+        return nn.Parameter(own if shared else own.to(home, torch.float32, copy=True))
+
+    def _hand_over(self) -> None:
+        for master, gradient in zip(self.masters, self._gradients(), strict=True):
+            master.grad = gradient.to(master.device)
+
+    def _gradients(self) -> list[Tensor]:
+        """This rank's pieces of the gradients' sums over ranks."""
+        if self.world.shard == "full":
+            return [torch.zeros_like(self._own(w)) if w.grad is None else own_numbers(w.grad) for w in self.weights]
+        if self.sums is not None:
+            self.sums.absorb()
+            self.sums.spent = True
+            return self.world.reduce_to_pieces([self.sums.of(w) for w in self.weights])
+        return self.world.reduce_to_pieces([torch.zeros_like(w) if w.grad is None else w.grad for w in self.weights])
+
+    def _clip(self, limit: float) -> float:
+        squares = sum(float(m.grad.double().square().sum()) for m in self.masters if m.grad is not None)
+        norm = math.sqrt(self.world.summed({"squares": squares})["squares"])
+        shrink = min(1.0, limit / (norm + 1e-6)) if math.isfinite(limit) else 1.0
+        if shrink < 1.0:
+            torch._foreach_mul_([m.grad for m in self.masters if m.grad is not None], shrink)
+        return norm
+
+    def _give_back(self) -> None:
+        for weight, master in zip(self.weights, self.masters, strict=True):
+            own = self._own(weight)
+            if own.data_ptr() != master.data_ptr():
+                own.copy_(master)
+        if self.world.shard == "optimiser":
+            self.world.gather_pieces([w.detach() for w in self.weights])
+
+    def state(self) -> dict[str, Any]:
+        """As of one rank, in pieces: masters stand there wherever a single rank would hold them apart from the weights."""
+        out: dict[str, Any] = {"updates_done": torch.tensor(self.done), **self.guard.state()}
+        for name, weight, master in zip(self.names, self.weights, self.masters, strict=True):
+            at = self._place(weight)
+            if self.rounds(weight):
+                out[f"{name}/master"] = Piece(master.detach(), at.start, tuple(weight.shape))
+            for key, value in self.adam.state[master].items() if master.numel() else ():
+                out[f"{name}/{key}"] = _piece_of(value, weight, at)
+        return out
+
+    def rounds(self, weight: Tensor) -> bool:
+        """Whether the model computes in fewer digits than its masters have."""
+        compute = getattr(weight, "compute_dtype", weight.dtype)
+        return compute != torch.float32 or self.settings.on_cpu
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        self.done = int(state["updates_done"])
+        self.guard.load_state(state)
+        keys = set(state)
+        for name, weight, master in zip(self.names, self.weights, self.masters, strict=True):
+            at = self._place(weight)
+            if f"{name}/master" in keys:
+                master.copy_(state[f"{name}/master"].reshape(-1)[at])
+            else:
+                master.copy_(self._own(weight))
+            own = [key for key in keys if key.startswith(f"{name}/") and not key.endswith("/master")]
+            if own and master.numel():
+                self.adam.state[master] = {
+                    key.removeprefix(f"{name}/"): _own_part(state[key], weight, at, master.device) for key in own
+                }
+
+
+def _piece_of(value: Tensor, weight: Tensor, at: slice) -> Piece | Tensor:
+    """A moment as a piece of what one rank would hold; of moments in 8 bits, blocks and their scales."""
+    if value.dim() == 0:
+        return value
+    if value.dim() == 1:
+        return Piece(value, at.start, tuple(weight.shape))
+    blocks, each = -(-weight.numel() // BLOCK), value.shape[1]
+    return Piece(value.view(-1), at.start // BLOCK * each, (blocks, each))
+
+
+def _own_part(whole: Tensor, weight: Tensor, at: slice, device: torch.device) -> Tensor:
+    if whole.dim() == 0:
+        return whole.clone()
+    if whole.shape == weight.shape:
+        return whole.reshape(-1)[at].to(device, copy=True)
+    return whole[at.start // BLOCK : -(-at.stop // BLOCK)].to(device, copy=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A checkpoint's content: whole tensors, and files with ranks' pieces of the others, with their index."""
+
+    tensors: dict[str, dict[str, Tensor]]
+    pieces: list[Path] = field(default_factory=list)
+    documents: dict[str, Any] = field(default_factory=dict)
+
+
+def held(world: World, folder: Path, state: Mapping[str, Mapping[str, Tensor | Piece]]) -> Held:
+    """Every rank writes its pieces of the state to the folder, and hears of the others'."""
+    whole: dict[str, dict[str, Tensor]] = {group: {} for group in state}
+    own: dict[str, dict[str, Piece]] = {}
+    for group, tensors in state.items():
+        for name, tensor in tensors.items():
+            if isinstance(tensor, Piece):
+                own.setdefault(group, {})[name] = tensor
+            elif is_shard(tensor):
+                own.setdefault(group, {})[name] = Piece(own_numbers(tensor), first_number(tensor), tuple(tensor.shape))
+            else:
+                whole[group][name] = tensor
+    if world.shard == "none":
+        return Held(whole)
+    index = world.put_together({world.rank: write_pieces(folder, world.rank, own)})
+    files = [folder / f"pieces-{rank:05d}.safetensors" for rank in range(world.size)]
+    return Held({g: t for g, t in whole.items() if t}, files, {INDEX: joined_index([index[r] for r in range(world.size)])})
