@@ -1,12 +1,15 @@
 """Plans against what really happens: peak memory and step time of eight settings on this machine's GPU, planned and measured.
 
 Models have the shapes of known ones and random weights; every completion has exactly the asked length, so that plan and run
-speak of the same work. Each setting makes one step to warm up (kernels are compiled, graphs captured), then two are measured.
+speak of the same work. Each setting makes one step to warm up (kernels are compiled, graphs captured), then two are measured,
+or one where a step is long.
 Memory is what torch has allocated at its most, with the pool of keys and values, which lies outside of torch's books; the
 plan's figure is without the driver's own context, which no program can measure from within.
 
     python bench/plan_check.py                      measure, print, write bench/results/plan_check.json
     python bench/plan_check.py --only 0.6B          settings whose name holds a word
+    python bench/plan_check.py --seconds 200        what is not begun by then is said to be left out
+    python bench/plan_check.py --again              plans anew, and compares with what the file says was measured
     python bench/plan_check.py --device cpu --tiny  the same machinery on small shapes, for tests: no memory is measured
 """
 
@@ -15,6 +18,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import platform
 import statistics
 import subprocess
@@ -38,6 +42,8 @@ from oncurve.plan.shapes import Shape
 RESULTS = Path(__file__).resolve().parent / "results" / "plan_check.json"
 MEMORY_WITHIN, TIME_WITHIN = 0.10, 0.30
 STEPS = 2
+LONG = 4.0
+"""Planned seconds of a step from which on one is measured."""
 SMALL = Shape("small", 2, 64, 4, 2, 16, 96, 128, 4096, tied=True, family="qwen3")
 
 
@@ -52,7 +58,8 @@ class Setting:
     prompts: int
     prompt_tokens: int
     new_tokens: int
-    tokens_per_pack: int = 16384
+    tokens_per_pack: int = 17408
+    """Whole groups, 8 short ones or 2 long ones: plans take packs to be full."""
     group_size: int = 8
 
     def job(self, gpu: Gpu, tiny: bool) -> Job:
@@ -71,12 +78,12 @@ class Setting:
 SETTINGS = (
     Setting("0.1B grpo full", "HuggingFaceTB/SmolLM2-135M", "grpo", False, 32, 128, 256),
     Setting("0.6B grpo full", "Qwen/Qwen3-0.6B", "grpo", False, 32, 128, 256),
-    Setting("0.6B grpo full, long", "Qwen/Qwen3-0.6B", "grpo", False, 32, 512, 1024),
+    Setting("0.6B grpo full, long", "Qwen/Qwen3-0.6B", "grpo", False, 8, 512, 1024),
     Setting("0.6B grpo LoRA", "Qwen/Qwen3-0.6B", "grpo", True, 32, 128, 256),
     Setting("0.6B ppo full", "Qwen/Qwen3-0.6B", "ppo", False, 32, 128, 256),
-    Setting("1.7B ppo LoRA, long", "Qwen/Qwen3-1.7B", "ppo", True, 8, 512, 1024, 8192),
-    Setting("1.7B grpo full, long", "Qwen/Qwen3-1.7B", "grpo", False, 16, 512, 1024),
-    Setting("4B grpo full", "Qwen/Qwen3-4B", "grpo", False, 32, 128, 256, 8192),
+    Setting("1.7B ppo LoRA, long", "Qwen/Qwen3-1.7B", "ppo", True, 4, 512, 1024, 8704),
+    Setting("1.7B grpo full, long", "Qwen/Qwen3-1.7B", "grpo", False, 8, 512, 1024),
+    Setting("4B grpo full", "Qwen/Qwen3-4B", "grpo", False, 32, 128, 256, 8704),
 )
 
 
@@ -129,7 +136,7 @@ def check(setting: Setting, gpu: Gpu, tiny: bool, steps: int = STEPS) -> Checked
     if setting.algorithm not in STAGES:
         return replace(plan, said=f"there is no stage '{setting.algorithm}' yet")
     try:
-        return measured(plan, job, steps)
+        return measured(plan, job, 1 if plan.planned_seconds > LONG else steps)
     except Exception as error:  # whatever it was, the other settings are still worth measuring
         traceback.print_exc()
         return replace(plan, said=f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}")
@@ -355,12 +362,12 @@ def gpu_of_this_machine(device: str) -> Gpu:
     return replace(known, memory=found.total_memory)
 
 
-def machine(gpu: Gpu) -> dict[str, str]:
+def machine(gpu: Gpu) -> dict[str, Any]:
     commit = subprocess.run(
         ["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False
     ).stdout.strip()
     versions = {name: metadata.version(name) for name in ("torch", "transformers")}
-    return {"gpu": gpu.name, "python": platform.python_version(), "commit": commit, **versions}
+    return {"gpu": gpu.name, "memory": gpu.memory, "python": platform.python_version(), "commit": commit, **versions}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -369,17 +376,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="small shapes in place of the named models")
     parser.add_argument("--only", default="", help="settings whose name holds this")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no setting after so long")
+    parser.add_argument("--again", action="store_true", help="plan anew beside what was measured")
     asked = parser.parse_args(arguments)
+    if asked.again:
+        return again(asked.out)
     gpu = gpu_of_this_machine(asked.device)
-    rows = []
+    rows: list[Checked] = []
+    about, begun = {"machine": machine(gpu), "tiny": asked.tiny}, time.perf_counter()
     for setting in (s for s in SETTINGS if asked.only in s.name):
         start = time.perf_counter()
-        rows.append(check(setting, gpu, asked.tiny))
+        if start - begun > asked.seconds:
+            rows.append(replace(planned(setting, setting.job(gpu, asked.tiny)), said="left out: the time was up"))
+        else:
+            rows.append(check(setting, gpu, asked.tiny))
         print(f"{details(rows[-1])}\n    took {time.perf_counter() - start:.0f} s", flush=True)
+        write(asked.out, about, rows)
     print(table(rows))
-    asked.out.parent.mkdir(parents=True, exist_ok=True)
+    return 0 if all(row.holds is not False and row.said is None for row in rows) else 1
+
+
+def write(out: Path, about: dict[str, Any], rows: Sequence[Checked]) -> None:
+    """After each setting: what was measured is kept whatever becomes of the rest."""
     offs = [{**asdict(row), "memory_off": row.memory_off, "time_off": row.time_off, "holds": row.holds} for row in rows]
-    asked.out.write_text(json.dumps({"machine": machine(gpu), "tiny": asked.tiny, "settings": offs}, indent=2) + "\n")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps({**about, "settings": offs}, indent=2) + "\n")
+
+
+def again(out: Path) -> int:
+    """The plan as it is now beside what the file says was measured."""
+    kept = json.loads(out.read_text())
+    gpu = replace(find_gpu(kept["machine"]["gpu"]), memory=kept["machine"]["memory"])
+    by_name = {setting.name: setting for setting in SETTINGS}
+    rows = []
+    for told in kept["settings"]:
+        now = planned(by_name[told["setting"]], by_name[told["setting"]].job(gpu, kept["tiny"]))
+        taken = {name: told[name] for name in told if name.startswith("measured") or name in ("reserved", "said")}
+        rows.append(replace(now, **taken))
+        print(details(rows[-1]))
+    write(out, {name: kept[name] for name in ("machine", "tiny")}, rows)
+    print(table(rows))
     return 0 if all(row.holds is not False and row.said is None for row in rows) else 1
 
 

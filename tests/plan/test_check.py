@@ -115,3 +115,24 @@ def test_the_meter_counts_what_the_pool_maps(bench: ModuleType) -> None:
     meter.watch(pool)
     assert pool.open(7, 0.8) == 7
     assert meter.mapped == 70
+
+
+def test_what_the_time_did_not_allow_is_said_and_the_rest_kept(
+    bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "measured", lambda plan, job, steps: replace(plan, measured_seconds=plan.planned_seconds))
+    out = tmp_path / "check.json"
+    assert bench.main(["--device", "cpu", "--tiny", "--seconds", "-1", "--out", str(out)]) == 1
+    assert all("time was up" in row["said"] for row in json.loads(out.read_text())["settings"])
+
+
+def test_a_mended_plan_is_compared_with_what_was_measured(
+    bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "measured", lambda plan, job, steps: replace(plan, measured_seconds=2 * plan.planned_seconds))
+    out = tmp_path / "check.json"
+    assert bench.main(["--device", "cpu", "--tiny", "--out", str(out)]) == 1
+    plain = bench.seconds_of
+    monkeypatch.setattr(bench, "seconds_of", lambda job: replace(plain(job), phases={"update": 2 * plain(job).step}))
+    assert bench.main(["--again", "--out", str(out)]) == 0
+    assert all(row["holds"] for row in json.loads(out.read_text())["settings"])
