@@ -100,6 +100,7 @@ def train(
     recipe = load_recipe(planned.run.recipe, planned.sets) if planned.run is not None else planned.recipe
     assert recipe is not None
     if ray is not None:
+        cli_ray.check(ray)
         return _train(planned, out, runs, minutes, ALONE, ray)
     again = ["train", target, *_repeated("--set", asked), "--runs", str(runs), *(["--resume"] if resume else [])]
     again += [*_given("--out", out), *_given("--minutes", minutes)]

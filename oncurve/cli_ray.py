@@ -20,6 +20,13 @@ Ray = Annotated[
 ]
 
 
+def check(address: str) -> None:
+    """Whether a cluster answers there: first of all, as what comes then takes seconds to load."""
+    from oncurve.cluster.door import check_answers
+
+    check_answers(address)
+
+
 def train(
     planned: Plan, out: Path | None, runs: Path, minutes: float | None, address: str, listeners: Sequence[Listener]
 ) -> RunFolder:

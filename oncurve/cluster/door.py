@@ -18,8 +18,19 @@ from typing import Any
 
 from oncurve.errors import ClusterError, MissingPackage
 
+LEAST = (2, 50)
+"""The oldest Ray that has all that is called here."""
+
 try:
     import ray
+
+    if tuple(int(part) for part in re.findall(r"\d+", ray.__version__)[:2]) < LEAST:
+        raise MissingPackage(
+            "--ray",
+            f"Ray {ray.__version__} is too old",
+            because=f"what is called here came with Ray {LEAST[0]}.{LEAST[1]}",
+            fix=f"on every node: pip install 'ray>={LEAST[0]}.{LEAST[1]}'",
+        )
     from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RaySystemError
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
@@ -31,12 +42,12 @@ except ImportError as error:
         fix="pip install oncurve[ray]",
     ) from error
 
-LEAST = (2, 50)
-"""The oldest Ray that has all that is called here."""
 PATIENCE_S = 8.0
 """How long a cluster may take to say that it is there."""
 HELD_S = 30.0
 """How long a placement group may wait for what others hold."""
+START_S = 120.0
+"""How long an actor may take at least to start and to load its model, however short the limit of a call is."""
 CALLS = 8
 """Calls that an actor takes at once: a long one, and short ones that ask how it is."""
 
@@ -52,18 +63,8 @@ class Silent(Exception):
     """No answer came in time."""
 
 
-if tuple(int(part) for part in re.findall(r"\d+", ray.__version__)[:2]) < LEAST:
-    raise MissingPackage(
-        "--ray",
-        f"Ray {ray.__version__} is too old",
-        because=f"what is called here came with Ray {LEAST[0]}.{LEAST[1]}",
-        fix=f"on every node: pip install 'ray>={LEAST[0]}.{LEAST[1]}'",
-    )
-
-
 def connect(address: str) -> None:
     """Joins the cluster at HOST:PORT, or with `auto` the one that this machine belongs to."""
-    _check_answers(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.CRITICAL, configure_logging=False)
     except Exception as error:  # Ray raises errors of many kinds where a node or a session can't be found
@@ -75,8 +76,8 @@ def connect(address: str) -> None:
         ) from error
 
 
-def _check_answers(address: str) -> None:
-    """Asked in a process of its own: a wrong address can hold Ray up for minutes."""
+def check_answers(address: str) -> None:
+    """Whether there is a cluster. Asked in a process of its own: a wrong address can hold Ray up for minutes."""
     if "://" in address:
         raise ClusterError(
             f"--ray {address}",
@@ -146,7 +147,9 @@ def _said(ref: Ref) -> Any:
 
 
 def available() -> dict[str, float]:
-    return dict(ray.available_resources())
+    """What nobody holds now."""
+    free = ray.available_resources()
+    return {key: free.get(key, 0.0) for key in ("CPU", "GPU")}
 
 
 class Places:
@@ -159,11 +162,10 @@ class Places:
     def wait(self) -> None:
         if self.group.wait(HELD_S):
             return
-        had = available()
         raise ClusterError(
             f"--ray: {self.what}",
             f"no room for {told_of(_sum(self.bundles))}",
-            because=f"of what the cluster has, {told_of({k: had.get(k, 0.0) for k in ('CPU', 'GPU')})} is free",
+            because=f"of what the cluster has, {told_of(available())} is free",
             fix="wait for the other jobs (`ray status` lists what they hold), or ask for less with --set scale.samplers=…",
         )
 

@@ -19,12 +19,13 @@ from types import FrameType
 from typing import Any
 
 from oncurve.cluster import door, nodes
-from oncurve.cluster.door import Gone, Peer, Places, answer
+from oncurve.cluster.door import START_S, Gone, Peer, Places, answer
 from oncurve.cluster.learner import Learner, Task
 from oncurve.cluster.orders import Crew
 from oncurve.cluster.sampler import Sampler
 from oncurve.cluster.scorer import Scorer
-from oncurve.errors import ClusterError, OncurveError
+from oncurve.errors import ClusterError, OncurveError, RecipeError
+from oncurve.recipe.sampled import Sampled, Surrogate
 from oncurve.recipe.schema import Recipe
 from oncurve.runs.folder import RunFolder
 from oncurve.scale.told import untold
@@ -50,7 +51,7 @@ class Asked:
 
 
 def train(asked: Asked, address: str, listeners: Sequence[Listener] = ()) -> RunFolder:
-    """Trains on the cluster at an address. Returns the run when it has finished."""
+    """Trains on the cluster at an address, which has been found to answer. Returns the run when it has finished."""
     if asked.run is not None:
         check_resumable(asked.run)
     recipe = asked.recipe if asked.run is None else moved(asked.run, asked.sets)
@@ -71,14 +72,24 @@ def train(asked: Asked, address: str, listeners: Sequence[Listener] = ()) -> Run
 
 
 CAP = 2.0
+"""`importance_cap` of a stage that sets none: the usual bound of truncated importance sampling."""
 
 
 def corrected(recipe: Recipe) -> Recipe:
     """Where samples may be stale, what the sampler thought of them is taken into account: it is written into the recipe."""
     if not recipe.scale.max_staleness:
         return recipe
+    for stage in recipe.stages:
+        if isinstance(stage, Sampled) and not isinstance(stage, Surrogate):
+            raise RecipeError(
+                "scale.max_staleness",
+                recipe.scale.max_staleness,
+                because=f"the stage '{stage.label}' ({stage.type}) has no correction for samples of older weights",
+                fix="use 0 (synchronous), or a stage of type grpo or ppo",
+            )
     stages = tuple(
-        s.model_copy(update={"importance_cap": CAP}) if getattr(s, "importance_cap", 0.0) is None else s for s in recipe.stages
+        s.model_copy(update={"importance_cap": CAP}) if isinstance(s, Surrogate) and s.importance_cap is None else s
+        for s in recipe.stages
     )
     return recipe.model_copy(update={"stages": stages})
 
@@ -172,15 +183,16 @@ class Drive:
 
     def _wait_until_up(self) -> None:
         """Ray may be starting it again, or waiting for a node that has room."""
-        deadline = time.monotonic() + self.timeout_s
+        limit = max(self.timeout_s, START_S)
+        deadline = time.monotonic() + limit
         while True:
             try:
-                answer(self.learner.ask("where"), self.timeout_s)
+                answer(self.learner.ask("where"), limit)
             except (Gone, door.Silent) as error:
                 if time.monotonic() > deadline or isinstance(error, door.Silent):
                     raise ClusterError(
                         "--ray",
-                        f"the driver has waited {self.timeout_s:g} s for the learner to start",
+                        f"the driver has waited {limit:g} s for the learner to start",
                         because=str(error)[:200] or f"no node has room for it now: {door.told_of(door.available())} is free",
                         fix="`ray status` shows the nodes; when there is one again: oncurve train --resume RUN --ray auto",
                     ) from error

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from oncurve.cluster.door import At, Gone, Peer, Ref, answer, first, put
+from oncurve.cluster.door import START_S, At, Gone, Peer, Ref, answer, first, put
 from oncurve.cluster.orders import Job, Order, Place, Told, as_bytes
 from oncurve.engines.native import Draws, NativeEngine
 from oncurve.errors import ClusterError
@@ -281,7 +281,7 @@ class RemoteEngine(NativeEngine):
         if seat.ref is None and seat.state == "opening":
             self._again(seat)
         quiet = time.monotonic() - seat.heard
-        if quiet < self.timeout_s:
+        if quiet < (max(self.timeout_s, START_S) if seat.state == "opening" else self.timeout_s):
             return
         if seat.state == "up":
             self.say(
@@ -302,7 +302,7 @@ class RemoteEngine(NativeEngine):
 
     def _start_over(self, seat: Seat, quiet: float) -> None:
         """Nobody is left to wait with: one that hangs is killed, to be started again; then the run gives up."""
-        if quiet >= 3 * self.timeout_s:
+        if seat.state == "opening" or quiet >= 3 * max(self.timeout_s, START_S):
             raise ClusterError(
                 "samplers",
                 f"the learner has waited {quiet:.0f} s for {seat.peer.name}, and no other answers",

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from oncurve.cluster.door import At, Gone, Peer, Silent, answer, here
+from oncurve.cluster.door import START_S, At, Gone, Peer, Silent, answer, here
 from oncurve.cluster.orders import Order
 from oncurve.errors import ClusterError
 from oncurve.models.load import load_policy
@@ -79,7 +79,7 @@ class Scorers:
         """Waits until each of them knows the run."""
         for peer, ref in [(peer, peer.ask("open", self.order)) for peer in self.peers]:
             try:
-                self.at[peer.name] = answer(ref, self.timeout_s)
+                self.at[peer.name] = answer(ref, max(self.timeout_s, START_S))
                 self.phase(peer.name, self.at[peer.name], "idle")
             except (Gone, Silent) as error:
                 raise self._nobody(f"'{peer.name}' to start", error) from error
@@ -108,7 +108,7 @@ class Scorers:
         self.phase(peer.name, None, "grading")
         said: list[Aspect] | None = answer(peer.ask("score", *given), self.timeout_s)
         if said is None:  # it was started again, and must be told which run it works for
-            self.at[peer.name] = answer(peer.ask("open", self.order), self.timeout_s)
+            self.at[peer.name] = answer(peer.ask("open", self.order), max(self.timeout_s, START_S))
             self._tell(f"{peer.name} was started again: {self.at[peer.name]}")
             said = answer(peer.ask("score", *given), self.timeout_s)
         self.phase(peer.name, self.at[peer.name], "idle")

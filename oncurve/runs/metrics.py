@@ -144,6 +144,20 @@ _TABLE = (
         "below 1e-4 in float32, below 0.5 in bfloat16",
     ),
     Metric(
+        "staleness",
+        "updates",
+        "Mean over tokens of the updates between the weights that wrote a token and those that learned from it (asynchronous).",
+        "well below scale.max_staleness",
+        repeatable=False,
+    ),
+    Metric(
+        "staleness_max",
+        "updates",
+        "The most updates between the weights that wrote a token of the step and those that learned from it (asynchronous).",
+        "never above scale.max_staleness",
+        repeatable=False,
+    ),
+    Metric(
         "value_loss",
         "loss",
         "The critic's loss, a mean over tokens and over the step's updates (ppo).",
