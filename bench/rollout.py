@@ -2,7 +2,10 @@
 
 The model is a Qwen3-0.6B with random weights in bfloat16. Four works: three of fixed lengths, and one in which
 completions end by stop tokens (a two-hundredth of the vocabulary, so lengths are geometric with mean 200, limit 2,048).
-Log-probs of the sampled tokens are on. Each peer has a process of its own; figures are medians after a warm-up.
+Log-probs of the sampled tokens are on. Each peer has a process of its own; figures are medians after a warm-up, and the table
+says of how many runs: 5 of fixed lengths; of the mixed one 3 here and 1 of vLLM, which takes 13 s; 2 of transformers, on the
+first work alone and of 64 tokens each, since a token takes it 0.1 s. Results are written whenever a peer is done. All three
+take about 330 s, of which vLLM's start is 85.
 
     python bench/rollout.py --against vllm,transformers
     python bench/rollout.py --profile          where a token step's time goes, kernel by kernel
@@ -60,6 +63,8 @@ class Work:
         return [[dice.randrange(10, 1000) for _ in range(self.prompt_tokens)] for _ in range(self.prompts)]
 
 
+MIXED_RUNS = {"oncurve": 3, "vllm": 1}
+TRANSFORMERS_RUNS, TRANSFORMERS_TOKENS = 2, 64
 WORKS = [Work(32, 8, 128, 256), Work(32, 8, 512, 1024), Work(8, 64, 256, 512), Work(128, 8, 128, 2048, mean=200)]
 
 
@@ -113,7 +118,7 @@ class Vllm:
         os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1", VLLM_USE_FLASHINFER_SAMPLER="0")
         folder = tempfile.mkdtemp()
         make_model().save_pretrained(folder)
-        from vllm import LLM  # type: ignore[import-not-found]
+        from vllm import LLM
 
         self.llm = LLM(
             model=folder, skip_tokenizer_init=True, dtype="bfloat16", gpu_memory_utilization=0.6, max_model_len=4096,
@@ -151,7 +156,7 @@ class Transformers:
         import torch
 
         ids = torch.tensor(work.token_ids(0), device="cuda").repeat_interleave(work.group_size, 0)
-        new = min(work.new_tokens, 64)  # a token takes about as long as the next: a short text is enough
+        new = min(work.new_tokens, TRANSFORMERS_TOKENS)  # a token takes about as long as the next: a short text is enough
         out = self.model.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, max_new_tokens=new, min_new_tokens=new,
             pad_token_id=2, output_logits=False,
@@ -162,38 +167,49 @@ class Transformers:
 PEERS: dict[str, Any] = {"oncurve": Oncurve, "vllm": Vllm, "transformers": Transformers}
 
 
+def runs(peer: str, work: Work, repeats: int) -> int:
+    """How often a work is measured."""
+    if peer == "transformers":
+        return min(repeats, TRANSFORMERS_RUNS)
+    return repeats if work.mean is None else min(repeats, MIXED_RUNS[peer])
+
+
 def measure(peer: str, repeats: int, works: list[Work], out: Path) -> None:
     """Tokens a second by work, after a warm-up; and seconds from the start of the process to its first token."""
+    began = float(os.environ.get(BEGAN, time.time()))
     import torch
 
     sampler = PEERS[peer]()
     sampler.run(Work(1, 1, 16, 1))
-    began = float(os.environ.get(BEGAN, time.time()))
-    found: dict[str, Any] = {"first_token_s": round(time.time() - began, 1), "rates": {}}
+    found: dict[str, Any] = {"first_token_s": round(time.time() - began, 1), "versions": versions(), "rates": {}}
     print(f"{peer}: first token after {found['first_token_s']} s", flush=True)
     for work in works:
         sampler.warm(work)
         rates = []
-        for _ in range(repeats):
+        for _ in range(runs(peer, work, repeats)):
             torch.cuda.synchronize()
             begin = time.perf_counter()
             tokens = sampler.run(work)
             torch.cuda.synchronize()
             rates.append(tokens / (time.perf_counter() - begin))
         found["rates"][work.name] = [round(r) for r in rates]
+        found["seconds"] = round(time.time() - began)
         print(f"{peer}: {work.name}: {statistics.median(rates):,.0f} tokens/s {[round(r) for r in rates]}", flush=True)
         out.write_text(json.dumps(found))
 
 
-def in_own_process(peer: str, said: argparse.Namespace) -> dict[str, Any]:
+def in_own_process(peer: str, said: argparse.Namespace) -> dict[str, Any] | None:
+    """What a peer has measured before its process ended, well or not; None: nothing."""
     with tempfile.NamedTemporaryFile(suffix=".json") as out:
         command = [sys.executable, __file__, "--worker", peer, "--repeats", str(said.repeats), "--out", out.name]
         environment = dict(os.environ) | {BEGAN: str(time.time())}
         if peer == "vllm" and said.vllm_path:
             environment["PYTHONPATH"] = said.vllm_path + os.pathsep + environment.get("PYTHONPATH", "")
-        subprocess.run([*command, "--works", said.works], check=True, env=environment)
-        found: dict[str, Any] = json.loads(Path(out.name).read_text())
-        return found
+        done = subprocess.run([*command, "--works", said.works], check=False, env=environment)
+        if done.returncode:
+            print(f"{peer}: its process ended with {done.returncode}", flush=True)
+        text = Path(out.name).read_text()
+        return json.loads(text) if text else None
 
 
 def profile(work: Work, sampler: Oncurve, tokens: int = 40) -> list[tuple[str, float, int]]:
@@ -244,14 +260,55 @@ def commit() -> str:
 
 
 def show(found: dict[str, Any]) -> None:
-    peers = list(found["peers"])
-    print("\n" + ", ".join(f"{p}: first token after {x['first_token_s']} s" for p, x in found["peers"].items()))
-    print(f"\n{'prompts × group, prompt + new':40}" + "".join(f"{peer:>14}" for peer in peers) + "   ratios")
-    for name in found["peers"]["oncurve"]["rates"]:
-        medians = {p: statistics.median(x["rates"][name]) for p, x in found["peers"].items() if name in x["rates"]}
-        cells = "".join(f"{medians[p]:14,.0f}" if p in medians else f"{'–':>14}" for p in peers)
+    """Medians, in brackets of how many runs, and ratios."""
+    peers = found["peers"]
+    print("\n" + ", ".join(f"{p}: first token after {x['first_token_s']} s" for p, x in peers.items()))
+    print(f"transformers: {TRANSFORMERS_TOKENS} new tokens" if "transformers" in peers else "")
+    print(f"{'prompts × group, prompt + new':40}" + "".join(f"{peer:>16}" for peer in peers) + "   ratios")
+    for name in peers["oncurve"]["rates"]:
+        rates = {p: x["rates"][name] for p, x in peers.items() if name in x["rates"]}
+        medians = {p: statistics.median(own) for p, own in rates.items()}
+        cells = "".join(f"{medians[p]:12,.0f} ({len(rates[p])})" if p in rates else f"{'–':>16}" for p in peers)
         ratios = "  ".join(f"{medians['oncurve'] / rate:.2f}× {p}" for p, rate in medians.items() if p != "oncurve")
         print(f"{name:40}{cells}   {ratios}")
+
+
+def before(out: Path) -> dict[str, Any]:
+    """The kernels of a step by work, as an earlier run with --profile has left them."""
+    found: dict[str, Any] = json.loads(out.read_text()).get("step_kernels", {}) if out.exists() else {}
+    return found
+
+
+def profile_all(works: list[Work], out: Path) -> None:
+    """Where a token step's time goes, shown and written beside the rates."""
+    sampler, kernels = Oncurve(), before(out)
+    for work in works[:3]:
+        print(f"\n{work.name}: one token step")
+        rows = profile(work, sampler)[:16]
+        for name, microseconds, launches in rows:
+            print(f"  {microseconds:9.1f} µs {launches:5}×  {name[:90]}")
+        kernels[work.name] = [{"kernel": k, "us": round(us, 1), "launches": n} for k, us, n in rows]
+    found = json.loads(out.read_text()) if out.exists() else {"commit": commit()}
+    out.write_text(json.dumps(found | {"step_kernels": kernels}, indent=1) + "\n")
+
+
+def compare(works: list[Work], said: argparse.Namespace) -> None:
+    """Every peer in turn; what is known is written down after each."""
+    import torch
+
+    found: dict[str, Any] = {"commit": commit(), "device": torch.cuda.get_device_name(), "versions": versions()}
+    found |= {"model": MODEL, "works": [asdict(w) for w in works], "peers": {}, "step_kernels": before(said.out)}
+    for peer in ["oncurve", *filter(None, said.against.split(","))]:
+        own = in_own_process(peer, said)
+        if own is not None:
+            found["versions"] |= own.pop("versions")
+            found["peers"][peer] = own
+            said.out.parent.mkdir(exist_ok=True)
+            said.out.write_text(json.dumps(found, indent=1) + "\n")
+    if "oncurve" not in found["peers"]:
+        raise SystemExit("nothing was measured")
+    show(found)
+    print(f"written to {said.out}")
 
 
 def chosen(names: str) -> list[Work]:
@@ -273,22 +330,9 @@ def main() -> None:
         works = works[:1] if said.worker == "transformers" else works
         measure(said.worker, said.repeats, works, said.out)
     elif said.profile:
-        sampler = Oncurve()
-        for work in works[:3]:
-            print(f"\n{work.name}: one token step")
-            for name, microseconds, launches in profile(work, sampler)[:16]:
-                print(f"  {microseconds:9.1f} µs {launches:5}×  {name[:90]}")
+        profile_all(works, said.out)
     else:
-        import torch
-
-        found: dict[str, Any] = {"commit": commit(), "device": torch.cuda.get_device_name(), "versions": versions()}
-        found |= {"model": MODEL, "works": [asdict(w) for w in works], "peers": {}}
-        for peer in ["oncurve", *filter(None, said.against.split(","))]:
-            found["peers"][peer] = in_own_process(peer, said)
-        show(found)
-        said.out.parent.mkdir(exist_ok=True)
-        said.out.write_text(json.dumps(found, indent=1) + "\n")
-        print(f"written to {said.out}")
+        compare(works, said)
 
 
 if __name__ == "__main__":
