@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from oncurve.errors import MissingPackage, ModelError, OncurveError, RecipeError
 from oncurve.models import gguf, hub, lora, untrusted
-from oncurve.models.policy import Policy
+from oncurve.models.policy import MARK, Policy
 from oncurve.models.tiny import make_model, make_tokenizer
 from oncurve.recipe.sections import Model
 
@@ -180,11 +180,10 @@ def _check_template(config: Model, tokenizer: PreTrainedTokenizerBase) -> None:
 
 def _check_system(config: Model, tokenizer: PreTrainedTokenizerBase) -> None:
     """A template may refuse a system message, or leave it out without a word."""
-    mark = "oncurve mark"
-    messages = [{"role": "system", "content": mark}, {"role": "user", "content": "?"}]
+    messages = [{"role": "system", "content": MARK}, {"role": "user", "content": "?"}]
     try:
         written = str(tokenizer.apply_chat_template(messages, tokenize=False, **config.template_options))
-        why = None if mark in written else "it leaves system messages out"
+        why = None if MARK in written else "it leaves system messages out"
     except Exception as error:  # a template is a program of the model's maker, and may raise anything
         why = f"{type(error).__name__}: {str(error)[:200]}"
     if why is not None:

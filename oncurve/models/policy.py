@@ -23,6 +23,9 @@ from oncurve.models.logprobs import Head, rows_at_once, token_logps
 from oncurve.models.packing import Bundle, Pack, build_pack
 from oncurve.records import Ints, Prompt
 
+MARK = "oncurve mark"
+"""A text that no template writes by itself: where it is missing, a message was left out."""
+
 
 class Policy:
     """A causal language model opened at its seams: backbone with our attention, LM head in chunks, prompts in, text out."""
@@ -44,6 +47,7 @@ class Policy:
         self.end_ids = _end_ids(model, tokenizer)
         self.fused: FusedDecoder | None = None
         self._sums: GradientSums | None = None
+        self._written_roles: set[str] = set()
         _check_head(self)
         self.fused = _faithful(_fast_path(model, compiled), self)
 
@@ -101,6 +105,11 @@ class Policy:
         """(log-prob, entropy) of each target, [M]."""
         return token_logps(self.head, hidden_MD, target_M, temperature, self._sums)
 
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Within, all weights are here, as sampling and saving want them. They always are, unless ranks share them out."""
+        yield
+
     @property
     def rows_at_once(self) -> int:
         """Tokens whose logits the head holds at once, and keeps for its backward pass where there are no more."""
@@ -155,8 +164,24 @@ class Policy:
                 because=f"{type(error).__name__}: {str(error)[:200]}",
                 fix="give messages of the roles that the template knows, or mend chat_template in the model's folder",
             ) from error
+        self._check_roles(messages, prompt.id)
         ids: list[int] = out["input_ids"]
         return ids
+
+    def _check_roles(self, messages: Sequence[dict[str, Any]], where: str) -> None:
+        """Some templates leave out a role that they do not know, without a word: each role is tried once, with a mark."""
+        for place, role in enumerate(m["role"] for m in messages):
+            if role in self._written_roles:
+                continue
+            marked = [{**m, "content": MARK} if i == place else m for i, m in enumerate(messages)]
+            if MARK not in str(self.tokenizer.apply_chat_template(marked, tokenize=False, **self.template_options)):
+                raise ModelError(
+                    where,
+                    f"a message of role '{role}'",
+                    because="the model's chat template leaves it out without a word",
+                    fix="give messages of the roles that the template knows, or mend chat_template in the model's folder",
+                )
+            self._written_roles.add(role)
 
     def encode_completion(self, text: str) -> Ints:
         """A worked completion as token ids, closed by the end token."""

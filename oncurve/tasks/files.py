@@ -85,6 +85,10 @@ def _some(prompts: list[Prompt], count: int, seed: int) -> list[Prompt]:
     return [prompts[int(i)] for i in sorted(order)]
 
 
+IMITATED = "sft"
+"""The split of a file that is there to be imitated. In a task's own file a row may have a completion or not."""
+
+
 def read_prompts(path: str, options: FileOptions, split: str) -> tuple[list[Prompt], list[Example]]:
     """Every prompt of a file and its worked examples. A prompt's id is its file and line, so that people can find it."""
     reader, file = options.reader, Path(path)
@@ -93,7 +97,15 @@ def read_prompts(path: str, options: FileOptions, split: str) -> tuple[list[Prom
     for line, row in read_rows(file):
         where = f"{path}:{line}"
         prompts.append(reader.read(row, where, f"{file.name}/{split}/{line}"))
-        examples += reader.examples(row, prompts[-1], where)
+        found = reader.examples(row, prompts[-1], where)
+        if split == IMITATED and not found:
+            raise DataError(
+                where,
+                f"no column '{reader.completion}', and no chat that ends with an answer",
+                because=f"every row is to be imitated; the columns found there are: {', '.join(map(str, row))}",
+                fix="give the row its completion, or leave it out",
+            )
+        examples += found
     if not prompts:
         raise DataError(path, "no rows", because="the file is empty", fix="give a file with one prompt per row")
     return prompts, examples

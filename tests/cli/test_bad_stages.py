@@ -1,0 +1,117 @@
+"""Bad models and data of every stage, by the command line: one message with the fix, or a skip that is counted and seen."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oncurve.models import lora
+from oncurve.models.load import load_policy
+from oncurve.recipe.sections import Lora, Model, TinyModel
+from tests.cli.conftest import Oncurve
+from tests.cli.test_bad_input import assert_told
+from tests.models import gguf_files
+
+SHAPE = TinyModel(layers=1, width=32, heads=2, kv_heads=1, head_size=16, mlp_width=64, context=128)
+NO_SYSTEM = (
+    "{% for m in messages if m.role == 'system' %}{{ raise_exception('no system role') }}{% endfor %}{{ messages[0].content }}"
+)
+DROPPED = "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.content }}{% endfor %}"
+
+
+def model(folder: Path, template: str | None = None, seed: int = 0) -> Path:
+    policy = load_policy(Model(tiny=SHAPE), alphabet="0123456789+= abc", seed=seed)
+    policy.tokenizer.chat_template = template
+    policy.save(folder)
+    return folder
+
+
+def recipe(folder: Path, stage: dict[str, Any], rows: list[dict[str, Any]], source: Path | str = "tiny", **more: Any) -> Path:
+    """One stage; its data are the rows."""
+    data = folder / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tiny = SHAPE.model_dump_json() if source == "tiny" else "{}"
+    lines = ['name = "bad"', "threads = 1", f"model.source = {json.dumps(str(source))}"]
+    lines += [f"model.tiny.{key} = {value}" for key, value in json.loads(tiny).items() if value is not None]
+    lines += [f"{key.replace('__', '.')} = {json.dumps(value)}" for key, value in more.items()]
+    asked = f'type = "file", path = "{data}"' if stage["type"] == "grpo" else 'type = "arithmetic", digits = 1'
+    lines += [f"task = {{ {asked}, heldout = 1 }}", 'rewards = [{ type = "answer" }]', "[[stages]]"]
+    lines += [f"{key} = {json.dumps(value).replace('DATA', str(data))}" for key, value in stage.items()]
+    (folder / "bad.toml").write_text("\n".join(lines) + "\n")
+    return folder / "bad.toml"
+
+
+GRPO = {"type": "grpo", "steps": 1, "prompts_per_step": 1, "group_size": 2, "sampling.max_new_tokens": 4}
+REWARD_MODEL = {"type": "reward_model", "data": "DATA", "steps": 2, "batch_size": 2, "heldout_share": 0.0}
+DPO = {"type": "dpo", "pairs": "DATA", "steps": 1, "batch_size": 2}
+SFT = {"type": "sft", "data": "DATA", "steps": 3, "batch_size": 2}
+PAIR = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
+ASKED = {"prompt": "1+1=", "answer": "2", "completion": "2"}
+
+
+@pytest.mark.parametrize("template", [NO_SYSTEM, DROPPED], ids=["refuses it", "leaves it out"])
+def test_a_template_without_a_role_that_the_data_needs(oncurve: Oncurve, tmp_path: Path, template: str) -> None:
+    system = [{"role": "system", "content": "a"}, {"role": "user", "content": "1"}]
+    plain = [{"role": "user", "content": "1"}]
+    rows = [{"prompt": plain, "answer": "1"}, {"prompt": system, "answer": "1"}]
+    file = recipe(tmp_path, GRPO | {"prompts_per_step": 2}, rows, model(tmp_path / "m", template))
+    assert_told(oncurve("train", file, "--runs", tmp_path / "runs"), "rows.jsonl", "2", "system")
+    assert not list(tmp_path.glob("runs/*"))
+
+
+@pytest.mark.parametrize(
+    ("stage", "good", "bad", "words"),
+    [
+        (REWARD_MODEL, PAIR, {"prompt": "1+1=", "chosen": "2"}, ["rows.jsonl:2", "no column 'rejected'", "prompt, chosen"]),
+        (SFT, ASKED, {"prompt": "1+1=", "answer": "2"}, ["rows.jsonl:2", "completion"]),
+        (GRPO, ASKED, {"question": "1+1="}, ["rows.jsonl:2", "prompt", "question"]),
+        (DPO, PAIR, {"prompt": "1+1=", "rejected": "2"}, ["rows.jsonl:2", "chosen"]),
+    ],
+    ids=["reward_model", "sft", "grpo", "dpo"],
+)
+def test_a_missing_column_is_told_with_its_line(
+    oncurve: Oncurve, tmp_path: Path, stage: dict[str, Any], good: dict[str, Any], bad: dict[str, Any], words: list[str]
+) -> None:
+    file = recipe(tmp_path, stage, [good, bad])
+    assert_told(oncurve("train", file, "--runs", tmp_path / "runs"), *words)
+    assert not list(tmp_path.glob("runs/*"))
+
+
+def test_an_adapter_for_another_base(oncurve: Oncurve, tmp_path: Path) -> None:
+    adapted = load_policy(Model(source=str(model(tmp_path / "m")), lora=Lora(rank=2)), alphabet=None, seed=0)
+    lora.save(adapted.model, tmp_path / "adapter")
+    file = recipe(tmp_path, GRPO, [ASKED], model(tmp_path / "other", seed=1), model__adapter=str(tmp_path / "adapter"))
+    assert_told(oncurve("train", file, "--runs", tmp_path / "runs"), "an adapter for another base", "model.source")
+    assert not list(tmp_path.glob("runs/*"))
+
+
+def test_a_gguf_file_of_an_architecture_that_is_not_supported(oncurve: Oncurve, tmp_path: Path) -> None:
+    gguf_files.write(tmp_path / "odd.gguf", architecture="plamo")
+    file = recipe(tmp_path, GRPO, [ASKED], tmp_path / "odd.gguf")
+    assert_told(oncurve("train", file, "--runs", tmp_path / "runs"), "plamo", "llama")
+    assert not list(tmp_path.glob("runs/*"))
+
+
+def test_pairs_that_are_equal_are_counted_and_seen_and_nothing_else_is_refused(oncurve: Oncurve, tmp_path: Path) -> None:
+    equal = {"prompt": "1+1=", "chosen": "2", "rejected": "2 "}
+    file = recipe(tmp_path, REWARD_MODEL, [PAIR, equal, PAIR | {"chosen": "1"}])
+    done = oncurve("train", file, "--runs", tmp_path / "runs")
+    assert done.code == 0, done
+    assert "1 pairs of equal texts left out" in " ".join(done.out.split())
+    only = recipe(tmp_path, REWARD_MODEL, [equal])
+    assert_told(oncurve("train", only, "--runs", tmp_path / "others"), "nothing to learn from", "equal texts")
+    assert not list(tmp_path.glob("others/*"))
+
+
+@pytest.mark.parametrize("stage", [REWARD_MODEL, SFT], ids=["reward_model", "sft"])
+def test_a_loss_that_is_no_number_moves_nothing_and_is_seen(oncurve: Oncurve, tmp_path: Path, stage: dict[str, Any]) -> None:
+    """A rate so high that the first update breaks the weights: every later loss is NaN."""
+    rows = [PAIR | ASKED, PAIR | ASKED | {"prompt": "2+2="}]
+    file = recipe(tmp_path, {**stage, "steps": 12}, rows)
+    file.write_text(file.read_text() + "optimiser.learning_rate = 1e30\noptimiser.schedule = 'constant'\n")
+    done = oncurve("train", file, "--runs", tmp_path / "runs")
+    assert "Traceback" not in done.err + done.out
+    assert "left out" in done.out + done.err
