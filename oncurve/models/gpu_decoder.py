@@ -53,9 +53,8 @@ class GpuDecoder(FusedDecoder):
         # In float32, as the sampler has them: a cosine of three digits turns position 1000 by the width of several.
         positions = torch.arange(model.config.max_position_embeddings, device=model.device)[None]
         cos, sin = self.backbone.rotary_emb(torch.zeros(1, device=model.device), positions)
-        half = self.head_size // 2
-        self.cos = cos[0].float().contiguous()
-        self.sin = torch.cat((-sin[0, :, :half], sin[0, :, half:]), -1).float().contiguous()
+        half = self.head_size // 2  # the other half has the same angles
+        self.cos, self.sin = cos[0, :, :half].float().contiguous(), sin[0, :, :half].float().contiguous()
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
         """The last hidden state, [batch, length, D]."""

@@ -58,8 +58,8 @@ class GpuPackLayout:
             self._tables[kind, size] = to_device(table, self.position_N.device)
         return self._tables[kind, size]
 
-    def _tiling(self, q: Tensor, k: Tensor) -> Tiling:
-        return kernels.tiling(q.shape[-1], q.dtype, round(self.keys), q.shape[-2] // k.shape[-2])
+    def _tiling(self, q: Tensor) -> Tiling:
+        return kernels.tiling(q.shape[-1], q.dtype, round(self.keys))
 
     def rule(self, scale: float, window: int | None, softcap: float | None) -> Rule:
         """A window wider than the longest sequence is none."""
@@ -67,7 +67,7 @@ class GpuPackLayout:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
         """(out, log-sum-exp) of q [N, H, d] and k, v [N, K, d]."""
-        tiles = self._tiling(q, k).forward
+        tiles = self._tiling(q).forward
         return kernels.forward(q, k, v, self.query_blocks(tiles.queries), self.position_N, rule, tiles)
 
     def backward(
@@ -75,7 +75,7 @@ class GpuPackLayout:
         into: tuple[Tensor, Tensor, Tensor],
     ) -> None:  # fmt: skip
         """Writes the gradients of q, k and v into ``into``."""
-        tiles = self._tiling(q, k)
+        tiles = self._tiling(q)
         queries, keys = self.query_blocks(tiles.queries_backward.queries), self.key_blocks(tiles.keys_backward.keys)
         kernels.backward(q, k, v, out, lse, d_out, into, queries, keys, self.position_N, rule, tiles)
 

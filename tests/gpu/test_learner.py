@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,12 +13,18 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from oncurve.engines.native import NativeEngine
 from oncurve.models.gpu_decoder import GpuDecoder
 from oncurve.models.gpu_layout import GpuPackLayout
 from oncurve.models.packing import PackLayout, build_pack
 from oncurve.models.policy import Policy
+from oncurve.recipe.sections import Engine
 from oncurve.records import GradedGroup
+from oncurve.rewards.function import FunctionReward
+from oncurve.rewards.mix import RewardMix
+from oncurve.tasks.in_memory import PromptList
 from oncurve.train.learner import Learner
+from oncurve.train.loop import GrpoLoop
 from tests.models.architectures import ARCHITECTURES, make_model, tokenizer
 from tests.models.test_kernels import RAGGED, pack_of
 from tests.train.builders import apart, graded_group, snapshot, stage
@@ -150,6 +157,36 @@ def test_a_gradient_that_is_not_finite_is_left_out_and_counted(dtype: torch.dtyp
     after = snapshot(learner.policy.model)
     assert bool(torch.isfinite(after).all())
     assert not torch.equal(after, before)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.04])
+def test_an_ordinary_step_is_taken(beta: float) -> None:
+    """Sampled, scored and learned in bfloat16 by the loop of a run: finite, taken, with moments, and every matrix moved."""
+    model = AutoModelForCausalLM.from_config(make_model("qwen3").config).to(GPU, torch.bfloat16)
+    policy = Policy(model, tokenizer())
+    sampling = {"max_new_tokens": 24, "min_new_tokens": 24}
+    asked = stage(
+        prompts_per_step=4,
+        group_size=4,
+        tokens_per_pack=150,
+        kl={"beta": beta},
+        sampling=sampling,
+        optimiser={"learning_rate": 1e-2},
+    )
+    dice = random.Random(0)
+    rewards = RewardMix([FunctionReward(lambda completions, **_: [dice.random() for _ in completions], "random")])
+    rewards.decode_with(policy.decode)
+    task = PromptList.of(["1 2 3", "4 5", "6 7 8 9", "3 1"])
+    loop = GrpoLoop(asked, 0, task, NativeEngine(policy, Engine()), rewards)
+    before = [p.detach().clone() for p in model.parameters()]
+    for n in (1, 2):
+        metrics = loop.step(n).metrics
+        assert metrics["skipped_updates"] == 0
+        assert 0 < metrics["grad_norm"] < np.inf
+        assert metrics["mismatch_kl"] < 1e-3
+    learner = loop.learner
+    assert len(learner.optimiser.adam.state) == len(learner.optimiser.weights)
+    assert all(not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True) if p.dim() == 2)
 
 
 def test_the_same_update_twice_gives_the_same_bits() -> None:

@@ -75,7 +75,8 @@ def test_norm_and_rotation_of_queries_and_keys(normed: bool) -> None:
     out = heads * cos[position][:, None] + turned * sin[position][:, None]
     expected = torch.autograd.grad((out * g).sum(), (qkv, *weights) if normed else (qkv,))
     own = (low(weights[0].detach()), low(weights[1].detach())) if normed else None
-    turning = rotary.Turning(H, K, d, own, 1e-3, (low(cos), low(sin)), position.to(DEVICE))
+    tables = (low(angles[:, : d // 2].cos()), low(angles[:, : d // 2].sin()))
+    turning = rotary.Turning(H, K, d, own, 1e-3, tables, position.to(DEVICE))
     d_qkv = torch.zeros_like(low(qkv.detach()))
     assert apart(turning.forward(low(qkv.detach())), out) < WITHIN
     of_norms = turning.backward(low(qkv.detach()), low(g), d_qkv)
@@ -191,5 +192,5 @@ def test_tiles_of_the_backward_pass_fit_each_other() -> None:
     """A key block starts its queries at its own first key, so the diagonal must be whole query blocks."""
     for size in (16, 64, 128, 256):
         for dtype in (torch.float32, torch.bfloat16):
-            tiles = attention.tiling(size, dtype, 100, 2).keys_backward
+            tiles = attention.tiling(size, dtype, 100).keys_backward
             assert tiles.keys % tiles.queries == 0

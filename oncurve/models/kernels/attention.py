@@ -33,8 +33,6 @@ class Tiles:
     keys: int
     warps: int
     stages: int
-    heads: int = 1
-    """Query heads of one key head that a program works on together: keys and values are read once for all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,18 +44,17 @@ class Tiling:
     keys_backward: Tiles
 
 
-def tiling(head_size: int, dtype: torch.dtype, keys: int, rep: int) -> Tiling:
+def tiling(head_size: int, dtype: torch.dtype, keys: int) -> Tiling:
     """Chosen by measurement on an H200 for 16-bit numbers and heads of 128, where a query sees about ``keys`` keys.
 
-    Wider numbers and larger heads take smaller tiles, to fit. ``rep`` query heads share a key head.
+    Wider numbers and larger heads take smaller tiles, to fit.
     """
-    both = 1 if rep % 2 else 2
     if dtype.itemsize > 2 or head_size > 128:
         small = Tiles(32, 32, 4, 1)
-        return Tiling(Tiles(32, 32, 4, 1, both), Tiles(32, 32, 4, 1, both), small)
+        return Tiling(small, small, small)
     if keys < LONG:
-        return Tiling(Tiles(64, 64, 4 * both, 3, both), Tiles(64, 64, 4 * both, 2, both), Tiles(32, 64, 4, 2))
-    return Tiling(Tiles(64, 64, 4 * both, 3, both), Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 2))
+        return Tiling(Tiles(64, 32, 4, 3), Tiles(64, 64, 4, 2), Tiles(32, 64, 4, 2))
+    return Tiling(Tiles(64, 64, 4, 3), Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 2))
 
 
 LONG = 512
@@ -129,30 +126,22 @@ def _forward_over(q, k, v, kn, vn, m, total, acc, rows, lo, hi, end, position, t
     return m, total, acc
 
 
-@triton.jit
-def _share(blocks, H: tl.constexpr, REP: tl.constexpr, HEADS: tl.constexpr, BM: tl.constexpr):
-    """What is this program's: the head of each of its rows and its place in the block, their key head, the block's numbers."""
-    group = tl.program_id(0) % (H // HEADS)
-    at = tl.arange(0, HEADS * BM)
-    return group * HEADS + at // BM, at % BM, group * HEADS // REP, blocks + (tl.program_id(0) // (H // HEADS)) * 5
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _attend_forward(q, k, v, out, lse, blocks, position, tokens, scale, softcap, window,
                     qn, qh, kn, kh, vn, vh, on, oh,
-                    H: tl.constexpr, REP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-                    BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-                    PRECISION: tl.constexpr):  # fmt: skip
-    heads, rows, key_head, block = _share(blocks, H, REP, HEADS, BM)
+                    H: tl.constexpr, REP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+                    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    head = tl.program_id(0) % H
+    block = blocks + (tl.program_id(0) // H) * 5
     first, end, start = tl.load(block), tl.load(block + 1), tl.load(block + 2)
     prompt, prompt_end = tl.load(block + 3), tl.load(block + 4)
-    rows += first
-    k += key_head * kh
-    v += key_head * vh
-    q_tile = _tile(q + (heads * qh)[:, None], rows, end, qn, D, DP)
-    m = tl.full([HEADS * BM], float("-inf"), tl.float32)
-    total = tl.zeros([HEADS * BM], tl.float32)
-    acc = tl.zeros([HEADS * BM, DP], tl.float32)
+    rows = first + tl.arange(0, BM)
+    k += (head // REP) * kh
+    v += (head // REP) * vh
+    q_tile = _tile(q + head * qh, rows, end, qn, D, DP)
+    m = tl.full([BM], float("-inf"), tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, DP], tl.float32)
     whole = prompt + (prompt_end - prompt) // BN * BN
     m, total, acc = _forward_over(q_tile, k, v, kn, vn, m, total, acc, rows, prompt, whole, prompt_end, position, tokens, scale,
                                   softcap, window, D, DP, BN, False, False, WINDOW, SOFTCAP, PRECISION)  # fmt: skip
@@ -164,11 +153,11 @@ def _attend_forward(q, k, v, out, lse, blocks, position, tokens, scale, softcap,
     m, total, acc = _forward_over(q_tile, k, v, kn, vn, m, total, acc, rows, whole, tl.minimum(first + BM, end), end, position,
                                   tokens, scale, softcap, window, D, DP, BN, True, False, WINDOW, SOFTCAP,
                                   PRECISION)  # fmt: skip
-    _keep(out + (heads * oh)[:, None], acc / total[:, None], rows, end, on, D, DP)
-    tl.store(lse + heads * tokens + rows, m + tl.log2(total), mask=rows < end)
+    _keep(out + head * oh, acc / total[:, None], rows, end, on, D, DP)
+    tl.store(lse + head * tokens + rows, m + tl.log2(total), mask=rows < end)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _attend_delta(out, d_out, delta, tokens, on, oh, gn, gh,
                   H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr):  # fmt: skip
     head = tl.program_id(0) % H
@@ -206,23 +195,24 @@ def _queries_over(q, k, v, g, kn, vn, lse, delta, acc, rows, lo, hi, end, positi
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _attend_backward_queries(q, k, v, d_out, lse, delta, dq, blocks, position, tokens, scale, softcap, window,
                              qn, qh, kn, kh, vn, vh, gn, gh, dn, dh,
-                             H: tl.constexpr, REP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-                             BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+                             H: tl.constexpr, REP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
+                             BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
                              PRECISION: tl.constexpr):  # fmt: skip
-    heads, rows, key_head, block = _share(blocks, H, REP, HEADS, BM)
+    head = tl.program_id(0) % H
+    block = blocks + (tl.program_id(0) // H) * 5
     first, end, start = tl.load(block), tl.load(block + 1), tl.load(block + 2)
     prompt, prompt_end = tl.load(block + 3), tl.load(block + 4)
-    rows += first
-    k += key_head * kh
-    v += key_head * vh
-    q_tile = _tile(q + (heads * qh)[:, None], rows, end, qn, D, DP)
-    g = _tile(d_out + (heads * gh)[:, None], rows, end, gn, D, DP)
-    lse_rows = tl.load(lse + heads * tokens + rows, mask=rows < end, other=float("inf"))
-    delta_rows = tl.load(delta + heads * tokens + rows, mask=rows < end, other=0.0)
-    acc = tl.zeros([HEADS * BM, DP], tl.float32)
+    rows = first + tl.arange(0, BM)
+    k += (head // REP) * kh
+    v += (head // REP) * vh
+    q_tile = _tile(q + head * qh, rows, end, qn, D, DP)
+    g = _tile(d_out + head * gh, rows, end, gn, D, DP)
+    lse_rows = tl.load(lse + head * tokens + rows, mask=rows < end, other=float("inf"))
+    delta_rows = tl.load(delta + head * tokens + rows, mask=rows < end, other=0.0)
+    acc = tl.zeros([BM, DP], tl.float32)
     whole = prompt + (prompt_end - prompt) // BN * BN
     acc = _queries_over(q_tile, k, v, g, kn, vn, lse_rows, delta_rows, acc, rows, prompt, whole, prompt_end, position, tokens,
                         scale, softcap, window, D, DP, BN, False, False, WINDOW, SOFTCAP, PRECISION)  # fmt: skip
@@ -235,7 +225,7 @@ def _attend_backward_queries(q, k, v, d_out, lse, delta, dq, blocks, position, t
     acc = _queries_over(q_tile, k, v, g, kn, vn, lse_rows, delta_rows, acc, rows, whole, tl.minimum(first + BM, end), end,
                         position, tokens, scale, softcap, window, D, DP, BN, True, False, WINDOW, SOFTCAP,
                         PRECISION)  # fmt: skip
-    _keep(dq + (heads * dh)[:, None], acc * scale, rows, end, dn, D, DP)
+    _keep(dq + head * dh, acc * scale, rows, end, dn, D, DP)
 
 
 @triton.jit
@@ -260,7 +250,7 @@ def _keys_over(q, k, v, g, qn, gn, lse, delta, dk, dv, cols, lo, hi, last, posit
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _attend_backward_keys(q, k, v, d_out, lse, delta, dk, dv, blocks, position, tokens, scale, softcap, window,
                           qn, qh, kn, kh, vn, vh, gn, gh, dkn, dkh, dvn, dvh,
                           K: tl.constexpr, REP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
@@ -312,9 +302,9 @@ def forward(
     """(out [N, H, d], log-sum-exp in units of log 2 [H, N]) of q [N, H, d], k and v [N, K, d], whose last axis is dense."""
     N, H, _ = q.shape
     out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), torch.empty(H, N, device=q.device)
-    _attend_forward[(H // tiles.heads * len(blocks),)](
+    _attend_forward[(H * len(blocks),)](
         q, k, v, out, lse, blocks, position_N, N, *rule.numbers, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
-        *out.stride()[:2], H=H, REP=H // k.shape[1], HEADS=tiles.heads, BM=tiles.queries, BN=tiles.keys,
+        *out.stride()[:2], H=H, REP=H // k.shape[1], BM=tiles.queries, BN=tiles.keys,
         num_warps=tiles.warps, num_stages=tiles.stages, **rule.options(q),
     )  # fmt: skip
     return out, lse
@@ -345,7 +335,7 @@ def backward(
         *dk.stride()[:2], *dv.stride()[:2],
         K=k.shape[1], REP=rep, BM=u.queries, BN=u.keys, num_warps=u.warps, num_stages=u.stages, **rule.options(q),
     )  # fmt: skip
-    _attend_backward_queries[(H // t.heads * len(query_blocks),)](
+    _attend_backward_queries[(H * len(query_blocks),)](
         q, k, v, d_out, lse, delta, dq, query_blocks, position_N, N, *rule.numbers, *strides, *dq.stride()[:2],
-        H=H, REP=rep, HEADS=t.heads, BM=t.queries, BN=t.keys, num_warps=t.warps, num_stages=t.stages, **rule.options(q),
+        H=H, REP=rep, BM=t.queries, BN=t.keys, num_warps=t.warps, num_stages=t.stages, **rule.options(q),
     )  # fmt: skip

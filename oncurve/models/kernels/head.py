@@ -18,6 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 2048
+LEAST = tl.constexpr(-1e30)
+"""In place of −∞ where it would be multiplied by 0 or taken from itself."""
 
 
 @triton.jit
@@ -34,6 +36,16 @@ def _shaped(raw, scale, softcap, cool, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def _z(logits, bias, at, scale, softcap, cool, V: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr):
+    """z of some places of a row; −∞ past its end."""
+    raw = tl.load(logits + at, mask=at < V, other=0.0).to(tl.float32)
+    if BIAS:
+        raw += tl.load(bias + at, mask=at < V, other=0.0).to(tl.float32)
+    z, _ = _shaped(raw, scale, softcap, cool, SOFTCAP)
+    return tl.where(at < V, z, float("-inf"))
+
+
+@triton.jit
 def _head_forward(logits, bias, target, logp, entropy, lse, stride, scale, softcap, cool,
              V: tl.constexpr, B: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -41,17 +53,20 @@ def _head_forward(logits, bias, target, logp, entropy, lse, stride, scale, softc
     m = tl.full([B], float("-inf"), tl.float32)
     total = tl.zeros([B], tl.float32)
     mean = tl.zeros([B], tl.float32)
-    for first in range(0, V, B):
+    for first in range(0, V, 4 * B):
+        # Four at a time: what was summed is scaled to a new maximum once for all of them.
         at = first + tl.arange(0, B)
-        raw = tl.load(logits + at, mask=at < V, other=0.0).to(tl.float32)
-        if BIAS:
-            raw += tl.load(bias + at, mask=at < V, other=0.0).to(tl.float32)
-        z, _ = _shaped(raw, scale, softcap, cool, SOFTCAP)
-        new = tl.maximum(m, tl.where(at < V, z, float("-inf")))
-        base = tl.where(new == float("-inf"), 0.0, new)
-        shrink, e = tl.exp(m - base), tl.where(at < V, tl.exp(z - base), 0.0)
-        total = total * shrink + e
-        mean = mean * shrink + e * z
+        z0 = _z(logits, bias, at, scale, softcap, cool, V, BIAS, SOFTCAP)
+        z1 = _z(logits, bias, at + B, scale, softcap, cool, V, BIAS, SOFTCAP)
+        z2 = _z(logits, bias, at + 2 * B, scale, softcap, cool, V, BIAS, SOFTCAP)
+        z3 = _z(logits, bias, at + 3 * B, scale, softcap, cool, V, BIAS, SOFTCAP)
+        new = tl.maximum(m, tl.maximum(tl.maximum(z0, z1), tl.maximum(z2, z3)))
+        base = tl.maximum(new, LEAST)  # a lane past the vocabulary's end has seen nothing yet
+        shrink = tl.exp(m - base)
+        e0, e1, e2, e3 = tl.exp(z0 - base), tl.exp(z1 - base), tl.exp(z2 - base), tl.exp(z3 - base)
+        total = total * shrink + ((e0 + e1) + (e2 + e3))
+        low0, low1, low2, low3 = tl.maximum(z0, LEAST), tl.maximum(z1, LEAST), tl.maximum(z2, LEAST), tl.maximum(z3, LEAST)
+        mean = mean * shrink + ((e0 * low0 + e1 * low1) + (e2 * low2 + e3 * low3))
         m = new
     top = tl.max(m, 0)
     shrink = tl.exp(m - top)
@@ -110,7 +125,7 @@ def statistics(logits_CV: Tensor, target_C: Tensor, shape: Shape) -> tuple[Tenso
     bias = logits_CV if shape.bias_V is None else shape.bias_V
     _head_forward[(C,)](
         logits_CV, bias, target_C, logp, entropy, lse, logits_CV.stride(0), *shape.numbers,
-        V=V, B=BLOCK, num_warps=8, **shape.flags,
+        V=V, B=BLOCK, num_warps=16, **shape.flags,
     )  # fmt: skip
     return logp, entropy, lse
 

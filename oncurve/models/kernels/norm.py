@@ -34,7 +34,7 @@ def _norm_forward(x, y, weight, total, normal, eps, D: tl.constexpr, BD: tl.cons
     tl.store(normal + row + at, (s * r * w).to(normal.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _norm_backward(s_in, weight, grad, past, d_in, normal, d_weight, rows, eps,
               D: tl.constexpr, BD: tl.constexpr, PAST: tl.constexpr, NORMAL: tl.constexpr):  # fmt: skip
     at = tl.arange(0, BD)

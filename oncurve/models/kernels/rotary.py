@@ -1,8 +1,8 @@
 """Norm of each query and key head (Qwen3's), then the rotary embedding, of the joint product of q, k and v; and the derivative.
 
-For one head x of size d: n = w · x · r (or x where the model has no such norm), out_j = n_j·cos_j + n_j′·sin_j, where j′ lies
-half a head away and sin carries the sign. Backward: dn_j = dout_j·cos_j + dout_j′·sin_j′, then the norm's derivative (norm.py).
-Halves are loaded apart, each as one dense run.
+For one head x of size d: n = w · x · r (or x where the model has no such norm); its halves a and b are turned together, to
+a·cos − b·sin and b·cos + a·sin. Backward they are turned back, then comes the norm's derivative (norm.py). Tables hold the
+angles of one half.
 
 Legend: ``N`` tokens, ``J`` heads of q and k together, the first ``H`` of them q's, ``d`` head size.
 """
@@ -40,15 +40,15 @@ def _weight(q_weight, k_weight, rows, shift, J: tl.constexpr, H: tl.constexpr, D
 
 
 @triton.jit
-def _angle(table, position, rows, total, shift, J: tl.constexpr, D: tl.constexpr, BH: tl.constexpr):
-    """Half of a table's row at each row's position."""
+def _angle(table, position, rows, total, J: tl.constexpr, D: tl.constexpr, BH: tl.constexpr):
+    """A table's row at each row's position."""
     at = tl.arange(0, BH)
     place = tl.load(position + rows // J, mask=rows < total, other=0)
     real = (rows < total)[:, None] & (at < D // 2)[None, :]
-    return tl.load(table + shift + place[:, None] * D + at[None, :], mask=real, other=0.0).to(tl.float32)
+    return tl.load(table + place[:, None] * (D // 2) + at[None, :], mask=real, other=0.0).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total"])
 def _turn_forward(qkv, out, q_weight, k_weight, cos, sin, position, total, stride_in, stride_out, eps,
                   J: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BH: tl.constexpr, R: tl.constexpr,
                   NORM: tl.constexpr):  # fmt: skip
@@ -61,13 +61,13 @@ def _turn_forward(qkv, out, q_weight, k_weight, cos, sin, position, total, strid
         x = x * r * _weight(q_weight, k_weight, rows, 0, J, H, D, BH)
         y = y * r * _weight(q_weight, k_weight, rows, D // 2, J, H, D, BH)
     there, real = _halves(out, rows, total, stride_out, J, D, BH)
-    first = x * _angle(cos, position, rows, total, 0, J, D, BH) + y * _angle(sin, position, rows, total, 0, J, D, BH)
-    second = y * _angle(cos, position, rows, total, D // 2, J, D, BH) + x * _angle(sin, position, rows, total, D // 2, J, D, BH)
-    tl.store(there, first.to(out.dtype.element_ty), mask=real)
-    tl.store(there + D // 2, second.to(out.dtype.element_ty), mask=real)
+    c = _angle(cos, position, rows, total, J, D, BH)
+    s = _angle(sin, position, rows, total, J, D, BH)
+    tl.store(there, (x * c - y * s).to(out.dtype.element_ty), mask=real)
+    tl.store(there + D // 2, (y * c + x * s).to(out.dtype.element_ty), mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total"])
 def _turn_backward(qkv, grad, d_qkv, d_weights, q_weight, k_weight, cos, sin, position, total, stride_in, stride_grad, eps,
                    J: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BH: tl.constexpr, R: tl.constexpr,
                    NORM: tl.constexpr):  # fmt: skip
@@ -81,8 +81,9 @@ def _turn_backward(qkv, grad, d_qkv, d_weights, q_weight, k_weight, cos, sin, po
         here, real = _halves(grad, rows, total, stride_grad, J, D, BH)
         a = tl.load(here, mask=real, other=0.0).to(tl.float32)
         b = tl.load(here + D // 2, mask=real, other=0.0).to(tl.float32)
-        g = a * _angle(cos, position, rows, total, 0, J, D, BH) + b * _angle(sin, position, rows, total, D // 2, J, D, BH)
-        h = b * _angle(cos, position, rows, total, D // 2, J, D, BH) + a * _angle(sin, position, rows, total, 0, J, D, BH)
+        c = _angle(cos, position, rows, total, J, D, BH)
+        s = _angle(sin, position, rows, total, J, D, BH)
+        g, h = a * c + b * s, b * c - a * s
         if NORM:
             there, real = _halves(qkv, rows, total, stride_in, J, D, BH)
             x = tl.load(there, mask=real, other=0.0).to(tl.float32)
@@ -111,7 +112,7 @@ def _turn_backward(qkv, grad, d_qkv, d_weights, q_weight, k_weight, cos, sin, po
 
 
 class Turning:
-    """What turns with a position: the norm weights of a layer (None where it has none), the tables, the positions."""
+    """What turns with a position: the norm weights of a layer (or None), cos and sin [positions, d/2], places."""
 
     def __init__(
         self, heads: int, kv_heads: int, head_size: int, weights: tuple[Tensor, Tensor] | None, eps: float,
