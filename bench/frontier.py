@@ -1,0 +1,173 @@
+"""RLHF end to end, and what a reward costs in KL: one reward model, then GRPO against it with three weights of the KL term.
+
+The reward model learns from people's comparisons of four fifths of the prompts; its accuracy and calibration are those on the
+other fifth. Each β is a run of its own from the same policy and the same reward model. What was stopped by `--minutes` goes on
+when the same command is given again.
+
+    python bench/frontier.py --out runs/frontier --minutes 8       the recipe rlhf; again until it says that all is done
+    python bench/frontier.py --out runs/frontier --draw            the table and the plot, from what there is
+
+Numbers go to bench/results/frontier.json, the plot to docs/images/frontier.svg.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from importlib import metadata
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from oncurve.recipe.load import find_recipe, load_recipe, parse_recipe
+from oncurve.recipe.schema import Recipe
+from oncurve.runs.folder import RunFolder
+from oncurve.runs.store import Store
+from oncurve.terminal.hush import hush
+from oncurve.train.run import TimeUp
+from oncurve.train.start import begin, resume
+
+HERE = Path(__file__).resolve().parent
+RESULTS, PLOT = HERE / "results" / "frontier.json", HERE.parent / "docs" / "images" / "frontier.svg"
+COLOURS = ("#1f5f8b", "#b4501e", "#2b7a4b", "#8a3f8f", "#9a7400")
+LAST = 10
+"""Steps at the end of a run that its figures are the mean of."""
+
+
+def judge_of(asked: Recipe) -> Recipe:
+    """The stage that trains the reward model, alone."""
+    return asked.model_copy(update={"stages": tuple(s for s in asked.stages if s.type == "reward_model")})
+
+
+def run_of(asked: Recipe, beta: float, judge: Path) -> Recipe:
+    """The stage that trains the policy, against the reward model that is there, with this β."""
+    data = asked.model_dump(mode="json", exclude_none=True)
+    (stage,) = [s for s in data["stages"] if s["type"] == "grpo"]
+    stage["kl"] = {**stage.get("kl", {}), "beta": beta}
+    for reward in stage["rewards"]:
+        if reward["type"] == "model":
+            reward["model"] = str(judge.resolve())
+    return parse_recipe({**data, "stages": [stage]})
+
+
+def finished(folder: Path, recipe: Recipe, until: float) -> bool:
+    """Begins a run or goes on with it, for as long as there is time; whether it is done."""
+    if (folder / "run.json").is_file():
+        run = RunFolder.open(folder, folder.parent)
+        if run.state().shown == "finished":
+            return True
+    left = (until - time.monotonic()) / 60
+    if left <= 0:
+        return False
+    print(f"{folder.name}: {left:.1f} minutes left", flush=True)
+    try:
+        if folder.exists():
+            resume(run, minutes=left)
+        else:
+            begin(recipe, out=folder, minutes=left)
+    except TimeUp:
+        return False
+    return True
+
+
+def judged(folder: Path) -> dict[str, float]:
+    """How well the reward model does on pairs whose prompts it has not seen."""
+    with Store.open(folder) as store:
+        stage = store.stages()[0].name
+        names = ("heldout_pair_accuracy", "calibration_error", "heldout_loss")
+        return {name: curve[-1][1] for name in names if (curve := store.metric(name, stage))}
+
+
+def trained(folder: Path) -> dict[str, Any]:
+    """A run's curves of reward and KL, and their means over its last steps; the reward of step 1 is the untrained policy's."""
+    with Store.open(folder) as store:
+        stage = store.stages()[0].name
+        curves = {
+            name: [value for _, value in store.metric(name, stage)] for name in ("reward", "kl", "length_mean", "entropy")
+        }
+        aside = [(report.step, report.metrics["reward"]) for report in store.evals()]
+    ends = {f"{name}_at_end": fmean(curve[-LAST:]) for name, curve in curves.items() if curve}
+    return {
+        "steps": len(curves["reward"]),
+        "reward_before": curves["reward"][0],
+        **ends,
+        "heldout_reward": aside,
+        "curves": curves,
+    }
+
+
+def table(found: dict[str, Any]) -> str:
+    told = found["reward_model"]
+    lines = [
+        f"Reward model: {100 * told.get('heldout_pair_accuracy', 0):.1f} % of held-out pairs right, calibration error "
+        f"{told.get('calibration_error', 0):.3f}.\n",
+        "| β | steps | reward before | reward at the end | KL at the end | tokens of an answer |",
+        "|---|---|---|---|---|---|",
+    ]
+    for beta, run in found["runs"].items():
+        row = (run["reward_before"], run["reward_at_end"], run["kl_at_end"], run["length_mean_at_end"])
+        lines.append(f"| {beta} | {run['steps']} | " + " | ".join(f"{value:.3g}" for value in row) + " |")
+    return "\n".join(lines)
+
+
+def draw(found: dict[str, Any]) -> None:
+    """Every run's way from its start: KL to the right, reward upwards; its end is marked."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    style: Any = {"svg.hashsalt": "oncurve", "font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
+    with plt.rc_context(style):
+        figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+        for colour, (beta, run) in zip(COLOURS, found["runs"].items(), strict=False):
+            kl, reward = (smoothed(run["curves"][name]) for name in ("kl", "reward"))
+            axes.plot(kl, reward, color=colour, linewidth=1.2, alpha=0.6)
+            axes.plot(run["kl_at_end"], run["reward_at_end"], "o", color=colour, label=f"β = {beta}")
+        axes.set_xlabel("KL to the start, nats per token")
+        axes.set_ylabel("reward")
+        axes.legend(frameon=False)
+        figure.savefig(PLOT, metadata={"Date": None})
+
+
+def smoothed(values: list[float]) -> list[float]:
+    """Means over the last ten steps at each."""
+    return [fmean(values[max(0, i - LAST + 1) : i + 1]) for i in range(len(values))]
+
+
+def collect(out: Path, betas: list[float]) -> dict[str, Any]:
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    machine = {"device": name, **{p: metadata.version(p) for p in ("oncurve", "torch", "transformers")}}
+    runs = {str(beta): trained(out / f"beta-{beta}") for beta in betas if (out / f"beta-{beta}" / "run.db").is_file()}
+    return {"machine": machine, "reward_model": judged(out / "reward-model"), "runs": runs}
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ask.add_argument("--recipe", default="rlhf", help="a recipe of a reward_model and a grpo stage")
+    ask.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a change of the recipe")
+    ask.add_argument("--betas", type=float, nargs="+", default=[0.02, 0.1, 0.5])
+    ask.add_argument("--out", type=Path, required=True, help="where the runs lie")
+    ask.add_argument("--minutes", type=float, default=1e9, help="stop after so long, to go on later")
+    ask.add_argument("--draw", action="store_true", help="only the table and the plot")
+    args = ask.parse_args()
+    hush()
+    asked, until = load_recipe(find_recipe(Path(args.recipe)), tuple(args.set)), time.monotonic() + 60 * args.minutes
+    if not args.draw:
+        judge = args.out / "reward-model" / "reward_models" / next(s.label for s in asked.stages if s.type == "reward_model")
+        done = finished(args.out / "reward-model", judge_of(asked), until) and all(
+            finished(args.out / f"beta-{beta}", run_of(asked, beta, judge), until) for beta in args.betas
+        )
+        print("all is done" if done else "time is up: the same command goes on", flush=True)
+    found = collect(args.out, args.betas)
+    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+    if found["runs"]:
+        draw(found)
+        print(table(found))
+
+
+if __name__ == "__main__":
+    main()
