@@ -52,6 +52,12 @@ def all_logps(policy: Policy, pack: Pack, temperature: float) -> Tensor:
     return (logits_MV / temperature).log_softmax(-1)
 
 
+@torch.no_grad()
+def distributions(policy: Policy, pack: Pack, temperature: float) -> Tensor:
+    """The same log-probs without a derivative, by the policy's own fast path."""
+    return (policy.head.logits(policy.pack_hidden(pack)) / temperature).log_softmax(-1)
+
+
 class Fisher:
     """F = Σ_m w_m Σ_y π(y) ∇log π(y) ∇log π(y)ᵀ over the tokens of some packs, plus damping; each pack comes with its w_M.
 

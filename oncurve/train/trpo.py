@@ -21,7 +21,7 @@ from oncurve.algos.reductions import StepTotals, mean_over_step_tokens
 from oncurve.algos.surrogates import Unclipped
 from oncurve.engines.native import NativeEngine
 from oncurve.errors import ModelError, RecipeError
-from oncurve.models.curvature import Fisher, all_logps, flat, move, trained
+from oncurve.models.curvature import Fisher, distributions, flat, move, trained
 from oncurve.models.packing import Pack
 from oncurve.models.policy import Policy
 from oncurve.plan.curvature import VECTOR_BYTES, parameters_with_room, table_bytes
@@ -120,8 +120,9 @@ class TrpoLearner(Learner):
 
         def attempt(packs: list[MicroBatch]) -> Step:
             move(parameters, start_n, step_n, 0.0)
-            old = [all_logps(self.policy, micro.pack, self._temperature) for micro in packs]
-            before, _ = self._measure(packs, totals, old)
+            old = [distributions(self.policy, micro.pack, self._temperature) for micro in packs]
+            # Where it starts every ratio is 1.
+            before = sum(float(m.advantage_M[m.mask_M].double().sum()) for m in packs) / max(totals.tokens, 1)
 
             def try_share(share: float) -> tuple[float, float]:
                 move(parameters, start_n, step_n, share)
@@ -143,7 +144,7 @@ class TrpoLearner(Learner):
         """(L, mean KL(π_old ‖ π_θ)) over every token of the step, the KL over the whole vocabulary."""
         surrogate = kl = 0.0
         for micro, old_MV in zip(batch, old, strict=True):
-            new_MV = all_logps(self.policy, micro.pack, self._temperature)
+            new_MV = distributions(self.policy, micro.pack, self._temperature)
             at = micro.pack.target_M[:, None]
             ratio_M = (new_MV.gather(1, at) - old_MV.gather(1, at))[:, 0].clamp(max=LOG_CAP).exp()
             kl_M = (old_MV.exp() * (old_MV - new_MV)).nan_to_num().sum(-1)

@@ -141,7 +141,8 @@ def test_a_natural_gradient_step_is_the_same(where: str, monkeypatch: pytest.Mon
     before = snapshot(whole.policy.model)
     expected = whole.update(groups).metrics
     owner = {"gradient": Policy, "fisher": curvature, "search": trpo}[where]
-    gpu = Full(monkeypatch, owner, "pack_hidden" if where == "gradient" else "all_logps", of_pack, 40)
+    name = {"gradient": "pack_hidden", "fisher": "all_logps", "search": "distributions"}[where]
+    gpu = Full(monkeypatch, owner, name, of_pack, 40)
     with collecting() as notes:
         found = small.update(groups).metrics
     assert gpu.refused
@@ -152,18 +153,18 @@ def test_a_natural_gradient_step_is_the_same(where: str, monkeypatch: pytest.Mon
 
 
 def test_a_search_that_finds_no_room_leaves_the_policy_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device fills up only when the policy has been moved for its second try."""
+    """The device fills up only when the policy has been moved."""
     dice = np.random.default_rng(0)
     learner = TrpoLearner(policy(), test_trpo.stage(max_kl=1e-3, cg_iterations=4))
-    before, calls, real = snapshot(learner.policy.model), [0], curvature.all_logps
+    before, calls, real = snapshot(learner.policy.model), [0], curvature.distributions
 
     def ever_fuller(*arguments: Any) -> Tensor:
         calls[0] += 1
-        if calls[0] > 2:
+        if calls[0] > 1:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return real(*arguments)
 
-    monkeypatch.setattr(trpo, "all_logps", ever_fuller)
+    monkeypatch.setattr(trpo, "distributions", ever_fuller)
     with pytest.raises(Exception, match="out of memory at"):
         learner.update([graded_group(dice, 6, [9, 7, 8, 5], name="a")])
     assert torch.equal(snapshot(learner.policy.model), before)
