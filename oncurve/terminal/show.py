@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ CURVES = {
     "dpo": ("loss", "pair_accuracy", "pair_margin", "entropy"),
 }
 """Which metrics of a stage are drawn, by its type."""
+HAPPENED = 12
+"""Events of a cluster that are shown."""
 COMPARED = ("reward", "accuracy", "loss", "entropy", "kl", "length_mean", "no_signal_share")
 
 
@@ -49,8 +52,20 @@ def render_run(run: RunFolder) -> RenderableType:
             parts += [Text(), accuracy_table(evals)]
         if state.parent is not None:
             parts += _beside_parent(run, state.parent, store)
-        parts += [Text(), _advice(run, stages)]
+        parts += [*happened(store), Text(), _advice(run, stages)]
     return Group(*parts)
+
+
+def happened(store: Reader) -> list[RenderableType]:
+    """What a cluster has done to the run: who died, hung or was started again, the last of it."""
+    told = store.events("cluster")
+    lines = [Text.assemble((clock(e.time), "dim"), f"  {e.message}") for e in told[-HAPPENED:]]
+    more = [Text(f"  and {len(told) - HAPPENED} events before", "dim")] if len(told) > HAPPENED else []
+    return [Text(), Text("on the cluster", "dim"), *more, *lines] if told else []
+
+
+def clock(seconds: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(seconds))
 
 
 def _family(run: RunFolder, parent: Parent | None) -> list[RenderableType]:

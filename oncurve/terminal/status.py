@@ -14,6 +14,7 @@ from oncurve.errors import OncurveError
 from oncurve.runs.folder import RunFolder
 from oncurve.runs.store import Store
 from oncurve.scale.pulse import Pulse, read_pulses
+from oncurve.terminal.show import happened
 
 SILENT_S = 10.0
 """A process writes twice a second; one that has not for so long is stopped, swapped out, or its machine is gone."""
@@ -41,7 +42,15 @@ def render_status(run: RunFolder) -> RenderableType:
         phase = f"{pulse.phase}, waiting in '{pulse.waiting}'" if pulse.waiting else pulse.phase
         seconds = f"{max(pulse.beat - pulse.since, 0.0):.0f} s"
         table.add_row(pulse.name, pulse.host, str(pulse.pid), place, phase, seconds, state_of(pulse))
-    return Group(head, Text(), table)
+    return Group(head, Text(), table, *_happened(run))
+
+
+def _happened(run: RunFolder) -> list[RenderableType]:
+    try:
+        with Store.open(run.path) as store:
+            return happened(store)
+    except OncurveError:
+        return []
 
 
 def state_of(pulse: Pulse) -> str:
