@@ -11,6 +11,7 @@ import shutil
 import signal
 import threading
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from types import FrameType
 from typing import Any
 
 from oncurve.cluster import door, nodes
-from oncurve.cluster.door import START_S, Gone, Peer, Places, answer
+from oncurve.cluster.door import START_S, At, Gone, Peer, Places, answer
 from oncurve.cluster.learner import Learner, Task
 from oncurve.cluster.orders import Crew
 from oncurve.cluster.sampler import Sampler
@@ -56,19 +57,31 @@ def train(asked: Asked, address: str, listeners: Sequence[Listener] = ()) -> Run
         check_resumable(asked.run)
     recipe = asked.recipe if asked.run is None else moved(asked.run, asked.sets)
     assert recipe is not None
+    _check_shares(recipe)
     recipe = corrected(recipe)
     prepare(recipe)  # a recipe that can't run is told before anything is started
     door.connect(address)
     try:
         nodes.check_room(recipe)
         nodes.check_alike(recipe)
-        with company(recipe) as (learner, crew), folder(asked, recipe) as run:
+        with company(recipe) as (learners, crew), folder(asked, recipe) as run:
             begin = None if asked.run is not None else recipe.model_dump_json(exclude_none=True)
             task = Task(run.path.resolve(), Path.cwd(), begin, asked.sets, asked.minutes)
-            Drive(learner, crew, listeners, recipe.scale.timeout_s).see_through(run, task)
+            Drive(learners, crew, listeners, recipe.scale.timeout_s).see_through(run, task)
             return run
     finally:
         door.leave()
+
+
+def _check_shares(recipe: Recipe) -> None:
+    scale = recipe.scale
+    if 0 < scale.samplers < scale.ranks:
+        raise RecipeError(
+            "scale.samplers",
+            scale.samplers,
+            because=f"each of the {scale.ranks} learner ranks has samplers of its own for its share of the prompts",
+            fix=f"use {scale.ranks} or more, or 0: then the learners sample",
+        )
 
 
 CAP = 2.0
@@ -95,7 +108,7 @@ def corrected(recipe: Recipe) -> Recipe:
 
 
 @contextmanager
-def company(recipe: Recipe) -> Iterator[tuple[Peer, Crew]]:
+def company(recipe: Recipe) -> Iterator[tuple[tuple[Peer, ...], Crew]]:
     """The actors, in places kept for them; gone at the end, however it comes."""
     each, scale = nodes.needs(recipe), recipe.scale
     places = [Places("the learner", [each] * scale.ranks, "PACK")]
@@ -105,11 +118,11 @@ def company(recipe: Recipe) -> Iterator[tuple[Peer, Crew]]:
     try:
         for one in places:
             one.wait()
-        peers.append(door.put_up("learner", Learner, each, places[0]))
+        peers += [door.put_up(f"rank-{i}", Learner, each, places[0], i) for i in range(scale.ranks)]
         peers += [door.put_up(f"sampler-{i}", Sampler, each, places[1], i) for i in range(scale.samplers)]
         peers += [door.put_up(f"reward-{i}", Scorer, {"CPU": 1.0}) for i in range(scale.reward_workers)]
-        first = 1 + scale.samplers
-        yield peers[0], Crew(tuple(peers[1:first]), tuple(peers[first:]))
+        ranks, crew = scale.ranks, scale.ranks + scale.samplers
+        yield tuple(peers[:ranks]), Crew(tuple(peers[ranks:crew]), tuple(peers[crew:]))
     finally:
         for peer in peers:
             peer.kill(for_good=True)
@@ -135,8 +148,9 @@ def folder(asked: Asked, recipe: Recipe) -> Iterator[RunFolder]:
 class Drive:
     """One run, from the driver's seat."""
 
-    def __init__(self, learner: Peer, crew: Crew, listeners: Sequence[Listener], timeout_s: float) -> None:
-        self.learner, self.crew, self.listeners, self.timeout_s = learner, crew, listeners, timeout_s
+    def __init__(self, learners: Sequence[Peer], crew: Crew, listeners: Sequence[Listener], timeout_s: float) -> None:
+        self.learners, self.crew, self.listeners, self.timeout_s = learners, crew, listeners, timeout_s
+        self.learner = learners[0]
         self.stop: int | None = None
         self.steps = 0
 
@@ -153,6 +167,8 @@ class Drive:
                     raise self._given_up(run, deaths, error) from error
                 line = f"the learner died ({str(error)[:200]}); it is started again and goes on from the last checkpoint"
                 self._tell("on_event", ("cluster", line))
+                for other in self.learners if len(self.learners) > 1 else ():  # ranks go on together or not at all
+                    other.kill(for_good=False)
                 begun = run.database.exists()
                 task = replace(task, recipe=None if begun else task.recipe, notes=(line,))
             else:
@@ -162,18 +178,21 @@ class Drive:
 
     def _watch(self, task: Task) -> Mapping[str, Any] | None:
         """How the learner ended; meanwhile it is heard, and what it says is handed on."""
-        self._wait_until_up()
-        outcome, hearing = self.learner.ask("train", task, self.crew), self.learner.ask("hear", HEAR_S)
-        heard = time.monotonic()
+        task = self._meeting(task)
+        ends = [learner.ask("train", task, self.crew, rank) for rank, learner in enumerate(self.learners)]
+        hearing, heard = self.learner.ask("hear", HEAR_S), time.monotonic()
         asked_to_stop = False
         while True:
-            for ref in door.first([outcome, hearing], HEAR_S):
+            for ref in door.first([*ends, hearing], HEAR_S):
                 said = answer(ref, HEAR_S)
-                if ref is outcome:
+                if ref is ends[0]:
                     self._hand_on(answer(self.learner.ask("hear", 0.05), self.timeout_s))
                     return said  # type: ignore[no-any-return]
-                self._hand_on(said)
-                heard, hearing = time.monotonic(), self.learner.ask("hear", HEAR_S)
+                if ref is hearing:
+                    self._hand_on(said)
+                    heard, hearing = time.monotonic(), self.learner.ask("hear", HEAR_S)
+                else:
+                    ends.remove(ref)  # another rank is done; what it has to say, the first one tells
             if self.stop is not None and not asked_to_stop:
                 self.learner.ask("stop", self.stop)
                 asked_to_stop = True
@@ -181,24 +200,30 @@ class Drive:
                 self.learner.kill(for_good=False)
                 raise Gone(f"it had not answered the driver for {self.timeout_s:g} s, and was killed")
 
-    def _wait_until_up(self) -> None:
+    def _meeting(self, task: Task) -> Task:
+        """With all learners up: where each is, and where they meet."""
+        ranks = tuple(self._up(learner) for learner in self.learners)
+        port = answer(self.learner.ask("free_port"), self.timeout_s)
+        return replace(task, session=uuid.uuid4().hex, ranks=ranks, port=port)
+
+    def _up(self, learner: Peer) -> At:
         """Ray may be starting it again, or waiting for a node that has room."""
         limit = max(self.timeout_s, START_S)
         deadline = time.monotonic() + limit
         while True:
             try:
-                answer(self.learner.ask("where"), limit)
+                at: At = answer(learner.ask("where"), limit)
             except (Gone, door.Silent) as error:
                 if time.monotonic() > deadline or isinstance(error, door.Silent):
                     raise ClusterError(
                         "--ray",
-                        f"the driver has waited {limit:g} s for the learner to start",
+                        f"the driver has waited {limit:g} s for {learner.name} to start",
                         because=str(error)[:200] or f"no node has room for it now: {door.told_of(door.available())} is free",
                         fix="`ray status` shows the nodes; when there is one again: oncurve train --resume RUN --ray auto",
                     ) from error
                 time.sleep(0.5)
             else:
-                return
+                return at
 
     def _hand_on(self, news: Sequence[tuple[str, tuple[Any, ...]]]) -> None:
         for name, given in news:

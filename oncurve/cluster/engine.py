@@ -15,8 +15,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from oncurve.cluster.door import START_S, At, Gone, Peer, Ref, answer, first, put
-from oncurve.cluster.orders import Job, Order, Place, Told, as_bytes
+from oncurve.cluster.broadcast import Meeting, Members, open_store
+from oncurve.cluster.door import START_S, At, Gone, Peer, Ref, Silent, answer, first, here, put
+from oncurve.cluster.orders import Job, Order, Place, Told, as_bytes, trained
 from oncurve.engines.native import Draws, NativeEngine
 from oncurve.errors import ClusterError
 from oncurve.models.policy import Policy
@@ -90,6 +91,8 @@ class RemoteEngine(NativeEngine):
         self.unsent: list[Place] = []
         self.ahead: Ahead | None = None
         self.weights: tuple[int, Ref] | None = None
+        self.group: tuple[tuple[str, ...], Members] | None = None
+        self.backend = "nccl" if policy.device.type == "cuda" else None
         self.updates = 0
         self._numbers, self._jobs = itertools.count(), itertools.count()
         for seat in self.seats:
@@ -170,13 +173,44 @@ class RemoteEngine(NativeEngine):
     # Weights.
 
     def _push(self) -> None:
-        """Once into the object store, from where each sampler's node fetches them."""
         self.phase(LEARNER, None, "pushing weights")
-        self.weights = (self.updates, put(as_bytes(self.policy)))
-        for seat in self.seats:
-            if seat.state == "up":
-                seat.peer.ask("push", self.order.session, *self.weights)
+        self.weights = None
+        up = [seat for seat in self.seats if seat.state == "up"]
+        if self.backend is None or not up or not self._broadcast(up, self.backend):
+            self._push_by_store(up)
         self.phase(LEARNER, None, "waiting for samplers")
+
+    def _push_by_store(self, seats: Sequence[Seat]) -> None:
+        """Once into the object store, from where each sampler's node fetches them."""
+        if self.weights is None:
+            self.weights = (self.updates, put(as_bytes(self.policy)))
+        for seat in seats:
+            seat.peer.ask("push", self.order.session, *self.weights)
+
+    def _broadcast(self, up: Sequence[Seat], backend: str) -> bool:
+        """From GPU to GPU; False where the group could not be made or has lost a member."""
+        names = tuple(seat.peer.name for seat in up)
+        try:
+            if self.group is None or self.group[0] != names:
+                self.group = (names, self._meet(up, backend))
+            asked = [seat.peer.ask("receive", self.order.session, self.updates) for seat in up]
+            self.group[1].broadcast([p.detach() for p in trained(self.policy).values()])
+            if all(answer(ref, self.timeout_s) for ref in asked):
+                return True
+        except (Gone, Silent, RuntimeError) as error:
+            self.say(f"broadcasting weights failed ({str(error).partition(chr(10))[0][:160]}): sent through the object store")
+        self.group = None
+        return False
+
+    def _meet(self, up: Sequence[Seat], backend: str) -> Members:
+        address = here().address
+        store = open_store(address, self.timeout_s)
+        meeting = Meeting(address, store.port, 1 + len(up), backend, self.timeout_s)
+        asked = [seat.peer.ask("join", self.order.session, meeting, 1 + i) for i, seat in enumerate(up)]
+        made = Members(meeting, 0, store)
+        if not all(answer(ref, self.timeout_s) for ref in asked):
+            raise RuntimeError("a sampler was started again meanwhile")
+        return made
 
     # Who writes what.
 
@@ -232,8 +266,7 @@ class RemoteEngine(NativeEngine):
         if seat.at is not None:
             self.say(f"{seat.peer.name} is up again: {at}")
         seat.at, seat.state, seat.heard = at, "up", time.monotonic()
-        if self.weights is not None:
-            seat.peer.ask("push", self.order.session, *self.weights)
+        self._push_by_store([seat])
         self.phase(seat.peer.name, at, "idle")
         self._question(seat)
 
@@ -245,8 +278,7 @@ class RemoteEngine(NativeEngine):
         if seat.state == "silent":
             self.say(f"{seat.peer.name} ({seat.at}) answers again")
             seat.state = "up"
-            if self.weights is not None:
-                seat.peer.ask("push", self.order.session, *self.weights)
+            self._push_by_store([seat])
         if said.rounds != seat.rounds or not seat.places:
             seat.heard, seat.rounds = time.monotonic(), said.rounds
         for place, group in said.groups:

@@ -8,9 +8,10 @@ import queue
 import socket
 import threading
 import time
-import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from oncurve.cluster.engine import LEARNER, Ahead, RemoteEngine
 from oncurve.cluster.orders import Crew, Order
 from oncurve.cluster.scorer import Scorers, ScorersMix
 from oncurve.errors import ClusterError, OncurveError, RunError
+from oncurve.models.policy import Policy
 from oncurve.recipe.load import dump_recipe, parse_recipe
 from oncurve.recipe.sampled import Sampled
 from oncurve.recipe.schema import Recipe, Stage
@@ -31,11 +33,14 @@ from oncurve.rewards.mix import RewardMix
 from oncurve.runs.checkpoints import Checkpoint
 from oncurve.runs.database import take_lock
 from oncurve.runs.folder import STATE, RunFolder
+from oncurve.scale.join import join
 from oncurve.scale.pulse import Pulse, clear_pulses, write_pulse
 from oncurve.scale.told import told
+from oncurve.scale.world import ALONE, World
 from oncurve.tasks.order import prompts_for_step
+from oncurve.train.follow import follow, lead
 from oncurve.train.listeners import Listener
-from oncurve.train.run import DETOUR, Trainer
+from oncurve.train.run import DETOUR, RewardsOf, TaskOf, Trainer
 from oncurve.train.stages import StageLoop
 from oncurve.train.start import frozen, moved, prepare
 
@@ -47,7 +52,10 @@ BEAT_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a learner is to do: begin with a recipe in the folder, or go on with what is there. ``notes`` become events."""
+    """What a learner is to do: begin with a recipe in the folder, or go on with what is there. ``notes`` become events.
+
+    ``session`` is new for each start. ``ranks`` are where all learners run, by rank, and ``port`` is where they meet.
+    """
 
     folder: Path
     directory: Path
@@ -55,6 +63,9 @@ class Task:
     sets: tuple[str, ...] = ()
     minutes: float | None = None
     notes: tuple[str, ...] = ()
+    session: str = ""
+    ranks: tuple[At, ...] = ()
+    port: int = 0
 
 
 class Learner:
@@ -68,17 +79,36 @@ class Learner:
     def where(self) -> At:
         return here()
 
-    def train(self, task: Task, crew: Crew) -> Mapping[str, Any] | None:
+    def free_port(self) -> int:
+        """One that is free on this machine now."""
+        with socket.create_server(("", 0)) as found:
+            return int(found.getsockname()[1])
+
+    def train(self, task: Task, crew: Crew, rank: int) -> Mapping[str, Any] | None:
         """None where the run has finished; else the error that ended it, as data."""
         try:
             os.chdir(task.directory)
-            self.trainer = trainer = self._trainer(task, crew)
-            trainer.train(resume=trainer.run.database.exists())
+            run, recipe = self._opened(task)
+            with _joined(task, recipe, rank) as world:
+                if not world.is_first:
+                    follow(world, prepare, make=partial(ClusterTrainer, of=Part(task, crew)))  # type: ignore[arg-type]
+                    return None
+                self.trainer = trainer = self._leading(run, recipe, Part(task, crew), world)
+                trainer.train(resume=run.database.exists())
         except OncurveError as error:
             return {**told(error, self.name), "class": type(error).__name__}
         return None
 
-    def _trainer(self, task: Task, crew: Crew) -> ClusterTrainer:
+    def _leading(self, run: RunFolder, recipe: Recipe, of: Part, world: World) -> ClusterTrainer:
+        if of.task.recipe is not None:
+            recipe = frozen(recipe)
+        lead(world, recipe, run)
+        made = ClusterTrainer(recipe, run, *prepare(recipe), [self.relay], None, of.task.minutes, world, of=of)
+        if of.task.recipe is not None or of.task.sets:
+            run.write_recipe(dump_recipe(recipe))
+        return made
+
+    def _opened(self, task: Task) -> tuple[RunFolder, Recipe]:
         run = RunFolder(task.folder)
         if not (run.path / STATE).is_file():
             raise ClusterError(
@@ -87,15 +117,10 @@ class Learner:
                 because="the learner writes the run's folder, and goes on from it wherever it is started again",
                 fix="put runs on a disk that all nodes share: --runs or --out DIR",
             )
-        if task.recipe is None:
-            _wait_for_lock(run)
-            recipe = moved(run, task.sets)
-        else:
-            recipe = frozen(parse_recipe(json.loads(task.recipe)))
-        made = ClusterTrainer(recipe, run, crew, task, [self.relay])
-        if task.recipe is not None or task.sets:
-            run.write_recipe(dump_recipe(recipe))
-        return made
+        if task.recipe is not None:
+            return run, parse_recipe(json.loads(task.recipe))
+        _wait_for_lock(run)
+        return run, moved(run, task.sets)
 
     def stop(self, number: int) -> None:
         """As a signal would: the step is finished and saved."""
@@ -105,6 +130,28 @@ class Learner:
     def hear(self, wait_s: float) -> list[tuple[str, tuple[Any, ...]]]:
         """What listeners are to be told, in order, as soon as there is anything."""
         return self.relay.next(wait_s)
+
+
+@contextmanager
+def _joined(task: Task, recipe: Recipe, rank: int) -> Iterator[World]:
+    """The world of the learners, by the environment in which ranks find each other however they were started."""
+    size = len(task.ranks)
+    if size == 1:
+        yield ALONE
+        return
+    beside = [r for r, at in enumerate(task.ranks) if at.host == task.ranks[rank].host]
+    around = {
+        "RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": len(beside),
+        "MASTER_ADDR": task.ranks[0].address, "MASTER_PORT": task.port,
+    }  # fmt: skip
+    os.environ.update({key: str(value) for key, value in around.items()})
+    world = join(recipe, lambda error: print(error, flush=True))
+    try:
+        yield world
+    except BaseException as error:
+        world.close(error)
+        raise
+    world.close()
 
 
 def _wait_for_lock(run: RunFolder) -> None:
@@ -145,32 +192,47 @@ def light(given: Any) -> Any:
     return replace(given, groups=()) if isinstance(given, EvalReport) else given
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one learner was told, and all who work for the run."""
+
+    task: Task
+    crew: Crew
+
+
 class ClusterTrainer(Trainer):
     """`Trainer` with samplers and reward workers; what happens to them is told as events of the kind `cluster`."""
 
-    def __init__(self, recipe: Recipe, run: RunFolder, crew: Crew, task: Task, listeners: Sequence[Listener]) -> None:
-        session = uuid.uuid4().hex
-        order = Order(session, recipe.model_dump_json(exclude_none=True), run.path, task.directory)
-        task_of, rewards_of = prepare(recipe)
+    def __init__(
+        self, recipe: Recipe, run: RunFolder, task_of: TaskOf, rewards_of: RewardsOf, listeners: Sequence[Listener] = (),
+        policy: Policy | None = None, minutes: float | None = None, world: World = ALONE, *, of: Part,
+    ) -> None:  # fmt: skip
+        task, crew = of.task, of.crew
+        order = Order(task.session, recipe.model_dump_json(exclude_none=True), run.path, task.directory)
         self.notes, self.crew = task.notes, crew
-        self.board = Board(run.path)
+        self.board = Board(run.path, world)
         self.scorers = Scorers(crew.scorers, order, recipe.scale.timeout_s, self.board.enter) if crew.scorers else None
         mixes = {s.label: self._mix(rewards_of(s), s) for s in recipe.stages}
-        super().__init__(recipe, run, task_of, lambda s: mixes[s.label], listeners, None, task.minutes)
-        if crew.samplers:
-            self.engine = RemoteEngine(self.policy, recipe, crew.samplers, order, self._say, self.board.enter)
+        super().__init__(recipe, run, task_of, lambda s: mixes[s.label], listeners, policy, minutes, world)
+        own = crew.samplers[world.rank :: world.size]
+        if own:
+            self.engine = RemoteEngine(self.policy, recipe, own, order, self._say, self.board.enter)
+        self.board.start()
+        if self.scorers is not None:
+            self.scorers.open()
 
     def _mix(self, mix: RewardMix, stage: Stage) -> RewardMix:
         return mix if self.scorers is None else ScorersMix(mix, stage.label, self.scorers, self._say)
 
     def _say(self, line: str) -> None:
-        self.tell.on_event("cluster", line)
+        """The first rank writes it down; another's stands in what its process wrote."""
+        if self.world.is_first:
+            self.tell.on_event("cluster", line)
+        else:
+            print(line, flush=True)
 
     def train(self, resume: bool = False) -> None:
-        self.board.start()
         try:
-            if self.scorers is not None:
-                self.scorers.open()
             super().train(resume)
         finally:
             self.board.stop()
@@ -190,9 +252,9 @@ class ClusterTrainer(Trainer):
         return Watched(made, self.board, stage, self.recipe.scale.max_staleness > 0)
 
     def _ahead(self, stage: Sampled, seed: int) -> Ahead:
-        asked = self.task_of(stage)  # type: ignore[arg-type]
+        asked, world = self.task_of(stage), self.world_of(stage)  # type: ignore[arg-type]
         return Ahead(
-            lambda n: prompts_for_step(asked, seed, n - 1, stage.prompts_per_step),
+            lambda n: world.share(prompts_for_step(asked, seed, n - 1, stage.prompts_per_step)),
             stage.group_size, stage.sampling, seed, stage.steps,
         )  # fmt: skip
 
@@ -233,16 +295,17 @@ def staleness(report: StepReport) -> dict[str, float]:
 class Board:
     """What each process of the run is doing, for `oncurve status`. The learner writes for all: it asks them anyway."""
 
-    def __init__(self, run: Path) -> None:
-        self.run = run
+    def __init__(self, run: Path, world: World) -> None:
+        self.run, self.world = run, world
         self.pulses: dict[str, Pulse] = {}
         self._lock, self._over = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._write, name="oncurve-board", daemon=True)
         self._place = ("", 0)
 
     def start(self) -> None:
-        clear_pulses(self.run)
-        self.enter(LEARNER, here(), "starting")
+        if self.world.size == 1:  # of several ranks each has a pulse already
+            clear_pulses(self.run)
+            self.enter(LEARNER, here(), "starting")
         self._thread.start()
 
     def stop(self) -> None:
@@ -256,6 +319,8 @@ class Board:
         self._place = (stage, step)
 
     def enter(self, name: str, at: At | None, phase: str) -> None:
+        if name == LEARNER and self.world.size > 1:
+            return self.world.enter(phase)
         with self._lock:
             old = self.pulses.get(name) or Pulse(name, socket.gethostname() if at is None else at.host, 0, "")
             if at is not None:
@@ -263,6 +328,7 @@ class Board:
             since = old.since if old.phase == phase else time.time()
             stage, step = self._place
             self.pulses[name] = replace(old, phase=phase, since=since, stage=stage, step=step, beat=time.time())
+        return None
 
     def _write(self) -> None:
         while not self._over.wait(BEAT_S):
@@ -272,4 +338,5 @@ class Board:
         with self._lock:
             now = list(self.pulses.values())
         for pulse in now:
-            write_pulse(self.run, replace(pulse, beat=time.time()) if pulse.name == LEARNER else pulse)
+            lost = pulse.phase.startswith(("silent", "died"))
+            write_pulse(self.run, pulse if lost else replace(pulse, beat=time.time()))

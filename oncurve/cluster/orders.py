@@ -93,7 +93,8 @@ def as_bytes(policy: Policy) -> dict[str, Bytes]:
 
 
 @torch.no_grad()
-def put_bytes(policy: Policy, found: Mapping[str, Bytes]) -> None:
+def put_weights(policy: Policy, found: Mapping[str, Bytes | Tensor]) -> None:
     """Into the very tensors that the sampler decodes with."""
     for name, p in trained(policy).items():
-        p.copy_(torch.from_numpy(found[name].copy()).view(p.dtype).view(p.shape))
+        new = found[name]
+        p.copy_(new if isinstance(new, Tensor) else torch.from_numpy(new.copy()).view(p.dtype).view(p.shape))

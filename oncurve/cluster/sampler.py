@@ -14,9 +14,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from oncurve.cluster.broadcast import Meeting, Members
 from oncurve.cluster.door import At, here
-from oncurve.cluster.orders import Bytes, Job, Order, Place, Told, put_bytes
+from oncurve.cluster.orders import Bytes, Job, Order, Place, Told, put_weights, trained
+from oncurve.engines.choose import engine_for
 from oncurve.engines.native import NativeEngine
 from oncurve.errors import OncurveError
 from oncurve.models.load import load_policy
@@ -37,6 +40,8 @@ class Sampler:
     def __init__(self, name: str) -> None:
         self.name = name
         self.session: str | None = None
+        self.engine: NativeEngine | None = None
+        self.group: Members | None = None
         self._changed = threading.Condition()
         self._forget()
         threading.Thread(target=self._work, name="oncurve-sampler", daemon=True).start()
@@ -47,7 +52,7 @@ class Sampler:
         self._over: set[int] = set()
         self._done: dict[Place, Group] = {}
         self._at: Job | None = None
-        self._pushed: tuple[int, Mapping[str, Bytes]] | None = None
+        self._pushed: tuple[int, Mapping[str, Bytes | Tensor]] | None = None
         self._failure: Mapping[str, Any] | None = None
         self.version, self.rounds, self.phase = -1, 0, "idle"
 
@@ -59,7 +64,7 @@ class Sampler:
         recipe = order.enter()
         torch.set_num_threads(recipe.threads or 1)
         self.phase = "loading the model"
-        self.engine = self._engine(recipe)
+        self.engine = self._opened(recipe)
         self.keeps_versions = recipe.scale.max_staleness > 0
         with self._changed:
             self._forget()
@@ -67,10 +72,11 @@ class Sampler:
             self._changed.notify_all()
         return here()
 
-    def _engine(self, recipe: Recipe) -> NativeEngine:
+    def _opened(self, recipe: Recipe) -> NativeEngine:
+        if self.engine is not None:
+            self.engine.close()
         alphabet = task_for(recipe, recipe.stages[0]).alphabet
-        policy = load_policy(recipe.model, alphabet=alphabet, seed=recipe.seed)
-        engine = NativeEngine(policy, recipe.engine)
+        engine = engine_for(load_policy(recipe.model, alphabet=alphabet, seed=recipe.seed), recipe)
         engine.exchange = Between(self)
         return engine
 
@@ -80,6 +86,24 @@ class Sampler:
             if session == self.session:
                 self._pushed = (version, weights)
                 self._changed.notify_all()
+
+    def join(self, session: str, meeting: Meeting, rank: int) -> bool:
+        """Takes this sampler's place in a group over which the learner will broadcast; False where it could not."""
+        if session == self.session:
+            self.group = Members(meeting, rank)
+        return session == self.session
+
+    def receive(self, session: str, version: int) -> bool:
+        """As `push`, with what the learner broadcasts at this moment."""
+        if session != self.session or self.group is None:
+            return False
+        assert self.engine is not None
+        tensors = {name: torch.empty_like(p) for name, p in trained(self.engine.policy).items()}
+        self.group.broadcast(list(tensors.values()))
+        with self._changed:
+            self._pushed = (version, tensors)
+            self._changed.notify_all()
+        return True
 
     def submit(self, session: str, job: Job) -> None:
         with self._changed:
@@ -135,6 +159,7 @@ class Sampler:
                     self._done[job.call, job.places[place]] = kept
                     self._changed.notify_all()
 
+        assert self.engine is not None
         sample(self.engine, job.prompts, job.group_size, job.how, job.draws, on_group=whole)
 
     def exchange(self) -> bool:
@@ -146,7 +171,8 @@ class Sampler:
             found, self._pushed = self._pushed, None
         if found is None or found[0] == self.version:
             return False
-        put_bytes(self.engine.policy, found[1])
+        assert self.engine is not None
+        put_weights(self.engine.policy, found[1])
         self.version = found[0]
         return True
 

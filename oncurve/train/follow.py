@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from oncurve.errors import OncurveError, ScaleError
+from oncurve.errors import OncurveError, RecipeError, ScaleError
 from oncurve.models.policy import Policy
 from oncurve.recipe.load import parse_recipe
 from oncurve.recipe.schema import Recipe, Stage
@@ -21,13 +21,14 @@ from oncurve.runs.folder import RunFolder
 from oncurve.scale.world import World
 from oncurve.tasks.base import Task
 from oncurve.train.run import Trainer, load_weights, trained
-from oncurve.train.stages import StageLoop
+from oncurve.train.stages import StageLoop, is_shared
 
 Prepare = Callable[[Recipe], tuple[Callable[[Stage], Task], Callable[[Stage], RewardMix]]]
 
 
 def need_ranks(recipe: Recipe, world: World) -> None:
-    """A recipe for several ranks needs them to be there."""
+    """A recipe for several ranks needs them to be there, and must ask of them what they can do."""
+    check_scale(recipe)
     if recipe.scale.ranks != world.size:
         ranks = recipe.scale.ranks
         raise ScaleError(
@@ -38,14 +39,33 @@ def need_ranks(recipe: Recipe, world: World) -> None:
         )
 
 
+def check_scale(recipe: Recipe) -> None:
+    """What ranks can't do together, said before anything is loaded."""
+    if recipe.scale.tensor > 1:
+        raise RecipeError(
+            "scale.tensor",
+            recipe.scale.tensor,
+            because="sampler and learner share one set of tensors, and the native engine does not cut heads between ranks",
+            fix='leave it at 1 and use scale.shard = "full"; vLLM has tensor parallelism of its own (scale.engine = "vllm")',
+        )
+    for stage in recipe.stages if recipe.scale.shard == "full" and recipe.scale.ranks > 1 else ():
+        if not is_shared(stage):
+            raise RecipeError(
+                "scale.shard",
+                "full",
+                because=f"the stage '{stage.label}' ({stage.type}) is the first rank's alone, and no rank has all weights",
+                fix='use scale.shard = "optimiser", or run that stage in a recipe of its own',
+            )
+
+
 def lead(world: World, recipe: Recipe, run: RunFolder) -> None:
     """The first rank's first word: the recipe with everything chosen, and where the run lies."""
     world.show_in(run.path)
     world.tell("open", recipe=recipe.model_dump(mode="json", exclude_none=True), run=str(run.path.resolve()))
 
 
-def follow(world: World, prepare: Prepare, policy: Policy | None = None) -> RunFolder:
-    """What every other rank does, from the first word to the last."""
+def follow(world: World, prepare: Prepare, policy: Policy | None = None, make: type[Trainer] = Trainer) -> RunFolder:
+    """What every other rank does, from the first word to the last. ``make`` is the kind of trainer that the first one is."""
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):  # the first rank decides when to stop
             signal.signal(number, signal.SIG_IGN)
@@ -53,7 +73,7 @@ def follow(world: World, prepare: Prepare, policy: Policy | None = None) -> RunF
     _, said = next(orders)
     recipe, run = parse_recipe(said["recipe"]), RunFolder(Path(said["run"]))
     world.show_in(run.path)
-    trainer = Trainer(recipe, run, *prepare(recipe), policy=policy, world=world)
+    trainer = make(recipe, run, *prepare(recipe), policy=policy, world=world)
     stage, loop = recipe.stages[0], None
     for do, said in orders:
         if do == "stage":

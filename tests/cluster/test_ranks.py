@@ -1,0 +1,33 @@
+"""Several learner ranks on a cluster, each with a sampler of its own; one of them is killed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from oncurve.train.start import begin
+from tests.cluster.started import Started, each_group_once
+from tests.faults.cases import FORMAT, GRPO, SHORT, recipe
+
+pytestmark = pytest.mark.slow
+STEPS = 40
+STAGE = {**GRPO, "steps": STEPS, "prompts_per_step": 4, "save_every": 10, "eval_every": 0}
+
+
+def test_two_ranks_learn_what_one_process_learns_though_one_dies(cluster: Any, tmp_path: Path) -> None:
+    """The same gradient up to rounding, on the same prompts and random numbers, whoever computed it."""
+    asked = recipe(STAGE, rewards=[FORMAT, SHORT], scale={"ranks": 2, "samplers": 2, "timeout_s": 120.0})
+    started = Started.begin(tmp_path / "ray", asked, cluster.address)
+    started.until(15)
+    started.kill("rank-1")
+    started.end()
+    each_group_once(started.run, STEPS, 4)
+    assert "the learner died" in " ".join(started.events())
+    plain = begin(recipe(STAGE, rewards=[FORMAT, SHORT]), out=tmp_path / "plain")
+    ours, theirs = (load_file(run.model / "model.safetensors") for run in (started.run, plain))
+    for name, expected in theirs.items():
+        assert torch.allclose(ours[name], expected, atol=1e-3), name
