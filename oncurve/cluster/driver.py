@@ -31,6 +31,7 @@ from oncurve.recipe.schema import Recipe
 from oncurve.runs.folder import RunFolder
 from oncurve.scale.told import untold
 from oncurve.train import run as running
+from oncurve.train.follow import check_scale
 from oncurve.train.listeners import Listener
 from oncurve.train.start import check_resumable, moved, prepare
 
@@ -74,7 +75,15 @@ def train(asked: Asked, address: str, listeners: Sequence[Listener] = ()) -> Run
 
 
 def _check_shares(recipe: Recipe) -> None:
+    check_scale(recipe)
     scale = recipe.scale
+    if scale.shard == "full" and scale.samplers:
+        raise RecipeError(
+            "scale.shard",
+            scale.shard,
+            because="samplers apart are sent whole weights, and no learner has them",
+            fix='use shard = "optimiser", or samplers = 0: then the learners gather weights and sample',
+        )
     if 0 < scale.samplers < scale.ranks:
         raise RecipeError(
             "scale.samplers",

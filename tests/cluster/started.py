@@ -16,7 +16,7 @@ from oncurve.recipe.load import dump_recipe
 from oncurve.recipe.schema import Recipe
 from oncurve.runs.folder import RunFolder
 from oncurve.runs.store import Store
-from oncurve.scale.pulse import Pulse, read_pulses
+from oncurve.scale.pulse import Pulse, is_running, read_pulses
 from oncurve.train.start import begin
 from tests.faults.sameness import everything
 
@@ -77,6 +77,10 @@ class Started:
         """What it wrote, once it has ended as it should."""
         wrote, _ = self.process.communicate(timeout=PATIENCE_S)
         assert self.process.returncode == code, wrote
+        deadline = time.monotonic() + 10
+        while left := [p.name for p in read_pulses(self.run.path) if is_running(p.pid)]:
+            assert time.monotonic() < deadline, f"still there after the run: {left}"
+            time.sleep(0.1)
         return wrote
 
     def events(self) -> list[str]:

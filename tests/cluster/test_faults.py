@@ -66,6 +66,18 @@ def test_the_driver_is_killed_and_the_run_goes_on_by_resume(cluster: Any, tmp_pa
     ends_as_if_nothing_had_happened(again, tmp_path)
 
 
+def test_a_signal_to_the_driver_saves_and_stops_and_resume_goes_on(cluster: Any, tmp_path: Path) -> None:
+    started = Started.begin(tmp_path / "ray", RUN, cluster.address)
+    started.until(15)
+    started.process.send_signal(signal.SIGINT)
+    wrote = started.end(code=130)
+    assert "the step was finished and saved" in " ".join(wrote.split())
+    assert started.run.state().shown == "interrupted"
+    again = started.resume(cluster.address)
+    again.end()
+    ends_as_if_nothing_had_happened(again, tmp_path)
+
+
 def test_a_sampler_hangs_for_half_a_minute_and_comes_back(cluster: Any, tmp_path: Path) -> None:
     """Longer than the limit of a call: its groups are written by the other, and it is welcome again when it answers."""
     hasty = RUN.model_copy(update={"scale": RUN.scale.model_copy(update={"timeout_s": 5.0})})
