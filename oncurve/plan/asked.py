@@ -15,6 +15,7 @@ from oncurve.plan.known import find_shape
 from oncurve.plan.shapes import Shape, tiny_shape
 from oncurve.recipe.dpo import Dpo
 from oncurve.recipe.resolve import resolved_rewards
+from oncurve.recipe.reward_model import RewardModel
 from oncurve.recipe.sampled import Sampled, Surrogate
 from oncurve.recipe.schema import Grpo, Recipe, Sft, Stage
 from oncurve.recipe.sections import Lora, Model
@@ -118,7 +119,7 @@ def job_of_stage(recipe: Recipe, stage: Stage, gpu: Gpu, prompt_tokens: int, alp
     if recipe.engine.slots is not None:
         base = replace(base, slots=recipe.engine.slots)
     base = replace(base, pool_share=recipe.engine.pool_share)
-    return _checked(replace(base, reward_model=_reward_model(recipe, stage)))
+    return _checked(replace(base, reward_model=_reward_model(recipe, stage, shape)))
 
 
 def _adapter(model: Model) -> dict[str, Any]:
@@ -202,13 +203,21 @@ def _of_examples(stage: Sft | Dpo, shape: Shape, gpu: Gpu, prompt_tokens: int) -
     )
 
 
-def _reward_model(recipe: Recipe, stage: Stage) -> Shape | None:
+def _reward_model(recipe: Recipe, stage: Stage, policy: Shape) -> Shape | None:
     """The largest learned reward model of a stage that lies on the GPU."""
     if not isinstance(stage, Sampled):
         return None
     rewards = [r for r in resolved_rewards(recipe, stage) if r.type == "model" and r.options.get("device", "cpu") != "cpu"]
-    shapes = [find_shape(str(r.options["model"])) for r in rewards if "model" in r.options]
+    shapes = [_judge(recipe, str(r.options["model"]), policy) for r in rewards if "model" in r.options]
     return max(shapes, key=lambda shape: shape.parameters, default=None)
+
+
+def _judge(recipe: Recipe, name: str, policy: Shape) -> Shape:
+    """The shape of a learned reward; one that a stage of the recipe trains has the policy's, unless the stage names another."""
+    trained = next((s for s in recipe.stages if isinstance(s, RewardModel) and name == f"stage:{s.label}"), None)
+    if trained is None:
+        return find_shape(name)
+    return policy if trained.source is None else find_shape(trained.source)
 
 
 def usual_rank() -> int:

@@ -80,6 +80,14 @@ def test_a_recipe_changed_on_the_way(plan: Plan) -> None:
     assert (asked["group_size"], asked["new_tokens"], asked["gpu"]["name"]) == (16, 100, "T4")
 
 
+def test_a_reward_model_that_the_recipe_trains_has_the_policys_size(plan: Plan) -> None:
+    changes = ["--set", "model.source=HuggingFaceTB/SmolLM2-135M", "--set", "task.path=recipes/backwards.jsonl"]
+    code, out, err = plan("rlhf", "--gpu", "H200", *changes, "--set", "task.type=file", "--prompt-tokens", 200, "--json")
+    assert (code, err) == (0, "")
+    told = json.loads(out)
+    assert told["asked"]["reward_model"] == told["asked"]["model"]["name"] == "HuggingFaceTB/SmolLM2-135M"
+
+
 def test_worked_examples_have_their_own_length(plan: Plan) -> None:
     _, out, _ = plan("arithmetic", "--stage", "sft", "--json")
     asked = json.loads(out)["asked"]
