@@ -254,6 +254,7 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
     kept: Row = json.loads(RESULTS.read_text()) if RESULTS.exists() and args.out == RESULTS else {}
     found: Row = {**kept, "environment": environment(args)}
     wanted = args.only.split(",")
+    found["commits"] = kept.get("commits", {}) | dict.fromkeys(wanted, found["environment"]["commit"])
     if "step" in wanted:
         found["step"] = []
         for beta in args.betas.split(","):
@@ -299,7 +300,8 @@ def tables(found: Row) -> str:
             lines.append("")
     env = found["environment"]
     versions = ", ".join(f"{k} {v}" for k, v in env["versions"].items())
-    return "\n".join([*lines, f"{env['gpu']}, matrix rate {env['matrix_tflops']} TFLOP/s; {versions}; commit {env['commit']}."])
+    commits = ", ".join(f"{found['commits'][name]} ({name})" for name in PARTS if name in found)
+    return "\n".join([*lines, f"{env['gpu']}, matrix rate {env['matrix_tflops']} TFLOP/s; {versions}; measured at {commits}."])
 
 
 def write_table() -> None:
