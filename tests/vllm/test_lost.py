@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from oncurve.engines.native import Draws
+from oncurve.engines.vllm import VllmEngine
 from oncurve.errors import EngineError
 from oncurve.recipe.sections import Sampling
 from oncurve.records import Group
@@ -56,16 +57,27 @@ def test_a_sampler_that_is_lost_is_started_again_and_no_group_is_lost_or_told_tw
         engine.close()
 
 
+class Killer:
+    """Looks at the sampler and kills it, each time it is running."""
+
+    version = 0
+
+    def __init__(self, engine: VllmEngine) -> None:
+        self.engine, self.killed = engine, 0
+
+    def __call__(self) -> bool:
+        assert self.engine.pid is not None
+        os.kill(self.engine.pid, signal.SIGKILL)
+        self.killed += 1
+        return False
+
+
 def test_a_sampler_that_is_lost_each_time_is_an_error_that_says_so() -> None:
     engine = engine_of(policy_of())
-
-    def on_group(place: int, group: Group) -> None:
-        assert engine.pid is not None
-        os.kill(engine.pid, signal.SIGKILL)
-        time.sleep(1)
-
+    engine.exchange = killer = Killer(engine)
     with pytest.raises(EngineError, match=r"vLLM process \d+ died while sampling \(signal 9\)") as caught:
-        engine.sample(PROMPTS, 2, HOW, STEP, on_group=on_group)
+        engine.sample(PROMPTS, 2, HOW, STEP)
+    assert killer.killed == 3
     log = Path(caught.value.fix.split()[1].rstrip(";"))
     assert "vllm" in log.read_text().lower()
     log.unlink()
