@@ -37,12 +37,13 @@ MOVED = [
     "mismatch_max",
     "mismatch_masked_share",
 ]
+STALE = ["staleness", "staleness_max"]
 CRITIC = ["value_loss", "value_clip_share", "explained_variance", "value_mean", "critic_grad_norm", "skipped_critic_updates"]
 TRUSTED = ["step_kl", "step_gain", "step_share", "step_norm", "line_search_tries", "cg_residual"]
 COMPARED = ["pair_accuracy", "pair_margin", "chosen_reward", "rejected_reward", "heldout_pair_accuracy", "calibration_error"]
 PHASES = [f"seconds/{phase}" for phase in ("sample", "score", "grade", "update", "record", "eval", "save")]
 MACHINE = ["tokens_per_s", "sample_tokens_per_s", "memory_mib", "update_tflops", "mfu", "cpu_seconds", *PHASES]
-LOGGED = TRAINED + REWARDED + WRITTEN + MOVED + CRITIC + TRUSTED + COMPARED + MACHINE
+LOGGED = TRAINED + REWARDED + WRITTEN + MOVED + STALE + CRITIC + TRUSTED + COMPARED + MACHINE
 
 
 @pytest.mark.parametrize("name", LOGGED)
