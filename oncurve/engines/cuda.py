@@ -16,7 +16,9 @@ from oncurve.engines.cuda_batch import Ask, GpuBatch, bucket
 from oncurve.engines.cuda_pool import PagedPool, Shape, pages_for, shape_of
 from oncurve.engines.cuda_step import Board, Limits, draw, step_of
 from oncurve.engines.kernels.attention import Reach
+from oncurve.engines.native import Exchange
 from oncurve.models.policy import Policy
+from oncurve.models.shards import is_shard
 from oncurve.recipe.sections import Engine as EngineSettings
 from oncurve.recipe.sections import Sampling
 from oncurve.records import Completion
@@ -41,8 +43,10 @@ class GpuSampler:
         self.graphs: dict[tuple[Any, ...], torch.cuda.CUDAGraph] = {}
         self.memory: Any = None
         self.addresses: tuple[int, ...] = ()
-        self.by_graph = policy.device.type == "cuda"
+        # Weights that are gathered for each call lie elsewhere in the next, and a graph reads where they were.
+        self.by_graph = policy.device.type == "cuda" and not is_shard(next(policy.model.parameters()))
         self.step = step_of(policy)
+        self.exchange: Exchange | None = None
 
     @classmethod
     @torch.inference_mode()

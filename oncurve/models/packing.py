@@ -93,6 +93,12 @@ def unshared(bundles: Iterable[Bundle]) -> list[Bundle]:
     return [Bundle(b.prompt_ids, (c,), (k,)) for b in bundles for c, k in zip(b.completion_ids, b.keys, strict=True)]
 
 
+def blank_pack(device: torch.device) -> Pack:
+    """The smallest pack there is, for passes that a rank makes only because others do."""
+    token = np.zeros(1, np.int64)
+    return build_pack([Bundle(token, (token,), (0,))], device)
+
+
 def build_pack(bundles: Sequence[Bundle], device: torch.device) -> Pack:
     """Lay the bundles end to end and note, for each predicted token, where it is predicted from."""
     ids: list[Ints] = []

@@ -16,6 +16,7 @@ from torch import Tensor
 from oncurve.models import lora
 from oncurve.models.packing import Pack
 from oncurve.models.policy import Policy
+from oncurve.models.shards import is_shard, put
 
 OFF = "adapter_off"
 
@@ -24,8 +25,13 @@ class Reference:
     """The policy as it was when this was made, or last refreshed."""
 
     def __init__(self, policy: Policy, on_cpu: bool = False) -> None:
-        kind = _Adapter if lora.is_on(policy.model) else _Waiting if on_cpu else _Copy
-        self._held: _Copy | _Adapter | _Waiting = kind(policy)
+        self._held: _Copy | _Adapter | _Waiting
+        if lora.is_on(policy.model):
+            self._held = _Adapter(policy)
+        elif is_shard(next(policy.model.parameters())):
+            self._held = _Waiting(policy, _copy)
+        else:
+            self._held = _Waiting(policy, _on_host) if on_cpu else _Copy(policy)
         self._at_hand: Policy | None = None
 
     @contextmanager
@@ -83,25 +89,27 @@ class _Copy:
 
 
 class _Waiting:
-    """Weights in the CPU's memory. For a pass they are exchanged with the policy's own, which come back bit for bit."""
+    """Weights in the CPU's memory, or, of weights that ranks share out, this rank's shards. For a pass they are exchanged with
+    the policy's own, which come back bit for bit."""
 
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
-        self._kept = {name: _on_host(p) for name, p in policy.model.named_parameters()}
+    def __init__(self, policy: Policy, copy: Callable[[Tensor], Tensor]) -> None:
+        self._policy, self._copy = policy, copy
+        self._kept = {name: copy(p) for name, p in policy.model.named_parameters()}
 
     @contextmanager
     def policy_as_it_was(self) -> Iterator[Policy]:
-        with _exchanged(dict(self._policy.model.named_parameters()), self._kept, _on_host):
+        with _exchanged(dict(self._policy.model.named_parameters()), self._kept, self._copy):
             yield self._policy
 
     def refresh(self, policy: Policy) -> None:
-        self._kept = {name: _on_host(p) for name, p in policy.model.named_parameters()}
+        self._kept = {name: self._copy(p) for name, p in policy.model.named_parameters()}
 
     def state(self) -> dict[str, Tensor]:
         return dict(self._kept)
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        self._kept = {name: _on_host(state[name]) for name in self._kept}
+        for name, kept in self._kept.items():
+            put(kept, state[name])
 
 
 @contextmanager

@@ -8,6 +8,7 @@ there are.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -77,6 +78,11 @@ class World:
 
     def spread(self, tensors: Sequence[Tensor]) -> None:
         """Each tensor becomes the first rank's, in place."""
+
+    @contextmanager
+    def exchange(self, what: str) -> Iterator[None]:
+        """Around what ranks do together: it has a name and a time limit."""
+        yield
 
     def tell(self, do: str, **told: Any) -> None:
         """The first rank's next order to the others."""

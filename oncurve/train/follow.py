@@ -81,6 +81,8 @@ def follow(world: World, prepare: Prepare, policy: Policy | None = None, make: t
             loop = _begun(trainer, stage, said["detour"], said["start"])
         elif do == "weights":
             world.spread(trained(trainer.policy))
+        elif do == "model":
+            trainer.save_model()
         elif do == "measure":
             trainer.measure(stage, said["step"], said["replies"])
         elif loop is not None and do == "state":

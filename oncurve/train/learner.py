@@ -24,7 +24,7 @@ from oncurve.algos.ratios import agreement, truncated_weights
 from oncurve.algos.reductions import StepTotals, step_totals
 from oncurve.algos.rows import Rows
 from oncurve.models.checkpointing import checkpoint_layers, free_bytes, in_flight_bytes, layers_to_checkpoint
-from oncurve.models.packing import Bundle, Pack, build_pack, split_by_budget, to_device
+from oncurve.models.packing import Bundle, Pack, blank_pack, build_pack, split_by_budget, to_device
 from oncurve.models.policy import Policy
 from oncurve.models.reference import Reference
 from oncurve.recipe.resolve import resolved_kl
@@ -33,7 +33,7 @@ from oncurve.records import Completion, Floats, GradedGroup, Group, ScoredGroup
 from oncurve.scale.world import ALONE, World
 from oncurve.train.memory import with_less
 from oncurve.train.parts import parts_of, tensors_of, whole_inputs, whole_outputs
-from oncurve.train.phases import Phases, matrix_rate, model_flops
+from oncurve.train.phases import Phases, utilisation
 from oncurve.train.seen import Learned, MicroBatch, Seat, Seen
 from oncurve.train.sharded import optimiser_for
 
@@ -85,10 +85,8 @@ class Learner:
         """With the update's seconds by phase, and its model FLOPs per second as a share of the device's matrix rate."""
         seconds, passes = self.phases.seconds(), self.stage.updates_per_step
         once = (self.reference is not None) + (self.stage.minibatches > 1)
-        flops = model_flops(self.policy, packs, forward=passes + once, backward=passes)
-        rate = flops / max(sum(seconds.values()), 1e-9)
-        share = rate / matrix_rate(self.policy.device, self.policy.model.dtype)
-        return replace(learned, metrics=learned.metrics | {"update_tflops": rate / 1e12, "mfu": share}, seconds=seconds)
+        used = utilisation(self.policy, packs, sum(seconds.values()), forward=passes + once, backward=passes)
+        return replace(learned, metrics=learned.metrics | used, seconds=seconds)
 
     def _choose_checkpoints(self, tokens: int) -> None:
         """How many layers compute their activations again, for packs of so many tokens: asked anew only where packs grow."""
@@ -109,8 +107,12 @@ class Learner:
             self.tokens_per_pack = budget
             return [self._micro_batches(groups, chunk) for chunk in chunks]
 
-        least = max((longest(g) for g in groups), default=1)
+        least = self._least(max((longest(g) for g in groups), default=1), self.tokens_per_pack)
         return with_less(attempt, self.tokens_per_pack, least=least, what="tokens_per_pack")[0]
+
+    def _least(self, wanted: int, whole: int) -> int:
+        """The smallest packs to be tried where memory runs out: none smaller, where every pass is one of all ranks."""
+        return whole if self.world.shard == "full" else wanted
 
     def _gradient(
         self, groups: Sequence[GradedGroup], batch: list[MicroBatch], totals: StepTotals, seen: Seen | None
@@ -134,7 +136,7 @@ class Learner:
         done, enough = with_less(
             lambda budget: attempt(batch if budget == whole else resplit(groups, batch, budget)),
             whole,
-            least=least,
+            least=self._least(least, whole),
             what="tokens_per_pack",
         )
         if enough < whole:
@@ -173,15 +175,31 @@ class Learner:
         """(key, one number per token) of every completion, measured without gradient in packs that memory has room for."""
 
         def attempt(budget: int) -> list[tuple[int, Floats]]:
-            packs = (build_pack(part, self.policy.device) for part in split_by_budget(bundles, budget))
-            return [pair for pack in packs for pair in zip(pack.keys, by_row(measure(pack), pack), strict=True)]
+            parts = list(split_by_budget(bundles, budget))
+            more = self.world.more_passes(len(parts))
+            packs = (build_pack(part, self.policy.device) for part in parts)
+            found = [pair for pack in packs for pair in zip(pack.keys, by_row(measure(pack), pack), strict=True)]
+            self._beside(more, measure)
+            return found
 
         whole = min(self.tokens_per_pack, sum(b.tokens for b in bundles))
         least = max((len(b.prompt_ids) + max(map(len, b.completion_ids)) for b in bundles), default=1)
-        found, enough = with_less(attempt, whole, least=least, what="tokens_per_pack")
+        found, enough = with_less(attempt, whole, least=self._least(least, whole), what="tokens_per_pack")
         if enough < whole:
             self.tokens_per_pack = enough
         return found
+
+    def _beside(self, more: int, measure: Callable[[Pack], object]) -> None:
+        """Where weights are shared out, every pass is one of all ranks: a rank with fewer packs makes passes over nothing."""
+        for _ in range(more):
+            measure(blank_pack(self.policy.device))
+
+    def _logps(self, pack: Pack) -> Tensor:
+        return self.policy.pack_logps(pack, self._temperature)[0]
+
+    def _no_gradient(self, pack: Pack) -> None:
+        """There and back, with a gradient of 0."""
+        (0.0 * self._logps(pack).sum()).backward()  # type: ignore[no-untyped-call]
 
     @property
     def _temperature(self) -> float:
@@ -205,19 +223,26 @@ class Learner:
             rows = [c for c, graded in enumerate(groups[g].graded) if graded]
             bundles.append(bundle_of(groups[g].scored, rows, range(len(seats), len(seats) + len(rows))))
             seats += [(g, c) for c in rows]
-        made = []
-        for part in split_by_budget(bundles, self.tokens_per_pack):
+        made, parts = [], list(split_by_budget(bundles, self.tokens_per_pack))
+        more = self.world.more_passes(len(parts)) if self.stage.minibatches > 1 else 0
+        for part in parts:
             with self.phases("pack", host=True):
                 pack = build_pack(part, self.policy.device)
             made.append(self._micro_batch(groups, pack, tuple(seats[k] for k in pack.keys)))
+        with torch.no_grad():
+            self._beside(more, self._logps)
         return self._with_reference(made)
 
     def _with_reference(self, batch: list[MicroBatch]) -> list[MicroBatch]:
         """The reference's log-probs of all packs in one go: its weights may have to be brought over."""
-        if self.reference is None or not batch:
+        reference = self.reference
+        if reference is None or not (batch or self.world.shard == "full"):
             return batch
-        with self.phases("reference"), self.reference.at_hand():
-            return [replace(micro, logp_ref_M=self.reference.logps(micro.pack, self._temperature)) for micro in batch]
+        more = self.world.more_passes(len(batch))
+        with self.phases("reference"), reference.at_hand():
+            made = [replace(micro, logp_ref_M=reference.logps(micro.pack, self._temperature)) for micro in batch]
+            self._beside(more, lambda pack: reference.logps(pack, self._temperature))
+        return made
 
     @torch.no_grad()
     def _micro_batch(self, groups: Sequence[GradedGroup], pack: Pack, seats: tuple[Seat, ...]) -> MicroBatch:
@@ -226,7 +251,7 @@ class Learner:
         old = None
         if self.stage.minibatches > 1:
             with self.phases("old"):
-                old = self.policy.pack_logps(pack, self._temperature)[0]
+                old = self._logps(pack)
         return MicroBatch(
             pack=pack,
             seats=seats,
@@ -243,13 +268,14 @@ class Learner:
     def _accumulate(self, batch: Sequence[MicroBatch], totals: StepTotals, seen: Seen | None) -> list[MicroBatch]:
         """The gradient of one update, summed over its packs. Returns the packs with their old log-probs filled in."""
         self.optimiser.zero_grad()
-        done = []
+        done, more = [], self.world.more_passes(len(batch))
         for micro in batch:
             with self.policy.collecting(self.optimiser.sums):
                 inputs, outputs = self._there_and_back(micro, totals)
             done.append(replace(micro, logp_old_M=inputs.logp_old_N))
             if seen is not None:
                 seen.note(micro, inputs, outputs)
+        self._beside(more, self._no_gradient)
         return done
 
     def _there_and_back(self, micro: MicroBatch, totals: StepTotals) -> tuple[LossInputs, LossOutputs]:

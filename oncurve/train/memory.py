@@ -69,7 +69,8 @@ def sample(
             engine.settings = engine.settings.model_copy(update={"slots": budget})
         return engine.sample(prompts, group_size, how, draws, on_group)
 
-    return with_less(attempt, slots, least=rows, what="engine.slots")[0]
+    with engine.policy.gathered():
+        return with_less(attempt, slots, least=rows, what="engine.slots")[0]
 
 
 def available() -> int | None:

@@ -26,7 +26,7 @@ from oncurve.errors import OncurveError, RunError
 from oncurve.models import lora
 from oncurve.models.load import Found, load_policy, loading
 from oncurve.models.policy import Policy
-from oncurve.models.shards import put
+from oncurve.models.shards import is_shard, put
 from oncurve.recipe.sampled import Sampled
 from oncurve.recipe.schema import Recipe, Stage
 from oncurve.records import EvalReport, Prompt, StepReport
@@ -49,7 +49,7 @@ from oncurve.train.listeners import Listener, Listeners, Recorder
 from oncurve.train.memory import OutOfMemory
 from oncurve.train.room import check_room
 from oncurve.train.saving import Saved, Saver, Wanted
-from oncurve.train.sharded import PIECES, Held, held
+from oncurve.train.sharded import PIECES, Held, held, loaded_for, shared_out
 from oncurve.train.sinks import sinks_of
 from oncurve.train.stages import Parts, StageLoop, is_shared, loop_for
 from oncurve.train.watch import Watch
@@ -105,7 +105,7 @@ class Trainer:
         if policy is None and recipe.model.source != "tiny":
             for one in self.listeners:
                 one.on_event("loading", loading(recipe.model))
-        self.policy = policy or load_policy(recipe.model, alphabet=alphabet, seed=recipe.seed)
+        self.policy = shared_out(policy or load_policy(loaded_for(recipe), alphabet=alphabet, seed=recipe.seed), recipe, world)
         check_room(self.policy, recipe, task_of)
         self.engine = engine_for(self.policy, recipe)
         self.memory = Memory()
@@ -134,7 +134,8 @@ class Trainer:
                         self._rewind(store, start)
                     self._stages(start)
                     self._note_saved(self.saver.wait())
-                    self._save_model()
+                    self.world.tell("model")
+                    self.save_model()
                 status = "finished"
             except (Interrupted, TimeUp, KeyboardInterrupt):
                 status = "interrupted"
@@ -363,10 +364,14 @@ class Trainer:
             )  # fmt: skip
         store.forget_after(start.stage, start.step)
 
-    def _save_model(self) -> None:
-        put_whole(self.run.model, self.policy.save)
-        if lora.is_on(self.policy.model):
-            lora.save(self.policy.model, self.run.path / "adapter")
+    def save_model(self) -> None:
+        """By the first rank; where weights are shared out, all gather them."""
+        with self.policy.gathered():
+            if not self.world.is_first:
+                return
+            put_whole(self.run.model, self.policy.save)
+            if lora.is_on(self.policy.model):
+                lora.save(self.policy.model, self.run.path / "adapter")
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
@@ -412,8 +417,10 @@ def trained(policy: Policy) -> list[Tensor]:
 
 
 def weights(policy: Policy) -> dict[str, Tensor]:
-    """The policy's trained weights by name (under LoRA the adapter alone); tied ones under each of their names."""
-    return {name: p.detach() for name, p in policy.model.named_parameters(remove_duplicate=False) if p.requires_grad}
+    """The policy's trained weights by name (under LoRA the adapter alone); tied ones under each of their names, or, where ranks
+    share them out, under the first."""
+    once = is_shard(next(policy.model.parameters()))
+    return {name: p.detach() for name, p in policy.model.named_parameters(remove_duplicate=once) if p.requires_grad}
 
 
 def load_weights(policy: Policy, tensors: Mapping[str, Tensor]) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from oncurve.errors import DataError
-from oncurve.models.packing import Bundle, build_pack, split_by_budget
+from oncurve.models.packing import Bundle, Pack, blank_pack, build_pack, split_by_budget
 from oncurve.models.policy import Policy
 from oncurve.models.turns import example_ids
 from oncurve.recipe.schema import Sft
@@ -28,6 +28,8 @@ from oncurve.tasks.files import FileOptions, read_prompts, read_rows
 from oncurve.tasks.order import examples_for_step
 from oncurve.train.clock import Clock
 from oncurve.train.memory import with_less
+from oncurve.train.peak import peak_memory_mib
+from oncurve.train.phases import utilisation
 from oncurve.train.rejection import samples_file
 from oncurve.train.sharded import optimiser_for
 
@@ -115,7 +117,7 @@ class SftLoop:
                 total -= float(self.policy.pack_logps(pack)[0][wrote_M].double().sum())
             return total
 
-        least = max(bundle.tokens for bundle in bundles)
+        least = self.tokens_per_pack if self.world.shard == "full" else max(bundle.tokens for bundle in bundles)
         total, self.tokens_per_pack = with_less(attempt, self.tokens_per_pack, least=least, what="tokens_per_pack")
         return total / sum(int(wrote.sum()) for _, _, wrote in self.aside)
 
@@ -132,17 +134,25 @@ class SftLoop:
     def _gradient(self, bundles: Sequence[Bundle], masks: Sequence[Bools], budget: int) -> tuple[float, float]:
         """(loss, entropy) of this rank's part, with the gradient summed over packs of at most ``budget`` tokens."""
         loss = entropy = 0.0
+        self.packs: list[Pack] = []
         tokens = sum(int(wrote.sum()) for wrote in masks)
         self.optimiser.zero_grad()
         own = [bundles[i] for i in self.world.mine([bundle.tokens for bundle in bundles])]
-        for part in split_by_budget(own, budget):
+        parts = list(split_by_budget(own, budget))
+        more = self.world.more_passes(len(parts))
+        for part in parts:
             pack = build_pack(part, self.policy.device)
-            logp_M, entropy_M = self.policy.pack_logps(pack)
+            with self.policy.collecting(self.optimiser.sums):
+                logp_M, entropy_M = self.policy.pack_logps(pack)
             wrote_M = torch.from_numpy(np.concatenate([masks[k] for k in pack.keys])).to(logp_M)
             share = -(logp_M * wrote_M).sum() / tokens
             share.backward()  # type: ignore[no-untyped-call]
+            self.optimiser.absorb()
+            self.packs.append(pack)
             loss += float(share.detach())
             entropy += float((entropy_M.detach() * wrote_M).sum()) / tokens
+        for _ in range(more):  # where weights are shared out, every pass is one of all ranks
+            (0.0 * self.policy.pack_logps(blank_pack(self.policy.device))[0].sum()).backward()  # type: ignore[no-untyped-call]
         return loss, entropy
 
     def step(self, n: int) -> StepReport:
@@ -152,7 +162,7 @@ class SftLoop:
         bundles = [Bundle(prompt, (completion,), (i,)) for i, (prompt, completion, _) in enumerate(chosen)]
         tokens = sum(int(wrote.sum()) for _, _, wrote in chosen)
         masks = [wrote for _, _, wrote in chosen]
-        least = max(bundle.tokens for bundle in bundles)
+        least = self.tokens_per_pack if self.world.shard == "full" else max(bundle.tokens for bundle in bundles)
         with clock("update"):
             (loss, entropy), self.tokens_per_pack = with_less(
                 lambda budget: self._gradient(bundles, masks, budget), self.tokens_per_pack, least=least, what="tokens_per_pack"
@@ -168,6 +178,8 @@ class SftLoop:
             "tokens_per_s": tokens / clock.seconds["update"],
             "examples_seen": float(n * self.stage.batch_size),
             "epoch": n * self.stage.batch_size / len(self.examples),
+            "memory_mib": peak_memory_mib(self.policy.device),
+            **utilisation(self.policy, self.packs, clock.seconds["update"]),
             **self._measure(n),
         }
         return StepReport(self.stage.label, n, metrics, clock.seconds)

@@ -17,7 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from oncurve.errors import RecipeError
+from oncurve.models import lora
+from oncurve.models.load import choose_device
+from oncurve.models.policy import Policy
 from oncurve.models.shards import first_number, is_shard, own_numbers
+from oncurve.recipe.schema import Recipe
+from oncurve.recipe.sections import Model
 from oncurve.recipe.sections import Optimiser as Settings
 from oncurve.runs.pieces import INDEX, Piece, joined_index, write_pieces
 from oncurve.scale.world import World
@@ -31,6 +36,27 @@ PIECES = "pieces"
 def optimiser_for(model: nn.Module, settings: Settings, updates: int, world: World) -> Optimiser:
     kind = Optimiser if world.shard == "none" else ShardedOptimiser
     return kind(model, settings, updates, world)
+
+
+def loaded_for(recipe: Recipe) -> Model:
+    """Where a model is loaded: one that will be shared out may be too large for any GPU, and comes by way of the CPU."""
+    return recipe.model.model_copy(update={"device": "cpu"}) if recipe.scale.shard == "full" else recipe.model
+
+
+def shared_out(policy: Policy, recipe: Recipe, world: World) -> Policy:
+    """The policy as the ranks hold it: with `shard = "full"`, a part of every weight each."""
+    if world.shard != "full":
+        return policy
+    if lora.is_on(policy.model):
+        raise RecipeError(
+            "scale.shard",
+            "full",
+            because="an adapter is small: its base is frozen, and shards of it would be gathered for every pass",
+            fix='use scale.shard = "optimiser"',
+        )
+    from oncurve.models.fsdp import ShardedPolicy  # torch's FSDP2 takes its time to load
+
+    return ShardedPolicy(policy, choose_device(recipe.model.device), recipe.scale.offload, world.exchange)
 
 
 class ShardedOptimiser(Optimiser):
@@ -164,10 +190,10 @@ def held(world: World, folder: Path, state: Mapping[str, Mapping[str, Tensor | P
         for name, tensor in tensors.items():
             if isinstance(tensor, Piece):
                 own.setdefault(group, {})[name] = tensor
-            elif is_shard(tensor):
-                own.setdefault(group, {})[name] = Piece(own_numbers(tensor), first_number(tensor), tuple(tensor.shape))
-            else:
+            elif not is_shard(tensor):
                 whole[group][name] = tensor
+            else:
+                own.setdefault(group, {})[name] = Piece(own_numbers(tensor), first_number(tensor), tuple(tensor.shape))
     if world.shard == "none":
         return Held(whole)
     index = world.put_together({world.rank: write_pieces(folder, world.rank, own)})

@@ -19,6 +19,7 @@ from oncurve.rewards.mix import RewardMix
 from oncurve.scale.world import World
 from oncurve.train.loop import GrpoLoop
 from oncurve.train.sft import SftLoop
+from oncurve.train.sharded import shared_out
 from oncurve.train.start import task_for
 from tests.train.builders import PROMPTS, gradient, policy, recipe, snapshot, stage
 
@@ -93,12 +94,15 @@ def steps(world: World, names: list[str]) -> dict[str, Taken]:
 def step(world: World, name: str) -> Taken:
     of, options = CASES[name]
     made = stage(**{"prompts_per_step": 5, "sampling": {"max_new_tokens": 8}, **options})
-    engine = NativeEngine(policy(), Engine(slots=16))
+    engine = NativeEngine(shared_out(policy(), recipe(), world), Engine(slots=16))
     loop = GrpoLoop(made, 0, PROMPTS, engine, RewardMix([Rewarded(of)]), world)
     report = loop.step(1)
+    slope = whole_gradient(world, loop).numpy()
+    with engine.policy.gathered():
+        weights = snapshot(engine.policy.model).numpy()
     return Taken(
-        whole_gradient(world, loop).numpy(),
-        snapshot(engine.policy.model).numpy(),
+        slope,
+        weights,
         [[c.token_ids.tolist() for c in g.group.completions] for g in report.groups],
         [np.concatenate(g.advantages) for g in report.groups],
         {name: value for name, value in report.metrics.items() if name not in CLOCKS},
@@ -124,13 +128,14 @@ def imitate(world: World) -> np.ndarray:
     first = asked.stages[0]
     assert isinstance(first, Sft)
     task = task_for(asked, first)
-    pupil = policy(alphabet=task.alphabet)
+    pupil = shared_out(policy(alphabet=task.alphabet or ""), asked, world)
     loop = SftLoop(
         first.model_copy(update={"optimiser": first.optimiser.model_copy(update=SMOOTH)}), 0, task, pupil, None, world
     )
     for n in (1, 2, 3):
         loop.step(n)
-    return snapshot(pupil.model).numpy()
+    with pupil.gathered():
+        return snapshot(pupil.model).numpy()
 
 
 def exchange(world: World) -> dict[str, Any]:

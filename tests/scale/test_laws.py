@@ -43,10 +43,20 @@ def test_a_step_on_any_number_of_ranks_is_that_of_one(found: Found, name: str, s
         assert taken.stats == one.stats
 
 
-SHARDED = ["grpo", "mini-batches", "process rewards", "empty ranks", "nothing to learn", "small packs", "clipped"]
+SHARDED = [
+    "grpo",
+    "gspo",
+    "kl in the reward",
+    "mini-batches",
+    "process rewards",
+    "empty ranks",
+    "nothing to learn",
+    "small packs",
+    "clipped",
+]
 
 
-@pytest.mark.parametrize("shard", ["optimiser"])
+@pytest.mark.parametrize("shard", ["optimiser", "full"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_shared_out_or_not_a_step_is_the_same(found: Found, shard: str, size: int) -> None:
     """Ranks that hold pieces of the optimiser, or of the weights too, move as one that holds all."""

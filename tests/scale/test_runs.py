@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from oncurve.runs.checkpoints import list_checkpoints
+from oncurve.runs.checkpoints import checkpoint_path, list_checkpoints
 from oncurve.runs.folder import RunFolder
 from oncurve.runs.store import Store
 from oncurve.scale.pulse import read_pulses
@@ -25,6 +27,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     for ranks, run in started.items():
         assert run.wait() == [0] * ranks, run.said
     return {ranks: folder / str(ranks) for ranks in started}
+
+
+def has_checkpoint(path: Path) -> bool:
+    return any(place.stage == "grpo" for place in list_checkpoints(path / "checkpoints"))
 
 
 def test_the_first_rank_records_what_all_did(whole: dict[int, Path]) -> None:
@@ -86,12 +92,35 @@ def test_a_checkpoint_of_four_ranks_goes_on_on_two_and_on_one(whole: dict[int, P
     for ranks in (2, 1):
         path = tmp_path / str(ranks)
         run = Started(asked(4), path)
-        until(lambda path=path: any(p.stage == "grpo" for p in list_checkpoints(path / "checkpoints")))
+        until(partial(has_checkpoint, path))
         os.kill(run.processes[3].pid or 0, signal.SIGKILL)
         run.wait(10)
         again = Started(asked(ranks), path, again=True, sets=[f"scale.ranks={ranks}"])
         assert again.wait() == [0] * ranks, again.said
         assert distance(path, whole[1]) < 1e-4
+
+
+@pytest.mark.parametrize("shard", ["optimiser", "full"])
+def test_what_four_ranks_wrote_in_pieces_goes_on_on_two_and_on_one(shard: str, tmp_path: Path) -> None:
+    """Weights, moments and the reference: each rank has written its part of them, and any number of ranks reads it."""
+    sets = [f"scale.shard={shard}", "grpo.kl.beta=0.04"]
+    run = Started(asked(4, *sets), tmp_path / "4")
+    until(partial(has_checkpoint, tmp_path / "4"))
+    os.kill(run.processes[3].pid or 0, signal.SIGKILL)
+    run.wait(10)
+    last = max(p.step for p in list_checkpoints(tmp_path / "4" / "checkpoints") if p.stage == "grpo")
+    assert last < 12
+    files = sorted(f.name for f in checkpoint_path(tmp_path / "4" / "checkpoints", "grpo", last).iterdir())
+    assert [f for f in files if f.startswith("pieces-")] == [f"pieces-0000{i}.safetensors" for i in range(4)]
+    assert "pieces.json" in files
+    plain = Started(asked(1, *sets), tmp_path / "plain")
+    assert plain.wait() == [0], plain.said
+    for ranks in (2, 1):
+        path = tmp_path / str(ranks)
+        shutil.copytree(tmp_path / "4", path)
+        again = Started(asked(ranks, *sets), path, again=True, sets=[f"scale.ranks={ranks}"])
+        assert again.wait() == [0] * ranks, again.said
+        assert distance(path, tmp_path / "plain") < 1e-4
 
 
 def test_a_rank_that_hangs_is_named(tmp_path: Path) -> None:

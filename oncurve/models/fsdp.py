@@ -1,0 +1,121 @@
+"""A policy whose weights are shared out over ranks by FSDP2 (torch's `fully_shard`): for models that no GPU holds with all that
+training needs.
+
+Each rank keeps a part of every weight, in float32. For a pass of the learner a layer's weights are gathered just before its
+turn and dropped after it; for sampling all are gathered once (`gathered`), in the precision that the model computes in, so the
+model itself must fit beside a rank's shards, and gradients, masters and moments need not. The model goes through its own
+modules: fast paths move weights about, and here they lie where FSDP2 wants them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from oncurve.errors import ModelError
+from oncurve.models.packing import Pack, blank_pack
+from oncurve.models.policy import Policy
+
+Exchange = Callable[[str], AbstractContextManager[None]]
+"""Around what ranks do together: it has a name and a time limit."""
+
+
+class ShardedPolicy(Policy):
+    """The same model as ``policy``, which is used up. Every pass is an exchange that all ranks take part in."""
+
+    passes: Any
+    """The module that FSDP2 has taken over."""
+
+    def __init__(self, policy: Policy, device: torch.device, offload: bool, exchange: Exchange) -> None:
+        self.__dict__.update(policy.__dict__)
+        self._exchange = exchange
+        self.fused = None
+        self.compute_dtype, self._device = policy.model.dtype, device
+        layers = getattr(self.backbone, "layers", None)
+        if not isinstance(layers, nn.ModuleList):
+            raise ModelError(
+                type(policy.model).__name__,
+                "can't be shared out over ranks",
+                because="its layers do not lie in a list, where FSDP2 could take them one by one",
+                fix='use scale.shard = "optimiser"',
+            )
+        policy.model.float()
+        whole = _Pass(self)
+        how: dict[str, Any] = {
+            "mesh": init_device_mesh(device.type, (torch.distributed.get_world_size(),)),
+            "mp_policy": MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32),
+            "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy(),
+        }
+        for layer in layers:
+            fully_shard(layer, **how, reshard_after_forward=True)
+        self.passes = fully_shard(whole, **how, reshard_after_forward=False)
+        for module in self._modules:
+            module.set_gradient_divide_factor(1.0)  # our losses are shares of the step's: gradients are summed
+            module.set_force_sum_reduction_for_comms(True)
+        for p in policy.model.parameters():
+            p.compute_dtype = self.compute_dtype
+        with torch.no_grad():
+            self.pack_logps(blank_pack(device))  # FSDP2 takes the first module that is called for the root
+
+    @property
+    def _modules(self) -> list[FSDPModule]:
+        return [module for module in self.passes.modules() if isinstance(module, FSDPModule)]
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    def pack_hidden(self, pack: Pack) -> Tensor:
+        """The head stays gathered for what follows, until the backward pass has gone through the embedding."""
+        with self._exchange("a pass through shared-out weights"):
+            hidden_MD: Tensor = self.passes(pack)
+        return hidden_MD
+
+    def own_pack_hidden(self, pack: Pack) -> Tensor:
+        """As any policy, once the weights are there."""
+        return super().pack_hidden(pack)
+
+    def pack_logps(self, pack: Pack, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        found = super().pack_logps(pack, temperature)
+        if not torch.is_grad_enabled():
+            self.passes.reshard()  # no backward pass will: and weights may be others by the next
+        return found
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        modules = self._modules
+        with self._exchange("gathering weights for sampling"):
+            for module in modules:
+                module.set_reshard_after_forward(False, recurse=False)
+                module.unshard()
+        try:
+            yield
+        finally:
+            for module in modules:
+                module.set_reshard_after_forward(module is not self.passes, recurse=False)
+                module.reshard()
+
+    def save(self, folder: Path) -> None:
+        """Within `gathered`, by one rank."""
+        weights = {name: p.detach().to(self.compute_dtype) for name, p in self.model.named_parameters()}
+        self.model.save_pretrained(folder, state_dict=weights)
+        self.tokenizer.save_pretrained(folder)
+
+
+class _Pass(nn.Module):
+    """A pass through the backbone as one module: both ends are gathered for its length, and each layer for its turn."""
+
+    def __init__(self, policy: ShardedPolicy) -> None:
+        super().__init__()
+        self.model = policy.model
+        self._hidden = policy.own_pack_hidden
+
+    def forward(self, pack: Pack) -> Tensor:
+        return self._hidden(pack)
