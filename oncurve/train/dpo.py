@@ -24,6 +24,8 @@ from oncurve.tasks.pairs import Pair, read_pairs
 from oncurve.train.clock import Clock
 from oncurve.train.memory import with_less
 from oncurve.train.optimiser import Optimiser, Update
+from oncurve.train.peak import peak_memory_mib
+from oncurve.train.phases import utilisation
 
 T = TypeVar("T")
 
@@ -63,6 +65,8 @@ class DpoLoop:
             "tokens_per_s": seen.tokens / clock.seconds["update"],
             "examples_seen": float(n * self.stage.batch_size),
             "epoch": n * self.stage.batch_size / len(self.bundles),
+            "memory_mib": peak_memory_mib(self.policy.device),
+            **utilisation(self.policy, seen.packs, clock.seconds["update"]),
         }
         return StepReport(self.stage.label, n, metrics, clock.seconds)
 
@@ -79,9 +83,10 @@ class DpoLoop:
     def _gradient(self, packs: list[tuple[Pack, list[int]]]) -> _Seen:
         """The gradient of one update, summed over its packs."""
         self.optimiser.zero_grad()
-        seen, count = _Seen(), sum(len(places) for _, places in packs)
+        seen, count = _Seen([pack for pack, _ in packs]), sum(len(places) for _, places in packs)
         for pack, places in packs:
-            logp_M, entropy_M = self.policy.pack_logps(pack)
+            with self.policy.collecting(self.optimiser.sums):
+                logp_M, entropy_M = self.policy.pack_logps(pack)
             pairs = self._pairs(logp_M, pack, places)
             loss_N = PREFERENCE_LOSSES[self.stage.loss](pairs, self.stage.beta, self.stage.margin)
             (loss_N.sum() / count).backward()  # type: ignore[no-untyped-call]
@@ -123,8 +128,8 @@ class DpoLoop:
 class _Seen:
     """Sums over a step's packs."""
 
-    def __init__(self) -> None:
-        self.pairs, self.tokens = 0, 0
+    def __init__(self, packs: Sequence[Pack]) -> None:
+        self.packs, self.pairs, self.tokens = packs, 0, 0
         self.sums = dict.fromkeys(("loss", "pair_accuracy", "pair_margin", "chosen_reward", "rejected_reward"), 0.0)
         self.entropy = 0.0
 

@@ -74,6 +74,14 @@ def model_flops(policy: Policy, packs: Iterable[Pack], *, forward: int, backward
     return total
 
 
+def utilisation(
+    policy: Policy, packs: Iterable[Pack], seconds: float, *, forward: int = 1, backward: int = 1
+) -> dict[str, float]:
+    """Metrics of an update that took so long: its model FLOPs per second, and their share of the device's matrix rate."""
+    rate = model_flops(policy, packs, forward=forward, backward=backward) / max(seconds, 1e-9)
+    return {"update_tflops": rate / 1e12, "mfu": rate / matrix_rate(policy.device, policy.model.dtype)}
+
+
 @cache
 def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
     """FLOPs per second of a large product of random matrices here: what a model's share is measured against."""

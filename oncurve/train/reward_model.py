@@ -29,6 +29,7 @@ from oncurve.tasks.preferences import Judged, Judgements, read_judgements
 from oncurve.train.clock import Clock
 from oncurve.train.memory import with_less
 from oncurve.train.optimiser import Optimiser
+from oncurve.train.peak import peak_memory_mib
 
 FOLDER = "reward_models"
 T = TypeVar("T")
@@ -110,6 +111,7 @@ class RewardModelLoop:
             "examples_seen": float(n * self.stage.batch_size),
             "epoch": n * self.stage.batch_size / len(self.train),
             "tokens_per_s": metrics["tokens"] / clock.seconds["update"],
+            "memory_mib": peak_memory_mib(self.model.device),
         }
         return StepReport(self.stage.label, n, metrics, clock.seconds)
 

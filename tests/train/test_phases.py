@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import numpy as np
 import torch
 
 from oncurve.models.packing import Bundle, build_pack
+from oncurve.train.dpo import DpoLoop
 from oncurve.train.phases import Phases, matrix_rate, model_flops
+from oncurve.train.sft import SftLoop
+from oncurve.train.start import task_for
+from tests.faults.cases import SFT, recipe
+from tests.train import test_dpo
 from tests.train.builders import policy
 
 
@@ -47,3 +53,14 @@ def test_the_matrix_rate_is_measured_once_and_changes_no_random_number() -> None
     assert rate > 1e8
     assert matrix_rate(torch.device("cpu"), torch.float32) == rate
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_every_stage_that_updates_says_what_it_used() -> None:
+    """Tokens a second, share of the matrix rate and peak memory are metrics of worked examples and of pairs too."""
+    asked = recipe(SFT)
+    chosen: Any = asked.stages[0]
+    written = SftLoop(chosen, 0, task_for(asked, chosen), policy(alphabet="0123456789+=<>/abcdefghijklmnopqrstuvwxyz "))
+    compared = DpoLoop(test_dpo.stage(batch_size=6), 0, policy(), test_dpo.PAIRS)
+    for loop in (written, compared):
+        metrics = loop.step(1).metrics
+        assert all(metrics[name] > 0 for name in ("tokens_per_s", "update_tflops", "mfu", "memory_mib"))
