@@ -50,6 +50,7 @@ class Row:
     token_ids: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
     logps: Floats = field(default_factory=lambda: np.zeros((0, 3), np.float32))
     stop: StopReason | None = None
+    versions: dict[int, int] = field(default_factory=dict)
 
     @property
     def text_ids(self) -> Ints:
@@ -60,7 +61,8 @@ class Row:
         logps, sampled, raw = np.ascontiguousarray(self.logps.T)
         sampled = logps if np.array_equal(sampled, logps) else sampled
         raw = logps if np.array_equal(raw, logps) else raw
-        return Completion(self.token_ids, text, self.stop, logps, sampled, raw, np.ones(len(logps), bool))
+        versions = tuple((at, v) for at, v in self.versions.items() if at < len(logps)) or None
+        return Completion(self.token_ids, text, self.stop, logps, sampled, raw, np.ones(len(logps), bool), versions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,7 @@ class GpuBatch:
             under_way: Round | None = None
             self._admit()
             while under_way is not None or any(self.row_in):
+                self._take_new_weights()
                 following = self._launch()
                 if under_way is not None:
                     whole = self._collect(under_way)
@@ -134,6 +137,16 @@ class GpuBatch:
                 under_way = following
         finally:
             self.sampler.pool.close()
+
+    def _take_new_weights(self) -> None:
+        """As in native.py. What is under way on the device comes before them: both are in one stream."""
+        exchange = self.sampler.exchange
+        if exchange is None:
+            return
+        exchange()
+        for slot, row in enumerate(self.row_in):
+            if row is not None and exchange.version not in row.versions.values():
+                row.versions[int(self.launched_S[slot])] = exchange.version
 
     # Seats.
 
@@ -288,6 +301,7 @@ class GpuBatch:
         row = self.row_in[slot]
         assert row is not None
         self._unseat(slot)
+        row.versions.clear()
         self.waiting.appendleft(row)
         self._check_one_fits()
 

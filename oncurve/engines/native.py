@@ -144,6 +144,7 @@ class NativeEngine:
 
             slots = self.settings.slots or frozen_slots(self.policy.device, len(prompts) * group_size)
             names = [prompt.id for prompt in prompts]
+            self.gpu.exchange = self.exchange
             yield from self.gpu.completions(Ask(prompt_ids, names, group_size, how, draws.seed, draws.step), slots)
             return
         rows = group_rows(group_size)

@@ -1,4 +1,4 @@
-"""Weights that change while completions are written: they go on with the new ones, and each token knows which weights drew it."""
+"""Weights that change while completions are written: they go on with the new ones, and each token knows which drew it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from oncurve.engines.cuda import GpuSampler
+from oncurve.engines.cuda_batch import Ask
 from oncurve.engines.native import Draws, NativeEngine
 from oncurve.models.packing import Bundle, build_pack
 from oncurve.models.policy import Policy
 from oncurve.recipe.sections import Engine, Sampling
-from oncurve.records import Prompt
+from oncurve.records import Completion, Prompt
 from tests.train.builders import policy as make_policy
 
 HOW = Sampling(max_new_tokens=24, min_new_tokens=24)
@@ -69,6 +71,25 @@ def test_completions_seated_after_the_change_are_wholly_the_new_weights(top_k: i
         pack = build_pack([Bundle(last.prompt_ids, (completion.token_ids,), (0,))], policy.device)
         expected = policy.pack_logps(pack, 1.0)[0].detach().numpy()
         assert np.allclose(completion.logps, expected, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_the_engine_of_a_gpu_takes_new_weights_between_rounds() -> None:
+    """Here by Triton's interpreter. The round that is under way was begun with the old weights, and the next has the new."""
+
+    def drawn(exchange: bool) -> list[Completion]:
+        policy = make_policy()
+        sampler = GpuSampler.of(policy, Engine(check_every=2))
+        assert sampler is not None
+        sampler.exchange = After(policy, rounds=3, scale=0.5) if exchange else None
+        ask = Ask([policy.encode(PROMPTS[0])], ["1"], 2, Sampling(max_new_tokens=8, min_new_tokens=8), 0, 1)
+        return [c for _, group in sampler.completions(ask, 2) for c in group]
+
+    for a, b in zip(drawn(exchange=False), drawn(exchange=True), strict=True):
+        assert a.versions is None
+        assert b.versions == ((0, 7), (4, 8))
+        assert a.logps[:4].tobytes() == b.logps[:4].tobytes()
+        assert not np.array_equal(a.logps[4:], b.logps[4:])
 
 
 def test_without_an_exchange_there_are_no_versions() -> None:
