@@ -17,9 +17,13 @@ for its tokenizer and config alone and may stay on the CPU, and weights come by 
     engine.join(Join(address, port, offset, world_size)); engine.receive(manifest)      # NCCL, straight from the learner's GPU
 
 with ``manifest = vllm_push.manifest(named_weights(policy))`` and, at the same time, in the learner
-``vllm_push.Broadcast(Join(address, port, 0, world_size), device)`` once and ``.send(named_weights(policy))`` for each push. The
-learner has rank 0 of ``world_size``, an engine's workers the ``tensor`` ranks from ``offset`` on. All of these block, within
-``scale.timeout_s``. ``push`` and ``receive`` want all weights; what comes first is the start: the policy's own weights then.
+``vllm_push.Broadcast(Join(address, port, 0, world_size), device, limit_s)`` once and ``.send(named_weights(policy))`` for each
+push. The learner has rank 0 of ``world_size``, an engine's workers the ``tensor`` ranks from ``offset`` on. All of these block,
+within ``scale.timeout_s``. ``push`` and ``receive`` want all weights; until then vLLM has those that the policy here had.
+
+A sampler that does get the weights into a policy of its own keeps ``follows_policy``; with the policy on the CPU, vLLM has the
+GPU to itself and does not sleep. ``exchange`` works as in the native engine: it is asked between tokens, a few times a second, and
+what is on its way goes on with the new weights, its keys and values computed anew.
 
 **Random numbers**: vLLM draws by its own generator, seeded for each completion from (seed, step, prompt, sample). Asked again
 for the same group it draws the same completions up to rounding, which in vLLM may depend on what else is in the batch.
@@ -113,6 +117,7 @@ class VllmEngine(NativeEngine):
         self._pushes, self._asleep = 0, False
         self._asked: Asked | None = None
         _check_model(policy)
+        assert tensor == 1 or policy.device.type == "cpu", "a GPU that the learner is on holds one whole copy for vLLM"
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -161,7 +166,7 @@ class VllmEngine(NativeEngine):
                 if not left or not self.follows_policy:
                     because, fix = "without a sampler the run can't go on", "go on with: oncurve train --resume RUN"
                     raise EngineError("scale.engine", lost, because=because, fix=f"read {lost.log}; {fix}") from None
-                note("engine", f"{lost}; it was started again")
+                note("engine", f"{lost}; it was started again (its log: {lost.log})")
         return [asked.groups[g] for g in range(len(asked.prompts))]
 
     def _forget(self) -> None:
@@ -190,8 +195,6 @@ class VllmEngine(NativeEngine):
             )  # fmt: skip
         if self.follows_policy:
             self._push_policy()
-        elif self._asleep:
-            self._wake("weights", "kv_cache")
 
     def _collect(self, asked: Asked) -> None:
         assert self.process is not None
@@ -219,7 +222,9 @@ class VllmEngine(NativeEngine):
 
     def push(self, tensors: Mapping[str, Tensor]) -> None:
         """All weights by name, through shared memory."""
-        self._load(in_file(tensors))
+        self._awake()
+        assert self._folder is not None
+        self._load(in_file(tensors, self._folder))
 
     def push_adapter(self, folder: Path) -> None:
         """The LoRA adapter in a folder, which must stay until the next push."""
@@ -245,10 +250,10 @@ class VllmEngine(NativeEngine):
         return done.written
 
     def _push_policy(self) -> Mapping[str, int]:
+        assert self._folder is not None
         if not lora.is_on(self.policy.model):
             tensors = named_weights(self.policy)
-            return self._load(on_gpu(tensors) if self.policy.device.type == "cuda" else in_file(tensors))
-        assert self._folder is not None
+            return self._load(on_gpu(tensors) if self.policy.device.type == "cuda" else in_file(tensors, self._folder))
         self._pushes += 1
         now = self._folder / f"adapter-{self._pushes}"
         lora.save(self.policy.model, now)
@@ -321,7 +326,7 @@ class VllmEngine(NativeEngine):
             lora_rank=_lora_rank(self.policy),
             tensor=self.tensor,
             sleeps=self._sleeps,
-            gpu_share=self.settings.pool_share * _free_share(self.policy.device),
+            gpu_share=self.settings.pool_share * _free_share(self.policy),
             cpu_kv_bytes=_kv_bytes(self.policy) * max(self.policy.context, slots * min(self.policy.context, TYPICAL)),
         )
 
@@ -374,9 +379,13 @@ def _kv_bytes(policy: Policy) -> int:
     return int(2 * config.num_hidden_layers * heads * size * policy.model.dtype.itemsize)
 
 
-def _free_share(device: torch.device) -> float:
-    """How much of a GPU's memory is free; 1 where the policy is on none, and vLLM finds out by itself."""
-    if device.type != "cuda":
+def _free_share(policy: Policy) -> float:
+    """How much of a GPU's memory vLLM may count on; all of it where the policy is on none, and vLLM has one to itself.
+
+    The learner's gradients, master weights and moments come with its first update, and stay: 16 bytes for each weight.
+    """
+    if policy.device.type != "cuda":
         return 1.0
-    free, total = torch.cuda.mem_get_info(device)
-    return free / total
+    free, total = torch.cuda.mem_get_info(policy.device)
+    awaited = 16 * sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
+    return float(max(free - awaited, 0) / total)

@@ -25,8 +25,8 @@ TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 LOOK_EVERY = 0.5
 """Seconds between two looks at whether the process still lives."""
-CLOSING = 5.0
-"""Seconds that it is given to leave by itself."""
+CLOSING = 1.0
+"""Seconds that it is given to leave by itself: it has nothing to save."""
 
 
 class Lost(Exception):
@@ -110,7 +110,8 @@ def environment(device: torch.device) -> Mapping[str, str]:
     env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     env.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
     if device.type == "cuda":
-        env["CUDA_VISIBLE_DEVICES"] = visible(device.index or 0, env.get("CUDA_VISIBLE_DEVICES"))
+        index = torch.cuda.current_device() if device.index is None else device.index
+        env["CUDA_VISIBLE_DEVICES"] = visible(index, env.get("CUDA_VISIBLE_DEVICES"))
     return env
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from oncurve.engines.vllm_messages import FromFile, FromGpu, FromGroup, Join
+from oncurve.errors import EngineError
 from oncurve.models.policy import Policy
 
 MEMORY = Path("/dev/shm")
@@ -46,14 +48,14 @@ def size_of(tensors: Mapping[str, Tensor]) -> int:
 
 
 @contextmanager
-def in_file(tensors: Mapping[str, Tensor]) -> Iterator[FromFile]:
+def in_file(tensors: Mapping[str, Tensor], folder: Path) -> Iterator[FromFile]:
     """A file that is there as long as the body runs."""
-    folder = room_for(size_of(tensors))
+    file = folder / "weights.safetensors"
     try:
-        save_file({name: t.cpu().contiguous() for name, t in tensors.items()}, folder / "weights.safetensors")
-        yield FromFile(str(folder / "weights.safetensors"))
+        save_file({name: t.cpu().contiguous() for name, t in tensors.items()}, file)
+        yield FromFile(str(file))
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        file.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -89,13 +91,26 @@ def manifest(tensors: Mapping[str, Tensor]) -> FromGroup:
 class Broadcast:
     """The learner's seat, rank 0, in the group that its weights are broadcast over. Making one waits until all have joined."""
 
-    def __init__(self, where: Join, device: torch.device) -> None:
+    def __init__(self, where: Join, device: torch.device, limit_s: float) -> None:
         from oncurve.engines.vllm_worker import group_of  # vLLM's: both sides must speak the same NCCL
 
+        self.where, self.limit_s = where, limit_s
         self.group = group_of(where, 0, device)
 
     def send(self, tensors: Mapping[str, Tensor]) -> None:
         """In the order of `manifest`, which every receiver must have been given before."""
+        stream, sent = torch.cuda.current_stream(), torch.cuda.Event()  # type: ignore[no-untyped-call]
         for tensor in tensors.values():
-            self.group.broadcast(tensor.contiguous(), src=0, stream=torch.cuda.current_stream())
-        torch.cuda.synchronize()
+            self.group.broadcast(tensor.contiguous(), src=0, stream=stream)
+        sent.record(stream)
+        ends = time.monotonic() + self.limit_s
+        # NCCL itself would wait forever for a receiver that is gone.
+        while not sent.query():  # type: ignore[no-untyped-call]
+            if time.monotonic() > ends:
+                raise EngineError(
+                    f"{self.where.address}:{self.where.port}",
+                    f"weights were not taken within {self.limit_s:g} s",
+                    because=f"one of {self.where.world_size - 1} vLLM workers is gone or late",
+                    fix="look at the samplers' logs, then go on with: oncurve train --resume RUN",
+                )
+            time.sleep(0.001)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import queue
+import shutil
 import signal
 import sys
 import threading
@@ -20,6 +21,7 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -94,6 +96,7 @@ class Host:
     def _handle(self, message: object) -> None:
         match message:
             case Start():
+                scratch.append(Path(message.folder).parent)
                 self.llm = _open(message)
                 self._say(Ready(os.getpid(), self.llm.model_config.max_model_len, _version()))
             case Ask():
@@ -274,11 +277,9 @@ def _repack(model: torch.nn.Module) -> None:
 
 def group_of(where: Join, rank: int, device: torch.device) -> Any:
     """A NCCL group of the learner (rank 0) and vLLM's workers, apart from every other group of theirs."""
-    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
-    from vllm.distributed.utils import StatelessProcessGroup
+    from vllm.distributed.weight_transfer.nccl_common import stateless_init_process_group
 
-    seats = StatelessProcessGroup.create(host=where.address, port=where.port, rank=rank, world_size=where.world_size)
-    return PyNcclCommunicator(seats, device=device)
+    return stateless_init_process_group(where.address, where.port, rank, where.world_size, device)
 
 
 def _leave_with(parent: int) -> None:
@@ -288,8 +289,14 @@ def _leave_with(parent: int) -> None:
     leave(1)
 
 
+scratch: list[Path] = []
+"""The folder that weights come through: where the run was killed, nobody else is left to remove it."""
+
+
 def leave(code: int) -> None:
     """At once: vLLM's own way out takes many seconds, and there is nothing to save."""
+    for folder in scratch:
+        shutil.rmtree(folder, ignore_errors=True)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

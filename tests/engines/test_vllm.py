@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from oncurve.engines.native import Draws
 from oncurve.engines.vllm import _check_sampling, check_vllm
@@ -172,13 +173,15 @@ def test_a_foreign_sampler_is_corrected_for_unless_the_recipe_says_how() -> None
     assert cap("scale.engine=vllm", "grpo.mismatch_limit=1.1") is None
 
 
-def test_weights_go_under_the_names_of_a_checkpoint_tied_ones_once() -> None:
+def test_weights_go_under_the_names_of_a_checkpoint_tied_ones_once(tmp_path: Path) -> None:
     tied, untied = named_weights(make_policy("qwen3")), named_weights(make_policy("llama"))
     assert "lm_head.weight" not in tied
     assert "lm_head.weight" in untied
-    with in_file(tied) as file:
-        assert Path(file.path).is_file()
-    assert not Path(file.path).parent.exists()
+    with in_file(tied, tmp_path) as file:
+        stored = load_file(file.path)
+    assert not Path(file.path).exists()
+    assert stored.keys() == tied.keys()
+    assert all(torch.equal(stored[name], tied[name]) for name in tied)
     assert [name for name, _, _ in manifest(tied).tensors] == list(tied)
 
 

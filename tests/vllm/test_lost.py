@@ -110,15 +110,17 @@ def test_the_sampler_goes_with_the_run_that_is_killed() -> None:
         from tests.vllm.models import PROMPTS, engine_of, policy_of
         engine = engine_of(policy_of())
         engine.sample(PROMPTS, 1, Sampling(max_new_tokens=4), Draws(0, 1))
-        print(engine.pid, flush=True)
+        print(engine.pid, engine._folder, flush=True)
         engine.sample(PROMPTS, 64, Sampling(max_new_tokens=400), Draws(0, 1))
     """)
     run = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert run.stdout is not None
-    sampler = int(run.stdout.readline())
+    sampler, folder = run.stdout.readline().split()
+    assert Path(folder).is_dir()
     run.kill()
     run.wait()
     ends = time.monotonic() + 10
     while Path(f"/proc/{sampler}").exists() and time.monotonic() < ends:
         time.sleep(0.2)
     assert not Path(f"/proc/{sampler}").exists()
+    assert not Path(folder).exists(), "weights are left in shared memory"
