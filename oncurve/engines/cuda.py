@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from oncurve.engines.cuda_batch import Ask, GpuBatch, bucket
+from oncurve.engines.cuda_episodes import GpuEpisodes
 from oncurve.engines.cuda_pool import PagedPool, Shape, pages_for, shape_of
 from oncurve.engines.cuda_step import Board, Limits, draw, step_of
 from oncurve.engines.kernels.attention import Reach
@@ -38,7 +39,7 @@ class GpuSampler:
     def __init__(self, policy: Policy, settings: EngineSettings, shape: Shape) -> None:
         self.policy, self.settings, self.shape = policy, settings, shape
         self.pool = PagedPool(shape, policy.device)
-        self.boards: dict[tuple[int, int, int], Board] = {}
+        self.boards: dict[tuple[int, int, int, bool], Board] = {}
         self.board: Board | None = None
         self.graphs: dict[tuple[Any, ...], torch.cuda.CUDAGraph] = {}
         self.memory: Any = None
@@ -66,8 +67,9 @@ class GpuSampler:
         own = pages_for(ask.how.max_new_tokens)
         rep = self.shape.heads // self.shape.key_heads
         members = min(ask.group_size, max(1, TILE_ROWS // rep))
-        needed = Limits(slots, members, bucket(max(1, pages_for(longest))), bucket(own), self.settings.check_every)
-        kind = (slots, members, self.settings.check_every)
+        pages, every, given = bucket(max(1, pages_for(longest))), self.settings.check_every, len(ask.prompts) > 0
+        needed = Limits(slots, members, pages, bucket(own), every, ask.how.max_new_tokens if given else 0)
+        kind = (slots, members, every, given)
         board = self.boards.get(kind)
         if board is None or not _holds(board.limits, needed):
             board = Board(needed, self.shape, self.policy.head.weight_VD.shape[0], self.policy.device)
@@ -99,7 +101,7 @@ class GpuSampler:
 
     def completions(self, ask: Ask, slots: int) -> Iterator[tuple[int, tuple[Completion, ...]]]:
         """Each group's number and completions, as soon as it is whole; the texts of a round are decoded together."""
-        batch = GpuBatch(self, ask, slots)
+        batch = GpuEpisodes(self, ask, slots) if ask.prompts else GpuBatch(self, ask, slots)
         for whole in batch.run():
             rows = [row for group in whole for row in batch.rows[group]]
             texts = iter(self.policy.decode_all([row.text_ids for row in rows]))
@@ -162,4 +164,8 @@ class GpuSampler:
 
 
 def _holds(have: Limits, needed: Limits) -> bool:
-    return have.prompt_pages >= needed.prompt_pages and have.suffix_pages >= needed.suffix_pages
+    return all(x >= y for x, y in zip(_sizes(have), _sizes(needed), strict=True))
+
+
+def _sizes(limits: Limits) -> tuple[int, ...]:
+    return limits.prompt_pages, limits.suffix_pages, limits.given

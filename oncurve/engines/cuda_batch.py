@@ -28,7 +28,7 @@ from oncurve.engines.kernels.attention import Reach
 from oncurve.engines.randomness import row_key
 from oncurve.errors import ModelError
 from oncurve.recipe.sections import Sampling
-from oncurve.records import Completion, Floats, Ints, StopReason
+from oncurve.records import Bools, Completion, Floats, Ints, Prompt, StopReason
 
 if TYPE_CHECKING:
     from oncurve.engines.cuda import GpuSampler
@@ -52,6 +52,14 @@ class Row:
     stop: StopReason | None = None
     versions: dict[int, int] = field(default_factory=dict)
 
+    def start_again(self) -> None:
+        """Back to the queue: what is known of it is forgotten."""
+        self.versions = {}
+
+    @property
+    def loss_mask(self) -> Bools:
+        return np.ones(len(self.token_ids), bool)
+
     @property
     def text_ids(self) -> Ints:
         return self.token_ids[:-1] if self.stop == "end" else self.token_ids
@@ -62,12 +70,13 @@ class Row:
         sampled = logps if np.array_equal(sampled, logps) else sampled
         raw = logps if np.array_equal(raw, logps) else raw
         versions = tuple((at, v) for at, v in self.versions.items() if at < len(logps)) or None
-        return Completion(self.token_ids, text, self.stop, logps, sampled, raw, np.ones(len(logps), bool), versions)
+        return Completion(self.token_ids, text, self.stop, logps, sampled, raw, self.loss_mask, versions)
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One call of ``sample``: prompts by group, and the key of each completion's random numbers."""
+    """One call of ``sample``: prompts by group, and the key of each completion's random numbers. ``prompts`` are there where
+    they have environments, which answer back."""
 
     prompt_ids: Sequence[Ints]
     prompt_names: Sequence[str]
@@ -75,6 +84,7 @@ class Ask:
     how: Sampling
     seed: int
     step: int
+    prompts: Sequence[Prompt] = ()
 
     def key(self, row: Row) -> int:
         key = row_key(self.seed, self.step, self.prompt_names[row.group], row.sample)
@@ -96,10 +106,12 @@ class Round:
 class GpuBatch:
     """One call of ``sample``: the queue, the slots, the pages, and what has been written."""
 
+    row_type = Row
+
     def __init__(self, sampler: GpuSampler, ask: Ask, slots: int) -> None:
         self.sampler, self.ask, self.how = sampler, ask, ask.how
         self.board, self.pool = sampler.prepare(ask, slots)
-        self.rows = [[Row(g, s) for s in range(ask.group_size)] for g in range(len(ask.prompt_ids))]
+        self.rows = [[self.row_type(g, s) for s in range(ask.group_size)] for g in range(len(ask.prompt_ids))]
         self.waiting = deque(row for group in self.rows for row in group)
         self.left = [ask.group_size] * len(self.rows)
         self.prompt_pages: dict[int, list[int]] = {}
@@ -262,18 +274,23 @@ class GpuBatch:
         tokens = min(self.sampler.settings.check_every, limit - int(self.launched_S[live].min()))
         live = self._find_pages(live, tokens)
         self._tell()
-        used = [t for t, group in enumerate(self.table_group) if group >= 0]
-        tables, S = used[-1] + 1, len(self.row_in)
-        reach = Reach(
-            min(S, bucket(tables)),
-            bucket(max(pages_for(len(self.ask.prompt_ids[g]) - 1) for g in self.table_group if g >= 0)),
-            bucket(max(len(self.own_pages[s]) for s in live)),
-        )
-        self.sampler.decode(reach, self.how, tokens)
+        self.sampler.decode(self._reach(), self.how, tokens)
         start_S = self.launched_S.copy()
         self.launched_S[live] += tokens
         slots = self.board.slots
         return Round(self.age_S.copy(), start_S, tokens, *_read(slots.drawn, slots.logps))
+
+    def _reach(self) -> Reach:
+        """What the seats taken need, in few sizes. Pages of suffixes are listed where that spares a quarter or more."""
+        S, used = len(self.row_in), [t for t, group in enumerate(self.table_group) if group >= 0]
+        counts = [len(pages) for pages in self.own_pages]
+        most, there = bucket(max(counts)), bucket(sum(counts))
+        return Reach(
+            min(S, bucket(used[-1] + 1)),
+            bucket(max(pages_for(len(self.ask.prompt_ids[g]) - 1) for g in self.table_group if g >= 0)),
+            most,
+            there if there <= S * most * 3 // 4 else None,
+        )
 
     def _find_pages(self, live: list[int], tokens: int) -> list[int]:
         """A page for every completion that grows into its next; where there is none, the youngest start again later."""
@@ -301,7 +318,7 @@ class GpuBatch:
         row = self.row_in[slot]
         assert row is not None
         self._unseat(slot)
-        row.versions.clear()
+        row.start_again()
         self.waiting.appendleft(row)
         self._check_one_fits()
 
@@ -330,9 +347,18 @@ class GpuBatch:
                 (tables.members, self.members),
                 (tables.prompt_page, self.prompt_page),
                 (tables.suffix_page, self.suffix_page),
+                (tables.suffix_list, self._suffix_list()),
             ):
-                target[: own.shape[0], : own.shape[1]].copy_(self._send(own), non_blocking=True)
+                target.copy_(self._send(own), non_blocking=True)
             self.changed = False
+
+    def _suffix_list(self) -> np.ndarray:
+        """The pages of suffixes that are there, first pages first: the last of a slot is the shortest."""
+        width = self.suffix_page.shape[1]
+        page, slot = np.nonzero(np.arange(width)[:, None] < np.array([len(pages) for pages in self.own_pages]))
+        found = np.full(self.suffix_page.size, -1, np.int32)
+        found[: len(slot)] = slot * width + page
+        return found
 
     def _collect(self, done: Round) -> list[int]:
         """Write down what a round has drawn; returns the groups that are whole now."""

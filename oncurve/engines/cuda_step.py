@@ -27,13 +27,14 @@ from oncurve.recipe.sections import Sampling
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The sizes that a board is made for."""
+    """The sizes that a board is made for; ``given``: places for tokens that an environment says, 0 where none does."""
 
     slots: int
     members: int
     prompt_pages: int
     suffix_pages: int
     ring: int
+    given: int = 0
 
 
 class Board:
@@ -53,12 +54,13 @@ class Board:
             ints(S, limits.members, fill=-1),
             ints(S, limits.prompt_pages),
             ints(S, limits.suffix_pages),
+            ints(S * limits.suffix_pages, fill=-1),
             ints(S),
             ints(S, fill=-1),
         )
         self.slots = kernels.Slots(
             ints(S, dtype=torch.long), self.tables.suffix_length, ints(S), ints(S, dtype=torch.long), ints(limits.ring, S),
-            floats(limits.ring, 3, S),
+            floats(limits.ring, 3, S), ints(S, limits.given, fill=-1),
         )  # fmt: skip
         H, d = shape.heads, shape.head_size
         self.parts = Parts(floats(parts, S, H, d), floats(parts, S, H), floats(parts, S, H))
@@ -67,6 +69,7 @@ class Board:
     def clear(self, end_ids: tuple[int, ...]) -> None:
         """Every slot idle, and these the tokens that end."""
         self.tables.suffix_length.fill_(-1)
+        self.slots.given.fill_(-1)
         self.is_end_V.zero_()
         self.is_end_V[torch.tensor(end_ids, dtype=torch.long, device=self.is_end_V.device)] = 1
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -114,7 +114,14 @@ class Episodes(Batch):
         return reply_to(self.prompts[row.group], self.draws_of(row.group), row)
 
 
-def reply_to(prompt: Prompt, draws: Draws, row: Episode) -> str | None:
+class InTurns(Protocol):
+    """What an environment is told of a completion: which it is, and the turns so far."""
+
+    sample: int
+    turns: list[str]
+
+
+def reply_to(prompt: Prompt, draws: Draws, row: InTurns) -> str | None:
     """What the prompt's environment says to the turns so far; None where there is none, or nothing to say."""
     if prompt.environment is None:
         return None

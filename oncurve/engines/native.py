@@ -139,13 +139,14 @@ class NativeEngine:
     ) -> Iterator[tuple[int, tuple[Completion, ...]]]:
         """Each group's number and completions, as soon as it is whole."""
         plain = all(prompt.environment is None for prompt in prompts)
-        if plain and self.gpu is not None:
+        if self.gpu is not None:
             from oncurve.engines.cuda_batch import Ask  # Triton is there only where a GPU is
 
             slots = self.settings.slots or frozen_slots(self.policy.device, len(prompts) * group_size)
             names = [prompt.id for prompt in prompts]
             self.gpu.exchange = self.exchange
-            yield from self.gpu.completions(Ask(prompt_ids, names, group_size, how, draws.seed, draws.step), slots)
+            told = () if plain else prompts
+            yield from self.gpu.completions(Ask(prompt_ids, names, group_size, how, draws.seed, draws.step, told), slots)
             return
         rows = group_rows(group_size)
         blocks = self._blocks(len(prompts) * (group_size // rows), rows)

@@ -36,7 +36,7 @@ def make(
     pool = torch.full((64, LAYERS, 2, K, PAGE, d), torch.nan)
     free = torch.randperm(64, generator=generator).tolist()
     members, prompt_page = torch.full((S, R), -1), torch.zeros(S, wide)
-    suffix_page = torch.zeros(S, wide)
+    suffix_page, listed = torch.zeros(S, wide), torch.full((S * wide,), -1)
 
     def fill(length: int) -> list[int]:
         pages = [free.pop() for _ in range(-(-length // PAGE))]
@@ -54,18 +54,29 @@ def make(
             members[table, : len(chosen)] = torch.tensor(chosen)
             prompt_page[table, : len(pages)] = torch.tensor(pages)
             table += 1
+    places = []
     for s, length in enumerate(suffixes):
         pages = fill(length + 1)
         suffix_page[s, : len(pages)] = torch.tensor(pages)
-    tensors = (members, prompt_page, suffix_page, torch.tensor([prompts[n] for n in prompt_of]), torch.tensor(suffixes))
+        places += [s * wide + i for i in range(len(pages))]
+    listed[: len(places)] = torch.tensor(places)
+    lengths = torch.tensor([prompts[n] for n in prompt_of]), torch.tensor(suffixes)
+    tensors = (members, prompt_page, suffix_page, listed, *lengths)
     q = torch.randn(S, H, d, generator=generator)
     on = [x.to(DEVICE, torch.int32) for x in tensors]
     return Case(q.to(DEVICE, dtype), pool.to(DEVICE, dtype), Tables(*on), prompt_of, prompts, suffixes)
 
 
-def run(case: Case, scale: float, window: int | None = None, softcap: float | None = None, more: int = 0) -> Tensor:
+def run(
+    case: Case, scale: float, window: int | None = None, softcap: float | None = None, more: int = 0, listed: bool = False
+) -> Tensor:
     S, H, d = case.q.shape
-    reach = Reach(S, max(-(-p // PAGE) for p in case.prompts) + more, max(s // PAGE + 1 for s in case.suffixes) + more)
+    prompt_pages, suffix_pages = (
+        max(-(-p // PAGE) for p in case.prompts) + more,
+        max(s // PAGE + 1 for s in case.suffixes) + more,
+    )
+    there = int((case.tables.suffix_list >= 0).sum()) + more
+    reach = Reach(S, prompt_pages, suffix_pages, there if listed else None)
     empty = [torch.full(shape, torch.nan, device=DEVICE) for shape in ((reach.parts, S, H, d), *2 * [(reach.parts, S, H)])]
     return attend(case.q, case.pool, 1, case.tables, reach, Parts(*empty), scale, window, softcap, SMALL)
 
@@ -132,6 +143,8 @@ def test_idle_slots_are_left_out_and_a_longer_launch_changes_no_bit() -> None:
     assert bool((found[1] == 0).all())
     assert_close(case, found, 0.3, None, None, 1e-5)
     assert torch.equal(found, run(case, 0.3, more=2))
+    for more in (0, 3):
+        assert torch.equal(found, run(case, 0.3, more=more, listed=True)), "by a list of pages: the same"
     alone = make(4, 2, 16, [40, 9], [0, 1, 0, 1], [5, -1, 33, 12])
     alone.tables.suffix_length[2:] = -1
     alone.tables.members[:, 1:] = -1

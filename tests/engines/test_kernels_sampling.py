@@ -26,6 +26,7 @@ def slots_of(lengths: list[int], limit: int = 100) -> kernels.Slots:
         torch.from_numpy(keys).to(DEVICE),
         torch.full((C, S), -7, dtype=torch.int32, device=DEVICE),
         torch.full((C, 3, S), torch.nan, device=DEVICE),
+        torch.zeros((S, 0), dtype=torch.int32, device=DEVICE),
     )
 
 

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 
 from oncurve.engines.native import Draws, NativeEngine
 from oncurve.models import lora
 from oncurve.models.policy import Policy
 from oncurve.recipe.sections import Engine, Lora, Sampling
 from oncurve.records import Completion, Group, Prompt
+from tests.engines import test_episodes as episodes
 from tests.engines.plain import assert_same_greedy, generate, next_logits, prompt_of
 from tests.models.architectures import ARCHITECTURES, make_model, tokenizer
 
@@ -89,6 +90,27 @@ def test_logps_are_those_of_a_full_forward_in_float32(name: str, dtype: torch.dt
         assert float(found.max()) < 1e-4
     else:
         assert float(found.mean()) < 0.02
+
+
+def headed(head_size: int) -> PreTrainedModel:
+    """Two layers whose weights keep the size of what goes through them, so that attention matters."""
+    words = tokenizer()
+    config = Qwen3Config(
+        vocab_size=len(words), hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=head_size, max_position_embeddings=2048, initializer_range=0.1,
+        eos_token_id=words.eos_token_id, pad_token_id=words.pad_token_id,
+    )  # fmt: skip
+    torch.manual_seed(head_size)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+
+
+@pytest.mark.parametrize("dtype", BOTH)
+@pytest.mark.parametrize("head_size", [64, 80, 96, 128, 256])
+def test_head_sizes(head_size: int, dtype: torch.dtype) -> None:
+    own = engine_of(headed(head_size), dtype)
+    found = errors(own, sample(own, LENGTHS, 2, Sampling(temperature=0.8, max_new_tokens=20)), 0.8)
+    assert own.policy.fused is not None
+    assert float(found.max()) < 1e-4 if dtype == torch.float32 else float(found.mean()) < 0.02
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -173,6 +195,25 @@ def test_weights_that_an_optimiser_changes_are_seen_with_no_call(dtype: torch.dt
     assert [bits(g.completions) for g in before] != [bits(g.completions) for g in after]
     found = errors(own, after, 0.8)
     assert float(found.max()) < 1e-4 if dtype == torch.float32 else float(found.mean()) < 0.02
+
+
+@pytest.mark.parametrize("how", [Sampling(max_new_tokens=100), Sampling(max_new_tokens=100, top_k=5)])
+def test_environments_answer_as_on_a_cpu(how: Sampling) -> None:
+    """The same turns, tokens and masks, but for near ties, which are rare."""
+    plain = episodes.policy()
+    there = NativeEngine(plain, Engine(slots=8))
+    here = NativeEngine(Policy(copy.deepcopy(plain.model).to("cuda"), plain.tokenizer), Engine(slots=8))
+    assert here.gpu is not None
+    found = []
+    for own in (here, there):
+        prompts = [episodes.asked("one", episodes.Echo()), episodes.asked("two", episodes.Echo(calls=()))]
+        found.append(episodes.completions(own.sample(prompts, 8, how, Draws(seed=0, step=1))))
+    same = [(a, b) for a, b in zip(*found, strict=True) if a.token_ids.tolist() == b.token_ids.tolist()]
+    assert len(same) >= len(found[0]) - 1
+    for a, b in same:
+        assert (a.stop, a.text, a.loss_mask.tolist()) == (b.stop, b.text, b.loss_mask.tolist())
+        assert float(np.abs(a.logps - b.logps).max()) < 1e-4
+    assert any(not a.loss_mask.all() for a, _ in same), "an environment has answered"
 
 
 def test_lora_layers_are_active() -> None:

@@ -46,11 +46,13 @@ def tiles(head_size: int, dtype: torch.dtype) -> Tiles:
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """How far a launch goes: tables of members, pages of prompts and of suffixes that any slot may have."""
+    """How far a launch goes: tables of members, pages of prompts and of suffixes that any slot may have; and how many pages of
+    suffixes there are in all, where that is fewer than every slot's most."""
 
     tables: int
     prompt_pages: int
     suffix_pages: int
+    listed: int | None = None
 
     @property
     def parts(self) -> int:
@@ -61,13 +63,15 @@ class Reach:
 class Tables:
     """Where everything lies, as tensors of int32 on the device that keep their addresses.
 
-    ``members`` [N, R]: slots that share a prompt, −1 where none; ``prompt_page`` [N, pages]; ``suffix_page`` [S, pages].
-    ``prompt_length`` and ``suffix_length`` [S] count stored positions; the new token's keys are stored at ``suffix_length``.
+    ``members`` [N, R]: slots that share a prompt, −1 where none; ``prompt_page`` [N, pages]; ``suffix_page`` [S, pages];
+    ``suffix_list`` [S · pages]: which of the latter are there, as slot · pages + page, then −1. ``prompt_length`` and
+    ``suffix_length`` [S] count stored positions; the new token's keys are stored at ``suffix_length``.
     """
 
     members: Tensor
     prompt_page: Tensor
     suffix_page: Tensor
+    suffix_list: Tensor
     prompt_length: Tensor
     suffix_length: Tensor
 
@@ -127,15 +131,16 @@ def _leave(out, tops, totals, acc, top, total, row_M, live_M, D: tl.constexpr, D
     tl.store(totals + row_M, total, mask=live_M)
 
 
-@triton.jit(do_not_specialize=["tables", "prompt_pages", "suffix_pages", "slots"])
-def _parts(q, pool, members, prompt_page, suffix_page, prompt_length, suffix_length, out, tops, totals,
-           tables, prompt_pages, suffix_pages, slots, page_stride, prompt_table_width, suffix_table_width, q_stride, scale,
+@triton.jit(do_not_specialize=["tables", "prompt_pages", "listed", "slots"])
+def _parts(q, pool, members, prompt_page, suffix_page, suffix_list, prompt_length, suffix_length, out, tops, totals,
+           tables, prompt_pages, listed, slots, page_stride, prompt_table_width, suffix_table_width, q_stride, scale,
            softcap, window,
            R: tl.constexpr, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
            BM_PROMPT: tl.constexpr, BM_SUFFIX: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-           PRECISION: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+           PRECISION: tl.constexpr, LISTED: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """Programs of prompts first: they are the longest. Within each kind neighbours share a page index, so that the tables of
-    one group, which point at the same pages, meet in the cache."""
+    one group, which point at the same pages, meet in the cache. LISTED: suffixes differ in length, and programs go by the list
+    of pages that are there; else every slot's every page has a program, which need not look it up."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
     REP: tl.constexpr = H // K
@@ -174,7 +179,14 @@ def _parts(q, pool, members, prompt_page, suffix_page, prompt_length, suffix_len
         slot = pid % slots
         head = pid // slots % K
         page = pid // slots // K
+        if LISTED:
+            place = tl.load(suffix_list + pid % listed)
+            slot = tl.maximum(place, 0) // suffix_table_width
+            head = pid // listed
+            page = tl.maximum(place, 0) % suffix_table_width
         length = tl.load(suffix_length + slot) + 1
+        if LISTED:
+            length = tl.where(place < 0, 0, length)
         start = page * PAGE
         count = tl.minimum(length - start, PAGE)
         if count > 0:
@@ -245,15 +257,17 @@ def attend(
     R, rep = tables.members.shape[1], H // K
     how = how or tiles(d, q.dtype)
     padded = max(16, triton.next_power_of_2(d))
-    programs = (reach.tables * reach.prompt_pages + S * reach.suffix_pages) * K
+    of_suffixes = S * reach.suffix_pages if reach.listed is None else reach.listed
+    programs = (reach.tables * reach.prompt_pages + of_suffixes) * K
     _parts[(programs,)](
-        q, pool[:, layer], tables.members, tables.prompt_page, tables.suffix_page, tables.prompt_length, tables.suffix_length,
-        parts.out, parts.top, parts.total, reach.tables, reach.prompt_pages, reach.suffix_pages, S, pool.stride(0),
-        tables.prompt_page.shape[1], tables.suffix_page.shape[1], q.stride(0), scale, softcap or 0.0, window or 0,
+        q, pool[:, layer], tables.members, tables.prompt_page, tables.suffix_page, tables.suffix_list, tables.prompt_length,
+        tables.suffix_length, parts.out, parts.top, parts.total, reach.tables, reach.prompt_pages, of_suffixes, S,
+        pool.stride(0), tables.prompt_page.shape[1], tables.suffix_page.shape[1], q.stride(0), scale, softcap or 0.0,
+        window or 0,
         R=R, H=H, K=K, D=d, DP=padded, PAGE=page, BM_PROMPT=max(16, triton.next_power_of_2(R * rep)),
         BM_SUFFIX=max(16, triton.next_power_of_2(rep)), BN=how.keys, WINDOW=window is not None, SOFTCAP=softcap is not None,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=how.warps, num_stages=how.stages,
-        **early(q.device),
+        LISTED=reach.listed is not None, **early(q.device),
     )  # fmt: skip
     out = torch.empty((S, H, d), dtype=q.dtype, device=q.device)
     _merge[(S, H)](

@@ -30,7 +30,7 @@ class Slots:
 
     ``token`` was drawn last, ``suffix_length`` counts the tokens before it (−1: idle), ``limit`` is the most tokens,
     ``key`` seeds the slot's random numbers. ``drawn`` [C, S] and ``logps`` [C, 3, S] are rings: position p is written at
-    p mod C.
+    p mod C. ``given`` [S, T] holds tokens that are not drawn but read, −1 where there is none; T is 0 where there never are.
     """
 
     token: Tensor
@@ -39,6 +39,7 @@ class Slots:
     key: Tensor
     drawn: Tensor
     logps: Tensor
+    given: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,7 @@ def _commit(
     limit,
     drawn,
     logps,
+    given,
     is_end,
     slot,
     slots,
@@ -128,24 +130,30 @@ def _commit(
     raw,
     min_tokens,
     C: tl.constexpr,
+    GIVEN: tl.constexpr,
 ):
-    """Write a drawn token down, and go on or end."""
+    """Write a drawn token down, or the one that is given for its place, and go on or end."""
     ring = own % C
+    if GIVEN:
+        told = tl.load(given + slot * GIVEN + own)
+        token = tl.where(told >= 0, told.to(token.dtype), token)
     tl.store(drawn + ring * slots + slot, token.to(tl.int32))
     tl.store(logps + (ring * 3) * slots + slot, logp)
     tl.store(logps + (ring * 3 + 1) * slots + slot, sampled)
     tl.store(logps + (ring * 3 + 2) * slots + slot, raw)
     tl.store(token_S + slot, token.to(token_S.dtype.element_ty))
     ended = (tl.load(is_end + token) != 0) & (own >= min_tokens)
+    if GIVEN:
+        ended = ended & (told < 0)
     ended = ended | (own + 1 >= tl.load(limit + slot))
     tl.store(suffix_length + slot, tl.where(ended, -1, own + 1))
 
 
 @triton.jit
-def _pick(logits, tops, kept, full, raw, best, best_at, token_S, suffix_length, limit, key, drawn, logps, is_end, slots, V,
-          heat, min_tokens, scale, softcap,
-          C: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, GREEDY: tl.constexpr, HOT: tl.constexpr, MIN: tl.constexpr,
-          SCALE: tl.constexpr, SOFTCAP: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+def _pick(logits, tops, kept, full, raw, best, best_at, token_S, suffix_length, limit, key, drawn, logps, given,
+          is_end, slots, V, heat, min_tokens, scale, softcap,
+          C: tl.constexpr, GIVEN: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, GREEDY: tl.constexpr,
+          HOT: tl.constexpr, MIN: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     if EARLY:
         tl.extra.cuda.gdc_wait()
     slot = tl.program_id(0)
@@ -169,6 +177,7 @@ def _pick(logits, tops, kept, full, raw, best, best_at, token_S, suffix_length, 
                 limit,
                 drawn,
                 logps,
+                given,
                 is_end,
                 slot,
                 slots,
@@ -179,6 +188,7 @@ def _pick(logits, tops, kept, full, raw, best, best_at, token_S, suffix_length, 
                 logp,
                 min_tokens,
                 C,
+                GIVEN,
             )
         else:
             shrink_T = tl.exp((top_T - top) * heat)
@@ -211,6 +221,7 @@ def _pick(logits, tops, kept, full, raw, best, best_at, token_S, suffix_length, 
                 limit,
                 drawn,
                 logps,
+                given,
                 is_end,
                 slot,
                 slots,
@@ -221,20 +232,21 @@ def _pick(logits, tops, kept, full, raw, best, best_at, token_S, suffix_length, 
                 raw_logp,
                 min_tokens,
                 C,
+                GIVEN,
             )
 
 
 @triton.jit
-def _commit_all(token, logp, token_S, suffix_length, limit, drawn, logps, is_end, slots, min_tokens, C: tl.constexpr,
-                EARLY: tl.constexpr):  # fmt: skip
+def _commit_all(token, logp, token_S, suffix_length, limit, drawn, logps, given, is_end, slots, min_tokens, C: tl.constexpr,
+                GIVEN: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     if EARLY:
         tl.extra.cuda.gdc_wait()
     slot = tl.program_id(0)
     own = tl.load(suffix_length + slot)
     if own >= 0:
-        _commit(token_S, suffix_length, limit, drawn, logps, is_end, slot, slots, tl.load(token + slot), own,
+        _commit(token_S, suffix_length, limit, drawn, logps, given, is_end, slot, slots, tl.load(token + slot), own,
                 tl.load(logp + slot), tl.load(logp + slots + slot), tl.load(logp + 2 * slots + slot), min_tokens,
-                C)  # fmt: skip
+                C, GIVEN)  # fmt: skip
 
 
 def pick(logits_SV: Tensor, slots: Slots, is_end_V: Tensor, rule: Rule) -> None:
@@ -257,7 +269,8 @@ def pick(logits_SV: Tensor, slots: Slots, is_end_V: Tensor, rule: Rule) -> None:
     )
     _pick[(S,)](
         logits_SV, tops, kept, full, raw, best, best_at, slots.token, slots.suffix_length, slots.limit, slots.key, slots.drawn,
-        slots.logps, is_end_V, S, V, *numbers, C=slots.drawn.shape[0], **flags, num_warps=4,
+        slots.logps, slots.given, is_end_V, S, V, *numbers, C=slots.drawn.shape[0], GIVEN=slots.given.shape[1], **flags,
+        num_warps=4,
     )  # fmt: skip
 
 
@@ -272,6 +285,7 @@ def uniforms(slots: Slots) -> Tensor:
 def commit(token_S: Tensor, logp_3S: Tensor, slots: Slots, is_end_V: Tensor, min_tokens: int) -> None:
     """Write tokens down that were drawn elsewhere, with their three log-probs."""
     _commit_all[(len(token_S),)](
-        token_S, logp_3S, slots.token, slots.suffix_length, slots.limit, slots.drawn, slots.logps, is_end_V,
-        len(token_S), min_tokens, C=slots.drawn.shape[0], num_warps=1, **early(token_S.device),
+        token_S, logp_3S, slots.token, slots.suffix_length, slots.limit, slots.drawn, slots.logps, slots.given,
+        is_end_V, len(token_S), min_tokens, C=slots.drawn.shape[0], GIVEN=slots.given.shape[1],
+        num_warps=1, **early(token_S.device),
     )  # fmt: skip
