@@ -1,0 +1,157 @@
+"""A recipe for a pretrained model from beginning to end: measured before, trained in slices of time, measured after.
+
+Greedy pass@1 and pass@8 from eight samples at temperature 1, on all held-out problems. Every part that is done is kept under
+`--out` and not done again, so the same command, given again and again, gets there in slices of `--minutes`.
+
+    python bench/real_results.py gsm8k-smollm2 --seed 0 --heldout 1319 --out runs/real --minutes 8
+    python bench/real_results.py --table            the rows of docs/results.md, from all that was measured
+
+Figures and curves go to bench/results/real-RECIPE-SEED.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+CURVES = ("reward", "reward/answer", "accuracy", "length_mean", "cut_share", "no_signal_share", "entropy", "loss", "grad_norm")
+
+
+def measured(target: str, recipe: str, args: argparse.Namespace, file: Path, *how: str) -> dict[str, Any]:
+    """What `oncurve eval` says of a model or run, kept in a file."""
+    if not file.is_file():
+        sets = [word for change in [*args.set, f"task.heldout={args.heldout}"] for word in ("--set", change)]
+        command = [sys.executable, "-m", "oncurve", "eval", target, "--task", recipe, *sets, *how, "--json"]
+        began = time.monotonic()
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"{' '.join(command)}\n{done.stderr}")
+        file.write_text(done.stdout)
+        print(f"{file.stem}: {time.monotonic() - began:.0f} s", flush=True)
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
+
+
+def trained(recipe: str, args: argparse.Namespace, out: Path, minutes: float) -> bool:
+    """A slice of training; whether all of it is done."""
+    if (out / "run.json").is_file() and json.loads((out / "run.json").read_text())["status"] == "finished":
+        return True
+    sets = [word for change in [*args.set, f"seed={args.seed}"] for word in ("--set", change)]
+    command = [
+        sys.executable,
+        "-m",
+        "oncurve",
+        "train",
+        recipe,
+        *sets,
+        "--out",
+        str(out),
+        "--resume",
+        "--minutes",
+        f"{minutes:.2f}",
+    ]
+    subprocess.run(command, check=True)
+    return bool(json.loads((out / "run.json").read_text())["status"] == "finished")
+
+
+def curves(out: Path) -> dict[str, Any]:
+    """Every stage's curves, its seconds by phase and its peak of memory."""
+    from oncurve.runs.store import Store
+
+    told: dict[str, Any] = {}
+    with Store.open(out) as store:
+        for stage in store.stages():
+            names = [*CURVES, "memory_mib", *(f"seconds/{phase}" for phase in ("sample", "score", "grade", "update", "eval"))]
+            found = {name: store.metric(name, stage.name) for name in names}
+            told[stage.name] = {
+                "steps": stage.done,
+                "minutes": round(
+                    sum(v for name, curve in found.items() if name.startswith("seconds/") for _, v in curve) / 60, 2
+                ),
+                "memory_gib": round(max((v for _, v in found["memory_mib"]), default=0.0) / 1024, 2),
+                "curves": {name: [[n, round(v, 5)] for n, v in found[name]] for name in CURVES if found[name]},
+            }
+        told["heldout"] = [[e.stage, e.step, e.accuracy, e.asked] for e in store.evals()]
+    return told
+
+
+def figures(found: dict[str, Any]) -> dict[str, Any]:
+    keys = ("accuracy", "interval", "asked", "samples", "pass@1", "pass@8", "maj@8")
+    return {key: found[key] for key in keys if key in found} | {"cut_share": found["metrics"]["cut_share"]}
+
+
+def machine() -> dict[str, Any]:
+    import torch
+
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    return {"device": name, **{p: metadata.version(p) for p in ("torch", "transformers")}}
+
+
+def share(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return "–"
+    low, high = found["interval"]
+    return f"{100 * found.get('share', found.get('accuracy', 0)):.1f} % ({100 * low:.1f}–{100 * high:.1f})"
+
+
+def table() -> str:
+    lines = [
+        "| recipe | seed | pass@1 before | pass@1 after | pass@8 before | pass@8 after | minutes | peak memory |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for file in sorted((HERE / "results").glob("real-*.json")):
+        told = json.loads(file.read_text())
+        stages = [stage for stage in told["run"].values() if isinstance(stage, dict)]
+        row = [told["recipe"], str(told["seed"]), share(told["before"]), share(told["after"])]
+        row += [share(told[side].get("pass@8")) for side in ("before_8", "after_8")]
+        row += [f"{sum(s['minutes'] for s in stages):.1f}", f"{max(s['memory_gib'] for s in stages):.1f} GiB"]
+        lines.append(f"| {' | '.join(row)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ask.add_argument("recipe", nargs="?")
+    ask.add_argument("--seed", type=int, default=0)
+    ask.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a change of the recipe")
+    ask.add_argument("--heldout", type=int, default=1319, help="problems that it is measured on: all of GSM8K's test split")
+    ask.add_argument("--out", type=Path, default=Path("runs/real"), help="where runs and measurements are kept")
+    ask.add_argument("--minutes", type=float, default=1e6, help="stop after so long, to go on later")
+    ask.add_argument("--skip-before", action="store_true", help="measured already, with another seed")
+    ask.add_argument("--table", action="store_true", help="only the table of what was measured")
+    args = ask.parse_args()
+    if args.table or not args.recipe:
+        print(table())
+        return
+    from oncurve.recipe.load import load_recipe
+
+    until = time.monotonic() + 60 * args.minutes
+    name, model = Path(args.recipe).stem, load_recipe(args.recipe, tuple(args.set)).model.source
+    place, run = args.out / name, args.out / f"{name}-{args.seed}"
+    place.mkdir(parents=True, exist_ok=True)
+    eight = ("--samples", "8", "--temperature", "1")
+    told: dict[str, Any] = {"recipe": name, "seed": args.seed, "set": args.set, "model": model, "machine": machine()}
+    if not args.skip_before:
+        told["before"] = figures(measured(model, args.recipe, args, place / "before.json"))
+        told["before_8"] = figures(measured(model, args.recipe, args, place / "before-8.json", *eight))
+    if not trained(args.recipe, args, run, max((until - time.monotonic()) / 60, 0.0)):
+        print("time is up: the same command goes on", flush=True)
+        return
+    told["after"] = figures(measured(str(run), args.recipe, args, place / f"after-{args.seed}.json"))
+    told["after_8"] = figures(measured(str(run), args.recipe, args, place / f"after-8-{args.seed}.json", *eight))
+    told["run"] = curves(run)
+    file = HERE / "results" / f"real-{name}-{args.seed}.json"
+    file.write_text(json.dumps(told, indent=1) + "\n")
+    print(table())
+    print(f"wrote {file.relative_to(HERE.parent)}")
+
+
+if __name__ == "__main__":
+    main()
