@@ -120,6 +120,11 @@ class Checked:
         return near and abs(self.time_off) <= TIME_WITHIN
 
 
+def planned_peak(job: Job) -> int:
+    """The plan's worst moment, without the driver's context."""
+    return max(p.total - p.parts.get("cuda context", 0) for p in memory_of(job).phases)
+
+
 def planned(setting: Setting, job: Job) -> Checked:
     """The plan's side, without the driver's context."""
     by_phase = {p.name: p.total - p.parts.get("cuda context", 0) for p in memory_of(job).phases}
@@ -141,7 +146,7 @@ def check(setting: Setting, gpu: Gpu, tiny: bool, steps: int = STEPS) -> Checked
         traceback.print_exc()
         return replace(plan, said=f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}")
     finally:
-        _clear()
+        clear()
 
 
 def measured(plan: Checked, job: Job, steps: int) -> Checked:
@@ -306,7 +311,7 @@ def prompt_texts(job: Job, count: int) -> list[str]:
     ]
 
 
-def _clear() -> None:
+def clear() -> None:
     gc.collect()
     try:
         import torch

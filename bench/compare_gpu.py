@@ -1,0 +1,194 @@
+"""Five algorithms on a model of Qwen3-0.6B's shape on a GPU: memory, time and passes of each at the same samples; the reward.
+
+Random weights, and a reward that any of them can raise a little in some dozen steps: the share of even tokens in a completion,
+which is a half to begin with. Every completion has the same length, so that all sample the same number of tokens; trpo makes
+fewer steps, for its price. Steps are those of `oncurve compare`'s runs, without what a run records; the first of each, in which
+kernels are compiled, counts for the reward alone.
+
+    python bench/compare_gpu.py                      prints a table, writes bench/results/compare_gpu.json as it goes
+    python bench/compare_gpu.py --seconds 110        begins nothing after so long
+    python bench/compare_gpu.py --device cpu --tiny  the same machinery on a small shape
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from plan_check import Meter, clear, gpu_of_this_machine, machine, planned_peak, policy_of, prompt_texts
+
+from oncurve.plan.asked import Wishes, job_for
+from oncurve.plan.gpus import GIB, Gpu
+from oncurve.plan.job import Job
+from oncurve.plan.known import find_shape
+from oncurve.plan.shapes import Shape
+from oncurve.recipe.algorithms import passes_of, under
+from oncurve.recipe.load import parse_recipe
+
+RESULTS = Path(__file__).resolve().parent / "results" / "compare_gpu.json"
+STEPS = {"grpo": 40, "ppo": 40, "rloo": 40, "reinforce": 40, "trpo": 4}
+PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS = 64, 8, 64, 16
+RATE = 1e-3
+SMALL = Shape("small", 2, 64, 4, 2, 16, 96, 512, 4096, tied=True, family="qwen3")
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What one algorithm did. Rewards by step; seconds of a step after the first, by phase; bytes."""
+
+    algorithm: str
+    rewards: tuple[float, ...]
+    seconds: float
+    phases: dict[str, float]
+    memory: int | None
+    memory_by_phase: dict[str, int] | None
+    planned_memory: int
+    held: int
+    trained: int
+    forward: float
+    backward: float
+    said: str | None = None
+
+    @property
+    def rise(self) -> tuple[float, float]:
+        """Mean reward of the first tenth of the steps, and of the last."""
+        tenth = max(1, len(self.rewards) // 10)
+        return statistics.fmean(self.rewards[:tenth]), statistics.fmean(self.rewards[-tenth:])
+
+
+def even_share(completions: Sequence[str], **_: object) -> list[float]:
+    """Texts are words such as w1234, one for each token."""
+    return [statistics.fmean(word[-1] in "02468" for word in text.split() or ["w1"]) for text in completions]
+
+
+def stage_of(algorithm: str, steps: int, tokens_per_pack: int) -> Any:
+    base = {
+        "type": "grpo", "steps": steps, "prompts_per_step": PROMPTS, "group_size": GROUP, "tokens_per_pack": tokens_per_pack,
+        "sampling": {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS}, "no_signal": "keep",
+        "optimiser": {"learning_rate": RATE, "warmup_steps": 2},
+    }  # fmt: skip
+    data = {"task": {"type": "arithmetic"}, "rewards": [{"type": "answer"}], "stages": [base]}
+    return under(parse_recipe(data), algorithm, ["trpo.cg_iterations=5"] if algorithm == "trpo" else []).stages[-1]
+
+
+def job_of(algorithm: str, gpu: Gpu, tiny: bool) -> Job:
+    wishes = Wishes(
+        algorithm=algorithm, prompts=PROMPTS, group_size=GROUP, prompt_tokens=PROMPT_TOKENS, new_tokens=NEW_TOKENS,
+    )  # fmt: skip
+    return job_for(SMALL if tiny else find_shape("Qwen/Qwen3-0.6B"), gpu, wishes)
+
+
+def build(algorithm: str, job: Job, steps: int, meter: Meter) -> Any:
+    from oncurve.engines.native import NativeEngine
+    from oncurve.recipe.sections import Engine
+    from oncurve.rewards.function import as_reward
+    from oncurve.rewards.mix import RewardMix
+    from oncurve.tasks.in_memory import PromptList
+    from oncurve.train.loop import GrpoLoop
+    from oncurve.train.ppo import PpoLoop
+    from oncurve.train.trpo import TrpoLoop
+
+    stage = stage_of(algorithm, steps, job.tokens_per_pack)
+    engine = NativeEngine(policy_of(replace(job, dtype=job.precision)), Engine(slots=min(job.slots, job.rows)))
+    task = PromptList.of(prompt_texts(job, job.prompts * steps))
+    kind = {"ppo": PpoLoop, "trpo": TrpoLoop}.get(stage.type, GrpoLoop)
+    loop: Any = kind(stage, 0, task, engine, RewardMix([as_reward(even_share)]))
+    if meter.on_gpu and engine.gpu is not None:
+        meter.watch(engine.gpu.pool)
+    meter.around(loop, "sample", "sample")
+    meter.around(loop.learner, "update", "update")
+    meter.around(loop, "grade", "grade")
+    return loop
+
+
+def run(algorithm: str, gpu: Gpu, tiny: bool) -> Compared:
+    job = job_of(algorithm, gpu, tiny)
+    steps = 3 if tiny else STEPS[algorithm]
+    meter = Meter(on_gpu=not gpu.is_cpu)
+    loop = build(algorithm, job, steps, meter)
+    rewards, times, phases = [], [], []
+    for n in range(1, steps + 1):
+        begun = time.perf_counter()
+        report = loop.step(n)
+        meter.wait()
+        rewards.append(report.metrics["reward"])
+        if n > 1:
+            times.append(time.perf_counter() - begun)
+            phases.append(report.seconds)
+    learner = loop.learner
+    held = sum(p.numel() for p in learner.policy.model.parameters())
+    critic = sum(p.numel() for p in learner.critic.module.parameters()) if algorithm == "ppo" else 0
+    tries = report.metrics.get("line_search_tries", 1.0)
+    passes = passes_of(stage_of(algorithm, steps, job.tokens_per_pack), tries)
+    return Compared(
+        algorithm, tuple(rewards), statistics.median(times),
+        {name: statistics.median(p.get(name, 0.0) for p in phases) for name in ("sample", "score", "grade", "update")},
+        max(meter.peaks.values(), default=None), dict(meter.peaks) or None, planned_peak(job), held + critic, held + critic,
+        passes.forward, passes.backward,
+    )  # fmt: skip
+
+
+def table(rows: Sequence[Compared]) -> str:
+    heads = ("algorithm", "reward", "steps", "seconds a step", "sample", "learn", "peak GiB", "planned", "held", "passes")
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    for row in rows:
+        if row.said:
+            lines.append(f"| {row.algorithm} | {row.said} |" + " |" * (len(heads) - 2))
+            continue
+        first, last = row.rise
+        memory = "–" if row.memory is None else f"{row.memory / GIB:.1f}"
+        learn = row.phases["grade"] + row.phases["update"]
+        cells = (
+            row.algorithm, f"{first:.3f} → {last:.3f}", len(row.rewards), f"{row.seconds:.3f}", f"{row.phases['sample']:.3f}",
+            f"{learn:.3f}", memory, f"{row.planned_memory / GIB:.1f}", f"{row.held / 1e9:.2f}B",
+            f"{row.forward:.3g}/{row.backward:.3g}",
+        )  # fmt: skip
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
+
+
+def attempt(algorithm: str, gpu: Gpu, tiny: bool) -> Compared:
+    """One that fails is said; the others are still worth having."""
+    try:
+        return run(algorithm, gpu, tiny)
+    except Exception as error:
+        return left_out(algorithm, gpu, tiny, f"{type(error).__name__}: {str(error).partition(chr(10))[0][:160]}")
+    finally:
+        clear()
+
+
+def left_out(algorithm: str, gpu: Gpu, tiny: bool, why: str) -> Compared:
+    return Compared(algorithm, (), math.nan, {}, None, None, planned_peak(job_of(algorithm, gpu, tiny)), 0, 0, 0.0, 0.0, why)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--seconds", type=float, default=math.inf)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    asked = parser.parse_args()
+    gpu, begun = gpu_of_this_machine(asked.device), time.perf_counter()
+    rows: list[Compared] = []
+    for algorithm in STEPS:
+        late = time.perf_counter() - begun > asked.seconds
+        rows.append(
+            left_out(algorithm, gpu, asked.tiny, "left out: the time was up") if late else attempt(algorithm, gpu, asked.tiny)
+        )
+        print(f"{algorithm} done after {time.perf_counter() - begun:.0f} s {rows[-1].said or ''}", flush=True)
+        asked.out.parent.mkdir(parents=True, exist_ok=True)
+        told = {"machine": machine(gpu), "tiny": asked.tiny, "runs": [asdict(row) for row in rows]}
+        asked.out.write_text(json.dumps(told, indent=1) + "\n")
+    print(table(rows))
+    return 0 if all(row.said is None for row in rows) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
