@@ -1,113 +1,152 @@
-"""The sweeps of docs/compare.md: what group size does to the baseline, and to learning; normalisation; updates per step.
+"""What docs/compare.md says was measured: five algorithms, group sizes, normalisation, updates per step.
 
-    python bench/sweeps.py start OUT                  # once: the sft stage that all share
-    python bench/sweeps.py baseline OUT               # bias and variance of the baseline, without training
-    python bench/sweeps.py learn OUT NAME [SEEDS]     # NAME: one of group_size, scale, updates
+    python bench/sweeps.py OUT                # everything, two processes side by side; about 20 minutes on two idle cores
+    python bench/sweeps.py OUT --only scale   # one part: compare, baseline, group_size, scale or updates
+    python bench/sweeps.py OUT --page         # what OUT holds goes into docs/compare.md, docs/images and bench/results
 
-Each writes OUT/NAME.json and prints a Markdown table. Runs that are finished are not run again.
+Stopped, it goes on where it was. All runs begin with one sft stage. `compare` is `oncurve compare` itself; its runs of grpo are
+also the middle of every sweep (G = 8, scaled by the group's std, one update), and what such a run sampled, in tokens, every
+other run of a sweep gets, seed by seed. Each run is a process of its own with one thread.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
+import platform
+import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from oncurve.recipe.load import load_recipe
+from oncurve.recipe.algorithms import at_constant_rate, under
+from oncurve.recipe.load import dump_recipe, load_recipe
 from oncurve.recipe.sampled import Sampled
 from oncurve.recipe.schema import Recipe
 from oncurve.runs.folder import STATE, RunFolder
-from oncurve.train.compare import Outcome, outcome_of
+from oncurve.train.compare import Outcome, Point, in_a_process, outcome_of
 
-RECIPE = "recipes/backwards.toml"
+ROOT = Path(__file__).resolve().parents[1]
+RECIPE = "recipes/compare.toml"
+ALGORITHMS = "grpo,ppo,rloo,reinforce,trpo"
+CURVATURE = "trpo.cg_iterations=5"
+"""Half of the usual products with the Fisher matrix: a run of trpo would else take as long as all others together."""
+SEEDS = 3
 SIZES = (2, 4, 8, 16, 64)
 SAMPLES = 128
 """Completions of a step in every run: with a larger group there are fewer prompts."""
 SWEEPS: dict[str, dict[str, list[str]]] = {
-    "group_size": {f"G = {g}": [f"grpo.group_size={g}", f"grpo.prompts_per_step={SAMPLES // g}"] for g in SIZES},
-    "scale": {name: [f"grpo.advantage.scale={name}"] for name in ("group", "batch", "none")},
+    "group_size": {
+        f"G = {g}, {SAMPLES // g} prompts": [f"grpo.group_size={g}", f"grpo.prompts_per_step={SAMPLES // g}"] for g in SIZES
+    },
+    "scale": {f"`{name}`": [f"grpo.advantage.scale={name}"] for name in ("group", "batch", "none")},
     "updates": {f"μ = {n}": [f"grpo.updates_per_step={n}"] for n in (1, 2, 4)},
 }
+MIDDLE = {"group_size": "G = 8, 16 prompts", "scale": "`group`", "updates": "μ = 1"}
+"""The variant of each sweep that the comparison has run already."""
 
 
-def start(out: Path) -> None:
-    """The stages before the last, once."""
-    from oncurve.train.start import begin
+@dataclass(frozen=True)
+class Asked:
+    """Where it goes, of which recipe, with how many seeds."""
 
-    recipe = load_recipe(RECIPE)
-    if not (out / "start" / "model").is_dir():
-        begin(recipe.model_copy(update={"stages": recipe.stages[:-1]}), out=out / "start")
-
-
-def from_start(out: Path, sets: Sequence[str]) -> Recipe:
-    recipe = load_recipe(RECIPE, list(sets))
-    model = recipe.model.model_copy(update={"source": str((out / "start" / "model").resolve())})
-    return recipe.model_copy(update={"stages": recipe.stages[-1:], "model": model})
+    out: Path
+    recipe: str
+    seeds: int
 
 
-def learn(out: Path, name: str, seeds: int) -> None:
-    """Every variant of a sweep with every seed, from the shared start."""
-    found: dict[str, list[Outcome]] = {}
-    for seed in range(seeds):
+def compare(asked: Asked) -> None:
+    """The command as a user gives it."""
+    told = ["--algorithms", ALGORITHMS, "--seeds", str(asked.seeds), "--set", CURVATURE, "--out", str(asked.out / "compare")]
+    subprocess.run([sys.executable, "-m", "oncurve", "compare", asked.recipe, *told], cwd=ROOT, check=True)
+
+
+def sweep(asked: Asked, name: str) -> None:
+    """Every variant with every seed, from the shared start, at the tokens of the run in the middle."""
+    found: dict[str, list[Outcome]] = {label: [] for label in SWEEPS[name]}
+    for seed in range(asked.seeds):
+        middle = _middle(asked, seed)
         for label, sets in SWEEPS[name].items():
-            recipe = from_start(out, [f"seed={seed}", *sets])
-            folder = out / name / f"{label.replace(' ', '')}-{seed}"
-            found.setdefault(label, []).append(_outcome(recipe, folder, label))
-            _write(out / f"{name}.json", {key: [_told(o) for o in runs] for key, runs in found.items()})
-    print(table(found))
+            if label == MIDDLE[name]:
+                found[label].append(middle)
+                continue
+            recipe = variant(asked, label, sets, seed, round(middle.tokens))
+            folder = asked.out / name / f"{_plain(label)}-{seed}"
+            _train(folder, recipe)
+            found[label].append(_outcome(folder, recipe, label, middle))
+            print(f"{name}: {label}, seed {seed}: {100 * found[label][-1].accuracy:.1f} %", flush=True)
+            _write(asked.out / f"{name}.json", {key: [told(o) for o in runs] for key, runs in found.items() if runs})
 
 
-def _outcome(recipe: Recipe, folder: Path, label: str) -> Outcome:
-    from oncurve.train.start import begin, resume
+def variant(asked: Asked, label: str, sets: Sequence[str], seed: int, tokens: int) -> Recipe:
+    """The recipe's last stage from the shared start, with something changed, until it has sampled so many tokens."""
+    recipe = at_constant_rate(under(load_recipe(str(ROOT / asked.recipe), list(sets)), "grpo"), tokens=tokens)
+    model = recipe.model.model_copy(update={"source": str(_start(asked).resolve())})
+    return recipe.model_copy(update={"name": _plain(label), "seed": seed, "stages": recipe.stages[-1:], "model": model})
 
-    if not (folder / STATE).exists():
-        begin(recipe, out=folder)
-    elif RunFolder(folder).state().shown != "finished":
-        resume(RunFolder(folder))
+
+def _plain(label: str) -> str:
+    return "".join(c for c in label.partition(",")[0].replace("μ", "updates") if c.isalnum())
+
+
+def _train(folder: Path, recipe: Recipe) -> None:
+    if (folder / STATE).exists() and RunFolder(folder).state().shown == "finished":
+        return
+    file = folder.with_suffix(".toml")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(dump_recipe(recipe))
+    in_a_process(file, folder)
+
+
+def _outcome(folder: Path, recipe: Recipe, label: str, middle: Outcome) -> Outcome:
     stage = recipe.stages[-1]
     assert isinstance(stage, Sampled)
-    return outcome_of(RunFolder(folder), stage, label, recipe.seed)
+    return outcome_of(RunFolder(folder), stage, label, recipe.seed, middle.curve[0].accuracy)
 
 
-def _told(outcome: Outcome) -> dict[str, Any]:
-    return {
-        "seed": outcome.seed,
-        "accuracy": outcome.accuracy,
-        "best": max(p.accuracy for p in outcome.curve),
-        "reward_per_1k": outcome.reward_per_1k,
-        "cpu_seconds": outcome.cpu_seconds,
-        "seconds": outcome.seconds,
-        "last_reward": float(np.mean(outcome.rewards[-10:])),
-    }
+def _start(asked: Asked) -> Path:
+    """The model that all runs begin with; waits for the comparison to have made it."""
+    _wait(asked.out / "compare" / "start")
+    return RunFolder(asked.out / "compare" / "start").model
 
 
-def table(found: dict[str, list[Outcome]]) -> str:
-    lines = ["| | held-out accuracy | reward, last 10 steps | CPU seconds |", "|---|---|---|---|"]
-    for label, runs in found.items():
-        rows = [_told(o) for o in runs]
-        told = (_spread([100 * r["accuracy"] for r in rows], 1), _spread([r["last_reward"] for r in rows], 3))
-        lines.append(f"| {label} | {told[0]} % | {told[1]} | {np.mean([r['cpu_seconds'] for r in rows]):.0f} |")
-    return "\n".join(lines)
+def _middle(asked: Asked, seed: int) -> Outcome:
+    """The comparison's run of grpo with this seed; waits for it."""
+    folder = asked.out / "compare" / "runs" / f"grpo-{seed}"
+    _wait(folder)
+    recipe = load_recipe(str(RunFolder(folder).recipe))
+    stage = recipe.stages[-1]
+    assert isinstance(stage, Sampled)
+    return outcome_of(RunFolder(folder), stage, "grpo", seed, _start_accuracy(asked))
 
 
-def _spread(values: Sequence[float], digits: int) -> str:
-    shown = f"{np.mean(values):.{digits}f}"
-    return f"{shown} ± {np.std(values, ddof=1):.{digits}f}" if len(values) > 1 else shown
+def _start_accuracy(asked: Asked) -> float:
+    from oncurve.runs.store import Store
+
+    with Store.open(asked.out / "compare" / "start") as store:
+        return store.evals()[-1].accuracy
 
 
-def baseline(out: Path, prompts: int = 32, samples: int = 512) -> None:
+def _wait(folder: Path) -> None:
+    while not ((folder / STATE).exists() and RunFolder(folder).state().shown == "finished"):
+        time.sleep(0.5)
+
+
+def told(outcome: Outcome) -> dict[str, Any]:
+    return asdict(outcome) | {"accuracy": outcome.accuracy, "last_reward": float(np.mean(outcome.rewards[-10:]))}
+
+
+def baseline(asked: Asked, prompts: int = 32, samples: int = 512) -> None:
     """Rewards of many completions of each prompt, once; every group size is then a way to cut them up."""
-    rewards_PS = _rewards(out, prompts, samples)
-    rows = {f"G = {g}": measure(rewards_PS, g) for g in SIZES}
-    _write(out / "baseline.json", rows)
-    heads = list(next(iter(rows.values())))
-    print("| |" + " | ".join(heads) + " |\n|" + "---|" * (len(heads) + 1))
-    for label, row in rows.items():
-        print(f"| {label} | " + " | ".join(f"{value:.4f}" for value in row.values()) + " |")
+    if not (asked.out / "baseline.json").is_file():
+        rewards_PS = _rewards(asked, prompts, samples)
+        _write(asked.out / "baseline.json", {f"G = {g}": measure(rewards_PS, g) for g in SIZES})
 
 
 def measure(rewards_PS: np.ndarray, size: int) -> dict[str, float]:
@@ -141,11 +180,8 @@ def measure(rewards_PS: np.ndarray, size: int) -> dict[str, float]:
     }
 
 
-def _rewards(out: Path, prompts: int, samples: int) -> np.ndarray:
-    """[prompts, samples] total rewards of the shared start, kept in a file."""
-    file = out / "rewards.npy"
-    if file.is_file():
-        return np.asarray(np.load(file))
+def _rewards(asked: Asked, prompts: int, samples: int) -> np.ndarray:
+    """[prompts, samples] total rewards of the shared start."""
     import torch
 
     from oncurve.engines.native import Draws, NativeEngine
@@ -153,32 +189,83 @@ def _rewards(out: Path, prompts: int, samples: int) -> np.ndarray:
     from oncurve.tasks.order import prompts_for_step
     from oncurve.train.start import rewards_for, task_for
 
-    recipe = from_start(out, ())
+    recipe = variant(asked, "baseline", (), 0, 1)
     stage = recipe.stages[-1]
     assert isinstance(stage, Sampled)
     torch.set_num_threads(1)
     engine = NativeEngine(load_policy(recipe.model, alphabet=None, seed=0), recipe.engine)
-    asked = prompts_for_step(task_for(recipe, stage), 0, 0, prompts)
-    groups = engine.sample(asked, samples, stage.sampling, Draws(0, 1))
-    rewards = np.array([[s.total or 0.0 for s in g.scored] for g in rewards_for(recipe, stage).score(groups)])
-    np.save(file, rewards)
-    return rewards
+    prompted = prompts_for_step(task_for(recipe, stage), 0, 0, prompts)
+    groups = engine.sample(prompted, samples, stage.sampling, Draws(0, 1))
+    return np.array([[s.total or 0.0 for s in g.scored] for g in rewards_for(recipe, stage).score(groups)])
 
 
 def _write(file: Path, data: Any) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(data, indent=2, ensure_ascii=False), encoding="utf-8")
+    aside = file.with_suffix(".writing")
+    aside.write_text(json.dumps(data, indent=1, ensure_ascii=False), encoding="utf-8")
+    aside.replace(file)
 
 
-def main(arguments: Sequence[str]) -> None:
-    verb, out, *rest = arguments
-    if verb == "start":
-        start(Path(out))
-    elif verb == "baseline":
-        baseline(Path(out))
+PARTS = ("compare", "baseline", *SWEEPS)
+
+
+def everything(asked: Asked) -> None:
+    """The comparison on one core, the sweeps on the other."""
+    begun = time.perf_counter()
+    own = [sys.executable, __file__, str(asked.out), "--recipe", asked.recipe, "--seeds", str(asked.seeds)]
+    first = subprocess.Popen([*own, "--only", "compare"])
+    codes = [subprocess.run([*own, "--only", part], check=False).returncode for part in PARTS[1:]]
+    if first.wait() or any(codes):
+        raise SystemExit("a part failed, see above; the same command goes on where it was")
+    _write(asked.out / "machine.json", machine(time.perf_counter() - begun))
+
+
+def machine(seconds: float) -> dict[str, Any]:
+    from importlib import metadata
+
+    versions = {name: metadata.version(name) for name in ("torch", "transformers")}
+    told = {"system": platform.system(), "cores": os.cpu_count(), "load": os.getloadavg()[0]}
+    return {**told, "python": platform.python_version(), **versions, "minutes": round(seconds / 60, 1)}
+
+
+def outcomes_in(file: Path) -> dict[str, list[Outcome]]:
+    """A part's runs as they were written, by algorithm or variant."""
+    data = json.loads(file.read_text(encoding="utf-8"))
+    rows = [(row["algorithm"], row) for row in data] if isinstance(data, list) else list(_flat(data))
+    found: dict[str, list[Outcome]] = {}
+    for label, row in rows:
+        kept = {name: row[name] for name in Outcome.__dataclass_fields__}
+        kept |= {"algorithm": label, "curve": tuple(Point(**p) for p in row["curve"]), "rewards": tuple(row["rewards"])}
+        found.setdefault(label, []).append(Outcome(**kept))
+    return found
+
+
+def _flat(data: dict[str, list[dict[str, Any]]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    return ((label, row) for label, rows in data.items() for row in rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--only", choices=PARTS)
+    parser.add_argument("--page", action="store_true", help="write docs/compare.md from what is there")
+    parser.add_argument("--recipe", default=RECIPE, help="another one, to try the machinery")
+    parser.add_argument("--seeds", type=int, default=SEEDS)
+    told = parser.parse_args()
+    asked = Asked(told.out, told.recipe, told.seeds)
+    if told.page:
+        from sweeps_page import write_page
+
+        write_page(asked.out)
+    elif told.only == "compare":
+        compare(asked)
+    elif told.only == "baseline":
+        baseline(asked)
+    elif told.only:
+        sweep(asked, told.only)
     else:
-        learn(Path(out), rest[0], int(rest[1]) if len(rest) > 1 else 2)
+        everything(asked)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -120,7 +120,7 @@ def passes_of(stage: Sampled, tries: float = 1.0) -> Passes:
     back, over ``fisher_share`` of the samples."""
     if isinstance(stage, Trpo):
         share = stage.fisher_share
-        return Passes(1 + share + 2 + tries, 1 + share + 2 * share * (stage.cg_iterations + 1))
+        return Passes(1 + share + 1 + tries, 1 + share + 2 * share * (stage.cg_iterations + 1))
     assert isinstance(stage, Surrogate)
     forward = stage.updates_per_step + (stage.minibatches > 1)
     if stage.kl.beta:
