@@ -204,7 +204,7 @@ class Ranks(World):
 
     def close(self, error: BaseException | None = None) -> None:
         """The first rank's error is its own to tell; another's is told by the first, which is still at work."""
-        if error is not None and not self.is_first:
+        if error is not None and not isinstance(error, SystemExit) and not self.is_first:
             self.heart.complain(error)
         self.enter("done")
         if self.is_first:

@@ -7,6 +7,7 @@ it or of nothing. A step itself is the same code on every rank.
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -70,7 +71,10 @@ def follow(world: World, prepare: Prepare, policy: Policy | None = None, make: t
         for number in (signal.SIGINT, signal.SIGTERM):  # the first rank decides when to stop
             signal.signal(number, signal.SIG_IGN)
     orders = world.orders()
-    _, said = next(orders)
+    opened = next(orders, None)
+    if opened is None:  # the first rank could not begin, and has said why
+        sys.exit(2)
+    said = opened[1]
     recipe, run = parse_recipe(said["recipe"]), RunFolder(Path(said["run"]))
     world.show_in(run.path)
     trainer = make(recipe, run, *prepare(recipe), policy=policy, world=world)
