@@ -22,7 +22,7 @@ push. The learner has rank 0 of ``world_size``, an engine's workers the ``tensor
 within ``scale.timeout_s``. ``push`` and ``receive`` want all weights; until then vLLM has those that the policy here had.
 
 A sampler that does get the weights into a policy of its own keeps ``follows_policy``; with the policy on the CPU, vLLM has the
-GPU to itself and does not sleep. ``exchange`` works as in the native engine: it is asked between tokens, a few times a second, and
+GPU to itself and does not sleep. ``exchange`` works as in the native engine: it is asked a few times a second, and
 what is on its way goes on with the new weights, its keys and values computed anew.
 
 **Random numbers**: vLLM draws by its own generator, seeded for each completion from (seed, step, prompt, sample). Asked again
@@ -320,6 +320,7 @@ class VllmEngine(NativeEngine):
         slots = self.settings.slots or frozen_slots(self.policy.device, 1 << 30)
         return Start(
             folder=str(model),
+            scratch=str(self._folder),
             dtype=str(self.policy.model.dtype).removeprefix("torch."),
             slots=slots,
             logprobs=self._logprobs,

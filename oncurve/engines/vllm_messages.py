@@ -9,6 +9,9 @@ from typing import Any, Literal
 from oncurve.recipe.sections import Sampling
 from oncurve.records import StopReason
 
+SCRATCH = "oncurve-vllm-"
+"""How the folders begin that weights come through."""
+
 Logprobs = Literal["raw_logprobs", "processed_logprobs"]
 """Which log-probs vLLM tells: of the model's own distribution, or of the one that was drawn from. Settled when it starts."""
 
@@ -18,6 +21,8 @@ class Start:
     """Load the model in ``folder``. Answered by Ready."""
 
     folder: str
+    scratch: str | None
+    """The folder that weights come through, made for this: where the run is killed, nobody else is left to remove it."""
     dtype: str
     slots: int
     logprobs: Logprobs

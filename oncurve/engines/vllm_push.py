@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from oncurve.engines.vllm_messages import FromFile, FromGpu, FromGroup, Join
+from oncurve.engines.vllm_messages import SCRATCH, FromFile, FromGpu, FromGroup, Join
 from oncurve.errors import EngineError
 from oncurve.models.policy import Policy
 
@@ -40,7 +40,7 @@ def named_weights(policy: Policy) -> dict[str, Tensor]:
 def room_for(size: int) -> Path:
     """A new folder in shared memory, or on the disk where that has too little room."""
     fits = MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 1.1 * size
-    return Path(tempfile.mkdtemp(prefix="oncurve-vllm-", dir=MEMORY if fits else None))
+    return Path(tempfile.mkdtemp(prefix=SCRATCH, dir=MEMORY if fits else None))
 
 
 def size_of(tensors: Mapping[str, Tensor]) -> int:

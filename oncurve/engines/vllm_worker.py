@@ -28,6 +28,7 @@ import torch
 from safetensors import safe_open
 
 from oncurve.engines.vllm_messages import (
+    SCRATCH,
     Abort,
     Adapter,
     Answer,
@@ -63,6 +64,7 @@ class Host:
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self.inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self.scratch: Path | None = None
         self.llm: Any = None
         self.adapter: Any = None
         self.written: dict[str, Written] = {}
@@ -87,7 +89,20 @@ class Host:
             while True:
                 self.inbox.put(self.connection.recv())
         except (EOFError, OSError):
+            self._clean()
             leave(0)
+
+    def leave_with(self, parent: int) -> None:
+        """Whoever asks may be killed at any moment, and another of its children hold the pipe open."""
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        self._clean()
+        leave(1)
+
+    def _clean(self) -> None:
+        """Removes the folder that weights come through; none but one of our making."""
+        if self.scratch is not None and self.scratch.is_absolute() and self.scratch.name.startswith(SCRATCH):
+            shutil.rmtree(self.scratch, ignore_errors=True)
 
     def _say(self, message: object) -> None:
         self.connection.send(message)
@@ -96,7 +111,7 @@ class Host:
     def _handle(self, message: object) -> None:
         match message:
             case Start():
-                scratch.append(Path(message.folder).parent)
+                self.scratch = None if message.scratch is None else Path(message.scratch)
                 self.llm = _open(message)
                 self._say(Ready(os.getpid(), self.llm.model_config.max_model_len, _version()))
             case Ask():
@@ -282,31 +297,18 @@ def group_of(where: Join, rank: int, device: torch.device) -> Any:
     return stateless_init_process_group(where.address, where.port, rank, where.world_size, device)
 
 
-def _leave_with(parent: int) -> None:
-    """Whoever asks may be killed at any moment; nobody would ask us then."""
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    leave(1)
-
-
-scratch: list[Path] = []
-"""The folder that weights come through: where the run was killed, nobody else is left to remove it."""
-
-
 def leave(code: int) -> None:
     """At once: vLLM's own way out takes many seconds, and there is nothing to save."""
-    for folder in scratch:
-        shutil.rmtree(folder, ignore_errors=True)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def main() -> None:
-    parent = int(sys.argv[2])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run decides what Ctrl-C means
-    threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
-    Host(Connection(int(sys.argv[1]))).serve()
+    host = Host(Connection(int(sys.argv[1])))
+    threading.Thread(target=host.leave_with, args=(int(sys.argv[2]),), daemon=True).start()
+    host.serve()
 
 
 if __name__ == "__main__":
