@@ -12,6 +12,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -85,13 +86,7 @@ def check_answers(address: str) -> None:
             because="actors are placed and watched by a process that belongs to the cluster",
             fix="on a node of the cluster use --ray auto, or HOST:PORT as `ray start` printed it (6379 by default)",
         )
-    command = [sys.executable, "-m", "ray.scripts.scripts", "health-check"]
-    where = [] if address == "auto" else ["--address", address]
-    try:
-        asked = subprocess.run([*command, *where], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-        said = "" if asked.returncode == 0 else _last_line(asked.stderr or asked.stdout)
-    except subprocess.TimeoutExpired:
-        said = f"no answer within {PATIENCE_S:g} s"
+    said = _health(()) if address == "auto" else _listens(address) or _health(("--address", address))
     if said:
         raise ClusterError(
             f"--ray {address}",
@@ -99,6 +94,35 @@ def check_answers(address: str) -> None:
             because=said,
             fix="start one: `ray start --head` here, `ray start --address=HOST:6379` on the others; `ray status` shows it",
         )
+
+
+def _listens(address: str) -> str:
+    """Nothing where something listens there, else why that can't be."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=3.0).close()
+    except ValueError:
+        return "an address is HOST:PORT, as `ray start` printed it"
+    except OSError as error:
+        return f"{error.strerror or error}"
+    return ""
+
+
+ASKING = "import sys; from ray.scripts.scripts import healthcheck; print(flush=True); healthcheck.main(sys.argv[1:])"
+
+
+def _health(where: Sequence[str]) -> str:
+    """Nothing where a cluster answers, else why none does. The time counts from when Ray is loaded and asks."""
+    asking = subprocess.Popen([sys.executable, "-c", ASKING, *where], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert asking.stdout is not None
+    asking.stdout.readline()
+    try:
+        wrote, errors = asking.communicate(timeout=PATIENCE_S)
+        return "" if asking.returncode == 0 else _last_line(errors or wrote)
+    except subprocess.TimeoutExpired:
+        asking.kill()
+        asking.communicate()
+        return f"no answer within {PATIENCE_S:g} s"
 
 
 def _last_line(text: str) -> str:
@@ -223,7 +247,11 @@ def answer(ref: Ref, timeout_s: float) -> Any:
 
 def first(refs: Sequence[Ref], timeout_s: float) -> list[Ref]:
     """Those that have been answered, as soon as one has; none where the time is over first."""
-    done, _ = ray.wait(list(refs), num_returns=1, timeout=timeout_s)
+    if not refs:
+        time.sleep(0.1)
+        return []
+    ray.wait(list(refs), num_returns=1, timeout=timeout_s)
+    done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0)
     return list(done)
 
 

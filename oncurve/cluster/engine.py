@@ -33,6 +33,8 @@ Say = Callable[[str], None]
 Phase = Callable[[str, At | None, str], None]
 """Who, where as far as that is known, and in which phase."""
 LEARNER = "learner"
+MOST_KILLS = 2
+"""How often a sampler that hangs is started again before the run gives up."""
 
 
 @dataclass
@@ -49,6 +51,8 @@ class Seat:
     rounds: int = -1
     why: str = ""
     """Why it could not be reached, where it could not."""
+    kills: int = 0
+    """How often it was killed because it hung and no other was left."""
     places: set[Place] = field(default_factory=set)
     acknowledged: list[Place] = field(default_factory=list)
 
@@ -118,6 +122,8 @@ class RemoteEngine(NativeEngine):
         if number is None:
             number = self._ask(prompts, group_size, how, draws, turn=-1)
         self._ask_ahead()
+        for seat in self.seats:  # nobody was asked while the learner learned
+            seat.heard = time.monotonic()
         wanted = [(number, place) for place in range(len(prompts))]
         told: set[Place] = set()
         while True:
@@ -271,10 +277,10 @@ class RemoteEngine(NativeEngine):
         self._question(seat)
 
     def _told(self, seat: Seat, said: Told) -> None:
-        if said.session != self.order.session:
-            return self._lost(seat, "its process was started again")
         if said.failure is not None:
             raise untold(dict(said.failure))
+        if said.session != self.order.session:
+            return self._lost(seat, "its process was started again")
         if seat.state == "silent":
             self.say(f"{seat.peer.name} ({seat.at}) answers again")
             seat.state = "up"
@@ -301,6 +307,7 @@ class RemoteEngine(NativeEngine):
         """Its process has died: its groups go to the others, and to itself once Ray has started it again."""
         if seat.state != "opening":
             self.say(f"{seat.peer.name} ({seat.at}) died{self._taken_back(seat)}: {why[:200]}")
+            seat.heard = time.monotonic()
         seat.state, seat.why = "opening", why
         self.phase(seat.peer.name, seat.at, "died, being started again")
 
@@ -334,7 +341,7 @@ class RemoteEngine(NativeEngine):
 
     def _start_over(self, seat: Seat, quiet: float) -> None:
         """Nobody is left to wait with: one that hangs is killed, to be started again; then the run gives up."""
-        if seat.state == "opening" or quiet >= 3 * max(self.timeout_s, START_S):
+        if seat.state == "opening" or seat.kills == MOST_KILLS:
             raise ClusterError(
                 "samplers",
                 f"the learner has waited {quiet:.0f} s for {seat.peer.name}, and no other answers",
@@ -343,7 +350,6 @@ class RemoteEngine(NativeEngine):
                 ),
                 fix="look at those nodes (`ray status`), then go on with --resume; raise scale.timeout_s for slow loading",
             )
-        if seat.state == "silent":
-            self.say(f"{seat.peer.name} ({seat.at}) is killed, to be started again: no other sampler answers")
-            seat.peer.kill(for_good=False)
-            seat.state, seat.ref = "opening", None
+        self.say(f"{seat.peer.name} ({seat.at}) is killed, to be started again: no other sampler answers")
+        seat.peer.kill(for_good=False)
+        seat.state, seat.ref, seat.heard, seat.kills = "opening", None, time.monotonic(), seat.kills + 1

@@ -75,6 +75,7 @@ class Learner:
         self.name = name
         self.relay = Relay()
         self.trainer: ClusterTrainer | None = None
+        self.busy = False
 
     def where(self) -> At:
         return here()
@@ -86,8 +87,12 @@ class Learner:
 
     def train(self, task: Task, crew: Crew, rank: int) -> Mapping[str, Any] | None:
         """None where the run has finished; else the error that ended it, as data."""
+        if self.busy:  # the driver has lost this process from sight, and starts over: so must it
+            os._exit(1)
+        self.busy = True
         try:
-            os.chdir(task.directory)
+            if task.directory.is_dir():
+                os.chdir(task.directory)
             run, recipe = self._opened(task)
             with _joined(task, recipe, rank) as world:
                 if not world.is_first:

@@ -56,8 +56,15 @@ class Sampler:
         self._failure: Mapping[str, Any] | None = None
         self.version, self.rounds, self.phase = -1, 0, "idle"
 
-    def open(self, order: Order) -> At:
-        """Loads the model, for a session; returns where this process is."""
+    def open(self, order: Order) -> At | Told:
+        """Loads the model, for a session; returns where this process is, or why it can't."""
+        try:
+            self._open(order)
+        except OncurveError as error:
+            return Told(None, failure=told(error, self.name))
+        return here()
+
+    def _open(self, order: Order) -> None:
         with self._changed:
             self.session = None  # what is being written is dropped
             self._forget()
@@ -70,7 +77,6 @@ class Sampler:
             self._forget()
             self.session = order.session
             self._changed.notify_all()
-        return here()
 
     def _opened(self, recipe: Recipe) -> NativeEngine:
         if self.engine is not None:

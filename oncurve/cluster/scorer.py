@@ -10,20 +10,24 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from typing import Any
 
 from oncurve.cluster.door import START_S, At, Gone, Peer, Silent, answer, here
 from oncurve.cluster.orders import Order
-from oncurve.errors import ClusterError
+from oncurve.errors import ClusterError, OncurveError
 from oncurve.models.load import load_policy
 from oncurve.recipe.schema import Recipe
 from oncurve.records import Aspect, Group, ScoredGroup
 from oncurve.rewards.base import Reward
 from oncurve.rewards.memory import is_outside
-from oncurve.rewards.mix import RewardMix, aspects_of
+from oncurve.rewards.mix import AT_ONCE, RewardMix, aspects_of
+from oncurve.scale.told import told, untold
 from oncurve.train.start import rewards_for, task_for
 
-ATTEMPTS = 4
-"""Workers that are tried with one group before the run gives up."""
+Said = list[Aspect] | dict[str, Any] | None
+"""Aspects; or an error as data; or nothing, by a process that does not know the session."""
 Say = Callable[[str], None]
 Phase = Callable[[str, At | None, str], None]
 
@@ -43,12 +47,15 @@ class Scorer:
                 self.session = order.session
         return here()
 
-    def score(self, session: str, stage: str, reward: str, group: Group) -> list[Aspect] | None:
+    def score(self, session: str, stage: str, reward: str, group: Group) -> Said:
         """What a reward says of a group; None where this process does not know the session (it was started again)."""
         if session != self.session:
             return None
-        with self._lock:
-            mix = self.mixes.get(stage) or self.mixes.setdefault(stage, self._mix(stage))
+        try:
+            with self._lock:
+                mix = self.mixes.get(stage) or self.mixes.setdefault(stage, self._mix(stage))
+        except OncurveError as error:  # a package or a file that this node lacks
+            return told(error, self.name)
         return aspects_of(next(one for one in mix.rewards if one.name == reward), group)
 
     def _mix(self, label: str) -> RewardMix:
@@ -74,6 +81,7 @@ class Scorers:
         self.at: dict[str, At] = {}
         self._turns = itertools.cycle(peers)
         self._lock = threading.Lock()
+        self._down: set[str] = set()
 
     def open(self) -> None:
         """Waits until each of them knows the run."""
@@ -86,32 +94,45 @@ class Scorers:
 
     def score(self, stage: str, reward: str, group: Group) -> list[Aspect]:
         """From the next worker; from another where that one dies or does not answer in time."""
-        what = f"'{reward}' of {group.prompt.id}"
-        for attempt in range(ATTEMPTS):
+        deadline: float | None = None
+        while True:
             peer = self._next()
             try:
                 said = self._asked(peer, stage, reward, group)
             except (Gone, Silent) as error:
-                self.phase(peer.name, None, "died, being started again" if isinstance(error, Gone) else "silent")
-                why = "died" if isinstance(error, Gone) else f"has not answered for {self.timeout_s:g} s"
-                self._tell(f"{peer.name} ({self.at.get(peer.name, 'starting')}) {why} while grading {what}; sent to another")
-                if attempt + 1 == ATTEMPTS:
-                    raise self._nobody(what, error) from error
-                time.sleep(min(1.0, self.timeout_s / 10))
-                continue
-            if said is not None:
-                return said
-        raise self._nobody(what, Gone("each was started again and again"))
+                self._missed(peer, error, f"'{reward}' of {group.prompt.id}")
+                deadline = deadline or time.monotonic() + max(self.timeout_s, START_S)
+                if time.monotonic() > deadline:
+                    raise self._nobody(f"'{reward}' of {group.prompt.id}", error) from error
+                time.sleep(0.5)
+            else:
+                if isinstance(said, dict):
+                    raise untold(said)
+                if said is not None:
+                    return said
 
-    def _asked(self, peer: Peer, stage: str, reward: str, group: Group) -> list[Aspect] | None:
+    def _missed(self, peer: Peer, error: Exception, what: str) -> None:
+        """One that died is being started again, which takes a while: it is told once."""
+        died = isinstance(error, Gone)
+        self.phase(peer.name, None, "died, being started again" if died else "silent")
+        with self._lock:
+            known = peer.name in self._down
+            self._down.add(peer.name)
+        if not known:
+            why = "died" if died else f"has not answered for {self.timeout_s:g} s"
+            self._tell(f"{peer.name} ({self.at.get(peer.name, 'starting')}) {why} while grading {what}; sent to another")
+
+    def _asked(self, peer: Peer, stage: str, reward: str, group: Group) -> Said:
         given = (self.order.session, stage, reward, group)
         self.phase(peer.name, None, "grading")
-        said: list[Aspect] | None = answer(peer.ask("score", *given), self.timeout_s)
+        said: Said = answer(peer.ask("score", *given), self.timeout_s)
         if said is None:  # it was started again, and must be told which run it works for
             self.at[peer.name] = answer(peer.ask("open", self.order), max(self.timeout_s, START_S))
             self._tell(f"{peer.name} was started again: {self.at[peer.name]}")
             said = answer(peer.ask("score", *given), self.timeout_s)
         self.phase(peer.name, self.at[peer.name], "idle")
+        with self._lock:
+            self._down.discard(peer.name)
         return said
 
     def _next(self) -> Peer:
@@ -150,6 +171,11 @@ class ScorersMix(RewardMix):
         for line in self.scorers.heard():
             self.say(line)
         return scored
+
+    @cached_property
+    def _threads(self) -> ThreadPoolExecutor:
+        """Enough to keep every worker busy: each takes several groups side by side."""
+        return ThreadPoolExecutor(AT_ONCE * len(self.scorers.peers), thread_name_prefix="oncurve-rewards")
 
     def _aspects(self, reward: Reward, group: Group) -> list[Aspect]:
         if reward not in self._waiting:

@@ -1,4 +1,4 @@
-"""A Ray cluster of three nodes on this machine, made for a file of tests and gone with it."""
+"""A Ray cluster of three nodes and a head on this machine, made for a file of tests and gone with it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 SMALL: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 100 << 20}
-HEAD = {**SMALL, "include_dashboard": False}
+HEAD = {**SMALL, "num_cpus": 0, "include_dashboard": False}
+"""No actor is placed there: each of the other nodes can be killed."""
 SOON = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 500, "health_check_failure_threshold": 4}
 """A node that is gone is missed within a few seconds."""
 
@@ -36,7 +37,7 @@ def cluster(ray_folder: str) -> Iterator[Any]:
 
     made = Cluster(initialize_head=True, head_node_args={**HEAD, "_system_config": SOON}, shutdown_at_exit=True)
     try:
-        for _ in range(2):
+        for _ in range(3):
             made.add_node(**SMALL)
         yield made
     finally:

@@ -66,9 +66,14 @@ def test_the_address_of_a_ray_client(tmp_path: Path) -> None:
     assert "use --ray auto" in refused(tmp_path, RUN, "ray://127.0.0.1:10001")
 
 
-def test_no_cluster_on_this_machine(tmp_path: Path) -> None:
-    said = refused(tmp_path, RUN, "auto", RAY_TMPDIR=str(tmp_path), RAY_ADDRESS="")
-    assert "no Ray cluster answers" in said
+def test_an_address_without_a_port(tmp_path: Path) -> None:
+    assert "an address is HOST:PORT" in refused(tmp_path, RUN, "localhost")
+
+
+@pytest.mark.slow
+def test_a_machine_whose_cluster_is_gone(tmp_path: Path) -> None:
+    """`auto` goes by what Ray's own environment says."""
+    assert "no Ray cluster answers" in refused(tmp_path, RUN, "auto", RAY_ADDRESS="127.0.0.1:9")
 
 
 def test_ray_is_not_installed(tmp_path: Path) -> None:
@@ -92,7 +97,7 @@ def test_more_than_the_cluster_has(cluster: Any, tmp_path: Path) -> None:
     said = refused(tmp_path, many, cluster.address)
     assert "40 samplers" in said
     assert "need 41 CPU" in said
-    assert "3 nodes have 6 CPU" in said
+    assert "4 nodes have 6 CPU" in said
 
 
 @pytest.mark.slow

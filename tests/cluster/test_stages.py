@@ -1,0 +1,41 @@
+"""Every kind of stage that samples, on a cluster: the bits of one process. And under LoRA only the adapter travels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oncurve.cluster.orders import as_bytes, put_weights, trained
+from oncurve.models.load import load_policy
+from oncurve.recipe.sections import Lora, Model, TinyModel
+from tests.cluster.started import Started, same_as_in_one_process
+from tests.faults.cases import CASES
+
+KINDS = ["sft then grpo", "process rewards", "dynamic sampling", "environments", "ppo", "rejection sampling"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stage_on_a_cluster_leaves_what_it_leaves_in_one_process(cluster: Any, tmp_path: Path, kind: str) -> None:
+    case = CASES[kind]
+    scale = case.scale.model_copy(update={"samplers": 2, "reward_workers": 1})
+    short = tuple(s.model_copy(update={"steps": min(s.steps, 8)}) for s in case.stages)
+    asked = case.model_copy(update={"scale": scale, "stages": short})
+    started = Started.begin(tmp_path / "ray", asked, cluster.address)
+    started.end()
+    same_as_in_one_process(started.run, asked, tmp_path / "plain")
+
+
+def test_under_lora_the_adapter_alone_is_sent() -> None:
+    small = TinyModel(layers=1, width=32, heads=2, kv_heads=1, head_size=16, mlp_width=48, context=64)
+    model = Model(tiny=small, lora=Lora(rank=2))
+    one, other = (load_policy(model, alphabet="0123456789+=", seed=seed) for seed in (0, 1))
+    sent = as_bytes(one)
+    assert sent
+    assert all("lora" in name for name in sent)
+    assert sum(array.nbytes for array in sent.values()) < sum(p.nbytes for p in one.model.parameters()) / 4
+    put_weights(other, sent)
+    for name, p in trained(other).items():
+        assert p.detach().numpy().tobytes() == trained(one)[name].detach().numpy().tobytes()
