@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from oncurve.engines.native import NativeEngine
-from oncurve.engines.vllm import VllmEngine, check_vllm
+from oncurve.engines.vllm import VllmEngine, check_model, check_sampling, check_vllm
 from oncurve.models.policy import Policy
+from oncurve.recipe.sampled import Sampled
 from oncurve.recipe.schema import Recipe
 
 
@@ -16,6 +17,11 @@ def engine_for(policy: Policy, recipe: Recipe) -> NativeEngine:
 
 
 def check_engine(recipe: Recipe) -> None:
-    """Refuses a recipe whose engine is not installed, before anything is loaded or written."""
-    if recipe.scale.engine == "vllm":
-        check_vllm()
+    """Refuses what the recipe's engine can't do, and one that is not installed, before anything is loaded or written."""
+    if recipe.scale.engine != "vllm":
+        return
+    check_model(recipe.model)
+    for stage in recipe.stages:
+        if isinstance(stage, Sampled):
+            check_sampling(stage.sampling, f"{stage.label}.sampling")
+    check_vllm()

@@ -9,21 +9,9 @@ are. The first call starts vLLM (some 15 s and more). One that dies, fails or fa
 again and asked for what is missing, twice; then an EngineError says what happened. ``close`` ends the process; so does the end
 of this one, however it comes.
 
-**Where the learner is another process** (a sampler on a cluster), give ``follows_policy=False``: then the policy here serves
-for its tokenizer and config alone and may stay on the CPU, and weights come by one of
-
-    engine.push(tensors)                    # by name, as `vllm_push.named_weights(policy)` gives them: through shared memory
-    engine.push_adapter(folder)             # LoRA: a folder in peft's format (`oncurve.models.lora.save`)
-    engine.join(Join(address, port, offset, world_size)); engine.receive(manifest)      # NCCL, straight from the learner's GPU
-
-with ``manifest = vllm_push.manifest(named_weights(policy))`` and, at the same time, in the learner
-``vllm_push.Broadcast(Join(address, port, 0, world_size), device, limit_s)`` once and ``.send(named_weights(policy))`` for each
-push. The learner has rank 0 of ``world_size``, an engine's workers the ``tensor`` ranks from ``offset`` on. All of these block,
-within ``scale.timeout_s``. ``push`` and ``receive`` want all weights; until then vLLM has those that the policy here had.
-
-A sampler that does get the weights into a policy of its own keeps ``follows_policy``; with the policy on the CPU, vLLM has the
-GPU to itself and does not sleep. ``exchange`` works as in the native engine: it is asked a few times a second, and
-what is on its way goes on with the new weights, its keys and values computed anew.
+**A sampler on a cluster** is such an engine too, with a policy that the learner's weights are put into. ``exchange`` works as
+in the native engine: it is asked a few times a second, and what is on its way goes on with the new weights; its keys and
+values are computed anew.
 
 **Random numbers**: vLLM draws by its own generator, seeded for each completion from (seed, step, prompt, sample). Asked again
 for the same group it draws the same completions up to rounding, which in vLLM may depend on what else is in the batch.
@@ -44,7 +32,6 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from oncurve.engines.native import Draws, NativeEngine, check_room, frozen_slots
 from oncurve.engines.vllm_batch import Asked, logprobs_for, truncated
@@ -54,8 +41,6 @@ from oncurve.engines.vllm_messages import (
     Answers,
     Ask,
     Done,
-    FromGroup,
-    Join,
     Logprobs,
     Ready,
     Sleep,
@@ -70,7 +55,7 @@ from oncurve.models import lora
 from oncurve.models.policy import Policy
 from oncurve.recipe.scale import Scale
 from oncurve.recipe.sections import Engine as EngineSettings
-from oncurve.recipe.sections import Sampling
+from oncurve.recipe.sections import Model, Sampling
 from oncurve.records import Group, Prompt
 from oncurve.runs.notes import note
 
@@ -104,20 +89,15 @@ def _numbers(version: str) -> tuple[int, ...]:
 class VllmEngine(NativeEngine):
     """Samples groups of completions by vLLM. The text above says how it is used."""
 
-    def __init__(
-        self, policy: Policy, settings: EngineSettings, scale: Scale, *, tensor: int = 1, follows_policy: bool = True
-    ) -> None:
+    def __init__(self, policy: Policy, settings: EngineSettings, scale: Scale) -> None:
         super().__init__(policy, settings)
         self.version, self.scale = check_vllm(), scale
-        self.tensor, self.follows_policy = tensor, follows_policy
         self.process: VllmProcess | None = None
         self.context = policy.context
         self._logprobs: Logprobs = "raw_logprobs"
         self._folder: Path | None = None
         self._pushes, self._asleep = 0, False
         self._asked: Asked | None = None
-        _check_model(policy)
-        assert tensor == 1 or policy.device.type == "cpu", "a GPU that the learner is on holds one whole copy for vLLM"
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -140,7 +120,7 @@ class VllmEngine(NativeEngine):
         prompt_ids = [self.policy.encode(p) for p in prompts]
         for prompt, ids in zip(prompts, prompt_ids, strict=True):
             check_room(self.policy, prompt, len(ids), how)
-        _check_sampling(how)
+        check_sampling(how)
         version = None if self.exchange is None else self.exchange.version
         self._asked = Asked(self.policy, prompts, prompt_ids, group_size, how, draws, on_group, version)
         try:
@@ -163,7 +143,7 @@ class VllmEngine(NativeEngine):
                 break
             except Lost as lost:
                 self.close()
-                if not left or not self.follows_policy:
+                if not left:
                     because, fix = "without a sampler the run can't go on", "go on with: oncurve train --resume RUN"
                     raise EngineError("scale.engine", lost, because=because, fix=f"read {lost.log}; {fix}") from None
                 note("engine", f"{lost}; it was started again (its log: {lost.log})")
@@ -193,8 +173,7 @@ class VllmEngine(NativeEngine):
                 because=f"vLLM has found room for {self.context} at once",
                 fix="shorten prompts or completions, free memory, or raise engine.pool_share",
             )  # fmt: skip
-        if self.follows_policy:
-            self._push_policy()
+        self._push()
 
     def _collect(self, asked: Asked) -> None:
         assert self.process is not None
@@ -204,7 +183,7 @@ class VllmEngine(NativeEngine):
         while asked.rows:
             if self.exchange is not None and self.exchange():
                 asked.version = self.exchange.version  # what is asked from here on comes after the push
-                asked.go_on_from(self._push_policy())
+                asked.go_on_from(self._push())
             else:
                 self._hear("sampling")
 
@@ -220,36 +199,17 @@ class VllmEngine(NativeEngine):
 
     # Weights.
 
-    def push(self, tensors: Mapping[str, Tensor]) -> None:
-        """All weights by name, through shared memory."""
-        self._awake()
-        assert self._folder is not None
-        self._load(in_file(tensors, self._folder))
-
-    def push_adapter(self, folder: Path) -> None:
-        """The LoRA adapter in a folder, which must stay until the next push."""
-        self._pushes += 1
-        self._load(nullcontext(Adapter(str(folder), self._pushes)))
-
-    def join(self, where: Join) -> None:
-        """Takes the seats of this engine's workers in the learner's group; waits until all are there."""
-        self._awake()
-        self._tell(where, f"joining the group at {where.address}:{where.port}")
-
-    def receive(self, what: FromGroup) -> None:
-        """All weights, as the learner broadcasts them over the group joined before."""
-        self._load(nullcontext(what))
-
     def _load(self, source: AbstractContextManager[object]) -> Mapping[str, int]:
         """Has weights loaded; returns how many tokens were written by then of what is on its way."""
-        self._awake()
+        self._wake("weights")
         with source as message:
             done = self._tell(message, "loading weights")
         self._wake("kv_cache")
         assert isinstance(done, Done)
         return done.written
 
-    def _push_policy(self) -> Mapping[str, int]:
+    def _push(self) -> Mapping[str, int]:
+        """The policy's weights, or its adapter, as they are now."""
         assert self._folder is not None
         if not lora.is_on(self.policy.model):
             tensors = named_weights(self.policy)
@@ -266,13 +226,7 @@ class VllmEngine(NativeEngine):
     @property
     def _sleeps(self) -> bool:
         """Whether vLLM shares the learner's GPU, and gives its memory back while it has nothing to do."""
-        return self.follows_policy and self.policy.device.type == "cuda"
-
-    def _awake(self) -> None:
-        """Running, with room for weights."""
-        if self.process is None:
-            self._start()
-        self._wake("weights")
+        return self.policy.device.type == "cuda"
 
     def _wake(self, *parts: str) -> None:
         if not self._asleep:
@@ -311,7 +265,7 @@ class VllmEngine(NativeEngine):
             because = "what fails at the start fails again"
             raise EngineError("scale.engine", lost, because=because, fix=f"read {lost.log}") from None
         finally:
-            (model / "model.safetensors").unlink()
+            (model / "model.safetensors").unlink(missing_ok=True)
         assert isinstance(ready, Ready)
         self._asleep, self._pushes = False, 0
         self.context = min(self.policy.context, ready.context)
@@ -325,7 +279,6 @@ class VllmEngine(NativeEngine):
             slots=slots,
             logprobs=self._logprobs,
             lora_rank=_lora_rank(self.policy),
-            tensor=self.tensor,
             sleeps=self._sleeps,
             gpu_share=self.settings.pool_share * _free_share(self.policy),
             cpu_kv_bytes=_kv_bytes(self.policy) * max(self.policy.context, slots * min(self.policy.context, TYPICAL)),
@@ -340,32 +293,31 @@ class VllmEngine(NativeEngine):
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _check_sampling(how: Sampling) -> None:
+NATIVE = 'use scale.engine = "native"'
+
+
+def check_sampling(how: Sampling, where: str = "sampling") -> None:
+    """Refuses what vLLM can't do as the recipe means it."""
     if how.temperature not in (0, 1) and truncated(how):
         raise RecipeError(
-            "sampling.temperature", how.temperature,
+            f"{where}.temperature", how.temperature,
             because="top_k, top_p, min_p or min_new_tokens is set too: vLLM tells a log-prob before temperature or after "
             "truncation, and the learner needs the one between",
-            fix='use temperature = 1, leave the truncation out, or use scale.engine = "native"',
+            fix=f"use temperature = 1, leave the truncation out, or {NATIVE}",
         )  # fmt: skip
     if how.stop and how.min_new_tokens:
-        raise RecipeError(
-            "sampling.stop", ", ".join(map(repr, how.stop)),
-            because="vLLM looks for stop strings only after min_new_tokens",
-            fix='leave out min_new_tokens or stop, or use scale.engine = "native"',
-        )  # fmt: skip
+        because = "vLLM looks for stop strings only after min_new_tokens"
+        fix = f"leave out min_new_tokens or stop, or {NATIVE}"
+        raise RecipeError(f"{where}.stop", ", ".join(map(repr, how.stop)), because=because, fix=fix)
 
 
-def _check_model(policy: Policy) -> None:
-    if any(config.use_dora for config in getattr(policy.model, "peft_config", {}).values()):
-        raise RecipeError(
-            "model.lora.dora", "true", because="vLLM has no DoRA", fix='leave it out, or use scale.engine = "native"'
-        )
-    if getattr(policy.model, "is_quantized", False):
-        raise RecipeError(
-            "model.quantise", "set", because="vLLM would need the base in its own quantised form",
-            fix='leave it out, or use scale.engine = "native"',
-        )  # fmt: skip
+def check_model(model: Model) -> None:
+    """Refuses a model that vLLM can't sample from as it is trained."""
+    if model.lora is not None and model.lora.dora:
+        raise RecipeError("model.lora.dora", "true", because="vLLM has no DoRA", fix=f"leave it out, or {NATIVE}")
+    if model.quantise is not None:
+        because = "vLLM would need the base in a quantised form of its own"
+        raise RecipeError("model.quantise", model.quantise, because=because, fix=f"leave it out, or {NATIVE}")
 
 
 def _lora_rank(policy: Policy) -> int:

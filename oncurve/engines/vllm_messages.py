@@ -27,7 +27,6 @@ class Start:
     slots: int
     logprobs: Logprobs
     lora_rank: int
-    tensor: int
     sleeps: bool
     gpu_share: float
     """Of the GPU's whole memory, what vLLM may take, weights included."""
@@ -78,28 +77,11 @@ class FromGpu:
 
 
 @dataclass(frozen=True, slots=True)
-class FromGroup:
-    """Receive all weights from rank 0 of the group joined before: name, dtype and shape, in the order in which they come."""
-
-    tensors: tuple[tuple[str, str, tuple[int, ...]], ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Adapter:
     """Sample with this LoRA adapter from now on, in place of the one before."""
 
     folder: str
     number: int
-
-
-@dataclass(frozen=True, slots=True)
-class Join:
-    """Take part in a NCCL group: the learner has rank 0, this engine's workers have ``offset``, ``offset + 1`` …"""
-
-    address: str
-    port: int
-    offset: int
-    world_size: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """The learner's weights on their way to vLLM, under the names of a Hugging Face checkpoint: vLLM's own loader fuses, ties,
 splits and repacks them.
 
-On one GPU vLLM reads the learner's tensors where they lie (CUDA IPC); from GPU to GPU they are broadcast (NCCL); elsewhere they
-go through a safetensors file in shared memory. Under LoRA only the adapter goes.
+On a GPU vLLM reads the policy's tensors where they lie (CUDA IPC); on a CPU they go through a safetensors file in shared
+memory. Under LoRA only the adapter goes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,8 +20,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from oncurve.engines.vllm_messages import SCRATCH, FromFile, FromGpu, FromGroup, Join
-from oncurve.errors import EngineError
+from oncurve.engines.vllm_messages import SCRATCH, FromFile, FromGpu
 from oncurve.models.policy import Policy
 
 MEMORY = Path("/dev/shm")
@@ -81,36 +79,3 @@ def write_model(policy: Policy, folder: Path) -> None:
         folder / "model.safetensors",
         metadata={"format": "pt"},
     )
-
-
-def manifest(tensors: Mapping[str, Tensor]) -> FromGroup:
-    """What a receiver must know before a broadcast."""
-    return FromGroup(tuple((name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors.items()))
-
-
-class Broadcast:
-    """The learner's seat, rank 0, in the group that its weights are broadcast over. Making one waits until all have joined."""
-
-    def __init__(self, where: Join, device: torch.device, limit_s: float) -> None:
-        from oncurve.engines.vllm_worker import group_of  # vLLM's: both sides must speak the same NCCL
-
-        self.where, self.limit_s = where, limit_s
-        self.group = group_of(where, 0, device)
-
-    def send(self, tensors: Mapping[str, Tensor]) -> None:
-        """In the order of `manifest`, which every receiver must have been given before."""
-        stream, sent = torch.cuda.current_stream(), torch.cuda.Event()  # type: ignore[no-untyped-call]
-        for tensor in tensors.values():
-            self.group.broadcast(tensor.contiguous(), src=0, stream=stream)
-        sent.record(stream)
-        ends = time.monotonic() + self.limit_s
-        # NCCL itself would wait forever for a receiver that is gone.
-        while not sent.query():  # type: ignore[no-untyped-call]
-            if time.monotonic() > ends:
-                raise EngineError(
-                    f"{self.where.address}:{self.where.port}",
-                    f"weights were not taken within {self.limit_s:g} s",
-                    because=f"one of {self.where.world_size - 1} vLLM workers is gone or late",
-                    fix="look at the samplers' logs, then go on with: oncurve train --resume RUN",
-                )
-            time.sleep(0.001)

@@ -1,8 +1,8 @@
 """vLLM itself, in a process of its own that is asked through a pipe. The only file that imports vllm.
 
 It is started by `oncurve.engines.vllm_process`: vLLM changes thread counts, seeds and loggers of the process that it lives in.
-Here it runs without a further process (but for tensor parallel), so that a push of weights is a plain call, and steps follow
-each other in the same order each time.
+Here it runs without a further process, so that a push of weights is a plain call, and steps follow each other in the same order
+each time.
 
 Written against vLLM 0.26 to 0.32, of which it uses ``LLM``, its engine's ``add_request``, ``step`` and ``add_lora``, ``sleep``
 and ``wake_up``, and the workers' ``reload_weights``, which knows fused, tied and repacked weights.
@@ -38,8 +38,6 @@ from oncurve.engines.vllm_messages import (
     Failed,
     FromFile,
     FromGpu,
-    FromGroup,
-    Join,
     Ready,
     Request,
     Sleep,
@@ -120,15 +118,12 @@ class Host:
                 self.llm.llm_engine.abort_request(list(self.written))
                 self.written.clear()
                 self._say(Done())
-            case FromFile() | FromGpu() | FromGroup():
+            case FromFile() | FromGpu():
                 self.llm.collective_rpc("oncurve_load", args=(message,))
                 self._changed()
             case Adapter():
                 self._put_on(message)
                 self._changed()
-            case Join():
-                self.llm.collective_rpc("oncurve_join", args=(message,))
-                self._say(Done())
             case Sleep():
                 self.llm.sleep(level=message.level)
                 self._say(Done())
@@ -201,7 +196,6 @@ def _open(start: Start) -> Any:
         "dtype": start.dtype,
         "max_model_len": -1,  # the model's, or what memory has room for
         "max_num_seqs": start.slots,
-        "tensor_parallel_size": start.tensor,
         "logprobs_mode": start.logprobs,
         "generation_config": "vllm",  # what the recipe says, and not the model's folder
         "worker_extension_cls": f"{Receiver.__module__}.{Receiver.__qualname__}",
@@ -248,9 +242,9 @@ def _why(one: Any) -> StopReason:
 
 
 class Receiver:
-    """What each of vLLM's workers can do beside its own: take weights in the ways that we push them."""
+    """What vLLM's worker can do beside its own: take weights in the ways that we push them."""
 
-    def oncurve_load(self, source: FromFile | FromGpu | FromGroup) -> None:
+    def oncurve_load(self, source: FromFile | FromGpu) -> None:
         worker: Any = self
         worker.reload_weights(weights_iterator=self.oncurve_tensors(source))
         if worker.device.type == "cpu":
@@ -258,12 +252,7 @@ class Receiver:
         else:
             torch.accelerator.synchronize()  # from here on the learner may change what was read
 
-    def oncurve_join(self, where: Join) -> None:
-        """Takes a seat in the group over which the learner broadcasts; it waits until all have."""
-        worker: Any = self
-        worker.oncurve_group = group_of(where, where.offset + worker.rank, worker.device)
-
-    def oncurve_tensors(self, source: FromFile | FromGpu | FromGroup) -> Iterator[tuple[str, torch.Tensor]]:
+    def oncurve_tensors(self, source: FromFile | FromGpu) -> Iterator[tuple[str, torch.Tensor]]:
         worker: Any = self
         match source:
             case FromFile(path):
@@ -275,11 +264,6 @@ class Receiver:
                     here = list(arguments)
                     here[6] = worker.device.index  # the same GPU may have another number in this process
                     yield name, rebuild(*here)
-            case FromGroup(tensors):
-                for name, dtype, shape in tensors:
-                    tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=worker.device)
-                    worker.oncurve_group.broadcast(tensor, src=0, stream=torch.cuda.current_stream())
-                    yield name, tensor
 
 
 def _repack(model: torch.nn.Module) -> None:
@@ -288,13 +272,6 @@ def _repack(model: torch.nn.Module) -> None:
         layer: Any = module
         if hasattr(layer, "cpu_linear") and layer.weight.numel():
             layer.quant_method.process_weights_after_loading(layer)
-
-
-def group_of(where: Join, rank: int, device: torch.device) -> Any:
-    """A NCCL group of the learner (rank 0) and vLLM's workers, apart from every other group of theirs."""
-    from vllm.distributed.weight_transfer.nccl_common import stateless_init_process_group
-
-    return stateless_init_process_group(where.address, where.port, rank, where.world_size, device)
 
 
 def leave(code: int) -> None:

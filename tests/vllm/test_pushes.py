@@ -9,11 +9,10 @@ import pytest
 
 from oncurve.engines.native import Draws
 from oncurve.engines.vllm import VllmEngine
-from oncurve.engines.vllm_push import MEMORY, named_weights
+from oncurve.engines.vllm_push import MEMORY
 from oncurve.models import lora
 from oncurve.models.policy import Policy
-from oncurve.recipe.scale import Scale
-from oncurve.recipe.sections import Engine, Sampling
+from oncurve.recipe.sections import Sampling
 from oncurve.records import Group
 from tests.engines.plain import next_logits
 from tests.vllm.models import GREEDY, PROMPTS, assert_agree, engine_of, native, plain, policy_of, train
@@ -110,18 +109,3 @@ def test_of_a_tuned_model_only_small_files_are_left_in_memory(tuned: VllmEngine)
 
 def _of(engine: VllmEngine, path: Path) -> bool:
     return engine._folder is not None and path.is_relative_to(engine._folder)
-
-
-def test_weights_are_pushed_by_name_where_the_learner_is_elsewhere() -> None:
-    """The engine's own policy keeps the weights that it has; what is sampled follows the pushes."""
-    learner, here = policy_of(), policy_of()
-    engine = VllmEngine(here, Engine(slots=32), Scale(engine="vllm"), follows_policy=False)
-    try:
-        for seed in range(2):
-            train(learner, seed)
-            engine.push(named_weights(learner))
-            for _ in range(2):
-                assert_agree(learner, engine.sample(PROMPTS, 1, GREEDY, STEP), native(learner, PROMPTS, GREEDY))
-        assert texts(native(here, PROMPTS, GREEDY)) != texts(native(learner, PROMPTS, GREEDY))
-    finally:
-        engine.close()
