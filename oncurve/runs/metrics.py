@@ -172,7 +172,7 @@ _TABLE = (
     ),
     Metric("value_mean", "reward", "Mean of the critic's values over tokens (ppo).", "near the mean reward"),
     Metric("critic_grad_norm", "norm", "Length of the critic's gradient before clipping (ppo).", "steady"),
-    Metric("skipped_critic_updates", "updates", "Updates of the critic left out because a gradient was not finite.", "0"),
+    Metric("skipped_critic_updates", "updates", "Updates of the critic left out: NaN, or a spike.", "0"),
     Metric(
         "step_kl", "nats", "Mean KL(π_old‖π_new) per token that the step cost, over whole distributions (trpo).", "below max_kl"
     ),
@@ -273,7 +273,7 @@ _TABLE = (
         "flat after the first steps",
         repeatable=False,
     ),
-    Metric("skipped_updates", "updates", "Updates left out because a gradient was not finite.", "0"),
+    Metric("skipped_updates", "updates", "Updates left out: NaN, a spike, or (trpo) no good step.", "0"),
     Metric(
         "groups_resampled", "groups", "Groups without signal that were replaced by fresh prompts.", "few; many make steps slow"
     ),
