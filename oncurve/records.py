@@ -89,9 +89,9 @@ class Completion:
 
     ``logps`` is the log-prob of each token in the temperature-scaled, untruncated distribution: what the learner computes too,
     so that the two can be compared. ``sampled_logps`` is that of the distribution really drawn from (after top-k, top-p,
-    min-p) and ``raw_logps`` that at temperature 1; they are the same array where nothing sets them apart. ``loss_mask`` is
-    False on tokens that an environment wrote. ``versions`` says by which weights it was written, where they may have changed
-    on the way: (first token, updates that those weights had seen), in order.
+    min-p) and ``raw_logps`` that at temperature 1; they are the same array where nothing sets them apart, and NaN where a
+    sampler does not tell them. ``loss_mask`` is False on tokens that an environment wrote. ``versions`` says by which weights
+    it was written, where they may have changed on the way: (first token, updates that those weights had seen), in order.
     """
 
     token_ids: Ints
