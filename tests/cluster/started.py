@@ -75,7 +75,11 @@ class Started:
 
     def end(self, code: int = 0) -> str:
         """What it wrote, once it has ended as it should."""
-        wrote, _ = self.process.communicate(timeout=PATIENCE_S)
+        try:
+            wrote, _ = self.process.communicate(timeout=PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise AssertionError(f"it hangs: {self.process.communicate()[0]}; {read_pulses(self.run.path)}") from None
         assert self.process.returncode == code, wrote
         deadline = time.monotonic() + 10
         while left := [p.name for p in read_pulses(self.run.path) if is_running(p.pid)]:
