@@ -186,7 +186,7 @@ def _phases(job: Job) -> dict[str, dict[str, float]]:
         {} if is_lean(job.shape, job) else {"gradients": _gradients(job.trained, job) + _absorbed(job.trained, job)}
     )
     if critic:
-        phases["optimiser"]["critic"] = held + _absorbed(_trained(critic, job), job)
+        phases["optimiser"]["critic"] = held + (0 if is_lean(critic, job) else _absorbed(_trained(critic, job), job))
     return phases
 
 
@@ -196,8 +196,9 @@ def curvature_tables(job: Job) -> int:
 
 
 def _passing(critic: Shape, job: Job) -> float:
-    """Gradients in the weights' own precision, as autograd has them between packs; in float32 they are the sums themselves."""
-    return 0 if job.precision == "float32" else job.dtype_bytes * _trained(critic, job) / _split(job)
+    """Gradients in the weights' own precision, as autograd has them between packs; in float32 they are the sums themselves, and
+    our own kernels add to the sums."""
+    return 0 if job.precision == "float32" or is_lean(critic, job) else job.dtype_bytes * _trained(critic, job) / _split(job)
 
 
 def _absorbed(trained: int, job: Job) -> float:
