@@ -124,6 +124,11 @@ def _weights(shape: Shape, job: Job) -> float:
     return whole if _full(job) == 1 else whole / job.gpus + 2 * job.dtype_bytes * shape.layer_parameters
 
 
+def _gathered(job: Job) -> float:
+    """Weights that were shared out, brought together for sampling: beside a rank's own share of them."""
+    return 0 if _full(job) == 1 else job.dtype_bytes * job.shape.parameters
+
+
 def _state(trained: int, job: Job) -> dict[str, float]:
     """Master weights and moments of the parameters that move."""
     if job.does.curvature:  # vectors in the moments' place
@@ -140,8 +145,8 @@ def _masters(trained: int, job: Job) -> float:
 
 
 def _gradients(trained: int, job: Job) -> float:
-    """Kept from step to step, like all of the optimiser's state."""
-    return GRADIENT_BYTES * trained / _split(job)
+    """Kept from step to step, like all of the optimiser's state. Ranks share them out only with the weights."""
+    return GRADIENT_BYTES * trained / _full(job)
 
 
 def _trained(shape: Shape, job: Job) -> int:
@@ -169,7 +174,7 @@ def _phases(job: Job) -> dict[str, dict[str, float]]:
     does = job.does
     phases: dict[str, dict[str, float]] = {}
     if does.samples:
-        phases["sample"] = {"kv pool": kv_pool(job)}
+        phases["sample"] = {"kv pool": kv_pool(job), "weights": _weights(job.shape, job) + _gathered(job)}
     if job.reward_model:
         phases["score"] = {"activations": forward_bytes(job.reward_model, job)}
     if job.has_reference:
@@ -198,12 +203,12 @@ def curvature_tables(job: Job) -> int:
 def _passing(critic: Shape, job: Job) -> float:
     """Gradients in the weights' own precision, as autograd has them between packs; in float32 they are the sums themselves, and
     our own kernels add to the sums."""
-    return 0 if job.precision == "float32" or is_lean(critic, job) else job.dtype_bytes * _trained(critic, job) / _split(job)
+    return 0 if job.precision == "float32" or is_lean(critic, job) else job.dtype_bytes * _trained(critic, job) / _full(job)
 
 
 def _absorbed(trained: int, job: Job) -> float:
     """Autograd's gradients on their way into the sums: themselves, and once more in float32."""
-    return 0 if job.precision == "float32" else (job.dtype_bytes + 4) * trained / _split(job)
+    return 0 if job.precision == "float32" else (job.dtype_bytes + 4) * trained / _full(job)
 
 
 def kv_pool(job: Job) -> float:
@@ -214,7 +219,7 @@ def kv_pool(job: Job) -> float:
     wanted = job.rank_prompts * page_bytes(job, job.prompt_tokens) + _slots(job) * page_bytes(job, job.new_tokens)
     if job.gpu.is_cpu:
         return wanted
-    free = job.gpu.memory - sum(_standing(job).values())
+    free = job.gpu.memory - sum(_standing(job).values()) - _gathered(job)
     least = page_bytes(job, job.prompt_tokens) + page_bytes(job, job.new_tokens)
     if free <= least:  # it does not fit: told with all that it wants
         return wanted
@@ -222,9 +227,9 @@ def kv_pool(job: Job) -> float:
 
 
 def page_bytes(job: Job, tokens: int) -> float:
-    """Keys and values of a stretch of tokens, in whole pages. Fully sharded, heads are split over GPUs."""
+    """Keys and values of a stretch of tokens, in whole pages."""
     page = PAGE_CPU if job.gpu.is_cpu else PAGE_GPU
-    return math.ceil(tokens / page) * page * job.shape.kv_bytes(job.dtype_bytes) / _full(job)
+    return math.ceil(tokens / page) * page * job.shape.kv_bytes(job.dtype_bytes)
 
 
 def slots_in_flight(job: Job) -> int:
@@ -243,7 +248,7 @@ def _sampling(job: Job) -> float:
     if job.gpu.is_cpu:
         return S * shape.vocabulary * SAMPLED_LOGIT_BYTES_CPU
     pages = math.ceil(job.prompt_tokens / PAGE_GPU) + math.ceil(job.new_tokens / PAGE_GPU)
-    return 4 * S * (shape.vocabulary + pages * shape.q_width) / _full(job)
+    return 4 * S * (shape.vocabulary + pages * shape.q_width)
 
 
 def _head_chunk(job: Job, *, backward: bool) -> float:
@@ -258,7 +263,7 @@ def _head_chunk(job: Job, *, backward: bool) -> float:
 def is_lean(shape: Shape, job: Job) -> bool:
     """Whether the learner's own kernels run the layers: on a GPU, for plain layers of the Llama family, without an adapter."""
     plain = shape.family in LEAN and not shape.mlp_bias and not shape.experts
-    return plain and job.lora_rank is None and not job.gpu.is_cpu
+    return plain and job.lora_rank is None and not job.gpu.is_cpu and job.sharding != "full"
 
 
 def layer_bytes(shape: Shape, job: Job) -> int:

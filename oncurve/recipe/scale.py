@@ -17,9 +17,9 @@ class Scale(Section):
     """Learner processes, one for each GPU (or, on a CPU, each with its share of the threads). Every rank samples its share of a
     step's prompts with its own weights. `oncurve train --gpus N` sets it."""
     shard: Literal["none", "optimiser", "full"] = "none"
-    """What the ranks share out in place of each holding all of it. `optimiser`: gradients' sums, master weights and moments,
-    with whole weights on each rank, as sampling wants them. `full`: the weights too, by FSDP2; they are gathered for sampling.
-    With one rank there is nothing to share out."""
+    """What the ranks share out in place of each holding all of it. `optimiser`: master weights and moments, with whole weights
+    and gradients on each rank and all fast paths kept. `full`: weights and gradients too, by FSDP2; the model goes through its
+    own modules, and weights are gathered for sampling. With one rank there is nothing to share out."""
     tensor: PositiveInt = 1
     """Ranks that hold one copy of the model together (tensor parallel, by the plan that transformers has for the model). Must
     divide `ranks`."""

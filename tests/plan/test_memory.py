@@ -147,14 +147,18 @@ def test_eight_bit_moments_are_a_quarter() -> None:
 def test_sharding_splits_the_state_over_gpus() -> None:
     one, four = phases(job())["optimiser"], phases(job(gpus=4, sharding="optimiser"))["optimiser"]
     assert four["weights"] == one["weights"]
-    for part in ("master weights", "moments", "gradients"):
+    assert four["gradients"] == one["gradients"]
+    for part in ("master weights", "moments"):
         assert four[part] * 4 == pytest.approx(one[part], abs=4)
 
 
 def test_full_sharding_splits_weights_too() -> None:
     big = MODELS["70B"]
     sharded = phases(job(big, gpus=64, sharding="full"))["optimiser"]["weights"]
-    assert sharded == pytest.approx(2 * big.parameters / 64 + 4 * big.layer_parameters, rel=1e-6)
+    share = 2 * big.parameters / 64 + 4 * big.layer_parameters
+    assert sharded == pytest.approx(share, rel=1e-6)
+    gathered = phases(job(big, gpus=64, sharding="full"))["sample"]["weights"]
+    assert gathered == pytest.approx(share + 2 * big.parameters, rel=1e-6)
 
 
 def test_quantised_bases_are_smaller() -> None:

@@ -50,9 +50,14 @@ def test_time_only_comes_before_anything_that_changes_the_result() -> None:
 
 
 def test_a_model_beyond_one_gpu_is_sharded_or_adapted() -> None:
-    best = find_fixes(job("70B", "H100-80GB"), 16)[0]
+    best = find_fixes(job("Qwen/Qwen3-32B", "H100-80GB"), 16)[0]
     assert best.job.lora_rank == 16 or best.job.gpus > 1
     assert fits(best.job)
+
+
+def test_a_model_whose_weights_alone_are_beyond_a_gpu_is_not_sampled_there() -> None:
+    """Weights that are shared out are gathered for sampling: that is where sharding ends."""
+    assert find_fixes(job("70B", "H100-80GB"), 16) == []
 
 
 def test_a_reference_on_the_cpu_is_among_what_only_costs_time() -> None:
@@ -241,3 +246,9 @@ def test_how_large_a_model_trpo_has_room_for() -> None:
         assert make_plan(deeper, 16).fits is holds
     assert make_plan(replace(asked, algorithm="grpo"), 16).largest is None
     assert make_plan(replace(asked, gpu=GPUS["T4"]), 16).largest == 0
+
+
+def test_a_recipe_for_several_ranks_is_planned_for_them() -> None:
+    recipe = load_recipe("arithmetic", ["scale.ranks=4", "scale.shard=optimiser"])
+    asked_for = job_of_stage(recipe, recipe.stages[-1], find_gpu("H200"), 16)
+    assert (asked_for.gpus, asked_for.sharding) == (4, "optimiser")

@@ -70,6 +70,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "failures": ("fails", {**PLAIN, "max_failure_share": 1.0}),
     "fewer prompts than ranks": ("digits", {**PLAIN, "prompts_per_step": 1}),
     "small packs": ("digits", {**PLAIN, "objective": "dapo", "tokens_per_pack": 20}),
+    "checkpointed": ("digits", {**PLAIN, "checkpointing": "on"}),
     "clipped": ("digits", {**PLAIN, "optimiser": {**SMOOTH, "max_grad_norm": 0.01}}),
 }
 
