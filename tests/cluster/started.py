@@ -21,7 +21,7 @@ from oncurve.train.start import begin
 from tests.faults.sameness import everything
 
 ROOT = Path(__file__).parents[2]
-PATIENCE_S = 180.0
+PATIENCE_S = 400.0
 
 
 def oncurve(*words: str) -> subprocess.Popen[str]:
