@@ -7,6 +7,7 @@ kernels are compiled, counts for the reward alone.
 
     python bench/compare_gpu.py                      prints a table, writes bench/results/compare_gpu.json as it goes
     python bench/compare_gpu.py --seconds 110        begins nothing after so long
+    python bench/compare_gpu.py --page               what the file says goes into docs/compare.md
     python bench/compare_gpu.py --device cpu --tiny  the same machinery on a small shape
 """
 
@@ -22,7 +23,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from plan_check import Meter, clear, gpu_of_this_machine, machine, planned_peak, policy_of, prompt_texts
+from plan_check import Meter, clear, gpu_of_this_machine, machine, planned_peak, policy_of, prompt_texts, put
 
 from oncurve.plan.asked import Wishes, job_for
 from oncurve.plan.gpus import GIB, Gpu
@@ -33,6 +34,7 @@ from oncurve.recipe.algorithms import passes_of, under
 from oncurve.recipe.load import parse_recipe
 
 RESULTS = Path(__file__).resolve().parent / "results" / "compare_gpu.json"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "compare.md"
 STEPS = {"grpo": 40, "ppo": 40, "rloo": 40, "reinforce": 40, "trpo": 4}
 PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS = 64, 8, 64, 16
 RATE = 1e-3
@@ -174,7 +176,12 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--seconds", type=float, default=math.inf)
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--page", action="store_true")
     asked = parser.parse_args()
+    if asked.page:
+        told = json.loads(asked.out.read_text())
+        put(PAGE, "gpu", table([Compared(**row) for row in told["runs"]]) + f"\n\nMeasured on an {told['machine']['gpu']}.")
+        return 0
     gpu, begun = gpu_of_this_machine(asked.device), time.perf_counter()
     rows: list[Compared] = []
     for algorithm in STEPS:

@@ -9,7 +9,7 @@ plan's figure is without the driver's own context, which no program can measure 
     python bench/plan_check.py                      measure, print, write bench/results/plan_check.json
     python bench/plan_check.py --only 0.6B          settings whose name holds a word
     python bench/plan_check.py --seconds 200        what is not begun by then is said to be left out
-    python bench/plan_check.py --again              plans anew, and compares with what the file says was measured
+    python bench/plan_check.py --again              plans anew beside what the file says was measured, into docs/plan.md
     python bench/plan_check.py --device cpu --tiny  the same machinery on small shapes, for tests: no memory is measured
 """
 
@@ -20,6 +20,8 @@ import gc
 import json
 import math
 import platform
+import re
+import shutil
 import statistics
 import subprocess
 import time
@@ -40,6 +42,7 @@ from oncurve.plan.seconds import seconds_of
 from oncurve.plan.shapes import Shape
 
 RESULTS = Path(__file__).resolve().parent / "results" / "plan_check.json"
+PLAN_PAGE = Path(__file__).resolve().parents[1] / "docs" / "plan.md"
 MEMORY_WITHIN, TIME_WITHIN = 0.10, 0.30
 STEPS = 2
 LONG = 4.0
@@ -368,9 +371,8 @@ def gpu_of_this_machine(device: str) -> Gpu:
 
 
 def machine(gpu: Gpu) -> dict[str, Any]:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
+    asked = ["git", "rev-parse", "--short=12", "HEAD"]
+    commit = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip() if shutil.which("git") else ""
     versions = {name: metadata.version(name) for name in ("torch", "transformers")}
     return {"gpu": gpu.name, "memory": gpu.memory, "python": platform.python_version(), "commit": commit, **versions}
 
@@ -408,6 +410,15 @@ def write(out: Path, about: dict[str, Any], rows: Sequence[Checked]) -> None:
     out.write_text(json.dumps({**about, "settings": offs}, indent=2) + "\n")
 
 
+def put(page: Path, name: str, body: str) -> None:
+    """Between a page's marks of that name."""
+    text = page.read_text(encoding="utf-8")
+    pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+    if not pattern.search(text):
+        raise SystemExit(f"{page} has no place for '{name}'")
+    page.write_text(pattern.sub(lambda m: f"{m[1]}{body.rstrip()}\n{m[2]}", text), encoding="utf-8")
+
+
 def again(out: Path) -> int:
     """The plan as it is now beside what the file says was measured."""
     kept = json.loads(out.read_text())
@@ -421,6 +432,9 @@ def again(out: Path) -> int:
         print(details(rows[-1]))
     write(out, {name: kept[name] for name in ("machine", "tiny")}, rows)
     print(table(rows))
+    if not kept["tiny"]:
+        told = f"{gpu.name}, torch {kept['machine']['torch']}, transformers {kept['machine']['transformers']}."
+        put(PLAN_PAGE, "plan-check", f"{table(rows)}\n\nMeasured on an {told}")
     return 0 if all(row.holds is not False and row.said is None for row in rows) else 1
 
 

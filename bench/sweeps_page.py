@@ -6,13 +6,13 @@ Between `<!-- NAME -->` and `<!-- /NAME -->` stands what is written here: tables
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from plan_check import put
 from sweeps import PARTS, SWEEPS, outcomes_in
 
 from oncurve.terminal.comparison import as_markdown, spread
@@ -25,24 +25,15 @@ Runs = dict[str, list[Outcome]]
 
 def write_page(out: Path) -> None:
     """Every part that is there; the others stay as they are."""
-    text = PAGE.read_text(encoding="utf-8")
     for part in PARTS:
         file = out / "compare" / "results.json" if part == "compare" else out / f"{part}.json"
         if not file.is_file():
             print(f"{part}: not measured yet")
             continue
-        text = put(text, part, WRITERS[part](file))
+        put(PAGE, part, WRITERS[part](file))
         shutil.copy(file, RESULTS / f"sums_{part}.json")
     if (out / "machine.json").is_file():
-        text = put(text, "machine", about(json.loads((out / "machine.json").read_text())))
-    PAGE.write_text(text, encoding="utf-8")
-
-
-def put(text: str, name: str, body: str) -> str:
-    pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
-    if not pattern.search(text):
-        raise SystemExit(f"docs/compare.md has no place for '{name}'")
-    return pattern.sub(lambda m: f"{m[1]}{body.rstrip()}\n{m[2]}", text)
+        put(PAGE, "machine", about(json.loads((out / "machine.json").read_text())))
 
 
 def about(told: dict[str, Any]) -> str:
