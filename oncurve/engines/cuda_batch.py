@@ -117,7 +117,7 @@ class GpuBatch:
         self.prompt_pages: dict[int, list[int]] = {}
         S, R, limit = slots, self.board.limits.members, ask.how.max_new_tokens
         self.row_in: list[Row | None] = [None] * S
-        self.age_S = np.zeros(S, np.int64)
+        self.age_S, self.since_S = np.zeros(S, np.int64), np.zeros(S, np.int64)
         self.seated = 0
         self.own_pages: list[list[int]] = [[] for _ in range(S)]
         self.launched_S = np.zeros(S, np.int64)
@@ -179,7 +179,7 @@ class GpuBatch:
     def _seat(self, slot: int, row: Row) -> None:
         ids = self.ask.prompt_ids[row.group]
         self.row_in[slot], self.launched_S[slot] = row, 0
-        self.age_S[slot] = self.seated = self.seated + 1
+        self.age_S[slot] = self.since_S[slot] = self.seated = self.seated + 1
         pages = self.prompt_pages[row.group]
         table = self._table(row.group)
         self.table_of[slot], self.table_group[table] = table, row.group
@@ -294,13 +294,13 @@ class GpuBatch:
 
     def _find_pages(self, live: list[int], tokens: int) -> list[int]:
         """A page for every completion that grows into its next; where there is none, the youngest start again later."""
-        for slot in sorted(live, key=lambda s: self.age_S[s]):
+        for slot in sorted(live, key=lambda s: self.since_S[s]):
             if self.row_in[slot] is None:
                 continue
             needed = pages_for(min(int(self.launched_S[slot]) + tokens, self.how.max_new_tokens))
             while len(self.own_pages[slot]) < needed and self.row_in[slot] is not None:
                 if not self.pool.left and not self._drop_prompts():
-                    self._send_back(max((s for s in live if self.row_in[s] is not None), key=lambda s: self.age_S[s]))
+                    self._send_back(max((s for s in live if self.row_in[s] is not None), key=lambda s: self.since_S[s]))
                     continue
                 self.own_pages[slot].append(self.pool.take())
                 self.suffix_page[slot, len(self.own_pages[slot]) - 1] = self.own_pages[slot][-1]

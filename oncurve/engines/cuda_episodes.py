@@ -138,7 +138,8 @@ class GpuEpisodes(GpuBatch):
         return None
 
     def _resume(self, slot: int, row: Episode, count: int, ids: Ints) -> None:
-        """The same seat again, from its last token on: a new age, so that what is under way for it is not read."""
+        """The same seat again, from its last token on: a new age, so that what is under way for it is not read. It stays as
+        senior as it was, so that the oldest is never sent back and all come to an end."""
         self.age_S[slot] = self.seated = self.seated + 1
         self.launched_S[slot] = count
         self.told[slot] = np.full(self.board.limits.given, -1, np.int64)
