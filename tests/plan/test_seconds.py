@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from oncurve.plan.asked import Wishes, job_for
 from oncurve.plan.fixes import fits
-from oncurve.plan.gpus import CPU_CORE_FLOPS, GPUS, this_cpu
+from oncurve.plan.gpus import CPU_CORE_FLOPS, GIB, GPUS, this_cpu
 from oncurve.plan.job import Job
 from oncurve.plan.known import MODELS
-from oncurve.plan.seconds import Rates, decode_seconds, decode_steps, pass_seconds, seconds_of
+from oncurve.plan.memory import memory_of
+from oncurve.plan.seconds import Rates, Seconds, decode_seconds, decode_steps, pass_seconds, seconds_of
 from oncurve.plan.shapes import Shape
 from tests.plan.jobs import job
 
@@ -122,10 +123,54 @@ def test_products_in_float32_are_as_slow_as_they_are() -> None:
     assert seconds_of(job(BIG, algorithm="trpo")).phases["update"] > 11 * seconds_of(job(BIG)).phases["update"]
 
 
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
+
+
+def on_h200(model: str, prompt: int, new: int, beta: float = 0.0) -> tuple[Seconds, float]:
+    """The plan of 32 × 8 with packs of whole groups, and GiB of learning without the driver's context and the sampler's."""
+    group = prompt + 8 * new
+    told = Wishes(prompts=32, group_size=8, prompt_tokens=prompt, new_tokens=new, beta=beta)
+    asked = replace(job_for(MODELS[model], GPUS["H200"], told), tokens_per_pack=16384 // group * group)
+    (parts,) = (phase.parts for phase in memory_of(asked).phases if phase.name == "update")
+    return seconds_of(asked), (sum(parts.values()) - parts["cuda context"] - parts["sampling"]) / GIB
+
+
+@pytest.mark.parametrize("place", [0, 1], ids=["without a reference", "with one"])
+def test_a_gpu_step_as_it_was_measured(place: int) -> None:
+    """bench/step.py on an H200."""
+    found = json.loads((RESULTS / "step.json").read_text())["step"][place]
+    took, memory = on_h200("Qwen/Qwen3-0.6B", 128, 256, found["beta"])
+    assert found["peer"] == "oncurve"
+    assert took.step == pytest.approx(found["step_s"], rel=0.3)
+    assert took.phases["sample"] == pytest.approx(found["phases_s"]["sample"], rel=0.3)
+    learned = took.phases.get("reference", 0.0) + took.phases["update"] + took.phases["optimiser"]
+    assert learned == pytest.approx(found["phases_s"]["update"], rel=0.3)
+    assert memory == pytest.approx(found["peak_gib"], rel=0.1)
+
+
+@pytest.mark.parametrize(("place", "model"), [(0, "Qwen/Qwen3-1.7B"), (1, "Qwen/Qwen3-4B")])
+def test_an_update_of_larger_models_as_it_was_measured(place: int, model: str) -> None:
+    found = json.loads((RESULTS / "step.json").read_text())["mfu"][place]
+    took, memory = on_h200(model, found["prompt"], found["new"])
+    assert took.phases["update"] + took.phases["optimiser"] == pytest.approx(found["seconds"], rel=0.3)
+    assert memory == pytest.approx(found["peak_gib"], rel=0.1)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_sampling_as_it_was_measured(place: int) -> None:
+    """bench/rollout.py on an H200: 32 × 8 of 128 + 256, and of 512 + 1024."""
+    found = json.loads((RESULTS / "rollout.json").read_text())
+    work = found["works"][place]
+    rates = list(found["peers"]["oncurve"]["rates"].values())[place]
+    took, _ = on_h200("Qwen/Qwen3-0.6B", work["prompt_tokens"], work["new_tokens"])
+    tokens = work["prompts"] * work["group_size"] * work["new_tokens"]
+    assert took.phases["sample"] == pytest.approx(tokens / sorted(rates)[len(rates) // 2], rel=0.3)
+
+
 @pytest.mark.parametrize("place", [0, 1], ids=["short prompts", "long prompts"])
 def test_a_cpu_step_as_it_was_measured(place: int) -> None:
     """bench/step_cpu.py on two cores: the step within 15 %, sampling and update within 30 %."""
-    found = json.loads((Path(__file__).parents[2] / "bench" / "results" / "step_cpu.json").read_text())["results"][place]
+    found = json.loads((RESULTS / "step_cpu.json").read_text())["results"][place]
     work, measured = found["work"], found["medians"]["oncurve"]
     shape = Shape("bench", 4, 128, 4, 2, 32, 384, 512, 4096, tied=True, family="qwen3")
     told = Wishes(**{name: work[name] for name in ("prompts", "group_size", "prompt_tokens", "new_tokens")})
