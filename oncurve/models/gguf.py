@@ -53,6 +53,7 @@ def convert(file: Path, folder: Path, dtype: str) -> None:
     model.hf_quantizer = None
     vars(model.config).pop("quantization_config", None)
     model.generation_config.eos_token_id = end_tokens(tokenizer)
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.generation_config.eos_token_id[0])
     aside = folder.with_name(f".writing-{folder.name}-{os.getpid()}")
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -67,9 +68,15 @@ def convert(file: Path, folder: Path, dtype: str) -> None:
 
 
 def end_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokenizer's own end token, then every other known one that is special there (`</s>` may be a word like any other)."""
+    """The tokenizer's own end token, then every other known one that is special there (`</s>` may be a word like any other).
+
+    A token that begins texts is not taken for one that ends them, as some readers of GGUF files do, unless no other is known.
+    """
     special = {str(token): i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    ids = [tokenizer.eos_token_id, *(special[token] for token in END_TOKENS if token in special)]
+    known = [special[token] for token in END_TOKENS if token in special]
+    own = tokenizer.eos_token_id
+    begins = own is not None and own == tokenizer.bos_token_id and own not in known
+    ids = known if known and begins else [own, *known]
     return list(dict.fromkeys(i for i in ids if i is not None))
 
 

@@ -66,6 +66,18 @@ def test_the_tokenizer_survives_being_saved(tmp_path: Path) -> None:
     assert saved.chat_template == direct.chat_template == gguf_files.TEMPLATE
 
 
+def test_a_token_that_begins_texts_is_no_end_token(tmp_path: Path) -> None:
+    """As transformers 5.17 reads such files: begin and end are the same token there."""
+    gguf_files.write(tmp_path / "small.gguf")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path, gguf_file="small.gguf")
+    wanted = [tokenizer.convert_tokens_to_ids(token) for token in ("<|im_end|>", "<|endoftext|>")]
+    assert gguf.end_tokens(tokenizer) == wanted
+    tokenizer.bos_token = tokenizer.eos_token = "<|im_start|>"
+    assert gguf.end_tokens(tokenizer) == wanted
+    tokenizer.bos_token = tokenizer.eos_token = "<|endoftext|>"  # as GPT-2 has it: one token for both
+    assert gguf.end_tokens(tokenizer) == wanted[::-1]
+
+
 def test_the_head_of_a_file_is_read_without_the_package(tmp_path: Path) -> None:
     gguf_files.write(tmp_path / "small.gguf")
     told = gguf_head(tmp_path / "small.gguf")
