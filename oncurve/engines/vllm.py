@@ -217,7 +217,7 @@ class VllmEngine(NativeEngine):
         self._pushes += 1
         now = self._folder / f"adapter-{self._pushes}"
         lora.save(self.policy.model, now)
-        written = self._load(nullcontext(Adapter(str(now), self._pushes)))
+        written = self._load(nullcontext(Adapter(str(now))))
         shutil.rmtree(self._folder / f"adapter-{self._pushes - 1}", ignore_errors=True)
         return written
 

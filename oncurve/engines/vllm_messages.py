@@ -81,7 +81,6 @@ class Adapter:
     """Sample with this LoRA adapter from now on, in place of the one before."""
 
     folder: str
-    number: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,13 +137,11 @@ class Host:
         self._say(Done({key: len(one.token_ids) for key, one in self.written.items()}))
 
     def _put_on(self, message: Adapter) -> None:
-        """A number of its own for each push: vLLM takes an adapter that it knows by number for the same one."""
+        """In place of the one before, under the same number: requests on their way go on with it."""
         from vllm.lora.request import LoRARequest
 
-        before, self.adapter = self.adapter, LoRARequest(f"adapter-{message.number}", message.number, message.folder)
-        if before is not None:
-            self.llm.llm_engine.remove_lora(before.lora_int_id)
-        self.llm.llm_engine.add_lora(self.adapter)
+        self.llm.llm_engine.add_lora(LoRARequest("adapter", 1, message.folder, load_inplace=True))
+        self.adapter = LoRARequest("adapter", 1, message.folder)
 
     def _take(self, ask: Ask) -> None:
         for request in ask.requests:
@@ -198,7 +196,7 @@ def _open(start: Start) -> Any:
         "max_num_seqs": start.slots,
         "logprobs_mode": start.logprobs,
         "generation_config": "vllm",  # what the recipe says, and not the model's folder
-        "worker_extension_cls": f"{Receiver.__module__}.{Receiver.__qualname__}",
+        "worker_extension_cls": "oncurve.engines.vllm_worker.Receiver",
         "disable_log_stats": True,
         "enforce_eager": cpu,
     }

@@ -57,9 +57,10 @@ class Change:
         return True
 
 
-def test_weights_that_change_on_the_way_write_the_rest() -> None:
-    """Every token is of the weights that its version names, and log-probs say so."""
-    policy = policy_of()
+@pytest.mark.parametrize("rank", [0, 4])
+def test_weights_that_change_on_the_way_write_the_rest(rank: int) -> None:
+    """Every token is of the weights that its version names, and log-probs say so; with an adapter (rank 4) as well."""
+    policy = policy_of(rank=rank)
     first = plain(policy)
     engine = engine_of(policy)
     try:
