@@ -47,7 +47,7 @@ PATIENCE_S = 8.0
 """How long a cluster may take to say that it is there."""
 HELD_S = 30.0
 """How long a placement group may wait for what others hold."""
-START_S = 120.0
+START_S = 300.0
 """How long an actor may take at least to start and to load its model, however short the limit of a call is."""
 CALLS = 8
 """Calls that an actor takes at once: a long one, and short ones that ask how it is."""

@@ -227,7 +227,7 @@ class Drive:
                     raise ClusterError(
                         "--ray",
                         f"the driver has waited {limit:g} s for {learner.name} to start",
-                        because=str(error)[:200] or f"no node has room for it now: {door.told_of(door.available())} is free",
+                        because=str(error)[:200] or f"its process has not come up; {door.told_of(door.available())} is free",
                         fix="`ray status` shows the nodes; when there is one again: oncurve train --resume RUN --ray auto",
                     ) from error
                 time.sleep(0.5)
