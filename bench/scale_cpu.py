@@ -30,12 +30,12 @@ SKIPPED = 5
 def run_once(ranks: int, shard: str, steps: int, folder: Path) -> dict[str, float]:
     sets = [
         f"scale.ranks={ranks}", f"scale.shard={shard}", "threads=2", f"grpo.steps={steps}", "sft.steps=20",
-        "grpo.prompts_per_step=32", "task.heldout=8", "grpo.eval_every=0", "grpo.save_every=0",
+        "grpo.optimiser.warmup_steps=0", "grpo.prompts_per_step=32", "task.heldout=8", "grpo.eval_every=0", "grpo.save_every=0",
     ]  # fmt: skip
     words = [word for one in sets for word in ("--set", one)]
     load = os.getloadavg()[0]
     command = [sys.executable, "-m", "oncurve", "train", "arithmetic", *words, "--out", str(folder)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     with Store.open(folder) as store:
         kept = [store.metrics_of("grpo", n) for n in range(SKIPPED + 1, steps + 1)]
         took = [row.seconds for row in store.steps("grpo")[SKIPPED:]]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from oncurve.errors import RecipeError, RewardError, did_you_mean
+from oncurve.errors import OncurveError, RecipeError, RewardError, did_you_mean
 from oncurve.recipe.load import load_recipe, parse_recipe
 from oncurve.recipe.sampled import SAMPLED_TYPES
 from oncurve.recipe.schema import Grpo, Recipe
@@ -29,7 +29,9 @@ from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.registry import build_reward
 from oncurve.runs.folder import RunFolder, Status
 from oncurve.runs.store import Store
+from oncurve.scale.join import joined, with_ranks
 from oncurve.tasks.in_memory import PromptList, Row
+from oncurve.terminal.errors import render_error
 from oncurve.terminal.live import LiveDisplay
 from oncurve.terminal.summary import render_summary
 from oncurve.train.given import FROM_PYTHON
@@ -126,7 +128,8 @@ def train(
     ``prompts`` are texts, lists of messages, or dicts with "prompt" and the columns that rewards need; ``rewards`` are
     functions, called as `f(completion, prompt, …columns)` or as TRL calls them. ``grpo_options`` are keys of a grpo stage, as
     ``optimiser={"learning_rate": 1e-3}``; what is unset is as in a recipe. ``model``, ``prompts`` and ``rewards`` stand in for
-    a recipe's own where both are given. ``resume`` goes on with a run, with the same prompts and rewards as before.
+    a recipe's own where both are given. ``resume`` goes on with a run, with the same prompts and rewards as before. In a script
+    that torchrun has started several times, every process comes here, and they train together.
     """
     from oncurve.terminal.hush import hush
     from oncurve.train import start
@@ -137,20 +140,29 @@ def train(
     mix = None if rewards is None else as_mix(rewards)
     task = None if prompts is None else PromptList.of(prompts, heldout)
     policy, source = _as_policy(model)
-    listeners = [] if quiet else [LiveDisplay(Console(highlight=False))]
     began = time.monotonic()
+    given: dict[str, Any] = {"task": task, "rewards": mix, "policy": policy}
     if resume is not None:
         _refuse_changes(told, "a run that goes on keeps its recipe", "leave it out")
         folder = resume.folder if isinstance(resume, Run) else RunFolder.open(resume, Path(runs_dir))
-        run = start.resume(folder, listeners=listeners, task=task, rewards=mix, policy=policy)
+        asked = load_recipe(folder.recipe)
     else:
         around = {"name": name, "seed": seed, "threads": threads}
         asked = _recipe(recipe, told, task, mix, source, {key: value for key, value in around.items() if value is not None})
-        where = None if out is None else Path(out)
-        run = start.begin(asked, runs_dir=Path(runs_dir), out=where, listeners=listeners, task=task, rewards=mix, policy=policy)
-    if not quiet:
+    asked = with_ranks(asked)
+    with joined(asked, _speak) as world:
+        given |= {"listeners": [LiveDisplay(Console(highlight=False))] if world.is_first and not quiet else [], "world": world}
+        if resume is not None:
+            run = start.resume(folder, sets=[f"scale.ranks={world.size}"] if world.size > 1 else [], **given)
+        else:
+            run = start.begin(asked, runs_dir=Path(runs_dir), out=None if out is None else Path(out), **given)
+    if world.is_first and not quiet:
         Console(highlight=False).print(render_summary(run, time.monotonic() - began))
     return Run(run)
+
+
+def _speak(error: OncurveError) -> None:
+    Console(stderr=True, highlight=False).print(render_error(error))
 
 
 def _recipe(

@@ -165,6 +165,10 @@ def fork(
 ) -> None:
     """Go on from a checkpoint with something changed, on the same prompts and random numbers."""
     parent = RunFolder.open(run, runs)
+    asked = [*(sets or []), *cli_scale.asked_ranks(None)]
+    recipe = load_recipe(parent.recipe, asked)
+    again = ["fork", run, "--step", str(step), *_repeated("--set", asked), "--runs", str(runs)]
+    cli_scale.launch_where_asked(recipe, None, [*again, *_given("--stage", stage), *_given("--out", out)])
     began = time.monotonic()
     with Console(stderr=True).status("starting"):
         from oncurve.terminal.hush import hush
@@ -172,9 +176,11 @@ def fork(
         from oncurve.train import start
 
         hush()
-    display = LiveDisplay(Console(highlight=False))
-    child = start.fork(parent, step, sets or [], stage=stage, runs_dir=runs, out=out, listeners=[display])
-    _end(child, time.monotonic() - began)
+    with cli_scale.joined(recipe) as world:
+        shown = [LiveDisplay(Console(highlight=False))] if world.is_first else []
+        child = start.fork(parent, step, asked, stage=stage, runs_dir=runs, out=out, listeners=shown, world=world)
+        if world.is_first:
+            _end(child, time.monotonic() - began)
 
 
 @app.command("eval", epilog="Example: oncurve eval arithmetic-1 --task arithmetic --set task.digits=4")

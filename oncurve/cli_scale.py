@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +14,8 @@ from rich.console import Console
 from oncurve.errors import OncurveError
 from oncurve.recipe.schema import Recipe
 from oncurve.runs.folder import RunFolder
-from oncurve.scale.join import is_silent, join, tell_first, world_size
+from oncurve.scale import join
+from oncurve.scale.join import is_silent, tell_first, world_size
 from oncurve.scale.world import World
 from oncurve.terminal.errors import render_error
 
@@ -39,16 +40,8 @@ def launch_where_asked(recipe: Recipe, gpus: int | None, arguments: Sequence[str
     raise typer.Exit(launch(recipe.scale.ranks, arguments))
 
 
-@contextmanager
-def joined(recipe: Recipe) -> Iterator[World]:
-    """The world that this process belongs to, left in good order whatever happens within."""
-    world = join(recipe, speak)
-    try:
-        yield world
-    except BaseException as error:
-        world.close(error)
-        raise
-    world.close()
+def joined(recipe: Recipe) -> AbstractContextManager[World]:
+    return join.joined(recipe, speak)
 
 
 def speak(error: OncurveError) -> None:

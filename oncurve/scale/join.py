@@ -9,8 +9,8 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,6 +67,25 @@ def join(recipe: Recipe, speak: Speak) -> World:
     late = timeout + timedelta(seconds=60)
     dist.init_process_group(backend, store=PrefixStore("ranks", store), rank=rank, world_size=size, timeout=late)
     return Ranks(store, rank, size, local, heart, recipe.scale.shard)
+
+
+@contextmanager
+def joined(recipe: Recipe, speak: Speak) -> Iterator[World]:
+    """The world that this process belongs to, left in good order whatever happens within."""
+    world = join(recipe, speak)
+    try:
+        yield world
+    except BaseException as error:
+        world.close(error)
+        raise
+    world.close()
+
+
+def with_ranks(recipe: Recipe) -> Recipe:
+    """A recipe that leaves the number of ranks open, for as many as were started."""
+    if recipe.scale.ranks > 1 or world_size() == 1:
+        return recipe
+    return recipe.model_copy(update={"scale": recipe.scale.model_copy(update={"ranks": world_size()})})
 
 
 _joined = False
