@@ -267,7 +267,8 @@ def recipe_data(job: Job, steps: int) -> dict[str, Any]:
     }
     if job.algorithm == "grpo":
         stage["no_signal"] = "keep"
-    return {"task": {"type": "arithmetic"}, "rewards": [{"type": "answer"}], "stages": [stage]}
+    model = {"tiny": {"context": job.prompt_tokens + job.new_tokens + 1}}  # unused but checked: the policy is made apart
+    return {"model": model, "task": {"type": "arithmetic"}, "rewards": [{"type": "answer"}], "stages": [stage]}
 
 
 def reward(completions: Sequence[str], **_: object) -> list[float]:
