@@ -69,9 +69,13 @@ def convert(
     console.print(Text(f'{folder}: loads with AutoModelForCausalLM.from_pretrained, and as model.source = "{folder}"'))
 
 
+NAME_WIDTH = 46
+"""Names up to this stay whole, and what is said of them is folded instead."""
+
+
 def table(found: list[Place]) -> Table:
     shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    shown.add_column("name it as", overflow="fold", min_width=min(46, max(len(place.name) for place in found)))
+    shown.add_column("name it as", overflow="fold", no_wrap=max(len(place.name) for place in found) <= NAME_WIDTH)
     for head in ("size", "on disk"):
         shown.add_column(head, justify="right", no_wrap=True)
     shown.add_column("what it is")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from oncurve.cli_models import table
+from oncurve.models.places import Place
 from tests.cli.conftest import Oncurve
 from tests.models import gguf_files
 
@@ -30,6 +34,17 @@ def test_models_are_listed_by_the_name_that_a_recipe_takes(oncurve: Oncurve, run
     assert found[str(runs / "small-1" / "model")]["kind"] == "run"
     shown = oncurve("models", "--runs", runs).out
     assert all(name in shown for name in ("small.gguf", "models/mine"))
+
+
+@pytest.mark.parametrize("columns", [80, 100, 120])
+def test_the_list_is_folded_and_never_cut(columns: int) -> None:
+    names = ("models/Qwen2.5-Coder-0.5B-Instruct", "runs/a/model")
+    places = [Place(name, "folder", "Qwen3ForCausalLM", 494_000_000, "F32", 3_087_000_000) for name in names]
+    out = io.StringIO()
+    Console(file=out, width=columns).print(table(places))
+    lines = out.getvalue().splitlines()
+    assert all(any(line.startswith(f"{name} ") for line in lines) for name in names)
+    assert out.getvalue().count("F32") == len(places)
 
 
 def test_a_conversion_that_can_not_be_made_leaves_nothing(oncurve: Oncurve, here: Path) -> None:
