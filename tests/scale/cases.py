@@ -11,6 +11,7 @@ from torch import Tensor
 
 from oncurve.algos.objectives import OBJECTIVES
 from oncurve.engines.native import NativeEngine
+from oncurve.errors import RewardError
 from oncurve.recipe.schema import Sft
 from oncurve.recipe.sections import Engine
 from oncurve.records import Completion, Group
@@ -21,7 +22,7 @@ from oncurve.train.loop import GrpoLoop
 from oncurve.train.sft import SftLoop
 from oncurve.train.sharded import shared_out
 from oncurve.train.start import task_for
-from tests.train.builders import PROMPTS, gradient, policy, recipe, snapshot, stage
+from tests.train.builders import PROMPTS, policy, recipe, snapshot, stage
 
 SMOOTH = {"learning_rate": 0.5, "eps": 1.0, "max_grad_norm": 0.0}
 """Adam with a large epsilon: the update is smooth in its gradient, so that rounding stays rounding."""
@@ -92,15 +93,18 @@ def steps(world: World, names: list[str]) -> dict[str, Taken]:
     return {name: step(world, name) for name in names}
 
 
-def step(world: World, name: str) -> Taken:
+def step(world: World, name: str, dtype: str = "float32", by_modules: bool = False) -> Taken:
+    """``by_modules``: through the model's own modules, as shards of weights are."""
     of, options = CASES[name]
     made = stage(**{"prompts_per_step": 5, "sampling": {"max_new_tokens": 8}, **options})
-    engine = NativeEngine(shared_out(policy(), recipe(), world), Engine(slots=16))
+    engine = NativeEngine(shared_out(policy(dtype=dtype), recipe(), world), Engine(slots=16))
+    if by_modules:
+        engine.policy.fused = None
     loop = GrpoLoop(made, 0, PROMPTS, engine, RewardMix([Rewarded(of)]), world)
     report = loop.step(1)
     slope = whole_gradient(world, loop).numpy()
     with engine.policy.gathered():
-        weights = snapshot(engine.policy.model).numpy()
+        weights = snapshot(engine.policy.model).float().numpy()
     return Taken(
         slope,
         weights,
@@ -113,9 +117,9 @@ def step(world: World, name: str) -> Taken:
 
 def whole_gradient(world: World, loop: GrpoLoop) -> Tensor:
     """The gradient of the last update as one rank would have it, put together of pieces where ranks hold pieces."""
-    if world.shard == "none":
-        return gradient(loop.engine.policy.model)
     own = [torch.zeros_like(m) if m.grad is None else m.grad for m in loop.learner.optimiser.masters]
+    if world.shard == "none":
+        return torch.cat([g.flatten() for g in own])
     parts = world.put_together({world.rank: [g.numpy() for g in own]})
     return torch.cat([torch.from_numpy(np.concatenate([parts[r][i] for r in range(world.size)])) for i in range(len(own))])
 
@@ -137,6 +141,21 @@ def imitate(world: World) -> np.ndarray:
         loop.step(n)
     with pupil.gathered():
         return snapshot(pupil.model).numpy()
+
+
+def disagree(world: World) -> str:
+    """One rank's share can't be rewarded: what each rank hears of it."""
+
+    def own() -> list[int]:
+        if world.rank == 1:
+            raise RewardError("reward 'r'", "gone", because="its endpoint does not answer", fix="start it")
+        return [0]
+
+    try:
+        world.gathered(own)
+    except RewardError as error:
+        return f"{error} {world.all_failed('here')}"
+    return "nothing"
 
 
 def exchange(world: World) -> dict[str, Any]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
+import tempfile
 
 import numpy as np
 import pytest
 
 from oncurve.scale.balance import balanced
-from tests.scale.cases import CASES, Taken, exchange, imitate, steps
+from tests.scale.cases import CASES, Taken, disagree, exchange, imitate, step, steps
 from tests.scale.processes import in_ranks
 from tests.train.builders import recipe as small
 
@@ -108,6 +111,38 @@ def test_every_exchange_means_what_it_says() -> None:
         assert of["largest"] == {"all": 1.0, "of 0": 0.0, "of 1": 1.0, "of 2": 2.0}
         assert of["together"] == {0: "x", 1: "x", 2: "x"}
         assert of["spread"] == [0.0, 0.0, 0.0]
+
+
+def test_an_error_of_one_rank_is_raised_on_all() -> None:
+    first, *others = in_ranks(3, disagree)
+    assert first.startswith("reward 'r': gone\n  because its endpoint does not answer")
+    assert first.endswith("True")
+    assert others == [first, first]
+
+
+@pytest.mark.parametrize("shard", ["none", "optimiser", "full"])
+def test_weights_in_bfloat16_follow_masters_in_float32(shard: str) -> None:
+    """The gradient is rounded to three digits on the way, wherever the masters lie."""
+    (one,) = in_ranks(1, step, "grpo", "bfloat16", shard == "full")
+    asked = small("scale.ranks=2", f"scale.shard={shard}", "grpo.prompts_per_step=8", "scale.timeout_s=60.0")
+    for taken in in_ranks(2, step, "grpo", "bfloat16", recipe=asked):
+        assert taken.tokens == one.tokens
+        assert away(taken.gradient, one.gradient) < 2e-2
+        assert away(taken.weights, one.weights) < 4e-3
+
+
+def test_one_rank_loads_nothing_of_all_this() -> None:
+    """A run of one process neither imports the ranks' world nor starts torch.distributed."""
+    code = (
+        "import sys, oncurve, torch.distributed as dist\n"
+        "oncurve.train(model='tiny', prompts=['1+1=', '2+2='], rewards=[lambda completion: float(len(completion))], "
+        "group_size=2, steps=1, prompts_per_step=2, sampling={'max_new_tokens': 4}, quiet=True)\n"
+        "print(sorted(m for m in sys.modules if m in ('oncurve.scale.ranks', 'oncurve.scale.heart', 'oncurve.models.fsdp')), "
+        "dist.is_initialized())"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "[] False", done.stderr
 
 
 def test_balance() -> None:
