@@ -75,6 +75,7 @@ def test_a_killed_rank_takes_all_with_it_and_the_run_goes_on_exactly(whole: dict
     assert same_bits(path, whole[2])
 
 
+@pytest.mark.slow
 def test_the_first_rank_killed(whole: dict[int, Path], tmp_path: Path) -> None:
     """Nobody is left to decide; another rank speaks."""
     path = tmp_path / "killed"
@@ -88,6 +89,7 @@ def test_the_first_rank_killed(whole: dict[int, Path], tmp_path: Path) -> None:
     assert same_bits(path, whole[2])
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_four_ranks_goes_on_on_two_and_on_one(whole: dict[int, Path], tmp_path: Path) -> None:
     for ranks in (2, 1):
         path = tmp_path / str(ranks)
