@@ -1,7 +1,8 @@
 """A recipe for a pretrained model from beginning to end: measured before, trained in slices of time, measured after.
 
-Greedy pass@1 and pass@8 from eight samples at temperature 1, on all held-out problems. Every part that is done is kept under
-`--out` and not done again, so the same command, given again and again, gets there in slices of `--minutes`.
+Greedy pass@1, also between the stages, and pass@8 from eight samples at temperature 1, on all held-out problems. Every part
+that is done is kept under `--out` and not done again, so the same command, given again and again, gets there in slices of
+`--minutes`.
 
     python bench/real_results.py gsm8k-smollm2 --seed 0 --heldout 1319 --out runs/real --minutes 8
     python bench/real_results.py --table            the rows of docs/results.md, from all that was measured
@@ -103,14 +104,15 @@ def share(found: dict[str, Any] | None) -> str:
 
 def table() -> str:
     lines = [
-        "| recipe | seed | pass@1 before | pass@1 after | pass@8 before | pass@8 after | minutes | peak memory |",
-        "|---|---|---|---|---|---|---|---|",
+        "| recipe | seed | pass@1 before | pass@1 between | pass@1 after | pass@8 before | pass@8 after | minutes | memory |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for file in sorted((HERE / "results").glob("real-*.json")):
         told = json.loads(file.read_text())
         stages = [stage for stage in told["run"].values() if isinstance(stage, dict)]
-        row = [told["recipe"], str(told["seed"]), share(told["before"]), share(told["after"])]
-        row += [share(told[side].get("pass@8")) for side in ("before_8", "after_8")]
+        between = ", ".join(f"{share(found)} after {stage}" for stage, found in told["between"].items())
+        row = [told["recipe"], str(told["seed"]), share(told.get("before")), between or "–", share(told["after"])]
+        row += [share(told.get(side, {}).get("pass@8")) for side in ("before_8", "after_8")]
         row += [f"{sum(s['minutes'] for s in stages):.1f}", f"{max(s['memory_gib'] for s in stages):.1f} GiB"]
         lines.append(f"| {' | '.join(row)} |")
     return "\n".join(lines)
@@ -133,7 +135,8 @@ def main() -> None:
     from oncurve.recipe.load import load_recipe
 
     until = time.monotonic() + 60 * args.minutes
-    name, model = Path(args.recipe).stem, load_recipe(args.recipe, tuple(args.set)).model.source
+    recipe = load_recipe(args.recipe, tuple(args.set))
+    name, model = Path(args.recipe).stem, recipe.model.source
     place, run = args.out / name, args.out / f"{name}-{args.seed}"
     place.mkdir(parents=True, exist_ok=True)
     eight = ("--samples", "8", "--temperature", "1")
@@ -144,6 +147,10 @@ def main() -> None:
     if not trained(args.recipe, args, run, max((until - time.monotonic()) / 60, 0.0)):
         print("time is up: the same command goes on", flush=True)
         return
+    told["between"] = {}
+    for stage in (s for s in recipe.stages[:-1] if s.moves_policy):
+        target, file = f"{run}@{stage.label}-{stage.steps}", place / f"{stage.label}-{args.seed}.json"
+        told["between"][stage.label] = figures(measured(target, args.recipe, args, file))
     told["after"] = figures(measured(str(run), args.recipe, args, place / f"after-{args.seed}.json"))
     told["after_8"] = figures(measured(str(run), args.recipe, args, place / f"after-8-{args.seed}.json", *eight))
     told["run"] = curves(run)
