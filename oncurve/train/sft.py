@@ -24,7 +24,7 @@ from oncurve.records import Bools, Example, Ints, StepReport
 from oncurve.scale.world import ALONE, World
 from oncurve.tasks.base import Task
 from oncurve.tasks.draws import generator
-from oncurve.tasks.files import FileOptions, read_prompts, read_rows
+from oncurve.tasks.files import IMITATED, FileOptions, read_prompts, read_rows
 from oncurve.tasks.order import examples_for_step
 from oncurve.train.clock import Clock
 from oncurve.train.memory import with_less
@@ -39,8 +39,16 @@ def examples_of(stage: Sft, task: Task, folder: Path | None = None) -> Sequence[
     if stage.data is not None:
         name = stage.data.removeprefix(STAGE)
         path = stage.data if name == stage.data else str(samples_file(folder or Path(), name))
-        column = "messages" if "messages" in next((row for _, row in read_rows(Path(path))), {}) else "prompt"
-        return read_prompts(path, FileOptions(path=path, prompt=column), "sft")[1][: stage.examples]
+        first = next((row for _, row in read_rows(Path(path))), {})
+        if not first and name != stage.data:
+            raise DataError(
+                f"{stage.label}.data",
+                stage.data,
+                because=f"{name} kept nothing: none of its answers was good enough",
+                fix=f"begin with a policy that is right now and then, or let {name} ask more (steps, group_size)",
+            )
+        column = "messages" if "messages" in first else "prompt"
+        return read_prompts(path, FileOptions(path=path, prompt=column), IMITATED)[1][: stage.examples]
     if not task.examples:
         raise DataError(
             "task",

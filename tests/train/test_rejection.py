@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from oncurve.engines.native import NativeEngine
-from oncurve.errors import OncurveError
+from oncurve.errors import DataError, OncurveError
 from oncurve.recipe.load import parse_recipe
 from oncurve.recipe.rejection import RejectionSample
 from oncurve.recipe.sections import Engine
@@ -84,3 +84,14 @@ def test_a_recipe_imitates_what_an_earlier_stage_kept(tmp_path: Path) -> None:
         assert [s.name for s in store.stages()] == ["sft", "rejection_sample", "again"]
         assert len(store.evals("rejection_sample")) == 0
         assert len(store.evals("again")) == 1
+
+
+def test_nothing_kept_is_told_by_the_stage_that_kept_it(tmp_path: Path) -> None:
+    data = tomllib.loads(RECIPE)
+    first, last = data["stages"]
+    sampled = {"type": "rejection_sample", "steps": 1, "prompts_per_step": 2, "group_size": 2, "at_least": 1e6}
+    again = {**first, "name": "again", "data": "stage:rejection_sample"}
+    data["stages"] = [{**sampled, "sampling": last["sampling"]}, again]
+    with pytest.raises(DataError, match="rejection_sample kept nothing") as told:
+        begin(parse_recipe(data), out=tmp_path / "run")
+    assert told.value.where == "again.data"
