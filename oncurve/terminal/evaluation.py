@@ -99,7 +99,7 @@ def accuracy_table(evals: Sequence[EvalReport]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
     table.add_column("held-out accuracy", no_wrap=True)
     for name in last:
-        table.add_column(f"after {name}", justify="right", no_wrap=True)
+        table.add_column(f"after {name}", justify="right", overflow="fold", vertical="bottom")
     for level in levels:
         counts = [report.by_difficulty.get(level) for report in last.values()]
         table.add_row(level, *(percent(c[0] / c[1], 1) if c and c[1] else DASH for c in counts))

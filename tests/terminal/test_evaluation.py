@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import io
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from oncurve.records import EvalReport
 from oncurve.terminal.evaluation import accuracy_table, eval_data, interval_of, wilson
@@ -44,3 +47,13 @@ def test_the_table_has_the_last_measurement_of_each_stage() -> None:
     ]
     table = accuracy_table(evals)
     assert [list(column.cells) for column in table.columns] == [["easy", "all"], ["40.0 %", "40.0 %"], ["90.0 %", "90.0 %"]]
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_many_stages_are_named_in_full(columns: int) -> None:
+    names = ("cold_start", "reasoning", "own_best", "everything")
+    out = io.StringIO()
+    Console(file=out, width=columns).print(accuracy_table([EvalReport(name, 1, 1.0, 4, {}) for name in names]))
+    assert all(name in out.getvalue() for name in names)
+    assert out.getvalue().count("100.0 %") == 4
+    assert "…" not in out.getvalue()
