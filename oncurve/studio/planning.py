@@ -20,8 +20,8 @@ from oncurve.studio.finding import find_run, reading, recipe_of
 
 planner = APIRouter(prefix="/api/plan")
 Size = Annotated[int, Field(ge=1, le=10_000_000)]
-DEMO_GPU, MOST_GPUS = "H200", 4096
-"""The Learn page's demo takes as many of these as PPO needs, each holding its share."""
+DEMO_GPU, MOST_GPUS = "B200", 4096
+"""The Learn page's demo takes as many of these as PPO needs, each holding its share; a 70B is whole on each while it samples."""
 DEMO_REWARD = "7B"
 """The size of the demo's reward model, which every GPU holds whole."""
 

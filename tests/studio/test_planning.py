@@ -62,7 +62,7 @@ def test_the_demo_s_numbers_are_the_planner_s(studio: Served, model: str, lora: 
         prompts=64, group_size=group_size, prompt_tokens=512, new_tokens=1024, checkpointing=True, beta=0.04, lora_rank=rank,
         reward_model=find_shape("7B"),
     )  # fmt: skip
-    job = job_for(shape, GPUS["H200"], wishes)
+    job = job_for(shape, GPUS["B200"], wishes)
     if told["gpus"] > 1:
         job = replace(job, gpus=told["gpus"], sharding="full")
     for name in ("ppo", "grpo"):
