@@ -21,7 +21,7 @@ from oncurve.studio.finding import find_run, reading, recipe_of
 planner = APIRouter(prefix="/api/plan")
 Size = Annotated[int, Field(ge=1, le=10_000_000)]
 DEMO_GPU, MOST_GPUS = "B200", 4096
-"""The Learn page's demo takes as many of these as PPO needs, each holding its share; a 70B is whole on each while it samples."""
+"""The Learn page's demo takes as many of these as PPO needs, each holding its share; while sampling each holds all weights."""
 DEMO_REWARD = "7B"
 """The size of the demo's reward model, which every GPU holds whole."""
 
