@@ -22,8 +22,8 @@ PROMPTS = [prompt_of(n, name) for name, n in zip("abcdef", (1, 2, 9, 17, 40, 66)
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
 
 
-def policy_of(name: str = "qwen3", *, rank: int = 0, head_dim: int = 32) -> Policy:
-    model = make_model(name, **SHAPE | {"head_dim": head_dim})
+def policy_of(name: str = "qwen3", *, rank: int = 0) -> Policy:
+    model = make_model(name, **SHAPE)
     if rank:
         lora.attach(model, Lora(rank=rank), seed=0, base="none")
     return Policy(model, tokenizer())

@@ -85,9 +85,11 @@ def test_a_sampler_that_is_lost_each_time_is_an_error_that_says_so() -> None:
 
 
 def test_a_model_that_vllm_can_not_run_is_an_error_at_once_with_its_reason() -> None:
-    """Heads of a size that it has no kernel for."""
-    engine = engine_of(policy_of(head_dim=20))
-    with pytest.raises(EngineError, match="failed while starting") as caught:
+    """An activation that it does not know."""
+    policy = policy_of()
+    policy.model.config.hidden_act = "tanh"
+    engine = engine_of(policy)
+    with pytest.raises(EngineError, match=r"failed while starting: .*tanh") as caught:
         engine.sample(PROMPTS, 1, HOW, STEP)
     log = Path(caught.value.fix.split()[1])
     assert "Traceback" in log.read_text()
