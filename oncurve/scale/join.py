@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -54,6 +55,9 @@ def join(recipe: Recipe, speak: Speak) -> World:
     from oncurve.scale.heart import Heart
     from oncurve.scale.ranks import Ranks
 
+    # The new names are not in every torch that we support, and FSDP2 itself calls the old ones.
+    old = r".torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor). is deprecated"
+    warnings.filterwarnings("ignore", old, FutureWarning)
     rank, local = this_rank(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     timeout = timedelta(seconds=recipe.scale.timeout_s)
     store = _store(timeout)
