@@ -26,6 +26,7 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib import metadata
@@ -254,6 +255,7 @@ class VllmEngine(NativeEngine):
         """Starts from the policy's weights, without an adapter."""
         size = size_of(named_weights(self.policy))
         self._folder = room_for(size)
+        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)  # also where nobody closes the engine
         model = self._folder / "model"
         model.mkdir()
         write_model(self.policy, model)
