@@ -16,9 +16,9 @@ from oncurve.plan.job import Job
 from oncurve.plan.memory import is_lean, layer_bytes, layers_again, slots_in_flight
 from oncurve.plan.shapes import Shape
 
-CROSSINGS = {"lean": (1.7, 3.1), "modules": (2.5, 4.0)}
+CROSSINGS = {"lean": (1.7, 3.1), "modules": (7.5, 12.5)}
 """How often what is kept of a layer crosses the memory bus between its products, forward and backward: counted kernel by kernel
-for the learner's own, and about so for transformers' modules, where each small operation reads and writes."""
+for the learner's own; for transformers' modules, where each small operation reads and writes, as bench/plan_check.py measured."""
 ADAM_BYTES = 46
 """Bytes per trained parameter of an update: gradients rounded up and measured; masters, moments, weights read and written."""
 CONJUGATE_STEPS = 10
@@ -98,8 +98,8 @@ def pass_seconds(shape: Shape, job: Job, rates: Rates, *, backward: bool, head: 
     times = 1.0 + ((1.0 if frozen else 2.0) if backward else 0.0) + again
     products = 2 * shape.multiplied * tokens * times
     if head:
-        # Chunks are computed again for the backward pass, which has one product more where the head itself learns.
-        products += 2 * shape.head_parameters * job.rows * job.mean_tokens * (1 + ((2 if frozen else 3) if backward else 0))
+        # The backward pass has one product more where the head itself learns.
+        products += 2 * shape.head_parameters * job.rows * job.mean_tokens * (1 + ((1 if frozen else 2) if backward else 0))
     attention = shape.layers * 4 * shape.q_width * _keys(job) * (1 + (2.5 if backward else 0) + again)
     there, back = CROSSINGS["lean" if is_lean(shape, job) else "modules"]
     crossings = there * (1 + again) + (back if backward else 0)

@@ -54,9 +54,14 @@ def test_checkpointing_costs_about_a_third() -> None:
     assert 1.2 < again / plain < 1.4
 
 
-def test_an_adapter_saves_the_gradient_of_the_weights() -> None:
-    full, lora = (pass_seconds(MODELS[BIG], job(BIG, lora_rank=r), RATES, backward=True) for r in (None, 16))
-    assert 0.6 < lora / full < 1.0
+def test_an_adapter_saves_products_and_pays_for_modules() -> None:
+    """Measured on an H200 at 0.6B: 1.31 s against 0.59 s. The larger the model, the more the products are of it."""
+    small, big = (
+        [pass_seconds(MODELS[name], job(name, lora_rank=r), RATES, backward=True) for r in (None, 16)]
+        for name in ("Qwen/Qwen3-0.6B", BIG)
+    )
+    assert 1.7 < small[1] / small[0] < 2.6
+    assert big[1] / big[0] < small[1] / small[0]
 
 
 def test_ppo_pays_for_its_critic() -> None:
