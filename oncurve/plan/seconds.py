@@ -18,7 +18,7 @@ from oncurve.plan.shapes import Shape
 
 CROSSINGS = {"lean": (1.7, 3.1), "modules": (7.5, 12.5)}
 """How often what is kept of a layer crosses the memory bus between its products, forward and backward: counted kernel by kernel
-for the learner's own; for transformers' modules, where each small operation reads and writes, as bench/plan_check.py measured."""
+for the learner's own; for transformers' modules, where each small operation reads and writes: by bench/plan_check.py."""
 ADAM_BYTES = 46
 """Bytes per trained parameter of an update: gradients rounded up and measured; masters, moments, weights read and written."""
 CONJUGATE_STEPS = 10
