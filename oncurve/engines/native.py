@@ -111,7 +111,6 @@ class NativeEngine:
     def close(self) -> None:
         """Gives back what the engine holds beside the policy; this one holds nothing."""
 
-    @torch.inference_mode()
     def sample(
         self,
         prompts: Sequence[Prompt],
@@ -125,13 +124,15 @@ class NativeEngine:
         for prompt, ids in zip(prompts, prompt_ids, strict=True):
             check_room(self.policy, prompt, len(ids), how)
         groups: dict[int, Group] = {}
-        for part in alike(prompts):
-            asked, ids_of = [prompts[g] for g in part], [prompt_ids[g] for g in part]
-            for place, completions in self._completions(asked, ids_of, group_size, how, draws):
-                g = part[place]
-                groups[g] = Group(prompts[g], prompt_ids[g], completions)
-                if on_group is not None:
-                    on_group(g, groups[g])
+        # Weights that are gathered on the way must be such that a gradient can go through them later.
+        with torch.inference_mode(not self.policy.layer_by_layer), torch.no_grad():
+            for part in alike(prompts):
+                asked, ids_of = [prompts[g] for g in part], [prompt_ids[g] for g in part]
+                for place, completions in self._completions(asked, ids_of, group_size, how, draws):
+                    g = part[place]
+                    groups[g] = Group(prompts[g], prompt_ids[g], completions)
+                    if on_group is not None:
+                        on_group(g, groups[g])
         return [groups[g] for g in range(len(prompts))]
 
     def _completions(
@@ -159,7 +160,7 @@ class NativeEngine:
     @cached_property
     def gpu(self) -> GpuSampler | None:
         """The engine of captured graphs and kernels, on a GPU that has Triton; None: plain torch decodes."""
-        if self.policy.device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        if self.policy.device.type != "cuda" or self.policy.layer_by_layer or importlib.util.find_spec("triton") is None:
             return None
         from oncurve.engines.cuda import GpuSampler
 

@@ -3,8 +3,9 @@ training needs.
 
 Each rank keeps a part of every weight, in float32. For a pass of the learner a layer's weights are gathered just before its
 turn and dropped after it; for sampling all are gathered once (`gathered`), in the precision that the model computes in, so the
-model itself must fit beside a rank's shards, and gradients, masters and moments need not. The model goes through its own
-modules: fast paths move weights about, and here they lie where FSDP2 wants them.
+model itself must fit beside a rank's shards, and gradients, masters and moments need not. Where not even the model fits
+(`scale.gather = false`), each pass of the sampler gathers layer by layer too, and ranks go through the model in step
+(`in_turns`). The model goes through its own modules: fast paths move weights about, and here they lie where FSDP2 wants them.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from oncurve.errors import ModelError
+from oncurve.errors import ModelError, OncurveError, ScaleError
+from oncurve.models.attention import Layout
 from oncurve.models.packing import Pack, blank_pack
 from oncurve.models.policy import Policy
 
@@ -33,9 +36,10 @@ class ShardedPolicy(Policy):
     passes: Any
     """The module that FSDP2 has taken over."""
 
-    def __init__(self, policy: Policy, device: torch.device, offload: bool, exchange: Exchange) -> None:
+    def __init__(self, policy: Policy, device: torch.device, exchange: Exchange, *, offload: bool, gather: bool) -> None:
         self.__dict__.update(policy.__dict__)
         self._exchange = exchange
+        self.layer_by_layer, self._in_turns = not gather, False
         self.fused = None
         self.compute_dtype, self._device = policy.model.dtype, device
         layers = getattr(self.backbone, "layers", None)
@@ -75,18 +79,61 @@ class ShardedPolicy(Policy):
     def pack_hidden(self, pack: Pack) -> Tensor:
         """The head stays gathered for what follows, until the backward pass has gone through the embedding."""
         with self._exchange("a pass through shared-out weights"):
-            hidden_MD: Tensor = self.passes(pack)
+            hidden_MD: Tensor = self.passes(lambda: Policy.pack_hidden(self, pack))
         return hidden_MD
 
-    def own_pack_hidden(self, pack: Pack) -> Tensor:
-        """As any policy, once the weights are there."""
-        return super().pack_hidden(pack)
+    def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
+        if not self._in_turns:
+            return super().hidden(input_ids, position_ids, layout)
+        self._any_busy(True)
+        return self._turn(input_ids, position_ids, layout)
 
     def pack_logps(self, pack: Pack, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         found = super().pack_logps(pack, temperature)
         if not torch.is_grad_enabled():
             self.passes.reshard()  # no backward pass will: and weights may be others by the next
         return found
+
+    @contextmanager
+    def for_sampling(self) -> Iterator[None]:
+        with self.in_turns() if self.layer_by_layer else self.gathered():
+            yield
+
+    @contextmanager
+    def in_turns(self) -> Iterator[None]:
+        """Within, ranks sample by passes that all of them make at once: whoever is done goes along until nobody is busy."""
+        with self._exchange("gathering both ends of the model for sampling"):
+            self.passes.unshard()
+        self._in_turns = True
+        try:
+            yield
+            self._go_along()
+        except ScaleError:
+            raise
+        except OncurveError:
+            self._go_along()
+            raise
+        finally:
+            self._in_turns = False
+            self.passes.reshard()
+
+    @torch.no_grad()
+    def _go_along(self) -> None:
+        blank = blank_pack(self._device)
+        while self._any_busy(False):
+            self._turn(blank.input_ids, blank.position_ids, blank.layout)
+
+    def _any_busy(self, busy: bool) -> bool:
+        """Whether any rank has a pass to make, asked before each."""
+        count = torch.tensor(int(busy), device=self._device)
+        with self._exchange("taking turns through shared-out weights"):
+            dist.all_reduce(count)
+        return bool(count)
+
+    def _turn(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
+        with self._exchange("a pass through shared-out weights"):
+            hidden: Tensor = self.passes(lambda: Policy.hidden(self, input_ids, position_ids, layout))
+        return hidden
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -102,9 +149,18 @@ class ShardedPolicy(Policy):
                 module.set_reshard_after_forward(module is not self.passes, recurse=False)
                 module.reshard()
 
-    def save(self, folder: Path) -> None:
-        """Within `gathered`, by one rank."""
-        weights = {name: p.detach().to(self.compute_dtype) for name, p in self.model.named_parameters()}
+    def weights_to_save(self, keep: bool) -> dict[str, Tensor]:
+        """One after the other, so that no GPU needs room for more than the largest."""
+        found = {}
+        for name, p in self.model.named_parameters():
+            shard: Any = p.detach()
+            with self._exchange("gathering weights to save them"):
+                whole: Tensor = shard.to(self._device).full_tensor()
+            if keep:
+                found[name] = whole.to("cpu", self.compute_dtype)
+        return found
+
+    def save(self, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
         self.model.save_pretrained(folder, state_dict=weights)
         self.tokenizer.save_pretrained(folder)
 
@@ -115,7 +171,6 @@ class _Pass(nn.Module):
     def __init__(self, policy: ShardedPolicy) -> None:
         super().__init__()
         self.model = policy.model
-        self._hidden = policy.own_pack_hidden
 
-    def forward(self, pack: Pack) -> Tensor:
-        return self._hidden(pack)
+    def forward(self, through_backbone: Callable[[], Tensor]) -> Tensor:
+        return through_backbone()

@@ -105,10 +105,22 @@ class Policy:
         """(log-prob, entropy) of each target, [M]."""
         return token_logps(self.head, hidden_MD, target_M, temperature, self._sums)
 
+    layer_by_layer = False
+    """Whether a pass of the sampler gathers weights that ranks share out, each layer for its turn."""
+
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Within, all weights are here, as sampling and saving want them. They always are, unless ranks share them out."""
+        """Within, all weights are here. They always are, unless ranks share them out."""
         yield
+
+    @contextmanager
+    def for_sampling(self) -> Iterator[None]:
+        """Within, an engine may sample. It always may, unless ranks share weights out."""
+        yield
+
+    def weights_to_save(self, keep: bool) -> dict[str, Tensor] | None:
+        """All weights where ranks share them out: every rank takes part, some ``keep`` them. None: they are in the model."""
+        return None
 
     @property
     def rows_at_once(self) -> int:
@@ -200,10 +212,10 @@ class Policy:
         texts: list[str] = backend.decode_batch([ids.tolist() for ids in completions], skip_special_tokens=True)
         return texts
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
         """In Hugging Face format, an adapter merged into the weights: loads in transformers and vLLM as it is."""
         model = lora.merged(self.model) if lora.is_on(self.model) else self.model
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, state_dict=weights)
         self.tokenizer.save_pretrained(folder)
 
 

@@ -120,7 +120,7 @@ def job_of_stage(recipe: Recipe, stage: Stage, gpu: Gpu, prompt_tokens: int, alp
         base = replace(base, slots=recipe.engine.slots)
     base = replace(base, pool_share=recipe.engine.pool_share)
     if recipe.scale.ranks > 1:
-        base = replace(base, gpus=recipe.scale.ranks, sharding=recipe.scale.shard)
+        base = replace(base, gpus=recipe.scale.ranks, sharding=recipe.scale.shard, gather=recipe.scale.gather)
     return _checked(replace(base, reward_model=_reward_model(recipe, stage, shape)))
 
 

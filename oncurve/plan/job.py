@@ -68,6 +68,7 @@ class Job:
     optimiser_on_cpu: bool = False
     reference_on_cpu: bool = False
     sharding: Sharding = "none"
+    gather: bool = True
     pool_share: float = Engine().pool_share
     quantise: str | None = None
     """A frozen base in 4 or 8 bits, under an adapter."""

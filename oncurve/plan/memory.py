@@ -125,8 +125,11 @@ def _weights(shape: Shape, job: Job) -> float:
 
 
 def _gathered(job: Job) -> float:
-    """Weights that were shared out, brought together for sampling: beside a rank's own share of them."""
-    return 0 if _full(job) == 1 else job.dtype_bytes * job.shape.parameters
+    """Weights that were shared out, brought together for sampling: beside a rank's own share of them; or both ends alone."""
+    if _full(job) == 1:
+        return 0
+    shape = job.shape
+    return job.dtype_bytes * (shape.parameters if job.gather else shape.parameters - shape.layers * shape.layer_parameters)
 
 
 def _state(trained: int, job: Job) -> dict[str, float]:

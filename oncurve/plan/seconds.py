@@ -145,7 +145,8 @@ def decode_seconds(job: Job, rates: Rates) -> float:
     split = job.gpus if job.sharding == "full" else 1
     busy = max(read / (rates.bytes * of.decode), flops / (rates.flops * of.products)) / split
     layer = of.decode_layer_seconds if is_lean(shape, job) or job.gpu.is_cpu else of.decode_module_seconds
-    return busy + shape.layers * layer + of.decode_step_seconds
+    fetched = 0.0 if job.gather or job.gpus == 1 else b * shape.layers * shape.layer_parameters / (job.gpu.link * of.network)
+    return busy + fetched + shape.layers * layer + of.decode_step_seconds
 
 
 def _optimiser(job: Job, rates: Rates) -> float:

@@ -25,6 +25,9 @@ class Scale(Section):
     divide `ranks`."""
     offload: bool = False
     """With `shard = "full"`: keep shards of weights and moments in the CPU's memory, for GPUs without room; slower."""
+    gather: bool = True
+    """With `shard = "full"`: gather all weights once for sampling. Without it every token gathers them anew, a layer at a time:
+    many times slower, and the only way where the weights alone are larger than a GPU."""
     engine: Literal["native", "vllm"] = "native"
     """What samples. `native`: with the learner's own weights, none of them copied. `vllm`: vLLM, in a process of its own, to
     which new weights are pushed after each step."""
@@ -47,6 +50,15 @@ class Scale(Section):
             because = f'only shards of weights are kept there, and shard is "{self.shard}"'
             fix = 'use shard = "full", or optimiser.on_cpu in the stage'
             raise impossible("offload", "true", because=because, fix=fix)
+        if not self.gather and (self.shard != "full" or self.engine == "vllm"):
+            because = (
+                "vLLM samples with whole weights"
+                if self.engine == "vllm"
+                else f'weights are whole where shard is "{self.shard}"'
+            )
+            raise impossible(
+                "gather", "false", because=because, fix='use shard = "full" and engine = "native", or leave it out'
+            )
         if self.max_staleness and not self.samplers:
             because = "the learners sample themselves, with the weights that they have"
             raise impossible("max_staleness", self.max_staleness, because=because, fix="set samplers (Ray), or leave it out")

@@ -69,7 +69,7 @@ def sample(
             engine.settings = engine.settings.model_copy(update={"slots": budget})
         return engine.sample(prompts, group_size, how, draws, on_group)
 
-    with engine.policy.gathered():
+    with engine.policy.for_sampling():
         return with_less(attempt, slots, least=rows, what="engine.slots")[0]
 
 

@@ -366,12 +366,12 @@ class Trainer:
 
     def save_model(self) -> None:
         """By the first rank; where weights are shared out, all gather them."""
-        with self.policy.gathered():
-            if not self.world.is_first:
-                return
-            put_whole(self.run.model, self.policy.save)
-            if lora.is_on(self.policy.model):
-                lora.save(self.policy.model, self.run.path / "adapter")
+        weights = self.policy.weights_to_save(self.world.is_first)
+        if not self.world.is_first:
+            return
+        put_whole(self.run.model, lambda folder: self.policy.save(folder, weights))
+        if lora.is_on(self.policy.model):
+            lora.save(self.policy.model, self.run.path / "adapter")
 
     @contextmanager
     def _signals(self) -> Iterator[None]:

@@ -56,7 +56,8 @@ def shared_out(policy: Policy, recipe: Recipe, world: World) -> Policy:
         )
     from oncurve.models.fsdp import ShardedPolicy  # torch's FSDP2 takes its time to load
 
-    return ShardedPolicy(policy, choose_device(recipe.model.device), recipe.scale.offload, world.exchange)
+    device, scale = choose_device(recipe.model.device), recipe.scale
+    return ShardedPolicy(policy, device, world.exchange, offload=scale.offload, gather=scale.gather)
 
 
 class ShardedOptimiser(Optimiser):

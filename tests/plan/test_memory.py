@@ -159,6 +159,9 @@ def test_full_sharding_splits_weights_too() -> None:
     assert sharded == pytest.approx(share, rel=1e-6)
     gathered = phases(job(big, gpus=64, sharding="full"))["sample"]["weights"]
     assert gathered == pytest.approx(share + 2 * big.parameters, rel=1e-6)
+    by_layers = phases(job(big, gpus=64, sharding="full", gather=False))["sample"]["weights"]
+    ends = big.parameters - big.layers * big.layer_parameters
+    assert by_layers == pytest.approx(share + 2 * ends, rel=1e-6)
 
 
 def test_quantised_bases_are_smaller() -> None:

@@ -39,6 +39,7 @@ IMPOSSIBLE = [
     (["scale.ranks=17"], "scale.ranks", "use 16 ranks or fewer"),
     (["scale.ranks=8", "scale.tensor=3"], "scale.tensor", "use a divisor of 8"),
     (["scale.ranks=2", "scale.offload=true"], "scale.offload", "optimiser.on_cpu"),
+    (["scale.ranks=2", "scale.gather=false"], "scale.gather", 'shard = "full"'),
     (["scale.max_staleness=1"], "scale.max_staleness", "sample themselves"),
     (["grpo.length_budget=100"], "grpo.length_budget", "only dr_grpo"),
     (["sft.optimiser.warmup_steps=201"], "sft.optimiser.warmup_steps", "use 200 or less"),

@@ -93,11 +93,16 @@ def steps(world: World, names: list[str]) -> dict[str, Taken]:
     return {name: step(world, name) for name in names}
 
 
-def step(world: World, name: str, dtype: str = "float32", by_modules: bool = False) -> Taken:
+def steps_layer_by_layer(world: World, names: list[str]) -> dict[str, Taken]:
+    return {name: step(world, name, gather=False) for name in names}
+
+
+def step(world: World, name: str, dtype: str = "float32", by_modules: bool = False, gather: bool = True) -> Taken:
     """``by_modules``: through the model's own modules, as shards of weights are."""
     of, options = CASES[name]
     made = stage(**{"prompts_per_step": 5, "sampling": {"max_new_tokens": 8}, **options})
-    engine = NativeEngine(shared_out(policy(dtype=dtype), recipe(), world), Engine(slots=16))
+    asked = recipe() if gather else recipe("scale.shard=full", "scale.gather=false", "scale.ranks=2")
+    engine = NativeEngine(shared_out(policy(dtype=dtype), asked, world), Engine(slots=16))
     if by_modules:
         engine.policy.fused = None
     loop = GrpoLoop(made, 0, PROMPTS, engine, RewardMix([Rewarded(of)]), world)

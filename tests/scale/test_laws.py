@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from oncurve.scale.balance import balanced
-from tests.scale.cases import CASES, Taken, disagree, exchange, imitate, step, steps
+from tests.scale.cases import CASES, Taken, disagree, exchange, imitate, step, steps, steps_layer_by_layer
 from tests.scale.processes import in_ranks
 from tests.train.builders import recipe as small
 
@@ -73,6 +73,19 @@ def test_shared_out_or_not_a_step_is_the_same(found: Found, shard: str, size: in
             assert away(taken.gradient, one.gradient) < 1e-5, name
             assert away(taken.weights, one.weights) < 1e-5, name
             assert np.array_equal(taken.weights, ranks[0][name].weights), name
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_weights_that_no_rank_ever_holds_sample_the_same(found: Found, size: int) -> None:
+    """Layer by layer, in step with ranks that have fewer prompts, other rounds or none at all."""
+    names = ["grpo", "resampled", "empty ranks", "fewer prompts than ranks"]
+    asked = [f"scale.ranks={size}", "scale.shard=full", "scale.gather=false", "grpo.prompts_per_step=6", "scale.timeout_s=60.0"]
+    for of_rank in in_ranks(size, steps_layer_by_layer, names, recipe=small(*asked)):
+        for name in names:
+            one = found[1][0][name]
+            assert of_rank[name].tokens == one.tokens
+            assert away(of_rank[name].gradient, one.gradient) < 1e-5, name
+            assert away(of_rank[name].weights, one.weights) < 1e-5, name
 
 
 @pytest.mark.parametrize("size", [2, 4])
