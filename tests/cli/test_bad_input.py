@@ -51,7 +51,7 @@ def test_what_a_recipe_can_not_say(oncurve: Oncurve, recipe: Path, tmp_path: Pat
 
 def test_recipes_that_are_not_there_or_not_toml(oncurve: Oncurve, tmp_path: Path) -> None:
     assert_told(oncurve("train", tmp_path / "gone.toml"), "no such file")
-    assert_told(oncurve("train", "arithmetik"), "did you mean arithmetic?")
+    assert_told(oncurve("train", "arithmetik"), "did you mean arithmetic")
     (tmp_path / "bad.toml").write_text("name = small\n")
     assert_told(oncurve("train", tmp_path / "bad.toml"), "bad.toml:1:", 'name = "small"')
 
