@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from oncurve.cluster.broadcast import Meeting, Members, open_store
 from oncurve.cluster.door import START_S, At, Gone, Peer, Ref, Silent, answer, first, here, put
@@ -33,6 +33,7 @@ Say = Callable[[str], None]
 Phase = Callable[[str, At | None, str], None]
 """Who, where as far as that is known, and in which phase."""
 LEARNER = "learner"
+Versions = tuple[tuple[int, int], ...]
 MOST_KILLS = 2
 """How often a sampler that hangs is started again before the run gives up."""
 
@@ -97,7 +98,9 @@ class RemoteEngine(NativeEngine):
         self.weights: tuple[int, Ref] | None = None
         self.group: tuple[tuple[str, ...], Members] | None = None
         self.backend = "nccl" if policy.device.type == "cuda" else None
-        self.updates = 0
+        self.updates = self.pushes = 0
+        self.updates_at: dict[int, int] = {}
+        """By push. Updates are counted anew in each stage, and after a roll-back; pushes never are."""
         self._numbers, self._jobs = itertools.count(), itertools.count()
         for seat in self.seats:
             self._open(seat)
@@ -153,7 +156,7 @@ class RemoteEngine(NativeEngine):
         return None
 
     def _ask(self, prompts: Sequence[Prompt], group_size: int, how: Sampling, draws: Draws, turn: int) -> int:
-        call = Call(next(self._numbers), tuple(prompts), group_size, how, draws, turn, self.updates)
+        call = Call(next(self._numbers), tuple(prompts), group_size, how, draws, turn, self.pushes)
         self.calls[call.number] = call
         self.unsent += [(call.number, place) for place in range(len(prompts))]
         return call.number
@@ -181,6 +184,8 @@ class RemoteEngine(NativeEngine):
     def _push(self) -> None:
         self.phase(LEARNER, None, "pushing weights")
         self.weights = None
+        self.pushes += 1
+        self.updates_at[self.pushes] = self.updates
         up = [seat for seat in self.seats if seat.state == "up"]
         if self.backend is None or not up or not self._broadcast(up, self.backend):
             self._push_by_store(up)
@@ -189,7 +194,7 @@ class RemoteEngine(NativeEngine):
     def _push_by_store(self, seats: Sequence[Seat]) -> None:
         """Once into the object store, from where each sampler's node fetches them."""
         if self.weights is None:
-            self.weights = (self.updates, put(as_bytes(self.policy)))
+            self.weights = (self.pushes, put(as_bytes(self.policy)))
         for seat in seats:
             seat.peer.ask("push", self.order.session, *self.weights)
 
@@ -199,7 +204,7 @@ class RemoteEngine(NativeEngine):
         try:
             if self.group is None or self.group[0] != names:
                 self.group = (names, self._meet(up, backend))
-            asked = [seat.peer.ask("receive", self.order.session, self.updates) for seat in up]
+            asked = [seat.peer.ask("receive", self.order.session, self.pushes) for seat in up]
             self.group[1].broadcast([p.detach() for p in trained(self.policy).values()])
             if all(answer(ref, self.timeout_s) for ref in asked):
                 return True
@@ -291,7 +296,7 @@ class RemoteEngine(NativeEngine):
             seat.acknowledged.append(place)
             seat.places.discard(place)
             if place[0] in self.calls and place not in self.come:
-                self.come[place] = group
+                self.come[place] = in_updates(group, self.updates_at)
                 self._wanted_no_more(place)
         self.phase(seat.peer.name, seat.at, said.phase)
         self._question(seat)
@@ -353,3 +358,17 @@ class RemoteEngine(NativeEngine):
         self.say(f"{seat.peer.name} ({seat.at}) is killed, to be started again: no other sampler answers")
         seat.peer.kill(for_good=False)
         seat.state, seat.ref, seat.heard, seat.kills = "opening", None, time.monotonic(), seat.kills + 1
+
+
+def in_updates(group: Group, updates_at: Mapping[int, int]) -> Group:
+    """A sampler counts pushes; the run is told how many updates the weights of each token had seen."""
+    return replace(
+        group, completions=tuple(replace(c, versions=_in_updates(c.versions, updates_at)) for c in group.completions)
+    )
+
+
+def _in_updates(versions: Versions | None, updates_at: Mapping[int, int]) -> Versions | None:
+    if versions is None:
+        return None
+    seen = [(at, updates_at[push]) for at, push in versions]
+    return tuple(pair for i, pair in enumerate(seen) if i == 0 or pair[1] != seen[i - 1][1])

@@ -53,7 +53,7 @@ class Crew:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Groups for one sampler to write, all of one call. It begins with weights that have seen at least ``version`` updates.
+    """Groups for one sampler to write, all of one call. It begins with weights of push number ``version``, or newer ones.
 
     Jobs of a lower ``turn`` come first: what the learner waits for, before what is written ahead.
     """

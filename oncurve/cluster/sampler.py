@@ -87,7 +87,7 @@ class Sampler:
         return engine
 
     def push(self, session: str, version: int, weights: Mapping[str, Bytes]) -> None:
-        """Weights that have seen so many updates; in use from the next round of tokens on."""
+        """The learner's weights, by the number of their push; in use from the next round of tokens on."""
         with self._changed:
             if session == self.session:
                 self._pushed = (version, weights)
