@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from plan_check import Meter, clear, gpu_of_this_machine, machine, planned_peak, policy_of, prompt_texts, put
+from plan_check import Meter, clear, gpu_of_this_machine, machine, metered_loop, planned_peak, put
 
 from oncurve.plan.asked import Wishes, job_for
 from oncurve.plan.gpus import GIB, Gpu
@@ -87,34 +87,12 @@ def job_of(algorithm: str, gpu: Gpu, tiny: bool) -> Job:
     return job_for(SMALL if tiny else find_shape("Qwen/Qwen3-0.6B"), gpu, wishes)
 
 
-def build(algorithm: str, job: Job, steps: int, meter: Meter) -> Any:
-    from oncurve.engines.native import NativeEngine
-    from oncurve.recipe.sections import Engine
-    from oncurve.rewards.function import as_reward
-    from oncurve.rewards.mix import RewardMix
-    from oncurve.tasks.in_memory import PromptList
-    from oncurve.train.loop import GrpoLoop
-    from oncurve.train.ppo import PpoLoop
-    from oncurve.train.trpo import TrpoLoop
-
-    stage = stage_of(algorithm, steps, job.tokens_per_pack)
-    engine = NativeEngine(policy_of(replace(job, dtype=job.precision)), Engine(slots=min(job.slots, job.rows)))
-    task = PromptList.of(prompt_texts(job, job.prompts * steps))
-    kind = {"ppo": PpoLoop, "trpo": TrpoLoop}.get(stage.type, GrpoLoop)
-    loop: Any = kind(stage, 0, task, engine, RewardMix([as_reward(even_share)]))
-    if meter.on_gpu and engine.gpu is not None:
-        meter.watch(engine.gpu.pool)
-    meter.around(loop, "sample", "sample")
-    meter.around(loop.learner, "update", "update")
-    meter.around(loop, "grade", "grade")
-    return loop
-
-
 def run(algorithm: str, gpu: Gpu, tiny: bool) -> Compared:
     job = job_of(algorithm, gpu, tiny)
     steps = 3 if tiny else STEPS[algorithm]
     meter = Meter(on_gpu=not gpu.is_cpu)
-    loop = build(algorithm, job, steps, meter)
+    stage = stage_of(algorithm, steps, job.tokens_per_pack)
+    loop = metered_loop(stage, replace(job, dtype=job.precision), steps, even_share, meter)
     rewards, times, phases = [], [], []
     for n in range(1, steps + 1):
         begun = time.perf_counter()
@@ -128,7 +106,7 @@ def run(algorithm: str, gpu: Gpu, tiny: bool) -> Compared:
     held = sum(p.numel() for p in learner.policy.model.parameters())
     critic = sum(p.numel() for p in learner.critic.module.parameters()) if algorithm == "ppo" else 0
     tries = report.metrics.get("line_search_tries", 1.0)
-    passes = passes_of(stage_of(algorithm, steps, job.tokens_per_pack), tries)
+    passes = passes_of(stage, tries)
     return Compared(
         algorithm, tuple(rewards), statistics.median(times),
         {name: statistics.median(p.get(name, 0.0) for p in phases) for name in ("sample", "score", "grade", "update")},

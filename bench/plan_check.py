@@ -234,20 +234,26 @@ class Meter:
 
 def build(job: Job, steps: int, meter: Meter) -> Any:
     """The stage's loop over a model of the job's shape with random weights, as a run would make it."""
-    from oncurve.engines.native import NativeEngine
     from oncurve.recipe.load import parse_recipe
+
+    return metered_loop(parse_recipe(recipe_data(job, steps + 1)).stages[0], job, steps + 1, reward, meter)
+
+
+def metered_loop(stage: Any, job: Job, steps: int, rewarding: Callable[..., list[float]], meter: Meter) -> Any:
+    """The loop of a grpo, ppo or trpo stage with prompts for so many steps; the meter looks at each of its phases."""
+    from oncurve.engines.native import NativeEngine
     from oncurve.recipe.sections import Engine
     from oncurve.rewards.function import as_reward
     from oncurve.rewards.mix import RewardMix
     from oncurve.tasks.in_memory import PromptList
     from oncurve.train.loop import GrpoLoop
     from oncurve.train.ppo import PpoLoop
+    from oncurve.train.trpo import TrpoLoop
 
-    stage: Any = parse_recipe(recipe_data(job, steps + 1)).stages[0]
     engine = NativeEngine(policy_of(job), Engine(slots=min(job.slots, job.rows)))
-    task = PromptList.of(prompt_texts(job, job.prompts * (steps + 1)))
-    kind = {"grpo": GrpoLoop, "ppo": PpoLoop}[job.algorithm]
-    loop: Any = kind(stage, 0, task, engine, RewardMix([as_reward(reward)]))
+    task = PromptList.of(prompt_texts(job, job.prompts * steps))
+    kind = {"grpo": GrpoLoop, "ppo": PpoLoop, "trpo": TrpoLoop}[stage.type]
+    loop: Any = kind(stage, 0, task, engine, RewardMix([as_reward(rewarding)]))
     if meter.on_gpu and engine.gpu is not None:
         meter.watch(engine.gpu.pool)
     meter.around(loop, "sample", "sample")

@@ -6,17 +6,13 @@ where the driver dies, Ray ends the actors, and `--resume` goes on.
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
-import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from oncurve.cluster import door, nodes
@@ -33,6 +29,7 @@ from oncurve.scale.told import untold
 from oncurve.train import run as running
 from oncurve.train.follow import check_scale
 from oncurve.train.listeners import Listener
+from oncurve.train.signals import STOPPING, heeded
 from oncurve.train.start import check_resumable, moved, prepare
 
 MOST_DEATHS = 3
@@ -168,7 +165,7 @@ class Drive:
         while True:
             before = self.steps
             try:
-                with self._signals():
+                with heeded(lambda: self.stop is not None, self._stop):
                     ended = self._watch(task)
             except Gone as error:
                 deaths = deaths + 1 if self.steps == before else 1
@@ -251,25 +248,10 @@ class Drive:
             fix=f"look at its node's memory and Ray's logs (/tmp/ray/session_latest/logs), then --resume {run.path}",
         )
 
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """The first SIGINT or SIGTERM has the learner finish its step and save; a second one ends this process, and so all."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def stop(number: int, frame: FrameType | None) -> None:
-            if self.stop is not None:
-                os._exit(128 + number)
-            self.stop = number
-            self._tell("on_event", ("signal", "stopping after this step; once more stops at once"))
-
-        before = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def _stop(self, number: int) -> None:
+        """The learner finishes its step and saves."""
+        self.stop = number
+        self._tell("on_event", ("signal", STOPPING))
 
 
 def error_of(data: Mapping[str, Any], run: RunFolder, minutes: float | None) -> OncurveError:

@@ -33,7 +33,7 @@ from oncurve.rewards.mix import RewardMix
 from oncurve.runs.checkpoints import Checkpoint
 from oncurve.runs.database import take_lock
 from oncurve.runs.folder import STATE, RunFolder
-from oncurve.scale.join import join
+from oncurve.scale.join import joined
 from oncurve.scale.pulse import Pulse, clear_pulses, write_pulse
 from oncurve.scale.told import told
 from oncurve.scale.world import ALONE, World
@@ -150,13 +150,8 @@ def _joined(task: Task, recipe: Recipe, rank: int) -> Iterator[World]:
         "MASTER_ADDR": task.ranks[0].address, "MASTER_PORT": task.port,
     }  # fmt: skip
     os.environ.update({key: str(value) for key, value in around.items()})
-    world = join(recipe, lambda error: print(error, flush=True))
-    try:
+    with joined(recipe, lambda error: print(error, flush=True)) as world:
         yield world
-    except BaseException as error:
-        world.close(error)
-        raise
-    world.close()
 
 
 def _wait_for_lock(run: RunFolder) -> None:

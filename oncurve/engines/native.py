@@ -120,9 +120,7 @@ class NativeEngine:
         on_group: Callable[[int, Group], None] | None = None,
     ) -> list[Group]:
         """``group_size`` completions of each prompt, in order. ``on_group`` hears of each group as soon as it is whole."""
-        prompt_ids = [self.policy.encode(p) for p in prompts]
-        for prompt, ids in zip(prompts, prompt_ids, strict=True):
-            check_room(self.policy, prompt, len(ids), how)
+        prompt_ids = encoded(self.policy, prompts, how)
         groups: dict[int, Group] = {}
         # Weights that are gathered on the way must be such that a gradient can go through them later.
         with torch.inference_mode(not self.policy.layer_by_layer), torch.no_grad():
@@ -180,6 +178,14 @@ class NativeEngine:
 
     def _blocks(self, jobs: int, rows: int) -> int:
         return max(1, (self.settings.slots or frozen_slots(self.policy.device, jobs * rows)) // rows)
+
+
+def encoded(policy: Policy, prompts: Sequence[Prompt], how: Sampling) -> list[Ints]:
+    """The prompts' tokens, each with room for its completion."""
+    prompt_ids = [policy.encode(p) for p in prompts]
+    for prompt, ids in zip(prompts, prompt_ids, strict=True):
+        check_room(policy, prompt, len(ids), how)
+    return prompt_ids
 
 
 def check_room(policy: Policy, prompt: Prompt, length: int, how: Sampling) -> None:

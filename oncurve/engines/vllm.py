@@ -34,7 +34,7 @@ from pathlib import Path
 
 import torch
 
-from oncurve.engines.native import Draws, NativeEngine, check_room, frozen_slots
+from oncurve.engines.native import Draws, NativeEngine, encoded, frozen_slots
 from oncurve.engines.vllm_batch import Asked, logprobs_for, truncated
 from oncurve.engines.vllm_messages import (
     Abort,
@@ -118,9 +118,7 @@ class VllmEngine(NativeEngine):
         on_group: Callable[[int, Group], None] | None = None,
     ) -> list[Group]:
         """``group_size`` completions of each prompt, in order. ``on_group`` hears of each group as soon as it is whole."""
-        prompt_ids = [self.policy.encode(p) for p in prompts]
-        for prompt, ids in zip(prompts, prompt_ids, strict=True):
-            check_room(self.policy, prompt, len(ids), how)
+        prompt_ids = encoded(self.policy, prompts, how)
         check_sampling(how)
         version = None if self.exchange is None else self.exchange.version
         self._asked = Asked(self.policy, prompts, prompt_ids, group_size, how, draws, on_group, version)

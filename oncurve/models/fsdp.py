@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -159,10 +158,6 @@ class ShardedPolicy(Policy):
             if keep:
                 found[name] = whole.to("cpu", self.compute_dtype)
         return found
-
-    def save(self, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
-        self.model.save_pretrained(folder, state_dict=weights)
-        self.tokenizer.save_pretrained(folder)
 
 
 class _Pass(nn.Module):

@@ -10,13 +10,9 @@ from __future__ import annotations
 import gc
 import os
 import shutil
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 
 import torch
 from torch import Tensor
@@ -50,6 +46,7 @@ from oncurve.train.memory import OutOfMemory
 from oncurve.train.room import check_room
 from oncurve.train.saving import Saved, Saver, Wanted
 from oncurve.train.sharded import PIECES, Held, held, loaded_for, shared_out
+from oncurve.train.signals import STOPPING, heeded
 from oncurve.train.sinks import sinks_of
 from oncurve.train.stages import Parts, StageLoop, is_shared, loop_for
 from oncurve.train.watch import Watch
@@ -128,7 +125,7 @@ class Trainer:
             status: Status = "failed"
             gc.freeze()  # what is loaded by now stays: the collector need not look through it again and again
             try:
-                with self._signals():
+                with heeded(lambda: self.stop_signal is not None, self._stop):
                     start = self._last_checkpoint() if resume else None
                     if resume:
                         self._rewind(store, start)
@@ -373,26 +370,10 @@ class Trainer:
         if lora.is_on(self.policy.model):
             lora.save(self.policy.model, self.run.path / "adapter")
 
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """The first SIGINT or SIGTERM finishes the step and saves; a second one ends the process at once."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def stop(number: int, frame: FrameType | None) -> None:
-            if self.stop_signal is not None:
-                os._exit(128 + number)
-            self.stop_signal = number
-            for one in self.listeners:  # not the recorder: the signal may have come amid its transaction
-                one.on_event("signal", "stopping after this step; once more stops at once")
-
-        before = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def _stop(self, number: int) -> None:
+        self.stop_signal = number
+        for one in self.listeners:  # not the recorder: the signal may have come amid its transaction
+            one.on_event("signal", STOPPING)
 
 
 def detours(store: Reader, stage: str, step: int) -> int:
