@@ -253,7 +253,8 @@ def main() -> None:
         work = Path(folder)
         job = job_of(args, work)
         (work / "job.json").write_text(json.dumps(job))
-        found: dict[str, Any] = {"machine": machine(), "seconds": args.seconds, "recipe": (work / "job.toml").read_text()}
+        recipe = (work / "job.toml").read_text().replace(f"{work}/", "")
+        found: dict[str, Any] = {"machine": machine(), "seconds": args.seconds, "recipe": recipe}
         for who in COLOURS:
             print(f"training with {who}", flush=True)
             found[who] = alone(who, work)

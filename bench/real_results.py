@@ -5,6 +5,7 @@ that is done is kept under `--out` and not done again, so the same command, give
 `--minutes`.
 
     python bench/real_results.py gsm8k-smollm2 --seed 0 --heldout 1319 --out runs/real --minutes 8
+    python bench/real_results.py gsm8k-smollm2 --out runs/real --minutes 8 --settle     what eight minutes of training give
     python bench/real_results.py --table            the rows of docs/results.md, from all that was measured
 
 Figures and curves go to bench/results/real-RECIPE-SEED.json.
@@ -126,6 +127,7 @@ def main() -> None:
     ask.add_argument("--heldout", type=int, default=1319, help="problems that it is measured on: all of GSM8K's test split")
     ask.add_argument("--out", type=Path, default=Path("runs/real"), help="where runs and measurements are kept")
     ask.add_argument("--minutes", type=float, default=1e6, help="stop after so long, to go on later")
+    ask.add_argument("--settle", action="store_true", help="when the time is up, measure what has been reached")
     ask.add_argument("--skip-before", action="store_true", help="measured already, with another seed")
     ask.add_argument("--table", action="store_true", help="only the table of what was measured")
     args = ask.parse_args()
@@ -144,7 +146,7 @@ def main() -> None:
     if not args.skip_before:
         told["before"] = figures(measured(model, args.recipe, args, place / "before.json"))
         told["before_8"] = figures(measured(model, args.recipe, args, place / "before-8.json", *eight))
-    if not trained(args.recipe, args, run, max((until - time.monotonic()) / 60, 0.0)):
+    if not trained(args.recipe, args, run, max((until - time.monotonic()) / 60, 0.0)) and not args.settle:
         print("time is up: the same command goes on", flush=True)
         return
     told["between"] = {}
