@@ -43,6 +43,10 @@ class World:
         """What ``own`` made of each rank's share, in the order of the whole. A user's error on one rank is raised on all."""
         return list(own())
 
+    def from_first(self, work: Callable[[], T]) -> T:
+        """What the first rank's ``work`` gives, which it alone does. Its error is raised on all."""
+        return self.gathered(lambda: [work()] if self.is_first else [])[0]
+
     def mine(self, costs: Sequence[int]) -> list[int]:
         """The places of the items that this rank takes, where those cost so much: see `oncurve.scale.balance`."""
         return list(range(len(costs)))

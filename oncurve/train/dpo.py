@@ -7,6 +7,7 @@ before the first step, and held as two numbers per pair in place of a second mod
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -19,13 +20,15 @@ from oncurve.models.packing import Bundle, Pack, build_pack, split_by_budget
 from oncurve.models.policy import Policy
 from oncurve.recipe.dpo import Dpo
 from oncurve.records import StepReport
+from oncurve.scale.world import ALONE, World
 from oncurve.tasks.order import places_for_step
 from oncurve.tasks.pairs import Pair, read_pairs
 from oncurve.train.clock import Clock
+from oncurve.train.idle import idle
 from oncurve.train.memory import with_less
-from oncurve.train.optimiser import Optimiser, Update
 from oncurve.train.peak import peak_memory_mib
 from oncurve.train.phases import utilisation
+from oncurve.train.sharded import optimiser_for
 
 T = TypeVar("T")
 
@@ -36,10 +39,13 @@ class DpoLoop:
     out_of_time = False
     """Its length is counted in steps alone."""
 
-    def __init__(self, stage: Dpo, seed: int, policy: Policy, pairs: Sequence[Pair] | None = None) -> None:
-        self.stage, self.seed, self.policy, self.tokens_per_pack = stage, seed, policy, stage.tokens_per_pack
+    def __init__(
+        self, stage: Dpo, seed: int, policy: Policy, pairs: Sequence[Pair] | None = None, world: World = ALONE
+    ) -> None:
+        self.stage, self.seed, self.policy, self.world = stage, seed, policy, world
+        self.tokens_per_pack = stage.tokens_per_pack
         self.bundles = [_bundle(policy, pair) for pair in (read_pairs(stage) if pairs is None else pairs)]
-        self.optimiser = Optimiser(policy.model, stage.optimiser, stage.steps)
+        self.optimiser = optimiser_for(policy.model, stage.optimiser, stage.steps, world)
         self.reference: Tensor | None = None
 
     def state(self) -> dict[str, dict[str, Tensor]]:
@@ -53,37 +59,43 @@ class DpoLoop:
 
     def step(self, n: int) -> StepReport:
         """Update number n, from 1."""
-        clock = Clock()
+        clock = Clock(self.world.enter)
         if self.stage.loss != "simpo" and self.reference is None:
             with clock("reference"):
                 self.reference = self._reference_logps()
         chosen = places_for_step(len(self.bundles), self.seed, n - 1, self.stage.batch_size)
         with clock("update"):
-            seen = self._in_fitting_packs(chosen, self._gradient)
-            update = self.optimiser.step(loss=seen.sums["loss"] / seen.pairs)
-        metrics = seen.metrics(update) | {
-            "tokens_per_s": seen.tokens / clock.seconds["update"],
+            own = self._in_fitting_packs(chosen, partial(self._gradient, count=len(chosen)))
+            seen = own.of_all(self.world)
+            update = self.optimiser.step(loss=seen["loss"])
+        metrics = seen | {
+            "grad_norm": update.grad_norm,
+            "learning_rate": update.learning_rate,
+            "skipped_updates": float(update.skipped),
+            "tokens_per_s": seen["tokens"] / clock.seconds["update"],
             "examples_seen": float(n * self.stage.batch_size),
             "epoch": n * self.stage.batch_size / len(self.bundles),
             "memory_mib": peak_memory_mib(self.policy.device),
-            **utilisation(self.policy, seen.packs, clock.seconds["update"]),
+            **utilisation(self.policy, own.packs, clock.seconds["update"]),
         }
         return StepReport(self.stage.label, n, metrics, clock.seconds)
 
     def _in_fitting_packs(self, places: Sequence[int], work: Callable[[list[tuple[Pack, list[int]]]], T]) -> T:
-        """What ``work`` makes of packs of these pairs: of packs of half the size, as often as memory runs out in it."""
-        bundles = [self.bundles[i] for i in places]
-        least, whole = max(b.tokens for b in bundles), sum(b.tokens for b in bundles)
-        budget = max(min(self.tokens_per_pack, whole), least)
-        done, enough = with_less(lambda tokens: work(self._packs(places, tokens)), budget, least=least, what="tokens_per_pack")
+        """What ``work`` makes of packs of this rank's part of the pairs: of packs of half the size, as often as memory runs out
+        in it, unless every pass is one of all ranks."""
+        costs = [self.bundles[i].tokens for i in places]
+        own = [places[k] for k in self.world.mine(costs)]
+        budget = max(min(self.tokens_per_pack, sum(costs)), max(costs))
+        least = budget if self.world.shard == "full" else max(costs)
+        done, enough = with_less(lambda tokens: work(self._packs(own, tokens)), budget, least=least, what="tokens_per_pack")
         if enough < budget:
             self.tokens_per_pack = enough
         return done
 
-    def _gradient(self, packs: list[tuple[Pack, list[int]]]) -> _Seen:
-        """The gradient of one update, summed over its packs."""
+    def _gradient(self, packs: list[tuple[Pack, list[int]]], count: int) -> _Seen:
+        """The gradient of one update over ``count`` pairs, summed over this rank's packs of them."""
         self.optimiser.zero_grad()
-        seen, count = _Seen([pack for pack, _ in packs]), sum(len(places) for _, places in packs)
+        seen, more = _Seen([pack for pack, _ in packs]), self.world.more_passes(len(packs))
         for pack, places in packs:
             with self.policy.collecting(self.optimiser.sums):
                 logp_M, entropy_M = self.policy.pack_logps(pack)
@@ -92,6 +104,7 @@ class DpoLoop:
             (loss_N.sum() / count).backward()  # type: ignore[no-untyped-call]
             self.optimiser.absorb()
             seen.note(loss_N, pairs, entropy_M, self.stage.beta)
+        idle(self.policy, more)
         return seen
 
     def _packs(self, places: Sequence[int], budget: int) -> list[tuple[Pack, list[int]]]:
@@ -111,45 +124,46 @@ class DpoLoop:
     @torch.no_grad()
     def _reference_logps(self) -> Tensor:
         """[pairs, 2]: summed log-probs of both completions, of every pair that the stage will see; 0 for the others."""
-        found = torch.zeros(len(self.bundles), 2, dtype=torch.float64)
         size, batch_size = len(self.bundles), self.stage.batch_size
         drawn = {i for step in range(self.stage.steps) for i in places_for_step(size, self.seed, step, batch_size)}
 
-        def measure(packs: list[tuple[Pack, list[int]]]) -> None:
+        def measure(packs: list[tuple[Pack, list[int]]]) -> dict[int, list[float]]:
+            own: dict[int, list[float]] = {}
+            more = self.world.more_passes(len(packs))
             for pack, places in packs:
                 logp_M, _ = self.policy.pack_logps(pack)
                 parts = torch.split(logp_M.double().cpu(), list(pack.lengths))
-                found[places] = torch.stack([part.sum() for part in parts]).view(-1, 2)
+                sums = torch.stack([part.sum() for part in parts]).view(-1, 2)
+                own |= zip(places, sums.tolist(), strict=True)
+            idle(self.policy, more, self.policy.pack_logps)
+            return own
 
-        self._in_fitting_packs(sorted(drawn), measure)
-        return found
+        found = self.world.put_together(self._in_fitting_packs(sorted(drawn), measure))
+        return torch.tensor([found.get(i, [0.0, 0.0]) for i in range(size)], dtype=torch.float64)
 
 
 class _Seen:
-    """Sums over a step's packs."""
+    """Sums over this rank's packs of a step."""
 
     def __init__(self, packs: Sequence[Pack]) -> None:
-        self.packs, self.pairs, self.tokens = packs, 0, 0
+        self.packs = packs
         self.sums = dict.fromkeys(("loss", "pair_accuracy", "pair_margin", "chosen_reward", "rejected_reward"), 0.0)
-        self.entropy = 0.0
+        self.counts = {"pairs": 0.0, "tokens": 0.0, "entropy": 0.0}
 
     def note(self, loss_N: Tensor, pairs: Pairs, entropy_M: Tensor, beta: float) -> None:
         chosen_N, rejected_N = implicit_rewards(pairs, beta)
         found = (loss_N.detach(), chosen_N > rejected_N, chosen_N - rejected_N, chosen_N, rejected_N)
         for name, value_N in zip(self.sums, found, strict=True):
             self.sums[name] += float(value_N.double().sum())
-        self.pairs += len(loss_N)
-        self.tokens += len(entropy_M)
-        self.entropy += float(entropy_M.detach().double().sum())
+        self.counts["pairs"] += len(loss_N)
+        self.counts["tokens"] += len(entropy_M)
+        self.counts["entropy"] += float(entropy_M.detach().double().sum())
 
-    def metrics(self, update: Update) -> dict[str, float]:
-        return {name: total / self.pairs for name, total in self.sums.items()} | {
-            "entropy": self.entropy / self.tokens,
-            "grad_norm": update.grad_norm,
-            "learning_rate": update.learning_rate,
-            "skipped_updates": float(update.skipped),
-            "tokens": float(self.tokens),
-        }
+    def of_all(self, world: World) -> dict[str, float]:
+        """The step's figures, over all ranks."""
+        found = world.summed(self.sums | self.counts)
+        means = {name: found[name] / found["pairs"] for name in self.sums}
+        return means | {"entropy": found["entropy"] / found["tokens"], "tokens": found["tokens"]}
 
 
 def _bundle(policy: Policy, pair: Pair) -> Bundle:

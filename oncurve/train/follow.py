@@ -22,7 +22,7 @@ from oncurve.runs.folder import RunFolder
 from oncurve.scale.world import World
 from oncurve.tasks.base import Task
 from oncurve.train.run import Trainer, load_weights, trained
-from oncurve.train.stages import StageLoop, is_shared
+from oncurve.train.stages import StageLoop, needs_whole
 
 Prepare = Callable[[Recipe], tuple[Callable[[Stage], Task], Callable[[Stage], RewardMix]]]
 
@@ -50,11 +50,12 @@ def check_scale(recipe: Recipe) -> None:
             fix='leave it at 1 and use scale.shard = "full"; vLLM has tensor parallelism of its own (scale.engine = "vllm")',
         )
     for stage in recipe.stages if recipe.scale.shard == "full" and recipe.scale.ranks > 1 else ():
-        if not is_shared(stage):
+        why = needs_whole(stage)
+        if why is not None:
             raise RecipeError(
                 "scale.shard",
                 "full",
-                because=f"the stage '{stage.label}' ({stage.type}) is the first rank's alone, and no rank has all weights",
+                because=f"no rank would hold all weights, and the stage '{stage.label}' ({stage.type}) {why}",
                 fix='use scale.shard = "optimiser", or run that stage in a recipe of its own',
             )
 

@@ -24,13 +24,14 @@ from oncurve.algos.ratios import agreement, truncated_weights
 from oncurve.algos.reductions import StepTotals, step_totals
 from oncurve.algos.rows import Rows
 from oncurve.models.checkpointing import checkpoint_layers, free_bytes, in_flight_bytes, layers_to_checkpoint
-from oncurve.models.packing import Bundle, Pack, blank_pack, build_pack, split_by_budget, to_device
+from oncurve.models.packing import Bundle, Pack, build_pack, split_by_budget, to_device
 from oncurve.models.policy import Policy
 from oncurve.models.reference import Reference
 from oncurve.recipe.resolve import resolved_kl
 from oncurve.recipe.schema import Grpo
 from oncurve.records import Completion, Floats, GradedGroup, Group, ScoredGroup
 from oncurve.scale.world import ALONE, World
+from oncurve.train.idle import idle
 from oncurve.train.memory import with_less
 from oncurve.train.parts import parts_of, tensors_of, whole_inputs, whole_outputs
 from oncurve.train.phases import Phases, utilisation
@@ -179,7 +180,7 @@ class Learner:
             more = self.world.more_passes(len(parts))
             packs = (build_pack(part, self.policy.device) for part in parts)
             found = [pair for pack in packs for pair in zip(pack.keys, by_row(measure(pack), pack), strict=True)]
-            self._beside(more, measure)
+            idle(self.policy, more, measure)
             return found
 
         whole = min(self.tokens_per_pack, sum(b.tokens for b in bundles))
@@ -189,17 +190,8 @@ class Learner:
             self.tokens_per_pack = enough
         return found
 
-    def _beside(self, more: int, measure: Callable[[Pack], object]) -> None:
-        """Where weights are shared out, every pass is one of all ranks: a rank with fewer packs makes passes over nothing."""
-        for _ in range(more):
-            measure(blank_pack(self.policy.device))
-
     def _logps(self, pack: Pack) -> Tensor:
         return self.policy.pack_logps(pack, self._temperature)[0]
-
-    def _no_gradient(self, pack: Pack) -> None:
-        """There and back, with a gradient of 0."""
-        (0.0 * self._logps(pack).sum()).backward()  # type: ignore[no-untyped-call]
 
     @property
     def _temperature(self) -> float:
@@ -230,7 +222,7 @@ class Learner:
                 pack = build_pack(part, self.policy.device)
             made.append(self._micro_batch(groups, pack, tuple(seats[k] for k in pack.keys)))
         with torch.no_grad():
-            self._beside(more, self._logps)
+            idle(self.policy, more, self._logps)
         return self._with_reference(made)
 
     def _with_reference(self, batch: list[MicroBatch]) -> list[MicroBatch]:
@@ -241,7 +233,7 @@ class Learner:
         more = self.world.more_passes(len(batch))
         with self.phases("reference"), reference.at_hand():
             made = [replace(micro, logp_ref_M=reference.logps(micro.pack, self._temperature)) for micro in batch]
-            self._beside(more, lambda pack: reference.logps(pack, self._temperature))
+            idle(self.policy, more, lambda pack: reference.logps(pack, self._temperature))
         return made
 
     @torch.no_grad()
@@ -275,7 +267,7 @@ class Learner:
             done.append(replace(micro, logp_old_M=inputs.logp_old_N))
             if seen is not None:
                 seen.note(micro, inputs, outputs)
-        self._beside(more, self._no_gradient)
+        idle(self.policy, more)
         return done
 
     def _there_and_back(self, micro: MicroBatch, totals: StepTotals) -> tuple[LossInputs, LossOutputs]:

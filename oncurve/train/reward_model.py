@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,12 +24,13 @@ from oncurve.recipe.reward_model import RewardModel
 from oncurve.records import StepReport
 from oncurve.rewards.learned import batches, conversation, step_ends
 from oncurve.runs.notes import note
+from oncurve.scale.world import ALONE, World
 from oncurve.tasks.order import places_for_step
 from oncurve.tasks.preferences import Judged, Judgements, read_judgements
 from oncurve.train.clock import Clock
 from oncurve.train.memory import with_less
-from oncurve.train.optimiser import Optimiser
 from oncurve.train.peak import peak_memory_mib
+from oncurve.train.sharded import optimiser_for
 
 FOLDER = "reward_models"
 T = TypeVar("T")
@@ -62,6 +63,16 @@ class Scored:
     gap: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """The same of all rows of a step, whichever rank scored them."""
+
+    loss: float
+    count: int
+    probability_N: Tensor
+    gap: float
+
+
 class RewardModelLoop:
     """Trains the reward model; the policy is only where it starts from. ``folder`` is the run's own."""
 
@@ -69,10 +80,11 @@ class RewardModelLoop:
     """Its length is counted in steps alone."""
 
     def __init__(
-        self, stage: RewardModel, seed: int, policy: Policy, folder: Path, judgements: Judgements | None = None
-    ) -> None:
+        self, stage: RewardModel, seed: int, policy: Policy, folder: Path, judgements: Judgements | None = None,
+        world: World = ALONE,
+    ) -> None:  # fmt: skip
         self.stage, self.seed, self.policy, self.folder = stage, seed, policy, folder / FOLDER / stage.label
-        self.tokens_per_pack = stage.tokens_per_pack
+        self.world, self.tokens_per_pack = world, stage.tokens_per_pack
         told = judgements or read_judgements(stage)
         by_token = stage.kind == "steps"
         self.model = (
@@ -80,9 +92,10 @@ class RewardModelLoop:
             if stage.source is None
             else loaded_classifier(stage.source, stage.heads, policy, by_token=by_token)
         )
+        world.spread([p.detach() for p in self.model.parameters()])  # transformers may have drawn a head
         self.left_out = dict(told.left_out)
         self.train, self.heldout = self._coded(told.train), self._coded(told.heldout)
-        self.optimiser = Optimiser(self.model, stage.optimiser, stage.steps)
+        self.optimiser = optimiser_for(self.model, stage.optimiser, stage.steps, world)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         weights = {name: p.detach() for name, p in self.model.named_parameters()}
@@ -96,7 +109,7 @@ class RewardModelLoop:
 
     def step(self, n: int) -> StepReport:
         """Update number n, from 1. The last one writes the model."""
-        clock = Clock()
+        clock = Clock(self.world.enter)
         if n == 1 and self.left_out:
             note("data", ", ".join(f"{count} {reason} left out" for reason, count in self.left_out.items()))
         chosen = [self.train[i] for i in places_for_step(len(self.train), self.seed, n - 1, self.stage.batch_size)]
@@ -116,25 +129,25 @@ class RewardModelLoop:
         return StepReport(self.stage.label, n, metrics, clock.seconds)
 
     def update(self, chosen: Sequence[Coded]) -> dict[str, float]:
-        """One optimiser update. The split into batches changes nothing: losses are divided by the update's own count."""
+        """One optimiser update. The split into batches and over ranks changes nothing: losses are divided by the update's own
+        count."""
         total = sum(_count(coded) for coded in chosen)
 
-        def attempt(parts: list[list[Coded]]) -> tuple[float, list[Scored]]:
+        def attempt(parts: list[list[Coded]]) -> Heard:
             self.optimiser.zero_grad()
-            loss, seen = 0.0, []
+            seen = []
             for part in parts:
                 scored = self.score(part)
                 (scored.loss / total).backward()  # type: ignore[no-untyped-call]
                 self.optimiser.absorb()
-                loss += float(scored.loss.detach()) / total
-                seen.append(replace(scored, loss=scored.loss.detach()))
-            return loss, seen
+                seen.append(heard(scored))
+            return together(seen)
 
-        loss, seen = self._in_fitting_parts(chosen, attempt)
-        done = self.optimiser.step(loss=loss)
+        found = self._of_all(self._in_fitting_parts(chosen, attempt))
+        done = self.optimiser.step(loss=found.loss / total)
         return {
-            "loss": loss,
-            **_right(seen),
+            "loss": found.loss / total,
+            **_right(found),
             "grad_norm": done.grad_norm,
             "learning_rate": done.learning_rate,
             "skipped_updates": float(done.skipped),
@@ -146,19 +159,27 @@ class RewardModelLoop:
         """Loss, accuracy and calibration on rows that were kept aside."""
         if not rows:
             return {}
-        seen = self._in_fitting_parts(rows, lambda parts: [self.score(part) for part in parts])
-        told = {"heldout_loss": float(sum(s.loss for s in seen)) / sum(s.count for s in seen)}
-        probability_N = torch.cat([s.probability_N for s in seen])
-        if len(probability_N):
-            told["heldout_pair_accuracy"] = _accuracy(probability_N)
-            told["calibration_error"] = calibration_error(probability_N)
+        own = self._in_fitting_parts(rows, lambda parts: together([heard(self.score(part)) for part in parts]))
+        found = self._of_all(own)
+        told = {"heldout_loss": found.loss / found.count}
+        if len(found.probability_N):
+            told["heldout_pair_accuracy"] = _accuracy(found.probability_N)
+            told["calibration_error"] = calibration_error(found.probability_N)
         return told
+
+    def _of_all(self, own: Heard) -> Heard:
+        """What all ranks heard of their rows, the same on each."""
+        parts = self.world.put_together({self.world.rank: own})
+        return together([parts[rank] for rank in sorted(parts)])
 
     def score(self, rows: Sequence[Coded]) -> Scored:
         return SCORES[self.stage.kind](self.model, rows)
 
     def write(self) -> None:
-        """As a standard checkpoint, there whole or not at all."""
+        """As a standard checkpoint, there whole or not at all; by the first rank."""
+        self.world.from_first(self._write)
+
+    def _write(self) -> None:
         aside = self.folder.with_name(f".writing-{self.folder.name}")
         shutil.rmtree(aside, ignore_errors=True)
         save(self.model, self.policy.tokenizer, aside)
@@ -166,11 +187,13 @@ class RewardModelLoop:
         aside.rename(self.folder)
 
     def _in_fitting_parts(self, rows: Sequence[Coded], work: Callable[[list[list[Coded]]], T]) -> T:
-        """What ``work`` makes of the rows in batches: of batches of half the size, as often as memory runs out in it."""
+        """What ``work`` makes of this rank's part of the rows in batches: of batches of half the size, as often as memory runs
+        out in it."""
         costs = [coded.cost for coded in rows]
+        own = self.world.mine(costs)
 
         def attempt(budget: int) -> T:
-            return work([[rows[i] for i in part] for part in batches(range(len(rows)), costs, budget)])
+            return work([[rows[i] for i in part] for part in batches(own, costs, budget)])
 
         budget = max(min(self.tokens_per_pack, len(rows) * max(costs)), max(costs))
         done, enough = with_less(attempt, budget, least=max(costs), what="tokens_per_pack")
@@ -241,12 +264,21 @@ def _count(coded: Coded) -> int:
     return sum(v is not None for v in coded.values) if len(coded.rows) == 1 else sum(v != 0 for v in coded.values)
 
 
-def _right(seen: Sequence[Scored]) -> dict[str, float]:
-    probability_N = torch.cat([s.probability_N for s in seen])
-    if not len(probability_N):
+def heard(scored: Scored) -> Heard:
+    return Heard(float(scored.loss.detach()), scored.count, scored.probability_N, scored.gap)
+
+
+def together(parts: Sequence[Heard]) -> Heard:
+    """Of several parts, or of none."""
+    probability_N = torch.cat([torch.empty(0), *(part.probability_N for part in parts)])
+    loss, gap = sum(part.loss for part in parts), sum(part.gap for part in parts)
+    return Heard(loss, sum(part.count for part in parts), probability_N, gap)
+
+
+def _right(found: Heard) -> dict[str, float]:
+    if not len(found.probability_N):
         return {}
-    gap = sum(s.gap for s in seen) / len(probability_N)
-    return {"pair_accuracy": _accuracy(probability_N), "pair_margin": gap}
+    return {"pair_accuracy": _accuracy(found.probability_N), "pair_margin": found.gap / len(found.probability_N)}
 
 
 def _accuracy(probability_N: Tensor) -> float:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from oncurve.errors import DataError
-from oncurve.models.packing import Bundle, Pack, blank_pack, build_pack, split_by_budget
+from oncurve.models.packing import Bundle, Pack, build_pack, split_by_budget
 from oncurve.models.policy import Policy
 from oncurve.models.turns import example_ids
 from oncurve.recipe.schema import Sft
@@ -27,6 +27,7 @@ from oncurve.tasks.draws import generator
 from oncurve.tasks.files import IMITATED, FileOptions, read_prompts, read_rows
 from oncurve.tasks.order import examples_for_step
 from oncurve.train.clock import Clock
+from oncurve.train.idle import idle
 from oncurve.train.memory import with_less
 from oncurve.train.peak import peak_memory_mib
 from oncurve.train.phases import utilisation
@@ -159,8 +160,7 @@ class SftLoop:
             self.packs.append(pack)
             loss += float(share.detach())
             entropy += float((entropy_M.detach() * wrote_M).sum()) / tokens
-        for _ in range(more):  # where weights are shared out, every pass is one of all ranks
-            (0.0 * self.policy.pack_logps(blank_pack(self.policy.device))[0].sum()).backward()  # type: ignore[no-untyped-call]
+        idle(self.policy, more)
         return loss, entropy
 
     def step(self, n: int) -> StepReport:

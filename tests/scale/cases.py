@@ -7,18 +7,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from oncurve.algos.objectives import OBJECTIVES
 from oncurve.engines.native import NativeEngine
 from oncurve.errors import RewardError
+from oncurve.models.policy import Policy
 from oncurve.recipe.schema import Sft
 from oncurve.recipe.sections import Engine
-from oncurve.records import Completion, Group
+from oncurve.records import Completion, Group, StepReport
 from oncurve.rewards.base import Result, Score
 from oncurve.rewards.mix import RewardMix
 from oncurve.scale.world import World
 from oncurve.train.loop import GrpoLoop
+from oncurve.train.optimiser import Optimiser
 from oncurve.train.sft import SftLoop
 from oncurve.train.sharded import shared_out
 from oncurve.train.start import task_for
@@ -106,13 +108,19 @@ def step(world: World, name: str, dtype: str = "float32", by_modules: bool = Fal
     if by_modules:
         engine.policy.fused = None
     loop = GrpoLoop(made, 0, PROMPTS, engine, RewardMix([Rewarded(of)]), world)
-    report = loop.step(1)
-    slope = whole_gradient(world, loop).numpy()
-    with engine.policy.gathered():
-        weights = snapshot(engine.policy.model).float().numpy()
+    return taken(world, loop.step(1), engine.policy, [loop.learner.optimiser])
+
+
+def taken(
+    world: World, report: StepReport, policy: Policy, optimisers: list[Optimiser], beside: nn.Module | None = None
+) -> Taken:
+    """``beside``: a model that was trained beside the policy, or in its place."""
+    slopes = [whole_gradient(world, optimiser) for optimiser in optimisers]
+    with policy.gathered():
+        weights = [snapshot(model).float() for model in (policy.model, beside) if model is not None]
     return Taken(
-        slope,
-        weights,
+        torch.cat(slopes).numpy(),
+        torch.cat(weights).numpy(),
         [[c.token_ids.tolist() for c in g.group.completions] for g in report.groups],
         [np.concatenate(g.advantages) for g in report.groups],
         {name: value for name, value in report.metrics.items() if name not in CLOCKS},
@@ -120,9 +128,9 @@ def step(world: World, name: str, dtype: str = "float32", by_modules: bool = Fal
     )
 
 
-def whole_gradient(world: World, loop: GrpoLoop) -> Tensor:
+def whole_gradient(world: World, optimiser: Optimiser) -> Tensor:
     """The gradient of the last update as one rank would have it, put together of pieces where ranks hold pieces."""
-    own = [torch.zeros_like(m) if m.grad is None else m.grad for m in loop.learner.optimiser.masters]
+    own = [torch.zeros_like(m) if m.grad is None else m.grad for m in optimiser.masters]
     if world.shard == "none":
         return torch.cat([g.flatten() for g in own])
     parts = world.put_together({world.rank: [g.numpy() for g in own]})

@@ -18,7 +18,7 @@ from oncurve.scale.world import World
 from tests.train.builders import recipe as small
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["tests.scale.cases", "torch.distributed"])
+SERVER.set_forkserver_preload(["tests.scale.stage_cases", "torch.distributed"])
 PATIENCE = 120
 
 

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from oncurve.scale.balance import balanced
+from oncurve.scale.world import World
 from tests.scale.cases import CASES, Taken, disagree, exchange, imitate, step, steps, steps_layer_by_layer
 from tests.scale.processes import in_ranks
+from tests.scale.stage_cases import STAGES, stage_steps
 from tests.train.builders import recipe as small
 
 
@@ -27,11 +29,15 @@ Found = dict[int, list[dict[str, Taken]]]
 @pytest.fixture(scope="module")
 def found() -> Found:
     """Every case on 1, 2 and 4 ranks: what each rank has of it."""
-    return {size: in_ranks(size, steps, list(CASES)) for size in (1, 2, 4)}
+    return {size: in_ranks(size, all_steps, list(CASES), list(STAGES)) for size in (1, 2, 4)}
+
+
+def all_steps(world: World, of_grpo: list[str], of_stages: list[str]) -> dict[str, Taken]:
+    return steps(world, of_grpo) | stage_steps(world, of_stages)
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *STAGES])
 def test_a_step_on_any_number_of_ranks_is_that_of_one(found: Found, name: str, size: int) -> None:
     one = found[1][0][name]
     for taken in (of_rank[name] for of_rank in found[size]):
@@ -57,6 +63,7 @@ SHARDED = [
     "small packs",
     "clipped",
 ]
+STAGES_SHARDED = {"optimiser": list(STAGES), "full": ["dpo", "ipo", "dpo of fewer pairs than ranks"]}
 
 
 @pytest.mark.parametrize("shard", ["optimiser", "full"])
@@ -64,8 +71,8 @@ SHARDED = [
 def test_shared_out_or_not_a_step_is_the_same(found: Found, shard: str, size: int) -> None:
     """Ranks that hold pieces of the optimiser, or of the weights too, move as one that holds all."""
     asked = [f"scale.ranks={size}", f"scale.shard={shard}", "grpo.prompts_per_step=8", "scale.timeout_s=60.0"]
-    ranks = in_ranks(size, steps, SHARDED, recipe=small(*asked))
-    for name in SHARDED:
+    ranks = in_ranks(size, all_steps, SHARDED, STAGES_SHARDED[shard], recipe=small(*asked))
+    for name in [*SHARDED, *STAGES_SHARDED[shard]]:
         one = found[1][0][name]
         for of_rank in ranks:
             taken = of_rank[name]
@@ -91,7 +98,7 @@ def test_weights_that_no_rank_ever_holds_sample_the_same(found: Found, size: int
 @pytest.mark.parametrize("size", [2, 4])
 def test_all_ranks_end_in_the_same_bits(found: Found, size: int) -> None:
     """They share no weights: each moves its own, by a gradient that is the same bits on all."""
-    for name in CASES:
+    for name in [*CASES, *STAGES]:
         first, *others = [of_rank[name].weights for of_rank in found[size]]
         assert all(np.array_equal(first, other) for other in others), name
 

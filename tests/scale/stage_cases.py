@@ -1,0 +1,70 @@
+"""Steps of the stages beside `grpo`, to be taken by any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from oncurve.recipe.dpo import Dpo
+from oncurve.recipe.reward_model import RewardModel
+from oncurve.records import Prompt
+from oncurve.scale.world import World
+from oncurve.tasks.pairs import Pair
+from oncurve.tasks.preferences import Judged, Judgements
+from oncurve.train.dpo import DpoLoop
+from oncurve.train.reward_model import RewardModelLoop
+from oncurve.train.sharded import shared_out
+from tests.scale.cases import SMOOTH, Taken, taken
+from tests.train.builders import policy, recipe
+
+PAIRS = [Pair(Prompt(id=str(i), text=f"{i}+1="), f"{i + 1}" * (1 + i % 4), f"{i}{i}={i}") for i in range(9)]
+"""Of uneven lengths."""
+
+
+def dpo(world: World, folder: Path, **options: Any) -> Taken:
+    made = Dpo.model_validate({"pairs": "-", "steps": 3, "batch_size": 5, "optimiser": SMOOTH, **options})
+    loop = DpoLoop(made, 0, shared_out(policy(), recipe(), world), PAIRS, world)
+    reports = [loop.step(n) for n in (1, 2)]
+    return taken(world, reports[-1], loop.policy, [loop.optimiser])
+
+
+JUDGED: dict[str, list[Judged]] = {
+    "pairs": [Judged(p.prompt, (p.chosen, p.rejected), (1.0, (-1.0, 0.0, 1.0)[i % 3]), i / 9) for i, p in enumerate(PAIRS)],
+    "ratings": [Judged(p.prompt, (p.chosen,), (float(i), None if i % 2 else 0.5)) for i, p in enumerate(PAIRS)],
+    "steps": [Judged(p.prompt, (p.chosen, p.rejected), (1.0, float(i % 2))) for i, p in enumerate(PAIRS)],
+}
+
+
+def reward_model(world: World, folder: Path, **options: Any) -> Taken:
+    """Two updates and a measurement; two heads, of which the second has not always a say."""
+    heads = {} if options.get("kind") == "steps" else {"aspects": ("good", "short")}
+    usual = {"data": "-", "steps": 2, "batch_size": 5, "optimiser": SMOOTH, **heads}
+    made = RewardModel.model_validate({**usual, **options})
+    told = JUDGED[made.kind]
+    loop = RewardModelLoop(made, 0, policy(), folder, Judgements(told[2:], told[:2]), world)
+    reports = [loop.step(n) for n in (1, 2)]
+    return taken(world, reports[-1], loop.policy, [loop.optimiser], loop.model)
+
+
+Taking = Callable[..., Taken]
+STAGES: dict[str, tuple[Taking, dict[str, Any]]] = {
+    "dpo": (dpo, {}),
+    "ipo": (dpo, {"loss": "ipo", "tokens_per_pack": 20}),
+    "simpo": (dpo, {"loss": "simpo", "beta": 2.0}),
+    "dpo of fewer pairs than ranks": (dpo, {"batch_size": 1}),
+    "reward model": (reward_model, {}),
+    "reward model of ratings": (reward_model, {"kind": "ratings", "tokens_per_pack": 20}),
+    "reward model of steps": (reward_model, {"kind": "steps"}),
+    "reward model of fewer rows than ranks": (reward_model, {"batch_size": 1}),
+}
+
+
+def stage_steps(world: World, names: list[str]) -> dict[str, Taken]:
+    found = {}
+    for name in names:
+        take, options = STAGES[name]
+        with TemporaryDirectory() as folder:
+            found[name] = take(world, Path(folder), **options)
+    return found
