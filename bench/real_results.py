@@ -105,8 +105,8 @@ def share(found: dict[str, Any] | None) -> str:
 
 def table() -> str:
     lines = [
-        "| recipe | seed | pass@1 before | pass@1 between | pass@1 after | pass@8 before | pass@8 after | minutes | memory |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| recipe | seed | pass@1 before | pass@1 between | pass@1 after | pass@8 before | pass@8 after | steps | minutes | memory |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for file in sorted((HERE / "results").glob("real-*.json")):
         told = json.loads(file.read_text())
@@ -114,6 +114,7 @@ def table() -> str:
         between = ", ".join(f"{share(found)} after {stage}" for stage, found in told["between"].items())
         row = [told["recipe"], str(told["seed"]), share(told.get("before")), between or "–", share(told["after"])]
         row += [share(told.get(side, {}).get("pass@8")) for side in ("before_8", "after_8")]
+        row += [", ".join(f"{s['steps']}" for s in stages)]
         row += [f"{sum(s['minutes'] for s in stages):.1f}", f"{max(s['memory_gib'] for s in stages):.1f} GiB"]
         lines.append(f"| {' | '.join(row)} |")
     return "\n".join(lines)

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from oncurve.errors import MissingPackage, ModelError, OncurveError, RecipeError
 from oncurve.models import gguf, hub, lora, untrusted
+from oncurve.models.blocks import compile_blocks
 from oncurve.models.policy import MARK, Policy
 from oncurve.models.tiny import make_model, make_tokenizer
 from oncurve.recipe.sections import Model
@@ -40,9 +41,12 @@ def load_policy(config: Model, *, alphabet: str | None, seed: int) -> Policy:
     else:
         lora.keep_gradients(model)
     _adapt(model, config, seed)
-    return Policy(
+    policy = Policy(
         model, tokenizer, system_prompt=config.system_prompt, template_options=config.template_options, compiled=config.compiled
     )
+    if config.compile_blocks:
+        compile_blocks(policy.backbone)
+    return policy
 
 
 def loading(config: Model) -> str:

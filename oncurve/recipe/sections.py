@@ -118,6 +118,9 @@ class Model(Section):
     """On a CPU, sample and learn by functions compiled for the processor, where the machine has a C compiler and the model is a
     Llama, Mistral or Qwen in float32. Sampling with top-k, top-p or min-p is torch's all the same. What was found is frozen
     into the run."""
+    compile_blocks: bool = False
+    """Learn through norms and gated units compiled by torch, in families that have no kernels of ours (Gemma, Phi, OLMo …). The
+    first update waits for the compiler, up to a minute."""
     system_prompt: str | None = None
     """Put before every prompt of a task as a system message (chat models only)."""
     template_options: dict[str, Any] = {}

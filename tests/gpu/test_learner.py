@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from oncurve.engines.native import NativeEngine
+from oncurve.models.blocks import compile_blocks
 from oncurve.models.gpu_decoder import GpuDecoder
 from oncurve.models.gpu_layout import GpuPackLayout
 from oncurve.models.packing import PackLayout, build_pack
@@ -88,6 +89,23 @@ def test_in_bfloat16_it_points_the_same_way(name: str) -> None:
         learner.update(groups())
     a, b = gradient_of(ours), gradient_of(theirs)
     assert float(a @ b / (a.norm() * b.norm())) > 0.999
+
+
+@pytest.mark.parametrize("name", ["gemma2", "phi3"])
+def test_compiled_blocks_leave_the_gradient(name: str, precise: None) -> None:
+    """Of families that go through their modules; after it the sampler's step is captured and drawn as ever."""
+    model = make_model(name)
+    ours, theirs = learner_on("cuda", model), learner_on("cuda", model)
+    assert compile_blocks(ours.policy.backbone)
+    for seed in range(2):
+        for learner in (ours, theirs):
+            learner.update(groups(seed))
+        assert apart(gradient_of(ours), gradient_of(theirs)) < 1e-5
+    task = PromptList.of(["1 2 3", "4 5"])
+    asked = stage(prompts_per_step=2, group_size=2, sampling={"max_new_tokens": 8})
+    rewards = RewardMix([FunctionReward(lambda completions, **_: [1.0 * (i % 2) for i in range(len(completions))], "odd")])
+    rewards.decode_with(ours.policy.decode)
+    assert GrpoLoop(asked, 0, task, NativeEngine(ours.policy, Engine()), rewards).step(1).metrics["mismatch_kl"] < 1e-3
 
 
 def test_attention_in_bfloat16() -> None:
