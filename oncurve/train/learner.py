@@ -9,7 +9,7 @@ Legend: ``M`` predicted tokens of a pack.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import TypeVar
@@ -29,7 +29,7 @@ from oncurve.models.policy import Policy
 from oncurve.models.reference import Reference
 from oncurve.recipe.resolve import resolved_kl
 from oncurve.recipe.schema import Grpo
-from oncurve.records import Completion, Floats, GradedGroup, Group, ScoredGroup
+from oncurve.records import Completion, Floats, GradedGroup, Group, Ints, ScoredGroup
 from oncurve.scale.world import ALONE, World
 from oncurve.train.idle import idle
 from oncurve.train.memory import with_less
@@ -155,15 +155,26 @@ class Learner:
     def kl_tokens(self, scored: Sequence[ScoredGroup]) -> list[list[Floats]]:
         """The KL estimate at each token of each completion."""
         assert self.reference is not None
+        ids = [{c: completion.token_ids for c, completion in enumerate(g.group.completions)} for g in scored]
+        return self.by_token(scored, ids, self._kl)
+
+    def by_token(
+        self, scored: Sequence[ScoredGroup], ids: Sequence[Mapping[int, Ints]], measure: Callable[[Pack], Tensor]
+    ) -> list[list[Floats]]:
+        """One number per token of ``ids[group][completion]``, and nothing of completions that it lacks. Each rank measures its
+        part of the groups, and hears of all."""
         places = self.world.mine([tokens_of(group.group) for group in scored])
-        seats = [(g, c) for g in places for c in range(len(scored[g].scored))]
+        seats = [(g, c) for g in places for c in ids[g]]
         key = {seat: k for k, seat in enumerate(seats)}
-        bundles = [bundle_of(scored[g], range(len(scored[g].scored)), [key[g, c] for c in range(len(scored[g].scored))])
-                   for g in places]  # fmt: skip
+        bundles = [
+            Bundle(scored[g].group.prompt_ids, tuple(ids[g].values()), tuple(key[g, c] for c in ids[g]))
+            for g in places
+            if ids[g]
+        ]
         found = {g: [np.zeros(0, np.float32)] * len(scored[g].scored) for g in places}
-        for k, kl_T in self.by_completion(bundles, self._kl):
+        for k, values_T in self.by_completion(bundles, measure):
             g, c = seats[k]
-            found[g][c] = kl_T
+            found[g][c] = values_T
         whole = self.world.put_together(found)
         return [whole[g] for g in range(len(scored))]
 

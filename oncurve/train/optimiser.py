@@ -49,7 +49,7 @@ class Optimiser:
         held = [(w, m) for w, m in zip(self.weights, self.masters, strict=True) if m.numel()]
         matrices = [m for w, m in held if w.dim() >= 2]
         others = [m for w, m in held if w.dim() < 2]
-        groups = [{"params": ps, "weight_decay": d} for ps, d in ((matrices, settings.weight_decay), (others, 0.0)) if ps]
+        groups = [{"params": ps, "weight_decay": d} for ps, d in ((matrices, settings.weight_decay), (others, 0.0))]
         self.adam: torch.optim.Optimizer = (
             Adam8(groups, lr=0.0, betas=settings.betas, eps=settings.eps)
             if settings.moments == "int8"

@@ -19,19 +19,21 @@ from oncurve.algos.gae import Doubles, explained_variance, gae, token_rewards, v
 from oncurve.algos.reductions import StepTotals
 from oncurve.engines.native import NativeEngine
 from oncurve.models.critic import Critic, with_next
-from oncurve.models.packing import Bundle, Pack
+from oncurve.models.packing import Pack
 from oncurve.models.policy import Policy
 from oncurve.recipe.ppo import Ppo
 from oncurve.recipe.sampled import Surrogate
 from oncurve.recipe.schema import Grpo
-from oncurve.records import Floats, GradedGroup, ScoredCompletion, ScoredGroup, StepReport
+from oncurve.records import Floats, GradedGroup, Ints, ScoredCompletion, ScoredGroup, StepReport
 from oncurve.rewards.mix import RewardMix
+from oncurve.scale.world import ALONE, World
 from oncurve.tasks.base import Task
 from oncurve.train.learner import Learner, in_parts
 from oncurve.train.loop import GrpoLoop
-from oncurve.train.optimiser import Optimiser, Update
+from oncurve.train.optimiser import Update
 from oncurve.train.phases import Phases
 from oncurve.train.seen import Learned, MicroBatch, Seat, Seen
+from oncurve.train.sharded import optimiser_for
 
 EPS = 1e-8
 """Added to the std when advantages are whitened: OpenAI's baselines' choice."""
@@ -71,12 +73,14 @@ class PpoLoop(GrpoLoop):
 
     learner: PpoLearner
 
-    def __init__(self, stage: Ppo, seed: int, task: Task, engine: NativeEngine, rewards: RewardMix) -> None:
+    def __init__(
+        self, stage: Ppo, seed: int, task: Task, engine: NativeEngine, rewards: RewardMix, world: World = ALONE
+    ) -> None:
         self.ppo = stage
-        super().__init__(policy_side(stage), seed, task, engine, rewards)
+        super().__init__(policy_side(stage), seed, task, engine, rewards, world)
 
     def make_learner(self) -> PpoLearner:
-        return PpoLearner(self.engine.policy, self.ppo)
+        return PpoLearner(self.engine.policy, self.ppo, self.world)
 
     def step(self, n: int) -> StepReport:
         self.learner.warming = n <= self.ppo.critic.warmup_steps
@@ -143,14 +147,14 @@ class PpoLearner(Learner):
     """The learner with a critic beside it. In a separate trunk the critic has its own optimiser; in a shared one the value loss
     adds to the policy's gradient, by a pass of its own, and only the value head is the critic's."""
 
-    def __init__(self, policy: Policy, stage: Ppo) -> None:
-        super().__init__(policy, policy_side(stage))
+    def __init__(self, policy: Policy, stage: Ppo, world: World = ALONE) -> None:
+        super().__init__(policy, policy_side(stage), world)
         self.ppo, self.warming = stage, False
         self.critic = Critic(policy, shared=stage.critic.trunk == "shared")
         rate = stage.critic.learning_rate or stage.optimiser.learning_rate
         settings = stage.optimiser.model_copy(update={"learning_rate": rate})
         updates = stage.steps * stage.updates_per_step * stage.minibatches
-        self.critic_optimiser = Optimiser(self.critic.module, settings, updates)
+        self.critic_optimiser = optimiser_for(self.critic.module, settings, updates, world)
         self.value_updates: list[Update] = []
         self.value_sums = {"value_loss": 0.0, "value_clip_share": 0.0}
         self.last_values: dict[str, float] = {}
@@ -158,20 +162,12 @@ class PpoLearner(Learner):
     @torch.no_grad()
     def values(self, scored: Sequence[ScoredGroup]) -> list[list[Floats]]:
         """V before each token of each completion; where one was cut, V after its last token follows."""
-        found = [[np.zeros(0, np.float32)] * len(group.scored) for group in scored]
-        seats: list[Seat] = []
-        bundles = []
-        for g, group in enumerate(scored):
-            rows = [c for c, s in enumerate(group.scored) if is_graded(s, self.ppo.mask_cut)]
-            ids = [group.scored[c].completion.token_ids for c in rows]
-            ids = [with_next(i) if group.scored[c].completion.cut else i for c, i in zip(rows, ids, strict=True)]
-            if rows:
-                bundles.append(Bundle(group.group.prompt_ids, tuple(ids), tuple(range(len(seats), len(seats) + len(rows)))))
-                seats += [(g, c) for c in rows]
-        for k, values in self.by_completion(bundles, self.critic.values):
-            g, c = seats[k]
-            found[g][c] = values
-        return found
+        return self.by_token(scored, [self._valued(group) for group in scored], self.critic.values)
+
+    def _valued(self, group: ScoredGroup) -> dict[int, Ints]:
+        """The completions that are graded, with one more token where one was cut."""
+        rows = {c: s.completion for c, s in enumerate(group.scored) if is_graded(s, self.ppo.mask_cut)}
+        return {c: with_next(one.token_ids) if one.cut else one.token_ids for c, one in rows.items()}
 
     def update(self, groups: Sequence[GradedGroup]) -> Learned:
         self.value_updates, self.value_sums = [], dict.fromkeys(self.value_sums, 0.0)
@@ -185,7 +181,7 @@ class PpoLearner(Learner):
         batches = self._fitting(groups, chunks)
         for _ in range(self.ppo.updates_per_step):
             for chunk, batch in zip(chunks, batches, strict=True):
-                if batch:
+                if self._used(groups, chunk):
                     totals = self._totals([groups[g] for g in chunk])
                     self._value_step(self.in_fitting_packs(groups, batch, partial(self._accumulate_values, totals=totals)))
         return Learned({}, [[None] * len(g.graded) for g in groups])
@@ -233,8 +229,9 @@ class PpoLearner(Learner):
         return sums
 
     def _value_step(self, sums: Mapping[str, float]) -> None:
-        """The critic's own update. In a shared trunk that is the head alone: the rest is in the policy's gradient."""
-        for name, value in sums.items():
+        """The critic's own update, with what its loss was over this rank's packs. In a shared trunk that is the head alone: the
+        rest is in the policy's gradient."""
+        for name, value in self.world.summed(sums).items():
             self.value_sums[name] += value
         self.value_updates.append(self.critic_optimiser.step())
 

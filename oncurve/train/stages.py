@@ -76,20 +76,20 @@ LOOPS: dict[type[Stage], Callable[[Any, Parts], StageLoop]] = {
     Dpo: lambda stage, parts: DpoLoop(stage, parts.recipe.seed, parts.policy, world=parts.world),
     TrainingFree: lambda stage, parts: TrainingFreeLoop(stage, parts.recipe.seed, parts.task, parts.rewards, parts.folder),
     Trpo: lambda stage, parts: TrpoLoop(stage, parts.recipe.seed, parts.task, parts.engine, parts.rewards),
-    Ppo: lambda stage, parts: PpoLoop(stage, parts.recipe.seed, parts.task, parts.engine, parts.rewards),
+    Ppo: lambda stage, parts: PpoLoop(stage, parts.recipe.seed, parts.task, parts.engine, parts.rewards, parts.world),
 }
 
 
 def is_shared(stage: Stage) -> bool:
     """Whether all ranks take part in a stage. The others are the first rank's alone; the rest hear what came of them."""
-    return isinstance(stage, Sft | Dpo | RewardModel) or (isinstance(stage, Grpo) and stage.iterate is None)
+    return isinstance(stage, Sft | Dpo | RewardModel | Ppo) or (isinstance(stage, Grpo) and stage.iterate is None)
 
 
 def needs_whole(stage: Stage) -> str | None:
     """Why a stage can't be taken by ranks of which none holds all weights; None where it can."""
     if not is_shared(stage):
         return "is the first rank's alone"
-    return "trains a second model beside the policy" if isinstance(stage, RewardModel) else None
+    return "trains a second model beside the policy" if isinstance(stage, RewardModel | Ppo) else None
 
 
 def loop_for(stage: Stage, parts: Parts) -> StageLoop:

@@ -85,7 +85,7 @@ class Taken:
     gradient: np.ndarray
     weights: np.ndarray
     tokens: list[list[list[int]]]
-    advantages: list[np.ndarray]
+    advantages: np.ndarray
     metrics: dict[str, float]
     stats: int
     """Completions of which per-token figures are known."""
@@ -122,7 +122,7 @@ def taken(
         torch.cat(slopes).numpy(),
         torch.cat(weights).numpy(),
         [[c.token_ids.tolist() for c in g.group.completions] for g in report.groups],
-        [np.concatenate(g.advantages) for g in report.groups],
+        np.concatenate([np.zeros(0), *(of_one for g in report.groups for of_one in g.advantages)]),
         {name: value for name, value in report.metrics.items() if name not in CLOCKS},
         sum(found is not None for row in report.stats for found in row),
     )

@@ -7,17 +7,22 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from oncurve.engines.native import NativeEngine
 from oncurve.recipe.dpo import Dpo
+from oncurve.recipe.ppo import Ppo
 from oncurve.recipe.reward_model import RewardModel
+from oncurve.recipe.sections import Engine
 from oncurve.records import Prompt
+from oncurve.rewards.mix import RewardMix
 from oncurve.scale.world import World
 from oncurve.tasks.pairs import Pair
 from oncurve.tasks.preferences import Judged, Judgements
 from oncurve.train.dpo import DpoLoop
+from oncurve.train.ppo import PpoLoop
 from oncurve.train.reward_model import RewardModelLoop
 from oncurve.train.sharded import shared_out
-from tests.scale.cases import SMOOTH, Taken, taken
-from tests.train.builders import policy, recipe
+from tests.scale.cases import SMOOTH, Rewarded, Taken, taken
+from tests.train.builders import PROMPTS, policy, recipe
 
 PAIRS = [Pair(Prompt(id=str(i), text=f"{i}+1="), f"{i + 1}" * (1 + i % 4), f"{i}{i}={i}") for i in range(9)]
 """Of uneven lengths."""
@@ -48,6 +53,17 @@ def reward_model(world: World, folder: Path, **options: Any) -> Taken:
     return taken(world, reports[-1], loop.policy, [loop.optimiser], loop.model)
 
 
+def ppo(world: World, folder: Path, of: str = "digits", **options: Any) -> Taken:
+    """Two steps: the second begins with a critic that expects something."""
+    usual = {"steps": 3, "prompts_per_step": 5, "group_size": 4, "optimiser": SMOOTH, "sampling": {"max_new_tokens": 8}}
+    made = Ppo.model_validate({**usual, "updates_per_step": 2, **options})
+    engine = NativeEngine(policy(), Engine(slots=16))
+    loop = PpoLoop(made, 0, PROMPTS, engine, RewardMix([Rewarded(of)]), world)
+    reports = [loop.step(n) for n in (1, 2)]
+    learner = loop.learner
+    return taken(world, reports[-1], engine.policy, [learner.optimiser, learner.critic_optimiser], learner.critic.module)
+
+
 Taking = Callable[..., Taken]
 STAGES: dict[str, tuple[Taking, dict[str, Any]]] = {
     "dpo": (dpo, {}),
@@ -58,6 +74,15 @@ STAGES: dict[str, tuple[Taking, dict[str, Any]]] = {
     "reward model of ratings": (reward_model, {"kind": "ratings", "tokens_per_pack": 20}),
     "reward model of steps": (reward_model, {"kind": "steps"}),
     "reward model of fewer rows than ranks": (reward_model, {"batch_size": 1}),
+    "ppo": (ppo, {"kl": {"beta": 0.1}}),
+    "ppo in a shared trunk": (ppo, {"critic": {"trunk": "shared"}, "kl": {"beta": 0.1, "where": "loss"}}),
+    "ppo by completions, not whitened": (ppo, {"reduction": "completions", "whiten": False, "gamma": 0.9}),
+    "ppo warming up": (ppo, {"critic": {"warmup_steps": 2}}),
+    "ppo in mini-batches and small packs": (ppo, {"minibatches": 2, "tokens_per_pack": 20}),
+    "ppo of steps": (ppo, {"of": "steps"}),
+    "ppo with failures": (ppo, {"of": "fails", "max_failure_share": 1.0, "mask_cut": True}),
+    "ppo of fewer prompts than ranks": (ppo, {"prompts_per_step": 1}),
+    "ppo of fewer prompts than ranks, warming up": (ppo, {"prompts_per_step": 1, "critic": {"warmup_steps": 2}}),
 }
 
 
