@@ -6,12 +6,15 @@ turn and dropped after it; for sampling all are gathered once (`gathered`), in t
 model itself must fit beside a rank's shards, and gradients, masters and moments need not. Where not even the model fits
 (`scale.gather = false`), each pass of the sampler gathers layer by layer too, and ranks go through the model in step
 (`in_turns`). The model goes through its own modules: fast paths move weights about, and here they lie where FSDP2 wants them.
+
+With ``tensor`` > 1, ranks side by side split each layer between them (`oncurve.models.split`), and FSDP2 shares the parts out
+over the ranks that have the same part. The ranks of such a group make the same passes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,9 +27,8 @@ from oncurve.errors import ModelError, OncurveError, ScaleError
 from oncurve.models.attention import Layout
 from oncurve.models.packing import Pack, blank_pack
 from oncurve.models.policy import Policy
-
-Exchange = Callable[[str], AbstractContextManager[None]]
-"""Around what ranks do together: it has a name and a time limit."""
+from oncurve.models.shards import Exchange, is_shard
+from oncurve.models.split import PARTIAL, Together, styles_of
 
 
 class ShardedPolicy(Policy):
@@ -35,7 +37,9 @@ class ShardedPolicy(Policy):
     passes: Any
     """The module that FSDP2 has taken over."""
 
-    def __init__(self, policy: Policy, device: torch.device, exchange: Exchange, *, offload: bool, gather: bool) -> None:
+    def __init__(
+        self, policy: Policy, device: torch.device, exchange: Exchange, *, offload: bool, gather: bool, tensor: int = 1
+    ) -> None:
         self.__dict__.update(policy.__dict__)
         self._exchange = exchange
         self.layer_by_layer, self._in_turns = not gather, False
@@ -49,15 +53,26 @@ class ShardedPolicy(Policy):
                 because="its layers do not lie in a list, where FSDP2 could take them one by one",
                 fix='use scale.shard = "optimiser"',
             )
+        together, styles = None, [dict[str, str]() for _ in layers]
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        if tensor > 1:
+            styles = styles_of(policy, layers, tensor)
+            both = init_device_mesh(device.type, (dist.get_world_size() // tensor, tensor), mesh_dim_names=("data", "tensor"))
+            mesh, together = both["data"], Together(both["tensor"], device, exchange)
         policy.model.float()
         whole = _Pass(self)
         how: dict[str, Any] = {
-            "mesh": init_device_mesh(device.type, (torch.distributed.get_world_size(),)),
+            "mesh": mesh,
             "mp_policy": MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32),
             "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy(),
         }
-        for layer in layers:
+        for layer, of_layer in zip(layers, styles, strict=True):
+            if together is not None:
+                together.split(layer, of_layer)
             fully_shard(layer, **how, reshard_after_forward=True)
+            for name in (name for name, style in of_layer.items() if style == PARTIAL):
+                for p in layer.get_submodule(name).parameters():
+                    p.partial_over = together  # type: ignore[attr-defined]
         self.passes = fully_shard(whole, **how, reshard_after_forward=False)
         for module in self._modules:
             module.set_gradient_divide_factor(1.0)  # our losses are shares of the step's: gradients are summed
@@ -141,12 +156,22 @@ class ShardedPolicy(Policy):
             for module in modules:
                 module.set_reshard_after_forward(False, recurse=False)
                 module.unshard()
+            self._join_split()
         try:
             yield
         finally:
             for module in modules:
                 module.set_reshard_after_forward(module is not self.passes, recurse=False)
                 module.reshard()
+
+    @torch.no_grad()
+    def _join_split(self) -> None:
+        """What ranks have split becomes whole on each, until FSDP2 puts its shards back."""
+        for module in self.model.modules():
+            for name, p in module.named_parameters(recurse=False):
+                if is_shard(p):
+                    part: Any = p
+                    module._parameters[name] = nn.Parameter(part.full_tensor(), requires_grad=False)
 
     def weights_to_save(self, keep: bool) -> dict[str, Tensor]:
         """One after the other, so that no GPU needs room for more than the largest."""

@@ -1,11 +1,38 @@
-"""Weights of which each rank holds a shard (torch's DTensor, rows shared out): this rank's numbers, and how to fill them."""
+"""Weights of which each rank holds a shard (torch's DTensor): this rank's numbers, where they lie, and how to fill them.
+
+Rows are shared out over the ranks that learn from different groups, as torch.chunk would deal them. Where ranks of a tensor
+group split a layer, it is first cut into as many parts: by rows, or by columns.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+Exchange = Callable[[str], AbstractContextManager[None]]
+"""Around what ranks do together: it has a name and a time limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which of a tensor's numbers: from ``start`` to ``stop`` in the order of its rows; of each row only some ``columns``,
+    where they are named."""
+
+    start: int
+    stop: int
+    columns: tuple[int, int] | None = None
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Those numbers of a whole tensor, flat."""
+        numbers = whole.reshape(-1)[self.start : self.stop]
+        if self.columns is None:
+            return numbers
+        return numbers.view(-1, whole.numel() // len(whole))[:, slice(*self.columns)].reshape(-1)
 
 
 def is_shard(tensor: Tensor) -> bool:
@@ -19,14 +46,30 @@ def own_numbers(tensor: Tensor) -> Tensor:
     return (local.to_local() if is_shard(tensor) else local).view(-1)  # type: ignore[no-any-return]
 
 
-def first_number(tensor: Tensor) -> int:
-    """The place of this rank's first number in the whole tensor: rows go to ranks as torch.chunk would deal them."""
+def own_place(tensor: Tensor) -> Place:
+    """Where in the whole tensor this rank's numbers lie."""
     if not is_shard(tensor):
-        return 0
-    mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
-    rows = tensor.shape[0]
-    each = -(-rows // mesh.size())
-    return int(min(mesh.get_local_rank() * each, rows) * (tensor.numel() // max(rows, 1)))
+        return Place(0, tensor.numel())
+    shard: Any = tensor
+    mesh, rows = shard.device_mesh, tensor.shape[0]
+    wide = tensor.numel() // max(rows, 1)
+    first, columns = 0, None
+    if mesh.ndim == 2:
+        part, parts = mesh.get_local_rank(1), mesh.size(1)
+        if shard.placements[1].dim == 0:
+            rows //= parts
+            first = part * rows
+        else:
+            columns = (part * (wide // parts), (part + 1) * (wide // parts))
+    each = -(-rows // mesh.size(0))
+    at = mesh.get_local_rank(0) * each
+    return Place((first + min(at, rows)) * wide, (first + min(at + each, rows)) * wide, columns)
+
+
+def is_split(tensor: Tensor) -> bool:
+    """Whether the ranks of a tensor group have a part of it each; else all of them have the same."""
+    shard: Any = tensor
+    return is_shard(tensor) and bool(shard.device_mesh.ndim == 2)
 
 
 @torch.no_grad()
@@ -35,5 +78,4 @@ def put(tensor: Tensor, whole: Tensor) -> None:
     if not is_shard(tensor):
         tensor.copy_(whole)
         return
-    own, start = own_numbers(tensor), first_number(tensor)
-    own.copy_(whole.reshape(-1)[start : start + own.numel()])
+    own_numbers(tensor).copy_(own_place(tensor).of(whole))

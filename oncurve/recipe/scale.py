@@ -21,8 +21,8 @@ class Scale(Section):
     and gradients on each rank and all fast paths kept. `full`: weights and gradients too, by FSDP2; the model goes through its
     own modules, and weights are gathered for sampling. With one rank there is nothing to share out."""
     tensor: PositiveInt = 1
-    """Ranks that hold one copy of the model together (tensor parallel, by the plan that transformers has for the model). Must
-    divide `ranks`."""
+    """With `shard = "full"`: ranks that split each layer between them (tensor parallel, by the plan that transformers has for
+    the model), and learn from the same groups. Must divide `ranks`, and the model's heads, key heads and widths."""
     offload: bool = False
     """With `shard = "full"`: keep shards of weights and moments in the CPU's memory, for GPUs without room; slower."""
     gather: bool = True
@@ -46,6 +46,9 @@ class Scale(Section):
         if self.ranks % self.tensor:
             because = f"{self.tensor} ranks hold one copy of the model together, and ranks is {self.ranks}"
             raise impossible("tensor", self.tensor, because=because, fix=f"use a divisor of {self.ranks}")
+        if self.tensor > 1 and self.shard != "full":
+            because = f'layers are split where weights are shared out, and shard is "{self.shard}"'
+            raise impossible("tensor", self.tensor, because=because, fix='use shard = "full", or leave it out')
         if self.offload and self.shard != "full":
             because = f'only shards of weights are kept there, and shard is "{self.shard}"'
             fix = 'use shard = "full", or optimiser.on_cpu in the stage'

@@ -1,8 +1,8 @@
 """Tensors in pieces: what each rank writes of a checkpoint by itself, and how any number of ranks reads it again.
 
-A piece is a contiguous range of a tensor's numbers, in the order of its rows. Each rank's pieces are one safetensors file; the
-index (`pieces.json`) says of each tensor its shape and which file holds which numbers of it. Reading takes what is asked for, a
-tensor at a time, whoever wrote it.
+A piece is a contiguous range of a tensor's numbers, in the order of its rows; or, where rows are cut too, some columns of them.
+Each rank's pieces are one safetensors file; the index (`pieces.json`) says of each tensor its shape and which file holds which
+numbers of it. Reading takes what is asked for, a tensor at a time, whoever wrote it.
 """
 
 from __future__ import annotations
@@ -24,16 +24,35 @@ from oncurve.runs.disk import disk_errors, sync
 INDEX = "pieces"
 """The document of a checkpoint that says where its pieces are."""
 Index = dict[str, dict[str, dict[str, Any]]]
-"""Group of tensors, name, and what is known of it: `shape`, and `parts` as [file, first number, one past the last]."""
+"""Group of tensors, name, and what is known of it: `shape`, and `parts` as [file, first number, one past the last], with the
+first column and one past the last behind them where a part has only some of its rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Numbers ``start`` … of a tensor of this shape, flat."""
+    """Numbers ``start`` … of a tensor of this shape, flat; of each row only some ``columns``, where they are named."""
 
     flat: Tensor
     start: int
     shape: tuple[int, ...]
+    columns: tuple[int, int] | None = None
+
+    @property
+    def place(self) -> list[int]:
+        """As the index has it."""
+        if self.columns is None:
+            return [self.start, self.start + self.flat.numel()]
+        rows = self.flat.numel() // (self.columns[1] - self.columns[0])
+        return [self.start, self.start + rows * math.prod(self.shape[1:]), *self.columns]
+
+
+def fill(whole: Tensor, place: Sequence[int], part: Tensor) -> None:
+    """Puts a part where it belongs in the whole tensor."""
+    start, stop, *columns = place
+    numbers = whole.view(-1)[start:stop]
+    if columns:
+        numbers = numbers.view(-1, whole.numel() // len(whole))[:, slice(*columns)]
+    numbers.copy_(part.view(numbers.shape))
 
 
 def write_pieces(folder: Path, rank: int, groups: Mapping[str, Mapping[str, Piece]]) -> Index:
@@ -43,8 +62,7 @@ def write_pieces(folder: Path, rank: int, groups: Mapping[str, Mapping[str, Piec
     tensors = {}
     for group, pieces in groups.items():
         for name, piece in pieces.items():
-            part = [file.name, piece.start, piece.start + piece.flat.numel()]
-            index.setdefault(group, {})[name] = {"shape": list(piece.shape), "parts": [part]}
+            index.setdefault(group, {})[name] = {"shape": list(piece.shape), "parts": [[file.name, *piece.place]]}
             tensors[f"{group}/{name}"] = piece.flat.detach().cpu().clone(memory_format=torch.contiguous_format)
     with disk_errors(file):
         folder.mkdir(parents=True, exist_ok=True)
@@ -73,14 +91,16 @@ class InPieces(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         entry = self.index[name]
-        parts = [self._part(name, file) for file, start, stop in entry["parts"] if stop > start]
-        size = math.prod(entry["shape"])
-        if sum(part.numel() for part in parts) != size:
+        parts = [(self._part(name, file), place) for file, *place in entry["parts"] if place[1] > place[0]]
+        if sum(part.numel() for part, _ in parts) != math.prod(entry["shape"]):
             raise CheckpointError(
                 str(self.folder), f"'{name}' is not all there", because="its pieces do not make a whole",
                 fix="use an earlier checkpoint: --resume goes back to the last whole one",
             )  # fmt: skip
-        return torch.cat(parts).view(entry["shape"])
+        whole = torch.empty(entry["shape"], dtype=parts[0][0].dtype if parts else torch.float32)
+        for part, place in parts:
+            fill(whole, place, part)
+        return whole
 
     def _part(self, name: str, file: str) -> Tensor:
         with disk_errors(self.folder / file), safe_open(self.folder / file, framework="pt") as opened:

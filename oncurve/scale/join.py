@@ -70,7 +70,8 @@ def join(recipe: Recipe, speak: Speak) -> World:
     # The heart ends what takes too long, and says why; torch's own limit comes after it.
     late = timeout + timedelta(seconds=60)
     dist.init_process_group(backend, store=PrefixStore("ranks", store), rank=rank, world_size=size, timeout=late)
-    return Ranks(store, rank, size, local, heart, recipe.scale.shard)
+    scale = recipe.scale
+    return Ranks(store, rank, size, local, heart, scale.shard, scale.tensor, in_step=scale.tensor > 1 and not scale.gather)
 
 
 @contextmanager

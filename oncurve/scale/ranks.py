@@ -41,32 +41,44 @@ AGREE_S = 10.0
 class Ranks(World):
     """One of several. Made by `oncurve.scale.join.join`."""
 
-    def __init__(self, store: Store, rank: int, size: int, local_size: int, heart: Heart, shard: Shard = "none") -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        local_size: int,
+        heart: Heart,
+        shard: Shard = "none",
+        tensor: int = 1,
+        in_step: bool = False,
+    ) -> None:
         self.store, self.rank, self.size, self.local_size, self.heart = store, rank, size, local_size, heart
-        self.shard = shard
+        self.shard, self.tensor, self.in_step = shard, tensor, in_step
         self._told = 0
 
     def share(self, items: Sequence[T]) -> list[T]:
-        return list(items[self.rank :: self.size])
+        beside = self.tensor if self.in_step else 1
+        return list(items[self.rank // beside :: self.size // beside])
 
     def gathered(self, own: Callable[[], Sequence[T]]) -> list[T]:
         mine: Sequence[T] = ()
         said = None
         try:
-            mine = own()
+            mine = own() if self.scores else ()
         except OncurveError as error:
             said = told(error, f"rank {self.rank}")
         parts = self._from_all((list(mine), said), "gathering what the ranks made")
+        parts = parts[:: self.tensor if self.in_step else 1]
         for _, error_of in parts:
             if error_of is not None:
                 raise untold(error_of)
         whole: list[Any] = [None] * sum(len(part) for part, _ in parts)
         for rank, (part, _) in enumerate(parts):
-            whole[rank :: self.size] = part
+            whole[rank :: len(parts)] = part
         return whole
 
     def mine(self, costs: Sequence[int]) -> list[int]:
-        return balanced(costs, self.size)[self.rank]
+        return balanced(costs, self.size // self.tensor)[self.rank // self.tensor]
 
     def put_together(self, own: Mapping[T, Any]) -> dict[T, Any]:
         found: dict[T, Any] = {}
@@ -76,7 +88,7 @@ class Ranks(World):
 
     def summed(self, own: Mapping[str, float]) -> dict[str, float]:
         total: dict[str, float] = {}
-        for part in self._from_all(dict(own), "adding up figures"):
+        for part in self._from_all(dict(own), "adding up figures")[:: self.tensor]:
             for name, value in part.items():
                 total[name] = total.get(name, 0.0) + value
         return total

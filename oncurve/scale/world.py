@@ -29,14 +29,23 @@ class World:
     """What the ranks share out: see `scale.shard` of a recipe."""
     local_size = 1
     """Ranks on this machine: they share its threads."""
+    tensor = 1
+    """Ranks side by side that split a model's layers: a tensor group. They learn from the same groups."""
+    in_step = False
+    """Whether a tensor group also samples the same prompts, in step; else each of its ranks samples its own."""
 
     @property
     def is_first(self) -> bool:
         """The first rank alone decides, writes and speaks."""
         return self.rank == 0
 
+    @property
+    def scores(self) -> bool:
+        """Whether this rank rewards what it samples: of ranks that sample the same, the first of them does."""
+        return not self.in_step or self.rank % self.tensor == 0
+
     def share(self, items: Sequence[T]) -> list[T]:
-        """This rank's part of a step's items: every ``size``-th of them."""
+        """This rank's part of the prompts to sample from: every ``size``-th of them."""
         return list(items)
 
     def gathered(self, own: Callable[[], Sequence[T]]) -> list[T]:
@@ -56,7 +65,7 @@ class World:
         return dict(own)
 
     def summed(self, own: Mapping[str, float]) -> dict[str, float]:
-        """Sums over ranks, by name; a rank may lack some."""
+        """Sums over what ranks learned from, by name; a rank may lack some. What a tensor group did counts once."""
         return dict(own)
 
     def largest(self, own: Mapping[str, float]) -> dict[str, float]:

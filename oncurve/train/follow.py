@@ -42,13 +42,6 @@ def need_ranks(recipe: Recipe, world: World) -> None:
 
 def check_scale(recipe: Recipe) -> None:
     """What ranks can't do together, said before anything is loaded."""
-    if recipe.scale.tensor > 1:
-        raise RecipeError(
-            "scale.tensor",
-            recipe.scale.tensor,
-            because="sampler and learner share one set of tensors, and the native engine does not cut heads between ranks",
-            fix='leave it at 1 and use scale.shard = "full"; vLLM has tensor parallelism of its own (scale.engine = "vllm")',
-        )
     for stage in recipe.stages if recipe.scale.shard == "full" and recipe.scale.ranks > 1 else ():
         why = needs_whole(stage)
         if why is not None:

@@ -67,7 +67,8 @@ class GrpoLoop:
         return self.world.gathered(lambda: self.rewards.score(groups))
 
     def _begin_scoring(self, place: int, group: Group) -> None:
-        self.rewards.begin(group)
+        if self.world.scores:
+            self.rewards.begin(group)
 
     def grade(self, scored: Sequence[ScoredGroup]) -> list[GradedGroup]:
         baseline, scale = resolved_advantage(self.stage)

@@ -20,7 +20,7 @@ from oncurve.errors import RecipeError
 from oncurve.models import lora
 from oncurve.models.load import choose_device
 from oncurve.models.policy import Policy
-from oncurve.models.shards import first_number, is_shard, own_numbers
+from oncurve.models.shards import Place, is_shard, is_split, own_numbers, own_place
 from oncurve.recipe.schema import Recipe
 from oncurve.recipe.sections import Model
 from oncurve.recipe.sections import Optimiser as Settings
@@ -52,12 +52,12 @@ def shared_out(policy: Policy, recipe: Recipe, world: World) -> Policy:
             "scale.shard",
             "full",
             because="an adapter is small: its base is frozen, and shards of it would be gathered for every pass",
-            fix='use scale.shard = "optimiser"',
+            fix='use scale.shard = "optimiser"' + (" and scale.tensor = 1" if world.tensor > 1 else ""),
         )
     from oncurve.models.fsdp import ShardedPolicy  # torch's FSDP2 takes its time to load
 
     device, scale = choose_device(recipe.model.device), recipe.scale
-    return ShardedPolicy(policy, device, world.exchange, offload=scale.offload, gather=scale.gather)
+    return ShardedPolicy(policy, device, world.exchange, offload=scale.offload, gather=scale.gather, tensor=world.tensor)
 
 
 class ShardedOptimiser(Optimiser):
@@ -75,16 +75,16 @@ class ShardedOptimiser(Optimiser):
         if world.shard == "full":
             self.sums = None  # FSDP2 adds gradients up in float32 itself
 
-    def _place(self, weight: Tensor) -> slice:
+    def _place(self, weight: Tensor) -> Place:
         """Which of a weight's numbers are this rank's."""
         if self.world.shard == "full":
-            start = first_number(weight)
-            return slice(start, start + own_numbers(weight).numel())
-        return self.world.piece(weight.numel())
+            return own_place(weight)
+        own = self.world.piece(weight.numel())
+        return Place(own.start, own.stop)
 
     def _own(self, weight: Tensor) -> Tensor:
         """This rank's numbers of a weight, in the weight's own memory."""
-        return own_numbers(weight) if self.world.shard == "full" else weight.detach().view(-1)[self._place(weight)]
+        return own_numbers(weight) if self.world.shard == "full" else self._place(weight).of(weight.detach().view(-1))
 
     def _master(self, weight: nn.Parameter) -> nn.Parameter:
         own = self._own(weight)
@@ -99,7 +99,12 @@ class ShardedOptimiser(Optimiser):
     def _gradients(self) -> list[Tensor]:
         """This rank's pieces of the gradients' sums over ranks."""
         if self.world.shard == "full":
-            return [torch.zeros_like(self._own(w)) if w.grad is None else own_numbers(w.grad) for w in self.weights]
+            found = [torch.zeros_like(self._own(w)) if w.grad is None else own_numbers(w.grad) for w in self.weights]
+            if self.world.tensor > 1:
+                from oncurve.models.split import add_partial
+
+                add_partial(self.weights, found)
+            return found
         if self.sums is not None:
             self.sums.absorb()
             self.sums.spent = True
@@ -107,8 +112,9 @@ class ShardedOptimiser(Optimiser):
         return self.world.reduce_to_pieces([torch.zeros_like(w) if w.grad is None else w.grad for w in self.weights])
 
     def _clip(self, limit: float) -> float:
-        squares = sum(float(m.grad.double().square().sum()) for m in self.masters if m.grad is not None)
-        norm = math.sqrt(self.world.summed({"squares": squares})["squares"])
+        own = [m.grad for w, m in zip(self.weights, self.masters, strict=True) if not is_spare(w, self.world)]
+        squares = sum(float(gradient.double().square().sum()) for gradient in own if gradient is not None)
+        norm = math.sqrt(sum(self.world.put_together({self.world.rank: squares}).values()))
         shrink = min(1.0, limit / (norm + 1e-6)) if math.isfinite(limit) else 1.0
         if shrink < 1.0:
             torch._foreach_mul_([m.grad for m in self.masters if m.grad is not None], shrink)
@@ -126,9 +132,11 @@ class ShardedOptimiser(Optimiser):
         """As of one rank, in pieces: masters stand there wherever a single rank would hold them apart from the weights."""
         out: dict[str, Any] = {"updates_done": torch.tensor(self.done), **self.guard.state()}
         for name, weight, master in zip(self.names, self.weights, self.masters, strict=True):
+            if is_spare(weight, self.world):
+                continue
             at = self._place(weight)
             if self.rounds(weight):
-                out[f"{name}/master"] = Piece(master.detach(), at.start, tuple(weight.shape))
+                out[f"{name}/master"] = Piece(master.detach(), at.start, tuple(weight.shape), at.columns)
             for key, value in self.adam.state[master].items() if master.numel() else ():
                 out[f"{name}/{key}"] = _piece_of(value, weight, at)
         return out
@@ -146,7 +154,7 @@ class ShardedOptimiser(Optimiser):
         for name, weight, master in zip(self.names, self.weights, self.masters, strict=True):
             at = self._place(weight)
             if f"{name}/master" in keys:
-                master.copy_(state[f"{name}/master"].reshape(-1)[at])
+                master.copy_(at.of(state[f"{name}/master"]))
             else:
                 master.copy_(self._own(weight))
             own = [key for key in keys if key.startswith(f"{name}/") and not key.endswith("/master")]
@@ -156,21 +164,26 @@ class ShardedOptimiser(Optimiser):
                 }
 
 
-def _piece_of(value: Tensor, weight: Tensor, at: slice) -> Piece | Tensor:
+def is_spare(weight: Tensor, world: World) -> bool:
+    """Whether another rank of the tensor group has the same numbers of it, and answers for them."""
+    return world.rank % world.tensor > 0 and not is_split(weight)
+
+
+def _piece_of(value: Tensor, weight: Tensor, at: Place) -> Piece | Tensor:
     """A moment as a piece of what one rank would hold; of moments in 8 bits, blocks and their scales."""
     if value.dim() == 0:
         return value
     if value.dim() == 1:
-        return Piece(value, at.start, tuple(weight.shape))
+        return Piece(value, at.start, tuple(weight.shape), at.columns)
     blocks, each = -(-weight.numel() // BLOCK), value.shape[1]
     return Piece(value.view(-1), at.start // BLOCK * each, (blocks, each))
 
 
-def _own_part(whole: Tensor, weight: Tensor, at: slice, device: torch.device) -> Tensor:
+def _own_part(whole: Tensor, weight: Tensor, at: Place, device: torch.device) -> Tensor:
     if whole.dim() == 0:
         return whole.clone()
     if whole.shape == weight.shape:
-        return whole.reshape(-1)[at].to(device, copy=True)
+        return at.of(whole).to(device, copy=True)
     return whole[at.start // BLOCK : -(-at.stop // BLOCK)].to(device, copy=True)
 
 
@@ -193,8 +206,9 @@ def held(world: World, folder: Path, state: Mapping[str, Mapping[str, Tensor | P
                 own.setdefault(group, {})[name] = tensor
             elif not is_shard(tensor):
                 whole[group][name] = tensor
-            else:
-                own.setdefault(group, {})[name] = Piece(own_numbers(tensor), first_number(tensor), tuple(tensor.shape))
+            elif not is_spare(tensor, world):
+                at = own_place(tensor)
+                own.setdefault(group, {})[name] = Piece(own_numbers(tensor), at.start, tuple(tensor.shape), at.columns)
     if world.shard == "none":
         return Held(whole)
     index = world.put_together({world.rank: write_pieces(folder, world.rank, own)})

@@ -18,11 +18,12 @@ from oncurve.recipe.sections import Engine
 from oncurve.records import Completion, Group, StepReport
 from oncurve.rewards.base import Result, Score
 from oncurve.rewards.mix import RewardMix
+from oncurve.runs.pieces import Piece, fill
 from oncurve.scale.world import World
 from oncurve.train.loop import GrpoLoop
 from oncurve.train.optimiser import Optimiser
 from oncurve.train.sft import SftLoop
-from oncurve.train.sharded import shared_out
+from oncurve.train.sharded import ShardedOptimiser, shared_out
 from oncurve.train.start import task_for
 from tests.train.builders import PROMPTS, policy, recipe, snapshot, stage
 
@@ -89,6 +90,8 @@ class Taken:
     metrics: dict[str, float]
     stats: int
     """Completions of which per-token figures are known."""
+    written: str = ""
+    """What the stage keeps in files of the run."""
 
 
 def steps(world: World, names: list[str]) -> dict[str, Taken]:
@@ -101,12 +104,17 @@ def steps_layer_by_layer(world: World, names: list[str]) -> dict[str, Taken]:
 
 def step(world: World, name: str, dtype: str = "float32", by_modules: bool = False, gather: bool = True) -> Taken:
     """``by_modules``: through the model's own modules, as shards of weights are."""
-    of, options = CASES[name]
-    made = stage(**{"prompts_per_step": 5, "sampling": {"max_new_tokens": 8}, **options})
-    asked = recipe() if gather else recipe("scale.shard=full", "scale.gather=false", "scale.ranks=2")
-    engine = NativeEngine(shared_out(policy(dtype=dtype), asked, world), Engine(slots=16))
+    pupil = policy(dtype=dtype)
     if by_modules:
-        engine.policy.fused = None
+        pupil.fused = None
+    return step_of(world, name, pupil, gather)
+
+
+def step_of(world: World, name: str, pupil: Policy, gather: bool = True, **more: Any) -> Taken:
+    of, options = CASES[name]
+    made = stage(**{"prompts_per_step": 5, "sampling": {"max_new_tokens": 8}, **options, **more})
+    asked = recipe() if gather else recipe("scale.shard=full", "scale.gather=false", "scale.ranks=2")
+    engine = NativeEngine(shared_out(pupil, asked, world), Engine(slots=16))
     loop = GrpoLoop(made, 0, PROMPTS, engine, RewardMix([Rewarded(of)]), world)
     return taken(world, loop.step(1), engine.policy, [loop.learner.optimiser])
 
@@ -119,7 +127,7 @@ def taken(
     with policy.gathered():
         weights = [snapshot(model).float() for model in (policy.model, beside) if model is not None]
     return Taken(
-        torch.cat(slopes).numpy(),
+        torch.cat([torch.zeros(0), *slopes]).numpy(),
         torch.cat(weights).numpy(),
         [[c.token_ids.tolist() for c in g.group.completions] for g in report.groups],
         np.concatenate([np.zeros(0), *(of_one for g in report.groups for of_one in g.advantages)]),
@@ -131,10 +139,15 @@ def taken(
 def whole_gradient(world: World, optimiser: Optimiser) -> Tensor:
     """The gradient of the last update as one rank would have it, put together of pieces where ranks hold pieces."""
     own = [torch.zeros_like(m) if m.grad is None else m.grad for m in optimiser.masters]
-    if world.shard == "none":
+    if not isinstance(optimiser, ShardedOptimiser):
         return torch.cat([g.flatten() for g in own])
-    parts = world.put_together({world.rank: [g.numpy() for g in own]})
-    return torch.cat([torch.from_numpy(np.concatenate([parts[r][i] for r in range(world.size)])) for i in range(len(own))])
+    places = [optimiser._place(w) for w in optimiser.weights]
+    mine = [Piece(g, at.start, tuple(w.shape), at.columns) for g, at, w in zip(own, places, optimiser.weights, strict=True)]
+    wholes = [torch.full(w.shape, torch.nan) for w in optimiser.weights]
+    for parts in world.put_together({world.rank: [(piece.place, piece.flat.numpy()) for piece in mine]}).values():
+        for whole, (place, part) in zip(wholes, parts, strict=True):
+            fill(whole, place, torch.from_numpy(part))
+    return torch.cat([whole.flatten() for whole in wholes])
 
 
 CLOCKS = {"tokens_per_s", "cpu_seconds", "memory_mib", "sample_tokens_per_s", "update_tflops", "mfu"}

@@ -98,6 +98,8 @@ def test_gpus_where_there_are_none(tmp_path: Path, capsys: pytest.CaptureFixture
     ("sets", "where", "fix"),
     [
         (["scale.ranks=4", "scale.tensor=3"], "scale.tensor", "use a divisor of 4"),
+        (["scale.ranks=4", "scale.tensor=2"], "scale.tensor", 'use shard = "full"'),
+        (["scale.ranks=4", "scale.tensor=2", "scale.shard=optimiser"], "scale.tensor", 'use shard = "full"'),
         (["scale.ranks=1", "scale.tensor=1", "scale.offload=true"], "scale.offload", "shard"),
     ],
 )
@@ -113,11 +115,12 @@ def test_sizes_that_do_not_divide(
 
 def test_what_ranks_cannot_do_together(tmp_path: Path, store: TCPStore) -> None:
     """Asked for by a recipe that is well-formed: the first rank says so, and the other follows it out."""
-    recipe = str(written(tmp_path / "r.toml", 2, "scale.tensor=2"))
+    stage = 'stages=[{type = "rejection_sample", steps = 1, sampling.max_new_tokens = 8}]'
+    recipe = str(written(tmp_path / "r.toml", 2, "scale.shard=full", stage))
     first, second = as_ranks(tmp_path, store, recipe, recipe)
     assert [first.code(), second.code(10)] == [2, 2]
-    assert "scale.tensor: 2" in first.said
-    assert 'use scale.shard = "full"' in first.said
+    assert "scale.shard: full" in first.said
+    assert 'use scale.shard = "optimiser"' in first.said
     assert second.said == ""
     assert not (tmp_path / "runs").exists()
 
