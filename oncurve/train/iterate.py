@@ -28,6 +28,7 @@ from oncurve.runs.disk import disk_errors
 from oncurve.runs.notes import note
 from oncurve.runs.pairs import pair_of, written
 from oncurve.runs.store import Store
+from oncurve.scale.world import ALONE, World
 from oncurve.tasks.base import Task
 from oncurve.tasks.draws import generator
 from oncurve.tasks.preferences import Judged, Judgements, read_judgements
@@ -40,8 +41,11 @@ FOLDER = "comparisons"
 class IterativeLoop(GrpoLoop):
     """`grpo` whose stage has `iterate`."""
 
-    def __init__(self, stage: Grpo, recipe: Recipe, task: Task, engine: NativeEngine, rewards: RewardMix, folder: Path) -> None:
-        super().__init__(stage, recipe.seed, task, engine, rewards)
+    def __init__(
+        self, stage: Grpo, recipe: Recipe, task: Task, engine: NativeEngine, rewards: RewardMix, folder: Path,
+        world: World = ALONE,
+    ) -> None:  # fmt: skip
+        super().__init__(stage, recipe.seed, task, engine, rewards, world)
         assert stage.iterate is not None
         self.settings: Iteration = stage.iterate
         self.folder, self.file, self.done = folder, folder / FOLDER / f"{stage.label}.jsonl", 0
@@ -64,12 +68,13 @@ class IterativeLoop(GrpoLoop):
             if isinstance(s, RewardModel) and f"{STAGE}{s.label}" == reward.options.model and s.kind == "pairs"
         ]
         before = read_judgements(first[0]).train if first else ()
-        return RewardModelLoop(stage, self.seed, self.engine.policy, self.folder, Judgements(before, ()))
+        return RewardModelLoop(stage, self.seed, self.engine.policy, self.folder, Judgements(before, ()), self.world)
 
     def step(self, n: int) -> StepReport:
         report = super().step(n)
         if self.labeller is not None:
-            self._keep(self._judged(report.groups), n)
+            pairs = self._judged(report.groups)
+            self.world.from_first(lambda: self._keep(pairs, n))
         if n % self.settings.every:
             return report
         if self.learner.reference is not None:
@@ -86,8 +91,9 @@ class IterativeLoop(GrpoLoop):
 
     def _judged(self, groups: Sequence[GradedGroup]) -> list[dict[str, Any]]:
         """The best of each group against the worst, in the labeller's eyes."""
-        assert self.labeller is not None
-        scored = self.labeller.score([graded.group for graded in groups])
+        labeller = self.labeller
+        assert labeller is not None
+        scored = self.world.gathered(lambda: labeller.score([graded.group for graded in self.world.share(groups)]))
         said = [s.failure for group in scored for s in group.scored]
         self._stop_if_silent([failure for failure in said if failure is not None], len(said))
         return [pair for pair in map(pair_of, scored) if pair is not None]
@@ -106,9 +112,7 @@ class IterativeLoop(GrpoLoop):
 
     def _round(self, n: int) -> dict[str, float]:
         """The updates of a round that ends with step n; its metrics are those of the last one."""
-        if self.labeller is None:
-            self._keep(self._unseen(people(self.folder, self.stage.label, n), n), n)
-        lines = self._lines()
+        lines = self.world.from_first(lambda: self._compared(n))
         fresh = [self._coded(line) for line in lines if line["step"] > n - self.settings.every]
         past = [*self.judge.train, *(self._coded(line) for line in lines if line["step"] <= n - self.settings.every)]
         if not fresh:
@@ -119,6 +123,12 @@ class IterativeLoop(GrpoLoop):
         self.judge.write()
         names = {"loss": "reward_model_loss", "pair_accuracy": "pair_accuracy", "pair_margin": "pair_margin"}
         return {"comparisons": float(len(fresh)), **{new: metrics[old] for old, new in names.items()}}
+
+    def _compared(self, n: int) -> list[dict[str, Any]]:
+        """All comparisons up to step n; where people are the labeller, with what they have said since."""
+        if self.labeller is None:
+            self._keep(self._unseen(people(self.folder, self.stage.label, n), n), n)
+        return self._lines()
 
     def _coded(self, line: Mapping[str, Any]) -> Coded:
         asked = line["prompt"]

@@ -17,6 +17,7 @@ from oncurve.records import ScoredCompletion, ScoredGroup, StepReport
 from oncurve.rewards.mix import RewardMix
 from oncurve.runs.disk import disk_errors
 from oncurve.runs.pairs import written
+from oncurve.scale.world import ALONE, World
 from oncurve.tasks.base import Task
 from oncurve.tasks.order import prompts_for_step
 from oncurve.train.clock import Clock
@@ -38,9 +39,10 @@ class RejectionLoop:
     """Its length is counted in steps alone."""
 
     def __init__(
-        self, stage: RejectionSample, seed: int, task: Task, engine: NativeEngine, rewards: RewardMix, folder: Path
-    ) -> None:
-        self.stage, self.seed, self.task, self.engine, self.rewards = stage, seed, task, engine, rewards
+        self, stage: RejectionSample, seed: int, task: Task, engine: NativeEngine, rewards: RewardMix, folder: Path,
+        world: World = ALONE,
+    ) -> None:  # fmt: skip
+        self.stage, self.seed, self.task, self.engine, self.rewards, self.world = stage, seed, task, engine, rewards, world
         self.file, self.done = samples_file(folder, stage.label), 0
 
     def state(self) -> dict[str, dict[str, Tensor]]:
@@ -50,15 +52,14 @@ class RejectionLoop:
         self.done = int(tensors["rejection"]["done"])
 
     def step(self, n: int) -> StepReport:
-        clock = Clock()
+        clock = Clock(self.world.enter)
         with clock("sample"):
-            prompts = prompts_for_step(self.task, self.seed, n - 1, self.stage.prompts_per_step)
+            prompts = self.world.share(prompts_for_step(self.task, self.seed, n - 1, self.stage.prompts_per_step))
             groups = sample(self.engine, prompts, self.stage.group_size, self.stage.sampling, Draws(self.seed, n))
         with clock("score"):
-            scored = self.rewards.score(groups)
+            scored = self.world.gathered(lambda: self.rewards.score(groups))
         kept = [row for group in scored for row in self._rows(group, n)]
-        with disk_errors(self.file):
-            self._add(kept, n)
+        self.world.from_first(lambda: self._add(kept, n))
         self.done = n
         graded = grade(scored, baseline="mean", scale="none", eps=1.0, mask_cut=False)
         metrics = describe(graded, self.rewards) | {"samples_kept": float(len(kept))}
@@ -67,12 +68,13 @@ class RejectionLoop:
 
     def _add(self, rows: list[dict[str, Any]], n: int) -> None:
         """Lines of steps before n stay; those of n and later are of a process that was killed."""
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        before = [line for line in _lines(self.file) if line["step"] < n]
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in [*before, *rows])
-        aside = self.file.with_name(f".writing-{self.file.name}")
-        aside.write_text(text, encoding="utf-8")
-        aside.replace(self.file)
+        with disk_errors(self.file):
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            before = [line for line in _lines(self.file) if line["step"] < n]
+            text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in [*before, *rows])
+            aside = self.file.with_name(f".writing-{self.file.name}")
+            aside.write_text(text, encoding="utf-8")
+            aside.replace(self.file)
 
     def _rows(self, group: ScoredGroup, n: int) -> Iterator[dict[str, Any]]:
         good = [s for s in group.scored if s.total is not None and not s.completion.cut and self._is_good(s)]

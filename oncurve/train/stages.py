@@ -67,10 +67,10 @@ LOOPS: dict[type[Stage], Callable[[Any, Parts], StageLoop]] = {
     Grpo: lambda stage, parts: (
         GrpoLoop(stage, parts.recipe.seed, parts.task, parts.engine, parts.rewards, parts.world)
         if stage.iterate is None
-        else IterativeLoop(stage, parts.recipe, parts.task, parts.engine, parts.rewards, parts.folder)
+        else IterativeLoop(stage, parts.recipe, parts.task, parts.engine, parts.rewards, parts.folder, parts.world)
     ),
     RejectionSample: lambda stage, parts: RejectionLoop(
-        stage, parts.recipe.seed, parts.task, parts.engine, parts.rewards, parts.folder
+        stage, parts.recipe.seed, parts.task, parts.engine, parts.rewards, parts.folder, parts.world
     ),
     RewardModel: lambda stage, parts: RewardModelLoop(stage, parts.recipe.seed, parts.policy, parts.folder, world=parts.world),
     Dpo: lambda stage, parts: DpoLoop(stage, parts.recipe.seed, parts.policy, world=parts.world),
@@ -82,14 +82,15 @@ LOOPS: dict[type[Stage], Callable[[Any, Parts], StageLoop]] = {
 
 def is_shared(stage: Stage) -> bool:
     """Whether all ranks take part in a stage. The others are the first rank's alone; the rest hear what came of them."""
-    return isinstance(stage, Sft | Dpo | RewardModel | Ppo) or (isinstance(stage, Grpo) and stage.iterate is None)
+    return not isinstance(stage, Trpo | TrainingFree)
 
 
 def needs_whole(stage: Stage) -> str | None:
     """Why a stage can't be taken by ranks of which none holds all weights; None where it can."""
     if not is_shared(stage):
         return "is the first rank's alone"
-    return "trains a second model beside the policy" if isinstance(stage, RewardModel | Ppo) else None
+    two = isinstance(stage, RewardModel | Ppo) or (isinstance(stage, Grpo) and stage.iterate is not None)
+    return "trains a second model beside the policy" if two else None
 
 
 def loop_for(stage: Stage, parts: Parts) -> StageLoop:

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from oncurve.engines.native import NativeEngine
+from oncurve.models.classifier import classifier_of, save
 from oncurve.recipe.dpo import Dpo
 from oncurve.recipe.ppo import Ppo
+from oncurve.recipe.rejection import RejectionSample
 from oncurve.recipe.reward_model import RewardModel
 from oncurve.recipe.sections import Engine
 from oncurve.records import Prompt
+from oncurve.rewards.learned import LearnedOptions, LearnedReward
 from oncurve.rewards.mix import RewardMix
 from oncurve.scale.world import World
 from oncurve.tasks.pairs import Pair
 from oncurve.tasks.preferences import Judged, Judgements
 from oncurve.train.dpo import DpoLoop
+from oncurve.train.iterate import IterativeLoop
 from oncurve.train.ppo import PpoLoop
+from oncurve.train.rejection import RejectionLoop
 from oncurve.train.reward_model import RewardModelLoop
 from oncurve.train.sharded import shared_out
-from tests.scale.cases import SMOOTH, Rewarded, Taken, taken
-from tests.train.builders import PROMPTS, policy, recipe
+from tests.scale.cases import CLOCKS, SMOOTH, Rewarded, Taken, taken
+from tests.train.builders import PROMPTS, policy, recipe, stage
 
 PAIRS = [Pair(Prompt(id=str(i), text=f"{i}+1="), f"{i + 1}" * (1 + i % 4), f"{i}{i}={i}") for i in range(9)]
 """Of uneven lengths."""
@@ -64,6 +70,35 @@ def ppo(world: World, folder: Path, of: str = "digits", **options: Any) -> Taken
     return taken(world, reports[-1], engine.policy, [learner.optimiser, learner.critic_optimiser], learner.critic.module)
 
 
+def rejection(world: World, folder: Path, **options: Any) -> Taken:
+    usual = {"steps": 3, "prompts_per_step": 5, "group_size": 4, "sampling": {"max_new_tokens": 12}, "at_least": 1.0, "keep": 2}
+    engine = NativeEngine(shared_out(policy(), recipe(), world), Engine(slots=16))
+    made = RejectionSample.model_validate({**usual, **options})
+    loop = RejectionLoop(made, 0, PROMPTS, engine, RewardMix([Rewarded()]), folder, world)
+    reports = [loop.step(n) for n in (1, 2)]
+    return taken(world, reports[-1], engine.policy, [])
+
+
+def digits(completion: str) -> float:
+    return float(sum(c.isdigit() for c in completion))
+
+
+def iterative(world: World, folder: Path, **options: Any) -> Taken:
+    """A round of two steps, and a step that the reward model rewards as it has learned."""
+    judge, engine = folder / "judge", NativeEngine(policy(), Engine(slots=16))
+    heads = classifier_of(engine.policy, ["reward"], 1, by_token=False)
+    world.from_first(lambda: save(heads, engine.policy.tokenizer, judge))
+    labeller = {"type": "python", "function": f"{Path(__file__)}:digits"}
+    rounds = {"every": 2, "updates": 3, "batch_size": 5, "past_share": 0.2, "labeller": labeller, "optimiser": SMOOTH}
+    usual = {"prompts_per_step": 5, "sampling": {"max_new_tokens": 8}, "kl": {"beta": 0.1}, "optimiser": SMOOTH}
+    made = stage(**{**usual, "advantage": {"scale": "none"}, "iterate": rounds, **options})
+    reward = LearnedReward("model", 1.0, LearnedOptions(model=str(judge)))
+    loop = IterativeLoop(made, recipe(), PROMPTS, engine, RewardMix([reward]), folder, world)
+    reports = [loop.step(n) for n in (1, 2, 3)]
+    found = taken(world, reports[-1], engine.policy, [loop.learner.optimiser, loop.judge.optimiser], loop.judge.model)
+    return replace(found, metrics=found.metrics | {f"round/{k}": v for k, v in reports[1].metrics.items() if k not in CLOCKS})
+
+
 Taking = Callable[..., Taken]
 STAGES: dict[str, tuple[Taking, dict[str, Any]]] = {
     "dpo": (dpo, {}),
@@ -83,6 +118,9 @@ STAGES: dict[str, tuple[Taking, dict[str, Any]]] = {
     "ppo with failures": (ppo, {"of": "fails", "max_failure_share": 1.0, "mask_cut": True}),
     "ppo of fewer prompts than ranks": (ppo, {"prompts_per_step": 1}),
     "ppo of fewer prompts than ranks, warming up": (ppo, {"prompts_per_step": 1, "critic": {"warmup_steps": 2}}),
+    "rejection sampling": (rejection, {}),
+    "rejection sampling of fewer prompts than ranks": (rejection, {"prompts_per_step": 1}),
+    "iterative grpo": (iterative, {}),
 }
 
 
@@ -90,6 +128,12 @@ def stage_steps(world: World, names: list[str]) -> dict[str, Taken]:
     found = {}
     for name in names:
         take, options = STAGES[name]
-        with TemporaryDirectory() as folder:
-            found[name] = take(world, Path(folder), **options)
+        with TemporaryDirectory() as own:
+            folder = Path(world.from_first(lambda own=own: own))  # type: ignore[misc]
+            done = take(world, folder, **options)
+            found[name] = replace(done, written=world.from_first(lambda folder=folder: _written(folder)))  # type: ignore[misc]
     return found
+
+
+def _written(folder: Path) -> str:
+    return "".join(file.read_text() for file in sorted(folder.rglob("*.jsonl")))

@@ -49,6 +49,7 @@ def test_a_step_on_any_number_of_ranks_is_that_of_one(found: Found, name: str, s
         for metric, value in one.metrics.items():
             assert math.isclose(taken.metrics[metric], value, rel_tol=1e-4, abs_tol=1e-5), metric
         assert taken.stats == one.stats
+        assert taken.written == one.written
 
 
 SHARDED = [
@@ -62,7 +63,7 @@ SHARDED = [
     "small packs",
     "clipped",
 ]
-STAGES_SHARDED = {"optimiser": list(STAGES), "full": ["dpo", "ipo", "dpo of fewer pairs than ranks"]}
+STAGES_SHARDED = {"optimiser": list(STAGES), "full": ["dpo", "ipo", "dpo of fewer pairs than ranks", "rejection sampling"]}
 
 
 @pytest.mark.parametrize("shard", ["optimiser", "full"])
@@ -111,7 +112,10 @@ def test_the_cases_are_what_they_say(found: Found) -> None:
     assert one["resampled"].metrics["groups_resampled"] > 0
     assert 0 < one["failures"].metrics["failure_share"] < 1
     assert len(one["fewer prompts than ranks"].tokens) == 1
-    assert all(float(np.abs(taken.gradient).sum()) > 0 for name, taken in one.items() if name != "nothing to learn")
+    silent = {"nothing to learn", "rejection sampling", "rejection sampling of fewer prompts than ranks"}
+    assert all(float(np.abs(taken.gradient).sum()) > 0 for name, taken in one.items() if name not in silent)
+    assert one["rejection sampling"].written.count("completion") > 5
+    assert one["iterative grpo"].metrics["round/comparisons"] > 5
 
 
 def test_sft_on_ranks() -> None:
