@@ -9,7 +9,7 @@ Legend: ``M`` predicted tokens of a pack, ``V`` vocabulary, ``n`` trained parame
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -61,24 +61,29 @@ def distributions(policy: Policy, pack: Pack, temperature: float) -> Tensor:
 class Fisher:
     """F = Σ_m w_m Σ_y π(y) ∇log π(y) ∇log π(y)ᵀ over the tokens of some packs, plus damping; each pack comes with its w_M.
 
-    The first derivative's graph is kept where there is one pack; with several, each is built again for each product.
+    The first derivative's graph is kept where there is one pack; with several, each is built again for each product. ``add_up``
+    adds to a product, in place, what other ranks found over packs of theirs.
     """
 
-    def __init__(self, policy: Policy, batches: Sequence[tuple[Pack, Tensor]], temperature: float, damping: float) -> None:
-        self.policy, self.batches, self.temperature, self.damping = policy, batches, temperature, damping
+    def __init__(
+        self, policy: Policy, batches: Sequence[tuple[Pack, Tensor]], temperature: float, damping: float,
+        add_up: Callable[[Sequence[Tensor]], None] = lambda _: None,
+    ) -> None:  # fmt: skip
+        self.policy, self.batches, self.temperature, self.damping, self.add_up = policy, batches, temperature, damping, add_up
         self.parameters = trained(policy.model)
         self._kept = self._slope(*batches[0]) if len(batches) == 1 else None
 
     def product(self, v_n: Tensor) -> Tensor:
         """(F + damping) v."""
-        found_n = self.damping * v_n
+        found_n = torch.zeros_like(v_n)
         for batch in self.batches:
             slope_n = self._slope(*batch) if self._kept is None else self._kept
             parts = torch.autograd.grad(
                 slope_n @ v_n, self.parameters, retain_graph=self._kept is not None, materialize_grads=True
             )
-            found_n = found_n + flat(parts)
-        return found_n
+            found_n += flat(parts)
+        self.add_up([found_n])
+        return found_n + self.damping * v_n
 
     def _slope(self, pack: Pack, weight_M: Tensor) -> Tensor:
         """∇ of Σ w KL(sg[π] ‖ π): 0 in value, and what it would become is what is wanted."""

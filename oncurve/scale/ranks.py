@@ -99,10 +99,13 @@ class Ranks(World):
             found |= {name: max(value, found.get(name, value)) for name, value in part.items()}
         return found
 
+    def add_up(self, tensors: Sequence[Tensor]) -> None:
+        self._in_buckets(tensors, dist.all_reduce, "adding up gradients")
+
     def add_gradients(self, parameters: Sequence[Tensor]) -> None:
         for p in parameters:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        self._in_buckets([p.grad for p in parameters if p.grad is not None], dist.all_reduce, "adding up gradients")
+        self.add_up([p.grad for p in parameters if p.grad is not None])
 
     def piece(self, count: int) -> slice:
         each = self._each(count)

@@ -71,8 +71,11 @@ class World:
     def largest(self, own: Mapping[str, float]) -> dict[str, float]:
         return dict(own)
 
+    def add_up(self, tensors: Sequence[Tensor]) -> None:
+        """Each tensor becomes its sum over ranks, in place, with the same bits on each."""
+
     def add_gradients(self, parameters: Sequence[Tensor]) -> None:
-        """Each parameter's gradient becomes its sum over ranks, with the same bits on each; one without any counts as 0."""
+        """The same with parameters' gradients; a parameter without any has one of 0."""
 
     def piece(self, count: int) -> slice:
         """Which of ``count`` numbers are this rank's, where each rank keeps a piece of everything."""

@@ -75,20 +75,22 @@ LOOPS: dict[type[Stage], Callable[[Any, Parts], StageLoop]] = {
     RewardModel: lambda stage, parts: RewardModelLoop(stage, parts.recipe.seed, parts.policy, parts.folder, world=parts.world),
     Dpo: lambda stage, parts: DpoLoop(stage, parts.recipe.seed, parts.policy, world=parts.world),
     TrainingFree: lambda stage, parts: TrainingFreeLoop(stage, parts.recipe.seed, parts.task, parts.rewards, parts.folder),
-    Trpo: lambda stage, parts: TrpoLoop(stage, parts.recipe.seed, parts.task, parts.engine, parts.rewards),
+    Trpo: lambda stage, parts: TrpoLoop(stage, parts.recipe.seed, parts.task, parts.engine, parts.rewards, parts.world),
     Ppo: lambda stage, parts: PpoLoop(stage, parts.recipe.seed, parts.task, parts.engine, parts.rewards, parts.world),
 }
 
 
 def is_shared(stage: Stage) -> bool:
     """Whether all ranks take part in a stage. The others are the first rank's alone; the rest hear what came of them."""
-    return not isinstance(stage, Trpo | TrainingFree)
+    return not isinstance(stage, TrainingFree)
 
 
 def needs_whole(stage: Stage) -> str | None:
     """Why a stage can't be taken by ranks of which none holds all weights; None where it can."""
     if not is_shared(stage):
         return "is the first rank's alone"
+    if isinstance(stage, Trpo):
+        return "differentiates the whole model twice"
     two = isinstance(stage, RewardModel | Ppo) or (isinstance(stage, Grpo) and stage.iterate is not None)
     return "trains a second model beside the policy" if two else None
 

@@ -31,6 +31,7 @@ from oncurve.recipe.trpo import Trpo
 from oncurve.records import GradedGroup
 from oncurve.rewards.mix import RewardMix
 from oncurve.runs.notes import note
+from oncurve.scale.world import ALONE, World
 from oncurve.tasks.base import Task
 from oncurve.train.learner import Learner, longest
 from oncurve.train.loop import GrpoLoop
@@ -48,19 +49,25 @@ def grading_side(stage: Trpo) -> Grpo:
 class TrpoLoop(GrpoLoop):
     """What happens in each step of the stage `trpo`."""
 
-    def __init__(self, stage: Trpo, seed: int, task: Task, engine: NativeEngine, rewards: RewardMix) -> None:
+    def __init__(
+        self, stage: Trpo, seed: int, task: Task, engine: NativeEngine, rewards: RewardMix, world: World = ALONE
+    ) -> None:
         self.trpo = stage
-        super().__init__(grading_side(stage), seed, task, engine, rewards)
+        super().__init__(grading_side(stage), seed, task, engine, rewards, world)
 
     def make_learner(self) -> TrpoLearner:
-        return TrpoLearner(self.engine.policy, self.trpo)
+        return TrpoLearner(self.engine.policy, self.trpo, self.world)
 
 
 class TrpoLearner(Learner):
-    """One natural gradient step per batch. Its optimiser holds nothing: it only clears gradients."""
+    """One natural gradient step per batch. Its optimiser holds nothing: it only clears gradients.
 
-    def __init__(self, policy: Policy, stage: Trpo) -> None:
-        super().__init__(policy, grading_side(stage))
+    Every rank solves for the same step: gradients, products with the Fisher matrix, and what the line search measures are sums
+    over all ranks' packs.
+    """
+
+    def __init__(self, policy: Policy, stage: Trpo, world: World = ALONE) -> None:
+        super().__init__(policy, grading_side(stage), world)
         if any(p.dtype not in (torch.float32, torch.float64) for p in trained(policy.model)):
             raise RecipeError(
                 "model.dtype",
@@ -74,11 +81,13 @@ class TrpoLearner(Learner):
 
     def update(self, groups: Sequence[GradedGroup]) -> Learned:
         self.phases = Phases(self.policy.device)
-        batch, totals, seen = self._fitting(groups, [range(len(groups))])[0], self._totals(groups), Seen(groups)
-        if not batch:
+        every = range(len(groups))
+        batch, totals, seen = self._fitting(groups, [every])[0], self._totals(groups), Seen(groups, self.world)
+        if not self._used(groups, every):
             return seen.learned()
         before = seen.mark()
         batch = self._gradient(groups, batch, totals, seen)
+        self.world.add_gradients(trained(self.policy.model))
         uphill_n = -flat([torch.zeros_like(p) if p.grad is None else p.grad for p in trained(self.policy.model)])
         self.optimiser.zero_grad()
         slope, learned = float(uphill_n.norm()), seen.learned()
@@ -98,11 +107,16 @@ class TrpoLearner(Learner):
 
         def attempt(budget: int) -> tuple[Solution, Tensor]:
             self.tokens_per_pack = budget
-            fisher = Fisher(self.policy, self._some(groups), self._temperature, self.trpo.damping)
+            fisher = Fisher(self.policy, self._some(groups), self._temperature, self.trpo.damping, self.world.add_up)
             solved = conjugate_gradient(fisher.product, uphill_n, self.trpo.cg_iterations)
             return solved, solved.x * longest_step(solved.x, fisher.product(solved.x), self.trpo.max_kl)
 
-        return with_less(attempt, self.tokens_per_pack, least=max(map(longest, groups)), what="tokens_per_pack")[0]
+        least = self._least(max(map(longest, groups)), self.tokens_per_pack)
+        return with_less(attempt, self.tokens_per_pack, least=least, what="tokens_per_pack")[0]
+
+    def _least(self, wanted: int, whole: int) -> int:
+        """None smaller with several ranks: solving and searching are exchanges, which one of them can't begin again."""
+        return whole if self.world.size > 1 else wanted
 
     def _some(self, groups: Sequence[GradedGroup]) -> list[tuple[Pack, Tensor]]:
         """The packs that the Fisher matrix is measured on: every so manyth group, each token weighing alike."""
@@ -122,7 +136,8 @@ class TrpoLearner(Learner):
             move(parameters, start_n, step_n, 0.0)
             old = [distributions(self.policy, micro.pack, self._temperature) for micro in packs]
             # Where it starts every ratio is 1.
-            before = sum(float(m.advantage_M[m.mask_M].double().sum()) for m in packs) / max(totals.tokens, 1)
+            own = sum(float(m.advantage_M[m.mask_M].double().sum()) for m in packs)
+            before = self.world.summed({"surrogate": own})["surrogate"] / max(totals.tokens, 1)
 
             def try_share(share: float) -> tuple[float, float]:
                 move(parameters, start_n, step_n, share)
@@ -150,7 +165,8 @@ class TrpoLearner(Learner):
             kl_M = (old_MV.exp() * (old_MV - new_MV)).nan_to_num().sum(-1)
             surrogate += float((ratio_M * micro.advantage_M)[micro.mask_M].double().sum())
             kl += float(kl_M[micro.mask_M].double().sum())
-        return surrogate / max(totals.tokens, 1), kl / max(totals.tokens, 1)
+        found = self.world.summed({"surrogate": surrogate, "kl": kl})
+        return found["surrogate"] / max(totals.tokens, 1), found["kl"] / max(totals.tokens, 1)
 
 
 def _metrics(solved: Solution, taken: Step, slope: float, length: float) -> dict[str, float]:

@@ -15,6 +15,7 @@ from oncurve.recipe.ppo import Ppo
 from oncurve.recipe.rejection import RejectionSample
 from oncurve.recipe.reward_model import RewardModel
 from oncurve.recipe.sections import Engine
+from oncurve.recipe.trpo import Trpo
 from oncurve.records import Prompt
 from oncurve.rewards.learned import LearnedOptions, LearnedReward
 from oncurve.rewards.mix import RewardMix
@@ -27,8 +28,9 @@ from oncurve.train.ppo import PpoLoop
 from oncurve.train.rejection import RejectionLoop
 from oncurve.train.reward_model import RewardModelLoop
 from oncurve.train.sharded import shared_out
+from oncurve.train.trpo import TrpoLoop
 from tests.scale.cases import CLOCKS, SMOOTH, Rewarded, Taken, taken
-from tests.train.builders import PROMPTS, policy, recipe, stage
+from tests.train.builders import PROMPTS, policy, recipe, snapshot, stage
 
 PAIRS = [Pair(Prompt(id=str(i), text=f"{i}+1="), f"{i + 1}" * (1 + i % 4), f"{i}{i}={i}") for i in range(9)]
 """Of uneven lengths."""
@@ -68,6 +70,18 @@ def ppo(world: World, folder: Path, of: str = "digits", **options: Any) -> Taken
     reports = [loop.step(n) for n in (1, 2)]
     learner = loop.learner
     return taken(world, reports[-1], engine.policy, [learner.optimiser, learner.critic_optimiser], learner.critic.module)
+
+
+def trpo(world: World, folder: Path, of: str = "digits", **options: Any) -> Taken:
+    """Its move stands for its gradient, which is cleared before it moves."""
+    usual = {"steps": 3, "prompts_per_step": 5, "group_size": 4, "sampling": {"max_new_tokens": 8}, "fisher_share": 0.5}
+    made = Trpo.model_validate({**usual, "max_kl": 1e-3, "damping": 0.5, "cg_iterations": 5, **options})
+    engine = NativeEngine(policy(), Engine(slots=16))
+    loop = TrpoLoop(made, 0, PROMPTS, engine, RewardMix([Rewarded(of)]), world)
+    start = snapshot(engine.policy.model)
+    report = loop.step(1)
+    found = taken(world, report, engine.policy, [])
+    return replace(found, gradient=(snapshot(engine.policy.model) - start).numpy())
 
 
 def rejection(world: World, folder: Path, **options: Any) -> Taken:
@@ -118,6 +132,10 @@ STAGES: dict[str, tuple[Taking, dict[str, Any]]] = {
     "ppo with failures": (ppo, {"of": "fails", "max_failure_share": 1.0, "mask_cut": True}),
     "ppo of fewer prompts than ranks": (ppo, {"prompts_per_step": 1}),
     "ppo of fewer prompts than ranks, warming up": (ppo, {"prompts_per_step": 1, "critic": {"warmup_steps": 2}}),
+    "trpo": (trpo, {}),
+    "trpo in small packs": (trpo, {"tokens_per_pack": 20}),
+    "trpo on empty ranks": (trpo, {"of": "few", "fisher_share": 0.2}),
+    "trpo of fewer prompts than ranks": (trpo, {"prompts_per_step": 1}),
     "rejection sampling": (rejection, {}),
     "rejection sampling of fewer prompts than ranks": (rejection, {"prompts_per_step": 1}),
     "iterative grpo": (iterative, {}),
