@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from safetensors.numpy import load_file
 from torch._C._distributed_c10d import TCPStore
 
 from oncurve.errors import OncurveError
+from oncurve.recipe.load import parse_recipe
 from oncurve.recipe.schema import Recipe
 from oncurve.runs.folder import RunFolder
 from oncurve.runs.store import Store
@@ -34,6 +36,30 @@ def asked(ranks: int, *sets: str) -> Recipe:
     reward = f'rewards=[{{type = "python", name = "slow", function = "{Path(__file__)}:slow"}}]'
     usual = [reward, "grpo.prompts_per_step=5", "grpo.steps=12", "grpo.save_every=3", "task.heldout=5", "scale.timeout_s=60.0"]
     return small(f"scale.ranks={ranks}", "threads=1", *usual, *sets)
+
+
+def every_stage(ranks: int, folder: Path, *sets: str) -> Recipe:
+    """A stage of each type that ranks share, one after the other: what one leaves behind is what the next begins from."""
+    pairs = folder / "pairs.jsonl"
+    rows = [{"prompt": f"{i}+1=", "chosen": f"{i + 1}" * (1 + i % 3), "rejected": "=" * (1 + i % 2)} for i in range(9)]
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = asked(ranks).model_dump(mode="json", exclude_none=True)
+    sft, grpo = data["stages"]
+    learned = {"type": "model", "model": "stage:reward_model"}
+    labeller = {"type": "python", "function": f"{Path(__file__)}:slow"}
+    rounds = {"every": 2, "updates": 2, "batch_size": 5, "labeller": labeller}
+    usual = {"prompts_per_step": 5, "group_size": 4, "sampling": {"max_new_tokens": 8}, "save_every": 1}
+    data["stages"] = [
+        sft,
+        {"type": "reward_model", "data": str(pairs), "steps": 2, "batch_size": 5, "eval_every": 1},
+        {"type": "rejection_sample", "steps": 2, "at_least": 1.0, **usual},
+        {**sft, "name": "imitate", "data": "stage:rejection_sample"},
+        {**grpo, "steps": 3, "save_every": 1, "rewards": [learned], "kl": {"beta": 0.1}, "iterate": rounds},
+        {"type": "dpo", "pairs": str(pairs), "steps": 4, "batch_size": 5, "save_every": 1},
+        {"type": "ppo", "steps": 5, "optimiser": {"learning_rate": 1e-3}, **usual},
+        {"type": "trpo", "steps": 2, "max_kl": 1e-3, "fisher_share": 0.5, **usual},
+    ]
+    return parse_recipe(data, sets)
 
 
 def _train(recipe: Recipe, path: Path, again: bool, sets: list[str], environ: dict[str, str], log: Path) -> None:
@@ -96,17 +122,17 @@ def until(what: Callable[[], object], seconds: float = 60) -> None:
         time.sleep(0.02)
 
 
-def last_step(path: Path) -> int:
+def last_step(path: Path, stage: str = "grpo") -> int:
     try:
         with Store.open(path) as store:
-            found = store.steps("grpo")
+            found = store.steps(stage)
             return found[-1].step if found else 0
     except OncurveError:
         return 0
 
 
-def final(path: Path) -> dict[str, np.ndarray]:
-    return dict(load_file(path / "model" / "model.safetensors"))
+def final(path: Path, model: str = "model") -> dict[str, np.ndarray]:
+    return dict(load_file(path / model / "model.safetensors"))
 
 
 def same_bits(one: Path, other: Path) -> bool:
@@ -114,6 +140,6 @@ def same_bits(one: Path, other: Path) -> bool:
     return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
 
 
-def distance(one: Path, other: Path) -> float:
-    a, b = final(one), final(other)
+def distance(one: Path, other: Path, model: str = "model") -> float:
+    a, b = final(one, model), final(other, model)
     return max(float(np.linalg.norm(a[n] - b[n]) / np.linalg.norm(b[n])) for n in a)
