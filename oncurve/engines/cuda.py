@@ -18,6 +18,7 @@ from oncurve.engines.cuda_pool import PagedPool, Shape, pages_for, shape_of
 from oncurve.engines.cuda_step import Board, Limits, draw, step_of
 from oncurve.engines.kernels.attention import Reach
 from oncurve.engines.native import Exchange
+from oncurve.models import lora
 from oncurve.models.policy import Policy
 from oncurve.models.shards import is_shard
 from oncurve.recipe.sections import Engine as EngineSettings
@@ -58,7 +59,8 @@ class GpuSampler:
             log.warning("%s decodes by plain torch: %s", type(policy.model).__name__, shape)
             return None
         if policy.fused is None:
-            log.info("%s decodes through its own modules: no fused path for this class", type(policy.model).__name__)
+            what = "adapter (DoRA, dropout, quantised weights or another family)" if lora.is_on(policy.model) else "class"
+            log.info("%s decodes through its own modules: no fused path for this %s", type(policy.model).__name__, what)
         return cls(policy, settings, shape)
 
     def prepare(self, ask: Ask, slots: int) -> tuple[Board, PagedPool]:

@@ -1,8 +1,9 @@
 """One token for every slot: the whole decode step as kernels and products, with nothing that asks the host.
 
 Two ways through the layers: the Llama family's own, over the joint weights of ``models/fused.py`` (five launches of ours
-and four products a layer), and any other decoder's modules, whose attention enters by the interface. Both read the
-learner's parameters where they lie, so an optimiser's update is seen by the next step, captured graph or not.
+and four products a layer; four launches more where all have adapters), and any other decoder's modules, whose attention enters
+by the interface. Both read the learner's parameters where they lie, so an optimiser's update is seen by the next step, captured
+graph or not.
 
 Legend: ``S`` slots, ``C`` tokens between two looks of the host, ``V`` vocabulary.
 """
@@ -20,6 +21,7 @@ from oncurve.engines.kernels import sampling as kernels
 from oncurve.engines.kernels.attention import Parts, Reach, Tables, attend
 from oncurve.engines.kernels.layers import add_norm, embed_norm, rotate_store, silu_mul, store
 from oncurve.models.fused import FusedDecoder
+from oncurve.models.gpu_lora import JointLora
 from oncurve.models.logprobs import Head
 from oncurve.models.policy import Policy
 from oncurve.recipe.sections import Sampling
@@ -113,17 +115,24 @@ class FusedStep:
                 (block.q_norm.weight, block.k_norm.weight) if block.q_norm is not None and block.k_norm is not None else None
             )
             eps = block.q_norm.variance_epsilon if block.q_norm is not None else 0.0
-            qkv = torch.nn.functional.linear(h, block.qkv.weight, block.qkv.bias)
+            qkv = _linear(h, block.qkv.weight, block.qkv.bias, block.qkv.lora)
             q = rotate_store(
                 qkv, pool, i, tables.suffix_page, tables.prompt_length, tables.suffix_length, self.turns, norms, eps
             )
             a = attend(q, pool, i, tables, reach, board.parts, decoder.scale, block.window, None)
-            o = torch.nn.functional.linear(a.flatten(1), block.out.weight, block.out.bias)
+            o = _linear(a.flatten(1), block.out.weight, block.out.bias, block.out_lora)
             h = add_norm(o, block.between.weight, block.between.variance_epsilon, residual)
-            h = silu_mul(h @ block.gate_up.weight.t()) @ block.down.weight.t()
+            h = silu_mul(_linear(h, block.gate_up.weight, None, block.gate_up.lora))
+            h = _linear(h, block.down.weight, None, block.down_lora)
             following = blocks[i + 1].before if i + 1 < len(blocks) else last
             h = add_norm(h, following.weight, following.variance_epsilon, residual)
         return h
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, lora: JointLora | None) -> Tensor:
+    if lora is None or not lora.on:
+        return torch.nn.functional.linear(x, weight, bias)
+    return lora.product(x, bias)
 
 
 class ModuleStep:

@@ -11,17 +11,21 @@ Legend: ``N`` tokens of a forward pass (batch × length), ``D`` hidden size, ``H
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
 from oncurve.models.attention import Layout
 from oncurve.models.compiled.backbone import layers as compiled_layers
 from oncurve.models.gradients import GradientSums
+from oncurve.models.lora import adapter_of, is_plain, linear_of
 from oncurve.models.packing import PackLayout
+
+if TYPE_CHECKING:
+    from oncurve.models.gpu_lora import JointLora
 
 FAMILY = {"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"}
 FIXED_ROPE = {"default", "linear", "llama3", "yarn"}
@@ -30,15 +34,25 @@ FIXED_ROPE = {"default", "linear", "llama3", "yarn"}
 
 @dataclass
 class FusedLinear:
-    """Several linear layers of one input as one product. ``weight`` is the storage that their weights are views of."""
+    """Several linear layers of one input as one product. ``weight`` is the storage that their weights are views of; where they
+    have adapters (``lora``), their A lie below it there."""
 
-    parts: list[nn.Linear]
+    layers: list[Any]
 
     def __post_init__(self) -> None:
+        self.parts = [linear_of(layer) for layer in self.layers]
         self.sizes = [part.out_features for part in self.parts]
-        self.weight = _side_by_side([part.weight for part in self.parts])
+        adapters = [adapter_of(layer) for layer in self.layers]
+        there = [adapter for adapter in adapters if adapter is not None]
+        whole = _side_by_side([*(part.weight for part in self.parts), *(adapter.a for adapter in there)])
+        self.weight = whole[: sum(self.sizes)]
         with_bias = self.parts[0].bias is not None
         self.bias = _side_by_side([part.bias for part in self.parts]) if with_bias else None
+        self.lora: JointLora | None = None
+        if there:
+            from oncurve.models.gpu_lora import JointLora  # Triton is there only where a GPU is
+
+            self.lora = JointLora(self.sizes, adapters, whole, _side_by_side([adapter.b for adapter in there]))
 
     def __call__(self, x: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
@@ -144,10 +158,15 @@ class Block:
         attention, mlp = layer.self_attn, layer.mlp
         self.qkv = FusedLinear([attention.q_proj, attention.k_proj, attention.v_proj])
         self.gate_up = FusedLinear([mlp.gate_proj, mlp.up_proj])
-        self.out, self.down = attention.o_proj, mlp.down_proj
+        self.out, self.down = linear_of(attention.o_proj), linear_of(mlp.down_proj)
+        self.out_lora, self.down_lora = _lora_of(attention.o_proj), _lora_of(mlp.down_proj)
         self.before, self.between = layer.input_layernorm, layer.post_attention_layernorm
         self.q_norm, self.k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
         self.window = getattr(attention, "sliding_window", window)
+
+
+def _lora_of(layer: Any) -> JointLora | None:
+    return None if adapter_of(layer) is None else FusedLinear([layer]).lora
 
 
 class FusedDecoder:
@@ -155,6 +174,8 @@ class FusedDecoder:
 
     device = "cpu"
     """Where this path is the fast one."""
+    adapts = False
+    """Whether it runs layers with LoRA adapters."""
     compiled = False
     """Whether packs go through the compiled functions (models/compiled)."""
     checkpointed = 0
@@ -181,7 +202,7 @@ class FusedDecoder:
     @classmethod
     def of(cls, model: PreTrainedModel) -> FusedDecoder | None:
         """The fast path for this model, or None where it is of another family."""
-        return cls(model) if model.device.type == cls.device and _is_of_the_family(model) else None
+        return cls(model) if model.device.type == cls.device and _is_of_the_family(model, cls.adapts) else None
 
     def _fuse(self) -> None:
         self.blocks = [Block(layer, self.window) for layer in self.backbone.layers]
@@ -231,15 +252,23 @@ class FusedDecoder:
         return torch.addmm(x, out, block.out.weight.t())
 
 
-def _is_of_the_family(model: PreTrainedModel) -> bool:
-    """By class, plain linear layers (no adapters), SiLU, no bias in the MLP, and rotary embeddings of the position alone."""
+def _is_of_the_family(model: PreTrainedModel, adapts: bool) -> bool:
+    """By class, plain linear layers (with plain adapters, where the path ``adapts``), SiLU, no bias in the MLP, and rotary
+    embeddings of the position alone."""
     backbone, config = model.base_model, model.config
     if type(backbone).__name__ not in FAMILY:
         return False
-    layer = backbone.layers[0]
-    linears = [getattr(layer.self_attn, f"{x}_proj") for x in "qkvo"] + [
-        getattr(layer.mlp, f"{x}_proj") for x in ("gate", "up", "down")
-    ]
-    plain = all(type(x) is nn.Linear for x in linears) and all(x.bias is None for x in linears[4:])
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    return plain and config.hidden_act == "silu" and rope in FIXED_ROPE
+    return all(_is_fit(layer, adapts) for layer in backbone.layers) and config.hidden_act == "silu" and rope in FIXED_ROPE
+
+
+def _is_fit(layer: Any, adapts: bool) -> bool:
+    """Whether the linear layers of a decoder layer are plain, and adapters that would be joined have one rank and scale."""
+    joints = [[getattr(layer.self_attn, f"{x}_proj") for x in "qkv"], [layer.self_attn.o_proj],
+              [layer.mlp.gate_proj, layer.mlp.up_proj], [layer.mlp.down_proj]]  # fmt: skip
+    if not all(is_plain(x) for joint in joints for x in joint) or any(
+        linear_of(x).bias is not None for x in (*joints[2], *joints[3])
+    ):
+        return False
+    kinds = [{(len(a.a), a.scale) for a in map(adapter_of, joint) if a is not None} for joint in joints]
+    return all(len(kind) <= adapts for kind in kinds)

@@ -5,7 +5,8 @@ one, q/k norm and rotary embedding are one, the gated unit is one; norms and the
 pass, not kept. Kept of a layer are its two residual sums, the joint product of q, k and v, attention's output and log-sum-exp,
 and the joint product of gate and up. A layer under *checkpointing* keeps its first residual sum alone.
 
-Weights are the module's own, side by side as models/fused.py lays them. Gradients go straight into float32 sums where the
+Weights are the module's own, side by side as models/fused.py lays them; layers may have LoRA adapters (gpu_lora.py). A frozen
+weight gets no gradient, and none is computed. Gradients go straight into float32 sums where the
 caller collects them, else they are returned to autograd like any other.
 
 Legend: ``N`` tokens, ``D`` width, ``H``/``K`` query/key heads, ``d`` head size.
@@ -25,6 +26,7 @@ from transformers import PreTrainedModel
 from oncurve.models.attention import Layout
 from oncurve.models.fused import FusedDecoder, FusedLinear
 from oncurve.models.gpu_layout import GpuPackLayout
+from oncurve.models.gpu_lora import JointLora
 from oncurve.models.gradients import GradientSums, add_product
 from oncurve.models.kernels.gated import swiglu, swiglu_backward
 from oncurve.models.kernels.norm import add_norm, norm_backward
@@ -47,6 +49,7 @@ class GpuDecoder(FusedDecoder):
     """Same parameters as the module's, same results up to rounding."""
 
     device = "cuda"
+    adapts = True
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
@@ -72,14 +75,14 @@ class GpuDecoder(FusedDecoder):
         x, more = functional.embedding(ids, self.backbone.embed_tokens.weight), None
         for i, block in enumerate(self.blocks):
             x, normal = add_norm(x, more, block.before.weight, block.before.variance_epsilon)
-            qkv = _linear(normal, block.qkv.weight, block.qkv.bias)
+            qkv = _linear(normal, block.qkv.weight, block.qkv.bias, block.qkv.lora)
             qk = self.turning(block, at).forward(qkv)
             q, k, v = (y.reshape(*shape, -1, self.head_size).transpose(1, 2) for y in self.split(qk, qkv))
             attended = layout.attend(i, q, k, v, self.scale, block.window, None).reshape(len(ids), -1)
-            x, normal = add_norm(
-                x, _linear(attended, block.out.weight, block.out.bias), block.between.weight, block.between.variance_epsilon
-            )
-            more = swiglu(normal @ block.gate_up.weight.t()) @ block.down.weight.t()
+            y = _linear(attended, block.out.weight, block.out.bias, block.out_lora)
+            x, normal = add_norm(x, y, block.between.weight, block.between.variance_epsilon)
+            value = swiglu(_linear(normal, block.gate_up.weight, None, block.gate_up.lora))
+            more = _linear(value, block.down.weight, None, block.down_lora)
         last = self.backbone.norm
         return add_norm(x, more, last.weight, last.variance_epsilon)[1]
 
@@ -95,8 +98,11 @@ class GpuDecoder(FusedDecoder):
         return qk[:, :H], qk[:, H:], qkv[:, (H + K) * d :].view(-1, K, d)
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return functional.linear(x, weight, bias)
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, lora: JointLora | None) -> Tensor:
+    y = functional.linear(x, weight, bias)
+    if lora is not None and lora.on:
+        lora.add(y, x)
+    return y
 
 
 class _Backbone(torch.autograd.Function):
@@ -142,13 +148,13 @@ class _Run:
 
     def _layer(self, block: Any, x: Tensor, normal: Tensor, kept: _Kept) -> tuple[Tensor, Tensor]:
         """From a layer's first norm to (its second residual sum, what its MLP adds to it), noting what backward needs."""
-        kept.qkv = _linear(normal, block.qkv.weight, block.qkv.bias)
+        kept.qkv = _linear(normal, block.qkv.weight, block.qkv.bias, block.qkv.lora)
         qk = self.decoder.turning(block, self.at).forward(kept.qkv)
         kept.attended, kept.lse = self.layout.forward(*self.decoder.split(qk, kept.qkv), self._rule(block))
-        y = _linear(kept.attended.flatten(1), block.out.weight, block.out.bias)
+        y = _linear(kept.attended.flatten(1), block.out.weight, block.out.bias, block.out_lora)
         kept.middle, normal = add_norm(x, y, block.between.weight, block.between.variance_epsilon)
-        kept.gate_up = normal @ block.gate_up.weight.t()
-        return kept.middle, swiglu(kept.gate_up) @ block.down.weight.t()
+        kept.gate_up = _linear(normal, block.gate_up.weight, None, block.gate_up.lora)
+        return kept.middle, _linear(swiglu(kept.gate_up), block.down.weight, None, block.down_lora)
 
     def _rule(self, block: Any) -> Any:
         return self.layout.rule(self.decoder.scale, block.window, None)
@@ -172,15 +178,18 @@ class _Run:
     def _mlp_backward(self, block: Any, kept: _Kept, grad: Tensor) -> Tensor:
         assert kept.gate_up is not None
         assert kept.middle is not None
-        d_gate_up, value = swiglu_backward(kept.gate_up, grad @ block.down.weight)
+        d_value, d_low = self._input_gradient(grad, block.down.weight, block.down_lora)
+        d_gate_up, value = swiglu_backward(kept.gate_up, d_value)
         kept.gate_up = None
         self._add_product(block.down.weight, grad, value)
+        self._add_lora(block.down_lora, grad, d_low, value)
+        d_normal, d_low = self._input_gradient(d_gate_up, block.gate_up.weight, block.gate_up.lora)
         d_middle, normal, d_weight = norm_backward(
-            kept.middle, block.between.weight, block.between.variance_epsilon, d_gate_up @ block.gate_up.weight, grad
+            kept.middle, block.between.weight, block.between.variance_epsilon, d_normal, grad
         )
         kept.middle = None
         self._add(block.between.weight, d_weight)
-        self._add_product(block.gate_up.weight, d_gate_up, normal)
+        self._add_joint(block.gate_up, d_gate_up, d_low, normal)
         return d_middle
 
     def _attention_backward(self, block: Any, kept: _Kept, grad: Tensor) -> Tensor:
@@ -191,46 +200,68 @@ class _Run:
         H, K, d = decoder.heads, decoder.kv_heads, decoder.head_size
         self._add_product(block.out.weight, grad, kept.attended.flatten(1))
         self._add_bias(block.out.bias, grad)
-        d_attended = (grad @ block.out.weight).view(-1, H, d)
+        d_attended, d_low = self._input_gradient(grad, block.out.weight, block.out_lora)
+        self._add_lora(block.out_lora, grad, d_low, kept.attended.flatten(1))
         turning = decoder.turning(block, self.at)
         qk = turning.forward(qkv)
         d_qk, d_qkv = torch.empty_like(qk), torch.empty_like(qkv)
         into = (d_qk[:, :H], d_qk[:, H:], d_qkv[:, (H + K) * d :].view(-1, K, d))
-        self.layout.backward(*decoder.split(qk, qkv), kept.attended, kept.lse, d_attended, self._rule(block), into)
+        d_heads = d_attended.view(-1, H, d)
+        self.layout.backward(*decoder.split(qk, qkv), kept.attended, kept.lse, d_heads, self._rule(block), into)
         of_norms = turning.backward(qkv, d_qk, d_qkv)
         if of_norms is not None:
             self._add(block.q_norm.weight, of_norms[0])
             self._add(block.k_norm.weight, of_norms[1])
         kept.qkv = kept.attended = kept.lse = None
-        d_x, normal, d_weight = norm_backward(
-            kept.x, block.before.weight, block.before.variance_epsilon, d_qkv @ block.qkv.weight, grad
-        )
+        d_normal, d_low = self._input_gradient(d_qkv, block.qkv.weight, block.qkv.lora)
+        d_x, normal, d_weight = norm_backward(kept.x, block.before.weight, block.before.variance_epsilon, d_normal, grad)
         self._add(block.before.weight, d_weight)
-        self._add_joint(block.qkv, d_qkv, normal)
+        self._add_joint(block.qkv, d_qkv, d_low, normal)
         return d_x
+
+    def _input_gradient(self, grad_NO: Tensor, weight: Tensor, lora: JointLora | None) -> tuple[Tensor, Tensor | None]:
+        """Of a linear layer's input, and of what an adapter's A makes of it."""
+        d_x = grad_NO @ weight
+        return d_x, None if lora is None or not lora.on else lora.add_input_gradient(grad_NO, d_x)
 
     def _embedding_backward(self, grad: Tensor) -> None:
         words = self.decoder.backbone.embed_tokens
+        if not words.weight.requires_grad:
+            return
         if words.padding_idx is not None:
             grad = grad.masked_fill((self.ids == words.padding_idx)[:, None], 0.0)
         # By sorting, on a GPU: rows of equal tokens are added in one order.
         self.sums.of(words.weight).index_put_((self.ids,), grad.float(), accumulate=True)
 
-    # Where gradients go.
+    # Where gradients go. Frozen weights get none, and cost none.
 
     def _add(self, weight: Tensor, value: Tensor) -> None:
-        self.sums.of(weight).add_(value)
+        if weight.requires_grad:
+            self.sums.of(weight).add_(value)
 
     def _add_product(self, weight: Tensor, grad_NO: Tensor, input_NI: Tensor) -> None:
-        add_product(self.sums.of(weight), grad_NO, input_NI)
+        if weight.requires_grad:
+            add_product(self.sums.of(weight), grad_NO, input_NI)
 
     def _add_bias(self, bias: Tensor | None, grad_NO: Tensor) -> None:
-        if bias is not None:
+        if bias is not None and bias.requires_grad:
             self.sums.of(bias).add_(grad_NO.sum(0, dtype=torch.float32))
 
-    def _add_joint(self, layer: FusedLinear, grad_NO: Tensor, input_NI: Tensor) -> None:
-        self._add_product(layer.weight, grad_NO, input_NI)
-        self._add_bias(layer.bias, grad_NO)
+    def _add_joint(self, layer: FusedLinear, grad_NO: Tensor, d_low: Tensor | None, input_NI: Tensor) -> None:
+        """By one product where all of the parts are trained."""
+        self._add_lora(layer.lora, grad_NO, d_low, input_NI)
+        if all(p.requires_grad for part in layer.parts for p in part.parameters()):
+            add_product(self.sums.of(layer.weight), grad_NO, input_NI)
+            if layer.bias is not None:
+                self.sums.of(layer.bias).add_(grad_NO.sum(0, dtype=torch.float32))
+            return
+        for part, own_NO in zip(layer.parts, torch.split(grad_NO, layer.sizes, 1), strict=True):
+            self._add_product(part.weight, own_NO, input_NI)
+            self._add_bias(part.bias, own_NO)
+
+    def _add_lora(self, lora: JointLora | None, grad_NO: Tensor, d_low: Tensor | None, input_NI: Tensor) -> None:
+        if lora is not None and d_low is not None:
+            lora.add_gradients(self.sums, grad_NO, d_low, input_NI)
 
     def gradients(self) -> list[Tensor | None]:
         """One for each parameter, for autograd; None where they went into the caller's sums."""

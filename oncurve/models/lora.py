@@ -1,8 +1,9 @@
 """LoRA by peft: small trained matrices beside frozen weights. W' = W + s·B·A, s = α/r, or α/√r (rsLoRA).
 
-The adapter is put into the transformers model itself, so sampler and learner go through its modules as ever, adapter on. A is
-drawn from the run's seed and B is 0, so a fresh adapter changes no bit of what the model says. Sources: LoRA, Hu et al. 2021;
-rsLoRA, Kalajdzievski 2023; DoRA, Liu et al. 2024; QLoRA, Dettmers et al. 2023. The only file that imports peft.
+The adapter is put into the transformers model itself, so sampler and learner go through its modules as ever, adapter on, or
+read its matrices where they lie (gpu_lora.py). A is drawn from the run's seed and B is 0, so a fresh adapter changes no bit of
+what the model says. Sources: LoRA, Hu et al. 2021; rsLoRA, Kalajdzievski 2023; DoRA, Liu et al. 2024; QLoRA, Dettmers et al.
+2023. The only file that imports peft.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,47 @@ ALL_LINEAR = "all-linear"
 def is_on(model: nn.Module) -> bool:
     """Whether a model carries an adapter."""
     return bool(getattr(model, "peft_config", None))
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """Plain LoRA of one linear layer, y += scale · (x Aᵀ) Bᵀ: the parameters themselves, and whose they are."""
+
+    layer: Any
+    a: nn.Parameter
+    b: nn.Parameter
+    scale: float
+
+    @property
+    def on(self) -> bool:
+        return not self.layer.disable_adapters
+
+
+def adapter_of(layer: Any) -> Adapter | None:
+    """The adapter of a layer that ``is_plain``; None of one that has none."""
+    if not _is_layer(layer):
+        return None
+    return Adapter(layer, layer.lora_A["default"].weight, layer.lora_B["default"].weight, layer.scaling["default"])
+
+
+def linear_of(layer: Any) -> nn.Linear:
+    """The linear layer itself, or the one within an adapted layer."""
+    linear: nn.Linear = layer.base_layer if _is_layer(layer) else layer
+    return linear
+
+
+def is_plain(layer: Any) -> bool:
+    """Whether a layer is linear, with no adapter or with plain LoRA: no DoRA, no dropout, no quantised weight."""
+    if not _is_layer(layer):
+        return type(layer) is nn.Linear
+    base = layer.base_layer
+    if type(base) is not nn.Linear or list(layer.lora_A) != ["default"] or list(layer.active_adapters) != ["default"]:
+        return False
+    a, b = layer.lora_A["default"], layer.lora_B["default"]
+    odd = (
+        layer.merged or layer.lora_variant or layer.fan_in_fan_out or not isinstance(layer.lora_dropout["default"], nn.Identity)
+    )
+    return not odd and b.bias is None and a.weight.dtype == b.weight.dtype == base.weight.dtype
 
 
 def attach(model: Any, settings: Lora, seed: int, base: str) -> None:

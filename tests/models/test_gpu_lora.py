@@ -1,0 +1,229 @@
+"""LoRA by the GPU's fast path against peft's own modules: values, the gradient of every A and B, and what is left to modules.
+
+Without a GPU the kernels run in Triton's interpreter: float32 here, bfloat16 in tests/gpu.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from oncurve.engines.cuda import GpuSampler
+from oncurve.engines.cuda_batch import Ask
+from oncurve.models import lora
+from oncurve.models.gpu_decoder import GpuDecoder
+from oncurve.models.gradients import GradientSums
+from oncurve.models.kernels.lora import spread, tiles_of
+from oncurve.models.packing import build_pack
+from oncurve.models.policy import Policy
+from oncurve.models.reference import Reference
+from oncurve.recipe.sections import Engine, Lora, Sampling
+from oncurve.records import Completion
+from tests.engines.plain import assert_logps, prompt_of
+from tests.engines.test_cuda import bits, sample, small_pages  # noqa: F401 (a fixture that goes with ``sample``)
+from tests.models.architectures import make_model, tokenizer
+from tests.models.test_kernels import on_gpu, pack_of
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SHAPE = [(5, [4, 1]), (3, [3])]
+HOW = Sampling(temperature=0.8, max_new_tokens=3)
+KINDS: list[tuple[str, dict[str, Any]]] = [
+    ("qwen3", {}),
+    ("qwen2", {"rank": 20, "rslora": True}),
+    ("llama", {"targets": ("q_proj", "v_proj", "down_proj")}),
+    ("mistral", {"targets": ("k_proj", "o_proj", "up_proj")}),
+]
+
+
+def adapted(name: str, kind: dict[str, Any]) -> PreTrainedModel:
+    """With an adapter that means something."""
+    model = make_model(name)
+    lora.attach(model, Lora.model_validate({"rank": 4, "alpha": 3.0, **kind}), 0, "base")
+    return shaken(model)
+
+
+@torch.no_grad()
+def shaken(model: PreTrainedModel, seed: int = 1) -> PreTrainedModel:
+    dice = torch.Generator().manual_seed(seed)
+    for p in lora.trained(model).values():
+        p.add_(torch.randn(p.shape, generator=dice) * 0.2)
+    return model
+
+
+def fast(model: PreTrainedModel) -> Policy:
+    """The policy with the GPU's path, wherever the tests run."""
+    policy = Policy(model.to(DEVICE), tokenizer())
+    policy.fused = GpuDecoder(policy.model)
+    return policy
+
+
+def modules(model: PreTrainedModel) -> Policy:
+    policy = Policy(model, tokenizer())
+    policy.fused = None
+    return policy
+
+
+def gradients(policy: Policy, sums: GradientSums | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    """The last hidden states of a pack, and each trained parameter's gradient of a sum of them."""
+    plain = policy.fused is None
+    pack = build_pack(pack_of(SHAPE), policy.device)
+    layout = pack.layout if plain else on_gpu(pack_of(SHAPE))
+    with policy.collecting(sums):
+        hidden = policy.hidden(pack.input_ids, pack.position_ids, layout)
+        weigh = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(2)).to(hidden)
+        (hidden * weigh).sum().backward()  # type: ignore[no-untyped-call]
+    named = dict(policy.model.named_parameters())
+    found = {n: (p.grad if sums is None else sums.of(p)) for n, p in named.items() if p.requires_grad}
+    assert all(p.grad is None for p in named.values() if not p.requires_grad or sums is not None)
+    return hidden.detach(), {name: grad for name, grad in found.items() if grad is not None}
+
+
+def apart(ours: Tensor, exact: Tensor) -> float:
+    return float((ours.double().cpu() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize(("name", "kind", "collected"), [(*KINDS[0], False), *((*kind, True) for kind in KINDS)], ids=str)
+def test_values_and_gradients_are_those_of_the_modules(name: str, kind: dict[str, Any], collected: bool) -> None:
+    """peft's layers in float64; autograd has our gradients, or float32 sums no longer than what is trained."""
+    exact = modules(adapted(name, kind))
+    exact.model.double()
+    hidden, expected = gradients(exact)
+    ours = fast(adapted(name, kind))
+    trained = lora.trained(ours.model)
+    sums = GradientSums([p for p in ours.model.parameters() if p.requires_grad]) if collected else None
+    own, found = gradients(ours, sums)
+    assert apart(own, hidden) < 1e-5
+    assert found.keys() == expected.keys() == trained.keys()
+    for parameter, grad in found.items():
+        assert apart(grad, expected[parameter]) < 1e-5, parameter
+    if sums is not None:
+        assert sum(len(b) for b in sums._buffers.values()) == sum(p.numel() for p in trained.values())
+
+
+def test_layers_that_keep_their_input_alone_have_the_same_gradient() -> None:
+    plain, checkpointed = fast(adapted("qwen3", {})), fast(adapted("qwen3", {}))
+    assert checkpointed.fused is not None
+    checkpointed.fused.checkpointed = 2
+    for one, other in zip(gradients(plain)[1].values(), gradients(checkpointed)[1].values(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_some_weights_trained_and_some_not() -> None:
+    """Of a joint product too: each trained weight has its gradient, the others none."""
+    found = []
+    for policy in (modules(make_model("qwen2")), fast(make_model("qwen2"))):
+        for name, p in policy.model.named_parameters():
+            p.requires_grad_("k_proj" in name or "up_proj" in name or name.endswith("0.input_layernorm.weight"))
+        found.append(gradients(policy)[1])
+    assert found[0].keys() == found[1].keys()
+    for name, grad in found[1].items():
+        assert apart(grad, found[0][name].double().cpu()) < 1e-5, name
+
+
+def test_off_it_is_the_base_and_a_reference_needs_no_second_model() -> None:
+    policy, base = fast(adapted("qwen3", {})), fast(make_model("qwen3"))
+    pack = build_pack(pack_of(SHAPE), DEVICE)
+    with torch.no_grad():
+        on = policy.pack_logps(pack)[0]
+        with lora.switched_off(policy.model):
+            off = policy.pack_logps(pack)[0]
+        assert torch.equal(off, base.pack_logps(pack)[0])
+        assert torch.equal(policy.pack_logps(pack)[0], on)
+    assert not torch.allclose(on, off, atol=1e-2)
+    fresh = make_model("qwen3")
+    lora.attach(fresh, Lora(rank=4), 0, "base")
+    policy = fast(fresh)
+    reference = Reference(policy)
+    shaken(policy.model)
+    assert torch.equal(reference.logps(pack, 1.0), off)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [KINDS[1], *(pytest.param(*kind, marks=pytest.mark.slow) for kind in (KINDS[0], KINDS[2]))], ids=str
+)
+def test_sampling_draws_what_the_modules_draw(name: str, kind: dict[str, Any]) -> None:
+    """The same tokens; log-probs those of a full forward of the merged model, in which no code of ours runs."""
+    model = adapted(name, kind)
+    merged = lora.merged(model)
+    policy = fast(copy.deepcopy(model))
+    (ours,), (theirs,) = sample(policy, (6,), HOW), sample(modules(model), (6,), HOW)
+    assert [c.token_ids.tolist() for c in ours] == [c.token_ids.tolist() for c in theirs]
+    for completion in ours:
+        assert_logps(merged, policy.encode(prompt_of(6)), completion, temperature=HOW.temperature)
+
+
+@torch.inference_mode()
+def drawn(sampler: GpuSampler) -> list[Completion]:
+    prompt = prompt_of(3)
+    ask = Ask([sampler.policy.encode(prompt)], [prompt.id], 1, HOW, 0, 1)
+    return [c for _, group in sampler.completions(ask, 1) for c in group]
+
+
+def test_an_update_of_the_adapter_is_seen_with_no_call() -> None:
+    """By the sampler as it stands: what it read before is where the new numbers are."""
+    policy = fast(adapted("qwen3", {}))
+    sampler = GpuSampler.of(policy, Engine(check_every=2))
+    assert sampler is not None
+    before, addresses = drawn(sampler), sampler.addresses
+    optimiser = torch.optim.AdamW([p for p in policy.model.parameters() if p.requires_grad], lr=0.1)
+    gradients(policy)
+    optimiser.step()
+    after = drawn(sampler)
+    assert sampler.addresses == addresses
+    assert bits(after) != bits(before)
+    merged = lora.merged(policy.model)
+    merged.set_attn_implementation("eager")
+    for completion in after:
+        assert_logps(merged, policy.encode(prompt_of(3)), completion, temperature=HOW.temperature)
+
+
+def with_config(**options: Any) -> PreTrainedModel:
+    model = make_model("llama")
+    peft.inject_adapter_in_model(peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], **options), model)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("options", "taken"),
+    [
+        ({}, True),
+        ({"use_rslora": True}, True),
+        ({"layers_to_transform": [1]}, True),
+        ({"rank_pattern": {"up_proj": 2}, "alpha_pattern": {"up_proj": 5}}, True),
+        ({"rank_pattern": {"q_proj": 2}}, False),
+        ({"use_dora": True}, False),
+        ({"lora_dropout": 0.1}, False),
+        ({"lora_bias": True}, False),
+    ],
+    ids=str,
+)
+def test_what_takes_the_fast_path(options: dict[str, Any], taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU no adapted model does; on a GPU plain adapters, whose joint layers have one rank."""
+    model = with_config(**options)
+    assert Policy(copy.deepcopy(model), tokenizer()).fused is None
+    monkeypatch.setattr(GpuDecoder, "device", "cpu")
+    assert (GpuDecoder.of(model) is not None) == taken
+
+
+@pytest.mark.parametrize("rank", [1, 16, 70])
+def test_the_kernel(rank: int) -> None:
+    """Rows that lie apart, columns that are no whole tile, a layer without an adapter in the middle."""
+    sizes, adapters, dice = [100, 30, 65], [True, False, True], torch.Generator().manual_seed(0)
+    both, b, bias = (torch.randn(*s, generator=dice) for s in ((40, sum(sizes) + 2 * rank), (165, rank), (195,)))
+    expected = (both[:, :195] + bias).double()
+    expected[:, :100] += 0.3 * both[:, 195 : 195 + rank].double() @ b[:100].double().T
+    expected[:, 130:] += 0.3 * both[:, 195 + rank :].double() @ b[100:].double().T
+    both, b, bias = both.to(DEVICE), b.to(DEVICE), bias.to(DEVICE)
+    out = torch.full((40, 195), torch.nan, device=DEVICE)
+    spread(both, both[:, 195:], b, 0.3, tiles_of(sizes, adapters, rank, DEVICE, every=True), bias, out)
+    assert apart(out, expected) < 1e-6
+    low = both[:, 195:].clone()
+    spread(both, low, b, 0.3, tiles_of(sizes, adapters, rank, DEVICE, every=False), None, both)
+    assert apart(both[:, :195] + bias, expected) < 1e-6
+    assert torch.equal(both[:, 195:], low)
