@@ -20,6 +20,7 @@ from oncurve.engines.cuda_pool import Shape
 from oncurve.engines.kernels import sampling as kernels
 from oncurve.engines.kernels.attention import Parts, Reach, Tables, attend
 from oncurve.engines.kernels.layers import add_norm, embed_norm, rotate_store, silu_mul, store
+from oncurve.engines.kernels.products import block_for, gated_product, product
 from oncurve.models.fused import FusedDecoder
 from oncurve.models.gpu_lora import JointLora
 from oncurve.models.logprobs import Head
@@ -122,7 +123,7 @@ class FusedStep:
             a = attend(q, pool, i, tables, reach, board.parts, decoder.scale, block.window, None)
             o = _linear(a.flatten(1), block.out.weight, block.out.bias, block.out_lora)
             h = add_norm(o, block.between.weight, block.between.variance_epsilon, residual)
-            h = silu_mul(_linear(h, block.gate_up.weight, None, block.gate_up.lora))
+            h = _gated(h, block.gate_up.weight, block.gate_up.lora)
             h = _linear(h, block.down.weight, None, block.down_lora)
             following = blocks[i + 1].before if i + 1 < len(blocks) else last
             h = add_norm(h, following.weight, following.variance_epsilon, residual)
@@ -130,6 +131,18 @@ class FusedStep:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, lora: JointLora | None) -> Tensor:
+    """[S, N], or float32 parts of it [parts, S, N], which the next kernel adds up."""
+    block = block_for(x, len(weight)) if lora is None or not lora.on else None
+    return _whole(x, weight, bias, lora) if block is None else product(x, weight, bias, block)
+
+
+def _gated(x: Tensor, gate_up: Tensor, lora: JointLora | None) -> Tensor:
+    """silu(gate)·up, [S, I]."""
+    block = block_for(x, len(gate_up) // 2, gated=True) if lora is None or not lora.on else None
+    return silu_mul(_whole(x, gate_up, None, lora)) if block is None else gated_product(x, gate_up, block)
+
+
+def _whole(x: Tensor, weight: Tensor, bias: Tensor | None, lora: JointLora | None) -> Tensor:
     if lora is None or not lora.on:
         return torch.nn.functional.linear(x, weight, bias)
     return lora.product(x, bias)

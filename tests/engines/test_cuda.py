@@ -7,9 +7,10 @@ import copy
 import pytest
 import torch
 
-from oncurve.engines import cuda_batch, cuda_pool
+from oncurve.engines import cuda_batch, cuda_pool, cuda_step
 from oncurve.engines.cuda import GpuSampler
 from oncurve.engines.cuda_batch import Ask, bucket
+from oncurve.engines.kernels.products import Block
 from oncurve.errors import ModelError
 from oncurve.models.policy import Policy
 from oncurve.recipe.sections import Engine, Sampling
@@ -53,6 +54,22 @@ def test_logps_are_those_of_a_full_forward(name: str) -> None:
     for n, group in zip((1, 10), sample(policy, (1, 10)), strict=True):
         for completion in group:
             assert_logps(model, policy.encode(prompt_of(n)), completion, temperature=0.8)
+
+
+def test_products_of_our_own_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU that they fill: q, k and v as a whole, parts that the next norm adds up, and the gated unit within."""
+    taken: list[tuple[int, bool]] = []
+
+    def block_for(x: torch.Tensor, outputs: int, *, gated: bool = False) -> Block:
+        taken.append((outputs, gated))
+        return Block(16, 16, 16, warps=4, stages=2, parts=1 if gated or outputs > x.shape[1] else x.shape[1] // 16)
+
+    monkeypatch.setattr(cuda_step, "block_for", block_for)
+    model = make_model("qwen3")
+    policy = Policy(copy.deepcopy(model), tokenizer())
+    for completion in sample(policy, (10,))[0]:
+        assert_logps(model, policy.encode(prompt_of(10)), completion, temperature=0.8)
+    assert len(set(taken)) == 3
 
 
 def test_where_the_pool_is_full_completions_wait_and_come_out_the_same() -> None:

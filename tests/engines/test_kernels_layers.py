@@ -41,6 +41,11 @@ def test_residual_and_norm(width: int, dtype: torch.dtype, within: float) -> Non
     found = layers.add_norm(more, weight, 1e-6, residual)
     assert torch.equal(residual, table[token].float() + more.float())
     assert close(found, normed(residual, weight, 1e-6), within)
+    before, parts = residual.clone(), noise(2, 3, width, seed=3)
+    found = layers.add_norm(parts, weight, 1e-6, residual)
+    assert found.dtype == dtype
+    assert torch.equal(residual, before + parts[0] + parts[1])
+    assert close(found, normed(residual, weight, 1e-6), within)
 
 
 @pytest.mark.parametrize("width", [5, 48, 1500])
@@ -60,6 +65,10 @@ def test_rotary_positions_and_the_pool(H: int, K: int, d: int, with_norm: bool) 
     angle = noise(40, d // 2, seed=3)
     turns = (angle.cos(), angle.sin())
     q = layers.rotate_store(qkv, pool, 1, pages, prompt, suffix, turns, norms, 1e-6)
+    summed = layers.rotate_store(
+        torch.stack((qkv - 1, torch.ones_like(qkv))), pool.clone(), 1, pages, prompt, suffix, turns, norms, 1e-6
+    )
+    assert close(summed[[0, 2]], q[[0, 2]], 1e-5)
     heads = qkv.double().view(3, -1, d)
     want_q, want_k, want_v = heads[:, :H], heads[:, H : H + K], heads[:, H + K :]
     if norms is not None:

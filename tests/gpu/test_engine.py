@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 
+from oncurve.engines.kernels.products import block_for
 from oncurve.engines.native import Draws, NativeEngine
 from oncurve.models import lora
 from oncurve.models.policy import Policy
@@ -111,6 +112,31 @@ def test_head_sizes(head_size: int, dtype: torch.dtype) -> None:
     found = errors(own, sample(own, LENGTHS, 2, Sampling(temperature=0.8, max_new_tokens=20)), 0.8)
     assert own.policy.fused is not None
     assert float(found.max()) < 1e-4 if dtype == torch.float32 else float(found.mean()) < 0.02
+
+
+def test_products_of_our_own() -> None:
+    """Widths and slots that fill an H200: log-probs, and the same bits whatever else is queued."""
+    words = tokenizer()
+    config = Qwen3Config(
+        vocab_size=len(words), hidden_size=1024, intermediate_size=3072, num_hidden_layers=2, num_attention_heads=16,
+        num_key_value_heads=8, head_dim=128, max_position_embeddings=2048, eos_token_id=words.eos_token_id,
+        pad_token_id=words.pad_token_id,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    own = engine_of(AutoModelForCausalLM.from_config(config, attn_implementation="eager").float(), torch.bfloat16, slots=256)
+    if torch.cuda.get_device_properties(0).multi_processor_count == 132 and torch.cuda.get_device_capability()[0] == 9:
+        x = torch.empty(256, 1024, dtype=torch.bfloat16, device="cuda")
+        assert block_for(x, 4096) is not None
+        assert block_for(x, 3072, gated=True) is not None
+    how = Sampling(max_new_tokens=30)
+    together = sample(own, LENGTHS, 4, how)
+    assert float(errors(own, together, 1.0).mean()) < 0.02
+    for length, group in zip(LENGTHS, together, strict=True):
+        assert bits(sample(own, (length,), 4, how)[0].completions) == bits(group.completions)
+    with torch.no_grad():
+        for weight in own.policy.model.parameters():
+            weight.mul_(1.1)
+    assert float(errors(own, sample(own, (65,), 2, how), 1.0).mean()) < 0.02, "weights changed in place are seen"
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

@@ -17,6 +17,11 @@ from tests.engines.test_kernels_layers import (  # noqa: F401
     test_residual_and_norm,
     test_rotary_positions_and_the_pool,
 )
+from tests.engines.test_kernels_products import (  # noqa: F401
+    test_a_row_depends_on_no_other,
+    test_parts_add_up_to_the_product,
+    test_the_gated_unit_behind_its_product,
+)
 from tests.engines.test_kernels_sampling import (  # noqa: F401
     test_a_tile_without_mass_is_never_drawn_from,
     test_idle_slots_draw_nothing_and_limits_end,

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from oncurve.engines.kernels.launch import early
+from oncurve.engines.kernels.launch import early, fetch
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -42,6 +42,10 @@ def tiles(head_size: int, dtype: torch.dtype) -> Tiles:
     """Small tiles and two warps: many programs on a multiprocessor keep its memory busy. Chosen by measurement on an H200."""
     wide = triton.next_power_of_2(head_size) * dtype.itemsize
     return Tiles(max(16, min(64, 8192 // wide)), 2, 3)
+
+
+AHEAD = 32
+"""Keys and values that a program fetches into the cache before it waits for its queries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +124,17 @@ def _walk(q, keys, values, first_M, low, count, scale, softcap,
 
 
 @triton.jit
-def _leave(out, tops, totals, acc, top, total, row_M, live_M, D: tl.constexpr, DP: tl.constexpr):
+def _leave(q, out, tops, totals, keys, values, slot_M, head_M, live_M, first_M, low, count, part, q_stride, scale, softcap,
+           H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+           PRECISION: tl.constexpr):  # fmt: skip
+    """The part of one page for queries of these slots and heads, written down."""
     at = tl.arange(0, DP)
-    where = row_M.to(tl.int64)[:, None] * D + at[None, :]
-    inside = live_M[:, None]
-    if D != DP:
-        inside = inside & (at[None, :] < D)
-    tl.store(out + where, acc, mask=inside)
+    inside = live_M[:, None] & (at < D)[None, :]
+    tile = tl.load(q + slot_M[:, None] * q_stride + head_M[:, None] * D + at[None, :], mask=inside, other=0.0)
+    acc, top, total = _walk(tile, keys, values, first_M, low, count, scale, softcap,
+                            D, DP, BN, WINDOW, SOFTCAP, PRECISION)  # fmt: skip
+    row_M = part + slot_M * H + head_M
+    tl.store(out + row_M[:, None] * D + at[None, :], acc, mask=inside)
     tl.store(tops + row_M, top, mask=live_M)
     tl.store(totals + row_M, total, mask=live_M)
 
@@ -137,73 +145,75 @@ def _parts(q, pool, members, prompt_page, suffix_page, suffix_list, prompt_lengt
            softcap, window,
            R: tl.constexpr, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
            BM_PROMPT: tl.constexpr, BM_SUFFIX: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-           PRECISION: tl.constexpr, LISTED: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+           PRECISION: tl.constexpr, LISTED: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """Programs of prompts first: they are the longest. Within each kind neighbours share a page index, so that the tables of
     one group, which point at the same pages, meet in the cache. LISTED: suffixes differ in length, and programs go by the list
-    of pages that are there; else every slot's every page has a program, which need not look it up."""
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
+    of pages that are there; else every slot's every page has a program, which need not look it up.
+
+    Tables, lengths, and the keys and values of earlier tokens do not change within a step: they are asked for before q is there.
+    """
     REP: tl.constexpr = H // K
-    pid = tl.program_id(0)
-    at = tl.arange(0, DP)
-    of_prompts = tables * prompt_pages * K
-    if pid < of_prompts:
-        table = pid % tables
-        head = pid // tables % K
-        page = pid // tables // K
-        m = tl.arange(0, BM_PROMPT)
+    BYTES: tl.constexpr = pool.dtype.element_ty.primitive_bitwidth // 8
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    n = tl.program_id(0)
+    m = tl.arange(0, BM_PROMPT)
+    slot_M = tl.zeros([BM_PROMPT], tl.int32)
+    of_prompt = n < tables * prompt_pages * K
+    if of_prompt:
+        head = n // tables % K
+        page = n // tables // K
+        table = n % tables
         slot_M = tl.load(members + table * R + m // REP, mask=m < R * REP, other=-1)
-        live_M = slot_M >= 0
-        any_slot = tl.max(slot_M, 0)
-        if any_slot >= 0:
-            length = tl.load(prompt_length + any_slot)
-            start = page * PAGE
-            count = tl.minimum(length - start, PAGE)
-            if count > 0:
-                slot_M = tl.maximum(slot_M, 0)
-                first_M = length + tl.load(suffix_length + slot_M, mask=live_M, other=1 << 30) - window + 1 - start
-                low = 0
-                if WINDOW:
-                    low = tl.maximum(tl.min(first_M, 0), 0) // BN * BN
-                row_M = slot_M * H + head * REP + m % REP
-                q_at = slot_M[:, None] * q_stride + (head * REP + m % REP)[:, None] * D + at[None, :]
-                tile = tl.load(q + q_at, mask=live_M[:, None] & (at[None, :] < D), other=0.0)
-                number = tl.load(prompt_page + table * prompt_table_width + page).to(tl.int64)
-                keys = pool + number * page_stride + head * PAGE * D
-                acc, top, total = _walk(tile, keys, keys + K * PAGE * D, first_M, low, count, scale, softcap,
-                                        D, DP, BN, WINDOW, SOFTCAP, PRECISION)  # fmt: skip
-                part = page.to(tl.int64) * slots * H
-                _leave(out + part * D, tops + part, totals + part, acc, top, total, row_M, live_M, D, DP)
+        slot = tl.max(slot_M, 0)
+        length = tl.load(prompt_length + slot, mask=slot >= 0, other=0)
+        number = tl.load(prompt_page + table * prompt_table_width + page)
     else:
-        pid -= of_prompts
-        slot = pid % slots
-        head = pid // slots % K
-        page = pid // slots // K
+        n -= tables * prompt_pages * K
         if LISTED:
-            place = tl.load(suffix_list + pid % listed)
+            place = tl.load(suffix_list + n % listed)
+            head = n // listed
             slot = tl.maximum(place, 0) // suffix_table_width
-            head = pid // listed
             page = tl.maximum(place, 0) % suffix_table_width
+        else:
+            slot = n % slots
+            head = n // slots % K
+            page = n // slots // K
         length = tl.load(suffix_length + slot) + 1
         if LISTED:
             length = tl.where(place < 0, 0, length)
-        start = page * PAGE
-        count = tl.minimum(length - start, PAGE)
+        number = tl.load(suffix_page + slot * suffix_table_width + page)
+    start = page * PAGE
+    count = tl.minimum(length - start, PAGE)
+    keys = pool + number.to(tl.int64) * page_stride + head * PAGE * D
+    values = keys + K * PAGE * D
+    if EARLY and AHEAD > 0:
         if count > 0:
-            m = tl.arange(0, BM_SUFFIX)
-            live_M = m < REP
-            first_M = length - window - start + tl.zeros([BM_SUFFIX], tl.int32)
+            size = tl.minimum(count, AHEAD) * D * BYTES
+            fetch(keys, size, AHEAD * D * BYTES // 64, 64)
+            fetch(values, size, AHEAD * D * BYTES // 64, 64)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    if count > 0:
+        if of_prompt:
+            live_M = slot_M >= 0
+            lane_M = tl.maximum(slot_M, 0)
+            first_M = length + tl.load(suffix_length + lane_M, mask=live_M, other=1 << 30) - window + 1 - start
+            low = 0
+            if WINDOW:
+                low = tl.maximum(tl.min(first_M, 0), 0) // BN * BN
+            _leave(q, out, tops, totals, keys, values, lane_M, head * REP + m % REP, live_M, first_M, low, count,
+                   page.to(tl.int64) * slots * H, q_stride, scale, softcap,
+                   H, D, DP, BN, WINDOW, SOFTCAP, PRECISION)  # fmt: skip
+        else:
+            r = tl.arange(0, BM_SUFFIX)
+            first_R = length - window - start + tl.zeros([BM_SUFFIX], tl.int32)
             low = 0
             if WINDOW:
                 low = tl.minimum(tl.maximum(length - window - start, 0), PAGE) // BN * BN
-            q_at = slot * q_stride + (head * REP + m)[:, None] * D + at[None, :]
-            tile = tl.load(q + q_at, mask=live_M[:, None] & (at[None, :] < D), other=0.0)
-            number = tl.load(suffix_page + slot * suffix_table_width + page).to(tl.int64)
-            keys = pool + number * page_stride + head * PAGE * D
-            acc, top, total = _walk(tile, keys, keys + K * PAGE * D, first_M, low, count, scale, softcap,
-                                    D, DP, BN, WINDOW, SOFTCAP, PRECISION)  # fmt: skip
-            part = (prompt_pages + page).to(tl.int64) * slots * H
-            _leave(out + part * D, tops + part, totals + part, acc, top, total, slot * H + head * REP + m, live_M, D, DP)
+            _leave(q, out, tops, totals, keys, values, slot + r * 0, head * REP + r, r < REP, first_R, low, count,
+                   (prompt_pages + page).to(tl.int64) * slots * H, q_stride, scale, softcap,
+                   H, D, DP, BN, WINDOW, SOFTCAP, PRECISION)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["prompt_pages", "slots"])
@@ -211,30 +221,34 @@ def _merge(out, parts, tops, totals, prompt_length, suffix_length, prompt_pages,
            H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, PARTS: tl.constexpr,
            EARLY: tl.constexpr):  # fmt: skip
     """PARTS at a time are read at once, not one after the other; those that are not there weigh exactly nothing."""
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
     slot, head = tl.program_id(0), tl.program_id(1)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     at, i = tl.arange(0, DP), tl.arange(0, PARTS)
-    row = slot * H + head
     own = tl.load(suffix_length + slot) + 1
     of_prompt = tl.where(own > 0, (tl.load(prompt_length + slot) + PAGE - 1) // PAGE, 0)
     count = of_prompt + (own + PAGE - 1) // PAGE
     skipped = prompt_pages - of_prompt
+    row = slot * H + head
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     best = float("-inf")
-    for first in range(0, count, PARTS):
-        n = first + i
-        where = tl.where(n < of_prompt, n, n + skipped) * slots * H + row
-        best = tl.maximum(best, tl.max(tl.load(tops + where, mask=n < count, other=float("-inf")), 0))
-    best = tl.where(best == float("-inf"), 0.0, best)
     acc = tl.zeros([DP], tl.float32)
     total = 0.0
     for first in range(0, count, PARTS):
-        for more in tl.static_range(PARTS):
-            n = first + more
-            where = tl.where(n < of_prompt, n, n + skipped).to(tl.int64) * slots * H + row
-            weight = tl.exp2(tl.load(tops + where, mask=n < count, other=float("-inf")) - best)
-            total += weight * tl.load(totals + where, mask=n < count, other=0.0)
-            acc += weight * tl.load(parts + where * D + at, mask=(n < count) & (at < D), other=0.0)
+        n = first + i
+        there = n < count
+        where = tl.where(n < of_prompt, n, n + skipped).to(tl.int64) * slots * H + row
+        top_N = tl.load(tops + where, mask=there, other=float("-inf"))
+        total_N = tl.load(totals + where, mask=there, other=0.0)
+        tile = tl.load(parts + where[:, None] * D + at[None, :], mask=there[:, None] & (at < D)[None, :], other=0.0)
+        new = tl.maximum(best, tl.max(top_N, 0))
+        base = tl.where(new == float("-inf"), 0.0, new)
+        weight_N = tl.exp2(top_N - base)
+        shrink = tl.exp2(best - base)
+        acc = acc * shrink + tl.sum(weight_N[:, None] * tile, 0)
+        total = total * shrink + tl.sum(weight_N * total_N, 0)
+        best = new
     total = tl.where(total == 0.0, 1.0, total)
     tl.store(out + row * D + at, (acc / total).to(out.dtype.element_ty), mask=at < D)
 
@@ -267,7 +281,7 @@ def attend(
         R=R, H=H, K=K, D=d, DP=padded, PAGE=page, BM_PROMPT=max(16, triton.next_power_of_2(R * rep)),
         BM_SUFFIX=max(16, triton.next_power_of_2(rep)), BN=how.keys, WINDOW=window is not None, SOFTCAP=softcap is not None,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=how.warps, num_stages=how.stages,
-        LISTED=reach.listed is not None, **early(q.device),
+        LISTED=reach.listed is not None, AHEAD=AHEAD if d == padded else 0, **early(q.device),
     )  # fmt: skip
     out = torch.empty((S, H, d), dtype=q.dtype, device=q.device)
     _merge[(S, H)](

@@ -18,10 +18,9 @@ from oncurve.engines.kernels.launch import early
 
 
 @triton.jit
-def _norm(x, weight, out, row, eps, D: tl.constexpr, DP: tl.constexpr):
+def _norm(x, w, out, row, eps, D: tl.constexpr, DP: tl.constexpr):
     at = tl.arange(0, DP)
     scale = tl.rsqrt(tl.sum(x * x, 0) / D + eps)
-    w = tl.load(weight + at, mask=at < D, other=0.0).to(tl.float32)
     tl.store(out + row * D + at, (x * scale * w).to(out.dtype.element_ty), mask=at < D)
 
 
@@ -29,23 +28,30 @@ def _norm(x, weight, out, row, eps, D: tl.constexpr, DP: tl.constexpr):
 def _embed_norm(token, table, weight, residual, out, eps, D: tl.constexpr, DP: tl.constexpr, EARLY: tl.constexpr):
     if EARLY:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0)
     at = tl.arange(0, DP)
+    w = tl.load(weight + at, mask=at < D, other=0.0).to(tl.float32)
     x = tl.load(table + tl.load(token + row).to(tl.int64) * D + at, mask=at < D, other=0.0).to(tl.float32)
     tl.store(residual + row * D + at, x, mask=at < D)
-    _norm(x, weight, out, row, eps, D, DP)
+    _norm(x, w, out, row, eps, D, DP)
 
 
-@triton.jit
-def _add_norm(more, weight, residual, out, eps, D: tl.constexpr, DP: tl.constexpr, EARLY: tl.constexpr):
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
+@triton.jit(do_not_specialize=["slots"])
+def _add_norm(more, weight, residual, out, eps, slots, D: tl.constexpr, DP: tl.constexpr, PARTS: tl.constexpr,
+              EARLY: tl.constexpr):  # fmt: skip
     row = tl.program_id(0)
     at = tl.arange(0, DP)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    w = tl.load(weight + at, mask=at < D, other=0.0).to(tl.float32)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     x = tl.load(residual + row * D + at, mask=at < D, other=0.0)
-    x += tl.load(more + row * D + at, mask=at < D, other=0.0).to(tl.float32)
+    for part in tl.static_range(PARTS):
+        x += tl.load(more + (part * slots + row) * D + at, mask=at < D, other=0.0).to(tl.float32)
     tl.store(residual + row * D + at, x, mask=at < D)
-    _norm(x, weight, out, row, eps, D, DP)
+    _norm(x, w, out, row, eps, D, DP)
 
 
 def _warps(width: int) -> int:
@@ -61,18 +67,23 @@ def embed_norm(token_S: Tensor, table_VD: Tensor, weight_D: Tensor, eps: float, 
     return out
 
 
-def add_norm(more_SD: Tensor, weight_D: Tensor, eps: float, residual_SD: Tensor) -> Tensor:
-    """residual += more, in place; returns w·x·(mean x² + eps)^−½ of the sum."""
+def add_norm(more: Tensor, weight_D: Tensor, eps: float, residual_SD: Tensor) -> Tensor:
+    """residual += more, in place; returns w·x·(mean x² + eps)^−½ of the sum. ``more`` is [S, D], or [parts, S, D] to be added
+    up."""
     S, D = residual_SD.shape
-    out = torch.empty_like(more_SD)
+    out = torch.empty((S, D), dtype=weight_D.dtype, device=more.device)
     DP = triton.next_power_of_2(D)
-    _add_norm[(S,)](more_SD, weight_D, residual_SD, out, eps, D=D, DP=DP, num_warps=_warps(DP), **early(out.device))
+    _add_norm[(S,)](
+        more, weight_D, residual_SD, out, eps, S, D=D, DP=DP, PARTS=more.numel() // (S * D), num_warps=_warps(DP),
+        **early(out.device),
+    )  # fmt: skip
     return out
 
 
 @triton.jit
 def _silu_mul(both, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -92,43 +103,52 @@ def silu_mul(both_S2I: Tensor) -> Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots"])
 def _rotate_store(qkv, q_out, pool, page_S, prompt_length, suffix_length, cos, sin, q_weight, k_weight, eps,
-                  page_stride, table_width,
+                  page_stride, table_width, slots,
                   H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
-                  NORM: tl.constexpr, HEADS: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
-    """HEADS rows of [q heads | k heads | v heads] of one slot, as two halves of the head."""
+                  NORM: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+    """HEADS rows of [q heads | k heads | v heads] of one slot, as two halves of the head. All but the product itself is read
+    before the product is there."""
     if EARLY:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()  # attention's programs may take their places
     slot = tl.program_id(0)
     h = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     half = tl.arange(0, HALF)
-    inside = (h < H + 2 * K)[:, None] & (half < D // 2)[None, :]
+    here = half < D // 2
+    inside = (h < H + 2 * K)[:, None] & here[None, :]
+    is_q, is_v = h < H, h >= H + K
+    own = tl.load(suffix_length + slot)
+    position = tl.load(prompt_length + slot) + tl.maximum(own, 0)
+    page = tl.load(page_S + slot * table_width + tl.maximum(own, 0) // PAGE).to(tl.int64)
+    c = tl.load(cos + position * (D // 2) + half, mask=here, other=0.0)[None, :]
+    s = tl.load(sin + position * (D // 2) + half, mask=here, other=0.0)[None, :]
+    if NORM:
+        q_one = tl.load(q_weight + half, mask=here, other=0.0)[None, :]
+        k_one = tl.load(k_weight + half, mask=here, other=0.0)[None, :]
+        q_two = tl.load(q_weight + D // 2 + half, mask=here, other=0.0)[None, :]
+        k_two = tl.load(k_weight + D // 2 + half, mask=here, other=0.0)[None, :]
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     source = qkv + slot * (H + 2 * K) * D + h[:, None] * D + half[None, :]
     one = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     two = tl.load(source + D // 2, mask=inside, other=0.0).to(tl.float32)
-    is_q, is_v = h < H, h >= H + K
+    for part in tl.static_range(1, PARTS):
+        more = source + part * slots * (H + 2 * K) * D
+        one += tl.load(more, mask=inside, other=0.0).to(tl.float32)
+        two += tl.load(more + D // 2, mask=inside, other=0.0).to(tl.float32)
     if NORM:
         scale = tl.rsqrt((tl.sum(one * one, 1) + tl.sum(two * two, 1)) / D + eps)
-        here = (half < D // 2)[None, :]
-        w_one = tl.where(is_q[:, None], tl.load(q_weight + half[None, :], mask=here, other=0.0),
-                         tl.load(k_weight + half[None, :], mask=here, other=0.0)).to(tl.float32)  # fmt: skip
-        w_two = tl.where(is_q[:, None], tl.load(q_weight + D // 2 + half[None, :], mask=here, other=0.0),
-                         tl.load(k_weight + D // 2 + half[None, :], mask=here, other=0.0)).to(tl.float32)  # fmt: skip
+        w_one = tl.where(is_q[:, None], q_one, k_one).to(tl.float32)
+        w_two = tl.where(is_q[:, None], q_two, k_two).to(tl.float32)
         one = tl.where(is_v[:, None], one, one * scale[:, None] * w_one)
         two = tl.where(is_v[:, None], two, two * scale[:, None] * w_two)
-    own = tl.load(suffix_length + slot)
-    position = tl.load(prompt_length + slot) + tl.maximum(own, 0)
-    c = tl.load(cos + position * (D // 2) + half, mask=half < D // 2, other=0.0)[None, :]
-    s = tl.load(sin + position * (D // 2) + half, mask=half < D // 2, other=0.0)[None, :]
     turned_one = tl.where(is_v[:, None], one, one * c - two * s)
     turned_two = tl.where(is_v[:, None], two, two * c + one * s)
     to_q = q_out + slot * H * D + h[:, None] * D + half[None, :]
     tl.store(to_q, turned_one.to(q_out.dtype.element_ty), mask=inside & is_q[:, None])
     tl.store(to_q + D // 2, turned_two.to(q_out.dtype.element_ty), mask=inside & is_q[:, None])
     if own >= 0:
-        page = tl.load(page_S + slot * table_width + own // PAGE).to(tl.int64)
         rows = (h - H)[:, None] * PAGE * D + (own % PAGE) * D  # values follow keys: head K of them is the first of values
         to_pool = pool + page * page_stride + rows + half[None, :]
         kept = inside & (h >= H)[:, None]
@@ -137,7 +157,7 @@ def _rotate_store(qkv, q_out, pool, page_S, prompt_length, suffix_length, cos, s
 
 
 def rotate_store(
-    qkv_SE: Tensor,
+    qkv: Tensor,
     pool: Tensor,
     layer: int,
     page_SP: Tensor,
@@ -148,21 +168,21 @@ def rotate_store(
     eps: float,
 ) -> Tensor:
     """Norms of q and k where the model has them, rotary positions, and the new keys and values into the pool; returns q
-    [S, H, d].
+    [S, H, d]. ``qkv`` is [S, E], or [parts, S, E] to be added up.
 
     ``turns`` are cos and sin of [positions, d/2] in float32: (x₁, x₂) ↦ (x₁ cos − x₂ sin, x₂ cos + x₁ sin) of a head's
     halves.
     """
-    S, E = qkv_SE.shape
+    S, E = qkv.shape[-2:]
     _, _, _, K, page, d = pool.shape
     H = E // d - 2 * K
-    q = torch.empty((S, H, d), dtype=qkv_SE.dtype, device=qkv_SE.device)
+    q = torch.empty((S, H, d), dtype=pool.dtype, device=qkv.device)
     heads = min(8, triton.next_power_of_2(H + 2 * K))
-    q_weight, k_weight = norms or (qkv_SE, qkv_SE)
+    q_weight, k_weight = norms or (qkv, qkv)
     _rotate_store[(S, triton.cdiv(H + 2 * K, heads))](
-        qkv_SE, q, pool[:, layer], page_SP, prompt_length_S, suffix_length_S, *turns, q_weight, k_weight, eps, pool.stride(0),
-        page_SP.shape[1], H=H, K=K, D=d, HALF=triton.next_power_of_2(d // 2), PAGE=page, NORM=norms is not None, HEADS=heads,
-        num_warps=2, **early(q.device),
+        qkv, q, pool[:, layer], page_SP, prompt_length_S, suffix_length_S, *turns, q_weight, k_weight, eps, pool.stride(0),
+        page_SP.shape[1], S, H=H, K=K, D=d, HALF=triton.next_power_of_2(d // 2), PAGE=page, NORM=norms is not None, HEADS=heads,
+        PARTS=qkv.numel() // (S * E), num_warps=2, **early(q.device),
     )  # fmt: skip
     return q
 
