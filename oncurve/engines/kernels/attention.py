@@ -150,7 +150,7 @@ def _parts(q, pool, members, prompt_page, suffix_page, suffix_list, prompt_lengt
     one group, which point at the same pages, meet in the cache. LISTED: suffixes differ in length, and programs go by the list
     of pages that are there; else every slot's every page has a program, which need not look it up.
 
-    Tables, lengths, and the keys and values of earlier tokens do not change within a step: they are asked for before q is there.
+    Tables, lengths, and keys and values of earlier tokens do not change within a step: they are asked for before q is there.
     """
     REP: tl.constexpr = H // K
     BYTES: tl.constexpr = pool.dtype.element_ty.primitive_bitwidth // 8
@@ -187,7 +187,7 @@ def _parts(q, pool, members, prompt_page, suffix_page, suffix_list, prompt_lengt
     count = tl.minimum(length - start, PAGE)
     keys = pool + number.to(tl.int64) * page_stride + head * PAGE * D
     values = keys + K * PAGE * D
-    if EARLY and AHEAD > 0:
+    if EARLY and AHEAD > 0:  # noqa: SIM102, the one is known when this is compiled
         if count > 0:
             size = tl.minimum(count, AHEAD) * D * BYTES
             fetch(keys, size, AHEAD * D * BYTES // 64, 64)

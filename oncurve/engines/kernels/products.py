@@ -1,8 +1,8 @@
 """Products of a decode step: y = x·Wᵀ (+ b), and silu(x·Gᵀ)·(x·Uᵀ) in one launch, of few rows and 16-bit factors.
 
-A library's product is a little faster by itself, but it begins when the kernel before it has ended, and the kernel behind it when
-it has. These take their places early, as all kernels of a step do, and what follows them adds up their parts or needs no launch
-at all. They are used where one launch fills the GPU about once; elsewhere torch's are.
+A library's product is a little faster by itself, but it begins when the kernel before it has ended, and the kernel behind it
+when it has. These take their places early, as all kernels of a step do, and what follows them adds up their parts or needs no
+launch at all. They are used where one launch fills the GPU about once; elsewhere torch's are.
 
 A long inner dimension is cut into parts, whose float32 sums the next kernel adds in their order: bits depend on nothing else.
 
@@ -90,8 +90,7 @@ def _product(x, w, bias, out, slots, N: tl.constexpr, D: tl.constexpr, SPAN: tl.
         if GATED:
             up = tl.dot(a, tl.trans(tl.load(from_w + N * D + start)), up)
     if BIAS:
-        if part == 0:
-            acc += tl.load(bias + n)[None, :].to(tl.float32)
+        acc += tl.load(bias + n, mask=(n < N) & (part == 0), other=0.0)[None, :].to(tl.float32)
     if GATED:
         acc = acc / (1.0 + tl.exp(-acc)) * up
     to = out + (part * slots + m)[:, None] * N + n[None, :]
@@ -100,7 +99,7 @@ def _product(x, w, bias, out, slots, N: tl.constexpr, D: tl.constexpr, SPAN: tl.
 
 def product(x_SD: Tensor, weight_ND: Tensor, bias_N: Tensor | None, block: Block) -> Tensor:
     """x·Wᵀ + b: [S, N] in x's precision, or float32 [parts, S, N] which add up to it."""
-    (S, D), N = x_SD.shape, weight_ND.shape[0]
+    S, N = len(x_SD), len(weight_ND)
     shape, dtype = ((S, N), x_SD.dtype) if block.parts == 1 else ((block.parts, S, N), torch.float32)
     out = torch.empty(shape, dtype=dtype, device=x_SD.device)
     _launch(x_SD, weight_ND, bias_N, out, N, block, gated=False)
