@@ -24,7 +24,7 @@ from oncurve.engines.cuda_batch import Ask as Call
 from oncurve.engines.cuda_batch import GpuBatch, Row
 from oncurve.engines.cuda_pool import PAGE, PagedPool, pages_for
 from oncurve.engines.cuda_round import Round
-from oncurve.engines.cuda_step import Board, Limits, _products
+from oncurve.engines.cuda_step import Board, Limits, products
 from oncurve.engines.kernels.attention import Reach
 from oncurve.engines.kernels.choosing import Wishes, choose
 from oncurve.engines.kernels.sampling import Rule
@@ -64,7 +64,7 @@ class ServingSampler(GpuSampler):
         assert self.board is not None
         assert self.pool.data is not None
         head, board = self.policy.head, self.board
-        logits_SV = _products(head, self.step.hidden(board, self.pool.data, reach))
+        logits_SV = products(head, self.step.hidden(board, self.pool.data, reach))
         choose(logits_SV, board.slots, self.wishes, board.is_end_V, Rule(scale=head.scale, softcap=head.softcap))
 
 
