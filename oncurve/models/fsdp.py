@@ -74,6 +74,11 @@ class ShardedPolicy(Policy):
                 for p in layer.get_submodule(name).parameters():
                     p.partial_over = together  # type: ignore[attr-defined]
         self.passes = fully_shard(whole, **how, reshard_after_forward=False)
+        # By itself FSDP2 fetches ahead what came before in all passes since the last one back. Ranks that sampled nothing, or
+        # other numbers of tokens, would not fetch alike.
+        for before, layer in zip([layers[0], *layers], layers, strict=False):
+            layer.set_modules_to_backward_prefetch([before])  # type: ignore[operator]
+        self.passes.set_modules_to_backward_prefetch([layers[-1]])
         for module in self._modules:
             module.set_gradient_divide_factor(1.0)  # our losses are shares of the step's: gradients are summed
             module.set_force_sum_reduction_for_comms(True)
