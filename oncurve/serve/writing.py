@@ -27,12 +27,16 @@ class Unfolding:
 
     def push(self, *token_ids: int, last: bool = False) -> str:
         """The text that has become certain with these tokens."""
+        known = len(self._ids)
         self._ids += token_ids
         first = max(0, self._told - CONTEXT)
         before = self._decode(self._ids[first : self._told])
         now = self._decode(self._ids[first:])
         if now.endswith(HALF) and not last:
-            return ""
+            if len(token_ids) == 1:
+                return ""
+            del self._ids[known:]
+            return "".join(self.push(token_id) for token_id in token_ids)
         self._told = len(self._ids)
         return now[len(before) :]
 

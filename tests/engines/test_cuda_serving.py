@@ -18,10 +18,10 @@ from tests.models.architectures import make_model, tokenizer
 
 SLOTS, LIMIT = 3, 12
 SETTINGS = (
-    Sampling(max_new_tokens=6),
-    Sampling(max_new_tokens=4, temperature=0.0),
-    Sampling(max_new_tokens=5, temperature=0.7, top_p=0.8),
-    Sampling(max_new_tokens=6, top_k=3, min_p=0.05, min_new_tokens=5),
+    Sampling(max_new_tokens=5),
+    Sampling(max_new_tokens=3, temperature=0.0),
+    Sampling(max_new_tokens=4, temperature=0.7, top_p=0.8),
+    Sampling(max_new_tokens=5, top_k=3, min_p=0.05, min_new_tokens=4),
 )
 
 
@@ -151,14 +151,14 @@ def test_beyond_capacity_requests_wait_and_one_taken_back_frees_its_slots() -> N
 
 
 def test_where_the_pool_is_full_requests_wait_and_nothing_is_told_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five pages of four positions: two for each prompt but the shortest, three for a completion of twelve. What has to start
+    """Four pages of four positions: one for each prompt but the shortest, two for a completion of six. What has to start
     again goes on where it was."""
-    how = Sampling(max_new_tokens=LIMIT, min_new_tokens=LIMIT)
-    asks = [Ask(policy().encode(prompt_of(n)), 1, how, seed=n) for n in (1, 8, 5)]
+    how = Sampling(max_new_tokens=6, min_new_tokens=6)
+    asks = [Ask(policy().encode(prompt_of(n)), 1, how, seed=n) for n in (1, 5, 4)]
     free = opened()
     numbers = [free.submit(one) for one in asks]
     expected = finish(free)
-    full = opened(pages=5, monkeypatch=monkeypatch)
+    full = opened(pages=4, monkeypatch=monkeypatch)
     send_back, sent_back = full._send_back, list[int]()
 
     def watched(slot: int) -> None:
@@ -170,12 +170,12 @@ def test_where_the_pool_is_full_requests_wait_and_nothing_is_told_twice(monkeypa
     found = finish(full)
     assert sent_back, "the pool was large enough for all"
     assert [bits(found[b]) for b in again] == [bits(expected[a]) for a in numbers]
-    assert full.context == 16
+    assert full.context == 12
     assert_nothing_is_left(full)
 
 
 def test_a_stop_string_over_two_tokens() -> None:
-    ids, how = policy().encode(prompt_of(9)), Sampling(max_new_tokens=LIMIT, min_new_tokens=LIMIT)
+    ids, how = policy().encode(prompt_of(9)), Sampling(max_new_tokens=8, min_new_tokens=8)
     session = opened()
     number = session.submit(Ask(ids, 1, how, seed=3))
     whole = policy().decode(np.array([t.token_id for t in finish(session)[number]]))
