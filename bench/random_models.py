@@ -10,7 +10,9 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from oncurve.models import lora
 from oncurve.models.policy import Policy
+from oncurve.recipe.sections import Lora
 from oncurve.records import Aspect, Completion, GradedGroup, Group, Prompt, ScoredCompletion, ScoredGroup
 
 VOCABULARY = 151_936
@@ -49,8 +51,12 @@ def make_model(size: str, device: torch.device, dtype: torch.dtype) -> Qwen3ForC
     return model.to(dtype)
 
 
-def make_policy(size: str, device: torch.device, dtype: torch.dtype) -> Policy:
-    return Policy(make_model(size, device, dtype), make_tokenizer(shape_of(size)["vocab_size"]))
+def make_policy(size: str, device: torch.device, dtype: torch.dtype, lora_rank: int = 0) -> Policy:
+    """``lora_rank``: with an adapter on every linear layer; 0: none."""
+    model = make_model(size, device, dtype)
+    if lora_rank:
+        lora.attach(model, Lora(rank=lora_rank), 0, "random")
+    return Policy(model, make_tokenizer(shape_of(size)["vocab_size"]))
 
 
 def texts(count: int, tokens: int, words: int) -> list[str]:

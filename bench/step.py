@@ -3,6 +3,7 @@
     python bench/step.py --against trl,trl+vllm       all of it; writes bench/results/step.json
     python bench/step.py --only step --against …      whole steps, and nothing else
     python bench/step.py --only long,linear,mfu       the update alone: long prompts, growth, use of the matrix rate
+    python bench/step.py --only lora                  whole steps: all weights, an adapter, an adapter through peft's modules
     python bench/step.py --table                      puts the numbers of that file into bench/README.md
 
 Every figure is a median over steps after a warm-up, on random weights and random prompts: the work is measured, not the
@@ -49,7 +50,7 @@ HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "step.json"
 README = HERE / "README.md"
 PACKAGES = ("torch", "transformers", "triton", "trl", "vllm")
-PARTS = ("step", "long", "linear", "mfu")
+PARTS = ("step", "long", "linear", "mfu", "lora")
 Row = dict[str, Any]
 
 
@@ -65,9 +66,9 @@ def stage(args: argparse.Namespace, beta: float, **more: Any) -> Grpo:
     return Grpo.model_validate({**plain, "tokens_per_pack": args.pack, "optimiser": {"learning_rate": 1e-6}, **more})
 
 
-def policy_of(size: str) -> Policy:
+def policy_of(size: str, lora_rank: int = 0) -> Policy:
     on_gpu = torch.cuda.is_available()
-    return make_policy(size, torch.device("cuda" if on_gpu else "cpu"), torch.bfloat16 if on_gpu else torch.float32)
+    return make_policy(size, torch.device("cuda" if on_gpu else "cpu"), torch.bfloat16 if on_gpu else torch.float32, lora_rank)
 
 
 def peak_gib() -> float | None:
@@ -92,9 +93,8 @@ def timed(do: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def whole_step(args: argparse.Namespace, beta: float) -> Row:
+def whole_step(args: argparse.Namespace, beta: float, policy: Policy) -> Row:
     """Sample, score, grade, update, as a run does it; recording aside."""
-    policy = policy_of(args.size)
     fresh_peak()
     words = shape_of(args.size)["vocab_size"]
     task = PromptList.of(texts(args.prompts * (args.steps + 2), args.prompt, words))
@@ -188,6 +188,21 @@ def matrix_use(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
+def adapters(args: argparse.Namespace) -> list[Row]:
+    """A step that trains all weights; one that trains an adapter; the same through peft's modules."""
+    rows = []
+    for trained, rank, modules in (("all weights", 0, False), ("LoRA", args.rank, False), ("LoRA by modules", args.rank, True)):
+        policy = policy_of(args.size, rank)
+        if modules:
+            policy.fused = None
+        row = whole_step(args, 0.0, policy)
+        phases = row["phases_s"]
+        rows.append({"trained": trained, "rank": rank, "sample_s": phases["sample"], "update_s": phases["update"], **row})
+        del policy
+        fresh_peak()
+    return rows
+
+
 def peer(args: argparse.Namespace, name: str) -> Iterator[Row]:
     """TRL in a process of its own, β after β; `trl+vllm`: with vLLM beside it there, at a share of memory that holds the work.
 
@@ -258,14 +273,14 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
     if "step" in wanted:
         found["step"] = []
         for beta in args.betas.split(","):
-            found["step"].append(whole_step(args, float(beta)))
+            found["step"].append(whole_step(args, float(beta), policy_of(args.size)))
             fresh_peak()
             yield found
         for name in filter(None, args.against.split(",")):
             for row in peer(args, name):
                 found["step"].append(row)
                 yield found
-    for name, part in (("long", long_prompts), ("linear", growth), ("mfu", matrix_use)):
+    for name, part in (("long", long_prompts), ("linear", growth), ("mfu", matrix_use), ("lora", adapters)):
         if name in wanted:
             found[name] = part(args)
             fresh_peak()
@@ -293,6 +308,7 @@ def tables(found: Row) -> str:
         ("long", ("shared", "prompt", "new", "group", "seconds", "tflops", "peak_gib", "times_faster")),
         ("linear", ("times", "completions", "seconds", "ms_per_completion", "mfu", "peak_gib")),
         ("mfu", ("size", "prompt", "new", "seconds", "tflops", "mfu", "peak_gib")),
+        ("lora", ("trained", "rank", "step_s", "sample_s", "update_s", "mfu", "peak_gib")),
     ):
         if name in found:
             lines += ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
@@ -320,6 +336,7 @@ def arguments() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--betas", default="0,0.04")
     parser.add_argument("--mfu-sizes", default="1.7b,4b")
+    parser.add_argument("--rank", type=int, default=32, help="of the adapter of --only lora")
     parser.add_argument("--against", default="", help="trl, trl+vllm")
     parser.add_argument("--peer-path", default="", help="put before PYTHONPATH for the peers' processes")
     parser.add_argument("--peer-limit", type=float, default=300.0, help="seconds after which a peer is stopped")

@@ -23,7 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from oncurve.engines.cuda_pool import PAGE, PagedPrefill, pages_for
+from oncurve.engines.cuda_pool import PAGE, PagedPool, PagedPrefill, pages_for
+from oncurve.engines.cuda_round import Round, read
+from oncurve.engines.cuda_step import Board
 from oncurve.engines.kernels.attention import Reach
 from oncurve.engines.randomness import row_key
 from oncurve.errors import ModelError
@@ -91,36 +93,28 @@ class Ask:
         return key - (1 << 64) if key >> 63 else key
 
 
-@dataclass(frozen=True, slots=True)
-class Round:
-    """Tokens under way: who sat where (0: nobody), from which position on, how many, and where they will be read."""
-
-    age_S: Ints
-    start_S: Ints
-    tokens: int
-    drawn: Tensor
-    logps: Tensor
-    done: torch.cuda.Event | None
-
-
 class GpuBatch:
-    """One call of ``sample``: the queue, the slots, the pages, and what has been written."""
+    """One call of ``sample``: the queue, the slots, the pages, and what has been written.
+
+    Serving (cuda_serving.py) drives the same machinery with settings that differ by group: it overrides how they are looked up.
+    """
 
     row_type = Row
 
     def __init__(self, sampler: GpuSampler, ask: Ask, slots: int) -> None:
         self.sampler, self.ask, self.how = sampler, ask, ask.how
-        self.board, self.pool = sampler.prepare(ask, slots)
-        self.rows = [[self.row_type(g, s) for s in range(ask.group_size)] for g in range(len(ask.prompt_ids))]
-        self.waiting = deque(row for group in self.rows for row in group)
-        self.left = [ask.group_size] * len(self.rows)
+        self.board, self.pool = self._prepare(slots)
+        self.prompt_ids = dict(enumerate(ask.prompt_ids))
+        self.rows = {g: [self.row_type(g, s) for s in range(ask.group_size)] for g in self.prompt_ids}
+        self.waiting = deque(row for group in self.rows.values() for row in group)
+        self.missing = dict.fromkeys(self.rows, ask.group_size)
         self.prompt_pages: dict[int, list[int]] = {}
         S, R, limit = slots, self.board.limits.members, ask.how.max_new_tokens
         self.row_in: list[Row | None] = [None] * S
         self.age_S, self.since_S = np.zeros(S, np.int64), np.zeros(S, np.int64)
         self.seated = 0
         self.own_pages: list[list[int]] = [[] for _ in range(S)]
-        self.launched_S = np.zeros(S, np.int64)
+        self.launched_S, self.limit_S = np.zeros(S, np.int64), np.zeros(S, np.int64)
         self.members = np.full((S, R), -1, np.int32)
         self.table_of: list[int] = [-1] * S
         self.table_group: list[int] = [-1] * S
@@ -132,6 +126,16 @@ class GpuBatch:
         self.logp_ST3 = np.zeros((S, limit, 3), np.float32)
         self.is_end_V = np.zeros(len(self.board.is_end_V), bool)
         self.is_end_V[list(sampler.policy.end_ids)] = True
+
+    def _prepare(self, slots: int) -> tuple[Board, PagedPool]:
+        return self.sampler.prepare(self.ask, slots)
+
+    def how_of(self, group: int) -> Sampling:
+        return self.how
+
+    def key_of(self, row: Row) -> int:
+        """The key of a completion's random numbers."""
+        return self.ask.key(row)
 
     def run(self) -> Iterator[list[int]]:
         """Decodes until nothing is left; yields the groups whose last completion has ended, round by round."""
@@ -167,18 +171,20 @@ class GpuBatch:
         free = deque(slot for slot, row in enumerate(self.row_in) if row is None)
         if not free or not self.waiting:
             return
-        own = pages_for(self.how.max_new_tokens)
-        growing = sum(own - len(pages) for row, pages in zip(self.row_in, self.own_pages, strict=True) if row is not None)
+        most = (-(-self.limit_S // PAGE)).tolist()
+        growing = sum(
+            own - len(pages) for row, pages, own in zip(self.row_in, self.own_pages, most, strict=True) if row is not None
+        )
         while free and self.waiting and (self.pool.left > growing // 2 or len(free) == len(self.row_in)):
             row = self.waiting[0]
             if row.group not in self.prompt_pages and not self._prefill_due():
                 break
             self._seat(free.popleft(), self.waiting.popleft())
-            growing += own
+            growing += pages_for(self.how_of(row.group).max_new_tokens)
 
     def _seat(self, slot: int, row: Row) -> None:
-        ids = self.ask.prompt_ids[row.group]
-        self.row_in[slot], self.launched_S[slot] = row, 0
+        ids, limit = self.prompt_ids[row.group], self.how_of(row.group).max_new_tokens
+        self.row_in[slot], self.launched_S[slot], self.limit_S[slot] = row, 0, limit
         self.age_S[slot] = self.since_S[slot] = self.seated = self.seated + 1
         pages = self.prompt_pages[row.group]
         table = self._table(row.group)
@@ -186,7 +192,7 @@ class GpuBatch:
         lane = int(np.flatnonzero(self.members[table] < 0)[0])
         self.members[table, lane] = slot
         self.prompt_page[table, : len(pages)] = pages
-        self.updates[slot] = (slot, int(ids[-1]), len(ids) - 1, 0, self.how.max_new_tokens, self.ask.key(row))
+        self.updates[slot] = (slot, int(ids[-1]), len(ids) - 1, 0, limit, self.key_of(row))
         self.changed = True
 
     def _table(self, group: int) -> int:
@@ -213,7 +219,7 @@ class GpuBatch:
         chosen: list[int] = []
         spare = self.pool.left
         for row in self.waiting:
-            needed = pages_for(len(self.ask.prompt_ids[row.group]) - 1)
+            needed = pages_for(len(self.prompt_ids[row.group]) - 1)
             if row.group in self.prompt_pages or row.group in chosen:
                 continue
             if len(chosen) == AHEAD or needed + 1 > spare or (chosen and spare < self.pool.limit // 2):
@@ -227,21 +233,25 @@ class GpuBatch:
             return False
         buckets: dict[int, list[int]] = {}
         for group in chosen:
-            tokens = len(self.ask.prompt_ids[group]) - 1
+            tokens = len(self.prompt_ids[group]) - 1
             self.prompt_pages[group] = [self.pool.take() for _ in range(pages_for(tokens))]
             buckets.setdefault(-(-tokens // BUCKET) * BUCKET, []).append(group)
         for length, groups in buckets.items():
-            size = max(1, PREFILL_TOKENS // max(length, 1))
+            size = max(1, self._prefill_tokens() // max(length, 1))
             for start in range(0, len(groups) if length else 0, size):
                 self._prefill(length, size, groups[start : start + size])
         return True
+
+    def _prefill_tokens(self) -> int:
+        """How many make a batch."""
+        return PREFILL_TOKENS
 
     def _prefill(self, length: int, size: int, groups: list[int]) -> None:
         """Prompts of one bucket in batches of one shape: which prompts share a batch changes no bit of any."""
         ids, table = np.zeros((size, length), np.int64), np.zeros((size, max(1, pages_for(length))), np.int32)
         lengths = np.zeros(size, np.int32)
         for i, g in enumerate(groups):
-            own = self.ask.prompt_ids[g]
+            own = self.prompt_ids[g]
             ids[i, : len(own) - 1], lengths[i] = own[:-1], len(own) - 1
             table[i, : len(self.prompt_pages[g])] = self.prompt_pages[g]
         ids_BT, table_BP, length_B = (self._send(x) for x in (ids, table, lengths))
@@ -267,18 +277,24 @@ class GpuBatch:
 
     def _launch(self) -> Round | None:
         """Send the next round on its way."""
-        limit = self.how.max_new_tokens
-        live = [s for s, row in enumerate(self.row_in) if row is not None and self.launched_S[s] < limit]
+        live = [s for s, row in enumerate(self.row_in) if row is not None and self.launched_S[s] < self.limit_S[s]]
         if not live:
             return None
-        tokens = min(self.sampler.settings.check_every, limit - int(self.launched_S[live].min()))
+        tokens = min(self._round(len(live)), int((self.limit_S - self.launched_S)[live].max()))
         live = self._find_pages(live, tokens)
         self._tell()
         self.sampler.decode(self._reach(), self.how, tokens)
         start_S = self.launched_S.copy()
         self.launched_S[live] += tokens
-        slots = self.board.slots
-        return Round(self.age_S.copy(), start_S, tokens, *_read(slots.drawn, slots.logps))
+        return Round(self.age_S.copy(), start_S, tokens, *read(*self._outputs()))
+
+    def _round(self, live: int) -> int:
+        """Tokens of a round with so many slots taken."""
+        return self.sampler.settings.check_every
+
+    def _outputs(self) -> tuple[Tensor, ...]:
+        """What the host reads after a round: tokens and log-probs first."""
+        return self.board.slots.drawn, self.board.slots.logps
 
     def _reach(self) -> Reach:
         """What the seats taken need, in few sizes. Pages of suffixes are listed where that spares a quarter or more."""
@@ -287,7 +303,7 @@ class GpuBatch:
         most, there = bucket(max(counts)), bucket(sum(counts))
         return Reach(
             min(S, bucket(used[-1] + 1)),
-            bucket(max(pages_for(len(self.ask.prompt_ids[g]) - 1) for g in self.table_group if g >= 0)),
+            bucket(max(pages_for(len(self.prompt_ids[g]) - 1) for g in self.table_group if g >= 0)),
             most,
             there if there <= S * most * 3 // 4 else None,
         )
@@ -297,7 +313,7 @@ class GpuBatch:
         for slot in sorted(live, key=lambda s: self.since_S[s]):
             if self.row_in[slot] is None:
                 continue
-            needed = pages_for(min(int(self.launched_S[slot]) + tokens, self.how.max_new_tokens))
+            needed = pages_for(min(int(self.launched_S[slot]) + tokens, int(self.limit_S[slot])))
             while len(self.own_pages[slot]) < needed and self.row_in[slot] is not None:
                 if not self.pool.left and not self._drop_prompts():
                     self._send_back(max((s for s in live if self.row_in[s] is not None), key=lambda s: self.since_S[s]))
@@ -362,18 +378,17 @@ class GpuBatch:
 
     def _collect(self, done: Round) -> list[int]:
         """Write down what a round has drawn; returns the groups that are whole now."""
-        if done.done is not None:
-            done.done.synchronize()
+        done.wait()
         slots = np.flatnonzero((done.age_S > 0) & (done.age_S == self.age_S))  # who has left since is not read
         if not len(slots):
             return []
         limit = self.how.max_new_tokens
         place = done.start_S[slots, None] + np.arange(done.tokens)  # [live, tokens]
         ring, within = place % len(done.drawn), place < limit
-        token = done.drawn.numpy()[ring, slots[:, None]]
+        token = done.drawn[ring, slots[:, None]]
         at = np.nonzero(within)
         self.token_ST[slots[at[0]], place[at]] = token[at]
-        self.logp_ST3[slots[at[0]], place[at]] = done.logps.numpy()[ring[at], :, slots[at[0]]]
+        self.logp_ST3[slots[at[0]], place[at]] = done.logps[ring[at], :, slots[at[0]]]
         ended = self.is_end_V[token] & (place >= self.how.min_new_tokens) & within
         last = ended | (place == limit - 1)
         whole = []
@@ -393,8 +408,8 @@ class GpuBatch:
         """Close a completion; True where its group is whole with it."""
         row.token_ids, row.logps, row.stop = self.token_ST[slot, :count].copy(), self.logp_ST3[slot, :count].copy(), stop
         self._unseat(slot)
-        self.left[row.group] -= 1
-        if self.left[row.group]:
+        self.missing[row.group] -= 1
+        if self.missing[row.group]:
             return False
         self.pool.free.extend(self.prompt_pages.pop(row.group))
         return True
@@ -407,18 +422,6 @@ class GpuBatch:
             if any(s in text for s in self.how.stop):
                 return n, "stop_string"
         return count, stop
-
-
-def _read(drawn: Tensor, logps: Tensor) -> tuple[Tensor, Tensor, torch.cuda.Event | None]:
-    """Copies on the host, complete once the event has happened."""
-    if drawn.device.type != "cuda":
-        return drawn.clone(), logps.clone(), None
-    there = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in (drawn, logps)]
-    for to, x in zip(there, (drawn, logps), strict=True):
-        to.copy_(x, non_blocking=True)
-    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    done.record()
-    return there[0], there[1], done
 
 
 def bucket(count: int) -> int:

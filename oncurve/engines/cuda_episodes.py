@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from oncurve.engines.cuda_batch import GpuBatch, Round, Row
+from oncurve.engines.cuda_batch import GpuBatch, Row
+from oncurve.engines.cuda_round import Round
 from oncurve.engines.episodes import reply_to
 from oncurve.engines.native import Draws
 from oncurve.models.turns import reply_ids
@@ -69,9 +70,8 @@ class GpuEpisodes(GpuBatch):
 
     def _collect(self, done: Round) -> list[int]:
         """Write down what a round has drawn or read, turn by turn; returns the groups that are whole now."""
-        if done.done is not None:
-            done.done.synchronize()
-        drawn, logps, whole = done.drawn.numpy(), done.logps.numpy(), []
+        done.wait()
+        drawn, logps, whole = done.drawn, done.logps, []
         for slot in np.flatnonzero((done.age_S > 0) & (done.age_S == self.age_S)).tolist():
             row = self.row_in[slot]
             assert isinstance(row, Episode)
@@ -144,6 +144,6 @@ class GpuEpisodes(GpuBatch):
         self.launched_S[slot] = count
         self.told[slot] = np.full(self.board.limits.given, -1, np.int64)
         self.told[slot][count : count + len(ids)] = ids
-        length = len(self.ask.prompt_ids[row.group]) - 1
+        length = len(self.prompt_ids[row.group]) - 1
         last = int(self.token_ST[slot, count - 1])
-        self.updates[slot] = (slot, last, length, count, self.how.max_new_tokens, self.ask.key(row))
+        self.updates[slot] = (slot, last, length, count, self.how.max_new_tokens, self.key_of(row))

@@ -169,7 +169,7 @@ def draw(head: Head, hidden_SD: Tensor, board: Board, how: Sampling) -> None:
     """A token for every slot that is not idle. Truncated distributions are sorted by torch, all others drawn by our kernels."""
     if how.temperature == 0 or (how.top_k == 0 and how.top_p == 1 and how.min_p == 0):
         rule = kernels.Rule(how.temperature, how.min_new_tokens, head.scale, head.softcap)
-        kernels.pick(_products(head, hidden_SD), board.slots, board.is_end_V, rule)
+        kernels.pick(products(head, hidden_SD), board.slots, board.is_end_V, rule)
         return
     logits_SV, barred_SV = head.logits(hidden_SD), None
     if how.min_new_tokens:
@@ -180,7 +180,7 @@ def draw(head: Head, hidden_SD: Tensor, board: Board, how: Sampling) -> None:
     kernels.commit(drawn.token_S, logps, board.slots, board.is_end_V, how.min_new_tokens)
 
 
-def _products(head: Head, hidden_SD: Tensor) -> Tensor:
+def products(head: Head, hidden_SD: Tensor) -> Tensor:
     """W h + b in float32: the sums of the product as they are, not rounded to 16 bits."""
     if hidden_SD.dtype == torch.float32 or hidden_SD.device.type != "cuda":
         return torch.nn.functional.linear(hidden_SD, head.weight_VD, head.bias_V).float()

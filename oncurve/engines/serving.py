@@ -1,6 +1,7 @@
 """The native engine for requests that come and go: token by token, each with settings of its own, and any can be taken back.
 
-The same slots, pool and prefill as in training (native.py), with three differences. Slots are not shared in blocks, as requests
+On a GPU that has Triton captured graphs decode (cuda_serving.py), elsewhere plain torch, as here: the same slots, pool and
+prefill as in training (native.py), with three differences. Slots are not shared in blocks, as requests
 have few completions each. A prompt is prefilled by itself, so that a short one does not pay for a batch. A token is drawn for
 each set of slots with the same settings. Decoding still runs at one fixed shape, so that with the same seed a completion is
 the same whatever else is queued.
@@ -10,9 +11,11 @@ Legend: ``S`` slots, ``V`` vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib.util
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +26,11 @@ from oncurve.engines.sampling import Drawn, draw
 from oncurve.models.policy import Policy
 from oncurve.recipe.sections import Sampling
 from oncurve.records import Ints, Prompt, StopReason
+
+NAME = "serve"
+"""Stands for the prompt's name in the random numbers: they hang on the seed and the completion's place alone."""
+TOP = 20
+"""Most likeliest tokens that can be told at each place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +56,62 @@ class Token:
     stop: StopReason | None
 
 
-class Session(Batch):
-    """Slots that are kept open. ``limit`` is the longest completion that a request may ask for."""
+class Session(Protocol):
+    """Slots that are kept open, one request after the other.
+
+    ``limit`` is the longest completion that a request may ask for, ``context`` the most tokens that prompt and completion may
+    have together, ``asks`` the requests that have not ended, and ``row_in`` has None for every slot that is free.
+    """
+
+    limit: int
+    context: int
+    asks: dict[int, Ask]
+
+    @property
+    def row_in(self) -> Sequence[object | None]: ...
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is waiting or under way."""
+
+    @property
+    def left(self) -> int:
+        """Completions that wait for a slot."""
+
+    def submit(self, ask: Ask) -> int:
+        """Queues a request and returns its number. Its completions are decoded as slots become free."""
+
+    def cancel(self, number: int) -> None:
+        """Takes a request back, waiting or running; one that has ended is not known any more, and that is no error."""
+
+    def step(self) -> list[Token]:
+        """Decodes on, and returns tokens in the order in which they were drawn; none may mean that some are on their way."""
+
+    def close(self) -> None:
+        """Gives back what the session holds."""
+
+
+def open_session(policy: Policy, slots: int, limit: int) -> Session:
+    """By captured graphs where there is a GPU with Triton and the model allows it, else by torch."""
+    if policy.device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        from oncurve.engines.cuda_serving import GpuSession  # Triton is there only where a GPU is
+
+        session = GpuSession.over(policy, slots, limit)
+        if session is not None:
+            session.warm()
+            return session
+    return TorchSession(policy, slots, limit)
+
+
+class TorchSession(Batch):
+    """A session that plain torch decodes."""
 
     prefill_tokens = 0
+    row_in: list[Row | None]
 
     def __init__(self, policy: Policy, slots: int, limit: int) -> None:
         super().__init__(policy, Sampling(max_new_tokens=limit), Pool(slots, 1, limit), Draws(0, 0), [], [], 1)
-        self.limit = limit
+        self.limit, self.context = limit, policy.context
         self.asks: dict[int, Ask] = {}
         self._numbers = count()
         self._tops: dict[int, tuple[tuple[int, float], ...]] = {}
@@ -66,21 +122,20 @@ class Session(Batch):
 
     @property
     def left(self) -> int:
-        """Completions that wait for a slot."""
         return len(self.waiting)
 
+    def close(self) -> None:
+        """Nothing is held that does not go with the session."""
+
     def submit(self, ask: Ask) -> int:
-        """Queues a request and returns its number. Its completions are decoded as slots become free."""
         number = next(self._numbers)
         self.asks[number] = ask
-        # Random numbers hang on the seed and the completion's place alone: the same request draws the same ones.
-        self.prompts[number], self.prompt_ids[number] = Prompt("serve", text=""), ask.prompt_ids
+        self.prompts[number], self.prompt_ids[number] = Prompt(NAME, text=""), ask.prompt_ids
         self.rows[number] = [Row(number, sample) for sample in range(ask.samples)]
         self.waiting.extend(Job(number, range(sample, sample + 1)) for sample in range(ask.samples))
         return number
 
     def cancel(self, number: int) -> None:
-        """Takes a request back, waiting or running; one that has ended is not known any more, and that is no error."""
         if number not in self.asks:
             return
         kept = [job for job in self.waiting if job.group != number]
@@ -118,7 +173,11 @@ class Session(Batch):
         token_S = torch.zeros_like(self.token_S)
         logp_S = torch.zeros(self.pool.slots, device=logits_SV.device)
         for how, slots in self._by_settings():
-            part = draw(logits_SV[slots], uniform_S[slots], how)
+            barred = None
+            if how.min_new_tokens:
+                barred = torch.zeros(len(slots), logits_SV.shape[1], dtype=torch.bool, device=logits_SV.device)
+                barred[:, self.end_ids] = (at_S[slots] < how.min_new_tokens)[:, None]
+            part = draw(logits_SV[slots], uniform_S[slots], how, barred)
             token_S[slots], logp_S[slots] = part.token_S, part.raw_logp_S.to(logp_S.dtype)
         for slot, row in enumerate(self.row_in):
             if row is not None and (top := self.asks[row.group].top):
@@ -127,11 +186,12 @@ class Session(Batch):
         return Drawn(token_S, logp_S, logp_S, logp_S)
 
     def _by_settings(self) -> Iterator[tuple[Sampling, Tensor]]:
-        found: dict[tuple[float, float, int, float], tuple[Sampling, list[int]]] = {}
+        found: dict[tuple[float, ...], tuple[Sampling, list[int]]] = {}
         for slot, row in enumerate(self.row_in):
             if row is not None:
                 how = self.how_of(row.group)
-                found.setdefault((how.temperature, how.top_p, how.top_k, how.min_p), (how, []))[1].append(slot)
+                settings = (how.temperature, how.top_p, how.top_k, how.min_p, how.min_new_tokens)
+                found.setdefault(settings, (how, []))[1].append(slot)
         for how, slots in found.values():
             yield how, torch.tensor(slots, device=self.token_S.device)
 

@@ -22,12 +22,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.nn import functional
 
 from oncurve.errors import ModelError, OncurveError, ScaleError
 from oncurve.models.attention import Layout
 from oncurve.models.packing import Pack, blank_pack
 from oncurve.models.policy import Policy
-from oncurve.models.shards import Exchange, is_shard
+from oncurve.models.shards import Exchange, is_shard, is_split, own_numbers, place_at
 from oncurve.models.split import PARTIAL, Together, styles_of
 
 
@@ -74,6 +75,11 @@ class ShardedPolicy(Policy):
                 for p in layer.get_submodule(name).parameters():
                     p.partial_over = together  # type: ignore[attr-defined]
         self.passes = fully_shard(whole, **how, reshard_after_forward=False)
+        # By itself FSDP2 fetches ahead what came before in all passes since the last one back. Ranks that sampled nothing, or
+        # other numbers of tokens, would not fetch alike.
+        for before, layer in zip([layers[0], *layers], layers, strict=False):
+            layer.set_modules_to_backward_prefetch([before])  # type: ignore[operator]
+        self.passes.set_modules_to_backward_prefetch([layers[-1]])
         for module in self._modules:
             module.set_gradient_divide_factor(1.0)  # our losses are shares of the step's: gradients are summed
             module.set_force_sum_reduction_for_comms(True)
@@ -177,12 +183,30 @@ class ShardedPolicy(Policy):
         """One after the other, so that no GPU needs room for more than the largest."""
         found = {}
         for name, p in self.model.named_parameters():
-            shard: Any = p.detach()
             with self._exchange("gathering weights to save them"):
-                whole: Tensor = shard.to(self._device).full_tensor()
+                whole = gathered_whole(p, self._device)
             if keep:
                 found[name] = whole.to("cpu", self.compute_dtype)
         return found
+
+
+@torch.no_grad()
+def gathered_whole(shard: Any, device: torch.device) -> Tensor:
+    """A tensor of all ranks' shards of it, which each sends to all."""
+    if not is_split(shard):
+        whole: Tensor = shard.detach().to(device).full_tensor()
+        return whole
+    mesh = shard.device_mesh
+    places = [place_at(shard, (data, part)) for data in range(mesh.size(0)) for part in range(mesh.size(1))]
+    whole = torch.empty(shard.shape, dtype=shard.dtype, device=device)
+    sizes = [place.within(whole).numel() for place in places]
+    own = functional.pad(own_numbers(shard).to(device), (0, max(sizes) - own_numbers(shard).numel()))
+    parts = [torch.empty_like(own) for _ in places]
+    dist.all_gather(parts, own)
+    for place, part, size in zip(places, parts, sizes, strict=True):
+        room = place.within(whole)
+        room.copy_(part[:size].view(room.shape))
+    return whole
 
 
 class _Pass(nn.Module):

@@ -6,7 +6,7 @@ group split a layer, it is first cut into as many parts: by rows, or by columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -29,10 +29,12 @@ class Place:
 
     def of(self, whole: Tensor) -> Tensor:
         """Those numbers of a whole tensor, flat."""
-        numbers = whole.reshape(-1)[self.start : self.stop]
-        if self.columns is None:
-            return numbers
-        return numbers.view(-1, whole.numel() // len(whole))[:, slice(*self.columns)].reshape(-1)
+        return self.within(whole.contiguous()).reshape(-1)
+
+    def within(self, whole: Tensor) -> Tensor:
+        """Those numbers, in the memory of the whole tensor."""
+        numbers = whole.view(-1)[self.start : self.stop]
+        return numbers if self.columns is None else numbers.view(-1, whole.numel() // len(whole))[:, slice(*self.columns)]
 
 
 def is_shard(tensor: Tensor) -> bool:
@@ -51,18 +53,24 @@ def own_place(tensor: Tensor) -> Place:
     if not is_shard(tensor):
         return Place(0, tensor.numel())
     shard: Any = tensor
+    return place_at(tensor, shard.device_mesh.get_coordinate())
+
+
+def place_at(tensor: Tensor, coordinate: Sequence[int]) -> Place:
+    """Where the numbers lie of the rank that is there in the shard's mesh: (data) or (data, tensor)."""
+    shard: Any = tensor
     mesh, rows = shard.device_mesh, tensor.shape[0]
     wide = tensor.numel() // max(rows, 1)
     first, columns = 0, None
     if mesh.ndim == 2:
-        part, parts = mesh.get_local_rank(1), mesh.size(1)
+        part, parts = coordinate[1], mesh.size(1)
         if shard.placements[1].dim == 0:
             rows //= parts
             first = part * rows
         else:
             columns = (part * (wide // parts), (part + 1) * (wide // parts))
     each = -(-rows // mesh.size(0))
-    at = mesh.get_local_rank(0) * each
+    at = coordinate[0] * each
     return Place((first + min(at, rows)) * wide, (first + min(at + each, rows)) * wide, columns)
 
 

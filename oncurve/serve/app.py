@@ -7,7 +7,7 @@ import hmac
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -20,7 +20,7 @@ from jinja2 import TemplateError
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from oncurve.engines.serving import Ask
+from oncurve.engines.serving import Ask, Token
 from oncurve.listening import refusal
 from oncurve.models.policy import Policy
 from oncurve.records import Ints, Prompt
@@ -28,7 +28,7 @@ from oncurve.serve.answers import ChatShape, Choice, Shape, TextShape, usage
 from oncurve.serve.bodies import ChatBody, TextBody
 from oncurve.serve.problems import Refused, answer_errors, problem
 from oncurve.serve.worker import ClientGone, Worker
-from oncurve.serve.writing import Writing
+from oncurve.serve.writing import Said, Writing
 
 MOST_WAITING = 4096
 """Completions that may wait for a slot before further requests are told to come back later."""
@@ -51,12 +51,17 @@ class Served:
 
     def ask(self, prompt_ids: Ints, body: ChatBody | TextBody, seed: int) -> Ask:
         """The request as the engine takes it; refused where prompt and answer don't fit."""
-        limit, room = self.worker.session.limit, self.policy.context - len(prompt_ids)
+        limit, context = self.worker.session.limit, self.worker.session.context
+        room = context - len(prompt_ids)
         if room < 1 or room < (body.limit or 1):
             raise Refused(
                 400,
-                f"the prompt's {len(prompt_ids)} tokens and {body.limit or 1} of an answer don't fit: the model addresses "
-                f"{self.policy.context} positions",
+                f"the prompt's {len(prompt_ids)} tokens and {body.limit or 1} of an answer don't fit: "
+                + (
+                    f"the model addresses {context} positions"
+                    if context == self.policy.context
+                    else f"the memory that is free for keys and values holds {context} tokens"
+                ),
                 "messages" if isinstance(body, ChatBody) else "prompt",
                 "context_length_exceeded",
             )
@@ -100,7 +105,7 @@ def make_app(served: Served, key: str | None = None) -> ASGIApp:
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, title="Oncurve")
     answer_errors(app)
     card = {"id": served.name, "object": "model", "created": served.since, "owned_by": "oncurve"}
-    card |= {"context": served.policy.context, "max_tokens": served.worker.session.limit, "chat": served.chats}
+    card |= {"context": served.worker.session.context, "max_tokens": served.worker.session.limit, "chat": served.chats}
 
     @app.get("/v1/models")
     def models() -> dict[str, Any]:
@@ -166,24 +171,39 @@ class Exchange:
         return usage(sum(len(ask.prompt_ids) for ask in self.asks), sum(writing.count for writing in self.writings))
 
     async def whole(self, gone: asyncio.Future[Any]) -> dict[str, Any]:
-        choices = [Choice() for _ in self.writings]
-        async with aclosing(self.served.worker.tokens(self.asks, gone)) as tokens:
-            async for place, token in tokens:
-                index = place * self.asks[0].samples + token.sample
-                choices[index].add(self.writings[index].push(token))
+        choices, found = [Choice() for _ in self.writings], [list[Token]() for _ in self.writings]
+        async with aclosing(self.served.worker.tokens(self.asks, gone)) as rounds:
+            async for place, tokens in rounds:
+                for index, own in self._by_choice(place, tokens):
+                    found[index] += own
+        for index, tokens in enumerate(found):
+            for said in self._pushed(index, tokens):
+                choices[index].add(said)
         return self.shape.whole(choices, self.spent)
+
+    def _by_choice(self, place: int, tokens: Sequence[Token]) -> Iterator[tuple[int, list[Token]]]:
+        for sample in dict.fromkeys(token.sample for token in tokens):
+            yield place * self.asks[0].samples + sample, [token for token in tokens if token.sample == sample]
+
+    def _pushed(self, index: int, tokens: Sequence[Token]) -> Iterator[Said]:
+        """What may be told of a choice with these tokens: one by one where their places are told too."""
+        writing = self.writings[index]
+        if self.shape.logprobs:
+            yield from map(writing.push, tokens)
+        else:
+            yield writing.push(*tokens)
 
     async def stream(self, gone: asyncio.Future[Any]) -> AsyncIterator[str]:
         """Server-sent events; what goes wrong after the first of them is told as one of them."""
         begun: set[int] = set()
         try:
-            async with aclosing(self.served.worker.tokens(self.asks, gone)) as tokens:
-                async for place, token in tokens:
-                    index = place * self.asks[0].samples + token.sample
-                    said = self.writings[index].push(token)
-                    if said.text or said.finish:
-                        yield _event(self.shape.chunk(index, said, index not in begun))
-                        begun.add(index)
+            async with aclosing(self.served.worker.tokens(self.asks, gone)) as rounds:
+                async for place, tokens in rounds:
+                    for index, own in self._by_choice(place, tokens):
+                        for said in self._pushed(index, own):
+                            if said.text or said.finish:
+                                yield _event(self.shape.chunk(index, said, index not in begun))
+                                begun.add(index)
             if self.with_usage:
                 yield _event(self.shape.last(self.spent))
             yield "data: [DONE]\n\n"

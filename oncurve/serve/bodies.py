@@ -6,10 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from oncurve.engines.serving import TOP
 from oncurve.recipe.sections import Sampling
 
-TOP = 20
-"""Most likeliest tokens that can be asked for at each place, as at OpenAI's."""
 Text = Annotated[str, Field(min_length=1)]
 Numbers = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 

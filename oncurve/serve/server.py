@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import uvicorn
 
-from oncurve.engines.serving import Session
+from oncurve.engines.serving import open_session
 from oncurve.errors import RecipeError
 from oncurve.listening import SERVING, address_of, is_loopback, listen
 from oncurve.models.policy import Policy
@@ -57,7 +57,7 @@ def serve(
     """Serves until Ctrl-C; with ``until_closed`` also until standard input closes, for programs that start it."""
     with listen(host, port) as listening:
         chosen = slots or (SLOTS_GPU if policy.device.type == "cuda" else SLOTS_CPU)
-        worker = Worker(Session(policy, chosen, min(max_tokens, policy.context)))
+        worker = Worker(open_session(policy, chosen, min(max_tokens, policy.context)))
         server = Server(Served(name, policy, worker), key)
         if until_closed:
             threading.Thread(target=_end_with_input, args=(server,), daemon=True).start()

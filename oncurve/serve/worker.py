@@ -1,7 +1,8 @@
 """The engine in a thread of its own: requests go in from the event loop, tokens come out to it.
 
 Everything that touches the session happens on that thread, so nothing needs a lock. Between two decode steps it takes whatever
-orders have come: new requests are seated while others decode, and one whose client has left gives its slots back.
+orders have come: new requests are seated while others decode, and one whose client has left gives its slots back. What a step
+has drawn for all of them goes over to the event loop at once.
 """
 
 from __future__ import annotations
@@ -9,14 +10,15 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
 from oncurve.engines.serving import Ask, Session, Token
 
-Tell = Callable[[int, Token | Exception], None]
+Item = tuple[int, list[Token] | Exception]
+"""Which ask of a request, and what is new of it."""
 
 
 class ClientGone(Exception):
@@ -24,10 +26,18 @@ class ClientGone(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class _Listener:
+    """Where a request's tokens go."""
+
+    loop: asyncio.AbstractEventLoop
+    told: asyncio.Queue[Item]
+
+
+@dataclass(frozen=True, slots=True)
 class _Submit:
     key: int
     asks: Sequence[Ask]
-    tell: Tell
+    listener: _Listener
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +53,7 @@ class Worker:
         self._orders: queue.SimpleQueue[_Submit | _Cancel | None] = queue.SimpleQueue()
         self._keys = count()
         self._numbers: dict[int, list[int]] = {}  # key -> the session's numbers of its asks
-        self._places: dict[int, tuple[Tell, int]] = {}  # the session's number -> whom to tell, and which ask it is
+        self._places: dict[int, tuple[_Listener, int]] = {}  # the session's number -> whom to tell, and which ask it is
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -51,19 +61,20 @@ class Worker:
         """Ends after the step under way."""
         self._orders.put(None)
         self._thread.join()
+        self.session.close()
 
-    async def tokens(self, asks: Sequence[Ask], gone: asyncio.Future[Any]) -> AsyncGenerator[tuple[int, Token], None]:
-        """(place of the ask, token) as they are drawn. Leaving early, or ``gone`` being done, takes the request back."""
-        loop, told = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Token | Exception]]()
+    async def tokens(self, asks: Sequence[Ask], gone: asyncio.Future[Any]) -> AsyncGenerator[tuple[int, list[Token]], None]:
+        """(place of the ask, its new tokens) as they come. Leaving early, or ``gone`` being done, takes the request back."""
+        told = asyncio.Queue[Item]()
         key, left = next(self._keys), sum(ask.samples for ask in asks)
         gone.add_done_callback(lambda _: told.put_nowait((0, ClientGone())))
-        self._orders.put(_Submit(key, asks, lambda place, item: _post(loop, told, place, item)))
+        self._orders.put(_Submit(key, asks, _Listener(asyncio.get_running_loop(), told)))
         try:
             while left:
                 place, item = await told.get()
                 if isinstance(item, Exception):
                     raise item
-                left -= item.stop is not None
+                left -= sum(token.stop is not None for token in item)
                 yield place, item
         finally:
             if left:
@@ -76,9 +87,10 @@ class Worker:
             except Exception as error:  # whatever one batch met (no memory, a fault of ours) must not end the server
                 self._fail(error)
                 continue
+            found: dict[int, list[Token]] = {}
             for token in told:
-                tell, place = self._places[token.request]
-                tell(place, token)
+                found.setdefault(token.request, []).append(token)
+            self._post(found)
             self._sweep()
 
     def _obey(self) -> bool:
@@ -93,7 +105,7 @@ class Worker:
                 return False
             if isinstance(order, _Submit):
                 self._numbers[order.key] = [self.session.submit(ask) for ask in order.asks]
-                self._places |= {number: (order.tell, place) for place, number in enumerate(self._numbers[order.key])}
+                self._places |= {number: (order.listener, place) for place, number in enumerate(self._numbers[order.key])}
             else:
                 for number in self._numbers.get(order.key, ()):
                     self.session.cancel(number)
@@ -108,12 +120,19 @@ class Worker:
             del self._numbers[key]
 
     def _fail(self, error: Exception) -> None:
-        for number, (tell, place) in self._places.items():
-            tell(place, error)
+        self._post(dict.fromkeys(self._places, error))
+        for number in self._places:
             self.session.cancel(number)
         self._sweep()
 
+    def _post(self, found: Mapping[int, list[Token] | Exception]) -> None:
+        """What is new of each request, to whom it concerns: each loop is woken once."""
+        for loop in {self._places[number][0].loop for number in found}:
+            here = [(*self._places[number], item) for number, item in found.items() if self._places[number][0].loop is loop]
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(_hand_out, here)
 
-def _post(loop: asyncio.AbstractEventLoop, told: asyncio.Queue[tuple[int, Token | Exception]], place: int, item: Any) -> None:
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(told.put_nowait, (place, item))
+
+def _hand_out(found: list[tuple[_Listener, int, list[Token] | Exception]]) -> None:
+    for listener, place, item in found:
+        listener.told.put_nowait((place, item))

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oncurve.engines.serving import Ask, Session, Token
+from oncurve.engines.serving import Ask, Session, Token, TorchSession
 from oncurve.models.policy import Policy
 from oncurve.recipe.sections import Sampling
 from tests.engines.plain import next_logits, prompt_of
@@ -46,7 +46,7 @@ def told(session: Session, numbers: dict[int, int]) -> dict[int, list[Token]]:
 
 @cache
 def alone(place: int) -> tuple[tuple[object, ...], ...]:
-    session = Session(policy(), SLOTS, 32)
+    session = TorchSession(policy(), SLOTS, 32)
     return tuple(map(tuple, by_sample(told(session, {session.submit(ask(place)): place})[place])))
 
 
@@ -59,7 +59,7 @@ def by_sample(tokens: list[Token]) -> list[list[tuple[object, ...]]]:
 @given(order=st.permutations(range(8)), late=st.integers(0, 7))
 def test_a_request_gets_the_same_bits_whatever_is_queued_beside_it(order: list[int], late: int) -> None:
     """Some are there from the start, others come while those are being decoded."""
-    session = Session(policy(), SLOTS, 32)
+    session = TorchSession(policy(), SLOTS, 32)
     numbers = {session.submit(ask(place)): place for place in order[: late + 1]}
     found: dict[int, list[Token]] = {place: [] for place in order}
     for place in order[late + 1 :]:
@@ -76,7 +76,7 @@ def test_log_probs_are_those_of_a_full_forward() -> None:
     """At temperature 1 and untruncated, whatever the settings that a token was drawn under; likeliest tokens too."""
     for place in (3, 1, 2):
         asked = ask(place)
-        session = Session(policy(), SLOTS, 32)
+        session = TorchSession(policy(), SLOTS, 32)
         number = session.submit(Ask(asked.prompt_ids, 1, asked.how, asked.seed, top=5))
         tokens = told(session, {number: 0})[0]
         ids = np.array([t.token_id for t in tokens])
@@ -88,13 +88,13 @@ def test_log_probs_are_those_of_a_full_forward() -> None:
 
 
 def test_greedy_takes_the_likeliest() -> None:
-    session = Session(policy(), SLOTS, 32)
+    session = TorchSession(policy(), SLOTS, 32)
     tokens = told(session, {session.submit(ask(1)): 0})[0]
     assert all(token.token_id == token.top[0][0] for token in tokens)
 
 
 def test_a_request_beyond_capacity_waits_and_one_taken_back_frees_its_slots() -> None:
-    session = Session(policy(), 2, 32)
+    session = TorchSession(policy(), 2, 32)
     how = Sampling(max_new_tokens=32, stop=("never",))
     first = session.submit(Ask(policy().encode(prompt_of(9)), 2, how, seed=0))
     second = session.submit(Ask(policy().encode(prompt_of(17)), 1, SETTINGS[1], seed=0))
@@ -114,7 +114,7 @@ def test_a_request_beyond_capacity_waits_and_one_taken_back_frees_its_slots() ->
 
 
 def test_how_a_completion_stops() -> None:
-    session = Session(policy(), SLOTS, 32)
+    session = TorchSession(policy(), SLOTS, 32)
     ids = policy().encode(prompt_of(9))
     free = told(session, {session.submit(Ask(ids, 1, Sampling(max_new_tokens=30), seed=3)): 0})[0]
     text = policy().decode(np.array([t.token_id for t in free]))
@@ -130,7 +130,7 @@ def test_how_a_completion_stops() -> None:
 def test_training_is_not_disturbed() -> None:
     """A session over the same policy leaves its weights and its grad mode alone."""
     before = [p.detach().clone() for p in policy().model.parameters()]
-    session = Session(policy(), SLOTS, 32)
+    session = TorchSession(policy(), SLOTS, 32)
     told(session, {session.submit(ask(0)): 0})
     assert torch.is_grad_enabled()
     assert all(torch.equal(a, b) for a, b in zip(before, policy().model.parameters(), strict=True))

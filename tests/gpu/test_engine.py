@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 
+from oncurve.engines.cuda_step import step_of
 from oncurve.engines.kernels.products import block_for
 from oncurve.engines.native import Draws, NativeEngine
 from oncurve.models import lora
@@ -242,18 +243,61 @@ def test_environments_answer_as_on_a_cpu(how: Sampling) -> None:
     assert any(not a.loss_mask.all() for a, _ in same), "an environment has answered"
 
 
-def test_lora_layers_are_active() -> None:
+def adapted(dtype: torch.dtype, **options: object) -> NativeEngine:
+    """An engine of an adapted model whose adapter means something."""
     model = copy.deepcopy(model_of("qwen3"))
-    lora.attach(model, Lora(rank=4), 0, "base")
+    lora.attach(model, Lora.model_validate({"rank": 4, **options}), 0, "base")
+    dice = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.3)
-    own = engine_of(model, torch.float32)
+        for parameter in lora.trained(model).values():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=dice))
+    return engine_of(model, dtype)
+
+
+@pytest.mark.parametrize("dtype", BOTH)
+@pytest.mark.parametrize(
+    "options", [{}, {"rslora": True, "rank": 16, "targets": ("q_proj", "v_proj", "down_proj")}, {"dora": True}]
+)
+def test_lora_layers_are_active(options: dict[str, object], dtype: torch.dtype) -> None:
+    """Plain adapters by the fast path, DoRA through the modules: log-probs of a full forward through peft's layers."""
+    own = adapted(dtype, **options)
+    assert (own.policy.fused is None) == ("dora" in options)
     groups = sample(own, LENGTHS, 3, Sampling(max_new_tokens=30))
-    assert float(errors(own, groups, 1.0).max()) < 1e-4
-    base = sample(engine("qwen3", torch.float32), LENGTHS, 3, Sampling(max_new_tokens=30))
+    found = errors(own, groups, 1.0)
+    assert float(found.max()) < 1e-4 if dtype == torch.float32 else float(found.mean()) < 0.02
+    assert own.gpu is not None
+    assert own.gpu.by_graph
+    base = sample(engine("qwen3", dtype), LENGTHS, 3, Sampling(max_new_tokens=30))
     assert [bits(g.completions) for g in groups] != [bits(g.completions) for g in base]
+
+
+def test_lora_by_the_fast_path_draws_what_the_modules_draw() -> None:
+    """Texts part at near ties only, which are rare."""
+    fast, slow = adapted(torch.float32), adapted(torch.float32)
+    slow.policy.fused = None
+    assert slow.gpu is not None
+    slow.gpu.step = step_of(slow.policy)
+    found = [[c for g in sample(own, LENGTHS, 4, Sampling(max_new_tokens=30)) for c in g.completions] for own in (fast, slow)]
+    same = [(a, b) for a, b in zip(*found, strict=True) if a.token_ids.tolist() == b.token_ids.tolist()]
+    assert len(same) >= len(found[0]) - 1
+    assert max(float(np.abs(a.logps - b.logps).max()) for a, b in same) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", BOTH)
+def test_lora_weights_that_an_optimiser_changes_are_seen_with_no_call(dtype: torch.dtype) -> None:
+    own, how = adapted(dtype), Sampling(temperature=0.8, max_new_tokens=20)
+    before = sample(own, LENGTHS, 2, how)
+    assert own.gpu is not None
+    graphs = dict(own.gpu.graphs)
+    trained = list(lora.trained(own.policy.model).values())
+    for parameter in trained:
+        parameter.grad = torch.randn_like(parameter)
+    torch.optim.SGD(trained, lr=0.1).step()
+    after = sample(own, LENGTHS, 2, how)
+    assert graphs.items() <= own.gpu.graphs.items(), "what was captured before the update is used after it"
+    assert [bits(g.completions) for g in before] != [bits(g.completions) for g in after]
+    found = errors(own, after, 0.8)
+    assert float(found.max()) < 1e-4 if dtype == torch.float32 else float(found.mean()) < 0.02
 
 
 def test_a_mixture_of_experts_is_sampled_faithfully(caplog: pytest.LogCaptureFixture) -> None:

@@ -14,12 +14,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from oncurve.engines.native import NativeEngine
+from oncurve.models import lora
 from oncurve.models.blocks import compile_blocks
 from oncurve.models.gpu_decoder import GpuDecoder
 from oncurve.models.gpu_layout import GpuPackLayout
 from oncurve.models.packing import PackLayout, build_pack
 from oncurve.models.policy import Policy
-from oncurve.recipe.sections import Engine
+from oncurve.recipe.sections import Engine, Lora
 from oncurve.records import GradedGroup
 from oncurve.rewards.function import FunctionReward
 from oncurve.rewards.mix import RewardMix
@@ -223,6 +224,105 @@ def test_the_host_never_waits_within_an_update() -> None:
     learner.update(groups())
     batch = learner._micro_batches(groups(), range(4))
     totals = learner._totals(groups())
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        learner._accumulate(batch, totals, None)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def adapted(name: str, plain: PreTrainedModel | None = None, **options: Any) -> PreTrainedModel:
+    """With an adapter that means something."""
+    model = make_model(name) if plain is None else plain
+    lora.attach(model, Lora.model_validate({"rank": 4, "alpha": 4.0, **options}), 0, "base")
+    dice = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in lora.trained(model).values():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=dice).to(parameter.dtype))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("qwen3", {}),
+        ("llama", {"rslora": True, "rank": 20}),
+        ("qwen2", {"targets": ("k_proj", "o_proj", "up_proj")}),
+        ("mistral", {"targets": ("q_proj", "v_proj", "down_proj")}),
+        ("qwen3", {"dora": True}),
+        ("gemma2", {}),
+    ],
+)
+def test_the_gradient_of_lora_is_the_cpus(name: str, options: dict[str, Any], precise: None) -> None:
+    """Of every A and B, by the fast path and through modules, against peft's layers on the CPU, with the adapter off as the
+    reference: to 1e-5 in float32."""
+    model = make_model(name)
+    lora.attach(model, Lora.model_validate({"rank": 4, "alpha": 4.0, **options}), 0, "base")
+    ours, theirs = learner_on("cuda", model, kl={"beta": 0.1}), learner_on("cpu", model, kl={"beta": 0.1})
+    assert isinstance(ours.policy.fused, GpuDecoder) == (name in FAST and "dora" not in options)
+    assert theirs.policy.fused is None
+    for learner in (ours, theirs):
+        dice = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for key, parameter in lora.trained(learner.policy.model).items():
+                noise = 0.1 * torch.randn(parameter.shape, generator=dice)
+                parameter.add_(noise.to(parameter.device) if "magnitude" not in key else 0)
+    told = [learner.update(groups(masked=True)) for learner in (ours, theirs)]
+    assert apart(gradient_of(ours), gradient_of(theirs)) < 1e-5
+    assert told[0].metrics["kl"] == pytest.approx(told[1].metrics["kl"], rel=1e-4)
+    assert told[0].metrics["kl"] > 0
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama"])
+def test_the_gradient_of_lora_in_bfloat16_points_the_same_way(name: str) -> None:
+    model = adapted(name, AutoModelForCausalLM.from_config(make_model(name).config).bfloat16()).float().eval()
+    ours, theirs = learner_on("cuda", model, torch.bfloat16), learner_on("cpu", model)
+    told = [learner.update(groups()) for learner in (ours, theirs)]
+    a, b = gradient_of(ours), gradient_of(theirs)
+    assert float(a @ b / (a.norm() * b.norm())) > 0.999
+    pairs = zip(*([one.logps for of_group in t.stats for one in of_group if one is not None] for t in told), strict=True)
+    assert float(np.concatenate([np.abs(x - y) for x, y in pairs]).mean()) < 0.02
+
+
+def test_lora_takes_less_memory_than_training_all_weights() -> None:
+    """Of a model wide enough for its weights to count: no sums, masters or moments of what is frozen, and no more kept."""
+    peaks = []
+    for with_adapter in (False, True):
+        model = make_model("qwen3", hidden_size=1024, intermediate_size=3072, num_attention_heads=16, head_dim=64)
+        model = adapted("qwen3", model, rank=32) if with_adapter else model
+        learner = learner_on("cuda", model, torch.bfloat16)
+        del model
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        learner.update(groups())
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        del learner
+    assert peaks[1] < 0.5 * peaks[0]
+
+
+def test_a_resumed_lora_update_gives_the_same_bits() -> None:
+    """Three updates in a row; or two, and the third by a learner that was given their weights and the optimiser's state."""
+    settings: dict[str, Any] = {"optimiser": {"learning_rate": 1e-2}}
+    model = adapted("qwen3")
+    whole, first, second = (learner_on("cuda", model, torch.bfloat16, **settings) for _ in range(3))
+    for seed in range(3):
+        whole.update(groups(seed))
+    for seed in range(2):
+        first.update(groups(seed))
+    with torch.no_grad():
+        for name, parameter in lora.trained(second.policy.model).items():
+            parameter.copy_(first.policy.model.get_parameter(name))
+    second.optimiser.load_state({name: tensor.cpu() for name, tensor in first.optimiser.state().items()})
+    second.update(groups(2))
+    assert torch.equal(snapshot(whole.policy.model), snapshot(second.policy.model))
+    assert not torch.equal(snapshot(first.policy.model), snapshot(second.policy.model))
+
+
+def test_the_host_never_waits_within_a_lora_update() -> None:
+    learner = learner_on("cuda", adapted("qwen3"), torch.bfloat16)
+    learner.update(groups())
+    batch, totals = learner._micro_batches(groups(), range(4)), learner._totals(groups())
     torch.cuda.set_sync_debug_mode("error")
     try:
         learner._accumulate(batch, totals, None)

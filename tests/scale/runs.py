@@ -55,7 +55,7 @@ def every_stage(ranks: int, folder: Path, *sets: str) -> Recipe:
         {"type": "rejection_sample", "steps": 2, "at_least": 1.0, **usual},
         {**sft, "name": "imitate", "data": "stage:rejection_sample"},
         {**grpo, "steps": 3, "save_every": 1, "rewards": [learned], "kl": {"beta": 0.1}, "iterate": rounds},
-        {"type": "dpo", "pairs": str(pairs), "steps": 4, "batch_size": 5, "save_every": 1},
+        {"type": "dpo", "pairs": str(pairs), "steps": 8, "batch_size": 5, "save_every": 1},
         {"type": "ppo", "steps": 5, "optimiser": {"learning_rate": 1e-3}, **usual},
         {"type": "trpo", "steps": 2, "max_kl": 1e-3, "fisher_share": 0.5, **usual},
     ]

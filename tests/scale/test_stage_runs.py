@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from functools import partial
 from pathlib import Path
 
 import pytest
 
+from oncurve.errors import RecipeError
 from oncurve.recipe.schema import Recipe
-from oncurve.runs.checkpoints import list_checkpoints
+from oncurve.runs.checkpoints import newest_valid
 from oncurve.runs.store import Store
+from oncurve.train.follow import check_scale
 from tests.scale.runs import Started, distance, every_stage, last_step, same_bits, until
 
 STAGES = ["reward_model", "rejection_sample", "grpo", "dpo", "ppo", "trpo"]
@@ -53,6 +54,18 @@ def test_two_ranks_go_through_every_stage_as_one_does(one: Path, two: Path) -> N
     assert distance(two, one, "reward_models/grpo") < 1e-4
 
 
+def test_weights_that_no_rank_holds_are_refused_where_a_stage_needs_them(folder: Path) -> None:
+    recipe, refused = every_stage(2, folder, "scale.shard=full"), {}
+    for stage in recipe.stages:
+        try:
+            check_scale(recipe.model_copy(update={"stages": [stage]}))
+        except RecipeError as error:
+            refused[stage.label] = str(error)
+    assert list(refused) == ["reward_model", "grpo", "ppo", "trpo"]
+    assert "the stage 'ppo' (ppo) trains a second model beside the policy" in refused["ppo"]
+    assert 'use scale.shard = "optimiser"' in refused["ppo"]
+
+
 def cut_at(recipe: Recipe, path: Path, stage: str, step: int) -> None:
     """The last rank is killed for good in the stage, after so many of its steps."""
     run = Started(recipe, path)
@@ -74,10 +87,6 @@ def test_a_rank_killed_in_any_stage_and_the_run_goes_on_exactly(
     assert recorded(tmp_path / "cut") == recorded(two)
 
 
-def saved_in(path: Path, stage: str) -> bool:
-    return any(place.stage == stage for place in list_checkpoints(path / "checkpoints"))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("shard", ["none", "optimiser"])
 @pytest.mark.parametrize("stage", ["dpo", "ppo"])
@@ -86,10 +95,10 @@ def test_what_four_ranks_wrote_goes_on_on_two_and_on_one(
 ) -> None:
     """Moments of the policy and of the critic, the critic itself, the reference's log-probs of pairs."""
     sets = [f"scale.shard={shard}"]
-    run = Started(every_stage(4, folder, *sets), tmp_path / "4")
-    until(partial(saved_in, tmp_path / "4", stage))
-    os.kill(run.processes[3].pid or 0, signal.SIGKILL)
-    run.wait(10)
+    cut_at(every_stage(4, folder, *sets), tmp_path / "4", stage, 3)
+    last = newest_valid(tmp_path / "4" / "checkpoints", lambda path, why: None)
+    assert last is not None
+    assert last.stage == stage
     for ranks in (2, 1):
         path = tmp_path / str(ranks)
         shutil.copytree(tmp_path / "4", path)

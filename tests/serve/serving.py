@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import openai
 
-from oncurve.engines.serving import Session
+from oncurve.engines.serving import Session, TorchSession
 from oncurve.listening import listen
 from oncurve.models.policy import Policy
 from oncurve.serve.app import Served
@@ -40,9 +40,11 @@ def chatting_policy() -> Policy:
 
 
 @contextmanager
-def endpoint(policy: Policy, slots: int = 4, limit: int = 400, key: str | None = None) -> Iterator[Endpoint]:
+def endpoint(
+    policy: Policy, slots: int = 4, limit: int = 400, key: str | None = None, session: Session | None = None
+) -> Iterator[Endpoint]:
     with listen("127.0.0.1", 0) as listening:
-        worker = Worker(Session(policy, slots, limit))
+        worker = Worker(session or TorchSession(policy, slots, limit))
         server = Server(Served(MODEL, policy, worker), key)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])), daemon=True)
         thread.start()

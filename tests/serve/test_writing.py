@@ -84,3 +84,27 @@ def test_half_a_character_at_the_end_is_shown_as_such(why: StopReason) -> None:
     first, second, third = of_bytes().encode("€").ids
     said = [writing.push(Token(0, 0, i, 0.0, (), s)) for i, s in ((first, None), (second, None), (third, why))]
     assert "".join(s.text for s in said) == ("€" if why == "length" else "")
+
+
+@given(
+    text=st.text(min_size=1, max_size=30),
+    cut=st.integers(0, 3),
+    sizes=st.lists(st.integers(1, 7), min_size=1, max_size=9),
+    why=st.sampled_from(["end", "length", "stop_string"]),
+)
+def test_tokens_that_come_together_say_what_they_say_one_by_one(text: str, cut: int, sizes: list[int], why: StopReason) -> None:
+    """Whichever rounds they come in, even where the last character is half of one."""
+    ids = of_bytes().encode(text).ids
+    ids = ids[: max(1, len(ids) - cut)]
+    stop = (decode(ids)[-2:],) if why == "stop_string" else ("never",)
+    tokens = [Token(0, 0, token_id, -1.0, (), why if n == len(ids) - 1 else None) for n, token_id in enumerate(ids)]
+    apart, together = Writing(decode, stop), Writing(decode, stop)
+    one = [apart.push(token) for token in tokens]
+    many: list[Said] = []
+    while tokens:
+        size = sizes[len(many) % len(sizes)]
+        many.append(together.push(*tokens[:size]))
+        tokens = tokens[size:]
+    assert "".join(said.text for said in many) == "".join(said.text for said in one)
+    assert many[-1].finish == one[-1].finish
+    assert together.count == apart.count

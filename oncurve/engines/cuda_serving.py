@@ -1,0 +1,266 @@
+"""Serving on a GPU: the captured step, over slots that come and go, each with settings of its own.
+
+The same queue, pages, rounds and prefill as in ``cuda_batch.py``. Settings lie on the device by slot and are read there by the
+kernels that draw (``kernels/choosing.py``), so that one graph serves whatever is asked. All slots are decoded at every step,
+idle or not: a completion with a seed is the same bits alone and in a crowd. Few slots taken: the host looks at every token;
+many: at every few.
+
+A completion that was sent back to the queue because the pool ran full starts again with the same numbers: what it has told
+before comes out the same, and is not told twice.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import count
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from oncurve.engines.cuda import TILE_ROWS, GpuSampler
+from oncurve.engines.cuda_batch import Ask as Call
+from oncurve.engines.cuda_batch import GpuBatch, Row
+from oncurve.engines.cuda_pool import PAGE, PagedPool, pages_for
+from oncurve.engines.cuda_round import Round
+from oncurve.engines.cuda_step import Board, Limits, products
+from oncurve.engines.kernels.attention import Reach
+from oncurve.engines.kernels.choosing import Wishes, choose
+from oncurve.engines.kernels.sampling import Rule
+from oncurve.engines.randomness import row_key
+from oncurve.engines.serving import NAME, TOP, Ask, Token
+from oncurve.models.policy import Policy
+from oncurve.recipe.sections import Engine, Sampling
+from oncurve.records import StopReason
+
+RING = 4
+"""Most tokens of a round."""
+PREFILL_TOKENS = 1024
+"""Prompts of one bucket are prefilled together up to this many tokens: fewer than in training, as one often comes alone."""
+FEW = 4
+"""With up to so many slots taken the host looks at every token; with up to RING times as many, at every other."""
+
+
+class ServingSampler(GpuSampler):
+    """The captured step with settings by slot."""
+
+    wishes: Wishes
+
+    def open(self, slots: int, limit: int) -> tuple[Board, PagedPool]:
+        """A board for requests of any length that memory allows, and a pool that stays open."""
+        whole, own = pages_for(self.policy.context), pages_for(limit)
+        self.pool.open(slots, slots * (whole + own), self.settings.pool_share)
+        members = max(1, TILE_ROWS // (self.shape.heads // self.shape.key_heads))
+        limits = Limits(slots, members, min(whole, self.pool.limit), own, RING)
+        self.board = Board(limits, self.shape, self.policy.head.weight_VD.shape[0], self.policy.device)
+        self.board.clear(self.policy.end_ids)
+        self.boards[(slots, members, RING, False)] = self.board
+        self.wishes = _wishes(slots, self.policy.device)
+        self._see_addresses()
+        return self.board, self.pool
+
+    def _step(self, reach: Reach, how: Sampling) -> None:
+        assert self.board is not None
+        assert self.pool.data is not None
+        head, board = self.policy.head, self.board
+        logits_SV = products(head, self.step.hidden(board, self.pool.data, reach))
+        choose(logits_SV, board.slots, self.wishes, board.is_end_V, Rule(scale=head.scale, softcap=head.softcap))
+
+
+def _wishes(slots: int, device: torch.device) -> Wishes:
+    def filled(value: float, dtype: torch.dtype, *size: int) -> Tensor:
+        return torch.full((*size, slots), value, dtype=dtype, device=device)
+
+    one, none, no = filled(1.0, torch.float32), filled(0.0, torch.float32), filled(0, torch.int32)
+    rings = [torch.zeros((RING, slots, TOP), dtype=dtype, device=device) for dtype in (torch.int32, torch.float32)]
+    return Wishes(one, one.clone(), none, no, no.clone(), no.clone(), *rings)
+
+
+@dataclass(eq=False)
+class Line(Row):
+    """A completion in the making, as far as it is decoded; ``told`` tokens of it have been handed out."""
+
+    ids: list[int] = field(default_factory=list)
+    told: int = 0
+
+    def start_again(self) -> None:
+        super().start_again()
+        self.ids = []
+
+
+class GpuSession(GpuBatch):
+    """Slots that are kept open. ``limit`` is the longest completion that a request may ask for; ``context`` the most tokens,
+    prompt and completion, that the model addresses and memory holds."""
+
+    def __init__(self, sampler: ServingSampler, slots: int, limit: int) -> None:
+        super().__init__(sampler, Call((), (), 0, Sampling(max_new_tokens=limit), 0, 0), slots)
+        self.limit, self.context = limit, min(sampler.policy.context, (self.pool.limit - 1) * PAGE)
+        self.asks: dict[int, Ask] = {}
+        self.wished: dict[int, Ask] = {}
+        """By slot, settings that the device has not been told of yet."""
+        self.under_way: Round | None = None
+        self._numbers = count()
+        self._ends = frozenset(sampler.policy.end_ids)
+
+    @classmethod
+    @torch.inference_mode()
+    def over(cls, policy: Policy, slots: int, limit: int) -> GpuSession | None:
+        """A session by captured graphs; None (and the log says why) where the model's layers don't fit pages."""
+        sampler = ServingSampler.of(policy, Engine())
+        return cls(sampler, slots, limit) if isinstance(sampler, ServingSampler) else None
+
+    def warm(self) -> None:
+        """Compile, capture and prefill once, so that nobody who asks waits for it."""
+        self.submit(Ask(np.zeros(2, np.int64), 1, Sampling(max_new_tokens=2), seed=0))
+        while not self.idle:
+            self.step()
+
+    def close(self) -> None:
+        self.pool.close()
+
+    @property
+    def idle(self) -> bool:
+        return not self.asks
+
+    @property
+    def left(self) -> int:
+        """Completions that wait for a slot."""
+        return len(self.waiting)
+
+    def submit(self, ask: Ask) -> int:
+        """Queues a request and returns its number. Its completions are decoded as slots become free."""
+        number = next(self._numbers)
+        self.asks[number], self.prompt_ids[number], self.missing[number] = ask, ask.prompt_ids, ask.samples
+        self.rows[number] = [Line(number, sample) for sample in range(ask.samples)]
+        self.waiting.extend(self.rows[number])
+        return number
+
+    def cancel(self, number: int) -> None:
+        """Takes a request back, waiting or running; one that has ended is not known any more, and that is no error."""
+        if number not in self.asks:
+            return
+        self.waiting = deque(row for row in self.waiting if row.group != number)
+        for slot, row in enumerate(self.row_in):
+            if row is not None and row.group == number:
+                self._unseat(slot)
+        self._forget(number)
+
+    @torch.inference_mode()
+    def step(self) -> list[Token]:
+        """Seats what waits, sends the next round on its way, and tells what the one before has drawn."""
+        self._admit()
+        following = self._launch()
+        told = [] if self.under_way is None else self._told(self.under_way)
+        self.under_way = following
+        return told
+
+    def how_of(self, group: int) -> Sampling:
+        return self.asks[group].how
+
+    def key_of(self, row: Row) -> int:
+        key = row_key(self.asks[row.group].seed, 0, NAME, row.sample)
+        return key - (1 << 64) if key >> 63 else key
+
+    def _prepare(self, slots: int) -> tuple[Board, PagedPool]:
+        assert isinstance(self.sampler, ServingSampler)
+        return self.sampler.open(slots, self.how.max_new_tokens)
+
+    def _seat(self, slot: int, row: Row) -> None:
+        super()._seat(slot, row)
+        self.wished[slot] = self.asks[row.group]
+
+    def _tell(self) -> None:
+        if self.wished:
+            wishes, asks = self._wishes, list(self.wished.values())
+            slots = self._send(np.array(list(self.wished), np.int64))
+            shares = [(ask.how.temperature, ask.how.top_p, ask.how.min_p) for ask in asks]
+            counts = [(ask.how.top_k, ask.how.min_new_tokens, ask.top) for ask in asks]
+            floats, ints = self._send(np.array(shares, np.float32).T), self._send(np.array(counts, np.int32).T)
+            for target, values in zip((wishes.temperature, wishes.top_p, wishes.min_p), floats, strict=True):
+                target.index_copy_(0, slots, values)
+            for target, values in zip((wishes.top_k, wishes.min_tokens, wishes.top), ints, strict=True):
+                target.index_copy_(0, slots, values)
+            self.wished.clear()
+        super()._tell()
+
+    @property
+    def _wishes(self) -> Wishes:
+        assert isinstance(self.sampler, ServingSampler)
+        return self.sampler.wishes
+
+    def _prefill_tokens(self) -> int:
+        return PREFILL_TOKENS
+
+    def _round(self, live: int) -> int:
+        return 1 if live <= FEW else 2 if live <= FEW * RING else RING
+
+    def _outputs(self) -> tuple[Tensor, ...]:
+        """The likeliest tokens too, where somebody asks for them."""
+        asked = any(row is not None and self.asks[row.group].top for row in self.row_in)
+        return (*super()._outputs(), *((self._wishes.top_ids, self._wishes.top_logps) if asked else ()))
+
+    def _reach(self) -> Reach:
+        """In very few sizes: a graph that is not there yet makes everybody wait, and idle programs cost next to nothing."""
+        limits, used = self.board.limits, max(t for t, group in enumerate(self.table_group) if group >= 0) + 1
+        prompts = max(len(self.prompt_ids[group]) - 1 for group in self.table_group if group >= 0)
+        return Reach(
+            min(limits.slots, _power(used, 4)),
+            min(limits.prompt_pages, _power(max(1, pages_for(prompts)), 2)),
+            min(limits.suffix_pages, _power(max(map(len, self.own_pages)), 2)),
+        )
+
+    def _told(self, done: Round) -> list[Token]:
+        """What a round has drawn, of completions that are still seated."""
+        done.wait()
+        drawn, logps, tops = done.drawn.tolist(), done.logps[:, 2].tolist(), [x.numpy() for x in done.read[2:]]
+        told: list[Token] = []
+        for slot in np.flatnonzero((done.age_S > 0) & (done.age_S == self.age_S)).tolist():
+            row = self.row_in[slot]
+            assert isinstance(row, Line)
+            ask, first = self.asks[row.group], int(done.start_S[slot])
+            for place in range(first, min(first + done.tokens, int(self.limit_S[slot]))):
+                ring = place % RING
+                row.ids.append(drawn[ring][slot])
+                row.stop = self._why_stop(row, ask.how)
+                if place == row.told:
+                    row.told += 1
+                    top = _pairs(tops, ring, slot, min(ask.top, len(self.is_end_V))) if ask.top else ()
+                    told.append(Token(row.group, row.sample, row.ids[-1], logps[ring][slot], top, row.stop))
+                if row.stop is not None:
+                    self._end_line(slot, row)
+                    break
+        return told
+
+    def _why_stop(self, row: Line, how: Sampling) -> StopReason | None:
+        if row.ids[-1] in self._ends and len(row.ids) > how.min_new_tokens:
+            return "end"
+        if how.stop:
+            longest = max(len(s.encode()) for s in how.stop)
+            text = self.sampler.policy.decode(np.asarray(row.ids[-longest - 4 :], np.int64))
+            if any(s in text for s in how.stop):
+                return "stop_string"
+        return "length" if len(row.ids) == how.max_new_tokens else None
+
+    def _end_line(self, slot: int, row: Line) -> None:
+        self._unseat(slot)
+        self.missing[row.group] -= 1
+        if not self.missing[row.group]:
+            self._forget(row.group)
+
+    def _forget(self, number: int) -> None:
+        self.pool.free.extend(self.prompt_pages.pop(number, ()))
+        del self.asks[number], self.prompt_ids[number], self.rows[number], self.missing[number]
+
+
+def _pairs(tops: list[np.ndarray], ring: int, slot: int, most: int) -> tuple[tuple[int, float], ...]:
+    ids, logps = (x[ring, slot, :most].tolist() for x in tops)
+    return tuple(zip(ids, logps, strict=True))
+
+
+def _power(number: int, base: int) -> int:
+    """The next power of a base."""
+    found = 1
+    while found < number:
+        found *= base
+    return found

@@ -1,0 +1,233 @@
+"""Serving on a real GPU: captured steps beside plain torch, the same bits whatever comes and goes, and a server over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import http.client
+import json
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from oncurve.engines.cuda_pool import PagedPool
+from oncurve.engines.cuda_serving import GpuSession
+from oncurve.engines.serving import Ask, Session, Token, TorchSession, open_session
+from oncurve.listening import listen
+from oncurve.models.policy import Policy
+from oncurve.recipe.sections import Sampling
+from oncurve.serve.app import Served
+from oncurve.serve.server import Server
+from oncurve.serve.worker import Worker
+from tests.gpu.test_engine import long_prompt, model_of
+from tests.models.architectures import tokenizer
+
+pytestmark = pytest.mark.gpu
+
+SETTINGS = (
+    Sampling(max_new_tokens=60),
+    Sampling(max_new_tokens=40, temperature=0.0),
+    Sampling(max_new_tokens=50, temperature=0.7, top_p=0.8),
+    Sampling(max_new_tokens=60, top_k=3, min_p=0.05, min_new_tokens=20),
+    Sampling(max_new_tokens=30, temperature=1.3, stop=("a", "77")),
+)
+LENGTHS = (1, 64, 65, 300, 530)
+SLOTS, LIMIT = 8, 600
+
+
+@cache
+def policy(name: str, dtype: torch.dtype, device: str = "cuda") -> Policy:
+    return Policy(copy.deepcopy(model_of(name)).to(device, dtype), tokenizer())
+
+
+@contextmanager
+def opened(name: str, dtype: torch.dtype, slots: int = SLOTS) -> Iterator[GpuSession]:
+    session = open_session(policy(name, dtype), slots, LIMIT)
+    assert isinstance(session, GpuSession)
+    yield session
+    assert session.sampler.by_graph
+    assert not any(session.row_in)
+    assert not session.prompt_pages
+    assert session.pool.left == session.pool.limit
+    session.close()
+
+
+def ask(place: int, name: str = "qwen3") -> Ask:
+    ids = policy(name, torch.float32).encode(long_prompt(LENGTHS[place % 5]))
+    return Ask(ids, 1 + place % 3, SETTINGS[(place * 2 + place // 5) % 5], seed=place, top=(0, 5, 20)[place % 3])
+
+
+def finish(session: Session, found: dict[int, list[Token]]) -> dict[int, list[Token]]:
+    while not session.idle:
+        for token in session.step():
+            found.setdefault(token.request, []).append(token)
+    return found
+
+
+def by_sample(tokens: list[Token]) -> list[list[Token]]:
+    return [[t for t in tokens if t.sample == sample] for sample in sorted({t.sample for t in tokens})]
+
+
+def bits(tokens: list[Token]) -> list[list[tuple[object, ...]]]:
+    return [[(t.token_id, t.logp, t.top, t.stop) for t in own] for own in by_sample(tokens)]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2"])
+def test_the_gpu_serves_what_torch_serves(name: str) -> None:
+    """Ten requests with settings of their own, by the family's own step and through a model's modules: the same texts but for
+    near ties, which are rare, and the same log-probs."""
+    with opened(name, torch.float32) as session:
+        numbers = [session.submit(ask(place, name)) for place in range(10)]
+        here = finish(session, {})
+    plain = TorchSession(policy(name, torch.float32, "cpu"), SLOTS, LIMIT)
+    again = [plain.submit(ask(place, name)) for place in range(10)]
+    there = finish(plain, {})
+    parted = 0
+    for a, b in zip(numbers, again, strict=True):
+        for ours, theirs in zip(by_sample(here[a]), by_sample(there[b]), strict=True):
+            if [(t.token_id, t.stop) for t in ours] != [(t.token_id, t.stop) for t in theirs]:
+                parted += 1
+                continue
+            assert [t.logp for t in ours] == pytest.approx([t.logp for t in theirs], abs=1e-4)
+            for one, two in zip(ours, theirs, strict=True):
+                assert [logp for _, logp in one.top] == pytest.approx([logp for _, logp in two.top], abs=1e-4)
+    assert parted <= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["qwen3", "gemma2"])
+def test_a_request_gets_the_same_bits_whatever_comes_and_goes_beside_it(name: str, dtype: torch.dtype) -> None:
+    """One is there from the start; others come, one token later each; and one of them leaves in the middle."""
+    with opened(name, dtype) as session:
+        numbers: dict[int, int] = {}
+        found: dict[int, list[Token]] = {}
+        for place in range(10):
+            numbers[place] = session.submit(ask(place, name))
+            for token in session.step():
+                found.setdefault(token.request, []).append(token)
+        session.cancel(numbers[2])
+        finish(session, found)
+        for place in (0, 3, 4, 8, 9):
+            number = session.submit(ask(place, name))
+            assert bits(finish(session, {})[number]) == bits(found[numbers[place]])
+
+
+def test_where_the_pool_is_full_requests_wait_and_nothing_is_told_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    how = Sampling(max_new_tokens=LIMIT, min_new_tokens=LIMIT)
+    asks = [Ask(policy("qwen3", torch.float32).encode(long_prompt(n)), 2, how, seed=n) for n in (1, 300, 530)]
+    found: list[list[Any]] = []
+    for most in (99, 5):
+        room = PagedPool.open
+        with monkeypatch.context() as patched, opened_with(patched, room, most) as session:
+            numbers = [session.submit(one) for one in asks]
+            told = finish(session, {})
+            found.append([bits(told[number]) for number in numbers])
+    assert found[0] == found[1]
+
+
+@contextmanager
+def opened_with(patched: pytest.MonkeyPatch, room: Any, most: int) -> Iterator[GpuSession]:
+    patched.setattr(PagedPool, "open", lambda self, first, all_, share: room(self, min(first, most), min(all_, most), share))
+    with opened("qwen3", torch.float32) as session:
+        assert session.pool.limit == most
+        yield session
+
+
+def test_few_graphs_serve_all_there_is() -> None:
+    with opened("qwen3", torch.bfloat16, 64) as session:
+        for place in range(60):
+            session.submit(ask(place))
+        finish(session, {})
+        assert len(session.sampler.graphs) <= 12
+
+
+# Over HTTP, by the standard library's own client.
+
+
+@contextmanager
+def served(slots: int = SLOTS) -> Iterator[tuple[int, GpuSession]]:
+    model = policy("qwen3", torch.bfloat16)
+    with opened("qwen3", torch.bfloat16, slots) as session, listen("127.0.0.1", 0) as listening:
+        worker = Worker(session)
+        server = Server(Served("small", model, worker))
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])), daemon=True)
+        thread.start()
+        while not server.started:
+            thread.join(0.02)
+            assert thread.is_alive()
+        yield listening.getsockname()[1], session
+        server.should_exit = True
+        thread.join(10)
+        worker.close()
+
+
+def post(port: int, **body: Any) -> http.client.HTTPResponse:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    whole = json.dumps({"model": "small", "max_tokens": 40, **body})
+    connection.request("POST", "/v1/completions", whole, {"content-type": "application/json"})
+    answer = connection.getresponse()
+    assert answer.status == 200, answer.read()
+    return answer
+
+
+def texts(port: int, stream: bool, **body: Any) -> tuple[str, ...]:
+    answer = post(port, stream=stream, **body)
+    if not stream:
+        return tuple(choice["text"] for choice in json.loads(answer.read())["choices"])
+    found = [""] * body.get("n", 1)
+    for line in answer:
+        if line.startswith(b"data: {"):
+            for choice in json.loads(line[6:])["choices"]:
+                found[choice["index"]] += choice["text"]
+    return tuple(found)
+
+
+def test_many_clients_at_once_are_answered_as_each_would_be_alone() -> None:
+    asked: list[dict[str, Any]] = [
+        {"prompt": "1+2=", "seed": 1, "n": 3},
+        {"prompt": "the quick brown fox", "seed": 2, "temperature": 0.7, "top_p": 0.9, "logprobs": 5},
+        {"prompt": "x", "temperature": 0, "n": 2},
+        {"prompt": "abc " * 150, "seed": 4, "top_k": 4, "stop": ["7", "qu"]},
+    ]
+    with served() as (port, session):
+        alone = [texts(port, False, **body) for body in asked]
+        with ThreadPoolExecutor(24) as threads:
+            crowd = list(threads.map(lambda n: texts(port, n % 3 != 0, **asked[n % 4]), range(24)))
+        assert crowd == [alone[n % 4] for n in range(24)]
+        assert alone[2][0] == alone[2][1]
+        assert len(set(alone[0])) == 3
+        assert not any(stop in text for text in alone[3] for stop in ("7", "qu"))
+        assert session.idle
+
+
+def test_a_client_that_leaves_frees_its_slots() -> None:
+    with served(slots=4) as (port, session):
+        answer = post(port, prompt="abc", n=64, max_tokens=LIMIT, seed=0, stream=True)
+        assert answer.readline().startswith(b"data: ")
+        answer.close()
+        until = time.monotonic() + 5
+        while not session.idle and time.monotonic() < until:
+            time.sleep(0.005)
+        assert session.idle
+        assert texts(port, False, prompt="abc", seed=0)[0]
+
+
+def test_log_probs_over_http_are_those_of_the_model() -> None:
+    with served() as (port, _):
+        told = json.loads(post(port, prompt="2+3=", seed=4, logprobs=3, temperature=0.7, top_p=0.9).read())["choices"][0]
+    ids, plain = np.array(told["logprobs"]["token_ids"]), policy("qwen3", torch.float32, "cpu")
+    prompt = plain.tokenizer("2+3=")["input_ids"]
+    with torch.no_grad():
+        logits = plain.model(input_ids=torch.tensor([[*prompt, *ids.tolist()]]), use_cache=False).logits[0]
+    logps = logits[len(prompt) - 1 : -1].log_softmax(-1)[torch.arange(len(ids)), torch.from_numpy(ids)]
+    found = torch.tensor(told["logprobs"]["token_logprobs"])
+    assert float((found - logps).abs().mean()) < 0.02
+    assert all(len(top) == 3 for top in told["logprobs"]["top_logprobs"])
