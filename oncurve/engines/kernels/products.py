@@ -38,7 +38,7 @@ class Block:
         """How many a launch has; None where the matrix can't be cut like this."""
         if outputs % self.outputs or inner % (self.parts * self.inner):
             return None
-        return triton.cdiv(rows, self.rows) * (outputs // self.outputs) * self.parts
+        return -(-rows // self.rows) * (outputs // self.outputs) * self.parts
 
 
 MANY = Block(128, 64, 64, warps=4, stages=6)
