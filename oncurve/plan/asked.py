@@ -120,7 +120,8 @@ def job_of_stage(recipe: Recipe, stage: Stage, gpu: Gpu, prompt_tokens: int, alp
         base = replace(base, slots=recipe.engine.slots)
     base = replace(base, pool_share=recipe.engine.pool_share)
     if recipe.scale.ranks > 1:
-        base = replace(base, gpus=recipe.scale.ranks, sharding=recipe.scale.shard, gather=recipe.scale.gather)
+        scale = recipe.scale
+        base = replace(base, gpus=scale.ranks, sharding=scale.shard, gather=scale.gather, tensor=scale.tensor)
     return _checked(replace(base, reward_model=_reward_model(recipe, stage, shape)))
 
 

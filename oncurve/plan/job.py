@@ -69,6 +69,8 @@ class Job:
     reference_on_cpu: bool = False
     sharding: Sharding = "none"
     gather: bool = True
+    tensor: int = 1
+    """GPUs that split each layer between them."""
     pool_share: float = Engine().pool_share
     quantise: str | None = None
     """A frozen base in 4 or 8 bits, under an adapter."""

@@ -121,15 +121,18 @@ def _weights(shape: Shape, job: Job) -> float:
     whole: float = job.dtype_bytes * shape.parameters
     if job.quantise is not None:
         whole -= (job.dtype_bytes - QUANTISED_BYTES[job.quantise]) * shape.multiplied_in_all
-    return whole if _full(job) == 1 else whole / job.gpus + 2 * job.dtype_bytes * shape.layer_parameters
+    return whole if _full(job) == 1 else whole / job.gpus + 2 * job.dtype_bytes * shape.layer_parameters / job.tensor
 
 
 def _gathered(job: Job) -> float:
-    """Weights that were shared out, brought together for sampling: beside a rank's own share of them; or both ends alone."""
+    """Weights that were shared out, brought together for sampling: beside a rank's own share of them; or both ends alone.
+    Where layers are split, the rank's part of each is there too."""
     if _full(job) == 1:
         return 0
     shape = job.shape
-    return job.dtype_bytes * (shape.parameters if job.gather else shape.parameters - shape.layers * shape.layer_parameters)
+    layers = shape.layers * shape.layer_parameters
+    part = layers / job.tensor if job.tensor > 1 else 0
+    return job.dtype_bytes * (shape.parameters + part if job.gather else shape.parameters - layers)
 
 
 def _state(trained: int, job: Job) -> dict[str, float]:
@@ -269,8 +272,8 @@ def is_lean(shape: Shape, job: Job) -> bool:
     return plain and job.lora_rank is None and not job.gpu.is_cpu and job.sharding != "full"
 
 
-def layer_bytes(shape: Shape, job: Job) -> int:
-    """What the backward pass needs of one layer, per token.
+def layer_bytes(shape: Shape, job: Job, parts: int = 1) -> int:
+    """What the backward pass needs of one layer, per token; of what lies between its split weights, one of so many ``parts``.
 
     Where the learner's own kernels run it: two residual sums, the joint product of q, k and v, attention's output and
     log-sum-exp, and the joint product of gate and up. Where autograd does: a norm keeps its input in float32, what it
@@ -283,12 +286,13 @@ def layer_bytes(shape: Shape, job: Job) -> int:
         return b * (2 * D + 2 * q + 2 * kv + 2 * F) + 4 * shape.heads
     normed = 4 + (b if job.lora_rank is None else 0)
     heads = normed * (q + kv) if shape.kind.head_norm or shape.kind.wide_norm else 0
-    return shape.kind.norms * (normed + b) * D + heads + b * (2 * q + 2 * kv) + 4 * shape.heads + 4 * b * F
+    split = heads + b * (2 * q + 2 * kv) + 4 * shape.heads + 4 * b * F
+    return shape.kind.norms * (normed + b) * D + split // parts
 
 
 def activation_bytes(shape: Shape, job: Job) -> float:
     """Activations of a pack at the worst moment of its backward pass, gradients in flight included."""
-    layer, again = layer_bytes(shape, job), layers_again(shape, job)
+    layer, again = layer_bytes(shape, job, job.tensor), layers_again(shape, job)
     kept = (shape.layers - again) * layer + again * job.dtype_bytes * shape.width + (layer if again else 0)
     return _around_layers(shape, job) + job.pack_tokens * min(kept, shape.layers * layer)
 
@@ -306,7 +310,7 @@ def layers_again(shape: Shape, job: Job) -> int:
         return shape.layers if job.checkpointing == "on" else 0
     around = sum(_standing(job).values()) + _around_layers(shape, job) + _head_chunk(job, backward=True)
     free = SPARE * max(0.0, job.gpu.memory - around)
-    each, least = job.pack_tokens * layer_bytes(shape, job), job.pack_tokens * job.dtype_bytes * shape.width
+    each, least = job.pack_tokens * layer_bytes(shape, job, job.tensor), job.pack_tokens * job.dtype_bytes * shape.width
     over = shape.layers * each - free
     return 0 if over <= 0 else min(shape.layers, math.ceil(over / (each - least)))
 

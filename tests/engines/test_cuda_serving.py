@@ -38,8 +38,10 @@ def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @cache
 def policy() -> Policy:
-    """Whose end token is likely: completions end by themselves too."""
-    return Policy(copy.deepcopy(make_model("qwen3")), tokenizer())
+    """Some letters end a completion too: it is likely to end by itself, and a minimum length matters."""
+    made = Policy(copy.deepcopy(make_model("qwen3")), tokenizer())
+    made.end_ids = (*made.end_ids, *range(5, 12))
+    return made
 
 
 def opened(slots: int = SLOTS, pages: int | None = None, monkeypatch: pytest.MonkeyPatch | None = None) -> GpuSession:
@@ -104,7 +106,8 @@ def test_mixed_requests_are_answered_as_by_torch() -> None:
         told.append([found[number] for number in numbers])
     for here, there in zip(*told, strict=True):
         assert_alike(here, there)
-    assert {t.stop for tokens in told[0] for t in tokens} >= {None, "length"}
+    assert {t.stop for tokens in told[0] for t in tokens} == {None, "length", "end"}
+    assert all(t.token_id not in policy().end_ids for own in by_sample(told[0][3]) for t in own[:4])
 
 
 def test_a_request_gets_the_same_bits_whatever_comes_and_goes_beside_it() -> None:
@@ -115,12 +118,14 @@ def test_a_request_gets_the_same_bits_whatever_comes_and_goes_beside_it() -> Non
     for _ in range(2):
         for token in session.step():
             found.setdefault(token.request, []).append(token)
-    leaver, last = session.submit(ask(0)), session.submit(ask(2))
+    how = Sampling(max_new_tokens=LIMIT, min_new_tokens=LIMIT)
+    leaver, last = session.submit(Ask(policy().encode(prompt_of(3)), 1, how, seed=0)), session.submit(ask(2))
     while leaver not in found:
         for token in session.step():
             found.setdefault(token.request, []).append(token)
     session.cancel(leaver)
     told = len(found[leaver])
+    assert told < LIMIT
     finish(session, found)
     assert len(found[leaver]) == told, "nothing is told of a request that was taken back"
     assert bits(found[first]) == alone(3)

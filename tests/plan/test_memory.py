@@ -164,6 +164,17 @@ def test_full_sharding_splits_weights_too() -> None:
     assert by_layers == pytest.approx(share + 2 * ends, rel=1e-6)
 
 
+def test_split_layers_are_gathered_and_kept_in_part() -> None:
+    """Of a layer, what lies between its split weights; residual sums and norms stay whole."""
+    big = MODELS["70B"]
+    whole, split = (phases(job(big, gpus=64, sharding="full", checkpointing="off", tensor=t)) for t in (1, 8))
+    layer = 2 * big.layer_parameters
+    assert whole["optimiser"]["weights"] - split["optimiser"]["weights"] == pytest.approx(2 * layer * 7 / 8, rel=1e-6)
+    more = split["sample"]["weights"] - split["optimiser"]["weights"]
+    assert more == pytest.approx(2 * big.parameters + big.layers * layer / 8, rel=1e-6)
+    assert whole["update"]["activations"] / 8 < split["update"]["activations"] < whole["update"]["activations"] / 2
+
+
 def test_quantised_bases_are_smaller() -> None:
     shape = MODELS["Qwen/Qwen3-8B"]
     plain, four = (phases(job(shape, lora_rank=16, quantise=q))["sample"]["weights"] for q in (None, "nf4"))
