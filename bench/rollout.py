@@ -241,8 +241,23 @@ def profile(work: Work, sampler: Oncurve, tokens: int = 40) -> list[tuple[str, f
     gpu.decode = watched
     sampler.run(work)
     gpu.decode = decode
-    rows = [(e.key, e.self_device_time_total / seen["traced"], e.count // seen["traced"]) for e in trace.key_averages()]
-    return sorted((r for r in rows if r[1] > 0), key=lambda r: -r[1])
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        trace.export_chrome_trace(file.name)
+        found = growth(json.loads(Path(file.name).read_text())["traceEvents"])
+    return [(name, us / seen["traced"], count // seen["traced"]) for name, us, count in found]
+
+
+def growth(events: list[dict[str, Any]]) -> list[tuple[str, float, int]]:
+    """(kernel, microseconds, launches): what each adds, from the end of the one before to its own. A kernel that begins early
+    lasts longer than that."""
+    kernels = sorted((e for e in events if e.get("cat") == "kernel"), key=lambda e: e["ts"] + e["dur"])
+    found: dict[str, tuple[float, int]] = {}
+    end = kernels[0]["ts"] if kernels else 0.0
+    for kernel in kernels:
+        us, count = found.get(kernel["name"], (0.0, 0))
+        found[kernel["name"]] = us + kernel["ts"] + kernel["dur"] - end, count + 1
+        end = kernel["ts"] + kernel["dur"]
+    return sorted(((name, us, count) for name, (us, count) in found.items()), key=lambda r: -r[1])
 
 
 def versions() -> dict[str, str]:
