@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from oncurve.models import lora
 from oncurve.models.logprobs import chunk_rows
 from oncurve.models.policy import Policy
 
@@ -23,15 +24,16 @@ SPARE = 0.9
 def kept_bytes(policy: Policy) -> int:
     """What one layer keeps of a token for the backward pass.
 
-    By the fast path: two residual sums, q, k, v, attention's output, gate and up, and a float32 per head. By modules and
-    autograd about three times the residuals and norms, and twice the MLP.
+    By the fast path: two residual sums, q, k, v, attention's output, gate and up, a float32 per head, and x Aᵀ of adapters. By
+    modules and autograd about three times the residuals and norms, and twice the MLP.
     """
     config = policy.model.config.get_text_config()
     wide, D, heads = policy.model.dtype.itemsize, config.hidden_size, config.num_attention_heads
     d = getattr(config, "head_dim", None) or D // heads
     keys = getattr(config, "num_key_value_heads", None) or heads
     mlp = int(getattr(config, "intermediate_size", None) or 4 * D)
-    lean: int = wide * (2 * D + (2 * heads + 2 * keys) * d + 2 * mlp) + 4 * heads
+    ranks = sum(len(p) for name, p in lora.trained(policy.model).items() if "lora_A" in name) // config.num_hidden_layers
+    lean: int = wide * (2 * D + (2 * heads + 2 * keys) * d + 2 * mlp + ranks) + 4 * heads
     return lean if policy.fused is not None else lean + wide * (6 * D + 2 * mlp) + 8 * D
 
 

@@ -45,7 +45,8 @@ class FusedLinear:
         adapters = [adapter_of(layer) for layer in self.layers]
         there = [adapter for adapter in adapters if adapter is not None]
         whole = _side_by_side([*(part.weight for part in self.parts), *(adapter.a for adapter in there)])
-        self.weight = whole[: sum(self.sizes)]
+        self.columns = sum(self.sizes)
+        self.weight = whole[: self.columns]
         with_bias = self.parts[0].bias is not None
         self.bias = _side_by_side([part.bias for part in self.parts]) if with_bias else None
         self.lora: JointLora | None = None

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from transformers import PreTrainedModel
@@ -35,7 +35,8 @@ from oncurve.models.kernels.rotary import Turning
 
 @dataclass(slots=True)
 class _Kept:
-    """What the backward pass needs of a layer; all but ``x`` are None under checkpointing."""
+    """What the backward pass needs of a layer; all but ``x`` are None under checkpointing. Of adapted layers that is also x Aᵀ:
+    in the last columns of the joint products, or by itself."""
 
     x: Tensor
     qkv: Tensor | None = None
@@ -43,6 +44,8 @@ class _Kept:
     lse: Tensor | None = None
     middle: Tensor | None = None
     gate_up: Tensor | None = None
+    out_low: Tensor | None = None
+    down_low: Tensor | None = None
 
 
 class GpuDecoder(FusedDecoder):
@@ -75,14 +78,14 @@ class GpuDecoder(FusedDecoder):
         x, more = functional.embedding(ids, self.backbone.embed_tokens.weight), None
         for i, block in enumerate(self.blocks):
             x, normal = add_norm(x, more, block.before.weight, block.before.variance_epsilon)
-            qkv = _linear(normal, block.qkv.weight, block.qkv.bias, block.qkv.lora)
+            qkv = _joint(normal, block.qkv)
             qk = self.turning(block, at).forward(qkv)
             q, k, v = (y.reshape(*shape, -1, self.head_size).transpose(1, 2) for y in self.split(qk, qkv))
             attended = layout.attend(i, q, k, v, self.scale, block.window, None).reshape(len(ids), -1)
-            y = _linear(attended, block.out.weight, block.out.bias, block.out_lora)
+            y, _ = _linear(attended, block.out, block.out_lora)
             x, normal = add_norm(x, y, block.between.weight, block.between.variance_epsilon)
-            value = swiglu(_linear(normal, block.gate_up.weight, None, block.gate_up.lora))
-            more = _linear(value, block.down.weight, None, block.down_lora)
+            value = swiglu(_joint(normal, block.gate_up)[:, : block.gate_up.columns])
+            more, _ = _linear(value, block.down, block.down_lora)
         last = self.backbone.norm
         return add_norm(x, more, last.weight, last.variance_epsilon)[1]
 
@@ -95,14 +98,20 @@ class GpuDecoder(FusedDecoder):
     def split(self, qk: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k [N, heads, d] of the turned ones, and v of the joint product."""
         H, K, d = self.heads, self.kv_heads, self.head_size
-        return qk[:, :H], qk[:, H:], qkv[:, (H + K) * d :].view(-1, K, d)
+        return qk[:, :H], qk[:, H:], qkv[:, (H + K) * d : (H + 2 * K) * d].view(-1, K, d)
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, lora: JointLora | None) -> Tensor:
-    y = functional.linear(x, weight, bias)
-    if lora is not None and lora.on:
-        lora.add(y, x)
-    return y
+def _linear(x: Tensor, layer: nn.Linear, lora: JointLora | None) -> tuple[Tensor, Tensor | None]:
+    """A layer's product, and x Aᵀ where it is adapted."""
+    y = functional.linear(x, layer.weight, layer.bias)
+    return y, None if lora is None or not lora.on else lora.add(y, x)
+
+
+def _joint(x: Tensor, layer: FusedLinear) -> Tensor:
+    """The joint product; where it is adapted, with more columns."""
+    if layer.lora is None or not layer.lora.on:
+        return functional.linear(x, layer.weight, layer.bias)
+    return layer.lora.wide(x, layer.bias)
 
 
 class _Backbone(torch.autograd.Function):
@@ -148,13 +157,14 @@ class _Run:
 
     def _layer(self, block: Any, x: Tensor, normal: Tensor, kept: _Kept) -> tuple[Tensor, Tensor]:
         """From a layer's first norm to (its second residual sum, what its MLP adds to it), noting what backward needs."""
-        kept.qkv = _linear(normal, block.qkv.weight, block.qkv.bias, block.qkv.lora)
+        kept.qkv = _joint(normal, block.qkv)
         qk = self.decoder.turning(block, self.at).forward(kept.qkv)
         kept.attended, kept.lse = self.layout.forward(*self.decoder.split(qk, kept.qkv), self._rule(block))
-        y = _linear(kept.attended.flatten(1), block.out.weight, block.out.bias, block.out_lora)
+        y, kept.out_low = _linear(kept.attended.flatten(1), block.out, block.out_lora)
         kept.middle, normal = add_norm(x, y, block.between.weight, block.between.variance_epsilon)
-        kept.gate_up = _linear(normal, block.gate_up.weight, None, block.gate_up.lora)
-        return kept.middle, _linear(swiglu(kept.gate_up), block.down.weight, None, block.down_lora)
+        kept.gate_up = _joint(normal, block.gate_up)
+        more, kept.down_low = _linear(swiglu(kept.gate_up[:, : block.gate_up.columns]), block.down, block.down_lora)
+        return kept.middle, more
 
     def _rule(self, block: Any) -> Any:
         return self.layout.rule(self.decoder.scale, block.window, None)
@@ -178,18 +188,20 @@ class _Run:
     def _mlp_backward(self, block: Any, kept: _Kept, grad: Tensor) -> Tensor:
         assert kept.gate_up is not None
         assert kept.middle is not None
-        d_value, d_low = self._input_gradient(grad, block.down.weight, block.down_lora)
-        d_gate_up, value = swiglu_backward(kept.gate_up, d_value)
-        kept.gate_up = None
+        d_value, wide = _input_gradient(grad, block.down.weight, block.down_lora)
+        d_both, both = torch.empty_like(kept.gate_up), block.gate_up.columns
+        _, value = swiglu_backward(kept.gate_up[:, :both], d_value, d_both[:, :both])
+        low, kept.gate_up = kept.gate_up[:, both:].clone(), None
         self._add_product(block.down.weight, grad, value)
-        self._add_lora(block.down_lora, grad, d_low, value)
-        d_normal, d_low = self._input_gradient(d_gate_up, block.gate_up.weight, block.gate_up.lora)
+        self._add_lora(block.down_lora, wide, kept.down_low, value)
+        d_normal, wide = _input_gradient(d_both, block.gate_up.weight, block.gate_up.lora)
         d_middle, normal, d_weight = norm_backward(
             kept.middle, block.between.weight, block.between.variance_epsilon, d_normal, grad
         )
         kept.middle = None
         self._add(block.between.weight, d_weight)
-        self._add_joint(block.gate_up, d_gate_up, d_low, normal)
+        self._add_joint(block.gate_up, d_both, normal)
+        self._add_lora(block.gate_up.lora, wide, low, normal)
         return d_middle
 
     def _attention_backward(self, block: Any, kept: _Kept, grad: Tensor) -> Tensor:
@@ -200,29 +212,27 @@ class _Run:
         H, K, d = decoder.heads, decoder.kv_heads, decoder.head_size
         self._add_product(block.out.weight, grad, kept.attended.flatten(1))
         self._add_bias(block.out.bias, grad)
-        d_attended, d_low = self._input_gradient(grad, block.out.weight, block.out_lora)
-        self._add_lora(block.out_lora, grad, d_low, kept.attended.flatten(1))
+        d_attended, wide = _input_gradient(grad, block.out.weight, block.out_lora)
+        self._add_lora(block.out_lora, wide, kept.out_low, kept.attended.flatten(1))
         turning = decoder.turning(block, self.at)
         qk = turning.forward(qkv)
         d_qk, d_qkv = torch.empty_like(qk), torch.empty_like(qkv)
-        into = (d_qk[:, :H], d_qk[:, H:], d_qkv[:, (H + K) * d :].view(-1, K, d))
+        into = (d_qk[:, :H], d_qk[:, H:], d_qkv[:, (H + K) * d : (H + 2 * K) * d].view(-1, K, d))
         d_heads = d_attended.view(-1, H, d)
         self.layout.backward(*decoder.split(qk, qkv), kept.attended, kept.lse, d_heads, self._rule(block), into)
         of_norms = turning.backward(qkv, d_qk, d_qkv)
         if of_norms is not None:
             self._add(block.q_norm.weight, of_norms[0])
             self._add(block.k_norm.weight, of_norms[1])
+        low = qkv[:, block.qkv.columns :].clone()
+        del qkv
         kept.qkv = kept.attended = kept.lse = None
-        d_normal, d_low = self._input_gradient(d_qkv, block.qkv.weight, block.qkv.lora)
+        d_normal, wide = _input_gradient(d_qkv, block.qkv.weight, block.qkv.lora)
         d_x, normal, d_weight = norm_backward(kept.x, block.before.weight, block.before.variance_epsilon, d_normal, grad)
         self._add(block.before.weight, d_weight)
-        self._add_joint(block.qkv, d_qkv, d_low, normal)
+        self._add_joint(block.qkv, d_qkv, normal)
+        self._add_lora(block.qkv.lora, wide, low, normal)
         return d_x
-
-    def _input_gradient(self, grad_NO: Tensor, weight: Tensor, lora: JointLora | None) -> tuple[Tensor, Tensor | None]:
-        """Of a linear layer's input, and of what an adapter's A makes of it."""
-        d_x = grad_NO @ weight
-        return d_x, None if lora is None or not lora.on else lora.add_input_gradient(grad_NO, d_x)
 
     def _embedding_backward(self, grad: Tensor) -> None:
         words = self.decoder.backbone.embed_tokens
@@ -247,9 +257,9 @@ class _Run:
         if bias is not None and bias.requires_grad:
             self.sums.of(bias).add_(grad_NO.sum(0, dtype=torch.float32))
 
-    def _add_joint(self, layer: FusedLinear, grad_NO: Tensor, d_low: Tensor | None, input_NI: Tensor) -> None:
+    def _add_joint(self, layer: FusedLinear, grad_NO: Tensor, input_NI: Tensor) -> None:
         """By one product where all of the parts are trained."""
-        self._add_lora(layer.lora, grad_NO, d_low, input_NI)
+        grad_NO = grad_NO[:, : layer.columns]
         if all(p.requires_grad for part in layer.parts for p in part.parameters()):
             add_product(self.sums.of(layer.weight), grad_NO, input_NI)
             if layer.bias is not None:
@@ -259,10 +269,18 @@ class _Run:
             self._add_product(part.weight, own_NO, input_NI)
             self._add_bias(part.bias, own_NO)
 
-    def _add_lora(self, lora: JointLora | None, grad_NO: Tensor, d_low: Tensor | None, input_NI: Tensor) -> None:
-        if lora is not None and d_low is not None:
-            lora.add_gradients(self.sums, grad_NO, d_low, input_NI)
+    def _add_lora(self, lora: JointLora | None, wide: Tensor | None, low: Tensor | None, input_NI: Tensor) -> None:
+        if lora is not None and wide is not None and low is not None:
+            lora.add_gradients(self.sums, wide, low, input_NI)
 
     def gradients(self) -> list[Tensor | None]:
         """One for each parameter, for autograd; None where they went into the caller's sums."""
         return [None if self.collected else self.sums.of(p).to(p.dtype) for p in self.parameters]
+
+
+def _input_gradient(grad: Tensor, weight: Tensor, lora: JointLora | None) -> tuple[Tensor, Tensor | None]:
+    """Of a linear layer's input; and where it is adapted, the gradient with that of x Aᵀ beside it."""
+    if lora is None or not lora.on:
+        return grad @ weight, None
+    wide = lora.wide_gradient(grad)
+    return wide @ lora.whole, wide

@@ -1,7 +1,7 @@
 """LoRA within the fast path: the adapters of one input's linear layers (q, k, v; gate and up; one alone) as two products.
 
-A's rows lie in one storage below the rows of the frozen weights, so that a decode step has x Wᵀ and u = x Aᵀ of all adapters by
-one product, and one launch more for s · u Bᵀ. B's rows lie side by side too. All are the adapter's own parameters: an
+A's rows lie in one storage below the rows of the frozen weights, so that one product has x Wᵀ and u = x Aᵀ of all adapters
+beside each other, and one launch more adds s · u Bᵀ. B's rows lie side by side too. All are the adapter's own parameters: an
 optimiser's update is seen with no call, and no merged weight is ever held.
 
 With g the gradient of y = x Wᵀ + s · u Bᵀ: du = s · g B, dx = g W + du A, dA = duᵀ x, dB = s · gᵀ u. W gets none.
@@ -47,27 +47,38 @@ class JointLora:
         return self.first.on
 
     def product(self, x_NI: Tensor, bias_O: Tensor | None) -> Tensor:
-        """The whole product in two launches: of the few rows of a decode step."""
+        """y in two launches: of the few rows of a decode step."""
         both = x_NI @ self.whole.t()
         out = torch.empty(len(x_NI), self.columns, dtype=x_NI.dtype, device=x_NI.device)
         spread(both, both[:, self.columns :], self.b, self.scale, self.all_tiles, bias_O, out)
         return out
 
-    def add(self, y_NO: Tensor, x_NI: Tensor) -> None:
-        """y += s · (x Aᵀ) Bᵀ, in place."""
-        spread(y_NO, x_NI @ self.a.t(), self.b, self.scale, self.own_tiles, None, y_NO)
+    def add(self, y_NO: Tensor, x_NI: Tensor) -> Tensor:
+        """y += s · u Bᵀ, in place; returns u."""
+        low = x_NI @ self.a.t()
+        spread(y_NO, low, self.b, self.scale, self.own_tiles, None, y_NO)
+        return low
 
-    def add_input_gradient(self, grad_NO: Tensor, d_x_NI: Tensor) -> Tensor:
-        """d_x += du A, in place; returns du [N, R], of which ``add_gradients`` makes the rest."""
-        d_low = torch.empty(len(grad_NO), len(self.a), dtype=grad_NO.dtype, device=grad_NO.device)
-        for columns, low, b in self.parts:
-            torch.addmm(d_low[:, low], grad_NO[:, columns], b, beta=0, alpha=self.scale, out=d_low[:, low])
-        d_x_NI.addmm_(d_low, self.a)
-        return d_low
+    def wide(self, x_NI: Tensor, bias_O: Tensor | None) -> Tensor:
+        """[y | u], [N, O + R]."""
+        both = x_NI @ self.whole.t()
+        tiles = self.own_tiles if bias_O is None else self.all_tiles
+        spread(both, both[:, self.columns :], self.b, self.scale, tiles, bias_O, both)
+        return both
 
-    def add_gradients(self, sums: GradientSums, grad_NO: Tensor, d_low_NR: Tensor, x_NI: Tensor) -> None:
-        """A's and B's."""
-        add_product(sums.of(self.a), d_low_NR, x_NI)
-        low_NR = x_NI @ self.a.t()
+    def wide_gradient(self, grad_NO: Tensor) -> Tensor:
+        """[g | du], [N, O + R]: times ``whole`` it is the gradient of x. ``grad`` may have the columns for du already."""
+        wide = grad_NO
+        if grad_NO.shape[1] == self.columns:
+            wide = torch.empty(len(grad_NO), len(self.whole), dtype=grad_NO.dtype, device=grad_NO.device)
+            wide[:, : self.columns] = grad_NO
+        d_low = wide[:, self.columns :]
         for columns, low, b in self.parts:
-            add_product(sums.of(b), grad_NO[:, columns], low_NR[:, low], self.scale)
+            torch.addmm(d_low[:, low], wide[:, columns], b, beta=0, alpha=self.scale, out=d_low[:, low])
+        return wide
+
+    def add_gradients(self, sums: GradientSums, wide: Tensor, low_NR: Tensor, x_NI: Tensor) -> None:
+        """A's and B's, of a wide gradient, u and x."""
+        add_product(sums.of(self.a), wide[:, self.columns :], x_NI)
+        for columns, low, b in self.parts:
+            add_product(sums.of(b), wide[:, columns], low_NR[:, low], self.scale)
