@@ -63,7 +63,18 @@ SHARDED = [
     "small packs",
     "clipped",
 ]
-STAGES_SHARDED = {"optimiser": list(STAGES), "full": ["dpo", "ipo", "dpo of fewer pairs than ranks", "rejection sampling"]}
+STAGES_SHARDED = {
+    "optimiser": [
+        "dpo",
+        "reward model",
+        "ppo",
+        "ppo in a shared trunk",
+        "ppo of fewer prompts than ranks, warming up",
+        "trpo",
+        "iterative grpo",
+    ],
+    "full": ["dpo", "ipo", "dpo of fewer pairs than ranks", "rejection sampling"],
+}
 
 
 @pytest.mark.parametrize("shard", ["optimiser", "full"])
