@@ -19,6 +19,7 @@ from oncurve.engines import sampling
 from oncurve.engines.cuda_pool import Shape
 from oncurve.engines.kernels import sampling as kernels
 from oncurve.engines.kernels.attention import Parts, Reach, Tables, attend
+from oncurve.engines.kernels.launch import early
 from oncurve.engines.kernels.layers import add_norm, embed_norm, rotate_store, silu_mul, store
 from oncurve.engines.kernels.products import block_for, gated_product, product
 from oncurve.models.fused import FusedDecoder
@@ -145,7 +146,7 @@ def _gated(x: Tensor, gate_up: Tensor, lora: JointLora | None) -> Tensor:
 def _whole(x: Tensor, weight: Tensor, bias: Tensor | None, lora: JointLora | None) -> Tensor:
     if lora is None or not lora.on:
         return torch.nn.functional.linear(x, weight, bias)
-    return lora.product(x, bias)
+    return lora.product(x, bias, early(x.device))
 
 
 class ModuleStep:

@@ -11,7 +11,8 @@ Legend: ``N`` tokens, ``I``/``O`` columns of input and output, ``r`` rank, ``R``
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,11 +47,11 @@ class JointLora:
         """Off, the model is its base."""
         return self.first.on
 
-    def product(self, x_NI: Tensor, bias_O: Tensor | None) -> Tensor:
+    def product(self, x_NI: Tensor, bias_O: Tensor | None, launch: Mapping[str, Any]) -> Tensor:
         """y in two launches: of the few rows of a decode step."""
         both = x_NI @ self.whole.t()
         out = torch.empty(len(x_NI), self.columns, dtype=x_NI.dtype, device=x_NI.device)
-        spread(both, both[:, self.columns :], self.b, self.scale, self.all_tiles, bias_O, out)
+        spread(both, both[:, self.columns :], self.b, self.scale, self.all_tiles, bias_O, out, launch)
         return out
 
     def add(self, y_NO: Tensor, x_NI: Tensor) -> Tensor:

@@ -10,7 +10,8 @@ Legend: ``N`` tokens, ``O`` columns of the product, ``r`` rank, ``R`` ranks of a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import triton
@@ -19,11 +20,16 @@ from torch import Tensor
 
 COLUMNS = 64
 """Columns of a tile."""
+AFTER: Mapping[str, Any] = {"EARLY": False}
+"""A launch that begins when the kernel before it has ended."""
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _spread(base, low, b, bias, out, tiles, rows, stride_base, stride_low, stride_out, scale,
-            RANK: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BIAS: tl.constexpr):  # fmt: skip
+            RANK: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BIAS: tl.constexpr,
+            EARLY: tl.constexpr):  # fmt: skip
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     here = tiles + tl.program_id(0) * 4
     first, end, u_at, b_at = tl.load(here), tl.load(here + 1), tl.load(here + 2), tl.load(here + 3)
     row = (tl.program_id(1) * BM + tl.arange(0, BM)).to(tl.int64)
@@ -66,13 +72,16 @@ def tiles_of(sizes: Sequence[int], adapted: Sequence[bool], rank: int, device: t
 
 
 def spread(
-    base_NO: Tensor, low_NR: Tensor, b: Tensor, scale: float, tiles: Tensor, bias_O: Tensor | None, out_NO: Tensor
-) -> None:
-    """out = base + bias + scale · low Bᵀ in the columns of the tiles; ``out`` may be ``base``. Rows may lie apart."""
+    base_NO: Tensor, low_NR: Tensor, b: Tensor, scale: float, tiles: Tensor, bias_O: Tensor | None, out_NO: Tensor,
+    launch: Mapping[str, Any] = AFTER,
+) -> None:  # fmt: skip
+    """out = base + bias + scale · low Bᵀ in the columns of the tiles; ``out`` may be ``base``. Rows may lie apart. ``launch``:
+    how it follows the kernel before it (engines/kernels/launch.py)."""
     N, rank = len(base_NO), b.shape[1]
     BM = 32 if N <= 1024 else 128
     _spread[(len(tiles), triton.cdiv(N, BM))](
         base_NO, low_NR, b, base_NO if bias_O is None else bias_O, out_NO, tiles, N,
         base_NO.stride(0), low_NR.stride(0), out_NO.stride(0), scale,
         RANK=rank, BN=COLUMNS, BM=BM, BK=max(16, min(64, triton.next_power_of_2(rank))), BIAS=bias_O is not None, num_warps=4,
+        **launch,
     )  # fmt: skip
