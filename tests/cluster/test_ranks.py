@@ -18,16 +18,18 @@ STEPS = 40
 STAGE = {**GRPO, "steps": STEPS, "prompts_per_step": 4, "save_every": 10, "eval_every": 0}
 
 
-def test_two_ranks_learn_what_one_process_learns_though_one_dies(cluster: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["grpo", "ppo"])
+def test_two_ranks_learn_what_one_process_learns_though_one_dies(cluster: Any, tmp_path: Path, kind: str) -> None:
     """The same gradient up to rounding, on the same prompts and random numbers, whoever computed it."""
-    asked = recipe(STAGE, rewards=[FORMAT, SHORT], scale={"ranks": 2, "samplers": 2, "timeout_s": 120.0})
+    stage = {**STAGE, "type": kind, "name": "grpo"}
+    asked = recipe(stage, rewards=[FORMAT, SHORT], scale={"ranks": 2, "samplers": 2, "timeout_s": 120.0})
     started = Started.begin(tmp_path / "ray", asked, cluster.address)
     started.until(15)
     started.kill("rank-1")
     started.end()
     each_group_once(started.run, STEPS, 4)
     assert "the learner died" in " ".join(started.events())
-    plain = begin(recipe(STAGE, rewards=[FORMAT, SHORT]), out=tmp_path / "plain")
+    plain = begin(recipe(stage, rewards=[FORMAT, SHORT]), out=tmp_path / "plain")
     ours, theirs = (load_file(run.model / "model.safetensors") for run in (started.run, plain))
     for name, expected in theirs.items():
         assert torch.allclose(ours[name], expected, atol=1e-3), name
