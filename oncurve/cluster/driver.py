@@ -116,16 +116,17 @@ def corrected(recipe: Recipe) -> Recipe:
 @contextmanager
 def company(recipe: Recipe) -> Iterator[tuple[tuple[Peer, ...], Crew]]:
     """The actors, in places kept for them; gone at the end, however it comes."""
-    each, scale = nodes.needs(recipe), recipe.scale
-    places = [Places("the learner", [each] * scale.ranks, "PACK")]
+    scale = recipe.scale
+    learner, sampler = nodes.needs(recipe, not scale.samplers), nodes.needs(recipe, True)
+    places = [Places("the learner", [learner] * scale.ranks, "PACK")]
     if scale.samplers:
-        places.append(Places("samplers", [each] * scale.samplers, "SPREAD"))
+        places.append(Places("samplers", [sampler] * scale.samplers, "SPREAD"))
     peers: list[Peer] = []
     try:
         for one in places:
             one.wait()
-        peers += [door.put_up(f"rank-{i}", Learner, each, places[0], i) for i in range(scale.ranks)]
-        peers += [door.put_up(f"sampler-{i}", Sampler, each, places[1], i) for i in range(scale.samplers)]
+        peers += [door.put_up(f"rank-{i}", Learner, learner, places[0], i) for i in range(scale.ranks)]
+        peers += [door.put_up(f"sampler-{i}", Sampler, sampler, places[1], i) for i in range(scale.samplers)]
         peers += [door.put_up(f"reward-{i}", Scorer, {"CPU": 1.0}) for i in range(scale.reward_workers)]
         ranks, crew = scale.ranks, scale.ranks + scale.samplers
         yield tuple(peers[:ranks]), Crew(tuple(peers[ranks:crew]), tuple(peers[crew:]))

@@ -39,18 +39,20 @@ def look() -> dict[str, str]:
     return found
 
 
-def needs(recipe: Recipe) -> dict[str, float]:
-    """What a learner or a sampler takes of a node: a GPU where there are any, and a CPU to run Python on."""
+def needs(recipe: Recipe, samples: bool) -> dict[str, float]:
+    """What a learner or a sampler takes of a node: a GPU where there are any, and a CPU to run Python on. Where it ``samples``
+    by a vLLM that splits layers, a GPU for each part."""
     wants = recipe.model.device.partition(":")[0]
     has_gpus = any(node.resources.get("GPU", 0.0) >= 1 for node in door.nodes())
-    return {"CPU": 1.0, "GPU": 1.0} if wants == "cuda" or (wants == "auto" and has_gpus) else {"CPU": 1.0}
+    parts = float(recipe.scale.vllm_tensor if samples else 1)
+    return {"CPU": 1.0, "GPU": parts} if wants == "cuda" or (wants == "auto" and has_gpus) else {"CPU": 1.0}
 
 
 def check_room(recipe: Recipe) -> None:
     """Before anything is started: what was asked, against what all nodes have together."""
-    each, scale = needs(recipe), recipe.scale
-    actors = scale.ranks + scale.samplers
-    asked = {key: actors * value for key, value in each.items()}
+    scale = recipe.scale
+    learner, sampler = needs(recipe, not scale.samplers), needs(recipe, True)
+    asked = {key: scale.ranks * learner[key] + scale.samplers * sampler[key] for key in learner}
     asked["CPU"] += scale.reward_workers
     had = {key: sum(node.resources.get(key, 0.0) for node in door.nodes()) for key in ("CPU", "GPU")}
     if any(asked[key] > had[key] for key in asked):

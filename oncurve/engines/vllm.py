@@ -93,6 +93,7 @@ class VllmEngine(NativeEngine):
     def __init__(self, policy: Policy, settings: EngineSettings, scale: Scale) -> None:
         super().__init__(policy, settings)
         self.version, self.scale = check_vllm(), scale
+        check_parts(policy, scale.vllm_tensor)
         self.process: VllmProcess | None = None
         self.context = policy.context
         self._logprobs: Logprobs = "raw_logprobs"
@@ -257,7 +258,7 @@ class VllmEngine(NativeEngine):
         model = self._folder / "model"
         model.mkdir()
         write_model(self.policy, model)
-        self.process = VllmProcess(self.scale.timeout_s, self.policy.device)
+        self.process = VllmProcess(self.scale.timeout_s, self.policy.device, self.scale.vllm_tensor)
         try:
             ready = self._tell(self._start_message(model), "starting")
         except Lost as lost:
@@ -282,6 +283,7 @@ class VllmEngine(NativeEngine):
             sleeps=self._sleeps,
             gpu_share=self.settings.pool_share * _free_share(self.policy),
             cpu_kv_bytes=_kv_bytes(self.policy) * max(self.policy.context, slots * min(self.policy.context, TYPICAL)),
+            tensor=self.scale.vllm_tensor,
         )
 
     def close(self) -> None:
@@ -318,6 +320,18 @@ def check_model(model: Model) -> None:
     if model.quantise is not None:
         because = "vLLM would need the base in a quantised form of its own"
         raise RecipeError("model.quantise", model.quantise, because=because, fix=f"leave it out, or {NATIVE}")
+
+
+def check_parts(policy: Policy, tensor: int) -> None:
+    """Refuses to split layers that can't be, or over GPUs that are not there."""
+    config = policy.model.config.get_text_config()
+    if config.num_attention_heads % tensor:
+        because = f"{type(policy.model).__name__} has {config.num_attention_heads} heads, which are dealt out to as many parts"
+        fix = f"use a divisor of {config.num_attention_heads}"
+        raise RecipeError("scale.vllm_tensor", tensor, because=because, fix=fix)
+    if policy.device.type == "cuda" and (policy.device.index or 0) + tensor > torch.cuda.device_count():
+        because = f"this process sees {torch.cuda.device_count()} GPUs, and each part has one"
+        raise RecipeError("scale.vllm_tensor", tensor, because=because, fix="use fewer parts, or a machine with more GPUs")
 
 
 def _lora_rank(policy: Policy) -> int:

@@ -32,6 +32,8 @@ class Start:
     """Of the GPU's whole memory, what vLLM may take, weights included."""
     cpu_kv_bytes: int
     """On a CPU, what keys and values of all slots could want."""
+    tensor: int = 1
+    """Processes that split the layers between them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ class Lost(Exception):
 class VllmProcess:
     """A running `oncurve.engines.vllm_worker`. What it prints goes to ``log``, which stays only where it was lost."""
 
-    def __init__(self, limit_s: float, device: torch.device) -> None:
+    def __init__(self, limit_s: float, device: torch.device, tensor: int = 1) -> None:
         self.limit_s = limit_s
         handle, name = tempfile.mkstemp(prefix="oncurve-vllm-", suffix=".log")
         self.log = Path(name)
@@ -48,7 +48,8 @@ class VllmProcess:
         with theirs, os.fdopen(handle, "wb") as sink:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "oncurve.engines.vllm_worker", str(theirs.fileno()), str(os.getpid())],
-                pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, env=environment(device),
+                pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stdout=sink, stderr=sink,
+                env=environment(device, tensor),
                 start_new_session=True,
             )  # fmt: skip
         self.connection, self.is_lost = Connection(ours.detach()), False
@@ -98,20 +99,21 @@ class VllmProcess:
         return Lost(f"the vLLM process {self.pid} {what}{how}", self.log)
 
 
-def environment(device: torch.device) -> Mapping[str, str]:
+def environment(device: torch.device, tensor: int = 1) -> Mapping[str, str]:
     """That of this process, with what vLLM must see and without what is meant for this process alone."""
     env = {
         name: value
         for name, value in os.environ.items()
         if name not in TORCHRUN and name not in ALLOCATOR and not name.startswith("TORCHELASTIC_")
     }
-    env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+    env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     # Plugins and threads: on a CPU vLLM would tie its threads to cores that the learner uses too.
     env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    env.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
+    env.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // tensor)))
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
-        env["CUDA_VISIBLE_DEVICES"] = visible(index, env.get("CUDA_VISIBLE_DEVICES"))
+        given = env.get("CUDA_VISIBLE_DEVICES")
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(visible(index + part, given) for part in range(tensor))
     return env
 
 

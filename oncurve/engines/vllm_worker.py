@@ -2,7 +2,7 @@
 
 It is started by `oncurve.engines.vllm_process`: vLLM changes thread counts, seeds and loggers of the process that it lives in.
 Here it runs without a further process, so that a push of weights is a plain call, and steps follow each other in the same order
-each time.
+each time; only where layers are split (`scale.vllm_tensor`) vLLM starts one for each part, which end with this one.
 
 Written against vLLM 0.26 to 0.32, of which it uses ``LLM``, its engine's ``add_request``, ``step`` and ``add_lora``, ``sleep``
 and ``wake_up``, and the workers' ``reload_weights``, which knows fused, tied and repacked weights.
@@ -200,6 +200,8 @@ def _open(start: Start) -> Any:
         "disable_log_stats": True,
         "enforce_eager": cpu,
     }
+    if start.tensor > 1:
+        options |= {"tensor_parallel_size": start.tensor, "distributed_executor_backend": "mp"}
     if start.lora_rank:
         room = next((r for r in RANKS if r >= start.lora_rank), RANKS[-1])
         options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
@@ -211,11 +213,11 @@ def _open(start: Start) -> Any:
 
 
 def _cpu_room(start: Start) -> int:
-    """Bytes for keys and values on a CPU: what all slots could want, within a share of the memory that is free."""
+    """Bytes of each part for keys and values on a CPU: what all slots could want, within a share of the memory that is free."""
     import psutil
 
     free = int(psutil.virtual_memory().available * start.gpu_share / 2)
-    return max(min(start.cpu_kv_bytes, free), 64 << 20)
+    return max(min(start.cpu_kv_bytes, free) // start.tensor, 64 << 20)
 
 
 def _parameters(request: Request) -> Any:
@@ -251,7 +253,6 @@ class Receiver:
             torch.accelerator.synchronize()  # from here on the learner may change what was read
 
     def oncurve_tensors(self, source: FromFile | FromGpu) -> Iterator[tuple[str, torch.Tensor]]:
-        worker: Any = self
         match source:
             case FromFile(path):
                 with safe_open(path, framework="pt") as file:
@@ -260,7 +261,7 @@ class Receiver:
             case FromGpu(handles):
                 for name, (rebuild, arguments) in handles.items():
                     here = list(arguments)
-                    here[6] = worker.device.index  # the same GPU may have another number in this process
+                    here[6] = 0  # the learner's GPU is the first of those that this process sees
                     yield name, rebuild(*here)
 
 

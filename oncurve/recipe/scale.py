@@ -31,6 +31,9 @@ class Scale(Section):
     engine: Literal["native", "vllm"] = "native"
     """What samples. `native`: with the learner's own weights, none of them copied. `vllm`: vLLM, in a process of its own, to
     which new weights are pushed after each step."""
+    vllm_tensor: PositiveInt = 1
+    """With `engine = "vllm"`: GPUs over which vLLM splits each layer, for models that one does not hold beside the learner. The
+    learner's own is the first of them; with Ray, each sampler has so many."""
     samplers: Count = 0
     """With Ray: sampling processes apart from the learners; 0: the learners sample."""
     reward_workers: Count = 0
@@ -62,6 +65,13 @@ class Scale(Section):
             raise impossible(
                 "gather", "false", because=because, fix='use shard = "full" and engine = "native", or leave it out'
             )
+        if self.vllm_tensor > 1 and self.engine != "vllm":
+            because, fix = "the native engine samples with the learner's own weights", 'use engine = "vllm", or leave it out'
+            raise impossible("vllm_tensor", self.vllm_tensor, because=because, fix=fix)
+        if self.vllm_tensor > 1 and self.ranks > 1 and not self.samplers:
+            because = f"each of the {self.ranks} ranks has a vLLM of its own on its GPU, and the next GPU is the next rank's"
+            fix = "use ranks = 1, or samplers apart from the learners (Ray)"
+            raise impossible("vllm_tensor", self.vllm_tensor, because=because, fix=fix)
         if self.max_staleness and not self.samplers:
             because = "the learners sample themselves, with the weights that they have"
             raise impossible("max_staleness", self.max_staleness, because=because, fix="set samplers (Ray), or leave it out")

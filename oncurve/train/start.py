@@ -130,7 +130,7 @@ def check_resumable(run: RunFolder) -> None:
 
 MOVABLE = re.compile(
     r"threads|model\.device|engine\..*|.*\.tokens_per_pack|(.*\.)?rewards\..*\.(workers|at_once|device)"
-    r"|scale\.(ranks|shard|tensor|offload|engine|samplers|reward_workers|timeout_s)"
+    r"|scale\.(ranks|shard|tensor|offload|gather|engine|vllm_tensor|samplers|reward_workers|timeout_s)"
 )
 """Keys that say how a machine computes and not what: a run that goes on elsewhere may change them."""
 

@@ -101,6 +101,8 @@ def test_gpus_where_there_are_none(tmp_path: Path, capsys: pytest.CaptureFixture
         (["scale.ranks=4", "scale.tensor=2"], "scale.tensor", 'use shard = "full"'),
         (["scale.ranks=4", "scale.tensor=2", "scale.shard=optimiser"], "scale.tensor", 'use shard = "full"'),
         (["scale.ranks=1", "scale.tensor=1", "scale.offload=true"], "scale.offload", "shard"),
+        (["scale.vllm_tensor=2"], "scale.vllm_tensor", 'use engine = "vllm"'),
+        (["scale.vllm_tensor=2", "scale.engine=vllm", "scale.ranks=2"], "scale.vllm_tensor", "use ranks = 1"),
     ],
 )
 def test_sizes_that_do_not_divide(
@@ -115,7 +117,7 @@ def test_sizes_that_do_not_divide(
 
 def test_what_ranks_cannot_do_together(tmp_path: Path, store: TCPStore) -> None:
     """Asked for by a recipe that is well-formed: the first rank says so, and the other follows it out."""
-    stage = 'stages=[{type = "rejection_sample", steps = 1, sampling.max_new_tokens = 8}]'
+    stage = 'stages=[{type = "ppo", steps = 1, prompts_per_step = 2, sampling.max_new_tokens = 8}]'
     recipe = str(written(tmp_path / "r.toml", 2, "scale.shard=full", stage))
     first, second = as_ranks(tmp_path, store, recipe, recipe)
     assert [first.code(), second.code(10)] == [2, 2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 
 import torch
 from transformers import PreTrainedModel
@@ -22,15 +23,19 @@ PROMPTS = [prompt_of(n, name) for name, n in zip("abcdef", (1, 2, 9, 17, 40, 66)
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
 
 
-def policy_of(name: str = "qwen3", *, rank: int = 0) -> Policy:
-    model = make_model(name, **SHAPE)
+TWICE = {**SHAPE, "num_attention_heads": 4, "num_key_value_heads": 2}
+"""With heads enough for two parts."""
+
+
+def policy_of(name: str = "qwen3", *, rank: int = 0, shape: Mapping[str, int] = SHAPE) -> Policy:
+    model = make_model(name, **shape)
     if rank:
         lora.attach(model, Lora(rank=rank), seed=0, base="none")
     return Policy(model, tokenizer())
 
 
-def engine_of(policy: Policy, *, timeout_s: float = 300.0) -> VllmEngine:
-    return VllmEngine(policy, Engine(slots=32), Scale(engine="vllm", timeout_s=timeout_s))
+def engine_of(policy: Policy, *, timeout_s: float = 300.0, tensor: int = 1) -> VllmEngine:
+    return VllmEngine(policy, Engine(slots=32), Scale(engine="vllm", timeout_s=timeout_s, vllm_tensor=tensor))
 
 
 @torch.no_grad()
