@@ -33,3 +33,16 @@ def test_two_ranks_learn_what_one_process_learns_though_one_dies(cluster: Any, t
     ours, theirs = (load_file(run.model / "model.safetensors") for run in (started.run, plain))
     for name, expected in theirs.items():
         assert torch.allclose(ours[name], expected, atol=1e-3), name
+
+
+def test_two_ranks_that_split_layers_learn_what_one_process_learns(cluster: Any, tmp_path: Path) -> None:
+    tiny = {"tiny": {"layers": 2, "width": 32, "heads": 2, "kv_heads": 2, "head_size": 16, "mlp_width": 48, "context": 64}}
+    stage = {**STAGE, "steps": 8}
+    scale = {"ranks": 2, "shard": "full", "tensor": 2, "timeout_s": 120.0}
+    started = Started.begin(tmp_path / "ray", recipe(stage, rewards=[FORMAT, SHORT], model=tiny, scale=scale), cluster.address)
+    started.end()
+    each_group_once(started.run, 8, 4)
+    plain = begin(recipe(stage, rewards=[FORMAT, SHORT], model=tiny), out=tmp_path / "plain")
+    ours, theirs = (load_file(run.model / "model.safetensors") for run in (started.run, plain))
+    for name, expected in theirs.items():
+        assert torch.allclose(ours[name], expected, atol=1e-3), name
