@@ -146,7 +146,7 @@ def _gated(x: Tensor, gate_up: Tensor, lora: JointLora | None) -> Tensor:
 def _whole(x: Tensor, weight: Tensor, bias: Tensor | None, lora: JointLora | None) -> Tensor:
     if lora is None or not lora.on:
         return torch.nn.functional.linear(x, weight, bias)
-    return lora.product(x, bias, early(x.device))
+    return lora.product(x, bias, early(x.device))[0]
 
 
 class ModuleStep:

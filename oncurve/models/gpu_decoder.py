@@ -103,8 +103,9 @@ class GpuDecoder(FusedDecoder):
 
 def _linear(x: Tensor, layer: nn.Linear, lora: JointLora | None) -> tuple[Tensor, Tensor | None]:
     """A layer's product, and x Aᵀ where it is adapted."""
-    y = functional.linear(x, layer.weight, layer.bias)
-    return y, None if lora is None or not lora.on else lora.add(y, x)
+    if lora is None or not lora.on:
+        return functional.linear(x, layer.weight, layer.bias), None
+    return lora.product(x, layer.bias)
 
 
 def _joint(x: Tensor, layer: FusedLinear) -> Tensor:
@@ -160,10 +161,12 @@ class _Run:
         kept.qkv = _joint(normal, block.qkv)
         qk = self.decoder.turning(block, self.at).forward(kept.qkv)
         kept.attended, kept.lse = self.layout.forward(*self.decoder.split(qk, kept.qkv), self._rule(block))
-        y, kept.out_low = _linear(kept.attended.flatten(1), block.out, block.out_lora)
+        y, low = _linear(kept.attended.flatten(1), block.out, block.out_lora)
+        kept.out_low = None if low is None else low.clone()
         kept.middle, normal = add_norm(x, y, block.between.weight, block.between.variance_epsilon)
         kept.gate_up = _joint(normal, block.gate_up)
-        more, kept.down_low = _linear(swiglu(kept.gate_up[:, : block.gate_up.columns]), block.down, block.down_lora)
+        more, low = _linear(swiglu(kept.gate_up[:, : block.gate_up.columns]), block.down, block.down_lora)
+        kept.down_low = None if low is None else low.clone()
         return kept.middle, more
 
     def _rule(self, block: Any) -> Any:

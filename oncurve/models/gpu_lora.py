@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from oncurve.models.gradients import GradientSums, add_product
-from oncurve.models.kernels.lora import spread, tiles_of
+from oncurve.models.kernels.lora import AFTER, Tiles, spread
 from oncurve.models.lora import Adapter
 
 
@@ -31,7 +31,7 @@ class JointLora:
         self.first = next(adapter for adapter in adapters if adapter is not None)
         self.scale, rank = self.first.scale, b.shape[1]
         has = [adapter is not None for adapter in adapters]
-        self.all_tiles, self.own_tiles = (tiles_of(sizes, has, rank, whole.device, every=every) for every in (True, False))
+        self.all_tiles, self.own_tiles = (Tiles.of(sizes, has, rank, whole.device, every=every) for every in (True, False))
         self.parts: list[tuple[slice, slice, Tensor]] = []
         """Of each adapter: its columns of the product, its columns of u, its B."""
         column, row = 0, 0
@@ -47,18 +47,12 @@ class JointLora:
         """Off, the model is its base."""
         return self.first.on
 
-    def product(self, x_NI: Tensor, bias_O: Tensor | None, launch: Mapping[str, Any]) -> Tensor:
-        """y in two launches: of the few rows of a decode step."""
+    def product(self, x_NI: Tensor, bias_O: Tensor | None, launch: Mapping[str, Any] = AFTER) -> tuple[Tensor, Tensor]:
+        """(y, u): y in rows of its own, u beside what is not needed any more."""
         both = x_NI @ self.whole.t()
         out = torch.empty(len(x_NI), self.columns, dtype=x_NI.dtype, device=x_NI.device)
         spread(both, both[:, self.columns :], self.b, self.scale, self.all_tiles, bias_O, out, launch)
-        return out
-
-    def add(self, y_NO: Tensor, x_NI: Tensor) -> Tensor:
-        """y += s · u Bᵀ, in place; returns u."""
-        low = x_NI @ self.a.t()
-        spread(y_NO, low, self.b, self.scale, self.own_tiles, None, y_NO)
-        return low
+        return out, both[:, self.columns :]
 
     def wide(self, x_NI: Tensor, bias_O: Tensor | None) -> Tensor:
         """[y | u], [N, O + R]."""

@@ -19,7 +19,7 @@ from oncurve.engines.cuda_batch import Ask
 from oncurve.models import lora
 from oncurve.models.gpu_decoder import GpuDecoder
 from oncurve.models.gradients import GradientSums
-from oncurve.models.kernels.lora import spread, tiles_of
+from oncurve.models.kernels.lora import Tiles, spread
 from oncurve.models.packing import build_pack
 from oncurve.models.policy import Policy
 from oncurve.models.reference import Reference
@@ -52,7 +52,7 @@ def adapted(name: str, kind: dict[str, Any]) -> PreTrainedModel:
 def shaken(model: PreTrainedModel, seed: int = 1) -> PreTrainedModel:
     dice = torch.Generator().manual_seed(seed)
     for p in lora.trained(model).values():
-        p.add_(torch.randn(p.shape, generator=dice) * 0.2)
+        p.add_(torch.randn(p.shape, generator=dice).to(p) * 0.2)
     return model
 
 
@@ -63,8 +63,8 @@ def fast(model: PreTrainedModel) -> Policy:
     return policy
 
 
-def modules(model: PreTrainedModel) -> Policy:
-    policy = Policy(model.to(DEVICE), tokenizer())
+def modules(model: PreTrainedModel, device: torch.device = DEVICE) -> Policy:
+    policy = Policy(model.to(device), tokenizer())
     policy.fused = None
     return policy
 
@@ -92,7 +92,7 @@ def apart(ours: Tensor, exact: Tensor) -> float:
 @pytest.mark.parametrize(("name", "kind", "collected"), [(*KINDS[0], False), *((*kind, True) for kind in KINDS)], ids=str)
 def test_values_and_gradients_are_those_of_the_modules(name: str, kind: dict[str, Any], collected: bool) -> None:
     """peft's layers in float64; autograd has our gradients, or float32 sums no longer than what is trained."""
-    exact = modules(adapted(name, kind))
+    exact = modules(adapted(name, kind), torch.device("cpu"))
     exact.model.double()
     hidden, expected = gradients(exact)
     ours = fast(adapted(name, kind))
@@ -213,19 +213,20 @@ def test_what_takes_the_fast_path(options: dict[str, Any], taken: bool, monkeypa
     assert (GpuDecoder.of(model) is not None) == taken
 
 
-@pytest.mark.parametrize("rank", [1, 16, 70])
-def test_the_kernel(rank: int) -> None:
+@pytest.mark.parametrize(("sizes", "rank"), [([100, 30, 65], 1), ([128, 32, 80], 16), ([96, 48, 64], 70)])
+def test_the_kernel(sizes: list[int], rank: int) -> None:
     """Rows that lie apart, columns that are no whole tile, a layer without an adapter in the middle."""
-    sizes, adapters, dice = [100, 30, 65], [True, False, True], torch.Generator().manual_seed(0)
-    both, b, bias = (torch.randn(*s, generator=dice) for s in ((40, sum(sizes) + 2 * rank), (165, rank), (195,)))
-    expected = (both[:, :195] + bias).double()
-    expected[:, :100] += 0.3 * both[:, 195 : 195 + rank].double() @ b[:100].double().T
-    expected[:, 130:] += 0.3 * both[:, 195 + rank :].double() @ b[100:].double().T
+    adapters, dice, O = [True, False, True], torch.Generator().manual_seed(0), sum(sizes)  # noqa: E741
+    shapes = ((40, O + 2 * rank), (sizes[0] + sizes[2], rank), (O,))
+    both, b, bias = (torch.randn(*shape, generator=dice) for shape in shapes)
+    expected = (both[:, :O] + bias).double()
+    expected[:, : sizes[0]] += 0.3 * both[:, O : O + rank].double() @ b[: sizes[0]].double().T
+    expected[:, -sizes[2] :] += 0.3 * both[:, O + rank :].double() @ b[sizes[0] :].double().T
     both, b, bias = both.to(DEVICE), b.to(DEVICE), bias.to(DEVICE)
-    out = torch.full((40, 195), torch.nan, device=DEVICE)
-    spread(both, both[:, 195:], b, 0.3, tiles_of(sizes, adapters, rank, DEVICE, every=True), bias, out)
+    out = torch.full((40, O), torch.nan, device=DEVICE)
+    spread(both, both[:, O:], b, 0.3, Tiles.of(sizes, adapters, rank, DEVICE, every=True), bias, out)
     assert apart(out, expected) < 1e-6
-    low = both[:, 195:].clone()
-    spread(both, low, b, 0.3, tiles_of(sizes, adapters, rank, DEVICE, every=False), None, both)
-    assert apart(both[:, :195] + bias, expected) < 1e-6
-    assert torch.equal(both[:, 195:], low)
+    low = both[:, O:].clone()
+    spread(both, low, b, 0.3, Tiles.of(sizes, adapters, rank, DEVICE, every=False), None, both)
+    assert apart(both[:, :O] + bias, expected) < 1e-6
+    assert torch.equal(both[:, O:], low)

@@ -10,7 +10,9 @@ Legend: ``N`` tokens, ``O`` columns of the product, ``r`` rank, ``R`` ranks of a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,12 +28,14 @@ AFTER: Mapping[str, Any] = {"EARLY": False}
 
 @triton.jit(do_not_specialize=["rows"])
 def _spread(base, low, b, bias, out, tiles, rows, stride_base, stride_low, stride_out, scale,
-            RANK: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BIAS: tl.constexpr,
-            EARLY: tl.constexpr):  # fmt: skip
+            RANK: tl.constexpr, UNIT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+            BIAS: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     if EARLY:
         tl.extra.cuda.gdc_wait()
     here = tiles + tl.program_id(0) * 4
-    first, end, u_at, b_at = tl.load(here), tl.load(here + 1), tl.load(here + 2), tl.load(here + 3)
+    # Multiples of a known unit, so that the compiler may load and store many numbers at once.
+    first, end = tl.load(here) * UNIT, tl.load(here + 1) * UNIT
+    u_at, b_at = tl.load(here + 2) * UNIT, tl.load(here + 3) * UNIT
     row = (tl.program_id(1) * BM + tl.arange(0, BM)).to(tl.int64)
     column = tl.arange(0, BN)
     real = (row < rows)[:, None] & (first + column < end)[None, :]
@@ -57,31 +61,40 @@ def _spread(base, low, b, bias, out, tiles, rows, stride_base, stride_low, strid
     tl.store(out + row[:, None] * stride_out + first + column[None, :], y.to(out.dtype.element_ty), mask=real)
 
 
-def tiles_of(sizes: Sequence[int], adapted: Sequence[bool], rank: int, device: torch.device, *, every: bool) -> Tensor:
-    """[tiles, 4]: first column, end, where in u its adapter begins (−1: none), and in B its first row. ``every``: those of
-    layers without an adapter too."""
-    rows, column, u_at, b_at = [], 0, 0, 0
-    for size, has in zip(sizes, adapted, strict=True):
-        for first in range(0, size, COLUMNS) if has or every else ():
-            end = column + min(first + COLUMNS, size)
-            rows.append([column + first, end, u_at if has else -1, b_at + first])
-        column += size
-        u_at += rank * has
-        b_at += size * has
-    return torch.tensor(rows, dtype=torch.int32, device=device)
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """``table`` [tiles, 4], in units: first column, end, where in u its adapter begins (below 0: none), in B its first row."""
+
+    table: Tensor
+    unit: int
+
+    @classmethod
+    def of(
+        cls, sizes: Sequence[int], adapted: Sequence[bool], rank: int, device: torch.device, *, every: bool
+    ) -> Tiles:  # fmt: skip
+        """Of layers side by side, with adapters of one rank or without; ``every``: tiles of those without, too."""
+        rows, column, u_at, b_at = [], 0, 0, 0
+        for size, has in zip(sizes, adapted, strict=True):
+            for first in range(0, size, COLUMNS) if has or every else ():
+                end = column + min(first + COLUMNS, size)
+                rows.append([column + first, end, u_at if has else -COLUMNS, b_at + first])
+            column += size
+            u_at += rank * has
+            b_at += size * has
+        unit = math.gcd(16, rank, *sizes)
+        return cls(torch.tensor(rows, dtype=torch.int32, device=device) // unit, unit)
 
 
 def spread(
-    base_NO: Tensor, low_NR: Tensor, b: Tensor, scale: float, tiles: Tensor, bias_O: Tensor | None, out_NO: Tensor,
+    base_NO: Tensor, low_NR: Tensor, b: Tensor, scale: float, tiles: Tiles, bias_O: Tensor | None, out_NO: Tensor,
     launch: Mapping[str, Any] = AFTER,
 ) -> None:  # fmt: skip
     """out = base + bias + scale · low Bᵀ in the columns of the tiles; ``out`` may be ``base``. Rows may lie apart. ``launch``:
     how it follows the kernel before it (engines/kernels/launch.py)."""
     N, rank = len(base_NO), b.shape[1]
     BM = 32 if N <= 1024 else 128
-    _spread[(len(tiles), triton.cdiv(N, BM))](
-        base_NO, low_NR, b, base_NO if bias_O is None else bias_O, out_NO, tiles, N,
-        base_NO.stride(0), low_NR.stride(0), out_NO.stride(0), scale,
-        RANK=rank, BN=COLUMNS, BM=BM, BK=max(16, min(64, triton.next_power_of_2(rank))), BIAS=bias_O is not None, num_warps=4,
-        **launch,
+    _spread[(len(tiles.table), triton.cdiv(N, BM))](
+        base_NO, low_NR, b, base_NO if bias_O is None else bias_O, out_NO, tiles.table, N,
+        base_NO.stride(0), low_NR.stride(0), out_NO.stride(0), scale, RANK=rank, UNIT=tiles.unit, BN=COLUMNS, BM=BM,
+        BK=max(16, min(64, triton.next_power_of_2(rank))), BIAS=bias_O is not None, num_warps=4, **launch,
     )  # fmt: skip
