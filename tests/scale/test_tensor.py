@@ -19,15 +19,19 @@ from oncurve.errors import ModelError
 from oncurve.models.load import load_policy
 from oncurve.models.policy import Policy
 from oncurve.models.split import styles_of
+from oncurve.recipe.dpo import Dpo
 from oncurve.recipe.schema import Recipe
 from oncurve.recipe.sections import Model, TinyModel
 from oncurve.runs.checkpoints import checkpoint_path, list_checkpoints
 from oncurve.scale.world import World
+from oncurve.train.dpo import DpoLoop
+from oncurve.train.sharded import shared_out
 from tests.models.architectures import ARCHITECTURES, make_policy
 from tests.scale import runs
-from tests.scale.cases import CASES, Taken, step_of
+from tests.scale.cases import CASES, SMOOTH, Taken, step_of, taken
 from tests.scale.processes import in_ranks
 from tests.scale.runs import Started, distance, until
+from tests.scale.stage_cases import PAIRS
 from tests.scale.test_bad_input import as_ranks, store, written
 from tests.train.builders import recipe as small
 
@@ -54,6 +58,15 @@ def in_bfloat16(world: World) -> Taken:
 def step_of_each(world: World, names: list[str]) -> dict[str, Taken]:
     """One update: these models are steep, and rounding grows with each."""
     return {name: step_of(world, "grpo", make_policy(name), updates_per_step=1) for name in names}
+
+
+def preferred(world: World, offload: bool) -> dict[str, Taken]:
+    """Two steps of dpo."""
+    made = Dpo.model_validate({"pairs": "-", "steps": 3, "batch_size": 5, "optimiser": SMOOTH})
+    kept = ["scale.offload=true", "scale.shard=full"] if offload else []
+    loop = DpoLoop(made, 0, shared_out(tiny(), small(*kept), world), PAIRS, world)
+    reports = [loop.step(n) for n in (1, 2)]
+    return {"dpo": taken(world, reports[-1], loop.policy, [loop.optimiser])}
 
 
 def asked(ranks: int, tensor: int, *more: str) -> Recipe:
@@ -111,6 +124,13 @@ def test_every_case_layer_by_layer(ranks: int) -> None:
     check_same(found, one)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("offload", [False, True])
+def test_another_stage(offload: bool) -> None:
+    (one,) = in_ranks(1, preferred, False)
+    check_same(in_ranks(4, preferred, offload, recipe=asked(4, 2)), one)
+
+
 def test_models_with_a_plan() -> None:
     """With biases, tied and untied heads, norms of heads, and plans that put split outputs together again."""
     names = list(ARCHITECTURES)
@@ -120,10 +140,10 @@ def test_models_with_a_plan() -> None:
 
 def test_weights_in_bfloat16() -> None:
     (one,) = in_ranks(1, in_bfloat16)
-    for taken in in_ranks(2, in_bfloat16, recipe=asked(2, 2)):
-        assert taken.tokens == one.tokens
-        assert away(taken.gradient, one.gradient) < 3e-2
-        assert away(taken.weights, one.weights) < 4e-3
+    for half in in_ranks(2, in_bfloat16, recipe=asked(2, 2)):
+        assert half.tokens == one.tokens
+        assert away(half.gradient, one.gradient) < 3e-2
+        assert away(half.weights, one.weights) < 4e-3
 
 
 STEPS = 12
