@@ -142,4 +142,6 @@ class Optimiser:
             own = [key for key in state if key.startswith(prefix) and not key.endswith("/master")]
             found = {key.removeprefix(prefix): state[key] for key in own}
             if found:
-                self.adam.state[master] = {k: v.to(master.device if v.dim() else v.device).clone() for k, v in found.items()}
+                # AdamW's kernel reads its step count beside the weights; ours asks for it on the host.
+                here = [k for k, v in found.items() if v.dim() or not isinstance(self.adam, Adam8)]
+                self.adam.state[master] = {k: (v.to(master.device) if k in here else v).clone() for k, v in found.items()}
