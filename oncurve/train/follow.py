@@ -42,6 +42,13 @@ def need_ranks(recipe: Recipe, world: World) -> None:
 
 def check_scale(recipe: Recipe) -> None:
     """What ranks can't do together, said before anything is loaded."""
+    if recipe.model.compile_blocks and recipe.scale.tensor > 1:
+        raise RecipeError(
+            "model.compile_blocks",
+            "true",
+            because="ranks that split a layer exchange numbers in the midst of its blocks",
+            fix="leave it out, or use scale.tensor = 1",
+        )
     for stage in recipe.stages if recipe.scale.shard == "full" and recipe.scale.ranks > 1 else ():
         why = needs_whole(stage)
         if why is not None:

@@ -207,6 +207,7 @@ def test_and_from_whole_layers_to_split_ones(tmp_path: Path) -> None:
     [
         (["model.tiny.kv_heads=1"], "scale.tensor: 2", "use scale.tensor = 1"),
         (["model.tiny.heads=6", "model.tiny.kv_heads=3", "model.tiny.mlp_width=51"], "scale.tensor: 2", "use a divisor of 3"),
+        (["model.compile_blocks=true"], "model.compile_blocks: true", "leave it out"),
         (["model.lora.rank=4"], "scale.shard: full", 'use scale.shard = "optimiser" and scale.tensor = 1'),
     ],
 )
