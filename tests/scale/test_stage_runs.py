@@ -76,7 +76,10 @@ def cut_at(recipe: Recipe, path: Path, stage: str, step: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "step"), [("reward_model", 1), ("grpo", 2), ("dpo", 2), ("ppo", 2), ("ppo", 4)])
+@pytest.mark.parametrize(
+    ("stage", "step"),
+    [("reward_model", 1), ("rejection_sample", 1), ("grpo", 2), ("dpo", 2), ("ppo", 2), ("ppo", 4), ("trpo", 1)],
+)
 def test_a_rank_killed_in_any_stage_and_the_run_goes_on_exactly(
     folder: Path, two: Path, tmp_path: Path, stage: str, step: int
 ) -> None:
