@@ -6,9 +6,9 @@ that is done is kept under `--out` and not done again, so the same command, give
 
     python bench/real_results.py gsm8k-smollm2 --seed 0 --heldout 1319 --out runs/real --minutes 8
     python bench/real_results.py gsm8k-smollm2 --out runs/real --minutes 8 --settle     what eight minutes of training give
-    python bench/real_results.py --table            the rows of docs/results.md, from all that was measured
+    python bench/real_results.py --table            the rows of docs/results.md and its plot, from all that was measured
 
-Figures and curves go to bench/results/real-RECIPE-SEED.json.
+Figures and curves go to bench/results/real-RECIPE-SEED.json, the plot to docs/images/real.svg.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ import sys
 import time
 from importlib import metadata
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+COLOURS = ("#1f5f8b", "#6aa6cc", "#b4501e", "#2b7a4b", "#8a3f8f", "#9a7400")
 CURVES = ("reward", "reward/answer", "accuracy", "length_mean", "cut_share", "no_signal_share", "entropy", "loss", "grad_norm")
 
 
@@ -105,7 +107,7 @@ def share(found: dict[str, Any] | None) -> str:
 
 def table() -> str:
     lines = [
-        "| recipe | seed | pass@1 before | pass@1 between | pass@1 after | pass@8 before | pass@8 after | steps | minutes | memory |",
+        "| recipe | seed | pass@1 before | between | pass@1 after | pass@8 before | pass@8 after | steps | minutes | memory |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for file in sorted((HERE / "results").glob("real-*.json")):
@@ -118,6 +120,28 @@ def table() -> str:
         row += [f"{sum(s['minutes'] for s in stages):.1f}", f"{max(s['memory_gib'] for s in stages):.1f} GiB"]
         lines.append(f"| {' | '.join(row)} |")
     return "\n".join(lines)
+
+
+def draw() -> None:
+    """Share of right answers among those sampled in each step of grpo, means over ten steps; one line a run."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    style: Any = {"svg.hashsalt": "oncurve", "font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
+    with plt.rc_context(style):
+        figure, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
+        for colour, file in zip(COLOURS, sorted((HERE / "results").glob("real-*.json")), strict=False):
+            told = json.loads(file.read_text())
+            right = [value for _, value in told["run"]["grpo"]["curves"]["reward/answer"]]
+            smooth = [100 * fmean(right[max(0, i - 9) : i + 1]) for i in range(len(right))]
+            axes.plot(range(1, len(right) + 1), smooth, color=colour, label=f"{told['recipe']}, seed {told['seed']}")
+        axes.set_xlabel("step of grpo")
+        axes.set_ylabel("right answers, %")
+        axes.set_ylim(bottom=0)
+        axes.legend(frameon=False, fontsize=9)
+        figure.savefig(HERE.parent / "docs" / "images" / "real.svg", metadata={"Date": None})
 
 
 def main() -> None:
@@ -134,6 +158,7 @@ def main() -> None:
     args = ask.parse_args()
     if args.table or not args.recipe:
         print(table())
+        draw()
         return
     from oncurve.recipe.load import load_recipe
 

@@ -47,6 +47,7 @@ class GpuSampler:
         self.addresses: tuple[int, ...] = ()
         # Weights that are gathered for each call lie elsewhere in the next, and a graph reads where they were.
         self.by_graph = policy.device.type == "cuda" and not is_shard(next(policy.model.parameters()))
+        self.crowded = False
         self.step = step_of(policy)
         self.exchange: Exchange | None = None
 
@@ -77,7 +78,7 @@ class GpuSampler:
             board = Board(needed, self.shape, self.policy.head.weight_VD.shape[0], self.policy.device)
             self._forget(self.boards.get(kind))
             self.boards[kind] = board
-        self.board = board
+        self.board, self.crowded = board, False
         board.clear(self.policy.end_ids)
         prompts = sum(pages_for(len(ids) - 1) for ids in ask.prompt_ids)
         self.pool.open(prompts + slots, prompts + slots * own, self.settings.pool_share)
@@ -112,7 +113,7 @@ class GpuSampler:
 
     def decode(self, reach: Reach, how: Sampling, tokens: int) -> None:
         """``tokens`` steps for every slot."""
-        graph = self._graph(reach, how) if self.by_graph else None
+        graph = self._graph(reach, how) if self.by_graph and not self.crowded else None
         for _ in range(tokens):
             if graph is None:
                 self._step(reach, how)
@@ -126,7 +127,7 @@ class GpuSampler:
         draw(self.policy.head, hidden, self.board, how)
 
     def _graph(self, reach: Reach, how: Sampling) -> torch.cuda.CUDAGraph | None:
-        """The step for this reach as a graph, captured when first asked for."""
+        """The step for this reach as a graph, captured when first asked for; short of memory, the next call tries again."""
         key = (self.board, how.temperature, how.top_k, how.top_p, how.min_p, how.min_new_tokens, reach)
         if key not in self.graphs:
             if not any(known[:-1] == key[:-1] for known in self.graphs):
@@ -135,12 +136,16 @@ class GpuSampler:
                 self.graphs[key] = self._capture(reach, how)
             except RuntimeError as error:
                 torch.cuda.synchronize()
+                self.crowded = isinstance(error, torch.OutOfMemoryError) or isinstance(
+                    error.__context__, torch.OutOfMemoryError
+                )
+                self.by_graph = self.crowded
                 log.warning(
-                    "%s decodes without CUDA graphs, and slower: a step can't be captured (%s)",
+                    "%s decodes without CUDA graphs%s, and slower: a step can't be captured (%s)",
                     type(self.policy.model).__name__,
+                    " until memory is free" if self.crowded else "",
                     str(error).splitlines()[0],
                 )
-                self.by_graph = False
                 return None
         return self.graphs[key]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch
 from oncurve.engines import cuda_batch, cuda_pool, cuda_step
 from oncurve.engines.cuda import GpuSampler
 from oncurve.engines.cuda_batch import Ask, bucket
+from oncurve.engines.kernels.attention import Reach
 from oncurve.engines.kernels.products import Block
 from oncurve.errors import ModelError
 from oncurve.models.policy import Policy
@@ -79,6 +82,30 @@ def test_where_the_pool_is_full_completions_wait_and_come_out_the_same() -> None
     assert bits(sample(policy, (1, 10), pages=6)[1]) == alone
     with pytest.raises(ModelError, match="4 pages of"):
         sample(policy, (10,), pages=4)
+
+
+@torch.inference_mode()
+def test_where_memory_is_too_short_to_capture_the_next_call_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = Policy(make_model("qwen3"), tokenizer())
+    sampler = GpuSampler.of(policy, Engine())
+    assert sampler is not None
+    sampler.by_graph, tries = True, 0
+
+    def capture(reach: Reach, how: Sampling) -> SimpleNamespace:
+        nonlocal tries
+        tries += 1
+        if tries == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return SimpleNamespace(replay=partial(sampler._step, reach, how))
+
+    monkeypatch.setattr(sampler, "_capture", capture)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    ask = Ask([policy.encode(prompt_of(3))], ["p"], 2, HOW, 0, 1)
+    found = [bits([*next(iter(sampler.completions(ask, 2)))[1]]) for _ in range(2)]
+    assert tries > 1
+    assert sampler.graphs
+    assert found[0] == found[1]
 
 
 def test_a_stop_string_ends_a_completion_where_it_is_complete() -> None:
