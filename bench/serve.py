@@ -98,7 +98,7 @@ def measure(pool: ProcessPoolExecutor, port: int, case: Case, new_tokens: int) -
             "tokens_per_second": round(tokens / took, 1), "first_ms": round(first * 1000, 1)}  # fmt: skip
 
 
-def serve(model: str, slots: int, by_torch: bool) -> None:
+def serve(model: str, dtype: str, slots: int, by_torch: bool) -> None:
     """The server's own process: says where it listens, and ends with its input."""
     from oncurve.engines.serving import TorchSession, open_session
     from oncurve.listening import listen
@@ -108,7 +108,7 @@ def serve(model: str, slots: int, by_torch: bool) -> None:
     from oncurve.serve.server import Server, _end_with_input
     from oncurve.serve.worker import Worker
 
-    policy = load_policy(Model(source=model), alphabet=None, seed=0)
+    policy = load_policy(Model.model_validate({"source": model, "dtype": dtype}), alphabet=None, seed=0)
     policy.end_ids = ()
     session = TorchSession(policy, slots, 1024) if by_torch else open_session(policy, slots, 1024)
     with listen("127.0.0.1", 0) as listening:
@@ -124,6 +124,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--torch", action="store_true", help="decode by plain torch")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="as `oncurve serve` loads a model")
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--cases", type=int, nargs="*", help="which of the cases, by number; unset: all")
@@ -131,15 +132,17 @@ def main() -> None:
     parser.add_argument("--server", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.server:
-        serve(given.model, given.slots, given.torch)
+        serve(given.model, given.dtype, given.slots, given.torch)
         return
-    command = [sys.executable, __file__, given.model, "--server", "--slots", str(given.slots), *(["--torch"] * given.torch)]
+    command = [sys.executable, __file__, given.model, "--server", "--slots", str(given.slots), "--dtype", given.dtype]
+    command += ["--torch"] * given.torch
     began = time.monotonic()
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdin is not None
         assert server.stdout is not None
         ready = json.loads(server.stdout.readline())
-        results: dict[str, Any] = {"session": ready["session"], "slots": given.slots, "start_s": time.monotonic() - began}
+        results: dict[str, Any] = {"session": ready["session"], "dtype": given.dtype, "slots": given.slots}
+        results["start_s"] = round(time.monotonic() - began, 1)
         print(f"{ready['session']}, {given.slots} slots, ready after {results['start_s']:.1f} s")
         with ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
             cases = CASES if given.cases is None else [CASES[i] for i in given.cases]
