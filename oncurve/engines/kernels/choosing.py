@@ -50,7 +50,7 @@ class Wishes:
 def _allowed(logits, is_end, n, V, bar, scale, softcap, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
     """Logits, −inf where an end token is barred."""
     z = _logits(logits, n, V, scale, softcap, SCALE, SOFTCAP)
-    barred = tl.load(is_end + n, mask=n < V, other=0).to(tl.int1) & bar
+    barred = tl.load(is_end + n, mask=(n < V) & bar, other=0).to(tl.int1)  # not read at all where none is barred
     return tl.where(barred, float("-inf"), z)
 
 
