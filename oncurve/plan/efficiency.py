@@ -31,7 +31,9 @@ class Efficiency:
     decode_layer_seconds: float
     """A layer's fixed part of a decode step: kernels too small to fill the device, one after the other."""
     decode_module_seconds: float
-    """The same where transformers' own modules run the layer: other families, and adapters."""
+    """The same where transformers' own modules run the layer: other families, and adapters beside quantised weights."""
+    decode_adapter_seconds: float
+    """What LoRA adds to a layer where the engine's own kernels run it: four launches, and products that begin late."""
     decode_step_seconds: float
     """Sampling, bookkeeping and the rest of a decode step that does not depend on the model's depth."""
     layer_seconds: float
@@ -58,6 +60,7 @@ GPU = Efficiency(
     optimiser=0.80,
     decode_layer_seconds=30e-6,
     decode_module_seconds=215e-6,
+    decode_adapter_seconds=20e-6,
     decode_step_seconds=150e-6,
     layer_seconds=400e-6,
     step_seconds=0.05,
@@ -78,6 +81,7 @@ CPU = Efficiency(
     optimiser=1.5,
     decode_layer_seconds=60e-6,
     decode_module_seconds=60e-6,
+    decode_adapter_seconds=0.0,
     decode_step_seconds=50e-6,
     layer_seconds=100e-6,
     step_seconds=1e-3,

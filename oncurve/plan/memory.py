@@ -31,6 +31,8 @@ RESERVE = 0.03
 """Share of the device left free: fragments between blocks, and what other programs take."""
 PAGE_GPU, PAGE_CPU = 512, 64
 """Keys lie in pages of so many positions."""
+ADAPTERS = 7
+"""Linear layers of a decoder layer that an adapter has by default: all."""
 SPARE = 0.9
 """Share of the free memory that activations may take where checkpointing is chosen by it."""
 HEAD_GPU = 132 * 16 * 151_936
@@ -267,23 +269,25 @@ def _head_chunk(job: Job, *, backward: bool) -> float:
 
 
 def is_lean(shape: Shape, job: Job) -> bool:
-    """Whether the learner's own kernels run the layers: on a GPU, for plain layers of the Llama family, without an adapter."""
+    """Whether the learner's own kernels run the layers: on a GPU, for plain layers of the Llama family, with plain LoRA or
+    without, but not beside quantised weights."""
     plain = shape.family in LEAN and not shape.mlp_bias and not shape.experts
-    return plain and job.lora_rank is None and not job.gpu.is_cpu and job.sharding != "full"
+    return plain and job.quantise is None and not job.gpu.is_cpu and job.sharding != "full"
 
 
 def layer_bytes(shape: Shape, job: Job, parts: int = 1) -> int:
     """What the backward pass needs of one layer, per token; of what lies between its split weights, one of so many ``parts``.
 
     Where the learner's own kernels run it: two residual sums, the joint product of q, k and v, attention's output and
-    log-sum-exp, and the joint product of gate and up. Where autograd does: a norm keeps its input in float32, what it
-    normalised (for its own weight's sake, if that is trained) and its output, which the products share; attention keeps q, k,
-    v, its output and log-sum-exp, norms over heads what norms keep; the MLP keeps gate, silu(gate), up and their product.
+    log-sum-exp, the joint product of gate and up, and x Aᵀ of every adapter. Where autograd does: a norm keeps its input in
+    float32, what it normalised (for its own weight's sake, if that is trained) and its output, which the products share;
+    attention keeps q, k, v, its output and log-sum-exp, norms over heads what norms keep; the MLP keeps gate, silu(gate), up
+    and their product.
     """
     b, D, F = job.dtype_bytes, shape.width, shape.mlp_width * max(shape.experts_active, 1)
     q, kv = shape.q_width, shape.kv_width
     if is_lean(shape, job):
-        return b * (2 * D + 2 * q + 2 * kv + 2 * F) + 4 * shape.heads
+        return b * (2 * D + 2 * q + 2 * kv + 2 * F + ADAPTERS * (job.lora_rank or 0)) + 4 * shape.heads
     normed = 4 + (b if job.lora_rank is None else 0)
     heads = normed * (q + kv) if shape.kind.head_norm or shape.kind.wide_norm else 0
     split = heads + b * (2 * q + 2 * kv) + 4 * shape.heads + 4 * b * F

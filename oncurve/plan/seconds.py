@@ -19,6 +19,9 @@ from oncurve.plan.shapes import Shape
 CROSSINGS = {"lean": (1.7, 3.1), "modules": (7.5, 12.5)}
 """How often what is kept of a layer crosses the memory bus between its products, forward and backward: counted kernel by kernel
 for the learner's own; for transformers' modules, where each small operation reads and writes: by bench/plan_check.py."""
+ADAPTER_CROSSINGS = 3.0
+"""By how much what LoRA moves in the learner's own kernels counts: set by one measurement (bench/results/step.json), at which
+its launches still loaded two bytes at a time."""
 ADAM_BYTES = 46
 """Bytes per trained parameter of an update: gradients rounded up and measured; masters, moments, weights read and written."""
 CONJUGATE_STEPS = 10
@@ -103,13 +106,24 @@ def pass_seconds(shape: Shape, job: Job, rates: Rates, *, backward: bool, head: 
     attention = shape.layers * 4 * shape.q_width * _keys(job) * (1 + (2.5 if backward else 0) + again)
     there, back = CROSSINGS["lean" if is_lean(shape, job) else "modules"]
     crossings = there * (1 + again) + (back if backward else 0)
-    traffic = shape.layers * layer_bytes(shape, job) * tokens * crossings
+    traffic = shape.layers * tokens * (layer_bytes(shape, job) * crossings + _adapter_bytes(shape, job, backward, again))
     of = rates.of
     busy = (
         products / (rates.flops * of.products) + attention / (rates.flops * of.attention) + traffic / (rates.bytes * of.traffic)
     )
     packs = max(float(job.minibatches), tokens / job.tokens_per_pack)
     return max(busy, packs * shape.layers * of.layer_seconds * (3 if backward else 1))
+
+
+def _adapter_bytes(shape: Shape, job: Job, backward: bool, again: float) -> float:
+    """What LoRA moves of one layer, per token, in the learner's own kernels: what the products give is read and written once
+    more; backward their gradients are read twice and their inputs once."""
+    if job.lora_rank is None or not is_lean(shape, job):
+        return 0.0
+    D, q, F = shape.width, shape.q_width, shape.mlp_width
+    given, taken = q + 2 * shape.kv_width + 2 * F + 2 * D, 2 * D + q + F
+    moved = 2 * given * (1 + again) + (2 * given + taken + 4 * D if backward else 0)
+    return ADAPTER_CROSSINGS * job.dtype_bytes * moved
 
 
 def _keys(job: Job) -> float:
@@ -145,6 +159,7 @@ def decode_seconds(job: Job, rates: Rates) -> float:
     split = job.gpus if job.sharding == "full" else 1
     busy = max(read / (rates.bytes * of.decode), flops / (rates.flops * of.products)) / split
     layer = of.decode_layer_seconds if is_lean(shape, job) or job.gpu.is_cpu else of.decode_module_seconds
+    layer += of.decode_adapter_seconds if job.lora_rank is not None and is_lean(shape, job) else 0.0
     fetched = 0.0 if job.gather or job.gpus == 1 else b * shape.layers * shape.layer_parameters / (job.gpu.link * of.network)
     return busy + fetched + shape.layers * layer + of.decode_step_seconds
 

@@ -82,13 +82,15 @@ def test_the_pool_takes_a_share_of_what_is_free_and_completions_wait() -> None:
 def test_a_layer_by_hand() -> None:
     """Widths: D 64, q 64, kv 32, F 96. Kept by our kernels: 2·(128 + 128 + 64 + 192) + 4 heads' log-sum-exps of 4 bytes."""
     assert layer_bytes(SMALL, job()) == 2 * (128 + 128 + 64 + 192) + 16
+    assert layer_bytes(SMALL, job(lora_rank=4)) == layer_bytes(SMALL, job()) + 2 * 7 * 4
 
 
 def test_a_layer_under_autograd_by_hand() -> None:
     """Two norms keep 4 + 2 + 2 bytes of 64; norms of heads 4 + 2 of 96; q, k, v, out 2·(128 + 64); lse 16; MLP 4 × 2 × 96."""
     gemma = replace(SMALL, family="gemma3_text")
     assert layer_bytes(gemma, job(gemma)) == 4 * 8 * 64 + 6 * 96 + 2 * 192 + 16 + 8 * 96
-    assert layer_bytes(SMALL, job(lora_rank=4)) == 2 * 6 * 64 + 4 * 96 + 2 * 192 + 16 + 8 * 96
+    four_bits = job(lora_rank=4, quantise="nf4")
+    assert layer_bytes(SMALL, four_bits) == 2 * 6 * 64 + 4 * 96 + 2 * 192 + 16 + 8 * 96
 
 
 def test_checkpointing_keeps_inputs_and_one_layer() -> None:
@@ -190,7 +192,8 @@ def test_what_needs_no_sampling_has_no_pool() -> None:
 
 def test_only_plain_layers_of_the_llama_family_on_a_gpu_are_lean() -> None:
     assert is_lean(SMALL, job())
-    assert not is_lean(SMALL, job(lora_rank=8))
+    assert is_lean(SMALL, job(lora_rank=8))
+    assert not is_lean(SMALL, job(lora_rank=8, quantise="nf4"))
     assert not is_lean(SMALL, replace(job(), gpu=this_cpu()))
     gemma = MODELS["google/gemma-2-2b"]
     assert not is_lean(gemma, job(gemma))
