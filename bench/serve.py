@@ -124,7 +124,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--torch", action="store_true", help="decode by plain torch")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="as `oncurve serve` loads a model")
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16"],
+        default="bfloat16",
+        help="bfloat16 is how `oncurve serve` loads a model on a GPU",
+    )
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--cases", type=int, nargs="*", help="which of the cases, by number; unset: all")

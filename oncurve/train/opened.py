@@ -11,7 +11,7 @@ import torch
 
 from oncurve.engines.native import NativeEngine
 from oncurve.errors import RecipeError, RunError
-from oncurve.models.load import load_policy
+from oncurve.models.load import choose_device, load_policy
 from oncurve.models.policy import Policy
 from oncurve.recipe.load import find_recipe, load_recipe, parse_recipe, read_toml
 from oncurve.recipe.sampled import Sampled
@@ -45,7 +45,8 @@ def find_run(target: str, runs_dir: Path) -> RunFolder | None:
 
 
 def open_target(target: str, runs_dir: Path, model: Model | None = None) -> Opened:
-    """``model`` says in what precision and on which device a plain model is loaded; a run's recipe says it for a run.
+    """``model`` says in what precision and on which device a plain model is loaded; a run's recipe says it for a run. Where
+    nothing says it, bfloat16 on a GPU and float32 on a CPU.
 
     RUN@STAGE-STEP is a checkpoint of a run.
     """
@@ -56,7 +57,8 @@ def open_target(target: str, runs_dir: Path, model: Model | None = None) -> Open
     of = find_run(name, runs_dir) if sign else None
     if of is not None:
         return Opened(open_run(of, place), target, of)
-    config = (model or Model()).model_copy(update={"source": target, "lora": None, "adapter": None, "quantise": None})
+    plain = model or Model(dtype="bfloat16" if choose_device("auto").type == "cuda" else "float32")
+    config = plain.model_copy(update={"source": target, "lora": None, "adapter": None, "quantise": None})
     if target == "tiny":
         raise RunError(
             target,
