@@ -117,7 +117,7 @@ def corrected(recipe: Recipe) -> Recipe:
 def company(recipe: Recipe) -> Iterator[tuple[tuple[Peer, ...], Crew]]:
     """The actors, in places kept for them; gone at the end, however it comes."""
     scale = recipe.scale
-    learner, sampler = nodes.needs(recipe, not scale.samplers), nodes.needs(recipe, True)
+    learner, sampler = nodes.needs(recipe)
     places = [Places("the learner", [learner] * scale.ranks, "PACK")]
     if scale.samplers:
         places.append(Places("samplers", [sampler] * scale.samplers, "SPREAD"))

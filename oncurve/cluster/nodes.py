@@ -39,19 +39,21 @@ def look() -> dict[str, str]:
     return found
 
 
-def needs(recipe: Recipe, samples: bool) -> dict[str, float]:
-    """What a learner or a sampler takes of a node: a GPU where there are any, and a CPU to run Python on. Where it ``samples``
-    by a vLLM that splits layers, a GPU for each part."""
-    wants = recipe.model.device.partition(":")[0]
+def needs(recipe: Recipe) -> tuple[dict[str, float], dict[str, float]]:
+    """What a learner and what a sampler takes of a node: a GPU where there are any, and a CPU to run Python on. Whoever samples
+    by a vLLM that splits layers takes a GPU for each part."""
+    wants, scale = recipe.model.device.partition(":")[0], recipe.scale
     has_gpus = any(node.resources.get("GPU", 0.0) >= 1 for node in door.nodes())
-    parts = float(recipe.scale.vllm_tensor if samples else 1)
-    return {"CPU": 1.0, "GPU": parts} if wants == "cuda" or (wants == "auto" and has_gpus) else {"CPU": 1.0}
+    if wants != "cuda" and not (wants == "auto" and has_gpus):
+        return {"CPU": 1.0}, {"CPU": 1.0}
+    parts = float(scale.vllm_tensor)
+    return {"CPU": 1.0, "GPU": 1.0 if scale.samplers else parts}, {"CPU": 1.0, "GPU": parts}
 
 
 def check_room(recipe: Recipe) -> None:
     """Before anything is started: what was asked, against what all nodes have together."""
     scale = recipe.scale
-    learner, sampler = needs(recipe, not scale.samplers), needs(recipe, True)
+    learner, sampler = needs(recipe)
     asked = {key: scale.ranks * learner[key] + scale.samplers * sampler[key] for key in learner}
     asked["CPU"] += scale.reward_workers
     had = {key: sum(node.resources.get(key, 0.0) for node in door.nodes()) for key in ("CPU", "GPU")}
@@ -61,7 +63,7 @@ def check_room(recipe: Recipe) -> None:
             "--ray",
             f"{who} need {told_of(asked)}",
             because=f"the cluster's {len(door.nodes())} nodes have {told_of(had)} in all",
-            fix="add nodes, or ask for less: --set scale.samplers=…, scale.reward_workers=…, model.device=cpu",
+            fix="add nodes, or ask for less (scale.samplers, scale.reward_workers, scale.vllm_tensor), or set model.device=cpu",
         )
 
 

@@ -47,7 +47,7 @@ class GpuSampler:
         self.addresses: tuple[int, ...] = ()
         # Weights that are gathered for each call lie elsewhere in the next, and a graph reads where they were.
         self.by_graph = policy.device.type == "cuda" and not is_shard(next(policy.model.parameters()))
-        self.crowded = False
+        self.crowded = False  # whether this call found no memory to capture a step
         self.step = step_of(policy)
         self.exchange: Exchange | None = None
 

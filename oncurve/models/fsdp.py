@@ -71,8 +71,8 @@ class ShardedPolicy(Policy):
             if together is not None:
                 together.split(layer, of_layer)
             fully_shard(layer, **how, reshard_after_forward=True)
-            for name in (name for name, style in of_layer.items() if style == PARTIAL):
-                for p in layer.get_submodule(name).parameters():
+            for name, style in of_layer.items():
+                for p in layer.get_submodule(name).parameters() if style == PARTIAL else ():
                     p.partial_over = together  # type: ignore[attr-defined]
         self.passes = fully_shard(whole, **how, reshard_after_forward=False)
         # By itself FSDP2 fetches ahead what came before in all passes since the last one back. Ranks that sampled nothing, or

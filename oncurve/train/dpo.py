@@ -69,9 +69,7 @@ class DpoLoop:
             seen = own.of_all(self.world)
             update = self.optimiser.step(loss=seen["loss"])
         metrics = seen | {
-            "grad_norm": update.grad_norm,
-            "learning_rate": update.learning_rate,
-            "skipped_updates": float(update.skipped),
+            **update.metrics,
             "tokens_per_s": seen["tokens"] / clock.seconds["update"],
             "examples_seen": float(n * self.stage.batch_size),
             "epoch": n * self.stage.batch_size / len(self.bundles),

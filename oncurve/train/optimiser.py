@@ -25,6 +25,10 @@ class Update:
     learning_rate: float
     skipped: bool
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        return {"grad_norm": self.grad_norm, "learning_rate": self.learning_rate, "skipped_updates": float(self.skipped)}
+
 
 def rate_at(settings: Settings, update: int, updates: int) -> float:
     """The learning rate of update number ``update`` (from 0) of ``updates``: linear warm-up, then the schedule."""

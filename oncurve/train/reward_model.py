@@ -148,9 +148,7 @@ class RewardModelLoop:
         return {
             "loss": found.loss / total,
             **_right(found),
-            "grad_norm": done.grad_norm,
-            "learning_rate": done.learning_rate,
-            "skipped_updates": float(done.skipped),
+            **done.metrics,
             "tokens": float(sum(len(row) for coded in chosen for row in coded.rows)),
         }
 

@@ -179,9 +179,7 @@ class SftLoop:
             update = self.optimiser.step(loss=seen["loss"])
         metrics = {
             **seen,
-            "grad_norm": update.grad_norm,
-            "learning_rate": update.learning_rate,
-            "skipped_updates": float(update.skipped),
+            **update.metrics,
             "tokens": float(tokens),
             "tokens_per_s": tokens / clock.seconds["update"],
             "examples_seen": float(n * self.stage.batch_size),

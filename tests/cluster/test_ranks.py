@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from oncurve.runs.folder import RunFolder
 from oncurve.train.start import begin
 from tests.cluster.started import Started, each_group_once
 from tests.faults.cases import FORMAT, GRPO, SHORT, recipe
@@ -29,7 +30,10 @@ def test_two_ranks_learn_what_one_process_learns_though_one_dies(cluster: Any, t
     started.end()
     each_group_once(started.run, STEPS, 4)
     assert "the learner died" in " ".join(started.events())
-    plain = begin(recipe(stage, rewards=[FORMAT, SHORT]), out=tmp_path / "plain")
+    check_same(started, begin(recipe(stage, rewards=[FORMAT, SHORT]), out=tmp_path / "plain"))
+
+
+def check_same(started: Started, plain: RunFolder) -> None:
     ours, theirs = (load_file(run.model / "model.safetensors") for run in (started.run, plain))
     for name, expected in theirs.items():
         assert torch.allclose(ours[name], expected, atol=1e-3), name
@@ -42,7 +46,4 @@ def test_two_ranks_that_split_layers_learn_what_one_process_learns(cluster: Any,
     started = Started.begin(tmp_path / "ray", recipe(stage, rewards=[FORMAT, SHORT], model=tiny, scale=scale), cluster.address)
     started.end()
     each_group_once(started.run, 8, 4)
-    plain = begin(recipe(stage, rewards=[FORMAT, SHORT], model=tiny), out=tmp_path / "plain")
-    ours, theirs = (load_file(run.model / "model.safetensors") for run in (started.run, plain))
-    for name, expected in theirs.items():
-        assert torch.allclose(ours[name], expected, atol=1e-3), name
+    check_same(started, begin(recipe(stage, rewards=[FORMAT, SHORT], model=tiny), out=tmp_path / "plain"))

@@ -10,6 +10,7 @@ from typing import Any
 
 from oncurve.engines.native import NativeEngine
 from oncurve.models.classifier import classifier_of, save
+from oncurve.models.policy import Policy
 from oncurve.recipe.dpo import Dpo
 from oncurve.recipe.ppo import Ppo
 from oncurve.recipe.rejection import RejectionSample
@@ -37,8 +38,12 @@ PAIRS = [Pair(Prompt(id=str(i), text=f"{i}+1="), f"{i + 1}" * (1 + i % 4), f"{i}
 
 
 def dpo(world: World, folder: Path, **options: Any) -> Taken:
+    return dpo_of(world, shared_out(policy(), recipe(), world), **options)
+
+
+def dpo_of(world: World, pupil: Policy, **options: Any) -> Taken:
     made = Dpo.model_validate({"pairs": "-", "steps": 3, "batch_size": 5, "optimiser": SMOOTH, **options})
-    loop = DpoLoop(made, 0, shared_out(policy(), recipe(), world), PAIRS, world)
+    loop = DpoLoop(made, 0, pupil, PAIRS, world)
     reports = [loop.step(n) for n in (1, 2)]
     return taken(world, reports[-1], loop.policy, [loop.optimiser])
 

@@ -19,19 +19,17 @@ from oncurve.errors import ModelError
 from oncurve.models.load import load_policy
 from oncurve.models.policy import Policy
 from oncurve.models.split import styles_of
-from oncurve.recipe.dpo import Dpo
 from oncurve.recipe.schema import Recipe
 from oncurve.recipe.sections import Model, TinyModel
 from oncurve.runs.checkpoints import checkpoint_path, list_checkpoints
 from oncurve.scale.world import World
-from oncurve.train.dpo import DpoLoop
 from oncurve.train.sharded import shared_out
 from tests.models.architectures import ARCHITECTURES, make_policy
 from tests.scale import runs
-from tests.scale.cases import CASES, SMOOTH, Taken, step_of, taken
+from tests.scale.cases import CASES, Taken, step_of
 from tests.scale.processes import in_ranks
 from tests.scale.runs import Started, distance, until
-from tests.scale.stage_cases import PAIRS
+from tests.scale.stage_cases import dpo_of
 from tests.scale.test_bad_input import as_ranks, store, written
 from tests.train.builders import recipe as small
 
@@ -61,12 +59,8 @@ def step_of_each(world: World, names: list[str]) -> dict[str, Taken]:
 
 
 def preferred(world: World, offload: bool) -> dict[str, Taken]:
-    """Two steps of dpo."""
-    made = Dpo.model_validate({"pairs": "-", "steps": 3, "batch_size": 5, "optimiser": SMOOTH})
     kept = ["scale.offload=true", "scale.shard=full"] if offload else []
-    loop = DpoLoop(made, 0, shared_out(tiny(), small(*kept), world), PAIRS, world)
-    reports = [loop.step(n) for n in (1, 2)]
-    return {"dpo": taken(world, reports[-1], loop.policy, [loop.optimiser])}
+    return {"dpo": dpo_of(world, shared_out(tiny(), small(*kept), world))}
 
 
 def asked(ranks: int, tensor: int, *more: str) -> Recipe:

@@ -2,8 +2,8 @@
 
 On Hopper and later a kernel may be launched while the one before it is still running (programmatic dependent launch). Its
 programs take their places as soon as all of the one before have theirs, read what does not change within a step (tables,
-norms' weights), and then wait for what the one before has written. A step is some three
-hundred short kernels, and this hides a part of the time between them.
+norms' weights), and then wait for what the one before has written. A step is some three hundred short kernels, and this hides a
+part of the time between them.
 
 The first kernel of a step lets no other begin before it has waited itself: what a step reads early is never of the step before.
 """
