@@ -136,6 +136,11 @@ def taken(
     )
 
 
+def away(one: np.ndarray, other: np.ndarray) -> float:
+    """Relative L2 distance."""
+    return float(np.linalg.norm(one - other) / max(float(np.linalg.norm(other)), 1e-12))
+
+
 def whole_gradient(world: World, optimiser: Optimiser) -> Tensor:
     """The gradient of the last update as one rank would have it, put together of pieces where ranks hold pieces."""
     own = [torch.zeros_like(m) if m.grad is None else m.grad for m in optimiser.masters]

@@ -12,16 +12,10 @@ import pytest
 
 from oncurve.scale.balance import balanced
 from oncurve.scale.world import World
-from tests.scale.cases import CASES, Taken, disagree, exchange, imitate, step, steps, steps_layer_by_layer
+from tests.scale.cases import CASES, Taken, away, disagree, exchange, imitate, step, steps, steps_layer_by_layer
 from tests.scale.processes import in_ranks
 from tests.scale.stage_cases import STAGES, stage_steps
 from tests.train.builders import recipe as small
-
-
-def away(one: np.ndarray, other: np.ndarray) -> float:
-    """Relative L2 distance."""
-    return float(np.linalg.norm(one - other) / max(float(np.linalg.norm(other)), 1e-12))
-
 
 Found = dict[int, list[dict[str, Taken]]]
 
