@@ -41,9 +41,13 @@ def dpo(world: World, folder: Path, **options: Any) -> Taken:
     return dpo_of(world, shared_out(policy(), recipe(), world), **options)
 
 
-def dpo_of(world: World, pupil: Policy, **options: Any) -> Taken:
+def dpo_loop(world: World, pupil: Policy, **options: Any) -> DpoLoop:
     made = Dpo.model_validate({"pairs": "-", "steps": 3, "batch_size": 5, "optimiser": SMOOTH, **options})
-    loop = DpoLoop(made, 0, pupil, PAIRS, world)
+    return DpoLoop(made, 0, pupil, PAIRS, world)
+
+
+def dpo_of(world: World, pupil: Policy, **options: Any) -> Taken:
+    loop = dpo_loop(world, pupil, **options)
     reports = [loop.step(n) for n in (1, 2)]
     return taken(world, reports[-1], loop.policy, [loop.optimiser])
 

@@ -11,6 +11,7 @@ from typing import Literal
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
 from torch import nn
 from torch._C._distributed_c10d import TCPStore
@@ -18,18 +19,21 @@ from torch._C._distributed_c10d import TCPStore
 from oncurve.errors import ModelError
 from oncurve.models.load import load_policy
 from oncurve.models.policy import Policy
+from oncurve.models.shards import own_numbers
 from oncurve.models.split import styles_of
 from oncurve.recipe.schema import Recipe
 from oncurve.recipe.sections import Model, TinyModel
 from oncurve.runs.checkpoints import checkpoint_path, list_checkpoints
+from oncurve.runs.pieces import INDEX, Both, InPieces
 from oncurve.scale.world import World
-from oncurve.train.sharded import shared_out
+from oncurve.train.run import load_weights
+from oncurve.train.sharded import held, shared_out
 from tests.models.architectures import ARCHITECTURES, make_policy
 from tests.scale import runs
 from tests.scale.cases import CASES, Taken, away, step_of
 from tests.scale.processes import in_ranks
 from tests.scale.runs import Started, distance, until
-from tests.scale.stage_cases import dpo_of
+from tests.scale.stage_cases import dpo_loop, dpo_of
 from tests.scale.test_bad_input import as_ranks, store, written
 from tests.train.builders import recipe as small
 
@@ -165,7 +169,33 @@ def gone_on(path: Path, source: Path, ranks: int, tensor: int) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("ranks", "tensor"), [(1, 1), pytest.param(2, 2, marks=pytest.mark.slow)])
+def reread(world: World, folder: Path) -> bool:
+    """A step, written in pieces and read again; whether another loop that begins from it goes on with the same bits."""
+    first, second = (dpo_loop(world, shared_out(tiny(), small(), world)) for _ in range(2))
+    first.step(1)
+    state = first.state() | {"model": {name: p.detach() for name, p in first.policy.model.named_parameters()}}
+    saved = held(world, folder, state)
+    index, whole = saved.documents[INDEX], world.put_together({world.rank: saved.tensors})[0]
+    assert any(len(part) == 5 for entry in index["model"].values() for part in entry["parts"]), "some columns of rows"
+    read = whole | {group: Both(whole.get(group, {}), InPieces(folder, group, names)) for group, names in index.items()}
+    with first.policy.gathered():
+        assert all(torch.equal(read["model"][name], p) for name, p in first.policy.model.named_parameters())
+    load_weights(second.policy, read["model"])
+    second.load_state(read)
+    for loop in (first, second):
+        loop.step(2)
+    return all(
+        torch.equal(own_numbers(a), own_numbers(b))
+        for a, b in zip(*(x.optimiser.weights for x in (first, second)), strict=True)
+    )
+
+
+def test_pieces_of_split_layers_are_read_as_they_were_written(tmp_path: Path) -> None:
+    assert all(in_ranks(4, reread, tmp_path, recipe=asked(4, 2)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "tensor"), [(1, 1), (2, 2)])
 def test_a_checkpoint_of_split_layers_goes_on_anywhere(tmp_path: Path, ranks: int, tensor: int) -> None:
     """Weights, moments and the reference, in pieces of rows and of columns: other groups read them, and one process."""
     plain = Started(run_of(1, 1), tmp_path / "plain")
