@@ -27,7 +27,7 @@ from oncurve.engines.cuda_pool import PAGE, PagedPool, PagedPrefill, pages_for
 from oncurve.engines.cuda_round import Round, read
 from oncurve.engines.cuda_step import Board
 from oncurve.engines.kernels.attention import Reach
-from oncurve.engines.randomness import row_key
+from oncurve.engines.randomness import signed_key
 from oncurve.errors import ModelError
 from oncurve.recipe.sections import Sampling
 from oncurve.records import Bools, Completion, Floats, Ints, Prompt, StopReason
@@ -89,8 +89,7 @@ class Ask:
     prompts: Sequence[Prompt] = ()
 
     def key(self, row: Row) -> int:
-        key = row_key(self.seed, self.step, self.prompt_names[row.group], row.sample)
-        return key - (1 << 64) if key >> 63 else key
+        return signed_key(self.seed, self.step, self.prompt_names[row.group], row.sample)
 
 
 class GpuBatch:

@@ -28,7 +28,7 @@ from oncurve.engines.cuda_step import Board, Limits, products
 from oncurve.engines.kernels.attention import Reach
 from oncurve.engines.kernels.choosing import Wishes, choose
 from oncurve.engines.kernels.sampling import Rule
-from oncurve.engines.randomness import row_key
+from oncurve.engines.randomness import signed_key
 from oncurve.engines.serving import NAME, TOP, Ask, Token
 from oncurve.models.policy import Policy
 from oncurve.recipe.sections import Engine, Sampling
@@ -159,8 +159,7 @@ class GpuSession(GpuBatch):
         return self.asks[group].how
 
     def key_of(self, row: Row) -> int:
-        key = row_key(self.asks[row.group].seed, 0, NAME, row.sample)
-        return key - (1 << 64) if key >> 63 else key
+        return signed_key(self.asks[row.group].seed, 0, NAME, row.sample)
 
     def _prepare(self, slots: int) -> tuple[Board, PagedPool]:
         assert isinstance(self.sampler, ServingSampler)

@@ -36,6 +36,12 @@ def row_key(seed: int, step: int, prompt_id: str, sample: int) -> int:
     return key
 
 
+def signed_key(seed: int, step: int, prompt_id: str, sample: int) -> int:
+    """The same bits as a tensor of int64 holds them."""
+    key = row_key(seed, step, prompt_id, sample)
+    return key - (1 << 64) if key >> 63 else key
+
+
 def _mix(x: int) -> int:
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _MASK

@@ -1,10 +1,10 @@
 """The native engine for requests that come and go: token by token, each with settings of its own, and any can be taken back.
 
 On a GPU that has Triton captured graphs decode (cuda_serving.py), elsewhere plain torch, as here: the same slots, pool and
-prefill as in training (native.py), with three differences. Slots are not shared in blocks, as requests
-have few completions each. A prompt is prefilled by itself, so that a short one does not pay for a batch. A token is drawn for
-each set of slots with the same settings. Decoding still runs at one fixed shape, so that with the same seed a completion is
-the same whatever else is queued.
+prefill as in training (native.py), with three differences. Slots are not shared in blocks, as requests have few completions
+each. A prompt is prefilled by itself, so that a short one does not pay for a batch. A token is drawn for each set of slots with
+the same settings. Decoding still runs at one fixed shape, so that with the same seed a completion is the same whatever else is
+queued.
 
 Legend: ``S`` slots, ``V`` vocabulary.
 """

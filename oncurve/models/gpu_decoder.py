@@ -6,8 +6,8 @@ pass, not kept. Kept of a layer are its two residual sums, the joint product of 
 and the joint product of gate and up. A layer under *checkpointing* keeps its first residual sum alone.
 
 Weights are the module's own, side by side as models/fused.py lays them; layers may have LoRA adapters (gpu_lora.py). A frozen
-weight gets no gradient, and none is computed. Gradients go straight into float32 sums where the
-caller collects them, else they are returned to autograd like any other.
+weight gets no gradient, and none is computed. Gradients go straight into float32 sums where the caller collects them, else they
+are returned to autograd like any other.
 
 Legend: ``N`` tokens, ``D`` width, ``H``/``K`` query/key heads, ``d`` head size.
 """

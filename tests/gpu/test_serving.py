@@ -20,7 +20,7 @@ import torch
 
 from oncurve.engines.cuda_pool import PagedPool
 from oncurve.engines.cuda_serving import GpuSession
-from oncurve.engines.serving import Ask, Session, Token, TorchSession, open_session
+from oncurve.engines.serving import Ask, Token, TorchSession, open_session
 from oncurve.listening import listen
 from oncurve.models.policy import Policy
 from oncurve.recipe.sections import Sampling
@@ -28,6 +28,7 @@ from oncurve.serve.app import Served
 from oncurve.serve.server import Server
 from oncurve.serve.worker import Worker
 from tests.engines.plain import next_logits
+from tests.engines.test_cuda_serving import bits, by_sample, finish
 from tests.gpu.test_engine import long_prompt, model_of
 from tests.models.architectures import tokenizer
 
@@ -66,31 +67,16 @@ def ask(place: int, name: str = "qwen3") -> Ask:
     return Ask(ids, 1 + place % 3, SETTINGS[(place * 2 + place // 5) % 5], seed=place, top=(0, 5, 20)[place % 3])
 
 
-def finish(session: Session, found: dict[int, list[Token]]) -> dict[int, list[Token]]:
-    while not session.idle:
-        for token in session.step():
-            found.setdefault(token.request, []).append(token)
-    return found
-
-
-def by_sample(tokens: list[Token]) -> list[list[Token]]:
-    return [[t for t in tokens if t.sample == sample] for sample in sorted({t.sample for t in tokens})]
-
-
-def bits(tokens: list[Token]) -> list[list[tuple[object, ...]]]:
-    return [[(t.token_id, t.logp, t.top, t.stop) for t in own] for own in by_sample(tokens)]
-
-
 @pytest.mark.parametrize("name", ["qwen3", "gemma2"])
 def test_the_gpu_serves_what_torch_serves(name: str) -> None:
     """Ten requests with settings of their own, by the family's own step and through a model's modules: the same texts but for
     near ties, which are rare, and the same log-probs."""
     with opened(name, torch.float32) as session:
         numbers = [session.submit(ask(place, name)) for place in range(10)]
-        here = finish(session, {})
+        here = finish(session)
     plain = TorchSession(policy(name, torch.float32, "cpu"), SLOTS, LIMIT)
     again = [plain.submit(ask(place, name)) for place in range(10)]
-    there = finish(plain, {})
+    there = finish(plain)
     parted = 0
     for a, b in zip(numbers, again, strict=True):
         for ours, theirs in zip(by_sample(here[a]), by_sample(there[b]), strict=True):
@@ -118,7 +104,7 @@ def test_a_request_gets_the_same_bits_whatever_comes_and_goes_beside_it(name: st
         finish(session, found)
         for place in (0, 3, 4, 8, 9):
             number = session.submit(ask(place, name))
-            assert bits(finish(session, {})[number]) == bits(found[numbers[place]])
+            assert bits(finish(session)[number]) == bits(found[numbers[place]])
 
 
 def test_where_the_pool_is_full_requests_wait_and_nothing_is_told_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +115,7 @@ def test_where_the_pool_is_full_requests_wait_and_nothing_is_told_twice(monkeypa
         room = PagedPool.open
         with monkeypatch.context() as patched, opened_with(patched, room, most) as session:
             numbers = [session.submit(one) for one in asks]
-            told = finish(session, {})
+            told = finish(session)
             found.append([bits(told[number]) for number in numbers])
     assert found[0] == found[1]
 
@@ -146,7 +132,7 @@ def test_few_graphs_serve_all_there_is() -> None:
     with opened("qwen3", torch.bfloat16, 64) as session:
         for place in range(60):
             session.submit(ask(place))
-        finish(session, {})
+        finish(session)
         assert len(session.sampler.graphs) <= 12
 
 

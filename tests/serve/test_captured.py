@@ -33,6 +33,7 @@ def streamed(served: Endpoint, asked: dict[str, Any]) -> list[str]:
     return texts
 
 
+@pytest.mark.slow
 def test_requests_at_once_are_answered_as_by_torch_streamed_or_whole() -> None:
     policy = chatting_policy()
     captured = GpuSession.over(policy, 3, 16)

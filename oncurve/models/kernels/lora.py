@@ -69,9 +69,7 @@ class Tiles:
     unit: int
 
     @classmethod
-    def of(
-        cls, sizes: Sequence[int], adapted: Sequence[bool], rank: int, device: torch.device, *, every: bool
-    ) -> Tiles:  # fmt: skip
+    def of(cls, sizes: Sequence[int], adapted: Sequence[bool], rank: int, device: torch.device, *, every: bool) -> Tiles:
         """Of layers side by side, with adapters of one rank or without; ``every``: tiles of those without, too."""
         rows, column, u_at, b_at = [], 0, 0, 0
         for size, has in zip(sizes, adapted, strict=True):
