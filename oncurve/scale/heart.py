@@ -62,6 +62,11 @@ class Heart(threading.Thread):
         finally:
             self.pulse = replace(self.pulse, waiting=None)
 
+    def start(self) -> None:
+        """Others know of this rank from the first moment on, so that one that dies at once is missed too."""
+        self._beat()
+        super().start()
+
     def stop(self) -> None:
         self._stopped.set()
         self.join(5.0)
