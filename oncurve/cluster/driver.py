@@ -25,11 +25,11 @@ from oncurve.errors import ClusterError, OncurveError, RecipeError
 from oncurve.recipe.sampled import Sampled, Surrogate
 from oncurve.recipe.schema import Recipe
 from oncurve.runs.folder import RunFolder
+from oncurve.scale.signals import STOPPING, heeded
 from oncurve.scale.told import untold
 from oncurve.train import run as running
 from oncurve.train.follow import check_scale
 from oncurve.train.listeners import Listener
-from oncurve.train.signals import STOPPING, heeded
 from oncurve.train.start import check_resumable, moved, prepare
 
 MOST_DEATHS = 3

@@ -13,12 +13,12 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from oncurve.recipe.schema import Recipe
 from oncurve.scale.heart import LAUNCHER
 from oncurve.scale.join import port_taken, too_few_gpus
+from oncurve.scale.signals import handled_by
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -102,13 +102,9 @@ def _wait(started: Sequence[subprocess.Popen[bytes]]) -> int:
 def _signals_go_to(started: list[subprocess.Popen[bytes]]) -> Iterator[None]:
     """Ctrl-C reaches the ranks by themselves, and a SIGTERM is handed to the first, which decides: this process only waits."""
 
-    def hand_on(number: int, frame: FrameType | None) -> None:
+    def hand_on(number: int) -> None:
         if number != signal.SIGINT and started:
             started[0].send_signal(number)
 
-    before = {s: signal.signal(s, hand_on) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with handled_by(hand_on):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -37,6 +37,7 @@ from oncurve.runs.folder import RunFolder, Status
 from oncurve.runs.notes import Note, collecting
 from oncurve.runs.reading import Reader
 from oncurve.runs.store import Store
+from oncurve.scale.signals import STOPPING, heeded
 from oncurve.scale.world import ALONE, World
 from oncurve.tasks.base import Task
 from oncurve.train.determinism import settle
@@ -46,7 +47,6 @@ from oncurve.train.memory import OutOfMemory
 from oncurve.train.room import check_room
 from oncurve.train.saving import Saved, Saver, Wanted
 from oncurve.train.sharded import PIECES, Held, held, loaded_for, shared_out
-from oncurve.train.signals import STOPPING, heeded
 from oncurve.train.sinks import sinks_of
 from oncurve.train.stages import Parts, StageLoop, is_shared, loop_for
 from oncurve.train.watch import Watch

@@ -20,14 +20,25 @@ def heeded(is_stopping: Callable[[], bool], stop: Callable[[int], None]) -> Iter
         yield
         return
 
-    def heard(number: int, frame: FrameType | None) -> None:
+    def heard(number: int) -> None:
         if is_stopping():
             os._exit(128 + number)
         stop(number)
 
-    before = {s: signal.signal(s, heard) for s in (signal.SIGINT, signal.SIGTERM)}
+    with handled_by(heard):
+        yield
+
+
+@contextmanager
+def handled_by(heard: Callable[[int], None]) -> Iterator[None]:
+    """Within, both signals go to ``heard``, by number; then to whom they went before."""
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        heard(number)
+
+    before = {s: signal.signal(s, handler) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, former in before.items():
+            signal.signal(number, former)
