@@ -91,11 +91,14 @@ class Follower:
             self.last = ""
 
     def news(self) -> list[tuple[str, Any]]:
-        """(event, data) of all that happened since the last look; a run that can't be read at the moment has none."""
+        """(event, data) of all that happened since the last look; a run that can't be read at the moment has none.
+
+        The state is read before the steps, so that it never counts a step which the page has not been told.
+        """
         try:
             run = find_run(self.runs_dir, self.name)
-            found = self._new_steps(run)
             state = self._state(run)
+            found = self._new_steps(run)
         except OncurveError:
             return []
         if state != self.last:

@@ -14,8 +14,9 @@ from urllib.parse import quote
 import numpy as np
 import pytest
 
+from oncurve.runs.folder import RunFolder
 from oncurve.runs.store import Store
-from oncurve.studio.curves import thinned
+from oncurve.studio.curves import Follower, thinned
 from oncurve.studio.pieces import pieces
 from tests.studio.samples import HOSTILE, completion, make_run, step_report
 from tests.studio.serving import Served, served
@@ -176,6 +177,23 @@ def test_a_live_run_is_followed(tmp_path: Path) -> None:
         with Store.open(run.path, read_only=False) as store:
             store.forget_after("grpo", 1)
         assert next(line for line in lines if line.startswith("event")) == "event: reset"
+
+
+def test_no_state_counts_a_step_that_was_not_told(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "live", steps=1, finished=False)
+
+    class Overtaken(Follower):
+        """A step is written just before the state is read."""
+
+        def _state(self, run: RunFolder) -> str:
+            if self.last:
+                with Store.open(run.path, read_only=False) as store:
+                    store.record_step(step_report(2))
+            return super()._state(run)
+
+    follower = Overtaken(tmp_path, run.name)
+    follower.begin()
+    assert [event for event, _ in follower.news()] == ["step", "state"]
 
 
 def test_a_run_without_its_first_step_is_no_broken_one(tmp_path: Path) -> None:
