@@ -152,7 +152,8 @@ def test_a_judge_behind_an_endpoint_compares(judge: Judge, tmp_path: Path) -> No
 
 
 def test_a_judge_that_is_out_of_order_ends_the_run_and_one_that_is_back_goes_on(judge: Judge, tmp_path: Path) -> None:
-    labeller = {"type": "judge", "model": "m", "base_url": judge.url, "cache": None, "retries": 0}
+    cache = str(tmp_path / "replies.sqlite")
+    labeller = {"type": "judge", "model": "m", "base_url": judge.url, "cache": cache, "retries": 0}
     answer, judge.reply = judge.reply, lambda _: (500, "out of order")
     with pytest.raises(RewardError, match="12 of 12 completions of a step could not be judged") as told:
         begin(recipe(tmp_path, labeller=labeller), out=tmp_path / "run")
