@@ -161,6 +161,67 @@ def _importance_cap(config: TrlConfig) -> float | None:
     return config.number("vllm_importance_sampling_clip_max" if old is None else "vllm_importance_sampling_cap")
 
 
+def _moments(config: TrlConfig) -> str | None:
+    """The optimiser is AdamW: its kinds for other kernels are the same, those of 8 bits are its moments' precision."""
+    name = str(config.value("optim") or "adamw_torch")
+    if name in ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"):
+        return "int8"
+    if "adamw" not in name or "bit" in name:
+        raise NoCounterpart("the optimiser is AdamW, with moments in float32 or int8 (grpo.optimiser.moments)")
+    return None
+
+
+def _checkpointing(config: TrlConfig) -> str | None:
+    if config.value("gradient_checkpointing") is None:
+        return None
+    return "on" if config.truth("gradient_checkpointing") else "off"
+
+
+def _adapter(option: str, convert: Callable[[TrlConfig], Any]) -> Callable[[TrlConfig], Any]:
+    """An option of the adapter: TRL reads it where `use_peft` is true."""
+
+    def converted(config: TrlConfig) -> Any:
+        if config.truth("use_peft"):
+            return convert(config)
+        if config.value(option) is not None:
+            raise NoCounterpart("TRL reads it where use_peft is true, and trains all weights here")
+        return None
+
+    return converted
+
+
+def _rank(config: TrlConfig) -> int:
+    return config.whole("lora_r")
+
+
+def _targets(config: TrlConfig) -> list[str]:
+    said = config.value("lora_target_modules")
+    if said is None:
+        raise NoCounterpart("peft has a choice of its own per family, often q_proj and v_proj; here all linear layers are taken")
+    return [str(name) for name in ([said] if isinstance(said, str) else said)]
+
+
+def _quantise(config: TrlConfig) -> str | None:
+    if config.truth("load_in_8bit"):
+        return "int8"
+    if config.truth("load_in_4bit") and config.value("bnb_4bit_quant_type") == "fp4":
+        raise NoCounterpart("four bits are nf4 here; left off")
+    return "nf4" if config.truth("load_in_4bit") else None
+
+
+def _engine(config: TrlConfig) -> None:
+    if config.truth("use_vllm"):
+        raise NoCounterpart(
+            "the native engine samples with the learner's own weights, and none are copied; to keep vLLM, "
+            'set scale.engine = "vllm"'
+        )
+
+
+def _vllm_tensor(config: TrlConfig) -> None:
+    if config.truth("use_vllm") and config.value("vllm_tensor_parallel_size") is not None:
+        raise NoCounterpart('read with vLLM only: where you set scale.engine = "vllm", set scale.vllm_tensor to it')
+
+
 def table_of(value: Any) -> dict[str, Any]:
     """A dict, which TRL's command line also takes as JSON text."""
     if isinstance(value, str):
@@ -185,6 +246,17 @@ TRL_OPTIONS: dict[str, TrlOption] = {
     "fp16": TrlOption("model.dtype", None, "float16 is not offered: float32 is used unless bf16 is set"),
     "dtype": TrlOption("model.dtype"),
     "use_cpu": TrlOption("model.device", lambda config: "cpu" if config.truth("use_cpu") else None),
+    "lora_r": TrlOption("model.lora.rank", _adapter("lora_r", _rank)),
+    "use_peft": TrlOption("model.lora.rank", None, "an adapter is trained where [model.lora] is there"),
+    "lora_alpha": TrlOption("model.lora.alpha", _adapter("lora_alpha", _number("lora_alpha"))),
+    "lora_target_modules": TrlOption(
+        "model.lora.targets", _adapter("lora_target_modules", _targets), "unset: all linear layers but the head"
+    ),
+    "use_rslora": TrlOption("model.lora.rslora", _adapter("use_rslora", _truth("use_rslora"))),
+    "use_dora": TrlOption("model.lora.dora", _adapter("use_dora", _truth("use_dora"))),
+    "load_in_4bit": TrlOption("model.quantise", _quantise, "nf4"),
+    "load_in_8bit": TrlOption("model.quantise"),
+    "bnb_4bit_quant_type": TrlOption("model.quantise"),
     "trust_remote_code": TrlOption("model.trust_remote_code", _truth("trust_remote_code")),
     "chat_template_kwargs": TrlOption("model.template_options", lambda c: table_of(c.value("chat_template_kwargs")) or None),
     "dataset_name": TrlOption(
@@ -192,6 +264,12 @@ TRL_OPTIONS: dict[str, TrlOption] = {
     ),
     "reward_funcs": TrlOption("rewards", None, "functions take the same arguments as TRL's"),
     "reward_weights": TrlOption("rewards.NAME.weight"),
+    "reward_model_name_or_path": TrlOption("rewards", None, "a reward of type model; it comes first in reward_weights"),
+    "report_to": TrlOption("sinks", None, "tensorboard, wandb and trackio; the run's database has everything in any case"),
+    "project": TrlOption("sinks.project"),
+    "use_vllm": TrlOption("scale.engine", _engine, "left native, which samples with the learner's own weights"),
+    "vllm_tensor_parallel_size": TrlOption("scale.vllm_tensor", _vllm_tensor, 'with scale.engine = "vllm"'),
+    "full_determinism": TrlOption("deterministic", _truth("full_determinism"), "seeds are kept to in any case"),
     "max_steps": TrlOption("grpo.steps", _steps, "TRL counts optimiser updates; a step here samples once and may update often"),
     "num_train_epochs": TrlOption("grpo.steps", None, "the length of a run is given in steps, not epochs"),
     "per_device_train_batch_size": TrlOption(
@@ -224,6 +302,7 @@ TRL_OPTIONS: dict[str, TrlOption] = {
     "eval_strategy": TrlOption("grpo.eval_every"),
     "save_steps": TrlOption("grpo.save_every", _save_every, "in steps, not updates"),
     "save_strategy": TrlOption("grpo.save_every"),
+    "gradient_checkpointing": TrlOption("grpo.checkpointing", _checkpointing, "unset: as memory asks for"),
     "save_total_limit": TrlOption("grpo.keep_checkpoints", _whole("save_total_limit")),
     "max_completion_length": TrlOption("grpo.sampling.max_new_tokens", _whole("max_completion_length")),
     "temperature": TrlOption("grpo.sampling.temperature", _number("temperature")),
@@ -239,6 +318,7 @@ TRL_OPTIONS: dict[str, TrlOption] = {
     "warmup_ratio": TrlOption("grpo.optimiser.warmup_steps", _warmup("warmup_ratio"), "a share of max_steps"),
     "adam_beta1": TrlOption("grpo.optimiser.betas", _betas),
     "adam_beta2": TrlOption("grpo.optimiser.betas"),
+    "optim": TrlOption("grpo.optimiser.moments", _moments, "AdamW; int8 for its kinds of 8 bits"),
     "adam_epsilon": TrlOption("grpo.optimiser.eps", _number("adam_epsilon")),
     "weight_decay": TrlOption("grpo.optimiser.weight_decay", _number("weight_decay")),
     "max_grad_norm": TrlOption("grpo.optimiser.max_grad_norm", _number("max_grad_norm")),

@@ -81,7 +81,7 @@ class Started:
             self.process.kill()
             raise AssertionError(f"it hangs: {self.process.communicate()[0]}; {read_pulses(self.run.path)}") from None
         assert self.process.returncode == code, wrote
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while left := [p.name for p in read_pulses(self.run.path) if p.pid and is_running(p.pid)]:
             assert time.monotonic() < deadline, f"still there after the run: {left}"
             time.sleep(0.1)

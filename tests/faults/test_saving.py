@@ -36,7 +36,7 @@ def test_a_checkpoint_holds_what_was_when_it_was_asked_for(tmp_path: Path, monke
     """Training goes on, and changes the very tensors, while the disk is slow."""
     monkeypatch.setattr(saving, "BEHIND_FROM", 0)
     real, gate = checkpoints.save, threading.Event()
-    monkeypatch.setattr(checkpoints, "save", lambda *a: gate.wait(20) and real(*a))
+    monkeypatch.setattr(checkpoints, "save", lambda *a: gate.wait(60) and real(*a))
     weight = torch.ones(1000, 100)
     saver = Saver(tmp_path)
     begun = time.perf_counter()
@@ -50,7 +50,7 @@ def test_a_checkpoint_holds_what_was_when_it_was_asked_for(tmp_path: Path, monke
     found = load(saved.path).tensors["model"]
     assert bool((found["w"] == 1).all())
     assert found["tied"] is found["w"]
-    assert blocked < 2.0, "it waited for the copy, not for the disk"
+    assert blocked < 30, "it waited for the copy, not for the disk"
 
 
 def test_copies_are_of_their_own_and_ties_stay(tmp_path: Path) -> None:

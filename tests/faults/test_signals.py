@@ -77,7 +77,7 @@ def test_a_second_signal_ends_it_at_once(number: signal.Signals, code: int, tmp_
     process.send_signal(number)
     _, error = process.communicate(timeout=30)
     assert process.returncode == code, error
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 30
     assert "Traceback" not in error
 
 

@@ -127,7 +127,7 @@ def test_long_texts_are_quick() -> None:
     started = time.perf_counter()
     for take in ("tag", "boxed", "hashes", "number", "any"):
         values(AnswerReward("answer", 1.0, AnswerOptions(take=take)), *texts, answer="1")
-    assert time.perf_counter() - started < 5
+    assert time.perf_counter() - started < 30
 
 
 @settings(deadline=None)

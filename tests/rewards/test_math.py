@@ -107,7 +107,7 @@ def test_trap_towers_are_not_worked_out() -> None:
     assert not right("7", "9^{9^{9}}")
     assert not right("7", "(10^{9})!")
     assert right("9^{9^{9}}", "9^{9^{9}}")
-    assert time.monotonic() - began < 10  # the first call starts the workers
+    assert time.monotonic() - began < 60  # the first call starts the workers
 
 
 def test_a_subscript_is_dropped_by_math_verify() -> None:

@@ -45,7 +45,7 @@ def _close_at_the_end() -> Iterator[None]:
 def run(sandbox: Sandbox, program: str, limits: Limits = QUICK, **job: Any) -> dict[str, Any]:
     began = time.monotonic()
     seen = sandbox.run({"kind": "program", "program": program, **job}, limits)
-    assert time.monotonic() - began < limits.seconds + 2
+    assert time.monotonic() - began < limits.seconds + 20
     return dict(seen)
 
 
@@ -214,7 +214,7 @@ def test_a_killed_zygote_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.Mo
     (pid,) = made.workers.pids
     threading.Timer(0.3, os.killpg, (pid, 9)).start()
     with pytest.raises(WorkerDiedError):
-        made.run({"kind": "program", "program": "import time\ntime.sleep(5)"}, Limits(seconds=5.0))
+        made.run({"kind": "program", "program": "import time\ntime.sleep(20)"}, Limits(seconds=20.0))
     made.workers.close()
     del made
     gc.collect()
@@ -339,7 +339,7 @@ def test_a_zygote_that_is_killed_is_replaced(sandbox: Sandbox) -> None:
     killer = threading.Timer(0.2, os.killpg, (pid, 9))
     killer.start()
     with pytest.raises(WorkerDiedError):
-        run(sandbox, "import time\ntime.sleep(1)")
+        run(sandbox, "import time\ntime.sleep(20)", Limits(seconds=20.0))
     assert run(sandbox, "print(1)")["output"] == "1\n"
 
 

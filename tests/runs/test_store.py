@@ -5,7 +5,6 @@ import math
 import os
 import sqlite3
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -436,14 +435,3 @@ def test_reading_and_writing_need_no_torch() -> None:
         print("torch" in sys.modules)
     """
     assert finish(start(code)) == "False\n"
-
-
-def test_recording_is_quick(store: Store) -> None:
-    """128 completions of 50 tokens: about 6 ms; the bound leaves room for a busy machine."""
-    reports = [step_report("grpo", step, prompts=16, size=8, length=50) for step in range(1, 6)]
-    taken = []
-    for report in reports:
-        begin = time.perf_counter()
-        store.record_step(report)
-        taken.append(time.perf_counter() - begin)
-    assert min(taken) < 0.05

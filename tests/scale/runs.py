@@ -24,6 +24,9 @@ from oncurve.train.start import begin, resume
 from tests.scale.processes import SERVER, environment
 from tests.train.builders import recipe as small
 
+GONE_S = 30.0
+"""When a rank is killed, all must be gone within 10 s, and on a machine with other work within three times that."""
+
 
 def slow(completion: str) -> float:
     """A reward that takes its time, so that a kill meets the step that it is meant for."""

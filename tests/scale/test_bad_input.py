@@ -22,7 +22,7 @@ from oncurve.recipe.load import dump_recipe
 from oncurve.scale import join
 from oncurve.scale.pulse import is_running, read_pulses
 from tests.scale.processes import SERVER, environment
-from tests.scale.runs import asked, last_step, until
+from tests.scale.runs import GONE_S, asked, last_step, until
 
 HERE = Path(oncurve.__file__).parents[1]
 
@@ -120,7 +120,7 @@ def test_what_ranks_cannot_do_together(tmp_path: Path, store: TCPStore) -> None:
     stage = 'stages=[{type = "ppo", steps = 1, prompts_per_step = 2, sampling.max_new_tokens = 8}]'
     recipe = str(written(tmp_path / "r.toml", 2, "scale.shard=full", stage))
     first, second = as_ranks(tmp_path, store, recipe, recipe)
-    assert [first.code(), second.code(10)] == [2, 2]
+    assert [first.code(), second.code(GONE_S)] == [2, 2]
     assert "scale.shard: full" in first.said
     assert 'use scale.shard = "optimiser"' in first.said
     assert second.said == ""
@@ -130,7 +130,7 @@ def test_what_ranks_cannot_do_together(tmp_path: Path, store: TCPStore) -> None:
 def test_ranks_with_other_recipes(tmp_path: Path, store: TCPStore) -> None:
     one, other = written(tmp_path / "one.toml", 2), written(tmp_path / "other.toml", 2, "seed=1")
     first, second = as_ranks(tmp_path, store, str(one), str(other))
-    assert [first.code(), second.code(10)] == [2, 2]
+    assert [first.code(), second.code(GONE_S)] == [2, 2]
     assert "rank 1 on" in first.said
     assert "has another recipe than rank 0" in first.said
     assert "start every rank with the same recipe" in first.said
@@ -144,7 +144,7 @@ def test_ranks_with_other_code(tmp_path: Path, store: TCPStore) -> None:
         file.write("\n# another version\n")
     recipe = str(written(tmp_path / "r.toml", 2))
     first, second = as_ranks(tmp_path, store, recipe, recipe, code=copy)
-    assert [first.code(), second.code(10)] == [2, 2]
+    assert [first.code(), second.code(GONE_S)] == [2, 2]
     assert "has another Oncurve's code than rank 0" in first.said
     assert second.said == ""
 
@@ -152,7 +152,7 @@ def test_ranks_with_other_code(tmp_path: Path, store: TCPStore) -> None:
 def test_a_rank_that_cannot_even_begin_is_told_by_the_first(tmp_path: Path, store: TCPStore) -> None:
     recipe = str(written(tmp_path / "r.toml", 2))
     first, second = as_ranks(tmp_path, store, recipe, str(tmp_path / "missing.toml"))
-    assert [first.code(), second.code(10)] == [2, 2]
+    assert [first.code(), second.code(GONE_S)] == [2, 2]
     assert re.search(r"rank 1 on \S+: .*missing\.toml", first.said)
     assert second.said == ""
 
@@ -191,8 +191,8 @@ def test_launched_ranks_go_together(tmp_path: Path) -> None:
     _, second = pids(tmp_path / "run")
     began = time.monotonic()
     os.kill(second, signal.SIGKILL)
-    assert run.code(10) == 2
-    assert time.monotonic() - began < 10
+    assert run.code(GONE_S) == 2
+    assert time.monotonic() - began < GONE_S
     assert run.said.count("error") == 1
     assert "rank 1 of 2: its process" in run.said
 

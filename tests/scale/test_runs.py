@@ -16,7 +16,7 @@ from oncurve.runs.folder import RunFolder
 from oncurve.runs.store import Store
 from oncurve.scale.pulse import read_pulses
 from oncurve.terminal.status import state_of, status_data
-from tests.scale.runs import Started, asked, distance, last_step, same_bits, until
+from tests.scale.runs import GONE_S, Started, asked, distance, last_step, same_bits, until
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +63,8 @@ def test_a_killed_rank_takes_all_with_it_and_the_run_goes_on_exactly(whole: dict
     until(lambda: last_step(path) >= 5)
     killed = time.monotonic()
     os.kill(run.processes[1].pid or 0, signal.SIGKILL)
-    codes = run.wait(10)
-    assert time.monotonic() - killed < 10
+    codes = run.wait(GONE_S)
+    assert time.monotonic() - killed < GONE_S
     assert codes == [2, -signal.SIGKILL]
     assert run.said.count("said:") == 1
     assert "0 said: rank 1 of 2: its process" in run.said
@@ -82,7 +82,7 @@ def test_the_first_rank_killed(whole: dict[int, Path], tmp_path: Path) -> None:
     run = Started(asked(2), path)
     until(lambda: last_step(path) >= 4)
     os.kill(run.processes[0].pid or 0, signal.SIGKILL)
-    assert run.wait(10) == [-signal.SIGKILL, 2]
+    assert run.wait(GONE_S) == [-signal.SIGKILL, 2]
     assert "1 said: rank 0 of 2: its process" in run.said
     again = Started(asked(2), path, again=True)
     assert again.wait() == [0, 0], again.said
@@ -96,7 +96,7 @@ def test_a_checkpoint_of_four_ranks_goes_on_on_two_and_on_one(whole: dict[int, P
         run = Started(asked(4), path)
         until(partial(has_checkpoint, path))
         os.kill(run.processes[3].pid or 0, signal.SIGKILL)
-        run.wait(10)
+        run.wait(GONE_S)
         again = Started(asked(ranks), path, again=True, sets=[f"scale.ranks={ranks}"])
         assert again.wait() == [0] * ranks, again.said
         assert distance(path, whole[1]) < 1e-4
@@ -109,7 +109,7 @@ def test_what_four_ranks_wrote_in_pieces_goes_on_on_two_and_on_one(shard: str, t
     run = Started(asked(4, *sets), tmp_path / "4")
     until(partial(has_checkpoint, tmp_path / "4"))
     os.kill(run.processes[3].pid or 0, signal.SIGKILL)
-    run.wait(10)
+    run.wait(GONE_S)
     last = max(p.step for p in list_checkpoints(tmp_path / "4" / "checkpoints") if p.stage == "grpo")
     assert last < 12
     files = sorted(f.name for f in checkpoint_path(tmp_path / "4" / "checkpoints", "grpo", last).iterdir())

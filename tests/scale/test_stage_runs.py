@@ -14,7 +14,7 @@ from oncurve.recipe.schema import Recipe
 from oncurve.runs.checkpoints import newest_valid
 from oncurve.runs.store import Store
 from oncurve.train.follow import check_scale
-from tests.scale.runs import Started, distance, every_stage, last_step, same_bits, until
+from tests.scale.runs import GONE_S, Started, distance, every_stage, last_step, same_bits, until
 
 STAGES = ["reward_model", "rejection_sample", "grpo", "dpo", "ppo", "trpo"]
 
@@ -71,7 +71,7 @@ def cut_at(recipe: Recipe, path: Path, stage: str, step: int) -> None:
     run = Started(recipe, path)
     until(lambda: last_step(path, stage) >= step)
     os.kill(run.processes[-1].pid or 0, signal.SIGKILL)
-    assert run.wait(10)[-1] == -signal.SIGKILL
+    assert run.wait(GONE_S)[-1] == -signal.SIGKILL
     assert "is gone" in run.said
 
 

@@ -32,7 +32,7 @@ from tests.models.architectures import ARCHITECTURES, make_policy
 from tests.scale import runs
 from tests.scale.cases import CASES, Taken, away, step_of
 from tests.scale.processes import in_ranks
-from tests.scale.runs import Started, distance, until
+from tests.scale.runs import GONE_S, Started, distance, until
 from tests.scale.stage_cases import dpo_loop, dpo_of
 from tests.scale.test_bad_input import as_ranks, store, written
 from tests.train.builders import recipe as small
@@ -157,7 +157,7 @@ def stopped(path: Path, recipe: Recipe) -> None:
     run = Started(recipe, path)
     until(partial(has_checkpoint, path))
     os.kill(run.processes[-1].pid or 0, signal.SIGKILL)
-    run.wait(10)
+    run.wait(GONE_S)
     assert max(p.step for p in list_checkpoints(path / "checkpoints") if p.stage == "grpo") < STEPS
 
 
@@ -234,7 +234,7 @@ def test_and_from_whole_layers_to_split_ones(tmp_path: Path) -> None:
 def test_what_can_not_be_split(tmp_path: Path, store: TCPStore, sets: list[str], what: str, fix: str) -> None:
     recipe = str(written(tmp_path / "r.toml", 2, "scale.shard=full", "scale.tensor=2", *sets))
     first, second = as_ranks(tmp_path, store, recipe, recipe)
-    assert [first.code(), second.code(10)] == [2, 2], first.said
+    assert [first.code(), second.code(GONE_S)] == [2, 2], first.said
     assert what in first.said
     assert fix in first.said
     assert first.said.count("error") == 1

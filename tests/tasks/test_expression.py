@@ -47,7 +47,7 @@ def test_the_worst_text_is_quick() -> None:
     started = time.perf_counter()
     parse("999999999*" * 19 + "9")
     parse("(" * 20 + "1" + ")" * 20)
-    assert time.perf_counter() - started < 0.1
+    assert time.perf_counter() - started < 2
 
 
 @settings(deadline=None)
