@@ -15,6 +15,8 @@ HEAD = {**SMALL, "num_cpus": 0, "include_dashboard": False}
 """No actor is placed there: each of the other nodes can be killed."""
 SOON = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 500, "health_check_failure_threshold": 4}
 """A node that is gone is missed within a few seconds."""
+AS_EAGER = {"worker_niceness": 0}
+"""Ray's workers stand back behind everything else of a machine unless told otherwise: behind other tests, here."""
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +37,7 @@ def ray_folder() -> Iterator[str]:
 def cluster(ray_folder: str) -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
-    made = Cluster(initialize_head=True, head_node_args={**HEAD, "_system_config": SOON}, shutdown_at_exit=True)
+    made = Cluster(initialize_head=True, head_node_args={**HEAD, "_system_config": {**SOON, **AS_EAGER}}, shutdown_at_exit=True)
     try:
         for _ in range(3):
             made.add_node(**SMALL)
