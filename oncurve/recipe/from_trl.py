@@ -9,17 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml  # type: ignore[import-untyped]
 
 from oncurve.errors import DataError, did_you_mean
 from oncurve.recipe.schema import Recipe
+from oncurve.recipe.sinks import Sink
 from oncurve.recipe.tree import field_at, toml
 from oncurve.recipe.trl_config import NoCounterpart, TrlConfig
 from oncurve.recipe.trl_options import TRL_OPTIONS
 
 BUILT_IN_REWARDS = {"accuracy_reward": "answer", "reasoning_accuracy_reward": "answer", "think_format_reward": "format"}
+
+LEARNED = "reward model"
 
 OVERLONG = "get_soft_overlong_punishment"
 
@@ -51,8 +54,9 @@ def from_trl(path: Path, processes: int = 1) -> tuple[str, list[Note]]:
     config = TrlConfig(_read(path), processes)
     lines, notes = _translate(config)
     rewards, reward_notes = _rewards(config)
-    text = "\n".join(_render(path.name, lines, rewards)) + "\n"
-    return text, [*notes, *reward_notes, *_differences(config), *_unmatched(config)]
+    sinks, sink_notes = _sinks(config)
+    text = "\n".join(_render(path.name, lines, rewards, sinks)) + "\n"
+    return text, [*notes, *reward_notes, *sink_notes, *_differences(config), *_unmatched(config)]
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -112,10 +116,11 @@ def _rewards(config: TrlConfig) -> tuple[list[list[Line]], list[Note]]:
     """One [[rewards]] per reward function. Weights are by position, and a reward model, if any, comes first in TRL."""
     names = [str(name) for name in config.said.get("reward_funcs") or ()]
     weights: list[float | None] = [float(weight) for weight in config.said.get("reward_weights") or ()]
-    weights = weights[1:] if "reward_model_name_or_path" in config.said else weights
+    model = config.said.get("reward_model_name_or_path")
+    names = names if model is None else [LEARNED, *names]
     if weights and names and len(weights) != len(names):
-        because = f"there are {len(names)} reward functions and {len(weights)} weights for them"
-        raise DataError("reward_weights", weights, because=because, fix="give one weight per reward function")
+        because = f"there are {len(names)} rewards and {len(weights)} weights for them"
+        raise DataError("reward_weights", weights, because=because, fix="give one weight per reward, the reward model's first")
     if not names:
         text = 'TRL takes reward functions in Python: name them in [[rewards]] as function = "FILE.py:NAME"'
         blank = Line("function", "rewards.py:reward", "put your reward function here; it takes the same arguments as in TRL")
@@ -124,7 +129,7 @@ def _rewards(config: TrlConfig) -> tuple[list[list[Line]], list[Note]]:
     for name, weight in zip(names, weights or [None] * len(names), strict=True):
         if name == OVERLONG:
             continue
-        lines, note = _reward(name)
+        lines, note = _learned(str(model)) if name == LEARNED else _reward(name)
         found.append(lines + ([] if weight is None else [Line("weight", weight, "TRL reward_weights")]))
         notes += [] if note is None else [note]
     return found, notes
@@ -143,6 +148,29 @@ def _reward(name: str) -> tuple[list[Line], Note | None]:
     module, _, function = name.rpartition(".")
     place = f"{module or 'rewards'}:{function}"
     return [Line("type", "python", comment), Line("name", function, comment), Line("function", place, comment)], None
+
+
+def _learned(model: str) -> tuple[list[Line], Note]:
+    comment = "TRL reward_model_name_or_path"
+    note = Note("reward_model_name_or_path", model, "became a reward of type model, which runs on the CPU unless device is set")
+    return [Line("type", "model", comment), Line("model", model, comment)], note
+
+
+def _sinks(config: TrlConfig) -> tuple[list[list[Line]], list[Note]]:
+    """One [[sinks]] per place that TRL reports to and a run can write to."""
+    said = config.said.get("report_to") or []
+    names = [str(name) for name in ([said] if isinstance(said, str) else said) if name != "none"]
+    project = [Line("project", config.said["project"], "TRL project")] if "project" in config.said else []
+    found, notes = [], []
+    for name in names:
+        if name in get_args(Sink.model_fields["type"].annotation):
+            kind = Line("type", name, f"TRL report_to: {name}")
+            found.append([kind, *(project if name == "trackio" else [])])
+        else:
+            notes.append(
+                Note("report_to", name, "the run's database has everything; [[sinks]] are tensorboard, wandb, trackio")
+            )
+    return found, notes
 
 
 def _differences(config: TrlConfig) -> Iterator[Note]:
@@ -189,7 +217,7 @@ def _unmatched(config: TrlConfig) -> Iterator[Note]:
             yield Note(name, value, f"no counterpart: {option.remark}")
 
 
-def _render(source: str, lines: list[Line], rewards: list[list[Line]]) -> Iterator[str]:
+def _render(source: str, lines: list[Line], rewards: list[list[Line]], sinks: list[list[Line]]) -> Iterator[str]:
     """The recipe in the order of the schema: the recipe's own keys, then section by section."""
     yield f"# A recipe made from {source} by `oncurve recipe from-trl`. Each comment names the TRL option."
     yield from _pairs([line for line in lines if "." not in line.key])
@@ -197,13 +225,16 @@ def _render(source: str, lines: list[Line], rewards: list[list[Line]]) -> Iterat
     unnamed = (
         [] if any(line.key == "model.source" for line in model) else [Line("source", "MODEL", "TRL takes the model in Python")]
     )
-    yield from _section("[model]", unnamed + model)
+    yield from _section("[model]", unnamed + [line for line in model if line.key.count(".") == 1])
+    yield from _section("[model.lora]", [line for line in model if line.key.count(".") == 2])
     yield from _section("[evaluation]", [line for line in lines if line.key.startswith("evaluation.")])
     task = [line for line in lines if line.key.startswith("task.")]
     missing = Line("task.path", "train.jsonl", "your data, one JSON object per line with a `prompt` and your rewards' columns")
     yield from _section("[task]", [Line("task.type", "file", "rows of a JSONL or Parquet file"), *(task or [missing])])
     for reward in rewards:
         yield from _section("[[rewards]]", reward)
+    for sink in sinks:
+        yield from _section("[[sinks]]", sink)
     stage = [line for line in lines if line.key.startswith("grpo.")]
     yield from _section("[[stages]]", [Line("type", "grpo", "TRL GRPOTrainer"), *(s for s in stage if s.key.count(".") == 1)])
     for section in dict.fromkeys(line.key.split(".")[1] for line in stage if line.key.count(".") == 2):

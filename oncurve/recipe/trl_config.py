@@ -39,6 +39,7 @@ TRL_DEFAULTS: dict[str, Any] = {
     "vllm_importance_sampling_correction": True,
     "vllm_importance_sampling_mode": "sequence_mask",
     "num_train_epochs": 3.0,
+    "lora_r": 16,
 }
 """Defaults of TRL 1.16's GRPOConfig that differ from the recipe's, or that other options are read by."""
 

@@ -183,30 +183,32 @@ def _adapter(option: str, convert: Callable[[TrlConfig], Any]) -> Callable[[TrlC
     def converted(config: TrlConfig) -> Any:
         if config.truth("use_peft"):
             return convert(config)
-        if config.value(option) is not None:
+        if option in config.said:
             raise NoCounterpart("TRL reads it where use_peft is true, and trains all weights here")
         return None
 
     return converted
 
 
-def _rank(config: TrlConfig) -> int:
-    return config.whole("lora_r")
-
-
 def _targets(config: TrlConfig) -> list[str]:
     said = config.value("lora_target_modules")
     if said is None:
-        raise NoCounterpart("peft has a choice of its own per family, often q_proj and v_proj; here all linear layers are taken")
+        raise NoCounterpart(
+            "peft has a choice of its own per family, often q_proj and v_proj; here all linear layers are taken"
+        )
     return [str(name) for name in ([said] if isinstance(said, str) else said)]
 
 
 def _quantise(config: TrlConfig) -> str | None:
+    if not config.truth("load_in_8bit") and not config.truth("load_in_4bit"):
+        return None
+    if not config.truth("use_peft"):
+        raise NoCounterpart("quantised weights are not trained themselves: set use_peft, as TRL asks for too")
     if config.truth("load_in_8bit"):
         return "int8"
-    if config.truth("load_in_4bit") and config.value("bnb_4bit_quant_type") == "fp4":
+    if config.value("bnb_4bit_quant_type") == "fp4":
         raise NoCounterpart("four bits are nf4 here; left off")
-    return "nf4" if config.truth("load_in_4bit") else None
+    return "nf4"
 
 
 def _engine(config: TrlConfig) -> None:
@@ -246,7 +248,7 @@ TRL_OPTIONS: dict[str, TrlOption] = {
     "fp16": TrlOption("model.dtype", None, "float16 is not offered: float32 is used unless bf16 is set"),
     "dtype": TrlOption("model.dtype"),
     "use_cpu": TrlOption("model.device", lambda config: "cpu" if config.truth("use_cpu") else None),
-    "lora_r": TrlOption("model.lora.rank", _adapter("lora_r", _rank)),
+    "lora_r": TrlOption("model.lora.rank", _adapter("lora_r", _whole("lora_r"))),
     "use_peft": TrlOption("model.lora.rank", None, "an adapter is trained where [model.lora] is there"),
     "lora_alpha": TrlOption("model.lora.alpha", _adapter("lora_alpha", _number("lora_alpha"))),
     "lora_target_modules": TrlOption(
@@ -336,25 +338,18 @@ TRL_OPTIONS |= {
     **_none(
         "everything is always kept in the run's database and can be looked at there",
         *("logging_strategy", "logging_steps", "logging_first_step", "log_on_each_node", "logging_nan_inf_filter", "log_level"),
-        *(
-            "log_level_replica",
-            "disable_tqdm",
-            "report_to",
-            "project",
-            "trackio_space_id",
-            "trackio_bucket_id",
-            "log_completions",
-        ),
+        *("log_level_replica", "disable_tqdm", "trackio_space_id", "trackio_bucket_id", "log_completions"),
         *("trackio_static_space_id", "include_num_input_tokens_seen", "log_multimodal", "num_completions_to_print"),
         *("log_unique_prompts", "log_completions_hub_repo", "include_for_metrics", "skip_memory_metrics", "debug"),
     ),
     **_none(
         "the native engine samples with the learner's own weights: there is no second copy to place, sync or put to sleep",
-        *("use_vllm", "vllm_mode", "vllm_model_impl", "vllm_enable_sleep_mode", "vllm_server_base_url", "vllm_server_host"),
-        *("vllm_server_port", "vllm_server_timeout", "vllm_group_port", "vllm_gpu_memory_utilization", "vllm_max_model_length"),
-        *("vllm_tensor_parallel_size", "ds3_gather_for_generation", "cache_implementation", "use_cache", "pad_to_multiple_of"),
+        *("vllm_mode", "vllm_model_impl", "vllm_enable_sleep_mode", "vllm_server_base_url", "vllm_server_host"),
+        *("vllm_server_port", "vllm_server_timeout", "vllm_group_port", "vllm_max_model_length"),
+        *("ds3_gather_for_generation", "cache_implementation", "use_cache", "pad_to_multiple_of"),
         *("use_transformers_continuous_batching", "transformers_continuous_batching_config", "use_transformers_paged"),
     ),
+    **_none("engine.pool_share is the most of the free memory, of vLLM's too", "vllm_gpu_memory_utilization"),
     **_none("sampling is not constrained to a pattern", "vllm_structured_outputs_regex"),
     **_none(
         "sampler and learner share their weights, so the mismatch is rounding; only token_truncate has a counterpart",
@@ -372,29 +367,23 @@ TRL_OPTIONS |= {
     **_none("rewards are summed by weight, then normalised: TRL's sum_then_normalize", "multi_objective_aggregation"),
     **_none("sapo has the temperatures of its paper, 1.0 and 1.05", "sapo_temperature_neg", "sapo_temperature_pos"),
     **_none("there is no vespo objective", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
-    **_none("completions are sampled in one turn: there are no tool calls", "max_tool_calling_iterations"),
+    **_none(
+        "tools are a task's environment (task.environment), which says itself when it ends",
+        "max_tool_calling_iterations",
+    ),
     **_none("a mixture-of-experts model's balancing loss is not added", "router_aux_loss_coef"),
-    **_none("dropout is always off, so that sampler and learner are one policy", "disable_dropout"),
+    **_none("dropout is always off, so that sampler and learner are one policy", "disable_dropout", "lora_dropout"),
     **_none("log-probs are always computed in float32", "cast_lm_head_to_fp32", "tf32", "bf16_full_eval", "fp16_full_eval"),
     **_none("model loading takes no extra arguments", "model_init_kwargs", "model_revision", "attn_implementation"),
     **_none(
-        "adapters and quantised weights are not offered: the model is trained in full",
-        *(
-            "use_peft",
-            "lora_r",
-            "lora_alpha",
-            "lora_dropout",
-            "lora_target_modules",
-            "lora_target_parameters",
-            "lora_task_type",
-        ),
-        *("lora_modules_to_save", "use_rslora", "use_dora", "load_in_8bit", "load_in_4bit", "bnb_4bit_quant_type"),
-        *("use_bnb_nested_quant", "bnb_4bit_quant_storage"),
+        "an adapter takes whole linear layers, and trains nothing beside them",
+        *("lora_target_parameters", "lora_task_type", "lora_modules_to_save"),
     ),
-    **_none("the optimiser is AdamW", "optim", "optim_args", "optim_target_modules"),
+    **_none("four bits are nf4, quantised twice, as QLoRA has them", "use_bnb_nested_quant", "bnb_4bit_quant_storage"),
+    **_none("the optimiser is AdamW", "optim_args", "optim_target_modules"),
     **_none(
         "memory is set by tokens_per_pack, and the log-prob head is chunked anyway",
-        *("gradient_checkpointing", "gradient_checkpointing_kwargs", "auto_find_batch_size", "torch_empty_cache_steps"),
+        *("gradient_checkpointing_kwargs", "auto_find_batch_size", "torch_empty_cache_steps"),
         *("use_liger_kernel", "liger_kernel_config", "torch_compile", "torch_compile_backend", "torch_compile_mode"),
     ),
     **_none(
@@ -402,13 +391,19 @@ TRL_OPTIONS |= {
         *("average_tokens_across_devices", "label_smoothing_factor", "neftune_noise_alpha"),
     ),
     **_none(
-        "a recipe says nothing of processes; give from-trl their number, as TRL's batch sizes are per device",
+        "processes are scale.ranks (oncurve train --gpus N), and what they share out is scale.shard; give from-trl TRL's "
+        "number of them, as its batch sizes are per device",
         *("local_rank", "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph"),
-        *("ddp_backend", "ddp_timeout", "fsdp", "fsdp_config", "deepspeed", "accelerator_config", "parallelism_config"),
+        *("ddp_backend", "fsdp", "fsdp_config", "deepspeed", "accelerator_config", "parallelism_config"),
+    ),
+    **_none("scale.timeout_s is the longest that a rank waits", "ddp_timeout"),
+    **_none(
+        "grpo.keep_best names the metric whose best checkpoint is kept",
+        *("load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
     ),
     **_none(
         "every run is repeatable, and prompts are drawn by (seed, step) in shuffled epochs",
-        *("full_determinism", "data_seed", "shuffle_dataset", "ignore_data_skip", "train_sampling_strategy"),
+        *("data_seed", "shuffle_dataset", "ignore_data_skip", "train_sampling_strategy"),
         *("length_column_name", "restore_callback_states_from_checkpoint"),
     ),
     **_none(
@@ -418,12 +413,11 @@ TRL_OPTIONS |= {
         *("dataloader_in_order", "dataset_config", "dataset_train_split", "dataset_test_split", "dataset_streaming"),
         *("datasets", "streaming", "test_split_size", "ignore_bias_buffers"),
     ),
-    **_none("a learned reward is not offered", "reward_model_name_or_path"),
     **_none(
         "held-out problems are measured at every stage's end and every grpo.eval_every steps",
         *("do_train", "do_eval", "do_predict", "eval_delay", "eval_on_start", "per_device_eval_batch_size"),
         *("prediction_loss_only", "eval_do_concat_batches", "eval_use_gather_object", "eval_accumulation_steps"),
-        *("batch_eval_metrics", "load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
+        "batch_eval_metrics",
     ),
     **_none(
         "checkpoints are whole, so that a resumed run ends in the same bits",

@@ -12,6 +12,7 @@ from oncurve.recipe.from_trl import Note, from_trl
 from oncurve.recipe.load import parse_recipe, parse_toml
 from oncurve.recipe.resolve import resolved_advantage
 from oncurve.recipe.schema import Grpo, Recipe
+from oncurve.recipe.sections import Lora
 from oncurve.recipe.tree import tree
 from oncurve.recipe.trl_config import TRL_DEFAULTS
 from oncurve.recipe.trl_options import TRL_OPTIONS
@@ -165,15 +166,56 @@ def test_importance_sampling_is_carried_over_only_where_it_means_the_same(tmp_pa
 def test_rewards_and_their_weights(tmp_path: Path) -> None:
     yaml = "reward_model_name_or_path: rm\nreward_funcs: [get_soft_overlong_punishment, think_format_reward, a.b]\n"
     recipe, _, notes = translate(tmp_path, yaml + "reward_weights: [9, 0.1, 0.2, 0.3]")
-    assert [(reward.label, reward.weight) for reward in recipe.rewards] == [("format", 0.2), ("b", 0.3)]
+    assert [(reward.label, reward.weight) for reward in recipe.rewards] == [("model", 9.0), ("format", 0.2), ("b", 0.3)]
+    assert recipe.rewards[0].options == {"model": "rm"}
     assert {"reward_model_name_or_path", "reward_funcs", "think_format_reward"} <= {note.option for note in notes}
 
 
-def test_nothing_is_dropped_in_silence(tmp_path: Path) -> None:
-    _, _, notes = translate(tmp_path, "lora_r: 16\nreport_to: wandb\nbogus: 1\nnum_genrations: 4")
+def test_an_adapter(tmp_path: Path) -> None:
+    yaml = "use_peft: true\nlora_alpha: 64\nlora_target_modules: [q_proj, v_proj]\nuse_rslora: true\nload_in_4bit: true"
+    model = translate(tmp_path, yaml)[0].model
+    assert model.lora == Lora(rank=16, alpha=64.0, targets=("q_proj", "v_proj"), rslora=True)
+    assert model.quantise == "nf4"
+    recipe, _, notes = translate(tmp_path, "use_peft: true\nlora_r: 8\nload_in_8bit: true")
+    assert (recipe.model.lora, recipe.model.quantise) == (Lora(rank=8), "int8")
+    assert "lora_target_modules" in {note.option for note in notes}
+    recipe, _, notes = translate(tmp_path, "lora_r: 8\nload_in_8bit: true")
+    assert (recipe.model.lora, recipe.model.quantise) == (None, None)
+    assert {"lora_r", "load_in_4bit"} <= {note.option for note in notes}
+
+
+@pytest.mark.parametrize(
+    ("yaml", "moments", "told"),
+    [("adamw_torch_fused", "float32", False), ("paged_adamw_8bit", "int8", False), ("adafactor", "float32", True)],
+)
+def test_optimisers(tmp_path: Path, yaml: str, moments: str, told: bool) -> None:
+    _, stage, notes = translate(tmp_path, f"optim: {yaml}")
+    assert stage.optimiser.moments == moments
+    assert ("optim" in {note.option for note in notes}) is told
+
+
+def test_checkpointing_determinism_and_places_for_curves(tmp_path: Path) -> None:
+    yaml = "gradient_checkpointing: true\nfull_determinism: true\nreport_to: [wandb, trackio, mlflow]\nproject: p"
+    recipe, stage, notes = translate(tmp_path, yaml)
+    assert (stage.checkpointing, recipe.deterministic) == ("on", True)
+    assert [(sink.type, sink.project) for sink in recipe.sinks] == [("wandb", "oncurve"), ("trackio", "p")]
+    assert [note.value for note in notes if note.option == "report_to"] == ["mlflow"]
+    assert translate(tmp_path, "{}")[1].checkpointing == "auto"
+
+
+def test_vllm_is_left_to_its_user(tmp_path: Path) -> None:
+    recipe, _, notes = translate(tmp_path, "use_vllm: true\nvllm_tensor_parallel_size: 4")
     told = {note.option: note.text for note in notes}
-    assert "trained in full" in told["lora_r"]
-    assert "database" in told["report_to"]
+    assert recipe.scale.engine == "native"
+    assert 'scale.engine = "vllm"' in told["use_vllm"]
+    assert "scale.vllm_tensor" in told["vllm_tensor_parallel_size"]
+
+
+def test_nothing_is_dropped_in_silence(tmp_path: Path) -> None:
+    _, _, notes = translate(tmp_path, "lora_dropout: 0.1\nlog_level: info\nbogus: 1\nnum_genrations: 4")
+    told = {note.option: note.text for note in notes}
+    assert "always off" in told["lora_dropout"]
+    assert "database" in told["log_level"]
     assert "no such option" in told["bogus"]
     assert "did you mean 'num_generations'" in told["num_genrations"]
 
@@ -227,12 +269,16 @@ def trl_fields() -> dict[str, Any]:
         declared("transformers", "training_args.py", "TrainingArguments")
         | declared("trl", "trainer/base_config.py", "_BaseConfig")
         | declared("trl", "trainer/grpo_config.py", "GRPOConfig")
+        | declared("trl", "trainer/model_config.py", "ModelConfig")
     )
 
 
 def test_every_option_of_trl_is_in_the_table() -> None:
-    known = trl_fields() | declared("trl", "trainer/model_config.py", "ModelConfig")
-    known |= declared("trl", "scripts/grpo.py", "GRPOScriptArguments") | declared("trl", "scripts/utils.py", "ScriptArguments")
+    known = (
+        trl_fields()
+        | declared("trl", "scripts/grpo.py", "GRPOScriptArguments")
+        | declared("trl", "scripts/utils.py", "ScriptArguments")
+    )
     assert set(known) - set(TRL_OPTIONS) == set()
     assert all(option.key or option.remark for option in TRL_OPTIONS.values())
 
