@@ -9,7 +9,7 @@ Legend: ``M`` predicted tokens of a pack, ``V`` vocabulary, ``n`` trained parame
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -59,22 +59,18 @@ def distributions(policy: Policy, pack: Pack, temperature: float) -> Tensor:
 
 
 class Fisher:
-    """F = Σ_m w_m Σ_y π(y) ∇log π(y) ∇log π(y)ᵀ over the tokens of some packs, plus damping; each pack comes with its w_M.
+    """F = Σ_m w_m Σ_y π(y) ∇log π(y) ∇log π(y)ᵀ over the tokens of some packs; each pack comes with its w_M.
 
-    The first derivative's graph is kept where there is one pack; with several, each is built again for each product. ``add_up``
-    adds to a product, in place, what other ranks found over packs of theirs.
+    The first derivative's graph is kept where there is one pack; with several, each is built again for each product.
     """
 
-    def __init__(
-        self, policy: Policy, batches: Sequence[tuple[Pack, Tensor]], temperature: float, damping: float,
-        add_up: Callable[[Sequence[Tensor]], None] = lambda _: None,
-    ) -> None:  # fmt: skip
-        self.policy, self.batches, self.temperature, self.damping, self.add_up = policy, batches, temperature, damping, add_up
+    def __init__(self, policy: Policy, batches: Sequence[tuple[Pack, Tensor]], temperature: float) -> None:
+        self.policy, self.batches, self.temperature = policy, batches, temperature
         self.parameters = trained(policy.model)
         self._kept = self._slope(*batches[0]) if len(batches) == 1 else None
 
     def product(self, v_n: Tensor) -> Tensor:
-        """(F + damping) v."""
+        """F v."""
         found_n = torch.zeros_like(v_n)
         for batch in self.batches:
             slope_n = self._slope(*batch) if self._kept is None else self._kept
@@ -82,8 +78,7 @@ class Fisher:
                 slope_n @ v_n, self.parameters, retain_graph=self._kept is not None, materialize_grads=True
             )
             found_n += flat(parts)
-        self.add_up([found_n])
-        return found_n + self.damping * v_n
+        return found_n
 
     def _slope(self, pack: Pack, weight_M: Tensor) -> Tensor:
         """∇ of Σ w KL(sg[π] ‖ π): 0 in value, and what it would become is what is wanted."""

@@ -63,7 +63,8 @@ class TrpoLearner(Learner):
     """One natural gradient step per batch. Its optimiser holds nothing: it only clears gradients.
 
     Every rank solves for the same step: gradients, products with the Fisher matrix, and what the line search measures are sums
-    over all ranks' packs.
+    over all ranks' packs. Where memory runs out, a rank makes its part of one such sum again over smaller packs, before it is
+    added to the others'.
     """
 
     def __init__(self, policy: Policy, stage: Trpo, world: World = ALONE) -> None:
@@ -102,21 +103,23 @@ class TrpoLearner(Learner):
         return replace(learned, metrics=learned.metrics | _metrics(solved, taken, slope, float(step_n.norm())))
 
     def _solve(self, groups: Sequence[GradedGroup], uphill_n: Tensor) -> tuple[Solution, Tensor]:
-        """The natural gradient, and the step along it that the quadratic KL allows. The Fisher matrix is a sum over packs, so
-        where memory runs out it is measured again over smaller ones."""
+        """The natural gradient, and the step along it that the quadratic KL allows."""
+        least, by_budget = max(map(longest, groups)), dict[int, Fisher]()
 
-        def attempt(budget: int) -> tuple[Solution, Tensor]:
-            self.tokens_per_pack = budget
-            fisher = Fisher(self.policy, self._some(groups), self._temperature, self.trpo.damping, self.world.add_up)
-            solved = conjugate_gradient(fisher.product, uphill_n, self.trpo.cg_iterations)
-            return solved, solved.x * longest_step(solved.x, fisher.product(solved.x), self.trpo.max_kl)
+        def own(v_n: Tensor, budget: int) -> Tensor:
+            if budget not in by_budget:
+                by_budget.clear()
+                self.tokens_per_pack = budget
+                by_budget[budget] = Fisher(self.policy, self._some(groups), self._temperature)
+            return by_budget[budget].product(v_n)
 
-        least = self._least(max(map(longest, groups)), self.tokens_per_pack)
-        return with_less(attempt, self.tokens_per_pack, least=least, what="tokens_per_pack")[0]
+        def product(v_n: Tensor) -> Tensor:
+            found_n, _ = with_less(lambda budget: own(v_n, budget), self.tokens_per_pack, least=least, what="tokens_per_pack")
+            self.world.add_up([found_n])
+            return found_n + self.trpo.damping * v_n
 
-    def _least(self, wanted: int, whole: int) -> int:
-        """None smaller with several ranks: solving and searching are exchanges, which one of them can't begin again."""
-        return whole if self.world.size > 1 else wanted
+        solved = conjugate_gradient(product, uphill_n, self.trpo.cg_iterations)
+        return solved, solved.x * longest_step(solved.x, product(solved.x), self.trpo.max_kl)
 
     def _some(self, groups: Sequence[GradedGroup]) -> list[tuple[Pack, Tensor]]:
         """The packs that the Fisher matrix is measured on: every so manyth group, each token weighing alike."""
@@ -131,42 +134,41 @@ class TrpoLearner(Learner):
         """Moves the policy to the longest step that keeps its promise, or leaves it, to the bit, where it was."""
         parameters = trained(self.policy.model)
         start_n = flat([p.detach() for p in parameters]).clone()
+        packs, old = batch, list[Tensor]()
 
-        def attempt(packs: list[MicroBatch]) -> Step:
-            move(parameters, start_n, step_n, 0.0)
-            old = [distributions(self.policy, micro.pack, self._temperature) for micro in packs]
-            # Where it starts every ratio is 1.
-            own = sum(float(m.advantage_M[m.mask_M].double().sum()) for m in packs)
-            before = self.world.summed({"surrogate": own})["surrogate"] / max(totals.tokens, 1)
-
-            def try_share(share: float) -> tuple[float, float]:
+        def try_share(share: float) -> tuple[float, float]:
+            def attempt(fitting: list[MicroBatch]) -> dict[str, float]:
+                nonlocal packs, old
+                if fitting is not packs or not old:
+                    packs, old = fitting, []
+                    move(parameters, start_n, step_n, 0.0)
+                    old = [distributions(self.policy, micro.pack, self._temperature) for micro in packs]
                 move(parameters, start_n, step_n, share)
-                surrogate, kl = self._measure(packs, totals, old)
-                return surrogate - before, kl
+                return self._measure(packs, old)
 
-            return line_search(try_share, self.trpo.max_kl, self.trpo.backtrack_by, self.trpo.backtracks)
+            found = self.world.summed(self.in_fitting_packs(groups, packs, attempt))
+            return found["gain"] / max(totals.tokens, 1), found["kl"] / max(totals.tokens, 1)
 
         share = 0.0
         try:
-            taken = self.in_fitting_packs(groups, batch, attempt)
+            taken = line_search(try_share, self.trpo.max_kl, self.trpo.backtrack_by, self.trpo.backtracks)
             share = taken.share
         finally:
             if not share:
                 move(parameters, start_n, step_n, 0.0)
         return taken
 
-    def _measure(self, batch: Sequence[MicroBatch], totals: StepTotals, old: Sequence[Tensor]) -> tuple[float, float]:
-        """(L, mean KL(π_old ‖ π_θ)) over every token of the step, the KL over the whole vocabulary."""
-        surrogate = kl = 0.0
+    def _measure(self, batch: Sequence[MicroBatch], old: Sequence[Tensor]) -> dict[str, float]:
+        """The sums over this rank's tokens of L's rise and of KL(π_old ‖ π_θ), the KL over the whole vocabulary."""
+        gain = kl = 0.0
         for micro, old_MV in zip(batch, old, strict=True):
             new_MV = distributions(self.policy, micro.pack, self._temperature)
             at = micro.pack.target_M[:, None]
             ratio_M = (new_MV.gather(1, at) - old_MV.gather(1, at))[:, 0].clamp(max=LOG_CAP).exp()
             kl_M = (old_MV.exp() * (old_MV - new_MV)).nan_to_num().sum(-1)
-            surrogate += float((ratio_M * micro.advantage_M)[micro.mask_M].double().sum())
+            gain += float(((ratio_M - 1) * micro.advantage_M)[micro.mask_M].double().sum())
             kl += float(kl_M[micro.mask_M].double().sum())
-        found = self.world.summed({"surrogate": surrogate, "kl": kl})
-        return found["surrogate"] / max(totals.tokens, 1), found["kl"] / max(totals.tokens, 1)
+        return {"gain": gain, "kl": kl}
 
 
 def _metrics(solved: Solution, taken: Step, slope: float, length: float) -> dict[str, float]:

@@ -8,7 +8,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
+
 from oncurve.engines.native import NativeEngine
+from oncurve.models import curvature
 from oncurve.models.classifier import classifier_of, save
 from oncurve.models.policy import Policy
 from oncurve.recipe.dpo import Dpo
@@ -20,9 +23,11 @@ from oncurve.recipe.trpo import Trpo
 from oncurve.records import Prompt
 from oncurve.rewards.learned import LearnedOptions, LearnedReward
 from oncurve.rewards.mix import RewardMix
+from oncurve.runs.notes import collecting
 from oncurve.scale.world import World
 from oncurve.tasks.pairs import Pair
 from oncurve.tasks.preferences import Judged, Judgements
+from oncurve.train import trpo as of_trpo
 from oncurve.train.dpo import DpoLoop
 from oncurve.train.iterate import IterativeLoop
 from oncurve.train.ppo import PpoLoop
@@ -30,6 +35,7 @@ from oncurve.train.rejection import RejectionLoop
 from oncurve.train.reward_model import RewardModelLoop
 from oncurve.train.sharded import shared_out
 from oncurve.train.trpo import TrpoLoop
+from tests.faults.test_memory_of_stages import Full, of_pack, said
 from tests.scale.cases import CLOCKS, SMOOTH, Rewarded, Taken, taken
 from tests.train.builders import PROMPTS, policy, recipe, snapshot, stage
 
@@ -93,6 +99,26 @@ def trpo(world: World, folder: Path, of: str = "digits", **options: Any) -> Take
     return replace(found, gradient=(snapshot(engine.policy.model) - start).numpy())
 
 
+SHORT = {
+    "gradient": (Policy, "pack_hidden", 26),
+    "products": (curvature, "all_logps", 20),
+    "search": (of_trpo, "distributions", 14),
+}
+
+
+def trpo_short_of_memory(world: World, folder: Path, where: str) -> Taken:
+    """The last rank has room for a part of its packs, the others for all of theirs."""
+    if world.rank < world.size - 1:
+        return trpo(world, folder, fisher_share=1.0)
+    owner, name, room = SHORT[where]
+    with pytest.MonkeyPatch.context() as patch, collecting() as notes:
+        gpu = Full(patch, owner, name, of_pack, room)
+        found = trpo(world, folder, fisher_share=1.0)
+    assert gpu.refused
+    said(notes)
+    return found
+
+
 def rejection(world: World, folder: Path, **options: Any) -> Taken:
     usual = {"steps": 3, "prompts_per_step": 5, "group_size": 4, "sampling": {"max_new_tokens": 12}, "at_least": 1.0, "keep": 2}
     engine = NativeEngine(shared_out(policy(), recipe(), world), Engine(slots=16))
@@ -145,6 +171,7 @@ STAGES: dict[str, tuple[Taking, dict[str, Any]]] = {
     "trpo in small packs": (trpo, {"tokens_per_pack": 20}),
     "trpo on empty ranks": (trpo, {"of": "few", "fisher_share": 0.2}),
     "trpo of fewer prompts than ranks": (trpo, {"prompts_per_step": 1}),
+    **{f"trpo, one rank short of memory in its {where}": (trpo_short_of_memory, {"where": where}) for where in SHORT},
     "rejection sampling": (rejection, {}),
     "rejection sampling of fewer prompts than ranks": (rejection, {"prompts_per_step": 1}),
     "iterative grpo": (iterative, {}),

@@ -68,10 +68,10 @@ def test_products_and_the_step_agree_with_a_dense_solve() -> None:
     batch = list(learner._micro_batches(graded, range(len(graded))))
     totals = learner._totals(graded)
     fisher, uphill = dense(own, batch, totals.tokens)
-    products = Fisher(own, learner._some(graded), 0.8, 0.05)
+    products = Fisher(own, learner._some(graded), 0.8)
     for seed in range(3):
         v = torch.randn(len(uphill), dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-        assert apart(products.product(v), fisher @ v + 0.05 * v) < 1e-6
+        assert apart(products.product(v), fisher @ v) < 1e-6
     damped = fisher + 0.05 * torch.eye(len(uphill), dtype=torch.float64)
     x = torch.linalg.solve(damped, uphill)
     expected = x * (2e-6 / (x @ damped @ x)) ** 0.5
@@ -120,7 +120,7 @@ def test_without_a_signal_or_a_good_step_no_weight_moves(monkeypatch: pytest.Mon
     silent = [graded_group(np.random.default_rng(0), 4, [3, 5], signal=False)]
     assert learner.update(silent).metrics["step_share"] == 0
     assert torch.equal(snapshot(learner.policy.model), before)
-    monkeypatch.setattr(learner, "_measure", lambda *_: (-100.0, 0.0))
+    monkeypatch.setattr(learner, "_measure", lambda *_: {"gain": -100.0, "kl": 0.0})
     seen = learner.update(groups()).metrics
     assert (seen["step_share"], seen["line_search_tries"], seen["skipped_updates"]) == (0, 11, 1)
     assert torch.equal(snapshot(learner.policy.model), before)
