@@ -115,20 +115,23 @@ class SftLoop:
 
     @torch.no_grad()
     def heldout_loss(self) -> float:
-        """The loss over the examples kept aside."""
+        """The loss over the examples kept aside, of which each rank measures its part."""
         bundles = [Bundle(prompt, (completion,), (i,)) for i, (prompt, completion, _) in enumerate(self.aside)]
+        own = [bundles[i] for i in self.world.mine([bundle.tokens for bundle in bundles])]
 
         def attempt(budget: int) -> float:
-            total = 0.0
-            for part in split_by_budget(bundles, budget):
+            total, parts = 0.0, list(split_by_budget(own, budget))
+            more = self.world.more_passes(len(parts))
+            for part in parts:
                 pack = build_pack(part, self.policy.device)
                 wrote_M = torch.from_numpy(np.concatenate([self.aside[k][2] for k in pack.keys])).to(self.policy.device)
                 total -= float(self.policy.pack_logps(pack)[0][wrote_M].double().sum())
+            idle(self.policy, more, self.policy.pack_logps)
             return total
 
         least = self.tokens_per_pack if self.world.shard == "full" else max(bundle.tokens for bundle in bundles)
         total, self.tokens_per_pack = with_less(attempt, self.tokens_per_pack, least=least, what="tokens_per_pack")
-        return total / sum(int(wrote.sum()) for _, _, wrote in self.aside)
+        return self.world.summed({"loss": total})["loss"] / sum(int(wrote.sum()) for _, _, wrote in self.aside)
 
     def _measure(self, n: int) -> dict[str, float]:
         """The held-out loss where it is due, and whether it still falls."""

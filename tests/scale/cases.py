@@ -158,9 +158,10 @@ def whole_gradient(world: World, optimiser: Optimiser) -> Tensor:
 CLOCKS = {"tokens_per_s", "cpu_seconds", "memory_mib", "sample_tokens_per_s", "update_tflops", "mfu"}
 
 
-def imitate(world: World) -> np.ndarray:
-    """Weights after three sft steps."""
-    asked = recipe()
+def imitate(world: World) -> tuple[np.ndarray, list[float]]:
+    """Weights after three sft steps, and the held-out loss after each; in packs of which ranks have unequal numbers."""
+    told = ("examples=40", "heldout_share=0.3", "eval_every=1", "tokens_per_pack=64", "batch_size=7")
+    asked = recipe(*(f"sft.{key}" for key in told))
     first = asked.stages[0]
     assert isinstance(first, Sft)
     task = task_for(asked, first)
@@ -168,10 +169,9 @@ def imitate(world: World) -> np.ndarray:
     loop = SftLoop(
         first.model_copy(update={"optimiser": first.optimiser.model_copy(update=SMOOTH)}), 0, task, pupil, None, world
     )
-    for n in (1, 2, 3):
-        loop.step(n)
+    losses = [loop.step(n).metrics["heldout_loss"] for n in (1, 2, 3)]
     with pupil.gathered():
-        return snapshot(pupil.model).numpy()
+        return snapshot(pupil.model).numpy(), losses
 
 
 def disagree(world: World) -> str:

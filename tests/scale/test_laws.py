@@ -123,10 +123,13 @@ def test_the_cases_are_what_they_say(found: Found) -> None:
     assert one["iterative grpo"].metrics["round/comparisons"] > 5
 
 
-def test_sft_on_ranks() -> None:
-    (one,) = in_ranks(1, imitate)
-    for other in in_ranks(2, imitate):
-        assert away(other, one) < 1e-5
+@pytest.mark.parametrize("shard", ["none", "full"])
+def test_sft_on_ranks(shard: str) -> None:
+    ((weights, losses),) = in_ranks(1, imitate)
+    asked = small("scale.ranks=2", f"scale.shard={shard}", "grpo.prompts_per_step=8", "scale.timeout_s=60.0")
+    for of_rank, told in in_ranks(2, imitate, recipe=asked):
+        assert away(of_rank, weights) < 1e-5
+        assert told == pytest.approx(losses, rel=1e-6)
 
 
 def test_every_exchange_means_what_it_says() -> None:
