@@ -133,18 +133,18 @@ class FusedStep:
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, lora: JointLora | None) -> Tensor:
     """[S, N], or float32 parts of it [parts, S, N], which the next kernel adds up."""
-    block = block_for(x, len(weight)) if lora is None or not lora.on else None
+    block = None if lora else block_for(x, len(weight))
     return _whole(x, weight, bias, lora) if block is None else product(x, weight, bias, block)
 
 
 def _gated(x: Tensor, gate_up: Tensor, lora: JointLora | None) -> Tensor:
     """silu(gate)·up, [S, I]."""
-    block = block_for(x, len(gate_up) // 2, gated=True) if lora is None or not lora.on else None
+    block = None if lora else block_for(x, len(gate_up) // 2, gated=True)
     return silu_mul(_whole(x, gate_up, None, lora)) if block is None else gated_product(x, gate_up, block)
 
 
 def _whole(x: Tensor, weight: Tensor, bias: Tensor | None, lora: JointLora | None) -> Tensor:
-    if lora is None or not lora.on:
+    if not lora:
         return torch.nn.functional.linear(x, weight, bias)
     return lora.product(x, bias, early(x.device))[0]
 

@@ -103,14 +103,14 @@ class GpuDecoder(FusedDecoder):
 
 def _linear(x: Tensor, layer: nn.Linear, lora: JointLora | None) -> tuple[Tensor, Tensor | None]:
     """A layer's product, and x Aᵀ where it is adapted."""
-    if lora is None or not lora.on:
+    if not lora:
         return functional.linear(x, layer.weight, layer.bias), None
     return lora.product(x, layer.bias)
 
 
 def _joint(x: Tensor, layer: FusedLinear) -> Tensor:
     """The joint product; where it is adapted, with more columns."""
-    if layer.lora is None or not layer.lora.on:
+    if not layer.lora:
         return functional.linear(x, layer.weight, layer.bias)
     return layer.lora.wide(x, layer.bias)
 
@@ -283,7 +283,7 @@ class _Run:
 
 def _input_gradient(grad: Tensor, weight: Tensor, lora: JointLora | None) -> tuple[Tensor, Tensor | None]:
     """Of a linear layer's input; and where it is adapted, the gradient with that of x Aᵀ beside it."""
-    if lora is None or not lora.on:
+    if not lora:
         return grad @ weight, None
     wide = lora.wide_gradient(grad)
     return wide @ lora.whole, wide

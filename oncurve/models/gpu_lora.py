@@ -42,9 +42,8 @@ class JointLora:
                 row += size
             column += size
 
-    @property
-    def on(self) -> bool:
-        """Off, the model is its base."""
+    def __bool__(self) -> bool:
+        """False while adapters are switched off: the model is its base then, as one without any."""
         return self.first.on
 
     def product(self, x_NI: Tensor, bias_O: Tensor | None, launch: Mapping[str, Any] = AFTER) -> tuple[Tensor, Tensor]:
