@@ -25,6 +25,8 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 COLOURS = ("#1f5f8b", "#6aa6cc", "#b4501e", "#2b7a4b", "#8a3f8f", "#9a7400")
+LINES = ("-", "--", ":")
+"""With more runs than colours, of the next ones."""
 CURVES = ("reward", "reward/answer", "accuracy", "length_mean", "cut_share", "no_signal_share", "entropy", "loss", "grad_norm")
 
 
@@ -132,11 +134,13 @@ def draw() -> None:
     style: Any = {"svg.hashsalt": "oncurve", "font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
     with plt.rc_context(style):
         figure, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
-        for colour, file in zip(COLOURS, sorted((HERE / "results").glob("real-*.json")), strict=False):
+        for n, file in enumerate(sorted((HERE / "results").glob("real-*.json"))):
             told = json.loads(file.read_text())
             right = [value for _, value in told["run"]["grpo"]["curves"]["reward/answer"]]
             smooth = [100 * fmean(right[max(0, i - 9) : i + 1]) for i in range(len(right))]
-            axes.plot(range(1, len(right) + 1), smooth, color=colour, label=f"{told['recipe']}, seed {told['seed']}")
+            colour, line = COLOURS[n % len(COLOURS)], LINES[n // len(COLOURS) % len(LINES)]
+            name = f"{told['recipe']}, seed {told['seed']}"
+            axes.plot(range(1, len(right) + 1), smooth, line, color=colour, label=name)
         axes.set_xlabel("step of grpo")
         axes.set_ylabel("right answers, %")
         axes.set_ylim(bottom=0)
