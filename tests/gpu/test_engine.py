@@ -17,11 +17,11 @@ from oncurve.engines.kernels.products import block_for
 from oncurve.engines.native import Draws, NativeEngine
 from oncurve.models import lora
 from oncurve.models.policy import Policy
-from oncurve.recipe.sections import Engine, Lora, Sampling
+from oncurve.recipe.sections import Engine, Sampling
 from oncurve.records import Completion, Group, Prompt
 from tests.engines import test_episodes as episodes
 from tests.engines.plain import assert_same_greedy, generate, next_logits, prompt_of
-from tests.models.architectures import ARCHITECTURES, make_model, tokenizer
+from tests.models.architectures import ARCHITECTURES, adapted, make_model, tokenizer
 
 pytestmark = pytest.mark.gpu
 
@@ -243,15 +243,8 @@ def test_environments_answer_as_on_a_cpu(how: Sampling) -> None:
     assert any(not a.loss_mask.all() for a, _ in same), "an environment has answered"
 
 
-def adapted(dtype: torch.dtype, **options: object) -> NativeEngine:
-    """An engine of an adapted model whose adapter means something."""
-    model = copy.deepcopy(model_of("qwen3"))
-    lora.attach(model, Lora.model_validate({"rank": 4, **options}), 0, "base")
-    dice = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in lora.trained(model).values():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=dice))
-    return engine_of(model, dtype)
+def adapted_engine(dtype: torch.dtype, **options: object) -> NativeEngine:
+    return engine_of(adapted(copy.deepcopy(model_of("qwen3")), **options), dtype)
 
 
 @pytest.mark.parametrize("dtype", BOTH)
@@ -260,7 +253,7 @@ def adapted(dtype: torch.dtype, **options: object) -> NativeEngine:
 )
 def test_lora_layers_are_active(options: dict[str, object], dtype: torch.dtype) -> None:
     """Plain adapters by the fast path, DoRA through the modules: log-probs of a full forward through peft's layers."""
-    own = adapted(dtype, **options)
+    own = adapted_engine(dtype, **options)
     assert (own.policy.fused is None) == ("dora" in options)
     groups = sample(own, LENGTHS, 3, Sampling(max_new_tokens=30))
     found = errors(own, groups, 1.0)
@@ -273,7 +266,7 @@ def test_lora_layers_are_active(options: dict[str, object], dtype: torch.dtype) 
 
 def test_lora_by_the_fast_path_draws_what_the_modules_draw() -> None:
     """Texts part at near ties only, which are rare."""
-    fast, slow = adapted(torch.float32), adapted(torch.float32)
+    fast, slow = adapted_engine(torch.float32), adapted_engine(torch.float32)
     slow.policy.fused = None
     assert slow.gpu is not None
     slow.gpu.step = step_of(slow.policy)
@@ -285,7 +278,7 @@ def test_lora_by_the_fast_path_draws_what_the_modules_draw() -> None:
 
 @pytest.mark.parametrize("dtype", BOTH)
 def test_lora_weights_that_an_optimiser_changes_are_seen_with_no_call(dtype: torch.dtype) -> None:
-    own, how = adapted(dtype), Sampling(temperature=0.8, max_new_tokens=20)
+    own, how = adapted_engine(dtype), Sampling(temperature=0.8, max_new_tokens=20)
     before = sample(own, LENGTHS, 2, how)
     assert own.gpu is not None
     graphs = dict(own.gpu.graphs)

@@ -27,7 +27,7 @@ from oncurve.rewards.mix import RewardMix
 from oncurve.tasks.in_memory import PromptList
 from oncurve.train.learner import Learner
 from oncurve.train.loop import GrpoLoop
-from tests.models.architectures import ARCHITECTURES, make_model, tokenizer
+from tests.models.architectures import ARCHITECTURES, adapted, make_model, shake, tokenizer
 from tests.models.test_kernels import RAGGED, pack_of
 from tests.train.builders import apart, graded_group, snapshot, stage
 
@@ -231,17 +231,6 @@ def test_the_host_never_waits_within_an_update() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def adapted(name: str, plain: PreTrainedModel | None = None, **options: Any) -> PreTrainedModel:
-    """With an adapter that means something."""
-    model = make_model(name) if plain is None else plain
-    lora.attach(model, Lora.model_validate({"rank": 4, "alpha": 4.0, **options}), 0, "base")
-    dice = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in lora.trained(model).values():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=dice).to(parameter.dtype))
-    return model
-
-
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -262,11 +251,7 @@ def test_the_gradient_of_lora_is_the_cpus(name: str, options: dict[str, Any], pr
     assert isinstance(ours.policy.fused, GpuDecoder) == (name in FAST and "dora" not in options)
     assert theirs.policy.fused is None
     for learner in (ours, theirs):
-        dice = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for key, parameter in lora.trained(learner.policy.model).items():
-                noise = 0.1 * torch.randn(parameter.shape, generator=dice)
-                parameter.add_(noise.to(parameter.device) if "magnitude" not in key else 0)
+        shake(learner.policy.model)
     told = [learner.update(groups(masked=True)) for learner in (ours, theirs)]
     assert apart(gradient_of(ours), gradient_of(theirs)) < 1e-5
     assert told[0].metrics["kl"] == pytest.approx(told[1].metrics["kl"], rel=1e-4)
@@ -275,7 +260,7 @@ def test_the_gradient_of_lora_is_the_cpus(name: str, options: dict[str, Any], pr
 
 @pytest.mark.parametrize("name", ["qwen3", "llama"])
 def test_the_gradient_of_lora_in_bfloat16_points_the_same_way(name: str) -> None:
-    model = adapted(name, AutoModelForCausalLM.from_config(make_model(name).config).bfloat16()).float().eval()
+    model = adapted(AutoModelForCausalLM.from_config(make_model(name).config).bfloat16(), alpha=4.0).float().eval()
     ours, theirs = learner_on("cuda", model, torch.bfloat16), learner_on("cpu", model)
     told = [learner.update(groups()) for learner in (ours, theirs)]
     a, b = gradient_of(ours), gradient_of(theirs)
@@ -289,7 +274,7 @@ def test_lora_takes_less_memory_than_training_all_weights() -> None:
     peaks = []
     for with_adapter in (False, True):
         model = make_model("qwen3", hidden_size=1024, intermediate_size=3072, num_attention_heads=16, head_dim=64)
-        model = adapted("qwen3", model, rank=32) if with_adapter else model
+        model = adapted(model, rank=32, alpha=4.0) if with_adapter else model
         learner = learner_on("cuda", model, torch.bfloat16)
         del model
         torch.cuda.empty_cache()
@@ -305,7 +290,7 @@ def test_lora_takes_less_memory_than_training_all_weights() -> None:
 def test_a_resumed_lora_update_gives_the_same_bits(moments: str) -> None:
     """Three updates in a row; or two, and the third by a learner that was given what a checkpoint would hold of them."""
     settings: dict[str, Any] = {"optimiser": {"learning_rate": 1e-2, "moments": moments}}
-    model = adapted("qwen3")
+    model = adapted(make_model("qwen3"), alpha=4.0)
     whole, first, second = (learner_on("cuda", model, torch.bfloat16, **settings) for _ in range(3))
     for seed in range(3):
         whole.update(groups(seed))
@@ -321,7 +306,7 @@ def test_a_resumed_lora_update_gives_the_same_bits(moments: str) -> None:
 
 
 def test_the_host_never_waits_within_a_lora_update() -> None:
-    learner = learner_on("cuda", adapted("qwen3"), torch.bfloat16)
+    learner = learner_on("cuda", adapted(make_model("qwen3"), alpha=4.0), torch.bfloat16)
     learner.update(groups())
     batch, totals = learner._micro_batches(groups(), range(4)), learner._totals(groups())
     torch.cuda.set_sync_debug_mode("error")

@@ -26,8 +26,10 @@ from transformers import (
     SmolLM3Config,
 )
 
+from oncurve.models import lora
 from oncurve.models.policy import Policy
 from oncurve.models.tiny import make_tokenizer
+from oncurve.recipe.sections import Lora
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789+-= "
 WINDOW = 24
@@ -118,6 +120,22 @@ def _enliven(model: PreTrainedModel) -> None:
             nn.init.normal_(module.weight, std=0.3 if model.config.tie_word_embeddings else 1.0)
         elif "Norm" in type(module).__name__ and getattr(module, "weight", None) is not None:
             module.weight.add_(torch.randn_like(module.weight), alpha=0.2)
+
+
+def adapted(model: PreTrainedModel, **options: Any) -> PreTrainedModel:
+    """With an adapter that means something."""
+    lora.attach(model, Lora.model_validate({"rank": 4, **options}), 0, "base")
+    shake(model)
+    return model
+
+
+@torch.no_grad()
+def shake(model: nn.Module, seed: int = 0) -> None:
+    """Adds noise to every A and B of its adapter."""
+    dice = torch.Generator().manual_seed(seed)
+    for name, p in lora.trained(model).items():
+        if "lora_A" in name or "lora_B" in name:
+            p.add_((0.1 * torch.randn(p.shape, generator=dice)).to(p))
 
 
 def make_policy(name: str, seed: int = 0) -> Policy:

@@ -27,7 +27,7 @@ from oncurve.recipe.sections import Engine, Lora, Sampling
 from oncurve.records import Completion
 from tests.engines.plain import assert_logps, prompt_of
 from tests.engines.test_cuda import bits, sample, small_pages  # noqa: F401 (a fixture that goes with ``sample``)
-from tests.models.architectures import make_model, tokenizer
+from tests.models.architectures import adapted, make_model, shake, tokenizer
 from tests.models.test_kernels import on_gpu, pack_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -39,21 +39,6 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"targets": ("q_proj", "v_proj", "down_proj")}),
     ("mistral", {"targets": ("k_proj", "o_proj", "up_proj")}),
 ]
-
-
-def adapted(name: str, kind: dict[str, Any]) -> PreTrainedModel:
-    """With an adapter that means something."""
-    model = make_model(name)
-    lora.attach(model, Lora.model_validate({"rank": 4, "alpha": 3.0, **kind}), 0, "base")
-    return shaken(model)
-
-
-@torch.no_grad()
-def shaken(model: PreTrainedModel, seed: int = 1) -> PreTrainedModel:
-    dice = torch.Generator().manual_seed(seed)
-    for p in lora.trained(model).values():
-        p.add_(torch.randn(p.shape, generator=dice).to(p) * 0.2)
-    return model
 
 
 def fast(model: PreTrainedModel) -> Policy:
@@ -102,10 +87,10 @@ def apart(ours: Tensor, exact: Tensor) -> float:
 )
 def test_values_and_gradients_are_those_of_the_modules(name: str, kind: dict[str, Any], collected: bool) -> None:
     """peft's layers in float64; autograd has our gradients, or float32 sums no longer than what is trained."""
-    exact = modules(adapted(name, kind), torch.device("cpu"))
+    exact = modules(adapted(make_model(name), **kind), torch.device("cpu"))
     exact.model.double()
     hidden, expected = gradients(exact)
-    ours = fast(adapted(name, kind))
+    ours = fast(adapted(make_model(name), **kind))
     trained = lora.trained(ours.model)
     sums = GradientSums([p for p in ours.model.parameters() if p.requires_grad]) if collected else None
     own, found = gradients(ours, sums)
@@ -118,7 +103,7 @@ def test_values_and_gradients_are_those_of_the_modules(name: str, kind: dict[str
 
 
 def test_layers_that_keep_their_input_alone_have_the_same_gradient() -> None:
-    plain, checkpointed = fast(adapted("qwen3", {})), fast(adapted("qwen3", {}))
+    plain, checkpointed = fast(adapted(make_model("qwen3"))), fast(adapted(make_model("qwen3")))
     assert checkpointed.fused is not None
     checkpointed.fused.checkpointed = 2
     for one, other in zip(gradients(plain)[1].values(), gradients(checkpointed)[1].values(), strict=True):
@@ -138,7 +123,7 @@ def test_some_weights_trained_and_some_not() -> None:
 
 
 def test_off_it_is_the_base_and_a_reference_needs_no_second_model() -> None:
-    policy, base = fast(adapted("qwen3", {})), fast(make_model("qwen3"))
+    policy, base = fast(adapted(make_model("qwen3"))), fast(make_model("qwen3"))
     pack = build_pack(pack_of(SHAPE), DEVICE)
     with torch.no_grad():
         on = policy.pack_logps(pack)[0]
@@ -151,7 +136,7 @@ def test_off_it_is_the_base_and_a_reference_needs_no_second_model() -> None:
     lora.attach(fresh, Lora(rank=4), 0, "base")
     policy = fast(fresh)
     reference = Reference(policy)
-    shaken(policy.model)
+    shake(policy.model)
     assert torch.equal(reference.logps(pack, 1.0), off)
 
 
@@ -160,7 +145,7 @@ def test_off_it_is_the_base_and_a_reference_needs_no_second_model() -> None:
 )
 def test_sampling_draws_what_the_modules_draw(name: str, kind: dict[str, Any]) -> None:
     """The same tokens; log-probs those of a full forward of the merged model, in which no code of ours runs."""
-    model = adapted(name, kind)
+    model = adapted(make_model(name), **kind)
     merged = lora.merged(model)
     policy = fast(copy.deepcopy(model))
     (ours,), (theirs,) = sample(policy, (6,), HOW), sample(modules(model), (6,), HOW)
@@ -178,7 +163,7 @@ def drawn(sampler: GpuSampler) -> list[Completion]:
 
 def test_an_update_of_the_adapter_is_seen_with_no_call() -> None:
     """By the sampler as it stands: what it read before is where the new numbers are."""
-    policy = fast(adapted("qwen3", {}))
+    policy = fast(adapted(make_model("qwen3")))
     sampler = GpuSampler.of(policy, Engine(check_every=2))
     assert sampler is not None
     before, addresses = drawn(sampler), sampler.addresses

@@ -20,6 +20,7 @@ from oncurve.models.policy import Policy
 from oncurve.models.reference import Reference
 from oncurve.recipe.sections import Engine, Lora, Model, Sampling, TinyModel
 from oncurve.records import Prompt
+from tests.models.architectures import shake
 
 SMALL = TinyModel(layers=2, width=32, heads=2, kv_heads=1, head_size=16, mlp_width=48, context=128)
 KINDS = [{}, {"rslora": True}, {"dora": True}, {"targets": ("q_proj", "v_proj"), "rank": 2}]
@@ -40,12 +41,7 @@ def pack() -> Pack:
 
 
 def shaken(changed: Policy, seed: int = 1) -> Policy:
-    """With an adapter that means something."""
-    dice = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, p in lora.trained(changed.model).items():
-            if "lora_A" in name or "lora_B" in name:
-                p.add_(torch.randn(p.shape, generator=dice).to(p.dtype) * 0.1)
+    shake(changed.model, seed)
     return changed
 
 
