@@ -90,8 +90,7 @@ class Line(Row):
 
 
 class GpuSession(GpuBatch):
-    """Slots that are kept open. ``limit`` is the longest completion that a request may ask for; ``context`` the most tokens,
-    prompt and completion, that the model addresses and memory holds."""
+    """A session that captured graphs decode. ``context`` is what the model addresses and memory holds."""
 
     def __init__(self, sampler: ServingSampler, slots: int, limit: int) -> None:
         super().__init__(sampler, Call((), (), 0, Sampling(max_new_tokens=limit), 0, 0), slots)
@@ -113,23 +112,13 @@ class GpuSession(GpuBatch):
     def warm(self) -> None:
         """Compile, capture and prefill once, so that nobody who asks waits for it."""
         self.submit(Ask(np.zeros(2, np.int64), 1, Sampling(max_new_tokens=2), seed=0))
-        while not self.idle:
+        while self.asks:
             self.step()
 
     def close(self) -> None:
         self.pool.close()
 
-    @property
-    def idle(self) -> bool:
-        return not self.asks
-
-    @property
-    def left(self) -> int:
-        """Completions that wait for a slot."""
-        return len(self.waiting)
-
     def submit(self, ask: Ask) -> int:
-        """Queues a request and returns its number. Its completions are decoded as slots become free."""
         number = next(self._numbers)
         self.asks[number], self.prompt_ids[number], self.missing[number] = ask, ask.prompt_ids, ask.samples
         self.rows[number] = [Line(number, sample) for sample in range(ask.samples)]
@@ -137,7 +126,6 @@ class GpuSession(GpuBatch):
         return number
 
     def cancel(self, number: int) -> None:
-        """Takes a request back, waiting or running; one that has ended is not known any more, and that is no error."""
         if number not in self.asks:
             return
         self.waiting = deque(row for row in self.waiting if row.group != number)

@@ -12,7 +12,7 @@ Legend: ``S`` slots, ``V`` vocabulary.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
@@ -60,7 +60,8 @@ class Session(Protocol):
     """Slots that are kept open, one request after the other.
 
     ``limit`` is the longest completion that a request may ask for, ``context`` the most tokens that prompt and completion may
-    have together, ``asks`` the requests that have not ended, and ``row_in`` has None for every slot that is free.
+    have together, ``asks`` the requests that have not ended, ``waiting`` the completions that have no slot yet, and ``row_in``
+    has None for every slot that is free.
     """
 
     limit: int
@@ -71,12 +72,7 @@ class Session(Protocol):
     def row_in(self) -> Sequence[object | None]: ...
 
     @property
-    def idle(self) -> bool:
-        """Whether no request is waiting or under way."""
-
-    @property
-    def left(self) -> int:
-        """Completions that wait for a slot."""
+    def waiting(self) -> Sized: ...
 
     def submit(self, ask: Ask) -> int:
         """Queues a request and returns its number. Its completions are decoded as slots become free."""
@@ -115,14 +111,6 @@ class TorchSession(Batch):
         self.asks: dict[int, Ask] = {}
         self._numbers = count()
         self._tops: dict[int, tuple[tuple[int, float], ...]] = {}
-
-    @property
-    def idle(self) -> bool:
-        return not self.asks
-
-    @property
-    def left(self) -> int:
-        return len(self.waiting)
 
     def close(self) -> None:
         """Nothing is held that does not go with the session."""

@@ -118,7 +118,7 @@ def make_app(served: Served, key: str | None = None) -> ASGIApp:
 
     @app.get("/health")
     def health() -> dict[str, Any]:
-        return {"status": "ok", "waiting": served.worker.session.left}
+        return {"status": "ok", "waiting": len(served.worker.session.waiting)}
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request, body: ChatBody) -> Response:
@@ -141,7 +141,7 @@ def _check_model(served: Served, name: str) -> None:
 async def _answer(
     served: Served, request: Request, body: ChatBody | TextBody, prompts: Sequence[Ints], shape: type[Shape]
 ) -> Response:
-    if served.worker.session.left + len(prompts) * body.samples > MOST_WAITING:
+    if len(served.worker.session.waiting) + len(prompts) * body.samples > MOST_WAITING:
         raise Refused(429, f"more than {MOST_WAITING} completions would wait: come back later", code="overloaded")
     seed = secrets.randbits(63) if body.seed is None else body.seed
     asks = [served.ask(ids, body, seed) for ids in prompts]

@@ -95,7 +95,7 @@ class Worker:
 
     def _obey(self) -> bool:
         """Takes the orders that have come, waiting for one where there is nothing to decode. False: it is time to end."""
-        wait = self.session.idle
+        wait = not self.session.asks
         while True:
             try:
                 order = self._orders.get(block=wait)
@@ -110,7 +110,7 @@ class Worker:
                 for number in self._numbers.get(order.key, ()):
                     self.session.cancel(number)
                 self._sweep()
-            wait = self.session.idle
+            wait = not self.session.asks
 
     def _sweep(self) -> None:
         """Forgets requests that the session has ended."""

@@ -63,7 +63,7 @@ def ask(place: int) -> Ask:
 def finish(session: Session, found: dict[int, list[Token]] | None = None) -> dict[int, list[Token]]:
     """Decodes to the end; every request's tokens by its number."""
     found = {} if found is None else found
-    while not session.idle:
+    while session.asks:
         for token in session.step():
             found.setdefault(token.request, []).append(token)
     return found
@@ -100,7 +100,7 @@ def test_mixed_requests_are_answered_as_by_torch() -> None:
     told = []
     for session in sessions:
         numbers = [session.submit(ask(place)) for place in range(4)]
-        assert session.left == 6
+        assert len(session.waiting) == 6
         found = finish(session)
         told.append([found[number] for number in numbers])
     for here, there in zip(*told, strict=True):
@@ -146,7 +146,7 @@ def test_beyond_capacity_requests_wait_and_one_taken_back_frees_its_slots() -> N
     first = session.submit(Ask(policy().encode(prompt_of(9)), 2, how, seed=0))
     second = session.submit(ask(1))
     session.step()
-    assert session.left == 2
+    assert len(session.waiting) == 2
     assert {t.request for t in session.step()} == {first}
     session.cancel(first)
     session.cancel(first)  # whoever leaves twice does no harm

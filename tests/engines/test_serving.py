@@ -38,7 +38,7 @@ def ask(place: int) -> Ask:
 def told(session: Session, numbers: dict[int, int]) -> dict[int, list[Token]]:
     """Decodes to the end; the tokens of each request, by the place it was made from."""
     found: dict[int, list[Token]] = {place: [] for place in numbers.values()}
-    while not session.idle:
+    while session.asks:
         for token in session.step():
             found[numbers[token.request]].append(token)
     return found
@@ -100,7 +100,7 @@ def test_a_request_beyond_capacity_waits_and_one_taken_back_frees_its_slots() ->
     second = session.submit(Ask(policy().encode(prompt_of(17)), 1, SETTINGS[1], seed=0))
     third = session.submit(Ask(policy().encode(prompt_of(18)), 1, SETTINGS[1], seed=0))
     assert {t.request for t in session.step()} == {first}
-    assert session.left == 2
+    assert len(session.waiting) == 2
     session.cancel(first)
     assert {t.request for t in session.step()} == {second, third}
     session.cancel(first)  # whoever leaves twice does no harm

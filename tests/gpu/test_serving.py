@@ -192,7 +192,7 @@ def test_many_clients_at_once_are_answered_as_each_would_be_alone() -> None:
         assert alone[2][0] == alone[2][1]
         assert len(set(alone[0])) == 3
         assert not any(stop in text for text in alone[3] for stop in ("7", "qu"))
-        assert session.idle
+        assert not session.asks
 
 
 def test_a_client_that_leaves_frees_its_slots() -> None:
@@ -201,9 +201,9 @@ def test_a_client_that_leaves_frees_its_slots() -> None:
         assert answer.readline().startswith(b"data: ")
         answer.close()
         until = time.monotonic() + 5
-        while not session.idle and time.monotonic() < until:
+        while session.asks and time.monotonic() < until:
             time.sleep(0.005)
-        assert session.idle
+        assert not session.asks
         assert texts(port, False, prompt="abc", seed=0)[0]
 
 
