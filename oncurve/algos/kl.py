@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from oncurve.algos.ratios import LOG_CAP
-from oncurve.algos.rows import Rows
 
 KlEstimator = Literal["k1", "k2", "k3"]
 
@@ -41,11 +40,6 @@ def k3(logp_N: Tensor, logp_ref_N: Tensor) -> Tensor:
 
 
 KL_ESTIMATORS: Mapping[KlEstimator, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
-
-
-def sequence_kl(logp_N: Tensor, logp_ref_N: Tensor, rows: Rows, estimator: KlEstimator = "k1") -> Tensor:
-    """Σ_t of the estimate over each completion's masked-in tokens, without gradient: what a KL inside the reward subtracts."""
-    return rows.sum(KL_ESTIMATORS[estimator](rows.keep(logp_N.detach()), rows.keep(logp_ref_N.detach())))
 
 
 def kl_in_reward(rewards: Tensor, kl_sums: Tensor, beta: float) -> Tensor:

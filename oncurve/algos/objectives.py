@@ -67,7 +67,6 @@ class LossOutputs:
 
     loss: Tensor
     policy_loss: Tensor
-    surrogate_N: Tensor
     ratio_N: Tensor
     clipped_low_N: Tensor
     clipped_high_N: Tensor
@@ -110,7 +109,6 @@ class Objective:
         return LossOutputs(
             loss=loss,
             policy_loss=policy_loss.detach(),
-            surrogate_N=surrogate.value_N.detach(),
             ratio_N=ratio_N.detach(),
             clipped_low_N=surrogate.clipped_low_N,
             clipped_high_N=surrogate.clipped_high_N,

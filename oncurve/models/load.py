@@ -211,7 +211,6 @@ class Found:
     context: int
     template: bool
     ends: tuple[str, ...]
-    fast_path: bool
 
     @classmethod
     def of(cls, policy: Policy) -> Found:
@@ -226,7 +225,6 @@ class Found:
             context=policy.context,
             template=bool(known.chat_template),
             ends=tuple(str(known.convert_ids_to_tokens(i)) for i in policy.end_ids),
-            fast_path=policy.fused is not None,
         )
 
     def __str__(self) -> str:

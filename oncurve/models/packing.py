@@ -88,11 +88,6 @@ def _cut(bundle: Bundle, budget: int) -> list[Bundle]:
     return parts
 
 
-def unshared(bundles: Iterable[Bundle]) -> list[Bundle]:
-    """Every completion with a prompt of its own: the plain layout, for tests and for measuring what sharing is worth."""
-    return [Bundle(b.prompt_ids, (c,), (k,)) for b in bundles for c, k in zip(b.completion_ids, b.keys, strict=True)]
-
-
 def blank_pack(device: torch.device) -> Pack:
     """The smallest pack there is, for passes that a rank makes only because others do."""
     token = np.zeros(1, np.int64)

@@ -160,7 +160,7 @@ def _labelled(label: str) -> int | None:
 
 
 _SIZES = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
-_TEXT, _LIST = 8, 9
+_LIST = 9
 
 
 def gguf_head(file: Path) -> dict[str, Any]:

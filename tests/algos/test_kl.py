@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from oncurve.algos.kl import k1, k2, k3, kl_in_reward, sequence_kl
-from oncurve.algos.rows import Rows
+from oncurve.algos.kl import k1, k2, k3, kl_in_reward
 from tests.algos.builders import double
 
 
@@ -34,8 +33,5 @@ def test_k3_keeps_its_digits_and_its_bounds() -> None:
     assert math.isfinite(k3(torch.tensor([-500.0]), torch.tensor([-1.0])).item())
 
 
-def test_sequence_kl_and_the_reward() -> None:
-    rows = Rows.of(torch.tensor([0, 0, 1]), torch.tensor([True, True, False]), 2, torch.float64)
-    kl_R = sequence_kl(double([-1.0, -2.0, 1e30]), double([-1.5, -3.0, -1.0]), rows)
-    assert kl_R.tolist() == [1.5, 0.0]
-    assert kl_in_reward(double([1.0, 2.0]), kl_R, 0.1).tolist() == pytest.approx([0.85, 2.0])
+def test_the_reward() -> None:
+    assert kl_in_reward(double([1.0, 2.0]), double([1.5, 0.0]), 0.1).tolist() == pytest.approx([0.85, 2.0])

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from oncurve.models.packing import Bundle, build_pack, unshared
+from oncurve.models.packing import Bundle, build_pack
 from oncurve.models.policy import Policy
 from oncurve.records import Ints
 from tests.engines.test_compiled import MODELS, make_model
 from tests.models.architectures import tokenizer
+from tests.models.test_packing import unshared
 
 WEIGHTS = torch.linspace(-1, 1, 4096, dtype=torch.float64)
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from oncurve.models.packing import Bundle, build_pack, unshared
+from oncurve.models.packing import Bundle, build_pack
 from oncurve.models.policy import Policy
 from tests.models.architectures import ARCHITECTURES, make_model, tokenizer
+from tests.models.test_packing import unshared
 
 SHAPES = {
     "ragged": [(40, [30, 1, 7]), (3, [12]), (17, [1, 26])],

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from oncurve.algos.advantages import Scale, outcome_advantages
-from oncurve.algos.kl import kl_in_reward, sequence_kl
+from oncurve.algos.kl import k1, kl_in_reward
 from oncurve.algos.rows import Rows
 from tests.parity.trl_oracle import grpo_advantages, rloo_advantages
 
@@ -38,7 +38,7 @@ def test_rloo(rewards: list[list[float]], beta: float) -> None:
     logp_BT, ref_BT = (-torch.rand(8, 5, generator=generator) for _ in range(2))
     mask_BT = torch.arange(5) < torch.tensor(lengths)[:, None]
     rows = Rows.of(torch.arange(8).repeat_interleave(5), mask_BT.flatten(), 8, torch.float32)
-    kl_B = sequence_kl(logp_BT.flatten(), ref_BT.flatten(), rows)
+    kl_B = rows.sum(rows.keep(k1(logp_BT.flatten(), ref_BT.flatten())))
     ours_PG = outcome_advantages(kl_in_reward(rewards_PG, kl_B.reshape(2, 4), beta), "leave_one_out", "none", 1e-4)
     theirs_PG = rloo_advantages(rewards_PG, logp_BT, ref_BT, lengths, beta)
     torch.testing.assert_close(ours_PG, theirs_PG, atol=1e-6, rtol=1e-6)

@@ -107,7 +107,7 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
 
 
 # Classic BPF, as seccomp takes it: (code, jump if true, jump if false, constant).
-_LOAD, _EQUAL, _GREATER, _AT_LEAST, _AND, _RETURN = 0x20, 0x15, 0x25, 0x35, 0x54, 0x06
+_LOAD, _EQUAL, _GREATER, _AND, _RETURN = 0x20, 0x15, 0x25, 0x54, 0x06
 _ALLOW, _KILL = 0x7FFF0000, 0x80000000
 _REFUSE, _UNKNOWN = 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
 _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
