@@ -160,7 +160,7 @@ class Policy:
                 prompt.id,
                 "messages for a model without a chat template",
                 because="the tokenizer does not say how to write roles",
-                fix="use plain text prompts, or a chat model",
+                fix="take a chat model, or send prompts as plain text: --set task.chat=false",
             )
         messages = [dict(m) for m in prompt.messages or ()]
         if self.system_prompt and not any(m["role"] == "system" for m in messages):

@@ -93,8 +93,9 @@ def _warmup(recipe: Recipe, stage: Stage) -> Problems:
     per_step = stage.updates_per_step * stage.minibatches if isinstance(stage, Surrogate) else 1
     updates, warmup = stage.steps * per_step, stage.optimiser.warmup_steps
     if warmup > updates:
+        key = f"{stage.label}.optimiser.warmup_steps"
         because = f"the stage ends after {updates} updates, before its learning rate is reached"
-        yield RecipeError(f"{stage.label}.optimiser.warmup_steps", warmup, because=because, fix=f"use {updates} or less")
+        yield RecipeError(key, warmup, because=because, fix=f"use {updates} or less: --set {key}={updates}")
 
 
 def _patience(recipe: Recipe, stage: Stage) -> Problems:

@@ -1,4 +1,4 @@
-"""`oncurve recipe explain [KEY]`: the schema's own docstrings, as a table of every key or one key in full."""
+"""`oncurve recipe explain [KEY]`: the schema's own docstrings, as a list of every key or one key in full."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Mapping
 
 from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -36,15 +37,15 @@ OBJECTIVES: dict[ObjectiveName, str] = {
 
 
 def explain(key: str | None = None, extensions: Extensions | None = None) -> RenderableType:
-    """Every key in a table, or one key, section or objective in full. ``extensions`` are the options of task and reward types,
+    """Every key in a list, or one key, section or objective in full. ``extensions`` are the options of task and reward types,
     as `task.arithmetic` or `rewards.answer`."""
     extensions = extensions or {}
     if key is None:
-        return _table(tree(extensions))
+        return _list(tree(extensions))
     if key in STAGES:
         return _section(key, STAGES[key], list(entries_of(STAGES[key], f"{key}.")))
     if key in extensions:
-        return _section(key, extensions[key], list(entries_of(extensions[key], f"{key}.")))
+        return _section(key, extensions[key], list(entries_of(extensions[key], f"{as_set(key)}.")))
     entry = find_entry(key, extensions)
     return _stages(entry) if entry.key == "stages" else _entry(entry, extensions)
 
@@ -63,24 +64,31 @@ def find_entry(key: str, extensions: Extensions | None = None) -> Entry:
     raise RecipeError(key, "unknown key", because="no recipe has such a key", fix=fix)
 
 
-def _table(entries: list[Entry]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("key", "what it takes", "default", "meaning"):
-        table.add_column(name, overflow="fold")
-    for entry in entries:
-        style = "bold" if entry.inside else ""
-        default = "" if entry.default == "section" else entry.default
-        kind = "one of …" if len(entry.allowed) > 4 else entry.kind
-        table.add_row(Text(entry.key, style), Text(kind, "dim"), Text(default), Text(entry.summary))
-    return table
+def _list(entries: list[Entry]) -> Group:
+    """Two lines for each key, so that a key stays whole, to be found and copied, in a narrow window and in a pipe."""
+    return Group(*(part for entry in entries for part in (_head(entry), _under(entry.summary))))
+
+
+def _under(words: str) -> Padding:
+    return Padding(Text(words), (0, 0, 0, 4))
+
+
+def _head(entry: Entry) -> Text:
+    kind = "one of …" if len(entry.allowed) > 4 else entry.kind
+    default = {"section": "", "unset": "  unset", "required": "  required"}.get(entry.default, f" = {entry.default}")
+    return Text.assemble((entry.key, "bold"), default, (f"  {kind}", "dim"))
 
 
 def _section(key: str, section: type[Section], entries: list[Entry]) -> Group:
-    return Group(Text(key, "bold"), Text(inspect.cleandoc(section.__doc__ or "")), Text(), _table(entries))
+    return Group(Text(key, "bold"), *(Text(words) for words in _paragraphs(section)), Text(), _list(entries))
+
+
+def _paragraphs(section: type[Section]) -> list[str]:
+    return [" ".join(words.split()) for words in inspect.cleandoc(section.__doc__ or "").split("\n\n")]
 
 
 def _stages(entry: Entry) -> Group:
-    rows = [Text(f"  {name}: {inspect.cleandoc(cls.__doc__ or '')}") for name, cls in STAGES.items()]
+    rows = [part for name, cls in STAGES.items() for part in (Text(name, "bold"), _under(_paragraphs(cls)[0]))]
     advice = Text("Each [[stages]] has a type; `oncurve recipe explain TYPE` lists its keys:")
     return Group(Text(entry.key, "bold"), Text(entry.doc), Text(), advice, *rows)
 
@@ -90,12 +98,12 @@ def _entry(entry: Entry, extensions: Extensions) -> Group:
     facts.add_row(Text("takes", "dim"), Text(entry.kind))
     facts.add_row(Text("default", "dim"), Text("see below" if entry.default == "section" else entry.default))
     if not entry.inside:
-        facts.add_row(Text("example", "dim"), Text(f"--set {example(entry)}"))
+        facts.add_row(Text("example", "dim"), Text(f"--set {example(entry, extensions)}"))
     parts: list[RenderableType] = [Text(entry.key, "bold"), Text(entry.doc), Text(), facts]
     if entry.name == "objective":
         parts += [Text(), _objectives()]
     for section in entry.inside:
-        parts += [Text(), _table(list(entries_of(section, f"{entry.key}.")))]
+        parts += [Text(), _list(list(entries_of(section, f"{entry.key}.")))]
     options = [name for name in extensions if name.startswith(f"{entry.key.partition('.')[0]}.")]
     if options and entry.name in ("task", "rewards", "type"):
         parts += [Text(), Text(f"Types, each with options of its own: {', '.join(options)}")]
@@ -111,9 +119,19 @@ def _objectives() -> Table:
     return table
 
 
-def example(entry: Entry) -> str:
+def as_set(key: str) -> str:
+    """A key below `task.TYPE` or `rewards.TYPE` as `--set` takes it, where a task has no name and a reward its own."""
+    first, _, *inner = key.split(".")
+    return ".".join(["rewards.NAME" if first == "rewards" else first, *inner])
+
+
+def example(entry: Entry, extensions: Extensions | None = None) -> str:
     """A `--set` line that this key takes: another choice than the default, or the default itself."""
-    key = entry.key.replace("rewards.", "rewards.NAME.", 1) if entry.key.startswith("rewards.") else entry.key
+    key = entry.key
+    if any(key.startswith(f"{name}.") for name in extensions or {}):
+        key = as_set(key)
+    elif key.startswith("rewards."):
+        key = key.replace("rewards.", "rewards.NAME.", 1)
     others = [choice for choice in entry.allowed if f'"{choice}"' != entry.default]
     if others:
         return f"{key}={others[0]}"

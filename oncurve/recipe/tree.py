@@ -151,7 +151,7 @@ class Entry:
     @property
     def summary(self) -> str:
         """The first sentence of the docstring."""
-        return re.split(r"(?<=\.)(?<!Dr\.) ", self.doc, maxsplit=1)[0]
+        return re.split(r"(?<=\.)(?<!Dr\.)(?<!et al\.) ", self.doc, maxsplit=1)[0]
 
 
 def _choices(annotation: Any) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import importlib
 import json
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ class FileOptions(sections.Section):
 
 def build_file_task(config: sections.Task, options: FileOptions) -> PromptList:
     """Reads the file, or the two, and keeps held-out rows aside by `task.seed`."""
-    prompts, examples = read_prompts(options.path, options, "train")
+    prompts, examples = read_prompts(options.path, options, "train", "task.path")
     if options.system is not None and prompts[0].text is not None:
         raise RecipeError(
             "task.system",
@@ -74,7 +75,7 @@ def build_file_task(config: sections.Task, options: FileOptions) -> PromptList:
             fix="set task.chat = true",
         )
     if options.heldout_path is not None:
-        measured, _ = read_prompts(options.heldout_path, options, "heldout")
+        measured, _ = read_prompts(options.heldout_path, options, "heldout", "task.heldout_path")
         return PromptList.split(prompts, _some(measured, config.heldout, config.seed), examples, options.path)
     count = min(config.heldout, int(options.heldout_share * len(prompts)))
     return PromptList.split(prompts, _some(prompts, count, config.seed), examples, options.path)
@@ -89,12 +90,13 @@ IMITATED = "sft"
 """The split of a file that is there to be imitated. In a task's own file a row may have a completion or not."""
 
 
-def read_prompts(path: str, options: FileOptions, split: str) -> tuple[list[Prompt], list[Example]]:
-    """Every prompt of a file and its worked examples. A prompt's id is its file and line, so that people can find it."""
+def read_prompts(path: str, options: FileOptions, split: str, key: str) -> tuple[list[Prompt], list[Example]]:
+    """Every prompt of a file, which the recipe names under ``key``, and its worked examples. A prompt's id is its file and
+    line, so that people can find it."""
     reader, file = options.reader, Path(path)
     prompts: list[Prompt] = []
     examples: list[Example] = []
-    for line, row in read_rows(file):
+    for line, row in read_rows(file, key):
         where = f"{path}:{line}"
         prompts.append(reader.read(row, where, f"{file.name}/{split}/{line}"))
         found = reader.examples(row, prompts[-1], where)
@@ -111,11 +113,12 @@ def read_prompts(path: str, options: FileOptions, split: str) -> tuple[list[Prom
     return prompts, examples
 
 
-def read_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """(line, row) of a file; rows of Parquet are counted from 1 as lines are."""
+def read_rows(path: Path, key: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """(line, row) of a file that the recipe names under ``key``; rows of Parquet are counted from 1 as lines are."""
     if not path.is_file():
         what = "it is a folder" if path.is_dir() else "there is no such file"
-        raise DataError(str(path), what, because="the task reads its prompts from it", fix="mend task.path")
+        because = f"{key} names it" + ("" if path.is_absolute() else f", as seen from {Path.cwd()}")
+        raise DataError(str(path), what, because=because, fix=f"give the file's path: --set {key}=FILE")
     if path.suffix == ".parquet":
         yield from _parquet_rows(path)
     elif path.with_suffix("").suffix in JSON_LINES if path.suffix == ".gz" else path.suffix in JSON_LINES:
@@ -138,7 +141,9 @@ def _json_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
                     return
                 if line.strip():
                     yield number, _json_row(line, f"{path}:{number}")
-    except (OSError, EOFError) as error:
+    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
+        raise DataError(str(path), "not a whole gzip file", because=str(error), fix="copy or write the file again") from None
+    except OSError as error:
         raise DataError(str(path), "it can't be read", because=str(error), fix="check its permissions") from None
 
 

@@ -118,9 +118,9 @@ KNOWN = {
 
 def build_known(known: KnownSet, config: sections.Task, options: KnownOptions) -> KnownTask:
     """Reads the file, or the two, and keeps held-out rows aside by `task.seed`."""
-    prompts, examples = read_known(known, options.path, options, "train")
+    prompts, examples = read_known(known, options.path, options, "train", "task.path")
     if options.heldout_path is not None:
-        measured, _ = read_known(known, options.heldout_path, options, "heldout")
+        measured, _ = read_known(known, options.heldout_path, options, "heldout", "task.heldout_path")
         count = config.heldout
     else:
         measured, count = prompts, min(config.heldout, int(options.heldout_share * len(prompts)))
@@ -130,13 +130,13 @@ def build_known(known: KnownSet, config: sections.Task, options: KnownOptions) -
     return KnownTask(parts.train, parts.heldout, parts.examples, None, (sections.Reward.model_validate(dict(known.reward)),))
 
 
-def read_known(known: KnownSet, path: str, options: KnownOptions, split: str) -> tuple[list[Prompt], list[Example]]:
-    """Every prompt of a file, and its worked examples."""
+def read_known(known: KnownSet, path: str, options: KnownOptions, split: str, key: str) -> tuple[list[Prompt], list[Example]]:
+    """Every prompt of a file, which the recipe names under ``key``, and its worked examples."""
     environment = load_environment(options.environment, "task.environment")
     reader = RowReader(chat=options.chat, system=options.system if options.chat else None, environment=environment)
     prompts: list[Prompt] = []
     examples: list[Example] = []
-    for line, row in read_rows(Path(path)):
+    for line, row in read_rows(Path(path), key):
         where = f"{path}:{line}"
         made = _row(known, row, where, options)
         prompts.append(reader.read(made, where, f"{known.name}/{split}/{line}"))

@@ -27,7 +27,7 @@ def read_pairs(stage: Dpo) -> list[Pair]:
     better = RowReader(prompt=stage.prompt, completion=stage.chosen, chat=stage.chat)
     worse = RowReader(prompt=stage.prompt, completion=stage.rejected, chat=stage.chat)
     pairs = []
-    for line, row in read_rows(file):
+    for line, row in read_rows(file, f"{stage.label}.pairs"):
         where = f"{stage.pairs}:{line}"
         prompt = better.read(row, where, f"{file.name}/{line}")
         chosen, rejected = better.example(row, prompt, where), worse.example(row, prompt, where)

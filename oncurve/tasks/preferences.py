@@ -54,7 +54,7 @@ def read_judgements(stage: RewardModel) -> Judgements:
     reader = RowReader(prompt=stage.prompt, completion=stage.completion, chat=stage.chat)
     found: list[Judged] = []
     left_out: Counter[str] = Counter()
-    for line, row in read_rows(Path(stage.data)):
+    for line, row in read_rows(Path(stage.data), f"{stage.label}.data"):
         judged = read(stage, reader, row, f"{stage.data}:{line}", f"{Path(stage.data).name}/{line}")
         if isinstance(judged, str):
             left_out[judged] += 1

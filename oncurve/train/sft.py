@@ -38,18 +38,18 @@ from oncurve.train.sharded import optimiser_for
 def examples_of(stage: Sft, task: Task, folder: Path | None = None) -> Sequence[Example]:
     """The worked examples of a stage: its file's, those that an earlier stage of the run in ``folder`` kept, or the task's."""
     if stage.data is not None:
-        name = stage.data.removeprefix(STAGE)
+        key, name = f"{stage.label}.data", stage.data.removeprefix(STAGE)
         path = stage.data if name == stage.data else str(samples_file(folder or Path(), name))
-        first = next((row for _, row in read_rows(Path(path))), {})
+        first = next((row for _, row in read_rows(Path(path), key)), {})
         if not first and name != stage.data:
             raise DataError(
-                f"{stage.label}.data",
+                key,
                 stage.data,
                 because=f"{name} kept nothing: none of its answers was good enough",
                 fix=f"begin with a policy that is right now and then, or let {name} ask more (steps, group_size)",
             )
         column = "messages" if "messages" in first else "prompt"
-        return read_prompts(path, FileOptions(path=path, prompt=column), IMITATED)[1][: stage.examples]
+        return read_prompts(path, FileOptions(path=path, prompt=column), IMITATED, key)[1][: stage.examples]
     if not task.examples:
         raise DataError(
             "task",

@@ -42,7 +42,7 @@ IMPOSSIBLE = [
     (["scale.ranks=2", "scale.gather=false"], "scale.gather", 'shard = "full"'),
     (["scale.max_staleness=1"], "scale.max_staleness", "sample themselves"),
     (["grpo.length_budget=100"], "grpo.length_budget", "only dr_grpo"),
-    (["sft.optimiser.warmup_steps=201"], "sft.optimiser.warmup_steps", "use 200 or less"),
+    (["sft.optimiser.warmup_steps=201"], "sft.optimiser.warmup_steps", "--set sft.optimiser.warmup_steps=200"),
     (["grpo.optimiser.warmup_steps=201", "grpo.updates_per_step=2"], "grpo.optimiser.warmup_steps", "use 200 or less"),
     (["model.tiny.context=256"], "grpo.sampling.max_new_tokens", "for the prompt and the completion together"),
     (["evaluation.max_new_tokens=512"], "evaluation.max_new_tokens", "raise model.tiny.context"),

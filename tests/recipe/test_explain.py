@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import io
-from typing import get_args
+from typing import Literal, get_args
 
 import pytest
 from pydantic import PositiveInt
@@ -23,13 +23,27 @@ class ArithmeticOptions(Section):
     """Digits of each number. More are harder."""
 
 
-EXTENSIONS = {"task.arithmetic": ArithmeticOptions}
+class AnswerOptions(Section):
+    """Right or wrong."""
+
+    take: Literal["tag", "boxed"] = "tag"
+    """Where the answer is written."""
 
 
-def shown(key: str | None) -> str:
+EXTENSIONS: dict[str, type[Section]] = {"task.arithmetic": ArithmeticOptions, "rewards.answer": AnswerOptions}
+
+
+def shown(key: str | None, width: int = 160) -> str:
     out = io.StringIO()
-    Console(file=out, width=160).print(explain(key, EXTENSIONS))
+    Console(file=out, width=width).print(explain(key, EXTENSIONS))
     return out.getvalue()
+
+
+def test_keys_stay_whole_and_sentences_too_in_a_narrow_window() -> None:
+    lines = shown(None, width=60).splitlines()
+    heads = {line.split(" ")[0] for line in lines}
+    assert [entry.key for entry in tree(EXTENSIONS) if entry.key not in heads] == []
+    assert "(DoRA, Liu et al. 2024)" in " ".join(" ".join(lines).split())
 
 
 def test_every_key_is_documented() -> None:
@@ -59,10 +73,12 @@ def test_without_a_key_the_whole_tree_is_shown() -> None:
         ("grpo.objective", ["leave_one_out", "the geometric mean", "reward"]),
         ("rewards.answer.weight", ["watched, not trained on", "--set rewards.NAME.weight=1.0"]),
         ("grpo.task.seed", ["Seed of the problems"]),
-        ("stages", ["sft: Supervised training", "grpo: Group relative"]),
+        ("stages", ["sft\n    Supervised training", "grpo\n    Group relative"]),
         ("grpo", ["Group relative policy optimisation", "grpo.overlong.buffer"]),
-        ("task.arithmetic", ["Sums of made-up numbers.", "Digits of each number."]),
-        ("task.arithmetic.digits", ["More are harder.", "3"]),
+        ("model.lora.dora", ["(DoRA, Liu et al. 2024); slower."]),
+        ("task.arithmetic", ["Sums of made-up numbers.", "task.digits = 3  whole number", "    Digits of each number."]),
+        ("task.arithmetic.digits", ["More are harder.", "--set task.digits=3"]),
+        ("rewards.answer.take", ["--set rewards.NAME.take=boxed"]),
         ("task.type", ["task.arithmetic"]),
         ("sft.optimiser.learning_rate", ["0.001"]),
     ],

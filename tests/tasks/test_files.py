@@ -1,5 +1,6 @@
 """Prompts from files and from memory, and every way a file can be wrong."""
 
+import gzip
 import importlib
 import json
 from collections.abc import Sequence
@@ -156,6 +157,24 @@ def test_files_that_are_none(tmp_path: Path, name: str, what: str) -> None:
         file_task(tmp_path / name)
 
 
+def test_a_missing_file_is_told_with_the_key_that_names_it(sums: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(sums.parent)
+    with pytest.raises(DataError) as caught:
+        file_task(sums, heldout_path="none.jsonl")
+    assert caught.value.because == f"task.heldout_path names it, as seen from {Path.cwd()}"
+    assert "--set task.heldout_path=FILE" in caught.value.fix
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "other"])
+def test_a_gzip_file_that_is_not_whole(tmp_path: Path, damage: str) -> None:
+    whole = gzip.compress(b"".join(b'{"prompt": "%d"}\n' % i for i in range(200)))
+    middle = len(whole) // 2
+    parts = {"cut": whole[:middle], "changed": whole[:middle] + bytes(9) + whole[middle + 9 :], "other": b"no gzip"}
+    (tmp_path / "x.jsonl.gz").write_bytes(parts[damage])
+    with pytest.raises(DataError, match="not a whole gzip file"):
+        file_task(tmp_path / "x.jsonl.gz")
+
+
 def test_a_parquet_file_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "x.parquet").write_bytes(b"not parquet at all")
     with pytest.raises(DataError, match="not a Parquet file"):
@@ -224,7 +243,7 @@ def test_worked_chats_give_an_example_for_each_answer(tmp_path: Path) -> None:
     rows = [{"messages": [{"role": r, "content": c} for r, c in chat]}, {"messages": [{"role": "user", "content": "hi"}]}]
     file = tmp_path / "chats.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    prompts, examples = read_prompts(str(file), FileOptions(path=str(file), prompt="messages"), "train")
+    prompts, examples = read_prompts(str(file), FileOptions(path=str(file), prompt="messages"), "train", "task.path")
     assert [len(p.messages or ()) for p in prompts] == [4, 1]
     assert [(len(e.prompt.messages or ()), e.completion) for e in examples] == [(2, "4"), (4, "5")]
     assert len({e.prompt.id for e in examples}) == 2

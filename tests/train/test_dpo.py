@@ -69,7 +69,7 @@ def test_rows_that_teach_nothing_are_refused(text: str, words: str, tmp_path: Pa
 
 
 def test_a_missing_file_is_told_before_a_run_is_made(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no such file"):
+    with pytest.raises(DataError, match=r"no such file\n.*dpo\.pairs names it"):
         begin(recipe("sft.type=dpo", f"dpo.pairs={tmp_path}/none.jsonl"), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
