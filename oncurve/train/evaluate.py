@@ -9,7 +9,7 @@ import numpy as np
 from oncurve.engines.native import Draws, NativeEngine
 from oncurve.recipe.schema import Evaluation
 from oncurve.recipe.sections import Sampling
-from oncurve.records import EvalReport, Prompt, ScoredGroup
+from oncurve.records import EvalReport, Group, Prompt, ScoredGroup
 from oncurve.rewards.mix import RewardMix
 from oncurve.scale.world import ALONE, World
 from oncurve.train.best_of_n import several
@@ -35,7 +35,12 @@ def evaluate(
     how = Sampling(temperature=settings.temperature, max_new_tokens=settings.max_new_tokens or max_new_tokens)
     draws = Draws(seed, EVAL_STEP + step)
     own = world.share(prompts)
-    groups = sample(engine, own, settings.samples, how, draws, on_group=lambda _, group: rewards.begin(group))
+
+    def begin_scoring(_: int, group: Group) -> None:
+        if world.scores:
+            rewards.begin(group)
+
+    groups = sample(engine, own, settings.samples, how, draws, on_group=begin_scoring)
     scored = world.gathered(lambda: rewards.score(groups))
     return summarise(scored, rewards, stage, step)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import numpy as np
 
 from oncurve.engines.native import NativeEngine
@@ -10,6 +13,7 @@ from oncurve.recipe.sections import Engine
 from oncurve.records import Aspect, Completion, Group, Prompt, ScoredCompletion, ScoredGroup
 from oncurve.rewards.function import FunctionReward
 from oncurve.rewards.mix import RewardMix
+from oncurve.scale.world import World
 from oncurve.train.evaluate import evaluate, summarise
 from tests.train.builders import policy
 
@@ -34,6 +38,36 @@ def test_accuracy_by_hand() -> None:
     assert report.by_difficulty == {"easy": (2, 2), "hard": (1, 4)}
     several = {"pass_at/1": 5 / 8, "pass_at/2": 3 / 4}
     assert report.metrics == {"reward": 6.5 / 7, "length_mean": 2.0, "cut_share": 0.25, **several}
+
+
+class Beside(World):
+    """A rank that samples the same prompts as the one beside it, which rewards them."""
+
+    rank, size, tensor, in_step = 1, 2, 2, True
+
+    def __init__(self, scored: Sequence[ScoredGroup]) -> None:
+        self.scored = scored
+
+    def gathered(self, own: Callable[[], Sequence[Any]]) -> list[Any]:
+        return list(self.scored)
+
+
+def test_of_ranks_that_sample_the_same_one_asks_for_rewards() -> None:
+    """Rewards that wait are begun as groups come: a second rank must not ask, and pay, again."""
+    asked: list[str] = []
+
+    async def judged(completion: str) -> float:
+        asked.append(completion)
+        return 1.0
+
+    engine, mix = NativeEngine(policy(), Engine(slots=8)), RewardMix([FunctionReward(judged, "answer")])
+    told: dict[str, Any] = {"max_new_tokens": 6, "seed": 0, "stage": "grpo", "step": 1}
+    prompts = [Prompt(id=f"p{i}", text=f"{i}+1=") for i in range(3)]
+    first = evaluate(engine, mix, prompts, Evaluation(), **told)
+    assert len(asked) == 3
+    assert evaluate(engine, mix, prompts, Evaluation(), world=Beside(first.groups), **told).accuracy == first.accuracy
+    assert not mix._begun
+    assert len(asked) == 3
 
 
 def test_greedy_measurements_are_the_same_each_time_and_samples_are_not_those_of_training() -> None:
