@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from oncurve.errors import OncurveError, RecipeError, RewardError, did_you_mean
+from oncurve.errors import RecipeError, RewardError, did_you_mean
 from oncurve.recipe.load import load_recipe, parse_recipe
 from oncurve.recipe.sampled import SAMPLED_TYPES
 from oncurve.recipe.schema import Grpo, Recipe
@@ -31,7 +31,7 @@ from oncurve.runs.folder import RunFolder, Status
 from oncurve.runs.store import Store
 from oncurve.scale.join import joined, with_ranks
 from oncurve.tasks.in_memory import PromptList, Row
-from oncurve.terminal.errors import render_error
+from oncurve.terminal.errors import print_error
 from oncurve.terminal.live import LiveDisplay
 from oncurve.terminal.summary import render_summary
 from oncurve.train.given import FROM_PYTHON
@@ -150,7 +150,7 @@ def train(
         around = {"name": name, "seed": seed, "threads": threads}
         asked = _recipe(recipe, told, task, mix, source, {key: value for key, value in around.items() if value is not None})
     asked = with_ranks(asked)
-    with joined(asked, _speak) as world:
+    with joined(asked, print_error) as world:
         given |= {"listeners": [LiveDisplay(Console(highlight=False))] if world.is_first and not quiet else [], "world": world}
         if resume is not None:
             run = start.resume(folder, sets=[f"scale.ranks={world.size}"] if world.size > 1 else [], **given)
@@ -159,10 +159,6 @@ def train(
     if world.is_first and not quiet:
         Console(highlight=False).print(render_summary(run, time.monotonic() - began))
     return Run(run)
-
-
-def _speak(error: OncurveError) -> None:
-    Console(stderr=True, highlight=False).print(render_error(error))
 
 
 def _recipe(

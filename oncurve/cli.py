@@ -34,7 +34,7 @@ from oncurve.recipe.load import dump_recipe, load_recipe
 from oncurve.runs.disk import NO_PERMISSION, NO_ROOM, disk_error
 from oncurve.runs.folder import RunFolder, list_runs
 from oncurve.scale.world import ALONE, World
-from oncurve.terminal.errors import render_error
+from oncurve.terminal.errors import print_advice, print_error
 
 if TYPE_CHECKING:
     from oncurve.terminal.starting import Plan
@@ -70,11 +70,6 @@ def say(what: RenderableType) -> None:
 
 def say_json(data: Any) -> None:
     print(json.dumps(data, ensure_ascii=False, indent=2))
-
-
-def advise(line: str) -> None:
-    """To standard error: advice must not mix with a command's output."""
-    Console(stderr=True, highlight=False).print(Text(line, "yellow"))
 
 
 @app.command(epilog="Example: oncurve train recipes/arithmetic.toml --set grpo.group_size=16")
@@ -120,7 +115,7 @@ def _given(option: str, value: object) -> list[str]:
 
 def _train(planned: Plan, out: Path | None, runs: Path, minutes: float | None, world: World, ray: str | None = None) -> None:
     if planned.advice and world.is_first:
-        advise(planned.advice)
+        print_advice(planned.advice)
     began = time.monotonic()
     with Console(stderr=True).status("starting"):
         from oncurve.terminal.hush import hush
@@ -368,7 +363,7 @@ def convert(
 
     text, notes = from_trl(config, processes)
     for note in notes:
-        advise(f"note: {note}")
+        print_advice(f"note: {note}")
     if out is None:
         print(text, end="")
         return
@@ -417,7 +412,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if error.errno not in NO_ROOM | NO_PERMISSION:
             _apologise(errors)
             raise
-        errors.print(render_error(disk_error(Path(str(error.filename or ".")), error.errno, error.strerror or str(error))))
+        print_error(disk_error(Path(str(error.filename or ".")), error.errno, error.strerror or str(error)))
         return 2
     except Exception:
         _apologise(errors)

@@ -17,7 +17,7 @@ from oncurve.runs.folder import RunFolder
 from oncurve.scale import join
 from oncurve.scale.join import is_silent, tell_first, world_size
 from oncurve.scale.world import World
-from oncurve.terminal.errors import render_error
+from oncurve.terminal.errors import print_error
 
 Gpus = Annotated[
     int | None, typer.Option("--gpus", min=1, metavar="N", help="Train on N GPUs of this machine, a process for each.")
@@ -41,11 +41,7 @@ def launch_where_asked(recipe: Recipe, gpus: int | None, arguments: Sequence[str
 
 
 def joined(recipe: Recipe) -> AbstractContextManager[World]:
-    return join.joined(recipe, speak)
-
-
-def speak(error: OncurveError) -> None:
-    Console(stderr=True, highlight=False).print(render_error(error))
+    return join.joined(recipe, print_error)
 
 
 def show_error(error: OncurveError) -> None:
@@ -53,7 +49,7 @@ def show_error(error: OncurveError) -> None:
     if is_silent():
         tell_first(error)
     else:
-        speak(error)
+        print_error(error)
 
 
 def status(

@@ -15,3 +15,9 @@ if not torch.cuda.is_available():  # read when a kernel is defined: without a GP
 def one_thread() -> None:
     """Tensors here are tiny: more threads would only wait for each other, and bits may depend on their number."""
     torch.set_num_threads(1)
+
+
+@pytest.hookimpl(optionalhook=True)  # where pytest-xdist is not installed, tests still run, one by one
+def pytest_xdist_auto_num_workers() -> int:
+    """A worker for each core, and never so many that their copies of torch fill a laptop's memory."""
+    return min(os.cpu_count() or 1, 8)

@@ -154,3 +154,13 @@ def test_errors_are_whole_at_any_width(oncurve: Oncurve, recipe: Path, monkeypat
         result = oncurve("train", recipe, "--set", "grpo.group_size=1")
         assert max(len(line.rstrip()) for line in result.err.splitlines()) <= width
         assert_told(result, "own mean", "8 to 64 is usual")
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+def test_lines_fit_the_window_and_words_stay_whole(oncurve: Oncurve, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    """A path that is wider than the window can still be copied from it."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    path = "/nowhere/" + "deep/" * 30 + "small.toml"
+    lines = oncurve("train", path).err.splitlines()
+    assert lines[0] == f"error {path}:"
+    assert all(len(line) < columns or path.removesuffix("/small.toml") in line for line in lines), lines

@@ -36,7 +36,7 @@ def test_looking_and_explaining_import_nothing_heavy(runs: Path) -> None:
 def test_a_closed_pipe_is_quiet() -> None:
     command = f"'{sys.executable}' -m oncurve recipe explain | head -1"
     done = subprocess.run(command, shell=True, env=ENVIRONMENT, capture_output=True, text=True, check=False)
-    assert done.stdout.startswith("key")
+    assert done.stdout.startswith("name")
     assert done.stderr == ""
 
 
