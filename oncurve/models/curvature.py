@@ -66,7 +66,7 @@ class Fisher:
 
     def __init__(self, policy: Policy, batches: Sequence[tuple[Pack, Tensor]], temperature: float) -> None:
         self.policy, self.batches, self.temperature = policy, batches, temperature
-        self.parameters = trained(policy.model)
+        self.parameters = list(policy.trained.values())
         self._kept = self._slope(*batches[0]) if len(batches) == 1 else None
 
     def product(self, v_n: Tensor) -> Tensor:
@@ -85,10 +85,6 @@ class Fisher:
         logp_MV = all_logps(self.policy, pack, self.temperature)
         kl_M = (logp_MV.detach().exp() * (logp_MV.detach() - logp_MV)).sum(-1)
         return flat(torch.autograd.grad((weight_M * kl_M).sum(), self.parameters, create_graph=True, materialize_grads=True))
-
-
-def trained(model: nn.Module) -> list[nn.Parameter]:
-    return [p for p in model.parameters() if p.requires_grad]
 
 
 def flat(tensors: Sequence[Tensor]) -> Tensor:

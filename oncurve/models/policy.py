@@ -76,6 +76,11 @@ class Policy:
         return Head(layer.weight, getattr(layer, "bias", None), scale, getattr(config, "final_logit_softcapping", None))
 
     @property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The weights that training moves, by name, each once; under LoRA the adapter's alone."""
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    @property
     def device(self) -> torch.device:
         device: torch.device = self.model.device
         return device

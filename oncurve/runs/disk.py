@@ -6,7 +6,7 @@ import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from oncurve.errors import DiskError
@@ -103,3 +103,13 @@ def replace_file(path: Path, content: bytes) -> None:
             aside.unlink(missing_ok=True)
             raise
         sync(path.parent)
+
+
+def put_whole(target: Path, write: Callable[[Path], object]) -> None:
+    """A folder as ``write`` makes it, there whole or not at all; one that was there before is replaced."""
+    aside = target.with_name(f".writing-{target.name}")
+    with disk_errors(target):
+        shutil.rmtree(aside, ignore_errors=True)
+        write(aside)
+        shutil.rmtree(target, ignore_errors=True)
+        aside.rename(target)

@@ -21,7 +21,7 @@ from oncurve.runs import checkpoints
 from oncurve.runs.folder import RunFolder
 from oncurve.scale.world import World
 from oncurve.tasks.base import Task
-from oncurve.train.run import Trainer, load_weights, trained
+from oncurve.train.run import Trainer, load_weights
 from oncurve.train.stages import StageLoop, needs_whole
 
 Prepare = Callable[[Recipe], tuple[Callable[[Stage], Task], Callable[[Stage], RewardMix]]]
@@ -85,7 +85,7 @@ def follow(world: World, prepare: Prepare, policy: Policy | None = None, make: t
             stage = recipe.stages[said["position"]]
             loop = _begun(trainer, stage, said["detour"], said["start"])
         elif do == "weights":
-            world.spread(trained(trainer.policy))
+            world.spread(list(trainer.policy.trained.values()))
         elif do == "model":
             trainer.save_model()
         elif do == "measure":

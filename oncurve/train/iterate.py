@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ class IterativeLoop(GrpoLoop):
         super().__init__(stage, recipe.seed, task, engine, rewards, world)
         assert stage.iterate is not None
         self.settings: Iteration = stage.iterate
-        self.folder, self.file, self.done = folder, folder / FOLDER / f"{stage.label}.jsonl", 0
+        self.folder, self.file = folder, folder / FOLDER / f"{stage.label}.jsonl"
         reward = _trained_reward(stage, rewards)
         self.labeller = None if self.settings.labeller is None else RewardMix([build_reward(self.settings.labeller)])
         self.judge = self._judge(recipe, reward)
@@ -79,7 +80,7 @@ class IterativeLoop(GrpoLoop):
             return report
         if self.learner.reference is not None:
             self.learner.reference.refresh(self.engine.policy)
-        return StepReport(report.stage, n, {**report.metrics, **self._round(n)}, report.seconds, report.groups, report.stats)
+        return replace(report, metrics={**report.metrics, **self._round(n)})
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         judge = self.judge.state()

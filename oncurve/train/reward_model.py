@@ -7,7 +7,6 @@ Texts are read as the reward `model` (or `process`) will read them: through the 
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from oncurve.models.policy import Policy
 from oncurve.recipe.reward_model import RewardModel
 from oncurve.records import StepReport
 from oncurve.rewards.learned import batches, conversation, step_ends
+from oncurve.runs.disk import put_whole
 from oncurve.runs.notes import note
 from oncurve.scale.world import ALONE, World
 from oncurve.tasks.order import places_for_step
@@ -174,15 +174,8 @@ class RewardModelLoop:
         return SCORES[self.stage.kind](self.model, rows)
 
     def write(self) -> None:
-        """As a standard checkpoint, there whole or not at all; by the first rank."""
-        self.world.from_first(self._write)
-
-    def _write(self) -> None:
-        aside = self.folder.with_name(f".writing-{self.folder.name}")
-        shutil.rmtree(aside, ignore_errors=True)
-        save(self.model, self.policy.tokenizer, aside)
-        shutil.rmtree(self.folder, ignore_errors=True)
-        aside.rename(self.folder)
+        """As a standard checkpoint; by the first rank."""
+        self.world.from_first(lambda: put_whole(self.folder, lambda aside: save(self.model, self.policy.tokenizer, aside)))
 
     def _in_fitting_parts(self, rows: Sequence[Coded], work: Callable[[list[list[Coded]]], T]) -> T:
         """What ``work`` makes of this rank's part of the rows in batches: of batches of half the size, as often as memory runs

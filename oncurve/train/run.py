@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import os
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -32,7 +31,7 @@ from oncurve.runs import checkpoints
 from oncurve.runs.bad import keep_bad
 from oncurve.runs.best import best_step
 from oncurve.runs.checkpoints import Checkpoint
-from oncurve.runs.disk import disk_errors
+from oncurve.runs.disk import put_whole
 from oncurve.runs.folder import RunFolder, Status
 from oncurve.runs.notes import Note, collecting
 from oncurve.runs.reading import Reader
@@ -192,7 +191,7 @@ class Trainer:
             self._save(stage, loop, last)
         if not is_shared(stage):
             self.world.tell("weights")
-            self.world.spread(trained(self.policy))
+            self.world.spread(list(self.policy.trained.values()))
         self.tell.on_stage_end(stage.label)
         if last > done:  # a stage that was done before costs no time: a run in slices must get past it
             self._stop_if_asked()
@@ -288,15 +287,14 @@ class Trainer:
     def _time_is_up(self) -> bool:
         return self.minutes is not None and time.monotonic() - self.began > 60 * self.minutes
 
-    def _measure(self, stage: Stage, step: int) -> EvalReport | None:
+    def _measure(self, stage: Stage, step: int) -> None:
         if not self.task_of(stage).heldout or not stage.moves_policy:
-            return None
+            return
         known = self.store.replies(stage.label, step, "eval")
         self.world_of(stage).tell("measure", step=step, replies=known)
         report, fresh = self.measure(stage, step, known)
         self.store.keep_replies(stage.label, step, "eval", fresh)
         self.tell.on_eval(report)
-        return report
 
     def measure(self, stage: Stage, step: int, known: Mapping[str, str]) -> tuple[EvalReport, dict[str, str]]:
         """A measurement as every rank that takes part makes it."""
@@ -380,21 +378,6 @@ def detours(store: Reader, stage: str, step: int) -> int:
     """How many roll-backs came before what follows ``step`` of a stage. Events are never forgotten, so a resumed run agrees."""
     found = [e for e in store.events("rollback") if e.stage == stage and e.data["to"] <= step]
     return max((int(e.data["number"]) for e in found), default=0)
-
-
-def put_whole(target: Path, write: Callable[[Path], object]) -> None:
-    """A folder as ``write`` makes it, there whole or not at all; one that was there before is replaced."""
-    aside = target.with_name(f".writing-{target.name}")
-    with disk_errors(target):
-        shutil.rmtree(aside, ignore_errors=True)
-        write(aside)
-        shutil.rmtree(target, ignore_errors=True)
-        aside.rename(target)
-
-
-def trained(policy: Policy) -> list[Tensor]:
-    """The weights that training moves, each once."""
-    return [p.detach() for p in policy.model.parameters() if p.requires_grad]
 
 
 def weights(policy: Policy) -> dict[str, Tensor]:

@@ -85,7 +85,7 @@ class Seen:
         """Of how many of those noted the numbers have been brought over."""
         self.tokens = 0
         self.sums: dict[str, float] = {}
-        self.largest: dict[str, float] = {"ratio_max": 0.0, "mismatch_max": 0.0}
+        self.largest = dict.fromkeys(LARGEST, 0.0)
         self.losses = {"loss": 0.0, "policy_loss": 0.0}
         totals = [total for g in groups for total in g.scored.totals if total is not None]
         self.reward = float(np.mean(totals)) if totals else None

@@ -21,7 +21,7 @@ from oncurve.algos.reductions import StepTotals, mean_over_step_tokens
 from oncurve.algos.surrogates import Unclipped
 from oncurve.engines.native import NativeEngine
 from oncurve.errors import ModelError, RecipeError
-from oncurve.models.curvature import Fisher, distributions, flat, move, trained
+from oncurve.models.curvature import Fisher, distributions, flat, move
 from oncurve.models.packing import Pack
 from oncurve.models.policy import Policy
 from oncurve.plan.curvature import VECTOR_BYTES, parameters_with_room, table_bytes
@@ -69,7 +69,7 @@ class TrpoLearner(Learner):
 
     def __init__(self, policy: Policy, stage: Trpo, world: World = ALONE) -> None:
         super().__init__(policy, grading_side(stage), world)
-        if any(p.dtype not in (torch.float32, torch.float64) for p in trained(policy.model)):
+        if any(p.dtype not in (torch.float32, torch.float64) for p in policy.trained.values()):
             raise RecipeError(
                 "model.dtype",
                 str(policy.model.dtype).removeprefix("torch."),
@@ -77,7 +77,7 @@ class TrpoLearner(Learner):
                 fix='use dtype = "float32", or stages of type grpo or ppo',
             )
         self.optimiser.sums = None  # the gradient itself is wanted, from autograd
-        self.trpo = stage
+        self.trpo, self.parameters = stage, list(policy.trained.values())
         self.objective = Objective(token_ratio, Unclipped(), mean_over_step_tokens)
 
     def update(self, groups: Sequence[GradedGroup]) -> Learned:
@@ -88,8 +88,8 @@ class TrpoLearner(Learner):
             return seen.learned()
         before = seen.mark()
         batch = self._gradient(groups, batch, totals, seen)
-        self.world.add_gradients(trained(self.policy.model))
-        uphill_n = -flat([torch.zeros_like(p) if p.grad is None else p.grad for p in trained(self.policy.model)])
+        self.world.add_gradients(self.parameters)
+        uphill_n = -flat([torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters])
         self.optimiser.zero_grad()
         slope, learned = float(uphill_n.norm()), seen.learned()
         why = self.optimiser.guard.refusal({"grad_norm": slope, **seen.since(before)})
@@ -132,8 +132,7 @@ class TrpoLearner(Learner):
     @torch.no_grad()
     def _search(self, groups: Sequence[GradedGroup], batch: list[MicroBatch], totals: StepTotals, step_n: Tensor) -> Step:
         """Moves the policy to the longest step that keeps its promise, or leaves it, to the bit, where it was."""
-        parameters = trained(self.policy.model)
-        start_n = flat([p.detach() for p in parameters]).clone()
+        start_n = flat([p.detach() for p in self.parameters]).clone()
         packs, old = batch, list[Tensor]()
 
         def try_share(share: float) -> tuple[float, float]:
@@ -141,9 +140,9 @@ class TrpoLearner(Learner):
                 nonlocal packs, old
                 if fitting is not packs or not old:
                     packs, old = fitting, []
-                    move(parameters, start_n, step_n, 0.0)
+                    move(self.parameters, start_n, step_n, 0.0)
                     old = [distributions(self.policy, micro.pack, self._temperature) for micro in packs]
-                move(parameters, start_n, step_n, share)
+                move(self.parameters, start_n, step_n, share)
                 return self._measure(packs, old)
 
             found = self.world.summed(self.in_fitting_packs(groups, packs, attempt))
@@ -155,7 +154,7 @@ class TrpoLearner(Learner):
             share = taken.share
         finally:
             if not share:
-                move(parameters, start_n, step_n, 0.0)
+                move(self.parameters, start_n, step_n, 0.0)
         return taken
 
     def _measure(self, batch: Sequence[MicroBatch], old: Sequence[Tensor]) -> dict[str, float]:
@@ -186,7 +185,7 @@ def _metrics(solved: Solution, taken: Step, slope: float, length: float) -> dict
 
 def refuse_if_too_large(policy: Policy, stage: Trpo) -> None:
     """Asked before the first step of the first stage: no run should end at its last stage for want of memory."""
-    parameters, vocabulary = sum(p.numel() for p in trained(policy.model)), policy.head.weight_VD.shape[0]
+    parameters, vocabulary = sum(p.numel() for p in policy.trained.values()), policy.head.weight_VD.shape[0]
     room = fits_in(free_memory(policy.device), stage, vocabulary)
     if parameters > room:
         raise ModelError(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from oncurve.errors import ModelError, RecipeError
-from oncurve.models.curvature import Fisher, all_logps, flat, trained
+from oncurve.models.curvature import Fisher, all_logps, flat
 from oncurve.models.load import load_policy
 from oncurve.models.policy import Policy
 from oncurve.recipe.sections import Model, TinyModel
@@ -48,7 +48,7 @@ def groups(seed: int = 0, count: int = 3) -> list[GradedGroup]:
 
 def dense(own: Policy, batch: Sequence[Any], tokens: int) -> tuple[Tensor, Tensor]:
     """(F, ∇L) from the Jacobian of every log-prob of every token: F = mean Σ_y π(y) ∇log π(y) ∇log π(y)ᵀ."""
-    parameters = trained(own.model)
+    parameters = list(own.trained.values())
     size = sum(p.numel() for p in parameters)
     fisher, uphill = torch.zeros(size, size, dtype=torch.float64), torch.zeros(size, dtype=torch.float64)
     for micro in batch:
