@@ -8,6 +8,7 @@ import numpy as np
 
 from oncurve.engines.compiled import CompiledDecoder, SlotState
 from oncurve.engines.native import Batch, Job, Row
+from oncurve.engines.stops import says
 from oncurve.records import Bools, Floats, Ints
 
 
@@ -70,9 +71,7 @@ class CompiledBatch(Batch):
 
     def _look_for_stop_string(self, slot: int, row: Row, before: int) -> None:
         """Cuts the slot's text where it first holds a stop string; an end token's own text is not looked at."""
-        longest = max(len(s.encode()) for s in self.how.stop) + 4  # a token is at least one byte
         for count in range(before + 1, int(self.written_S[slot]) + (row.stop != "end")):
-            text = self.policy.decode(self.tokens_ST[slot, max(count - longest, 0) : count])
-            if any(s in text for s in self.how.stop):
+            if says(self.policy, self.tokens_ST[slot, :count], self.how.stop):
                 row.stop, self.written_S[slot] = "stop_string", count
                 return

@@ -28,6 +28,7 @@ from oncurve.engines.cuda_round import Round, read
 from oncurve.engines.cuda_step import Board
 from oncurve.engines.kernels.attention import Reach
 from oncurve.engines.randomness import signed_key
+from oncurve.engines.stops import says
 from oncurve.errors import ModelError
 from oncurve.recipe.sections import Sampling
 from oncurve.records import Bools, Completion, Floats, Ints, Prompt, StopReason
@@ -415,10 +416,8 @@ class GpuBatch:
 
     def _stop_string(self, slot: int, start: int, count: int, stop: StopReason | None) -> tuple[int, StopReason | None]:
         """Where the first stop string is complete, if that is before the completion's end."""
-        longest = max(len(s.encode()) for s in self.how.stop)
         for n in range(start + 1, count + (stop != "end")):
-            text = self.sampler.policy.decode(self.token_ST[slot, max(0, n - longest - 4) : n])
-            if any(s in text for s in self.how.stop):
+            if says(self.sampler.policy, self.token_ST[slot, :n], self.how.stop):
                 return n, "stop_string"
         return count, stop
 

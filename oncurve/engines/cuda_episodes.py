@@ -17,6 +17,7 @@ from oncurve.engines.cuda_batch import GpuBatch, Row
 from oncurve.engines.cuda_round import Round
 from oncurve.engines.episodes import reply_to
 from oncurve.engines.native import Draws
+from oncurve.engines.stops import says
 from oncurve.models.turns import reply_ids
 from oncurve.records import Bools, Ints, StopReason
 
@@ -114,10 +115,8 @@ class GpuEpisodes(GpuBatch):
         return () if environment is None else environment.calls
 
     def _says(self, slot: int, row: Episode, count: int, strings: Sequence[str], more: int = 0) -> bool:
-        """Whether the end of the turn's text up to so many tokens has one of these: as long as any, and ``more`` tokens."""
-        first = max(row.begun, count - more - max(len(s.encode()) for s in strings) - 4)
-        text = self.sampler.policy.decode(self.token_ST[slot, first:count]) if first < count else ""
-        return any(s in text for s in strings)
+        """Whether the turn, up to so many tokens of the completion, says one of these at its end."""
+        return says(self.sampler.policy, self.token_ST[slot, row.begun : count], strings, more)
 
     def _goes_on(self, slot: int, row: Episode, count: int, why: StopReason) -> StopReason | None:
         """Asks the environment; where it answers, the slot goes on. Else why the completion ends."""

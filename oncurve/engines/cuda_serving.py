@@ -30,6 +30,7 @@ from oncurve.engines.kernels.choosing import Wishes, choose
 from oncurve.engines.kernels.sampling import Rule
 from oncurve.engines.randomness import signed_key
 from oncurve.engines.serving import NAME, TOP, Ask, Token
+from oncurve.engines.stops import says
 from oncurve.models.policy import Policy
 from oncurve.recipe.sections import Engine, Sampling
 from oncurve.records import StopReason
@@ -222,11 +223,8 @@ class GpuSession(GpuBatch):
     def _why_stop(self, row: Line, how: Sampling) -> StopReason | None:
         if row.ids[-1] in self._ends and len(row.ids) > how.min_new_tokens:
             return "end"
-        if how.stop:
-            longest = max(len(s.encode()) for s in how.stop)
-            text = self.sampler.policy.decode(np.asarray(row.ids[-longest - 4 :], np.int64))
-            if any(s in text for s in how.stop):
-                return "stop_string"
+        if how.stop and says(self.sampler.policy, row.ids, how.stop):
+            return "stop_string"
         return "length" if len(row.ids) == how.max_new_tokens else None
 
     def _end_line(self, slot: int, row: Line) -> None:

@@ -17,6 +17,7 @@ import torch
 
 from oncurve.engines.native import Batch, Draws, Job, Logps, Row, Tokens
 from oncurve.engines.sampling import Drawn
+from oncurve.engines.stops import says
 from oncurve.errors import DataError
 from oncurve.models.turns import reply_ids
 from oncurve.records import Bools, Prompt, StopReason
@@ -76,7 +77,7 @@ class Episodes(Batch):
         """Why the policy's turn is over."""
         assert isinstance(row, Episode)
         calls = self._calls(row)
-        if calls and any(call in self._tail(row, calls) for call in calls):
+        if calls and self._says(row, calls):
             return "stop_string"
         return super()._why_stop(row)
 
@@ -84,15 +85,15 @@ class Episodes(Batch):
         environment = self.prompts[row.group].environment
         return () if environment is None else environment.calls
 
-    def _tail(self, row: Row, stop: Sequence[str]) -> str:
+    def _says(self, row: Row, strings: Sequence[str]) -> bool:
+        """In this turn."""
         assert isinstance(row, Episode)
-        longest = max(len(s.encode()) for s in stop)
-        return self.policy.decode(np.asarray(row.token_ids[max(row.begun, len(row.token_ids) - longest - 4) :], np.int64))
+        return says(self.policy, row.token_ids[row.begun :], strings)
 
     def _goes_on(self, slot: int, row: Episode, why: StopReason) -> bool:
         """Asks the environment; where it answers, the answer is what the slot gets to read next."""
         how, ended = self.how_of(row.group), why == "end"
-        if why == "stop_string" and how.stop and any(s in self._tail(row, how.stop) for s in how.stop):
+        if why == "stop_string" and how.stop and self._says(row, how.stop):
             return False
         said = row.token_ids[row.begun : len(row.token_ids) - ended]
         row.turns.append(self.policy.decode(np.asarray(said, np.int64)))

@@ -25,6 +25,7 @@ from oncurve.engines.compiled import can_decode
 from oncurve.engines.pool import PAGE, DecodeLayout, Pool, PrefillLayout
 from oncurve.engines.randomness import uniforms
 from oncurve.engines.sampling import Drawn, draw
+from oncurve.engines.stops import says
 from oncurve.errors import ModelError
 from oncurve.models.compiled.build import library
 from oncurve.models.policy import Policy
@@ -406,11 +407,9 @@ class Batch:
         how = self.how_of(row.group)
         if row.token_ids[-1] in self.policy.end_ids and len(row.token_ids) > how.min_new_tokens:
             return "end"
-        if how.stop and any(s in self._tail(row, how.stop) for s in how.stop):
+        if how.stop and self._says(row, how.stop):
             return "stop_string"
         return "length" if len(row.token_ids) == how.max_new_tokens else None
 
-    def _tail(self, row: Row, stop: Sequence[str]) -> str:
-        """The end of the text, long enough to hold any stop string: a token is at least one byte."""
-        longest = max(len(s.encode()) for s in stop)
-        return self.policy.decode(np.asarray(row.token_ids[-longest - 4 :], np.int64))
+    def _says(self, row: Row, strings: Sequence[str]) -> bool:
+        return says(self.policy, row.token_ids, strings)
