@@ -25,17 +25,8 @@ from oncurve.train.optimiser import Optimiser
 from oncurve.train.sft import SftLoop
 from oncurve.train.sharded import ShardedOptimiser, shared_out
 from oncurve.train.start import task_for
-from tests.train.builders import PROMPTS, policy, recipe, snapshot, stage
+from tests.train.builders import PROMPTS, SMOOTH, TERMS, policy, recipe, snapshot, stage
 
-SMOOTH = {"learning_rate": 0.5, "eps": 1.0, "max_grad_norm": 0.0}
-"""Adam with a large epsilon: the update is smooth in its gradient, so that rounding stays rounding."""
-TERMS = {
-    "kl": {"beta": 0.04, "where": "loss", "ratio_weighted": True},
-    "entropy_bonus": 0.01,
-    "importance_cap": 1.5,
-    "updates_per_step": 2,
-    "optimiser": SMOOTH,
-}
 PLAIN: dict[str, Any] = {"updates_per_step": 2, "optimiser": SMOOTH}
 
 

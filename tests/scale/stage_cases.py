@@ -36,8 +36,8 @@ from oncurve.train.reward_model import RewardModelLoop
 from oncurve.train.sharded import shared_out
 from oncurve.train.trpo import TrpoLoop
 from tests.faults.test_memory_of_stages import Full, of_pack, said
-from tests.scale.cases import CLOCKS, SMOOTH, Rewarded, Taken, taken
-from tests.train.builders import PROMPTS, policy, recipe, snapshot, stage
+from tests.scale.cases import CLOCKS, Rewarded, Taken, taken
+from tests.train.builders import PROMPTS, SMOOTH, policy, recipe, snapshot, stage
 
 PAIRS = [Pair(Prompt(id=str(i), text=f"{i}+1="), f"{i + 1}" * (1 + i % 4), f"{i}{i}={i}") for i in range(9)]
 """Of uneven lengths."""

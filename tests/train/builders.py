@@ -22,6 +22,16 @@ from oncurve.rewards.mix import RewardMix
 from oncurve.tasks.in_memory import PromptList
 from oncurve.train.loop import GrpoLoop
 
+SMOOTH = {"learning_rate": 0.5, "eps": 1.0, "max_grad_norm": 0.0}
+"""Adam with a large epsilon: the update is smooth in its gradient, so that rounding stays rounding."""
+TERMS = {
+    "kl": {"beta": 0.04, "where": "loss", "ratio_weighted": True},
+    "entropy_bonus": 0.01,
+    "importance_cap": 1.5,
+    "updates_per_step": 2,
+    "optimiser": SMOOTH,
+}
+"""A stage with every term of the loss."""
 SMALL = TinyModel(layers=1, width=32, heads=2, kv_heads=1, head_size=16, mlp_width=48, context=128)
 
 RECIPE = """

@@ -20,16 +20,8 @@ from torch import Tensor
 from oncurve.algos.objectives import OBJECTIVES
 from oncurve.records import GradedGroup, Group, ScoredGroup
 from oncurve.train.learner import Learner
-from tests.train.builders import apart, graded_group, gradient, policy, stage
+from tests.train.builders import TERMS, apart, graded_group, gradient, policy, stage
 
-SMOOTH = {"learning_rate": 0.5, "eps": 1.0, "max_grad_norm": 0.0}
-TERMS = {
-    "kl": {"beta": 0.04, "where": "loss", "ratio_weighted": True},
-    "entropy_bonus": 0.01,
-    "importance_cap": 1.5,
-    "updates_per_step": 2,
-    "optimiser": SMOOTH,
-}
 LENGTHS = st.lists(st.integers(1, 7), min_size=1, max_size=4)
 SHAPES = st.lists(st.tuples(st.integers(1, 20), LENGTHS), min_size=2, max_size=4)
 Shape = list[tuple[int, list[int]]]
