@@ -56,7 +56,7 @@ def train(asked: Asked, address: str, listeners: Sequence[Listener] = ()) -> Run
     recipe = asked.recipe if asked.run is None else moved(asked.run, asked.sets)
     assert recipe is not None
     _check_shares(recipe)
-    recipe = corrected(recipe)
+    _check_staleness(recipe)
     prepare(recipe)  # a recipe that can't run is told before anything is started
     door.connect(address)
     try:
@@ -90,15 +90,9 @@ def _check_shares(recipe: Recipe) -> None:
         )
 
 
-CAP = 2.0
-"""`importance_cap` of a stage that sets none: the usual bound of truncated importance sampling."""
-
-
-def corrected(recipe: Recipe) -> Recipe:
-    """Where samples may be stale, what the sampler thought of them is taken into account: it is written into the recipe."""
-    if not recipe.scale.max_staleness:
-        return recipe
-    for stage in recipe.stages:
+def _check_staleness(recipe: Recipe) -> None:
+    """Stale samples need a correction (`recipe.resolve.corrected`), which is a surrogate's."""
+    for stage in recipe.stages if recipe.scale.max_staleness else ():
         if isinstance(stage, Sampled) and not isinstance(stage, Surrogate):
             raise RecipeError(
                 "scale.max_staleness",
@@ -106,11 +100,6 @@ def corrected(recipe: Recipe) -> Recipe:
                 because=f"the stage '{stage.label}' ({stage.type}) has no correction for samples of older weights",
                 fix="use 0 (synchronous), or a stage of type grpo or ppo",
             )
-    stages = tuple(
-        s.model_copy(update={"importance_cap": CAP}) if isinstance(s, Surrogate) and s.importance_cap is None else s
-        for s in recipe.stages
-    )
-    return recipe.model_copy(update={"stages": stages})
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from oncurve.cluster.broadcast import Meeting, Members, open_store
 from oncurve.cluster.door import START_S, At, Gone, Peer, Ref, Silent, answer, first, here, put
-from oncurve.cluster.orders import Job, Order, Place, Told, as_bytes, trained
+from oncurve.cluster.orders import Job, Order, Phase, Place, Say, Told, as_bytes
 from oncurve.engines.native import Draws, NativeEngine
 from oncurve.errors import ClusterError
 from oncurve.models.policy import Policy
@@ -29,9 +29,6 @@ from oncurve.train.evaluate import EVAL_STEP
 
 POLL_S = 1.0
 """How long a sampler that has nothing to say keeps the question."""
-Say = Callable[[str], None]
-Phase = Callable[[str, At | None, str], None]
-"""Who, where as far as that is known, and in which phase."""
 LEARNER = "learner"
 Versions = tuple[tuple[int, int], ...]
 MOST_KILLS = 2
@@ -205,7 +202,7 @@ class RemoteEngine(NativeEngine):
             if self.group is None or self.group[0] != names:
                 self.group = (names, self._meet(up, backend))
             asked = [seat.peer.ask("receive", self.order.session, self.pushes) for seat in up]
-            self.group[1].broadcast([p.detach() for p in trained(self.policy).values()])
+            self.group[1].broadcast([p.detach() for p in self.policy.trained.values()])
             if all(answer(ref, self.timeout_s) for ref in asked):
                 return True
         except (Gone, Silent, RuntimeError) as error:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from oncurve.cluster.door import Peer
+from oncurve.cluster.door import At, Peer
 from oncurve.engines.native import Draws
 from oncurve.models.policy import Policy
 from oncurve.recipe.load import parse_recipe
@@ -25,6 +25,10 @@ from oncurve.records import Group, Prompt
 Bytes = NDArray[np.uint8]
 Place = tuple[int, int]
 """A group by the call of ``sample`` that asked for it, and its number among that call's prompts."""
+Say = Callable[[str], None]
+"""Tells a line of the run's log."""
+Phase = Callable[[str, At | None, str], None]
+"""Who, where as far as that is known, and in which phase."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,23 +82,18 @@ class Told:
     phase: str = "idle"
     rounds: int = 0
     """Rounds of tokens that it has decoded: a sampler at work on which this stands still hangs."""
-    failure: Mapping[str, Any] | None = field(default=None)
-
-
-def trained(policy: Policy) -> dict[str, Tensor]:
-    """The weights that training moves, each once; under LoRA the adapter's alone."""
-    return {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
+    failure: Mapping[str, Any] | None = None
 
 
 def as_bytes(policy: Policy) -> dict[str, Bytes]:
     """For the object store: plain memory, whatever the type of the numbers."""
-    flat = {name: p.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for name, p in trained(policy).items()}
+    flat = {name: p.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for name, p in policy.trained.items()}
     return {name: tensor.numpy() for name, tensor in flat.items()}
 
 
 @torch.no_grad()
 def put_weights(policy: Policy, found: Mapping[str, Bytes | Tensor]) -> None:
     """Into the very tensors that the sampler decodes with."""
-    for name, p in trained(policy).items():
+    for name, p in policy.trained.items():
         new = found[name]
         p.copy_(new if isinstance(new, Tensor) else torch.from_numpy(new.copy()).view(p.dtype).view(p.shape))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from oncurve.cluster.broadcast import Meeting, Members
 from oncurve.cluster.door import At, here
-from oncurve.cluster.orders import Bytes, Job, Order, Place, Told, put_weights, trained
+from oncurve.cluster.orders import Bytes, Job, Order, Place, Told, put_weights
 from oncurve.engines.choose import engine_for
 from oncurve.engines.native import NativeEngine
 from oncurve.errors import OncurveError
@@ -104,7 +104,7 @@ class Sampler:
         if session != self.session or self.group is None:
             return False
         assert self.engine is not None
-        tensors = {name: torch.empty_like(p) for name, p in trained(self.engine.policy).items()}
+        tensors = {name: torch.empty_like(p) for name, p in self.engine.policy.trained.items()}
         self.group.broadcast(list(tensors.values()))
         with self._changed:
             self._pushed = (version, tensors)

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from oncurve.cluster.door import START_S, At, Gone, Peer, Silent, answer, here
-from oncurve.cluster.orders import Order
+from oncurve.cluster.orders import Order, Phase, Say
 from oncurve.errors import ClusterError, OncurveError
 from oncurve.models.load import load_policy
 from oncurve.recipe.schema import Recipe
@@ -28,8 +28,6 @@ from oncurve.train.start import rewards_for, task_for
 
 Said = list[Aspect] | dict[str, Any] | None
 """Aspects; or an error as data; or nothing, by a process that does not know the session."""
-Say = Callable[[str], None]
-Phase = Callable[[str, At | None, str], None]
 
 
 class Scorer:
