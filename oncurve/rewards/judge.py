@@ -71,7 +71,7 @@ class JudgeOptions(Section):
     at_once: PositiveInt = 16
     """Requests under way at the same time."""
     cache: str | None = "runs/judge-cache.sqlite"
-    """Where replies are kept, by the whole request: the same question is never paid for twice."""
+    """Where replies are kept, by the whole request: the same question is never paid for twice. Empty: nowhere."""
 
     @model_validator(mode="after")
     def _fits(self) -> JudgeOptions:
@@ -92,7 +92,12 @@ def client_for(options: JudgeOptions, where: str) -> JudgeClient:
         template_columns(options.template)
     except RecipeError as error:
         raise RecipeError(f"{where}.template", error.what, because=error.because, fix=error.fix) from None
-    limits = {"retries": options.retries, "seconds": options.seconds, "at_once": options.at_once, "cache": options.cache}
+    limits = {
+        "retries": options.retries,
+        "seconds": options.seconds,
+        "at_once": options.at_once,
+        "cache": options.cache or None,
+    }
     return JudgeClient(where, options.base_url, options.key_env, **limits)  # type: ignore[arg-type]
 
 

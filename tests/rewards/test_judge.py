@@ -178,6 +178,13 @@ def test_the_same_question_is_asked_once(judge: Judge, tmp_path: Path) -> None:
     assert KEY.encode() not in (tmp_path / "cache.sqlite").read_bytes()
 
 
+def test_replies_are_kept_nowhere_where_a_recipe_says_so(judge: Judge) -> None:
+    """A TOML file has no None, and a run's recipe is one."""
+    for asked in (1, 2):
+        assert [a.value for a in graded(judge, "a", cache="")] == [0.7]
+        assert len(judge.requests) == asked
+
+
 def test_a_refused_reply_is_not_kept(judge: Judge, tmp_path: Path) -> None:
     judge.reply = lambda _: "no"
     assert graded(judge, "a", cache=str(tmp_path / "c.sqlite"))[0].value is None
