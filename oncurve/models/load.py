@@ -142,8 +142,6 @@ def _check_tiny(config: Model) -> None:
 
 def _adapt(model: Any, config: Model, seed: int) -> None:
     """A saved adapter, trained on where `lora` is set and merged where not; or a fresh one."""
-    if config.quantise is not None and config.lora is None:
-        _bits(config)
     if config.adapter is not None:
         lora.load(model, Path(config.adapter))
         if config.lora is None:
