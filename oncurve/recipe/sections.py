@@ -128,6 +128,10 @@ class Model(Section):
     trust_remote_code: bool = False
     """Run Python code that lies in the model's folder. Off: such a model is refused."""
 
+    def at(self, source: str) -> Model:
+        """The same settings for a whole model that lies there: with no adapter on top, and not quantised."""
+        return self.model_copy(update={"source": source, "lora": None, "adapter": None, "quantise": None})
+
 
 class Task(Section):
     """What is asked. `type` picks a task; the other keys are that task's own options, checked when it is built."""

@@ -146,7 +146,9 @@ class Comparison:
         tokens = None if spent is None or not by_tokens else round(spent.tokens)
         seconds = None if spent is None or by_tokens else spent.seconds
         recipe = at_constant_rate(recipe, tokens=tokens, seconds=seconds)
-        model = recipe.model if start is None else recipe.model.model_copy(update={"source": str(start.resolve())})
+        # The start has become whole, with the adapter that it began from.
+        began = {} if start is None else {"source": str(start.resolve()), "adapter": None}
+        model = recipe.model.model_copy(update=began)
         return recipe.model_copy(update={"name": algorithm, "seed": seed, "stages": recipe.stages[-1:], "model": model})
 
     def _sets(self, algorithm: str) -> list[str]:

@@ -58,7 +58,6 @@ def open_target(target: str, runs_dir: Path, model: Model | None = None) -> Open
     if of is not None:
         return Opened(open_run(of, place), target, of)
     plain = model or Model(dtype="bfloat16" if choose_device("auto").type == "cuda" else "float32")
-    config = plain.model_copy(update={"source": target, "lora": None, "adapter": None, "quantise": None})
     if target == "tiny":
         raise RunError(
             target,
@@ -66,15 +65,14 @@ def open_target(target: str, runs_dir: Path, model: Model | None = None) -> Open
             because="the built-in model knows nothing before a run",
             fix="name a run",
         )
-    return Opened(load_policy(config, alphabet=None, seed=0), target)
+    return Opened(load_policy(plain.at(target), alphabet=None, seed=0), target)
 
 
 def open_run(run: RunFolder, place: str | None = None) -> Policy:
     """The run's final model, or where it has none yet the weights of its newest whole checkpoint; ``place`` names another."""
     recipe = load_recipe(run.recipe)
     if place is None and (run.model / "config.json").is_file():
-        merged = {"source": str(run.model), "lora": None, "adapter": None, "quantise": None}
-        return load_policy(recipe.model.model_copy(update=merged), alphabet=None, seed=recipe.seed)
+        return load_policy(recipe.model.at(str(run.model)), alphabet=None, seed=recipe.seed)
     found = _checkpoint(run, place) if place else checkpoints.newest_valid(run.checkpoints, lambda path, why: None)
     if found is None:
         raise RunError(

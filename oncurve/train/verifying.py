@@ -84,7 +84,7 @@ def _model(run: RunFolder, recipe: Recipe, newest: Checkpoint | None, finished: 
         yield Check("model", "wrong" if finished else "note", "there is none" if finished else "not written yet")
         return
     try:
-        policy = load_policy(recipe.model.model_copy(update={"source": str(run.model)}), alphabet=None, seed=recipe.seed)
+        policy = load_policy(recipe.model.at(str(run.model)), alphabet=None, seed=recipe.seed)
     except OncurveError as error:
         yield Check("model", "wrong", f"{error.what}, because {error.because}")
         return

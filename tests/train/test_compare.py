@@ -134,6 +134,16 @@ def _groups(run: RunFolder, label: str) -> list[Any]:
         return [store.group(label, 1, i) for i in range(len(store.groups(label, 1)))]
 
 
+def test_runs_from_a_shared_start_train_an_adapter_of_their_own(tmp_path: Path) -> None:
+    """The start is whole: the adapter that its stages began from is in it, and would not fit on top."""
+    asked = recipe("model.lora.rank=2", "model.adapter=before/adapter")
+    made = Comparison(tmp_path, request_of(asked, "grpo,ppo", 1, "tokens", ()))
+    model = made._arm("ppo", 0, tmp_path / "start" / "model", None).model
+    assert (model.source, model.adapter) == (str(tmp_path / "start" / "model"), None)
+    assert model.lora == asked.model.lora
+    assert made._arm("ppo", 0, None, None).model == asked.model
+
+
 def test_a_budget_of_time_stops_by_the_clock(tmp_path: Path) -> None:
     outcomes = Comparison.ask(tmp_path / "c", request("grpo,reinforce", 1, "time"), here).go()
     assert outcomes[1].seconds >= outcomes[0].seconds

@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from oncurve.models import lora
 from oncurve.recipe.sections import Model
 from oncurve.train.opened import export, open_run
-from oncurve.train.start import begin
+from oncurve.train.start import begin, task_for
+from oncurve.train.verifying import verify
 from tests.train.builders import policy, recipe
 from tests.train.test_iterate import in_slices
 
@@ -31,6 +32,23 @@ def test_a_run_with_an_adapter_ends_in_the_same_bits_and_exports_a_plain_model(t
     export(whole, tmp_path / "plain")
     assert torch.equal(load_file(tmp_path / "plain" / "model.safetensors")["model.norm.weight"], one["model.norm.weight"])
     assert Model(source=str(tmp_path / "plain")).lora is None
+
+
+def test_a_run_that_goes_on_from_an_adapter_is_found_whole(tmp_path: Path) -> None:
+    """Its model is a plain one, and is looked at as such: the adapter that it began from was for another base."""
+    short = ("model.lora.rank=2", "task.heldout=3", "sft.steps=1", "grpo.steps=1")
+    first = begin(recipe(*short), out=tmp_path / "first")
+    second = begin(recipe(*short, f"model.adapter={first.path / 'adapter'}"), out=tmp_path / "second")
+    plain = f"{sum(p.numel() for p in policy(alphabet=alphabet()).model.parameters()):,} parameters"
+    for run in (first, second):
+        found = {check.name: check for check in verify(run)}
+        assert found["model"].mark == "ok", found["model"]
+        assert plain in found["model"].message
+
+
+def alphabet() -> str:
+    asked = recipe()
+    return task_for(asked, asked.stages[0]).alphabet or ""
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
