@@ -30,6 +30,7 @@ from oncurve.records import Prompt, ScoredGroup
 from oncurve.rewards.mix import RewardMix
 from oncurve.tasks.base import Task
 from oncurve.tasks.order import prompts_for_step
+from oncurve.train.best_of_n import pass_at
 from oncurve.train.given import refuse_from_python
 from oncurve.train.loop import GrpoLoop
 from oncurve.train.run import load_weights, weights
@@ -135,11 +136,6 @@ def untrained(recipe: Recipe, stage: Grpo) -> str | None:
     return "this is the built-in model with random weights: it knows nothing yet" if recipe.model.source == "tiny" else None
 
 
-def pass_at(right: int, count: int, k: int) -> float:
-    """Chance that one of k completions is right, where ``right`` of ``count`` were: 1 − C(n−c, k)/C(n, k)."""
-    return 1 - math.comb(count - right, k) / math.comb(count, k)
-
-
 def signal_at(totals: Sequence[float], size: int) -> float:
     """Chance that a group of ``size`` of one prompt has two different rewards."""
     counts, n = Counter(totals).values(), len(totals)
@@ -209,7 +205,7 @@ def _report(
         prompts=len(scored),
         samples=samples,
         temperature=stage.sampling.temperature,
-        pass_at={k: _mean([pass_at(c, samples, k) for c in right]) for k in _powers(samples)},
+        pass_at={k: _mean([pass_at(k, c, samples) for c in right]) for k in _powers(samples)},
         all_right=_mean([c == samples for c in right]),
         all_wrong=_mean([c == 0 for c in right]),
         no_signal=1 - here,

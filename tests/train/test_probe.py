@@ -19,7 +19,6 @@ from oncurve.train.probe import (
     choose_group_size,
     choose_length,
     choose_temperature,
-    pass_at,
     probe,
     signal_at,
 )
@@ -38,13 +37,6 @@ def small(tmp_path: Path, *stages: dict[str, object]) -> Recipe:
             "stages": [*stages, grpo],
         }
     )
-
-
-def test_pass_at_k_by_hand() -> None:
-    assert pass_at(0, 4, 2) == 0.0
-    assert pass_at(1, 4, 1) == pytest.approx(0.25)
-    assert pass_at(1, 4, 2) == pytest.approx(1 - 3 / 6)  # C(3,2)/C(4,2)
-    assert pass_at(3, 4, 2) == 1.0
 
 
 @given(st.lists(st.sampled_from([0.0, 0.1, 1.0]), min_size=2, max_size=8), st.integers(2, 8))
