@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from oncurve.models.packing import Pack
+from oncurve.models.packing import Pack, followed
 from oncurve.models.policy import Policy
 from oncurve.records import Ints
 
@@ -39,7 +39,7 @@ class Critic:
     def values(self, pack: Pack) -> Tensor:
         """V before each predicted token of a pack, [M]."""
         hidden_ND = self.trunk.hidden(pack.input_ids, pack.position_ids, pack.layout)[0]
-        value_M1: Tensor = self.head(hidden_ND[pack.source_M].to(self.head.weight.dtype))
+        value_M1: Tensor = self.head(followed(hidden_ND, pack.source_M).to(self.head.weight.dtype))
         return value_M1[:, 0]
 
     def state(self) -> dict[str, Tensor]:

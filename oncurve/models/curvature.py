@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from oncurve.models.packing import Pack, PackLayout
+from oncurve.models.packing import Pack, PackLayout, followed
 from oncurve.models.policy import Policy
 
 
@@ -48,7 +48,7 @@ def all_logps(policy: Policy, pack: Pack, temperature: float) -> Tensor:
     """Log-probs of the whole vocabulary at each predicted token, [M, V], differentiable twice."""
     layout = _Plain.of(pack)
     out = policy.backbone(input_ids=pack.input_ids, position_ids=pack.position_ids, use_cache=False, layout=layout)
-    logits_MV = policy.head.logits(out.last_hidden_state[0][pack.source_M])
+    logits_MV = policy.head.logits(followed(out.last_hidden_state[0], pack.source_M))
     return (logits_MV / temperature).log_softmax(-1)
 
 

@@ -152,6 +152,16 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
+def followed(hidden_ND: Tensor, source_M: Tensor) -> Tensor:
+    """The hidden state that each predicted token of a pack follows from, [M, D].
+
+    First tokens of a group's completions all follow from its prompt's last one, whose gradient is their sum. On a CPU the
+    derivative of indexing adds in the order in which threads come by, that of `index_select` in the index's own: the same
+    bits each time. On a GPU it is the other way round.
+    """
+    return hidden_ND.index_select(0, source_M) if hidden_ND.device.type == "cpu" else hidden_ND[source_M]
+
+
 class PackLayout:
     """Attention inside a pack. Linear layers see packed tokens; only here are they padded, by gathering.
 

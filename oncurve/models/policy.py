@@ -20,7 +20,7 @@ from oncurve.models.compiled.backbone import can_run
 from oncurve.models.fused import FusedDecoder
 from oncurve.models.gradients import GradientSums
 from oncurve.models.logprobs import Head, rows_at_once, token_logps
-from oncurve.models.packing import Bundle, Pack, build_pack
+from oncurve.models.packing import Bundle, Pack, build_pack, followed
 from oncurve.records import Ints, Prompt
 
 MARK = "oncurve mark"
@@ -104,7 +104,7 @@ class Policy:
 
     def pack_hidden(self, pack: Pack) -> Tensor:
         """The hidden state that each predicted token of a pack follows from, [M, D]."""
-        return self.hidden(pack.input_ids, pack.position_ids, pack.layout)[0][pack.source_M]
+        return followed(self.hidden(pack.input_ids, pack.position_ids, pack.layout)[0], pack.source_M)
 
     def logps_of(self, hidden_MD: Tensor, target_M: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """(log-prob, entropy) of each target, [M]."""

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oncurve.models.packing import Bundle, build_pack, split_by_budget
+from oncurve.models.packing import Bundle, build_pack, followed, split_by_budget
 
 CPU = torch.device("cpu")
 
@@ -83,3 +83,21 @@ def test_by_hand() -> None:
     assert [[p.keys for p in part] for part in split_by_budget([a, b], 6)] == [[(0, 1), (2,)]]
     assert [[p.keys for p in part] for part in split_by_budget([a, b], 4)] == [[(0, 1)], [(2,)]]
     assert [[p.keys for p in part] for part in split_by_budget([a, b], 1)] == [[(0,)], [(1,)], [(2,)]]
+
+
+def test_the_gradient_of_a_prompts_last_token_is_added_up_in_the_completions_order() -> None:
+    """Threads that come by in another order, on a busy machine, would give other bits."""
+    rows, threads = 20_000, torch.get_num_threads()
+    grad_MD = torch.from_numpy(np.random.default_rng(0).normal(size=(rows, 64)).astype(np.float32))
+    expected = torch.zeros(64)
+    for row in grad_MD:
+        expected = expected + row
+    torch.set_num_threads(2)
+    try:
+        for _ in range(5):
+            hidden_ND = torch.zeros(3, 64, requires_grad=True)
+            followed(hidden_ND, torch.ones(rows, dtype=torch.int64)).backward(grad_MD)  # type: ignore[no-untyped-call]
+            assert hidden_ND.grad is not None
+            assert torch.equal(hidden_ND.grad[1], expected)
+    finally:
+        torch.set_num_threads(threads)
