@@ -7,9 +7,6 @@ VLLM := .venv-vllm
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
 VLLM_PIP := $(VLLM)/bin/python -m pip --disable-pip-version-check --quiet --quiet
 
-# A worker for each core; tests of one file share what they made, so they stay together.
-TOGETHER := -n auto --dist loadfile
-
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help setup train test test-slow test-gpu test-vllm check bench docs web check-web
@@ -30,10 +27,10 @@ train: $(VENV)/.run
 	@$(BIN)/oncurve train recipes/arithmetic.toml
 
 test: $(VENV)/.dev
-	@$(BIN)/python -m pytest -q $(TOGETHER) -m "not slow and not gpu and not vllm"
+	@$(BIN)/python -m pytest -q -n auto -m "not slow and not gpu and not vllm"
 
 test-slow: $(VENV)/.dev
-	@$(BIN)/python -m pytest -q $(TOGETHER) -m "slow and not gpu and not vllm"
+	@$(BIN)/python -m pytest -q -n auto -m "slow and not gpu and not vllm"
 
 test-gpu: $(VENV)/.dev
 	@$(BIN)/python -m pytest -q -m gpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -21,3 +22,15 @@ def one_thread() -> None:
 def pytest_xdist_auto_num_workers() -> int:
     """A worker for each core, and never so many that their copies of torch fill a laptop's memory."""
     return min(os.cpu_count() or 1, 8)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Tests of one file stay together, and share what they made; so do all that need a Ray cluster, of which one is enough."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Together(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return "tests/cluster" if nodeid.startswith("tests/cluster/") else nodeid.partition("::")[0]
+
+    return Together(config, log)

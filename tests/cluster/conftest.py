@@ -1,4 +1,4 @@
-"""A Ray cluster of three nodes and a head on this machine, made for a file of tests and gone with it."""
+"""A Ray cluster of three nodes and a head on this machine, made for the tests of this folder and gone with them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AS_EAGER = {"worker_niceness": 0}
 """Ray's workers stand back behind everything else of a machine unless told otherwise: behind other tests, here."""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def ray_folder() -> Iterator[str]:
     """A place of the cluster's own for its sockets and logs; their paths must be short."""
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
@@ -33,7 +33,7 @@ def ray_folder() -> Iterator[str]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def cluster(ray_folder: str) -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
