@@ -58,7 +58,7 @@ def disk_error(path: Path, number: int | None, text: str, needed: int | None = N
         str(path),
         text,
         because="the system refused to read or write it",
-        fix="check the disk and the path, then go on with --resume",
+        fix="check the disk and the path; a run that was stopped by it goes on with --resume",
     )
 
 

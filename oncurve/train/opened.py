@@ -125,7 +125,7 @@ def recipe_for(task: str | None, run: RunFolder | None, sets: list[str], source:
                 "--task",
                 "missing",
                 because=f"{source} is no run, so there is no recipe that says what to ask",
-                fix=f"name a recipe, or one of: {', '.join(TASKS)}",
+                fix=f"for a model, name a recipe or one of: {', '.join(TASKS)}; for a run, `oncurve runs` lists them",
             )
         own = load_recipe(run.recipe, sets)
         refuse_from_python(own, own.stages[-1])
