@@ -24,8 +24,8 @@ from oncurve.train.start import begin, resume
 from tests.scale.processes import SERVER, environment
 from tests.train.builders import recipe as small
 
-GONE_S = 30.0
-"""When a rank is killed, all must be gone within 10 s, and on a machine with other work within three times that."""
+GONE_S = 10.0
+"""When a rank is killed or refused, all must be gone by then. Beside three other programs on two cores it took 3.4 s at most."""
 
 
 def slow(completion: str) -> float:
