@@ -25,7 +25,7 @@ from tests.scale.processes import SERVER, environment
 from tests.train.builders import recipe as small
 
 GONE_S = 10.0
-"""When a rank is killed or refused, all must be gone by then. Beside three other programs on two cores it took 3.4 s at most."""
+"""When a rank is killed or refused, all must be gone by then. Beside three other programs on two cores it took 3.4 s."""
 
 
 def slow(completion: str) -> float:
