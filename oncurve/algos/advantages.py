@@ -164,13 +164,13 @@ def _grade_group(group: ScoredGroup, outcome_G: Tensor, gradable_G: Tensor, eps:
     steps = [counted_steps(s) for s in group.scored]
     ends, rewards = [[end for end, _ in of] for of in steps], [[r for _, r in of] for of in steps]
     compared = sum(map(len, rewards)) >= 2
-    process = process_advantages(rewards, ends, lengths, eps)
+    process = process_advantages(rewards, ends, lengths, eps) if compared else None
     advantages, graded = [], []
-    for i, s in enumerate(group.scored):
-        counts = bool(gradable_G[i]) or (compared and any(a.steps is not None and a.weight != 0 for a in s.aspects))
+    for i, (s, outcome, comparable) in enumerate(zip(group.scored, outcome_G.tolist(), gradable_G.tolist(), strict=False)):
+        counts = comparable or (compared and any(a.steps is not None and a.weight != 0 for a in s.aspects))
         graded.append(counts and s.failure is None and not (mask_cut and s.completion.cut))
-        token_T = (process[i] + outcome_G[i]).numpy().astype(np.float32)
-        advantages.append(token_T if graded[i] else np.zeros_like(token_T))
+        of_steps = 0.0 if process is None else process[i].numpy()
+        advantages.append(np.full(lengths[i], (of_steps + outcome) if graded[i] else 0.0, np.float32))
     return GradedGroup(group, tuple(advantages), tuple(graded))
 
 

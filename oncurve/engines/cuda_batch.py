@@ -40,7 +40,11 @@ BUCKET = 64
 """Prompts are prefilled at lengths rounded up to this."""
 PREFILL_TOKENS = 2048
 """Prompts of one bucket are prefilled together up to this many tokens, and longer ones in chunks of it."""
-AHEAD = 32
+PREFILL_TOKENS_SMALL = 8192
+"""The same for a model so small that the host takes longer to launch a pass than the GPU to compute it."""
+SMALL = 1e9
+"""Parameters that such a model has at most."""
+AHEAD = 64
 """Prompts of the queue that are prefilled together with one that is due."""
 
 
@@ -147,12 +151,14 @@ class GpuBatch:
                 following = self._launch()
                 if under_way is not None:
                     whole = self._collect(under_way)
+                    if not self.waiting and not any(self.row_in):
+                        self.pool.begin_to_close()  # while the last texts are decoded
                     if whole:
                         yield whole
                 self._admit()
                 under_way = following
         finally:
-            self.sampler.pool.close()
+            self.pool.close()
 
     def _take_new_weights(self) -> None:
         """As in native.py. What is under way on the device comes before them: both are in one stream."""
@@ -243,8 +249,9 @@ class GpuBatch:
         return True
 
     def _prefill_tokens(self) -> int:
-        """How many make a batch."""
-        return PREFILL_TOKENS
+        """How many make a batch: one number for a model, as a batch of another shape would round differently."""
+        parameters = sum(p.numel() for p in self.sampler.policy.model.parameters())
+        return PREFILL_TOKENS if parameters > SMALL else PREFILL_TOKENS_SMALL
 
     def _prefill(self, length: int, size: int, groups: list[int]) -> None:
         """Prompts of one bucket in batches of one shape: which prompts share a batch changes no bit of any."""

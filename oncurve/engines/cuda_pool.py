@@ -8,7 +8,9 @@ grows.
 from __future__ import annotations
 
 import logging
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -72,6 +74,7 @@ class PagedPool:
         self.data: Tensor | None = None
         self.free: list[int] = []
         self.limit = self.there = 0
+        self._closing: Future[None] | None = None
         if device.type == "cuda":
             try:
                 self.stretch = Stretch(torch.cuda.get_device_properties(device).total_memory, device)
@@ -126,11 +129,25 @@ class PagedPool:
             self.data = torch.zeros(self._tensor_shape(pages), dtype=self.shape.dtype, device=self.device)
         self.free, self.there = list(range(pages - 1, -1, -1)), pages
 
+    def begin_to_close(self) -> None:
+        """As ``close``, which is still to be called, in a thread of its own: the driver takes some ms to unmap gigabytes."""
+        if self.stretch is not None and self._closing is None:
+            self._closing = self._thread.submit(self._release, self.stretch)
+
     def close(self) -> None:
         """Memory goes back to the driver, for the learner; addresses stay, and with them captured graphs."""
-        if self.stretch is not None:
-            torch.cuda.synchronize(self.device)
-            self.stretch.release()
+        self.begin_to_close()
+        if self._closing is not None:
+            closing, self._closing = self._closing, None
+            closing.result()
+
+    def _release(self, stretch: Stretch) -> None:
+        torch.cuda.synchronize(self.device)
+        stretch.release()
+
+    @cached_property
+    def _thread(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, thread_name_prefix="oncurve-pool")
 
 
 def pages_for(tokens: int) -> int:

@@ -67,7 +67,7 @@ class DpoLoop:
         with clock("update"):
             own = self._in_fitting_packs(chosen, partial(self._gradient, count=len(chosen)))
             seen = own.of_all(self.world)
-            update = self.optimiser.step(loss=seen["loss"])
+            update = self.optimiser.step(lambda: {"loss": seen["loss"]})
         metrics = seen | {
             **update.metrics,
             "tokens_per_s": seen["tokens"] / clock.seconds["update"],

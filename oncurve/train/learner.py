@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import TypeVar
 
@@ -77,9 +78,8 @@ class Learner:
                 if self._used(groups, chunks[i]):
                     before = seen.mark()
                     batches[i] = self._gradient(groups, batches[i], total, seen if last else None)
-                    watched = seen.since(before)
                     with self.phases("optimiser"):
-                        seen.updates.append(self.optimiser.step(**watched))
+                        seen.updates.append(self.optimiser.step(partial(seen.since, before)))
         return self._timed(seen.learned(), [micro.pack for batch in batches for micro in batch])
 
     def _timed(self, learned: Learned, packs: Sequence[Pack]) -> Learned:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -89,14 +89,15 @@ class Optimiser:
             self.sums.absorb()
 
     @torch.no_grad()
-    def step(self, **watched: float) -> Update:
+    def step(self, watched: Callable[[], Mapping[str, float]] = dict) -> Update:
         """Clip, update, advance the schedule. Where the guard refuses the gradient, or what the caller has it watch (loss, kl,
-        reward), no weight moves; the schedule still advances."""
+        reward), no weight moves; the schedule still advances. ``watched`` is asked last: a GPU is at work on the gradient, and
+        what the host does before it waits for that takes no time."""
         self._hand_over()
         rate = rate_at(self.settings, self.done, self.updates)
         self.done += 1
         norm = self._clip(self.settings.max_grad_norm or math.inf)
-        why = self.guard.refusal({"grad_norm": norm, **watched})
+        why = self.guard.refusal({"grad_norm": norm, **watched()})
         if why is not None:
             note("bad", f"update left out: {why}")
             return Update(norm, rate, skipped=True)

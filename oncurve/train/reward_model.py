@@ -144,7 +144,7 @@ class RewardModelLoop:
             return together(seen)
 
         found = self._of_all(self._in_fitting_parts(chosen, attempt))
-        done = self.optimiser.step(loss=found.loss / total)
+        done = self.optimiser.step(lambda: {"loss": found.loss / total})
         return {
             "loss": found.loss / total,
             **_right(found),

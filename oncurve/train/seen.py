@@ -72,8 +72,8 @@ LARGEST = ("ratio_max", "mismatch_max")
 class Seen:
     """Gathers what the last pass over a step saw, for metrics and for the store.
 
-    A pack is noted without waiting for the device. Its numbers are brought over when somebody looks, the values of its tokens
-    at the end, when the device is at work on the update.
+    A pack is noted without waiting for the device. What it showed is brought over when somebody looks, before the optimiser's
+    update; the values of its tokens are sorted out at the end, when the device is at work on that.
     """
 
     def __init__(self, groups: Sequence[GradedGroup], world: World = ALONE) -> None:
@@ -81,8 +81,8 @@ class Seen:
         self.stats: list[list[TokenStats | None]] = [[None] * len(g.graded) for g in groups]
         self.updates: list[Update] = []
         self._noted: list[_Noted] = []
-        self._told = 0
-        """Of how many of those noted the numbers have been brought over."""
+        self._columns: list[np.ndarray] = []
+        """Values of tokens, [X, M], of those noted that have been brought over."""
         self.tokens = 0
         self.sums: dict[str, float] = {}
         self.largest = dict.fromkeys(LARGEST, 0.0)
@@ -96,8 +96,7 @@ class Seen:
 
     def back_to(self, mark: Mark) -> None:
         """Forgets what a pass that did not come to its end has noted."""
-        del self._noted[mark.packs :]
-        self._told = mark.packs
+        del self._noted[mark.packs :], self._columns[mark.packs :]
         self.tokens, self.sums, self.largest, self.losses = mark.tokens, dict(mark.sums), dict(mark.largest), dict(mark.losses)
 
     def since(self, mark: Mark) -> dict[str, float]:
@@ -139,25 +138,14 @@ class Seen:
         self._noted.append(_Noted(micro, tuple(numbers), torch.stack(list(numbers.values())), table_XM))
 
     def _settle(self) -> None:
-        """Brings over the numbers of all that was noted, in one transfer."""
-        new = self._noted[self._told :]
-        if new:
-            for one, values in zip(new, torch.stack([one.numbers for one in new]).cpu().tolist(), strict=True):
-                self._add(dict(zip(one.names, values, strict=True)))
-        self._told = len(self._noted)
-
-    def _bring_tokens(self) -> None:
-        """The values of all tokens, in one transfer."""
-        if not self._noted:
+        """Brings over all that was noted since, in two transfers."""
+        new = self._noted[len(self._columns) :]
+        if not new:
             return
-        columns_XM = torch.cat([one.columns_XM for one in self._noted], 1).cpu().numpy()
-        at = 0
-        for one in self._noted:
-            width = one.columns_XM.shape[1]
-            self._keep_tokens(one.micro, columns_XM[:, at : at + width])
-            at += width
-        self._noted.clear()
-        self._told = 0
+        for one, values in zip(new, torch.stack([one.numbers for one in new]).cpu().tolist(), strict=True):
+            self._add(dict(zip(one.names, values, strict=True)))
+        ends = np.cumsum([one.columns_XM.shape[1] for one in new])[:-1]
+        self._columns += np.split(torch.cat([one.columns_XM for one in new], 1).cpu().numpy(), ends, 1)
 
     def _add(self, numbers: Mapping[str, float]) -> None:
         self.tokens += round(numbers["tokens"])
@@ -178,7 +166,8 @@ class Seen:
 
     def learned(self) -> Learned:
         self._settle()
-        self._bring_tokens()
+        for one, columns_XM in zip(self._noted, self._columns, strict=True):
+            self._keep_tokens(one.micro, columns_XM)
         sums = self.world.summed({"tokens": self.tokens, **self.sums, **self.losses})
         tokens, losses = sums.pop("tokens"), {name: sums.pop(name) for name in self.losses}
         largest = self.world.largest(self.largest)

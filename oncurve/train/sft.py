@@ -179,7 +179,7 @@ class SftLoop:
                 lambda budget: self._gradient(bundles, masks, budget), self.tokens_per_pack, least=least, what="tokens_per_pack"
             )
             seen = self.world.summed({"loss": loss, "entropy": entropy})
-            update = self.optimiser.step(loss=seen["loss"])
+            update = self.optimiser.step(lambda: {"loss": seen["loss"]})
         metrics = {
             **seen,
             **update.metrics,

@@ -30,7 +30,8 @@ def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (cuda_batch, cuda_pool):
         monkeypatch.setattr(module, "PAGE", 4)
     monkeypatch.setattr(cuda_batch, "BUCKET", 4)
-    monkeypatch.setattr(cuda_batch, "PREFILL_TOKENS", 8)
+    for name in ("PREFILL_TOKENS", "PREFILL_TOKENS_SMALL"):
+        monkeypatch.setattr(cuda_batch, name, 8)
 
 
 @torch.inference_mode()

@@ -22,6 +22,7 @@ def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that turns cross pages."""
     for module in (cuda_batch, cuda_pool):
         monkeypatch.setattr(module, "PAGE", 8)
+    monkeypatch.setattr(cuda_batch, "PREFILL_TOKENS_SMALL", 128)
 
 
 @torch.inference_mode()

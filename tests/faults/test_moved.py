@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import socket
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,9 +39,9 @@ class Gradients:
         self.seen: list[torch.Tensor] = []
         real = Optimiser.step
 
-        def step(optimiser: Optimiser, **watched: float) -> Update:
+        def step(optimiser: Optimiser, watched: Callable[[], Mapping[str, float]]) -> Update:
             self.seen.append(torch.cat([p.grad.flatten() for p in optimiser.weights if p.grad is not None]).clone())
-            return real(optimiser, **watched)
+            return real(optimiser, watched)
 
         monkeypatch.setattr(Optimiser, "step", step)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -110,11 +111,11 @@ def test_minibatches_are_updates_on_parts_of_the_step_with_totals_of_their_own()
     seen: list[Tensor] = []
     step = whole.optimiser.step
 
-    def watched(**values: float) -> Update:
+    def watched(values: Callable[[], Mapping[str, float]]) -> Update:
         seen.append(gradient(whole.policy.model).clone())
-        return step(**values)
+        return step(values)
 
-    whole.optimiser.step = watched  # type: ignore[method-assign]
+    whole.optimiser.step = watched  # type: ignore[assignment, method-assign]
     whole.update(batch)
     half.update(batch[:2])
     assert len(seen) == 2
