@@ -154,6 +154,12 @@ def pages_for(tokens: int) -> int:
     return -(-tokens // PAGE)
 
 
+def _aligned(x: Tensor) -> Tensor:
+    """With rows that begin at multiples of 16 bytes. Those of v may not: an adapter's product lies beside it (gpu_lora.py), as
+    wide as its rank. Kernels behind torch's attention take 16 bytes at once, and some do not look first."""
+    return x if all(step * x.itemsize % 16 == 0 for step in x.stride()[:-1]) else x.contiguous()
+
+
 def free_memory(device: torch.device) -> int:
     """Bytes that nobody holds, and what torch keeps cached."""
     free, _ = torch.cuda.mem_get_info(device)
@@ -174,6 +180,7 @@ class PagedPrefill:
         store(k, v, self.pool, layer, self.table_BP, self.start_B, self.length_B)
         plain = softcap is None and (window is None or window >= len(self.positions))
         if plain and not self.start:
+            q, k, v = (_aligned(x) for x in (q, k, v))
             out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
             return out.transpose(1, 2)
         if self.start:

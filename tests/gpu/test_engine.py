@@ -77,6 +77,11 @@ def errors(engine: NativeEngine, groups: list[Group], temperature: float) -> tor
     return torch.cat(found)
 
 
+def assert_near(found: torch.Tensor, dtype: torch.dtype) -> None:
+    largest, mean = float(found.max()), float(found.mean())
+    assert (largest < 1e-4) if dtype == torch.float32 else (mean < 0.02), (largest, mean)
+
+
 def bits(completions: tuple[Completion, ...]) -> list[tuple[bytes, ...]]:
     return [(c.token_ids.tobytes(), c.logps.tobytes(), c.raw_logps.tobytes(), c.text.encode()) for c in completions]
 
@@ -88,10 +93,7 @@ def test_logps_are_those_of_a_full_forward_in_float32(name: str, dtype: torch.dt
     found = errors(own, sample(own, LENGTHS, 3, Sampling(temperature=0.8, max_new_tokens=70)), 0.8)
     assert own.gpu is not None
     assert own.gpu.by_graph
-    if dtype == torch.float32:
-        assert float(found.max()) < 1e-4
-    else:
-        assert float(found.mean()) < 0.02
+    assert_near(found, dtype)
 
 
 def headed(head_size: int) -> PreTrainedModel:
@@ -112,7 +114,7 @@ def test_head_sizes(head_size: int, dtype: torch.dtype) -> None:
     own = engine_of(headed(head_size), dtype)
     found = errors(own, sample(own, LENGTHS, 2, Sampling(temperature=0.8, max_new_tokens=20)), 0.8)
     assert own.policy.fused is not None
-    assert float(found.max()) < 1e-4 if dtype == torch.float32 else float(found.mean()) < 0.02
+    assert_near(found, dtype)
 
 
 def test_products_of_our_own() -> None:
@@ -221,7 +223,7 @@ def test_weights_that_an_optimiser_changes_are_seen_with_no_call(dtype: torch.dt
     assert graphs.items() <= own.gpu.graphs.items(), "what was captured before the update is used after it"
     assert [bits(g.completions) for g in before] != [bits(g.completions) for g in after]
     found = errors(own, after, 0.8)
-    assert float(found.max()) < 1e-4 if dtype == torch.float32 else float(found.mean()) < 0.02
+    assert_near(found, dtype)
 
 
 @pytest.mark.parametrize("how", [Sampling(max_new_tokens=100), Sampling(max_new_tokens=100, top_k=5)])
@@ -257,7 +259,7 @@ def test_lora_layers_are_active(options: dict[str, object], dtype: torch.dtype) 
     assert (own.policy.fused is None) == ("dora" in options)
     groups = sample(own, LENGTHS, 3, Sampling(max_new_tokens=30))
     found = errors(own, groups, 1.0)
-    assert float(found.max()) < 1e-4 if dtype == torch.float32 else float(found.mean()) < 0.02
+    assert_near(found, dtype)
     assert own.gpu is not None
     assert own.gpu.by_graph
     base = sample(engine("qwen3", dtype), LENGTHS, 3, Sampling(max_new_tokens=30))
@@ -290,7 +292,7 @@ def test_lora_weights_that_an_optimiser_changes_are_seen_with_no_call(dtype: tor
     assert graphs.items() <= own.gpu.graphs.items(), "what was captured before the update is used after it"
     assert [bits(g.completions) for g in before] != [bits(g.completions) for g in after]
     found = errors(own, after, 0.8)
-    assert float(found.max()) < 1e-4 if dtype == torch.float32 else float(found.mean()) < 0.02
+    assert_near(found, dtype)
 
 
 def test_a_mixture_of_experts_is_sampled_faithfully(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,10 +12,12 @@ import peft
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from oncurve.engines.cuda import GpuSampler
 from oncurve.engines.cuda_batch import Ask
+from oncurve.engines.cuda_pool import PAGE, PagedPrefill
 from oncurve.models import lora
 from oncurve.models.gpu_decoder import GpuDecoder
 from oncurve.models.gradients import GradientSums
@@ -225,3 +227,21 @@ def test_the_kernel(sizes: list[int], rank: int) -> None:
     spread(both, low, b, 0.3, Tiles.of(sizes, adapters, rank, DEVICE, every=False), None, both)
     assert apart(both[:, :O] + bias, expected) < 1e-6
     assert torch.equal(both[:, O:], low)
+
+
+def test_prompts_reach_torchs_attention_in_aligned_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three adapters of rank 4 lie beside v, 24 bytes wide; kernels behind torch's attention may take 16 at once."""
+    policy = fast(adapted(make_model("qwen3")).to(torch.bfloat16))
+    plain, seen = functional.scaled_dot_product_attention, list[Tensor]()
+
+    def watched(q: Tensor, k: Tensor, v: Tensor, **more: Any) -> Tensor:
+        seen.extend((q, k, v))
+        return plain(q, k, v, **more)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", watched)
+    pool, lengths = torch.zeros(2, 2, 2, 2, PAGE, 16, dtype=torch.bfloat16, device=DEVICE), torch.full((2,), 5, device=DEVICE)
+    layout = PagedPrefill(pool, torch.arange(2, device=DEVICE)[:, None].int(), 0, 5, lengths.int())
+    with torch.no_grad():
+        policy.hidden(torch.arange(2, 12, device=DEVICE).view(2, 5), layout.positions.expand(2, -1), layout)
+    assert len(seen) == 6
+    assert all(step * x.itemsize % 16 == 0 for x in seen for step in x.stride()[:-1])
