@@ -45,7 +45,7 @@ PREFILL_TOKENS_SMALL = 8192
 SMALL = 1e9
 """Parameters that such a model has at most."""
 AHEAD = 64
-"""Prompts of the queue that are prefilled together with one that is due."""
+"""Prompts of the queue that are prefilled together, the one that is due among them."""
 
 
 @dataclass(eq=False)
@@ -104,6 +104,7 @@ class GpuBatch:
     """
 
     row_type = Row
+    ahead = AHEAD
 
     def __init__(self, sampler: GpuSampler, ask: Ask, slots: int) -> None:
         self.sampler, self.ask, self.how = sampler, ask, ask.how
@@ -228,7 +229,7 @@ class GpuBatch:
             needed = pages_for(len(self.prompt_ids[row.group]) - 1)
             if row.group in self.prompt_pages or row.group in chosen:
                 continue
-            if len(chosen) == AHEAD or needed + 1 > spare or (chosen and spare < self.pool.limit // 2):
+            if len(chosen) == self.ahead or needed + 1 > spare or (chosen and spare < self.pool.limit // 2):
                 break
             chosen.append(row.group)
             spare -= needed

@@ -39,6 +39,8 @@ RING = 4
 """Most tokens of a round."""
 PREFILL_TOKENS = 1024
 """Prompts of one bucket are prefilled together up to this many tokens: fewer than in training, as one often comes alone."""
+AHEAD = 32
+"""Prompts that are prefilled together, while those who are served wait."""
 FEW = 4
 """With up to so many slots taken the host looks at every token; with up to RING times as many, at every other."""
 
@@ -92,6 +94,8 @@ class Line(Row):
 
 class GpuSession(GpuBatch):
     """A session that captured graphs decode. ``context`` is what the model addresses and memory holds."""
+
+    ahead = AHEAD
 
     def __init__(self, sampler: ServingSampler, slots: int, limit: int) -> None:
         super().__init__(sampler, Call((), (), 0, Sampling(max_new_tokens=limit), 0, 0), slots)
