@@ -63,6 +63,11 @@ class Prompt:
         return None if value is None else str(value)
 
     @property
+    def calls(self) -> tuple[str, ...]:
+        """What ends a turn of the policy beside its end token."""
+        return () if self.environment is None else self.environment.calls
+
+    @property
     def shown(self) -> str:
         """The prompt as a person reads it."""
         if self.text is not None:

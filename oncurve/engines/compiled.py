@@ -45,7 +45,7 @@ class _Model(ctypes.Structure):
 
 def can_decode(policy: Policy, how: Sampling) -> bool:
     """Whether the compiled function can: a policy that has it, and no truncated distribution."""
-    return policy.compiled and how.top_k == 0 and how.top_p == 1 and how.min_p == 0
+    return policy.compiled and not how.truncates
 
 
 class SlotState(NamedTuple):

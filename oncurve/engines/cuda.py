@@ -17,7 +17,7 @@ from oncurve.engines.cuda_episodes import GpuEpisodes
 from oncurve.engines.cuda_pool import PagedPool, Shape, pages_for, shape_of
 from oncurve.engines.cuda_step import Board, Limits, draw, step_of
 from oncurve.engines.kernels.attention import Reach
-from oncurve.engines.native import Exchange
+from oncurve.engines.native import Exchange, completion_of
 from oncurve.models import lora
 from oncurve.models.policy import Policy
 from oncurve.models.shards import is_shard
@@ -109,7 +109,7 @@ class GpuSampler:
             rows = [row for group in whole for row in batch.rows[group]]
             texts = iter(self.policy.decode_all([row.text_ids for row in rows]))
             for group in whole:
-                yield group, tuple(row.completion(next(texts)) for row in batch.rows[group])
+                yield group, tuple(completion_of(row, next(texts)) for row in batch.rows[group])
 
     def decode(self, reach: Reach, how: Sampling, tokens: int) -> None:
         """``tokens`` steps for every slot."""

@@ -31,7 +31,7 @@ from oncurve.engines.randomness import signed_key
 from oncurve.engines.stops import says
 from oncurve.errors import ModelError
 from oncurve.recipe.sections import Sampling
-from oncurve.records import Bools, Completion, Floats, Ints, Prompt, StopReason
+from oncurve.records import Bools, Floats, Ints, Prompt, StopReason
 
 if TYPE_CHECKING:
     from oncurve.engines.cuda import GpuSampler
@@ -41,7 +41,7 @@ BUCKET = 64
 PREFILL_TOKENS = 2048
 """Prompts of one bucket are prefilled together up to this many tokens, and longer ones in chunks of it."""
 PREFILL_TOKENS_SMALL = 8192
-"""The same for a model so small that the host takes longer to launch a pass than the GPU to compute it."""
+"""Prefilled together of a model so small that the host takes longer to launch a pass than the GPU to compute it."""
 SMALL = 1e9
 """Parameters that such a model has at most."""
 AHEAD = 64
@@ -70,14 +70,6 @@ class Row:
     @property
     def text_ids(self) -> Ints:
         return self.token_ids[:-1] if self.stop == "end" else self.token_ids
-
-    def completion(self, text: str) -> Completion:
-        assert self.stop is not None
-        logps, sampled, raw = np.ascontiguousarray(self.logps.T)
-        sampled = logps if np.array_equal(sampled, logps) else sampled
-        raw = logps if np.array_equal(raw, logps) else raw
-        versions = tuple((at, v) for at, v in self.versions.items() if at < len(logps)) or None
-        return Completion(self.token_ids, text, self.stop, logps, sampled, raw, self.loss_mask, versions)
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,7 @@ class GpuEpisodes(GpuBatch):
 
     def _turn_over(self, slot: int, row: Episode, place: Ints) -> tuple[int, StopReason] | None:
         """After how many tokens, of these the last ones, the turn is over, and why."""
-        calls, stops, limit = self._calls(row), tuple(self.how.stop), self.how.max_new_tokens
+        calls, stops, limit = self.ask.prompts[row.group].calls, self.how.stop, self.how.max_new_tokens
         said = bool(calls or stops) and self._says(slot, row, int(place[-1]) + 1, calls + stops, len(place))
         for n in place.tolist():
             if n >= row.begun:
@@ -110,17 +110,13 @@ class GpuEpisodes(GpuBatch):
                 return limit, "length"
         return None
 
-    def _calls(self, row: Row) -> tuple[str, ...]:
-        environment = self.ask.prompts[row.group].environment
-        return () if environment is None else environment.calls
-
     def _says(self, slot: int, row: Episode, count: int, strings: Sequence[str], more: int = 0) -> bool:
         """Whether the turn, up to so many tokens of the completion, says one of these at its end."""
         return says(self.sampler.policy, self.token_ST[slot, row.begun : count], strings, more)
 
     def _goes_on(self, slot: int, row: Episode, count: int, why: StopReason) -> StopReason | None:
         """Asks the environment; where it answers, the slot goes on. Else why the completion ends."""
-        if why == "stop_string" and self.how.stop and self._says(slot, row, count, tuple(self.how.stop)):
+        if why == "stop_string" and self.how.stop and self._says(slot, row, count, self.how.stop):
             return why
         policy, prompt, ended = self.sampler.policy, self.ask.prompts[row.group], why == "end"
         row.turns.append(policy.decode(self.token_ST[slot, row.begun : count - ended]))

@@ -168,7 +168,7 @@ def step_of(policy: Policy) -> FusedStep | ModuleStep:
 
 def draw(head: Head, hidden_SD: Tensor, board: Board, how: Sampling) -> None:
     """A token for every slot that is not idle. Truncated distributions are sorted by torch, all others drawn by our kernels."""
-    if how.temperature == 0 or (how.top_k == 0 and how.top_p == 1 and how.min_p == 0):
+    if how.temperature == 0 or not how.truncates:
         rule = kernels.Rule(how.temperature, how.min_new_tokens, head.scale, head.softcap)
         kernels.pick(products(head, hidden_SD), board.slots, board.is_end_V, rule)
         return

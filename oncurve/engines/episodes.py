@@ -76,14 +76,10 @@ class Episodes(Batch):
     def _why_stop(self, row: Row) -> StopReason | None:
         """Why the policy's turn is over."""
         assert isinstance(row, Episode)
-        calls = self._calls(row)
+        calls = self.prompts[row.group].calls
         if calls and self._says(row, calls):
             return "stop_string"
         return super()._why_stop(row)
-
-    def _calls(self, row: Row) -> tuple[str, ...]:
-        environment = self.prompts[row.group].environment
-        return () if environment is None else environment.calls
 
     def _says(self, row: Row, strings: Sequence[str]) -> bool:
         """In this turn."""
@@ -97,7 +93,7 @@ class Episodes(Batch):
             return False
         said = row.token_ids[row.begun : len(row.token_ids) - ended]
         row.turns.append(self.policy.decode(np.asarray(said, np.int64)))
-        reply = self._reply(row)
+        reply = reply_to(self.prompts[row.group], self.draws_of(row.group), row)
         if reply is None:
             return False
         at, room = len(row.token_ids), how.max_new_tokens - len(row.token_ids)
@@ -110,9 +106,6 @@ class Episodes(Batch):
         self.token_S[slot], self.suffix_length_S[slot] = row.token_ids[-1], at
         row.begun = at + len(ids)
         return True
-
-    def _reply(self, row: Episode) -> str | None:
-        return reply_to(self.prompts[row.group], self.draws_of(row.group), row)
 
 
 class InTurns(Protocol):

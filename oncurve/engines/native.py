@@ -35,6 +35,7 @@ from oncurve.records import Bools, Completion, Group, Ints, Prompt, StopReason
 
 if TYPE_CHECKING:
     from oncurve.engines.cuda import GpuSampler
+    from oncurve.engines.cuda_batch import Row as GpuRow
 
 BUCKET = 16
 """Prompts are prefilled at lengths rounded up to this."""
@@ -83,6 +84,10 @@ class Row:
     @property
     def loss_mask(self) -> Bools:
         return np.ones(len(self.token_ids), bool)
+
+    @property
+    def text_ids(self) -> Ints:
+        return np.asarray(self.token_ids[:-1] if self.stop == "end" else self.token_ids, np.int64)
 
 
 @dataclass
@@ -139,22 +144,21 @@ class NativeEngine:
     ) -> Iterator[tuple[int, tuple[Completion, ...]]]:
         """Each group's number and completions, as soon as it is whole."""
         plain = all(prompt.environment is None for prompt in prompts)
+        slots = self.slots_for(len(prompts) * group_size)
         if self.gpu is not None:
             from oncurve.engines.cuda_batch import Ask  # Triton is there only where a GPU is
 
-            slots = self.settings.slots or frozen_slots(self.policy.device, len(prompts) * group_size)
             names = [prompt.id for prompt in prompts]
             self.gpu.exchange = self.exchange
             told = () if plain else prompts
             yield from self.gpu.completions(Ask(prompt_ids, names, group_size, how, draws.seed, draws.step, told), slots)
             return
         rows = group_rows(group_size)
-        blocks = self._blocks(len(prompts) * (group_size // rows), rows)
-        kind = self._batch_type(prompts, how)
-        batch = kind(self.policy, how, Pool(blocks, rows, how.max_new_tokens), draws, prompts, prompt_ids, group_size)
+        pool = Pool(max(1, slots // rows), rows, how.max_new_tokens)
+        batch = self._batch_type(prompts, how)(self.policy, how, pool, draws, prompts, prompt_ids, group_size)
         batch.exchange = self.exchange
         for g in batch.run(self.settings.check_every):
-            yield g, tuple(completion_of(self.policy, row) for row in batch.rows[g])
+            yield g, tuple(completion_of(row, self.policy.decode(row.text_ids)) for row in batch.rows[g])
 
     @cached_property
     def gpu(self) -> GpuSampler | None:
@@ -177,8 +181,9 @@ class NativeEngine:
             return CompiledBatch
         return Batch
 
-    def _blocks(self, jobs: int, rows: int) -> int:
-        return max(1, (self.settings.slots or frozen_slots(self.policy.device, jobs * rows)) // rows)
+    def slots_for(self, completions: int) -> int:
+        """How many of them are decoded at once."""
+        return self.settings.slots or frozen_slots(self.policy.device, completions)
 
 
 def encoded(policy: Policy, prompts: Sequence[Prompt], how: Sampling) -> list[Ints]:
@@ -199,16 +204,15 @@ def check_room(policy: Policy, prompt: Prompt, length: int, how: Sampling) -> No
         )
 
 
-def completion_of(policy: Policy, row: Row) -> Completion:
+def completion_of(row: Row | GpuRow, text: str) -> Completion:
     """A row that has ended, as a record."""
     assert row.stop is not None
     ids = np.asarray(row.token_ids, np.int64)
     logps, sampled, raw = np.ascontiguousarray(np.asarray(row.logps, np.float32).T)
     sampled = logps if np.array_equal(sampled, logps) else sampled
     raw = logps if np.array_equal(raw, logps) else raw
-    text_ids = ids[:-1] if row.stop == "end" else ids
     versions = tuple((at, v) for at, v in row.versions.items() if at < len(ids)) or None
-    return Completion(ids, policy.decode(text_ids), row.stop, logps, sampled, raw, row.loss_mask, versions)
+    return Completion(ids, text, row.stop, logps, sampled, raw, row.loss_mask, versions)
 
 
 def alike(prompts: Sequence[Prompt]) -> list[list[int]]:
@@ -359,11 +363,15 @@ class Batch:
         return drawn
 
     def _draw(self, logits_SV: Tensor, at_S: Tensor) -> Drawn:
-        barred = None
-        if self.how.min_new_tokens:
-            barred = torch.zeros(logits_SV.shape, dtype=torch.bool, device=logits_SV.device)
-            barred[:, self.end_ids] = (at_S < self.how.min_new_tokens)[:, None]
-        return draw(logits_SV, self.uniform_ST[self.slot_S, at_S], self.how, barred)
+        return draw(logits_SV, self.uniform_ST[self.slot_S, at_S], self.how, self._barred(logits_SV, at_S, self.how))
+
+    def _barred(self, logits_SV: Tensor, at_S: Tensor, how: Sampling) -> Tensor | None:
+        """End tokens, where it is too early for one."""
+        if not how.min_new_tokens:
+            return None
+        barred_SV = torch.zeros(logits_SV.shape, dtype=torch.bool, device=logits_SV.device)
+        barred_SV[:, self.end_ids] = (at_S < how.min_new_tokens)[:, None]
+        return barred_SV
 
     def how_of(self, group: int) -> Sampling:
         return self.how
@@ -385,8 +393,9 @@ class Batch:
 
     def _free_blocks(self) -> None:
         """Gives back the blocks whose rows have all ended."""
+        R = self.pool.rows
         for block in range(self.pool.blocks):
-            if self.running[block] is not None and not any(self._rows_in(block)):
+            if not any(self.row_in[block * R : (block + 1) * R]):
                 self.running[block] = None
 
     def _append(self, slot: int, row: Row, token_CS: Tokens, logp_CS: Logps) -> bool:
@@ -398,10 +407,6 @@ class Batch:
             if row.stop is not None:
                 return True
         return False
-
-    def _rows_in(self, block: int) -> Iterator[Row | None]:
-        first = block * self.pool.rows
-        return iter(self.row_in[first : first + self.pool.rows])
 
     def _why_stop(self, row: Row) -> StopReason | None:
         how = self.how_of(row.group)

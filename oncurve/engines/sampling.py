@@ -48,7 +48,7 @@ def draw(logits_SV: Tensor, uniform_S: Tensor, how: Sampling, barred_SV: Tensor 
 
 def truncate(logp_SV: Tensor, how: Sampling) -> Tensor:
     """Bar what top-k, top-p and min-p leave out; the likeliest token always stays. All three look at the same distribution."""
-    if how.top_k == 0 and how.top_p == 1 and how.min_p == 0:
+    if not how.truncates:
         return logp_SV
     sorted_SV, order_SV = logp_SV.sort(dim=-1, descending=True, stable=True)
     out_SV = torch.zeros_like(sorted_SV, dtype=torch.bool)

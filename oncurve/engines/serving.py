@@ -12,6 +12,7 @@ Legend: ``S`` slots, ``V`` vocabulary.
 from __future__ import annotations
 
 import importlib.util
+from collections import deque
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
 from itertools import count
@@ -126,9 +127,7 @@ class TorchSession(Batch):
     def cancel(self, number: int) -> None:
         if number not in self.asks:
             return
-        kept = [job for job in self.waiting if job.group != number]
-        self.waiting.clear()
-        self.waiting.extend(kept)
+        self.waiting = deque(job for job in self.waiting if job.group != number)
         for slot, job in enumerate(self.running):
             if job is not None and job.group == number:
                 self.running[slot] = self.row_in[slot] = None
@@ -161,11 +160,8 @@ class TorchSession(Batch):
         token_S = torch.zeros_like(self.token_S)
         logp_S = torch.zeros(self.pool.slots, device=logits_SV.device)
         for how, slots in self._by_settings():
-            barred = None
-            if how.min_new_tokens:
-                barred = torch.zeros(len(slots), logits_SV.shape[1], dtype=torch.bool, device=logits_SV.device)
-                barred[:, self.end_ids] = (at_S[slots] < how.min_new_tokens)[:, None]
-            part = draw(logits_SV[slots], uniform_S[slots], how, barred)
+            own_SV = logits_SV[slots]
+            part = draw(own_SV, uniform_S[slots], how, self._barred(own_SV, at_S[slots], how))
             token_S[slots], logp_S[slots] = part.token_S, part.raw_logp_S.to(logp_S.dtype)
         for slot, row in enumerate(self.row_in):
             if row is not None and (top := self.asks[row.group].top):

@@ -53,7 +53,6 @@ class Asked:
         """The row's next turn, from its prompt and all that has been said."""
         prompt, at = self.prompts[row.group], len(row.token_ids)
         self._note_version(row, at)
-        calls = () if prompt.environment is None else prompt.environment.calls
         return Request(
             key=key,
             token_ids=(*self.prompt_ids[row.group].tolist(), *row.token_ids),
@@ -61,7 +60,7 @@ class Asked:
             seed=seed_of(self.draws, prompt.id, row.sample, at) if self.how.temperature > 0 else None,
             most=self.how.max_new_tokens - at,
             least=max(0, self.how.min_new_tokens - at),
-            stop=(*calls, *self.how.stop),
+            stop=(*prompt.calls, *self.how.stop),
             end_ids=self.policy.end_ids,
             counted=self.version is not None,
         )
@@ -113,7 +112,7 @@ class Asked:
         self.left[g] -= 1
         if self.left[g]:
             return
-        completions = tuple(completion_of(self.policy, one) for one in self.written[g])
+        completions = tuple(completion_of(one, self.policy.decode(one.text_ids)) for one in self.written[g])
         self.groups[g] = Group(self.prompts[g], self.prompt_ids[g], completions)
         if self.on_group is not None:
             self.on_group(g, self.groups[g])
@@ -125,7 +124,8 @@ def seed_of(draws: Draws, prompt_id: str, sample: int, at: int = 0) -> int:
 
 
 def truncated(how: Sampling) -> bool:
-    return how.top_k > 0 or how.top_p < 1 or how.min_p > 0 or how.min_new_tokens > 0
+    """Beside top_k, top_p and min_p, vLLM counts an end token that may not be drawn yet."""
+    return how.truncates or how.min_new_tokens > 0
 
 
 def logprobs_for(how: Sampling) -> Logprobs | None:

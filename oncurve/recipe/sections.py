@@ -200,6 +200,11 @@ class Sampling(Section):
             raise impossible("min_new_tokens", self.min_new_tokens, because=because, fix=f"use {self.max_new_tokens} or less")
         return self
 
+    @property
+    def truncates(self) -> bool:
+        """Whether unlikely tokens are left out."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
 
 class Engine(Section):
     """The native engine's own settings. Changing one may change rounding, never the random numbers."""

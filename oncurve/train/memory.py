@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import torch
 
-from oncurve.engines.native import Draws, NativeEngine, frozen_slots, group_rows
+from oncurve.engines.native import Draws, NativeEngine, group_rows
 from oncurve.errors import ModelError
 from oncurve.recipe.sections import Sampling
 from oncurve.records import Group, Prompt
@@ -61,8 +61,7 @@ def sample(
     on_group: Callable[[int, Group], None] | None = None,
 ) -> list[Group]:
     """As ``engine.sample``; where memory runs out, with half the slots, which stay so: the pool was too large for this run."""
-    rows = group_rows(group_size)
-    slots = engine.settings.slots or frozen_slots(engine.policy.device, len(prompts) * group_size)
+    slots = engine.slots_for(len(prompts) * group_size)
 
     def attempt(budget: int) -> list[Group]:
         if budget != slots:
@@ -70,7 +69,7 @@ def sample(
         return engine.sample(prompts, group_size, how, draws, on_group)
 
     with engine.policy.for_sampling():
-        return with_less(attempt, slots, least=rows, what="engine.slots")[0]
+        return with_less(attempt, slots, least=group_rows(group_size), what="engine.slots")[0]
 
 
 def available() -> int | None:
