@@ -19,6 +19,7 @@ from torch.nn import functional
 from oncurve.engines.cuda_memory import NoMemory, Stretch
 from oncurve.engines.kernels.layers import store
 from oncurve.models.attention import allowed, capped
+from oncurve.models.checkpointing import free_bytes
 from oncurve.models.policy import Policy
 
 log = logging.getLogger("oncurve.engine")
@@ -88,7 +89,7 @@ class PagedPool:
     def open(self, first: int, most: int, share: float) -> None:
         """Room for ``first`` pages now and ``most`` later, or for as many as ``share`` of the free memory holds."""
         if self.device.type == "cuda":
-            most = min(most, max(1, int(free_memory(self.device) * share) // self.shape.page_bytes))
+            most = min(most, max(1, int(free_bytes(self.device) * share) // self.shape.page_bytes))
         self.limit, self.there, self.free = most, 0, []
         if self.stretch is None:
             self._allocate(most)
@@ -158,12 +159,6 @@ def _aligned(x: Tensor) -> Tensor:
     """With rows that begin at multiples of 16 bytes. Those of v may not: an adapter's product lies beside it (gpu_lora.py), as
     wide as its rank. Kernels behind torch's attention take 16 bytes at once, and some do not look first."""
     return x if all(step * x.itemsize % 16 == 0 for step in x.stride()[:-1]) else x.contiguous()
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that nobody holds, and what torch keeps cached."""
-    free, _ = torch.cuda.mem_get_info(device)
-    return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 class PagedPrefill:

@@ -34,7 +34,7 @@ from pathlib import Path
 
 import torch
 
-from oncurve.engines.native import Draws, NativeEngine, encoded, frozen_slots
+from oncurve.engines.native import Draws, NativeEngine, encoded
 from oncurve.engines.vllm_batch import Asked, logprobs_for, truncated
 from oncurve.engines.vllm_messages import (
     Abort,
@@ -272,7 +272,7 @@ class VllmEngine(NativeEngine):
         self.context = min(self.policy.context, ready.context)
 
     def _start_message(self, model: Path) -> Start:
-        slots = self.settings.slots or frozen_slots(self.policy.device, 1 << 30)
+        slots = self.slots_for(1 << 30)
         return Start(
             folder=str(model),
             scratch=str(self._folder),
@@ -340,10 +340,8 @@ def _lora_rank(policy: Policy) -> int:
 
 def _kv_bytes(policy: Policy) -> int:
     """Of keys and values, for one token."""
-    config = policy.model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(2 * config.num_hidden_layers * heads * size * policy.model.dtype.itemsize)
+    layers = policy.model.config.get_text_config().num_hidden_layers
+    return int(2 * layers * policy.key_heads * policy.head_size * policy.model.dtype.itemsize)
 
 
 def _free_share(policy: Policy) -> float:

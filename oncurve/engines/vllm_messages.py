@@ -101,9 +101,9 @@ class Wake:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    pid: int
+    """With the most tokens that a prompt and its completion may have."""
+
     context: int
-    version: str
 
 
 @dataclass(frozen=True, slots=True)

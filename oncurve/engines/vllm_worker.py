@@ -111,7 +111,7 @@ class Host:
             case Start():
                 self.scratch = None if message.scratch is None else Path(message.scratch)
                 self.llm = _open(message)
-                self._say(Ready(os.getpid(), self.llm.model_config.max_model_len, _version()))
+                self._say(Ready(self.llm.model_config.max_model_len))
             case Ask():
                 self._take(message)
             case Abort():
@@ -176,12 +176,6 @@ class Written:
     def add(self, one: Any) -> None:
         self.token_ids += one.token_ids
         self.logps += [float(at[token].logprob) for at, token in zip(one.logprobs, one.token_ids, strict=True)]
-
-
-def _version() -> str:
-    import vllm
-
-    return str(vllm.__version__)
 
 
 def _open(start: Start) -> Any:

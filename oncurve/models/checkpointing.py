@@ -29,11 +29,9 @@ def kept_bytes(policy: Policy) -> int:
     """
     config = policy.model.config.get_text_config()
     wide, D, heads = policy.model.dtype.itemsize, config.hidden_size, config.num_attention_heads
-    d = getattr(config, "head_dim", None) or D // heads
-    keys = getattr(config, "num_key_value_heads", None) or heads
     mlp = int(getattr(config, "intermediate_size", None) or 4 * D)
     ranks = sum(len(p) for name, p in lora.trained(policy.model).items() if "lora_A" in name) // config.num_hidden_layers
-    lean: int = wide * (2 * D + (2 * heads + 2 * keys) * d + 2 * mlp + ranks) + 4 * heads
+    lean: int = wide * (2 * D + 2 * (heads + policy.key_heads) * policy.head_size + 2 * mlp + ranks) + 4 * heads
     return lean if policy.fused is not None else lean + wide * (6 * D + 2 * mlp) + 8 * D
 
 

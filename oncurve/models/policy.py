@@ -90,6 +90,16 @@ class Policy:
         """Positions the model can address."""
         return int(getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30)
 
+    @property
+    def key_heads(self) -> int:
+        config = self.model.config.get_text_config()
+        return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+
+    @property
+    def head_size(self) -> int:
+        config = self.model.config.get_text_config()
+        return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
     def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
         """The backbone's last hidden state, [batch, tokens, D]."""
         if self.fused is not None:

@@ -63,8 +63,7 @@ def model_flops(policy: Policy, packs: Iterable[Pack], *, forward: int, backward
     layers = [p for p in policy.backbone.parameters() if p.dim() == 2 and p is not policy.model.get_input_embeddings().weight]
     there = 2.0 * sum(p.numel() for p in layers)
     back = there + 2.0 * sum(p.numel() for p in layers if p.requires_grad)
-    width = config.num_attention_heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-    per_key = 4.0 * width * config.num_hidden_layers
+    per_key = 4.0 * config.num_attention_heads * policy.head_size * config.num_hidden_layers
     total = 0.0
     for pack in packs:
         predicted = sum(pack.lengths)
