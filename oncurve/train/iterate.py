@@ -25,7 +25,6 @@ from oncurve.records import GradedGroup, Prompt, StepReport
 from oncurve.rewards.learned import STAGE, LearnedReward
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.registry import build_reward
-from oncurve.runs.disk import disk_errors
 from oncurve.runs.notes import note
 from oncurve.runs.pairs import pair_of, written
 from oncurve.runs.store import Store
@@ -33,6 +32,7 @@ from oncurve.scale.world import ALONE, World
 from oncurve.tasks.base import Task
 from oncurve.tasks.draws import generator
 from oncurve.tasks.preferences import Judged, Judgements, read_judgements
+from oncurve.train.lines import add_lines, lines_of
 from oncurve.train.loop import GrpoLoop
 from oncurve.train.reward_model import Coded, RewardModelLoop, code
 
@@ -75,7 +75,7 @@ class IterativeLoop(GrpoLoop):
         report = super().step(n)
         if self.labeller is not None:
             pairs = self._judged(report.groups)
-            self.world.from_first(lambda: self._keep(pairs, n))
+            self.world.from_first(lambda: add_lines(self.file, pairs, n))
         if n % self.settings.every:
             return report
         if self.learner.reference is not None:
@@ -128,8 +128,8 @@ class IterativeLoop(GrpoLoop):
     def _compared(self, n: int) -> list[dict[str, Any]]:
         """All comparisons up to step n; where people are the labeller, with what they have said since."""
         if self.labeller is None:
-            self._keep(self._unseen(people(self.folder, self.stage.label, n), n), n)
-        return self._lines()
+            add_lines(self.file, self._unseen(people(self.folder, self.stage.label, n), n), n)
+        return lines_of(self.file)
 
     def _coded(self, line: Mapping[str, Any]) -> Coded:
         asked = line["prompt"]
@@ -137,24 +137,10 @@ class IterativeLoop(GrpoLoop):
         judged = Judged(prompt, (line["chosen"], line["rejected"]), (1.0,) * len(self.judge.stage.heads))
         return code(self.engine.policy.tokenizer, judged, "pairs")
 
-    def _lines(self) -> list[dict[str, Any]]:
-        if not self.file.is_file():
-            return []
-        return [json.loads(line) for line in self.file.read_text(encoding="utf-8").splitlines() if line]
-
     def _unseen(self, rows: Iterable[Mapping[str, Any]], n: int) -> list[Mapping[str, Any]]:
         """Those that no earlier round has learned from: people may go back to old groups, and what they said stays."""
-        before = {(str(line["prompt"]), line["chosen"], line["rejected"]) for line in self._lines() if line["step"] < n}
+        before = {(str(line["prompt"]), line["chosen"], line["rejected"]) for line in lines_of(self.file) if line["step"] < n}
         return [row for row in rows if (str(row["prompt"]), row["chosen"], row["rejected"]) not in before]
-
-    def _keep(self, rows: Sequence[Mapping[str, Any]], n: int) -> None:
-        """Adds the comparisons of step n; lines of n and later are of a process that was killed, and go."""
-        kept = [line for line in self._lines() if line["step"] < n] + [{**row, "step": n} for row in rows]
-        with disk_errors(self.file):
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            aside = self.file.with_name(f".writing-{self.file.name}")
-            aside.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept), encoding="utf-8")
-            aside.replace(self.file)
 
 
 def mixed(fresh: Sequence[Coded], past: Sequence[Coded], told: Iteration, seed: int, n: int, turn: int) -> list[Coded]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,12 @@ from oncurve.engines.native import Draws, NativeEngine
 from oncurve.recipe.rejection import RejectionSample
 from oncurve.records import ScoredCompletion, ScoredGroup, StepReport
 from oncurve.rewards.mix import RewardMix
-from oncurve.runs.disk import disk_errors
 from oncurve.runs.pairs import written
 from oncurve.scale.world import ALONE, World
 from oncurve.tasks.base import Task
 from oncurve.tasks.order import prompts_for_step
 from oncurve.train.clock import Clock
+from oncurve.train.lines import add_lines
 from oncurve.train.loop import describe
 from oncurve.train.memory import sample
 
@@ -58,39 +57,23 @@ class RejectionLoop:
             groups = sample(self.engine, prompts, self.stage.group_size, self.stage.sampling, Draws(self.seed, n))
         with clock("score"):
             scored = self.world.gathered(lambda: self.rewards.score(groups))
-        kept = [row for group in scored for row in self._rows(group, n)]
-        self.world.from_first(lambda: self._add(kept, n))
+        kept = [row for group in scored for row in self._rows(group)]
+        self.world.from_first(lambda: add_lines(self.file, kept, n))
         self.done = n
         graded = grade(scored, baseline="mean", scale="none", eps=1.0, mask_cut=False)
         metrics = describe(graded, self.rewards) | {"samples_kept": float(len(kept))}
         metrics["tokens_per_s"] = metrics["tokens"] / sum(clock.seconds.values())
         return StepReport(self.stage.label, n, metrics, clock.seconds, graded, [[None] * len(g.graded) for g in graded])
 
-    def _add(self, rows: list[dict[str, Any]], n: int) -> None:
-        """Lines of steps before n stay; those of n and later are of a process that was killed."""
-        with disk_errors(self.file):
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            before = [line for line in _lines(self.file) if line["step"] < n]
-            text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in [*before, *rows])
-            aside = self.file.with_name(f".writing-{self.file.name}")
-            aside.write_text(text, encoding="utf-8")
-            aside.replace(self.file)
-
-    def _rows(self, group: ScoredGroup, n: int) -> Iterator[dict[str, Any]]:
+    def _rows(self, group: ScoredGroup) -> Iterator[dict[str, Any]]:
         good = [s for s in group.scored if s.total is not None and not s.completion.cut and self._is_good(s)]
         ranked = sorted(good, key=lambda s: (-(s.total or 0.0), s.completion.length))
         texts = list(dict.fromkeys(s.completion.text for s in ranked if s.completion.text.strip()))
         totals = {s.completion.text: s.total for s in ranked}
         for text in texts[: self.stage.keep]:
-            yield {"prompt": written(group.group.prompt), "completion": text, "reward": totals[text], "step": n}
+            yield {"prompt": written(group.group.prompt), "completion": text, "reward": totals[text]}
 
     def _is_good(self, scored: ScoredCompletion) -> bool:
         if self.stage.at_least is None:
             return self.rewards.solved(scored)
         return scored.total is not None and scored.total >= self.stage.at_least
-
-
-def _lines(file: Path) -> list[dict[str, Any]]:
-    if not file.is_file():
-        return []
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line]
