@@ -92,6 +92,10 @@ class World:
         """How many passes through the model this rank must make beyond its ``own``, where every pass is an exchange."""
         return 0
 
+    def smallest(self, wanted: int, whole: int) -> int:
+        """The smallest packs to be tried where memory runs out: none smaller than now, where every pass is one of all ranks."""
+        return whole if self.shard == "full" else wanted
+
     def spread(self, tensors: Sequence[Tensor]) -> None:
         """Each tensor becomes the first rank's, in place."""
 

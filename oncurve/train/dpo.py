@@ -84,7 +84,7 @@ class DpoLoop:
         costs = [self.bundles[i].tokens for i in places]
         own = [places[k] for k in self.world.mine(costs)]
         budget = max(min(self.tokens_per_pack, sum(costs)), max(costs))
-        least = budget if self.world.shard == "full" else max(costs)
+        least = self.world.smallest(max(costs), budget)
         done, enough = with_less(lambda tokens: work(self._packs(own, tokens)), budget, least=least, what="tokens_per_pack")
         if enough < budget:
             self.tokens_per_pack = enough

@@ -52,12 +52,13 @@ class Learner:
         objective = OBJECTIVES[stage.objective]
         clip = stage.clip
         self.objective = objective if clip is None else with_clip(objective, clip.low, clip.high, clip.dual)
-        self.kl_place, self.kl_estimator = resolved_kl(stage)
+        place, self.kl_estimator = resolved_kl(stage)
+        self.kl_in_reward = place == "reward" and stage.kl.beta > 0
         self.reference = Reference(policy, stage.kl.on_cpu) if stage.kl.beta > 0 else None
         updates = stage.steps * stage.updates_per_step * stage.minibatches
         self.optimiser = optimiser_for(policy.model, stage.optimiser, updates, world)
         self.loss_settings = LossSettings(
-            beta=stage.kl.beta if self.kl_place == "loss" else 0.0,
+            beta=stage.kl.beta if place == "loss" else 0.0,
             kl_estimator=self.kl_estimator,
             ratio_weighted_kl=stage.kl.ratio_weighted,
             entropy_bonus=stage.entropy_bonus,
@@ -108,12 +109,8 @@ class Learner:
             self.tokens_per_pack = budget
             return [self._micro_batches(groups, chunk) for chunk in chunks]
 
-        least = self._least(max((longest(g) for g in groups), default=1), self.tokens_per_pack)
+        least = self.world.smallest(max((longest(g) for g in groups), default=1), self.tokens_per_pack)
         return with_less(attempt, self.tokens_per_pack, least=least, what="tokens_per_pack")[0]
-
-    def _least(self, wanted: int, whole: int) -> int:
-        """The smallest packs to be tried where memory runs out: none smaller, where every pass is one of all ranks."""
-        return whole if self.world.shard == "full" else wanted
 
     def _gradient(
         self, groups: Sequence[GradedGroup], batch: list[MicroBatch], totals: StepTotals, seen: Seen | None
@@ -137,7 +134,7 @@ class Learner:
         done, enough = with_less(
             lambda budget: attempt(batch if budget == whole else resplit(groups, batch, budget)),
             whole,
-            least=self._least(least, whole),
+            least=self.world.smallest(least, whole),
             what="tokens_per_pack",
         )
         if enough < whole:
@@ -196,7 +193,7 @@ class Learner:
 
         whole = min(self.tokens_per_pack, sum(b.tokens for b in bundles))
         least = max((len(b.prompt_ids) + max(map(len, b.completion_ids)) for b in bundles), default=1)
-        found, enough = with_less(attempt, whole, least=self._least(least, whole), what="tokens_per_pack")
+        found, enough = with_less(attempt, whole, least=self.world.smallest(least, whole), what="tokens_per_pack")
         if enough < whole:
             self.tokens_per_pack = enough
         return found

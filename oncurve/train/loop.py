@@ -72,14 +72,13 @@ class GrpoLoop:
 
     def grade(self, scored: Sequence[ScoredGroup]) -> list[GradedGroup]:
         baseline, scale = resolved_advantage(self.stage)
-        in_reward = self.learner.kl_place == "reward" and self.stage.kl.beta > 0
         return grade(
             scored,
             baseline=baseline,
             scale=scale,
             eps=self.stage.advantage.eps,
             mask_cut=self.stage.mask_cut,
-            kl_sums=self.learner.kl_sums(scored) if in_reward else None,
+            kl_sums=self.learner.kl_sums(scored) if self.learner.kl_in_reward else None,
             beta=self.stage.kl.beta,
         )
 

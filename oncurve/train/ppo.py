@@ -88,8 +88,7 @@ class PpoLoop(GrpoLoop):
 
     def grade(self, scored: Sequence[ScoredGroup]) -> list[GradedGroup]:
         """Rewards by token, minus the KL where it goes into the reward; advantages by GAE over the critic's values."""
-        in_reward = self.learner.kl_place == "reward" and self.stage.kl.beta > 0
-        kls = self.learner.kl_tokens(scored) if in_reward else None
+        kls = self.learner.kl_tokens(scored) if self.learner.kl_in_reward else None
         graded = [
             judged(group, values, self.ppo, None if kls is None else kls[g])
             for g, (group, values) in enumerate(zip(scored, self.learner.values(scored), strict=True))

@@ -129,7 +129,7 @@ class SftLoop:
             idle(self.policy, more, self.policy.pack_logps)
             return total
 
-        least = self.tokens_per_pack if self.world.shard == "full" else max(bundle.tokens for bundle in bundles)
+        least = self.world.smallest(max(bundle.tokens for bundle in bundles), self.tokens_per_pack)
         total, self.tokens_per_pack = with_less(attempt, self.tokens_per_pack, least=least, what="tokens_per_pack")
         return self.world.summed({"loss": total})["loss"] / sum(int(wrote.sum()) for _, _, wrote in self.aside)
 
@@ -143,10 +143,9 @@ class SftLoop:
         self.best = min(self.best, loss)
         return {"heldout_loss": loss}
 
-    def _gradient(self, bundles: Sequence[Bundle], masks: Sequence[Bools], budget: int) -> tuple[float, float]:
-        """(loss, entropy) of this rank's part, with the gradient summed over packs of at most ``budget`` tokens."""
-        loss = entropy = 0.0
-        self.packs: list[Pack] = []
+    def _gradient(self, bundles: Sequence[Bundle], masks: Sequence[Bools], budget: int) -> tuple[float, float, list[Pack]]:
+        """(loss, entropy, packs) of this rank's part, with the gradient summed over packs of at most ``budget`` tokens."""
+        loss, entropy, packs = 0.0, 0.0, []
         tokens = sum(int(wrote.sum()) for wrote in masks)
         self.optimiser.zero_grad()
         own = [bundles[i] for i in self.world.mine([bundle.tokens for bundle in bundles])]
@@ -160,11 +159,11 @@ class SftLoop:
             share = -(logp_M * wrote_M).sum() / tokens
             share.backward()  # type: ignore[no-untyped-call]
             self.optimiser.absorb()
-            self.packs.append(pack)
+            packs.append(pack)
             loss += float(share.detach())
             entropy += float((entropy_M.detach() * wrote_M).sum()) / tokens
         idle(self.policy, more)
-        return loss, entropy
+        return loss, entropy, packs
 
     def step(self, n: int) -> StepReport:
         """Update number n, from 1."""
@@ -173,9 +172,9 @@ class SftLoop:
         bundles = [Bundle(prompt, (completion,), (i,)) for i, (prompt, completion, _) in enumerate(chosen)]
         tokens = sum(int(wrote.sum()) for _, _, wrote in chosen)
         masks = [wrote for _, _, wrote in chosen]
-        least = self.tokens_per_pack if self.world.shard == "full" else max(bundle.tokens for bundle in bundles)
+        least = self.world.smallest(max(bundle.tokens for bundle in bundles), self.tokens_per_pack)
         with clock("update"):
-            (loss, entropy), self.tokens_per_pack = with_less(
+            (loss, entropy, packs), self.tokens_per_pack = with_less(
                 lambda budget: self._gradient(bundles, masks, budget), self.tokens_per_pack, least=least, what="tokens_per_pack"
             )
             seen = self.world.summed({"loss": loss, "entropy": entropy})
@@ -188,7 +187,7 @@ class SftLoop:
             "examples_seen": float(n * self.stage.batch_size),
             "epoch": n * self.stage.batch_size / len(self.examples),
             "memory_mib": peak_memory_mib(self.policy.device),
-            **utilisation(self.policy, self.packs, clock.seconds["update"]),
+            **utilisation(self.policy, packs, clock.seconds["update"]),
             **self._measure(n),
         }
         return StepReport(self.stage.label, n, metrics, clock.seconds)

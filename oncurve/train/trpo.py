@@ -104,14 +104,15 @@ class TrpoLearner(Learner):
 
     def _solve(self, groups: Sequence[GradedGroup], uphill_n: Tensor) -> tuple[Solution, Tensor]:
         """The natural gradient, and the step along it that the quadratic KL allows."""
-        least, by_budget = max(map(longest, groups)), dict[int, Fisher]()
+        least = max(map(longest, groups))
+        fisher: Fisher | None = None
 
         def own(v_n: Tensor, budget: int) -> Tensor:
-            if budget not in by_budget:
-                by_budget.clear()
-                self.tokens_per_pack = budget
-                by_budget[budget] = Fisher(self.policy, self._some(groups), self._temperature)
-            return by_budget[budget].product(v_n)
+            nonlocal fisher
+            if fisher is None or budget != self.tokens_per_pack:
+                fisher, self.tokens_per_pack = None, budget  # one that is too large makes room before the next is made
+                fisher = Fisher(self.policy, self._some(groups), self._temperature)
+            return fisher.product(v_n)
 
         def product(v_n: Tensor) -> Tensor:
             found_n, _ = with_less(lambda budget: own(v_n, budget), self.tokens_per_pack, least=least, what="tokens_per_pack")
