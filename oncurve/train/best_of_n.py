@@ -39,12 +39,17 @@ def majority_is_right(answers: Sequence[str | None], marks: Sequence[bool]) -> b
     return max(classes, key=lambda c: c[1])[2] if classes else False
 
 
+def powers(most: int) -> list[int]:
+    """1, 2, 4 … up to ``most``."""
+    return [2**i for i in range(most.bit_length())]
+
+
 def several(scored: Sequence[ScoredGroup], solved: Sequence[Sequence[bool]]) -> dict[str, float]:
     """pass@k for 1, 2, 4 … and all n samples, and maj@k for those above 2; nothing where a problem has one answer."""
     n = min((len(marks) for marks in solved), default=0)
     if n < 2:
         return {}
-    sizes = sorted({2**i for i in range(n.bit_length()) if 2**i <= n} | {n})
+    sizes = sorted({*powers(n), n})
     metrics = {f"pass_at/{k}": float(np.mean([pass_at(k, sum(marks), len(marks)) for marks in solved])) for k in sizes}
     answers = [[answer_in(s.completion.text, "any") for s in group.scored] for group in scored]
     for k in (k for k in sizes if k > 2):

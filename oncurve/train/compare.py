@@ -22,7 +22,7 @@ from typing import Any, Literal
 import numpy as np
 
 from oncurve.errors import RecipeError, RunError
-from oncurve.recipe.algorithms import Passes, at_constant_rate, base_stage, passes_of, under
+from oncurve.recipe.algorithms import at_constant_rate, base_stage, passes_of, under
 from oncurve.recipe.load import dump_recipe, parse_recipe
 from oncurve.recipe.sampled import Sampled
 from oncurve.recipe.schema import Recipe
@@ -156,7 +156,7 @@ class Comparison:
         return [line for line in self.request.sets if line.split(".", 1)[0] == algorithm]
 
     def _train(self, folder: Path, recipe: Recipe) -> None:
-        if (folder / STATE).exists() and RunFolder(folder).state().shown == "finished":
+        if is_finished(folder):
             return
         if folder.exists() and not (folder / STATE).exists():
             shutil.rmtree(folder)  # a run that was killed before it knew its own name
@@ -185,13 +185,17 @@ class Comparison:
 def _refuse_another(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
     for key, was in before.items():
         if now.get(key) != was:
-            what = "recipe" if key == "recipe" else f"{key}: {', '.join(map(str, was)) if isinstance(was, list) else was}"
+            told = ", ".join(map(str, was)) if isinstance(was, list) else was
             raise RunError(
                 str(folder),
-                f"a comparison of another {what}" if key == "recipe" else f"a comparison with other {what}",
+                "a comparison of another recipe" if key == "recipe" else f"a comparison with other {key}: {told}",
                 because="it goes on where it was only if it is asked the same",
                 fix="ask the same, or name another folder by --out",
             )
+
+
+def is_finished(folder: Path) -> bool:
+    return (folder / STATE).exists() and RunFolder(folder).state().shown == "finished"
 
 
 def in_a_process(recipe: Path, folder: Path) -> None:
@@ -240,7 +244,7 @@ def outcome_of(run: RunFolder, stage: Sampled, algorithm: str, seed: int, before
     curve = tuple(Point(e.step, e.step * per_step, sum(tokens[: e.step]), sum(seconds[: e.step]), e.accuracy) for e in evals)
     if before is not None:
         curve = (Point(0, 0, 0.0, 0.0, before), *curve)
-    passes: Passes = passes_of(stage, float(np.mean(tries)) if tries else 1.0)
+    passes = passes_of(stage, float(np.mean(tries)) if tries else 1.0)
     held, trained = sizes(run)
     return Outcome(
         algorithm=algorithm,

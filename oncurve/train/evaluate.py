@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from oncurve.engines.native import Draws, NativeEngine
+from oncurve.models.policy import Policy
 from oncurve.recipe.schema import Evaluation
 from oncurve.recipe.sections import Sampling
 from oncurve.records import EvalReport, Group, Prompt, ScoredGroup
@@ -17,6 +18,14 @@ from oncurve.train.memory import sample
 
 EVAL_STEP = 1 << 40
 """Evaluation draws its random numbers far from any training step's."""
+EVAL_TOKENS = 256
+"""Length limit of held-out answers where neither the recipe nor any of its stages sets one."""
+
+
+def usual_limit(policy: Policy, prompts: Sequence[Prompt]) -> int:
+    """That limit, or less where the model has no room for it: a default that no one chose must not be why it is refused."""
+    longest = max(len(policy.encode(prompt)) for prompt in prompts)
+    return max(1, min(EVAL_TOKENS, policy.context - longest))
 
 
 def evaluate(

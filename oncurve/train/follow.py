@@ -16,15 +16,13 @@ from oncurve.errors import OncurveError, RecipeError, ScaleError
 from oncurve.models.policy import Policy
 from oncurve.recipe.load import parse_recipe
 from oncurve.recipe.schema import Recipe, Stage
-from oncurve.rewards.mix import RewardMix
 from oncurve.runs import checkpoints
 from oncurve.runs.folder import RunFolder
 from oncurve.scale.world import World
-from oncurve.tasks.base import Task
-from oncurve.train.run import Trainer, load_weights
+from oncurve.train.run import RewardsOf, TaskOf, Trainer, load_weights
 from oncurve.train.stages import StageLoop, needs_whole
 
-Prepare = Callable[[Recipe], tuple[Callable[[Stage], Task], Callable[[Stage], RewardMix]]]
+Prepare = Callable[[Recipe], tuple[TaskOf, RewardsOf]]
 
 
 def need_ranks(recipe: Recipe, world: World) -> None:

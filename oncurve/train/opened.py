@@ -22,9 +22,9 @@ from oncurve.runs import checkpoints
 from oncurve.runs.disk import disk_errors
 from oncurve.runs.folder import STATE, RunFolder
 from oncurve.tasks.registry import TASKS
-from oncurve.train.evaluate import evaluate
+from oncurve.train.evaluate import evaluate, usual_limit
 from oncurve.train.given import is_from_python, refuse_from_python
-from oncurve.train.run import EVAL_TOKENS, load_weights
+from oncurve.train.run import load_weights
 from oncurve.train.start import rewards_for, task_for
 
 
@@ -145,9 +145,6 @@ def measure(opened: Opened, recipe: Recipe, *, samples: int | None = None, tempe
         raise RecipeError("task.heldout", "no held-out prompts", because="there is nothing to measure on", fix="hold some out")
     changed = {"samples": samples, "temperature": temperature}
     settings = Evaluation.model_validate(recipe.evaluation.model_dump() | {k: v for k, v in changed.items() if v is not None})
-    longest = max(len(opened.policy.encode(prompt)) for prompt in task.heldout)
-    asked = stage.sampling.max_new_tokens if isinstance(stage, Sampled) else EVAL_TOKENS
-    # A default that no one chose must not be the reason why a small model is refused.
-    limit = asked if isinstance(stage, Sampled) else max(1, min(asked, opened.policy.context - longest))
+    limit = stage.sampling.max_new_tokens if isinstance(stage, Sampled) else usual_limit(opened.policy, task.heldout)
     engine = NativeEngine(opened.policy, recipe.engine)
     return evaluate(engine, rewards, task.heldout, settings, max_new_tokens=limit, seed=recipe.seed, stage=stage.label, step=0)

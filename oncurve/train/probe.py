@@ -30,7 +30,7 @@ from oncurve.records import Prompt, ScoredGroup
 from oncurve.rewards.mix import RewardMix
 from oncurve.tasks.base import Task
 from oncurve.tasks.order import prompts_for_step
-from oncurve.train.best_of_n import pass_at
+from oncurve.train.best_of_n import pass_at, powers
 from oncurve.train.given import refuse_from_python
 from oncurve.train.loop import GrpoLoop
 from oncurve.train.run import load_weights, weights
@@ -205,7 +205,7 @@ def _report(
         prompts=len(scored),
         samples=samples,
         temperature=stage.sampling.temperature,
-        pass_at={k: _mean([pass_at(k, c, samples) for c in right]) for k in _powers(samples)},
+        pass_at={k: _mean([pass_at(k, c, samples) for c in right]) for k in powers(samples)},
         all_right=_mean([c == samples for c in right]),
         all_wrong=_mean([c == 0 for c in right]),
         no_signal=1 - here,
@@ -292,10 +292,6 @@ def _signal(scored: Sequence[ScoredGroup], size: int) -> float:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.0f} %"
-
-
-def _powers(samples: int) -> list[int]:
-    return [2**i for i in range(samples.bit_length()) if 2**i <= samples]
 
 
 def _mean(values: Sequence[float]) -> float:

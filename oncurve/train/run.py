@@ -40,7 +40,7 @@ from oncurve.scale.signals import STOPPING, heeded
 from oncurve.scale.world import ALONE, World
 from oncurve.tasks.base import Task
 from oncurve.train.determinism import settle
-from oncurve.train.evaluate import evaluate
+from oncurve.train.evaluate import evaluate, usual_limit
 from oncurve.train.listeners import Listener, Listeners, Recorder
 from oncurve.train.memory import OutOfMemory
 from oncurve.train.room import check_room
@@ -50,8 +50,6 @@ from oncurve.train.sinks import sinks_of
 from oncurve.train.stages import Parts, StageLoop, is_shared, loop_for
 from oncurve.train.watch import Watch
 
-EVAL_TOKENS = 256
-"""Length limit of held-out answers where neither the recipe nor any of its stages sets one."""
 MOST_ROLLBACKS = 3
 """Roll-backs to one checkpoint before a run gives up: other samples did not help."""
 DETOUR = 1_000_003
@@ -310,10 +308,9 @@ class Trainer:
     def _answer_limit(self, stage: Stage, prompts: Sequence[Prompt]) -> int:
         """Tokens that a held-out answer may have: the stage's, else the most of any, else a default that fits the model."""
         limits = [s.sampling.max_new_tokens for s in self.recipe.stages if isinstance(s, Sampled)]
-        if limits:
-            return stage.sampling.max_new_tokens if isinstance(stage, Sampled) else max(limits)
-        longest = max(len(self.policy.encode(prompt)) for prompt in prompts)
-        return max(1, min(EVAL_TOKENS, self.policy.context - longest))
+        if isinstance(stage, Sampled):
+            return stage.sampling.max_new_tokens
+        return max(limits) if limits else usual_limit(self.policy, prompts)
 
     def _save(self, stage: Stage, loop: StageLoop, step: int) -> None:
         self._note_saved(self.saver.wait())

@@ -8,7 +8,7 @@ import re
 import shutil
 import socket
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from functools import lru_cache
 from pathlib import Path
@@ -42,7 +42,7 @@ from oncurve.tasks.preferences import read_judgements
 from oncurve.tasks.registry import build_task
 from oncurve.train.follow import follow, lead, need_ranks
 from oncurve.train.listeners import Listener
-from oncurve.train.run import Trainer
+from oncurve.train.run import RewardsOf, TaskOf, Trainer
 from oncurve.train.sft import STAGE, examples_of
 
 RUNS = Path("runs")
@@ -222,9 +222,6 @@ def rewards_for(recipe: Recipe, stage: Stage) -> RewardMix:
     return build_rewards(configs, max_new_tokens=stage.sampling.max_new_tokens)
 
 
-Prepared = tuple[Callable[[Stage], Task], Callable[[Stage], RewardMix]]
-
-
 def refuse_secrets(recipe: Recipe) -> None:
     """A run writes its recipe down, for anyone to read who may read the run."""
     for key, value in flat(recipe).items():
@@ -237,7 +234,7 @@ def refuse_secrets(recipe: Recipe) -> None:
             )
 
 
-def prepare(recipe: Recipe, task: Task | None = None, rewards: RewardMix | None = None) -> Prepared:
+def prepare(recipe: Recipe, task: Task | None = None, rewards: RewardMix | None = None) -> tuple[TaskOf, RewardsOf]:
     """Tasks and rewards of every stage, built before anything else is touched."""
     refuse_secrets(recipe)
     check_engine(recipe)
