@@ -23,7 +23,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from plan_check import Meter, clear, gpu_of_this_machine, machine, metered_loop, planned_peak, put
+from plan_check import Meter, clear, gpu_of_this_machine, machine, metered_loop, planned_memory
+from reporting import put
 
 from oncurve.plan.asked import Wishes, job_for
 from oncurve.plan.gpus import GIB, Gpu
@@ -110,8 +111,8 @@ def run(algorithm: str, gpu: Gpu, tiny: bool) -> Compared:
     return Compared(
         algorithm, tuple(rewards), statistics.median(times),
         {name: statistics.median(p.get(name, 0.0) for p in phases) for name in ("sample", "score", "grade", "update")},
-        max(meter.peaks.values(), default=None), dict(meter.peaks) or None, planned_peak(job), held + critic, held + critic,
-        passes.forward, passes.backward,
+        max(meter.peaks.values(), default=None), dict(meter.peaks) or None, max(planned_memory(job).values()),
+        held + critic, held + critic, passes.forward, passes.backward,
     )  # fmt: skip
 
 
@@ -145,7 +146,8 @@ def attempt(algorithm: str, gpu: Gpu, tiny: bool) -> Compared:
 
 
 def left_out(algorithm: str, gpu: Gpu, tiny: bool, why: str) -> Compared:
-    return Compared(algorithm, (), math.nan, {}, None, None, planned_peak(job_of(algorithm, gpu, tiny)), 0, 0, 0.0, 0.0, why)
+    planned = max(planned_memory(job_of(algorithm, gpu, tiny)).values())
+    return Compared(algorithm, (), math.nan, {}, None, None, planned, 0, 0, 0.0, 0.0, why)
 
 
 def main() -> int:

@@ -26,6 +26,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from reporting import plot
+
 HERE = Path(__file__).resolve().parent
 PACKAGES = ("oncurve", "trl", "torch", "transformers")
 SAME = {"grpo": "grpo", "dapo": "dapo", "dr_grpo": "dr_grpo"}
@@ -196,15 +198,9 @@ def machine() -> dict[str, Any]:
 
 def draw(name: str) -> Path:
     """Reward by step on the left, by second on the right; the same two curves."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     found = json.loads((HERE / "results" / f"curves-{name}.json").read_text())
-    style: Any = {"svg.hashsalt": "oncurve", "font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
-    with plt.rc_context(style):
-        figure, panels = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
+    file = HERE.parent / "docs" / "images" / f"curves-{name}.svg"
+    with plot(file, 1, 2, figsize=(9, 3.6), sharey=True) as (figure, panels):
         for who, colour in COLOURS.items():
             marks = found[who]["marks"]
             rewards = [reward for _, reward in marks]
@@ -216,8 +212,6 @@ def draw(name: str) -> Path:
         panels[0].set_ylabel("mean reward of a step")
         panels[0].legend(frameon=False, loc="lower right")
         figure.suptitle(f"{name}: {found['machine']['device']}, TRL {found['machine']['trl']}", fontsize=10)
-        file = HERE.parent / "docs" / "images" / f"curves-{name}.svg"
-        figure.savefig(file, metadata={"Date": None})
     return file
 
 

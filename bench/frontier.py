@@ -21,12 +21,14 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from reporting import plot
 
 from oncurve.recipe.load import find_recipe, load_recipe, parse_recipe
 from oncurve.recipe.schema import Recipe
 from oncurve.runs.folder import RunFolder
 from oncurve.runs.store import Store
 from oncurve.terminal.hush import hush
+from oncurve.train.compare import is_finished
 from oncurve.train.run import TimeUp
 from oncurve.train.start import begin, resume
 
@@ -55,17 +57,15 @@ def run_of(asked: Recipe, beta: float, judge: Path) -> Recipe:
 
 def finished(folder: Path, recipe: Recipe, until: float) -> bool:
     """Begins a run or goes on with it, for as long as there is time; whether it is done."""
-    if (folder / "run.json").is_file():
-        run = RunFolder.open(folder, folder.parent)
-        if run.state().shown == "finished":
-            return True
+    if is_finished(folder):
+        return True
     left = (until - time.monotonic()) / 60
     if left <= 0:
         return False
     print(f"{folder.name}: {left:.1f} minutes left", flush=True)
     try:
         if folder.exists():
-            resume(run, minutes=left)
+            resume(RunFolder.open(folder, folder.parent), minutes=left)
         else:
             begin(recipe, out=folder, minutes=left)
     except TimeUp:
@@ -115,14 +115,7 @@ def table(found: dict[str, Any]) -> str:
 
 def draw(found: dict[str, Any]) -> None:
     """Every run's way from its start: KL to the right, reward upwards; its end is marked."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    style: Any = {"svg.hashsalt": "oncurve", "font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
-    with plt.rc_context(style):
-        figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+    with plot(PLOT, figsize=(6, 4)) as (_, axes):
         for colour, (beta, run) in zip(COLOURS, found["runs"].items(), strict=False):
             kl, reward = (smoothed(run["curves"][name]) for name in ("kl", "reward"))
             axes.plot(kl, reward, color=colour, linewidth=1.2, alpha=0.6)
@@ -130,7 +123,6 @@ def draw(found: dict[str, Any]) -> None:
         axes.set_xlabel("KL to the start, nats per token")
         axes.set_ylabel("reward")
         axes.legend(frameon=False)
-        figure.savefig(PLOT, metadata={"Date": None})
 
 
 def smoothed(values: list[float]) -> list[float]:

@@ -20,10 +20,7 @@ import gc
 import json
 import math
 import platform
-import re
-import shutil
 import statistics
-import subprocess
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +29,8 @@ from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from reporting import commit, put
 
 from oncurve.plan.asked import Wishes, job_for, usual_rank
 from oncurve.plan.gpus import GIB, Gpu, find_gpu, gpu_of_driver
@@ -123,14 +122,14 @@ class Checked:
         return near and abs(self.time_off) <= TIME_WITHIN
 
 
-def planned_peak(job: Job) -> int:
-    """The plan's worst moment, without the driver's context."""
-    return max(p.total - p.parts.get("cuda context", 0) for p in memory_of(job).phases)
+def planned_memory(job: Job) -> dict[str, int]:
+    """By phase, without the driver's context."""
+    return {p.name: p.total - p.parts.get("cuda context", 0) for p in memory_of(job).phases}
 
 
 def planned(setting: Setting, job: Job) -> Checked:
-    """The plan's side, without the driver's context."""
-    by_phase = {p.name: p.total - p.parts.get("cuda context", 0) for p in memory_of(job).phases}
+    """The plan's side."""
+    by_phase = planned_memory(job)
     took = seconds_of(job)
     return Checked(setting.name, max(by_phase.values()), by_phase, took.step, took.phases)
 
@@ -285,8 +284,8 @@ def reward(completions: Sequence[str], **_: object) -> list[float]:
 def policy_of(job: Job) -> Any:
     """Random weights made where they stay; a tokenizer of one word per number, so that lengths are exact."""
     import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+    from random_models import make_tokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     from oncurve.models import lora
     from oncurve.models.policy import Policy
@@ -304,13 +303,7 @@ def policy_of(job: Job) -> Any:
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, job.dtype))
     if job.lora_rank is not None:
         lora.attach(model, Lora(rank=job.lora_rank), 0, "random")
-    # Special tokens are found within words too: their names must be part of none.
-    special = {"<unk>": 0, "<end>": 1, "<pad>": 2}
-    names = special | {f"w{i}": i for i in range(3, shape.vocabulary)}
-    words = Tokenizer(models.WordLevel(names, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="<end>", pad_token="<pad>")
-    return Policy(model, made)
+    return Policy(model, make_tokenizer(shape.vocabulary))
 
 
 def prompt_texts(job: Job, count: int) -> list[str]:
@@ -378,10 +371,8 @@ def gpu_of_this_machine(device: str) -> Gpu:
 
 
 def machine(gpu: Gpu) -> dict[str, Any]:
-    asked = ["git", "rev-parse", "--short=12", "HEAD"]
-    commit = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip() if shutil.which("git") else ""
     versions = {name: metadata.version(name) for name in ("torch", "transformers")}
-    return {"gpu": gpu.name, "memory": gpu.memory, "python": platform.python_version(), "commit": commit, **versions}
+    return {"gpu": gpu.name, "memory": gpu.memory, "python": platform.python_version(), "commit": commit(), **versions}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -415,15 +406,6 @@ def write(out: Path, about: dict[str, Any], rows: Sequence[Checked]) -> None:
     offs = [{**asdict(row), "memory_off": row.memory_off, "time_off": row.time_off, "holds": row.holds} for row in rows]
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps({**about, "settings": offs}, indent=2) + "\n")
-
-
-def put(page: Path, name: str, body: str) -> None:
-    """Between a page's marks of that name."""
-    text = page.read_text(encoding="utf-8")
-    pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
-    if not pattern.search(text):
-        raise SystemExit(f"{page} has no place for '{name}'")
-    page.write_text(pattern.sub(lambda m: f"{m[1]}{body.rstrip()}\n{m[2]}", text), encoding="utf-8")
 
 
 def again(out: Path) -> int:

@@ -23,6 +23,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from reporting import plot
+
 HERE = Path(__file__).resolve().parent
 COLOURS = ("#1f5f8b", "#6aa6cc", "#b4501e", "#2b7a4b", "#8a3f8f", "#9a7400")
 LINES = ("-", "--", ":")
@@ -126,14 +128,7 @@ def table() -> str:
 
 def draw() -> None:
     """Share of right answers among those sampled in each step of grpo, means over ten steps; one line a run."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    style: Any = {"svg.hashsalt": "oncurve", "font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
-    with plt.rc_context(style):
-        figure, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
+    with plot(HERE.parent / "docs" / "images" / "real.svg", figsize=(7, 3.6)) as (_, axes):
         for n, file in enumerate(sorted((HERE / "results").glob("real-*.json"))):
             told = json.loads(file.read_text())
             right = [value for _, value in told["run"]["grpo"]["curves"]["reward/answer"]]
@@ -145,7 +140,6 @@ def draw() -> None:
         axes.set_ylabel("right answers, %")
         axes.set_ylim(bottom=0)
         axes.legend(frameon=False, fontsize=9)
-        figure.savefig(HERE.parent / "docs" / "images" / "real.svg", metadata={"Date": None})
 
 
 def main() -> None:

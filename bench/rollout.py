@@ -27,11 +27,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from reporting import commit
+
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "rollout.json"
 BEGAN = "ONCURVE_BENCH_BEGAN"
-NONE = "none"
 """The environment's word for when a peer's process was started."""
+NONE = "none"
+"""No work but the first token."""
 VOCABULARY = 151_936
 MODEL = {
     "vocab_size": VOCABULARY, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
@@ -268,12 +271,6 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
-
-
-def commit() -> str:
-    ask = ("git", "-C", str(HERE), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*")
-    told = subprocess.run(ask, capture_output=True, text=True, check=False)
-    return told.stdout.strip() or os.environ.get("ONCURVE_COMMIT", "unknown")
 
 
 def show(found: dict[str, Any]) -> None:

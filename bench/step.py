@@ -18,7 +18,6 @@ import gc
 import json
 import os
 import platform
-import re
 import subprocess
 import sys
 import tempfile
@@ -32,6 +31,7 @@ from typing import Any
 
 import torch
 from random_models import SHAPES, each_alone, graded_groups, make_policy, random_reward, shape_of, texts
+from reporting import commit, put
 
 import oncurve
 from oncurve.engines.native import NativeEngine
@@ -242,12 +242,10 @@ def peer(args: argparse.Namespace, name: str) -> Iterator[Row]:
 def environment(args: argparse.Namespace) -> Row:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     versions = {name: metadata.version(name) for name in PACKAGES if _installed(name)}
-    ask = ["git", "rev-parse", "--short=12", "HEAD"]
-    commit = subprocess.run(ask, cwd=HERE, capture_output=True, text=True, check=False).stdout.strip()
     work = {name: getattr(args, name) for name in ("size", "prompts", "group", "prompt", "new", "steps", "pack")}
     return {
         "gpu": gpu, "matrix_tflops": round(_rate() / 1e12, 1), "python": platform.python_version(),
-        "versions": {"oncurve": oncurve.__version__, **versions}, "commit": args.commit or commit, "work": work,
+        "versions": {"oncurve": oncurve.__version__, **versions}, "commit": args.commit or commit(), "work": work,
     }  # fmt: skip
 
 
@@ -322,11 +320,7 @@ def tables(found: Row) -> str:
 
 def write_table() -> None:
     """Between the marks of bench/README.md."""
-    text = README.read_text()
-    shown = tables(json.loads(RESULTS.read_text()))
-    README.write_text(
-        re.sub(r"(<!-- step-gpu -->\n).*?(\n<!-- /step-gpu -->)", lambda m: m[1] + shown + m[2], text, flags=re.S)
-    )
+    put(README, "step-gpu", tables(json.loads(RESULTS.read_text())))
 
 
 def arguments() -> argparse.Namespace:

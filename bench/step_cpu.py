@@ -15,10 +15,8 @@ import json
 import multiprocessing
 import os
 import platform
-import random
 import re
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +25,8 @@ from importlib import metadata
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from reporting import commit, put
 
 import oncurve
 
@@ -60,9 +60,9 @@ class Work:
     @property
     def texts(self) -> list[str]:
         """Prompts for every step, the same for both."""
-        draw = random.Random(0)
-        count = self.prompts * self.steps
-        return [" ".join(f"w{draw.randrange(10, VOCABULARY)}" for _ in range(self.prompt_tokens)) for _ in range(count)]
+        from random_models import texts
+
+        return texts(self.prompts * self.steps, self.prompt_tokens, VOCABULARY)
 
 
 def reward(completions: Sequence[str], **_: object) -> list[float]:
@@ -73,17 +73,10 @@ def reward(completions: Sequence[str], **_: object) -> list[float]:
 def tiny_model(threads: int) -> tuple[Any, Any]:
     """4 layers, 128 wide, 4 query and 2 key heads of 32, random weights; a tokenizer of 512 words."""
     import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from random_models import make_tokenizer
+    from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.set_num_threads(threads)
-    special = ["<unknown>", "<end>", "<pad>"]  # not the beginning of any word: a special token is found inside others
-    names = special + [f"w{i}" for i in range(len(special), VOCABULARY)]
-    words = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token=special[0]))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words, unk_token=special[0], eos_token=special[1], pad_token=special[2]
-    )
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCABULARY,
@@ -99,7 +92,7 @@ def tiny_model(threads: int) -> tuple[Any, Any]:
         pad_token_id=2,
         bos_token_id=None,
     )
-    return Qwen3ForCausalLM(config), tokenizer
+    return Qwen3ForCausalLM(config), make_tokenizer(VOCABULARY)
 
 
 def oncurve_worker(work: Work, pipe: Connection) -> None:
@@ -259,13 +252,6 @@ def versions() -> dict[str, str]:
     return {"oncurve": oncurve.__version__, **peers, "python": platform.python_version()}
 
 
-def commit() -> str:
-    """The commit that was measured; `+` where files had been changed since."""
-    ask = ("git", "-C", str(HERE), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*")
-    told = subprocess.run(ask, capture_output=True, text=True, check=False)
-    return told.stdout.strip() or "unknown"
-
-
 def table(found: dict[str, Any]) -> str:
     """The results as Markdown."""
     lines = ["| prompt + completion | TRL | Oncurve | TRL ÷ Oncurve | Oncurve's phases |", "|---|---|---|---|---|"]
@@ -282,8 +268,7 @@ def table(found: dict[str, Any]) -> str:
 
 def fill_readme() -> None:
     filled = table(json.loads(RESULTS.read_text()))
-    text = re.sub(r"(<!-- table -->\n).*?(\n<!-- /table -->)", lambda m: m[1] + filled + m[2], README.read_text(), flags=re.S)
-    README.write_text(text)
+    put(README, "table", filled)
     print(filled)
 
 

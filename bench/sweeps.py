@@ -29,8 +29,8 @@ from oncurve.recipe.algorithms import at_constant_rate, under
 from oncurve.recipe.load import dump_recipe, load_recipe
 from oncurve.recipe.sampled import Sampled
 from oncurve.recipe.schema import Recipe
-from oncurve.runs.folder import STATE, RunFolder
-from oncurve.train.compare import Outcome, Point, in_a_process, outcome_of
+from oncurve.runs.folder import RunFolder
+from oncurve.train.compare import Outcome, Point, in_a_process, is_finished, outcome_of
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = "recipes/compare.toml"
@@ -96,7 +96,7 @@ def _plain(label: str) -> str:
 
 
 def _train(folder: Path, recipe: Recipe) -> None:
-    if (folder / STATE).exists() and RunFolder(folder).state().shown == "finished":
+    if is_finished(folder):
         return
     file = folder.with_suffix(".toml")
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -134,7 +134,7 @@ def _start_accuracy(asked: Asked) -> float:
 
 
 def _wait(folder: Path) -> None:
-    while not ((folder / STATE).exists() and RunFolder(folder).state().shown == "finished"):
+    while not is_finished(folder):
         time.sleep(0.5)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from plan_check import put
+from reporting import put
 from sweeps import PARTS, SWEEPS, outcomes_in
 
 from oncurve.terminal.comparison import as_markdown, spread
