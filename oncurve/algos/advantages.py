@@ -168,10 +168,15 @@ def _grade_group(group: ScoredGroup, outcome_G: Tensor, gradable_G: Tensor, eps:
     advantages, graded = [], []
     for i, (s, outcome, comparable) in enumerate(zip(group.scored, outcome_G.tolist(), gradable_G.tolist(), strict=False)):
         counts = comparable or (compared and any(a.steps is not None and a.weight != 0 for a in s.aspects))
-        graded.append(counts and s.failure is None and not (mask_cut and s.completion.cut))
+        graded.append(counts and is_graded(s, mask_cut))
         of_steps = 0.0 if process is None else process[i].numpy()
         advantages.append(np.full(lengths[i], (of_steps + outcome) if graded[i] else 0.0, np.float32))
     return GradedGroup(group, tuple(advantages), tuple(graded))
+
+
+def is_graded(scored: ScoredCompletion, mask_cut: bool) -> bool:
+    """Whether a completion can be learned from: its reward did not fail, and it is whole where cut ones are masked."""
+    return scored.failure is None and not (mask_cut and scored.completion.cut)
 
 
 def _outcome(scored: ScoredCompletion, penalised: bool) -> float:

@@ -190,18 +190,14 @@ def encoded(policy: Policy, prompts: Sequence[Prompt], how: Sampling) -> list[In
     """The prompts' tokens, each with room for its completion."""
     prompt_ids = [policy.encode(p) for p in prompts]
     for prompt, ids in zip(prompts, prompt_ids, strict=True):
-        check_room(policy, prompt, len(ids), how)
+        if len(ids) + how.max_new_tokens > policy.context:
+            raise ModelError(
+                prompt.id,
+                f"a prompt of {len(ids)} tokens with max_new_tokens = {how.max_new_tokens}",
+                because=f"the model addresses {policy.context} positions",
+                fix="shorten the prompt, lower sampling.max_new_tokens, or use a model with a longer context",
+            )
     return prompt_ids
-
-
-def check_room(policy: Policy, prompt: Prompt, length: int, how: Sampling) -> None:
-    if length + how.max_new_tokens > policy.context:
-        raise ModelError(
-            prompt.id,
-            f"a prompt of {length} tokens with max_new_tokens = {how.max_new_tokens}",
-            because=f"the model addresses {policy.context} positions",
-            fix="shorten the prompt, lower sampling.max_new_tokens, or use a model with a longer context",
-        )
 
 
 def completion_of(row: Row | GpuRow, text: str) -> Completion:

@@ -11,7 +11,8 @@ class Clock:
     """Seconds by phase. Phases may be entered again; they add up. ``enter`` is told of each as it begins."""
 
     def __init__(self, enter: Callable[[str], None] | None = None) -> None:
-        self.enter, self.seconds = enter, {}  # type: Callable[[str], None] | None, dict[str, float]
+        self.enter = enter
+        self.seconds: dict[str, float] = {}
         self._cpu_before = time.process_time()
 
     @property

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from oncurve.algos.advantages import counted_steps, whitened
+from oncurve.algos.advantages import counted_steps, is_graded, whitened
 from oncurve.algos.gae import Doubles, explained_variance, gae, token_rewards, value_loss
 from oncurve.algos.reductions import StepTotals
 from oncurve.engines.native import NativeEngine
@@ -103,10 +103,6 @@ class PpoLoop(GrpoLoop):
         super().load_state(tensors)
         self.learner.critic.load_state(tensors["critic"])
         self.learner.critic_optimiser.load_state(tensors["critic_optimiser"])
-
-
-def is_graded(scored: ScoredCompletion, mask_cut: bool) -> bool:
-    return scored.failure is None and not (mask_cut and scored.completion.cut)
 
 
 def judged(group: ScoredGroup, values: Sequence[Floats], stage: Ppo, kls: Sequence[Floats] | None) -> JudgedGroup:
