@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -53,7 +53,7 @@ class GpuSampler:
 
     @classmethod
     @torch.inference_mode()
-    def of(cls, policy: Policy, settings: EngineSettings) -> GpuSampler | None:
+    def of(cls, policy: Policy, settings: EngineSettings) -> Self | None:
         """The fast engine for this policy, or None (and the log says why) where its layers don't fit pages."""
         shape = shape_of(policy)
         if isinstance(shape, str):

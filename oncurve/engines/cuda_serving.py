@@ -96,6 +96,7 @@ class GpuSession(GpuBatch):
     """A session that captured graphs decode. ``context`` is what the model addresses and memory holds."""
 
     ahead = AHEAD
+    sampler: ServingSampler
 
     def __init__(self, sampler: ServingSampler, slots: int, limit: int) -> None:
         super().__init__(sampler, Call((), (), 0, Sampling(max_new_tokens=limit), 0, 0), slots)
@@ -112,7 +113,7 @@ class GpuSession(GpuBatch):
     def over(cls, policy: Policy, slots: int, limit: int) -> GpuSession | None:
         """A session by captured graphs; None (and the log says why) where the model's layers don't fit pages."""
         sampler = ServingSampler.of(policy, Engine())
-        return cls(sampler, slots, limit) if isinstance(sampler, ServingSampler) else None
+        return None if sampler is None else cls(sampler, slots, limit)
 
     def warm(self) -> None:
         """Compile, capture and prefill once, so that nobody who asks waits for it."""
@@ -155,7 +156,6 @@ class GpuSession(GpuBatch):
         return signed_key(self.asks[row.group].seed, 0, NAME, row.sample)
 
     def _prepare(self, slots: int) -> tuple[Board, PagedPool]:
-        assert isinstance(self.sampler, ServingSampler)
         return self.sampler.open(slots, self.how.max_new_tokens)
 
     def _seat(self, slot: int, row: Row) -> None:
@@ -164,7 +164,7 @@ class GpuSession(GpuBatch):
 
     def _tell(self) -> None:
         if self.wished:
-            wishes, asks = self._wishes, list(self.wished.values())
+            wishes, asks = self.sampler.wishes, list(self.wished.values())
             slots = self._send(np.array(list(self.wished), np.int64))
             shares = [(ask.how.temperature, ask.how.top_p, ask.how.min_p) for ask in asks]
             counts = [(ask.how.top_k, ask.how.min_new_tokens, ask.top) for ask in asks]
@@ -176,11 +176,6 @@ class GpuSession(GpuBatch):
             self.wished.clear()
         super()._tell()
 
-    @property
-    def _wishes(self) -> Wishes:
-        assert isinstance(self.sampler, ServingSampler)
-        return self.sampler.wishes
-
     def _prefill_tokens(self) -> int:
         return PREFILL_TOKENS
 
@@ -190,7 +185,8 @@ class GpuSession(GpuBatch):
     def _outputs(self) -> tuple[Tensor, ...]:
         """The likeliest tokens too, where somebody asks for them."""
         asked = any(row is not None and self.asks[row.group].top for row in self.row_in)
-        return (*super()._outputs(), *((self._wishes.top_ids, self._wishes.top_logps) if asked else ()))
+        wishes = self.sampler.wishes
+        return (*super()._outputs(), *((wishes.top_ids, wishes.top_logps) if asked else ()))
 
     def _reach(self) -> Reach:
         """In very few sizes: a graph that is not there yet makes everybody wait, and idle programs cost next to nothing."""

@@ -21,7 +21,7 @@ class Start:
     """Load the model in ``folder``. Answered by Ready."""
 
     folder: str
-    scratch: str | None
+    scratch: str
     """The folder that weights come through, made for this: where the run is killed, nobody else is left to remove it."""
     dtype: str
     slots: int

@@ -109,7 +109,7 @@ class Host:
     def _handle(self, message: object) -> None:
         match message:
             case Start():
-                self.scratch = None if message.scratch is None else Path(message.scratch)
+                self.scratch = Path(message.scratch)
                 self.llm = _open(message)
                 self._say(Ready(self.llm.model_config.max_model_len))
             case Ask():

@@ -30,7 +30,7 @@ from tests.models.architectures import make_policy
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
-START = Start("nowhere", None, "float32", 8, "raw_logprobs", 0, False, 0.5, 1 << 20)
+START = Start("nowhere", "nowhere", "float32", 8, "raw_logprobs", 0, False, 0.5, 1 << 20)
 
 
 def train(tmp_path: Path, *, path: Path | None = None) -> subprocess.CompletedProcess[str]:
