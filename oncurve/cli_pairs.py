@@ -34,7 +34,9 @@ def pairs(
             text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in best_against_worst(store, stage))
     if not text:
         because = "nobody has ranked completions" if people else "no recorded group has completions of different rewards"
-        raise RunError(folder.name, "no pairs", because=because, fix="look at it with `oncurve show`, or name another run")
+        ranked = "rank groups in the studio (`oncurve studio`), or leave --people out for pairs by reward"
+        fix = ranked if people else "look at it with `oncurve show`, or name another run"
+        raise RunError(folder.name, "no pairs", because=because, fix=fix)
     if out.exists():
         raise RunError(str(out), "already there", because="nothing is written over", fix="choose another name")
     with disk_errors(out):

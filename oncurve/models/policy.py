@@ -175,7 +175,7 @@ class Policy:
                 prompt.id,
                 "messages for a model without a chat template",
                 because="the tokenizer does not say how to write roles",
-                fix="take a chat model, or send prompts as plain text: --set task.chat=false",
+                fix="take a chat model, or give plain text: a task's prompts by --set task.chat=false, a file's by its columns",
             )
         messages = [dict(m) for m in prompt.messages or ()]
         if self.system_prompt and not any(m["role"] == "system" for m in messages):

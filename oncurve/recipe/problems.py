@@ -128,7 +128,10 @@ class Problem:
         place = self.key.rpartition(".")[0]
         close = closest(name, known)
         hint = f" (did you mean '{close}'?)" if close else ""
-        fix = _where_it_belongs(name, place, self.loc) or (f"write {close}" if close else _take_out(known))
+        given = _at(self.data, self.loc[:-1])
+        asked = [key for section in here for key, field in section.model_fields.items() if field.is_required()]
+        lacking = next((key for key in asked if isinstance(given, Mapping) and key not in given), None)
+        fix = _where_it_belongs(name, place, self.loc, lacking) or (f"write {close}" if close else _take_out(known))
         return f"{place or 'a recipe'} has no key '{name}'{hint}", fix
 
     def _missing(self) -> tuple[str, str]:
@@ -194,14 +197,17 @@ def label_of(entry: Any) -> str | None:
     return label if isinstance(label, str) else None
 
 
-def _where_it_belongs(name: str, place: str, loc: Loc) -> str | None:
-    """For a key that exists, but elsewhere, or under another name in TRL."""
+def _where_it_belongs(name: str, place: str, loc: Loc, lacking: str | None = None) -> str | None:
+    """For a key that exists, but elsewhere, or under another name in TRL. One of another stage was likelier meant as the key
+    that this one is ``lacking``."""
     stage = place.partition(".")[0]
     kind = next((part for part in loc[1:] if part in STAGES), None)
     homes = [entry.key for entry in tree() if entry.name == name]
     same_stage = [stage + key.removeprefix(str(kind)) for key in homes if key.startswith(f"{kind}.")]
     if name in homes and place:
         return f"'{name}' is a key of the recipe itself: write it above the first [section]"
+    if homes and lacking and place == stage and kind and not same_stage:
+        return f"write it as {place}.{lacking}, which is needed here and missing"
     if homes:
         return f"write it as {' or '.join(same_stage or homes[:3])}"
     option = TRL_OPTIONS.get(name)

@@ -64,7 +64,9 @@ def _first(errors: Any) -> tuple[str, str | None]:
     """(message, key) of the first thing that is wrong. Of a union's branches the one that came furthest tells most."""
     deepest = max(errors, key=lambda error: len(error["loc"]))
     first = errors[0] if errors[0]["type"] != deepest["type"] and len(errors[0]["loc"]) == 2 else deepest
-    where = [str(part) for part in first["loc"] if part != "body"]
+    if first["type"] == "json_invalid":
+        return f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][-1]}", None
+    where = [str(part) for part in first["loc"] if part != "body" and "[" not in str(part)]  # such as list[TextPart]
     name = ".".join(where[:1]) or None
     said = str(first["msg"]).removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":

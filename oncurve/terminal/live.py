@@ -101,7 +101,10 @@ def step_line(stage: StageProgress, now: float) -> str:
     else:
         kl = metrics.get("kl", metrics.get("update_kl"))
         facts += [f"reward {number(metrics.get('reward'))}", f"KL {number(kl) if known(kl) else DASH}"]
-    facts.append(f"entropy {number(metrics.get('entropy'))}")
+    if "pair_accuracy" in metrics:
+        facts.append(f"pairs right {percent(metrics['pair_accuracy'])}")
+    if "entropy" in metrics:
+        facts.append(f"entropy {number(metrics['entropy'])}")
     if "length_mean" in metrics:
         facts += [f"length {number(metrics['length_mean'])}", f"no signal {percent(metrics.get('no_signal_share'))}"]
     facts.append(f"{number(metrics.get('tokens_per_s'))} tokens/s")

@@ -63,7 +63,9 @@ def test_pairs_of_a_run(oncurve: Oncurve, runs: Path, here: Path) -> None:
     assert rows
     assert all(set(row) == {"prompt", "chosen", "rejected", "margin"} and row["margin"] > 0 for row in rows)
     assert "already there" in oncurve("pairs", "small-1", "-o", "pairs.jsonl", "--runs", runs).err
-    assert "nobody has ranked" in oncurve("pairs", "small-1", "-o", "other.jsonl", "--people", "--runs", runs).err
+    unranked = oncurve("pairs", "small-1", "-o", "other.jsonl", "--people", "--runs", runs).err
+    assert "nobody has ranked" in unranked
+    assert "rank groups in the studio" in unranked
 
 
 def test_a_slice_of_time_ends_well_and_says_how_to_go_on(oncurve: Oncurve, recipe: Path, here: Path) -> None:

@@ -92,6 +92,14 @@ def test_a_wrong_shape(text: str, where: str, words: str) -> None:
     assert words in str(error)
 
 
+def test_a_key_of_another_stage_is_taken_for_the_one_that_is_missing() -> None:
+    data = base()
+    data["stages"].append({"type": "dpo", "data": "pairs.jsonl"})
+    assert refusal(data=data).fix == "write it as dpo.pairs, which is needed here and missing"
+    data["stages"][-1]["pairs"] = "pairs.jsonl"
+    assert refusal(data=data).fix == "write it as sft.data or reward_model.data"
+
+
 def test_a_stage_is_called_by_its_name() -> None:
     data = base()
     data["stages"][1]["name"] = "second"

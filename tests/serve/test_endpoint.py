@@ -239,6 +239,7 @@ BAD: list[tuple[dict[str, Any], str | None, str]] = [
     ({"messages": []}, "messages", "at least 1 item"),
     ({"messages": [{"role": "king", "content": "x"}]}, "messages", "role"),
     ({"messages": [{"role": "user", "content": "x" * 3000}]}, "messages", "don't fit"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "messages.0.content.0.type: "),
     ({"stop": ""}, "stop", "at least 1 character"),
     ({"response_format": {"type": "json_schema"}}, "response_format", "json_object"),
 ]
@@ -267,7 +268,9 @@ def test_other_refusals(served: Endpoint, client: openai.OpenAI) -> None:
         with pytest.raises(urllib.error.HTTPError) as caught:
             urllib.request.urlopen(request, timeout=10)
         assert caught.value.code == status
-        assert "message" in json.loads(caught.value.read())["error"]
+        told = json.loads(caught.value.read())["error"]
+        assert told["param"] is None
+        assert told["message"].startswith("the body is not JSON: ") == (body == b"{")
 
 
 def test_a_model_without_a_chat_template_says_so() -> None:

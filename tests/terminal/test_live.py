@@ -9,9 +9,9 @@ from rich.console import Console
 
 from oncurve.recipe.load import load_recipe
 from oncurve.records import EvalReport, StepReport
-from oncurve.terminal.live import LiveDisplay
+from oncurve.terminal.live import LiveDisplay, step_line
 from oncurve.terminal.panel import Panel
-from oncurve.terminal.progress import RunProgress
+from oncurve.terminal.progress import RunProgress, StageProgress
 
 RECIPE = load_recipe("arithmetic", ["sft.steps=300", "grpo.steps=200"])
 METRICS = {
@@ -81,6 +81,12 @@ def test_a_log_gets_lines_and_no_control_codes() -> None:
     assert lines[4].startswith("grpo 1/200  reward 0.0100  KL –  entropy 0.212  length 23.4  no signal 31 %  4,210 tokens/s")
     assert lines[-1] == "grpo-000080 is damaged"
     assert len(lines) == 7
+
+
+def test_a_line_says_only_what_its_stage_measures() -> None:
+    stage = StageProgress("reward_model", "reward_model", 2)
+    stage.take(StepReport("reward_model", 1, {"loss": 0.7, "pair_accuracy": 0.5, "tokens_per_s": 120.0}, {"update": 0.1}))
+    assert step_line(stage, now=0.0) == "reward_model 1/2  loss 0.700  pairs right 50 %  120 tokens/s"
 
 
 def test_a_terminal_gets_a_picture_and_its_cursor_back() -> None:
