@@ -64,7 +64,7 @@ def test_text_is_sent_as_it_is_and_completions_are_closed() -> None:
 def test_messages_go_through_the_template_with_the_system_prompt_and_options() -> None:
     policy = small(system_prompt="be", template_options={"extra": "5"})
     asked = Prompt(id="p", messages=({"role": "user", "content": "12"},))
-    with pytest.raises(ModelError, match="(?s)without a chat template.*by its columns"):
+    with pytest.raises(ModelError, match=r"(?s)without a chat template.*by its columns"):
         policy.encode(asked)
     policy.tokenizer.chat_template = TEMPLATE
     assert policy.decode(policy.encode(asked)) == "sbe u12 a5"
