@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from oncurve.engines.native import NativeEngine
-from oncurve.errors import RecipeError, RunError
+from oncurve.errors import RecipeError, RewardError, RunError
 from oncurve.models.load import choose_device, load_policy
 from oncurve.models.policy import Policy
 from oncurve.recipe.load import find_recipe, load_recipe, parse_recipe, read_toml
@@ -141,10 +141,26 @@ def measure(opened: Opened, recipe: Recipe, *, samples: int | None = None, tempe
     refuse_from_python(recipe, stage)
     torch.set_num_threads(recipe.threads or os.cpu_count() or 1)
     task, rewards = task_for(recipe, stage), rewards_for(recipe, stage)
+    rewards.decode_with(opened.policy.decode)
+    if opened.run is not None:
+        rewards.find_in(opened.run.path)
     if not task.heldout:
         raise RecipeError("task.heldout", "no held-out prompts", because="there is nothing to measure on", fix="hold some out")
     changed = {"samples": samples, "temperature": temperature}
     settings = Evaluation.model_validate(recipe.evaluation.model_dump() | {k: v for k, v in changed.items() if v is not None})
     limit = stage.sampling.max_new_tokens if isinstance(stage, Sampled) else usual_limit(opened.policy, task.heldout)
     engine = NativeEngine(opened.policy, recipe.engine)
-    return evaluate(engine, rewards, task.heldout, settings, max_new_tokens=limit, seed=recipe.seed, stage=stage.label, step=0)
+    report = evaluate(
+        engine, rewards, task.heldout, settings, max_new_tokens=limit, seed=recipe.seed, stage=stage.label, step=0
+    )
+    _refuse_ungraded(report, rewards.decider)
+    return report
+
+
+def _refuse_ungraded(report: EvalReport, decider: str | None) -> None:
+    """Where the reward that decides failed on every completion, the measurement would read as 0 %."""
+    aspects = [a for group in report.groups for scored in group.scored for a in scored.aspects if a.name == decider]
+    failures = [a.failure for a in aspects if a.failure is not None]
+    if failures and len(failures) == len(aspects):
+        fix = "mend the reward, or name another task or recipe by --task"
+        raise RewardError(f"rewards.{decider}", "no answer could be graded", because=failures[0], fix=fix)

@@ -211,15 +211,29 @@ def _built_task(config: str, where: str) -> Task:
     return build_task(TaskConfig.model_validate_json(config), where)
 
 
+_RULES = ("answer", "math", "code", "countdown", "columns", "guess", "reasoning_gym")
+"""Rewards that say whether an answer is right."""
+
+
 def rewards_for(recipe: Recipe, stage: Stage) -> RewardMix:
     """The stage's rewards; where the recipe names none (an sft recipe), the task's usual ones, for measuring."""
     if not isinstance(stage, Sampled):
         return build_rewards(recipe.rewards or task_for(recipe, stage).usual_rewards)
     configs = resolved_rewards(recipe, stage)
+    if configs and all(config.type == "model" and config.label != "answer" for config in configs):
+        configs = (*configs, *_watched_answer(recipe, stage))
     if stage.overlong is not None:
         extra = {"type": "overlong", "weight": stage.overlong.weight, "buffer": stage.overlong.buffer}
         configs = (*configs, Reward.model_validate(extra))
     return build_rewards(configs, max_new_tokens=stage.sampling.max_new_tokens)
+
+
+def _watched_answer(recipe: Recipe, stage: Stage) -> tuple[Reward, ...]:
+    """What says right or wrong where a stage's own rewards are reward models, whose scores have no mark at which an answer is
+    right: the recipe's or the task's rule, at weight 0; nothing where these know none."""
+    known = recipe.rewards or task_for(recipe, stage).usual_rewards
+    rules = sorted((c for c in known if c.label == "answer" or c.type in _RULES), key=lambda c: c.label != "answer")
+    return tuple(rule.model_copy(update={"name": "answer", "weight": 0.0}) for rule in rules[:1])
 
 
 def refuse_secrets(recipe: Recipe) -> None:

@@ -17,10 +17,12 @@ from oncurve.errors import RecipeError, RewardError
 from oncurve.recipe.iteration import Iteration
 from oncurve.recipe.load import parse_recipe
 from oncurve.recipe.schema import Recipe
+from oncurve.recipe.sections import Reward
 from oncurve.rewards.extract import said
 from oncurve.runs.folder import RunFolder
 from oncurve.runs.store import Store
 from oncurve.train.iterate import mixed, people
+from oncurve.train.opened import Opened, measure, open_target
 from oncurve.train.reward_model import Coded
 from oncurve.train.run import TimeUp
 from oncurve.train.start import begin, resume
@@ -52,6 +54,12 @@ def recipe(folder: Path, **iterate: Any) -> Recipe:
     model = {"type": "reward_model", "data": str(pairs), "steps": 2, "batch_size": 4, "eval_every": 1}
     data["stages"] = [{**sft, "save_every": 1}, model, grpo]
     return parse_recipe(data)
+
+
+def with_last(asked: Recipe, **changed: Any) -> Recipe:
+    """The recipe with another last stage."""
+    last = asked.stages[-1].model_copy(update=changed)
+    return asked.model_copy(update={"stages": (*asked.stages[:-1], last)})
 
 
 def weights(run: RunFolder, *parts: str) -> dict[str, torch.Tensor]:
@@ -91,6 +99,25 @@ def test_rounds_of_comparisons_and_slices_of_time_that_end_in_the_same_bits(tmp_
         one, other = weights(whole, *parts), weights(sliced, *parts)
         assert all(torch.equal(one[name], other[name]) for name in one)
     assert (sliced.path / "comparisons" / "grpo.jsonl").read_text() == (whole.path / "comparisons" / "grpo.jsonl").read_text()
+
+
+def test_what_a_reward_model_likes_is_not_what_is_right(tmp_path: Path) -> None:
+    """A score is neither right nor wrong: the task's rule is watched, in the run and by `eval` alike."""
+    asked = recipe(tmp_path)
+    asked = with_last(asked, iterate=None)
+    run = begin(asked, out=tmp_path / "run")
+    with Store.open(run.path) as store:
+        (told,) = store.evals("grpo")
+        aspects = store.group("grpo", 1, 0).graded.scored.scored[0].aspects
+    assert [(a.name, a.weight) for a in aspects] == [("model", 1.0), ("answer", 0.0)]
+    opened = open_target(str(run.path), tmp_path)
+    again = measure(opened, asked)
+    assert again.accuracy == told.accuracy == 0.0
+    assert again.metrics["reward"] == pytest.approx(told.metrics["reward"], abs=1e-4)
+    assert again.metrics["reward"] != 0
+    deciding = {"type": "model", "model": "stage:reward_model", "name": "answer"}
+    with pytest.raises(RewardError, match="no answer could be graded"):
+        measure(Opened(opened.policy, "a model"), with_last(asked, rewards=(Reward.model_validate(deciding),)))
 
 
 def test_a_tenth_of_an_update_is_from_the_past() -> None:
