@@ -60,7 +60,9 @@ Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="The run'
 Json = Annotated[bool, typer.Option("--json", help="For programs: JSON on standard output and nothing else.")]
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="A run's name or folder.")]
 RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a built-in recipe.")]
-RunOrModel = Annotated[str, typer.Argument(metavar="RUN|MODEL", help="A run, a folder in Hugging Face format, or a hub id.")]
+RunOrModel = Annotated[
+    str, typer.Argument(metavar="RUN|MODEL", help="A run, or a model as `oncurve models` names it, or a hub id.")
+]
 RUNS = Path("runs")
 
 

@@ -17,7 +17,8 @@ KEY = "ONCURVE_SERVE_KEY"
 
 def serve(
     target: Annotated[
-        str, typer.Argument(metavar="RUN|MODEL", help="A run, a folder in Hugging Face format, or a hub id; RUN@STAGE-STEP.")
+        str,
+        typer.Argument(metavar="RUN|MODEL", help="A run or RUN@STAGE-STEP, a model as `oncurve models` names it, or a hub id."),
     ],
     host: Annotated[
         str, typer.Option("--host", help="Another address than this machine's own is served only with a key.")

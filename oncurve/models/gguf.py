@@ -81,8 +81,11 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def _check(file: Path) -> None:
+    if file.is_dir():
+        fix = "name a .gguf file; a folder in Hugging Face format is used as it is: model.source takes it"
+        raise ModelError(str(file), "not a GGUF file", because="it is a folder", fix=fix)
     if not file.is_file():
-        raise ModelError(str(file), "no such file", because="it ends in .gguf, so it should be one", fix="check the path")
+        raise ModelError(str(file), "no such file", because="nothing is at this path", fix="check the path")
     gguf_head(file)
     if importlib.util.find_spec("gguf") is None:
         raise MissingPackage(

@@ -107,6 +107,8 @@ def step_line(stage: StageProgress, now: float) -> str:
         facts.append(f"entropy {number(metrics['entropy'])}")
     if "length_mean" in metrics:
         facts += [f"length {number(metrics['length_mean'])}", f"no signal {percent(metrics.get('no_signal_share'))}"]
+    if "samples_kept" in metrics:
+        facts.append(f"kept {metrics['samples_kept']:.0f}")
     facts.append(f"{number(metrics.get('tokens_per_s'))} tokens/s")
     left = stage.left(now)
     return "  ".join(facts + ([f"{duration(left)} left"] if left is not None else []))

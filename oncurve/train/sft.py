@@ -45,8 +45,9 @@ def examples_of(stage: Sft, task: Task, folder: Path | None = None) -> Sequence[
             raise DataError(
                 key,
                 stage.data,
-                because=f"{name} kept nothing: none of its answers was good enough",
-                fix=f"begin with a policy that is right now and then, or let {name} ask more (steps, group_size)",
+                because=f"{name} kept nothing: no answer was both good enough and whole, with its end token",
+                fix=f"begin with a policy that is right now and then, or let {name} ask more (steps, group_size) or write more "
+                "(sampling.max_new_tokens)",
             )
         column = "messages" if "messages" in first else "prompt"
         return read_prompts(path, FileOptions(path=path, prompt=column), IMITATED, key)[1][: stage.examples]

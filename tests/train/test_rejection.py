@@ -95,3 +95,5 @@ def test_nothing_kept_is_told_by_the_stage_that_kept_it(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="rejection_sample kept nothing") as told:
         begin(parse_recipe(data), out=tmp_path / "run")
     assert told.value.where == "again.data"
+    assert "whole" in told.value.because
+    assert "max_new_tokens" in told.value.fix
