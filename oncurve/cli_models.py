@@ -69,18 +69,19 @@ def convert(
     console.print(Text(f'{folder}: loads with AutoModelForCausalLM.from_pretrained, and as model.source = "{folder}"'))
 
 
-NAME_WIDTH = 46
-"""Names up to this stay whole, and what is said of them is folded instead."""
+NAME_WIDTH = 40
+"""Names up to this stay whole, beside longer ones too, and what is said of them is folded instead."""
 
 
 def table(found: list[Place]) -> Table:
     shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    shown.add_column("name it as", overflow="fold", no_wrap=max(len(place.name) for place in found) <= NAME_WIDTH)
+    shown.add_column("name it as", no_wrap=True)
     for head in ("size", "on disk"):
         shown.add_column(head, justify="right", no_wrap=True)
     shown.add_column("what it is")
     for place in found:
         parameters = DASH if place.parameters is None else size(place.parameters)
         what = ", ".join(word for word in (KINDS[place.kind], place.architecture, place.dtype) if word)
-        shown.add_row(place.name, parameters, f"{place.bytes / 1e6:,.0f} MB", what)
+        name = "\n".join(place.name[at : at + NAME_WIDTH] for at in range(0, len(place.name), NAME_WIDTH))
+        shown.add_row(Text(name), parameters, f"{place.bytes / 1e6:,.0f} MB", what)
     return shown

@@ -36,15 +36,16 @@ def test_models_are_listed_by_the_name_that_a_recipe_takes(oncurve: Oncurve, run
     assert all(name in shown for name in ("small.gguf", "models/mine"))
 
 
+@pytest.mark.parametrize("longer", [(), ("cache/models/" + 50 * "x",)], ids=["all short", "beside a long one"])
 @pytest.mark.parametrize("columns", [80, 100, 120])
-def test_the_list_is_folded_and_never_cut(columns: int) -> None:
+def test_the_list_is_folded_and_never_cut(columns: int, longer: tuple[str, ...]) -> None:
     names = ("models/Qwen2.5-Coder-0.5B-Instruct", "runs/a/model")
-    places = [Place(name, "folder", "Qwen3ForCausalLM", 494_000_000, "F32", 3_087_000_000) for name in names]
+    places = [Place(name, "folder", "Qwen3ForCausalLM", 494_000_000, "F32", 3_087_000_000) for name in (*names, *longer)]
     out = io.StringIO()
     Console(file=out, width=columns).print(table(places))
     lines = out.getvalue().splitlines()
     assert all(any(line.startswith(f"{name} ") for line in lines) for name in names)
-    assert out.getvalue().count("F32") == len(places)
+    assert out.getvalue().count("Qwen3ForCausalLM") == out.getvalue().count("F32") == len(places)
 
 
 def test_a_conversion_that_can_not_be_made_leaves_nothing(oncurve: Oncurve, here: Path) -> None:
