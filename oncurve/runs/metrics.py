@@ -192,7 +192,7 @@ _TABLE = (
         "pair_accuracy",
         "share",
         "Share of pairs whose chosen completion has the higher implicit reward (dpo).",
-        "rises from 0.5",
+        "rises; before the first update it is chance, as policy and reference differ by rounding alone",
     ),
     Metric("pair_margin", "reward", "Mean implicit reward of the chosen minus that of the rejected completion (dpo).", "rises"),
     Metric(
