@@ -166,7 +166,8 @@ def _grade_group(group: ScoredGroup, outcome_G: Tensor, gradable_G: Tensor, eps:
     compared = sum(map(len, rewards)) >= 2
     process = process_advantages(rewards, ends, lengths, eps) if compared else None
     advantages, graded = [], []
-    for i, (s, outcome, comparable) in enumerate(zip(group.scored, outcome_G.tolist(), gradable_G.tolist(), strict=False)):
+    outcomes, comparables = (of_G[: len(lengths)].tolist() for of_G in (outcome_G, gradable_G))  # others may have more
+    for i, (s, outcome, comparable) in enumerate(zip(group.scored, outcomes, comparables, strict=True)):
         counts = comparable or (compared and any(a.steps is not None and a.weight != 0 for a in s.aspects))
         graded.append(counts and is_graded(s, mask_cut))
         of_steps = 0.0 if process is None else process[i].numpy()

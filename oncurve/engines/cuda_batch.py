@@ -235,8 +235,9 @@ class GpuBatch:
             tokens = len(self.prompt_ids[group]) - 1
             self.prompt_pages[group] = [self.pool.take() for _ in range(pages_for(tokens))]
             buckets.setdefault(-(-tokens // BUCKET) * BUCKET, []).append(group)
+        most = self._prefill_tokens()
         for length, groups in buckets.items():
-            size = max(1, self._prefill_tokens() // max(length, 1))
+            size = max(1, most // max(length, 1))
             for start in range(0, len(groups) if length else 0, size):
                 self._prefill(length, size, groups[start : start + size])
         return True

@@ -56,6 +56,8 @@ class RewardType:
 
     options: type[Section]
     build: Callable[[str, float, Any], Reward]
+    is_rule: bool = False
+    """Whether a score of 1 says that the answer is right."""
 
 
 def each(group: Group, score: Callable[[Completion], Score]) -> list[Result]:

@@ -35,14 +35,14 @@ from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.process import ProcessOptions, ProcessReward
 
 REWARDS: dict[str, RewardType] = {
-    "answer": RewardType(AnswerOptions, AnswerReward),
-    "math": RewardType(MathOptions, MathReward),
-    "code": RewardType(CodeOptions, CodeReward),
+    "answer": RewardType(AnswerOptions, AnswerReward, is_rule=True),
+    "math": RewardType(MathOptions, MathReward, is_rule=True),
+    "code": RewardType(CodeOptions, CodeReward, is_rule=True),
     "format": RewardType(FormatOptions, FormatReward),
-    "countdown": RewardType(CountdownRewardOptions, CountdownReward),
-    "columns": RewardType(ColumnsOptions, ColumnsReward),
-    "guess": RewardType(GuessRewardOptions, GuessReward),
-    "reasoning_gym": RewardType(GymRewardOptions, GymReward),
+    "countdown": RewardType(CountdownRewardOptions, CountdownReward, is_rule=True),
+    "columns": RewardType(ColumnsOptions, ColumnsReward, is_rule=True),
+    "guess": RewardType(GuessRewardOptions, GuessReward, is_rule=True),
+    "reasoning_gym": RewardType(GymRewardOptions, GymReward, is_rule=True),
     "json": RewardType(JsonOptions, JsonReward),
     "language": RewardType(LanguageOptions, LanguageReward),
     "cosine": RewardType(CosineOptions, CosineReward),
@@ -69,3 +69,8 @@ def build_reward(config: sections.Reward, max_new_tokens: int | None = None) -> 
         raise no_such(f"{where}.type", "reward", config.type, REWARDS)
     own = {"limit": max_new_tokens} if config.type in ("overlong", "cosine") and max_new_tokens is not None else {}
     return kind.build(config.label, config.weight, read_section(kind.options, {**own, **config.options}, where))
+
+
+def is_rule(config: sections.Reward) -> bool:
+    kind = REWARDS.get(config.type)
+    return kind is not None and kind.is_rule

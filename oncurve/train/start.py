@@ -29,7 +29,7 @@ from oncurve.recipe.schema import Recipe, Sft, Stage
 from oncurve.recipe.sections import Reward
 from oncurve.recipe.sections import Task as TaskConfig
 from oncurve.rewards.mix import RewardMix
-from oncurve.rewards.registry import build_rewards
+from oncurve.rewards.registry import build_rewards, is_rule
 from oncurve.runs.best import check_metric
 from oncurve.runs.checkpoints import Place, list_checkpoints
 from oncurve.runs.folder import Parent, RunFolder
@@ -211,10 +211,6 @@ def _built_task(config: str, where: str) -> Task:
     return build_task(TaskConfig.model_validate_json(config), where)
 
 
-_RULES = ("answer", "math", "code", "countdown", "columns", "guess", "reasoning_gym")
-"""Rewards that say whether an answer is right."""
-
-
 def rewards_for(recipe: Recipe, stage: Stage) -> RewardMix:
     """The stage's rewards; where the recipe names none (an sft recipe), the task's usual ones, for measuring."""
     if not isinstance(stage, Sampled):
@@ -232,7 +228,7 @@ def _watched_answer(recipe: Recipe, stage: Stage) -> tuple[Reward, ...]:
     """What says right or wrong where a stage's own rewards are reward models, whose scores have no mark at which an answer is
     right: the recipe's or the task's rule, at weight 0; nothing where these know none."""
     known = recipe.rewards or task_for(recipe, stage).usual_rewards
-    rules = sorted((c for c in known if c.label == "answer" or c.type in _RULES), key=lambda c: c.label != "answer")
+    rules = sorted((c for c in known if c.label == "answer" or is_rule(c)), key=lambda c: c.label != "answer")
     return tuple(rule.model_copy(update={"name": "answer", "weight": 0.0}) for rule in rules[:1])
 
 
