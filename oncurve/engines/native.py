@@ -10,7 +10,6 @@ one machine and setting a completion's tokens are bit-identical whatever else is
 
 from __future__ import annotations
 
-import importlib.util
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from oncurve.engines.randomness import uniforms
 from oncurve.engines.sampling import Drawn, draw
 from oncurve.engines.stops import says
 from oncurve.errors import ModelError
+from oncurve.models import kernels
 from oncurve.models.compiled.build import library
 from oncurve.models.policy import Policy
 from oncurve.recipe.sections import Engine as EngineSettings
@@ -110,7 +110,7 @@ class NativeEngine:
         """What a run's log should say of how it samples."""
         if self.policy.device.type == "cpu" and self.policy.fused is not None and library() is None:
             return ("no C compiler was found: torch decodes, several times slower for a small model",)
-        if self.policy.device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        if self.policy.device.type == "cuda" and not kernels.run_on(self.policy.device):
             return ("Triton is not installed: torch decodes, several times slower on a GPU",)
         return ()
 
@@ -163,7 +163,7 @@ class NativeEngine:
     @cached_property
     def gpu(self) -> GpuSampler | None:
         """The engine of captured graphs and kernels, on a GPU that has Triton; None: plain torch decodes."""
-        if self.policy.device.type != "cuda" or self.policy.layer_by_layer or importlib.util.find_spec("triton") is None:
+        if self.policy.layer_by_layer or not kernels.run_on(self.policy.device):
             return None
         from oncurve.engines.cuda import GpuSampler
 

@@ -11,7 +11,6 @@ Legend: ``S`` slots, ``V`` vocabulary.
 
 from __future__ import annotations
 
-import importlib.util
 from collections import deque
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from torch import Tensor
 from oncurve.engines.native import Batch, Draws, Job, Row
 from oncurve.engines.pool import Pool
 from oncurve.engines.sampling import Drawn, draw
+from oncurve.models import kernels
 from oncurve.models.policy import Policy
 from oncurve.recipe.sections import Sampling
 from oncurve.records import Ints, Prompt, StopReason
@@ -90,7 +90,7 @@ class Session(Protocol):
 
 def open_session(policy: Policy, slots: int, limit: int) -> Session:
     """By captured graphs where there is a GPU with Triton and the model allows it, else by torch."""
-    if policy.device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+    if kernels.run_on(policy.device):
         from oncurve.engines.cuda_serving import GpuSession  # Triton is there only where a GPU is
 
         session = GpuSession.over(policy, slots, limit)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from oncurve.models import kernels
 from oncurve.models.gradients import GradientSums
 
 CHUNK_ELEMENTS = 1 << 22
@@ -59,7 +60,7 @@ def token_logps(
 
     ``sums``: where a GPU's head collects its gradient; elsewhere, and where it is None, autograd has it.
     """
-    if hidden_MD.device.type == "cuda":
+    if kernels.run_on(hidden_MD.device):
         return _on_gpu(head, hidden_MD, target_M, temperature, sums)
     out: tuple[Tensor, Tensor] = _ChunkedHead.apply(hidden_MD, head.weight_VD, head.bias_V, target_M, head, temperature)  # type: ignore[no-untyped-call]
     return out
@@ -68,7 +69,7 @@ def token_logps(
 def _on_gpu(
     head: Head, hidden_MD: Tensor, target_M: Tensor, temperature: float, sums: GradientSums | None
 ) -> tuple[Tensor, Tensor]:
-    from oncurve.models.gpu_head import GpuHead  # Triton is there only where a GPU is
+    from oncurve.models.gpu_head import GpuHead  # needs Triton
     from oncurve.models.kernels.head import Shape
 
     shape = Shape(head.scale, head.softcap, temperature, head.bias_V)

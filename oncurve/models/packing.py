@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from oncurve.models import kernels
 from oncurve.models.attention import Layout, allowed, capped
 from oncurve.records import Ints
 
@@ -138,9 +139,9 @@ def build_pack(bundles: Sequence[Bundle], device: torch.device) -> Pack:
 
 
 def _layout(prompts: list[tuple[int, int]], completions: list[tuple[int, int, int]], position_N: Tensor) -> Layout:
-    if position_N.device.type != "cuda":
+    if not kernels.run_on(position_N.device):
         return PackLayout(prompts, completions, position_N)
-    from oncurve.models.gpu_layout import GpuPackLayout  # Triton is there only where a GPU is
+    from oncurve.models.gpu_layout import GpuPackLayout  # needs Triton
 
     longest = max(prompts[p][1] + fed for _, fed, p in completions) if completions else max(n for _, n in prompts)
     return GpuPackLayout(prompts, completions, position_N, longest)

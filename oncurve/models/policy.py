@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from oncurve.errors import ModelError
-from oncurve.models import attention, lora
+from oncurve.models import attention, kernels, lora
 from oncurve.models.attention import Layout
 from oncurve.models.compiled.backbone import can_run
 from oncurve.models.fused import FusedDecoder
@@ -235,14 +235,14 @@ class Policy:
 
 
 def _fast_path(model: PreTrainedModel, compiled: bool) -> FusedDecoder | None:
-    if model.device.type != "cuda":
-        found = FusedDecoder.of(model)
-        if found is not None:
-            found.compiled = compiled and can_run(model)
-        return found
-    from oncurve.models.gpu_decoder import GpuDecoder  # Triton is there only where a GPU is
+    if kernels.run_on(model.device):
+        from oncurve.models.gpu_decoder import GpuDecoder  # needs Triton
 
-    return GpuDecoder.of(model)
+        return GpuDecoder.of(model)
+    found = FusedDecoder.of(model)
+    if found is not None:
+        found.compiled = compiled and can_run(model)
+    return found
 
 
 def _backbone(model: PreTrainedModel) -> nn.Module:
