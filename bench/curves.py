@@ -26,10 +26,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from reporting import plot
+from reporting import commit, plot
 
 HERE = Path(__file__).resolve().parent
-PACKAGES = ("oncurve", "trl", "torch", "transformers")
+PACKAGES = ("trl", "torch", "transformers")
 SAME = {"grpo": "grpo", "dapo": "dapo", "dr_grpo": "dr_grpo"}
 """Objectives that both have, ours and TRL's name for it."""
 COLOURS = {"Oncurve": "#1f5f8b", "TRL": "#b4501e"}
@@ -193,7 +193,8 @@ def machine() -> dict[str, Any]:
     import torch
 
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {os.cpu_count()} cores"
-    return {"device": name, "load": round(os.getloadavg()[0], 2), **{p: metadata.version(p) for p in PACKAGES}}
+    versions = {package: metadata.version(package) for package in PACKAGES}
+    return {"device": name, "load": round(os.getloadavg()[0], 2), "commit": commit(), **versions}
 
 
 def draw(name: str) -> Path:
