@@ -4,9 +4,9 @@ Both start from the same weights, ask the same prompts in the same order, are gr
 TRL as a function), take the same number of updates at the same rate, and have the machine to themselves, one after the other.
 What goes before the recipe's `grpo` stage is trained once. The rate is constant after its warm-up, for both.
 
-    python bench/curves.py                                        the built-in arithmetic recipe, on a CPU
-    python bench/curves.py --recipe gsm8k-smollm2 --seconds 240   on a GPU; what the recipe names has to be there
-    python bench/curves.py --draw arithmetic                      the plot again, from the numbers of an earlier run
+    python bench/curves.py                                     the built-in arithmetic recipe, on a CPU
+    python bench/curves.py --recipe gsm8k-qwen --seconds 240   on a GPU; what the recipe names has to be there
+    python bench/curves.py --draw arithmetic                   the plot again, from the numbers of an earlier run
 
 Numbers go to bench/results/curves-RECIPE.json, the plot to docs/images/curves-RECIPE.svg.
 """
