@@ -17,7 +17,8 @@ class Dpo(StageBase):
     pairs: str
     """The file of pairs: `.jsonl`, `.json` (either with `.gz`) or `.parquet`, a row for each."""
     prompt: str = "prompt"
-    """Column of the prompt: a text, or a list of messages with role and content."""
+    """Column of the prompt: a text or a list of messages. Pairs without it may be whole dialogues that differ in the last
+    answer, as messages or as `Human: … Assistant: …`."""
     chosen: str = "chosen"
     """Column of the better completion: a text, or one message."""
     rejected: str = "rejected"

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from oncurve.errors import DataError, MissingPackage, RecipeError
+from oncurve.errors import DataError, MissingPackage, RecipeError, pip_install
 from oncurve.recipe import sections
 from oncurve.records import Example, Prompt
 from oncurve.tasks.draws import generator
@@ -185,7 +185,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
         arrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
     except ImportError:
         raise MissingPackage(
-            str(path), "pyarrow is not installed", because="Parquet files are read with it", fix="pip install pyarrow"
+            str(path), "pyarrow is not installed", because="Parquet files are read with it", fix=pip_install("parquet")
         ) from None
     try:
         rows = parquet.read_table(path).to_pylist()

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, PositiveInt
 
-from oncurve.errors import MissingPackage, RecipeError, no_such
+from oncurve.errors import MissingPackage, RecipeError, no_such, pip_install
 from oncurve.recipe import sections
 from oncurve.records import Example, Prompt
 from oncurve.tasks.draws import word
@@ -54,7 +54,7 @@ class Gym:
     def __init__(self, config: sections.Task, options: GymOptions) -> None:
         if find_spec("reasoning_gym") is None:
             because = "the task `reasoning_gym` asks its problems"
-            raise MissingPackage("task.type", "reasoning-gym is not installed", because=because, fix="pip install oncurve[gym]")
+            raise MissingPackage("task.type", "reasoning-gym is not installed", because=because, fix=pip_install("gym"))
         self._seed, self._options, self._heldout_size = config.seed, options, config.heldout
         known = _maker().ask({}, SECONDS)
         for family in (*options.families, *options.settings):

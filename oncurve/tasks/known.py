@@ -21,7 +21,7 @@ from oncurve.tasks.draws import generator
 from oncurve.tasks.environments import load_environment
 from oncurve.tasks.files import read_rows
 from oncurve.tasks.in_memory import PromptList
-from oncurve.tasks.preferences import dialogue_messages
+from oncurve.tasks.pairs import dialogue_messages
 from oncurve.tasks.rows import RowReader
 
 Row = Mapping[str, Any]

@@ -1,28 +1,21 @@
 """What reward models learn from: comparisons, ratings and judged steps, read from a file, and kept apart by prompt.
 
-Rows that can teach nothing (equal texts, dialogues that part before the last answer) are left out and counted; a row that lacks
-a column, or holds something else than it should, is a mistake in the data and is told with its line.
+Rows that can teach nothing are left out and counted, as everywhere (tasks/pairs.py).
 """
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from oncurve.errors import DataError
 from oncurve.recipe.reward_model import RewardModel
 from oncurve.records import Prompt
 from oncurve.tasks.draws import generator
-from oncurve.tasks.files import read_rows
+from oncurve.tasks.pairs import Row, answer, column, read_pair, read_taught
 from oncurve.tasks.rows import RowReader
-
-Row = Mapping[str, Any]
-_TURN = re.compile(r"\n\n(Human|Assistant): ?")
-_ROLES = {"Human": "user", "Assistant": "assistant"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +45,16 @@ def read_judgements(stage: RewardModel) -> Judgements:
     """The rows of the stage's file; `heldout_share` of the prompts are kept aside with all their rows."""
     read = {"pairs": _pair, "ratings": _rating, "steps": _steps}[stage.kind]
     reader = RowReader(prompt=stage.prompt, completion=stage.completion, chat=stage.chat)
-    found: list[Judged] = []
-    left_out: Counter[str] = Counter()
-    for line, row in read_rows(Path(stage.data), f"{stage.label}.data"):
-        judged = read(stage, reader, row, f"{stage.data}:{line}", f"{Path(stage.data).name}/{line}")
-        if isinstance(judged, str):
-            left_out[judged] += 1
-        else:
-            found.append(judged)
-    train, heldout = split_by_prompt(found, stage.heldout_share)
+    found = read_taught(stage.data, f"{stage.label}.data", partial(read, stage, reader))
+    train, heldout = split_by_prompt(found.rows, stage.heldout_share)
     if not train:
-        why = ", ".join(f"{count} {reason}" for reason, count in left_out.items()) or "it has no rows"
-        raise DataError(stage.data, "nothing to learn from", because=why, fix="give rows whose completions differ")
-    return Judgements(train, heldout, dict(left_out))
+        raise DataError(
+            f"{stage.label}.heldout_share",
+            stage.heldout_share,
+            because=f"all {len(heldout)} rows of {stage.data} would be kept aside: whole prompts are",
+            fix="keep fewer aside, or give rows of more prompts",
+        )
+    return Judgements(train, heldout, found.left_out)
 
 
 def split_by_prompt(found: Sequence[Judged], share: float) -> tuple[list[Judged], list[Judged]]:
@@ -76,30 +66,23 @@ def split_by_prompt(found: Sequence[Judged], share: float) -> tuple[list[Judged]
 
 
 def _pair(stage: RewardModel, reader: RowReader, row: Row, where: str, id: str) -> Judged | str:
-    better, worse = _column(row, stage.chosen, where), _column(row, stage.rejected, where)
-    if stage.prompt in row:
-        prompt = reader.read(row, where, id)
-        texts = (_answer(better, stage.chosen, where), _answer(worse, stage.rejected, where))
-    else:
-        one, other = _dialogue(better, stage.chosen, where), _dialogue(worse, stage.rejected, where)
-        if one[:-1] != other[:-1]:
-            return "dialogues that part before the last answer"
-        prompt = Prompt(id=id, messages=tuple(one[:-1]))
-        texts = (one[-1]["content"], other[-1]["content"])
-    if not all(text.strip() for text in texts):
-        return "pairs with an empty answer"
-    if texts[0].strip() == texts[1].strip():
-        return "pairs of equal texts"
+    pair = read_pair(reader, row, stage.chosen, stage.rejected, where, id)
+    if isinstance(pair, str):
+        return pair
     values = tuple(_sign(row.get(aspect), aspect, where) for aspect in stage.aspects) or (1.0,)
-    margin = 0.0 if stage.margin is None else _number(_column(row, stage.margin, where), stage.margin, where)
+    if not any(values):
+        return f"without a word on {', '.join(stage.aspects)}"
+    margin = 0.0 if stage.margin is None else _number(column(row, stage.margin, where), stage.margin, where)
     if margin < 0:
         raise DataError(where, f"a margin of {margin:g}", because="the chosen one is the better", fix="swap the two, or use 0")
-    return Judged(prompt, texts, values, margin)
+    return Judged(pair.prompt, (pair.chosen, pair.rejected), values, margin)
 
 
 def _rating(stage: RewardModel, reader: RowReader, row: Row, where: str, id: str) -> Judged | str:
     prompt = reader.read(row, where, id)
-    text = _answer(_column(row, stage.completion, where), stage.completion, where)
+    text = answer(column(row, stage.completion, where), stage.completion, where)
+    if not text.strip():
+        return "with an empty answer"
     values = [row.get(aspect) for aspect in stage.heads]
     if all(value is None for value in values):
         raise DataError(
@@ -114,7 +97,7 @@ def _rating(stage: RewardModel, reader: RowReader, row: Row, where: str, id: str
 
 def _steps(stage: RewardModel, reader: RowReader, row: Row, where: str, id: str) -> Judged | str:
     prompt = reader.read(row, where, id)
-    steps, labels = _column(row, stage.completions, where), _column(row, stage.labels, where)
+    steps, labels = column(row, stage.completions, where), column(row, stage.labels, where)
     good = isinstance(steps, list | tuple) and isinstance(labels, list | tuple) and len(steps) == len(labels) > 0
     if not good or not all(isinstance(s, str) and s for s in steps) or not all(label in (0, 1, -1) for label in labels):
         raise DataError(
@@ -124,44 +107,6 @@ def _steps(stage: RewardModel, reader: RowReader, row: Row, where: str, id: str)
             fix="mend the row",
         )
     return Judged(prompt, tuple(steps), tuple(float(label > 0) for label in labels))
-
-
-def _column(row: Row, name: str, where: str) -> Any:
-    if row.get(name) is None:
-        because = f"the columns found there are: {', '.join(map(str, row)) or 'none'}"
-        raise DataError(
-            where, f"no column '{name}'", because=because, fix="name the right column in the stage, or mend the row"
-        )
-    return row[name]
-
-
-def _answer(value: Any, name: str, where: str) -> str:
-    """A completion: a text, or the one message of an assistant."""
-    if isinstance(value, list | tuple) and len(value) == 1 and isinstance(value[0], Mapping):
-        value = value[0].get("content")
-    if not isinstance(value, str) or not value:
-        raise DataError(where, f"column '{name}' holds no text", because="a completion is a text", fix="mend the row")
-    return value
-
-
-def _dialogue(value: Any, name: str, where: str) -> list[dict[str, str]]:
-    """A whole dialogue that ends with an answer: messages, or a text with `Human:` and `Assistant:`."""
-    messages = dialogue_messages(value) if isinstance(value, str) else [dict(message) for message in value]
-    if len(messages) < 2 or messages[-1]["role"] != "assistant":
-        raise DataError(
-            where,
-            f"column '{name}' holds no dialogue that ends with an answer",
-            because="without a column of prompts, each side is a whole dialogue",
-            fix="name the column of prompts, or write dialogues as messages or as 'Human: …', 'Assistant: …'",
-        )
-    return messages
-
-
-def dialogue_messages(text: str) -> list[dict[str, str]]:
-    """`Human: …` and `Assistant: …`, each after an empty line, as messages."""
-    parts = _TURN.split(text)
-    pairs = zip(parts[1::2], parts[2::2], strict=True)
-    return [{"role": _ROLES[who], "content": said.strip()} for who, said in pairs]
 
 
 def _sign(value: Any, name: str, where: str) -> float:

@@ -88,7 +88,7 @@ class RowReader:
         asked: object = row[self.prompt] if self.template is None else fill(self.template, row)
         if isinstance(asked, str) and asked:
             return asked
-        if isinstance(asked, Sequence) and asked and all(_is_message(message) for message in asked):
+        if isinstance(asked, Sequence) and asked and all(is_message(message) for message in asked):
             answered = _is_answer(asked[-1]) and len(asked) > 1  # a whole chat: the last answer is what is asked for
             return tuple({"role": m["role"], "content": m["content"]} for m in (asked[:-1] if answered else asked))
         raise DataError(
@@ -121,18 +121,19 @@ def _template_error(template: str, because: str) -> RecipeError:
     return RecipeError("task.prompt_template", template, because=because, fix="use {column}, and {{ or }} for a bracket itself")
 
 
-def _is_message(message: object) -> bool:
+def is_message(message: object) -> bool:
+    """Whether a value is a message of a chat: a role and a text."""
     return isinstance(message, Mapping) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
 
 
 def _is_answer(message: object) -> bool:
-    return _is_message(message) and isinstance(message, Mapping) and message["role"] == "assistant"
+    return is_message(message) and isinstance(message, Mapping) and message["role"] == "assistant"
 
 
 def _content(completion: object) -> str | None:
     """The text of a completion, written as a text or as the one message of a chat."""
     if isinstance(completion, Sequence) and not isinstance(completion, str) and len(completion) == 1:
-        completion = completion[0]["content"] if _is_message(completion[0]) else None
+        completion = completion[0]["content"] if is_message(completion[0]) else None
     return completion if isinstance(completion, str) else None
 
 

@@ -20,9 +20,10 @@ from oncurve.models.packing import Bundle, Pack, build_pack, split_by_budget
 from oncurve.models.policy import Policy
 from oncurve.recipe.dpo import Dpo
 from oncurve.records import StepReport
+from oncurve.runs.notes import note
 from oncurve.scale.world import ALONE, World
 from oncurve.tasks.order import places_for_step
-from oncurve.tasks.pairs import Pair, read_pairs
+from oncurve.tasks.pairs import Pair, Taught, counted, read_pairs
 from oncurve.train.clock import Clock
 from oncurve.train.idle import idle
 from oncurve.train.memory import with_less
@@ -44,7 +45,9 @@ class DpoLoop:
     ) -> None:
         self.stage, self.seed, self.policy, self.world = stage, seed, policy, world
         self.tokens_per_pack = stage.tokens_per_pack
-        self.bundles = [_bundle(policy, pair) for pair in (read_pairs(stage) if pairs is None else pairs)]
+        taught = read_pairs(stage) if pairs is None else Taught(pairs)
+        self.left_out = taught.left_out
+        self.bundles = [_bundle(policy, pair) for pair in taught.rows]
         self.optimiser = optimiser_for(policy.model, stage.optimiser, stage.steps, world)
         self.reference: Tensor | None = None
 
@@ -60,6 +63,8 @@ class DpoLoop:
     def step(self, n: int) -> StepReport:
         """Update number n, from 1."""
         clock = Clock(self.world.enter)
+        if n == 1 and self.left_out:
+            note("data", f"{counted(self.left_out)} left out")
         if self.stage.loss != "simpo" and self.reference is None:
             with clock("reference"):
                 self.reference = self._reference_logps()

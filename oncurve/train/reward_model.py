@@ -26,6 +26,7 @@ from oncurve.runs.disk import put_whole
 from oncurve.runs.notes import note
 from oncurve.scale.world import ALONE, World
 from oncurve.tasks.order import places_for_step
+from oncurve.tasks.pairs import counted
 from oncurve.tasks.preferences import Judged, Judgements, read_judgements
 from oncurve.train.clock import Clock
 from oncurve.train.memory import with_less
@@ -111,7 +112,7 @@ class RewardModelLoop:
         """Update number n, from 1. The last one writes the model."""
         clock = Clock(self.world.enter)
         if n == 1 and self.left_out:
-            note("data", ", ".join(f"{count} {reason} left out" for reason, count in self.left_out.items()))
+            note("data", f"{counted(self.left_out)} left out")
         chosen = [self.train[i] for i in places_for_step(len(self.train), self.seed, n - 1, self.stage.batch_size)]
         with clock("update"):
             metrics = self.update(chosen)
@@ -196,7 +197,7 @@ class RewardModelLoop:
         coded = [code(self.policy.tokenizer, one, self.stage.kind) for one in judged]
         short = [one for one in coded if max(map(len, one.rows)) <= self.stage.max_tokens]
         if len(short) < len(coded):
-            reason = f"rows of more than {self.stage.max_tokens} tokens"
+            reason = f"of more than {self.stage.max_tokens} tokens"
             self.left_out[reason] = self.left_out.get(reason, 0) + len(coded) - len(short)
         return short
 

@@ -95,13 +95,16 @@ def test_a_gguf_file_of_an_architecture_that_is_not_supported(oncurve: Oncurve, 
     assert not list(tmp_path.glob("runs/*"))
 
 
-def test_pairs_that_are_equal_are_counted_and_seen_and_nothing_else_is_refused(oncurve: Oncurve, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage", [REWARD_MODEL, DPO], ids=["reward_model", "dpo"])
+def test_pairs_that_are_equal_are_counted_and_seen_and_nothing_else_is_refused(
+    oncurve: Oncurve, tmp_path: Path, stage: dict[str, Any]
+) -> None:
     equal = {"prompt": "1+1=", "chosen": "2", "rejected": "2 "}
-    file = recipe(tmp_path, REWARD_MODEL, [PAIR, equal, PAIR | {"chosen": "1"}])
+    file = recipe(tmp_path, stage, [PAIR, equal, PAIR | {"chosen": "1"}])
     done = oncurve("train", file, "--runs", tmp_path / "runs")
     assert done.code == 0, done
-    assert "1 pairs of equal texts left out" in " ".join(done.out.split())
-    only = recipe(tmp_path, REWARD_MODEL, [equal])
+    assert "1 row of equal texts left out" in " ".join(done.out.split())
+    only = recipe(tmp_path, stage, [equal])
     assert_told(oncurve("train", only, "--runs", tmp_path / "others"), "nothing to learn from", "equal texts")
     assert not list(tmp_path.glob("others/*"))
 

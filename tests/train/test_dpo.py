@@ -14,10 +14,12 @@ import torch
 
 from oncurve.errors import DataError
 from oncurve.recipe.dpo import Dpo
+from oncurve.recipe.reward_model import RewardModel
 from oncurve.records import Prompt
 from oncurve.runs.folder import RunFolder
 from oncurve.runs.store import Store
 from oncurve.tasks.pairs import Pair, read_pairs
+from oncurve.tasks.preferences import read_judgements
 from oncurve.train.dpo import DpoLoop
 from oncurve.train.start import begin, resume
 from tests.train.builders import apart, gradient, policy, recipe, snapshot
@@ -39,14 +41,14 @@ def test_pairs_are_read_from_any_kind_of_file(tmp_path: Path) -> None:
         file.write(lines)
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "pairs.parquet")
     for name in ("pairs.jsonl", "pairs.jsonl.gz", "pairs.parquet"):
-        found = read_pairs(stage(pairs=str(tmp_path / name)))
+        found = read_pairs(stage(pairs=str(tmp_path / name))).rows
         assert [(p.prompt.text, p.chosen, p.rejected) for p in found] == [(p.prompt.text, p.chosen, p.rejected) for p in PAIRS]
 
 
 def test_columns_have_names_and_completions_may_be_messages(tmp_path: Path) -> None:
     row = {"q": "1+1=", "good": [{"role": "assistant", "content": "2"}], "bad": "3"}
     (tmp_path / "p.jsonl").write_text(json.dumps(row))
-    (found,) = read_pairs(stage(pairs=str(tmp_path / "p.jsonl"), prompt="q", chosen="good", rejected="bad", chat=True))
+    (found,) = read_pairs(stage(pairs=str(tmp_path / "p.jsonl"), prompt="q", chosen="good", rejected="bad", chat=True)).rows
     assert (found.chosen, found.rejected) == ("2", "3")
     assert found.prompt.messages == ({"role": "user", "content": "1+1="},)
 
@@ -56,9 +58,10 @@ def test_columns_have_names_and_completions_may_be_messages(tmp_path: Path) -> N
     [
         (json.dumps({"prompt": "1", "chosen": "2"}), "no column 'rejected'"),
         (json.dumps({"prompt": "1", "rejected": "2"}), "no column 'chosen'"),
-        (json.dumps({"chosen": "1", "rejected": "2"}), "no column 'prompt'"),
-        (json.dumps({"prompt": "1", "chosen": "2", "rejected": "2"}), "the same text"),
-        ("", "no rows"),
+        (json.dumps({"chosen": "1", "rejected": "2"}), "name the column of prompts"),
+        (json.dumps({"chosen": [1], "rejected": [2]}), "name the column of prompts"),
+        (json.dumps({"prompt": "1", "chosen": "2", "rejected": "2"}), "nothing to learn from\n.*1 row of equal texts left out"),
+        ("", "nothing to learn from\n.*the file has no rows"),
         ("{", "not valid JSON"),
     ],
 )
@@ -66,6 +69,15 @@ def test_rows_that_teach_nothing_are_refused(text: str, words: str, tmp_path: Pa
     (tmp_path / "p.jsonl").write_text(text)
     with pytest.raises(DataError, match=words):
         read_pairs(stage(pairs=str(tmp_path / "p.jsonl")))
+
+
+def test_what_teaches_nothing_is_left_out_and_counted_as_for_a_reward_model(tmp_path: Path) -> None:
+    rows = [*ROWS[:2], ROWS[0] | {"rejected": ROWS[0]["chosen"]}, ROWS[0] | {"chosen": " "}, ROWS[0] | {"rejected": ""}]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = read_pairs(stage(pairs=str(tmp_path / "p.jsonl")))
+    judged = read_judgements(RewardModel(data=str(tmp_path / "p.jsonl"), heldout_share=0.0))
+    assert [(p.chosen, p.rejected) for p in found.rows] == [j.texts for j in judged.train]
+    assert found.left_out == judged.left_out == {"of equal texts": 1, "with an empty answer": 2}
 
 
 def test_a_missing_file_is_told_before_a_run_is_made(tmp_path: Path) -> None:

@@ -76,10 +76,10 @@ def test_it_learns_what_is_preferred_on_prompts_it_has_not_seen_and_is_saved_as_
 def test_aspects_have_heads_of_their_own(tmp_path: Path) -> None:
     """Nines are better in one aspect and worse in the other; a pair without a say in an aspect does not count in it."""
     rows = [{**row, "kind": 1, "short": -2} for row in pairs(16)] + [
-        {"prompt": "9+", "chosen": "11", "rejected": "12", "kind": 0}
+        {"prompt": "9+", "chosen": "11", "rejected": "12", "kind": 0, "short": 1}
     ]
     made = loop(write(tmp_path / "p.jsonl", rows), tmp_path, aspects=["kind", "short"], heldout_share=0.0)
-    assert made.train[-1].values == (0.0, 0.0)
+    assert made.train[-1].values == (0.0, 1.0)
     for n in range(1, 31):
         metrics = made.step(n).metrics
     assert metrics["pair_accuracy"] > 0.9
@@ -136,7 +136,7 @@ def test_dialogues_give_their_prompt_and_what_teaches_nothing_is_counted(tmp_pat
     (pair,) = found.train
     assert pair.texts == ("because", "no idea")
     assert [m["role"] for m in pair.prompt.messages or ()] == ["user", "assistant", "user"]
-    assert found.left_out == {"pairs of equal texts": 1, "dialogues that part before the last answer": 1}
+    assert found.left_out == {"of equal texts": 1, "of dialogues that part before the last answer": 1}
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,21 @@ def test_a_bad_row_is_told_with_its_line(row: dict[str, Any], words: str, tmp_pa
     assert told.value.where == f"{data}:2"
 
 
+def test_a_pair_that_compares_no_aspect_is_left_out(tmp_path: Path) -> None:
+    pair = {"prompt": "1", "chosen": "2", "rejected": "3"}
+    data = write(tmp_path / "p.jsonl", [pair | {"kind": 1}, pair | {"kind": 0}, pair])
+    found = read_judgements(RewardModel(data=data, aspects=("kind", "true"), heldout_share=0.0))
+    assert [judged.values for judged in found.train] == [(1.0, 0.0)]
+    assert found.left_out == {"without a word on kind, true": 2}
+
+
+def test_a_share_that_keeps_everything_aside_is_told(tmp_path: Path) -> None:
+    data = write(tmp_path / "p.jsonl", [{"prompt": "1", "chosen": "2", "rejected": "3"}])
+    with pytest.raises(DataError, match=r"heldout_share: 0\.8"):
+        read_judgements(RewardModel(data=data, heldout_share=0.8))
+
+
 def test_a_file_of_equal_pairs_teaches_nothing(tmp_path: Path) -> None:
     data = write(tmp_path / "p.jsonl", [{"prompt": "1", "chosen": "2", "rejected": "2"}])
-    with pytest.raises(DataError, match="1 pairs of equal texts"):
+    with pytest.raises(DataError, match="1 row of equal texts left out"):
         read_judgements(RewardModel(data=data))
