@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from oncurve.errors import MissingPackage
+from oncurve.errors import MissingPackage, pip_install
 
 KEY = "ONCURVE_SERVE_KEY"
 
@@ -42,7 +42,7 @@ def serve(
             "oncurve serve",
             f"{error.name} is not installed",
             because="the server is an optional part",
-            fix="pip install 'oncurve[serve]'",
+            fix=pip_install("serve"),
         ) from error
     from oncurve.terminal.hush import hush
     from oncurve.train.opened import open_target

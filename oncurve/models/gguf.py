@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerBase
 
-from oncurve.errors import MissingPackage, ModelError
+from oncurve.errors import MissingPackage, ModelError, pip_install
 from oncurve.models.places import ORIGIN, cache_folder, gguf_head
 
 SAME_MATRIX = 0.2
@@ -88,9 +88,7 @@ def _check(file: Path) -> None:
         raise ModelError(str(file), "no such file", because="nothing is at this path", fix="check the path")
     gguf_head(file)
     if importlib.util.find_spec("gguf") is None:
-        raise MissingPackage(
-            str(file), "gguf is not installed", because="GGUF files are read with it", fix="pip install oncurve[gguf]"
-        )
+        raise MissingPackage(str(file), "gguf is not installed", because="GGUF files are read with it", fix=pip_install("gguf"))
 
 
 def _digest(file: Path) -> str:

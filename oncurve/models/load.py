@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from oncurve.errors import MissingPackage, ModelError, OncurveError, RecipeError
+from oncurve.errors import MissingPackage, ModelError, OncurveError, RecipeError, pip_install
 from oncurve.models import gguf, hub, lora, untrusted
 from oncurve.models.blocks import compile_blocks
 from oncurve.models.policy import MARK, Policy
@@ -118,7 +118,7 @@ def _bits(config: Model) -> dict[str, Any]:
     if importlib.util.find_spec("bitsandbytes") is None:
         raise MissingPackage(
             "model.quantise", "bitsandbytes is not installed", because="it holds weights in 4 and 8 bits",
-            fix="pip install oncurve[qlora]",
+            fix=pip_install("qlora"),
         )  # fmt: skip
     from transformers import BitsAndBytesConfig
 

@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from oncurve.errors import MissingPackage, ModelError
+from oncurve.errors import MissingPackage, ModelError, pip_install
 from oncurve.recipe.sections import Lora
 
 CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "oncurve-base.json"
@@ -298,6 +298,6 @@ def _peft(where: str) -> Any:
         import peft
     except ImportError:
         raise MissingPackage(
-            where, "peft is not installed", because="LoRA adapters are made with it", fix="pip install oncurve[lora]"
+            where, "peft is not installed", because="LoRA adapters are made with it", fix=pip_install("lora")
         ) from None
     return peft

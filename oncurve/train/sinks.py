@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from oncurve.errors import MissingPackage
+from oncurve.errors import MissingPackage, pip_install
 from oncurve.recipe.flat import flat
 from oncurve.recipe.schema import Recipe
 from oncurve.recipe.sinks import Sink
@@ -38,7 +38,7 @@ class SinkListener(Listener):
                 f"sinks.{sink.type}",
                 f"{error.name or self.package} is not installed",
                 because="the recipe sends its numbers there",
-                fix=f"pip install 'oncurve[{sink.type}]', or take it out of the recipe's sinks",
+                fix=f"{pip_install(sink.type)}, or take it out of the recipe's sinks",
             ) from error
         self.before: dict[str, int] = {}
         self.failed = False

@@ -79,7 +79,7 @@ def test_a_machine_whose_cluster_is_gone(tmp_path: Path) -> None:
 def test_ray_is_not_installed(tmp_path: Path) -> None:
     said = refused(tmp_path, RUN, "auto", before="import sys; sys.modules['ray'] = None; ")
     assert "Ray is not installed" in said
-    assert "pip install oncurve[ray]" in said
+    assert "pip install 'oncurve[ray]'" in said
 
 
 def test_ray_is_too_old(tmp_path: Path) -> None:

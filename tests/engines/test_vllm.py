@@ -51,7 +51,7 @@ def test_a_missing_vllm_is_one_message_and_leaves_nothing_behind(tmp_path: Path)
     done = train(tmp_path)
     assert done.returncode == 2
     assert "scale.engine: vLLM is not installed" in done.stderr
-    assert "pip install oncurve[vllm]" in " ".join(done.stderr.split())
+    assert "pip install 'oncurve[vllm]'" in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr + done.stdout
     assert not (tmp_path / "run").exists()
 
