@@ -25,6 +25,7 @@ help:
 
 train: $(VENV)/.run
 	@$(BIN)/oncurve train recipes/arithmetic.toml
+	@command -v oncurve >/dev/null || echo "    (first, in this shell: . $(BIN)/activate)"
 
 test: $(VENV)/.dev
 	@$(BIN)/python -m pytest -q -n auto -m "not slow and not gpu and not vllm"

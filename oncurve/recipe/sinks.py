@@ -12,7 +12,7 @@ class Sink(Section):
 
     type: Literal["tensorboard", "wandb", "trackio"]
     """`tensorboard` writes RUN/tensorboard; `wandb` (Weights & Biases) and `trackio` go to their own projects. Each needs its
-    package: `pip install oncurve[TYPE]`."""
+    package: `pip install 'oncurve[TYPE]'`."""
     project: str = "oncurve"
     """The project of wandb or trackio; the run is called there as it is here."""
     offline: bool = False
