@@ -99,7 +99,7 @@ def whole_step(args: argparse.Namespace, beta: float, policy: Policy) -> Row:
     words = shape_of(args.size)["vocab_size"]
     task = PromptList.of(texts(args.prompts * (args.steps + 2), args.prompt, words))
     rewards = RewardMix([FunctionReward(random_reward, "random")])
-    rewards.decode_with(policy.decode)
+    rewards.attach(lambda: policy.decode)
     loop = GrpoLoop(stage(args, beta), 0, task, NativeEngine(policy, Engine()), rewards)
     reports, seconds = [], []
     gc.freeze()  # as a run does

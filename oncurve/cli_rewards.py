@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import typer
@@ -17,9 +17,10 @@ from oncurve.recipe import sampled
 from oncurve.recipe.load import load_recipe
 from oncurve.recipe.resolve import resolved_rewards
 from oncurve.recipe.schema import Recipe
-from oncurve.records import Completion, GradedGroup, Ints, Prompt, ScoredGroup
+from oncurve.records import GradedGroup, Ints, Prompt, ScoredGroup
 from oncurve.records import Group as Sampled
 from oncurve.rewards.audit import History, Signal, audit
+from oncurve.rewards.letters import by_letters, from_letters
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.registry import build_rewards
 from oncurve.rewards.replay import ReplayReport, compare
@@ -49,9 +50,9 @@ def try_rewards(
     loaded = load_recipe(recipe, sets or [])
     asked = _prompt(loaded, prompt)
     mix = rewards_of(loaded)
-    mix.decode_with(_letters)
+    mix.attach(lambda: from_letters)
     text = Path(completion).read_text("utf-8") if _is_file(completion) else completion
-    (graded,) = mix.score([Sampled(asked, np.zeros(1, np.int64), (_by_letters(text),))])
+    (graded,) = mix.score([Sampled(asked, np.zeros(1, np.int64), (by_letters(text),))])
     _say(Text.assemble(("prompt  ", "dim"), clean(asked.shown)))
     for remark in mix.remarks:
         _say(Text(remark, "dim"))
@@ -84,17 +85,6 @@ def rewards_of(recipe: Recipe) -> RewardMix:
     return build_rewards(configs, max_new_tokens=stage.sampling.max_new_tokens)
 
 
-def _by_letters(text: str) -> Completion:
-    """A text as a completion of one token per letter: no model is at hand to say what its tokens would be."""
-    ids = np.array([ord(letter) for letter in text], dtype=np.int64)
-    zeros = np.zeros(len(ids), np.float32)
-    return Completion(ids, text, "end", zeros, zeros, zeros, np.ones(len(ids), np.bool_))
-
-
-def _letters(ids: Ints) -> str:
-    return "".join(map(chr, ids.tolist()))
-
-
 def _aspects(graded: ScoredGroup) -> RenderableType:
     (one,) = graded.scored
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
@@ -122,7 +112,7 @@ def replay(
     """Grade all saved completions again, and say what changes."""
     folder = RunFolder.open(run, runs)
     mix = rewards_of(load_recipe(other or folder.recipe, sets or []))
-    mix.decode_with(_decoder(folder))
+    mix.attach(lambda: _decoder(folder), folder.path)
     before, after = [], []
     with Store.open(folder.path) as store:
         for _, groups in _steps(store, stage):
@@ -132,17 +122,11 @@ def replay(
 
 
 def _decoder(folder: RunFolder) -> Callable[[Ints], str]:
-    """The run's own tokenizer, loaded when a reward of single steps first asks where a token ends."""
-    loaded: list[Any] = []
+    """The run's own tokenizer, for rewards of single steps."""
+    from oncurve.rewards.learned import load
 
-    def decode(ids: Ints) -> str:
-        if not loaded:
-            from oncurve.rewards.learned import load
-
-            loaded.append(load(str(folder.model), "AutoTokenizer", str(folder.model)))
-        return str(loaded[0].decode(ids.tolist(), skip_special_tokens=True))
-
-    return decode
+    tokenizer = load(str(folder.model), "AutoTokenizer", str(folder.model))
+    return lambda ids: str(tokenizer.decode(ids.tolist(), skip_special_tokens=True))
 
 
 def _steps(store: Store, stage: str | None) -> list[tuple[int, Sequence[GradedGroup]]]:

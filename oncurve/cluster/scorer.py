@@ -59,9 +59,7 @@ class Scorer:
     def _mix(self, label: str) -> RewardMix:
         stage = next(s for s in self.recipe.stages if s.label == label)
         mix = rewards_for(self.recipe, stage)
-        mix.find_in(self.folder)
-        if any(hasattr(reward, "decode_with") for reward in mix.rewards):
-            mix.decode_with(_decoder(self.recipe))
+        mix.attach(lambda: _decoder(self.recipe), self.folder)
         return mix
 
 

@@ -33,9 +33,10 @@ Result = Score | BaseException
 class Reward(Protocol):
     """Grades completions. `score` gives one result per completion, in order; what it raises fails the whole group.
 
-    Three attributes are optional: `waits`, true where a reward waits for something outside this process, so that groups are
+    Some attributes are optional: `waits`, true where a reward waits for something outside this process, so that groups are
     scored side by side in threads and while others are sampled; `outside`, true where it may answer otherwise when asked again,
-    so that its answers are kept with the run (what waits is outside too); and `remarks`, lines for the run's log.
+    so that its answers are kept with the run (what waits is outside too); `remarks`, lines for the run's log; and two methods,
+    `decode_with` and `find_in`, by which it hears of the policy's tokenizer and of the run's folder before it is first asked.
     """
 
     @property

@@ -8,7 +8,7 @@ of a group depends on that group alone, and results come in the order that `scor
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -69,23 +69,21 @@ class RewardMix:
         begun, self._begun = self._begun, {}
         return [self._scored(group, begun[id(group)][1] if self._waiting else {}) for group in groups]
 
-    def decode_with(self, decode: Decode) -> None:
-        """Gives the policy's tokenizer to rewards that must know where in the text a token ends: those of single steps."""
+    def attach(self, decode: Callable[[], Decode], run: Path | None = None) -> None:
+        """Tells rewards whose completions they grade: the policy's tokenizer, asked for only where a reward reads tokens, and
+        the folder of the run, whose stages may train a model that a reward uses."""
+        reading = [reward for reward in self.rewards if hasattr(reward, "decode_with")]
+        if reading:
+            own = decode()
+            for reward in reading:
+                reward.decode_with(own)
         for reward in self.rewards:
-            told = getattr(reward, "decode_with", None)
-            if told is not None:
-                told(decode)
+            if run is not None and hasattr(reward, "find_in"):
+                reward.find_in(run)
 
     def remember_in(self, memory: Memory) -> None:
         """Keeps what comes from outside, and gives it again where the same step is done again."""
         self._memory = memory
-
-    def find_in(self, run: Path) -> None:
-        """Tells rewards where the run lies whose stages may train a model that they use."""
-        for reward in self.rewards:
-            told = getattr(reward, "find_in", None)
-            if told is not None:
-                told(run)
 
     @property
     def remarks(self) -> list[str]:

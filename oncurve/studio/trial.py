@@ -19,7 +19,8 @@ from oncurve.recipe.resolve import resolved_rewards
 from oncurve.recipe.sampled import Sampled
 from oncurve.recipe.schema import Recipe
 from oncurve.recipe.sections import Reward
-from oncurve.records import Completion, Group, Prompt
+from oncurve.records import Group, Prompt
+from oncurve.rewards.letters import by_letters, from_letters
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.registry import build_rewards
 
@@ -65,9 +66,9 @@ def run_trial(trial: Trial, limit_s: float = LIMIT_S) -> dict[str, Any]:
 def score(trial: Trial) -> dict[str, Any]:
     """Scores the texts as a run would, in this process. No tokenizer is at hand, so a text has one token per character."""
     mix: RewardMix = build_rewards([Reward.model_validate(r) for r in trial.rewards], max_new_tokens=trial.max_new_tokens)
-    mix.decode_with(lambda ids: "".join(map(chr, ids.tolist())))
+    mix.attach(lambda: from_letters)
     prompt = Prompt("trial", text=trial.prompt, columns=trial.columns)
-    group = Group(prompt, np.zeros(1, np.int64), tuple(map(_completion, trial.completions)))
+    group = Group(prompt, np.zeros(1, np.int64), tuple(map(by_letters, trial.completions)))
     scored = mix.score([group])[0].scored
     return {
         "completions": [
@@ -83,12 +84,6 @@ def score(trial: Trial) -> dict[str, Any]:
             for one in scored
         ]
     }
-
-
-def _completion(text: str) -> Completion:
-    zeros = np.zeros(len(text), np.float32)
-    ids = np.array([ord(letter) for letter in text], dtype=np.int64)
-    return Completion(ids, text, "end", zeros, zeros, zeros, np.ones(len(text), np.bool_))
 
 
 def main() -> None:

@@ -141,9 +141,7 @@ def measure(opened: Opened, recipe: Recipe, *, samples: int | None = None, tempe
     refuse_from_python(recipe, stage)
     torch.set_num_threads(recipe.threads or os.cpu_count() or 1)
     task, rewards = task_for(recipe, stage), rewards_for(recipe, stage)
-    rewards.decode_with(opened.policy.decode)
-    if opened.run is not None:
-        rewards.find_in(opened.run.path)
+    rewards.attach(lambda: opened.policy.decode, None if opened.run is None else opened.run.path)
     if not task.heldout:
         raise RecipeError("task.heldout", "no held-out prompts", because="there is nothing to measure on", fix="hold some out")
     changed = {"samples": samples, "temperature": temperature}

@@ -104,8 +104,7 @@ class Trainer:
         self.engine = engine_for(self.policy, recipe)
         self.memory = Memory()
         for stage in recipe.stages:
-            rewards_of(stage).decode_with(self.policy.decode)
-            rewards_of(stage).find_in(run.path)
+            rewards_of(stage).attach(lambda: self.policy.decode, run.path)
             rewards_of(stage).remember_in(self.memory)
         self.remark = settle(recipe.deterministic, self.policy)
         self.stop_signal: int | None = None

@@ -105,7 +105,7 @@ def test_compiled_blocks_leave_the_gradient(name: str, precise: None) -> None:
     task = PromptList.of(["1 2 3", "4 5"])
     asked = stage(prompts_per_step=2, group_size=2, sampling={"max_new_tokens": 8})
     rewards = RewardMix([FunctionReward(lambda completions, **_: [1.0 * (i % 2) for i in range(len(completions))], "odd")])
-    rewards.decode_with(ours.policy.decode)
+    rewards.attach(lambda: ours.policy.decode)
     assert GrpoLoop(asked, 0, task, NativeEngine(ours.policy, Engine()), rewards).step(1).metrics["mismatch_kl"] < 1e-3
 
 
@@ -194,7 +194,7 @@ def test_an_ordinary_step_is_taken(beta: float) -> None:
     )
     dice = random.Random(0)
     rewards = RewardMix([FunctionReward(lambda completions, **_: [dice.random() for _ in completions], "random")])
-    rewards.decode_with(policy.decode)
+    rewards.attach(lambda: policy.decode)
     task = PromptList.of(["1 2 3", "4 5", "6 7 8 9", "3 1"])
     loop = GrpoLoop(asked, 0, task, NativeEngine(policy, Engine()), rewards)
     before = [p.detach().clone() for p in model.parameters()]

@@ -18,6 +18,7 @@ from oncurve.errors import RecipeError, RewardError
 from oncurve.recipe import sections
 from oncurve.records import Aspect
 from oncurve.rewards.judge import JudgeOptions, JudgeReward
+from oncurve.rewards.letters import from_letters
 from oncurve.rewards.mix import RewardMix, aspects_of
 from oncurve.rewards.registry import build_reward
 from tests.rewards.builders import group
@@ -240,7 +241,7 @@ def of_steps(judge: Judge, *texts: str) -> list[Aspect]:
     asked = {"model": "m", "base_url": judge.url, "cache": None, "retries": 0, "scale": [0.0, 4.0]}
     made = build_reward(sections.Reward.model_validate({"type": "process", "source": "judge", "judge": asked}))
     mix = RewardMix([made])
-    mix.decode_with(lambda ids: "".join(map(chr, ids.tolist())))
+    mix.attach(lambda: from_letters)
     rows = [
         replace(c, token_ids=np.array([ord(letter) for letter in c.text])) for c in group(*texts, prompt="2+2?").completions
     ]

@@ -101,7 +101,7 @@ def scored(reward: ProcessReward, *texts: str) -> list[tuple[tuple[tuple[int, fl
         replace(c, token_ids=ids, loss_mask=np.ones(len(ids), bool)) for c, ids in zip(asked.completions, tokens, strict=True)
     ]
     mix = RewardMix([reward])
-    mix.decode_with(decode)
+    mix.attach(lambda: decode)
     (one,) = mix.score([replace(asked, completions=tuple(made))])
     return [(s.aspects[0].steps, s.aspects[0].failure) for s in one.scored]
 
@@ -111,7 +111,7 @@ def test_from_text_to_advantages() -> None:
     reward = ProcessReward("steps", 1.0)
     assert [steps for steps, _ in scored(reward, *texts)] == [((4, 1.0), (10, 1.0)), ((4, 1.0), (10, 0.0))]
     mix = RewardMix([reward])
-    mix.decode_with(decode)
+    mix.attach(lambda: decode)
     asked = group(*texts)
     ids = [np.array(BYTES.encode(text).ids, dtype=np.int64) for text in texts]
     made = tuple(replace(c, token_ids=i) for c, i in zip(asked.completions, ids, strict=True))
