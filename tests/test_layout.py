@@ -10,7 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "oncurve"
 LAYERS = [
-    {"records", "errors"},
+    {"records", "errors", "processes"},
     {"recipe", "listening"},
     {"algos", "tasks", "plan"},
     {"models", "runs", "scale"},

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from oncurve.errors import OncurveError, RunError, did_you_mean
+from oncurve.processes import is_alive, process_start
 from oncurve.runs.database import DATABASE
 from oncurve.runs.disk import disk_error, disk_errors, replace_file
-from oncurve.runs.environment import environment, is_alive, oncurve_version, process_start
+from oncurve.runs.environment import environment, oncurve_version
 
 FORMAT = 1
 STATE = "run.json"

@@ -15,6 +15,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from oncurve.processes import is_alive
+
 FOLDER = "actors"
 
 
@@ -61,20 +63,7 @@ class Pulse:
         """Whether its process is there; None where it is another machine's."""
         if self.host != socket.gethostname():
             return None
-        return is_running(self.pid)
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process of this machine is there and has not ended; one that nobody has waited for yet has ended too."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    with contextlib.suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    return True
+        return is_alive(self.pid)
 
 
 def write_pulse(run: Path, pulse: Pulse) -> None:

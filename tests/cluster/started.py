@@ -12,11 +12,12 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
+from oncurve.processes import is_alive
 from oncurve.recipe.load import dump_recipe
 from oncurve.recipe.schema import Recipe
 from oncurve.runs.folder import RunFolder
 from oncurve.runs.store import Store
-from oncurve.scale.pulse import Pulse, is_running, read_pulses
+from oncurve.scale.pulse import Pulse, read_pulses
 from oncurve.train.start import begin
 from tests.faults.sameness import everything
 
@@ -82,7 +83,7 @@ class Started:
             raise AssertionError(f"it hangs: {self.process.communicate()[0]}; {read_pulses(self.run.path)}") from None
         assert self.process.returncode == code, wrote
         deadline = time.monotonic() + 60
-        while left := [p.name for p in read_pulses(self.run.path) if p.pid and is_running(p.pid)]:
+        while left := [p.name for p in read_pulses(self.run.path) if p.pid and is_alive(p.pid)]:
             assert time.monotonic() < deadline, f"still there after the run: {left}"
             time.sleep(0.1)
         return wrote

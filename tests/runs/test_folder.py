@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from oncurve.errors import DiskError, RunError
+from oncurve.processes import is_alive, process_start
 from oncurve.runs import disk
-from oncurve.runs.environment import environment, is_alive, process_start
+from oncurve.runs.environment import environment
 from oncurve.runs.folder import Parent, RunFolder, list_runs
 from tests.runs.processes import finish, start
 

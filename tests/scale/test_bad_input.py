@@ -18,9 +18,10 @@ from torch._C._distributed_c10d import TCPStore
 
 import oncurve
 from oncurve.cli import main
+from oncurve.processes import is_alive
 from oncurve.recipe.load import dump_recipe
 from oncurve.scale import join
-from oncurve.scale.pulse import is_running, read_pulses
+from oncurve.scale.pulse import read_pulses
 from tests.scale.processes import SERVER, environment
 from tests.scale.runs import GONE_S, asked, last_step, until
 
@@ -200,7 +201,7 @@ def test_launched_ranks_go_together(tmp_path: Path) -> None:
     until(lambda: last_step(tmp_path / "other") >= 2 and len(pids(tmp_path / "other")) == 2)
     left = pids(tmp_path / "other")
     run.started.kill()
-    until(lambda: not any(map(is_running, left)), seconds=10)
+    until(lambda: not any(map(is_alive, left)), seconds=10)
 
 
 @pytest.mark.slow
