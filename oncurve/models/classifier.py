@@ -13,15 +13,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
 from oncurve.errors import ModelError
-from oncurve.models import lora
+from oncurve.models import hub, lora, untrusted
 from oncurve.models.policy import Policy
 
 
 def classifier_of(policy: Policy, heads: Sequence[str], seed: int, *, by_token: bool) -> Any:
     """A classifier with the policy's backbone, in tensors of its own, and a fresh head."""
+    model = _empty(policy, heads, by_token=by_token)
+    source = lora.merged(policy.model) if lora.is_on(policy.model) else policy.model
+    model.to(device=policy.device, dtype=policy.model.dtype)
+    model.base_model.load_state_dict(source.base_model.state_dict())
+    _draw_head(model, seed)
+    return model.eval()
+
+
+def _empty(policy: Policy, heads: Sequence[str], *, by_token: bool) -> Any:
+    """A classifier of the policy's architecture, its weights yet to be filled."""
     config = copy.deepcopy(policy.model.config)
     config.num_labels = len(heads)
     config.id2label = dict(enumerate(heads))
@@ -29,7 +39,7 @@ def classifier_of(policy: Policy, heads: Sequence[str], seed: int, *, by_token: 
     config.pad_token_id = pad_id(policy.tokenizer)
     kind = AutoModelForTokenClassification if by_token else AutoModelForSequenceClassification
     try:
-        model = kind.from_config(config, attn_implementation="sdpa")
+        return kind.from_config(config, attn_implementation="sdpa")
     except (ValueError, KeyError) as error:
         raise ModelError(
             type(policy.model).__name__,
@@ -37,11 +47,32 @@ def classifier_of(policy: Policy, heads: Sequence[str], seed: int, *, by_token: 
             because=str(error).strip().partition("\n")[0],
             fix="choose an architecture that has one (Llama, Qwen, Mistral, Gemma …), or name another model in `source`",
         ) from error
-    source = lora.merged(policy.model) if lora.is_on(policy.model) else policy.model
-    model.to(device=policy.device, dtype=policy.model.dtype)
-    model.base_model.load_state_dict(source.base_model.state_dict())
-    _draw_head(model, seed)
-    return model.eval()
+
+
+def check_classifier(policy: Policy, source: str | None, *, by_token: bool, where: str) -> None:
+    """Raises where the policy's architecture has no classifier, or where ``source`` is no model, or one whose tokens are not
+    the policy's: texts are written in those. No weight is read."""
+    if source is None:
+        with torch.device("meta"):
+            _empty(policy, ("reward",), by_token=by_token)
+        return
+    untrusted.check_folder(source)
+    hub.check_reachable(source)
+    try:
+        words = AutoTokenizer.from_pretrained(source).get_vocab()
+        AutoConfig.from_pretrained(source)
+    except Exception as error:  # a damaged folder makes its readers raise errors of every kind
+        raise _unloadable(source, error) from error
+    if words != policy.tokenizer.get_vocab():
+        raise ModelError(
+            where, source, because="its tokens are not the policy's, and it would be trained on texts in those",
+            fix="name a model of the policy's family, leave `source` out, or set model.source to this one",
+        )  # fmt: skip
+
+
+def _unloadable(source: str, error: Exception) -> ModelError:
+    because = f"{str(error).strip().partition(chr(10))[0]} ({type(error).__name__})"
+    return ModelError(source, "can't be loaded as a classifier", because=because, fix="name a model's folder or hub id")
 
 
 def loaded_classifier(source: str, heads: Sequence[str], like: Policy, *, by_token: bool) -> Any:
@@ -58,10 +89,7 @@ def loaded_classifier(source: str, heads: Sequence[str], like: Policy, *, by_tok
             **names,
         )
     except (OSError, ValueError, KeyError) as error:
-        because = str(error).strip().partition("\n")[0]
-        raise ModelError(
-            source, "can't be loaded as a classifier", because=because, fix="name a model's folder or hub id"
-        ) from error
+        raise _unloadable(source, error) from error
     model.config.pad_token_id = pad_id(like.tokenizer)
     return model.to(like.device).eval()
 

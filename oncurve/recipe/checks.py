@@ -13,7 +13,7 @@ from oncurve.errors import RecipeError
 from oncurve.recipe.resolve import resolved_advantage, resolved_kl, resolved_rewards
 from oncurve.recipe.sampled import Sampled, Surrogate
 from oncurve.recipe.schema import Grpo, Recipe, Sft, Stage
-from oncurve.recipe.sections import Reward
+from oncurve.recipe.sections import STAGE, Reward, StageBase
 from oncurve.recipe.training_free import TrainingFree
 
 Problems = Iterator[RecipeError]
@@ -103,6 +103,38 @@ def _patience(recipe: Recipe, stage: Stage) -> Problems:
         because = "it counts measurements of the held-out loss, and none is made"
         fix = "set heldout_share (0.1 is usual) and eval_every"
         yield RecipeError(f"{stage.label}.patience", stage.patience, because=because, fix=fix)
+
+
+def _kept_samples(recipe: Recipe, stage: Stage) -> Problems:
+    if isinstance(stage, Sft) and stage.data is not None and stage.data.startswith(STAGE):
+        yield from _earlier(recipe, stage, stage.data, "rejection_sample", f"{stage.label}.data")
+
+
+def _trained_rewards(recipe: Recipe, stage: Sampled) -> Problems:
+    """A reward by a model that this run trains: it must be there when the stage begins."""
+    key = "rewards" if stage.rewards is None else f"{stage.label}.rewards"
+    for reward in resolved_rewards(recipe, stage):
+        source = reward.options.get("model")
+        if reward.type == "model" and isinstance(source, str) and source.startswith(STAGE):
+            yield from _earlier(recipe, stage, source, "reward_model", f"{key}.{reward.label}.model")
+
+
+def _earlier(recipe: Recipe, stage: StageBase, named: str, kind: str, key: str) -> Problems:
+    names = [one.label for one in recipe.stages]
+    before = [one.label for one in recipe.stages[: names.index(stage.label)] if one.type == kind]
+    if named.removeprefix(STAGE) not in before:
+        because = f"the stages of type {kind} before '{stage.label}' are: {', '.join(before) or 'none'}"
+        yield RecipeError(key, named, because=because, fix=f"name one of them, put a {kind} stage before this one, or a path")
+
+
+def _iterated_reward(recipe: Recipe, stage: Grpo) -> Problems:
+    if stage.iterate is None:
+        return
+    rewards = {reward.label: reward.type for reward in resolved_rewards(recipe, stage)}
+    if rewards.get(stage.iterate.reward) != "model":
+        because = f"the stage's rewards are {', '.join(rewards) or 'none'}, and one of type model is trained"
+        key = f"{stage.label}.iterate.reward"
+        yield RecipeError(key, stage.iterate.reward, because=because, fix="name the reward of type model")
 
 
 def _rewards_given(recipe: Recipe, stage: Sampled) -> Problems:
@@ -237,12 +269,20 @@ def _length_budget(recipe: Recipe, stage: Grpo) -> Problems:
 
 
 RECIPE_CHECKS: tuple[Callable[[Recipe], Problems], ...] = (_stage_names, _reward_names, _tiny_context)
-STAGE_CHECKS: tuple[Callable[[Recipe, Stage], Problems], ...] = (_warmup, _patience)
+STAGE_CHECKS: tuple[Callable[[Recipe, Stage], Problems], ...] = (_warmup, _patience, _kept_samples)
 SAMPLED_CHECKS: tuple[Callable[[Recipe, Sampled], Problems], ...] = (
     _rewards_given,
+    _trained_rewards,
     _prompts_for_ranks,
     _temperature,
     _overlong,
 )
 SURROGATE_CHECKS: tuple[Callable[[Recipe, Surrogate], Problems], ...] = (_kl_without_weight, _minibatches)
-GRPO_CHECKS: tuple[Callable[[Recipe, Grpo], Problems], ...] = (_group_of_one, _kl_in_reward, _clip, _rloo, _length_budget)
+GRPO_CHECKS: tuple[Callable[[Recipe, Grpo], Problems], ...] = (
+    _group_of_one,
+    _kl_in_reward,
+    _clip,
+    _rloo,
+    _length_budget,
+    _iterated_reward,
+)

@@ -37,6 +37,10 @@ def impossible(key: str, found: object, *, because: str, fix: str) -> PydanticCu
     return PydanticCustomError("impossible", "{because}", {"key": key, "found": found, "because": because, "fix": fix})
 
 
+STAGE = "stage:"
+"""Begins the name of an earlier stage of the same run, in place of a file's or a model's."""
+
+
 class Section(BaseModel):
     """A part of a recipe: strict, frozen, documented by the docstrings under its fields."""
 

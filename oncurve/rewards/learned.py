@@ -19,12 +19,9 @@ from typing import Any
 from pydantic import Field, PositiveInt
 
 from oncurve.errors import ModelError
-from oncurve.recipe.sections import Section
+from oncurve.recipe.sections import STAGE, Section
 from oncurve.records import Group, Prompt
 from oncurve.rewards.base import Result, Score
-
-STAGE = "stage:"
-"""Begins the name of a model that an earlier stage of the same run trains."""
 
 
 class LearnedOptions(Section):
@@ -153,7 +150,15 @@ def conversation(tokenizer: Any, prompt: Prompt, text: str) -> tuple[str, bool]:
     if getattr(tokenizer, "chat_template", None):
         asked = [dict(m) for m in prompt.messages] if prompt.messages else [{"role": "user", "content": prompt.text or ""}]
         chat = [*asked, {"role": "assistant", "content": text}]
-        return str(tokenizer.apply_chat_template(chat, tokenize=False)), False
+        try:
+            return str(tokenizer.apply_chat_template(chat, tokenize=False)), False
+        except Exception as error:  # a template is a program of the model's maker, and may raise anything
+            raise ModelError(
+                prompt.id,
+                "the reward model's chat template can't write it",
+                because=f"{type(error).__name__}: {str(error)[:200]}",
+                fix="give messages of the roles that the template knows, or mend chat_template in the model's folder",
+            ) from error
     return prompt.shown + text, True
 
 

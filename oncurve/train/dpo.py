@@ -47,7 +47,7 @@ class DpoLoop:
         self.tokens_per_pack = stage.tokens_per_pack
         taught = read_pairs(stage) if pairs is None else Taught(pairs)
         self.left_out = taught.left_out
-        self.bundles = [_bundle(policy, pair) for pair in taught.rows]
+        self.bundles = [bundle_of(policy, pair) for pair in taught.rows]
         self.optimiser = optimiser_for(policy.model, stage.optimiser, stage.steps, world)
         self.reference: Tensor | None = None
 
@@ -169,7 +169,8 @@ class _Seen:
         return means | {"entropy": found["entropy"] / found["tokens"], "tokens": found["tokens"]}
 
 
-def _bundle(policy: Policy, pair: Pair) -> Bundle:
+def bundle_of(policy: Policy, pair: Pair) -> Bundle:
+    """A pair as token ids: both completions behind their prompt. Raises where the model can't read it."""
     prompt = policy.encode(pair.prompt)
     both = tuple(policy.encode_completion(text) for text in (pair.chosen, pair.rejected))
     longest = len(prompt) + max(map(len, both))

@@ -25,12 +25,19 @@ class Library:
     last: int = 0
 
     @classmethod
+    def begun(cls, path: str | None) -> Library:
+        """What a stage begins with: the file's experiences, or none."""
+        return cls({}) if path is None else cls.read(Path(path))
+
+    @classmethod
     def read(cls, path: Path) -> Library:
-        if not path.is_file():
-            raise DataError(
-                str(path), "no such file", because="the library begins with it", fix="check the path, or leave it out"
-            )
-        found = {int(m[1]): m[2].strip() for m in map(_LINE.fullmatch, path.read_text(encoding="utf-8").splitlines()) if m}
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            what = "it can't be read" if path.exists() else "no such file"
+            because = f"the library begins with it ({getattr(error, 'strerror', None) or error})"
+            raise DataError(str(path), what, because=because, fix="check the path, or leave it out") from None
+        found = {int(m[1]): m[2].strip() for m in map(_LINE.fullmatch, lines) if m}
         return cls(found, max(found, default=0))
 
     def write(self, path: Path) -> None:

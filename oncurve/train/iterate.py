@@ -21,8 +21,9 @@ from oncurve.errors import OncurveError, RecipeError, RewardError
 from oncurve.recipe.iteration import Iteration
 from oncurve.recipe.reward_model import RewardModel
 from oncurve.recipe.schema import Grpo, Recipe
+from oncurve.recipe.sections import STAGE
 from oncurve.records import GradedGroup, Prompt, StepReport
-from oncurve.rewards.learned import STAGE, LearnedReward
+from oncurve.rewards.learned import LearnedReward
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.registry import build_reward
 from oncurve.runs.notes import note

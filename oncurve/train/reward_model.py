@@ -17,13 +17,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from oncurve.algos.comparisons import bradley_terry, calibration_error
+from oncurve.errors import DataError
 from oncurve.models.classifier import classifier_of, loaded_classifier, logits, save
 from oncurve.models.policy import Policy
 from oncurve.recipe.reward_model import RewardModel
 from oncurve.records import StepReport
 from oncurve.rewards.learned import batches, conversation, step_ends
 from oncurve.runs.disk import put_whole
-from oncurve.runs.notes import note
+from oncurve.runs.notes import measuring, note
 from oncurve.scale.world import ALONE, World
 from oncurve.tasks.order import places_for_step
 from oncurve.tasks.pairs import counted
@@ -47,8 +48,13 @@ class Coded:
     ends: tuple[int, ...] = ()
 
     @property
+    def length(self) -> int:
+        """Tokens of the longest text."""
+        return max(map(len, self.rows))
+
+    @property
     def cost(self) -> int:
-        return len(self.rows) * max(map(len, self.rows))
+        return len(self.rows) * self.length
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +164,15 @@ class RewardModelLoop:
         """Loss, accuracy and calibration on rows that were kept aside."""
         if not rows:
             return {}
-        own = self._in_fitting_parts(rows, lambda parts: together([heard(self.score(part)) for part in parts]))
-        found = self._of_all(own)
+
+        def attempt(parts: list[list[Coded]]) -> Heard:
+            seen: list[Heard] = []
+            for part in parts:
+                measuring(len(seen) / len(parts))
+                seen.append(heard(self.score(part)))
+            return together(seen)
+
+        found = self._of_all(self._in_fitting_parts(rows, attempt))
         told = {"heldout_loss": found.loss / found.count}
         if len(found.probability_N):
             told["heldout_pair_accuracy"] = _accuracy(found.probability_N)
@@ -195,11 +208,30 @@ class RewardModelLoop:
 
     def _coded(self, judged: Sequence[Judged]) -> list[Coded]:
         coded = [code(self.policy.tokenizer, one, self.stage.kind) for one in judged]
-        short = [one for one in coded if max(map(len, one.rows)) <= self.stage.max_tokens]
+        limit = longest(self.stage, self.policy)
+        short = [one for one in coded if one.length <= limit]
         if len(short) < len(coded):
-            reason = f"of more than {self.stage.max_tokens} tokens"
+            reason = f"of more than {limit} tokens"
             self.left_out[reason] = self.left_out.get(reason, 0) + len(coded) - len(short)
         return short
+
+
+def longest(stage: RewardModel, policy: Policy) -> int:
+    """Tokens of the longest text that is learned from: as many as the stage says, and as the model addresses."""
+    return min(stage.max_tokens, policy.context)
+
+
+def check_lengths(stage: RewardModel, policy: Policy, judged: Sequence[Judged]) -> None:
+    """Raises where every row is too long; the first that is not ends the search."""
+    limit = longest(stage, policy)
+    if not any(code(policy.tokenizer, one, stage.kind).length <= limit for one in judged):
+        raise DataError(
+            stage.data,
+            "nothing to learn from",
+            because=f"all {len(judged)} rows have more than {limit} tokens: {stage.label}.max_tokens is {stage.max_tokens}, "
+            f"and the model addresses {policy.context} positions",
+            fix=f"raise {stage.label}.max_tokens, use a model with a longer context, or give shorter rows",
+        )
 
 
 def code(tokenizer: Any, judged: Judged, kind: str) -> Coded:

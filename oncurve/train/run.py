@@ -43,7 +43,7 @@ from oncurve.train.determinism import settle
 from oncurve.train.evaluate import evaluate, usual_limit
 from oncurve.train.listeners import Listener, Listeners, Recorder
 from oncurve.train.memory import OutOfMemory
-from oncurve.train.room import check_room
+from oncurve.train.readable import check_readable
 from oncurve.train.saving import Saved, Saver, Wanted
 from oncurve.train.sharded import PIECES, Held, held, loaded_for, shared_out
 from oncurve.train.sinks import sinks_of
@@ -100,7 +100,7 @@ class Trainer:
             for one in self.listeners:
                 one.on_event("loading", loading(recipe.model))
         self.policy = shared_out(policy or load_policy(loaded_for(recipe), alphabet=alphabet, seed=recipe.seed), recipe, world)
-        check_room(self.policy, recipe, task_of)
+        check_readable(self.policy, recipe, task_of)
         self.engine = engine_for(self.policy, recipe)
         self.memory = Memory()
         for stage in recipe.stages:

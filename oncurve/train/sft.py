@@ -20,6 +20,7 @@ from oncurve.models.packing import Bundle, Pack, build_pack, split_by_budget
 from oncurve.models.policy import Policy
 from oncurve.models.turns import example_ids
 from oncurve.recipe.schema import Sft
+from oncurve.recipe.sections import STAGE
 from oncurve.records import Bools, Example, Ints, StepReport
 from oncurve.scale.world import ALONE, World
 from oncurve.tasks.base import Task
@@ -61,14 +62,13 @@ def examples_of(stage: Sft, task: Task, folder: Path | None = None) -> Sequence[
     return task.examples[: stage.examples]
 
 
-STAGE = "stage:"
-"""Begins the name of an earlier stage of the same run, in place of a file's."""
 Encoded = tuple[Ints, Ints, Bools]
 """Prompt, completion, and which of the completion's tokens count."""
 
 
-def kept_apart(examples: Sequence[Example], share: float) -> tuple[Sequence[Example], Sequence[Example]]:
+def kept_apart(examples: Sequence[Example], stage: Sft) -> tuple[Sequence[Example], Sequence[Example]]:
     """(to train on, kept aside): whole prompts are kept aside, drawn by what they ask, so that no prompt is on both sides."""
+    share = stage.heldout_share
     if not share:
         return examples, ()
     prompts = sorted({e.prompt.shown for e in examples})
@@ -77,7 +77,10 @@ def kept_apart(examples: Sequence[Example], share: float) -> tuple[Sequence[Exam
     left = [e for e in examples if e.prompt.shown not in aside]
     if not left:
         raise DataError(
-            "heldout_share", share, because="it leaves no example to train on", fix="keep fewer aside, or give more examples"
+            f"{stage.label}.heldout_share",
+            share,
+            because=f"it leaves no example to train on: whole prompts are kept aside, and there are {len(prompts)}",
+            fix="keep fewer aside, or give more examples",
         )
     return left, [e for e in examples if e.prompt.shown in aside]
 
@@ -90,7 +93,7 @@ class SftLoop:
     ) -> None:
         self.stage, self.seed, self.policy, self.tokens_per_pack = stage, seed, policy, stage.tokens_per_pack
         self.world = world
-        self.examples, aside = kept_apart(examples_of(stage, task, folder), stage.heldout_share)
+        self.examples, aside = kept_apart(examples_of(stage, task, folder), stage)
         self.encoded: dict[int, Encoded] = {id(e): self._encode(e) for e in self.examples}
         self.aside = [self._encode(e) for e in aside]
         self.optimiser = optimiser_for(policy.model, stage.optimiser, stage.steps, world)

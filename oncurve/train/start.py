@@ -19,13 +19,11 @@ from oncurve.errors import RecipeError, RunError
 from oncurve.models.compiled.build import library
 from oncurve.models.load import choose_device
 from oncurve.models.policy import Policy
-from oncurve.recipe.dpo import Dpo
 from oncurve.recipe.flat import changes, flat
 from oncurve.recipe.load import dump_recipe, load_recipe, parse_recipe
 from oncurve.recipe.resolve import corrected, resolved_rewards, resolved_task
-from oncurve.recipe.reward_model import RewardModel
 from oncurve.recipe.sampled import Sampled
-from oncurve.recipe.schema import Recipe, Sft, Stage
+from oncurve.recipe.schema import Recipe, Stage
 from oncurve.recipe.sections import Reward
 from oncurve.recipe.sections import Task as TaskConfig
 from oncurve.rewards.mix import RewardMix
@@ -37,13 +35,11 @@ from oncurve.runs.secrets import holds_secret, redacted
 from oncurve.runs.store import Store
 from oncurve.scale.world import ALONE, World
 from oncurve.tasks.base import Task
-from oncurve.tasks.pairs import read_pairs
-from oncurve.tasks.preferences import read_judgements
 from oncurve.tasks.registry import build_task
 from oncurve.train.follow import follow, lead, need_ranks
 from oncurve.train.listeners import Listener
+from oncurve.train.readable import check_files
 from oncurve.train.run import RewardsOf, TaskOf, Trainer
-from oncurve.train.sft import STAGE, examples_of
 
 RUNS = Path("runs")
 
@@ -252,12 +248,7 @@ def prepare(recipe: Recipe, task: Task | None = None, rewards: RewardMix | None 
     mixes = {s.label: rewards or rewards_for(recipe, s) for s in recipe.stages}
     for stage in recipe.stages:
         check_metric(f"{stage.label}.keep_best", stage.keep_best)
-        if isinstance(stage, Dpo):
-            read_pairs(stage)
-        if isinstance(stage, RewardModel):
-            read_judgements(stage)
-        if isinstance(stage, Sft) and not (stage.data or "").startswith(STAGE):
-            examples_of(stage, tasks[stage.label])
+        check_files(stage, tasks[stage.label])
     return (lambda s: tasks[s.label]), (lambda s: mixes[s.label])
 
 

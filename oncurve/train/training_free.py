@@ -53,7 +53,7 @@ class TrainingFreeLoop:
     def __init__(self, stage: TrainingFree, seed: int, task: Task, rewards: RewardMix, folder: Path) -> None:
         self.stage, self.seed, self.task, self.rewards = stage, seed, task, rewards
         self.file = folder / FOLDER / f"{stage.label}.md"
-        self.library = Library({}) if stage.library is None else Library.read(Path(stage.library))
+        self.library = Library.begun(stage.library)
         self.without: float | None = None
         self.client = JudgeClient(
             stage.label, stage.base_url, stage.key_env, retries=stage.retries, seconds=stage.request_seconds,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,21 @@ from tests.cli.test_bad_input import assert_told
 from tests.models import gguf_files
 
 SHAPE = TinyModel(layers=1, width=32, heads=2, kv_heads=1, head_size=16, mlp_width=64, context=128)
+LETTERS = "0123456789+= abc"
+GRPO = {"type": "grpo", "steps": 1, "prompts_per_step": 1, "group_size": 2, "sampling.max_new_tokens": 4}
+REWARD_MODEL = {"type": "reward_model", "data": "DATA", "steps": 2, "batch_size": 2, "heldout_share": 0.0}
+DPO = {"type": "dpo", "pairs": "DATA", "steps": 1, "batch_size": 2}
+SFT = {"type": "sft", "data": "DATA", "steps": 3, "batch_size": 2}
+PAIR = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
+ASKED = {"prompt": "1+1=", "answer": "2", "completion": "2"}
 NO_SYSTEM = (
     "{% for m in messages if m.role == 'system' %}{{ raise_exception('no system role') }}{% endfor %}{{ messages[0].content }}"
 )
 DROPPED = "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.content }}{% endfor %}"
 
 
-def model(folder: Path, template: str | None = None, seed: int = 0) -> Path:
-    policy = load_policy(Model(tiny=SHAPE), alphabet="0123456789+= abc", seed=seed)
+def model(folder: Path, template: str | None = None, seed: int = 0, context: int = 128, alphabet: str = LETTERS) -> Path:
+    policy = load_policy(Model(tiny=SHAPE.model_copy(update={"context": context})), alphabet=alphabet, seed=seed)
     policy.tokenizer.chat_template = template
     policy.save(folder)
     return folder
@@ -44,21 +52,86 @@ def recipe(folder: Path, stage: dict[str, Any], rows: list[dict[str, Any]], sour
     return folder / "bad.toml"
 
 
-GRPO = {"type": "grpo", "steps": 1, "prompts_per_step": 1, "group_size": 2, "sampling.max_new_tokens": 4}
-REWARD_MODEL = {"type": "reward_model", "data": "DATA", "steps": 2, "batch_size": 2, "heldout_share": 0.0}
-DPO = {"type": "dpo", "pairs": "DATA", "steps": 1, "batch_size": 2}
-SFT = {"type": "sft", "data": "DATA", "steps": 3, "batch_size": 2}
-PAIR = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
-ASKED = {"prompt": "1+1=", "answer": "2", "completion": "2"}
-
-
+@pytest.mark.parametrize("stage", [GRPO, SFT, DPO, REWARD_MODEL], ids=["grpo", "sft", "dpo", "reward_model"])
 @pytest.mark.parametrize("template", [NO_SYSTEM, DROPPED], ids=["refuses it", "leaves it out"])
-def test_a_template_without_a_role_that_the_data_needs(oncurve: Oncurve, tmp_path: Path, template: str) -> None:
+def test_a_template_without_a_role_that_the_data_needs(
+    oncurve: Oncurve, tmp_path: Path, template: str, stage: dict[str, Any]
+) -> None:
+    """Found in any row, before a folder is made, where every prompt is short for the model too."""
     system = [{"role": "system", "content": "a"}, {"role": "user", "content": "1"}]
-    plain = [{"role": "user", "content": "1"}]
-    rows = [{"prompt": plain, "answer": "1"}, {"prompt": system, "answer": "1"}]
-    file = recipe(tmp_path, GRPO | {"prompts_per_step": 2}, rows, model(tmp_path / "m", template))
-    assert_told(oncurve("train", file, "--runs", tmp_path / "runs"), "rows.jsonl", "2", "system")
+    rows = [PAIR | ASKED | {"prompt": prompt} for prompt in (system[1:], system[1:], system)]
+    file = recipe(tmp_path, stage, rows, model(tmp_path / "m", template, context=8192))
+    assert_told(oncurve("train", file, "--runs", tmp_path / "runs"), "rows.jsonl", "3", "system")
+    assert not list(tmp_path.glob("runs/*"))
+
+
+def test_chats_for_a_model_without_a_template(oncurve: Oncurve, tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+    file = recipe(tmp_path, SFT, [{"messages": chat}], model(tmp_path / "m", context=8192))
+    assert_told(oncurve("train", file, "--runs", tmp_path / "runs"), "rows.jsonl/sft/1", "without a chat template")
+    assert not list(tmp_path.glob("runs/*"))
+
+
+def _folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize("stage", [GRPO, SFT, DPO, REWARD_MODEL], ids=["grpo", "sft", "dpo", "reward_model"])
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda path: path.write_text(""), ["no rows"]),
+        (lambda path: path.write_bytes('{"prompt": "Zürich"}'.encode("utf-16")), ["rows.jsonl:1", "UTF-8"]),
+        (lambda path: path.write_bytes('{"prompt": "Zürich"}\n'.encode("latin-1")), ["rows.jsonl:1", "UTF-8"]),
+        (lambda path: path.write_text("[1, 2]"), ["rows.jsonl:1", "object"]),
+        (_folder, ["it is a folder"]),
+        (Path.unlink, ["no such file"]),
+    ],
+    ids=["empty", "utf-16", "latin-1", "no objects", "a folder", "missing"],
+)
+def test_a_file_that_is_none(
+    oncurve: Oncurve, tmp_path: Path, stage: dict[str, Any], spoil: Callable[[Path], object], words: list[str]
+) -> None:
+    file = recipe(tmp_path, stage, [PAIR | ASKED])
+    spoil(tmp_path / "rows.jsonl")
+    assert_told(oncurve("train", file, "--runs", tmp_path / "runs"), *words)
+    assert not list(tmp_path.glob("runs*"))
+
+
+@pytest.mark.parametrize(
+    ("stage", "rows", "words"),
+    [
+        (SFT | {"heldout_share": 0.9}, [ASKED], ["sft.heldout_share", "no example to train on"]),
+        (REWARD_MODEL | {"heldout_share": 0.9}, [PAIR], ["reward_model.heldout_share", "more prompts"]),
+        (GRPO, [ASKED, ASKED], ["rows.jsonl", "no training prompts"]),
+        (SFT, [ASKED | {"completion": "1" * 200}], ["rows.jsonl/sft/1", "a worked completion", "128 positions"]),
+        (DPO, [PAIR, PAIR | {"chosen": "1" * 200}], ["rows.jsonl/2", "a pair of", "128 positions"]),
+        (REWARD_MODEL, [PAIR | {"chosen": "1" * 200}], ["nothing to learn from", "reward_model.max_tokens"]),
+        (REWARD_MODEL | {"max_tokens": 3}, [PAIR], ["nothing to learn from", "reward_model.max_tokens"]),
+        (SFT | {"data": "stage:best"}, [ASKED], ["sft.data", "rejection_sample"]),
+        (REWARD_MODEL | {"source": "nowhere/at/all"}, [PAIR], ["nowhere/at/all"]),
+    ],
+    ids=[
+        "sft keeps all aside", "reward_model keeps all aside", "grpo keeps all aside", "sft too long", "dpo too long",
+        "reward_model longer than the model", "reward_model too long", "no such stage", "no such source",
+    ],
+)  # fmt: skip
+def test_data_and_settings_that_leave_nothing_to_do(
+    oncurve: Oncurve, tmp_path: Path, stage: dict[str, Any], rows: list[dict[str, Any]], words: list[str]
+) -> None:
+    file = recipe(tmp_path, stage, rows)
+    file.write_text(
+        file.read_text().replace("heldout = 1", "heldout = 1, heldout_share = 0.9" if stage is GRPO else "heldout = 1")
+    )
+    assert_told(oncurve("train", file, "--runs", tmp_path / "runs"), *words)
+    assert not list(tmp_path.glob("runs/*"))
+
+
+def test_a_reward_model_that_begins_from_a_model_with_other_tokens(oncurve: Oncurve, tmp_path: Path) -> None:
+    other = model(tmp_path / "other", alphabet="xyz")
+    file = recipe(tmp_path, REWARD_MODEL | {"source": str(other)}, [PAIR], model(tmp_path / "m"))
+    assert_told(oncurve("train", file, "--runs", tmp_path / "runs"), "reward_model.source", "tokens are not the policy's")
     assert not list(tmp_path.glob("runs/*"))
 
 
