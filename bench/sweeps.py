@@ -130,7 +130,9 @@ def _start_accuracy(asked: Asked) -> float:
     from oncurve.runs.store import Store
 
     with Store.open(asked.out / "compare" / "start") as store:
-        return store.evals()[-1].accuracy
+        accuracy = store.evals()[-1].accuracy
+    assert accuracy is not None
+    return accuracy
 
 
 def _wait(folder: Path) -> None:

@@ -57,7 +57,7 @@ def compared(file: Path) -> str:
             ("memory", "memory"),
         )
     )
-    start = 100 * runs["grpo"][0].curve[0].accuracy
+    start = 100 * (runs["grpo"][0].curve[0].accuracy or 0.0)
     return f"{table}\n{plots}\n\nThe start that all share is right in {start:.1f} % of the held-out problems.\n\n{found(runs)}"
 
 
@@ -111,7 +111,7 @@ def behind(one: Sequence[Outcome], other: Sequence[Outcome]) -> bool:
 
 def at(outcome: Outcome, share: float) -> float:
     """Accuracy at the first measurement after so much of the samples."""
-    return next(p.accuracy for p in outcome.curve if p.samples >= share * outcome.samples)
+    return next(p.accuracy or 0.0 for p in outcome.curve if p.samples >= share * outcome.samples)
 
 
 def baseline(file: Path) -> str:

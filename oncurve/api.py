@@ -87,9 +87,15 @@ class Run:
 
     @property
     def accuracy(self) -> float | None:
-        """The last held-out accuracy; None where nothing was held out."""
+        """The last held-out accuracy; None where nothing was held out, or no rule says what is right."""
         found = self.evals
         return found[-1].accuracy if found else None
+
+    @property
+    def heldout_reward(self) -> float | None:
+        """The last mean reward on held-out prompts; None where nothing was held out."""
+        found = self.evals
+        return found[-1].reward if found else None
 
     def metrics(self, name: str, stage: str | None = None) -> list[tuple[int, float]]:
         """A metric's curve as (step, value), of a stage or of the last stage that logged it."""

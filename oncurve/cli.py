@@ -192,7 +192,7 @@ def evaluate(
     runs: Runs = RUNS,
     as_json: Json = False,
 ) -> None:
-    """Measure accuracy on held-out problems, with a 95 % interval, by difficulty."""
+    """Measure accuracy on held-out problems, with a 95 % interval, by difficulty; where no rule says what is right, reward."""
     from oncurve.terminal.evaluation import eval_data, render_eval
     from oncurve.terminal.hush import hush
     from oncurve.train.opened import find_run, measure, open_target, recipe_for

@@ -239,14 +239,19 @@ class StepReport:
 class EvalReport:
     """A measurement on held-out prompts: greedy by default, so that it is the same each time.
 
-    ``accuracy`` is the share of held-out prompts solved; ``by_difficulty`` maps a level to (solved, asked). ``groups`` keeps
-    what was answered.
+    ``accuracy`` is the share of held-out prompts solved, and None where no rule says what is right: then ``reward`` is the
+    measure. ``by_difficulty`` maps a level to (solved, asked). ``groups`` keeps what was answered.
     """
 
     stage: str
     step: int
-    accuracy: float
+    accuracy: float | None
     asked: int
     by_difficulty: Mapping[str, tuple[int, int]]
     metrics: Mapping[str, float] = field(default_factory=dict)
     groups: Sequence[ScoredGroup] = ()
+
+    @property
+    def reward(self) -> float | None:
+        """The mean total reward; None where no answer could be graded."""
+        return self.metrics.get("reward")

@@ -91,7 +91,7 @@ def audit(history: History) -> list[Signal]:
 
 def _reward_without_accuracy(history: History) -> list[Signal]:
     before, after = history.change(lambda s: s.scored.total)
-    measured = [report.accuracy for report in history.evals if np.isfinite(report.accuracy)]
+    measured = [report.accuracy for report in history.evals if report.accuracy is not None]
     spread = float(np.std([s.scored.total for s in history.completions if s.scored.total is not None] or [0.0]))
     if len(measured) < 2 or after - before <= 0.25 * spread or measured[-1] > measured[0] + 0.01:
         return []

@@ -8,7 +8,7 @@ of a group depends on that group alone, and results come in the order that `scor
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -30,8 +30,9 @@ AT_ONCE = 8
 class RewardMix:
     """Scores groups by all rewards. The total is the weighted sum of the aspects (`ScoredCompletion.total`)."""
 
-    def __init__(self, rewards: Sequence[Reward]) -> None:
-        self.rewards = tuple(rewards)
+    def __init__(self, rewards: Sequence[Reward], rules: Collection[str] | None = None) -> None:
+        """``rules`` names the rewards whose 1 says that an answer is right; unset: all, as of functions from Python."""
+        self.rewards, self.rules = tuple(rewards), rules
         self._memory: Memory | None = None
         self._begun: dict[int, tuple[Group, dict[str, Future[list[Aspect]]]]] = {}
         names = [reward.name for reward in self.rewards]
@@ -46,10 +47,12 @@ class RewardMix:
 
     @property
     def decider(self) -> str | None:
-        """The reward that decides what counts as solved: the one named `answer`, else the first of weight above 0."""
+        """The reward that decides what counts as solved: the one named `answer`, else the first rule of weight above 0; None
+        where nothing says what is right."""
         if any(reward.name == "answer" for reward in self.rewards):
             return "answer"
-        return next((reward.name for reward in self.rewards if reward.weight > 0), None)
+        counted = [reward.name for reward in self.rewards if reward.weight > 0]
+        return next((name for name in counted if self.rules is None or name in self.rules), None)
 
     def solved(self, scored: ScoredCompletion) -> bool:
         """Whether a completion counts as right: its deciding aspect is 1 or more. A failure is not a solution."""

@@ -58,7 +58,8 @@ REWARDS: dict[str, RewardType] = {
 
 def build_rewards(configs: Sequence[sections.Reward], *, max_new_tokens: int | None = None) -> RewardMix:
     """The rewards of a recipe or stage. `max_new_tokens` is the stage's length limit, for rewards that measure against it."""
-    return RewardMix([build_reward(config, max_new_tokens) for config in configs])
+    rules = [config.label for config in configs if decides(config)]
+    return RewardMix([build_reward(config, max_new_tokens) for config in configs], rules)
 
 
 def build_reward(config: sections.Reward, max_new_tokens: int | None = None) -> Reward:
@@ -74,3 +75,8 @@ def build_reward(config: sections.Reward, max_new_tokens: int | None = None) -> 
 def is_rule(config: sections.Reward) -> bool:
     kind = REWARDS.get(config.type)
     return kind is not None and kind.is_rule
+
+
+def decides(config: sections.Reward) -> bool:
+    """Whether it can say what counts as solved: a rule, a function of the user's own, or what is named `answer`."""
+    return config.label == "answer" or (config.weight > 0 and (is_rule(config) or config.type == "python"))

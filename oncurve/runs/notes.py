@@ -1,11 +1,11 @@
-"""What a step wants the log to say, from however deep: an update left out, memory that ran out.
+"""What a step wants the log to say, from however deep: an update left out, memory that ran out, how far a measurement is.
 
-Whoever runs a step collects; whoever notices something notes it. Without a collector a note goes nowhere.
+Whoever runs a step collects, or watches; whoever notices something notes it. Without a collector a note goes nowhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ class Note:
 
 
 _collected: ContextVar[list[Note] | None] = ContextVar("collected", default=None)
+_watcher: ContextVar[Callable[[float], None] | None] = ContextVar("watcher", default=None)
 
 
 def note(kind: str, message: str) -> None:
@@ -37,3 +38,20 @@ def collecting() -> Iterator[list[Note]]:
         yield notes
     finally:
         _collected.reset(before)
+
+
+def measuring(share: float) -> None:
+    """So much of a measurement on held-out data is done: for whoever shows it while it goes on."""
+    watcher = _watcher.get()
+    if watcher is not None:
+        watcher(share)
+
+
+@contextmanager
+def watching(watcher: Callable[[float], None]) -> Iterator[None]:
+    """Hears how far measurements of the body are."""
+    before = _watcher.set(watcher)
+    try:
+        yield
+    finally:
+        _watcher.reset(before)

@@ -281,5 +281,4 @@ def _kept_group(scored: ScoredGroup, tokens: Sequence[sqlite3.Row]) -> KeptGroup
 
 def _eval_report(row: sqlite3.Row) -> EvalReport:
     by_difficulty = {level: (solved, asked) for level, (solved, asked) in json.loads(row["by_difficulty"]).items()}
-    accuracy = _number_or_nan(row["accuracy"])
-    return EvalReport(row["stage"], row["step"], accuracy, row["asked"], by_difficulty, json.loads(row["metrics"]))
+    return EvalReport(row["stage"], row["step"], row["accuracy"], row["asked"], by_difficulty, json.loads(row["metrics"]))

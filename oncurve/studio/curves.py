@@ -46,7 +46,14 @@ def _metrics(store: Questions, stage: str) -> dict[str, Any]:
 
 def evals_data(store: Questions) -> list[dict[str, Any]]:
     return [
-        {"stage": e.stage, "step": e.step, "accuracy": finite(e.accuracy), "asked": e.asked, "by_difficulty": e.by_difficulty}
+        {
+            "stage": e.stage,
+            "step": e.step,
+            "accuracy": finite(e.accuracy),
+            "reward": finite(e.reward),
+            "asked": e.asked,
+            "by_difficulty": e.by_difficulty,
+        }
         for e in store.evals()
     ]
 

@@ -40,7 +40,8 @@ def run_data(entry: RunEntry) -> dict[str, Any]:
 
 
 def _nothing() -> dict[str, Any]:
-    return {"stages": [], "eta": None, "accuracy": None, "evals": [], "metrics": {}, "completions": 0, "failures": 0}
+    told: dict[str, Any] = {"stages": [], "eta": None, "accuracy": None, "heldout_reward": None, "evals": [], "metrics": {}}
+    return {**told, "completions": 0, "failures": 0}
 
 
 def _numbers(run: RunFolder, running: bool) -> dict[str, Any]:
@@ -48,11 +49,15 @@ def _numbers(run: RunFolder, running: bool) -> dict[str, Any]:
         summary = store.summary()
         current = next((s for s in reversed(summary.stages) if s.finished is None), None)
         pace = fmean(seconds) if running and current and (seconds := store.recent_seconds(current.name)) else None
-    evals = [{"stage": e.stage, "step": e.step, "accuracy": finite(e.accuracy), "asked": e.asked} for e in summary.evals]
+    evals = [
+        {"stage": e.stage, "step": e.step, "accuracy": finite(e.accuracy), "reward": finite(e.reward), "asked": e.asked}
+        for e in summary.evals
+    ]
     return {
         "stages": _stages(run, summary.stages),
         "eta": pace * max(0, current.steps - current.done) if pace is not None and current else None,
         "accuracy": evals[-1]["accuracy"] if evals else None,
+        "heldout_reward": evals[-1]["reward"] if evals else None,
         "evals": evals,
         "metrics": {name: finite(value) for name, value in summary.last_metrics.items()},
         "completions": summary.completions,

@@ -76,7 +76,15 @@ def _at(stages: Sequence[StageRow]) -> str:
 
 
 def _measured(evals: Sequence[EvalReport]) -> str:
-    """Held-out accuracy at each measurement, by difficulty where the task has levels."""
+    """Held-out accuracy at each measurement, by difficulty where the task has levels; of those without a rule the reward."""
+    free = [report for report in evals if report.accuracy is None and report.reward is not None]
+    lines = [f"<tr><td>{escape(r.stage)} {r.step}</td><td>{r.reward:.2f}</td><td>{r.asked}</td></tr>" for r in free]
+    heads = "<th>held-out reward</th><th>mean</th><th>prompts</th>"
+    rewards = f"<h2>Held-out reward</h2><table><tr>{heads}</tr>{''.join(lines)}</table>" if lines else ""
+    return _accuracies([report for report in evals if report.accuracy is not None]) + rewards
+
+
+def _accuracies(evals: Sequence[EvalReport]) -> str:
     if not evals:
         return ""
     levels = list(dict.fromkeys(level for report in evals for level in report.by_difficulty))
@@ -84,7 +92,10 @@ def _measured(evals: Sequence[EvalReport]) -> str:
     lines = []
     for report in evals:
         shares = [report.by_difficulty.get(level) for level in levels]
-        cells = [f"{100 * report.accuracy:.1f} %", *(f"{100 * s[0] / max(1, s[1]):.1f} %" if s else "–" for s in shares)]
+        cells = [
+            f"{100 * (report.accuracy or 0.0):.1f} %",
+            *(f"{100 * s[0] / max(1, s[1]):.1f} %" if s else "–" for s in shares),
+        ]
         told = "".join(f"<td>{cell}</td>" for cell in cells)
         lines.append(f"<tr><td>{escape(report.stage)} {report.step}</td>{told}</tr>")
     return f"<h2>Held-out accuracy</h2><table><tr>{heads}</tr>{''.join(lines)}</table>"

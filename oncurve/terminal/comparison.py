@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -30,8 +31,8 @@ HEADS = (
 
 
 NOTE = (
-    "held-out: accuracy at the end. reward/1k samples: rise of mean reward. held, trained: parameters. passes: forward/back "
-    "over a step's samples, sampling aside. ±: std over seeds."
+    "held-out: accuracy at the end; the reward where no rule says what is right. reward/1k samples: rise of mean reward. held, "
+    "trained: parameters. passes: forward/back over a step's samples, sampling aside. ±: std over seeds."
 )
 
 
@@ -54,7 +55,7 @@ def _row(name: str, runs: Sequence[Outcome]) -> tuple[str, ...]:
 
     return (
         name,
-        spread([100 * r.accuracy for r in runs], 1) + " %",
+        _heldout(runs),
         spread([r.reward_per_1k for r in runs], 3),
         f"{mean([r.samples for r in runs]):,.0f}",
         f"{mean([r.tokens for r in runs]):,.0f}",
@@ -65,6 +66,12 @@ def _row(name: str, runs: Sequence[Outcome]) -> tuple[str, ...]:
         size(runs[0].trained),
         f"{mean([r.forward for r in runs]):.3g}/{runs[0].backward:.3g}",
     )
+
+
+def _heldout(runs: Sequence[Outcome]) -> str:
+    if any(math.isnan(r.accuracy) for r in runs):
+        return "reward " + spread([r.heldout_reward for r in runs], 2)
+    return spread([100 * r.accuracy for r in runs], 1) + " %"
 
 
 def spread(values: Sequence[float], digits: int) -> str:
@@ -94,4 +101,7 @@ def as_markdown(outcomes: Sequence[Outcome]) -> str:
 
 def comparison_data(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     """Every run with its curve, and the figures that the table is made of."""
-    return [asdict(o) | {"accuracy": o.accuracy, "reward_per_1k": o.reward_per_1k} for o in outcomes]
+    own = {"accuracy": None, "reward": None}
+    last = [asdict(o.curve[-1]) if o.curve else own for o in outcomes]
+    told = [{"accuracy": one["accuracy"], "heldout_reward": one["reward"]} for one in last]
+    return [asdict(o) | one | {"reward_per_1k": o.reward_per_1k} for o, one in zip(outcomes, told, strict=True)]

@@ -1,8 +1,12 @@
-"""Held-out accuracy with its uncertainty: tables for `eval`, for a run's summary, and the same as plain data."""
+"""Held-out accuracy with its uncertainty: tables for `eval`, for a run's summary, and the same as plain data.
+
+Where no rule says what is right, the mean reward takes its place.
+"""
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from oncurve.records import EvalReport
-from oncurve.terminal.figures import DASH, number, percent
+from oncurve.terminal.figures import DASH, number, percent, score
 
 Z_95 = 1.959964
 """The normal distribution's 97.5 % point."""
@@ -35,20 +39,46 @@ def interval_of(solved: float, answers: int, samples: int) -> tuple[float, float
     return wilson(solved / answers if answers else 0.0, answers // max(samples, 1))
 
 
+def reward_interval(report: EvalReport) -> tuple[float, float] | None:
+    """The mean reward's 95 % interval: mean ± z s / √n over the n prompts' own means; None for fewer than two prompts."""
+    graded = [[t for t in group.totals if t is not None] for group in report.groups]
+    means = [math.fsum(totals) / len(totals) for totals in graded if totals]
+    if len(means) < 2 or report.reward is None:
+        return None
+    spread = Z_95 * statistics.stdev(means) / math.sqrt(len(means))
+    return report.reward - spread, report.reward + spread
+
+
 def render_eval(report: EvalReport, title: str, samples: int) -> RenderableType:
-    """`eval`'s answer: the accuracy with its interval, then by difficulty."""
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
-    for head in ("", "accuracy", "95 % interval", "solved"):
-        table.add_column(head, justify="left" if not head else "right", no_wrap=True)
+    """`eval`'s answer: the accuracy with its interval, then by difficulty; or the mean reward with its own."""
+    metrics = report.metrics
+    facts = f"length {number(metrics.get('length_mean'))} tokens · {percent(metrics.get('cut_share'))} cut"
+    if report.accuracy is None:
+        told = Text(f"{facts} · no rule says what is right", "dim")
+        return Group(Text(title, "bold"), told, Text(), _mean_reward(report, samples))
+    table = _table("", "accuracy", "95 % interval", "solved")
     answers = report.asked * samples
     table.add_row(*_row("all", report.accuracy * answers, answers, samples), style="bold")
     for level, (solved, asked) in report.by_difficulty.items():
         table.add_row(*_row(level, solved, asked, samples))
     for word, share in _several(report):
         table.add_row(*_row(word, share * report.asked, report.asked, 1), style="dim")
-    metrics = report.metrics
-    facts = f"reward {number(metrics.get('reward'))} · length {number(metrics.get('length_mean'))} tokens"
-    return Group(Text(title, "bold"), Text(f"{facts} · {percent(metrics.get('cut_share'))} cut", "dim"), Text(), table)
+    return Group(Text(title, "bold"), Text(f"reward {number(report.reward)} · {facts}", "dim"), Text(), table)
+
+
+def _mean_reward(report: EvalReport, samples: int) -> Table:
+    table = _table("", "reward", "95 % interval", "answers")
+    ends = reward_interval(report)
+    interval = DASH if ends is None else f"{score(ends[0])} – {score(ends[1])}"
+    table.add_row("mean", score(report.reward), interval, str(report.asked * samples), style="bold")
+    return table
+
+
+def _table(*heads: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
+    for head in heads:
+        table.add_column(head, justify="left" if not head else "right", no_wrap=True)
+    return table
 
 
 def _several(report: EvalReport) -> list[tuple[str, float]]:
@@ -70,7 +100,7 @@ def _row(name: str, solved: float, answers: int, samples: int) -> tuple[str, str
 
 
 def eval_data(report: EvalReport, samples: int) -> dict[str, Any]:
-    """The same for a program."""
+    """The same for a program. Without a rule, `accuracy` and its interval are None, and the reward is the measure."""
     levels = {
         level: {
             "solved": solved,
@@ -81,15 +111,45 @@ def eval_data(report: EvalReport, samples: int) -> dict[str, Any]:
         for level, (solved, asked) in report.by_difficulty.items()
     }
     answers = report.asked * samples
+    own = None if report.accuracy is None else list(interval_of(report.accuracy * answers, answers, samples))
+    ends = reward_interval(report)
     return {
         "accuracy": report.accuracy,
-        "interval": list(interval_of(report.accuracy * answers, answers, samples)),
+        "interval": own,
+        "reward": report.reward,
+        "reward_interval": None if ends is None else list(ends),
         "asked": report.asked,
         "samples": samples,
         **{word: {"share": share, "interval": list(wilson(share, report.asked))} for word, share in _several(report)},
         "by_difficulty": levels,
         "metrics": dict(report.metrics),
     }
+
+
+def heldout_tables(evals: Sequence[EvalReport]) -> list[RenderableType]:
+    """What a run's measurements came to: of stages with a rule the accuracy, of others the reward; an empty line after each."""
+    ruled = [report for report in evals if report.accuracy is not None]
+    free = [report for report in evals if report.accuracy is None]
+    tables = [accuracy_table(ruled)] if ruled else []
+    tables += [reward_table(free)] if free else []
+    return [part for table in tables for part in (table, Text())]
+
+
+def reward_table(evals: Sequence[EvalReport]) -> Table:
+    """Of each stage the mean reward before its first step, and at its last measurement."""
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
+    table.add_column("held-out reward", no_wrap=True)
+    by_stage: dict[str, list[EvalReport]] = {}
+    for report in evals:
+        by_stage.setdefault(report.stage, []).append(report)
+    shown = []
+    for stage, reports in by_stage.items():
+        ends = {"before": reports[0], "after": reports[-1]} if reports[0].step == 0 else {"after": reports[-1]}
+        for when, report in ends.items():
+            table.add_column(f"{when} {stage}", justify="right", overflow="fold", vertical="bottom")
+            shown.append(score(report.reward))
+    table.add_row("mean", *shown, style="bold")
+    return table
 
 
 def accuracy_table(evals: Sequence[EvalReport]) -> Table:

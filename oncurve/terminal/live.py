@@ -12,14 +12,18 @@ from rich.text import Text
 
 from oncurve.recipe.schema import Recipe
 from oncurve.records import EvalReport, StepReport
-from oncurve.terminal.figures import DASH, duration, known, number, percent, size
+from oncurve.terminal.figures import duration, number, percent, score, size
 from oncurve.terminal.panel import Panel
-from oncurve.terminal.progress import RunProgress, StageProgress
+from oncurve.terminal.progress import PAIRS_RIGHT, RunProgress, StageProgress
 from oncurve.train.listeners import Listener
 
 REFRESH_PER_S = 4
 LINE_EVERY_S = 10.0
 """A log file wants a line now and then, not every step."""
+
+
+STILL = ("rejection_sample", "training_free")
+"""Stages that sample and leave the policy as it is: there is no KL in them."""
 
 
 class LiveDisplay(Listener):
@@ -61,7 +65,15 @@ class LiveDisplay(Listener):
         assert self.progress is not None
         self.progress.measured(report)
         if self.live is None:
-            self.say(f"{report.stage} {report.step}: held-out accuracy {percent(report.accuracy, 1)} of {report.asked}")
+            self.say(f"{report.stage} {report.step}: {measured_line(report)}")
+
+    def on_measuring(self, stage: str, step: int, share: float) -> None:
+        assert self.progress is not None
+        self.progress.now_in.measuring = share
+        now = time.monotonic()
+        if self.live is None and now - self.told >= self.line_every_s:
+            self.told = now
+            self.say(f"{stage} {step}: measuring on what is held out, {percent(share)}")
 
     def on_stage_end(self, stage: str) -> None:
         assert self.progress is not None
@@ -92,6 +104,13 @@ def draws_pictures(console: Console) -> bool:
     return console.is_terminal and not console.is_dumb_terminal
 
 
+def measured_line(report: EvalReport) -> str:
+    """A measurement in one line of a log."""
+    if report.accuracy is None:
+        return f"held-out reward {score(report.reward)}, mean of {report.asked}"
+    return f"held-out accuracy {percent(report.accuracy, 1)} of {report.asked}"
+
+
 def step_line(stage: StageProgress, now: float) -> str:
     """A step in one line of a log."""
     metrics = stage.metrics
@@ -99,10 +118,13 @@ def step_line(stage: StageProgress, now: float) -> str:
     if "reward" not in metrics:
         facts.append(f"loss {number(metrics.get('loss'))}")
     else:
-        kl = metrics.get("kl", metrics.get("update_kl"))
-        facts += [f"reward {number(metrics.get('reward'))}", f"KL {number(kl) if known(kl) else DASH}"]
+        facts.append(f"reward {number(metrics['reward'])}")
+        if stage.type not in STILL:
+            facts.append(f"KL {number(metrics.get('kl', metrics.get('update_kl')))}")
     if "pair_accuracy" in metrics:
         facts.append(f"pairs right {percent(metrics['pair_accuracy'])}")
+    if PAIRS_RIGHT in metrics:
+        facts.append(f"held-out pairs {percent(metrics[PAIRS_RIGHT], 1)}")
     if "entropy" in metrics:
         facts.append(f"entropy {number(metrics['entropy'])}")
     if "length_mean" in metrics:

@@ -82,21 +82,30 @@ class Panel:
         latest = _curve(number(metrics.get(first)), values, curve)
         tokens = metrics.get("tokens_per_s")
         speed = f"{tokens:,.0f} tokens/s" if tokens is not None and math.isfinite(tokens) else DASH
+        third = ("KL", Text(number(metrics.get("kl", metrics.get("update_kl")))))
+        if "samples_kept" in metrics:
+            third = ("kept", Text(f"{metrics['samples_kept']:.0f} of the last step"))
         return [
             (first, latest),
             ("held-out", self._heldout(curve)),
-            ("KL", Text(number(metrics.get("kl", metrics.get("update_kl"))))),
+            third,
             ("speed", Text(speed)),
         ]
 
     def _heldout(self, curve: int) -> Text:
-        found = self.progress.accuracies
+        if self.progress.now_in.measuring is not None:
+            return Text(f"measuring, {percent(self.progress.now_in.measuring)}")
+        found = self.progress.heldout
         if not found:
             return Text(DASH)
-        text = _curve(percent(found[-1], 1), found, min(curve // 2, 8), low=0.0, high=1.0)
+        share = found[-1].what != "reward"
+        values, ends = [one.value for one in found], (0.0, 1.0) if share else (None, None)
+        text = _curve(found[-1].shown, values, min(curve // 2, 8), *ends)
         if len(found) > 1:
-            change = 100 * (found[-1] - found[-2])
-            text.append(f" {change:+.1f}".replace("-", "−"), "green" if change > 0 else "red" if change < 0 else "dim")
+            change = (100 if share else 1) * (values[-1] - values[-2])
+            text.append(
+                f" {change:+.{1 if share else 2}f}".replace("-", "−"), "green" if change > 0 else "red" if change < 0 else "dim"
+            )
         return text
 
     def _right(self) -> list[Figure]:

@@ -55,19 +55,24 @@ def _save(figure: Any, file: Path) -> Path:
 
 
 def _curves(plt: Any, outcomes: Sequence[Outcome], along: str, label: str) -> Any:
-    """Mean held-out accuracy over seeds, with the span of the seeds behind it."""
+    """Mean held-out accuracy over seeds, or reward where there is none, with the span of the seeds behind it."""
+    ruled = all(p.accuracy is not None for outcome in outcomes for p in outcome.curve)
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     for i, (name, runs) in enumerate(by_algorithm(outcomes).items()):
         length = min(len(r.curve) for r in runs)
         if not length:
             continue
         x = np.mean([[getattr(p, along) for p in r.curve[:length]] for r in runs], axis=0)
-        y = 100 * np.array([[p.accuracy for p in r.curve[:length]] for r in runs])
+        y = np.array([[p.accuracy if ruled else p.reward for p in r.curve[:length]] for r in runs], float) * (
+            100 if ruled else 1
+        )
         colour = COLOURS[i % len(COLOURS)]
         axes.plot(x, y.mean(0), color=colour, marker=MARKS[i % len(MARKS)], markersize=4, label=name)
         if len(runs) > 1:
             axes.fill_between(x, y.min(0), y.max(0), color=colour, alpha=0.15, linewidth=0)
-    axes.set(xlabel=label, ylabel="held-out accuracy, %", ylim=(0, None), xlim=(0, None))
+    axes.set(xlabel=label, ylabel="held-out accuracy, %" if ruled else "held-out reward", xlim=(0, None))
+    if ruled:
+        axes.set_ylim(0, None)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
     return figure

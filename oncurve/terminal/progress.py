@@ -6,11 +6,34 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 from oncurve.errors import OncurveError
 from oncurve.recipe.schema import Recipe, Sft
 from oncurve.records import EvalReport, StepReport
 from oncurve.runs.store import Store
+from oncurve.terminal.figures import percent, score
+
+PAIRS_RIGHT = "heldout_pair_accuracy"
+"""What a reward model's stage measures on what it keeps aside."""
+
+
+class Heldout(NamedTuple):
+    """A measurement on what is held out: of what, and how much."""
+
+    what: Literal["accuracy", "reward", "pairs right"]
+    value: float
+
+    @property
+    def shown(self) -> str:
+        return score(self.value) if self.what == "reward" else percent(self.value, 1)
+
+    @classmethod
+    def of(cls, report: EvalReport) -> list[Heldout]:
+        """None where no answer could be graded."""
+        if report.accuracy is not None:
+            return [cls("accuracy", report.accuracy)]
+        return [] if report.reward is None else [cls("reward", report.reward)]
 
 
 @dataclass
@@ -27,7 +50,8 @@ class StageProgress:
     ended: float | None = None
     rewards: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
-    accuracies: list[float] = field(default_factory=list)
+    heldout: list[Heldout] = field(default_factory=list)
+    measuring: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -44,7 +68,9 @@ class StageProgress:
         return at_this_pace if self.limit_s is None else max(0.0, min(at_this_pace, self.limit_s - elapsed))
 
     def take(self, report: StepReport) -> None:
-        self.done, self.metrics = report.step, report.metrics
+        self.done, self.metrics, self.measuring = report.step, report.metrics, None
+        if PAIRS_RIGHT in report.metrics:
+            self.heldout.append(Heldout("pairs right", report.metrics[PAIRS_RIGHT]))
         for curve, name in ((self.rewards, "reward"), (self.losses, "loss")):
             if name in report.metrics:
                 curve.append(report.metrics[name])
@@ -80,7 +106,8 @@ class RunProgress:
                     stage.done = stage.skipped = row.done
                     stage.rewards = [value for _, value in store.metric("reward", row.name)]
                     stage.losses = [value for _, value in store.metric("loss", row.name)]
-                    stage.accuracies = [report.accuracy for report in store.evals(row.name)]
+                    pairs = [Heldout("pairs right", value) for _, value in store.metric(PAIRS_RIGHT, row.name)]
+                    stage.heldout = pairs + [one for report in store.evals(row.name) for one in Heldout.of(report)]
         except OncurveError:
             return
 
@@ -99,9 +126,13 @@ class RunProgress:
         self.stage(name).ended = time.monotonic()
 
     def measured(self, report: EvalReport) -> None:
-        self.stage(report.stage).accuracies.append(report.accuracy)
+        stage = self.stage(report.stage)
+        stage.measuring = None
+        stage.heldout += Heldout.of(report)
 
     @property
-    def accuracies(self) -> list[float]:
-        """Every measurement of the run in order."""
-        return [a for stage in self.stages for a in stage.accuracies]
+    def heldout(self) -> list[Heldout]:
+        """Every measurement of the run in order that is of the same thing as the last. What a reward model gets right says
+        nothing of the policy: it is shown in that model's own stage alone."""
+        found = [one for stage in self.stages for one in stage.heldout if one.what != "pairs right" or stage is self.now_in]
+        return [one for one in found if one.what == found[-1].what]

@@ -11,17 +11,18 @@ from rich.table import Table
 from rich.text import Text
 
 from oncurve.errors import OncurveError
+from oncurve.records import EvalReport
 from oncurve.runs.folder import RunEntry
 from oncurve.runs.reading import StageRow
 from oncurve.runs.store import Store
-from oncurve.terminal.figures import DASH, percent
+from oncurve.terminal.figures import DASH, percent, score
 
 STYLES = {"finished": "green", "running": "cyan", "interrupted": "yellow", "failed": "red", "broken": "red"}
 
 
 def run_data(entry: RunEntry) -> dict[str, Any]:
     """One run for a program. A run whose database can't be read is still a run: its numbers are None."""
-    stages, accuracy = _numbers(entry)
+    stages, last = _numbers(entry)
     parent = entry.state.parent if entry.state else None
     return {
         "name": entry.name,
@@ -29,18 +30,19 @@ def run_data(entry: RunEntry) -> dict[str, Any]:
         "status": entry.status,
         "created": entry.state.created if entry.state else None,
         "stages": [{"name": s.name, "type": s.type, "steps": s.steps, "done": s.done} for s in stages],
-        "accuracy": accuracy,
+        "accuracy": last.accuracy if last else None,
+        "heldout_reward": last.reward if last else None,
         "parent": None if parent is None else {"run": parent.run, "stage": parent.stage, "step": parent.step},
         "changes": dict(parent.changes) if parent else {},
         "reason": entry.reason,
     }
 
 
-def _numbers(entry: RunEntry) -> tuple[list[StageRow], float | None]:
+def _numbers(entry: RunEntry) -> tuple[list[StageRow], EvalReport | None]:
+    """Its stages, and its last measurement."""
     try:
         with Store.open(entry.path) as store:
-            evals = store.evals()
-            return store.stages(), evals[-1].accuracy if evals else None
+            return store.stages(), next(reversed(store.evals()), None)
     except OncurveError:
         return [], None
 
@@ -59,11 +61,17 @@ def render_runs(entries: Sequence[RunEntry]) -> RenderableType:
             Text(entry.name, "bold"),
             Text(entry.status, STYLES[entry.status]),
             at,
-            percent(data["accuracy"], 1),
+            _heldout(data),
             ago(data["created"]),
             Text(_remark(data), "dim"),
         )
     return table
+
+
+def _heldout(data: dict[str, Any]) -> str:
+    if data["accuracy"] is None and data["heldout_reward"] is not None:
+        return f"reward {score(data['heldout_reward'])}"
+    return percent(data["accuracy"], 1)
 
 
 def _remark(data: dict[str, Any]) -> str:

@@ -19,9 +19,10 @@ from oncurve.records import GradedGroup
 from oncurve.runs.folder import Parent, RunEntry, RunFolder, list_runs
 from oncurve.runs.reading import Reader, StageRow
 from oncurve.runs.store import Store
-from oncurve.terminal.evaluation import accuracy_table
-from oncurve.terminal.figures import DASH, duration, number, percent, score, shortened
+from oncurve.terminal.evaluation import heldout_tables
+from oncurve.terminal.figures import DASH, duration, number, score, shortened
 from oncurve.terminal.group import GroupTable, advantage_of, by_advantage, render_group
+from oncurve.terminal.progress import Heldout
 from oncurve.terminal.runs import STYLES, ago
 from oncurve.terminal.sparkline import sparkline
 
@@ -49,7 +50,7 @@ def render_run(run: RunFolder) -> RenderableType:
         stages, evals = store.stages(), store.evals()
         parts += [line for stage in stages for line in (Text(), _stage_line(stage), _curves(store, stage))]
         if evals:
-            parts += [Text(), accuracy_table(evals)]
+            parts += [Text(), *heldout_tables(evals)[:-1]]
         if state.parent is not None:
             parts += _beside_parent(run, state.parent, store)
         parts += [*happened(store), Text(), _advice(run, stages)]
@@ -103,10 +104,11 @@ def _curves(store: Reader, stage: StageRow) -> Table:
                 Text(sparkline(values, 40), "cyan"),
                 Text(number(values[-1]), "bold"),
             )
-    measured = [report.accuracy for report in store.evals(stage.name)]
+    measured = [one for report in store.evals(stage.name) for one in Heldout.of(report)]
     if len(measured) > 1:
-        curve = Text(sparkline(measured, 40, 0.0, 1.0), "cyan")
-        table.add_row(Text("  held-out", "dim"), percent(measured[0], 1), curve, Text(percent(measured[-1], 1), "bold"))
+        ends = (None, None) if measured[-1].what == "reward" else (0.0, 1.0)
+        curve = Text(sparkline([one.value for one in measured], 40, *ends), "cyan")
+        table.add_row(Text("  held-out", "dim"), measured[0].shown, curve, Text(measured[-1].shown, "bold"))
     return table
 
 
@@ -153,8 +155,8 @@ def _last_figures(store: Reader, stage: str) -> dict[str, str]:
     metrics = store.metrics_of(stage, done)
     evals = store.evals(stage)
     figures = {"step": str(done)}
-    if evals:
-        figures["held-out accuracy"] = percent(evals[-1].accuracy, 1)
+    for last in Heldout.of(evals[-1]) if evals else []:
+        figures[f"held-out {last.what}"] = last.shown
     return figures | {name: number(metrics[name]) for name in COMPARED if name in metrics}
 
 

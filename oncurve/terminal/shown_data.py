@@ -31,7 +31,14 @@ def _run(run: RunFolder) -> dict[str, Any]:
     data = run_data(RunEntry(run.name, run.path, state.shown, state))
     with Store.open(run.path) as store:
         data["evals"] = [
-            {"stage": e.stage, "step": e.step, "accuracy": e.accuracy, "asked": e.asked, "by_difficulty": dict(e.by_difficulty)}
+            {
+                "stage": e.stage,
+                "step": e.step,
+                "accuracy": e.accuracy,
+                "reward": e.reward,
+                "asked": e.asked,
+                "by_difficulty": dict(e.by_difficulty),
+            }
             for e in store.evals()
         ]
         begun = [s for s in store.stages() if s.done]

@@ -14,7 +14,7 @@ from oncurve.records import GradedGroup
 from oncurve.runs.folder import RunFolder
 from oncurve.runs.reading import Reader, StageRow
 from oncurve.runs.store import Store
-from oncurve.terminal.evaluation import accuracy_table
+from oncurve.terminal.evaluation import heldout_tables
 from oncurve.terminal.figures import duration
 from oncurve.terminal.group import GroupTable
 from oncurve.train.given import is_from_python
@@ -31,10 +31,7 @@ BESIDE = {
 def render_summary(run: RunFolder, seconds: float | None = None) -> RenderableType:
     """``seconds`` is the time that this process took; unset: from the first stage's start to the last one's end."""
     with Store.open(run.path) as store:
-        parts: list[RenderableType] = []
-        evals = store.evals()
-        if evals:
-            parts += [accuracy_table(evals), Text()]
+        parts = heldout_tables(store.evals())
         beside = [Text(line) for line in map(partial(beside_policy, store), store.stages()) if line]
         parts += [*beside, Text()] if beside else []
         found = telling_group(store)

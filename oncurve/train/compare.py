@@ -49,13 +49,15 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Held-out accuracy after so many samples, tokens and seconds of training."""
+    """Held-out accuracy after so many samples, tokens and seconds of training; None where no rule says what is right, and then
+    the held-out reward is the measure."""
 
     step: int
     samples: int
     tokens: float
     seconds: float
-    accuracy: float
+    accuracy: float | None
+    reward: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,14 @@ class Outcome:
 
     @property
     def accuracy(self) -> float:
-        return self.curve[-1].accuracy if self.curve else float("nan")
+        """NaN where there is none."""
+        last = self.curve[-1].accuracy if self.curve else None
+        return float("nan") if last is None else last
+
+    @property
+    def heldout_reward(self) -> float:
+        last = self.curve[-1].reward if self.curve else None
+        return float("nan") if last is None else last
 
     @property
     def reward_per_1k(self) -> float:
@@ -241,7 +250,9 @@ def outcome_of(run: RunFolder, stage: Sampled, algorithm: str, seed: int, before
         memory = column("memory_mib")
         evals = store.evals(stage.label)
     per_step = stage.prompts_per_step * stage.group_size
-    curve = tuple(Point(e.step, e.step * per_step, sum(tokens[: e.step]), sum(seconds[: e.step]), e.accuracy) for e in evals)
+    curve = tuple(
+        Point(e.step, e.step * per_step, sum(tokens[: e.step]), sum(seconds[: e.step]), e.accuracy, e.reward) for e in evals
+    )
     if before is not None:
         curve = (Point(0, 0, 0.0, 0.0, before), *curve)
     passes = passes_of(stage, float(np.mean(tries)) if tries else 1.0)

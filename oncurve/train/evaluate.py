@@ -1,4 +1,8 @@
-"""Held-out accuracy: each held-out prompt answered, greedily unless told otherwise, and graded by the recipe's rewards."""
+"""Held-out accuracy: each held-out prompt answered, greedily unless told otherwise, and graded by the recipe's rewards.
+
+Where none of them says what is right (a reward model, a judge's mark), there is no accuracy and no pass@k: the mean reward is
+the measure.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from oncurve.recipe.schema import Evaluation
 from oncurve.recipe.sections import Sampling
 from oncurve.records import EvalReport, Group, Prompt, ScoredGroup
 from oncurve.rewards.mix import RewardMix
+from oncurve.runs.notes import measuring
 from oncurve.scale.world import ALONE, World
 from oncurve.train.best_of_n import several
 from oncurve.train.memory import sample
@@ -45,30 +50,35 @@ def evaluate(
     draws = Draws(seed, EVAL_STEP + step)
     own = world.share(prompts)
 
-    def begin_scoring(_: int, group: Group) -> None:
+    done: set[int] = set()
+
+    def begin_scoring(place: int, group: Group) -> None:
+        done.add(place)
+        measuring(len(done) / len(own))
         if world.scores:
             rewards.begin(group)
 
+    measuring(0.0)
     groups = sample(engine, own, settings.samples, how, draws, on_group=begin_scoring)
     scored = world.gathered(lambda: rewards.score(groups))
     return summarise(scored, rewards, stage, step)
 
 
 def summarise(scored: Sequence[ScoredGroup], rewards: RewardMix, stage: str, step: int) -> EvalReport:
-    solved = [[rewards.solved(s) for s in g.scored] for g in scored]
+    solved = [[rewards.solved(s) for s in g.scored] for g in scored] if rewards.decider is not None else []
     totals = [s.total for g in scored for s in g.scored if s.total is not None]
     levels: dict[str, tuple[int, int]] = {}
-    for group, marks in zip(scored, solved, strict=True):
+    for group, marks in zip(scored, solved, strict=False):
         level = group.group.prompt.difficulty
         if level is not None:
             right, asked = levels.get(level, (0, 0))
             levels[level] = (right + sum(marks), asked + len(marks))
     completions = [s.completion for g in scored for s in g.scored]
     metrics = {
-        "reward": float(np.mean(totals)) if totals else 0.0,
+        **({"reward": float(np.mean(totals))} if totals else {}),
         "length_mean": float(np.mean([c.length for c in completions])),
         "cut_share": float(np.mean([c.cut for c in completions])),
         **several(scored, solved),
     }
-    accuracy = float(np.mean([m for marks in solved for m in marks]))
+    accuracy = float(np.mean([m for marks in solved for m in marks])) if solved else None
     return EvalReport(stage, step, accuracy, len(scored), dict(sorted(levels.items())), metrics, tuple(scored))

@@ -19,6 +19,9 @@ class Listener:
 
     def on_step(self, report: StepReport) -> None: ...
 
+    def on_measuring(self, stage: str, step: int, share: float) -> None:
+        """While a measurement on held-out data goes on: how much of it is done."""
+
     def on_eval(self, report: EvalReport) -> None: ...
 
     def on_checkpoint(self, stage: str, step: int, path: Path) -> None: ...
@@ -47,6 +50,10 @@ class Listeners(Listener):
     def on_step(self, report: StepReport) -> None:
         for one in self.all:
             one.on_step(report)
+
+    def on_measuring(self, stage: str, step: int, share: float) -> None:
+        for one in self.all:
+            one.on_measuring(stage, step, share)
 
     def on_eval(self, report: EvalReport) -> None:
         for one in self.all:

@@ -158,7 +158,6 @@ def describe(graded: Sequence[GradedGroup], rewards: RewardMix) -> dict[str, flo
     metrics = {
         "reward": float(np.mean(totals)) if totals else 0.0,
         "reward_std": float(np.mean(spreads)) if spreads else 0.0,
-        "accuracy": float(np.mean([rewards.solved(s) for s in scored])) if scored else 0.0,
         "no_signal_share": float(np.mean([not g.has_signal for g in graded])) if graded else 1.0,
         "cut_share": float(np.mean([s.completion.cut for s in scored])) if scored else 0.0,
         "failure_share": float(np.mean([s.failure is not None for s in scored])) if scored else 0.0,
@@ -167,6 +166,8 @@ def describe(graded: Sequence[GradedGroup], rewards: RewardMix) -> dict[str, flo
         "length_max": float(max(lengths, default=0)),
         "tokens": float(sum(lengths)),
     }
+    if rewards.decider is not None:
+        metrics["accuracy"] = float(np.mean([rewards.solved(s) for s in scored])) if scored else 0.0
     for name in {a.name for s in scored for a in s.aspects}:
         values = [a.value for s in scored for a in s.aspects if a.name == name and a.value is not None]
         if values:

@@ -57,7 +57,8 @@ class SinkListener(Listener):
         self._write(values, report.stage, report.step)
 
     def on_eval(self, report: EvalReport) -> None:
-        values = {f"{report.stage}/heldout/accuracy": report.accuracy}
+        told = {"accuracy": report.accuracy, "reward": report.reward}
+        values = {f"{report.stage}/heldout/{name}": value for name, value in told.items() if value is not None}
         values |= {f"{report.stage}/heldout/{level}": solved / asked for level, (solved, asked) in report.by_difficulty.items()}
         self._write(values, report.stage, report.step)
 

@@ -27,7 +27,7 @@ from oncurve.recipe.schema import Recipe, Stage
 from oncurve.recipe.sections import Reward
 from oncurve.recipe.sections import Task as TaskConfig
 from oncurve.rewards.mix import RewardMix
-from oncurve.rewards.registry import build_rewards, is_rule
+from oncurve.rewards.registry import build_rewards, decides, is_rule
 from oncurve.runs.best import check_metric
 from oncurve.runs.checkpoints import Place, list_checkpoints
 from oncurve.runs.folder import Parent, RunFolder
@@ -212,7 +212,7 @@ def rewards_for(recipe: Recipe, stage: Stage) -> RewardMix:
     if not isinstance(stage, Sampled):
         return build_rewards(recipe.rewards or task_for(recipe, stage).usual_rewards)
     configs = resolved_rewards(recipe, stage)
-    if configs and all(config.type == "model" and config.label != "answer" for config in configs):
+    if configs and not any(map(decides, configs)):
         configs = (*configs, *_watched_answer(recipe, stage))
     if stage.overlong is not None:
         extra = {"type": "overlong", "weight": stage.overlong.weight, "buffer": stage.overlong.buffer}
@@ -221,8 +221,8 @@ def rewards_for(recipe: Recipe, stage: Stage) -> RewardMix:
 
 
 def _watched_answer(recipe: Recipe, stage: Stage) -> tuple[Reward, ...]:
-    """What says right or wrong where a stage's own rewards are reward models, whose scores have no mark at which an answer is
-    right: the recipe's or the task's rule, at weight 0; nothing where these know none."""
+    """What says right or wrong where none of a stage's own rewards does, as a reward model's scores have no mark at which an
+    answer is right: the recipe's or the task's rule, at weight 0; nothing where these know none."""
     known = recipe.rewards or task_for(recipe, stage).usual_rewards
     rules = sorted((c for c in known if c.label == "answer" or is_rule(c)), key=lambda c: c.label != "answer")
     return tuple(rule.model_copy(update={"name": "answer", "weight": 0.0}) for rule in rules[:1])

@@ -30,8 +30,13 @@ SIGNS = {
         "no group has a signal, and {accuracy:.0%} of completions are right: the prompts are too easy now. Take harder ones, "
         "or stop here",
     ),
+    "equal": Sign(
+        lambda m: m.get("no_signal_share", 0.0) >= 1.0 and "accuracy" not in m,
+        "no group has a signal: equal rewards teach nothing. Take other prompts, a reward with finer steps, or a larger "
+        "group_size (oncurve probe)",
+    ),
     "hard": Sign(
-        lambda m: m.get("no_signal_share", 0.0) >= 1.0 and m.get("accuracy", 0.0) <= 0.5,
+        lambda m: m.get("no_signal_share", 0.0) >= 1.0 and m.get("accuracy", 1.0) <= 0.5,
         "no group has a signal, and {accuracy:.0%} of completions are right: equal rewards teach nothing. Take easier "
         "prompts, a reward with steps between wrong and right, a larger group_size, or an sft stage first (oncurve probe)",
     ),

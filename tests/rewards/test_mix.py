@@ -170,6 +170,15 @@ def test_what_counts_as_solved(rewards: list[Says], decider: str | None, solved:
     assert mix.solved(scored.scored[0]) is solved
 
 
+def test_only_rules_decide_where_rules_are_named() -> None:
+    rewards = [Says([5.0], "model"), Says([1.0], "countdown", 0.5)]
+    assert RewardMix(rewards).decider == "model"
+    assert RewardMix(rewards, rules=["countdown"]).decider == "countdown"
+    assert RewardMix(rewards, rules=[]).decider is None
+    (scored,) = RewardMix(rewards).score([group("a")])
+    assert not RewardMix(rewards, rules=[]).solved(scored.scored[0])
+
+
 @settings(deadline=None)
 @given(st.lists(st.one_of(st.floats(), st.none(), st.booleans(), st.text(), st.integers()), max_size=6))
 def test_every_completion_gets_a_finite_number_none_or_a_failure(results: list[object]) -> None:

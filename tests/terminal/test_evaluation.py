@@ -1,14 +1,24 @@
 from __future__ import annotations
 
 import io
+import json
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
+from rich.console import Console, RenderableType
 
-from oncurve.records import EvalReport
-from oncurve.terminal.evaluation import accuracy_table, eval_data, interval_of, wilson
+from oncurve.records import Aspect, Completion, EvalReport, Group, Prompt, ScoredCompletion, ScoredGroup
+from oncurve.terminal.evaluation import (
+    accuracy_table,
+    eval_data,
+    heldout_tables,
+    interval_of,
+    render_eval,
+    reward_interval,
+    wilson,
+)
 
 
 def test_wilson_by_hand() -> None:
@@ -47,6 +57,52 @@ def test_the_table_has_the_last_measurement_of_each_stage() -> None:
     ]
     table = accuracy_table(evals)
     assert [list(column.cells) for column in table.columns] == [["easy", "all"], ["40.0 %", "40.0 %"], ["90.0 %", "90.0 %"]]
+
+
+def graded(*totals: float | None) -> ScoredGroup:
+    empty = np.zeros(1, np.float32)
+    one = Completion(np.zeros(1, np.int64), "", "end", empty, empty, empty, np.ones(1, bool))
+    scored = tuple(ScoredCompletion(one, (Aspect("model", t, failure=None if t is not None else "broke"),)) for t in totals)
+    return ScoredGroup(Group(Prompt(id="p", text="1"), np.zeros(1, np.int64), (one,) * len(totals)), scored)
+
+
+def shown(part: RenderableType) -> list[str]:
+    out = io.StringIO()
+    Console(file=out, width=80).print(part)
+    return [" ".join(line.split()) for line in out.getvalue().splitlines()]
+
+
+def test_without_a_rule_the_measure_is_the_mean_reward() -> None:
+    """Prompts' means 1, 3 and −1 have mean 1 and std 2: 1 ± 1.959964 · 2 / √3. Answers to one prompt are one trial."""
+    groups = (graded(0.0, 2.0), graded(3.0, None), graded(-1.0, -1.0))
+    report = EvalReport("grpo", 0, None, 3, {}, {"reward": 1.0, "length_mean": 5.0, "cut_share": 0.5}, groups)
+    spread = 1.959964 * 2 / 3**0.5
+    assert reward_interval(report) == pytest.approx((1 - spread, 1 + spread))
+    data = eval_data(report, 2)
+    assert data["accuracy"] is None
+    assert data["interval"] is None
+    assert data["reward"] == 1.0
+    assert data["reward_interval"] == pytest.approx([1 - spread, 1 + spread])
+    assert not [key for key in data if "pass" in key]
+    assert json.loads(json.dumps(data)) == data
+    assert shown(render_eval(report, "run-1 on hh, 3 held-out problems", 2)) == [
+        "run-1 on hh, 3 held-out problems",
+        "length 5.00 tokens · 50 % cut · no rule says what is right",
+        "",
+        "reward 95 % interval answers",
+        "mean 1.00 −1.26 – 3.26 6",
+    ]
+    assert reward_interval(EvalReport("grpo", 0, None, 1, {}, {"reward": 1.0}, groups[:1])) is None
+
+
+def test_a_run_without_a_rule_ends_with_its_reward_before_and_after() -> None:
+    free = [EvalReport("grpo", step, None, 8, {}, {"reward": reward}) for step, reward in ((0, -1.5), (10, 0.1), (20, 0.25))]
+    ((table, _),) = [heldout_tables(free)]
+    assert shown(table) == ["held-out reward before grpo after grpo", "mean −1.50 0.25"]
+    both = heldout_tables([EvalReport("sft", 3, 0.5, 8, {}), *free])
+    assert shown(both[0])[0] == "held-out accuracy after sft"
+    assert shown(both[2]) == shown(table)
+    assert heldout_tables([]) == []
 
 
 @pytest.mark.parametrize("columns", [80, 120])

@@ -89,7 +89,57 @@ def test_a_line_says_only_what_its_stage_measures() -> None:
     assert step_line(stage, now=0.0) == "reward_model 1/2  loss 0.700  pairs right 50 %  120 tokens/s"
     stage = StageProgress("rejection_sample", "rejection_sample", 2)
     stage.take(StepReport("rejection_sample", 1, {"reward": 0.25, "samples_kept": 3.0, "tokens_per_s": 120.0}, {}))
-    assert step_line(stage, now=0.0) == "rejection_sample 1/2  reward 0.250  KL –  kept 3  120 tokens/s"
+    assert step_line(stage, now=0.0) == "rejection_sample 1/2  reward 0.250  kept 3  120 tokens/s"
+    assert "KL" not in (drawn := alone(stage))
+    assert "kept 3 of the last step" in " ".join(drawn.split())
+
+
+def alone(stage: StageProgress) -> str:
+    """The picture of a run of one stage."""
+    return "\n".join(picture(RunProgress("run", Path("runs/run"), 1, "hh", [stage]), 80))
+
+
+def test_a_measurement_without_a_rule_is_told_by_its_reward() -> None:
+    out = io.StringIO()
+    display = LiveDisplay(Console(file=out, highlight=False), line_every_s=1e9)
+    display.on_run_start(RECIPE, Path("runs/x"), 1, None)
+    for step, reward in ((0, -1.25), (20, 0.4)):
+        display.on_eval(EvalReport("grpo", step, None, 128, {}, {"reward": reward}))
+    assert out.getvalue().splitlines()[1:] == [
+        "grpo 0: held-out reward −1.25, mean of 128",
+        "grpo 20: held-out reward 0.40, mean of 128",
+    ]
+    assert display.progress is not None
+    lines = [" ".join(line.split()) for line in picture(display.progress, 80)]
+    assert lines[5] == "held-out 0.40 ▁█ +1.65 length –"
+
+
+def test_a_measurement_shows_how_far_it_is_until_it_is_done() -> None:
+    """In a picture in place of the last one; in a log as a line now and then."""
+    out = io.StringIO()
+    display = LiveDisplay(Console(file=out, highlight=False), line_every_s=0.0)
+    display.on_run_start(RECIPE, Path("runs/x"), 1, None)
+    display.on_measuring("sft", 300, 0.25)
+    assert out.getvalue().splitlines()[-1] == "sft 300: measuring on what is held out, 25 %"
+    assert display.progress is not None
+    assert "held-out measuring, 25 %" in " ".join(" ".join(picture(display.progress, 80)).split())
+    display.on_eval(EvalReport("sft", 300, 0.5, 200, {}))
+    assert "measuring" not in " ".join(picture(display.progress, 80))
+    display.line_every_s = 1e9
+    display.on_measuring("sft", 300, 0.5)
+    assert out.getvalue().splitlines()[-1] == "sft 300: held-out accuracy 50.0 % of 200"
+
+
+def test_what_a_reward_model_gets_right_is_shown_in_its_own_stage_alone() -> None:
+    display = LiveDisplay(Console(file=io.StringIO()))
+    display.on_run_start(RECIPE, Path("runs/x"), 1, None)
+    progress = display.progress
+    assert progress is not None
+    progress.now_in.take(StepReport("sft", 1, {"loss": 0.7, "heldout_pair_accuracy": 0.625}, {}))
+    assert "62.5 %" in " ".join(picture(progress, 80))
+    assert step_line(progress.now_in, 0.0).startswith("sft 1/300  loss 0.700  held-out pairs 62.5 %")
+    progress.begin("grpo", 1, 200, 0)
+    assert "62.5 %" not in " ".join(picture(progress, 80))
 
 
 def test_a_terminal_gets_a_picture_and_its_cursor_back() -> None:

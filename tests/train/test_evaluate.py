@@ -40,6 +40,21 @@ def test_accuracy_by_hand() -> None:
     assert report.metrics == {"reward": 6.5 / 7, "length_mean": 2.0, "cut_share": 0.25, **several}
 
 
+def test_without_a_rule_there_is_no_accuracy_and_no_pass_at_k() -> None:
+    """A score has no mark at which an answer is right, however high it is."""
+    groups = [group("easy", 3.0, 2.0), group(None, -1.0, None)]
+    report = summarise(groups, RewardMix(MIX.rewards, rules=()), "grpo", 7)
+    assert report.accuracy == 1 / 2, "what is named `answer` decides, whatever it is"
+    named = RewardMix([FunctionReward(len, "model")], rules=())
+    report = summarise(groups, named, "grpo", 7)
+    assert report.accuracy is None
+    assert report.by_difficulty == {}
+    assert report.reward == 4 / 3
+    assert report.metrics == {"reward": 4 / 3, "length_mean": 2.0, "cut_share": 0.0}
+    nothing = summarise([group(None, None)], named, "grpo", 7)
+    assert nothing.reward is None
+
+
 class Beside(World):
     """A rank that samples the same prompts as the one beside it, which rewards them."""
 
