@@ -10,7 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "oncurve"
 LAYERS = [
-    {"records", "errors", "processes"},
+    {"records", "errors", "processes", "ranges"},
     {"recipe", "listening"},
     {"algos", "tasks", "plan"},
     {"models", "runs", "scale"},

@@ -28,7 +28,7 @@ from oncurve.errors import ModelError, OncurveError, ScaleError
 from oncurve.models.attention import Layout
 from oncurve.models.packing import Pack, blank_pack
 from oncurve.models.policy import Policy
-from oncurve.models.shards import Exchange, is_shard, is_split, own_numbers, place_at
+from oncurve.models.shards import Exchange, is_shard, is_split, own_numbers, range_at
 from oncurve.models.split import PARTIAL, Together, styles_of
 
 
@@ -197,15 +197,14 @@ def gathered_whole(shard: Any, device: torch.device) -> Tensor:
         whole: Tensor = shard.detach().to(device).full_tensor()
         return whole
     mesh = shard.device_mesh
-    places = [place_at(shard, (data, part)) for data in range(mesh.size(0)) for part in range(mesh.size(1))]
+    ranges = [range_at(shard, (data, part)) for data in range(mesh.size(0)) for part in range(mesh.size(1))]
     whole = torch.empty(shard.shape, dtype=shard.dtype, device=device)
-    sizes = [place.within(whole).numel() for place in places]
+    sizes = [at.within(whole).numel() for at in ranges]
     own = functional.pad(own_numbers(shard).to(device), (0, max(sizes) - own_numbers(shard).numel()))
-    parts = [torch.empty_like(own) for _ in places]
+    parts = [torch.empty_like(own) for _ in ranges]
     dist.all_gather(parts, own)
-    for place, part, size in zip(places, parts, sizes, strict=True):
-        room = place.within(whole)
-        room.copy_(part[:size].view(room.shape))
+    for at, part, size in zip(ranges, parts, sizes, strict=True):
+        at.fill(whole, part[:size])
     return whole
 
 

@@ -8,33 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from oncurve.ranges import Range
+
 Exchange = Callable[[str], AbstractContextManager[None]]
 """Around what ranks do together: it has a name and a time limit."""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Which of a tensor's numbers: from ``start`` to ``stop`` in the order of its rows; of each row only some ``columns``,
-    where they are named."""
-
-    start: int
-    stop: int
-    columns: tuple[int, int] | None = None
-
-    def of(self, whole: Tensor) -> Tensor:
-        """Those numbers of a whole tensor, flat."""
-        return self.within(whole.contiguous()).reshape(-1)
-
-    def within(self, whole: Tensor) -> Tensor:
-        """Those numbers, in the memory of the whole tensor."""
-        numbers = whole.view(-1)[self.start : self.stop]
-        return numbers if self.columns is None else numbers.view(-1, whole.numel() // len(whole))[:, slice(*self.columns)]
 
 
 def is_shard(tensor: Tensor) -> bool:
@@ -48,15 +30,15 @@ def own_numbers(tensor: Tensor) -> Tensor:
     return (local.to_local() if is_shard(tensor) else local).view(-1)  # type: ignore[no-any-return]
 
 
-def own_place(tensor: Tensor) -> Place:
+def own_range(tensor: Tensor) -> Range:
     """Where in the whole tensor this rank's numbers lie."""
     if not is_shard(tensor):
-        return Place(0, tensor.numel())
+        return Range(0, tensor.numel())
     shard: Any = tensor
-    return place_at(tensor, shard.device_mesh.get_coordinate())
+    return range_at(tensor, shard.device_mesh.get_coordinate())
 
 
-def place_at(tensor: Tensor, coordinate: Sequence[int]) -> Place:
+def range_at(tensor: Tensor, coordinate: Sequence[int]) -> Range:
     """Where the numbers lie of the rank that is there in the shard's mesh: (data) or (data, tensor)."""
     shard: Any = tensor
     mesh, rows = shard.device_mesh, tensor.shape[0]
@@ -71,7 +53,7 @@ def place_at(tensor: Tensor, coordinate: Sequence[int]) -> Place:
             columns = (part * (wide // parts), (part + 1) * (wide // parts))
     each = -(-rows // mesh.size(0))
     at = coordinate[0] * each
-    return Place((first + min(at, rows)) * wide, (first + min(at + each, rows)) * wide, columns)
+    return Range((first + min(at, rows)) * wide, (first + min(at + each, rows)) * wide, columns)
 
 
 def is_split(tensor: Tensor) -> bool:
@@ -86,4 +68,4 @@ def put(tensor: Tensor, whole: Tensor) -> None:
     if not is_shard(tensor):
         tensor.copy_(whole)
         return
-    own_numbers(tensor).copy_(own_place(tensor).of(whole))
+    own_numbers(tensor).copy_(own_range(tensor).of(whole))

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from oncurve.errors import CheckpointError
+from oncurve.ranges import Range
 from oncurve.runs.disk import disk_errors, sync
 
 INDEX = "pieces"
@@ -30,29 +31,11 @@ first column and one past the last behind them where a part has only some of its
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Numbers ``start`` … of a tensor of this shape, flat; of each row only some ``columns``, where they are named."""
+    """Numbers of a tensor of this shape, flat, and which they are."""
 
     flat: Tensor
-    start: int
+    at: Range
     shape: tuple[int, ...]
-    columns: tuple[int, int] | None = None
-
-    @property
-    def place(self) -> list[int]:
-        """As the index has it."""
-        if self.columns is None:
-            return [self.start, self.start + self.flat.numel()]
-        rows = self.flat.numel() // (self.columns[1] - self.columns[0])
-        return [self.start, self.start + rows * math.prod(self.shape[1:]), *self.columns]
-
-
-def fill(whole: Tensor, place: Sequence[int], part: Tensor) -> None:
-    """Puts a part where it belongs in the whole tensor."""
-    start, stop, *columns = place
-    numbers = whole.view(-1)[start:stop]
-    if columns:
-        numbers = numbers.view(-1, whole.numel() // len(whole))[:, slice(*columns)]
-    numbers.copy_(part.view(numbers.shape))
 
 
 def write_pieces(folder: Path, rank: int, groups: Mapping[str, Mapping[str, Piece]]) -> Index:
@@ -62,7 +45,7 @@ def write_pieces(folder: Path, rank: int, groups: Mapping[str, Mapping[str, Piec
     tensors = {}
     for group, pieces in groups.items():
         for name, piece in pieces.items():
-            index.setdefault(group, {})[name] = {"shape": list(piece.shape), "parts": [[file.name, *piece.place]]}
+            index.setdefault(group, {})[name] = {"shape": list(piece.shape), "parts": [[file.name, *_written(piece.at)]]}
             tensors[f"{group}/{name}"] = piece.flat.detach().cpu().clone(memory_format=torch.contiguous_format)
     with disk_errors(file):
         folder.mkdir(parents=True, exist_ok=True)
@@ -70,6 +53,16 @@ def write_pieces(folder: Path, rank: int, groups: Mapping[str, Mapping[str, Piec
         file.chmod(folder.stat().st_mode & 0o666)
         sync(file)
     return index
+
+
+def _written(at: Range) -> list[int]:
+    """As the index has it."""
+    return [at.start, at.stop, *(at.columns or ())]
+
+
+def _read(place: Sequence[int]) -> Range:
+    start, stop, *columns = place
+    return Range(start, stop, (columns[0], columns[1]) if columns else None)
 
 
 def joined_index(parts: Sequence[Index]) -> Index:
@@ -91,15 +84,16 @@ class InPieces(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         entry = self.index[name]
-        parts = [(self._part(name, file), place) for file, *place in entry["parts"] if place[1] > place[0]]
+        ranges = [(file, _read(place)) for file, *place in entry["parts"]]
+        parts = [(self._part(name, file), at) for file, at in ranges if at.stop > at.start]
         if sum(part.numel() for part, _ in parts) != math.prod(entry["shape"]):
             raise CheckpointError(
                 str(self.folder), f"'{name}' is not all there", because="its pieces do not make a whole",
                 fix="use an earlier checkpoint: --resume goes back to the last whole one",
             )  # fmt: skip
         whole = torch.empty(entry["shape"], dtype=parts[0][0].dtype if parts else torch.float32)
-        for part, place in parts:
-            fill(whole, place, part)
+        for part, at in parts:
+            at.fill(whole, part)
         return whole
 
     def _part(self, name: str, file: str) -> Tensor:

@@ -20,7 +20,8 @@ from oncurve.errors import RecipeError
 from oncurve.models import lora
 from oncurve.models.load import choose_device
 from oncurve.models.policy import Policy
-from oncurve.models.shards import Place, is_shard, is_split, own_numbers, own_place
+from oncurve.models.shards import is_shard, is_split, own_numbers, own_range
+from oncurve.ranges import Range
 from oncurve.recipe.schema import Recipe
 from oncurve.recipe.sections import Model
 from oncurve.recipe.sections import Optimiser as Settings
@@ -75,16 +76,16 @@ class ShardedOptimiser(Optimiser):
         if world.shard == "full":
             self.sums = None  # FSDP2 adds gradients up in float32 itself
 
-    def _place(self, weight: Tensor) -> Place:
+    def _range(self, weight: Tensor) -> Range:
         """Which of a weight's numbers are this rank's."""
         if self.world.shard == "full":
-            return own_place(weight)
+            return own_range(weight)
         own = self.world.piece(weight.numel())
-        return Place(own.start, own.stop)
+        return Range(own.start, own.stop)
 
     def _own(self, weight: Tensor) -> Tensor:
         """This rank's numbers of a weight, in the weight's own memory."""
-        return own_numbers(weight) if self.world.shard == "full" else self._place(weight).of(weight.detach().view(-1))
+        return own_numbers(weight) if self.world.shard == "full" else self._range(weight).of(weight.detach().view(-1))
 
     def _master(self, weight: nn.Parameter) -> nn.Parameter:
         own = self._own(weight)
@@ -134,9 +135,9 @@ class ShardedOptimiser(Optimiser):
         for name, weight, master in zip(self.names, self.weights, self.masters, strict=True):
             if is_spare(weight, self.world):
                 continue
-            at = self._place(weight)
+            at = self._range(weight)
             if self.rounds(weight):
-                out[f"{name}/master"] = Piece(master.detach(), at.start, tuple(weight.shape), at.columns)
+                out[f"{name}/master"] = Piece(master.detach(), at, tuple(weight.shape))
             for key, value in self.adam.state[master].items() if master.numel() else ():
                 out[f"{name}/{key}"] = _piece_of(value, weight, at)
         return out
@@ -152,7 +153,7 @@ class ShardedOptimiser(Optimiser):
         self.guard.load_state(state)
         keys = set(state)
         for name, weight, master in zip(self.names, self.weights, self.masters, strict=True):
-            at = self._place(weight)
+            at = self._range(weight)
             if f"{name}/master" in keys:
                 master.copy_(at.of(state[f"{name}/master"]))
             else:
@@ -169,17 +170,18 @@ def is_spare(weight: Tensor, world: World) -> bool:
     return world.rank % world.tensor > 0 and not is_split(weight)
 
 
-def _piece_of(value: Tensor, weight: Tensor, at: Place) -> Piece | Tensor:
+def _piece_of(value: Tensor, weight: Tensor, at: Range) -> Piece | Tensor:
     """A moment as a piece of what one rank would hold; of moments in 8 bits, blocks and their scales."""
     if value.dim() == 0:
         return value
     if value.dim() == 1:
-        return Piece(value, at.start, tuple(weight.shape), at.columns)
+        return Piece(value, at, tuple(weight.shape))
     blocks, each = -(-weight.numel() // BLOCK), value.shape[1]
-    return Piece(value.view(-1), at.start // BLOCK * each, (blocks, each))
+    start = at.start // BLOCK * each
+    return Piece(value.view(-1), Range(start, start + value.numel()), (blocks, each))
 
 
-def _own_part(whole: Tensor, weight: Tensor, at: Place, device: torch.device) -> Tensor:
+def _own_part(whole: Tensor, weight: Tensor, at: Range, device: torch.device) -> Tensor:
     if whole.dim() == 0:
         return whole.clone()
     if whole.shape == weight.shape:
@@ -207,8 +209,7 @@ def held(world: World, folder: Path, state: Mapping[str, Mapping[str, Tensor | P
             elif not is_shard(tensor):
                 whole[group][name] = tensor
             elif not is_spare(tensor, world):
-                at = own_place(tensor)
-                own.setdefault(group, {})[name] = Piece(own_numbers(tensor), at.start, tuple(tensor.shape), at.columns)
+                own.setdefault(group, {})[name] = Piece(own_numbers(tensor), own_range(tensor), tuple(tensor.shape))
     if world.shard == "none":
         return Held(whole)
     index = world.put_together({world.rank: write_pieces(folder, world.rank, own)})

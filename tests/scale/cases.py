@@ -18,7 +18,6 @@ from oncurve.recipe.sections import Engine
 from oncurve.records import Completion, Group, StepReport
 from oncurve.rewards.base import Result, Score
 from oncurve.rewards.mix import RewardMix
-from oncurve.runs.pieces import Piece, fill
 from oncurve.scale.world import World
 from oncurve.train.loop import GrpoLoop
 from oncurve.train.optimiser import Optimiser
@@ -137,12 +136,11 @@ def whole_gradient(world: World, optimiser: Optimiser) -> Tensor:
     own = [torch.zeros_like(m) if m.grad is None else m.grad for m in optimiser.masters]
     if not isinstance(optimiser, ShardedOptimiser):
         return torch.cat([g.flatten() for g in own])
-    places = [optimiser._place(w) for w in optimiser.weights]
-    mine = [Piece(g, at.start, tuple(w.shape), at.columns) for g, at, w in zip(own, places, optimiser.weights, strict=True)]
+    mine = [(optimiser._range(w), g.numpy()) for w, g in zip(optimiser.weights, own, strict=True)]
     wholes = [torch.full(w.shape, torch.nan) for w in optimiser.weights]
-    for parts in world.put_together({world.rank: [(piece.place, piece.flat.numpy()) for piece in mine]}).values():
-        for whole, (place, part) in zip(wholes, parts, strict=True):
-            fill(whole, place, torch.from_numpy(part))
+    for parts in world.put_together({world.rank: mine}).values():
+        for whole, (at, part) in zip(wholes, parts, strict=True):
+            at.fill(whole, torch.from_numpy(part))
     return torch.cat([whole.flatten() for whole in wholes])
 
 
