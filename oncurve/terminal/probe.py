@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from oncurve.terminal.figures import duration, number, percent
+from oncurve.terminal.figures import duration, number, percent, score
 from oncurve.train.probe import AtTemperature, ProbeReport
 
 
@@ -24,9 +24,11 @@ def _findings(report: ProbeReport) -> Table:
     table.add_column(overflow="fold")
     shares = "   ".join(f"{k}: {percent(v)}" for k, v in report.pass_at.items())
     signal = "   ".join(f"{g}: {percent(v)}" for g, v in report.signal_at.items())
-    table.add_row("pass@k", shares)
+    if shares:
+        table.add_row("pass@k", shares)
     table.add_row("groups with no signal", percent(report.no_signal))
-    table.add_row("prompts", f"{percent(report.all_right)} always right, {percent(report.all_wrong)} never")
+    if report.all_right is not None:
+        table.add_row("prompts", f"{percent(report.all_right)} always right, {percent(report.all_wrong)} never")
     table.add_row("signal by group size", signal)
     table.add_row("signal by temperature", "   ".join(_at(t) for t in report.temperatures))
     table.add_row("completions", _completions(report))
@@ -41,7 +43,8 @@ def _findings(report: ProbeReport) -> Table:
 
 
 def _at(found: AtTemperature) -> str:
-    return f"{found.temperature:g}: {percent(found.signal)} ({percent(found.pass_1)} right)"
+    right = f"reward {score(found.reward)}" if found.pass_1 is None else f"{percent(found.pass_1)} right"
+    return f"{found.temperature:g}: {percent(found.signal)} ({right})"
 
 
 def _completions(report: ProbeReport) -> str:

@@ -2,7 +2,8 @@
 
 Some groups are sampled and scored, and one step is timed and taken back. From the rewards of n completions of each prompt:
 
-- pass@k, unbiased: 1 − C(n−c, k)/C(n, k) with c of n right (Chen et al. 2021), averaged over prompts.
+- pass@k, unbiased: 1 − C(n−c, k)/C(n, k) with c of n right (Chen et al. 2021), averaged over prompts. Where no rule says
+  what is right, no share of right answers is known, and the mean reward stands for it.
 - Share of groups with signal at group size G ≤ n, unbiased likewise: 1 − Σ_v C(m_v, G)/C(n, G), where m_v completions got
   reward v. For G > n the plug-in 1 − Σ_v (m_v/n)^G, or the value at n where that is larger: a reward that was never seen counts
   as impossible, so this errs on the low side.
@@ -60,12 +61,19 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class AtTemperature:
-    """What sampling at one temperature gives: share right, share of groups with signal at the recipe's group size."""
+    """What sampling at one temperature gives: share right (None without a rule), share of groups with signal at the recipe's
+    group size."""
 
     temperature: float
-    pass_1: float
+    pass_1: float | None
     signal: float
     cut_share: float
+    reward: float = 0.0
+
+    def is_as_good_as(self, other: AtTemperature) -> bool:
+        if self.pass_1 is None or other.pass_1 is None:
+            return self.reward >= other.reward
+        return self.pass_1 >= KEPT_ACCURACY * other.pass_1
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +86,8 @@ class ProbeReport:
     samples: int
     temperature: float
     pass_at: Mapping[int, float]
-    all_right: float
-    all_wrong: float
+    all_right: float | None
+    all_wrong: float | None
     no_signal: float
     signal_at: Mapping[int, float]
     cut_share: float
@@ -161,9 +169,10 @@ def _at(
 ) -> AtTemperature:
     how = stage.sampling.model_copy(update={"temperature": temperature})
     scored = _sampled(engine, rewards, prompts, samples, how, seed)
-    solved = [rewards.solved(s) for g in scored for s in g.scored]
-    cut = [s.completion.cut for g in scored for s in g.scored]
-    return AtTemperature(temperature, _mean(solved), _signal(scored, stage.group_size), _mean(cut))
+    right = None if rewards.decider is None else _mean([rewards.solved(s) for g in scored for s in g.scored])
+    cut = _mean([s.completion.cut for g in scored for s in g.scored])
+    reward = _mean([t for g in scored for t in g.totals if t is not None])
+    return AtTemperature(temperature, right, _signal(scored, stage.group_size), cut, reward)
 
 
 def _timed_step(recipe: Recipe, stage: Grpo, task: Task, engine: NativeEngine, rewards: RewardMix) -> tuple[float, float]:
@@ -190,6 +199,7 @@ def _report(
     sample_s: float,
     update_s: float,
 ) -> ProbeReport:
+    ruled = rewards.decider is not None
     right = [sum(rewards.solved(s) for s in g.scored) for g in scored]
     totals = [[t for t in g.totals if t is not None] for g in scored]
     completions = [s for g in scored for s in g.scored]
@@ -205,9 +215,9 @@ def _report(
         prompts=len(scored),
         samples=samples,
         temperature=stage.sampling.temperature,
-        pass_at={k: _mean([pass_at(k, c, samples) for c in right]) for k in powers(samples)},
-        all_right=_mean([c == samples for c in right]),
-        all_wrong=_mean([c == 0 for c in right]),
+        pass_at={k: _mean([pass_at(k, c, samples) for c in right]) for k in powers(samples)} if ruled else {},
+        all_right=_mean([c == samples for c in right]) if ruled else None,
+        all_wrong=_mean([c == 0 for c in right]) if ruled else None,
         no_signal=1 - here,
         signal_at=signal,
         cut_share=cut,
@@ -223,21 +233,24 @@ def _report(
         steps=stage.steps,
         temperatures=tried,
         choices=(
-            choose_group_size(stage.group_size, signal, _mean([c / samples for c in right])),
+            choose_group_size(stage.group_size, signal, _mean([c / samples for c in right]) if ruled else None),
             choose_length(stage.sampling.max_new_tokens, length_99, cut),
             choose_temperature(stage.sampling.temperature, tried, stage.group_size),
         ),
     )
 
 
-def choose_group_size(current: int, signal: Mapping[int, float], solved: float) -> Choice:
+def choose_group_size(current: int, signal: Mapping[int, float], solved: float | None) -> Choice:
     """The smallest usual size whose double would bring little more signal; none where no size has any."""
     key, largest = "group_size", max(GROUP_SIZES)
     if signal[largest] < LITTLE_SIGNAL:
-        cure = "choose harder prompts" if solved > 0.5 else "warm-start it with an sft stage, or choose easier prompts"
-        return Choice(
-            key, current, None, f"even of {largest} completions nearly all score the same ({_percent(solved)} right): {cure}"
-        )
+        cure = "warm-start it with an sft stage, or choose easier prompts"
+        if solved is None:
+            cure = "choose other prompts, or a reward with finer steps"
+        elif solved > 0.5:
+            cure = "choose harder prompts"
+        share = "" if solved is None else f" ({_percent(solved)} right)"
+        return Choice(key, current, None, f"even of {largest} completions nearly all score the same{share}: {cure}")
     usual = [size for size in GROUP_SIZES if size >= 8]
     chosen = next((size for size in usual[:-1] if signal[2 * size] - signal[size] < WORTH), largest)
     if chosen == largest:
@@ -267,11 +280,12 @@ def choose_length(current: int, length_99: float | None, cut_share: float) -> Ch
 def choose_temperature(current: float, tried: Sequence[AtTemperature], group_size: int) -> Choice:
     """The one with the most groups that teach; 1, which samples the policy itself, unless another is clearly better.
 
-    More heat always makes rewards differ, in the end by spoiling answers: one that costs much of the accuracy is no choice.
+    More heat always makes rewards differ, in the end by spoiling answers: one that costs much of the accuracy is no choice,
+    nor, where there is none, one that costs reward.
     """
     key = "sampling.temperature"
     plain = next(one for one in tried if one.temperature == 1.0)
-    sound = [one for one in tried if one.pass_1 >= KEPT_ACCURACY * plain.pass_1]
+    sound = [one for one in tried if one.is_as_good_as(plain)]
     best = max(sound, key=lambda one: one.signal)
     if best.signal < LITTLE_SIGNAL:
         return Choice(key, current, None, "at no temperature did groups differ")

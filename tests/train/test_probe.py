@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 from pathlib import Path
 
@@ -9,11 +10,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from oncurve.errors import RecipeError
 from oncurve.models.load import load_policy
 from oncurve.recipe.load import parse_recipe
 from oncurve.recipe.schema import Recipe
+from oncurve.terminal.probe import render_probe
 from oncurve.train.probe import (
     AtTemperature,
     choose_group_size,
@@ -75,6 +78,32 @@ def test_temperature_stays_1_unless_another_is_clearly_better_and_as_right() -> 
     assert choose_temperature(1.0, [cold, plain, AtTemperature(1.3, 0.5, 0.62, 0.0)], 8).chosen == 1.0
     assert choose_temperature(1.0, [cold, plain, AtTemperature(1.3, 0.48, 0.8, 0.0)], 8).chosen == 1.3
     assert choose_temperature(1.0, [cold, plain, AtTemperature(1.3, 0.1, 0.9, 0.0)], 8).chosen == 1.0
+
+
+def test_without_a_rule_a_temperature_must_not_cost_reward() -> None:
+    cold, plain = AtTemperature(0.7, None, 0.4, 0.0, -1.0), AtTemperature(1.0, None, 0.6, 0.0, -1.5)
+    assert choose_temperature(1.0, [cold, plain, AtTemperature(1.3, None, 0.8, 0.0, -1.4)], 8).chosen == 1.3
+    assert choose_temperature(1.0, [cold, plain, AtTemperature(1.3, None, 0.8, 0.0, -1.6)], 8).chosen == 1.0
+    hopeless = choose_group_size(8, dict.fromkeys((4, 8, 16, 32, 64), 0.0), None)
+    assert "right" not in hopeless.reason
+    assert "other prompts" in hopeless.reason
+
+
+def test_a_probe_of_a_reward_without_a_rule_speaks_of_nothing_right(tmp_path: Path) -> None:
+    """Repetition has no mark at which an answer is right, and prompts without answers have no rule to be watched."""
+    (tmp_path / "asked.jsonl").write_text("".join(f'{{"prompt": "{n}+1="}}\n' for n in range(8)))
+    grpo = {"type": "grpo", "prompts_per_step": 2, "group_size": 4, "sampling": {"max_new_tokens": 12}}
+    tiny = {"layers": 1, "width": 32, "heads": 2, "kv_heads": 1, "head_size": 16, "mlp_width": 64, "context": 64}
+    data = {"threads": 1, "model": {"tiny": tiny}, "task": {"type": "file", "path": str(tmp_path / "asked.jsonl")}}
+    report = probe(parse_recipe({**data, "rewards": [{"type": "repetition"}], "stages": [grpo]}), 4, samples=8)
+    assert report.pass_at == {}
+    assert report.all_right is None
+    assert all(one.pass_1 is None for one in report.temperatures)
+    out = io.StringIO()
+    Console(file=out, width=80).print(render_probe(report))
+    assert "pass@k" not in out.getvalue()
+    assert "right" not in out.getvalue()
+    assert "reward" in out.getvalue()
 
 
 def test_a_probe_measures_and_leaves_the_weights_alone(tmp_path: Path) -> None:
