@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.text import Text
 
 from oncurve import (
@@ -29,6 +28,7 @@ from oncurve import (
     cli_studio,
     cli_verify,
 )
+from oncurve.cli_options import RUNS, Json, Out, RecipeName, RunName, RunOrModel, Runs, Sets, say, say_json
 from oncurve.errors import OncurveError, RecipeError
 from oncurve.recipe.load import dump_recipe, load_recipe
 from oncurve.runs.disk import NO_PERMISSION, NO_ROOM, disk_error
@@ -51,27 +51,6 @@ recipes = typer.Typer(help="Explain, show and convert recipes.", no_args_is_help
 app.add_typer(recipes, name="recipe")
 app.add_typer(cli_rewards.rewards, name="rewards")
 app.add_typer(cli_models.models, name="models")
-
-Sets = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the recipe; may be repeated.")
-]
-Runs = Annotated[Path, typer.Option("--runs", metavar="DIR", help="Where runs lie.")]
-Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="The run's folder, in place of a numbered one.")]
-Json = Annotated[bool, typer.Option("--json", help="For programs: JSON on standard output and nothing else.")]
-RunName = Annotated[str, typer.Argument(metavar="RUN", help="A run's name or folder.")]
-RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a built-in recipe.")]
-RunOrModel = Annotated[
-    str, typer.Argument(metavar="RUN|MODEL", help="A run, or a model as `oncurve models` names it, or a hub id.")
-]
-RUNS = Path("runs")
-
-
-def say(what: RenderableType) -> None:
-    Console(highlight=False).print(what)
-
-
-def say_json(data: Any) -> None:
-    print(json.dumps(data, ensure_ascii=False, indent=2))
 
 
 @app.command(epilog="Example: oncurve train recipes/arithmetic.toml --set grpo.group_size=16")

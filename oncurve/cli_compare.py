@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from oncurve.cli_options import Json, RecipeName, say
 from oncurve.errors import RecipeError
 from oncurve.recipe.load import load_recipe
 
@@ -17,7 +18,7 @@ COMPARISONS = Path("comparisons")
 
 
 def compare(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a built-in recipe.")],
+    recipe: RecipeName,
     algorithms: Annotated[
         str, typer.Option("--algorithms", metavar="A,B,…", help="grpo and any other objective, ppo, trpo.")
     ] = "grpo,ppo,rloo,reinforce,trpo",
@@ -31,7 +32,7 @@ def compare(
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="The comparison's folder.")] = None,
     plots: Annotated[bool, typer.Option("--plots/--no-plots", help="Draw curves and bars, as SVG and PNG.")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs: JSON on standard output and nothing else.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Compare algorithms on one recipe: same start, same prompts, same budget. Stopped, it goes on when asked again."""
     from oncurve.recipe.algorithms import ALGORITHMS
@@ -55,9 +56,8 @@ def compare(
     if as_json:
         print(data)
         return
-    console = Console(highlight=False)
-    console.print(render_comparison(outcomes))
-    console.print(Text(f"\nruns, results.json, table.md{' and plots' if plots else ''} are in {folder}", "dim"))
+    say(render_comparison(outcomes))
+    say(Text(f"\nruns, results.json, table.md{' and plots' if plots else ''} are in {folder}", "dim"))
 
 
 def _parted(recipe: str, sets: list[str], algorithms: set[str]) -> tuple[list[str], list[str]]:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Annotated
-
 import typer
 from rich.console import Console
 
-RUNS = Path("runs")
+from oncurve.cli_options import RUNS, Json, Runs, say, say_json
 
 
 def doctor(
-    runs: Annotated[Path, typer.Option("--runs", metavar="DIR", help="Where runs would lie.")] = RUNS,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs: JSON on standard output and nothing else.")] = False,
+    runs: Runs = RUNS,
+    as_json: Json = False,
 ) -> None:
     """Look at this machine: versions, GPU, a training step, the sandbox, the disk. Ends with 2 where something is wrong."""
     with Console(stderr=True).status("looking"):
@@ -25,8 +21,8 @@ def doctor(
         hush()
         checks = list(diagnosis.diagnose(runs))
     if as_json:
-        print(json.dumps(checks_data(checks), ensure_ascii=False, indent=2))
+        say_json(checks_data(checks))
     else:
-        Console(highlight=False).print(render_checks("this machine", checks, "Oncurve can train here"))
+        say(render_checks("this machine", checks, "Oncurve can train here"))
     if any(check.mark == "wrong" for check in checks):
         raise typer.Exit(2)

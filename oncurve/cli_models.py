@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -12,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from oncurve.cli_options import RUNS, Json, Runs, say, say_json
 from oncurve.models.places import Place, all_places
 from oncurve.terminal.figures import DASH, size
 
@@ -30,24 +30,21 @@ KINDS = {
 @models.callback(epilog="Example: oncurve models")
 def list_models(
     context: typer.Context,
-    runs: Annotated[Path, typer.Option("--runs", metavar="DIR", help="Where runs lie.")] = Path("runs"),
-    as_json: Annotated[bool, typer.Option("--json", help="For programs: JSON on standard output and nothing else.")] = False,
+    runs: Runs = RUNS,
+    as_json: Json = False,
 ) -> None:
     """List the models on this machine: below this folder, of runs, converted, and in the hub's cache."""
     if context.invoked_subcommand is not None:
         return
     found = all_places(Path(), runs)
     if as_json:
-        print(json.dumps([dataclasses.asdict(place) for place in found], indent=2))
+        say_json([dataclasses.asdict(place) for place in found])
         return
-    console = Console(highlight=False)
     if found:
-        console.print(table(found))
-        console.print(Text("\nA recipe names one in model.source: oncurve train RECIPE --set model.source=NAME", "dim"))
+        say(table(found))
+        say(Text("\nA recipe names one in model.source: oncurve train RECIPE --set model.source=NAME", "dim"))
     else:
-        console.print(
-            Text("No model is here yet. `tiny` is built in; a hub id (OWNER/NAME) is fetched when it is asked for.", "dim")
-        )
+        say(Text("No model is here yet. `tiny` is built in; a hub id (OWNER/NAME) is fetched when it is asked for.", "dim"))
 
 
 @models.command("convert", epilog="Example: oncurve models convert model-q4_k_m.gguf models/mine")
@@ -65,8 +62,7 @@ def convert(
 
         hush()
         gguf.convert(file, folder, dtype)
-    console = Console(highlight=False)
-    console.print(Text(f'{folder}: loads with AutoModelForCausalLM.from_pretrained, and as model.source = "{folder}"'))
+    say(Text(f'{folder}: loads with AutoModelForCausalLM.from_pretrained, and as model.source = "{folder}"'))
 
 
 NAME_WIDTH = 40

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
+from oncurve.cli_options import RUNS, RunName, Runs, say
 from oncurve.errors import RunError
 from oncurve.runs.disk import disk_errors
 from oncurve.runs.folder import RunFolder
@@ -19,11 +19,11 @@ from oncurve.studio.feedback import pairs_lines
 
 
 def pairs(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name or folder.")],
+    run: RunName,
     out: Annotated[Path, typer.Option("-o", "--out", metavar="FILE", help="Write here; a file that exists is refused.")],
     stage: Annotated[str | None, typer.Option("--stage", help="Only this stage's groups; unset: all.")] = None,
     people: Annotated[bool, typer.Option("--people", help="What people said in the studio, in place of rewards.")] = False,
-    runs: Annotated[Path, typer.Option("--runs", metavar="DIR", help="Where runs lie.")] = Path("runs"),
+    runs: Runs = RUNS,
 ) -> None:
     """Write preference pairs of a run's groups: the best completion against the worst, as JSON lines."""
     folder = RunFolder.open(run, runs)
@@ -42,5 +42,4 @@ def pairs(
     with disk_errors(out):
         out.write_text(text, encoding="utf-8")
     count = text.count("\n")
-    console = Console(highlight=False)
-    console.print(Text(f'{out}: {count} pairs; for a stage with type = "reward_model" or "dpo": prompt, chosen, rejected'))
+    say(Text(f'{out}: {count} pairs; for a stage with type = "reward_model" or "dpo": prompt, chosen, rejected'))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -13,6 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from oncurve.cli_options import RUNS, Json, Runs, Sets, say, say_json
 from oncurve.errors import ModelError, RecipeError, RunError
 from oncurve.plan.asked import PROMPT_TOKENS, Wishes, algorithm_of, job_for, job_of_stage, plannable, usual_rank, wished
 from oncurve.plan.cluster import Lengths, Size, compare_sizes, timing_of, turning_point
@@ -54,7 +54,7 @@ def plan(
     gpus: Annotated[int | None, typer.Option("--gpus", min=1, help="How many of them.")] = None,
     algorithm: Annotated[str | None, typer.Option("--algorithm", help=", ".join(ALGORITHMS) + ".")] = None,
     stage: Annotated[str | None, typer.Option("--stage", help="The recipe's stage; unset: its last.")] = None,
-    sets: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the recipe.")] = None,
+    sets: Sets = None,
     lora: Annotated[bool, typer.Option("--lora", help="Train an adapter, not all weights.")] = False,
     lora_rank: Annotated[int | None, typer.Option("--lora-rank", min=1, help="Its rank.")] = None,
     group_size: Annotated[int | None, typer.Option("--group-size", min=1, help="Completions of a prompt.")] = None,
@@ -89,8 +89,8 @@ def plan(
     measured: Annotated[
         str | None, typer.Option("--measured", metavar="RUN", help="With several GPUs: lengths and times as this run had them.")
     ] = None,
-    runs: Annotated[Path, typer.Option("--runs", metavar="DIR", help="Where runs lie.")] = Path("runs"),
-    as_json: Annotated[bool, typer.Option("--json", help="For programs: JSON on standard output and nothing else.")] = False,
+    runs: Runs = RUNS,
+    as_json: Json = False,
 ) -> None:
     """Memory and time of a run, before anything is started: does it fit, what would make it fit, how long is a step."""
     wishes = Wishes(
@@ -106,14 +106,14 @@ def plan(
     sizes = many(job, staleness, seen_in(measured, runs, job.gpu)) if job.gpus > 1 and job.does.samples else None
     if as_json:
         data = report_data(job, plans) | ({} if sizes is None else {"cluster": cluster_data(sizes, staleness)})
-        print(json.dumps(data, ensure_ascii=False, indent=2))
+        say_json(data)
         return
     from oncurve.terminal.plan import render_cluster, render_plan
 
-    own, console = next(p for p in plans if p.job == job), Console(highlight=False)
-    console.print(render_plan(job, own, plans, assumed))
+    own = next(p for p in plans if p.job == job)
+    say(render_plan(job, own, plans, assumed))
     if sizes is not None:
-        console.print(render_cluster(sizes, staleness, measured))
+        say(render_cluster(sizes, staleness, measured))
 
 
 def _question(

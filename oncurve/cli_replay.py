@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
+from oncurve.cli_options import RUNS, Json, RunName, Runs, say, say_json
 from oncurve.runs.folder import RunFolder
-
-RUNS = Path("runs")
 
 
 def replay(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name or folder.")],
+    run: RunName,
     step: Annotated[int, typer.Option("--step", min=1, help="The step.")],
     group: Annotated[int, typer.Option("--group", min=0, help="The group, counted from 0.")],
     stage: Annotated[str | None, typer.Option("--stage", help="Its stage; unset: the last that has such groups.")] = None,
-    runs: Annotated[Path, typer.Option("--runs", metavar="DIR", help="Where runs lie.")] = RUNS,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs: JSON on standard output and nothing else.")] = False,
+    runs: Runs = RUNS,
+    as_json: Json = False,
 ) -> None:
     """Sample a group again from the checkpoint before it, and show that it is identical. Ends with 2 where it is not."""
     folder = RunFolder.open(run, runs)
@@ -33,10 +30,8 @@ def replay(
         hush()
         found = replaying.replay(folder, stage, step, group)
     if as_json:
-        print(json.dumps({"run": folder.name, "group": group, **replayed_data(found)}, ensure_ascii=False, indent=2))
+        say_json({"run": folder.name, "group": group, **replayed_data(found)})
     else:
-        Console(highlight=False).print(
-            render_replayed(found, Text(f"{folder.name}  {found.stage} step {step}  group {group}", "bold"))
-        )
+        say(render_replayed(found, Text(f"{folder.name}  {found.stage} step {step}  group {group}", "bold")))
     if found.differences:
         raise typer.Exit(2)

@@ -8,10 +8,11 @@ from typing import Annotated
 
 import numpy as np
 import typer
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from oncurve.cli_options import RUNS, RecipeName, RunName, Runs, Sets, say
 from oncurve.errors import DataError, RunError
 from oncurve.recipe import sampled
 from oncurve.recipe.load import load_recipe
@@ -31,17 +32,12 @@ from oncurve.terminal.figures import DASH, clean, percent, score, shortened
 
 rewards = typer.Typer(help="Try, replay and audit rewards.", no_args_is_help=True)
 
-Sets = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the recipe; may be repeated.")
-]
-Runs = Annotated[Path, typer.Option("--runs", metavar="DIR", help="Where runs lie.")]
 Stage = Annotated[str | None, typer.Option("--stage", help="The stage; unset: the last one of type grpo.")]
-RUNS = Path("runs")
 
 
 @rewards.command("try", epilog="Example: oncurve rewards try arithmetic --completion '<think>…</think><answer>46</answer>'")
 def try_rewards(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a built-in recipe.")],
+    recipe: RecipeName,
     completion: Annotated[str, typer.Option("--completion", metavar="TEXT|FILE", help="What the model might say.")],
     prompt: Annotated[int, typer.Option("--prompt", min=0, help="Number of the held-out prompt that it answers.")] = 0,
     sets: Sets = None,
@@ -53,10 +49,10 @@ def try_rewards(
     mix.attach(lambda: from_letters)
     text = Path(completion).read_text("utf-8") if _is_file(completion) else completion
     (graded,) = mix.score([Sampled(asked, np.zeros(1, np.int64), (by_letters(text),))])
-    _say(Text.assemble(("prompt  ", "dim"), clean(asked.shown)))
+    say(Text.assemble(("prompt  ", "dim"), clean(asked.shown)))
     for remark in mix.remarks:
-        _say(Text(remark, "dim"))
-    _say(_aspects(graded))
+        say(Text(remark, "dim"))
+    say(_aspects(graded))
 
 
 def _is_file(word: str) -> bool:
@@ -103,7 +99,7 @@ def _aspects(graded: ScoredGroup) -> RenderableType:
 
 @rewards.command(epilog="Example: oncurve rewards replay arithmetic-1 --with stricter.toml")
 def replay(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name or folder.")],
+    run: RunName,
     other: Annotated[str | None, typer.Option("--with", metavar="RECIPE", help="Grade by this recipe's rewards.")] = None,
     stage: Stage = None,
     runs: Runs = RUNS,
@@ -118,7 +114,7 @@ def replay(
         for _, groups in _steps(store, stage):
             before += [graded.scored for graded in groups]
             after += mix.score([graded.group for graded in groups])
-    _say(_replayed(compare(before, after), other or "the run's own rewards"))
+    say(_replayed(compare(before, after), other or "the run's own rewards"))
 
 
 def _decoder(folder: RunFolder) -> Callable[[Ints], str]:
@@ -172,9 +168,7 @@ def _quoted(prompt: str, text: str) -> Text:
 
 
 @rewards.command("audit", epilog="Example: oncurve rewards audit arithmetic-1")
-def audit_run(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name or folder.")], stage: Stage = None, runs: Runs = RUNS
-) -> None:
+def audit_run(run: RunName, stage: Stage = None, runs: Runs = RUNS) -> None:
     """Look for signs that a reward is gamed. Signs, not proofs: each comes with completions to look at."""
     folder = RunFolder.open(run, runs)
     with Store.open(folder.path) as store:
@@ -182,9 +176,9 @@ def audit_run(
         decider = _decider(steps)
         signals = audit(History.of(steps, store.evals(), decider))
     if not signals:
-        _say(Text(f"Nothing stands out in {len(steps)} steps. That is no proof: look at some groups too (oncurve show)."))
+        say(Text(f"Nothing stands out in {len(steps)} steps. That is no proof: look at some groups too (oncurve show)."))
     for signal in signals:
-        _say(_signal(signal))
+        say(_signal(signal))
 
 
 def _decider(steps: Sequence[tuple[int, Sequence[GradedGroup]]]) -> str | None:
@@ -201,7 +195,3 @@ def _signal(signal: Signal) -> RenderableType:
         where = Text(f"  step {seen.step}, group {seen.group}: ", "dim")
         lines.append(Text.assemble(where, shortened(seen.text, 200)))
     return Group(*lines, Text())
-
-
-def _say(what: RenderableType) -> None:
-    Console(highlight=False).print(what)

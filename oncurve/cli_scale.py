@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from oncurve.cli_options import RUNS, Json, RunName, Runs, say, say_json
 from oncurve.errors import OncurveError
 from oncurve.recipe.schema import Recipe
 from oncurve.runs.folder import RunFolder
@@ -53,15 +51,15 @@ def show_error(error: OncurveError) -> None:
 
 
 def status(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name or folder.")],
-    runs: Annotated[Path, typer.Option("--runs", metavar="DIR", help="Where runs lie.")] = Path("runs"),
-    as_json: Annotated[bool, typer.Option("--json", help="For programs: JSON on standard output and nothing else.")] = False,
+    run: RunName,
+    runs: Runs = RUNS,
+    as_json: Json = False,
 ) -> None:
     """What a run is doing right now: how it stands, and the phase of each of its processes."""
     from oncurve.terminal.status import render_status, status_data
 
     folder = RunFolder.open(run, runs)
     if as_json:
-        print(json.dumps(status_data(folder), ensure_ascii=False, indent=2))
+        say_json(status_data(folder))
     else:
-        Console(highlight=False).print(render_status(folder))
+        say(render_status(folder))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
+from oncurve.cli_options import RUNS, Runs
 from oncurve.errors import MissingPackage, pip_install
 
 KEY = "ONCURVE_SERVE_KEY"
@@ -30,7 +30,7 @@ def serve(
         int | None, typer.Option("--slots", min=1, help="Completions decoded at once; unset: 8 on a CPU, 64 on a GPU.")
     ] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Longest completion a request may ask for.")] = 1024,
-    runs: Annotated[Path, typer.Option("--runs", metavar="DIR", help="Where runs lie.")] = Path("runs"),
+    runs: Runs = RUNS,
     as_json: Annotated[bool, typer.Option("--json", help="For programs: one line of JSON once it listens.")] = False,
     until_closed: Annotated[bool, typer.Option("--until-closed", help="For programs: end when standard input closes.")] = False,
 ) -> None:

@@ -9,11 +9,9 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from oncurve.cli_options import RUNS, RunName, Runs
 from oncurve.errors import MissingPackage, RunError, pip_install
 from oncurve.runs.folder import RunFolder
-
-RUNS = Path("runs")
-Runs = Annotated[Path, typer.Option("--runs", metavar="DIR", help="Where runs lie.")]
 
 
 def say(line: str) -> None:
@@ -46,7 +44,7 @@ def studio(
 
 
 def report(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name or folder.")],
+    run: RunName,
     out: Annotated[Path, typer.Option("-o", "--out", metavar="FILE", help="Where to write it.")] = Path("report.html"),
     runs: Runs = RUNS,
 ) -> None:

@@ -17,7 +17,7 @@ LAYERS = [
     {"engines", "rewards"},
     {"train"},
     {"terminal", "cluster", "serve", "studio"},
-    {"api"},
+    {"api", "cli_options"},
     {
         "cli_compare",
         "cli_doctor",
