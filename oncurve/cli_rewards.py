@@ -173,20 +173,11 @@ def audit_run(run: RunName, stage: Stage = None, runs: Runs = RUNS) -> None:
     folder = RunFolder.open(run, runs)
     with Store.open(folder.path) as store:
         steps = _steps(store, stage)
-        decider = _decider(steps)
-        signals = audit(History.of(steps, store.evals(), decider))
+        signals = audit(History.of(steps, store.evals()))
     if not signals:
         say(Text(f"Nothing stands out in {len(steps)} steps. That is no proof: look at some groups too (oncurve show)."))
     for signal in signals:
         say(_signal(signal))
-
-
-def _decider(steps: Sequence[tuple[int, Sequence[GradedGroup]]]) -> str | None:
-    """The aspect that says what is solved, from what was recorded: its reward need not be built again."""
-    aspects = [a for _, groups in steps for g in groups for s in g.scored.scored for a in s.aspects]
-    if any(a.name == "answer" for a in aspects):
-        return "answer"
-    return next((a.name for a in aspects if a.weight > 0), None)
 
 
 def _signal(signal: Signal) -> RenderableType:

@@ -74,6 +74,11 @@ class Prompt:
             return self.text
         return "\n".join(f"{m['role']}: {m['content']}" for m in self.messages or ())
 
+    @property
+    def written(self) -> str | list[dict[str, str]]:
+        """The prompt as data files and TRL's reward functions have it: its text, or its messages."""
+        return self.text if self.text is not None else [dict(message) for message in self.messages or ()]
+
 
 @dataclass(frozen=True, slots=True)
 class Example:
@@ -201,6 +206,21 @@ class GradedGroup:
     def has_signal(self) -> bool:
         """Whether any graded token has an advantage: a group of equal rewards teaches nothing."""
         return any(bool(np.any(a != 0)) for a, g in zip(self.advantages, self.graded, strict=True) if g)
+
+    def advantage_of(self, place: int) -> float | None:
+        """A completion's advantage, the mean over its tokens where they differ; None where it takes no part in the loss."""
+        values = self.advantages[place]
+        return float(np.mean(values)) if self.graded[place] and len(values) else None
+
+    @property
+    def best_first(self) -> list[int]:
+        """Places of the completions by their advantage; those that take no part last."""
+
+        def key(place: int) -> tuple[bool, float]:
+            value = self.advantage_of(place)
+            return value is None, -(value or 0.0)
+
+        return sorted(range(len(self.graded)), key=key)
 
 
 @dataclass(frozen=True, slots=True)

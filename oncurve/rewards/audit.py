@@ -53,10 +53,12 @@ class History:
     steps: tuple[int, ...] = field(default=())
 
     @classmethod
-    def of(
-        cls, steps: Sequence[tuple[int, Sequence[GradedGroup]]], evals: Sequence[EvalReport], decider: str | None
-    ) -> History:
+    def of(cls, steps: Sequence[tuple[int, Sequence[GradedGroup]]], evals: Sequence[EvalReport]) -> History:
+        """From what was recorded: no reward need be built again. What is solved is said by the aspect named `answer`, else by
+        the first of weight above 0."""
         seen = [s for step, groups in steps for place, graded in enumerate(groups) for s in _seen(step, place, graded)]
+        weights = {a.name: a.weight for s in seen for a in s.scored.aspects}
+        decider = "answer" if "answer" in weights else next((name for name, weight in weights.items() if weight > 0), None)
         return cls(tuple(seen), tuple(evals), decider, tuple(step for step, _ in steps))
 
     def third(self, last: bool) -> list[Seen]:

@@ -80,7 +80,7 @@ class FunctionReward:
             if isinstance(scores, BaseException):
                 raise scores
             return scores  # type: ignore[no-any-return]
-        values = {**group.prompt.columns, "prompt": _asked(group.prompt)}
+        values = {**group.prompt.columns, "prompt": group.prompt.written}
         return finished([caught(self._call, (completion.text,), values) for completion in group.completions])
 
     @cached_property
@@ -112,18 +112,13 @@ class FunctionReward:
         return self.function(*first, **{p.name: offered[p.name] for p in named if p.name in offered})
 
 
-def _asked(prompt: Prompt) -> str | list[dict[str, str]]:
-    """The prompt as TRL gives it to functions."""
-    return prompt.text if prompt.text is not None else [dict(message) for message in prompt.messages or ()]
-
-
 def _group_values(group: Group) -> dict[str, Any]:
     """Everything TRL passes by keyword. Its two loggers are there to be called, and keep nothing."""
     size = len(group.completions)
     columns = {name: [value] * size for name, value in group.prompt.columns.items()}
     return {
         **columns,
-        "prompts": [_asked(group.prompt) for _ in range(size)],
+        "prompts": [group.prompt.written for _ in range(size)],
         "completions": [_answered(group.prompt, completion) for completion in group.completions],
         "completion_ids": [completion.token_ids.tolist() for completion in group.completions],
         "log_extra": _keep_nothing,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from oncurve.records import Prompt, ScoredGroup
+from oncurve.records import ScoredGroup
 from oncurve.runs.reading import Reader
 
 
@@ -29,9 +29,4 @@ def pair_of(scored: ScoredGroup) -> dict[str, Any] | None:
     (most, better), (least, worse) = max(rewarded, key=lambda r: r[0]), min(rewarded, key=lambda r: r[0])
     if most == least or better.strip() == worse.strip() or not better.strip() or not worse.strip():
         return None
-    return {"prompt": written(scored.group.prompt), "chosen": better, "rejected": worse, "margin": most - least}
-
-
-def written(prompt: Prompt) -> str | list[dict[str, str]]:
-    """A prompt as a data file writes it: its text, or its messages."""
-    return prompt.text if prompt.text is not None else [dict(message) for message in prompt.messages or ()]
+    return {"prompt": scored.group.prompt.written, "chosen": better, "rejected": worse, "margin": most - least}

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from oncurve.records import GradedGroup
 from oncurve.rewards.audit import History, Seen, audit
 from oncurve.runs.folder import RunFolder
 from oncurve.studio.finding import finite, reading
@@ -14,8 +12,6 @@ from oncurve.studio.groups import EXCERPT, shown_text
 MOST_STEPS = 24
 MOST_COMPLETIONS = 4000
 """What is read at most: steps spread evenly over the stage, so that a page comes up at once however long the run was."""
-
-Steps = Sequence[tuple[int, Sequence[GradedGroup]]]
 
 
 def spread(last: int, most: int) -> list[int]:
@@ -35,17 +31,9 @@ def audit_data(run: RunFolder) -> dict[str, Any]:
         chosen = spread(stage.done, max(6, min(MOST_STEPS, MOST_COMPLETIONS // max(1, size))))
         steps = [(step, store.step(stage.name, step).groups) for step in chosen]
         evals = store.evals(stage.name)
-    signals = audit(History.of(steps, evals, _decider(steps)))
+    signals = audit(History.of(steps, evals))
     told = [{"name": s.name, "what": s.what, "examples": [_example(seen) for seen in s.examples]} for s in signals]
     return {"stage": stage.name, "steps": len(steps), "signals": told}
-
-
-def _decider(steps: Steps) -> str | None:
-    """The aspect that says what is solved: the one named `answer`, else the first of weight above 0."""
-    aspects = [a for _, groups in steps for group in groups for one in group.scored.scored for a in one.aspects]
-    if any(a.name == "answer" for a in aspects):
-        return "answer"
-    return next((a.name for a in aspects if a.weight > 0), None)
 
 
 def _example(seen: Seen) -> dict[str, Any]:

@@ -135,12 +135,10 @@ def _groups(store: Questions, stages: Sequence[StageRow]) -> list[str]:
 
 def _group(kept: KeptGroup, where: str) -> str:
     graded = kept.graded
-    values = [float(a.mean()) if g and len(a) else None for a, g in zip(graded.advantages, graded.graded, strict=True)]
-    order = sorted(range(len(values)), key=lambda place: (values[place] is None, -(values[place] or 0.0)))
     parts = [f"<div class=card><p class='small soft'>{escape(where)} · {escape(graded.group.prompt.id)}</p>"]
     parts.append(f"<pre><b>{escape(_text(graded.group.prompt.shown))}</b></pre>")
-    for place in order:
-        one, value = graded.scored.scored[place], values[place]
+    for place in graded.best_first:
+        one, value = graded.scored.scored[place], graded.advantage_of(place)
         grade = "not graded" if value is None else f"{value:+.2f}".replace("-", "−")
         tone = "" if not value else " class=up" if value > 0 else " class=down"
         aspects = " · ".join(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
@@ -16,22 +15,6 @@ STOPS = {"end": "ended", "stop_string": "stop string", "length": "cut"}
 NOTABLE = 0.01
 """A ratio this far from 1 is worth a word; with one update per step none is."""
 Stats = Sequence[TokenStats | None]
-
-
-def advantage_of(graded: GradedGroup, place: int) -> float | None:
-    """A completion's advantage, the mean over its tokens where they differ; None where it takes no part in the loss."""
-    values = graded.advantages[place]
-    return float(np.mean(values)) if graded.graded[place] and len(values) else None
-
-
-def by_advantage(graded: GradedGroup) -> list[int]:
-    """Places of the completions, best first; those that take no part last."""
-
-    def key(place: int) -> tuple[bool, float]:
-        value = advantage_of(graded, place)
-        return value is None, -(value or 0.0)
-
-    return sorted(range(len(graded.graded)), key=key)
 
 
 def aspect_names(graded: GradedGroup) -> list[str]:
@@ -47,15 +30,15 @@ class GroupTable:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         names = aspect_names(self.graded)
         heads = ["advantage", "reward", *names, "tokens"]
-        cells = [[*self._numbers(place, names)] for place in by_advantage(self.graded)]
+        cells = [[*self._numbers(place, names)] for place in self.graded.best_first]
         taken = sum(max(len(str(row[i])) for row in [heads, *cells]) + 2 for i in range(len(heads)))
         room = max(options.max_width - taken, 16)
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
         for head in heads:
             table.add_column(head, justify="right", no_wrap=True)
         table.add_column("completion", no_wrap=True, overflow="crop", max_width=room)
-        for place, row in zip(by_advantage(self.graded), cells, strict=True):
-            style = _style(advantage_of(self.graded, place))
+        for place, row in zip(self.graded.best_first, cells, strict=True):
+            style = _style(self.graded.advantage_of(place))
             shown = [Text(row[0], style), *map(Text, row[1:]), _ending(self.graded.scored.scored[place], room)]
             table.add_row(*shown)
         yield Text.assemble(("asked  ", "dim"), shortened(self.graded.group.prompt.shown, options.max_width - 8))
@@ -65,7 +48,7 @@ class GroupTable:
         scored = self.graded.scored.scored[place]
         aspects = {a.name: a for a in scored.aspects}
         values = [_value(aspects.get(name)) for name in names]
-        return [signed(advantage_of(self.graded, place)), score(scored.total), *values, str(scored.completion.length)]
+        return [signed(self.graded.advantage_of(place)), score(scored.total), *values, str(scored.completion.length)]
 
 
 def render_group(graded: GradedGroup, stats: Stats = ()) -> RenderableType:
@@ -73,7 +56,7 @@ def render_group(graded: GradedGroup, stats: Stats = ()) -> RenderableType:
     seen = list(stats) or [None] * len(graded.graded)
     prompt = graded.group.prompt
     parts: list[RenderableType] = [Text.assemble(("prompt  ", "dim"), (prompt.id, "dim")), Text(clean(prompt.shown), "bold")]
-    for rank, place in enumerate(by_advantage(graded), start=1):
+    for rank, place in enumerate(graded.best_first, start=1):
         scored = graded.scored.scored[place]
         parts += [Text(), _headline(graded, place, rank, seen[place]), Text(clean(scored.completion.text)), *_remarks(scored)]
     return Group(*parts)
@@ -81,7 +64,7 @@ def render_group(graded: GradedGroup, stats: Stats = ()) -> RenderableType:
 
 def _headline(graded: GradedGroup, place: int, rank: int, seen: TokenStats | None) -> Text:
     scored = graded.scored.scored[place]
-    advantage = advantage_of(graded, place)
+    advantage = graded.advantage_of(place)
     facts = [f"reward {score(scored.total)}"]
     facts += [f"{a.name} {_value(a)}" + ("" if a.weight == 1 else f" × {a.weight:g}") for a in scored.aspects]
     facts += [f"{scored.completion.length} tokens", STOPS[scored.completion.stop]]

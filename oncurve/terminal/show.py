@@ -21,7 +21,7 @@ from oncurve.runs.reading import Reader, StageRow
 from oncurve.runs.store import Store
 from oncurve.terminal.evaluation import heldout_tables
 from oncurve.terminal.figures import DASH, duration, number, score, shortened
-from oncurve.terminal.group import GroupTable, advantage_of, by_advantage, render_group
+from oncurve.terminal.group import GroupTable, render_group
 from oncurve.terminal.progress import Heldout
 from oncurve.terminal.runs import STYLES, ago
 from oncurve.terminal.sparkline import sparkline
@@ -209,9 +209,9 @@ def render_step(run: RunFolder, stage: str | None, step: int) -> RenderableType:
 def _reward_row(graded: GradedGroup, most: int = 8) -> Text:
     """The rewards in the colours of their advantages; a group without signal is dim."""
     text = Text()
-    order = by_advantage(graded)
+    order = graded.best_first
     for place in order[:most]:
-        advantage = advantage_of(graded, place) or 0.0
+        advantage = graded.advantage_of(place) or 0.0
         style = "green" if advantage > 0 else "red" if advantage < 0 else "dim"
         text.append(f"{score(graded.scored.totals[place]):>5} ", style)
     return text.append("…" if len(order) > most else "")

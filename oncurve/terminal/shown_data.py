@@ -7,7 +7,6 @@ from typing import Any
 from oncurve.records import Aspect, GradedGroup
 from oncurve.runs.folder import RunEntry, RunFolder
 from oncurve.runs.store import Store
-from oncurve.terminal.group import advantage_of, by_advantage
 from oncurve.terminal.runs import run_data
 from oncurve.terminal.show import children_of, stage_of
 
@@ -52,7 +51,7 @@ def group_data(graded: GradedGroup) -> dict[str, Any]:
         "prompt_id": graded.group.prompt.id,
         "prompt": graded.group.prompt.shown,
         "has_signal": graded.has_signal,
-        "completions": [_completion(graded, place) for place in by_advantage(graded)],
+        "completions": [_completion(graded, place) for place in graded.best_first],
     }
 
 
@@ -63,7 +62,7 @@ def _completion(graded: GradedGroup, place: int) -> dict[str, Any]:
         "stop": scored.completion.stop,
         "length": scored.completion.length,
         "reward": scored.total,
-        "advantage": advantage_of(graded, place),
+        "advantage": graded.advantage_of(place),
         "failure": scored.failure,
         "aspects": [_aspect(a) for a in scored.aspects],
     }

@@ -27,7 +27,7 @@ from oncurve.rewards.learned import LearnedReward
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.registry import build_reward
 from oncurve.runs.notes import note
-from oncurve.runs.pairs import pair_of, written
+from oncurve.runs.pairs import pair_of
 from oncurve.runs.store import Store
 from oncurve.scale.world import ALONE, World
 from oncurve.tasks.base import Task
@@ -178,7 +178,7 @@ def people(run: Path, stage: str, until: int) -> Iterator[dict[str, Any]]:
             for upper, lower in combinations(tiers, 2):
                 for better, worse in ((b, w) for b in upper for w in lower):
                     if texts[better].strip() != texts[worse].strip():
-                        yield {"prompt": written(kept.group.prompt), "chosen": texts[better], "rejected": texts[worse]}
+                        yield {"prompt": kept.group.prompt.written, "chosen": texts[better], "rejected": texts[worse]}
 
 
 def _trained_reward(stage: Grpo, rewards: RewardMix) -> LearnedReward:

@@ -14,7 +14,6 @@ from oncurve.engines.native import Draws, NativeEngine
 from oncurve.recipe.rejection import RejectionSample
 from oncurve.records import ScoredCompletion, ScoredGroup, StepReport
 from oncurve.rewards.mix import RewardMix
-from oncurve.runs.pairs import written
 from oncurve.scale.world import ALONE, World
 from oncurve.tasks.base import Task
 from oncurve.tasks.order import prompts_for_step
@@ -71,7 +70,7 @@ class RejectionLoop:
         texts = list(dict.fromkeys(s.completion.text for s in ranked if s.completion.text.strip()))
         totals = {s.completion.text: s.total for s in ranked}
         for text in texts[: self.stage.keep]:
-            yield {"prompt": written(group.group.prompt), "completion": text, "reward": totals[text]}
+            yield {"prompt": group.group.prompt.written, "completion": text, "reward": totals[text]}
 
     def _is_good(self, scored: ScoredCompletion) -> bool:
         if self.stage.at_least is None:

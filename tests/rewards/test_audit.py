@@ -30,7 +30,7 @@ def history(
 ) -> History:
     made = [(step, [graded(f"{PROMPT} ({n})", cells(step, n)) for n in range(prompts)]) for step in range(1, steps + 1)]
     evals = [EvalReport("grpo", step, accuracy, 10, {}) for step, accuracy in enumerate(accuracies)]
-    return History.of(made, evals, "answer")
+    return History.of(made, evals)
 
 
 def thought(step: int, n: int, i: int) -> str:

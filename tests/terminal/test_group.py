@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from oncurve.terminal.group import GroupTable, by_advantage, render_group
+from oncurve.terminal.group import GroupTable, render_group
 from tests.terminal.builders import graded_group
 
 GROUP = graded_group(
@@ -21,7 +21,7 @@ def drawn(what: object, width: int) -> list[str]:
 
 
 def test_best_first_and_what_takes_no_part_last() -> None:
-    assert by_advantage(GROUP) == [1, 3, 0, 2]
+    assert GROUP.best_first == [1, 3, 0, 2]
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
