@@ -19,7 +19,8 @@ class RejectionSample(Sampled):
     type: Literal["rejection_sample"] = "rejection_sample"
     """The stage's type."""
     at_least: float | None = None
-    """Total reward from which a completion may be kept; unset: those that count as solved."""
+    """Total reward from which a completion may be kept; unset: those that count as solved, for which a rule must say what is
+    right."""
     keep: PositiveInt = 1
     """How many of a group are kept at most: the best rewarded, the shorter where rewards are equal; equal texts once."""
 

@@ -35,7 +35,12 @@ _TABLE = (
         "Mean value of one reward aspect, before its weight.",
         "rises; one that falls while the total rises is being traded away",
     ),
-    Metric("accuracy", "share", "Share of completions that are solved.", "rises; held-out accuracy should follow it"),
+    Metric(
+        "accuracy",
+        "share",
+        "Share of completions that are solved, where a rule says which are.",
+        "rises; held-out accuracy should follow it",
+    ),
     Metric(
         "pass_at/",
         "share",
@@ -63,6 +68,18 @@ _TABLE = (
         "heldout_with", "share", "Held-out accuracy with the library in the prompt (training_free).", "above heldout_without"
     ),
     Metric("heldout_without", "share", "Held-out accuracy of the same model without the library (training_free).", "the start"),
+    Metric(
+        "heldout_reward_with",
+        "reward",
+        "Held-out reward with the library in the prompt, where no rule says what is right (training_free).",
+        "above heldout_reward_without",
+    ),
+    Metric(
+        "heldout_reward_without",
+        "reward",
+        "Held-out reward of the same model without the library, where no rule says what is right (training_free).",
+        "the start",
+    ),
     Metric("maj_at/", "share", "Share of held-out problems whose most frequent answer of so many is right.", "above accuracy"),
     Metric(
         "no_signal_share",

@@ -15,7 +15,7 @@ from oncurve.runs.folder import RunFolder
 from oncurve.runs.reading import Reader, StageRow
 from oncurve.runs.store import Store
 from oncurve.terminal.evaluation import heldout_tables
-from oncurve.terminal.figures import duration
+from oncurve.terminal.figures import duration, percent, score
 from oncurve.terminal.group import GroupTable
 from oncurve.train.given import is_from_python
 
@@ -23,7 +23,12 @@ LOOK_BACK = 20
 """Steps from the end in which a group worth showing is looked for."""
 BESIDE = {
     "reward_model": {"heldout_pair_accuracy": "{} of held-out pairs right", "calibration_error": "calibration error {}"},
-    "training_free": {"heldout_without": "held-out accuracy {} without its experiences", "heldout_with": "{} with them"},
+    "training_free": {
+        "heldout_without": "held-out accuracy {} without its experiences",
+        "heldout_with": "{} with them",
+        "heldout_reward_without": "held-out reward {} without its experiences",
+        "heldout_reward_with": "{} with them",
+    },
 }
 """What is worth telling of stages that leave the policy as it is."""
 
@@ -52,7 +57,8 @@ def render_summary(run: RunFolder, seconds: float | None = None) -> RenderableTy
 def beside_policy(store: Reader, stage: StageRow) -> str | None:
     """How far a stage came that moves something else than the policy: the last that it measured on what was kept aside."""
     seen = {name: curve[-1][1] for name in BESIDE.get(stage.type, {}) if (curve := store.metric(name, stage.name))}
-    said = ", ".join(BESIDE[stage.type][name].format(f"{100 * value:.1f} %") for name, value in seen.items())
+    shown = {name: score(value) if name.startswith("heldout_reward") else percent(value, 1) for name, value in seen.items()}
+    said = ", ".join(BESIDE[stage.type][name].format(figure) for name, figure in shown.items())
     return f"{stage.name}: {said}" if said else None
 
 

@@ -21,6 +21,7 @@ from oncurve.models.load import choose_device
 from oncurve.models.policy import Policy
 from oncurve.recipe.flat import changes, flat
 from oncurve.recipe.load import dump_recipe, load_recipe, parse_recipe
+from oncurve.recipe.rejection import RejectionSample
 from oncurve.recipe.resolve import corrected, resolved_rewards, resolved_task
 from oncurve.recipe.sampled import Sampled
 from oncurve.recipe.schema import Recipe, Stage
@@ -209,11 +210,12 @@ def _built_task(config: str, where: str) -> Task:
 
 def rewards_for(recipe: Recipe, stage: Stage) -> RewardMix:
     """The stage's rewards; where the recipe names none (an sft recipe), the task's usual ones, for measuring."""
-    if not isinstance(stage, Sampled):
-        return build_rewards(recipe.rewards or task_for(recipe, stage).usual_rewards)
-    configs = resolved_rewards(recipe, stage)
+    usual = recipe.rewards or task_for(recipe, stage).usual_rewards
+    configs = resolved_rewards(recipe, stage) if isinstance(stage, Sampled) else usual
     if configs and not any(map(decides, configs)):
         configs = (*configs, *_watched_answer(recipe, stage))
+    if not isinstance(stage, Sampled):
+        return build_rewards(configs)
     if stage.overlong is not None:
         extra = {"type": "overlong", "weight": stage.overlong.weight, "buffer": stage.overlong.buffer}
         configs = (*configs, Reward.model_validate(extra))
@@ -223,9 +225,11 @@ def rewards_for(recipe: Recipe, stage: Stage) -> RewardMix:
 def _watched_answer(recipe: Recipe, stage: Stage) -> tuple[Reward, ...]:
     """What says right or wrong where none of a stage's own rewards does, as a reward model's scores have no mark at which an
     answer is right: the recipe's or the task's rule, at weight 0; nothing where these know none."""
-    known = recipe.rewards or task_for(recipe, stage).usual_rewards
-    rules = sorted((c for c in known if c.label == "answer" or is_rule(c)), key=lambda c: c.label != "answer")
-    return tuple(rule.model_copy(update={"name": "answer", "weight": 0.0}) for rule in rules[:1])
+    for known in (recipe.rewards, task_for(recipe, stage).usual_rewards):
+        rules = sorted((c for c in known if c.label == "answer" or is_rule(c)), key=lambda c: c.label != "answer")
+        if rules:
+            return (rules[0].model_copy(update={"name": "answer", "weight": 0.0}),)
+    return ()
 
 
 def refuse_secrets(recipe: Recipe) -> None:
@@ -248,8 +252,20 @@ def prepare(recipe: Recipe, task: Task | None = None, rewards: RewardMix | None 
     mixes = {s.label: rewards or rewards_for(recipe, s) for s in recipe.stages}
     for stage in recipe.stages:
         check_metric(f"{stage.label}.keep_best", stage.keep_best)
+        _check_mark(stage, mixes[stage.label])
         check_files(stage, tasks[stage.label])
     return (lambda s: tasks[s.label]), (lambda s: mixes[s.label])
+
+
+def _check_mark(stage: Stage, rewards: RewardMix) -> None:
+    """Refuses to look for right answers where nothing says which are."""
+    if isinstance(stage, RejectionSample) and stage.at_least is None and rewards.decider is None:
+        raise RecipeError(
+            f"{stage.label}.at_least",
+            "not set",
+            because="none of its rewards says which answers are right, so nothing would be kept",
+            fix="set the total reward from which a completion is kept, or name the reward that decides `answer`",
+        )
 
 
 def _checkpoint_at(run: RunFolder, recipe: Recipe, stage: str | None, step: int) -> Place:

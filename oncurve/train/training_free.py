@@ -8,6 +8,7 @@ goes on asks nothing twice.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -120,17 +121,21 @@ class TrainingFreeLoop:
         return made
 
     def measure(self) -> dict[str, float]:
-        """Held-out accuracy with the library, and without it: the latter is asked once."""
+        """Held-out accuracy, or reward where no rule says what is right, with the library and without it: the latter is asked
+        once."""
         prompts = list(self.task.heldout)
         if not prompts:
             return {}
         if self.without is None:
-            self.without = self._accuracy(prompts, Library({}))
-        return {"heldout_without": self.without, "heldout_with": self._accuracy(prompts, self.library)}
+            self.without = self._measured(prompts, Library({}))
+        what = "heldout_reward" if self.rewards.decider is None else "heldout"
+        return {f"{what}_without": self.without, f"{what}_with": self._measured(prompts, self.library)}
 
-    def _accuracy(self, prompts: Sequence[Prompt], library: Library) -> float:
-        scored = self.rewards.score(self.sample(prompts, library, 1, 0))
-        return float(np.mean([self.rewards.solved(s) for g in scored for s in g.scored]))
+    def _measured(self, prompts: Sequence[Prompt], library: Library) -> float:
+        scored = [s for g in self.rewards.score(self.sample(prompts, library, 1, 0)) for s in g.scored]
+        if self.rewards.decider is None:
+            return float(np.mean([s.total for s in scored if s.total is not None] or [math.nan]))
+        return float(np.mean([self.rewards.solved(s) for s in scored]))
 
     def _request(self, prompt: Prompt, library: Library, sample: int, n: int) -> dict[str, Any]:
         messages = [dict(m) for m in prompt.messages or ()] or [{"role": "user", "content": prompt.text or ""}]

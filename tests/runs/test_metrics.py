@@ -16,6 +16,8 @@ REWARDED = [
     "changes",
     "heldout_with",
     "heldout_without",
+    "heldout_reward_with",
+    "heldout_reward_without",
     "comparisons",
     "reward_model_loss",
     "pass_at/8",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from oncurve.engines.native import NativeEngine
-from oncurve.errors import DataError, OncurveError
+from oncurve.errors import DataError, OncurveError, RecipeError
 from oncurve.recipe.load import parse_recipe
 from oncurve.recipe.rejection import RejectionSample
 from oncurve.recipe.sections import Engine
@@ -84,6 +84,22 @@ def test_a_recipe_imitates_what_an_earlier_stage_kept(tmp_path: Path) -> None:
         assert [s.name for s in store.stages()] == ["sft", "rejection_sample", "again"]
         assert len(store.evals("rejection_sample")) == 0
         assert len(store.evals("again")) == 1
+
+
+def test_without_a_rule_and_a_mark_it_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    """No answer would ever count as right: prompts without answers, and a reward that is no rule."""
+    (tmp_path / "asked.jsonl").write_text("".join(f'{{"prompt": "{n}+1="}}\n' for n in range(8)))
+    data = tomllib.loads(RECIPE)
+    short = {"sampling": {"max_new_tokens": 12}}
+    sampled = {"type": "rejection_sample", "steps": 1, "prompts_per_step": 2, "group_size": 2, **short}
+    data |= {"task": {"type": "file", "path": str(tmp_path / "asked.jsonl")}, "rewards": [{"type": "repetition"}]}
+    data["stages"] = [sampled]
+    with pytest.raises(RecipeError, match="none of its rewards says which answers are right") as told:
+        begin(parse_recipe(data), out=tmp_path / "run")
+    assert told.value.where == "rejection_sample.at_least"
+    assert not (tmp_path / "run").exists()
+    data["stages"] = [{**sampled, "at_least": 0.0}]
+    begin(parse_recipe(data), out=tmp_path / "run")
 
 
 def test_nothing_kept_is_told_by_the_stage_that_kept_it(tmp_path: Path) -> None:
