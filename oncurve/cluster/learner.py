@@ -215,7 +215,7 @@ class ClusterTrainer(Trainer):
         mixes = {s.label: self._mix(rewards_of(s), s) for s in recipe.stages}
         super().__init__(recipe, run, task_of, lambda s: mixes[s.label], listeners, policy, minutes, world)
         own = crew.samplers[world.rank :: world.size]
-        if own:
+        if own and self.policy is not None:
             self.engine = RemoteEngine(self.policy, recipe, own, order, self._say, self.board.enter)
         self.board.start()
         if self.scorers is not None:

@@ -125,3 +125,8 @@ class Recipe(Section):
     """CPU threads; unset: the machine's cores, frozen into the run."""
     sinks: tuple[Sink, ...] = ()
     """Where else the curves go: TensorBoard, Weights & Biases, trackio. The run's own database has everything in any case."""
+
+    @property
+    def uses_policy(self) -> bool:
+        """Whether any stage needs the model; where none does it is neither loaded nor written."""
+        return any(stage.uses_policy for stage in self.stages)

@@ -303,6 +303,11 @@ class StageBase(Section):
         return self.name or self.type
 
     @property
+    def uses_policy(self) -> bool:
+        """Whether the stage needs the recipe's model at all."""
+        return True
+
+    @property
     def moves_policy(self) -> bool:
         """Whether the stage changes the policy: only then is it measured on held-out problems."""
         return True

@@ -44,5 +44,9 @@ class TrainingFree(Sampled):
     """Requests under way at the same time."""
 
     @property
+    def uses_policy(self) -> bool:
+        return False
+
+    @property
     def moves_policy(self) -> bool:
         return False

@@ -62,6 +62,9 @@ def offered(request: Request) -> dict[str, Any]:
 
 
 def models_of(run: RunFolder) -> list[dict[str, str]]:
+    with contextlib.suppress(OncurveError):  # a recipe that can't be read says nothing of the models that are there
+        if not recipe_of(run).uses_policy:
+            return []
     places = sorted(path.name for path in run.checkpoints.iterdir() if path.is_dir()) if run.checkpoints.is_dir() else []
     marks = [(unquote(m["stage"]), int(m["step"])) for m in map(CHECKPOINT.fullmatch, places) if m]
     last = [{"target": run.name, "says": "the final model"}] if (run.model / "config.json").is_file() else []

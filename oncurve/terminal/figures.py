@@ -59,6 +59,11 @@ def size(parameters: int) -> str:
     return str(parameters)
 
 
+def model_size(parameters: int) -> str:
+    """842k parameters; a run whose stages use no model has none."""
+    return f"{size(parameters)} parameters" if parameters else "no model of its own"
+
+
 def clean(text: str) -> str:
     """Without what a terminal would obey: a model may write escape codes as well as anything else."""
     return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)

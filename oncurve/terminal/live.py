@@ -12,7 +12,7 @@ from rich.text import Text
 
 from oncurve.recipe.schema import Recipe
 from oncurve.records import EvalReport, StepReport
-from oncurve.terminal.figures import duration, number, percent, score, size
+from oncurve.terminal.figures import duration, model_size, number, percent, score
 from oncurve.terminal.panel import Panel
 from oncurve.terminal.progress import PAIRS_RIGHT, RunProgress, StageProgress
 from oncurve.train.listeners import Listener
@@ -45,7 +45,7 @@ class LiveDisplay(Listener):
             self.live = Live(Panel(run), console=self.console, refresh_per_second=REFRESH_PER_S, vertical_overflow="crop")
             self.live.start()
         else:
-            self.say(f"{run.name}: {size(parameters)} parameters, task {run.task}, in {folder}")
+            self.say(f"{run.name}: {model_size(parameters)}, task {run.task}, in {folder}")
 
     def on_stage_start(self, stage: str, type: str, position: int, steps: int, done: int) -> None:
         assert self.progress is not None

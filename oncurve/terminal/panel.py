@@ -11,7 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from oncurve.terminal.figures import DASH, duration, known, number, percent, size
+from oncurve.terminal.figures import DASH, duration, known, model_size, number, percent
 from oncurve.terminal.progress import RunProgress, StageProgress
 from oncurve.terminal.sparkline import sparkline
 
@@ -35,7 +35,7 @@ class Panel:
 
     def _header(self, width: int) -> Text:
         run = self.progress
-        line = Text.assemble((run.name, "bold"), (f"  {size(run.parameters)} parameters · {run.task} · {run.path}", "dim"))
+        line = Text.assemble((run.name, "bold"), (f"  {model_size(run.parameters)} · {run.task} · {run.path}", "dim"))
         line.truncate(width, overflow="ellipsis")
         return line
 

@@ -82,7 +82,7 @@ def follow(world: World, prepare: Prepare, policy: Policy | None = None, make: t
         if do == "stage":
             stage = recipe.stages[said["position"]]
             loop = _begun(trainer, stage, said["detour"], said["start"])
-        elif do == "weights":
+        elif do == "weights" and trainer.policy is not None:
             world.spread(list(trainer.policy.trained.values()))
         elif do == "model":
             trainer.save_model()
@@ -98,7 +98,7 @@ def follow(world: World, prepare: Prepare, policy: Policy | None = None, make: t
 def _begun(trainer: Trainer, stage: Stage, detour: int, start: str | None) -> StageLoop:
     """A stage's loop, as the first rank has it: weights first, since a loop may copy them (a reference)."""
     found = None if start is None else checkpoints.load(Path(start))
-    if found is not None:
+    if found is not None and trainer.policy is not None:
         load_weights(trainer.policy, found.tensors["model"])
     loop = trainer.loop(stage, detour)
     if found is not None and found.stage == stage.label:

@@ -71,6 +71,13 @@ def open_target(target: str, runs_dir: Path, model: Model | None = None) -> Open
 def open_run(run: RunFolder, place: str | None = None) -> Policy:
     """The run's final model, or where it has none yet the weights of its newest whole checkpoint; ``place`` names another."""
     recipe = load_recipe(run.recipe)
+    if not recipe.uses_policy:
+        raise RunError(
+            run.name,
+            "has no model",
+            because="its stages ask a model behind an endpoint, and what they learn are experiences",
+            fix=f"ask that endpoint, with {run.path / 'experience'} before the question",
+        )
     if place is None and (run.model / "config.json").is_file():
         return load_policy(recipe.model.at(str(run.model)), alphabet=None, seed=recipe.seed)
     found = _checkpoint(run, place) if place else checkpoints.newest_valid(run.checkpoints, lambda path, why: None)

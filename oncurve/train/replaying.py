@@ -70,7 +70,7 @@ def replay(run: RunFolder, stage: str | None, step: int, position: int) -> Repla
         was = store.group(name, step, position).graded
         trainer = Trainer(recipe, _without_weights(run, Path(scratch)), *prepare(recipe))
         start = _before(run, names, names.index(name), step)
-        if start is not None:
+        if start is not None and trainer.policy is not None:
             load_weights(trainer.policy, start.tensors["model"])
         reports = list(_again(trainer, store, start, name, step))
     place = None if start is None else (start.stage, start.step)

@@ -11,13 +11,14 @@ import gc
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from oncurve.engines.choose import engine_for
-from oncurve.errors import OncurveError, RunError
+from oncurve.errors import OncurveError, RecipeError, RunError
 from oncurve.models import lora
 from oncurve.models.load import Found, load_policy, loading
 from oncurve.models.policy import Policy
@@ -27,13 +28,14 @@ from oncurve.recipe.schema import Recipe, Stage
 from oncurve.records import EvalReport, Prompt, StepReport
 from oncurve.rewards.memory import Memory
 from oncurve.rewards.mix import RewardMix
+from oncurve.rewards.steps import Decode
 from oncurve.runs import checkpoints
 from oncurve.runs.bad import keep_bad
 from oncurve.runs.best import best_step
 from oncurve.runs.checkpoints import Checkpoint
 from oncurve.runs.disk import put_whole
 from oncurve.runs.folder import RunFolder, Status
-from oncurve.runs.notes import Note, collecting
+from oncurve.runs.notes import Note, collecting, watching
 from oncurve.runs.reading import Reader
 from oncurve.runs.store import Store
 from oncurve.scale.signals import STOPPING, heeded
@@ -95,19 +97,35 @@ class Trainer:
         sinks = sinks_of(recipe) if world.is_first else ()
         self.listeners, self.minutes, self.began = (*listeners, *sinks), minutes, time.monotonic()
         torch.set_num_threads(max(1, (recipe.threads or os.cpu_count() or 1) // world.local_size))
-        alphabet = task_of(recipe.stages[0]).alphabet
+        self.policy = self._loaded(policy) if recipe.uses_policy else None
+        self.engine = None if self.policy is None else engine_for(self.policy, recipe)
+        self.memory = Memory()
+        for stage in recipe.stages:
+            rewards_of(stage).attach(self._decode, run.path)
+            rewards_of(stage).remember_in(self.memory)
+        self.remark = None if self.policy is None else settle(recipe.deterministic, self.policy)
+        self.stop_signal: int | None = None
+
+    def _loaded(self, policy: Policy | None) -> Policy:
+        """The policy that was given, or the recipe's, which must be able to read what the stages will give it."""
+        recipe = self.recipe
         if policy is None and recipe.model.source != "tiny":
             for one in self.listeners:
                 one.on_event("loading", loading(recipe.model))
-        self.policy = shared_out(policy or load_policy(loaded_for(recipe), alphabet=alphabet, seed=recipe.seed), recipe, world)
-        check_readable(self.policy, recipe, task_of)
-        self.engine = engine_for(self.policy, recipe)
-        self.memory = Memory()
-        for stage in recipe.stages:
-            rewards_of(stage).attach(lambda: self.policy.decode, run.path)
-            rewards_of(stage).remember_in(self.memory)
-        self.remark = settle(recipe.deterministic, self.policy)
-        self.stop_signal: int | None = None
+        alphabet = self.task_of(recipe.stages[0]).alphabet
+        found = policy or load_policy(loaded_for(recipe), alphabet=alphabet, seed=recipe.seed)
+        shared = shared_out(found, recipe, self.world)
+        check_readable(shared, recipe, self.task_of)
+        return shared
+
+    def _decode(self) -> Decode:
+        """For rewards that read tokens; an endpoint gives none."""
+        if self.policy is None:
+            raise RecipeError(
+                "rewards", "one that rewards single steps", because="it reads tokens, and the stages have texts of an endpoint",
+                fix="reward whole completions: answer, math, code, judge …",
+            )  # fmt: skip
+        return self.policy.decode
 
     def train(self, resume: bool = False) -> None:
         """All stages, or those that are left. Ends with ``model/`` written and the run marked finished."""
@@ -116,8 +134,9 @@ class Trainer:
             self.tell = Listeners([Recorder(store), *self.listeners])
             self.saver, self.watch = Saver(self.run.checkpoints), Watch()
             self.run.set_status("running")
-            if not (self.run.path / "tokenizer").exists():  # so that a live run's tokens can be shown
-                put_whole(self.run.path / "tokenizer", self.policy.tokenizer.save_pretrained)
+            words = self.run.path / "tokenizer"
+            if self.policy is not None and not words.exists():  # so that a live run's tokens can be shown
+                put_whole(words, self.policy.tokenizer.save_pretrained)
             status: Status = "failed"
             gc.freeze()  # what is loaded by now stays: the collector need not look through it again and again
             try:
@@ -135,24 +154,25 @@ class Trainer:
                 raise
             finally:
                 gc.unfreeze()
-                self.engine.close()
+                if self.engine is not None:
+                    self.engine.close()
                 self.saver.close()
                 self.run.set_status(status)
                 self.tell.on_run_end(status)
 
     def _stages(self, start: Checkpoint | None) -> None:
         place = (start.stage, start.step) if start else None
-        parameters = sum(p.numel() for p in self.policy.model.parameters())
+        parameters = 0 if self.policy is None else sum(p.numel() for p in self.policy.model.parameters())
         self.tell.on_run_start(self.recipe, self.run.path, parameters, place)
-        for remark in self.engine.remarks:
+        for remark in () if self.engine is None else self.engine.remarks:
             self.tell.on_event("engine", remark)
-        if self.recipe.model.source != "tiny":
+        if self.policy is not None and self.recipe.model.source != "tiny":
             self.tell.on_event("model", f"{self.recipe.model.source}: {Found.of(self.policy)}")
         if self.remark is not None:
             self.tell.on_event("deterministic", self.remark)
         names = [s.label for s in self.recipe.stages]
         first = names.index(start.stage) if start else 0
-        if start:
+        if start and self.policy is not None:
             load_weights(self.policy, start.tensors["model"])
         for position, stage in enumerate(self.recipe.stages):
             if position >= first:
@@ -177,6 +197,8 @@ class Trainer:
         self.tell.on_stage_start(stage.label, stage.type, position, stage.steps, done)
         for remark in self.rewards_of(stage).remarks:
             self.tell.on_event("rewards", remark, stage.label)
+        if done == 0 and self.rewards_of(stage).decider is None:
+            self._measure(stage, 0)  # a reward without a mark at which answers are right says something beside another alone
         last = done
         for n in range(done + 1, stage.steps + 1):
             if loop.out_of_time:
@@ -186,7 +208,7 @@ class Trainer:
         if last > done:
             self._measure(stage, last)
             self._save(stage, loop, last)
-        if not is_shared(stage):
+        if not is_shared(stage) and self.policy is not None:
             self.world.tell("weights")
             self.world.spread(list(self.policy.trained.values()))
         self.tell.on_stage_end(stage.label)
@@ -207,7 +229,7 @@ class Trainer:
         known = self.store.replies(stage.label, n)
         self.world_of(stage).tell("step", n=n, replies=known)
         try:
-            with collecting() as notes:
+            with collecting() as notes, watching(partial(self.tell.on_measuring, stage.label, n)):
                 report, fresh = self.take_step(stage, loop, n, known)
         except OncurveError as error:
             # Memory may run out between two updates of a step, and half a step is nothing to go on from.
@@ -269,7 +291,8 @@ class Trainer:
         for one in self.listeners:
             one.on_event("rollback", message, stage.label, to)
         self.store.forget_after(start.stage, start.step)
-        load_weights(self.policy, start.tensors["model"])
+        if self.policy is not None:
+            load_weights(self.policy, start.tensors["model"])
         return start
 
     def _stop_if_asked(self) -> None:
@@ -285,11 +308,12 @@ class Trainer:
         return self.minutes is not None and time.monotonic() - self.began > 60 * self.minutes
 
     def _measure(self, stage: Stage, step: int) -> None:
-        if not self.task_of(stage).heldout or not stage.moves_policy:
+        if not self.task_of(stage).heldout or not stage.moves_policy or not self.rewards_of(stage).rewards:
             return
         known = self.store.replies(stage.label, step, "eval")
         self.world_of(stage).tell("measure", step=step, replies=known)
-        report, fresh = self.measure(stage, step, known)
+        with watching(partial(self.tell.on_measuring, stage.label, step)):
+            report, fresh = self.measure(stage, step, known)
         self.store.keep_replies(stage.label, step, "eval", fresh)
         self.tell.on_eval(report)
 
@@ -298,6 +322,7 @@ class Trainer:
         self.memory.at(known)
         prompts, world = self.task_of(stage).heldout, self.world_of(stage)
         world.enter("measure")
+        assert self.engine is not None, "only stages that move the policy are measured here"
         report = evaluate(
             self.engine, self.rewards_of(stage), prompts, self.recipe.evaluation, world=world,
             max_new_tokens=self._answer_limit(stage, prompts), seed=self.recipe.seed, stage=stage.label, step=step,
@@ -309,6 +334,7 @@ class Trainer:
         limits = [s.sampling.max_new_tokens for s in self.recipe.stages if isinstance(s, Sampled)]
         if isinstance(stage, Sampled):
             return stage.sampling.max_new_tokens
+        assert self.policy is not None
         return max(limits) if limits else usual_limit(self.policy, prompts)
 
     def _save(self, stage: Stage, loop: StageLoop, step: int) -> None:
@@ -328,7 +354,8 @@ class Trainer:
         """All that a checkpoint must hold; each rank that takes part has written its pieces of it."""
         world = self.world_of(stage)
         world.enter("save")
-        return held(world, self.run.path / PIECES, {"model": weights(self.policy), **loop.state()})
+        own = {} if self.policy is None else {"model": weights(self.policy)}
+        return held(world, self.run.path / PIECES, {**own, **loop.state()})
 
     def _saved_steps(self, stage: Stage) -> set[int]:
         return {place.step for place in checkpoints.list_checkpoints(self.run.checkpoints) if place.stage == stage.label}
@@ -357,12 +384,15 @@ class Trainer:
 
     def save_model(self) -> None:
         """By the first rank; where weights are shared out, all gather them."""
-        weights = self.policy.weights_to_save(self.world.is_first)
+        policy = self.policy
+        if policy is None:
+            return
+        weights = policy.weights_to_save(self.world.is_first)
         if not self.world.is_first:
             return
-        put_whole(self.run.model, lambda folder: self.policy.save(folder, weights))
-        if lora.is_on(self.policy.model):
-            lora.save(self.policy.model, self.run.path / "adapter")
+        put_whole(self.run.model, lambda folder: policy.save(folder, weights))
+        if lora.is_on(policy.model):
+            lora.save(policy.model, self.run.path / "adapter")
 
     def _stop(self, number: int) -> None:
         self.stop_signal = number

@@ -52,10 +52,16 @@ class Parts:
 
     recipe: Recipe
     task: Task
-    engine: NativeEngine
+    sampler: NativeEngine | None
+    """None where no stage of the recipe uses the policy."""
     rewards: RewardMix
     folder: Path
     world: World = ALONE
+
+    @property
+    def engine(self) -> NativeEngine:
+        assert self.sampler is not None, "a stage that uses the policy has one"
+        return self.sampler
 
     @property
     def policy(self) -> Policy:

@@ -80,6 +80,9 @@ def _database(run: RunFolder) -> Iterator[Check]:
 
 
 def _model(run: RunFolder, recipe: Recipe, newest: Checkpoint | None, finished: bool) -> Iterator[Check]:
+    if not recipe.uses_policy:
+        yield Check("model", "ok", "none: no stage of the recipe uses one")
+        return
     if not (run.model / "config.json").is_file():
         yield Check("model", "wrong" if finished else "note", "there is none" if finished else "not written yet")
         return

@@ -9,17 +9,25 @@ from typing import Any
 
 import pytest
 
-from oncurve.errors import DataError, RewardError
+from oncurve.errors import DataError, RecipeError, RewardError, RunError
 from oncurve.recipe.load import parse_recipe
+from oncurve.recipe.schema import Recipe
 from oncurve.recipe.training_free import TrainingFree
 from oncurve.rewards.answer import AnswerOptions, AnswerReward
+from oncurve.rewards.function import FunctionReward
 from oncurve.rewards.mix import RewardMix
+from oncurve.runs.folder import RunFolder
 from oncurve.runs.store import Store
+from oncurve.studio.playground import models_of
 from oncurve.tasks.in_memory import PromptList
 from oncurve.train.experience import Change, Library, read_changes
-from oncurve.train.start import begin
+from oncurve.train.listeners import Listener
+from oncurve.train.opened import open_target
+from oncurve.train.start import begin, resume
 from oncurve.train.training_free import TrainingFreeLoop
+from oncurve.train.verifying import verify
 from tests.rewards.test_judge import Judge
+from tests.train.test_run import StopAfter
 
 HINT = "Write the sum between answer tags."
 ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(8)]
@@ -43,6 +51,15 @@ def endpoint() -> Iterator[Judge]:
     yield made
     made.server.shutdown()
     made.server.server_close()
+
+
+def test_without_a_rule_the_library_is_measured_by_reward(endpoint: Judge, tmp_path: Path) -> None:
+    made = loop(endpoint, tmp_path, steps=1)
+    made.rewards = RewardMix([FunctionReward(lambda completion: 0.5 * completion.count("<"), "marks")], rules=())
+    metrics = made.step(1).metrics
+    assert "accuracy" not in metrics
+    assert "heldout_with" not in metrics
+    assert (metrics["heldout_reward_without"], metrics["heldout_reward_with"]) == (0.0, 1.0)
 
 
 def loop(endpoint: Judge, folder: Path, **options: Any) -> TrainingFreeLoop:
@@ -116,21 +133,61 @@ def test_a_library_that_is_not_there(tmp_path: Path) -> None:
         Library.read(tmp_path / "none.md")
 
 
-def test_a_whole_recipe_in_which_no_weight_moves(endpoint: Judge, tmp_path: Path) -> None:
+def recipe(endpoint: Judge, tmp_path: Path, **more: Any) -> Recipe:
     data = tmp_path / "sums.jsonl"
     data.write_text("".join(json.dumps({**row, "prompt": [{"role": "user", "content": row["prompt"]}]}) + "\n" for row in ROWS))
     stage = {"type": "training_free", "model": "any", "base_url": endpoint.url, "steps": 2, "prompts_per_step": 3, "retries": 0}
-    recipe = parse_recipe(
+    return parse_recipe(
         {
             "threads": 1,
             "model": {"tiny": {"layers": 1, "width": 32, "context": 64}},
             "task": {"type": "file", "path": str(data), "heldout": 2, "heldout_share": 0.5},
             "rewards": [{"type": "answer"}],
             "stages": [stage],
+            **more,
         }
     )
-    run = begin(recipe, out=tmp_path / "run")
+
+
+def test_a_whole_recipe_in_which_no_weight_moves(endpoint: Judge, tmp_path: Path) -> None:
+    run = begin(recipe(endpoint, tmp_path), out=tmp_path / "run")
     with Store.open(run.path) as store:
         assert dict(store.metric("heldout_with", "training_free")) == {2: 1.0}
         assert len(store.step("training_free", 1).groups) == 3
     assert HINT in (run.path / "experience" / "training_free.md").read_text()
+
+
+class Told(Listener):
+    """Which kinds of events there were."""
+
+    def __init__(self) -> None:
+        self.kinds: set[str] = set()
+
+    def on_event(self, kind: str, message: str, stage: str | None = None, step: int | None = None) -> None:
+        self.kinds.add(kind)
+
+
+def test_a_recipe_of_it_alone_has_no_model(endpoint: Judge, tmp_path: Path) -> None:
+    """None is looked for, told, kept or written: `model.source` names nothing that there is. A stopped run goes on; `verify`
+    finds it whole, the studio offers no model of it, and what would ask its model says that there is none."""
+    told = Told()
+    asked = recipe(endpoint, tmp_path, model={"source": str(tmp_path / "nothing")})
+    whole = begin(asked, out=tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        begin(asked, out=tmp_path / "run", listeners=[told, StopAfter("training_free", 1)])
+    run = resume(RunFolder(tmp_path / "run"), listeners=[told])
+    assert (run.path / "experience" / "training_free.md").read_text() == (
+        whole.path / "experience" / "training_free.md"
+    ).read_text()
+    assert not told.kinds & {"loading", "model", "engine"}
+    assert not list(run.path.glob("**/model*")) + list(run.path.glob("tokenizer"))
+    assert {check.mark for check in verify(run)} == {"ok"}
+    assert models_of(run) == []
+    with pytest.raises(RunError, match="has no model"):
+        open_target(str(run.path), tmp_path)
+
+
+def test_rewards_of_single_steps_have_no_tokens_to_read(endpoint: Judge, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="reads tokens"):
+        begin(recipe(endpoint, tmp_path, rewards=[{"type": "answer"}, {"type": "process"}]), out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
