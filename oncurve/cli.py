@@ -288,13 +288,12 @@ def probe(
     as_json: Json = False,
 ) -> None:
     """Before any training: what GRPO would see, and what to set."""
-    from oncurve.terminal.starting import is_run
     from oncurve.train.given import refuse_from_python
 
-    a_run = is_run(target, runs)
-    recipe = load_recipe(RunFolder.open(target, runs).recipe if a_run else target, sets or [])
+    run = RunFolder.find(target, runs)
+    recipe = load_recipe(target if run is None else run.recipe, sets or [])
     refuse_from_python(recipe)
-    source = source or (target if a_run else None)
+    source = source or (None if run is None else target)
     from oncurve.terminal.hush import hush
     from oncurve.terminal.probe import render_probe
     from oncurve.train.opened import open_target

@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from oncurve.errors import RunError
 from oncurve.records import GradedGroup, StepReport
-from oncurve.runs.disk import disk_error, disk_errors, replace_file
+from oncurve.runs.disk import disk_error, put_file
 from oncurve.runs.rows import to_json
 
 FOLDER = "bad"
@@ -38,9 +38,7 @@ def keep_bad(run: Path, report: StepReport, why: Sequence[str]) -> Path:
         "metrics": dict(report.metrics),
         "groups": [_group(graded) for graded in report.groups],
     }
-    with disk_errors(path):
-        path.parent.mkdir(exist_ok=True)
-    replace_file(path, to_json(told).encode())
+    put_file(path, to_json(told).encode())
     return path
 
 

@@ -105,6 +105,13 @@ def replace_file(path: Path, content: bytes) -> None:
         sync(path.parent)
 
 
+def put_file(path: Path, content: bytes) -> None:
+    """The same in a folder that is made where it is not there yet."""
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, content)
+
+
 def put_whole(target: Path, write: Callable[[Path], object]) -> None:
     """A folder as ``write`` makes it, there whole or not at all; one that was there before is replaced."""
     aside = target.with_name(f".writing-{target.name}")

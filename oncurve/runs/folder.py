@@ -44,7 +44,7 @@ class RunState:
     """``run.json``: the little that must be known of a run without opening its database.
 
     ``pid`` on ``host`` trains it, and ``pid_started`` (clock ticks since boot) tells that process from a later one of the same
-    number. ``settings`` holds what was chosen for the machine and is frozen from then on: slots, threads.
+    number.
     """
 
     name: str
@@ -55,12 +55,11 @@ class RunState:
     host: str
     parent: Parent | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
-    settings: Mapping[str, Any] = field(default_factory=dict)
     format: int = FORMAT
     oncurve: str = field(default_factory=oncurve_version)
 
     @classmethod
-    def started(cls, name: str, parent: Parent | None = None, settings: Mapping[str, Any] | None = None) -> RunState:
+    def started(cls, name: str, parent: Parent | None = None) -> RunState:
         """The state of a run that this process begins now."""
         pid = os.getpid()
         return cls(
@@ -72,7 +71,6 @@ class RunState:
             host=socket.gethostname(),
             parent=parent,
             environment=environment(),
-            settings=settings or {},
         )
 
     @property
@@ -123,9 +121,7 @@ class RunFolder:
         return self.path / "model"
 
     @classmethod
-    def create(
-        cls, runs_dir: Path, name: str, *, parent: Parent | None = None, settings: Mapping[str, Any] | None = None
-    ) -> RunFolder:
+    def create(cls, runs_dir: Path, name: str, *, parent: Parent | None = None) -> RunFolder:
         """A new folder ``<name>-<number>``, numbered on from the largest. Two processes never get the same: mkdir decides."""
         label = re.sub(r"[^\w.-]+", "-", name).strip(".-") or "run"
         with disk_errors(runs_dir):
@@ -137,10 +133,10 @@ class RunFolder:
                     path.mkdir()
                     break
                 number += 1
-        return cls(path)._begin(parent, settings)
+        return cls(path)._begin(parent)
 
     @classmethod
-    def create_at(cls, path: Path, *, parent: Parent | None = None, settings: Mapping[str, Any] | None = None) -> RunFolder:
+    def create_at(cls, path: Path, *, parent: Parent | None = None) -> RunFolder:
         """A new folder just there, for ``--out``; one that exists is refused."""
         try:
             with disk_errors(path.parent):
@@ -153,24 +149,33 @@ class RunFolder:
             ) from error
         except OSError as error:
             raise disk_error(path, error.errno, error.strerror or str(error)) from error
-        return cls(path)._begin(parent, settings)
+        return cls(path)._begin(parent)
 
-    def _begin(self, parent: Parent | None, settings: Mapping[str, Any] | None) -> RunFolder:
+    def _begin(self, parent: Parent | None) -> RunFolder:
         try:
-            self.write_state(RunState.started(self.name, parent, settings))
+            self.write_state(RunState.started(self.name, parent))
         except OncurveError:
             self.path.rmdir()
             raise
         return self
 
     @classmethod
-    def open(cls, name_or_path: str | Path, runs_dir: Path) -> RunFolder:
-        """A run by its name among ``runs_dir``, or by its path. Its state has been read and understood."""
+    def find(cls, name_or_path: str | Path, runs_dir: Path) -> RunFolder | None:
+        """A run by its name among ``runs_dir``, or by its path; None where there is none. Its state has been read and
+        understood."""
         for path in (runs_dir / name_or_path, Path(name_or_path)):
             if (path / STATE).exists():
                 run = cls(path)
                 run.state()
                 return run
+        return None
+
+    @classmethod
+    def open(cls, name_or_path: str | Path, runs_dir: Path) -> RunFolder:
+        """The same; where there is none, an error that says so."""
+        found = cls.find(name_or_path, runs_dir)
+        if found is not None:
+            return found
         for path in (runs_dir / name_or_path, Path(name_or_path)):
             if path.exists():
                 raise RunError(
@@ -254,9 +259,10 @@ def _read_state(path: Path) -> RunState:
 
 
 def _state_from(found: Mapping[str, Any]) -> RunState:
-    """Strict about what is relied on; anything wrong raises ValueError, KeyError or TypeError."""
+    """Strict about what is relied on: anything wrong raises ValueError, KeyError or TypeError. The rest is passed over."""
     parent = None if found["parent"] is None else Parent(**found["parent"])
-    state = RunState(**{**found, "parent": parent, "created": float(found["created"]), "pid": int(found["pid"])})
+    known = {key: value for key, value in found.items() if key in RunState.__slots__}
+    state = RunState(**{**known, "parent": parent, "created": float(found["created"]), "pid": int(found["pid"])})
     if state.status not in STATUSES:
         raise ValueError(f"status '{state.status}'")
     return state

@@ -9,7 +9,7 @@ from pathlib import Path
 from oncurve.errors import OncurveError, RecipeError, RunError
 from oncurve.recipe.load import load_recipe
 from oncurve.recipe.schema import Recipe
-from oncurve.runs.folder import STATE, RunFolder, list_runs
+from oncurve.runs.folder import RunFolder, list_runs
 from oncurve.train.given import refuse_from_python
 
 UNFINISHED = ("interrupted", "failed")
@@ -26,16 +26,12 @@ class Plan:
     advice: str | None = None
 
 
-def is_run(target: str, runs_dir: Path) -> bool:
-    """Whether a word on the command line names a run: its folder, or its name among the runs."""
-    return any((folder / STATE).exists() for folder in (Path(target), runs_dir / target))
-
-
 def plan(target: str, sets: Sequence[str], out: Path | None, runs_dir: Path, resume: bool) -> Plan:
     """Without --resume a recipe begins a new run. With it: the run that was named, the one at --out, or the recipe's newest
     unfinished one. Where --out is not there yet it is begun, so that a job that is started over and over needs one command."""
-    if is_run(target, runs_dir) and not Path(target).is_file():
-        return _named_run(target, sets, runs_dir, resume)
+    run = None if Path(target).is_file() else RunFolder.find(target, runs_dir)
+    if run is not None:
+        return _named_run(target, run, sets, resume)
     recipe = load_recipe(target, sets)
     if not resume:
         return Plan(recipe=recipe, advice=None if out else _reminder(recipe, runs_dir))
@@ -46,8 +42,7 @@ def plan(target: str, sets: Sequence[str], out: Path | None, runs_dir: Path, res
     return _of_recipe(recipe, unfinished(recipe.name, runs_dir), sets, target)
 
 
-def _named_run(target: str, sets: Sequence[str], runs_dir: Path, resume: bool) -> Plan:
-    run = RunFolder.open(target, runs_dir)
+def _named_run(target: str, run: RunFolder, sets: Sequence[str], resume: bool) -> Plan:
     stands = run.state().shown
     if not resume:
         raise RecipeError(

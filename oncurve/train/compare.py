@@ -27,7 +27,7 @@ from oncurve.recipe.load import dump_recipe, parse_recipe
 from oncurve.recipe.sampled import Sampled
 from oncurve.recipe.schema import Recipe
 from oncurve.runs.checkpoints import list_checkpoints
-from oncurve.runs.disk import disk_errors, replace_file
+from oncurve.runs.disk import put_file
 from oncurve.runs.folder import STATE, RunFolder
 from oncurve.runs.store import Store
 
@@ -120,9 +120,7 @@ class Comparison:
             raise RunError(
                 str(folder), "not empty", because="a comparison has a folder of its own", fix="name another by --out"
             )
-        with disk_errors(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-        replace_file(file, json.dumps(asdict(request), indent=2).encode())
+        put_file(file, json.dumps(asdict(request), indent=2).encode())
         return made
 
     def go(self) -> list[Outcome]:
@@ -170,9 +168,7 @@ class Comparison:
         if folder.exists() and not (folder / STATE).exists():
             shutil.rmtree(folder)  # a run that was killed before it knew its own name
         file = self.folder / "recipes" / f"{folder.name}.toml"
-        with disk_errors(file):
-            file.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(file, dump_recipe(recipe).encode())
+        put_file(file, dump_recipe(recipe).encode())
         self.run(file, folder)
 
     def _finished(self, name: str, recipe: Recipe) -> Outcome:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from oncurve.errors import DataError
+from oncurve.runs.disk import put_file
 
 HEAD = "# Experiences\n\nEach is advice that goes before the question. Edit, add or delete lines as you like.\n\n"
 _LINE = re.compile(r"- \*\*E(\d+)\*\* (.+)")
@@ -41,11 +42,8 @@ class Library:
         return cls(found, max(found, default=0))
 
     def write(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         lines = "".join(f"- **E{number}** {text}\n" for number, text in sorted(self.entries.items()))
-        aside = path.with_name(f".writing-{path.name}")
-        aside.write_text(HEAD + (lines or "None yet.\n"), encoding="utf-8")
-        aside.replace(path)
+        put_file(path, (HEAD + (lines or "None yet.\n")).encode())
 
     @property
     def told(self) -> str:

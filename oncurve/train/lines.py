@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from oncurve.runs.disk import disk_errors, replace_file
+from oncurve.runs.disk import put_file
 
 
 def lines_of(file: Path) -> list[dict[str, Any]]:
@@ -24,6 +24,4 @@ def lines_of(file: Path) -> list[dict[str, Any]]:
 def add_lines(file: Path, rows: Iterable[Mapping[str, Any]], step: int) -> None:
     """Puts a step's rows behind those of the steps before it."""
     kept = [line for line in lines_of(file) if line["step"] < step] + [{**row, "step": step} for row in rows]
-    with disk_errors(file):
-        file.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(file, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept).encode())
+    put_file(file, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept).encode())
