@@ -78,7 +78,10 @@ def _at(stages: Sequence[StageRow]) -> str:
 def _measured(evals: Sequence[EvalReport]) -> str:
     """Held-out accuracy at each measurement, by difficulty where the task has levels; of those without a rule the reward."""
     free = [report for report in evals if report.accuracy is None and report.reward is not None]
-    lines = [f"<tr><td>{escape(r.stage)} {r.step}</td><td>{r.reward:.2f}</td><td>{r.asked}</td></tr>" for r in free]
+    lines = [
+        f"<tr><td>{escape(r.stage)} {r.step}</td><td>{f'{r.reward:.2f}'.replace('-', '−')}</td><td>{r.asked}</td></tr>"
+        for r in free
+    ]
     heads = "<th>held-out reward</th><th>mean</th><th>prompts</th>"
     rewards = f"<h2>Held-out reward</h2><table><tr>{heads}</tr>{''.join(lines)}</table>" if lines else ""
     return _accuracies([report for report in evals if report.accuracy is not None]) + rewards

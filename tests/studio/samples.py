@@ -122,6 +122,15 @@ def eval_report(step: int, accuracy: float) -> EvalReport:
     return EvalReport("grpo", step, accuracy, 2, {"1 digit": (1, 2)}, {}, groups)
 
 
+def make_free_run(runs_dir: Path, name: str) -> RunFolder:
+    """A run without a rule: its two measurements have a reward, and no accuracy."""
+    run = make_run(runs_dir, name)
+    with Store.open(run.path, read_only=False) as store:
+        for step, reward in ((0, -1.25), (4, 0.5)):
+            store.record_eval(EvalReport("grpo", step, None, 2, {}, {"reward": reward}, eval_report(step, 0.0).groups))
+    return run
+
+
 def make_run(runs_dir: Path, name: str, steps: int = 4, finished: bool = True, sets: tuple[str, ...] = ()) -> RunFolder:
     run = RunFolder.create_at(runs_dir / name)
     run.write_recipe(dump_recipe(parse_recipe(RECIPE, [f"grpo.steps={max(steps, 8)}", *sets])))

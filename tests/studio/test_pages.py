@@ -14,7 +14,7 @@ from playwright.sync_api import Browser, Page, expect
 from oncurve.runs.store import Store
 from oncurve.studio.feedback import FILE
 from tests.studio.browsing import a_browser, a_page
-from tests.studio.samples import HOSTILE, make_run, step_report
+from tests.studio.samples import HOSTILE, make_free_run, make_run, step_report
 from tests.studio.serving import Served, served
 
 pytestmark = pytest.mark.slow
@@ -93,6 +93,16 @@ def test_a_chart_is_saved(studio: Served, browser: Browser, kind: str) -> None:
         assert downloaded.value.suggested_filename == f"sums-1-kl.{kind.lower()}"
     starts = {"CSV": b"step,sums-1 kl\n1,0.01\n2,0.02\n", "PNG": b"\x89PNG", "SVG": b"<svg xmlns"}
     assert content.startswith(starts[kind])
+
+
+def test_a_run_without_a_rule_shows_its_held_out_reward(tmp_path: Path, browser: Browser) -> None:
+    make_free_run(tmp_path, "talk")
+    make_run(tmp_path, "sums")
+    with served(tmp_path) as here, a_page(browser, f"{here.address}/#/runs?run=talk", 1280) as watched:
+        expect(watched.page.locator("li", has_text="talk")).to_contain_text("held-out reward 0.50")
+        expect(watched.page.locator("li", has_text="sums")).to_contain_text("held-out 50.0 %")
+        expect(watched.page.get_by_role("heading", name="Held-out reward")).to_be_visible()
+        expect(watched.page.get_by_role("heading", name="Held-out accuracy")).to_have_count(0)
 
 
 def test_a_live_run_is_seen_to_move(tmp_path: Path, browser: Browser) -> None:

@@ -12,7 +12,7 @@ from oncurve.errors import OncurveError
 from oncurve.runs.folder import RunFolder
 from oncurve.studio.drawing import chart, ticks
 from oncurve.studio.report import report_html
-from tests.studio.samples import HOSTILE, make_run
+from tests.studio.samples import HOSTILE, make_free_run, make_run
 
 
 class Elements(HTMLParser):
@@ -35,6 +35,15 @@ def test_it_has_curves_groups_and_the_recipe(told: str) -> None:
     assert "Worst groups" in told
     assert "[[stages]]" in told
     assert "50.0 %" in told
+
+
+def test_without_a_rule_it_has_the_held_out_reward(tmp_path: Path, told: str) -> None:
+    free = report_html(make_free_run(tmp_path, "talk"))
+    assert "<h2>Held-out reward</h2>" in free
+    assert "<td>grpo 0</td><td>−1.25</td>" in free
+    assert "<td>grpo 4</td><td>0.50</td>" in free
+    assert "Held-out accuracy" not in free
+    assert "Held-out reward" not in told
 
 
 def test_it_fetches_nothing_and_runs_nothing(told: str) -> None:

@@ -16,9 +16,10 @@ import pytest
 
 from oncurve.runs.folder import RunFolder
 from oncurve.runs.store import Store
-from oncurve.studio.curves import Follower, thinned
+from oncurve.studio.curves import Follower, curves, thinned
+from oncurve.studio.overview import overview
 from oncurve.studio.pieces import pieces
-from tests.studio.samples import HOSTILE, completion, make_run, step_report
+from tests.studio.samples import HOSTILE, completion, make_free_run, make_run, step_report
 from tests.studio.serving import Served, served
 
 
@@ -58,6 +59,14 @@ def test_curves(studio: Served) -> None:
     assert metrics["loss"]["values"] == [0.01, None, 0.01, 0.01]
     assert metrics["seconds/sample"]["values"] == [0.5] * 4
     assert told["evals"][0]["accuracy"] == 0.5
+
+
+def test_a_run_without_a_rule_has_rewards_for_accuracies(tmp_path: Path) -> None:
+    run = make_free_run(tmp_path, "talk")
+    told = curves(run)["evals"]
+    assert [(e["step"], e["accuracy"], e["reward"]) for e in told] == [(0, None, -1.25), (4, None, 0.5)]
+    (listed,) = overview(tmp_path)
+    assert (listed["accuracy"], listed["heldout_reward"]) == (None, 0.5)
 
 
 def test_thinning_keeps_the_spikes() -> None:

@@ -8,12 +8,14 @@ export interface ChartKind {
   metrics: string[];
   /** A band around the first metric: its lower and upper edge from two metrics, or that metric ± another. */
   band?: { low: string; high: string } | { spread: string };
-  evals?: boolean;
+  /** What of the measurements on held-out prompts is drawn; the reward of those alone that have no accuracy, for want of a rule. */
+  evals?: "accuracy" | "reward";
 }
 
 export const CHARTS: ChartKind[] = [
   { id: "reward", title: "Reward and its spread", metrics: ["reward"], band: { spread: "reward_std" } },
-  { id: "heldout", title: "Held-out accuracy", metrics: [], evals: true },
+  { id: "heldout", title: "Held-out accuracy", metrics: [], evals: "accuracy" },
+  { id: "heldout_reward", title: "Held-out reward", metrics: [], evals: "reward" },
   { id: "accuracy", title: "Accuracy while training", metrics: ["accuracy"] },
   { id: "aspects", title: "Reward by aspect", metrics: ["reward/"] },
   { id: "no_signal", title: "Groups without signal", metrics: ["no_signal_share"] },
@@ -66,9 +68,11 @@ export function draw(kind: ChartKind, runs: RunCurves[], stage: string, palette:
 function pick(kind: ChartKind, run: RunCurves, stage: string): Map<string, Map<number, number | null>> {
   const found = new Map<string, Map<number, number | null>>();
   if (kind.evals) {
-    const points = run.evals.filter((one) => one.stage === stage).map((one) => [one.step, one.accuracy] as const);
-    const before = run.evals.filter((one) => one.stage !== stage && earlier(run, one.stage, stage)).at(-1);
-    // A stage starts from where the one before it ended: that measurement is its step 0.
+    const ruled = kind.evals === "accuracy";
+    const measured = run.evals.filter((one) => ruled === (one.accuracy !== null));
+    const points = measured.filter((one) => one.stage === stage).map((one) => [one.step, ruled ? one.accuracy : one.reward] as const);
+    // A stage starts from where the one before it ended: that accuracy is its step 0. Its reward may be another; it measures its own.
+    const before = ruled ? measured.filter((one) => one.stage !== stage && earlier(run, one.stage, stage)).at(-1) : undefined;
     if (points.length) found.set(EVAL, new Map(before ? [[0, before.accuracy], ...points] : points));
     return found;
   }

@@ -1,7 +1,7 @@
 // What the server tells, and how it is asked. Every address is this machine's own.
 
 export interface StageState { name: string; type: string; steps: number; done: number; finished: boolean }
-export interface EvalPoint { stage: string; step: number; accuracy: number | null; asked: number; by_difficulty?: Record<string, [number, number]> }
+export interface EvalPoint { stage: string; step: number; accuracy: number | null; reward: number | null; asked: number; by_difficulty?: Record<string, [number, number]> }
 export interface RunState {
   name: string;
   status: "running" | "finished" | "interrupted" | "failed" | "broken";
@@ -11,6 +11,7 @@ export interface RunState {
   stages: StageState[];
   eta: number | null;
   accuracy: number | null;
+  heldout_reward: number | null;
   evals: EvalPoint[];
   metrics: Record<string, number | null>;
   completions: number;
