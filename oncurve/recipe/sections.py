@@ -289,14 +289,16 @@ class StageBase(Section):
     """Compute activations again in the backward pass instead of keeping them: less memory, about a third more time. `auto`: on
     a GPU, for as many layers as memory asks for. The gradient is the same."""
     eval_every: Count = 0
-    """Measure on held-out problems every so many steps, besides the stage's end; 0: only at the end."""
+    """Measure on held-out problems every so many steps, besides the stage's end; 0: only at the end. Where no rule says what is
+    right, the mean reward is the measure, and is taken before the first step too."""
     save_every: Count = 0
     """Write a checkpoint every so many steps, besides the stage's end; 0: only at the end."""
     keep_checkpoints: PositiveInt = 3
     """How many checkpoints of a stage are kept, the newest first. The stage's last is always kept."""
     keep_best: str | None = None
-    """Keep also the checkpoint with the best value of this metric: `heldout_accuracy` (measured at its step: see `eval_every`),
-    `reward`, or any other that the stage records; of losses, KLs and shares of failures the lowest is best. Unset: none."""
+    """Keep also the checkpoint with the best value of this metric: `heldout_accuracy` (measured at its step: see `eval_every`;
+    the held-out reward where no rule says what is right), `reward`, or any other that the stage records; of losses, KLs and
+    shares of failures the lowest is best. Unset: none."""
 
     @property
     def label(self) -> str:
