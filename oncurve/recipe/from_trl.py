@@ -20,7 +20,13 @@ from oncurve.recipe.tree import field_at, toml
 from oncurve.recipe.trl_config import NoCounterpart, TrlConfig
 from oncurve.recipe.trl_options import TRL_OPTIONS
 
-BUILT_IN_REWARDS = {"accuracy_reward": "answer", "reasoning_accuracy_reward": "answer", "think_format_reward": "format"}
+BOXED = {"type": "math", "take": "boxed", "column": "solution"}
+BUILT_IN_REWARDS = {
+    "accuracy_reward": BOXED,
+    "reasoning_accuracy_reward": BOXED,
+    "think_format_reward": {"type": "format", "pattern": "<think>(?!.*<think>).*?</think>.*"},
+}
+"""TRL's own reward functions, and the rewards that say the same (`tests/parity/test_trl_rewards.py`)."""
 
 LEARNED = "reward model"
 
@@ -138,13 +144,11 @@ def _rewards(config: TrlConfig) -> tuple[list[list[Line]], list[Note]]:
 def _reward(name: str) -> tuple[list[Line], Note | None]:
     comment = f"TRL reward_funcs: {name}"
     if name in BUILT_IN_REWARDS:
-        kind = BUILT_IN_REWARDS[name]
+        options = BUILT_IN_REWARDS[name]
         note = Note(
-            name,
-            None,
-            f"became the reward '{kind}', which reads answers its own way; see oncurve recipe explain rewards.{kind}",
+            name, None, f"became the reward '{options['type']}'; where they differ: docs/rewards.md, Beside TRL's rewards"
         )
-        return [Line("type", kind, comment)], note
+        return [Line(key, value, comment if key == "type" else "as it is in TRL") for key, value in options.items()], note
     module, _, function = name.rpartition(".")
     place = f"{module or 'rewards'}:{function}"
     return [Line("type", "python", comment), Line("name", function, comment), Line("function", place, comment)], None

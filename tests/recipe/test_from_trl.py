@@ -171,6 +171,14 @@ def test_rewards_and_their_weights(tmp_path: Path) -> None:
     assert {"reward_model_name_or_path", "reward_funcs", "think_format_reward"} <= {note.option for note in notes}
 
 
+def test_the_rewards_of_trl_become_those_that_say_the_same(tmp_path: Path) -> None:
+    """What they are compared with is in `tests/parity/test_trl_rewards.py`, by the same options."""
+    recipe, _, _ = translate(tmp_path, "reward_funcs: [accuracy_reward, think_format_reward]")
+    boxed, think = recipe.rewards
+    assert (boxed.type, boxed.options) == ("math", {"take": "boxed", "column": "solution"})
+    assert (think.type, think.options) == ("format", {"pattern": "<think>(?!.*<think>).*?</think>.*"})
+
+
 def test_an_adapter(tmp_path: Path) -> None:
     yaml = "use_peft: true\nlora_alpha: 64\nlora_target_modules: [q_proj, v_proj]\nuse_rslora: true\nload_in_4bit: true"
     model = translate(tmp_path, yaml)[0].model
