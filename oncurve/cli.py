@@ -174,10 +174,10 @@ def evaluate(
     """Measure accuracy on held-out problems, with a 95 % interval, by difficulty; where no rule says what is right, reward."""
     from oncurve.terminal.evaluation import eval_data, render_eval
     from oncurve.terminal.hush import hush
-    from oncurve.train.opened import find_run, measure, open_target, recipe_for
+    from oncurve.train.opened import measure, open_target, recipe_for
 
     hush()
-    recipe = recipe_for(task, find_run(target, runs), sets or [], target)
+    recipe = recipe_for(task, RunFolder.find(target, runs), sets or [], target)
     opened = open_target(target, runs, recipe.model)
     report = measure(opened, recipe, samples=samples, temperature=temperature)
     count = samples or recipe.evaluation.samples

@@ -246,6 +246,6 @@ class Drive:
 
 def error_of(data: Mapping[str, Any], run: RunFolder, minutes: float | None) -> OncurveError:
     """What ended the learner, as the error that it was."""
-    if data["class"] == "TimeUp" and minutes is not None:
+    if data["kind"] == "TimeUp" and minutes is not None:
         return running.TimeUp(run, minutes)
     return untold(dict(data))

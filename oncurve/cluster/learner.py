@@ -44,7 +44,6 @@ from oncurve.train.run import DETOUR, RewardsOf, TaskOf, Trainer
 from oncurve.train.stages import StageLoop
 from oncurve.train.start import frozen, moved, prepare
 
-HEARD = ("on_run_start", "on_stage_start", "on_step", "on_eval", "on_checkpoint", "on_stage_end", "on_event", "on_run_end")
 LOCK_S = 20.0
 """How long to wait for a learner before this one to be gone: Ray ends it when its driver dies, and that takes a moment."""
 BEAT_S = 0.5
@@ -101,7 +100,7 @@ class Learner:
                 self.trainer = trainer = self._leading(run, recipe, Part(task, crew), world)
                 trainer.train(resume=run.database.exists())
         except OncurveError as error:
-            return {**told(error, self.name), "class": type(error).__name__}
+            return told(error, self.name)
         return None
 
     def _leading(self, run: RunFolder, recipe: Recipe, of: Part, world: World) -> ClusterTrainer:
@@ -172,7 +171,7 @@ class Relay(Listener):
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[tuple[str, tuple[Any, ...]]] = queue.SimpleQueue()
-        for name in HEARD:
+        for name in (name for name in vars(Listener) if name.startswith("on_")):
             setattr(self, name, lambda *given, name=name: self._queue.put((name, tuple(map(light, given)))))
 
     def next(self, wait_s: float) -> list[tuple[str, tuple[Any, ...]]]:
@@ -244,8 +243,8 @@ class ClusterTrainer(Trainer):
         self._say(f"the learner is on {here()}; {len(self.crew.samplers)} samplers{workers}")
         super()._stages(start)
 
-    def loop(self, stage: Stage, detour: int) -> StageLoop:
-        made = super().loop(stage, detour)
+    def loop(self, stage: Stage, detour: int, start: Checkpoint | None) -> StageLoop:
+        made = super().loop(stage, detour, start)
         if isinstance(self.engine, RemoteEngine):
             seed = self.recipe.seed + detour * DETOUR
             self.engine.foresee(self._ahead(stage, seed) if isinstance(stage, Sampled) else None)

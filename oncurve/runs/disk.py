@@ -116,7 +116,11 @@ def put_whole(target: Path, write: Callable[[Path], object]) -> None:
     """A folder as ``write`` makes it, there whole or not at all; one that was there before is replaced."""
     aside = target.with_name(f".writing-{target.name}")
     with disk_errors(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(aside, ignore_errors=True)
-        write(aside)
-        shutil.rmtree(target, ignore_errors=True)
-        aside.rename(target)
+        try:
+            write(aside)
+            shutil.rmtree(target, ignore_errors=True)
+            aside.rename(target)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)

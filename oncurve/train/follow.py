@@ -100,10 +100,7 @@ def _begun(trainer: Trainer, stage: Stage, detour: int, start: str | None) -> St
     found = None if start is None else checkpoints.load(Path(start))
     if found is not None and trainer.policy is not None:
         load_weights(trainer.policy, found.tensors["model"])
-    loop = trainer.loop(stage, detour)
-    if found is not None and found.stage == stage.label:
-        loop.load_state(found.tensors)
-    return loop
+    return trainer.loop(stage, detour, found)
 
 
 def _step(trainer: Trainer, stage: Stage, loop: StageLoop, n: int, replies: dict[str, str]) -> None:

@@ -19,8 +19,8 @@ from oncurve.recipe.schema import Evaluation, Recipe
 from oncurve.recipe.sections import Model
 from oncurve.records import EvalReport
 from oncurve.runs import checkpoints
-from oncurve.runs.disk import disk_errors
-from oncurve.runs.folder import STATE, RunFolder
+from oncurve.runs.disk import put_whole
+from oncurve.runs.folder import RunFolder
 from oncurve.tasks.registry import TASKS
 from oncurve.train.evaluate import evaluate, usual_limit
 from oncurve.train.given import is_from_python, refuse_from_python
@@ -37,24 +37,17 @@ class Opened:
     run: RunFolder | None = None
 
 
-def find_run(target: str, runs_dir: Path) -> RunFolder | None:
-    """The run that a word on the command line means; None where it is none, and so perhaps a model."""
-    if (runs_dir / target / STATE).exists() or (Path(target) / STATE).exists():
-        return RunFolder.open(target, runs_dir)
-    return None
-
-
 def open_target(target: str, runs_dir: Path, model: Model | None = None) -> Opened:
     """``model`` says in what precision and on which device a plain model is loaded; a run's recipe says it for a run. Where
     nothing says it, bfloat16 on a GPU and float32 on a CPU.
 
     RUN@STAGE-STEP is a checkpoint of a run.
     """
-    run = find_run(target, runs_dir)
+    run = RunFolder.find(target, runs_dir)
     if run is not None:
         return Opened(open_run(run), run.name, run)
     name, sign, place = target.rpartition("@")
-    of = find_run(name, runs_dir) if sign else None
+    of = RunFolder.find(name, runs_dir) if sign else None
     if of is not None:
         return Opened(open_run(of, place), target, of)
     plain = model or Model(dtype="bfloat16" if choose_device("auto").type == "cuda" else "float32")
@@ -110,18 +103,10 @@ def export(run: RunFolder, target: Path) -> None:
     """The run's model as a folder in Hugging Face format, there whole or not at all; a folder that exists is refused."""
     if target.exists():
         raise RunError(str(target), "already there", because="an export never writes over anything", fix="choose another name")
-    aside = target.with_name(f".writing-{target.name}")
-    with disk_errors(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(aside, ignore_errors=True)
-        try:
-            if (run.model / "config.json").is_file():
-                shutil.copytree(run.model, aside)
-            else:
-                open_run(run).save(aside)
-            aside.rename(target)
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
+    if (run.model / "config.json").is_file():
+        put_whole(target, lambda folder: shutil.copytree(run.model, folder))
+    else:
+        put_whole(target, open_run(run).save)
 
 
 def recipe_for(task: str | None, run: RunFolder | None, sets: list[str], source: str) -> Recipe:
@@ -143,7 +128,8 @@ def recipe_for(task: str | None, run: RunFolder | None, sets: list[str], source:
 
 
 def measure(opened: Opened, recipe: Recipe, *, samples: int | None = None, temperature: float | None = None) -> EvalReport:
-    """Held-out accuracy on the task and rewards of the recipe's last stage, under its evaluation settings where not told."""
+    """Held-out accuracy, or reward where no rule says what is right, on the task and rewards of the recipe's last stage, under
+    its evaluation settings where not told."""
     stage = recipe.stages[-1]
     refuse_from_python(recipe, stage)
     torch.set_num_threads(recipe.threads or os.cpu_count() or 1)
@@ -151,6 +137,9 @@ def measure(opened: Opened, recipe: Recipe, *, samples: int | None = None, tempe
     rewards.attach(lambda: opened.policy.decode, None if opened.run is None else opened.run.path)
     if not task.heldout:
         raise RecipeError("task.heldout", "no held-out prompts", because="there is nothing to measure on", fix="hold some out")
+    if not rewards.rewards:
+        because = f"the task '{recipe.task.type}' has no usual reward here, so there is nothing to measure by"
+        raise RecipeError("rewards", "none", because=because, fix="name a recipe with rewards by --task")
     changed = {"samples": samples, "temperature": temperature}
     settings = Evaluation.model_validate(recipe.evaluation.model_dump() | {k: v for k, v in changed.items() if v is not None})
     limit = stage.sampling.max_new_tokens if isinstance(stage, Sampled) else usual_limit(opened.policy, task.heldout)
@@ -163,9 +152,11 @@ def measure(opened: Opened, recipe: Recipe, *, samples: int | None = None, tempe
 
 
 def _refuse_ungraded(report: EvalReport, decider: str | None) -> None:
-    """Where the reward that decides failed on every completion, the measurement would read as 0 %."""
-    aspects = [a for group in report.groups for scored in group.scored for a in scored.aspects if a.name == decider]
-    failures = [a.failure for a in aspects if a.failure is not None]
-    if failures and len(failures) == len(aspects):
+    """Where the reward that decides failed on every completion, the measurement would read as 0 %; where none decides and none
+    counted, there would be nothing to read."""
+    aspects = [a for group in report.groups for scored in group.scored for a in scored.aspects]
+    asked = [a for a in aspects if (a.weight != 0 if decider is None else a.name == decider)]
+    failed = [a for a in asked if a.failure is not None]
+    if failed and len(failed) == len(asked):
         fix = "mend the reward, or name another task or recipe by --task"
-        raise RewardError(f"rewards.{decider}", "no answer could be graded", because=failures[0], fix=fix)
+        raise RewardError(f"rewards.{failed[0].name}", "no answer could be graded", because=failed[0].failure or "", fix=fix)

@@ -20,7 +20,7 @@ from oncurve.runs.folder import RunFolder
 from oncurve.runs.reading import Reader
 from oncurve.runs.store import Store
 from oncurve.train.given import refuse_from_python
-from oncurve.train.run import Trainer, detours, load_weights
+from oncurve.train.run import Trainer, detours, load_weights, steps_behind
 from oncurve.train.start import prepare
 
 
@@ -123,11 +123,8 @@ def _again(trainer: Trainer, store: Reader, start: Checkpoint | None, name: str,
     names = [s.label for s in stages]
     first = names.index(start.stage) if start is not None else 0
     for stage in stages[first : names.index(name) + 1]:
-        own = start if start is not None and start.stage == stage.label else None
-        begun = own.step if own is not None else 0
-        loop = trainer.loop(stage, detours(store, stage.label, begun))
-        if own is not None:
-            loop.load_state(own.tensors)
+        begun = steps_behind(start, stage)
+        loop = trainer.loop(stage, detours(store, stage.label, begun), start)
         for n in range(begun + 1, (step if stage.label == name else done[stage.label]) + 1):
             trainer.memory.at(store.replies(stage.label, n))
             yield loop.step(n)

@@ -187,13 +187,10 @@ class Trainer:
 
     def _steps(self, position: int, stage: Stage, start: Checkpoint | None) -> None:
         """The stage from its beginning, or from a checkpoint of its own."""
-        own = start if start is not None and start.stage == stage.label else None
-        done = own.step if own else 0
+        done = steps_behind(start, stage)
         detour = detours(self.store, stage.label, done)
         self.world_of(stage).tell("stage", position=position, detour=detour, start=str(start.path) if start else None)
-        loop = self.loop(stage, detour)
-        if own:
-            loop.load_state(own.tensors)
+        loop = self.loop(stage, detour, start)
         self.tell.on_stage_start(stage.label, stage.type, position, stage.steps, done)
         for remark in self.rewards_of(stage).remarks:
             self.tell.on_event("rewards", remark, stage.label)
@@ -219,11 +216,16 @@ class Trainer:
         """Who takes part in a stage."""
         return self.world if is_shared(stage) else ALONE
 
-    def loop(self, stage: Stage, detour: int) -> StageLoop:
-        """A stage's loop, ready for its first step; after ``detour`` roll-backs it draws other samples."""
+    def loop(self, stage: Stage, detour: int, start: Checkpoint | None) -> StageLoop:
+        """A stage's loop, ready for its first step or for the one after its checkpoint ``start`` (another stage's is passed
+        over); after ``detour`` roll-backs it draws other samples."""
         recipe = self.recipe.model_copy(update={"seed": self.recipe.seed + detour * DETOUR}) if detour else self.recipe
         world = self.world_of(stage)
-        return loop_for(stage, Parts(recipe, self.task_of(stage), self.engine, self.rewards_of(stage), self.run.path, world))
+        parts = Parts(recipe, self.task_of(stage), self.engine, self.rewards_of(stage), self.run.path, world)
+        made = loop_for(stage, parts)
+        if start is not None and start.stage == stage.label:
+            made.load_state(start.tensors)
+        return made
 
     def _one_step(self, stage: Stage, loop: StageLoop, n: int) -> None:
         known = self.store.replies(stage.label, n)
@@ -276,7 +278,7 @@ class Trainer:
         """The last checkpoint's weights, the steps after it forgotten. The event says so first: a kill here changes nothing."""
         self._note_saved(self.saver.wait())
         start = self._last_checkpoint()
-        to = start.step if start is not None and start.stage == stage.label else 0
+        to = steps_behind(start, stage)
         been = [e for e in self.store.events("rollback") if e.stage == stage.label and e.data["to"] == to]
         if start is None or len(been) >= MOST_ROLLBACKS:
             found = "no checkpoint to go back to" if start is None else f"{len(been)} roll-backs to step {to} did not help"
@@ -398,6 +400,11 @@ class Trainer:
         self.stop_signal = number
         for one in self.listeners:  # not the recorder: the signal may have come amid its transaction
             one.on_event("signal", STOPPING)
+
+
+def steps_behind(start: Checkpoint | None, stage: Stage) -> int:
+    """How many steps of a stage a checkpoint has behind it: none where there is none, or where it is another stage's."""
+    return start.step if start is not None and start.stage == stage.label else 0
 
 
 def detours(store: Reader, stage: str, step: int) -> int:
