@@ -239,7 +239,8 @@ class StepReport:
     """One optimiser-visible step of a stage, as it is stored and shown.
 
     ``metrics`` are plain numbers by name (``oncurve.runs.metrics`` explains each); ``seconds`` is time by phase. ``stats`` runs
-    parallel to ``groups`` and their completions, and is None where a completion was not forwarded (a group without signal).
+    parallel to ``groups`` and their completions, and is None where a completion was not forwarded (a group without signal);
+    nothing at all where the stage forwards none.
     """
 
     stage: str

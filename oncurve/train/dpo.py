@@ -26,7 +26,7 @@ from oncurve.tasks.order import places_for_step
 from oncurve.tasks.pairs import Pair, Taught, counted, read_pairs
 from oncurve.train.clock import Clock
 from oncurve.train.idle import idle
-from oncurve.train.memory import with_less
+from oncurve.train.memory import InPacks
 from oncurve.train.peak import peak_memory_mib
 from oncurve.train.phases import utilisation
 from oncurve.train.sharded import optimiser_for
@@ -34,7 +34,7 @@ from oncurve.train.sharded import optimiser_for
 T = TypeVar("T")
 
 
-class DpoLoop:
+class DpoLoop(InPacks):
     """One optimiser update per step. ``pairs`` stand in for the stage's file, where they are given."""
 
     out_of_time = False
@@ -84,16 +84,11 @@ class DpoLoop:
         return StepReport(self.stage.label, n, metrics, clock.seconds)
 
     def _in_fitting_packs(self, places: Sequence[int], work: Callable[[list[tuple[Pack, list[int]]]], T]) -> T:
-        """What ``work`` makes of packs of this rank's part of the pairs: of packs of half the size, as often as memory runs out
-        in it, unless every pass is one of all ranks."""
+        """What ``work`` makes of packs of this rank's part of the pairs."""
         costs = [self.bundles[i].tokens for i in places]
         own = [places[k] for k in self.world.mine(costs)]
         budget = max(min(self.tokens_per_pack, sum(costs)), max(costs))
-        least = self.world.smallest(max(costs), budget)
-        done, enough = with_less(lambda tokens: work(self._packs(own, tokens)), budget, least=least, what="tokens_per_pack")
-        if enough < budget:
-            self.tokens_per_pack = enough
-        return done
+        return self.fitting(lambda tokens: work(self._packs(own, tokens)), budget, max(costs))
 
     def _gradient(self, packs: list[tuple[Pack, list[int]]], count: int) -> _Seen:
         """The gradient of one update over ``count`` pairs, summed over this rank's packs of them."""

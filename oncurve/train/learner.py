@@ -33,7 +33,7 @@ from oncurve.recipe.schema import Grpo
 from oncurve.records import Completion, Floats, GradedGroup, Group, Ints, ScoredGroup
 from oncurve.scale.world import ALONE, World
 from oncurve.train.idle import idle
-from oncurve.train.memory import with_less
+from oncurve.train.memory import InPacks
 from oncurve.train.parts import parts_of, tensors_of, whole_inputs, whole_outputs
 from oncurve.train.phases import Phases, utilisation
 from oncurve.train.seen import Learned, MicroBatch, Seat, Seen
@@ -42,7 +42,7 @@ from oncurve.train.sharded import optimiser_for
 T = TypeVar("T")
 
 
-class Learner:
+class Learner(InPacks):
     """Holds the optimiser and, where β > 0, the reference."""
 
     def __init__(self, policy: Policy, stage: Grpo, world: World = ALONE) -> None:
@@ -109,8 +109,7 @@ class Learner:
             self.tokens_per_pack = budget
             return [self._micro_batches(groups, chunk) for chunk in chunks]
 
-        least = self.world.smallest(max((longest(g) for g in groups), default=1), self.tokens_per_pack)
-        return with_less(attempt, self.tokens_per_pack, least=least, what="tokens_per_pack")[0]
+        return self.fitting(attempt, self.tokens_per_pack, max((longest(g) for g in groups), default=1))
 
     def _gradient(
         self, groups: Sequence[GradedGroup], batch: list[MicroBatch], totals: StepTotals, seen: Seen | None
@@ -131,15 +130,7 @@ class Learner:
         """What ``attempt`` makes of a batch: of the same rows in packs of half the size, as often as memory runs out in it."""
         whole = max((micro.pack.tokens for micro in batch), default=0)
         least = max((longest(groups[g]) for micro in batch for g, _ in micro.seats), default=0)
-        done, enough = with_less(
-            lambda budget: attempt(batch if budget == whole else resplit(groups, batch, budget)),
-            whole,
-            least=self.world.smallest(least, whole),
-            what="tokens_per_pack",
-        )
-        if enough < whole:
-            self.tokens_per_pack = enough
-        return done
+        return self.fitting(lambda budget: attempt(batch if budget == whole else resplit(groups, batch, budget)), whole, least)
 
     def kl_sums(self, scored: Sequence[ScoredGroup]) -> list[list[float]]:
         """Σ_t KL of each completion, for a KL inside the reward."""
@@ -193,10 +184,7 @@ class Learner:
 
         whole = min(self.tokens_per_pack, sum(b.tokens for b in bundles))
         least = max((len(b.prompt_ids) + max(map(len, b.completion_ids)) for b in bundles), default=1)
-        found, enough = with_less(attempt, whole, least=self.world.smallest(least, whole), what="tokens_per_pack")
-        if enough < whole:
-            self.tokens_per_pack = enough
-        return found
+        return self.fitting(attempt, whole, least)
 
     def _logps(self, pack: Pack) -> Tensor:
         return self.policy.pack_logps(pack, self._temperature)[0]

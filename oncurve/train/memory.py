@@ -17,6 +17,7 @@ from oncurve.errors import ModelError
 from oncurve.recipe.sections import Sampling
 from oncurve.records import Group, Prompt
 from oncurve.runs.notes import note
+from oncurve.scale.world import World
 
 T = TypeVar("T")
 
@@ -43,6 +44,21 @@ def with_less(attempt: Callable[[int], T], budget: int, *, least: int, what: str
         budget = max(budget // 2, least)
         release()
         note("memory", f"out of memory ({said}); tried again with {what} = {budget}")
+
+
+class InPacks:
+    """What forwards ``tokens_per_pack`` tokens at once, and fewer from where memory ran out on."""
+
+    tokens_per_pack: int
+    world: World
+
+    def fitting(self, attempt: Callable[[int], T], whole: int, least: int) -> T:
+        """What ``attempt`` makes of packs of so many tokens: of half as many, as often as memory runs out in it, unless every
+        pass is one of all ranks. No pack can be smaller than ``least``."""
+        done, enough = with_less(attempt, whole, least=self.world.smallest(least, whole), what="tokens_per_pack")
+        if enough < whole:
+            self.tokens_per_pack = enough
+        return done
 
 
 def release() -> None:

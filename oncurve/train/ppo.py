@@ -179,7 +179,7 @@ class PpoLearner(Learner):
                 if self._used(groups, chunk):
                     totals = self._totals([groups[g] for g in chunk])
                     self._value_step(self.in_fitting_packs(groups, batch, partial(self._accumulate_values, totals=totals)))
-        return Learned({}, [[None] * len(g.graded) for g in groups])
+        return Learned({}, [])
 
     def _micro_batch(self, groups: Sequence[GradedGroup], pack: Pack, seats: tuple[Seat, ...]) -> JudgedBatch:
         plain = super()._micro_batch(groups, pack, seats)

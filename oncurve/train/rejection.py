@@ -62,7 +62,7 @@ class RejectionLoop:
         graded = grade(scored, baseline="mean", scale="none", eps=1.0, mask_cut=False)
         metrics = describe(graded, self.rewards) | {"samples_kept": float(len(kept))}
         metrics["tokens_per_s"] = metrics["tokens"] / sum(clock.seconds.values())
-        return StepReport(self.stage.label, n, metrics, clock.seconds, graded, [[None] * len(g.graded) for g in graded])
+        return StepReport(self.stage.label, n, metrics, clock.seconds, graded)
 
     def _rows(self, group: ScoredGroup) -> Iterator[dict[str, Any]]:
         good = [s for s in group.scored if s.total is not None and not s.completion.cut and self._is_good(s)]

@@ -30,7 +30,7 @@ from oncurve.tasks.order import places_for_step
 from oncurve.tasks.pairs import counted
 from oncurve.tasks.preferences import Judged, Judgements, read_judgements
 from oncurve.train.clock import Clock
-from oncurve.train.memory import with_less
+from oncurve.train.memory import InPacks
 from oncurve.train.peak import peak_memory_mib
 from oncurve.train.sharded import optimiser_for
 
@@ -80,7 +80,7 @@ class Heard:
     gap: float
 
 
-class RewardModelLoop:
+class RewardModelLoop(InPacks):
     """Trains the reward model; the policy is only where it starts from. ``folder`` is the run's own."""
 
     out_of_time = False
@@ -192,8 +192,7 @@ class RewardModelLoop:
         self.world.from_first(lambda: put_whole(self.folder, lambda aside: save(self.model, self.policy.tokenizer, aside)))
 
     def _in_fitting_parts(self, rows: Sequence[Coded], work: Callable[[list[list[Coded]]], T]) -> T:
-        """What ``work`` makes of this rank's part of the rows in batches: of batches of half the size, as often as memory runs
-        out in it."""
+        """What ``work`` makes of this rank's part of the rows in batches."""
         costs = [coded.cost for coded in rows]
         own = self.world.mine(costs)
 
@@ -201,10 +200,7 @@ class RewardModelLoop:
             return work([[rows[i] for i in part] for part in batches(own, costs, budget)])
 
         budget = max(min(self.tokens_per_pack, len(rows) * max(costs)), max(costs))
-        done, enough = with_less(attempt, budget, least=max(costs), what="tokens_per_pack")
-        if enough < budget:
-            self.tokens_per_pack = enough
-        return done
+        return self.fitting(attempt, budget, max(costs))
 
     def _coded(self, judged: Sequence[Judged]) -> list[Coded]:
         coded = [code(self.policy.tokenizer, one, self.stage.kind) for one in judged]

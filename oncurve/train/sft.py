@@ -29,7 +29,7 @@ from oncurve.tasks.files import IMITATED, FileOptions, read_prompts, read_rows
 from oncurve.tasks.order import examples_for_step
 from oncurve.train.clock import Clock
 from oncurve.train.idle import idle
-from oncurve.train.memory import with_less
+from oncurve.train.memory import InPacks
 from oncurve.train.peak import peak_memory_mib
 from oncurve.train.phases import utilisation
 from oncurve.train.rejection import samples_file
@@ -85,7 +85,7 @@ def kept_apart(examples: Sequence[Example], stage: Sft) -> tuple[Sequence[Exampl
     return left, [e for e in examples if e.prompt.shown in aside]
 
 
-class SftLoop:
+class SftLoop(InPacks):
     """One optimiser update per step."""
 
     def __init__(
@@ -133,8 +133,7 @@ class SftLoop:
             idle(self.policy, more, self.policy.pack_logps)
             return total
 
-        least = self.world.smallest(max(bundle.tokens for bundle in bundles), self.tokens_per_pack)
-        total, self.tokens_per_pack = with_less(attempt, self.tokens_per_pack, least=least, what="tokens_per_pack")
+        total = self.fitting(attempt, self.tokens_per_pack, max(bundle.tokens for bundle in bundles))
         return self.world.summed({"loss": total})["loss"] / sum(int(wrote.sum()) for _, _, wrote in self.aside)
 
     def _measure(self, n: int) -> dict[str, float]:
@@ -176,10 +175,10 @@ class SftLoop:
         bundles = [Bundle(prompt, (completion,), (i,)) for i, (prompt, completion, _) in enumerate(chosen)]
         tokens = sum(int(wrote.sum()) for _, _, wrote in chosen)
         masks = [wrote for _, _, wrote in chosen]
-        least = self.world.smallest(max(bundle.tokens for bundle in bundles), self.tokens_per_pack)
+        longest = max(bundle.tokens for bundle in bundles)
         with clock("update"):
-            (loss, entropy, packs), self.tokens_per_pack = with_less(
-                lambda budget: self._gradient(bundles, masks, budget), self.tokens_per_pack, least=least, what="tokens_per_pack"
+            loss, entropy, packs = self.fitting(
+                lambda budget: self._gradient(bundles, masks, budget), self.tokens_per_pack, longest
             )
             seen = self.world.summed({"loss": loss, "entropy": entropy})
             update = self.optimiser.step(lambda: {"loss": seen["loss"]})

@@ -87,7 +87,7 @@ class TrainingFreeLoop:
         if self.stage.measure and (n == self.stage.steps or (self.stage.eval_every and n % self.stage.eval_every == 0)):
             with clock("eval"):
                 metrics |= self.measure()
-        return StepReport(self.stage.label, n, metrics, clock.seconds, graded, [[None] * len(g.graded) for g in graded])
+        return StepReport(self.stage.label, n, metrics, clock.seconds, graded)
 
     def sample(self, prompts: Sequence[Prompt], library: Library, count: int, n: int) -> list[Group]:
         """Groups through the endpoint. What can't be had ends the stage: an endpoint that is down is not a wrong answer."""

@@ -35,7 +35,7 @@ from oncurve.scale.world import ALONE, World
 from oncurve.tasks.base import Task
 from oncurve.train.learner import Learner, longest
 from oncurve.train.loop import GrpoLoop
-from oncurve.train.memory import available, with_less
+from oncurve.train.memory import available
 from oncurve.train.phases import Phases
 from oncurve.train.seen import Learned, MicroBatch, Seen
 
@@ -115,7 +115,7 @@ class TrpoLearner(Learner):
             return fisher.product(v_n)
 
         def product(v_n: Tensor) -> Tensor:
-            found_n, _ = with_less(lambda budget: own(v_n, budget), self.tokens_per_pack, least=least, what="tokens_per_pack")
+            found_n = self.fitting(lambda budget: own(v_n, budget), self.tokens_per_pack, least)
             self.world.add_up([found_n])
             return found_n + self.trpo.damping * v_n
 
