@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -244,27 +244,22 @@ def _weighted(value: tuple[Any, ...]) -> bool:
     return len(value) == 2 and isinstance(value[1], int | float) and not isinstance(value[1], bool)
 
 
-def _as_reward(reward: Any) -> Reward:
+def _as_reward(reward: Any, weight: float | None = None) -> Reward:
     if isinstance(reward, tuple):
         if not _weighted(reward):
             raise RewardError("rewards", repr(reward), because="a pair is (reward, weight)", fix="for example (f, 0.5)")
-        return _with_weight(_as_reward(reward[0]), float(reward[1]))
+        return _as_reward(reward[0], float(reward[1]))
     if isinstance(reward, str):
-        return build_reward(RewardConfig(type=reward))
-    return as_reward(reward)
-
-
-def _with_weight(reward: Reward, weight: float) -> Reward:
-    return (
-        FunctionReward(reward.function, reward.name, weight)
-        if isinstance(reward, FunctionReward)
-        else _Reweighted(reward, weight)
-    )
+        return build_reward(RewardConfig(type=reward, weight=1.0 if weight is None else weight))
+    made = as_reward(reward)
+    if weight is None:
+        return made
+    return replace(made, weight=weight) if isinstance(made, FunctionReward) else _Reweighted(made, weight)
 
 
 @dataclass(frozen=True, slots=True)
 class _Reweighted:
-    """A reward under another weight."""
+    """A reward under another weight; all else is its own."""
 
     inner: Reward
     weight: float
@@ -276,6 +271,9 @@ class _Reweighted:
     def score(self, group: Any) -> Any:
         return self.inner.score(group)
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
 
 def _renamed(reward: Reward, taken: Sequence[str]) -> Reward:
     if not isinstance(reward, FunctionReward):
@@ -285,7 +283,7 @@ def _renamed(reward: Reward, taken: Sequence[str]) -> Reward:
     while name in taken:
         number += 1
         name = f"{plain}_{number}"
-    return FunctionReward(reward.function, name, reward.weight, reward.arguments)
+    return replace(reward, name=name)
 
 
 def _where(reward: Reward) -> str:

@@ -22,6 +22,8 @@ Bools = NDArray[np.bool_]
 
 StopReason = Literal["end", "stop_string", "length"]
 """Why a completion stopped: the model's end token, a stop string of the recipe, or the length limit (a *cut* completion)."""
+STOPPED: Mapping[StopReason, str] = {"end": "ended", "stop_string": "stop string", "length": "cut"}
+"""The same as a person reads it."""
 
 
 class Environment(Protocol):

@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import oncurve
@@ -13,7 +14,10 @@ from oncurve.api import as_mix
 from oncurve.errors import OncurveError, RecipeError, RewardError, RunError
 from oncurve.models.tiny import make_model, make_tokenizer
 from oncurve.recipe.sections import TinyModel
+from oncurve.records import Group, Prompt
+from oncurve.rewards.letters import by_letters, from_letters
 from oncurve.rewards.mix import RewardMix
+from oncurve.rewards.process import ProcessReward
 from oncurve.runs.store import Store
 
 TINY = TinyModel(layers=1, width=32, heads=2, kv_heads=1, head_size=16, mlp_width=64, context=64)
@@ -143,6 +147,16 @@ def test_rewards_as_python_writes_them() -> None:
     assert isinstance(as_mix((short, 2)), RewardMix)
     with pytest.raises(RewardError, match="a pair is"):
         as_mix([(short, "much")])  # type: ignore[list-item]
+
+
+def test_a_reward_under_another_weight_is_the_same_in_all_else() -> None:
+    """One that reads tokens still hears of the tokenizer, whether it was named or given as an object."""
+    for steps in ("process", ProcessReward("process", 1.0)):
+        mix = as_mix([(steps, 0.5)])
+        mix.attach(lambda: from_letters)
+        (scored,) = mix.score([Group(Prompt("p", text="?"), np.zeros(1, np.int64), (by_letters("1+1=2"),))])
+        (aspect,) = scored.scored[0].aspects
+        assert (aspect.weight, aspect.failure, aspect.steps) == (0.5, None, ((4, 1.0),))
 
 
 def test_a_stopped_run_goes_on_with_the_same_objects(tmp_path: Path) -> None:

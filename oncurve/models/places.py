@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from oncurve.errors import ModelError
+from oncurve.plan.known import hub_folder
 
 MAGIC = b"GGUF"
 ORIGIN = "oncurve-origin.json"
@@ -39,12 +40,6 @@ def cache_folder() -> Path:
     """`$ONCURVE_CACHE`, else `oncurve` in the user's cache."""
     own = os.environ.get("ONCURVE_CACHE")
     return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "oncurve"
-
-
-def hub_folder() -> Path:
-    """Where huggingface_hub keeps what it fetched."""
-    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
-    return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub")
 
 
 def all_places(start: Path, runs_dir: Path) -> list[Place]:

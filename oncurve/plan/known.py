@@ -117,9 +117,13 @@ def nearest(word: str, known: Iterable[str], count: int = 3) -> list[str]:
     return list(dict.fromkeys(names[short] for short in close))[:count] or list(whole.values())[:count]
 
 
+def hub_folder() -> Path:
+    """Where huggingface_hub keeps what it fetched."""
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
+    return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub")
+
+
 def _cached_config(name: str) -> Path | None:
     """A config that a download left behind; nothing is fetched."""
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-    hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
-    found = sorted((hub / f"models--{name.replace('/', '--')}" / "snapshots").glob("*/config.json"))
+    found = sorted((hub_folder() / f"models--{name.replace('/', '--')}" / "snapshots").glob("*/config.json"))
     return found[-1] if found else None

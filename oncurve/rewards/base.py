@@ -61,6 +61,11 @@ class RewardType:
     """Whether a score of 1 says that the answer is right."""
 
 
+def not_for(group: Group, why: str) -> list[Result]:
+    """For a reward that does not apply to a group, whatever its completions say."""
+    return [Score(None, why)] * len(group.completions)
+
+
 def each(group: Group, score: Callable[[Completion], Score]) -> list[Result]:
     """Scores each completion by itself: where one can't be scored, the others still are."""
     return [caught(score, completion) for completion in group.completions]

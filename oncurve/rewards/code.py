@@ -24,7 +24,7 @@ from pydantic import PositiveFloat, PositiveInt
 from oncurve.errors import DataError
 from oncurve.recipe.sections import Section
 from oncurve.records import Completion, Group
-from oncurve.rewards.base import Result, Score, at_once
+from oncurve.rewards.base import Result, Score, at_once, not_for
 from oncurve.rewards.extract import fenced, said, tagged
 from oncurve.rewards.sandbox.level import Limits, Sandbox, find_sandbox
 
@@ -57,13 +57,10 @@ class CodeReward:
     name: str
     weight: float
     options: CodeOptions = field(default_factory=CodeOptions)
+    waits: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
         _ = self.sandbox  # a machine that can't run programs safely is found out before training
-
-    @property
-    def waits(self) -> bool:
-        return True
 
     @cached_property
     def sandbox(self) -> Sandbox:
@@ -77,9 +74,7 @@ class CodeReward:
     def score(self, group: Group) -> list[Result]:
         tests = read_tests(group.prompt.columns, self.options.most_tests)
         if tests is None:
-            return [Score(None, "the prompt has no columns 'inputs' and 'outputs', 'tests' or 'test_code'")] * len(
-                group.completions
-            )
+            return not_for(group, "the prompt has no columns 'inputs' and 'outputs', 'tests' or 'test_code'")
         return at_once(group, lambda completion: self._score(completion, tests), self.sandbox.workers.count)
 
     def _score(self, completion: Completion, tests: Tests) -> Score:

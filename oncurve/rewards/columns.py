@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from oncurve.recipe.sections import Section
 from oncurve.records import Completion, Group
-from oncurve.rewards.base import Result, Score, each
+from oncurve.rewards.base import Result, Score, each, not_for
 from oncurve.tasks.arithmetic import Problem, columns
 
 _ASKED = re.compile(r"([0-9]+)([-+])([0-9]+)=")
@@ -30,7 +30,7 @@ class ColumnsReward:
     def score(self, group: Group) -> list[Result]:
         asked = _ASKED.fullmatch(group.prompt.text or "")
         if asked is None:
-            return each(group, lambda _: Score(None, "the prompt asks no sum"))
+            return not_for(group, "the prompt asks no sum")
         right = columns(Problem(asked[2], int(asked[1]), int(asked[3])))
         return each(group, lambda completion: _score(completion, right))
 

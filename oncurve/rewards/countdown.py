@@ -18,7 +18,7 @@ from pydantic import model_validator
 
 from oncurve.recipe.sections import NonNegative, Section
 from oncurve.records import Completion, Group
-from oncurve.rewards.base import Result, Score, each
+from oncurve.rewards.base import Result, Score, each, not_for
 from oncurve.rewards.extract import answer_in
 from oncurve.tasks.expression import Expression, ExpressionError, parse
 
@@ -52,7 +52,7 @@ class CountdownReward:
     def score(self, group: Group) -> list[Result]:
         columns = group.prompt.columns
         if "numbers" not in columns or "target" not in columns:
-            return [Score(None, "the prompt has no columns 'numbers' and 'target'")] * len(group.completions)
+            return not_for(group, "the prompt has no columns 'numbers' and 'target'")
         given, target = Counter(int(n) for n in columns["numbers"]), Fraction(columns["target"])
         return each(group, lambda completion: self._score(completion, given, target))
 

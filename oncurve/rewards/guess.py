@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from oncurve.recipe.sections import NonNegative, Section
 from oncurve.records import Completion, Group
-from oncurve.rewards.base import Result, Score, each
+from oncurve.rewards.base import Result, Score, each, not_for
 from oncurve.tasks.guess import guesses_in
 
 
@@ -32,7 +32,7 @@ class GuessReward:
     def score(self, group: Group) -> list[Result]:
         columns = group.prompt.columns
         if "secret" not in columns or "guesses" not in columns:
-            return [Score(None, "the prompt has no columns 'secret' and 'guesses'")] * len(group.completions)
+            return not_for(group, "the prompt has no columns 'secret' and 'guesses'")
         return each(group, lambda completion: self._score(completion, int(columns["secret"]), int(columns["guesses"])))
 
     def _score(self, completion: Completion, secret: int, allowed: int) -> Score:

@@ -18,7 +18,7 @@ from pydantic import PositiveFloat, PositiveInt
 from oncurve.recipe.sections import Section
 from oncurve.records import Completion, Group
 from oncurve.rewards.answer import short
-from oncurve.rewards.base import Result, Score, at_once
+from oncurve.rewards.base import Result, Score, at_once, not_for
 from oncurve.rewards.extract import Take, answer_in
 from oncurve.rewards.gym_checks import CHECKS, equal
 from oncurve.rewards.sandbox.level import Limits, Sandbox, find_sandbox
@@ -74,7 +74,7 @@ class GymReward:
     def score(self, group: Group) -> list[Result]:
         columns = group.prompt.columns
         if "gym" not in columns or "family" not in columns:
-            return [Score(None, "the prompt is not of the task reasoning_gym")] * len(group.completions)
+            return not_for(group, "the prompt is not of the task reasoning_gym")
         check = CHECKS.get(columns["family"], None if columns["gym"].get("scorer") else equal)
         count = 1 if check is not None else self.sandbox.workers.count
         return at_once(group, lambda completion: self._score(completion, columns, check), count)

@@ -23,6 +23,9 @@ from oncurve.recipe.sections import STAGE, Section
 from oncurve.records import Group, Prompt
 from oncurve.rewards.base import Result, Score
 
+TRAINED = "reward_models"
+"""The folder of a run in which its stages leave the reward models that they train."""
+
 
 class LearnedOptions(Section):
     """Options of the reward `model`."""
@@ -72,7 +75,7 @@ class LearnedReward:
         name = self.options.model
         if not name.startswith(STAGE):
             return name
-        folder = [run / "reward_models" / name.removeprefix(STAGE) for run in self._runs]
+        folder = [run / TRAINED / name.removeprefix(STAGE) for run in self._runs]
         if not folder or not folder[0].is_dir():
             raise ModelError(
                 f"rewards.{self.name}.model",

@@ -25,7 +25,7 @@ from oncurve.errors import MissingPackage, pip_install
 from oncurve.recipe.sections import Section
 from oncurve.records import Group
 from oncurve.rewards import answer as plain
-from oncurve.rewards.base import Result, Score
+from oncurve.rewards.base import Result, Score, not_for
 from oncurve.rewards.extract import Take, answer_in
 from oncurve.tasks.workers import Workers, python_workers, shared
 
@@ -62,6 +62,7 @@ class MathReward:
     name: str
     weight: float
     options: MathOptions = field(default_factory=MathOptions)
+    waits: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
         if importlib.util.find_spec("math_verify") is None:
@@ -72,15 +73,11 @@ class MathReward:
                 fix=f"{pip_install('math')}, or use the reward `answer`, which compares numbers and texts",
             )
 
-    @property
-    def waits(self) -> bool:
-        return True
-
     def score(self, group: Group) -> list[Result]:
         gold = group.prompt.columns.get(self.options.column)
         golds = [plain.final(str(g)) for g in (gold if isinstance(gold, list | tuple) else [gold]) if g is not None]
         if not golds:
-            return [Score(None, f"the prompt has no column '{self.options.column}'")] * len(group.completions)
+            return not_for(group, f"the prompt has no column '{self.options.column}'")
         answers = [answer_in(completion.text, self.options.take) for completion in group.completions]
         verdicts = self.verdicts([(g, a) for a in answers if a is not None for g in golds])
         return [self._result(answer, golds, verdicts) for answer in answers]

@@ -6,12 +6,13 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from html import escape
 
-from oncurve.records import EvalReport
+from oncurve.records import STOPPED, EvalReport
 from oncurve.runs.folder import RunFolder
 from oncurve.runs.metrics import find
 from oncurve.runs.reading import KeptGroup, StageRow
 from oncurve.studio.drawing import Points, chart
 from oncurve.studio.finding import reading
+from oncurve.studio.groups import shown_text
 from oncurve.studio.questions import Questions
 
 CURVES = (
@@ -21,7 +22,6 @@ CURVES = (
 SHOWN_STEPS = 10
 """Groups are chosen from so many last steps: what the run ended as, not what it began as."""
 SHOWN_GROUPS = 2
-STOPS = {"end": "ended", "stop_string": "stop string", "length": "cut"}
 STYLE = """
 :root{--ink:#1c1d20;--soft:#565a61;--line:#dedbd3;--paper:#fbfaf7;--card:#fff;--accent:#1f5f8b;--up:#0b6e69;--down:#ad3f0b}
 @media(prefers-color-scheme:dark){:root{--ink:#e9e8e4;--soft:#b3b6bb;--line:#33373d;--paper:#141619;--card:#1c1f23;
@@ -139,7 +139,7 @@ def _groups(store: Questions, stages: Sequence[StageRow]) -> list[str]:
 def _group(kept: KeptGroup, where: str) -> str:
     graded = kept.graded
     parts = [f"<div class=card><p class='small soft'>{escape(where)} · {escape(graded.group.prompt.id)}</p>"]
-    parts.append(f"<pre><b>{escape(_text(graded.group.prompt.shown))}</b></pre>")
+    parts.append(f"<pre><b>{escape(shown_text(graded.group.prompt.shown))}</b></pre>")
     for place in graded.best_first:
         one, value = graded.scored.scored[place], graded.advantage_of(place)
         grade = "not graded" if value is None else f"{value:+.2f}".replace("-", "−")
@@ -148,14 +148,9 @@ def _group(kept: KeptGroup, where: str) -> str:
             f"{a.name} {'failed' if a.failure else '–' if a.value is None else f'{a.value:g}'}" for a in one.aspects
         )
         total = "no reward" if one.total is None else f"reward {one.total:.2f}"
-        facts = f"{total} · {aspects} · {one.completion.length} tokens · {STOPS[one.completion.stop]}"
+        facts = f"{total} · {aspects} · {one.completion.length} tokens · {STOPPED[one.completion.stop]}"
         parts.append(f"<p class=small><b{tone}>{grade}</b> <span class=soft>{escape(facts)}</span></p>")
-        parts.append(f"<pre>{escape(_text(one.completion.text))}</pre>")
+        parts.append(f"<pre>{escape(shown_text(one.completion.text))}</pre>")
         if one.failure is not None:
-            parts.append(f"<p class='small down'>{escape(_text(one.failure))}</p>")
+            parts.append(f"<p class='small down'>{escape(shown_text(one.failure))}</p>")
     return "".join(parts) + "</div>"
-
-
-def _text(text: str) -> str:
-    """Text that UTF-8 can hold: a lone surrogate becomes a mark."""
-    return text.encode("utf-8", "replace").decode("utf-8")

@@ -40,9 +40,9 @@ class Trial(BaseModel):
     max_new_tokens: int | None = None
 
 
-def rewards_of(recipe: Recipe, stage: str | None = None) -> list[dict[str, Any]]:
-    """The rewards of a recipe's stage, or of its last grpo stage, as a trial names them."""
-    graded = [s for s in recipe.stages if isinstance(s, Sampled) and stage in (None, s.label)]
+def rewards_of(recipe: Recipe) -> list[dict[str, Any]]:
+    """The rewards of a recipe's last stage that samples, as a trial names them."""
+    graded = [s for s in recipe.stages if isinstance(s, Sampled)]
     found = resolved_rewards(recipe, graded[-1]) if graded else recipe.rewards
     return [reward.model_dump(mode="json", exclude_none=True) for reward in found]
 

@@ -8,10 +8,9 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from oncurve.records import Aspect, GradedGroup, ScoredCompletion, TokenStats
+from oncurve.records import STOPPED, Aspect, GradedGroup, ScoredCompletion, TokenStats
 from oncurve.terminal.figures import DASH, clean, number, score, shortened, signed
 
-STOPS = {"end": "ended", "stop_string": "stop string", "length": "cut"}
 NOTABLE = 0.01
 """A ratio this far from 1 is worth a word; with one update per step none is."""
 Stats = Sequence[TokenStats | None]
@@ -67,7 +66,7 @@ def _headline(graded: GradedGroup, place: int, rank: int, seen: TokenStats | Non
     advantage = graded.advantage_of(place)
     facts = [f"reward {score(scored.total)}"]
     facts += [f"{a.name} {_value(a)}" + ("" if a.weight == 1 else f" × {a.weight:g}") for a in scored.aspects]
-    facts += [f"{scored.completion.length} tokens", STOPS[scored.completion.stop]]
+    facts += [f"{scored.completion.length} tokens", STOPPED[scored.completion.stop]]
     if not graded.graded[place]:
         facts.append("not graded")
     if seen is not None and len(seen.ratio) and float(abs(seen.ratio - 1).max()) > NOTABLE:

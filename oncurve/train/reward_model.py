@@ -22,7 +22,7 @@ from oncurve.models.classifier import classifier_of, loaded_classifier, logits, 
 from oncurve.models.policy import Policy
 from oncurve.recipe.reward_model import RewardModel
 from oncurve.records import StepReport
-from oncurve.rewards.learned import batches, conversation, step_ends
+from oncurve.rewards.learned import TRAINED, batches, conversation, step_ends
 from oncurve.runs.disk import put_whole
 from oncurve.runs.notes import measuring, note
 from oncurve.scale.world import ALONE, World
@@ -34,7 +34,6 @@ from oncurve.train.memory import InPacks
 from oncurve.train.peak import peak_memory_mib
 from oncurve.train.sharded import optimiser_for
 
-FOLDER = "reward_models"
 T = TypeVar("T")
 
 
@@ -90,7 +89,7 @@ class RewardModelLoop(InPacks):
         self, stage: RewardModel, seed: int, policy: Policy, folder: Path, judgements: Judgements | None = None,
         world: World = ALONE,
     ) -> None:  # fmt: skip
-        self.stage, self.seed, self.policy, self.folder = stage, seed, policy, folder / FOLDER / stage.label
+        self.stage, self.seed, self.policy, self.folder = stage, seed, policy, folder / TRAINED / stage.label
         self.world, self.tokens_per_pack = world, stage.tokens_per_pack
         told = judgements or read_judgements(stage)
         by_token = stage.kind == "steps"
