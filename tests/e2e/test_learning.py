@@ -59,7 +59,7 @@ def test_rewards_teach_what_the_examples_left_open(tmp_path: Path) -> None:
         rewards=RewardMix([FunctionReward(right, "answer")]),
     )
     with Store.open(run.path) as store:
-        after_sft, after_grpo = (report.accuracy for report in store.evals())
+        after_sft, after_grpo = (report.accuracy or 0.0 for report in store.evals())
         sampled = [value for _, value in store.metric("accuracy", "grpo")]
     assert after_sft < 0.7
     assert after_grpo > 0.85

@@ -97,7 +97,7 @@ def test_best_by_held_out_accuracy_is_the_earliest_of_equals(tmp_path: Path) -> 
     asked = recipe({**SHORT_SFT, "eval_every": 1, "keep_checkpoints": 1, "keep_best": "heldout_accuracy"})
     run = begin(asked, out=tmp_path / "run")
     with Store.open(run.path) as store:
-        measured = {e.step: e.accuracy for e in store.evals()}
+        measured = {e.step: e.accuracy or 0.0 for e in store.evals()}
     best = min(step for step, value in measured.items() if value == max(measured.values()))
     assert {p.step for p in list_checkpoints(run.checkpoints)} == {best, 4}
 
