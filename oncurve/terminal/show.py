@@ -32,6 +32,7 @@ CURVES = {
     "ppo": ("reward", "entropy", "length_mean", "explained_variance", "value_loss", "kl"),
     "trpo": ("reward", "entropy", "length_mean", "no_signal_share", "step_kl"),
     "dpo": ("loss", "pair_accuracy", "pair_margin", "entropy"),
+    "reward_model": ("loss", "pair_accuracy", "heldout_loss", "heldout_pair_accuracy"),
 }
 """Which metrics of a stage are drawn, by its type."""
 HAPPENED = 12
@@ -206,15 +207,15 @@ def render_step(run: RunFolder, stage: str | None, step: int) -> RenderableType:
     return Group(head, facts, Text(), table, Text(), advice)
 
 
-def _reward_row(graded: GradedGroup, most: int = 8) -> Text:
+def _reward_row(graded: GradedGroup) -> Text:
     """The rewards in the colours of their advantages; a group without signal is dim."""
     text = Text()
     order = graded.best_first
-    for place in order[:most]:
+    for place in order[:SHOWN]:
         advantage = graded.advantage_of(place) or 0.0
         style = "green" if advantage > 0 else "red" if advantage < 0 else "dim"
         text.append(f"{score(graded.scored.totals[place]):>5} ", style)
-    return text.append("…" if len(order) > most else "")
+    return text.append("…" if len(order) > SHOWN else "")
 
 
 def _lengths(graded: GradedGroup) -> str:

@@ -273,6 +273,14 @@ def test_a_collapse_is_told_once_with_what_to_change(metrics: dict[str, float], 
     assert [line for _ in range(PATIENCE) for line in watch.look(report(**metrics))], "once it had gone, it is told again"
 
 
+def test_equal_rewards_without_a_rule_are_told_without_a_word_of_right() -> None:
+    free = StepReport("grpo", 1, {"no_signal_share": 1.0}, {}, report().groups)
+    watch = Watch()
+    (line,) = [line for _ in range(PATIENCE) for line in watch.look(free)]
+    assert "equal rewards teach nothing" in line
+    assert "right" not in line
+
+
 def test_a_collapsed_run_has_the_warning_in_its_log(tmp_path: Path) -> None:
     run = begin(recipe({**BARE, "steps": 6}), out=tmp_path / "run", rewards=mix(lambda completion: 1.0))
     with Store.open(run.path) as store:

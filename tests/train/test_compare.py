@@ -221,6 +221,20 @@ def test_the_table_by_hand() -> None:
     assert outcome("grpo", 0, 0.8, tuple(np.linspace(0, 1, 20))).reward_per_1k == pytest.approx(5 * 18 / 19)
 
 
+def test_without_a_rule_algorithms_are_compared_by_their_held_out_reward(tmp_path: Path) -> None:
+    free = [
+        outcome("grpo", seed, 0.0, curve=tuple(Point(n, 100 * n, 900.0 * n, 2.0 * n, None, n * reward) for n in (0, 1, 2)))
+        for seed, reward in ((0, -0.5), (1, -0.25))
+    ]
+    (row,) = rows_of(free)
+    assert row[1] == "reward -0.75 ± 0.35"
+    data = json.loads(json.dumps(comparison_data(free), allow_nan=False))
+    assert [(one["accuracy"], one["heldout_reward"]) for one in data] == [(None, -1.0), (None, -0.5)]
+    (drawn,) = [file for file in draw(free, tmp_path) if file.name == "by-samples.svg"]
+    assert "held-out reward" in drawn.read_text()
+    assert "accuracy" not in drawn.read_text()
+
+
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_table_fits_a_terminal(width: int) -> None:
     console = Console(width=width, record=True, file=io.StringIO())

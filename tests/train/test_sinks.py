@@ -40,6 +40,7 @@ def tell(
             listener.on_step(StepReport("first", step, {"loss": 1 / step}, {"forward": 0.5}))
     for step in (1, 2, 3):
         listener.on_step(StepReport("grpo", step, {"reward": 0.1 * step, "kl": float("nan")}, {"sample": 0.25}))
+    listener.on_eval(EvalReport("grpo", 2, None, 8, {}, {"reward": -0.5}))  # as without a rule
     listener.on_eval(EvalReport("grpo", 3, 0.75, 8, {"1 digit": (3, 4)}))
     listener.on_run_end(status)
 
@@ -57,6 +58,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert [(e.step, round(e.value, 6)) for e in found.Scalars("first/loss")] == [(1, 1.0), (2, 0.5)]
     assert [(e.step, round(e.value, 6)) for e in found.Scalars("grpo/reward")] == [(3, 0.1), (4, 0.2), (5, 0.3)]
     assert [(e.step, e.value) for e in found.Scalars("grpo/heldout/accuracy")] == [(5, 0.75)]
+    assert [(e.step, e.value) for e in found.Scalars("grpo/heldout/reward")] == [(4, -0.5)]
     assert found.Scalars("grpo/heldout/1 digit")[0].value == 0.75
     assert found.Scalars("grpo/seconds/sample")[0].value == 0.25
     assert "grpo/kl" not in found.Tags()["scalars"]
