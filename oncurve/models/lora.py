@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -113,13 +114,22 @@ def base_of(folder: Path) -> str | None:
     """The base model that an adapter's folder names; None where the folder holds no adapter."""
     if not (folder / CONFIG).is_file():
         return None
-    named = json.loads((folder / CONFIG).read_text()).get("base_model_name_or_path")
+    named = _json(folder / CONFIG).get("base_model_name_or_path")
     if not named:
         raise ModelError(
             str(folder), "an adapter that names no base", because="base_model_name_or_path is empty",
             fix="set model.source to the base and model.adapter to this folder",
         )  # fmt: skip
     return str(named)
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        told = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        fix = "save the adapter again, or fetch it again"
+        raise ModelError(str(file), "can't be read", because=str(error), fix=fix) from error
+    return told if isinstance(told, dict) else {}
 
 
 def save(model: Any, folder: Path) -> None:
@@ -135,6 +145,7 @@ def save(model: Any, folder: Path) -> None:
     from safetensors.torch import save_file
 
     save_file({name: t.detach().cpu() for name, t in tensors.items()}, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / WEIGHTS).chmod(folder.stat().st_mode & 0o666)  # safetensors makes its files for their owner alone
     (folder / BASE).write_text(json.dumps({"fingerprint": fingerprint(model)}, indent=2) + "\n")
 
 
@@ -238,7 +249,7 @@ def fingerprint(model: nn.Module) -> str:
 def _check_base(model: Any, folder: Path) -> None:
     if not (folder / BASE).is_file():
         return
-    if json.loads((folder / BASE).read_text())["fingerprint"] != fingerprint(model):
+    if _json(folder / BASE).get("fingerprint") != fingerprint(model):
         raise ModelError(
             str(folder),
             "an adapter for another base",
@@ -250,9 +261,13 @@ def _check_base(model: Any, folder: Path) -> None:
 def _inject(model: Any, config: Any, where: str, targets: str) -> None:
     peft = _peft(where)
     try:
-        peft.inject_adapter_in_model(config, model)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*tie_word_embeddings")  # such a target is refused below
+            peft.inject_adapter_in_model(config, model)
     except ValueError as error:
-        linear = sorted({name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, nn.Linear)})
+        head = model.get_output_embeddings()
+        layers = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head]
+        linear = sorted({name.rpartition(".")[2] for name, _ in layers})
         raise ModelError(
             where, targets, because=str(error).strip().partition("\n")[0], fix=f"name some of: {', '.join(linear)}"
         ) from error

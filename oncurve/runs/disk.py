@@ -113,13 +113,17 @@ def put_file(path: Path, content: bytes) -> None:
 
 
 def put_whole(target: Path, write: Callable[[Path], object]) -> None:
-    """A folder as ``write`` makes it, there whole or not at all; one that was there before is replaced."""
+    """A folder as ``write`` makes it, there whole or not at all; one that was there before is replaced. Whoever may read the
+    folder may read its files: safetensors makes its own for their owner alone."""
     aside = target.with_name(f".writing-{target.name}")
     with disk_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(aside, ignore_errors=True)
         try:
             write(aside)
+            for file in aside.rglob("*"):
+                if file.is_file():
+                    file.chmod(aside.stat().st_mode & 0o666)
             shutil.rmtree(target, ignore_errors=True)
             aside.rename(target)
         finally:

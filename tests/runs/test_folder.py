@@ -6,7 +6,9 @@ import os
 import socket
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from oncurve.errors import DiskError, RunError
 from oncurve.processes import is_alive, process_start
@@ -80,8 +82,8 @@ def test_an_out_that_exists_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(RunError, match=r"already there(.|\n)*choose another name"):
         RunFolder.create_at(tmp_path / "file")
-    with pytest.raises(DiskError):
-        RunFolder.create_at(tmp_path / "file" / "below")
+    with pytest.raises(RunError, match="file is a file"):
+        RunFolder.create_at(tmp_path / "file" / "below" / "it")
 
 
 def test_opening_says_what_there_is(tmp_path: Path) -> None:
@@ -197,3 +199,12 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
         disk.replace_file(path, b"new")
     assert path.read_bytes() == b"old"
     assert [file.name for file in tmp_path.iterdir()] == ["file"]
+
+
+def test_who_may_read_a_folder_may_read_its_weights(tmp_path: Path) -> None:
+    def write(folder: Path) -> None:
+        folder.mkdir()
+        save_file({"weight": np.zeros(1)}, folder / "model.safetensors")
+
+    disk.put_whole(tmp_path / "model", write)
+    assert (tmp_path / "model" / "model.safetensors").stat().st_mode & 0o777 == (tmp_path / "model").stat().st_mode & 0o666
