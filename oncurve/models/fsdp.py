@@ -39,7 +39,7 @@ class ShardedPolicy(Policy):
     """The module that FSDP2 has taken over."""
 
     def __init__(
-        self, policy: Policy, device: torch.device, exchange: Exchange, *, offload: bool, gather: bool, tensor: int = 1
+        self, policy: Policy, device: torch.device, exchange: Exchange, *, offload: bool, gather: bool, tensor: int
     ) -> None:
         self.__dict__.update(policy.__dict__)
         self._exchange = exchange

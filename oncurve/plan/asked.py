@@ -129,7 +129,7 @@ def _adapter(model: Model) -> dict[str, Any]:
     return {"lora_rank": None if model.lora is None else model.lora.rank, "quantise": model.quantise}
 
 
-def shape_of_model(model: Model, alphabet: str | None = None) -> Shape:
+def shape_of_model(model: Model, alphabet: str | None) -> Shape:
     """The shape of the model that a recipe names."""
     if model.source == "tiny":
         return tiny_shape(model.tiny, TINY_TOKENS + (PRINTABLE if alphabet is None else len(set(alphabet))))

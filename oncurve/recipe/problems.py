@@ -167,7 +167,7 @@ class Problem:
         return because, (None if self.in_list else _retyped(entry, value)) or _in_words(entry)
 
 
-def dotted(loc: Loc, data: Any, where: str = "") -> str:
+def dotted(loc: Loc, data: Any, where: str) -> str:
     """The dotted key of a location: stages and rewards by their names (else `stages#1`), as `--set` spells them."""
     parts = [where] if where else []
     node, tag = data, None
@@ -197,7 +197,7 @@ def label_of(entry: Any) -> str | None:
     return label if isinstance(label, str) else None
 
 
-def _where_it_belongs(name: str, place: str, loc: Loc, lacking: str | None = None) -> str | None:
+def _where_it_belongs(name: str, place: str, loc: Loc, lacking: str | None) -> str | None:
     """For a key that exists, but elsewhere, or under another name in TRL. One of another stage was likelier meant as the key
     that this one is ``lacking``."""
     stage = place.partition(".")[0]

@@ -155,7 +155,7 @@ def list_checkpoints(folder: Path) -> list[Place]:
     return sorted(places, key=lambda place: (place.stage, place.step))
 
 
-def prune(folder: Path, stage: str, keep: int, protect: Collection[int] = ()) -> list[Path]:
+def prune(folder: Path, stage: str, keep: int, protect: Collection[int]) -> list[Path]:
     """Deletes all but the ``keep`` last checkpoints of a stage; returns those. Steps in ``protect`` stay, and don't count."""
     sweep(folder)
     mine = [place for place in list_checkpoints(folder) if place.stage == stage and place.step not in protect]

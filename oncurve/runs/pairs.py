@@ -9,7 +9,7 @@ from oncurve.records import ScoredGroup
 from oncurve.runs.reading import Reader
 
 
-def best_against_worst(store: Reader, stage: str | None = None) -> Iterator[dict[str, Any]]:
+def best_against_worst(store: Reader, stage: str | None) -> Iterator[dict[str, Any]]:
     """A row for each group whose rewards differ, with the columns that `reward_model`, `dpo` and other trainers read.
 
     ``margin`` is the distance of their rewards. The same prompt may be asked in several steps: each gives a pair of its own.

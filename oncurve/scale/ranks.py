@@ -48,9 +48,9 @@ class Ranks(World):
         size: int,
         local_size: int,
         heart: Heart,
-        shard: Shard = "none",
-        tensor: int = 1,
-        in_step: bool = False,
+        shard: Shard,
+        tensor: int,
+        in_step: bool,
     ) -> None:
         self.store, self.rank, self.size, self.local_size, self.heart = store, rank, size, local_size, heart
         self.shard, self.tensor, self.in_step = shard, tensor, in_step

@@ -100,7 +100,7 @@ def _spelt(policy: Policy, token_id: int) -> str:
     return str(policy.tokenizer.decode([token_id], skip_special_tokens=False))
 
 
-def make_app(served: Served, key: str | None = None) -> ASGIApp:
+def make_app(served: Served, key: str | None) -> ASGIApp:
     """The endpoint over a model. With ``key``, nothing is answered without it."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, title="Oncurve")
     answer_errors(app)

@@ -51,6 +51,6 @@ def finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def finite_all(values: Any, digits: int = 6) -> list[float | None]:
+def finite_all(values: Any, digits: int) -> list[float | None]:
     """An array as JSON's numbers, with as many digits as a picture can use."""
     return [float(f"{v:.{digits}g}") if math.isfinite(v) else None for v in values.tolist()]

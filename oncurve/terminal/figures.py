@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
+from typing import TypeGuard
 
 DASH = "–"
 
 
-def known(value: float | None) -> bool:
+def known(value: float | None) -> TypeGuard[float]:
     return value is not None and math.isfinite(value)
 
 
 def percent(share: float | None, digits: int = 0) -> str:
-    return f"{100 * share:.{digits}f} %" if share is not None and math.isfinite(share) else DASH
+    return f"{100 * share:.{digits}f} %" if known(share) else DASH
 
 
-def number(value: float | None, digits: int = 3) -> str:
-    """A few significant digits, never an exponent where plain digits will do: 0.0123, 0.83, 23.4, 1,234."""
-    if value is None or not math.isfinite(value):
+def number(value: float | None) -> str:
+    """Three significant digits, never an exponent where plain digits will do: 0.0123, 0.83, 23.4, 1,234."""
+    if not known(value):
         return DASH
     size = abs(value)
     if size == 0:
@@ -26,23 +27,23 @@ def number(value: float | None, digits: int = 3) -> str:
         return f"{value:,.0f}"
     if size < 1e-3:
         return f"{value:.1e}"
-    return f"{value:.{min(max(digits - 1 - math.floor(math.log10(size)), 0), 5)}f}"
+    return f"{value:.{min(max(2 - math.floor(math.log10(size)), 0), 5)}f}"
 
 
 def score(value: float | None) -> str:
     """A reward: two decimals, so that a column of them lines up; more digits only where those would say nothing."""
-    if value is None or not math.isfinite(value):
+    if not known(value):
         return DASH
     return number(value).replace("-", "−") if 0 < abs(value) < 0.01 or abs(value) >= 1000 else f"{value:.2f}".replace("-", "−")
 
 
-def signed(value: float | None, digits: int = 2) -> str:
-    return f"{value:+.{digits}f}".replace("-", "−") if value is not None and math.isfinite(value) else DASH
+def signed(value: float | None) -> str:
+    return f"{value:+.2f}".replace("-", "−") if known(value) else DASH
 
 
 def duration(seconds: float | None) -> str:
     """0:07, 12:34, 1:02:03, 3 d 4 h."""
-    if seconds is None or not math.isfinite(seconds):
+    if not known(seconds):
         return DASH
     whole = max(0, round(seconds))
     days, hours, minutes = whole // 86400, whole // 3600, whole // 60

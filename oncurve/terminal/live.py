@@ -29,9 +29,8 @@ STILL = ("rejection_sample", "training_free")
 class LiveDisplay(Listener):
     """Tells a person how a run is going. A step costs it microseconds: pictures are drawn by a thread of rich's, 4 a second."""
 
-    def __init__(self, console: Console | None = None, line_every_s: float = LINE_EVERY_S) -> None:
-        self.console = console or Console()
-        self.line_every_s = line_every_s
+    def __init__(self, console: Console, line_every_s: float = LINE_EVERY_S) -> None:
+        self.console, self.line_every_s = console, line_every_s
         self.live: Live | None = None
         self.progress: RunProgress | None = None
         self.told = -float("inf")

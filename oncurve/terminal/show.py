@@ -37,6 +37,8 @@ CURVES = {
 """Which metrics of a stage are drawn, by its type."""
 HAPPENED = 12
 """Events of a cluster that are shown."""
+SHOWN = 8
+"""Rewards of a group that its row shows, the best."""
 COMPARED = ("reward", "accuracy", "loss", "entropy", "kl", "length_mean", "no_signal_share")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from functools import partial
 
 from rich.console import Group, RenderableType
@@ -33,8 +32,8 @@ BESIDE = {
 """What is worth telling of stages that leave the policy as it is."""
 
 
-def render_summary(run: RunFolder, seconds: float | None = None) -> RenderableType:
-    """``seconds`` is the time that this process took; unset: from the first stage's start to the last one's end."""
+def render_summary(run: RunFolder, seconds: float) -> RenderableType:
+    """What came of a run. ``seconds`` is the time that this process took."""
     with Store.open(run.path) as store:
         parts = heldout_tables(store.evals())
         beside = [Text(line) for line in map(partial(beside_policy, store), store.stages()) if line]
@@ -46,9 +45,8 @@ def render_summary(run: RunFolder, seconds: float | None = None) -> RenderableTy
             look = f"oncurve show {run.path} --step {step} --group {position}"
         else:
             look = f"oncurve show {run.path}"
-        took = duration(_seconds(store.stages()) if seconds is None else seconds)
     parts += [
-        Text.assemble("Done in ", (took, "bold"), ". The run is ", (str(run.path), "bold"), "."),
+        Text.assemble("Done in ", (duration(seconds), "bold"), ". The run is ", (str(run.path), "bold"), "."),
         next_steps(run, look),
     ]
     return Group(*parts)
@@ -95,9 +93,3 @@ def _tells(graded: GradedGroup) -> tuple[float, int]:
     above = sum(t > middle for t in totals)
     texts = {s.completion.text for s in graded.scored.scored}
     return float(min(above, len(totals) - above)), len(texts)
-
-
-def _seconds(stages: list[StageRow]) -> float | None:
-    if not stages:
-        return None
-    return (stages[-1].finished or time.time()) - stages[0].started

@@ -232,7 +232,7 @@ class Stopped(RunError):
         super().__init__(f"run {folder.name}", "stopped by you", because="the step was finished and saved", fix=fix)
 
 
-def outcome_of(run: RunFolder, stage: Sampled, algorithm: str, seed: int, before: float | None = None) -> Outcome:
+def outcome_of(run: RunFolder, stage: Sampled, algorithm: str, seed: int, before: float | None) -> Outcome:
     """Read from the run's folder alone: its database, and the sizes of what its last checkpoint holds. ``before`` is the
     accuracy that it started from, where that is known."""
     with Store.open(run.path) as store:

@@ -29,7 +29,7 @@ from oncurve.rewards.registry import build_reward
 from oncurve.runs.notes import note
 from oncurve.runs.pairs import pair_of
 from oncurve.runs.store import Store
-from oncurve.scale.world import ALONE, World
+from oncurve.scale.world import World
 from oncurve.tasks.base import Task
 from oncurve.tasks.draws import generator
 from oncurve.tasks.preferences import Judged, Judgements, read_judgements
@@ -44,8 +44,7 @@ class IterativeLoop(GrpoLoop):
     """`grpo` whose stage has `iterate`."""
 
     def __init__(
-        self, stage: Grpo, recipe: Recipe, task: Task, engine: NativeEngine, rewards: RewardMix, folder: Path,
-        world: World = ALONE,
+        self, stage: Grpo, recipe: Recipe, task: Task, engine: NativeEngine, rewards: RewardMix, folder: Path, world: World,
     ) -> None:  # fmt: skip
         super().__init__(stage, recipe.seed, task, engine, rewards, world)
         assert stage.iterate is not None

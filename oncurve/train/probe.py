@@ -105,7 +105,7 @@ class ProbeReport:
     choices: tuple[Choice, ...]
 
 
-def probe(recipe: Recipe, prompts: int = 16, *, samples: int = 16, policy: Policy | None = None) -> ProbeReport:
+def probe(recipe: Recipe, prompts: int, *, samples: int, policy: Policy | None = None) -> ProbeReport:
     """Probes a recipe's first grpo stage. ``policy`` is what the stage would start from; unset: the model the recipe names."""
     torch.set_num_threads(recipe.threads or os.cpu_count() or 1)
     stage = grpo_stage(recipe)

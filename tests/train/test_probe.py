@@ -133,4 +133,4 @@ def test_a_probe_says_when_this_is_not_the_model_that_would_start(tmp_path: Path
 def test_a_probe_needs_a_grpo_stage(tmp_path: Path) -> None:
     recipe = small(tmp_path, {"type": "sft", "steps": 1})
     with pytest.raises(RecipeError, match="no grpo stage"):
-        probe(recipe.model_copy(update={"stages": recipe.stages[:1]}), 2)
+        probe(recipe.model_copy(update={"stages": recipe.stages[:1]}), 2, samples=4)
