@@ -119,7 +119,7 @@ def test_commands_speak_of_the_reward(whole: tuple[RunFolder, Measured]) -> None
 
     shown = " ".join(said("show", "talk", *runs).split())
     assert f"held-out reward before grpo after grpo mean {first} {last}" in shown
-    assert "accuracy" not in shown
+    assert "held-out accuracy" not in shown
     assert f"reward {last}" in said("runs", *runs)
     measured = " ".join(said("eval", "talk", *runs).split())
     assert f"mean {last}" in measured
