@@ -16,7 +16,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
 from oncurve.errors import ModelError
-from oncurve.models import hub, lora, untrusted
+from oncurve.models import lora
+from oncurve.models.load import check_source
 from oncurve.models.policy import Policy
 
 
@@ -56,8 +57,7 @@ def check_classifier(policy: Policy, source: str | None, *, by_token: bool, wher
         with torch.device("meta"):
             _empty(policy, ("reward",), by_token=by_token)
         return
-    untrusted.check_folder(source)
-    hub.check_reachable(source)
+    check_source(source)
     try:
         words = AutoTokenizer.from_pretrained(source).get_vocab()
         AutoConfig.from_pretrained(source)

@@ -31,9 +31,7 @@ def load_policy(config: Model, *, alphabet: str | None, seed: int) -> Policy:
         model: PreTrainedModel = make_model(config.tiny, tokenizer, seed)
     else:
         config = resolved(config)
-        _check_path(config.source)
-        untrusted.check_folder(config.source)
-        hub.check_reachable(config.source)
+        check_source(config.source)
         model, tokenizer = load_base(config)
         _check_template(config, tokenizer)
     if config.quantise is None:
@@ -148,6 +146,13 @@ def _adapt(model: Any, config: Model, seed: int) -> None:
             lora.merge(model)
     elif config.lora is not None:
         lora.attach(model, config.lora, seed, config.source)
+
+
+def check_source(source: str) -> None:
+    """Refuses what can't be a model, before any reader of models opens it."""
+    _check_path(source)
+    untrusted.check_folder(source)
+    hub.check_reachable(source)
 
 
 def _check_path(source: str) -> None:

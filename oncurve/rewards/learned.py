@@ -220,15 +220,28 @@ def load(source: str, kind: str, where: str, dtype: str = "float32") -> Any:
     import torch
     import transformers
 
-    options = {} if kind == "AutoTokenizer" else {"dtype": getattr(torch, dtype), "use_safetensors": True}
+    from oncurve.models.load import check_source
+
+    check_source(source)
+    model = {"dtype": getattr(torch, dtype), "use_safetensors": True, "output_loading_info": True}
+    options = {} if kind == "AutoTokenizer" else model
     try:
         loaded = getattr(transformers, kind).from_pretrained(source, trust_remote_code=False, **options)
-    except (OSError, ValueError, KeyError) as error:
-        there = "" if Path(source).exists() else " (there is no such folder)"
+    except Exception as error:  # a damaged folder makes its readers raise errors of every kind
         raise ModelError(
             where,
-            f"{source}{there}",
-            because=str(error).strip().partition("\n")[0],
+            source,
+            because=f"{str(error).strip().partition(chr(10))[0]} ({type(error).__name__})",
             fix="name a folder or hub id of such a model",
         ) from None
-    return loaded if kind == "AutoTokenizer" else loaded.eval()
+    if kind == "AutoTokenizer":
+        return loaded
+    found, told = loaded
+    if told["missing_keys"]:
+        raise ModelError(
+            where,
+            f"{source} is no such model",
+            because=f"{', '.join(sorted(told['missing_keys'])[:3])} of a {type(found).__name__} would be drawn at random",
+            fix="name a trained reward model; a stage of type reward_model makes one from a language model",
+        )
+    return found.eval()

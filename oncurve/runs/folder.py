@@ -138,16 +138,13 @@ class RunFolder:
     @classmethod
     def create_at(cls, path: Path, *, parent: Parent | None = None) -> RunFolder:
         """A new folder just there, for ``--out``; one that exists is refused."""
+        refuse_taken(path)
         try:
             with disk_errors(path.parent):
                 path.parent.mkdir(parents=True, exist_ok=True)
             path.mkdir()
-        except FileExistsError as error:
-            resume = "go on with it by --resume, or " if (path / STATE).exists() else ""
-            raise RunError(
-                f"--out {path}", "already there", because="a run never writes over anything", fix=f"{resume}choose another name"
-            ) from error
         except OSError as error:
+            refuse_taken(path)
             raise disk_error(path, error.errno, error.strerror or str(error)) from error
         return cls(path)._begin(parent)
 
@@ -210,6 +207,20 @@ class RunFolder:
 
     def write_recipe(self, text: str) -> None:
         replace_file(self.recipe, text.encode())
+
+
+def refuse_taken(path: Path) -> None:
+    """A run begins where nothing is yet, and in folders alone."""
+    if path.exists():
+        resume = "go on with it by --resume, or " if (path / STATE).exists() else ""
+        raise RunError(
+            f"--out {path}", "already there", because="a run never writes over anything", fix=f"{resume}choose another name"
+        )
+    above = next(folder for folder in path.absolute().parents if folder.exists())
+    if not above.is_dir():
+        raise RunError(
+            f"--out {path}", f"{above} is a file", because="a run is a folder, in a folder", fix="choose another name"
+        )
 
 
 def list_runs(runs_dir: Path) -> list[RunEntry]:

@@ -96,8 +96,9 @@ class Trainer:
         self.recipe, self.run, self.task_of, self.rewards_of, self.world = recipe, run, task_of, rewards_of, world
         sinks = sinks_of(recipe) if world.is_first else ()
         self.listeners, self.minutes, self.began = (*listeners, *sinks), minutes, time.monotonic()
-        torch.set_num_threads(max(1, (recipe.threads or os.cpu_count() or 1) // world.local_size))
-        self.policy = self._loaded(policy) if recipe.uses_policy else None
+        known = policy is not None and world.size == 1  # whoever begins a run loads its policy before there is a folder
+        self.policy = policy if known else loaded(recipe, task_of, self.listeners, policy, world)
+        use_threads(recipe, world)
         self.engine = None if self.policy is None else engine_for(self.policy, recipe)
         self.memory = Memory()
         for stage in recipe.stages:
@@ -105,18 +106,6 @@ class Trainer:
             rewards_of(stage).remember_in(self.memory)
         self.remark = None if self.policy is None else settle(recipe.deterministic, self.policy)
         self.stop_signal: int | None = None
-
-    def _loaded(self, policy: Policy | None) -> Policy:
-        """The policy that was given, or the recipe's, which must be able to read what the stages will give it."""
-        recipe = self.recipe
-        if policy is None and recipe.model.source != "tiny":
-            for one in self.listeners:
-                one.on_event("loading", loading(recipe.model))
-        alphabet = self.task_of(recipe.stages[0]).alphabet
-        found = policy or load_policy(loaded_for(recipe), alphabet=alphabet, seed=recipe.seed)
-        shared = shared_out(found, recipe, self.world)
-        check_readable(shared, recipe, self.task_of)
-        return shared
 
     def _decode(self) -> Decode:
         """For rewards that read tokens; an endpoint gives none."""
@@ -405,6 +394,28 @@ class Trainer:
 def steps_behind(start: Checkpoint | None, stage: Stage) -> int:
     """How many steps of a stage a checkpoint has behind it: none where there is none, or where it is another stage's."""
     return start.step if start is not None and start.stage == stage.label else 0
+
+
+def loaded(
+    recipe: Recipe, task_of: TaskOf, listeners: Sequence[Listener] = (), policy: Policy | None = None, world: World = ALONE
+) -> Policy | None:
+    """The policy that was given, or the recipe's, which must be able to read what the stages will give it; None where no stage
+    uses one."""
+    if not recipe.uses_policy:
+        return None
+    use_threads(recipe, world)
+    if policy is None and recipe.model.source != "tiny":
+        for one in listeners:
+            one.on_event("loading", loading(recipe.model))
+    alphabet = task_of(recipe.stages[0]).alphabet
+    found = policy or load_policy(loaded_for(recipe), alphabet=alphabet, seed=recipe.seed)
+    shared = shared_out(found, recipe, world)
+    check_readable(shared, recipe, task_of)
+    return shared
+
+
+def use_threads(recipe: Recipe, world: World) -> None:
+    torch.set_num_threads(max(1, (recipe.threads or os.cpu_count() or 1) // world.local_size))
 
 
 def detours(store: Reader, stage: str, step: int) -> int:

@@ -31,7 +31,7 @@ from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.registry import build_rewards, decides, is_rule
 from oncurve.runs.best import check_metric
 from oncurve.runs.checkpoints import Place, list_checkpoints
-from oncurve.runs.folder import Parent, RunFolder
+from oncurve.runs.folder import Parent, RunFolder, refuse_taken
 from oncurve.runs.secrets import holds_secret, redacted
 from oncurve.runs.store import Store
 from oncurve.scale.world import ALONE, World
@@ -40,7 +40,7 @@ from oncurve.tasks.registry import build_task
 from oncurve.train.follow import follow, lead, need_ranks
 from oncurve.train.listeners import Listener
 from oncurve.train.readable import check_files
-from oncurve.train.run import RewardsOf, TaskOf, Trainer
+from oncurve.train.run import RewardsOf, TaskOf, Trainer, loaded
 
 RUNS = Path("runs")
 
@@ -66,7 +66,11 @@ def begin(
         return follow(world, lambda recipe: prepare(recipe, task, rewards), policy)
     need_ranks(recipe, world)
     recipe = frozen(recipe)
+    if out is not None:
+        refuse_taken(out)
     prepared = prepare(recipe, task, rewards)  # before the folder is made: a recipe that can't run leaves nothing behind
+    if world.size == 1:
+        policy = loaded(recipe, prepared[0], listeners, policy)
     run = RunFolder.create_at(out) if out else RunFolder.create(runs_dir, recipe.name)
     try:
         run.write_recipe(dump_recipe(recipe))
@@ -167,8 +171,11 @@ def fork(
     before = load_recipe(parent.recipe)
     recipe = frozen(parse_recipe(before.model_dump(mode="json", exclude_none=True), sets))
     need_ranks(recipe, world)
+    if out is not None:
+        refuse_taken(out)
     place = _checkpoint_at(parent, recipe, stage, step)
     prepared = prepare(recipe)
+    policy = loaded(recipe, prepared[0], listeners) if world.size == 1 else None
     origin = Parent(parent.name, place.stage, place.step, changes(before, recipe))
     run = RunFolder.create_at(out, parent=origin) if out else RunFolder.create(runs_dir, recipe.name, parent=origin)
     try:
@@ -179,7 +186,7 @@ def fork(
             store.forget_after(place.stage, place.step)
             store.forget_replies_after(place.stage, place.step)
         lead(world, recipe, run)
-        trainer = Trainer(recipe, run, *prepared, listeners, world=world)
+        trainer = Trainer(recipe, run, *prepared, listeners, policy, world=world)
     except BaseException:
         shutil.rmtree(run.path, ignore_errors=True)
         raise

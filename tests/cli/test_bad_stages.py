@@ -153,6 +153,16 @@ def test_a_missing_column_is_told_with_its_line(
     assert not list(tmp_path.glob("runs/*"))
 
 
+def test_nothing_at_all_is_left_of_a_run_whose_model_does_not_do(oncurve: Oncurve, tmp_path: Path) -> None:
+    """Not even the folder of runs: the model is loaded and looked at before one is made."""
+    file = recipe(tmp_path, GRPO, [ASKED], model(tmp_path / "m"), model__lora__targets=["nothing"])
+    assert_told(oncurve("train", file, "--runs", tmp_path / "runs"), "model.lora.targets", "q_proj")
+    assert_told(oncurve("train", file, "--out", tmp_path / "deep" / "run"), "model.lora.targets", "q_proj")
+    assert_told(oncurve("train", file, "--out", tmp_path / "m"), "already there")
+    assert_told(oncurve("train", file, "--out", file / "run"), "is a file")
+    assert {path.name for path in tmp_path.iterdir()} == {"m", "rows.jsonl", "bad.toml"}
+
+
 def test_an_adapter_for_another_base(oncurve: Oncurve, tmp_path: Path) -> None:
     adapted = load_policy(Model(source=str(model(tmp_path / "m")), lora=Lora(rank=2)), alphabet=None, seed=0)
     lora.save(adapted.model, tmp_path / "adapter")

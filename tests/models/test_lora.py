@@ -177,9 +177,20 @@ def test_an_adapter_for_another_base_is_refused(tmp_path: Path) -> None:
         load_policy(Model(source=str(tmp_path / "wide"), adapter=str(tmp_path / "adapter")), alphabet=None, seed=0)
 
 
+def test_an_adapter_that_is_damaged_is_told(tmp_path: Path) -> None:
+    plain().save(tmp_path / "base")
+    adapted = load_policy(Model(source=str(tmp_path / "base"), lora=Lora(rank=2)), alphabet=None, seed=0)
+    for name in (lora.BASE, lora.CONFIG):
+        lora.save(adapted.model, tmp_path / "adapter")
+        (tmp_path / "adapter" / name).write_text('{"finger')
+        with pytest.raises(ModelError, match=rf"{name}: can't be read"):
+            load_policy(Model(source=str(tmp_path / "adapter")), alphabet=None, seed=0)
+
+
 def test_targets_that_do_not_exist_or_reach_the_head_are_refused() -> None:
-    with pytest.raises(ModelError, match="q_proj"):
+    with pytest.raises(ModelError, match="q_proj") as told:
         policy(targets=("query",))
+    assert "lm_head" not in told.value.fix
     with pytest.raises(ModelError, match="leave the embedding and the head out"):
         policy(targets=("lm_head",))
 

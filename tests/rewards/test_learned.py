@@ -5,7 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForSequenceClassification, Qwen3ForTokenClassification
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3ForSequenceClassification,
+    Qwen3ForTokenClassification,
+)
 
 from oncurve.errors import ModelError
 from oncurve.records import Prompt
@@ -108,5 +114,12 @@ def test_a_process_reward_model(tmp_path: Path) -> None:
 
 
 def test_a_model_that_is_none(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="there is no such folder"):
+    with pytest.raises(ModelError, match="no such folder"):
         LearnedReward("model", 1.0, LearnedOptions(model=str(tmp_path / "none")))
+
+
+def test_a_language_model_is_no_reward_model(tmp_path: Path) -> None:
+    """transformers loads one as a classifier, with a head that it draws at random."""
+    folder = save(tmp_path, Qwen3ForCausalLM, 1)
+    with pytest.raises(ModelError, match=r"no such model\n.*score\.weight.*drawn at random"):
+        LearnedReward("model", 1.0, LearnedOptions(model=folder, heads={"LABEL_0": 1.0}))
