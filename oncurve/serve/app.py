@@ -16,17 +16,17 @@ from typing import Any
 import numpy as np
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from jinja2 import TemplateError
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from oncurve.engines.serving import Ask, Token
+from oncurve.errors import ModelError
 from oncurve.listening import refusal
 from oncurve.models.policy import Policy
 from oncurve.records import Ints, Prompt
 from oncurve.serve.answers import ChatShape, Choice, Shape, TextShape, usage
 from oncurve.serve.bodies import ChatBody, TextBody
-from oncurve.serve.problems import Refused, answer_errors, problem
+from oncurve.serve.problems import Refused, answer_errors, in_words, problem
 from oncurve.serve.worker import ClientGone, Worker
 from oncurve.serve.writing import Said, Writing
 
@@ -77,8 +77,8 @@ class Served:
             raise Refused(400, f"{self.name} has no chat template: use /v1/completions", "messages")
         try:
             return self.policy.encode(prompt)
-        except TemplateError as error:
-            raise Refused(400, f"the model's chat template refuses these messages: {error}", "messages") from None
+        except ModelError as error:
+            raise Refused(400, in_words(error), "messages") from None
 
     def text_ids(self, prompt: str | list[int]) -> Ints:
         if isinstance(prompt, str):

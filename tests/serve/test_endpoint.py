@@ -290,9 +290,10 @@ def test_a_template_that_refuses_is_the_client_s_mistake() -> None:
     with (
         endpoint(policy, slots=1, limit=8) as found,
         found.client() as client,
-        pytest.raises(openai.BadRequestError, match="only users speak here"),
+        pytest.raises(openai.BadRequestError, match="only users speak here") as refused,
     ):
         client.chat.completions.create(model=MODEL, messages=ASKED)
+    assert refused.value.param == "messages"
 
 
 def test_a_fault_of_the_engine_is_told_and_the_server_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
