@@ -29,6 +29,9 @@ from oncurve.plan.seconds import seconds_of
 PACKS = (8192, 4096, 2048, 1024)
 SLOTS = (128, 64, 32, 16)
 GPU_COUNTS = (2, 4, 8, 16, 32, 64)
+SHARDED = {"optimiser": "a sharded optimiser", "full": "everything sharded"}
+NOT_WITH_FULL = {"moments", "optimiser", "lora"}
+"""Families that a recipe refuses beside `scale.shard = "full"`."""
 MOST_PARTS = 3
 SHORTEST = 64
 
@@ -109,9 +112,14 @@ def changes(job: Job, lora_rank: int) -> Iterator[Change]:
         yield Change("optimiser", 2, "the optimiser on the CPU", {"optimiser_on_cpu": True}, key)
     if job.lora_rank is None:
         yield Change("lora", 3, f"LoRA of rank {lora_rank}", {"lora_rank": lora_rank}, f"model.lora.rank={lora_rank}")
+    whole = job.does.critic or job.does.curvature or job.lora_rank is not None  # these need all weights on each rank
+    shards = {shard: words for shard, words in SHARDED.items() if shard == "optimiser" or not whole}
+    if job.gpus > 1 and job.sharding == "none" and not job.gpu.is_cpu:
+        for shard, words in shards.items():
+            yield one("gpus", words=f"{words} (scale.shard)", sets={"sharding": shard}, key=f"scale.shard={shard}")
     for gpus in (n for n in GPU_COUNTS if n > job.gpus and not job.gpu.is_cpu):
-        yield Change("gpus", 4, f"{gpus} GPUs with a sharded optimiser", {"gpus": gpus, "sharding": "optimiser"})
-        yield Change("gpus", 4, f"{gpus} GPUs with everything sharded", {"gpus": gpus, "sharding": "full"})
+        for shard, words in shards.items():
+            yield Change("gpus", 4, f"{gpus} GPUs with {words}", {"gpus": gpus, "sharding": shard})
     tokens = job.new_tokens // 2
     while tokens >= SHORTEST:
         mean = min(job.mean_tokens, tokens)
@@ -124,7 +132,9 @@ def changes(job: Job, lora_rank: int) -> Iterator[Change]:
 def _combinations(single: list[Change]) -> Iterator[tuple[Change, ...]]:
     for size in range(1, MOST_PARTS + 1):
         for chosen in combinations(single, size):
-            if len({change.family for change in chosen}) == size:
+            families = {change.family for change in chosen}
+            full = any(change.sets.get("sharding") == "full" for change in chosen)
+            if len(families) == size and not (full and families & NOT_WITH_FULL):
                 yield chosen
 
 

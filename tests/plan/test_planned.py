@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -53,6 +54,22 @@ def test_a_model_beyond_one_gpu_is_sharded_or_adapted() -> None:
     best = find_fixes(job("Qwen/Qwen3-32B", "H100-80GB"), 16)[0]
     assert best.job.lora_rank == 16 or best.job.gpus > 1
     assert fits(best.job)
+
+
+def test_gpus_that_are_there_share_before_more_are_asked_for() -> None:
+    """7 billion parameters on each of 8 GPUs do not fit; an optimiser shared out over the same 8 does, and costs time only."""
+    asked_for = job("7B", "H100-80GB", gpus=8)
+    best = find_fixes(asked_for, 16)[0]
+    assert (best.job, best.cost[0]) == (replace(asked_for, sharding="optimiser"), 0)
+    assert [change.key for change in best.changes] == ["scale.shard=optimiser"]
+
+
+@pytest.mark.parametrize(("model", "options"), [("14B", {"algorithm": "ppo"}), ("32B", {"lora_rank": 16})], ids=["ppo", "LoRA"])
+def test_nothing_is_advised_that_a_recipe_refuses(model: str, options: dict[str, Any]) -> None:
+    """A critic and an adapter need all weights on each rank."""
+    found = find_fixes(job(f"Qwen/Qwen3-{model}", "H100-80GB", gpus=8, **options), 16, count=50)
+    assert found
+    assert all(fix.job.sharding != "full" for fix in found)
 
 
 def test_a_model_whose_weights_alone_are_beyond_a_gpu_is_not_sampled_there() -> None:
