@@ -33,7 +33,7 @@ class LiveDisplay(Listener):
         self.console, self.line_every_s = console, line_every_s
         self.live: Live | None = None
         self.progress: RunProgress | None = None
-        self.told = -float("inf")
+        self.told = self.told_measuring = -float("inf")
 
     def on_run_start(self, recipe: Recipe, folder: Path, parameters: int, resumed_from: tuple[str, int] | None) -> None:
         self.progress = run = RunProgress.of(recipe, folder, parameters)
@@ -70,8 +70,10 @@ class LiveDisplay(Listener):
         assert self.progress is not None
         self.progress.now_in.measuring = share
         now = time.monotonic()
-        if self.live is None and now - self.told >= self.line_every_s:
-            self.told = now
+        if share == 0:
+            self.told_measuring = now
+        elif self.live is None and now - self.told_measuring >= self.line_every_s:
+            self.told_measuring = now
             self.say(f"{stage} {step}: measuring on what is held out, {percent(share)}")
 
     def on_stage_end(self, stage: str) -> None:

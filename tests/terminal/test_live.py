@@ -126,8 +126,12 @@ def test_a_measurement_shows_how_far_it_is_until_it_is_done() -> None:
     display.on_eval(EvalReport("sft", 300, 0.5, 200, {}))
     assert "measuring" not in " ".join(picture(display.progress, 80))
     display.line_every_s = 1e9
-    display.on_measuring("sft", 300, 0.5)
-    assert out.getvalue().splitlines()[-1] == "sft 300: held-out accuracy 50.0 % of 200"
+    display.on_stage_start("grpo", "grpo", 1, 200, 0)
+    for share in (0.0, 0.5):
+        display.on_measuring("grpo", 0, share)
+    assert out.getvalue().splitlines()[-1] == "sft 300: held-out accuracy 50.0 % of 200", "a short one has no line"
+    display.on_step(StepReport("grpo", 1, METRICS, {}))
+    assert out.getvalue().splitlines()[-1].startswith("grpo 1/200"), "nor does it take the first step's"
 
 
 def test_what_a_reward_model_gets_right_is_shown_in_its_own_stage_alone() -> None:
