@@ -18,7 +18,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
-from urllib.parse import quote, unquote
 
 import torch
 from safetensors import SafetensorError
@@ -28,23 +27,14 @@ from oncurve.errors import CheckpointError, DiskError, OncurveError
 from oncurve.runs.disk import disk_error, disk_errors, free_bytes, sync, write_durably
 from oncurve.runs.environment import oncurve_version
 from oncurve.runs.pieces import INDEX, Both, InPieces
+from oncurve.runs.saved import checkpoint_path, list_checkpoints
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 WRITING = ".writing-"
 REPLACED = ".replaced-"
-NAME = re.compile(r"(?P<stage>[^.].*)-(?P<step>\d{6,})")
 
 Tensors = Mapping[str, torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A checkpoint in a list, by the name of its folder: it may yet prove damaged."""
-
-    path: Path
-    stage: str
-    step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +46,6 @@ class Checkpoint:
     step: int
     tensors: Mapping[str, Tensors]
     documents: Mapping[str, Any]
-
-
-def checkpoint_path(folder: Path, stage: str, step: int) -> Path:
-    """Where a checkpoint lies. Characters that a file's name can't hold are written as %XX."""
-    label = quote(stage, safe=" ")
-    return folder / f"{'%2E' + label[1:] if label.startswith('.') else label}-{step:06d}"
 
 
 def save(
@@ -143,16 +127,6 @@ def newest_valid(folder: Path, on_damaged: Callable[[Path, str], None]) -> Check
     if refused is not None:
         raise refused
     return None
-
-
-def list_checkpoints(folder: Path) -> list[Place]:
-    """The checkpoints there are, by stage and step. Never touches them, so that it can be asked while a run is saving."""
-    if not folder.is_dir():
-        return []
-    with disk_errors(folder):
-        matches = [(path, NAME.fullmatch(path.name)) for path in folder.iterdir() if path.is_dir()]
-    places = [Place(path, unquote(match["stage"]), int(match["step"])) for path, match in matches if match]
-    return sorted(places, key=lambda place: (place.stage, place.step))
 
 
 def prune(folder: Path, stage: str, keep: int, protect: Collection[int]) -> list[Path]:

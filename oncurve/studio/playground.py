@@ -6,12 +6,11 @@ import asyncio
 import contextlib
 import http.client
 import json
-import re
 import socket
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Request
 from fastapi.responses import StreamingResponse
@@ -22,13 +21,13 @@ from oncurve.recipe.resolve import resolved_advantage
 from oncurve.recipe.sampled import Sampled
 from oncurve.recipe.schema import Grpo, Recipe
 from oncurve.runs.folder import RunFolder, list_runs
+from oncurve.runs.saved import list_checkpoints
 from oncurve.studio import trial
 from oncurve.studio.finding import find_run, reading, recipe_of
 from oncurve.studio.groups import shown_text
 from oncurve.studio.servers import Server, Servers
 
 play = APIRouter(prefix="/api/playground")
-CHECKPOINT = re.compile(r"(?P<stage>.+)-(?P<step>\d{6,})")
 PROMPTS = 30
 """Prompts of a run that are offered: the last it was asked, measurements first."""
 
@@ -65,10 +64,9 @@ def models_of(run: RunFolder) -> list[dict[str, str]]:
     with contextlib.suppress(OncurveError):  # a recipe that can't be read says nothing of the models that are there
         if not recipe_of(run).uses_policy:
             return []
-    places = sorted(path.name for path in run.checkpoints.iterdir() if path.is_dir()) if run.checkpoints.is_dir() else []
-    marks = [(unquote(m["stage"]), int(m["step"])) for m in map(CHECKPOINT.fullmatch, places) if m]
     last = [{"target": run.name, "says": "the final model"}] if (run.model / "config.json").is_file() else []
-    kept = [{"target": f"{run.name}@{stage}-{step}", "says": f"{stage} {step}"} for stage, step in marks]
+    places = list_checkpoints(run.checkpoints)
+    kept = [{"target": f"{run.name}@{p.stage}-{p.step}", "says": f"{p.stage} {p.step}"} for p in places]
     return last + kept
 
 

@@ -26,9 +26,9 @@ from oncurve.recipe.algorithms import at_constant_rate, base_stage, passes_of, u
 from oncurve.recipe.load import dump_recipe, parse_recipe
 from oncurve.recipe.sampled import Sampled
 from oncurve.recipe.schema import Recipe
-from oncurve.runs.checkpoints import list_checkpoints
 from oncurve.runs.disk import put_file
 from oncurve.runs.folder import STATE, RunFolder
+from oncurve.runs.saved import list_checkpoints
 from oncurve.runs.store import Store
 
 Budget = Literal["tokens", "time"]

@@ -21,6 +21,7 @@ from oncurve.records import EvalReport
 from oncurve.runs import checkpoints
 from oncurve.runs.disk import put_whole
 from oncurve.runs.folder import RunFolder
+from oncurve.runs.saved import list_checkpoints
 from oncurve.tasks.registry import TASKS
 from oncurve.train.evaluate import evaluate, usual_limit
 from oncurve.train.given import is_from_python, refuse_from_python
@@ -91,7 +92,7 @@ def open_run(run: RunFolder, place: str | None = None) -> Policy:
 
 def _checkpoint(run: RunFolder, place: str) -> checkpoints.Checkpoint:
     """The checkpoint that STAGE-STEP names."""
-    there = checkpoints.list_checkpoints(run.checkpoints)
+    there = list_checkpoints(run.checkpoints)
     for one in there:
         if place in (f"{one.stage}-{one.step}", one.path.name):
             return checkpoints.load(one.path)

@@ -18,6 +18,7 @@ from oncurve.runs import checkpoints
 from oncurve.runs.checkpoints import Checkpoint
 from oncurve.runs.folder import RunFolder
 from oncurve.runs.reading import Reader
+from oncurve.runs.saved import list_checkpoints
 from oncurve.runs.store import Store
 from oncurve.train.given import refuse_from_python
 from oncurve.train.run import Trainer, detours, load_weights, steps_behind
@@ -99,7 +100,7 @@ def _stage_with(store: Reader, run: RunFolder, step: int) -> str:
 
 def _before(run: RunFolder, names: list[str], position: int, step: int) -> Checkpoint | None:
     """The last whole checkpoint before a step; None where the run must be done again from its first weights."""
-    places = [p for p in checkpoints.list_checkpoints(run.checkpoints) if p.stage in names]
+    places = [p for p in list_checkpoints(run.checkpoints) if p.stage in names]
     earlier = [p for p in places if (names.index(p.stage), p.step) < (position, step)]
     for place in sorted(earlier, key=lambda p: (names.index(p.stage), p.step), reverse=True):
         try:

@@ -37,6 +37,7 @@ from oncurve.runs.disk import put_whole
 from oncurve.runs.folder import RunFolder, Status
 from oncurve.runs.notes import Note, collecting, watching
 from oncurve.runs.reading import Reader
+from oncurve.runs.saved import list_checkpoints
 from oncurve.runs.store import Store
 from oncurve.scale.signals import STOPPING, heeded
 from oncurve.scale.world import ALONE, World
@@ -349,7 +350,7 @@ class Trainer:
         return held(world, self.run.path / PIECES, {**own, **loop.state()})
 
     def _saved_steps(self, stage: Stage) -> set[int]:
-        return {place.step for place in checkpoints.list_checkpoints(self.run.checkpoints) if place.stage == stage.label}
+        return {place.step for place in list_checkpoints(self.run.checkpoints) if place.stage == stage.label}
 
     def _note_saved(self, saved: Sequence[Saved]) -> None:
         for one in saved:

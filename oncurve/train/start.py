@@ -30,8 +30,8 @@ from oncurve.recipe.sections import Task as TaskConfig
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.registry import build_rewards, decides, is_rule
 from oncurve.runs.best import check_metric
-from oncurve.runs.checkpoints import Place, list_checkpoints
 from oncurve.runs.folder import Parent, RunFolder, refuse_taken
+from oncurve.runs.saved import Place, list_checkpoints
 from oncurve.runs.secrets import holds_secret, redacted
 from oncurve.runs.store import Store
 from oncurve.scale.world import ALONE, World

@@ -22,6 +22,7 @@ from oncurve.runs.checklist import Check
 from oncurve.runs.checkpoints import REPLACED, WRITING, Checkpoint
 from oncurve.runs.database import open_database, refusal
 from oncurve.runs.folder import RunFolder
+from oncurve.runs.saved import list_checkpoints
 from oncurve.runs.store import Store
 
 
@@ -33,7 +34,7 @@ def verify(run: RunFolder) -> Iterator[Check]:
     yield Check("recipe.toml", "wrong", recipe) if isinstance(recipe, str) else Check("recipe.toml", "ok", "reads back")
     yield from _database(run)
     newest: Checkpoint | None = None
-    for place in checkpoints.list_checkpoints(run.checkpoints):
+    for place in list_checkpoints(run.checkpoints):
         try:
             found = checkpoints.load(place.path)
         except OncurveError as error:

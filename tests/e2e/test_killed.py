@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from oncurve.runs.checkpoints import list_checkpoints
 from oncurve.runs.folder import RunFolder
+from oncurve.runs.saved import list_checkpoints
 from oncurve.runs.store import Store
 from oncurve.train.start import begin
 from tests.train.builders import recipe

@@ -15,8 +15,9 @@ import torch
 
 from oncurve.errors import DiskError, RecipeError, RunError
 from oncurve.runs import checkpoints, database, disk
-from oncurve.runs.checkpoints import list_checkpoints, load
+from oncurve.runs.checkpoints import load
 from oncurve.runs.folder import RunFolder
+from oncurve.runs.saved import list_checkpoints
 from oncurve.runs.store import Store
 from oncurve.train import saving
 from oncurve.train.saving import Saver, Wanted, on_host

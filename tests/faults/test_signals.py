@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from oncurve.recipe.load import dump_recipe
-from oncurve.runs.checkpoints import list_checkpoints
 from oncurve.runs.folder import RunFolder
+from oncurve.runs.saved import list_checkpoints
 from oncurve.runs.store import Store
 from oncurve.train.start import begin
 from tests.faults.cases import FORMAT, GRPO, HURRIED, recipe

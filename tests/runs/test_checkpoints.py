@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from oncurve.errors import CheckpointError, DiskError
 from oncurve.runs import checkpoints
-from oncurve.runs.checkpoints import checkpoint_path, list_checkpoints, load, newest_valid, prune, save, sweep
+from oncurve.runs.checkpoints import load, newest_valid, prune, save, sweep
+from oncurve.runs.saved import checkpoint_path, list_checkpoints
 from tests.runs.processes import finish, kill_when_ready, start
 
 

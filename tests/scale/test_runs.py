@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from oncurve.runs.checkpoints import checkpoint_path, list_checkpoints
 from oncurve.runs.folder import RunFolder
+from oncurve.runs.saved import checkpoint_path, list_checkpoints
 from oncurve.runs.store import Store
 from oncurve.scale.pulse import read_pulses
 from oncurve.terminal.status import state_of, status_data

@@ -23,8 +23,8 @@ from oncurve.models.shards import own_numbers
 from oncurve.models.split import styles_of
 from oncurve.recipe.schema import Recipe
 from oncurve.recipe.sections import Model, TinyModel
-from oncurve.runs.checkpoints import checkpoint_path, list_checkpoints
 from oncurve.runs.pieces import INDEX, Both, InPieces
+from oncurve.runs.saved import checkpoint_path, list_checkpoints
 from oncurve.scale.world import World
 from oncurve.train.run import load_weights
 from oncurve.train.sharded import held, shared_out

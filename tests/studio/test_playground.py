@@ -28,12 +28,13 @@ ASK: dict[str, Any] = {"prompt": "1+2=", "samples": 3, "temperature": 1.0, "top_
 
 
 def give_model(run: RunFolder, seed: int) -> None:
-    """A model that the run might have ended with, and a checkpoint of other weights."""
+    """A model that the run might have ended with, a checkpoint of other weights, and one that is being written."""
     recipe = load_recipe(run.recipe)
     alphabet = task_for(recipe, recipe.stages[0]).alphabet
     load_policy(recipe.model, alphabet=alphabet, seed=seed).save(run.model)
     earlier = load_policy(recipe.model, alphabet=alphabet, seed=seed + 10)
     checkpoints.save(run.checkpoints, "grpo", 2, {"model": weights(earlier)}, {"state": {"stage": "grpo", "step": 2}})
+    (run.checkpoints / ".writing-grpo-000003").mkdir()
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ from oncurve.recipe.schema import Recipe
 from oncurve.records import EvalReport, StepReport
 from oncurve.rewards.function import FunctionReward
 from oncurve.rewards.mix import RewardMix
-from oncurve.runs.checkpoints import list_checkpoints
 from oncurve.runs.folder import RunFolder
+from oncurve.runs.saved import list_checkpoints
 from oncurve.runs.store import Store
 from oncurve.train.listeners import Listener
 from oncurve.train.start import begin, fork, resume
