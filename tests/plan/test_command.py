@@ -46,6 +46,8 @@ def test_bars_verdict_and_tables_fit_the_terminal(plan: Plan, columns: int) -> N
     bars = [line for line in out.splitlines() if line.startswith(("grpo, ", "ppo, ")) and "GiB" in line and "│" in line]
     assert len(bars) == 4
     assert len({line.index("│") for line in bars}) == 1  # one scale
+    models = next(line for line in out.splitlines() if line.startswith("model"))
+    assert models.split() == ["model", "0.6B", "1.7B", "4B", "8B", "14B", "32B"]  # none cut off
 
 
 def test_longer_bars_hold_more(plan: Plan) -> None:
