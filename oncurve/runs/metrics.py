@@ -26,7 +26,7 @@ _TABLE = (
     Metric(
         "reward_std",
         "reward",
-        "Mean over groups of the std of their total rewards (dividing by G − 1).",
+        "Mean over groups of the std of their total rewards (dividing by G).",
         "well above 0 while there is something to learn",
     ),
     Metric(
@@ -208,10 +208,15 @@ _TABLE = (
     Metric(
         "pair_accuracy",
         "share",
-        "Share of pairs whose chosen completion has the higher implicit reward (dpo).",
-        "rises; before the first update it is chance, as policy and reference differ by rounding alone",
+        "Share of pairs whose chosen completion has the higher reward, in dpo the implicit one (dpo, reward_model).",
+        "rises; before dpo's first update it is chance, as policy and reference differ by rounding alone",
     ),
-    Metric("pair_margin", "reward", "Mean implicit reward of the chosen minus that of the rejected completion (dpo).", "rises"),
+    Metric(
+        "pair_margin",
+        "reward",
+        "Mean reward of the chosen minus that of the rejected completion, in dpo the implicit ones (dpo, reward_model).",
+        "rises",
+    ),
     Metric(
         "heldout_pair_accuracy",
         "share",
@@ -237,9 +242,18 @@ _TABLE = (
         "Share of tokens left out because sampler and learner disagree on their completion (mismatch_limit).",
         "near 0",
     ),
-    Metric("tokens", "tokens", "Completion tokens sampled in the step, or trained on in sft.", "as large as fits"),
     Metric(
-        "tokens_per_s", "tokens/s", "Completion tokens over the time of the whole step.", "as high as it gets", repeatable=False
+        "tokens",
+        "tokens",
+        "Completion tokens sampled in the step, or tokens trained on where a stage samples none.",
+        "as large as fits",
+    ),
+    Metric(
+        "tokens_per_s",
+        "tokens/s",
+        "The step's tokens over its time; where a stage samples none, over the time of its update.",
+        "as high as it gets",
+        repeatable=False,
     ),
     Metric(
         "sample_tokens_per_s",
@@ -251,13 +265,13 @@ _TABLE = (
     Metric(
         "epoch",
         "epochs",
-        "How often the task's prompts or examples have been gone through.",
+        "How often the stage's examples, pairs or judged steps have been gone through.",
         "rises; few epochs over few examples overfit less",
     ),
     Metric(
         "seconds/",
         "s",
-        "Time of one phase of the step: sample, score, grade, update, record, eval or save; and of phases within the update "
+        "Time of one phase of the step: sample, score, grade, reference (dpo), update or eval; and of phases within the update "
         "(update/pack, update/forward …).",
         "sample and update lead",
         repeatable=False,
@@ -279,7 +293,7 @@ _TABLE = (
     Metric(
         "cpu_seconds",
         "s",
-        "What the process computed in the step, over all its threads; equal to the step's time on a machine of its own.",
+        "What the process computed in the step, over all its threads: fairer than time where others share the machine.",
         "steady",
         repeatable=False,
     ),
@@ -297,13 +311,13 @@ _TABLE = (
     Metric(
         "heldout_loss",
         "loss",
-        "Cross-entropy per token on worked examples that are kept out of training.",
+        "The loss on what is kept out of training: cross-entropy per token in sft, the model's own in reward_model.",
         "falls; a rise while the loss falls is overfitting",
     ),
     Metric(
         "examples_seen",
         "examples",
-        "Worked examples trained on since the stage began, repeats counted.",
+        "Worked examples, pairs or judged steps trained on since the stage began, repeats counted.",
         "rises by the batch size",
     ),
 )
