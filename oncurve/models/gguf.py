@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerBase
 
-from oncurve.errors import MissingPackage, ModelError, pip_install
+from oncurve.errors import DiskError, MissingPackage, ModelError, pip_install
 from oncurve.models.places import ORIGIN, cache_folder, gguf_head
 
 SAME_MATRIX = 0.2
@@ -46,8 +47,7 @@ def cached(file: Path, dtype: str) -> Path:
 def convert(file: Path, folder: Path, dtype: str) -> None:
     """Writes the model as a folder that transformers, vLLM and recipes load; it is there whole or not at all."""
     _check(file)
-    if folder.exists():
-        raise ModelError(str(folder), "already there", because="nothing is written over", fix="choose another name")
+    _check_place(folder)
     model, tokenizer = _read(file, getattr(torch, dtype))
     _tie(model)
     model.hf_quantizer = None
@@ -55,16 +55,31 @@ def convert(file: Path, folder: Path, dtype: str) -> None:
     model.generation_config.eos_token_id = end_tokens(tokenizer)
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.generation_config.eos_token_id[0])
     aside = folder.with_name(f".writing-{folder.name}-{os.getpid()}")
-    folder.parent.mkdir(parents=True, exist_ok=True)
     try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
         model.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
         origin = {"file": file.name, "sha256": _digest(file), "dtype": dtype}
         (aside / ORIGIN).write_text(json.dumps(origin, indent=2) + "\n")
         if not folder.exists():  # two runs that begin together convert the same file
             aside.rename(folder)
+    except (OSError, SafetensorError) as error:
+        raise _unwritable(folder, str(error)) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def _check_place(folder: Path) -> None:
+    """Asked before the file is read, which takes its time."""
+    if folder.exists():
+        raise ModelError(str(folder), "already there", because="nothing is written over", fix="choose another name")
+    above = next(path for path in folder.absolute().parents if path.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise _unwritable(folder, f"{above} is a file" if above.is_file() else f"this user may not write in {above}")
+
+
+def _unwritable(folder: Path, because: str) -> DiskError:
+    return DiskError(str(folder), "can't be written", because=because, fix="choose another place, or make room there")
 
 
 def end_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -103,11 +118,14 @@ def _read(file: Path, dtype: torch.dtype) -> tuple[Any, Any]:
         tokenizer = AutoTokenizer.from_pretrained(file.parent, **place)
         model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=dtype, quantization_config=whole, **place)
     except (ValueError, KeyError, OSError, IndexError, struct.error, NotImplementedError) as error:
+        architecture, known = gguf_head(file).get("general.architecture"), architectures()
         raise ModelError(
             str(file),
-            f"a GGUF file of architecture '{gguf_head(file).get('general.architecture')}' that can't be read",
+            f"a GGUF file of architecture '{architecture}' that can't be read",
             because=str(error).strip().partition("\n")[0] or type(error).__name__,
-            fix=f"use a whole file of one of these architectures: {', '.join(architectures())}",
+            fix="fetch the file again: it may be cut off"
+            if architecture in known
+            else f"use a file of one of these architectures: {', '.join(known)}",
         ) from error
     return model, tokenizer
 

@@ -166,6 +166,13 @@ def _check_path(source: str) -> None:
             because="that file says what the model is",
             fix="name a folder in Hugging Face format, such as RUN/model, or a run",
         )
+    if folder.is_file():
+        raise ModelError(
+            source,
+            "a file, and no GGUF file",
+            because="a model is a folder with its weights, settings and tokenizer, or one file that ends in .gguf",
+            fix="name such a folder or file: `oncurve models` lists those on this machine",
+        )
     if not folder.exists() and (source.startswith((".", "/", "~")) or source.count("/") > 1):
         raise ModelError(source, "no such folder", because="it looks like a path", fix="check the path; a hub id is OWNER/NAME")
 

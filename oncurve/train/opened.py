@@ -51,6 +51,10 @@ def open_target(target: str, runs_dir: Path, model: Model | None = None) -> Open
     of = RunFolder.find(name, runs_dir) if sign else None
     if of is not None:
         return Opened(open_run(of, place), target, of)
+    if sign and Path(name).exists():
+        raise RunError(
+            name, "not a run", because=f"only a run has a checkpoint {place}", fix="`oncurve runs` lists the runs there are"
+        )
     plain = model or Model(dtype="bfloat16" if choose_device("auto").type == "cuda" else "float32")
     if target == "tiny":
         raise RunError(

@@ -171,6 +171,24 @@ def test_an_adapter_for_another_base(oncurve: Oncurve, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("runs/*"))
 
 
+@pytest.mark.parametrize(
+    ("command", "target", "words"),
+    [
+        (["eval"], "rows.jsonl", ["a file, and no GGUF file", "oncurve models"]),
+        (["serve", "--port", "0"], "bad.toml", ["a file, and no GGUF file", "oncurve models"]),
+        (["serve", "--port", "0"], "m@grpo-3", ["not a run", "grpo-3", "oncurve runs"]),
+        (["chat"], "m@grpo-3", ["not a run", "grpo-3", "oncurve runs"]),
+    ],
+    ids=["eval of a file", "serve of a recipe", "serve of no checkpoint", "chat with no checkpoint"],
+)
+def test_what_is_neither_a_run_nor_a_model(
+    oncurve: Oncurve, tmp_path: Path, command: list[str], target: str, words: list[str]
+) -> None:
+    file = recipe(tmp_path, GRPO, [ASKED], model(tmp_path / "m"))
+    more = ["--task", file] if command == ["eval"] else []
+    assert_told(oncurve(command[0], f"{tmp_path}/{target}", *command[1:], *more), *words)
+
+
 def test_a_gguf_file_of_an_architecture_that_is_not_supported(oncurve: Oncurve, tmp_path: Path) -> None:
     gguf_files.write(tmp_path / "odd.gguf", architecture="plamo")
     file = recipe(tmp_path, GRPO, [ASKED], tmp_path / "odd.gguf")

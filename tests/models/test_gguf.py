@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from oncurve.errors import ModelError
+from oncurve.errors import DiskError, ModelError
 from oncurve.models import gguf
 from oncurve.models.load import Found, load_policy
 from oncurve.models.places import ORIGIN, all_places, gguf_head
@@ -94,6 +95,8 @@ def test_what_is_no_gguf_file_is_told(tmp_path: Path) -> None:
         with pytest.raises(ModelError):
             gguf.convert(tmp_path / name, tmp_path / "out", "float32")
         assert not (tmp_path / "out").exists()
+    with pytest.raises(ModelError, match="fetch the file again: it may be cut off"):
+        gguf.convert(tmp_path / "cut.gguf", tmp_path / "out", "float32")
     with pytest.raises(ModelError, match="it is a folder"):
         gguf.convert(tmp_path, tmp_path / "out", "float32")
     with pytest.raises(ModelError, match="no such file"):
@@ -104,6 +107,20 @@ def test_an_architecture_that_is_not_supported_is_named(tmp_path: Path) -> None:
     gguf_files.write(tmp_path / "odd.gguf", architecture="plamo")
     with pytest.raises(ModelError, match=r"plamo.*(?s:.)*one of these architectures: .*llama"):
         gguf.convert(tmp_path / "odd.gguf", tmp_path / "out", "float32")
+
+
+def test_a_place_that_can_not_be_written_is_told_and_a_disk_that_is_full_leaves_nothing(tmp_path: Path) -> None:
+    gguf_files.write(tmp_path / "small.gguf")
+    with pytest.raises(DiskError, match=r"small\.gguf is a file"):
+        gguf.convert(tmp_path / "small.gguf", tmp_path / "small.gguf" / "a" / "out", "float32")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    try:
+        with pytest.raises(DiskError, match="can't be written"):
+            gguf.convert(tmp_path / "small.gguf", tmp_path / "out", "float32")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [path.name for path in tmp_path.iterdir()] == ["small.gguf"]
 
 
 def test_nothing_is_written_over(tmp_path: Path) -> None:
