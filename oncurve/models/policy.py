@@ -21,6 +21,7 @@ from oncurve.models.fused import FusedDecoder
 from oncurve.models.gradients import GradientSums
 from oncurve.models.logprobs import Head, rows_at_once, token_logps
 from oncurve.models.packing import Bundle, Pack, build_pack, followed
+from oncurve.models.templates import FIX, by_template
 from oncurve.records import Ints, Prompt
 
 MARK = "oncurve mark"
@@ -180,17 +181,8 @@ class Policy:
         messages = [dict(m) for m in prompt.messages or ()]
         if self.system_prompt and not any(m["role"] == "system" for m in messages):
             messages.insert(0, {"role": "system", "content": self.system_prompt})
-        try:
-            out = self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=True, return_dict=True, **self.template_options
-            )
-        except Exception as error:  # a template is a program of the model's maker, and may raise anything
-            raise ModelError(
-                prompt.id,
-                "the model's chat template can't write it",
-                because=f"{type(error).__name__}: {str(error)[:200]}",
-                fix="give messages of the roles that the template knows, or mend chat_template in the model's folder",
-            ) from error
+        how = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, **self.template_options}
+        out = by_template(self.tokenizer, messages, prompt.id, **how)
         self._check_roles(messages, prompt.id)
         ids: list[int] = out["input_ids"]
         return ids
@@ -201,12 +193,12 @@ class Policy:
             if role in self._written_roles:
                 continue
             marked = [{**m, "content": MARK} if i == place else m for i, m in enumerate(messages)]
-            if MARK not in str(self.tokenizer.apply_chat_template(marked, tokenize=False, **self.template_options)):
+            if MARK not in str(by_template(self.tokenizer, marked, where, tokenize=False, **self.template_options)):
                 raise ModelError(
                     where,
                     f"a message of role '{role}'",
                     because="the model's chat template leaves it out without a word",
-                    fix="give messages of the roles that the template knows, or mend chat_template in the model's folder",
+                    fix=FIX,
                 )
             self._written_roles.add(role)
 

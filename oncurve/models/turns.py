@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from oncurve.models.policy import Policy
+from oncurve.models.templates import by_template
 from oncurve.records import Bools, Example, Ints, Prompt
 
 _MARKS = ("oncurve first mark", "oncurve second mark")
@@ -26,9 +27,8 @@ def _as_message(policy: Policy, prompt: Prompt, reply: str) -> str:
     """
     said, told = _MARKS
     messages = [*map(dict, prompt.messages or ()), {"role": "assistant", "content": said}, {"role": "user", "content": told}]
-    whole = policy.tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, tokenize=False, **policy.template_options
-    )
+    how = {"add_generation_prompt": True, "tokenize": False, **policy.template_options}
+    whole = by_template(policy.tokenizer, messages, prompt.id, **how)
     after = str(whole).rpartition(said)[2]
     endings = [policy.tokenizer.decode([i], skip_special_tokens=False) for i in policy.end_ids]
     closed = next((ending for ending in endings if after.startswith(ending)), "")

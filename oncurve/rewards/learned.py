@@ -19,6 +19,7 @@ from typing import Any
 from pydantic import Field, PositiveInt
 
 from oncurve.errors import ModelError
+from oncurve.models.templates import by_template
 from oncurve.recipe.sections import STAGE, Section
 from oncurve.records import Group, Prompt
 from oncurve.rewards.base import Result, Score
@@ -153,15 +154,7 @@ def conversation(tokenizer: Any, prompt: Prompt, text: str) -> tuple[str, bool]:
     if getattr(tokenizer, "chat_template", None):
         asked = [dict(m) for m in prompt.messages] if prompt.messages else [{"role": "user", "content": prompt.text or ""}]
         chat = [*asked, {"role": "assistant", "content": text}]
-        try:
-            return str(tokenizer.apply_chat_template(chat, tokenize=False)), False
-        except Exception as error:  # a template is a program of the model's maker, and may raise anything
-            raise ModelError(
-                prompt.id,
-                "the reward model's chat template can't write it",
-                because=f"{type(error).__name__}: {str(error)[:200]}",
-                fix="give messages of the roles that the template knows, or mend chat_template in the model's folder",
-            ) from error
+        return str(by_template(tokenizer, chat, prompt.id, "the reward model's", tokenize=False)), False
     return prompt.shown + text, True
 
 

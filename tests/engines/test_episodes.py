@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from oncurve.engines.native import Draws
-from oncurve.errors import DataError
+from oncurve.errors import DataError, ModelError
 from oncurve.models.load import load_policy
 from oncurve.models.policy import Policy
 from oncurve.models.tiny import make_tokenizer
@@ -166,6 +166,13 @@ def test_in_a_chat_a_reply_after_the_end_token_is_the_user_s_next_message() -> N
     assert chat.tokenizer.decode(ids) == "\n<user>higher<end>\n<assistant>"
     assert chat.tokenizer.decode(reply_ids(chat, prompt, "42", ended=False)) == "42"
     assert chat.tokenizer.decode(reply_ids(chat, replace(prompt, messages=None, text="a"), "42", ended=True)) == "42"
+
+
+def test_a_template_of_single_turns_is_told_of_in_one_message() -> None:
+    chat, prompt = chat_policy(), Prompt(id="c", messages=({"role": "user", "content": "a"},))
+    chat.tokenizer.chat_template = "{% if messages | length > 1 %}{{ raise_exception('one turn') }}{% endif %}?"
+    with pytest.raises(ModelError, match=r"(?s)^c: the model's chat template can't write it.*one turn"):
+        reply_ids(chat, prompt, "higher", ended=True)
 
 
 def test_of_a_worked_example_only_the_policy_s_turns_are_imitated() -> None:
