@@ -48,7 +48,12 @@ class Scale(Section):
     def _fits_together(self) -> Scale:
         if self.ranks % self.tensor:
             because = f"{self.tensor} ranks hold one copy of the model together, and ranks is {self.ranks}"
-            raise impossible("tensor", self.tensor, because=because, fix=f"use a divisor of {self.ranks}")
+            raise impossible(
+                "tensor",
+                self.tensor,
+                because=because,
+                fix=f"use a divisor of {self.ranks}, or a multiple of {self.tensor} for ranks",
+            )
         if self.tensor > 1 and self.shard != "full":
             because = f'layers are split where weights are shared out, and shard is "{self.shard}"'
             raise impossible("tensor", self.tensor, because=because, fix='use shard = "full", or leave it out')

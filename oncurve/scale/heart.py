@@ -28,7 +28,6 @@ GRACE_S = 3.0
 """How long others wait for the first rank to speak, or to be left in peace after the end."""
 LAUNCHER = "ONCURVE_LAUNCHER"
 """The process that started the ranks of this machine, in their environment: without it they end."""
-GO_ON = "mend what ended it, then go on from the last checkpoint: oncurve train --resume RUN"
 
 Speak = Callable[[OncurveError], None]
 
@@ -45,6 +44,10 @@ class Heart(threading.Thread):
         self._waiting_since = 0.0
         self._over_since = 0.0
         self._stopped = threading.Event()
+
+    @property
+    def go_on(self) -> str:
+        return f"mend what ended it, then go on from the last checkpoint: oncurve train --resume {self.run_folder or 'RUN'}"
 
     def enter(self, phase: str) -> None:
         self.pulse = replace(self.pulse, phase=phase, since=time.time())
@@ -81,7 +84,7 @@ class Heart(threading.Thread):
             except RuntimeError as error:  # the store is gone, and with it whoever held it
                 if not self._stopped.wait(2 * BEAT_S):
                     self._end(
-                        {**told(error, "the ranks' store"), "what": "does not answer any more", "fix": GO_ON}, heard=False
+                        {**told(error, "the ranks' store"), "what": "does not answer any more", "fix": self.go_on}, heard=False
                     )
 
     def _beat(self) -> None:
@@ -121,7 +124,7 @@ class Heart(threading.Thread):
                     f"rank {rank} of {self.size}",
                     f"its process {last.pid} on {last.host} is gone",
                     because=f"it was killed or crashed; it was last {last.told}",
-                    fix=GO_ON,
+                    fix=self.go_on,
                 )
             )
 

@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from oncurve.errors import OncurveError, ScaleError
 from oncurve.scale.balance import balanced
-from oncurve.scale.heart import GO_ON, Heart
+from oncurve.scale.heart import Heart
 from oncurve.scale.pulse import clear_pulses
 from oncurve.scale.told import told, untold
 from oncurve.scale.world import Order, Shard, World
@@ -175,7 +175,10 @@ class Ranks(World):
             except RuntimeError as error:
                 time.sleep(AGREE_S / 2)  # the heart finds out who is gone, and ends this process with better words
                 raise ScaleError(
-                    f"rank {self.rank} of {self.size}", f"'{what}' failed", because=str(error).partition("\n")[0], fix=GO_ON
+                    f"rank {self.rank} of {self.size}",
+                    f"'{what}' failed",
+                    because=str(error).partition("\n")[0],
+                    fix=self.heart.go_on,
                 ) from error
 
     def tell(self, do: str, **said: Any) -> None:
