@@ -159,7 +159,7 @@ class ScorersMix(RewardMix):
     """A stage's rewards, of which those that wait are asked of the workers."""
 
     def __init__(self, mix: RewardMix, stage: str, scorers: Scorers, say: Say) -> None:
-        super().__init__(mix.rewards)
+        super().__init__(mix.rewards, mix.rules)
         self.stage, self.scorers, self.say = stage, scorers, say
 
     def score(self, groups: Sequence[Group]) -> list[ScoredGroup]:

@@ -17,6 +17,7 @@ GRPO = {
     "optimiser": {"learning_rate": 1e-3}, "save_every": 2, "eval_every": 3,
 }  # fmt: skip
 FORMAT = {"type": "format", "style": "soft"}
+LENGTH = {"type": "length", "target": 5}
 SHORT = {"type": "python", "name": "short", "function": f"{HERE}:short"}
 PATIENT = {"type": "python", "name": "patient", "function": f"{HERE}:patient"}
 HURRIED = {"type": "python", "name": "hurried", "function": f"{HERE}:hurried", "seconds": 20.0, "workers": 1}
@@ -44,6 +45,7 @@ CASES: dict[str, Recipe] = {
     "asynchronous rewards": recipe(GRPO, rewards=[PATIENT, FORMAT]),
     "rewards in workers": recipe(GRPO, rewards=[HURRIED, FORMAT]),
     "dynamic sampling": recipe({**GRPO, "no_signal": "resample", "max_resample_rounds": 2}, rewards=[SHORT]),
+    "without a rule": recipe(GRPO, task={"type": "file", "path": str(PAIRS), "heldout": 6}, rewards=[FORMAT, LENGTH]),
     "environments": recipe(GRPO, task={"type": "guess", "heldout": 6}, rewards=[{"type": "guess"}, SHORT]),
     "ppo": recipe({**GRPO, "type": "ppo", "updates_per_step": 2, "kl": {"beta": 0.05}, "critic": {"warmup_steps": 2}}),
     "trpo": recipe({**TAKING, "type": "trpo", "cg_iterations": 2}),

@@ -40,6 +40,7 @@ MOMENTS_OF = {
         ("writing the model", 1),
     ],
     "dpo": TAUGHT,
+    "without a rule": [("measuring", 1), ("sampling", 2), *SAMPLED],  # it is measured before its first step too
     "ppo": [m for m in SAMPLED if m[0] != "grading"],  # graded by its critic
     "trpo": [m for m in SAMPLED if m[0] not in ("backward", "in an update")],  # a natural gradient has no optimiser
 }
