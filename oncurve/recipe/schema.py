@@ -87,7 +87,7 @@ Stage = Annotated[Sft | Grpo | Ppo | Trpo | Dpo | RewardModel | RejectionSample 
 
 
 class Evaluation(Section):
-    """How held-out accuracy is measured."""
+    """How held-out accuracy, or reward where no rule says what is right, is measured."""
 
     temperature: NonNegative = 0.0
     """0: greedy, the same each time."""
@@ -114,7 +114,7 @@ class Recipe(Section):
     stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
     """The stages, each starting from the one before."""
     evaluation: Evaluation = Evaluation()
-    """How held-out accuracy is measured."""
+    """How held-out accuracy, or reward where no rule says what is right, is measured."""
     engine: Engine = Engine()
     """The native engine's settings."""
     scale: Scale = Scale()

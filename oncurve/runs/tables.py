@@ -6,7 +6,8 @@
   two identical runs, up to the metrics that measure a machine (``oncurve.runs.metrics``: ``repeatable``).
 - Token arrays are little-endian blobs, one row per completion, apart from the texts: a list of completions reads none of
   them. NULL stands for what is usual: no ``loss_mask`` means all True; no ``sampled_logps`` or ``raw_logps`` means equal to
-  ``logps``; one number in ``advantages`` means that number at every token.
+  ``logps``; one number in ``advantages`` means that number at every token. An eval without ``accuracy`` is one without a rule
+  that says what is right: its mean reward stands in its ``metrics``.
 - ``replies`` holds what rewards that look outside the run answered about the groups of a step, those that dynamic sampling
   threw away included. They are not forgotten on resume: a step done again gets the same answers.
 - ``versions`` has a row only where weights may have changed while a completion was written (asynchronous runs): JSON, pairs of
