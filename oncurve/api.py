@@ -26,7 +26,7 @@ from oncurve.records import EvalReport, GradedGroup
 from oncurve.rewards.base import Reward
 from oncurve.rewards.function import FunctionReward, as_reward
 from oncurve.rewards.mix import RewardMix
-from oncurve.rewards.registry import build_reward
+from oncurve.rewards.registry import build_reward, is_rule
 from oncurve.runs.folder import RunFolder, Status
 from oncurve.runs.store import Store
 from oncurve.scale.join import joined, with_ranks
@@ -237,7 +237,13 @@ def as_mix(rewards: Rewards) -> RewardMix:
     built: list[Reward] = []
     for reward in many:
         built.append(_renamed(_as_reward(reward), [other.name for other in built]))
-    return RewardMix(built)
+    return RewardMix(built, [made.name for given, made in zip(many, built, strict=True) if _decides(given)])
+
+
+def _decides(given: Any) -> bool:
+    """Whether its 1 says that an answer is right: of a function and an object it is taken to; a name says what it is."""
+    plain = given[0] if isinstance(given, tuple) else given
+    return not isinstance(plain, str) or is_rule(RewardConfig(type=plain))
 
 
 def _weighted(value: tuple[Any, ...]) -> bool:

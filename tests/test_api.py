@@ -143,6 +143,9 @@ def test_rewards_as_python_writes_them() -> None:
         ("answer", 1.0),
     ]
     assert as_mix(short).rewards[0].name == "short"
+    assert as_mix(["repetition", ("format", 0.5)]).decider is None, "nothing says what is right"
+    assert as_mix(["repetition", (short, 0.5)]).decider == "short"
+    assert as_mix(["format", ("countdown", 0.5)]).decider == "countdown"
     assert as_mix(mix) is mix
     assert isinstance(as_mix((short, 2)), RewardMix)
     with pytest.raises(RewardError, match="a pair is"):
