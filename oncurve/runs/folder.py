@@ -209,6 +209,14 @@ class RunFolder:
         replace_file(self.recipe, text.encode())
 
 
+def check_place(runs_dir: Path, out: Path | None) -> None:
+    """Refuses where no run could begin, before anything is loaded for it."""
+    if out is not None:
+        refuse_taken(out)
+    elif runs_dir.exists() and not runs_dir.is_dir():
+        raise RunError(f"--runs {runs_dir}", "a file", because="runs lie in a folder", fix="name a folder, or leave it out")
+
+
 def refuse_taken(path: Path) -> None:
     """A run begins where nothing is yet, and in folders alone."""
     if path.exists():

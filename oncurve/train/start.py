@@ -30,7 +30,7 @@ from oncurve.recipe.sections import Task as TaskConfig
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.registry import build_rewards, decides, is_rule
 from oncurve.runs.best import check_metric
-from oncurve.runs.folder import Parent, RunFolder, refuse_taken
+from oncurve.runs.folder import Parent, RunFolder, check_place
 from oncurve.runs.saved import Place, list_checkpoints
 from oncurve.runs.secrets import holds_secret, redacted
 from oncurve.runs.store import Store
@@ -66,8 +66,7 @@ def begin(
         return follow(world, lambda recipe: prepare(recipe, task, rewards), policy)
     need_ranks(recipe, world)
     recipe = frozen(recipe)
-    if out is not None:
-        refuse_taken(out)
+    check_place(runs_dir, out)
     prepared = prepare(recipe, task, rewards)  # before the folder is made: a recipe that can't run leaves nothing behind
     if world.size == 1:
         policy = loaded(recipe, prepared[0], listeners, policy)
@@ -171,8 +170,7 @@ def fork(
     before = load_recipe(parent.recipe)
     recipe = frozen(parse_recipe(before.model_dump(mode="json", exclude_none=True), sets))
     need_ranks(recipe, world)
-    if out is not None:
-        refuse_taken(out)
+    check_place(runs_dir, out)
     place = _checkpoint_at(parent, recipe, stage, step)
     prepared = prepare(recipe)
     policy = loaded(recipe, prepared[0], listeners) if world.size == 1 else None

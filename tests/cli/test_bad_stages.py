@@ -160,6 +160,7 @@ def test_nothing_at_all_is_left_of_a_run_whose_model_does_not_do(oncurve: Oncurv
     assert_told(oncurve("train", file, "--out", tmp_path / "deep" / "run"), "model.lora.targets", "q_proj")
     assert_told(oncurve("train", file, "--out", tmp_path / "m"), "already there")
     assert_told(oncurve("train", file, "--out", file / "run"), "is a file")
+    assert_told(oncurve("train", file, "--runs", file), "runs lie in a folder")
     assert {path.name for path in tmp_path.iterdir()} == {"m", "rows.jsonl", "bad.toml"}
 
 

@@ -46,6 +46,9 @@ IMPOSSIBLE = [
     (["grpo.optimiser.warmup_steps=201", "grpo.updates_per_step=2"], "grpo.optimiser.warmup_steps", "use 200 or less"),
     (["model.tiny.context=256"], "grpo.sampling.max_new_tokens", "for the prompt and the completion together"),
     (["evaluation.max_new_tokens=512"], "evaluation.max_new_tokens", "raise model.tiny.context"),
+    (["sft.data=stage:kept"], "sft.data", "rejection_sample before 'sft' are: none"),
+    (["rewards=[{type='model', model='stage:sft'}]"], "rewards.model.model", "reward_model before 'grpo' are: none"),
+    (["grpo.iterate.every=2"], "grpo.iterate.reward", "the stage's rewards are answer, format"),
 ]
 
 
