@@ -14,6 +14,7 @@ from oncurve.plan.job import ALGORITHMS, DTYPE_BYTES, Job, find_algorithm
 from oncurve.plan.known import find_shape
 from oncurve.plan.shapes import Shape, tiny_shape
 from oncurve.recipe.dpo import Dpo
+from oncurve.recipe.ppo import Ppo
 from oncurve.recipe.resolve import resolved_rewards
 from oncurve.recipe.reward_model import RewardModel
 from oncurve.recipe.sampled import Sampled, Surrogate
@@ -179,10 +180,10 @@ def _of_sampled(stage: Sampled, shape: Shape, gpu: Gpu, prompt_tokens: int) -> J
     )
 
 
-def _of_surrogate(stage: Surrogate, shape: Shape, gpu: Gpu, prompt_tokens: int) -> Job:
+def _of_surrogate(stage: Grpo | Ppo, shape: Shape, gpu: Gpu, prompt_tokens: int) -> Job:
     return replace(
         _of_sampled(stage, shape, gpu, prompt_tokens),
-        algorithm=algorithm_of(stage) if isinstance(stage, Grpo) else stage.type,
+        algorithm=algorithm_of(stage),
         updates=stage.updates_per_step,
         minibatches=stage.minibatches,
         beta=stage.kl.beta,

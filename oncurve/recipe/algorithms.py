@@ -121,12 +121,10 @@ def passes_of(stage: Sampled, tries: float = 1.0) -> Passes:
     if isinstance(stage, Trpo):
         share = stage.fisher_share
         return Passes(1 + share + 1 + tries, 1 + share + 2 * share * (stage.cg_iterations + 1))
-    assert isinstance(stage, Surrogate)
+    assert isinstance(stage, Grpo | Ppo)
     forward = stage.updates_per_step + (stage.minibatches > 1)
     if stage.kl.beta:
-        in_reward = (stage.kl.where or "reward") == "reward" if isinstance(stage, Ppo) else False
-        in_reward = in_reward or (isinstance(stage, Grpo) and resolved_kl(stage)[0] == "reward")
-        forward += 1 + 2 * in_reward
+        forward += 1 + 2 * (resolved_kl(stage)[0] == "reward")
     if isinstance(stage, Ppo):
         return Passes(forward + 1 + stage.updates_per_step, 2 * stage.updates_per_step)
     return Passes(forward, stage.updates_per_step)

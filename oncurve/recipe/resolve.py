@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from oncurve.recipe.ppo import Ppo
 from oncurve.recipe.sampled import Baseline, KlEstimator, KlPlace, Sampled, Scale, Surrogate
 from oncurve.recipe.schema import Grpo, ObjectiveName, Recipe, Stage
 from oncurve.recipe.sections import Reward, Task
+from oncurve.recipe.trpo import Trpo
 
 
 class Habits(NamedTuple):
@@ -26,19 +28,25 @@ HABITS: dict[ObjectiveName, Habits] = {
 """Only those that differ from GRPO's. Dr. GRPO: Liu et al. 2025; RLOO: Ahmadian et al. 2024; REINFORCE++: Hu et al. 2025."""
 
 
-def resolved_advantage(stage: Grpo) -> tuple[Baseline, Scale]:
+def _habits(stage: Grpo | Ppo | Trpo) -> Habits:
+    if isinstance(stage, Ppo):
+        return Habits(kl="reward")
+    return HABITS.get(stage.objective, Habits()) if isinstance(stage, Grpo) else Habits()
+
+
+def resolved_advantage(stage: Grpo | Trpo) -> tuple[Baseline, Scale]:
     """The baseline and the scale of a stage's advantages: the recipe's, else the objective's own."""
-    own = HABITS.get(stage.objective, Habits())
+    own = _habits(stage)
     return stage.advantage.baseline or own.baseline, stage.advantage.scale or own.scale
 
 
-def resolved_kl(stage: Grpo) -> tuple[KlPlace, KlEstimator]:
+def resolved_kl(stage: Grpo | Ppo) -> tuple[KlPlace, KlEstimator]:
     """Where a stage's KL term goes and how it is estimated: the recipe's, else the objective's own.
 
     In the loss the default is k3, which is never negative; in the reward it is k1, whose sum over a completion
     is its log-ratio.
     """
-    where = stage.kl.where or HABITS.get(stage.objective, Habits()).kl
+    where = stage.kl.where or _habits(stage).kl
     return where, stage.kl.estimator or ("k1" if where == "reward" else "k3")
 
 

@@ -20,6 +20,7 @@ from oncurve.errors import ModelError, OncurveError
 from oncurve.recipe.resolve import resolved_advantage
 from oncurve.recipe.sampled import Sampled
 from oncurve.recipe.schema import Grpo, Recipe
+from oncurve.recipe.trpo import Trpo
 from oncurve.runs.folder import RunFolder, list_runs
 from oncurve.runs.saved import list_checkpoints
 from oncurve.studio import trial
@@ -90,11 +91,14 @@ def _habits(recipe: Recipe) -> dict[str, Any]:
     stage = next((s for s in reversed(recipe.stages) if isinstance(s, Sampled)), None)
     if stage is None:
         return {"grading": None, "sampling": None}
-    baseline, scale = resolved_advantage(stage) if isinstance(stage, Grpo) else ("mean", "group")
-    eps = stage.advantage.eps if isinstance(stage, Grpo) else 1e-4
+    graded = stage if isinstance(stage, Grpo | Trpo) else Grpo()  # a critic grades each token: a group is shown as GRPO would
+    baseline, scale = resolved_advantage(graded)
     how = stage.sampling
     sampling = {"temperature": how.temperature, "top_p": how.top_p, "max_tokens": how.max_new_tokens}
-    return {"grading": {"baseline": baseline, "scale": scale, "eps": eps, "mask_cut": stage.mask_cut}, "sampling": sampling}
+    return {
+        "grading": {"baseline": baseline, "scale": scale, "eps": graded.advantage.eps, "mask_cut": stage.mask_cut},
+        "sampling": sampling,
+    }
 
 
 class Named(BaseModel):

@@ -22,6 +22,7 @@ from oncurve.models.critic import Critic, with_next
 from oncurve.models.packing import Pack
 from oncurve.models.policy import Policy
 from oncurve.recipe.ppo import Ppo
+from oncurve.recipe.resolve import resolved_kl
 from oncurve.recipe.sampled import Surrogate
 from oncurve.recipe.schema import Grpo
 from oncurve.records import Floats, GradedGroup, Ints, ScoredCompletion, ScoredGroup, StepReport
@@ -63,7 +64,7 @@ def policy_side(stage: Ppo) -> Grpo:
     """The policy's part of a ppo stage, as the grpo stage that it is: same sampling, surrogate, KL, optimiser."""
     told = {name: getattr(stage, name) for name in Surrogate.model_fields if name != "type"}
     told |= {"name": stage.label, "steps": stage.steps - stage.critic.warmup_steps, "no_signal": "keep"}
-    told["kl"] = stage.kl.model_copy(update={"where": stage.kl.where or "reward"})
+    told["kl"] = stage.kl.model_copy(update={"where": resolved_kl(stage)[0]})
     told["objective"] = "bnpo" if stage.reduction == "tokens" else "grpo"
     return Grpo.model_validate(told)
 
