@@ -142,12 +142,13 @@ class Reader:
         found = self._ask("SELECT name, value FROM metrics WHERE stage = ? AND step = ? ORDER BY name", stage, step)
         return {row["name"]: _number_or_nan(row["value"]) for row in found}
 
-    def groups(self, stage: str, step: int, kind: Kind = "train") -> list[GroupRow]:
+    def groups(self, stage: str, step: int) -> list[GroupRow]:
+        """The groups of a training step."""
         question = """SELECT groups.id, groups.position, prompt_id, has_signal,
                       count(completions.id), count(failure), avg(total)
                       FROM groups LEFT JOIN completions ON group_id = groups.id
-                      WHERE stage = ? AND step = ? AND kind = ? GROUP BY groups.id ORDER BY groups.position"""
-        return [_group_row(row) for row in self._ask(question, stage, step, kind)]
+                      WHERE stage = ? AND step = ? AND kind = 'train' GROUP BY groups.id ORDER BY groups.position"""
+        return [_group_row(row) for row in self._ask(question, stage, step)]
 
     def group(self, stage: str, step: int, position: int) -> KeptGroup:
         """One training group as it was. A column that JSON lacks (a tuple, a date) is what JSON made of it."""

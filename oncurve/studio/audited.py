@@ -24,7 +24,7 @@ def spread(last: int, most: int) -> list[int]:
 def audit_data(run: RunFolder) -> dict[str, Any]:
     """What is worth a look, with completions to look at; nothing where no stage has sampled groups."""
     with reading(run) as store:
-        stage = next((s for s in reversed(store.stages()) if s.done and store.groups(s.name, s.done)), None)
+        stage = store.last_sampled()
         if stage is None:
             return {"stage": None, "steps": 0, "signals": []}
         size = sum(group.completions for group in store.groups(stage.name, stage.done))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from oncurve.records import ScoredGroup
-from oncurve.runs.reading import Kind, Reader
+from oncurve.runs.reading import Kind, Reader, StageRow
 
 PAGE = 50
 RANGE = 10_000
@@ -165,6 +165,10 @@ class Questions(Reader):
                 WHERE stage = ? AND step = ? AND kind = 'train' AND kl IS NOT NULL""",
             stage, step,
         )  # fmt: skip
+
+    def last_sampled(self) -> StageRow | None:
+        """The last stage that has sampled groups."""
+        return next((s for s in reversed(self.stages()) if s.done and self.groups(s.name, s.done)), None)
 
     def recent_seconds(self, stage: str, count: int = 20) -> list[float]:
         rows = self._ask("SELECT seconds FROM steps WHERE stage = ? ORDER BY step DESC LIMIT ?", stage, count)

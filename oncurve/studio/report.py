@@ -50,7 +50,7 @@ def report_html(run: RunFolder) -> str:
             f"<p class=soft>{state.shown}, begun {_date(state.created)} · Oncurve {escape(state.oncurve)} · {_at(stages)}</p>",
             _measured(store.evals()),
             *(_curves(store, stage) for stage in stages if stage.done),
-            *_groups(store, stages),
+            *_groups(store),
         ]
     recipe = run.recipe.read_text("utf-8", "replace") if run.recipe.is_file() else "(the recipe is missing)"
     body.append(f"<h2>The recipe</h2><div class=card><pre>{escape(recipe)}</pre></div>")
@@ -117,12 +117,11 @@ def _curve(name: str, points: Points) -> str:
     return f"<div class=card><h3>{escape(name)}</h3>{chart(name, points)}{words}</div>"
 
 
-def _groups(store: Questions, stages: Sequence[StageRow]) -> list[str]:
+def _groups(store: Questions) -> list[str]:
     """The groups of highest and lowest mean reward of the last steps, in full."""
-    graded = [s for s in stages if s.done and store.groups(s.name, s.done)]
-    if not graded:
+    stage = store.last_sampled()
+    if stage is None:
         return []
-    stage = graded[-1]
     steps = range(max(1, stage.done - SHOWN_STEPS + 1), stage.done + 1)
     heads = [(step, head) for step in steps for head in store.groups(stage.name, step) if head.mean_total is not None]
     ranked = sorted(heads, key=lambda entry: -(entry[1].mean_total or 0.0))

@@ -124,7 +124,6 @@ def test_measurements_come_back_and_are_replaced_when_done_again(store: Store) -
     assert len(store.evals()) == 1
     assert store.summary().groups == 2
     assert store.groups("grpo", 5) == []
-    assert len(store.groups("grpo", 5, "eval")) == 2
 
 
 def test_events(store: Store) -> None:
