@@ -82,6 +82,16 @@ class Prompt:
         return self.text if self.text is not None else [dict(message) for message in self.messages or ()]
 
 
+def is_text(value: str) -> bool:
+    """Whether a string can be written down. JSON may spell halves of characters (`"\\ud83d"`), which no tokenizer and no file
+    takes."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class Example:
     """A worked example for supervised training: a prompt and the completion to imitate.

@@ -22,7 +22,7 @@ from oncurve.models.gradients import GradientSums
 from oncurve.models.logprobs import Head, rows_at_once, token_logps
 from oncurve.models.packing import Bundle, Pack, build_pack, followed
 from oncurve.models.templates import FIX, by_template
-from oncurve.records import Ints, Prompt
+from oncurve.records import Ints, Prompt, is_text
 
 MARK = "oncurve mark"
 """A text that no template writes by itself: where it is missing, a message was left out."""
@@ -158,6 +158,11 @@ class Policy:
 
     def encode(self, prompt: Prompt) -> Ints:
         """A prompt as token ids: text as it is, messages through the chat template."""
+        if not is_text(prompt.shown):
+            raise ModelError(
+                prompt.id, "half of a character", because="a lone surrogate such as \\ud83d stands for nothing",
+                fix="mend the text: it was cut in the midst of a character",
+            )  # fmt: skip
         if prompt.messages is None:
             ids = self.tokenizer(prompt.text or "", add_special_tokens=True)["input_ids"]
             if ids and ids[-1] in self.end_ids and not (prompt.text or "").endswith(str(self.tokenizer.eos_token)):

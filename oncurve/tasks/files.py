@@ -12,7 +12,7 @@ from typing import Any
 
 from oncurve.errors import DataError, MissingPackage, RecipeError, pip_install
 from oncurve.recipe import sections
-from oncurve.records import Example, Prompt
+from oncurve.records import Example, Prompt, is_text
 from oncurve.tasks.draws import generator
 from oncurve.tasks.environments import load_environment
 from oncurve.tasks.in_memory import PromptList
@@ -176,6 +176,13 @@ def _checked_row(row: object, where: str) -> Mapping[str, Any]:
             f"a JSON {type(row).__name__}",
             because="a row is an object with named columns",
             fix="write one JSON object on each line",
+        )
+    if not is_text(json.dumps(row, ensure_ascii=False)):
+        raise DataError(
+            where,
+            "half of a character",
+            because="a lone surrogate such as \\ud83d stands for nothing",
+            fix="mend or drop the row: a text in it was cut in the midst of a character",
         )
     return row
 

@@ -101,7 +101,7 @@ class _Reader:
 
     def may_be_long(self, text: str, wanted: int) -> bool:
         added = TEMPLATE_BYTES + len((self.policy.system_prompt or "").encode())
-        return len(text.encode()) + added + wanted > self.policy.context
+        return len(text.encode(errors="replace")) + added + wanted > self.policy.context
 
     def check_prompt(self, prompt: Prompt, wanted: int) -> None:
         if self.is_new(prompt) | self.may_be_long(prompt.shown, wanted):

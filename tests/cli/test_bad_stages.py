@@ -85,10 +85,11 @@ def _folder(path: Path) -> None:
         (lambda path: path.write_bytes('{"prompt": "Zürich"}'.encode("utf-16")), ["rows.jsonl:1", "UTF-8"]),
         (lambda path: path.write_bytes('{"prompt": "Zürich"}\n'.encode("latin-1")), ["rows.jsonl:1", "UTF-8"]),
         (lambda path: path.write_text("[1, 2]"), ["rows.jsonl:1", "object"]),
+        (lambda path: path.write_text(r'{"prompt": "cut \ud83d"}'), ["rows.jsonl:1", "half of a character"]),
         (_folder, ["it is a folder"]),
         (Path.unlink, ["no such file"]),
     ],
-    ids=["empty", "utf-16", "latin-1", "no objects", "a folder", "missing"],
+    ids=["empty", "utf-16", "latin-1", "no objects", "half a character", "a folder", "missing"],
 )
 def test_a_file_that_is_none(
     oncurve: Oncurve, tmp_path: Path, stage: dict[str, Any], spoil: Callable[[Path], object], words: list[str]

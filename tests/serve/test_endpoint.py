@@ -263,6 +263,15 @@ def test_other_refusals(served: Endpoint, client: openai.OpenAI) -> None:
         client.completions.create(model=MODEL, prompt=[1, 99_999])
     with pytest.raises(openai.BadRequestError, match="no tokens"):
         client.completions.create(model=MODEL, prompt="")
+    half = {"model": MODEL, "prompt": "cut \ud83d"}, {"model": MODEL, "messages": [{"role": "user", "content": "cut \ud83d"}]}
+    for path, asked in zip(("/v1/completions", "/v1/chat/completions"), half, strict=True):
+        request = urllib.request.Request(
+            served.address + path, json.dumps(asked).encode(), {"content-type": "application/json"}
+        )
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(request, timeout=10)
+        assert caught.value.code == 400
+        assert "half of a character" in json.loads(caught.value.read())["error"]["message"]
     for path, body, status in (("/v1/completions", b"{", 400), ("/nothing", b"{}", 404), ("/v1/models", b"{}", 405)):
         request = urllib.request.Request(served.address + path, body, {"content-type": "application/json"})
         with pytest.raises(urllib.error.HTTPError) as caught:
