@@ -67,10 +67,6 @@ def _last_step(run: RunFolder) -> tuple[str, int] | None:
     """The last step on the disk, (stage, step)."""
     try:
         with Store.open(run.path) as store:
-            for stage in reversed(store.stages()):
-                steps = store.steps(stage.name)
-                if steps:
-                    return stage.name, steps[-1].step
+            return next(((stage.name, stage.done) for stage in reversed(store.stages()) if stage.done), None)
     except OncurveError:
-        pass
-    return None
+        return None
