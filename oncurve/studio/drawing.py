@@ -9,7 +9,7 @@ from html import escape
 from oncurve.studio.curves import thinned
 
 Points = Sequence[tuple[int, float]]
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 360, 170, 52, 8, 8, 24
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 360, 170, 52, 16, 8, 24
 MOST = 700
 
 
