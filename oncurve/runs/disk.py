@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from oncurve.errors import DiskError
+from oncurve.processes import is_alive
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 NO_PERMISSION = frozenset({errno.EACCES, errno.EPERM})
@@ -110,6 +111,25 @@ def put_file(path: Path, content: bytes) -> None:
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, content)
+
+
+def cut_off(folder: Path) -> list[Path]:
+    """What writers that are gone have left half-written anywhere in a folder: the names above, and those of `put_whole`."""
+
+    def is_written_now(path: Path) -> bool:
+        pid = path.name.rpartition("-")[2]
+        return pid.isdigit() and is_alive(int(pid))
+
+    return [path for path in folder.rglob(".writing-*") if not is_written_now(path)]
+
+
+def clear_cut_off(folder: Path) -> None:
+    """Takes that away; for a run's one writer."""
+    for path in cut_off(folder):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def put_whole(target: Path, write: Callable[[Path], object]) -> None:

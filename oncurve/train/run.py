@@ -33,7 +33,7 @@ from oncurve.runs import checkpoints
 from oncurve.runs.bad import keep_bad
 from oncurve.runs.best import best_step
 from oncurve.runs.checkpoints import Checkpoint
-from oncurve.runs.disk import put_whole
+from oncurve.runs.disk import clear_cut_off, put_whole
 from oncurve.runs.folder import RunFolder, Status
 from oncurve.runs.notes import Note, collecting, watching
 from oncurve.runs.reading import Reader
@@ -133,6 +133,7 @@ class Trainer:
                 with heeded(lambda: self.stop_signal is not None, self._stop):
                     start = self._last_checkpoint() if resume else None
                     if resume:
+                        clear_cut_off(self.run.path)
                         self._rewind(store, start)
                     self._stages(start)
                     self._note_saved(self.saver.wait())

@@ -21,6 +21,7 @@ from oncurve.runs.bad import bad_batches
 from oncurve.runs.checklist import Check
 from oncurve.runs.checkpoints import REPLACED, WRITING, Checkpoint
 from oncurve.runs.database import open_database, refusal
+from oncurve.runs.disk import cut_off
 from oncurve.runs.folder import RunFolder
 from oncurve.runs.saved import list_checkpoints
 from oncurve.runs.store import Store
@@ -114,10 +115,8 @@ def _same_weights(folder: Path, newest: Checkpoint) -> bool:
 
 
 def _leftovers(run: RunFolder) -> Iterator[Check]:
-    left = [
-        p.name
-        for p in (*run.path.glob(".writing-*"), *run.checkpoints.glob(f"{WRITING}*"), *run.checkpoints.glob(f"{REPLACED}*"))
-    ]
+    asides = (*cut_off(run.path), *run.checkpoints.glob(f"{WRITING}*"), *run.checkpoints.glob(f"{REPLACED}*"))
+    left = sorted({path.name for path in asides})
     if left:
         yield Check("leftovers", "note", f"{', '.join(left[:4])}: a save that was cut off; --resume clears it")
     try:

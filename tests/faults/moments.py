@@ -72,6 +72,12 @@ def half_a_file(real: Callable[..., Any], tensors: Any, path: Path) -> None:
     die()
 
 
+def written_aside(real: Callable[..., Any], path: Path, content: bytes) -> None:
+    """Leaves the file as a kill between writing and renaming would."""
+    path.with_name(f".writing-{path.name}-{os.getpid()}").write_bytes(content)
+    die()
+
+
 MOMENTS = {
     "sampling": Moment("oncurve.engines.native:NativeEngine.sample", soon),
     "scoring": Moment("oncurve.rewards.mix:RewardMix.score", before),
@@ -89,7 +95,7 @@ MOMENTS = {
     "asking": Moment("oncurve.rewards.judge_client:JudgeClient._reply", before),
     "keeping a reply": Moment("oncurve.rewards.judge_client:Cache.put", after),
     "writing the library": Moment("oncurve.train.experience:Library.write", after),
-    "putting the library in place": Moment("pathlib:Path.replace", before),
+    "putting the library in place": Moment("oncurve.train.experience:put_file", written_aside),
     "at any moment": Moment("oncurve.train.training_free:TrainingFreeLoop.step", sometime),
 }
 """Random moments are those of `tests/e2e/test_killed.py`; these are the ones that a clock seldom meets."""

@@ -28,7 +28,7 @@ QUICK = [("asking", 7), ("writing the library", 2), ("in a commit", 1)]
 EVERY = [
     ("asking", 7), ("keeping a reply", 5), ("scoring", 2), ("writing the library", 2), ("putting the library in place", 2),
     ("before a commit", 2), ("in a commit", 2), ("after a commit", 2), ("amid a checkpoint's file", 1),
-    ("between writing and renaming", 1),
+    ("between writing and renaming", 1), ("between renaming and pruning", 1),
 ]  # fmt: skip
 RANDOM = 10
 """Kills at moments that the clock chooses."""
