@@ -22,10 +22,6 @@ LINE_EVERY_S = 10.0
 """A log file wants a line now and then, not every step."""
 
 
-STILL = ("rejection_sample", "training_free")
-"""Stages that sample and leave the policy as it is: there is no KL in them."""
-
-
 class LiveDisplay(Listener):
     """Tells a person how a run is going. A step costs it microseconds: pictures are drawn by a thread of rich's, 4 a second."""
 
@@ -120,7 +116,7 @@ def step_line(stage: StageProgress, now: float) -> str:
         facts.append(f"loss {number(metrics.get('loss'))}")
     else:
         facts.append(f"reward {number(metrics['reward'])}")
-        if stage.type not in STILL:
+        if stage.moves_policy:
             facts.append(f"KL {number(metrics.get('kl', metrics.get('update_kl')))}")
     if "pair_accuracy" in metrics:
         facts.append(f"pairs right {percent(metrics['pair_accuracy'])}")

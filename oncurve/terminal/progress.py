@@ -44,6 +44,7 @@ class StageProgress:
     type: str
     steps: int
     limit_s: float | None = None
+    moves_policy: bool = True
     done: int = 0
     skipped: int = 0
     began: float | None = None
@@ -94,7 +95,10 @@ class RunProgress:
 
     @classmethod
     def of(cls, recipe: Recipe, path: Path, parameters: int) -> RunProgress:
-        stages = [StageProgress(s.label, s.type, s.steps, s.seconds if isinstance(s, Sft) else None) for s in recipe.stages]
+        stages = [
+            StageProgress(s.label, s.type, s.steps, s.seconds if isinstance(s, Sft) else None, s.moves_policy)
+            for s in recipe.stages
+        ]
         return cls(path.name, path, parameters, recipe.task.type, stages)
 
     def remember(self) -> None:

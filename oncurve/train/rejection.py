@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +68,12 @@ class RejectionLoop:
     def _rows(self, group: ScoredGroup) -> Iterator[dict[str, Any]]:
         good = [s for s in group.scored if s.total is not None and not s.completion.cut and self._is_good(s)]
         ranked = sorted(good, key=lambda s: (-(s.total or 0.0), s.completion.length))
-        texts = list(dict.fromkeys(s.completion.text for s in ranked if s.completion.text.strip()))
-        totals = {s.completion.text: s.total for s in ranked}
-        for text in texts[: self.stage.keep]:
-            yield {"prompt": group.group.prompt.written, "completion": text, "reward": totals[text]}
+        best: dict[str, float | None] = {}
+        for scored in ranked:
+            if scored.completion.text.strip():
+                best.setdefault(scored.completion.text, scored.total)
+        for text, reward in islice(best.items(), self.stage.keep):
+            yield {"prompt": group.group.prompt.written, "completion": text, "reward": reward}
 
     def _is_good(self, scored: ScoredCompletion) -> bool:
         if self.stage.at_least is None:

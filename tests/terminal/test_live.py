@@ -87,7 +87,7 @@ def test_a_line_says_only_what_its_stage_measures() -> None:
     stage = StageProgress("reward_model", "reward_model", 2)
     stage.take(StepReport("reward_model", 1, {"loss": 0.7, "pair_accuracy": 0.5, "tokens_per_s": 120.0}, {"update": 0.1}))
     assert step_line(stage, now=0.0) == "reward_model 1/2  loss 0.700  pairs right 50 %  120 tokens/s"
-    stage = StageProgress("rejection_sample", "rejection_sample", 2)
+    stage = StageProgress("rejection_sample", "rejection_sample", 2, moves_policy=False)
     stage.take(StepReport("rejection_sample", 1, {"reward": 0.25, "samples_kept": 3.0, "tokens_per_s": 120.0}, {}))
     assert step_line(stage, now=0.0) == "rejection_sample 1/2  reward 0.250  kept 3  120 tokens/s"
     assert "KL" not in (drawn := alone(stage))

@@ -19,6 +19,7 @@ from oncurve.runs.store import Store
 from oncurve.tasks.in_memory import PromptList
 from oncurve.train.rejection import RejectionLoop, samples_file
 from oncurve.train.start import begin
+from tests.rewards.builders import group
 from tests.train.builders import RECIPE, policy
 
 TASK = PromptList.of([f"{i}+1=" for i in range(6)])
@@ -45,12 +46,20 @@ def test_the_best_of_each_group_that_are_good_enough_and_not_cut_are_kept(tmp_pa
     reports = [made.step(n) for n in range(1, 4)]
     wanted = []
     for report in reports:
-        for group in report.groups:
-            good = {s.completion.text: s.total for s in group.scored.scored if (s.total or 0) >= 2 and not s.completion.cut}
+        for graded in report.groups:
+            good = {s.completion.text: s.total for s in graded.scored.scored if (s.total or 0) >= 2 and not s.completion.cut}
             best = sorted(good.values(), reverse=True)[:2]  # type: ignore[type-var]
             wanted += [(report.step, value) for value in best]
     assert sorted((r["step"], r["reward"]) for r in rows(tmp_path)) == sorted(wanted)
     assert sum(r.metrics["samples_kept"] for r in reports) == len(wanted) > 0
+
+
+def test_a_text_that_was_rewarded_differently_counts_by_its_best(tmp_path: Path) -> None:
+    given = iter([1.0, 3.0, 2.0])
+    mix = RewardMix([FunctionReward(lambda completion: next(given), "any")])
+    (scored,) = mix.score([group("again", "again", "once", prompt="1+1=")])
+    (row,) = loop(tmp_path, at_least=0.0)._rows(scored)
+    assert (row["completion"], row["reward"]) == ("again", 3.0)
 
 
 def test_steps_done_again_add_nothing_twice(tmp_path: Path) -> None:
