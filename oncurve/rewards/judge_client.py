@@ -18,6 +18,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from oncurve.errors import MissingPackage, RewardError, pip_install
 
@@ -44,6 +45,14 @@ class JudgeClient:
                 f"{key_env} is not set",
                 because="the judge's endpoint wants a key, and keys are read from the environment only",
                 fix=f"export {key_env}=…, or set base_url to an endpoint that needs none",
+            )
+        address = urlsplit(base_url or "https://api.openai.com")
+        if address.scheme not in ("http", "https") or not address.hostname:
+            raise RewardError(
+                f"{where}.base_url",
+                base_url,
+                because="it is no address of an endpoint",
+                fix="write it whole, as in http://127.0.0.1:8000/v1",
             )
         self.base_url, self._retries, self._seconds, self._at_once = base_url, retries, seconds, at_once
         self._cache_path = cache

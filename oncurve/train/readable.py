@@ -26,6 +26,7 @@ from oncurve.train.dpo import bundle_of
 from oncurve.train.experience import Library
 from oncurve.train.reward_model import check_lengths
 from oncurve.train.sft import examples_of, kept_apart
+from oncurve.train.training_free import client_of
 from oncurve.train.trpo import refuse_if_too_large
 
 TEMPLATE_BYTES = 1024
@@ -46,6 +47,7 @@ def check_files(stage: Stage, task: Task) -> None:
         build_reward(stage.iterate.labeller)
     if isinstance(stage, TrainingFree):
         Library.begun(stage.library)
+        client_of(stage)
 
 
 def check_readable(policy: Policy, recipe: Recipe, task_of: Callable[[Stage], Task]) -> None:

@@ -56,10 +56,7 @@ class TrainingFreeLoop:
         self.file = folder / FOLDER / f"{stage.label}.md"
         self.library = Library.begun(stage.library)
         self.without: float | None = None
-        self.client = JudgeClient(
-            stage.label, stage.base_url, stage.key_env, retries=stage.retries, seconds=stage.request_seconds,
-            at_once=stage.at_once, cache=str(folder / FOLDER / f"{stage.label}.sqlite"),
-        )  # fmt: skip
+        self.client = client_of(stage, str(folder / FOLDER / f"{stage.label}.sqlite"))
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         text = "\n".join(f"{number} {entry}" for number, entry in self.library.entries.items()).encode()
@@ -164,6 +161,14 @@ class TrainingFreeLoop:
             "max_tokens": self.stage.reply_tokens,
             "seed": word(self.seed, f"training_free/teach/{n}/{place}") & 0x7FFFFFFF,
         }
+
+
+def client_of(stage: TrainingFree, cache: str | None = None) -> JudgeClient:
+    """Who asks the stage's endpoint. Raises where it has no address, or no key that it needs."""
+    return JudgeClient(
+        stage.label, stage.base_url, stage.key_env, retries=stage.retries, seconds=stage.request_seconds,
+        at_once=stage.at_once, cache=cache,
+    )  # fmt: skip
 
 
 def _completion(text: str) -> Completion:

@@ -187,6 +187,24 @@ def test_a_recipe_of_it_alone_has_no_model(endpoint: Judge, tmp_path: Path) -> N
         open_target(str(run.path), tmp_path)
 
 
+def test_what_the_stage_lacks_is_told_before_there_is_a_folder(
+    endpoint: Judge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    stage = recipe(endpoint, tmp_path).stages[0].model_dump(exclude_none=True)
+    cases: dict[str, dict[str, str | None]] = {
+        "base_url: banana": {"base_url": "banana"},
+        "OPENAI_API_KEY is not set": {"base_url": None},
+        "no such file": {"library": str(tmp_path / "none.md")},
+        "can't be read": {"library": str(tmp_path)},
+    }
+    for words, changed in cases.items():
+        asked = {key: value for key, value in {**stage, **changed}.items() if value is not None}
+        with pytest.raises((RewardError, DataError), match=words):
+            begin(recipe(endpoint, tmp_path, stages=[asked]), out=tmp_path / "run")
+        assert not (tmp_path / "run").exists()
+
+
 def test_rewards_of_single_steps_have_no_tokens_to_read(endpoint: Judge, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="reads tokens"):
         begin(recipe(endpoint, tmp_path, rewards=[{"type": "answer"}, {"type": "process"}]), out=tmp_path / "run")
