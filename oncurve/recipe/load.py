@@ -74,7 +74,8 @@ def find_recipe(path: Path) -> Path:
         raise RecipeError(
             str(path), "a folder", because="a recipe is one TOML file", fix=_name_one(sorted(path.glob("*.toml")))
         )
-    beside = [str(found) for found in sorted(path.parent.glob("*.toml"))] if path.parent.is_dir() else []
+    there = sorted(path.parent.glob("*.toml")) if path.parent.is_dir() else []
+    beside = [str(found) for found in there if found.name != "pyproject.toml"]
     raise RecipeError(str(path), "no such file", because=_nobody(path, list(builtin)), fix=_nearest(path, beside, builtin))
 
 
