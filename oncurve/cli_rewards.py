@@ -119,9 +119,9 @@ def replay(
 
 def _decoder(folder: RunFolder) -> Callable[[Ints], str]:
     """The run's own tokenizer, for rewards of single steps."""
-    from oncurve.rewards.learned import load
+    from transformers import AutoTokenizer
 
-    tokenizer = load(str(folder.model), "AutoTokenizer", str(folder.model))
+    tokenizer = AutoTokenizer.from_pretrained(folder.tokenizer)
     return lambda ids: str(tokenizer.decode(ids.tolist(), skip_special_tokens=True))
 
 

@@ -116,6 +116,11 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
+    def tokenizer(self) -> Path:
+        """The policy's tokenizer, there from before the first step on."""
+        return self.path / "tokenizer"
+
+    @property
     def model(self) -> Path:
         """The final model in Hugging Face format."""
         return self.path / "model"

@@ -30,7 +30,7 @@ def tokenizer_of(run: RunFolder) -> Tokenizer | None:
 
 
 def _places(run: RunFolder) -> list[Path]:
-    places = [run.path / "tokenizer" / FILE, run.model / FILE]
+    places = [run.tokenizer / FILE, run.model / FILE]
     try:
         source = recipe_of(run).model.source
     except OncurveError:

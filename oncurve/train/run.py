@@ -124,7 +124,7 @@ class Trainer:
             self.tell = Listeners([Recorder(store), *self.listeners])
             self.saver, self.watch = Saver(self.run.checkpoints), Watch()
             self.run.set_status("running")
-            words = self.run.path / "tokenizer"
+            words = self.run.tokenizer
             if self.policy is not None and not words.exists():  # so that a live run's tokens can be shown
                 put_whole(words, self.policy.tokenizer.save_pretrained)
             status: Status = "failed"

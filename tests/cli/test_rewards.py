@@ -1,5 +1,6 @@
 """`oncurve rewards`, from the command line."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -81,6 +82,17 @@ def test_replay(run: RunFolder, recipe: Path, tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "other.toml").write_text(same.replace("weight = 0.5", "weight = 2.0"))
     assert main(["rewards", "replay", run.name, "--with", str(tmp_path / "other.toml"), *runs]) == 0
     assert "→" in capsys.readouterr().out
+
+
+def test_a_run_that_never_ended_is_graded_again_too(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rewards of single steps read tokens: by the run's own tokenizer, which is there before the model is."""
+    text = recipe.read_text().replace("weight = 0.0", "weight = 0.1")
+    recipe.write_text(f"{text}steps = 1\nprompts_per_step = 2\ngroup_size = 4\nsampling = {{ max_new_tokens = 8 }}\n")
+    assert main(["train", str(recipe), "--out", str(tmp_path / "run")]) == 0
+    shutil.rmtree(tmp_path / "run" / "model")
+    capsys.readouterr()
+    assert main(["rewards", "replay", str(tmp_path / "run")]) == 0
+    assert "8 in 2 groups" in capsys.readouterr().out
 
 
 def test_audit(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
