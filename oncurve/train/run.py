@@ -193,8 +193,12 @@ class Trainer:
                 break
             self._one_step(stage, loop, n)
             last = n
-        if last > done:
+        if last > done and self._is_stopping:
+            self._save(stage, loop, last)
+            self._stop_if_asked()  # a measurement may take long: it is made when the run goes on
+        if not any(report.step == last for report in self.store.evals(stage.label)):
             self._measure(stage, last)
+        if last > done:
             self._save(stage, loop, last)
         if not is_shared(stage) and self.policy is not None:
             self.world.tell("weights")
@@ -240,7 +244,7 @@ class Trainer:
             self._measure(stage, n)
         if stage.save_every and n % stage.save_every == 0 and not final:
             self._save(stage, loop, n)
-        if (self.stop_signal is not None or self._time_is_up) and not final:
+        if self._is_stopping and not final:
             self._save(stage, loop, n)
             self._stop_if_asked()
 
@@ -295,6 +299,10 @@ class Trainer:
         if self.minutes is not None and self._time_is_up:
             self._note_saved(self.saver.wait())
             raise TimeUp(self.run, self.minutes)
+
+    @property
+    def _is_stopping(self) -> bool:
+        return self.stop_signal is not None or self._time_is_up
 
     @property
     def _time_is_up(self) -> bool:

@@ -20,6 +20,7 @@ from oncurve.runs.folder import RunFolder
 from oncurve.runs.saved import list_checkpoints
 from oncurve.runs.store import Store
 from oncurve.train.listeners import Listener
+from oncurve.train.run import TimeUp
 from oncurve.train.start import begin, fork, resume
 from tests.train.builders import digits, recipe
 
@@ -233,3 +234,20 @@ def test_listeners_hear_everything_in_order(tmp_path: Path) -> None:
     sft = ["sft 0 0/1", "step 1", "eval 1", "saved sft-000001", "end sft"]
     grpo = ["grpo 1 0/2", "step 1", "step 2", "eval 2", "saved grpo-000002", "end grpo"]
     assert heard == ["run True None", *sft, *grpo, "finished"]
+
+
+def test_a_stop_at_a_stages_end_saves_first_and_the_measurement_is_made_when_the_run_goes_on(tmp_path: Path) -> None:
+    asked = recipe("sft.steps=1", "grpo.steps=1")
+    whole, run = begin(asked, runs_dir=tmp_path), RunFolder(tmp_path / "slices")
+    with pytest.raises(TimeUp):
+        begin(asked, out=run.path, minutes=0)
+    assert measured_and_saved(run) == ([], ["sft-000001"])
+    with pytest.raises(TimeUp):
+        resume(run, minutes=0)
+    assert measured_and_saved(run) == (["sft"], ["grpo-000001", "sft-000001"])
+    assert fingerprint(resume(run, minutes=0)) == fingerprint(whole)
+
+
+def measured_and_saved(run: RunFolder) -> tuple[list[str], list[str]]:
+    with Store.open(run.path) as store:
+        return [report.stage for report in store.evals()], [saved.path.name for saved in list_checkpoints(run.checkpoints)]
