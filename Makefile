@@ -59,8 +59,9 @@ check-web: web/node_modules/.installed
 	@diff -r --exclude source.sha256 web/node_modules/.again oncurve/studio/static \
 	  || { echo "oncurve/studio/static is not what web/ builds: make web mends it" >&2; exit 1; }
 
+# Not `npm ci`: it refuses a lock without the optional binaries of every platform, and not all are published at once.
 web/node_modules/.installed: web/package.json web/package-lock.json
-	@cd web && npm ci --silent
+	@cd web && npm install --no-save --no-audit --loglevel=error
 	@touch $@
 
 setup: $(VENV)/.dev
