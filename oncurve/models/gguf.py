@@ -58,6 +58,8 @@ def convert(file: Path, folder: Path, dtype: str) -> None:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         model.save_pretrained(aside)
+        for weights in aside.glob("*.safetensors"):
+            weights.chmod(aside.stat().st_mode & 0o666)  # safetensors makes its files for their owner alone
         tokenizer.save_pretrained(aside)
         origin = {"file": file.name, "sha256": _digest(file), "dtype": dtype}
         (aside / ORIGIN).write_text(json.dumps(origin, indent=2) + "\n")

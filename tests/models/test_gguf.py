@@ -35,6 +35,7 @@ def test_head_and_embedding_that_were_one_are_one_again_and_it_is_the_head_that_
 def test_a_head_of_its_own_stays_apart(tmp_path: Path, head: str, tied: bool) -> None:
     drawn = gguf_files.write(tmp_path / "small.gguf", head=head)
     gguf.convert(tmp_path / "small.gguf", tmp_path / "out", "float32")
+    assert {file.stat().st_mode & 0o777 for file in (tmp_path / "out").iterdir()} == {(tmp_path / "out").stat().st_mode & 0o666}
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.config.tie_word_embeddings is tied
     assert np.allclose(model.get_input_embeddings().weight.detach().numpy(), drawn["token_embd.weight"], atol=1e-6)
