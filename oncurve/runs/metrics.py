@@ -26,7 +26,7 @@ _TABLE = (
     Metric(
         "reward_std",
         "reward",
-        "Mean over groups of the std of their total rewards (dividing by G).",
+        "Mean over groups of the std of their total rewards (dividing by G − 1).",
         "well above 0 while there is something to learn",
     ),
     Metric(

@@ -154,7 +154,8 @@ def describe(graded: Sequence[GradedGroup], rewards: RewardMix) -> dict[str, flo
     scored = [s for g in graded for s in g.scored.scored]
     totals = [s.total for s in scored if s.total is not None]
     lengths = [s.completion.length for s in scored]
-    spreads = [float(np.std([t for t in g.scored.totals if t is not None] or [0.0])) for g in graded]
+    rewarded = [[t for t in g.scored.totals if t is not None] for g in graded]
+    spreads = [float(np.std(group, ddof=1)) if len(group) > 1 else 0.0 for group in rewarded]
     metrics = {
         "reward": float(np.mean(totals)) if totals else 0.0,
         "reward_std": float(np.mean(spreads)) if spreads else 0.0,

@@ -42,15 +42,17 @@ def test_a_step_is_what_the_formulas_say() -> None:
     before = snapshot(loop.engine.policy.model)
     report = loop.step(1)
     assert len(report.groups) == 4
+    spreads = []
     for graded in report.groups:
         rewards = np.array(graded.scored.totals, np.float64)
         assert len(rewards) == 4
-        spread = rewards.std(ddof=1)
+        spreads.append(spread := rewards.std(ddof=1))
         expected = (rewards - rewards.mean()) / (spread + 1e-4) if spread else np.zeros(4)
         for row, value in zip(graded.advantages, expected, strict=True):
             np.testing.assert_allclose(row, value, atol=1e-5)
     totals = [t for g in report.groups for t in g.scored.totals]
     assert report.metrics["reward"] == pytest.approx(np.mean(totals))  # type: ignore[arg-type]
+    assert report.metrics["reward_std"] == pytest.approx(np.mean(spreads))
     assert report.metrics["tokens"] == sum(len(a) for g in report.groups for a in g.advantages)
     assert {phase for phase in report.seconds if "/" not in phase} == {"sample", "score", "grade", "update"}
     assert report.took == sum(report.seconds[phase] for phase in ("sample", "score", "grade", "update"))
