@@ -62,11 +62,16 @@ def offered(request: Request) -> dict[str, Any]:
 
 
 def models_of(run: RunFolder) -> list[dict[str, str]]:
+    """The final one, then checkpoints, the newest first."""
+    labels: list[str] = []
     with contextlib.suppress(OncurveError):  # a recipe that can't be read says nothing of the models that are there
-        if not recipe_of(run).uses_policy:
+        recipe = recipe_of(run)
+        if not recipe.uses_policy:
             return []
+        labels = [stage.label for stage in recipe.stages]
     last = [{"target": run.name, "says": "the final model"}] if (run.model / "config.json").is_file() else []
     places = list_checkpoints(run.checkpoints)
+    places.sort(key=lambda p: (labels.index(p.stage) if p.stage in labels else -1, p.step), reverse=True)
     kept = [{"target": f"{run.name}@{p.stage}-{p.step}", "says": f"{p.stage} {p.step}"} for p in places]
     return last + kept
 

@@ -17,6 +17,7 @@ from oncurve.models.load import load_policy
 from oncurve.recipe.load import load_recipe
 from oncurve.runs import checkpoints
 from oncurve.runs.folder import RunFolder
+from oncurve.studio.playground import models_of
 from oncurve.train.run import weights
 from oncurve.train.start import task_for
 from tests.studio.browsing import a_browser, a_page
@@ -92,6 +93,13 @@ def test_samples_come_as_they_are_drawn(playground: Served) -> None:
 
 
 @pytest.mark.slow
+def test_an_unfinished_run_offers_its_newest_model_first(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "unfinished")
+    for name in ("grpo-000002", "grpo-000010", "sft-000300"):
+        (run.checkpoints / name).mkdir(parents=True)
+    assert [model["says"] for model in models_of(run)] == ["grpo 10", "grpo 2", "sft 300"]
+
+
 def test_a_model_that_can_not_be_loaded_says_why(playground: Served, tmp_path: Path) -> None:
     folder = tmp_path / "damaged"
     shutil.copytree(playground.runs_dir / "one" / "model", folder)
