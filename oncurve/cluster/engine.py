@@ -82,6 +82,8 @@ class Ahead:
 class RemoteEngine(NativeEngine):
     """Samples by others. ``policy`` is the learner's own, whose weights are pushed before each call."""
 
+    shares_weights = False
+
     def __init__(self, policy: Policy, recipe: Recipe, peers: Sequence[Peer], order: Order, say: Say, phase: Phase) -> None:
         super().__init__(policy, recipe.engine)
         self.order, self.say, self.phase = order, say, phase

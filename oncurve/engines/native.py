@@ -101,6 +101,9 @@ class Job:
 class NativeEngine:
     """Samples groups of completions from a policy."""
 
+    shares_weights = True
+    """Whether a step's tokens are sampled with the very tensors that learn from them."""
+
     def __init__(self, policy: Policy, settings: EngineSettings) -> None:
         self.policy, self.settings = policy, settings
         self.exchange: Exchange | None = None

@@ -90,6 +90,8 @@ def _numbers(version: str) -> tuple[int, ...]:
 class VllmEngine(NativeEngine):
     """Samples groups of completions by vLLM. The text above says how it is used."""
 
+    shares_weights = False
+
     def __init__(self, policy: Policy, settings: EngineSettings, scale: Scale) -> None:
         super().__init__(policy, settings)
         self.version, self.scale = check_vllm(), scale

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,6 +50,7 @@ class Policy:
         self.fused: FusedDecoder | None = None
         self._sums: GradientSums | None = None
         self._written_roles: set[str] = set()
+        _check_attention(self)
         _check_head(self)
         self.fused = _faithful(_fast_path(model, compiled), self)
 
@@ -264,11 +266,60 @@ def _end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tupl
     return tuple(ids)
 
 
+class _CountingLayout:
+    """Passes attention on to a pack's own layout and counts the calls of each layer."""
+
+    def __init__(self, inner: Layout) -> None:
+        self.inner = inner
+        self.calls: Counter[int] = Counter()
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        self.calls[layer] += 1
+        return self.inner.attend(layer, q, k, v, scale, window, softcap)
+
+
+@torch.no_grad()
+def _check_attention(policy: Policy) -> None:
+    """Every layer must call our attention exactly once, or the model is refused.
+
+    A layer that never calls it has its own attention or a recurrent state: its tokens would see the other completions of their
+    pack when learning, and nothing of their past when sampling. One that calls it twice overwrites its own KV cache.
+    """
+    config = policy.model.config.get_text_config()
+    if config._attn_implementation != attention.NAME:
+        raise attention.unfaithful(
+            type(policy.model).__name__, "an implementation of its own, outside transformers' attention interface"
+        )
+    pack = _probe_pack(policy)
+    layout = _CountingLayout(pack.layout)
+    policy.backbone(input_ids=pack.input_ids, position_ids=pack.position_ids, use_cache=False, layout=layout)
+    layers = range(int(config.num_hidden_layers))
+    outside = [layer for layer in layers if not layout.calls[layer]]
+    if outside:
+        names = (
+            "every layer"
+            if len(outside) == len(layers)
+            else f"{len(outside)} of {len(layers)} layers, the first of them {outside[0]}"
+        )
+        raise attention.unfaithful(
+            type(policy.model).__name__,
+            f"layers outside transformers' attention interface, or a recurrent state ({names})",
+        )
+    if any(count > 1 for count in layout.calls.values()) or set(layout.calls) - set(layers):
+        raise attention.unfaithful(type(policy.model).__name__, "layers that attend more than once per token")
+
+
+def _probe_pack(policy: Policy) -> Pack:
+    ids = np.arange(3, dtype=np.int64) % policy.model.config.get_text_config().vocab_size
+    return build_pack([Bundle(ids, (np.zeros(1, np.int64),), (0,))], policy.device)
+
+
 @torch.no_grad()
 def _check_head(policy: Policy) -> None:
     """The head read from the config gives the model's own logits, or the model is refused: a hidden scale would mislead."""
-    ids = np.arange(3, dtype=np.int64) % policy.model.config.get_text_config().vocab_size
-    pack = build_pack([Bundle(ids, (np.zeros(1, np.int64),), (0,))], policy.device)
+    pack = _probe_pack(policy)
     hidden = policy.hidden(pack.input_ids, pack.position_ids, pack.layout)
     own = policy.model(
         input_ids=pack.input_ids, position_ids=pack.position_ids, use_cache=False, layout=pack.layout

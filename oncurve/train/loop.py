@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from oncurve.algos.advantages import grade
 from oncurve.engines.native import Draws, NativeEngine
-from oncurve.errors import RewardError
+from oncurve.errors import ModelError, RewardError
 from oncurve.recipe.resolve import resolved_advantage
 from oncurve.recipe.schema import Grpo
 from oncurve.records import GradedGroup, Group, ScoredGroup, StepReport
@@ -24,6 +25,11 @@ from oncurve.train.memory import sample
 from oncurve.train.peak import peak_memory_mib
 from oncurve.train.seen import Learned
 
+MAX_MISMATCH_32BIT, MAX_MISMATCH_16BIT = 0.01, 1.0
+"""`mismatch_max` above which the first step of a run with the native engine stops it. Correct runs stay below 1e-4 and 0.5."""
+MAX_MISMATCH_KL_16BIT = 0.01
+"""In 16 bits one unlikely token can differ by more; if sampler and learner really disagree, `mismatch_kl` exceeds this too."""
+
 
 class GrpoLoop:
     """The stage `grpo`: what happens in each of its steps. Logging and saving listen from outside."""
@@ -35,6 +41,7 @@ class GrpoLoop:
         self.engine, self.rewards = engine, rewards
         self.learner = self.make_learner()
         self.budget = Budget(stage)
+        self._compared_with_sampler = False
 
     def make_learner(self) -> Learner:
         return Learner(self.engine.policy, self.stage, self.world)
@@ -52,6 +59,7 @@ class GrpoLoop:
             graded = self.grade(scored)  # rewards -> advantage per token
         with clock("update"):
             learned = self.learner.update(graded)  # loss, backward, optimiser
+            self._stop_if_sampler_differs(learned.metrics)
             self._refresh_reference(n)
         return self._report(n, graded, learned, replaced, clock)
 
@@ -124,6 +132,28 @@ class GrpoLoop:
         every = self.stage.kl.refresh_every
         if self.learner.reference is not None and every and n % every == 0:
             self.learner.reference.refresh(self.engine.policy)
+
+    def _stop_if_sampler_differs(self, metrics: Mapping[str, float]) -> None:
+        """Stops a run whose sampler and learner compute different policies, at the first step that forwards any token.
+
+        Both use the same weights, so their log-probs of a sampled token differ by rounding only. Foreign engines and
+        asynchronous samplers differ by design; `importance_cap` corrects for them.
+        """
+        gap = metrics.get("mismatch_max", 0.0)
+        if self._compared_with_sampler or not self.engine.shares_weights or gap == 0.0:
+            return
+        self._compared_with_sampler = True
+        if self.engine.policy.model.dtype == torch.float32:
+            differs = not gap <= MAX_MISMATCH_32BIT
+        else:
+            differs = not gap <= MAX_MISMATCH_16BIT and not metrics["mismatch_kl"] <= MAX_MISMATCH_KL_16BIT
+        if differs:
+            raise ModelError(
+                type(self.engine.policy.model).__name__,
+                f"sampler and learner disagree by up to {gap:.2g} nats per token",
+                because="both use the same weights, so Oncurve does not compute this model correctly; nothing was saved",
+                fix="train another model family, and report this one",
+            )
 
     def _stop_if_failing(self, scored: Sequence[ScoredGroup]) -> None:
         failures = [s.failure for g in scored for s in g.scored if s.failure is not None]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from oncurve.engines.native import NativeEngine
-from oncurve.errors import RewardError
+from oncurve.errors import ModelError, RewardError
 from oncurve.models.packing import Bundle, build_pack
 from oncurve.recipe.schema import Grpo
 from oncurve.recipe.sections import Engine
@@ -257,3 +257,20 @@ def test_the_order_in_which_rewards_answer_changes_no_bit(monkeypatch: pytest.Mo
     assert early[0] == after[0]
     assert torch.equal(early[1], after[1])
     assert len({totals for _, totals in early[0]}) > 1
+
+
+def test_a_run_stops_at_its_first_step_if_sampler_and_learner_disagree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The learner is given other weights than the sampler, as if the model's state were lost on the way."""
+    loop = loop_for({}, digits)
+    own = loop.engine.policy.pack_hidden
+    monkeypatch.setattr(loop.engine.policy, "pack_hidden", lambda pack: own(pack) * 1.5)
+    with pytest.raises(ModelError, match="sampler and learner disagree"):
+        loop.step(1)
+
+
+def test_engines_with_weights_of_their_own_may_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = loop_for({}, digits)
+    own = loop.engine.policy.pack_hidden
+    monkeypatch.setattr(loop.engine.policy, "pack_hidden", lambda pack: own(pack) * 1.5)
+    loop.engine.shares_weights = False
+    assert loop.step(1).metrics["mismatch_max"] > 0.01
