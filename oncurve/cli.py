@@ -27,8 +27,22 @@ from oncurve import (
     cli_serve,
     cli_studio,
     cli_verify,
+    trust,
 )
-from oncurve.cli_options import RUNS, Json, Out, RecipeName, RunName, RunOrModel, Runs, Sets, say, say_json
+from oncurve.cli_options import (
+    RUNS,
+    Json,
+    Out,
+    RecipeName,
+    RunName,
+    RunOrModel,
+    Runs,
+    Sets,
+    Trust,
+    say,
+    say_json,
+    trust_if_asked,
+)
 from oncurve.errors import OncurveError, RecipeError
 from oncurve.recipe.load import dump_recipe, load_recipe
 from oncurve.runs.disk import NO_PERMISSION, NO_ROOM, disk_error
@@ -67,19 +81,22 @@ def train(
     ] = None,
     gpus: cli_scale.Gpus = None,
     ray: cli_ray.Ray = None,
+    trusted: Trust = False,
 ) -> None:
     """Train a recipe, or go on with a run that was stopped."""
     from oncurve.terminal.starting import plan
 
     asked = [*(sets or []), *cli_scale.asked_ranks(gpus)]
+    trust_if_asked(trusted, trust.of_recipe(target))
     planned = plan(target, asked, out, runs, resume)
+    trust_if_asked(trusted, planned.run)
     recipe = load_recipe(planned.run.recipe, planned.sets) if planned.run is not None else planned.recipe
     assert recipe is not None
     if ray is not None:
         cli_ray.check(ray)
         return _train(planned, out, runs, minutes, ALONE, ray)
     again = ["train", target, *_repeated("--set", asked), "--runs", str(runs), *(["--resume"] if resume else [])]
-    again += [*_given("--out", out), *_given("--minutes", minutes)]
+    again += [*_given("--out", out), *_given("--minutes", minutes), *(["--trust"] if trusted else [])]
     cli_scale.launch_where_asked(recipe, gpus, again)
     with cli_scale.joined(recipe) as world:
         _train(planned, out, runs, minutes, world)
@@ -138,12 +155,15 @@ def fork(
     sets: Sets = None,
     out: Out = None,
     runs: Runs = RUNS,
+    trusted: Trust = False,
 ) -> None:
     """Go on from a checkpoint with something changed, on the same prompts and random numbers."""
     parent = RunFolder.open(run, runs)
+    trust_if_asked(trusted, parent)
     asked = [*(sets or []), *cli_scale.asked_ranks(None)]
     recipe = load_recipe(parent.recipe, asked)
     again = ["fork", run, "--step", str(step), *_repeated("--set", asked), "--runs", str(runs)]
+    again += ["--trust"] if trusted else []
     cli_scale.launch_where_asked(recipe, None, [*again, *_given("--stage", stage), *_given("--out", out)])
     began = time.monotonic()
     with Console(stderr=True).status("starting"):
@@ -169,6 +189,7 @@ def evaluate(
     samples: Annotated[int | None, typer.Option("--samples", min=1, help="Completions of each problem.")] = None,
     temperature: Annotated[float | None, typer.Option("--temperature", min=0.0, help="0 is greedy.")] = None,
     runs: Runs = RUNS,
+    trusted: Trust = False,
     as_json: Json = False,
 ) -> None:
     """Measure accuracy on held-out problems, with a 95 % interval, by difficulty; where no rule says what is right, reward."""
@@ -177,6 +198,8 @@ def evaluate(
     from oncurve.train.opened import measure, open_target, recipe_for
 
     hush()
+    for named in (trust.find(target, runs), trust.of_recipe(task or "")):
+        trust_if_asked(trusted, named)
     recipe = recipe_for(task, RunFolder.find(target, runs), sets or [], target)
     opened = open_target(target, runs, recipe.model)
     report = measure(opened, recipe, samples=samples, temperature=temperature)
@@ -197,6 +220,7 @@ def chat(
     system: Annotated[str | None, typer.Option("--system", help="A system message, for chat models.")] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the sampling.")] = 0,
     runs: Runs = RUNS,
+    trusted: Trust = False,
 ) -> None:
     """Ask a model: a conversation at the terminal, or one prompt per line from a pipe."""
     from oncurve.terminal.chat import Chat, ChatSettings, converse, typed_lines
@@ -204,6 +228,7 @@ def chat(
     from oncurve.train.opened import open_target
 
     hush()
+    trust_if_asked(trusted, trust.find(target, runs))
     talk = Chat(open_target(target, runs).policy, ChatSettings(max_new_tokens, temperature, system, seed))
     live = sys.stdin.isatty()
     lines = typed_lines() if live else (line.rstrip("\n") for line in sys.stdin)
@@ -262,9 +287,12 @@ def show(
 
 
 @app.command(epilog="Example: oncurve export arithmetic-1 my-model")
-def export(run: RunName, folder: Annotated[Path, typer.Argument(metavar="DIR")], runs: Runs = RUNS) -> None:
+def export(
+    run: RunName, folder: Annotated[Path, typer.Argument(metavar="DIR")], runs: Runs = RUNS, trusted: Trust = False
+) -> None:
     """Write a run's model to a folder in Hugging Face format."""
     source = RunFolder.open(run, runs)
+    trust_if_asked(trusted, source)
     from oncurve.terminal.hush import hush
     from oncurve.train import opened
 
@@ -285,14 +313,21 @@ def probe(
         str | None, typer.Option("--from", metavar="RUN|MODEL", help="Probe this model under the recipe.")
     ] = None,
     runs: Runs = RUNS,
+    trusted: Trust = False,
     as_json: Json = False,
 ) -> None:
     """Before any training: what GRPO would see, and what to set."""
     from oncurve.train.given import refuse_from_python
 
     run = RunFolder.find(target, runs)
+    for named in (run or trust.of_recipe(target), None if source is None else trust.find(source, runs)):
+        trust_if_asked(trusted, named)
     recipe = load_recipe(target if run is None else run.recipe, sets or [])
     refuse_from_python(recipe)
+    if run is None:
+        trust.check_recipe(target)
+    else:
+        trust.check(run, *trust.GRADED)
     source = source or (None if run is None else target)
     from oncurve.terminal.hush import hush
     from oncurve.terminal.probe import render_probe

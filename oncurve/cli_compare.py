@@ -10,7 +10,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from oncurve.cli_options import Json, RecipeName, say
+from oncurve import trust
+from oncurve.cli_options import Json, RecipeName, Trust, say, trust_if_asked
 from oncurve.errors import RecipeError
 from oncurve.recipe.load import load_recipe
 
@@ -32,6 +33,7 @@ def compare(
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="The comparison's folder.")] = None,
     plots: Annotated[bool, typer.Option("--plots/--no-plots", help="Draw curves and bars, as SVG and PNG.")] = True,
+    trusted: Trust = False,
     as_json: Json = False,
 ) -> None:
     """Compare algorithms on one recipe: same start, same prompts, same budget. Stopped, it goes on when asked again."""
@@ -40,6 +42,8 @@ def compare(
     from oncurve.train.compare import Comparison, request_of
 
     errors = Console(stderr=True, highlight=False)
+    trust_if_asked(trusted, trust.of_recipe(recipe))
+    trust.check_recipe(recipe)
     plain, own = _parted(recipe, sets or [], set(ALGORITHMS))
     asked = load_recipe(recipe, plain)
     folder = out or COMPARISONS / asked.name

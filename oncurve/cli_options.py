@@ -9,6 +9,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console, RenderableType
 
+from oncurve import trust
+from oncurve.runs.folder import RunFolder
+
 Sets = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the recipe; may be repeated.")
 ]
@@ -20,7 +23,17 @@ RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file
 RunOrModel = Annotated[
     str, typer.Argument(metavar="RUN|MODEL", help="A run, or a model as `oncurve models` names it, or a hub id.")
 ]
+Trust = Annotated[
+    bool,
+    typer.Option("--trust", help="Run the Python and send the keys that a run from elsewhere names. Remembered for that run."),
+]
 RUNS = Path("runs")
+
+
+def trust_if_asked(asked: bool, run: RunFolder | None) -> None:
+    """Records the user's --trust for a run; of a model, which runs no code, there is nothing to record."""
+    if asked and run is not None:
+        trust.grant(run)
 
 
 def say(what: RenderableType) -> None:

@@ -12,7 +12,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from oncurve.cli_options import RUNS, Json, Runs, Sets, say, say_json
+from oncurve import trust
+from oncurve.cli_options import RUNS, Json, Runs, Sets, Trust, say, say_json, trust_if_asked
 from oncurve.errors import ModelError, RecipeError, RunError
 from oncurve.plan.asked import PROMPT_TOKENS, Wishes, algorithm_of, job_for, job_of_stage, plannable, usual_rank, wished
 from oncurve.plan.cluster import Lengths, Size, compare_sizes, timing_of, turning_point
@@ -90,6 +91,7 @@ def plan(
         str | None, typer.Option("--measured", metavar="RUN", help="With several GPUs: lengths and times as this run had them.")
     ] = None,
     runs: Runs = RUNS,
+    trusted: Trust = False,
     as_json: Json = False,
 ) -> None:
     """Memory and time of a run, before anything is started: does it fit, what would make it fit, how long is a step."""
@@ -101,6 +103,8 @@ def plan(
         moments=moments, optimiser_on_cpu=optimiser_on_cpu or None, reference_on_cpu=reference_on_cpu or None,
         sharding=sharding, quantise=quantise, reward_model=None if reward_model is None else find_shape(reward_model),
     )  # fmt: skip
+    for named in (None if measured is None else RunFolder.find(measured, runs), trust.of_recipe(recipe or "")):
+        trust_if_asked(trusted, named)
     job, assumed = _question(recipe, model, gpu, stage, sets or [], wishes)
     plans = side_by_side(job, usual_rank())
     sizes = many(job, staleness, seen_in(measured, runs, job.gpu)) if job.gpus > 1 and job.does.samples else None
@@ -132,6 +136,7 @@ def _question(
             gpu is None, USUAL_GPU, wishes.prompt_tokens is None
         )
     assert recipe is not None
+    trust.check_recipe(recipe)
     loaded = load_recipe(recipe, sets)
     device, guessed = _device(loaded, gpu)
     return wished(stage_job(loaded, _stage(loaded, stage), device), wishes), _assumed(guessed, device.name, False)
@@ -200,6 +205,7 @@ def seen_in(name: str | None, runs: Path, gpu: Gpu) -> Seen:
     if name is None:
         return Seen()
     folder = RunFolder.open(name, runs)
+    trust.check(folder, "task")
     recipe = load_recipe(folder.recipe)
     stages = [stage for stage in plannable(recipe) if isinstance(stage, Sampled)]
     with Store.open(folder.path) as store:

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from oncurve.cli_options import RUNS, Json, RunName, Runs, say, say_json
+from oncurve.cli_options import RUNS, Json, RunName, Runs, Trust, say, say_json, trust_if_asked
 from oncurve.runs.folder import RunFolder
 
 
@@ -18,10 +18,12 @@ def replay(
     group: Annotated[int, typer.Option("--group", min=0, help="The group, counted from 0.")],
     stage: Annotated[str | None, typer.Option("--stage", help="Its stage; unset: the last that has such groups.")] = None,
     runs: Runs = RUNS,
+    trusted: Trust = False,
     as_json: Json = False,
 ) -> None:
     """Sample a group again from the checkpoint before it, and show that it is identical. Ends with 2 where it is not."""
     folder = RunFolder.open(run, runs)
+    trust_if_asked(trusted, folder)
     with Console(stderr=True).status("doing it again"):
         from oncurve.terminal.hush import hush
         from oncurve.terminal.replayed import render_replayed, replayed_data

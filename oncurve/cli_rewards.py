@@ -12,7 +12,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from oncurve.cli_options import RUNS, RecipeName, RunName, Runs, Sets, say
+from oncurve import trust
+from oncurve.cli_options import RUNS, RecipeName, RunName, Runs, Sets, Trust, say, trust_if_asked
 from oncurve.errors import DataError, RunError
 from oncurve.recipe import sampled
 from oncurve.recipe.load import load_recipe
@@ -41,8 +42,11 @@ def try_rewards(
     completion: Annotated[str, typer.Option("--completion", metavar="TEXT|FILE", help="What the model might say.")],
     prompt: Annotated[int, typer.Option("--prompt", min=0, help="Number of the held-out prompt that it answers.")] = 0,
     sets: Sets = None,
+    trusted: Trust = False,
 ) -> None:
     """Grade a text as a completion: every aspect, with its reason."""
+    trust_if_asked(trusted, trust.of_recipe(recipe))
+    trust.check_recipe(recipe)
     loaded = load_recipe(recipe, sets or [])
     asked = _prompt(loaded, prompt)
     mix = rewards_of(loaded)
@@ -104,9 +108,15 @@ def replay(
     stage: Stage = None,
     runs: Runs = RUNS,
     sets: Sets = None,
+    trusted: Trust = False,
 ) -> None:
     """Grade all saved completions again, and say what changes."""
     folder = RunFolder.open(run, runs)
+    trust_if_asked(trusted, folder if other is None else trust.of_recipe(other))
+    if other is None:
+        trust.check(folder, *trust.GRADED)
+    else:
+        trust.check_recipe(other)
     mix = rewards_of(load_recipe(other or folder.recipe, sets or []))
     mix.attach(lambda: _decoder(folder), folder.path)
     before, after = [], []
@@ -121,7 +131,7 @@ def _decoder(folder: RunFolder) -> Callable[[Ints], str]:
     """The run's own tokenizer, for rewards of single steps."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder.tokenizer)
+    tokenizer = AutoTokenizer.from_pretrained(folder.tokenizer, trust_remote_code=False)
     return lambda ids: str(tokenizer.decode(ids.tolist(), skip_special_tokens=True))
 
 

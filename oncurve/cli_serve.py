@@ -9,7 +9,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from oncurve.cli_options import RUNS, Runs
+from oncurve import trust
+from oncurve.cli_options import RUNS, Runs, Trust, trust_if_asked
 from oncurve.errors import MissingPackage, pip_install
 
 KEY = "ONCURVE_SERVE_KEY"
@@ -31,6 +32,7 @@ def serve(
     ] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Longest completion a request may ask for.")] = 1024,
     runs: Runs = RUNS,
+    trusted: Trust = False,
     as_json: Annotated[bool, typer.Option("--json", help="For programs: one line of JSON once it listens.")] = False,
     until_closed: Annotated[bool, typer.Option("--until-closed", help="For programs: end when standard input closes.")] = False,
 ) -> None:
@@ -48,6 +50,7 @@ def serve(
     from oncurve.train.opened import open_target
 
     hush()
+    trust_if_asked(trusted, trust.find(target, runs))
     key, made = key_for(host, key_env)
     with Console(stderr=True).status(f"loading {target}"):
         opened = open_target(target, runs)

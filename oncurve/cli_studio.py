@@ -23,6 +23,12 @@ def studio(
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes any that is free.")] = 8765,
     host: Annotated[str, typer.Option("--host", help="Another than this machine's own asks for a token.")] = "127.0.0.1",
     open_browser: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
+    allow_code: Annotated[
+        bool,
+        typer.Option(
+            "--allow-code", help="Let the page run Python of runs you tick, and send their judges' keys. Asks for a token."
+        ),
+    ] = False,
 ) -> None:
     """Look at runs in a browser, live: curves, every group, and GRPO explained."""
     try:
@@ -40,7 +46,7 @@ def studio(
     def told(address: str) -> None:
         say(f"Studio of {runs.resolve()}\n  {address}\nCtrl-C ends it; runs go on.")
 
-    serve(runs.resolve(), host, port, say=told, open_browser=open_browser)
+    serve(runs.resolve(), host, port, say=told, open_browser=open_browser, allow_code=allow_code)
 
 
 def report(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 
 if not torch.cuda.is_available():  # read when a kernel is defined: without a GPU, kernels run in Triton's interpreter
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+os.environ["XDG_DATA_HOME"] = tempfile.mkdtemp(prefix="oncurve-tests-")  # records of trust stay out of the user's own
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -14,7 +14,7 @@ LAYERS = [
     {"recipe", "listening"},
     {"algos", "tasks", "plan"},
     {"models", "runs", "scale"},
-    {"engines", "rewards"},
+    {"engines", "rewards", "trust"},
     {"train"},
     {"terminal", "cluster", "serve", "studio"},
     {"api", "cli_options"},

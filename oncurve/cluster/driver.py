@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from oncurve import trust
 from oncurve.cluster import door, nodes
 from oncurve.cluster.door import START_S, At, Gone, Peer, Places, answer
 from oncurve.cluster.learner import Learner, Task
@@ -53,6 +54,7 @@ def train(asked: Asked, address: str, listeners: Sequence[Listener] = ()) -> Run
     """Trains on the cluster at an address, which has been found to answer. Returns the run when it has finished."""
     if asked.run is not None:
         check_resumable(asked.run)
+        trust.check(asked.run)
     recipe = asked.recipe if asked.run is None else moved(asked.run, asked.sets)
     assert recipe is not None
     _check_shares(recipe)
@@ -134,6 +136,7 @@ def folder(asked: Asked, recipe: Recipe) -> Iterator[RunFolder]:
         return
     run = RunFolder.create_at(asked.out) if asked.out else RunFolder.create(asked.runs_dir, recipe.name)
     try:
+        trust.grant(run, recipe)
         yield run
     except BaseException:
         if not run.database.exists():

@@ -59,8 +59,8 @@ def check_classifier(policy: Policy, source: str | None, *, by_token: bool, wher
         return
     check_source(source)
     try:
-        words = AutoTokenizer.from_pretrained(source).get_vocab()
-        AutoConfig.from_pretrained(source)
+        words = AutoTokenizer.from_pretrained(source, trust_remote_code=False).get_vocab()
+        AutoConfig.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # a damaged folder makes its readers raise errors of every kind
         raise _unloadable(source, error) from error
     if words != policy.tokenizer.get_vocab():
@@ -86,6 +86,7 @@ def loaded_classifier(source: str, heads: Sequence[str], like: Policy, *, by_tok
             attn_implementation="sdpa",
             ignore_mismatched_sizes=True,
             use_safetensors=True,
+            trust_remote_code=False,
             **names,
         )
     except (OSError, ValueError, KeyError) as error:

@@ -117,8 +117,10 @@ def _read(file: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     place = {"gguf_file": file.name}
     whole = GgufConfig(dequantize=True)  # some architectures could stay in their blocks, which nothing can train
     try:
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, **place)
-        model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=dtype, quantization_config=whole, **place)
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, trust_remote_code=False, **place)
+        model = AutoModelForCausalLM.from_pretrained(
+            file.parent, dtype=dtype, quantization_config=whole, trust_remote_code=False, **place
+        )
     except (ValueError, KeyError, OSError, IndexError, struct.error, NotImplementedError) as error:
         architecture, known = gguf_head(file).get("general.architecture"), architectures()
         raise ModelError(

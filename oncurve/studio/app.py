@@ -37,10 +37,19 @@ async def _told(_: Request, error: Exception) -> JSONResponse:
     return JSONResponse({"error": words}, 404 if isinstance(error, RunError) else 422)
 
 
-def make_app(runs_dir: Path, stopping: asyncio.Event, servers: Servers, token: str | None = None) -> ASGIApp:
-    """The studio over a folder of runs. With ``token``, nobody comes in without it. ``stopping`` ends open event streams."""
+def make_app(
+    runs_dir: Path, stopping: asyncio.Event, servers: Servers, token: str | None = None, *, allow_code: bool = False
+) -> ASGIApp:
+    """The studio over a folder of runs. With ``token``, nobody comes in without it. ``stopping`` ends open event streams.
+
+    ``allow_code`` lets the page run code of a run and send keys, which needs a token: a loopback port is open to every user of
+    the machine.
+    """
+    if allow_code and token is None:
+        raise ValueError("allow_code needs a token")
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, title="Oncurve Studio")
     app.state.runs_dir, app.state.stopping, app.state.servers = runs_dir, stopping, servers
+    app.state.allow_code = allow_code
     app.add_exception_handler(OncurveError, _told)
     app.include_router(api)
     app.include_router(play)

@@ -5,16 +5,20 @@ from __future__ import annotations
 import contextlib
 import math
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from oncurve.errors import RunError
+from oncurve.errors import RewardError, RunError
 from oncurve.recipe.load import load_recipe
 from oncurve.recipe.schema import Recipe
 from oncurve.runs.database import open_database
 from oncurve.runs.folder import RunFolder
 from oncurve.studio.questions import Questions
+from oncurve.trust import Power
+
+if TYPE_CHECKING:
+    from fastapi import Request
 
 
 def find_run(runs_dir: Path, name: str) -> RunFolder:
@@ -44,6 +48,18 @@ def reading(run: RunFolder) -> Iterator[Questions]:
 
 def recipe_of(run: RunFolder) -> Recipe:
     return load_recipe(run.recipe)
+
+
+def check_agreed(request: Request, powers: Sequence[Power], *, ticked: bool) -> None:
+    """Refuses to run code or send a key unless the studio was started with --allow-code and the user has ticked the box."""
+    allowed: bool = request.app.state.allow_code
+    if powers and not (allowed and ticked):
+        raise RewardError(
+            "trust",
+            "; ".join(map(str, powers)),
+            because="this needs your agreement" if allowed else "this studio runs no code of a run and sends no key",
+            fix="tick the box if you trust this run" if allowed else "start it with --allow-code, and tick the box on the page",
+        )
 
 
 def finite(value: float | None) -> float | None:

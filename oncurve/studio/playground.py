@@ -16,17 +16,18 @@ from fastapi import APIRouter, Request
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from oncurve.errors import ModelError, OncurveError
+from oncurve.errors import ModelError, OncurveError, RunError
 from oncurve.recipe.resolve import resolved_advantage
 from oncurve.recipe.sampled import Sampled
 from oncurve.recipe.schema import Grpo, Recipe
 from oncurve.recipe.trpo import Trpo
-from oncurve.runs.folder import RunFolder, list_runs
+from oncurve.runs.folder import STATE, RunFolder, list_runs
 from oncurve.runs.saved import list_checkpoints
 from oncurve.studio import trial
-from oncurve.studio.finding import find_run, reading, recipe_of
+from oncurve.studio.finding import check_agreed, find_run, reading, recipe_of
 from oncurve.studio.groups import shown_text
 from oncurve.studio.servers import Server, Servers
+from oncurve.trust import LOADED, Power, powers_of, powers_of_rewards
 
 play = APIRouter(prefix="/api/playground")
 PROMPTS = 30
@@ -57,8 +58,16 @@ def servers_of(request: Request) -> Servers:
 def offered(request: Request) -> dict[str, Any]:
     """Every model that a run has: its last, and its checkpoints."""
     runs_dir: Path = request.app.state.runs_dir
-    found = [{"run": entry.name, "models": models_of(RunFolder(entry.path))} for entry in list_runs(runs_dir) if entry.state]
+    found = [_offer(runs_dir, entry.name) for entry in list_runs(runs_dir) if entry.state]
     return {"runs": [one for one in found if one["models"]], "there": servers_of(request).there()}
+
+
+def _offer(runs_dir: Path, name: str) -> dict[str, Any]:
+    """A run's models, and what loading them would run."""
+    asks: list[str] = []
+    with contextlib.suppress(OncurveError):
+        asks = [str(power) for power in powers_of_model(runs_dir, name)]
+    return {"run": name, "models": models_of(RunFolder(runs_dir / name)), "asks": asks}
 
 
 def models_of(run: RunFolder) -> list[dict[str, str]]:
@@ -83,7 +92,9 @@ def of_run(request: Request, name: str) -> dict[str, Any]:
     recipe = recipe_of(run)
     with reading(run) as store:
         prompts = [_prompt(row) for row in store.last_asked(PROMPTS)]
-    return {"prompts": prompts, "rewards": trial.rewards_of(recipe), **_habits(recipe)}
+    rewards = trial.rewards_of(recipe)
+    asks = [str(power) for power in powers_of_rewards(rewards)]
+    return {"prompts": prompts, "rewards": rewards, "asks": asks, **_habits(recipe)}
 
 
 def _prompt(row: Any) -> dict[str, Any]:
@@ -108,13 +119,24 @@ def _habits(recipe: Recipe) -> dict[str, Any]:
 
 class Named(BaseModel):
     target: str
+    trusted: bool = False
 
 
 @play.post("/open")
 def open_model(request: Request, named: Named) -> dict[str, Any]:
     """Starts the model's server if it does not run yet, and says what it is."""
-    card = servers_of(request).open(known(request.app.state.runs_dir, named.target)).card
+    target = known(request.app.state.runs_dir, named.target)
+    check_agreed(request, powers_of_model(request.app.state.runs_dir, target), ticked=named.trusted)
+    card = servers_of(request).open(target, trusted=named.trusted).card
     return {"target": named.target, "chat": card["chat"], "context": card["context"], "max_tokens": card["max_tokens"]}
+
+
+def powers_of_model(runs_dir: Path, target: str) -> list[Power]:
+    """What loading a run's model runs. A model folder runs nothing: its code is refused."""
+    for name in (target, target.rpartition("@")[0]):
+        with contextlib.suppress(RunError):
+            return [power for power in powers_of(recipe_of(find_run(runs_dir, name))) if power.part in LOADED]
+    return []
 
 
 @play.post("/close")
@@ -130,7 +152,7 @@ def known(runs_dir: Path, target: str) -> str:
             if target in [model["target"] for model in models_of(find_run(runs_dir, name))]:
                 return target
     folder = Path(target).expanduser()
-    if folder.is_absolute() and (folder / "config.json").is_file():
+    if folder.is_absolute() and (folder / "config.json").is_file() and not (folder / STATE).exists():
         return str(folder)
     raise ModelError(
         target, "no such model", because="it is neither a run nor a folder with a config.json", fix="give a folder's full path"
@@ -141,6 +163,8 @@ def known(runs_dir: Path, target: str) -> str:
 async def sample(request: Request, wanted: Wanted) -> StreamingResponse:
     """Lines of JSON: what each sample has newly said. A page that goes away ends its samples."""
     target = known(request.app.state.runs_dir, wanted.target)
+    if target not in servers_of(request).there():
+        check_agreed(request, powers_of_model(request.app.state.runs_dir, target), ticked=False)
     server = await asyncio.to_thread(servers_of(request).open, target)
     return StreamingResponse(samples(server, wanted), media_type="application/x-ndjson")
 

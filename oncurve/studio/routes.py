@@ -9,14 +9,14 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import PlainTextResponse, StreamingResponse
 
-from oncurve import __version__
+from oncurve import __version__, trust
 from oncurve.errors import RecipeError, RewardError, RunError
 from oncurve.recipe.sampled import Sampled
 from oncurve.rewards.registry import REWARDS
 from oncurve.runs.folder import RunFolder
 from oncurve.runs.reading import Kind
 from oncurve.studio import audited, curves, feedback, groups, overview, trial
-from oncurve.studio.finding import find_run, finite, reading, recipe_of
+from oncurve.studio.finding import check_agreed, find_run, finite, reading, recipe_of
 from oncurve.studio.questions import Comparison, Wanted
 
 api = APIRouter(prefix="/api")
@@ -156,7 +156,9 @@ def run_rewards(request: Request, name: str) -> dict[str, Any]:
             keys = ("name", "weight", "asked", "mean", "lowest", "highest", "failures")
             said.append({**{key: row[key] for key in keys}, "reasons": reasons})
     limit = next((s.sampling.max_new_tokens for s in reversed(recipe.stages) if isinstance(s, Sampled)), None)
-    return {"rewards": trial.rewards_of(recipe), "said": said, "of": last - since + 1, "max_new_tokens": limit}
+    rewards = trial.rewards_of(recipe)
+    asks = [str(power) for power in trust.powers_of_rewards(rewards)]
+    return {"rewards": rewards, "asks": asks, "said": said, "of": last - since + 1, "max_new_tokens": limit}
 
 
 @api.get("/runs/{name}/audit")
@@ -166,7 +168,7 @@ def run_audit(request: Request, name: str) -> dict[str, Any]:
 
 @api.get("/rewards")
 def reward_types() -> dict[str, Any]:
-    """The built-in rewards with their options: what the trial page offers."""
+    """The built-in rewards that a page may ask for, with their options."""
     return {
         name: {
             "says": (kind.options.__doc__ or "").strip(),
@@ -176,22 +178,23 @@ def reward_types() -> dict[str, Any]:
             ],
         }
         for name, kind in REWARDS.items()
-        if name != "python"
+        if name not in ("python", "judge")
     }
 
 
 @api.post("/trial")
 def try_rewards(request: Request, asked: trial.Trial, run: str | None = None, trusted: bool = False) -> dict[str, Any]:
-    """Scores texts by the rewards given, or by those of a run's recipe, whose own Python runs only where that was ticked."""
+    """Scores texts by the rewards given, or by those of a run's recipe, which run code and send keys only if that is agreed."""
     if run is not None:
         found = _run(request, run)
         asked = asked.model_copy(update={"rewards": trial.rewards_of(recipe_of(found))})
-    own_code = [str(reward.get("function")) for reward in asked.rewards if reward.get("type") == "python"]
-    if own_code and (run is None or not trusted):
+    powers = trust.powers_of_rewards(asked.rewards)
+    if powers and run is None:
         raise RewardError(
             "rewards",
-            f"Python code: {', '.join(own_code)}",
-            because="it would be run",
-            fix="tick the box if you trust this run",
+            "; ".join(map(str, powers)),
+            because="rewards that are written on a page may not run code or send a key",
+            fix="write them in a recipe: oncurve rewards try RECIPE --completion TEXT",
         )
+    check_agreed(request, powers, ticked=trusted)
     return trial.run_trial(asked)

@@ -22,9 +22,9 @@ class Server(uvicorn.Server):
     """The server of a studio. Asked to stop, it ends open event streams first (their pages would never leave by themselves) and
     the models of the Playground."""
 
-    def __init__(self, runs_dir: Path, token: str | None = None) -> None:
+    def __init__(self, runs_dir: Path, token: str | None = None, *, allow_code: bool = False) -> None:
         self._stopping, self._servers = asyncio.Event(), Servers(runs_dir)
-        app = make_app(runs_dir, self._stopping, self._servers, token)
+        app = make_app(runs_dir, self._stopping, self._servers, token, allow_code=allow_code)
         super().__init__(uvicorn.Config(app, **SERVING))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -33,12 +33,20 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def serve(runs_dir: Path, host: str, port: int, *, say: Callable[[str], None], open_browser: bool = False) -> None:
-    """Serves until Ctrl-C."""
+def serve(
+    runs_dir: Path,
+    host: str,
+    port: int,
+    *,
+    say: Callable[[str], None],
+    open_browser: bool = False,
+    allow_code: bool = False,
+) -> None:
+    """Serves until Ctrl-C. A token is needed if others can reach the address, or if the page may run code."""
     with listen(host, port) as listening:
-        token = None if is_loopback(host) else secrets.token_urlsafe(24)
+        token = None if is_loopback(host) and not allow_code else secrets.token_urlsafe(24)
         address = address_of(listening, host) + "/" + (f"?token={token}" if token else "")
-        server = Server(runs_dir, token)
+        server = Server(runs_dir, token, allow_code=allow_code)
         say(address)
         if open_browser:
             threading.Thread(target=_open_when_ready, args=(server, address), daemon=True).start()

@@ -86,12 +86,12 @@ class Servers:
         self._runs_dir, self._lock = runs_dir, threading.Lock()
         self._all: dict[str, Server] = {}
 
-    def open(self, target: str) -> Server:
-        """The server of a model, started if need be, once it answers."""
+    def open(self, target: str, *, trusted: bool = False) -> Server:
+        """The server of a model, started if need be, once it answers. ``trusted``: the user has agreed to what it runs."""
         with self._lock:
             found = self._all.get(target)
             if found is None or found.process.poll() is not None:
-                found = self._all[target] = self._start(target)
+                found = self._all[target] = self._start(target, trusted)
         try:
             return found.ready()
         except ModelError:
@@ -111,7 +111,7 @@ class Servers:
         for one in ended:
             one.end()
 
-    def _start(self, target: str) -> Server:
+    def _start(self, target: str, trusted: bool) -> Server:
         for one in sorted(self._all.values(), key=lambda one: one.used)[: max(0, len(self._all) - MOST + 1)]:
             del self._all[one.target]
             one.end()
@@ -119,7 +119,7 @@ class Servers:
         errors = tempfile.TemporaryFile()  # noqa: SIM115  (it is read when the process has ended)
         command = [sys.executable, "-m", "oncurve", "serve", "--port", "0", "--json", "--until-closed"]
         process = subprocess.Popen(
-            [*command, "--runs", str(self._runs_dir), "--", target],
+            [*command, *(["--trust"] if trusted else []), "--runs", str(self._runs_dir), "--", target],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
             env={**os.environ, "ONCURVE_SERVE_KEY": key, "COLUMNS": "10000"},
         )  # fmt: skip

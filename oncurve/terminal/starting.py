@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from oncurve import trust
 from oncurve.errors import OncurveError, RecipeError, RunError
 from oncurve.recipe.load import load_recipe
 from oncurve.recipe.schema import Recipe
@@ -32,6 +33,7 @@ def plan(target: str, sets: Sequence[str], out: Path | None, runs_dir: Path, res
     run = None if Path(target).is_file() else RunFolder.find(target, runs_dir)
     if run is not None:
         return _named_run(target, run, sets, resume)
+    trust.check_recipe(target)
     recipe = load_recipe(target, sets)
     if not resume:
         return Plan(recipe=recipe, advice=None if out else _reminder(recipe, runs_dir))

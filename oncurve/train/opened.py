@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from oncurve import trust
 from oncurve.engines.native import NativeEngine
 from oncurve.errors import RecipeError, RewardError, RunError
 from oncurve.models.load import choose_device, load_policy
@@ -68,6 +69,7 @@ def open_target(target: str, runs_dir: Path, model: Model | None = None) -> Open
 
 def open_run(run: RunFolder, place: str | None = None) -> Policy:
     """The run's final model, or where it has none yet the weights of its newest whole checkpoint; ``place`` names another."""
+    trust.check(run, *trust.LOADED)
     recipe = load_recipe(run.recipe)
     if not recipe.uses_policy:
         raise RunError(
@@ -126,9 +128,11 @@ def recipe_for(task: str | None, run: RunFolder | None, sets: list[str], source:
             )
         own = load_recipe(run.recipe, sets)
         refuse_from_python(own, own.stages[-1])
+        trust.check(run, *trust.GRADED)
         return own
     if task in TASKS and not Path(task).is_file():
         return parse_recipe({"name": task, "task": {"type": task}, "stages": [{"type": "sft"}]}, sets)
+    trust.check_recipe(task)
     return parse_recipe(read_toml(find_recipe(Path(task))), sets)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from oncurve import trust
 from oncurve.errors import CheckpointError, RunError
 from oncurve.recipe.load import load_recipe
 from oncurve.recipe.schema import Stage
@@ -65,6 +66,7 @@ def replay(run: RunFolder, stage: str | None, step: int, position: int) -> Repla
     """Does the step again, and those between it and the last checkpoint before it, with the replies that were kept."""
     recipe = load_recipe(run.recipe)
     refuse_from_python(recipe)
+    trust.check(run)
     names = [s.label for s in recipe.stages]
     with Store.open(run.path) as store, tempfile.TemporaryDirectory(prefix="oncurve-replay-") as scratch:
         name = stage or _stage_with(store, run, step)

@@ -13,6 +13,7 @@ from contextlib import closing
 from functools import lru_cache
 from pathlib import Path
 
+from oncurve import trust
 from oncurve.engines.choose import check_engine
 from oncurve.engines.native import frozen_slots
 from oncurve.errors import RecipeError, RunError
@@ -73,6 +74,7 @@ def begin(
     run = RunFolder.create_at(out) if out else RunFolder.create(runs_dir, recipe.name)
     try:
         run.write_recipe(dump_recipe(recipe))
+        trust.grant(run, recipe)
         lead(world, recipe, run)
         trainer = Trainer(recipe, run, *prepared, listeners, policy, minutes, world)
     except BaseException:
@@ -100,6 +102,8 @@ def resume(
     if not world.is_first:
         return follow(world, lambda recipe: prepare(recipe, task, rewards), policy)
     check_resumable(run)
+    given = {"task": task, "rewards": rewards, "model": policy}
+    trust.check(run, *(part for part in trust.PARTS if given.get(part) is None))
     recipe = moved(run, sets)
     need_ranks(recipe, world)
     prepared = prepare(recipe, task, rewards)
@@ -167,6 +171,7 @@ def fork(
     """A new run that goes on from a checkpoint of another with something changed, on the same prompts and random numbers."""
     if not world.is_first:
         return follow(world, prepare)
+    trust.check(parent)
     before = load_recipe(parent.recipe)
     recipe = frozen(parse_recipe(before.model_dump(mode="json", exclude_none=True), sets))
     need_ranks(recipe, world)
@@ -178,6 +183,7 @@ def fork(
     run = RunFolder.create_at(out, parent=origin) if out else RunFolder.create(runs_dir, recipe.name, parent=origin)
     try:
         run.write_recipe(dump_recipe(recipe))
+        trust.grant(run, recipe)
         shutil.copytree(place.path, run.checkpoints / place.path.name)
         copy_database(parent.database, run.database)
         with Store.open(run.path, read_only=False) as store:

@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from oncurve import trust
 from oncurve.errors import OncurveError
 from oncurve.models.load import load_policy
 from oncurve.recipe.load import load_recipe
@@ -32,6 +33,8 @@ def verify(run: RunFolder) -> Iterator[Check]:
     state = run.state()
     yield Check("run.json", "ok", f"{state.shown}, by Oncurve {state.oncurve}")
     recipe = _recipe(run)
+    if not isinstance(recipe, str):
+        trust.check(run, "model")
     yield Check("recipe.toml", "wrong", recipe) if isinstance(recipe, str) else Check("recipe.toml", "ok", "reads back")
     yield from _database(run)
     newest: Checkpoint | None = None

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from oncurve import trust
 from oncurve.runs.folder import RunFolder
 from oncurve.runs.saved import list_checkpoints
 from oncurve.runs.store import Store
@@ -23,6 +24,7 @@ def stopped(runs: Path, tmp_path: Path) -> Path:
     shutil.rmtree(run.checkpoints / "grpo-000002")
     shutil.rmtree(run.model)
     run.set_status("interrupted")
+    trust.grant(run)
     return folder
 
 
@@ -102,7 +104,7 @@ def test_a_run_without_resume_is_not_a_recipe(oncurve: Oncurve, runs: Path) -> N
 def test_a_fork_and_its_parent_know_each_other(oncurve: Oncurve, runs: Path, tmp_path: Path) -> None:
     folder = tmp_path / "runs"
     shutil.copytree(runs, folder)
-    forked = oncurve("fork", "small-1", "--step", "1", "--set", "grpo.group_size=8", "--runs", folder)
+    forked = oncurve("fork", "small-1", "--step", "1", "--set", "grpo.group_size=8", "--runs", folder, "--trust")
     assert forked.code == 0, forked.err
     child = oncurve("show", "small-2", "--runs", folder).out
     assert "a fork of small-1 at grpo step 1" in child

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from oncurve import trust
 from oncurve.cli import main
 from oncurve.errors import RecipeError, RunError
 from oncurve.recipe.load import load_recipe
@@ -73,6 +74,7 @@ def test_the_first_gradient_after_a_move_is_the_same(
 def resume_copy(run: RunFolder, to: Path, sets: list[str]) -> RunFolder:
     """Another disk, too."""
     shutil.copytree(run.path, to)
+    trust.grant(RunFolder(to))
     return resume(RunFolder(to), sets=sets)
 
 

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from oncurve import trust
 from oncurve.errors import RecipeError
 from oncurve.recipe.schema import Recipe
 from oncurve.runs.checkpoints import newest_valid
+from oncurve.runs.folder import RunFolder
 from oncurve.runs.store import Store
 from oncurve.train.follow import check_scale
 from tests.scale.runs import GONE_S, Started, distance, every_stage, last_step, same_bits, until
@@ -105,6 +107,7 @@ def test_what_four_ranks_wrote_goes_on_on_two_and_on_one(
     for ranks in (2, 1):
         path = tmp_path / str(ranks)
         shutil.copytree(tmp_path / "4", path)
+        trust.grant(RunFolder(path))
         again = Started(every_stage(ranks, folder, *sets), path, again=True, sets=[f"scale.ranks={ranks}"])
         assert again.wait() == [0] * ranks, again.said
         assert distance(path, one) < 1e-4

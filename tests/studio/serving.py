@@ -55,9 +55,9 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 @contextmanager
-def served(runs_dir: Path, token: str | None = None) -> Iterator[Served]:
+def served(runs_dir: Path, token: str | None = None, *, allow_code: bool = False) -> Iterator[Served]:
     with listen("127.0.0.1", 0) as listening:
-        server = Server(runs_dir, token)
+        server = Server(runs_dir, token, allow_code=allow_code)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])), daemon=True)
         thread.start()
         while not server.started:

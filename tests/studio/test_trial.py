@@ -33,25 +33,6 @@ def test_rewards_written_on_the_page(studio: Served) -> None:
     assert "did you mean 'answer'" in wrong["what"]
 
 
-def test_python_runs_only_from_a_recipe_and_only_when_trusted(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(
-        "def f(completions, **_):\n    print('noise')\n    return [len(c) / 100 for c in completions]\n"
-    )
-    run = make_run(tmp_path, "own", steps=1)
-    code = f'[[rewards]]\ntype = "python"\nfunction = "{tmp_path}/mine.py:f"\n'
-    run.recipe.write_text(
-        run.recipe.read_text().split("[[rewards]]")[0]
-        + code
-        + run.recipe.read_text()[run.recipe.read_text().index("\n[[stages]]") :]
-    )
-    with served(tmp_path) as found:
-        direct = [{"type": "python", "function": f"{tmp_path}/mine.py:f"}]
-        assert found.ask("/api/trial?trusted=true", body={**ASKED, "rewards": direct}).status == 422
-        assert found.ask("/api/trial?run=own", body=ASKED).status == 422
-        told = found.ask("/api/trial?run=own&trusted=true", body=ASKED).json["completions"]
-    assert [one["total"] for one in told] == pytest.approx([len(text) / 100 for text in TEXTS])
-
-
 def test_a_reward_that_hangs_is_ended(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text("import time\ndef f(completions, **_):\n    time.sleep(60)\n")
     trial = Trial(rewards=[{"type": "python", "function": f"{tmp_path}/slow.py:f"}], prompt="", columns={}, completions=["a"])

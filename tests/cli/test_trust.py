@@ -1,0 +1,285 @@
+"""Runs from elsewhere: nothing of theirs runs, and no key leaves, before the user says --trust."""
+
+from __future__ import annotations
+
+import ast
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+import oncurve as package
+from oncurve import trust
+from oncurve.errors import RunError
+from oncurve.recipe.load import dump_recipe, load_recipe, parse_recipe
+from oncurve.recipe.schema import Recipe
+from oncurve.rewards.registry import REWARDS
+from oncurve.runs.folder import RunFolder
+from oncurve.tasks.registry import TASKS
+from tests.cli.conftest import Oncurve
+
+MARK = "from pathlib import Path\nPath('RAN').touch()\n"
+MINE = MARK + "def f(*_, **__):\n    return 1.0\nclass World:\n    calls = ()\n    def reply(self, *_):\n        return None\n"
+CODE_MODEL = {
+    "config.json": {
+        "auto_map": {"AutoConfig": "theirs.Config", "AutoModelForCausalLM": "theirs.Model"},
+        "model_type": "theirs",
+    },
+    "tokenizer_config.json": {"auto_map": {"AutoTokenizer": ["theirs.Tokenizer", None]}, "tokenizer_class": "Tokenizer"},
+}
+
+
+@pytest.fixture
+def theirs(runs: Path, tmp_path: Path) -> Callable[..., RunFolder]:
+    """A copy of a run in another place, with its recipe changed; code that it names would touch RAN."""
+
+    def make(finished: bool = True, **changed: Any) -> RunFolder:
+        (tmp_path / "mine.py").write_text(MINE.replace("RAN", str(tmp_path / "ran")))
+        (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{n}+1=", "answer": "{n + 1}"}}\n' for n in range(9)))
+        run = RunFolder(tmp_path / "theirs")
+        shutil.copytree(runs / "small-1", run.path)
+        plain = load_recipe(run.recipe).model_dump(mode="json", exclude_none=True)
+        written = json.loads(json.dumps({**plain, "rewards": [{"type": "answer"}], **changed}).replace("HERE", str(tmp_path)))
+        run.write_recipe(dump_recipe(parse_recipe(written)))
+        if not finished:
+            shutil.rmtree(run.model)
+            shutil.rmtree(run.checkpoints / "grpo-000002")
+            run.set_status("interrupted")
+        return run
+
+    return make
+
+
+def with_code(run: RunFolder, ran: Path) -> RunFolder:
+    """A model that brings Python, as its recipe says it may."""
+    (run.model / "theirs.py").write_text(
+        MARK.replace("RAN", str(ran)) + "class Config: ...\nclass Model: ...\nclass Tokenizer: ...\n"
+    )
+    for name, settings in CODE_MODEL.items():
+        path = run.model / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    return run
+
+
+OPENING: dict[str, list[str]] = {
+    "chat": ["chat", "RUN"],
+    "eval": ["eval", "RUN"],
+    "eval by another task": ["eval", "RUN", "--task", "arithmetic"],
+    "serve": ["serve", "RUN", "--port", "0", "--until-closed"],
+    "verify": ["verify", "RUN"],
+    "probe": ["probe", "RUN"],
+    "probe by another recipe": ["probe", "arithmetic", "--from", "RUN"],
+    "fork": ["fork", "RUN", "--step", "1"],
+    "replay": ["replay", "RUN", "--step", "2", "--group", "0"],
+    "begin another": ["train", "RUN/recipe.toml", "--runs", "RUN/../new"],
+}
+GRADING: dict[str, list[str]] = {
+    name: words
+    for name, words in {
+        **OPENING,
+        "rewards replay": ["rewards", "replay", "RUN"],
+        "rewards try": ["rewards", "try", "RUN/recipe.toml", "--completion", "3"],
+        "eval by its recipe": ["eval", "arithmetic-model", "--task", "RUN/recipe.toml"],
+        "compare": ["compare", "RUN/recipe.toml", "--out", "RUN/../compared"],
+    }.items()
+    if name not in ("chat", "serve", "verify", "eval by another task", "probe by another recipe")
+}
+REWARDS_OF_THEIRS: dict[str, dict[str, Any]] = {
+    "function": {"type": "python", "function": "HERE/mine.py:f"},
+    "function of steps": {"type": "process", "source": "python", "function": "HERE/mine.py:f"},
+    "splitter": {"type": "process", "splitter": "HERE/mine.py:f"},
+    "judge": {"type": "judge", "model": "m", "base_url": "http://127.0.0.1:9/v1", "key_env": "HOME", "retries": 0},
+}
+
+
+def refused(result: Any, *words: str) -> None:
+    told = " ".join(result.err.split())
+    assert result.code == 2, told
+    for word in ("not trusted", "--trust", *words):
+        assert word in told
+
+
+def words_for(command: list[str], run: RunFolder) -> list[str]:
+    return [word.replace("RUN", str(run.path)) for word in command]
+
+
+@pytest.mark.parametrize("command", OPENING)
+def test_code_of_a_model_does_not_run(command: str, oncurve: Oncurve, theirs: Callable[..., RunFolder], tmp_path: Path) -> None:
+    run = with_code(theirs(model={"trust_remote_code": True}), tmp_path / "ran")
+    refused(oncurve(*words_for(OPENING[command], run)), "model.trust_remote_code runs Python")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_code_of_a_model_runs_once_it_is_trusted(oncurve: Oncurve, theirs: Callable[..., RunFolder], tmp_path: Path) -> None:
+    """The same folder: so the refusals above are what kept it from running."""
+    run = with_code(theirs(model={"trust_remote_code": True}), tmp_path / "ran")
+    assert "not trusted" not in oncurve("chat", run.path, "--trust").err
+    assert (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("kind", REWARDS_OF_THEIRS)
+@pytest.mark.parametrize("command", GRADING)
+def test_rewards_do_not_run(
+    command: str, kind: str, oncurve: Oncurve, theirs: Callable[..., RunFolder], tmp_path: Path
+) -> None:
+    run = theirs(rewards=[{"type": "answer"}, REWARDS_OF_THEIRS[kind]])
+    refused(oncurve(*words_for(GRADING[command], run)), "rewards." + REWARDS_OF_THEIRS[kind]["type"])
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("command", ["chat", "eval", "serve", "probe", "fork", "begin another"])
+def test_environments_do_not_run(command: str, oncurve: Oncurve, theirs: Callable[..., RunFolder], tmp_path: Path) -> None:
+    task = {"type": "file", "path": "HERE/rows.jsonl", "environment": "HERE/mine.py:World"}
+    run = theirs(finished=False, task=task)
+    refused(oncurve(*words_for(OPENING[command], run)), "task.environment runs Python")
+    refused(oncurve("export", run.path, tmp_path / "out"), "task.environment runs Python")
+    refused(oncurve("plan", "arithmetic", "--gpu", "H200", "--gpus", "8", "--measured", run.path), "task.environment")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("named", ["by its folder", "by the recipe's name"])
+def test_a_run_is_not_resumed(
+    named: str, oncurve: Oncurve, theirs: Callable[..., RunFolder], tmp_path: Path, recipe: Path
+) -> None:
+    """A recipe of the same name finds any unfinished run among the runs."""
+    run = theirs(finished=False, rewards=[{"type": "answer"}, REWARDS_OF_THEIRS["function"]])
+    target = [run.path] if named == "by its folder" else [recipe, "--runs", tmp_path]
+    refused(oncurve("train", "--resume", *target), "rewards.python.function runs Python")
+    assert not (tmp_path / "ran").exists()
+    resumed = oncurve("train", "--resume", *target, "--trust")
+    assert resumed.code == 0, resumed.err
+    assert (tmp_path / "ran").exists()
+
+
+def test_trust_is_remembered_for_just_this(oncurve: Oncurve, theirs: Callable[..., RunFolder], tmp_path: Path) -> None:
+    run = theirs(rewards=[{"type": "answer"}, REWARDS_OF_THEIRS["function"]])
+    assert oncurve("eval", run.path, "--trust").code == 0
+    trust._GRANTED.clear()  # another process
+    assert oncurve("eval", run.path).code == 0
+    copy = RunFolder(tmp_path / "copy")
+    shutil.copytree(run.path, copy.path)
+    with pytest.raises(RunError, match="not trusted"):
+        trust.check(copy)
+    other = run.recipe.read_text().replace("mine.py:f", "mine.py:World")
+    run.recipe.write_text(other)
+    with pytest.raises(RunError, match=r"mine\.py:World"):
+        trust.check(run)
+
+
+def test_another_run_in_a_trusted_place_is_not_trusted(theirs: Callable[..., RunFolder]) -> None:
+    run = theirs(model={"trust_remote_code": True})
+    trust.grant(run)
+    trust.check(run)
+    state = json.loads((run.path / "run.json").read_text())
+    (run.path / "run.json").write_text(json.dumps(state | {"created": state["created"] + 1}))
+    with pytest.raises(RunError, match="not trusted"):
+        trust.check(run)
+
+
+def test_a_run_can_not_bring_its_own_trust(theirs: Callable[..., RunFolder]) -> None:
+    """Nothing in the folder counts, and names of a stage or reward can't hide what is in it."""
+    reward = {**REWARDS_OF_THEIRS["function"], "name": "model"}
+    stage = {"type": "grpo", "sampling": {"max_new_tokens": 16}, "rewards": [reward]}
+    run = theirs(stages=[{"type": "sft"}, stage])
+    (run.path / "trusted").mkdir()
+    with pytest.raises(RunError, match=r"rewards\.model\.function runs Python"):
+        trust.check(run, "rewards")
+    trust.check(run, "model", "task")
+
+
+def test_your_own_run_and_its_forks_never_ask(oncurve: Oncurve, runs: Path, tmp_path: Path) -> None:
+    """small-1 has a reward in Python, and was trained here."""
+    trust._GRANTED.clear()
+    assert oncurve("eval", "small-1", "--runs", runs).code == 0
+    assert oncurve("rewards", "replay", "small-1", "--runs", runs).code == 0
+    assert oncurve("fork", runs / "small-1", "--step", "1", "--out", tmp_path / "fork").code == 0
+    trust._GRANTED.clear()
+    assert oncurve("eval", tmp_path / "fork").code == 0
+
+
+def test_a_plain_run_from_elsewhere_never_asks(oncurve: Oncurve, theirs: Callable[..., RunFolder]) -> None:
+    run = theirs(task={"type": "calculator", "heldout": 4})
+    for words in (["verify", "RUN"], ["eval", "RUN"], ["rewards", "replay", "RUN"]):
+        assert "not trusted" not in oncurve(*words_for(words, run)).err
+
+
+def test_the_question_can_not_rewrite_the_terminal(oncurve: Oncurve, theirs: Callable[..., RunFolder]) -> None:
+    run = theirs(model={"trust_remote_code": True, "source": "\x1b[2Jall is well"})
+    told = oncurve("chat", run.path).err
+    assert "\x1b[2J" not in told
+    assert "all is well" in " ".join(told.split())
+
+
+def test_without_a_home_the_answer_holds_for_the_command(
+    oncurve: Oncurve, theirs: Callable[..., RunFolder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "file"))
+    run = theirs(rewards=[{"type": "answer"}, REWARDS_OF_THEIRS["function"]])
+    assert oncurve("eval", run.path, "--trust").code == 0
+
+
+PACKAGE = Path(package.__file__).parent
+
+
+def calls(*names: str) -> list[tuple[Path, ast.Call]]:
+    """Every call of a function or method of one of these names in the package."""
+    found = [(path, node) for path in PACKAGE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
+    named = [(path, node) for path, node in found if isinstance(node, ast.Call)]
+    return [(path, node) for path, node in named if getattr(node.func, "attr", getattr(node.func, "id", "")) in names]
+
+
+def test_every_key_that_loads_code_is_known() -> None:
+    """What is imported by name comes from a key that `trust` looks for."""
+    keys = set()
+    for path, call in calls("load_function", "load_environment"):
+        first = call.args[0]
+        if isinstance(first, ast.Attribute):
+            keys.add(first.attr)
+        else:  # the name as it was handed on, and the worker's, which the reward `python` started
+            assert path.name in ("environments.py", "function_worker.py"), path
+    assert keys == trust.CODE_KEYS
+
+
+def test_every_address_with_a_key_is_known() -> None:
+    """Environment variables named by a recipe are read in one class, and whoever makes one has keys that `trust` looks for."""
+    assert {path.name for path, _ in calls("JudgeClient")} == {"judge.py", "training_free.py"}
+    readers = [path for path in PACKAGE.rglob("*.py") if "key_env)" in path.read_text()]
+    assert {path.name for path in readers} <= {"judge_client.py", "judge.py", "cli_serve.py", "server.py"}
+
+
+def test_every_model_is_loaded_with_a_word_on_code() -> None:
+    """transformers asks the terminal where nothing is said, and a pipe may answer."""
+    for path, call in calls("from_pretrained"):
+        said = {word.arg: word.value for word in call.keywords}
+        if "Peft" in ast.unparse(call.func):
+            continue  # it reads JSON alone
+        assert "trust_remote_code" in said, f"{path}:{call.lineno}"
+
+
+def schemas() -> list[type[BaseModel]]:
+    queue: list[Any] = [Recipe, *(kind.options for kind in REWARDS.values()), *(kind.options for kind in TASKS.values())]
+    seen: list[type[BaseModel]] = []
+    while queue:
+        one = queue.pop()
+        queue += list(getattr(one, "__args__", ()))
+        if isinstance(one, type) and issubclass(one, BaseModel) and one not in seen:
+            seen.append(one)
+            queue += [field.annotation for field in one.model_fields.values()]
+    return seen
+
+
+def test_every_key_that_sounds_like_code_or_an_address_is_known() -> None:
+    """By its description: a new key that names a function, an address or a key's variable has to be looked at."""
+    known = trust.CODE_KEYS | trust.ENDPOINT_KEYS | {"trust_remote_code", "trusted"}
+    for schema in schemas():
+        for key, field in schema.model_fields.items():
+            if key == "type":
+                continue  # a choice among what is built in
+            said = f"{key} {field.description or ''}".lower()
+            if any(word in said for word in ("file.py:", "module:", "_url", "http://", "_env", "python code", "sandbox")):
+                assert key in known, f"{schema.__name__}.{key}"

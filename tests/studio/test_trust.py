@@ -1,0 +1,204 @@
+"""What a page may make the studio run or send: nothing, unless the studio has --allow-code and the box is ticked."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oncurve.recipe.load import dump_recipe, load_recipe, parse_recipe
+from oncurve.runs.folder import RunFolder
+from oncurve.studio.app import make_app
+from oncurve.studio.guard import COOKIE
+from tests.studio.samples import make_run
+from tests.studio.serving import Served, served
+
+TOKEN = "a-secret-of-this-test"
+COOKIES = {"cookie": f"{COOKIE}={TOKEN}"}
+SECRET = "a-value-that-must-not-leave"
+
+CODE: dict[str, dict[str, Any]] = {
+    "a function": {"type": "python", "function": "FILE:f"},
+    "a function in a worker": {"type": "python", "function": "FILE:f", "seconds": 5.0},
+    "a module's function": {"type": "python", "function": "subprocess:getoutput"},
+    "a function of steps": {"type": "process", "source": "python", "function": "FILE:f"},
+    "a module's function of steps": {"type": "process", "source": "python", "function": "subprocess:getoutput"},
+    "a function that the source does not use": {"type": "process", "source": "arithmetic", "function": "FILE:f"},
+    "a splitter": {"type": "process", "source": "arithmetic", "splitter": "FILE:f"},
+    "a splitter under another name": {"type": "process", "name": "answer", "weight": 0.1, "splitter": "FILE:f"},
+    "programs without a sandbox": {"type": "code", "trusted": True},
+    "programs without a sandbox, as text": {"type": "code", "trusted": "yes"},
+}
+KEYS: dict[str, dict[str, Any]] = {
+    "a judge": {"type": "judge", "model": "m", "base_url": "URL", "key_env": "PRIVATE", "retries": 0},
+    "a judge of steps": {
+        "type": "process",
+        "source": "judge",
+        "judge": {"model": "m", "base_url": "URL", "key_env": "PRIVATE", "retries": 0},
+    },
+    "a judge at the usual address": {"type": "judge", "model": "m", "key_env": "PRIVATE"},
+    "a judge with the usual key": {"type": "judge", "model": "m", "base_url": "URL", "retries": 0},
+}
+
+
+def asked(*rewards: dict[str, Any]) -> dict[str, Any]:
+    return {"rewards": list(rewards), "prompt": "12+34=", "columns": {"answer": "46"}, "completions": ["echo 1 > ran", "46"]}
+
+
+def filled(reward: dict[str, Any], folder: Path, address: str = "http://127.0.0.1:9/v1") -> dict[str, Any]:
+    """The reward with a file whose import leaves a mark, and with an address."""
+    (folder / "mine.py").write_text(
+        f"from pathlib import Path\nPath({str(folder / 'ran')!r}).touch()\n"
+        "def f(first=None, **_):\n    return [1.0] * len(first) if isinstance(first, list) else []\n"
+    )
+    text = json.dumps(reward).replace("FILE", str(folder / "mine.py")).replace("URL", address)
+    return dict(json.loads(text))
+
+
+def run_with(folder: Path, name: str, **changed: Any) -> RunFolder:
+    """A run as if from elsewhere: nothing here has recorded it."""
+    run = make_run(folder, name)
+    plain = load_recipe(run.recipe).model_dump(mode="json", exclude_none=True)
+    run.write_recipe(dump_recipe(parse_recipe({**plain, **changed})))
+    return run
+
+
+@contextmanager
+def endpoint() -> Iterator[tuple[str, list[str]]]:
+    """An address that notes the keys it is sent."""
+    heard: list[str] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            heard.append(self.headers.get("authorization", ""))
+            self.send_response(500)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}/v1", heard
+        server.shutdown()
+
+
+@pytest.mark.parametrize("kind", CODE)
+def test_no_code_of_a_page_runs(kind: str, tmp_path: Path) -> None:
+    """Not even with the flag and the tick: what a page writes is no recipe of the user's."""
+    reward = filled(CODE[kind], tmp_path)
+    with served(tmp_path) as plain, served(tmp_path, TOKEN, allow_code=True) as allowing:
+        for path in ("/api/trial", "/api/trial?trusted=true"):
+            for told in (plain.ask(path, body=asked(reward)), allowing.ask(path, COOKIES, body=asked(reward))):
+                assert told.status == 422
+                assert "may not run code" in told.json["error"]["because"]
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("kind", CODE)
+@pytest.mark.parametrize("of_stage", [False, True])
+def test_no_code_of_a_run_runs_without_the_flag_and_the_tick(kind: str, of_stage: bool, tmp_path: Path) -> None:
+    reward = filled(CODE[kind], tmp_path)
+    stage = {"type": "grpo", "group_size": 4, "prompts_per_step": 3}
+    stages = [{**stage, "rewards": [reward]}] if of_stage else [stage]
+    run_with(tmp_path, "theirs", rewards=[{"type": "answer"} if of_stage else reward], stages=stages)
+    with served(tmp_path) as plain:
+        for path in ("/api/trial?run=theirs", "/api/trial?run=theirs&trusted=true"):
+            told = plain.ask(path, body=asked())
+            assert told.status == 422
+            assert "--allow-code" in told.json["error"]["fix"]
+    with served(tmp_path, TOKEN, allow_code=True) as allowing:
+        told = allowing.ask("/api/trial?run=theirs", COOKIES, body=asked())
+        assert told.status == 422
+        assert "tick the box" in told.json["error"]["fix"]
+        assert allowing.ask("/api/trial?run=theirs&trusted=true", body=asked()).status == 401, "the tick alone opens nothing"
+        assert allowing.ask("/api/runs/theirs/rewards", COOKIES).json["asks"], "the page says what would run"
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("kind", KEYS)
+def test_no_key_is_sent_without_the_flag_and_the_tick(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRIVATE", SECRET)
+    monkeypatch.setenv("OPENAI_API_KEY", SECRET)
+    with endpoint() as (address, heard):
+        reward = filled(KEYS[kind], tmp_path, address)
+        run_with(tmp_path, "theirs", rewards=[reward])
+        with served(tmp_path) as plain:
+            for tick in ("false", "true"):
+                assert plain.ask(f"/api/trial?trusted={tick}", body=asked(reward)).status == 422
+                assert plain.ask(f"/api/trial?run=theirs&trusted={tick}", body=asked()).status == 422
+        with served(tmp_path, TOKEN, allow_code=True) as allowing:
+            assert allowing.ask("/api/trial?run=theirs", COOKIES, body=asked()).status == 422
+            assert allowing.ask("/api/trial?trusted=true", COOKIES, body=asked(reward)).status == 422
+    assert heard == []
+
+
+def test_what_is_allowed_and_ticked_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same rewards do run, and do send, once the user agrees: the refusals above are no accident."""
+    monkeypatch.setenv("PRIVATE", SECRET)
+    monkeypatch.chdir(tmp_path)
+    with endpoint() as (address, heard), served(tmp_path, TOKEN, allow_code=True) as allowing:
+        run_with(tmp_path, "theirs", rewards=[filled(CODE["a splitter"], tmp_path)])
+        run_with(tmp_path, "judged", rewards=[filled(KEYS["a judge"], tmp_path, address)])
+        told = allowing.ask("/api/trial?run=theirs&trusted=true", COOKIES, body=asked(), timeout=60)
+        assert (told.status, len(told.json["completions"])) == (200, 2)
+        assert (tmp_path / "ran").exists()
+        told = allowing.ask("/api/trial?run=judged&trusted=true", COOKIES, body=asked(), timeout=60)
+        assert told.status == 200
+    assert heard[0] == f"Bearer {SECRET}"
+
+
+def test_plain_rewards_never_ask(studio: Served) -> None:
+    names: list[dict[str, Any]] = [{"type": "answer", "name": "judge"}, {"type": "format", "name": "function", "weight": 0.1}]
+    assert studio.ask("/api/trial", body=asked(*names), timeout=60).status == 200
+    assert studio.ask("/api/runs/sums-1/rewards").json["asks"] == []
+
+
+def test_code_is_allowed_only_with_a_token(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="token"):
+        make_app(tmp_path, None, None, allow_code=True)  # type: ignore[arg-type]
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "code in the model's folder": {"model": {"trust_remote_code": True}},
+    "an environment": {"task": {"type": "file", "path": "FOLDER/rows.jsonl", "environment": "FOLDER/mine.py:f"}},
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("target", ["theirs", "theirs@grpo-2"])
+def test_no_model_with_code_is_loaded_without_the_flag_and_the_tick(kind: str, target: str, tmp_path: Path) -> None:
+    changed = json.loads(json.dumps(MODELS[kind]).replace("FOLDER", str(tmp_path)))
+    run = run_with(tmp_path, "theirs", **changed)
+    run.model.mkdir()
+    (run.model / "config.json").write_text("{}")
+    (run.checkpoints / "grpo-000002").mkdir(parents=True)
+    sampled = {"target": target, "prompt": "1", "samples": 1, "temperature": 1, "top_p": 1, "max_tokens": 4, "seed": 0}
+    with served(tmp_path) as plain, served(tmp_path, TOKEN, allow_code=True) as allowing:
+        (offered,) = plain.ask("/api/playground").json["runs"]
+        assert "runs Python" in offered["asks"][0], "the page says what would run"
+        for told in (
+            plain.ask("/api/playground/open", body={"target": target}),
+            plain.ask("/api/playground/open", body={"target": target, "trusted": True}),
+            plain.ask("/api/playground/sample", body=sampled),
+            allowing.ask("/api/playground/open", COOKIES, body={"target": target}),
+            allowing.ask("/api/playground/sample", COOKIES, body=sampled),
+        ):
+            assert told.status == 422
+            assert "runs Python" in told.json["error"]["what"]
+
+
+def test_a_run_elsewhere_is_no_model_folder(tmp_path: Path) -> None:
+    """A folder that is both would be opened as a run, by a recipe that the studio has not looked at."""
+    run = run_with(tmp_path / "elsewhere", "theirs", model={"trust_remote_code": True})
+    (run.path / "config.json").write_text("{}")
+    (tmp_path / "runs").mkdir()
+    with served(tmp_path / "runs") as plain:
+        assert plain.ask("/api/playground/open", body={"target": str(run.path)}).status == 422
+        assert plain.ask("/api/playground").json["there"] == []
