@@ -22,12 +22,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from oncurve import trust
 from oncurve.cli import main
 from oncurve.errors import OncurveError
 from oncurve.recipe.explain import find_entry
 from oncurve.recipe.load import dump_recipe, parse_recipe, parse_toml
 from oncurve.recipe.tree import tree
 from oncurve.runs.checkpoints import load, newest_valid
+from oncurve.runs.folder import RunFolder
 from oncurve.tasks.registry import build_task
 from oncurve.train.start import begin
 from tests.faults.cases import GRPO, SFT, recipe
@@ -381,5 +383,6 @@ def test_damaged_runs_are_resumed_or_refused(a_run: Path, how: tuple[int, str, b
         shutil.copytree(a_run, copy)
         state = json.loads((copy / "run.json").read_text())
         (copy / "run.json").write_text(json.dumps(state | {"status": "interrupted"}))
+        trust.grant(RunFolder(copy))
         damage(copy, how)
         told("train", "--resume", str(copy))

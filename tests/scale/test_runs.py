@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from oncurve import trust
 from oncurve.runs.folder import RunFolder
 from oncurve.runs.saved import checkpoint_path, list_checkpoints
 from oncurve.runs.store import Store
@@ -120,6 +121,7 @@ def test_what_four_ranks_wrote_in_pieces_goes_on_on_two_and_on_one(shard: str, t
     for ranks in (2, 1):
         path = tmp_path / str(ranks)
         shutil.copytree(tmp_path / "4", path)
+        trust.grant(RunFolder(path))
         again = Started(asked(ranks, *sets), path, again=True, sets=[f"scale.ranks={ranks}"])
         assert again.wait() == [0] * ranks, again.said
         assert distance(path, tmp_path / "plain") < 1e-4

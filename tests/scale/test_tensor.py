@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 from torch import nn
 from torch._C._distributed_c10d import TCPStore
 
+from oncurve import trust
 from oncurve.errors import ModelError
 from oncurve.models.load import load_policy
 from oncurve.models.policy import Policy
@@ -23,6 +24,7 @@ from oncurve.models.shards import own_numbers
 from oncurve.models.split import styles_of
 from oncurve.recipe.schema import Recipe
 from oncurve.recipe.sections import Model, TinyModel
+from oncurve.runs.folder import RunFolder
 from oncurve.runs.pieces import INDEX, Both, InPieces
 from oncurve.runs.saved import checkpoint_path, list_checkpoints
 from oncurve.scale.world import World
@@ -163,6 +165,7 @@ def stopped(path: Path, recipe: Recipe) -> None:
 
 def gone_on(path: Path, source: Path, ranks: int, tensor: int) -> Path:
     shutil.copytree(source, path)
+    trust.grant(RunFolder(path))
     sets = [f"scale.ranks={ranks}", f"scale.tensor={tensor}"]
     again = Started(run_of(ranks, tensor), path, again=True, sets=sets)
     assert again.wait() == [0] * ranks, again.said

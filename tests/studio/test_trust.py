@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from playwright.sync_api import expect
 
 from oncurve.recipe.load import dump_recipe, load_recipe, parse_recipe
 from oncurve.runs.folder import RunFolder
 from oncurve.studio.app import make_app
 from oncurve.studio.guard import COOKIE
+from tests.studio.browsing import a_browser, a_page
 from tests.studio.samples import make_run
 from tests.studio.serving import Served, served
+from tests.studio.test_playground import give_model
 
 TOKEN = "a-secret-of-this-test"
 COOKIES = {"cookie": f"{COOKIE}={TOKEN}"}
@@ -202,3 +205,37 @@ def test_a_run_elsewhere_is_no_model_folder(tmp_path: Path) -> None:
     with served(tmp_path / "runs") as plain:
         assert plain.ask("/api/playground/open", body={"target": str(run.path)}).status == 422
         assert plain.ask("/api/playground").json["there"] == []
+
+
+@pytest.mark.slow
+def test_a_model_with_code_is_loaded_once_it_is_allowed_and_ticked(tmp_path: Path) -> None:
+    small = {"layers": 1, "width": 32, "mlp_width": 64}
+    run = run_with(tmp_path, "theirs", model={"trust_remote_code": True, "tiny": small})
+    give_model(run, 0)
+    with served(tmp_path, TOKEN, allow_code=True) as allowing:
+        told = allowing.ask("/api/playground/open", COOKIES, body={"target": "theirs", "trusted": True}, timeout=300)
+        assert told.status == 200, told.json
+        assert allowing.ask("/api/playground", COOKIES).json["there"] == ["theirs"]
+
+
+@pytest.mark.slow
+def test_the_page_names_what_would_run_and_asks(tmp_path: Path) -> None:
+    reward = filled(CODE["a splitter"], tmp_path)
+    run_with(tmp_path, "theirs", rewards=[reward])
+    with (
+        served(tmp_path, TOKEN, allow_code=True) as allowing,
+        a_browser() as browser,
+        a_page(browser, f"{allowing.address}/?token={TOKEN}") as watched,
+    ):
+        page = watched.page
+        page.goto(f"{allowing.address}/#/rewards/theirs")
+        expect(page.get_by_text(f"rewards.process.splitter runs Python: {reward['splitter']}")).to_be_visible()
+        page.get_by_role("button", name="Score").click()
+        expect(page.get_by_role("alert").first).to_contain_text("tick the box")
+        assert not (tmp_path / "ran").exists()
+        assert all("422" in error for error in watched.errors)
+        watched.errors.clear()
+        page.get_by_role("checkbox", name="I trust this run").check()
+        page.get_by_role("button", name="Score").click()
+        expect(page.get_by_text("no reward").first).to_be_visible(timeout=60_000)
+        assert (tmp_path / "ran").exists()

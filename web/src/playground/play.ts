@@ -3,11 +3,11 @@ import { advantages } from "../formulas/advantages";
 import { Refused, type Aspect, type Baseline, type Completion, type Group, type Scale } from "../shared/api";
 
 export interface Model { target: string; says: string }
-export interface Offered { runs: { run: string; models: Model[] }[]; there: string[] }
+export interface Offered { runs: { run: string; models: Model[]; asks: string[] }[]; there: string[] }
 export interface Message { role: string; content: string }
 export interface Asked { id: string; text: string | null; messages: Message[] | null; columns: Record<string, unknown> }
 export interface Habits { baseline: Baseline; scale: Scale; eps: number; mask_cut: boolean }
-export interface Lent { prompts: Asked[]; rewards: Record<string, unknown>[]; grading: Habits | null; sampling: { temperature: number; top_p: number; max_tokens: number } | null }
+export interface Lent { prompts: Asked[]; rewards: Record<string, unknown>[]; asks: string[]; grading: Habits | null; sampling: { temperature: number; top_p: number; max_tokens: number } | null }
 export interface Card { target: string; chat: boolean; context: number; max_tokens: number }
 export interface Sample { text: string; tokens: [string, number, number][]; finish: "stop" | "length" | null }
 export interface Graded { total: number | null; failure: string | null; solved: boolean; aspects: Aspect[] }

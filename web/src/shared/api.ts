@@ -67,7 +67,7 @@ export interface RewardSaid {
   name: string; weight: number; asked: number; mean: number | null; lowest: number | null; highest: number | null; failures: number;
   reasons: { said: string; failed: boolean; times: number; example: Line | null }[];
 }
-export interface RunRewards { rewards: Record<string, unknown>[]; said: RewardSaid[]; of: number; max_new_tokens: number | null }
+export interface RunRewards { rewards: Record<string, unknown>[]; asks: string[]; said: RewardSaid[]; of: number; max_new_tokens: number | null }
 export interface Audit { stage: string | null; steps: number; signals: { name: string; what: string; examples: { step: number; group: number; total: number | null; prompt: string; text: string }[] }[] }
 export interface TrialResult { completions: { total: number | null; failure: string | null; solved: boolean; aspects: Aspect[] }[] }
 
