@@ -37,7 +37,7 @@ test-gpu: $(VENV)/.dev
 	@$(BIN)/python -m pytest -q -m gpu
 
 test-vllm: $(VLLM)/.ready
-	@$(VLLM)/bin/python -m pytest -q -m vllm tests/vllm tests/cluster/test_vllm.py
+	@$(VLLM)/bin/python -m pytest -q -m vllm tests/engines/vllm tests/cluster/test_vllm.py
 
 check: $(VENV)/.dev
 	@$(BIN)/ruff format --check --quiet . || { echo "not formatted: .venv/bin/ruff format mends it" >&2; exit 1; }

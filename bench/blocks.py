@@ -22,10 +22,10 @@ import torch
 from random_models import graded_groups, make_tokenizer
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, Olmo2Config
 
-from oncurve.models.blocks import compile_blocks
 from oncurve.models.policy import Policy
-from oncurve.recipe.schema import Grpo
-from oncurve.train.learner import Learner
+from oncurve.models.torch_compile import compile_blocks
+from oncurve.recipe.schema.recipe import Grpo
+from oncurve.training.learner.learner import Learner
 
 RESULTS = Path(__file__).resolve().parent / "results" / "blocks.json"
 SIZES = {

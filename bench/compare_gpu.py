@@ -26,20 +26,20 @@ from typing import Any
 from plan_check import Meter, clear, gpu_of_this_machine, machine, metered_loop, planned_memory
 from reporting import put
 
-from oncurve.plan.asked import Wishes, job_for
-from oncurve.plan.gpus import GIB, Gpu
+from oncurve.plan.hardware import GIB, Gpu
 from oncurve.plan.job import Job
-from oncurve.plan.known import find_shape
-from oncurve.plan.shapes import Shape
-from oncurve.recipe.algorithms import passes_of, under
+from oncurve.plan.model_shape import ModelShape
+from oncurve.plan.model_table import find_shape
+from oncurve.plan.request import PlanOverrides, job_for
 from oncurve.recipe.load import parse_recipe
+from oncurve.recipe.variants import passes_of, with_algorithm
 
 RESULTS = Path(__file__).resolve().parent / "results" / "compare_gpu.json"
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "compare.md"
 STEPS = {"grpo": 40, "ppo": 40, "rloo": 40, "reinforce": 40, "trpo": 4}
 PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS = 64, 8, 64, 16
 RATE = 1e-3
-SMALL = Shape("small", 2, 64, 4, 2, 16, 96, 512, 4096, tied=True, family="qwen3")
+SMALL = ModelShape("small", 2, 64, 4, 2, 16, 96, 512, 4096, tied=True, family="qwen3")
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,11 @@ def stage_of(algorithm: str, steps: int, tokens_per_pack: int) -> Any:
         "optimiser": {"learning_rate": RATE, "warmup_steps": 2},
     }  # fmt: skip
     data = {"task": {"type": "arithmetic"}, "rewards": [{"type": "answer"}], "stages": [base]}
-    return under(parse_recipe(data), algorithm, ["trpo.cg_iterations=5"] if algorithm == "trpo" else []).stages[-1]
+    return with_algorithm(parse_recipe(data), algorithm, ["trpo.cg_iterations=5"] if algorithm == "trpo" else []).stages[-1]
 
 
 def job_of(algorithm: str, gpu: Gpu, tiny: bool) -> Job:
-    wishes = Wishes(
+    wishes = PlanOverrides(
         algorithm=algorithm, prompts=PROMPTS, group_size=GROUP, prompt_tokens=PROMPT_TOKENS, new_tokens=NEW_TOKENS,
     )  # fmt: skip
     return job_for(SMALL if tiny else find_shape("Qwen/Qwen3-0.6B"), gpu, wishes)

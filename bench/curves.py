@@ -37,12 +37,12 @@ COLOURS = {"Oncurve": "#1f5f8b", "TRL": "#b4501e"}
 
 def job_of(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     """The grpo stage alone, from weights that both can load; what comes before it is trained here, once."""
-    from oncurve.models.load import load_policy, resolved
+    from oncurve.models.loading.load import load_policy, resolve_source
+    from oncurve.operations.run_model import export
     from oncurve.recipe.load import dump_recipe, find_recipe, load_recipe
     from oncurve.tasks.registry import build_task
-    from oncurve.terminal.hush import hush
-    from oncurve.train.opened import export
-    from oncurve.train.start import begin
+    from oncurve.terminal.errors import hush
+    from oncurve.training.start import begin
 
     hush()
     asked = load_recipe(find_recipe(Path(args.recipe)), tuple(args.set))
@@ -54,7 +54,7 @@ def job_of(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     elif asked.model.source == "tiny":
         load_policy(asked.model, alphabet=build_task(asked.task).alphabet, seed=asked.seed).save(Path(start))
     else:
-        start = resolved(asked.model).source
+        start = resolve_source(asked.model).source
     steps = args.steps or stage.steps
     how = {"schedule": "constant", "warmup_steps": min(stage.optimiser.warmup_steps, steps)}
     changes = {"steps": steps, "optimiser": stage.optimiser.model_copy(update=how), "eval_every": 0, "save_every": 0}
@@ -67,10 +67,10 @@ def job_of(args: argparse.Namespace, work: Path) -> dict[str, Any]:
 def with_oncurve(job: dict[str, Any]) -> dict[str, Any]:
     from oncurve.recipe.load import load_recipe
     from oncurve.records import StepReport
-    from oncurve.terminal.hush import hush
-    from oncurve.train.listeners import Listener
-    from oncurve.train.run import TimeUp
-    from oncurve.train.start import begin
+    from oncurve.terminal.errors import hush
+    from oncurve.training.listeners import Listener
+    from oncurve.training.start import begin
+    from oncurve.training.trainer import TimeUp
 
     marks: list[tuple[float, float]] = []
     began = 0.0
@@ -99,10 +99,10 @@ def with_trl(job: dict[str, Any]) -> dict[str, Any]:
     from trl import GRPOConfig, GRPOTrainer
 
     from oncurve.recipe.load import load_recipe
-    from oncurve.recipe.schema import Grpo
+    from oncurve.recipe.schema.recipe import Grpo
     from oncurve.records import Completion, Group
-    from oncurve.tasks.order import prompts_for_step
-    from oncurve.train.start import prepare
+    from oncurve.tasks.prompt_order import prompts_for_step
+    from oncurve.training.start import build_tasks_and_rewards
 
     logging.disable_progress_bar()
     recipe = load_recipe(Path(job["recipe"]))
@@ -110,7 +110,7 @@ def with_trl(job: dict[str, Any]) -> dict[str, Any]:
     assert isinstance(stage, Grpo)
     if recipe.threads:
         torch.set_num_threads(recipe.threads)
-    task_of, mix_of = prepare(recipe)
+    task_of, mix_of = build_tasks_and_rewards(recipe)
     task, mix = task_of(stage), mix_of(stage)
     size, updates = stage.group_size, stage.updates_per_step
     prompts = [p for n in range(stage.steps) for p in prompts_for_step(task, recipe.seed, n, stage.prompts_per_step)]

@@ -23,14 +23,14 @@ from typing import Any
 import torch
 from reporting import plot
 
+from oncurve.operations.compare import is_finished
 from oncurve.recipe.load import find_recipe, load_recipe, parse_recipe
-from oncurve.recipe.schema import Recipe
+from oncurve.recipe.schema.recipe import Recipe
+from oncurve.runs.database.writer import RunWriter
 from oncurve.runs.folder import RunFolder
-from oncurve.runs.store import Store
-from oncurve.terminal.hush import hush
-from oncurve.train.compare import is_finished
-from oncurve.train.run import TimeUp
-from oncurve.train.start import begin, resume
+from oncurve.terminal.errors import hush
+from oncurve.training.start import begin, resume
+from oncurve.training.trainer import TimeUp
 
 HERE = Path(__file__).resolve().parent
 RESULTS, PLOT = HERE / "results" / "frontier.json", HERE.parent / "docs" / "images" / "frontier.svg"
@@ -75,7 +75,7 @@ def finished(folder: Path, recipe: Recipe, until: float) -> bool:
 
 def judged(folder: Path) -> dict[str, float]:
     """How well the reward model does on pairs whose prompts it has not seen."""
-    with Store.open(folder) as store:
+    with RunWriter.open(folder) as store:
         stage = store.stages()[0].name
         names = ("heldout_pair_accuracy", "calibration_error", "heldout_loss")
         return {name: curve[-1][1] for name in names if (curve := store.metric(name, stage))}
@@ -83,7 +83,7 @@ def judged(folder: Path) -> dict[str, float]:
 
 def trained(folder: Path) -> dict[str, Any]:
     """A run's curves of reward and KL, and their means over its last steps; the reward of step 1 is the untrained policy's."""
-    with Store.open(folder) as store:
+    with RunWriter.open(folder) as store:
         stage = store.stages()[0].name
         curves = {
             name: [value for _, value in store.metric(name, stage)] for name in ("reward", "kl", "length_mean", "entropy")

@@ -32,13 +32,13 @@ from typing import Any
 
 from reporting import commit, put
 
-from oncurve.plan.asked import Wishes, job_for, usual_rank
-from oncurve.plan.gpus import GIB, Gpu, find_gpu, gpu_of_driver
+from oncurve.plan.hardware import GIB, Gpu, find_gpu, gpu_of_driver
 from oncurve.plan.job import Job
-from oncurve.plan.known import find_shape
 from oncurve.plan.memory import memory_of
-from oncurve.plan.seconds import seconds_of
-from oncurve.plan.shapes import Shape
+from oncurve.plan.model_shape import ModelShape
+from oncurve.plan.model_table import find_shape
+from oncurve.plan.request import PlanOverrides, job_for, usual_rank
+from oncurve.plan.step_time import seconds_of
 
 RESULTS = Path(__file__).resolve().parent / "results" / "plan_check.json"
 PLAN_PAGE = Path(__file__).resolve().parents[1] / "docs" / "plan.md"
@@ -46,7 +46,7 @@ MEMORY_WITHIN, TIME_WITHIN = 0.10, 0.30
 STEPS = 2
 LONG = 4.0
 """Planned seconds of a step from which on one is measured."""
-SMALL = Shape("small", 2, 64, 4, 2, 16, 96, 128, 4096, tied=True, family="qwen3")
+SMALL = ModelShape("small", 2, 64, 4, 2, 16, 96, 128, 4096, tied=True, family="qwen3")
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Setting:
     group_size: int = 8
 
     def job(self, gpu: Gpu, tiny: bool) -> Job:
-        wishes = Wishes(
+        wishes = PlanOverrides(
             algorithm=self.algorithm, prompts=self.prompts, group_size=self.group_size, prompt_tokens=self.prompt_tokens,
             new_tokens=self.new_tokens, tokens_per_pack=self.tokens_per_pack, lora_rank=usual_rank() if self.lora else None,
         )  # fmt: skip
@@ -136,7 +136,7 @@ def planned(setting: Setting, job: Job) -> Checked:
 
 def check(setting: Setting, gpu: Gpu, tiny: bool, steps: int = STEPS) -> Checked:
     """Plan and measure. A stage that does not exist, or a run that fails, is said; it never passes silently."""
-    from oncurve.recipe.tree import STAGES
+    from oncurve.recipe.keys import STAGES
 
     job = setting.job(gpu, tiny)
     plan = planned(setting, job)
@@ -240,14 +240,14 @@ def build(job: Job, steps: int, meter: Meter) -> Any:
 
 def metered_loop(stage: Any, job: Job, steps: int, rewarding: Callable[..., list[float]], meter: Meter) -> Any:
     """The loop of a grpo, ppo or trpo stage with prompts for so many steps; the meter looks at each of its phases."""
-    from oncurve.engines.native import NativeEngine
-    from oncurve.recipe.sections import Engine
-    from oncurve.rewards.function import as_reward
+    from oncurve.engines.native.engine import NativeEngine
+    from oncurve.recipe.schema.sections import Engine
     from oncurve.rewards.mix import RewardMix
-    from oncurve.tasks.in_memory import PromptList
-    from oncurve.train.loop import GrpoLoop
-    from oncurve.train.ppo import PpoLoop
-    from oncurve.train.trpo import TrpoLoop
+    from oncurve.rewards.python_function import as_reward
+    from oncurve.tasks.data.prompt_list import PromptList
+    from oncurve.training.stages.grpo import GrpoLoop
+    from oncurve.training.stages.ppo import PpoLoop
+    from oncurve.training.stages.trpo import TrpoLoop
 
     engine = NativeEngine(policy_of(job), Engine(slots=min(job.slots, job.rows)))
     task = PromptList.of(prompt_texts(job, job.prompts * steps))
@@ -289,7 +289,7 @@ def policy_of(job: Job) -> Any:
 
     from oncurve.models import lora
     from oncurve.models.policy import Policy
-    from oncurve.recipe.sections import Lora
+    from oncurve.recipe.schema.sections import Lora
 
     shape = job.shape
     config = AutoConfig.for_model(
@@ -366,7 +366,7 @@ def gpu_of_this_machine(device: str) -> Gpu:
     found = torch.cuda.get_device_properties(0)
     known = gpu_of_driver(found.name, found.total_memory)
     if known is None:
-        raise SystemExit(f"{found.name} is not in the planner's table (oncurve/plan/gpus.py): its rates are not known")
+        raise SystemExit(f"{found.name} is not in the planner's table (oncurve/plan/hardware.py): its rates are not known")
     return replace(known, memory=found.total_memory)
 
 

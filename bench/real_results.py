@@ -71,10 +71,10 @@ def trained(recipe: str, args: argparse.Namespace, out: Path, minutes: float) ->
 
 def curves(out: Path) -> dict[str, Any]:
     """Every stage's curves, its seconds by phase and its peak of memory."""
-    from oncurve.runs.store import Store
+    from oncurve.runs.database.writer import RunWriter
 
     told: dict[str, Any] = {}
-    with Store.open(out) as store:
+    with RunWriter.open(out) as store:
         for stage in store.stages():
             names = [*CURVES, "memory_mib", *(f"seconds/{phase}" for phase in ("sample", "score", "grade", "update", "eval"))]
             found = {name: store.metric(name, stage.name) for name in names}
@@ -174,7 +174,7 @@ def main() -> None:
         print("time is up: the same command goes on", flush=True)
         return
     told["between"] = {}
-    for stage in (s for s in recipe.stages[:-1] if s.moves_policy):
+    for stage in (s for s in recipe.stages[:-1] if s.updates_policy):
         target, file = f"{run}@{stage.label}-{stage.steps}", place / f"{stage.label}-{args.seed}.json"
         told["between"][stage.label] = figures(measured(target, args.recipe, args, file))
     told["after"] = figures(measured(str(run), args.recipe, args, place / f"after-{args.seed}.json"))

@@ -18,10 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from oncurve.records import Completion, Group, Prompt
-from oncurve.rewards.code import CodeOptions, CodeReward
-from oncurve.rewards.math import MathReward
 from oncurve.rewards.mix import RewardMix
-from oncurve.rewards.sandbox.level import Limits
+from oncurve.rewards.sandbox.sandbox import Limits
+from oncurve.rewards.verifiers.code import CodeOptions, CodeReward
+from oncurve.rewards.verifiers.math import MathReward
 
 GROUP = 8
 Pair = tuple[str, str]
@@ -115,7 +115,7 @@ def bench_overlap(count: int, sampling: float = 0.1) -> None:
     def beside(groups: list[Group]) -> None:
         for group in groups:
             time.sleep(sampling)
-            mix.begin(group)
+            mix.prefetch(group)
         mix.score(groups)
 
     late, meanwhile = (timed(lambda: after(grouped(fresh[0]))), timed(lambda: beside(grouped(fresh[1]))))

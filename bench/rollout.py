@@ -84,9 +84,9 @@ def make_model() -> Any:
 def make_engine() -> Any:
     from random_models import make_tokenizer
 
-    from oncurve.engines.native import NativeEngine
+    from oncurve.engines.native.engine import NativeEngine
     from oncurve.models.policy import Policy
-    from oncurve.recipe.sections import Engine
+    from oncurve.recipe.schema.sections import Engine
 
     return NativeEngine(Policy(make_model(), make_tokenizer(VOCABULARY)), Engine())
 
@@ -103,15 +103,15 @@ class Oncurve:
         self.run(work)
 
     def run(self, work: Work) -> int:
-        from oncurve.engines.native import Draws
-        from oncurve.recipe.sections import Sampling
+        from oncurve.engines.native.engine import SampleKey
+        from oncurve.recipe.schema.sections import Sampling
         from oncurve.records import Prompt
 
         self.step += 1
         self.engine.policy.end_ids = work.ends
         texts = [" ".join(f"w{i}" for i in ids) for ids in work.token_ids(self.step)]
         prompts = [Prompt(id=f"p{i}", text=text) for i, text in enumerate(texts)]
-        groups = self.engine.sample(prompts, work.group_size, Sampling(max_new_tokens=work.new_tokens), Draws(0, self.step))
+        groups = self.engine.sample(prompts, work.group_size, Sampling(max_new_tokens=work.new_tokens), SampleKey(0, self.step))
         return sum(len(c.token_ids) for g in groups for c in g.completions)
 
 

@@ -19,8 +19,8 @@ from statistics import median
 
 import torch
 
-from oncurve.train import saving
-from oncurve.train.saving import Saver, Wanted
+from oncurve.training import checkpoint_writer
+from oncurve.training.checkpoint_writer import CheckpointRequest, CheckpointWriter
 
 RESULTS = Path(__file__).resolve().parent / "results" / "saving.json"
 TIMES = 3
@@ -32,12 +32,12 @@ def state(size: int) -> dict[str, dict[str, torch.Tensor]]:
 
 def seconds(size: int, behind: bool) -> tuple[float, float]:
     """(how long `save` took, how long until the checkpoint was whole), of a state of so many MiB."""
-    saving.BEHIND_FROM = 0 if behind else 1 << 62
+    checkpoint_writer.BEHIND_FROM = 0 if behind else 1 << 62
     tensors = state(size)
     with tempfile.TemporaryDirectory(dir=".") as folder:
-        saver = Saver(Path(folder))
+        saver = CheckpointWriter(Path(folder))
         begun = time.perf_counter()
-        saver.save(Wanted("grpo", 1, {}, keep=1), tensors)
+        saver.save(CheckpointRequest("grpo", 1, {}, keep=1), tensors)
         waited = time.perf_counter() - begun
         saver.wait()
         whole = time.perf_counter() - begun

@@ -34,17 +34,17 @@ from random_models import SHAPES, each_alone, graded_groups, make_policy, random
 from reporting import commit, put
 
 import oncurve
-from oncurve.engines.native import NativeEngine
+from oncurve.engines.native.engine import NativeEngine
 from oncurve.models.policy import Policy
-from oncurve.recipe.schema import Grpo
-from oncurve.recipe.sections import Engine
+from oncurve.recipe.schema.recipe import Grpo
+from oncurve.recipe.schema.sections import Engine
 from oncurve.records import GradedGroup
-from oncurve.rewards.function import FunctionReward
 from oncurve.rewards.mix import RewardMix
-from oncurve.tasks.in_memory import PromptList
-from oncurve.train.learner import Learner
-from oncurve.train.loop import GrpoLoop
-from oncurve.train.phases import matrix_rate
+from oncurve.rewards.python_function import FunctionReward
+from oncurve.tasks.data.prompt_list import PromptList
+from oncurve.training.learner.learner import Learner
+from oncurve.training.stages.grpo import GrpoLoop
+from oncurve.training.timing import matrix_rate
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "step.json"
@@ -99,7 +99,7 @@ def whole_step(args: argparse.Namespace, beta: float, policy: Policy) -> Row:
     words = shape_of(args.size)["vocab_size"]
     task = PromptList.of(texts(args.prompts * (args.steps + 2), args.prompt, words))
     rewards = RewardMix([FunctionReward(random_reward, "random")])
-    rewards.attach(lambda: policy.decode)
+    rewards.bind(lambda: policy.decode)
     loop = GrpoLoop(stage(args, beta), 0, task, NativeEngine(policy, Engine()), rewards)
     reports, seconds = [], []
     gc.freeze()  # as a run does
@@ -194,7 +194,7 @@ def adapters(args: argparse.Namespace) -> list[Row]:
     for trained, rank, modules in (("all weights", 0, False), ("LoRA", args.rank, False), ("LoRA by modules", args.rank, True)):
         policy = policy_of(args.size, rank)
         if modules:
-            policy.fused = None
+            policy.fast_backbone = None
         row = whole_step(args, 0.0, policy)
         phases = row["phases_s"]
         rows.append({"trained": trained, "rank": rank, "sample_s": phases["sample"], "update_s": phases["update"], **row})

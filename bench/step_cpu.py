@@ -97,15 +97,15 @@ def tiny_model(threads: int) -> tuple[Any, Any]:
 
 def oncurve_worker(work: Work, pipe: Connection) -> None:
     """A step of the loop and its record in the run's database, as a real run does it."""
-    from oncurve.engines.native import NativeEngine
+    from oncurve.engines.native.engine import NativeEngine
     from oncurve.models.policy import Policy
-    from oncurve.recipe.schema import Grpo
-    from oncurve.recipe.sections import Engine
-    from oncurve.rewards.function import as_reward
+    from oncurve.recipe.schema.recipe import Grpo
+    from oncurve.recipe.schema.sections import Engine
     from oncurve.rewards.mix import RewardMix
-    from oncurve.runs.store import Store
-    from oncurve.tasks.in_memory import PromptList
-    from oncurve.train.loop import GrpoLoop
+    from oncurve.rewards.python_function import as_reward
+    from oncurve.runs.database.writer import RunWriter
+    from oncurve.tasks.data.prompt_list import PromptList
+    from oncurve.training.stages.grpo import GrpoLoop
 
     stage = Grpo.model_validate(
         {
@@ -117,7 +117,7 @@ def oncurve_worker(work: Work, pipe: Connection) -> None:
     )
     engine = NativeEngine(Policy(*tiny_model(work.threads)), Engine())
     loop = GrpoLoop(stage, 0, PromptList.of(work.texts), engine, RewardMix([as_reward(reward)]))
-    with tempfile.TemporaryDirectory() as folder, Store.create(Path(folder)) as store:
+    with tempfile.TemporaryDirectory() as folder, RunWriter.create(Path(folder)) as store:
         store.begin_stage(stage.label, stage.type, 0, stage.steps)
         gc.freeze()  # as the trainer does
         pipe.send("ready")

@@ -25,12 +25,12 @@ from typing import Any
 
 import numpy as np
 
-from oncurve.recipe.algorithms import at_constant_rate, under
+from oncurve.operations.compare import ArmResult, Point, is_finished, outcome_of, run_in_process
 from oncurve.recipe.load import dump_recipe, load_recipe
-from oncurve.recipe.sampled import Sampled
-from oncurve.recipe.schema import Recipe
+from oncurve.recipe.schema.recipe import Recipe
+from oncurve.recipe.schema.stages import RolloutStage
+from oncurve.recipe.variants import with_algorithm, with_constant_rate
 from oncurve.runs.folder import RunFolder
-from oncurve.train.compare import Outcome, Point, in_a_process, is_finished, outcome_of
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = "recipes/compare.toml"
@@ -69,7 +69,7 @@ def compare(asked: Asked) -> None:
 
 def sweep(asked: Asked, name: str) -> None:
     """Every variant with every seed, from the shared start, at the tokens of the run in the middle."""
-    found: dict[str, list[Outcome]] = {label: [] for label in SWEEPS[name]}
+    found: dict[str, list[ArmResult]] = {label: [] for label in SWEEPS[name]}
     for seed in range(asked.seeds):
         middle = _middle(asked, seed)
         for label, sets in SWEEPS[name].items():
@@ -86,7 +86,7 @@ def sweep(asked: Asked, name: str) -> None:
 
 def variant(asked: Asked, label: str, sets: Sequence[str], seed: int, tokens: int) -> Recipe:
     """The recipe's last stage from the shared start, with something changed, until it has sampled so many tokens."""
-    recipe = at_constant_rate(under(load_recipe(str(ROOT / asked.recipe), list(sets)), "grpo"), tokens=tokens)
+    recipe = with_constant_rate(with_algorithm(load_recipe(str(ROOT / asked.recipe), list(sets)), "grpo"), tokens=tokens)
     model = recipe.model.model_copy(update={"source": str(_start(asked).resolve())})
     return recipe.model_copy(update={"name": _plain(label), "seed": seed, "stages": recipe.stages[-1:], "model": model})
 
@@ -101,12 +101,12 @@ def _train(folder: Path, recipe: Recipe) -> None:
     file = folder.with_suffix(".toml")
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(dump_recipe(recipe))
-    in_a_process(file, folder)
+    run_in_process(file, folder)
 
 
-def _outcome(folder: Path, recipe: Recipe, label: str, middle: Outcome) -> Outcome:
+def _outcome(folder: Path, recipe: Recipe, label: str, middle: ArmResult) -> ArmResult:
     stage = recipe.stages[-1]
-    assert isinstance(stage, Sampled)
+    assert isinstance(stage, RolloutStage)
     return outcome_of(RunFolder(folder), stage, label, recipe.seed, middle.curve[0].accuracy)
 
 
@@ -116,20 +116,20 @@ def _start(asked: Asked) -> Path:
     return RunFolder(asked.out / "compare" / "start").model
 
 
-def _middle(asked: Asked, seed: int) -> Outcome:
+def _middle(asked: Asked, seed: int) -> ArmResult:
     """The comparison's run of grpo with this seed; waits for it."""
     folder = asked.out / "compare" / "runs" / f"grpo-{seed}"
     _wait(folder)
     recipe = load_recipe(str(RunFolder(folder).recipe))
     stage = recipe.stages[-1]
-    assert isinstance(stage, Sampled)
+    assert isinstance(stage, RolloutStage)
     return outcome_of(RunFolder(folder), stage, "grpo", seed, _start_accuracy(asked))
 
 
 def _start_accuracy(asked: Asked) -> float:
-    from oncurve.runs.store import Store
+    from oncurve.runs.database.writer import RunWriter
 
-    with Store.open(asked.out / "compare" / "start") as store:
+    with RunWriter.open(asked.out / "compare" / "start") as store:
         accuracy = store.evals()[-1].accuracy
     assert accuracy is not None
     return accuracy
@@ -140,7 +140,7 @@ def _wait(folder: Path) -> None:
         time.sleep(0.5)
 
 
-def told(outcome: Outcome) -> dict[str, Any]:
+def told(outcome: ArmResult) -> dict[str, Any]:
     return asdict(outcome) | {"accuracy": outcome.accuracy, "last_reward": float(np.mean(outcome.rewards[-10:]))}
 
 
@@ -186,18 +186,18 @@ def _rewards(asked: Asked, prompts: int, samples: int) -> np.ndarray:
     """[prompts, samples] total rewards of the shared start."""
     import torch
 
-    from oncurve.engines.native import Draws, NativeEngine
-    from oncurve.models.load import load_policy
-    from oncurve.tasks.order import prompts_for_step
-    from oncurve.train.start import rewards_for, task_for
+    from oncurve.engines.native.engine import NativeEngine, SampleKey
+    from oncurve.models.loading.load import load_policy
+    from oncurve.tasks.prompt_order import prompts_for_step
+    from oncurve.training.start import rewards_for, task_for
 
     recipe = variant(asked, "baseline", (), 0, 1)
     stage = recipe.stages[-1]
-    assert isinstance(stage, Sampled)
+    assert isinstance(stage, RolloutStage)
     torch.set_num_threads(1)
     engine = NativeEngine(load_policy(recipe.model, alphabet=None, seed=0), recipe.engine)
     prompted = prompts_for_step(task_for(recipe, stage), 0, 0, prompts)
-    groups = engine.sample(prompted, samples, stage.sampling, Draws(0, 1))
+    groups = engine.sample(prompted, samples, stage.sampling, SampleKey(0, 1))
     return np.array([[s.total or 0.0 for s in g.scored] for g in rewards_for(recipe, stage).score(groups)])
 
 
@@ -230,15 +230,15 @@ def machine(seconds: float) -> dict[str, Any]:
     return {**told, "python": platform.python_version(), **versions, "minutes": round(seconds / 60, 1)}
 
 
-def outcomes_in(file: Path) -> dict[str, list[Outcome]]:
+def outcomes_in(file: Path) -> dict[str, list[ArmResult]]:
     """A part's runs as they were written, by algorithm or variant."""
     data = json.loads(file.read_text(encoding="utf-8"))
     rows = [(row["algorithm"], row) for row in data] if isinstance(data, list) else list(_flat(data))
-    found: dict[str, list[Outcome]] = {}
+    found: dict[str, list[ArmResult]] = {}
     for label, row in rows:
-        kept = {name: row[name] for name in Outcome.__dataclass_fields__}
+        kept = {name: row[name] for name in ArmResult.__dataclass_fields__}
         kept |= {"algorithm": label, "curve": tuple(Point(**p) for p in row["curve"]), "rewards": tuple(row["rewards"])}
-        found.setdefault(label, []).append(Outcome(**kept))
+        found.setdefault(label, []).append(ArmResult(**kept))
     return found
 
 

@@ -15,12 +15,12 @@ import numpy as np
 from reporting import put
 from sweeps import PARTS, SWEEPS, outcomes_in
 
+from oncurve.operations.compare import ArmResult
 from oncurve.terminal.comparison import as_markdown, spread
-from oncurve.train.compare import Outcome
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, IMAGES, RESULTS = ROOT / "docs" / "compare.md", ROOT / "docs" / "images", ROOT / "bench" / "results"
-Runs = dict[str, list[Outcome]]
+Runs = dict[str, list[ArmResult]]
 
 
 def write_page(out: Path) -> None:
@@ -85,31 +85,31 @@ def verdicts(rows: Sequence[tuple[str, bool, str]]) -> str:
     return "\n".join(["| expected | measured | |", "|---|---|---|", *lines])
 
 
-def accuracies(runs: Sequence[Outcome]) -> np.ndarray:
+def accuracies(runs: Sequence[ArmResult]) -> np.ndarray:
     return np.array([100 * o.accuracy for o in runs])
 
 
-def standard_error(one: Sequence[Outcome], other: Sequence[Outcome]) -> float:
+def standard_error(one: Sequence[ArmResult], other: Sequence[ArmResult]) -> float:
     """Of the difference of their means, in points."""
     return float(np.sqrt(sum(accuracies(runs).var(ddof=1) / len(runs) for runs in (one, other))))
 
 
-def gap(one: Sequence[Outcome], other: Sequence[Outcome]) -> str:
+def gap(one: Sequence[ArmResult], other: Sequence[ArmResult]) -> str:
     off = accuracies(one).mean() - accuracies(other).mean()
     return f"{off:+.1f} points, ± {standard_error(one, other):.1f}"
 
 
-def near(one: Sequence[Outcome], other: Sequence[Outcome]) -> bool:
+def near(one: Sequence[ArmResult], other: Sequence[ArmResult]) -> bool:
     """Within two standard errors of their difference, or three points, whichever is more."""
     off = abs(accuracies(one).mean() - accuracies(other).mean())
     return bool(off <= max(3.0, 2 * standard_error(one, other)))
 
 
-def behind(one: Sequence[Outcome], other: Sequence[Outcome]) -> bool:
+def behind(one: Sequence[ArmResult], other: Sequence[ArmResult]) -> bool:
     return bool(accuracies(one).mean() < accuracies(other).mean() - standard_error(one, other))
 
 
-def at(outcome: Outcome, share: float) -> float:
+def at(outcome: ArmResult, share: float) -> float:
     """Accuracy at the first measurement after so much of the samples."""
     return next(p.accuracy or 0.0 for p in outcome.curve if p.samples >= share * outcome.samples)
 

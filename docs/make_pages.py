@@ -11,12 +11,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from oncurve.algos.objectives import OBJECTIVES
+from oncurve.recipe.defaults import OBJECTIVE_DEFAULTS, ObjectiveDefaults
 from oncurve.recipe.explain import OBJECTIVES as WORDS
-from oncurve.recipe.resolve import HABITS, Habits
-from oncurve.recipe.schema import Recipe
-from oncurve.recipe.sections import Section
-from oncurve.recipe.tree import STAGES, Entry, entries_of
-from oncurve.recipe.trl_options import TRL_OPTIONS
+from oncurve.recipe.keys import STAGES, Entry, entries_of
+from oncurve.recipe.schema.recipe import Recipe
+from oncurve.recipe.schema.sections import Section
+from oncurve.recipe.trl.options import TRL_OPTIONS
 from oncurve.rewards.registry import REWARDS
 from oncurve.runs.metrics import METRICS
 from oncurve.tasks.registry import TASKS
@@ -97,7 +97,7 @@ def from_trl_page() -> str:
 def objectives_table() -> str:
     rows = []
     for name, objective in OBJECTIVES.items():
-        own = HABITS.get(name, Habits())  # type: ignore[call-overload]
+        own = OBJECTIVE_DEFAULTS.get(name, ObjectiveDefaults())  # type: ignore[call-overload]
         parts = [f"`{part}`" for part in str(objective).replace(", dual=None", "").split(" · ")]
         rows.append((f"`{name}`", *parts, own.baseline, own.scale, own.kl, WORDS[name]))  # type: ignore[index]
     return table(("objective", "ratio", "surrogate", "reduction", "baseline", "scale", "KL in", "in words"), rows)

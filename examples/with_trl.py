@@ -22,9 +22,9 @@ from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 
 import oncurve
-from oncurve.models.load import load_policy
-from oncurve.recipe.sections import Model
-from oncurve.recipe.trl_options import TRL_OPTIONS
+from oncurve.models.loading.load import load_policy
+from oncurve.recipe.schema.sections import Model
+from oncurve.recipe.trl.options import TRL_OPTIONS
 
 DATA = Dataset.from_list([{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(10)])
 PROMPTS, GROUP, TOKENS, RATE = 8, 8, 4, 1e-3

@@ -13,9 +13,9 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from oncurve.api import Run, load_recipe, train
-    from oncurve.recipe.schema import Recipe
+    from oncurve.recipe.schema.recipe import Recipe
 
-_HOMES = {"train": "oncurve.api", "Run": "oncurve.api", "load_recipe": "oncurve.api", "Recipe": "oncurve.recipe.schema"}
+_HOMES = {"train": "oncurve.api", "Run": "oncurve.api", "load_recipe": "oncurve.api", "Recipe": "oncurve.recipe.schema.recipe"}
 
 __all__ = ["Recipe", "Run", "load_recipe", "train"]
 

@@ -16,25 +16,25 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from oncurve.distributed.rendezvous import joined_ranks, with_ranks
 from oncurve.errors import RecipeError, RewardError, did_you_mean
 from oncurve.recipe.load import load_recipe, parse_recipe
-from oncurve.recipe.sampled import SAMPLED_TYPES
-from oncurve.recipe.schema import Grpo, Recipe
-from oncurve.recipe.sections import Reward as RewardConfig
-from oncurve.recipe.sections import Section
+from oncurve.recipe.schema.recipe import Grpo, Recipe
+from oncurve.recipe.schema.sections import Reward as RewardConfig
+from oncurve.recipe.schema.sections import Section
+from oncurve.recipe.schema.stages import SAMPLED_TYPES
+from oncurve.recipe.validate import FROM_PYTHON
 from oncurve.records import EvalReport, GradedGroup
 from oncurve.rewards.base import Reward
-from oncurve.rewards.function import FunctionReward, as_reward
 from oncurve.rewards.mix import RewardMix
-from oncurve.rewards.registry import build_reward, is_rule
+from oncurve.rewards.python_function import FunctionReward, as_reward
+from oncurve.rewards.registry import build_reward, is_verifiable
+from oncurve.runs.database.writer import RunWriter
 from oncurve.runs.folder import RunFolder, Status
-from oncurve.runs.store import Store
-from oncurve.scale.join import joined, with_ranks
-from oncurve.tasks.in_memory import PromptList, Row
+from oncurve.tasks.data.prompt_list import PromptList, Row
 from oncurve.terminal.errors import print_error
-from oncurve.terminal.live import LiveDisplay
-from oncurve.terminal.summary import render_summary
-from oncurve.train.given import FROM_PYTHON
+from oncurve.terminal.live.display import LiveDisplay
+from oncurve.terminal.live.summary import render_summary
 
 if TYPE_CHECKING:
     from oncurve.models.policy import Policy
@@ -77,12 +77,12 @@ class Run:
 
     @property
     def status(self) -> Status:
-        return self.folder.state().shown
+        return self.folder.state().current_status
 
     @property
     def evals(self) -> list[EvalReport]:
         """Every measurement on held-out prompts, in order."""
-        with Store.open(self.path) as store:
+        with RunWriter.open(self.path) as store:
             return store.evals()
 
     @property
@@ -99,13 +99,13 @@ class Run:
 
     def metrics(self, name: str, stage: str | None = None) -> list[tuple[int, float]]:
         """A metric's curve as (step, value), of a stage or of the last stage that logged it."""
-        with Store.open(self.path) as store:
+        with RunWriter.open(self.path) as store:
             stages = [stage] if stage is not None else [s.name for s in reversed(store.stages())]
             return next((curve for s in stages if (curve := store.metric(name, s))), [])
 
     def groups(self, step: int, stage: str | None = None) -> tuple[GradedGroup, ...]:
         """The groups of a step, of a stage or of the last that sampled."""
-        with Store.open(self.path) as store:
+        with RunWriter.open(self.path) as store:
             names = [s.name for s in store.stages() if s.type in SAMPLED_TYPES]
             name = stage or (names[-1] if names else "grpo")
             return tuple(store.step(name, step).groups)
@@ -137,8 +137,8 @@ def train(
     a recipe's own where both are given. ``resume`` goes on with a run, with the same prompts and rewards as before. In a script
     that torchrun has started several times, every process comes here, and they train together.
     """
-    from oncurve.terminal.hush import hush
-    from oncurve.train import start
+    from oncurve.terminal.errors import hush
+    from oncurve.training import start
 
     hush()
     options = {"group_size": group_size, "steps": steps, **grpo_options}
@@ -156,13 +156,16 @@ def train(
         around = {"name": name, "seed": seed, "threads": threads}
         asked = _recipe(recipe, told, task, mix, source, {key: value for key, value in around.items() if value is not None})
     asked = with_ranks(asked)
-    with joined(asked, print_error) as world:
-        given |= {"listeners": [LiveDisplay(Console(highlight=False))] if world.is_first and not quiet else [], "world": world}
+    with joined_ranks(asked, print_error) as world:
+        given |= {
+            "listeners": [LiveDisplay(Console(highlight=False))] if world.is_rank_zero and not quiet else [],
+            "world": world,
+        }
         if resume is not None:
             run = start.resume(folder, sets=[f"scale.ranks={world.size}"] if world.size > 1 else [], **given)
         else:
             run = start.begin(asked, runs_dir=Path(runs_dir), out=None if out is None else Path(out), **given)
-    if world.is_first and not quiet:
+    if world.is_rank_zero and not quiet:
         Console(highlight=False).print(render_summary(run, time.monotonic() - began))
     return Run(run)
 
@@ -243,7 +246,7 @@ def as_mix(rewards: Rewards) -> RewardMix:
 def _decides(given: Any) -> bool:
     """Whether its 1 says that an answer is right: of a function and an object it is taken to; a name says what it is."""
     plain = given[0] if isinstance(given, tuple) else given
-    return not isinstance(plain, str) or is_rule(RewardConfig(type=plain))
+    return not isinstance(plain, str) or is_verifiable(RewardConfig(type=plain))
 
 
 def _weighted(value: tuple[Any, ...]) -> bool:

@@ -12,6 +12,8 @@ OncurveError
 ├── EngineError       a sampler in a process of its own that can't be started, or is lost
 ├── DiskError         no room, no permission, read-only
 └── MissingPackage    an optional package that a setting asks for
+
+Errors on their way from one process to another: as JSON, and back as what they were.
 """
 
 from __future__ import annotations
@@ -23,6 +25,9 @@ import shutil
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
+
+from oncurve import errors
 
 
 class OncurveError(Exception):
@@ -105,3 +110,26 @@ def no_such(where: str, kind: str, name: str, known: Iterable[str]) -> RecipeErr
         because=f"there are: {', '.join(known)}",
         fix="name one of them",
     )
+
+
+def error_to_json(error: BaseException, who: str) -> dict[str, Any]:
+    """An error as plain data. One that is no user's error has its kind and text; its traceback stands where it was raised."""
+    if isinstance(error, OncurveError):
+        what = {"where": error.where, "what": str(error.what), "because": error.because, "fix": error.fix}
+        return {"kind": type(error).__name__, "exit_code": error.exit_code, **what}
+    return {
+        "kind": "ScaleError",
+        "exit_code": 1,
+        "where": who,
+        "what": f"ended with {type(error).__name__}",
+        "because": str(error)[:400] or "it gave no reason",
+        "fix": "the traceback above, in what that process wrote, says where; please report it",
+    }
+
+
+def error_from_json(data: dict[str, Any]) -> OncurveError:
+    """The error again, of its own class where that is one of `oncurve.errors`."""
+    kind = getattr(errors, str(data["kind"]), ScaleError)
+    error: OncurveError = kind(data["where"], data["what"], because=data["because"], fix=data["fix"])
+    error.exit_code = int(data["exit_code"])
+    return error

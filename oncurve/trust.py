@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from oncurve.errors import RunError
 from oncurve.recipe.load import load_recipe
-from oncurve.recipe.schema import Recipe
+from oncurve.recipe.schema.recipe import Recipe
 from oncurve.runs.folder import STATE, RunFolder
 
 Part = Literal["model", "task", "rewards", "sinks", "stages"]

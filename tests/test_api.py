@@ -12,13 +12,13 @@ import pytest
 import oncurve
 from oncurve.api import as_mix
 from oncurve.errors import OncurveError, RecipeError, RewardError, RunError
-from oncurve.models.tiny import make_model, make_tokenizer
-from oncurve.recipe.sections import TinyModel
+from oncurve.models.loading.tiny import make_model, make_tokenizer
+from oncurve.recipe.schema.sections import TinyModel
 from oncurve.records import Group, Prompt
-from oncurve.rewards.letters import by_letters, from_letters
+from oncurve.rewards.base import completion_by_letters, from_letters
 from oncurve.rewards.mix import RewardMix
-from oncurve.rewards.process import ProcessReward
-from oncurve.runs.store import Store
+from oncurve.rewards.models.process import ProcessReward
+from oncurve.runs.database.writer import RunWriter
 
 TINY = TinyModel(layers=1, width=32, heads=2, kv_heads=1, head_size=16, mlp_width=64, context=64)
 SMALL: dict[str, Any] = {
@@ -91,7 +91,7 @@ def test_a_recipe_trains_too(tmp_path: Path) -> None:
 
 
 def test_it_is_called_by_name_whatever_was_imported_before(tmp_path: Path) -> None:
-    import oncurve.train.run
+    import oncurve.training.trainer
 
     with pytest.raises(RecipeError, match="prompts: missing"):
         oncurve.train(model="tiny")
@@ -143,9 +143,9 @@ def test_rewards_as_python_writes_them() -> None:
         ("answer", 1.0),
     ]
     assert as_mix(short).rewards[0].name == "short"
-    assert as_mix(["repetition", ("format", 0.5)]).decider is None, "nothing says what is right"
-    assert as_mix(["repetition", (short, 0.5)]).decider == "short"
-    assert as_mix(["format", ("countdown", 0.5)]).decider == "countdown"
+    assert as_mix(["repetition", ("format", 0.5)]).accuracy_reward is None, "nothing says what is right"
+    assert as_mix(["repetition", (short, 0.5)]).accuracy_reward == "short"
+    assert as_mix(["format", ("countdown", 0.5)]).accuracy_reward == "countdown"
     assert as_mix(mix) is mix
     assert isinstance(as_mix((short, 2)), RewardMix)
     with pytest.raises(RewardError, match="a pair is"):
@@ -156,8 +156,8 @@ def test_a_reward_under_another_weight_is_the_same_in_all_else() -> None:
     """One that reads tokens still hears of the tokenizer, whether it was named or given as an object."""
     for steps in ("process", ProcessReward("process", 1.0)):
         mix = as_mix([(steps, 0.5)])
-        mix.attach(lambda: from_letters)
-        (scored,) = mix.score([Group(Prompt("p", text="?"), np.zeros(1, np.int64), (by_letters("1+1=2"),))])
+        mix.bind(lambda: from_letters)
+        (scored,) = mix.score([Group(Prompt("p", text="?"), np.zeros(1, np.int64), (completion_by_letters("1+1=2"),))])
         (aspect,) = scored.scored[0].aspects
         assert (aspect.weight, aspect.failure, aspect.steps) == (0.5, None, ((4, 1.0),))
 
@@ -183,7 +183,7 @@ def test_a_stopped_run_goes_on_with_the_same_objects(tmp_path: Path) -> None:
         train(tmp_path / "stopped", resume=run)
     again = oncurve.train(model=small_model(), prompts=["3+4=", "5+6="], rewards=[short], resume=run, quiet=True)
     assert again.status == "finished"
-    with Store.open(whole.path) as one, Store.open(again.path) as other:
+    with RunWriter.open(whole.path) as one, RunWriter.open(again.path) as other:
         assert one.fingerprint() == other.fingerprint()
 
 

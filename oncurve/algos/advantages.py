@@ -24,7 +24,7 @@ Scale = Literal["group", "batch", "whiten", "none"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Curve:
+class _GroupStats:
     """Count, mean and std (n − 1) of each line of a table, missing values aside; ``flat`` where all its values are equal.
 
     Equal means up to 16 units in the last place: the mean of eight times 0.1 is not 0.1, and 0.1 + 0.2 is not 0.3, but no
@@ -37,7 +37,7 @@ class _Curve:
     flat: Tensor
 
     @classmethod
-    def of(cls, values: Tensor) -> _Curve:
+    def of(cls, values: Tensor) -> _GroupStats:
         has = values.isfinite()
         count = has.sum(-1, keepdim=True)
         mean = values.masked_fill(~has, 0).sum(-1, keepdim=True) / count.clamp(min=1)
@@ -49,7 +49,7 @@ class _Curve:
         return cls(count, mean, std, (highest - lowest <= rounding) | (count < 2))
 
 
-def gradable(rewards_PG: Tensor, baseline: Baseline, scale: Scale) -> Tensor:
+def has_spread(rewards_PG: Tensor, baseline: Baseline, scale: Scale) -> Tensor:
     """Which completions can be graded: those with a reward, in a group of at least 2 such wherever the group is the curve."""
     has_PG = rewards_PG.isfinite()
     if baseline == "none" and scale != "group":
@@ -62,12 +62,12 @@ def outcome_advantages(rewards_PG: Tensor, baseline: Baseline, scale: Scale, eps
 
     b_i is the group's mean, the mean of the others (``leave_one_out``: RLOO, arXiv 2402.14740), or 0. s is the group's std
     dividing by G − 1, or one std over all rewards of the batch, not centred by group (as TRL's ``batch``); ``none`` divides
-    by nothing (Dr. GRPO, arXiv 2503.20783), and so does ``whiten``, which is done afterwards, over tokens (``whitened``). Equal
+    by nothing (Dr. GRPO, arXiv 2503.20783), and so does ``whiten``, which is done afterwards, over tokens (``whiten``). Equal
     rewards give exactly 0 wherever their group or std grades them; so do missing rewards, and groups too small to be graded.
     """
-    group = _Curve.of(rewards_PG)
+    group = _GroupStats.of(rewards_PG)
     centred_PG = rewards_PG
-    zero_PG = ~gradable(rewards_PG, baseline, scale)
+    zero_PG = ~has_spread(rewards_PG, baseline, scale)
     if baseline == "mean":
         centred_PG = rewards_PG - group.mean
     elif baseline == "leave_one_out":
@@ -78,7 +78,7 @@ def outcome_advantages(rewards_PG: Tensor, baseline: Baseline, scale: Scale, eps
     if scale == "group":
         centred_PG = centred_PG / (group.std + eps)
     elif scale == "batch":
-        batch = _Curve.of(rewards_PG.reshape(1, -1))
+        batch = _GroupStats.of(rewards_PG.reshape(1, -1))
         centred_PG = centred_PG / (batch.std + eps)
         zero_PG = zero_PG | batch.flat
     return centred_PG.masked_fill(zero_PG, 0.0)
@@ -93,15 +93,15 @@ def process_advantages(
     are the indices of the steps' last tokens. Fewer than two step rewards, or equal ones, give exactly 0.
     """
     pooled_M = torch.tensor([r for rewards in step_rewards for r in rewards], dtype=torch.float64)
-    curve = _Curve.of(pooled_M) if len(pooled_M) else None
+    curve = _GroupStats.of(pooled_M) if len(pooled_M) else None
     if curve is None or bool(curve.flat):
         return [torch.zeros(length, dtype=torch.float64) for length in lengths]
     normal_M = (pooled_M - curve.mean) / (curve.std + eps)
     parts = torch.split_with_sizes(normal_M, [len(rewards) for rewards in step_rewards])
-    return [_from_here_on(part, ends, length) for part, ends, length in zip(parts, step_ends, lengths, strict=True)]
+    return [_reward_to_go(part, ends, length) for part, ends, length in zip(parts, step_ends, lengths, strict=True)]
 
 
-def _from_here_on(rewards: Tensor, ends: Sequence[int], length: int) -> Tensor:
+def _reward_to_go(rewards: Tensor, ends: Sequence[int], length: int) -> Tensor:
     """At each of the tokens, the sum of the rewards that stand at it or after it."""
     at_T = torch.zeros(length, dtype=rewards.dtype)
     at_T.index_add_(0, torch.tensor(ends, dtype=torch.int64), rewards)
@@ -130,12 +130,12 @@ def grade(
     if kl_sums is not None:
         rewards_PG = kl_in_reward(rewards_PG, _table(kl_sums), beta)
     outcome_PG = outcome_advantages(rewards_PG, baseline, scale, eps)
-    gradable_PG = gradable(rewards_PG, baseline, scale)
+    gradable_PG = has_spread(rewards_PG, baseline, scale)
     groups = [_grade_group(group, outcome_PG[i], gradable_PG[i], eps, mask_cut) for i, group in enumerate(scored)]
-    return whitened(groups, eps) if scale == "whiten" else groups
+    return whiten(groups, eps) if scale == "whiten" else groups
 
 
-def whitened(groups: Sequence[GradedGroup], eps: float) -> list[GradedGroup]:
+def whiten(groups: Sequence[GradedGroup], eps: float) -> list[GradedGroup]:
     """A ← (A − mean(A)) / (std(A) + eps), over every token that the policy wrote in the step's graded completions.
 
     REINFORCE++ (Hu et al. 2025, arXiv 2501.03262, eq. 8) and, as is usual, PPO. Mean and std (n − 1) are of tokens, so a long
@@ -147,7 +147,7 @@ def whitened(groups: Sequence[GradedGroup], eps: float) -> list[GradedGroup]:
         for advantages, scored, counts in zip(group.advantages, group.scored.scored, group.graded, strict=True)
         if counts
     ]
-    curve = _Curve.of(torch.from_numpy(np.concatenate(tokens or [np.zeros(0, np.float32)])).double()[None])
+    curve = _GroupStats.of(torch.from_numpy(np.concatenate(tokens or [np.zeros(0, np.float32)])).double()[None])
     scale = 0.0 if bool(curve.flat) else 1 / (float(curve.std) + eps)
     return [replace(group, advantages=_whitened_group(group, float(curve.mean), scale)) for group in groups]
 

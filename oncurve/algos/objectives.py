@@ -13,16 +13,16 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from oncurve.algos.kl import KL_ESTIMATORS, KlEstimator
+from oncurve.algos.packed_rows import PackedRows
 from oncurve.algos.ratios import Ratio, sequence_mean_ratio, sequence_product_ratio, sequence_token_ratio, token_ratio
 from oncurve.algos.reductions import (
+    LossDenominators,
     Reduction,
-    StepTotals,
     mean_of_completion_means,
     mean_of_completion_sums,
     mean_over_length_budget,
     mean_over_step_tokens,
 )
-from oncurve.algos.rows import Rows
 from oncurve.algos.surrogates import Cispo, Clipped, LogLikelihood, Sapo, Surrogate
 
 
@@ -41,7 +41,7 @@ class LossInputs:
     mask_N: Tensor
     row_N: Tensor
     rows: int
-    totals: StepTotals
+    totals: LossDenominators
     logp_ref_N: Tensor | None = None
     entropy_N: Tensor | None = None
     weight_N: Tensor | None = None
@@ -90,22 +90,22 @@ class Objective:
 
     def loss(self, inputs: LossInputs, settings: LossSettings) -> LossOutputs:
         """The micro-batch's part of the step's loss, and what each token did in it."""
-        rows = Rows.of(inputs.row_N, inputs.mask_N, inputs.rows, inputs.logp_new_N.dtype)
-        logp_N = rows.keep(inputs.logp_new_N)
-        ratio_N = self.ratio(logp_N - rows.keep(inputs.logp_old_N.detach()), rows)
-        surrogate = self.surrogate(ratio_N, rows.keep(inputs.advantage_N), logp_N)
-        weighed_N = surrogate.value_N if inputs.weight_N is None else surrogate.value_N * rows.keep(inputs.weight_N)
+        rows = PackedRows.of(inputs.row_N, inputs.mask_N, inputs.rows, inputs.logp_new_N.dtype)
+        logp_N = rows.mask(inputs.logp_new_N)
+        ratio_N = self.ratio(logp_N - rows.mask(inputs.logp_old_N.detach()), rows)
+        surrogate = self.surrogate(ratio_N, rows.mask(inputs.advantage_N), logp_N)
+        weighed_N = surrogate.value_N if inputs.weight_N is None else surrogate.value_N * rows.mask(inputs.weight_N)
         share_N = self.reduction(rows, inputs.totals)
         policy_loss = -(share_N * weighed_N).sum()
         loss, kl_N = policy_loss, None
         if inputs.logp_ref_N is not None:
-            kl_N = KL_ESTIMATORS[settings.kl_estimator](logp_N, rows.keep(inputs.logp_ref_N.detach()))
+            kl_N = KL_ESTIMATORS[settings.kl_estimator](logp_N, rows.mask(inputs.logp_ref_N.detach()))
         if settings.beta:
             assert kl_N is not None, "beta is set, and there are no reference log-probs"
             loss = loss + settings.beta * (share_N * (kl_N * ratio_N if settings.ratio_weighted_kl else kl_N)).sum()
         if settings.entropy_bonus:
             assert inputs.entropy_N is not None, "the entropy bonus is set, and there are no entropies"
-            loss = loss - settings.entropy_bonus * rows.keep(inputs.entropy_N).sum() / max(inputs.totals.tokens, 1)
+            loss = loss - settings.entropy_bonus * rows.mask(inputs.entropy_N).sum() / max(inputs.totals.tokens, 1)
         return LossOutputs(
             loss=loss,
             policy_loss=policy_loss.detach(),

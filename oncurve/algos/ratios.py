@@ -12,11 +12,11 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from oncurve.algos.rows import Rows
+from oncurve.algos.packed_rows import PackedRows
 
 LOG_CAP = 20.0
 
-Ratio = Callable[[Tensor, Rows], Tensor]
+Ratio = Callable[[Tensor, PackedRows], Tensor]
 """(log-ratio of each token, rows) → ratio of each token."""
 
 
@@ -24,36 +24,36 @@ def _exp(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(max=LOG_CAP).exp()
 
 
-def token_ratio(log_ratio_N: Tensor, rows: Rows) -> Tensor:
+def token_ratio(log_ratio_N: Tensor, rows: PackedRows) -> Tensor:
     """ρ_i,t, one per token (PPO; GRPO in DeepSeekMath, arXiv 2402.03300)."""
     return _exp(log_ratio_N)
 
 
-def sequence_product_ratio(log_ratio_N: Tensor, rows: Rows) -> Tensor:
+def sequence_product_ratio(log_ratio_N: Tensor, rows: PackedRows) -> Tensor:
     """π_θ(o_i | q) / π_old(o_i | q) = Π_t ρ_i,t: one unnormalised ratio per sequence, the form in which GRPO is often written
     down, and RLOO's."""
-    return rows.spread(_exp(rows.sum(log_ratio_N)))
+    return rows.broadcast(_exp(rows.sum(log_ratio_N)))
 
 
-def sequence_mean_ratio(log_ratio_N: Tensor, rows: Rows) -> Tensor:
+def sequence_mean_ratio(log_ratio_N: Tensor, rows: PackedRows) -> Tensor:
     """s_i = (π_θ(o_i | q) / π_old(o_i | q))^(1/|o_i|): the geometric mean of the token ratios (GSPO, arXiv 2507.18071)."""
-    return rows.spread(_exp(rows.mean(log_ratio_N)))
+    return rows.broadcast(_exp(rows.mean(log_ratio_N)))
 
 
-def sequence_token_ratio(log_ratio_N: Tensor, rows: Rows) -> Tensor:
+def sequence_token_ratio(log_ratio_N: Tensor, rows: PackedRows) -> Tensor:
     """s_i,t = sg[s_i] · π_θ(o_i,t) / sg[π_θ(o_i,t)] (GSPO-token, arXiv 2507.18071), sg stopping the gradient.
 
     Its value is s_i; its gradient at token t is s_i ∇log π_θ(o_i,t), so that tokens of one sequence can have advantages
     of their own. π_old is a constant: log-ratio − sg[log-ratio] is log π_θ − sg[log π_θ], and exactly 0 in value.
     """
-    sequence_N = rows.spread(rows.mean(log_ratio_N.detach()))
+    sequence_N = rows.broadcast(rows.mean(log_ratio_N.detach()))
     return _exp(sequence_N + (log_ratio_N - log_ratio_N.detach()))
 
 
-def agreement(logp_learner_N: Tensor, logp_sampler_N: Tensor, rows: Rows, limit: float) -> Tensor:
+def mismatch_mask(logp_learner_N: Tensor, logp_sampler_N: Tensor, rows: PackedRows, limit: float) -> Tensor:
     """1 at the tokens of rows on which learner and sampler agree, else 0: 1/limit ≤ (π_learner/π_sampler)^(1/|o_i|) ≤ limit."""
     gap_R = rows.mean(logp_learner_N.detach() - logp_sampler_N.detach())
-    return rows.spread((gap_R.abs() <= math.log(limit)).to(gap_R.dtype))
+    return rows.broadcast((gap_R.abs() <= math.log(limit)).to(gap_R.dtype))
 
 
 def truncated_weights(logp_learner_N: Tensor, logp_sampler_N: Tensor, cap: float) -> Tensor:

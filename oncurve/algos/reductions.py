@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from oncurve.algos.rows import Rows
+from oncurve.algos.packed_rows import PackedRows
 from oncurve.records import GradedGroup
 
 
 @dataclass(frozen=True, slots=True)
-class StepTotals:
+class LossDenominators:
     """What reductions divide by: the step's graded completions, their loss tokens, and Dr. GRPO's constant length."""
 
     completions: int
@@ -24,7 +24,7 @@ class StepTotals:
     length_budget: int
 
 
-def step_totals(groups: Iterable[GradedGroup], length_budget: int) -> StepTotals:
+def loss_denominators(groups: Iterable[GradedGroup], length_budget: int) -> LossDenominators:
     """Totals over graded completions. Groups without signal and empty completions count; failed or masked ones do not."""
     lengths = [
         scored.completion.length
@@ -32,28 +32,28 @@ def step_totals(groups: Iterable[GradedGroup], length_budget: int) -> StepTotals
         for scored, graded in zip(group.scored.scored, group.graded, strict=True)
         if graded
     ]
-    return StepTotals(len(lengths), sum(lengths), length_budget)
+    return LossDenominators(len(lengths), sum(lengths), length_budget)
 
 
-Reduction = Callable[[Rows, StepTotals], Tensor | float]
+Reduction = Callable[[PackedRows, LossDenominators], Tensor | float]
 """(rows, totals) → each token's share, or one share for all."""
 
 
-def mean_of_completion_means(rows: Rows, totals: StepTotals) -> Tensor | float:
+def mean_of_completion_means(rows: PackedRows, totals: LossDenominators) -> Tensor | float:
     """1 / (B |o_i|): every completion counts alike, so tokens of long ones count less (GRPO, DeepSeekMath)."""
-    return rows.spread((rows.length_R.clamp(min=1) * max(totals.completions, 1)).reciprocal())
+    return rows.broadcast((rows.length_R.clamp(min=1) * max(totals.completions, 1)).reciprocal())
 
 
-def mean_over_step_tokens(rows: Rows, totals: StepTotals) -> Tensor | float:
+def mean_over_step_tokens(rows: PackedRows, totals: LossDenominators) -> Tensor | float:
     """1 / Σ_i |o_i|: every token of the step counts alike (DAPO, arXiv 2503.14476; BNPO where the batch is the step)."""
     return 1.0 / max(totals.tokens, 1)
 
 
-def mean_over_length_budget(rows: Rows, totals: StepTotals) -> Tensor | float:
+def mean_over_length_budget(rows: PackedRows, totals: LossDenominators) -> Tensor | float:
     """1 / (B L) with a constant L: no bias by length (Dr. GRPO, arXiv 2503.20783)."""
     return 1.0 / max(totals.completions * totals.length_budget, 1)
 
 
-def mean_of_completion_sums(rows: Rows, totals: StepTotals) -> Tensor | float:
+def mean_of_completion_sums(rows: PackedRows, totals: LossDenominators) -> Tensor | float:
     """1 / B: sequence sums, as in the policy gradient itself (REINFORCE; LUSPO with a sequence ratio)."""
     return 1.0 / max(totals.completions, 1)

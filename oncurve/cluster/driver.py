@@ -16,22 +16,21 @@ from pathlib import Path
 from typing import Any
 
 from oncurve import trust
-from oncurve.cluster import door, nodes
-from oncurve.cluster.door import START_S, At, Gone, Peer, Places, answer
-from oncurve.cluster.learner import Learner, Task
-from oncurve.cluster.orders import Crew
-from oncurve.cluster.sampler import Sampler
-from oncurve.cluster.scorer import Scorer
-from oncurve.errors import ClusterError, OncurveError, RecipeError
-from oncurve.recipe.sampled import Sampled, Surrogate
-from oncurve.recipe.schema import Recipe
+from oncurve.cluster import node_checks, ray_client
+from oncurve.cluster.learner_actor import LearnerActor, LearnerTask
+from oncurve.cluster.messages import Actors
+from oncurve.cluster.ray_client import START_S, Actor, ActorDied, PlacementGroup, ProcessLocation, result_of
+from oncurve.cluster.reward_actor import RewardActor
+from oncurve.cluster.sampler_actor import SamplerActor
+from oncurve.distributed.signals import STOPPING, graceful_shutdown
+from oncurve.errors import ClusterError, OncurveError, RecipeError, error_from_json
+from oncurve.recipe.schema.recipe import Recipe
+from oncurve.recipe.schema.stages import PolicyGradientStage, RolloutStage
 from oncurve.runs.folder import RunFolder
-from oncurve.scale.signals import STOPPING, heeded
-from oncurve.scale.told import untold
-from oncurve.train import run as running
-from oncurve.train.follow import check_scale
-from oncurve.train.listeners import Listener
-from oncurve.train.start import check_resumable, moved, prepare
+from oncurve.training import trainer as running
+from oncurve.training.listeners import Listener
+from oncurve.training.rank_commands import check_scale
+from oncurve.training.start import build_tasks_and_rewards, check_resumable, with_machine_overrides
 
 MOST_DEATHS = 3
 """Deaths of the learner in a row, without a step between them, before the run gives up."""
@@ -39,7 +38,7 @@ HEAR_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class TrainRequest:
     """What the command line asked for: a recipe to begin, or a run to go on with."""
 
     recipe: Recipe | None = None
@@ -50,27 +49,27 @@ class Asked:
     minutes: float | None = None
 
 
-def train(asked: Asked, address: str, listeners: Sequence[Listener] = ()) -> RunFolder:
+def train(asked: TrainRequest, address: str, listeners: Sequence[Listener] = ()) -> RunFolder:
     """Trains on the cluster at an address, which has been found to answer. Returns the run when it has finished."""
     if asked.run is not None:
         check_resumable(asked.run)
         trust.check(asked.run)
-    recipe = asked.recipe if asked.run is None else moved(asked.run, asked.sets)
+    recipe = asked.recipe if asked.run is None else with_machine_overrides(asked.run, asked.sets)
     assert recipe is not None
     _check_shares(recipe)
     _check_staleness(recipe)
-    prepare(recipe)  # a recipe that can't run is told before anything is started
-    door.connect(address)
+    build_tasks_and_rewards(recipe)  # a recipe that can't run is told before anything is started
+    ray_client.connect(address)
     try:
-        nodes.check_room(recipe)
-        nodes.check_alike(recipe)
-        with company(recipe) as (learners, crew), folder(asked, recipe) as run:
+        node_checks.check_room(recipe)
+        node_checks.check_alike(recipe)
+        with actor_group(recipe) as (learners, crew), folder(asked, recipe) as run:
             begin = None if asked.run is not None else recipe.model_dump_json(exclude_none=True)
-            task = Task(run.path.resolve(), Path.cwd(), begin, asked.sets, asked.minutes)
-            Drive(learners, crew, listeners, recipe.scale.timeout_s).see_through(run, task)
+            task = LearnerTask(run.path.resolve(), Path.cwd(), begin, asked.sets, asked.minutes)
+            Drive(learners, crew, listeners, recipe.scale.timeout_s).run(run, task)
             return run
     finally:
-        door.leave()
+        ray_client.leave()
 
 
 def _check_shares(recipe: Recipe) -> None:
@@ -95,7 +94,7 @@ def _check_shares(recipe: Recipe) -> None:
 def _check_staleness(recipe: Recipe) -> None:
     """Stale samples need a correction (`recipe.resolve.corrected`), which is a surrogate's."""
     for stage in recipe.stages if recipe.scale.max_staleness else ():
-        if isinstance(stage, Sampled) and not isinstance(stage, Surrogate):
+        if isinstance(stage, RolloutStage) and not isinstance(stage, PolicyGradientStage):
             raise RecipeError(
                 "scale.max_staleness",
                 recipe.scale.max_staleness,
@@ -105,22 +104,22 @@ def _check_staleness(recipe: Recipe) -> None:
 
 
 @contextmanager
-def company(recipe: Recipe) -> Iterator[tuple[tuple[Peer, ...], Crew]]:
+def actor_group(recipe: Recipe) -> Iterator[tuple[tuple[Actor, ...], Actors]]:
     """The actors, in places kept for them; gone at the end, however it comes."""
     scale = recipe.scale
-    learner, sampler = nodes.needs(recipe)
-    places = [Places("the learner", [learner] * scale.ranks, "PACK")]
+    learner, sampler = node_checks.needs(recipe)
+    places = [PlacementGroup("the learner", [learner] * scale.ranks, "PACK")]
     if scale.samplers:
-        places.append(Places("samplers", [sampler] * scale.samplers, "SPREAD"))
-    peers: list[Peer] = []
+        places.append(PlacementGroup("samplers", [sampler] * scale.samplers, "SPREAD"))
+    peers: list[Actor] = []
     try:
         for one in places:
             one.wait()
-        peers += [door.put_up(f"rank-{i}", Learner, learner, places[0], i) for i in range(scale.ranks)]
-        peers += [door.put_up(f"sampler-{i}", Sampler, sampler, places[1], i) for i in range(scale.samplers)]
-        peers += [door.put_up(f"reward-{i}", Scorer, {"CPU": 1.0}) for i in range(scale.reward_workers)]
+        peers += [ray_client.start_actor(f"rank-{i}", LearnerActor, learner, places[0], i) for i in range(scale.ranks)]
+        peers += [ray_client.start_actor(f"sampler-{i}", SamplerActor, sampler, places[1], i) for i in range(scale.samplers)]
+        peers += [ray_client.start_actor(f"reward-{i}", RewardActor, {"CPU": 1.0}) for i in range(scale.reward_workers)]
         ranks, crew = scale.ranks, scale.ranks + scale.samplers
-        yield tuple(peers[:ranks]), Crew(tuple(peers[ranks:crew]), tuple(peers[crew:]))
+        yield tuple(peers[:ranks]), Actors(tuple(peers[ranks:crew]), tuple(peers[crew:]))
     finally:
         for peer in peers:
             peer.kill(for_good=True)
@@ -129,7 +128,7 @@ def company(recipe: Recipe) -> Iterator[tuple[tuple[Peer, ...], Crew]]:
 
 
 @contextmanager
-def folder(asked: Asked, recipe: Recipe) -> Iterator[RunFolder]:
+def folder(asked: TrainRequest, recipe: Recipe) -> Iterator[RunFolder]:
     """The run's folder. A new one is taken away again where the learner never came to its first stage."""
     if asked.run is not None:
         yield asked.run
@@ -147,20 +146,20 @@ def folder(asked: Asked, recipe: Recipe) -> Iterator[RunFolder]:
 class Drive:
     """One run, from the driver's seat."""
 
-    def __init__(self, learners: Sequence[Peer], crew: Crew, listeners: Sequence[Listener], timeout_s: float) -> None:
+    def __init__(self, learners: Sequence[Actor], crew: Actors, listeners: Sequence[Listener], timeout_s: float) -> None:
         self.learners, self.crew, self.listeners, self.timeout_s = learners, crew, listeners, timeout_s
         self.learner = learners[0]
         self.stop: int | None = None
         self.steps = 0
 
-    def see_through(self, run: RunFolder, task: Task) -> None:
+    def run(self, run: RunFolder, task: LearnerTask) -> None:
         deaths = 0
         while True:
             before = self.steps
             try:
-                with heeded(lambda: self.stop is not None, self._stop):
+                with graceful_shutdown(lambda: self.stop is not None, self._stop):
                     ended = self._watch(task)
-            except Gone as error:
+            except ActorDied as error:
                 deaths = deaths + 1 if self.steps == before else 1
                 if deaths > MOST_DEATHS:
                     raise self._given_up(run, deaths, error) from error
@@ -175,49 +174,50 @@ class Drive:
                     raise error_of(ended, run, task.minutes)
                 return
 
-    def _watch(self, task: Task) -> Mapping[str, Any] | None:
+    def _watch(self, task: LearnerTask) -> Mapping[str, Any] | None:
         """How the learner ended; meanwhile it is heard, and what it says is handed on."""
         task = self._meeting(task)
-        ends = [learner.ask("train", task, self.crew, rank) for rank, learner in enumerate(self.learners)]
-        hearing, heard = self.learner.ask("hear", HEAR_S), time.monotonic()
+        ends = [learner.call("train", task, self.crew, rank) for rank, learner in enumerate(self.learners)]
+        hearing, heard = self.learner.call("hear", HEAR_S), time.monotonic()
         asked_to_stop = False
         while True:
-            for ref in door.first([*ends, hearing], HEAR_S):
-                said = answer(ref, HEAR_S)
+            for ref in ray_client.first_ready([*ends, hearing], HEAR_S):
+                said = result_of(ref, HEAR_S)
                 if ref is ends[0]:
-                    self._hand_on(answer(self.learner.ask("hear", 0.05), self.timeout_s))
+                    self._hand_on(result_of(self.learner.call("hear", 0.05), self.timeout_s))
                     return said  # type: ignore[no-any-return]
                 if ref is hearing:
                     self._hand_on(said)
-                    heard, hearing = time.monotonic(), self.learner.ask("hear", HEAR_S)
+                    heard, hearing = time.monotonic(), self.learner.call("hear", HEAR_S)
                 else:
                     ends.remove(ref)  # another rank is done; what it has to say, the first one tells
             if self.stop is not None and not asked_to_stop:
-                self.learner.ask("stop", self.stop)
+                self.learner.call("stop", self.stop)
                 asked_to_stop = True
             if time.monotonic() - heard > self.timeout_s:
                 self.learner.kill(for_good=False)
-                raise Gone(f"it had not answered the driver for {self.timeout_s:g} s, and was killed")
+                raise ActorDied(f"it had not answered the driver for {self.timeout_s:g} s, and was killed")
 
-    def _meeting(self, task: Task) -> Task:
+    def _meeting(self, task: LearnerTask) -> LearnerTask:
         """With all learners up: where each is, and where they meet."""
         ranks = tuple(self._up(learner) for learner in self.learners)
-        port = answer(self.learner.ask("free_port"), self.timeout_s)
+        port = result_of(self.learner.call("free_port"), self.timeout_s)
         return replace(task, session=uuid.uuid4().hex, ranks=ranks, port=port)
 
-    def _up(self, learner: Peer) -> At:
+    def _up(self, learner: Actor) -> ProcessLocation:
         """Ray may be starting it again, or waiting for a node that has room."""
         limit = max(self.timeout_s, START_S)
         deadline = time.monotonic() + limit
         while True:
             try:
-                at: At = answer(learner.ask("where"), limit)
-            except (Gone, door.Silent) as error:
-                if time.monotonic() > deadline or isinstance(error, door.Silent):
+                at: ProcessLocation = result_of(learner.call("where"), limit)
+            except (ActorDied, ray_client.ActorTimeout) as error:
+                if time.monotonic() > deadline or isinstance(error, ray_client.ActorTimeout):
                     raise ClusterError(
                         "--ray",
                         f"the driver has waited {limit:g} s for {learner.name} to start",
-                        because=str(error)[:200] or f"its process has not come up; {door.told_of(door.available())} is free",
+                        because=str(error)[:200]
+                        or f"its process has not come up; {ray_client.resources_text(ray_client.available())} is free",
                         fix="`ray status` shows the nodes; when there is one again: oncurve train --resume RUN --ray auto",
                     ) from error
                 time.sleep(0.5)
@@ -251,4 +251,4 @@ def error_of(data: Mapping[str, Any], run: RunFolder, minutes: float | None) -> 
     """What ended the learner, as the error that it was."""
     if data["kind"] == "TimeUp" and minutes is not None:
         return running.TimeUp(run, minutes)
-    return untold(dict(data))
+    return error_from_json(dict(data))

@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from oncurve.errors import MissingPackage, ModelError, pip_install
-from oncurve.recipe.sections import Lora
+from oncurve.recipe.schema.sections import Lora
 
 CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "oncurve-base.json"
 ALL_LINEAR = "all-linear"
@@ -157,7 +157,7 @@ def keep_gradients(model: nn.Module) -> None:
             setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010
 
 
-def trained(model: nn.Module) -> dict[str, Tensor]:
+def adapter_parameters(model: nn.Module) -> dict[str, Tensor]:
     """The adapter's own weights, by the names of the model's parameters."""
     return {name: p for name, p in model.named_parameters() if "lora_" in name}
 
@@ -168,7 +168,7 @@ def is_zero(model: nn.Module) -> bool:
 
 
 @contextmanager
-def switched_off(model: nn.Module) -> Iterator[None]:
+def adapter_disabled(model: nn.Module) -> Iterator[None]:
     """Within, the model is its base."""
     layers = list(_layers(model))
     for layer in layers:
@@ -180,7 +180,7 @@ def switched_off(model: nn.Module) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
-def merged(model: Any) -> Any:
+def merged_copy(model: Any) -> Any:
     """A copy on the CPU in which the adapter has become part of the weights: a plain model."""
     alone = copy.deepcopy(model)
     merge(alone)

@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from oncurve.models import kernels
-from oncurve.models.attention import Layout, allowed, capped
+from oncurve import kernels
+from oncurve.models.attention_interface import AttentionContext, causal_mask, soft_capped
 from oncurve.records import Ints
 
 
 @dataclass(frozen=True, slots=True)
-class Bundle:
+class PrefixGroup:
     """A prompt and the completions that share it, as token ids; ``keys`` names each completion for the caller."""
 
     prompt_ids: Ints
@@ -45,8 +45,8 @@ class Pack:
 
     input_ids: Tensor
     position_ids: Tensor
-    layout: Layout
-    source_M: Tensor
+    attention: AttentionContext
+    predicted_from_M: Tensor
     target_M: Tensor
     row_M: Tensor
     keys: tuple[int, ...]
@@ -63,9 +63,9 @@ class Pack:
         return self.input_ids.shape[1]
 
 
-def split_by_budget(bundles: Iterable[Bundle], budget: int) -> list[list[Bundle]]:
+def split_by_budget(bundles: Iterable[PrefixGroup], budget: int) -> list[list[PrefixGroup]]:
     """Bundles into packs of at most ``budget`` tokens, in order; a bundle above it is cut between completions."""
-    packs: list[list[Bundle]] = []
+    packs: list[list[PrefixGroup]] = []
     room = 0
     for bundle in (part for whole in bundles for part in _cut(whole, budget)):
         if bundle.tokens > room or not packs:
@@ -76,26 +76,26 @@ def split_by_budget(bundles: Iterable[Bundle], budget: int) -> list[list[Bundle]
     return packs
 
 
-def _cut(bundle: Bundle, budget: int) -> list[Bundle]:
-    parts: list[Bundle] = []
+def _cut(bundle: PrefixGroup, budget: int) -> list[PrefixGroup]:
+    parts: list[PrefixGroup] = []
     first, used = 0, len(bundle.prompt_ids)
     for i, ids in enumerate(bundle.completion_ids):
         cost = max(len(ids) - 1, 0)
         if i > first and used + cost > budget:
-            parts.append(Bundle(bundle.prompt_ids, bundle.completion_ids[first:i], bundle.keys[first:i]))
+            parts.append(PrefixGroup(bundle.prompt_ids, bundle.completion_ids[first:i], bundle.keys[first:i]))
             first, used = i, len(bundle.prompt_ids)
         used += cost
-    parts.append(Bundle(bundle.prompt_ids, bundle.completion_ids[first:], bundle.keys[first:]))
+    parts.append(PrefixGroup(bundle.prompt_ids, bundle.completion_ids[first:], bundle.keys[first:]))
     return parts
 
 
-def blank_pack(device: torch.device) -> Pack:
+def dummy_pack(device: torch.device) -> Pack:
     """The smallest pack there is, for passes that a rank makes only because others do."""
     token = np.zeros(1, np.int64)
-    return build_pack([Bundle(token, (token,), (0,))], device)
+    return build_pack([PrefixGroup(token, (token,), (0,))], device)
 
 
-def build_pack(bundles: Sequence[Bundle], device: torch.device) -> Pack:
+def build_pack(bundles: Sequence[PrefixGroup], device: torch.device) -> Pack:
     """Lay the bundles end to end and note, for each predicted token, where it is predicted from."""
     ids: list[Ints] = []
     positions: list[Ints] = []
@@ -128,8 +128,8 @@ def build_pack(bundles: Sequence[Bundle], device: torch.device) -> Pack:
     return Pack(
         input_ids=joined(ids)[None],
         position_ids=position[None],
-        layout=_layout(prompts, completions, position),
-        source_M=joined(sources),
+        attention=_layout(prompts, completions, position),
+        predicted_from_M=joined(sources),
         target_M=joined(targets),
         row_M=to_device(np.repeat(np.arange(len(lengths)), lengths), device),
         keys=tuple(k for b in bundles for k in b.keys),
@@ -138,13 +138,13 @@ def build_pack(bundles: Sequence[Bundle], device: torch.device) -> Pack:
     )
 
 
-def _layout(prompts: list[tuple[int, int]], completions: list[tuple[int, int, int]], position_N: Tensor) -> Layout:
-    if not kernels.run_on(position_N.device):
-        return PackLayout(prompts, completions, position_N)
-    from oncurve.models.gpu_layout import GpuPackLayout  # needs Triton
+def _layout(prompts: list[tuple[int, int]], completions: list[tuple[int, int, int]], position_N: Tensor) -> AttentionContext:
+    if not kernels.can_run_kernels(position_N.device):
+        return PackAttention(prompts, completions, position_N)
+    from oncurve.models.pack_attention_cuda import CudaPackAttention  # needs Triton
 
     longest = max(prompts[p][1] + fed for _, fed, p in completions) if completions else max(n for _, n in prompts)
-    return GpuPackLayout(prompts, completions, position_N, longest)
+    return CudaPackAttention(prompts, completions, position_N, longest)
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
@@ -153,7 +153,7 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def followed(hidden_ND: Tensor, source_M: Tensor) -> Tensor:
+def predicting_states(hidden_ND: Tensor, source_M: Tensor) -> Tensor:
     """The hidden state that each predicted token of a pack follows from, [M, D].
 
     First tokens of a group's completions all follow from its prompt's last one, whose gradient is their sum. On a CPU the
@@ -163,7 +163,7 @@ def followed(hidden_ND: Tensor, source_M: Tensor) -> Tensor:
     return hidden_ND.index_select(0, source_M) if hidden_ND.device.type == "cpu" else hidden_ND[source_M]
 
 
-class PackLayout:
+class PackAttention:
     """Attention inside a pack. Linear layers see packed tokens; only here are they padded, by gathering.
 
     Prompts attend to themselves; completions attend to their prompt (one call for all completions of a group, the prompt's
@@ -233,13 +233,13 @@ class PackLayout:
         )
         seat = seat[: index.shape[1]]
         at = position[index]
-        mask = allowed(at[:, :, None], at[:, None, :], window) & real[:, None, :]
+        mask = causal_mask(at[:, :, None], at[:, None, :], window) & real[:, None, :]
         mask = mask & ((seat[None, :] == seat[:, None]) | (seat[None, :] == -1))
         mask = mask | (
             ~real[:, :, None]
         )  # a padded query attends to anything, so that its softmax is finite; it is dropped below
         padded_q, padded_k, padded_v = (x[0][:, index].transpose(0, 1) for x in (q, k, v))
-        scores = capped(padded_q @ padded_k.transpose(-1, -2) * scale, softcap)
+        scores = soft_capped(padded_q @ padded_k.transpose(-1, -2) * scale, softcap)
         weights = scores.masked_fill(~mask[:, None], -torch.inf).softmax(-1, dtype=torch.float32).to(padded_v.dtype)
         out = (weights @ padded_v).transpose(1, 2)  # [P, A + S·C, H, d]
         flat = torch.cat((out[:, : self.A].flatten(0, 1), out[:, self.A :].flatten(0, 1)))
@@ -258,7 +258,7 @@ class _SharedPromptFlash(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, layout: PackLayout, scale: float):  # type: ignore[no-untyped-def]
+    def forward(ctx, q, k, v, layout: PackAttention, scale: float):  # type: ignore[no-untyped-def]
         P, S, C = layout.P, layout.S, layout.C
         q_N, k_N, v_N = (x[0].transpose(0, 1) for x in (q, k, v))  # [N, heads, d]
 

@@ -1,10 +1,13 @@
-"""The policy: a transformers model and its tokenizer, as sampler and learner use them. One set of weights for both."""
+"""The policy: a transformers model and its tokenizer, as sampler and learner use them. One set of weights for both.
+
+Passes over nothing: where ranks share out weights, every pass is one of all, and one with fewer packs takes part so.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,15 +17,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from oncurve import kernels
 from oncurve.errors import ModelError
-from oncurve.models import attention, kernels, lora
-from oncurve.models.attention import Layout
-from oncurve.models.compiled.backbone import can_run
-from oncurve.models.fused import FusedDecoder
-from oncurve.models.gradients import GradientSums
-from oncurve.models.logprobs import Head, rows_at_once, token_logps
-from oncurve.models.packing import Bundle, Pack, build_pack, followed
-from oncurve.models.templates import FIX, by_template
+from oncurve.models import attention_interface, lora
+from oncurve.models.attention_interface import AttentionContext
+from oncurve.models.chat_template import FIX, by_template
+from oncurve.models.gradient_buffers import GradAccumulator
+from oncurve.models.heads.lm_head import Head, head_chunk_tokens, token_logps
+from oncurve.models.llama.c_backbone import can_run
+from oncurve.models.llama.fused import FusedBackbone
+from oncurve.models.packing import Pack, PrefixGroup, build_pack, dummy_pack, predicting_states
 from oncurve.records import Ints, Prompt, is_text
 
 MARK = "oncurve mark"
@@ -43,16 +47,16 @@ class Policy:
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.system_prompt, self.template_options = system_prompt, template_options or {}
-        model.set_attn_implementation(attention.NAME)
+        model.set_attn_implementation(attention_interface.NAME)
         model.eval()  # dropout would make sampler and learner disagree; GRPO trains without it
         self.backbone = _backbone(model)
-        self.end_ids = _end_ids(model, tokenizer)
-        self.fused: FusedDecoder | None = None
-        self._sums: GradientSums | None = None
+        self.eos_ids = _end_ids(model, tokenizer)
+        self.fast_backbone: FusedBackbone | None = None
+        self._sums: GradAccumulator | None = None
         self._written_roles: set[str] = set()
         _check_attention(self)
         _check_head(self)
-        self.fused = _faithful(_fast_path(model, compiled), self)
+        self.fast_backbone = _faithful(_fast_path(model, compiled), self)
 
     def copy(self) -> Policy:
         """Another policy with the same weights in tensors of its own."""
@@ -64,7 +68,7 @@ class Policy:
     @property
     def compiled(self) -> bool:
         """Whether it samples and learns by compiled functions."""
-        return self.fused is not None and self.fused.compiled and self.model.dtype == torch.float32
+        return self.fast_backbone is not None and self.fast_backbone.compiled and self.model.dtype == torch.float32
 
     @property
     def head(self) -> Head:
@@ -79,7 +83,7 @@ class Policy:
         return Head(layer.weight, getattr(layer, "bias", None), scale, getattr(config, "final_logit_softcapping", None))
 
     @property
-    def trained(self) -> dict[str, nn.Parameter]:
+    def trainable(self) -> dict[str, nn.Parameter]:
         """The weights that training moves, by name, each once; under LoRA the adapter's alone."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
@@ -89,7 +93,7 @@ class Policy:
         return device
 
     @property
-    def context(self) -> int:
+    def max_positions(self) -> int:
         """Positions the model can address."""
         return int(getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30)
 
@@ -103,10 +107,10 @@ class Policy:
         config = self.model.config.get_text_config()
         return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
-    def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
+    def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: AttentionContext) -> Tensor:
         """The backbone's last hidden state, [batch, tokens, D]."""
-        if self.fused is not None:
-            return self.fused.hidden(input_ids, position_ids, layout)
+        if self.fast_backbone is not None:
+            return self.fast_backbone.hidden(input_ids, position_ids, layout)
         out = self.backbone(input_ids=input_ids, position_ids=position_ids, use_cache=False, layout=layout)
         hidden: Tensor = out.last_hidden_state
         return hidden
@@ -117,7 +121,7 @@ class Policy:
 
     def pack_hidden(self, pack: Pack) -> Tensor:
         """The hidden state that each predicted token of a pack follows from, [M, D]."""
-        return followed(self.hidden(pack.input_ids, pack.position_ids, pack.layout)[0], pack.source_M)
+        return predicting_states(self.hidden(pack.input_ids, pack.position_ids, pack.attention)[0], pack.predicted_from_M)
 
     def logps_of(self, hidden_MD: Tensor, target_M: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """(log-prob, entropy) of each target, [M]."""
@@ -127,7 +131,7 @@ class Policy:
     """Whether a pass of the sampler gathers weights that ranks share out, each layer for its turn."""
 
     @contextmanager
-    def gathered(self) -> Iterator[None]:
+    def full_weights(self) -> Iterator[None]:
         """Within, all weights are here. They always are, unless ranks share them out."""
         yield
 
@@ -141,22 +145,22 @@ class Policy:
         return None
 
     @property
-    def rows_at_once(self) -> int:
+    def head_chunk_tokens(self) -> int:
         """Tokens whose logits the head holds at once, and keeps for its backward pass where there are no more."""
-        return rows_at_once(self.head.weight_VD)
+        return head_chunk_tokens(self.head.weight_VD)
 
     @contextmanager
-    def collecting(self, sums: GradientSums | None) -> Iterator[None]:
+    def accumulate_into(self, sums: GradAccumulator | None) -> Iterator[None]:
         """Within, what can add its gradient straight into the sums does so; the rest is left to autograd."""
         self._sums = sums
-        if self.fused is not None:
-            self.fused.sums = sums
+        if self.fast_backbone is not None:
+            self.fast_backbone.accumulator = sums
         try:
             yield
         finally:
             self._sums = None
-            if self.fused is not None:
-                self.fused.sums = None
+            if self.fast_backbone is not None:
+                self.fast_backbone.accumulator = None
 
     def encode(self, prompt: Prompt) -> Ints:
         """A prompt as token ids: text as it is, messages through the chat template."""
@@ -167,7 +171,7 @@ class Policy:
             )  # fmt: skip
         if prompt.messages is None:
             ids = self.tokenizer(prompt.text or "", add_special_tokens=True)["input_ids"]
-            if ids and ids[-1] in self.end_ids and not (prompt.text or "").endswith(str(self.tokenizer.eos_token)):
+            if ids and ids[-1] in self.eos_ids and not (prompt.text or "").endswith(str(self.tokenizer.eos_token)):
                 ids = ids[:-1]  # some tokenizers close every text; a prompt is open
         else:
             ids = self._templated(prompt)
@@ -212,7 +216,7 @@ class Policy:
     def encode_completion(self, text: str) -> Ints:
         """A worked completion as token ids, closed by the end token."""
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return np.asarray([*ids, self.end_ids[0]], np.int64)
+        return np.asarray([*ids, self.eos_ids[0]], np.int64)
 
     def decode(self, token_ids: Ints) -> str:
         """The text of a completion, without its end token."""
@@ -228,17 +232,17 @@ class Policy:
 
     def save(self, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
         """In Hugging Face format, an adapter merged into the weights: loads in transformers and vLLM as it is."""
-        model = lora.merged(self.model) if lora.is_on(self.model) else self.model
+        model = lora.merged_copy(self.model) if lora.is_on(self.model) else self.model
         model.save_pretrained(folder, state_dict=weights)
         self.tokenizer.save_pretrained(folder)
 
 
-def _fast_path(model: PreTrainedModel, compiled: bool) -> FusedDecoder | None:
-    if kernels.run_on(model.device):
-        from oncurve.models.gpu_decoder import GpuDecoder  # needs Triton
+def _fast_path(model: PreTrainedModel, compiled: bool) -> FusedBackbone | None:
+    if kernels.can_run_kernels(model.device):
+        from oncurve.models.llama.cuda_backbone import CudaBackbone  # needs Triton
 
-        return GpuDecoder.of(model)
-    found = FusedDecoder.of(model)
+        return CudaBackbone.of(model)
+    found = FusedBackbone.of(model)
     if found is not None:
         found.compiled = compiled and can_run(model)
     return found
@@ -247,7 +251,7 @@ def _fast_path(model: PreTrainedModel, compiled: bool) -> FusedDecoder | None:
 def _backbone(model: PreTrainedModel) -> nn.Module:
     backbone: nn.Module = model.base_model
     if backbone is model or not isinstance(model.get_output_embeddings(), nn.Linear):
-        raise attention.unfaithful(type(model).__name__, "no separate backbone and linear LM head")
+        raise attention_interface.unsupported(type(model).__name__, "no separate backbone and linear LM head")
     return backbone
 
 
@@ -269,7 +273,7 @@ def _end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tupl
 class _CountingLayout:
     """Passes attention on to a pack's own layout and counts the calls of each layer."""
 
-    def __init__(self, inner: Layout) -> None:
+    def __init__(self, inner: AttentionContext) -> None:
         self.inner = inner
         self.calls: Counter[int] = Counter()
 
@@ -288,12 +292,12 @@ def _check_attention(policy: Policy) -> None:
     pack when learning, and nothing of their past when sampling. One that calls it twice overwrites its own KV cache.
     """
     config = policy.model.config.get_text_config()
-    if config._attn_implementation != attention.NAME:
-        raise attention.unfaithful(
+    if config._attn_implementation != attention_interface.NAME:
+        raise attention_interface.unsupported(
             type(policy.model).__name__, "an implementation of its own, outside transformers' attention interface"
         )
     pack = _probe_pack(policy)
-    layout = _CountingLayout(pack.layout)
+    layout = _CountingLayout(pack.attention)
     policy.backbone(input_ids=pack.input_ids, position_ids=pack.position_ids, use_cache=False, layout=layout)
     layers = range(int(config.num_hidden_layers))
     outside = [layer for layer in layers if not layout.calls[layer]]
@@ -303,43 +307,53 @@ def _check_attention(policy: Policy) -> None:
             if len(outside) == len(layers)
             else f"{len(outside)} of {len(layers)} layers, the first of them {outside[0]}"
         )
-        raise attention.unfaithful(
+        raise attention_interface.unsupported(
             type(policy.model).__name__,
             f"layers outside transformers' attention interface, or a recurrent state ({names})",
         )
     if any(count > 1 for count in layout.calls.values()) or set(layout.calls) - set(layers):
-        raise attention.unfaithful(type(policy.model).__name__, "layers that attend more than once per token")
+        raise attention_interface.unsupported(type(policy.model).__name__, "layers that attend more than once per token")
 
 
 def _probe_pack(policy: Policy) -> Pack:
     ids = np.arange(3, dtype=np.int64) % policy.model.config.get_text_config().vocab_size
-    return build_pack([Bundle(ids, (np.zeros(1, np.int64),), (0,))], policy.device)
+    return build_pack([PrefixGroup(ids, (np.zeros(1, np.int64),), (0,))], policy.device)
 
 
 @torch.no_grad()
 def _check_head(policy: Policy) -> None:
     """The head read from the config gives the model's own logits, or the model is refused: a hidden scale would mislead."""
     pack = _probe_pack(policy)
-    hidden = policy.hidden(pack.input_ids, pack.position_ids, pack.layout)
+    hidden = policy.hidden(pack.input_ids, pack.position_ids, pack.attention)
     own = policy.model(
-        input_ids=pack.input_ids, position_ids=pack.position_ids, use_cache=False, layout=pack.layout
+        input_ids=pack.input_ids, position_ids=pack.position_ids, use_cache=False, layout=pack.attention
     ).logits.float()
     ours = policy.head.logits(hidden)
     within = 1e-3 if hidden.dtype == torch.float32 else 2e-2  # the model scales and caps its logits in 16 bits, we in 32
     if not torch.allclose(own, ours, rtol=within, atol=within * float(own.abs().max()) + 1e-6):
-        raise attention.unfaithful(type(policy.model).__name__, "an LM head with more than a scale and a soft cap")
+        raise attention_interface.unsupported(type(policy.model).__name__, "an LM head with more than a scale and a soft cap")
 
 
 @torch.no_grad()
-def _faithful(fused: FusedDecoder | None, policy: Policy) -> FusedDecoder | None:
+def _faithful(fused: FusedBackbone | None, policy: Policy) -> FusedBackbone | None:
     """The fast path, if it agrees with the model's own modules on a few tokens."""
     if fused is None:
         return None
     ids = np.arange(7, dtype=np.int64) % policy.model.config.vocab_size
-    pack = build_pack([Bundle(ids, (ids[:3],), (0,))], policy.device)
-    own = policy.hidden(pack.input_ids, pack.position_ids, pack.layout)
-    ours = fused.hidden(pack.input_ids, pack.position_ids, pack.layout)
+    pack = build_pack([PrefixGroup(ids, (ids[:3],), (0,))], policy.device)
+    own = policy.hidden(pack.input_ids, pack.position_ids, pack.attention)
+    ours = fused.hidden(pack.input_ids, pack.position_ids, pack.attention)
     agree = torch.allclose(
         own.float(), ours.float(), rtol=1e-3, atol=(1e-4 if own.dtype == torch.float32 else 5e-2) * float(own.abs().max())
     )
     return fused if agree else None
+
+
+def dummy_passes(policy: Policy, passes: int, measure: Callable[[Pack], object] | None = None) -> None:
+    """So many passes beside those of other ranks. ``measure`` is what these do; unset: there and back, with a gradient of 0."""
+    for _ in range(passes):
+        pack = dummy_pack(policy.device)
+        if measure is not None:
+            measure(pack)
+        else:
+            (0.0 * policy.pack_logps(pack)[0].sum()).backward()  # type: ignore[no-untyped-call]

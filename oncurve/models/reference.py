@@ -15,8 +15,8 @@ from torch import Tensor
 
 from oncurve.models import lora
 from oncurve.models.packing import Pack
+from oncurve.models.parallel.dtensor import copy_from_full, is_shard
 from oncurve.models.policy import Policy
-from oncurve.models.shards import is_shard, put
 
 OFF = "adapter_off"
 
@@ -35,7 +35,7 @@ class Reference:
         self._at_hand: Policy | None = None
 
     @contextmanager
-    def at_hand(self) -> Iterator[None]:
+    def loaded(self) -> Iterator[None]:
         """For the passes of several packs: weights that are elsewhere are brought over once. The policy rests meanwhile."""
         with self._held.policy_as_it_was() as policy:
             self._at_hand = policy
@@ -109,7 +109,7 @@ class _Waiting:
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         for name, kept in self._kept.items():
-            put(kept, state[name])
+            copy_from_full(kept, state[name])
 
 
 @contextmanager
@@ -146,10 +146,10 @@ class _Adapter:
     @contextmanager
     def policy_as_it_was(self) -> Iterator[Policy]:
         if self._kept is None:
-            with lora.switched_off(self._policy.model):
+            with lora.adapter_disabled(self._policy.model):
                 yield self._policy
             return
-        with _exchanged(lora.trained(self._policy.model), self._kept, _copy):
+        with _exchanged(lora.adapter_parameters(self._policy.model), self._kept, _copy):
             yield self._policy
 
     def refresh(self, policy: Policy) -> None:
@@ -169,4 +169,4 @@ def _copy(weight: Tensor) -> Tensor:
 
 
 def _copies(policy: Policy) -> dict[str, Tensor]:
-    return {name: _copy(p) for name, p in lora.trained(policy.model).items()}
+    return {name: _copy(p) for name, p in lora.adapter_parameters(policy.model).items()}

@@ -23,8 +23,8 @@ from itertools import combinations
 from typing import Any
 
 from oncurve.plan.job import Job
-from oncurve.plan.memory import limit, memory_of
-from oncurve.plan.seconds import seconds_of
+from oncurve.plan.memory import memory_limit, memory_of
+from oncurve.plan.step_time import seconds_of
 
 PACKS = (8192, 4096, 2048, 1024)
 SLOTS = (128, 64, 32, 16)
@@ -71,7 +71,7 @@ class Fix:
 
 
 def fits(job: Job) -> bool:
-    return memory_of(job).peak.total <= limit(job)
+    return memory_of(job).peak.total <= memory_limit(job)
 
 
 def find_fixes(job: Job, lora_rank: int, count: int = 4) -> list[Fix]:

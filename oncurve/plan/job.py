@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from oncurve.errors import RecipeError, did_you_mean
-from oncurve.plan.gpus import Gpu
-from oncurve.plan.shapes import Shape
-from oncurve.recipe.sections import Engine
-from oncurve.recipe.trpo import Trpo
+from oncurve.plan.hardware import Gpu
+from oncurve.plan.model_shape import ModelShape
+from oncurve.recipe.schema.sections import Engine
+from oncurve.recipe.schema.stages import Trpo
 
 Sharding = Literal["none", "optimiser", "full"]
 Moments = Literal["float32", "int8"]
@@ -46,7 +46,7 @@ ALGORITHMS: dict[str, Algorithm] = {
 class Job:
     """One plan's question. Lengths are limits; ``mean_tokens`` is the expected length of a completion."""
 
-    shape: Shape
+    shape: ModelShape
     gpu: Gpu
     gpus: int
     algorithm: str
@@ -74,10 +74,10 @@ class Job:
     pool_share: float = Engine().pool_share
     quantise: str | None = None
     """A frozen base in 4 or 8 bits, under an adapter."""
-    reward_model: Shape | None = None
+    reward_model: ModelShape | None = None
     reference_free: bool = False
     """An offline loss without a reference (SimPO)."""
-    critic: Shape | None = None
+    critic: ModelShape | None = None
     """The critic's shape where it differs from the policy's."""
     fisher_share: float = Trpo().fisher_share
     """Of a step's groups, for a natural gradient."""
@@ -137,7 +137,7 @@ class Job:
         return self.has_reference and self.lora_rank is None
 
     @property
-    def critic_shape(self) -> Shape | None:
+    def critic_shape(self) -> ModelShape | None:
         """Embeddings and layers; it reads values, so it has no LM head of its own."""
         return replace(self.critic or self.shape, tied=True) if self.does.critic else None
 

@@ -1,4 +1,6 @@
-"""Memory by part at the worst moment of each phase of a step.
+"""What a natural gradient (the stage `trpo`) keeps beside the model, and how large a model leaves room for it.
+
+Memory by part at the worst moment of each phase of a step.
 
 A model in training with Adam in mixed precision holds, per parameter, 2 bytes of weights, 4 of master weights, 8 of moments and
 2 of gradients: 16 (Rajbhandari et al. 2020, section 3.1, with bfloat16 for float16). Here gradients are summed over packs in
@@ -14,10 +16,27 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from math import ceil
 
-from oncurve.plan.curvature import VECTOR_BYTES, table_bytes
 from oncurve.plan.job import Job
-from oncurve.plan.shapes import Shape
+from oncurve.plan.model_shape import ModelShape
+
+VECTOR_BYTES = 44
+"""Per trained parameter: gradient, the five vectors of conjugate gradient, start and step of the search, two derivatives and
+one on its way, each in float32."""
+TABLES = 8
+"""Float32 tables of [tokens, vocabulary] that a second derivative keeps."""
+
+
+def table_bytes(tokens: int, vocabulary: int, fisher_share: float) -> int:
+    """Every token's distribution before the step, and the second derivative's tables of the tokens that it is measured on."""
+    return 4 * vocabulary * (tokens + TABLES * ceil(fisher_share * tokens))
+
+
+def parameters_with_room(memory: int, tables: int) -> int:
+    """How many trained parameters so much memory has room for, beside the model itself."""
+    return max(0, (memory - tables) // VECTOR_BYTES)
+
 
 PARTS = (
     "weights", "adapter", "master weights", "moments", "gradients", "activations", "lm head", "kv pool", "sampling",
@@ -42,7 +61,7 @@ HEAD_CPU_BYTES = 20
 """On a CPU, bytes of each logit: itself, log-prob, probability, gradient, and one more in passing."""
 GRADIENT_BYTES = 4
 """Sums of gradients over packs, in float32."""
-LEAN = ("llama", "mistral", "qwen2", "qwen3")
+FUSED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Families whose layers the learner runs on a GPU by kernels of its own, which keep less for the backward pass."""
 SAMPLED_LOGIT_BYTES_CPU = 24
 """On a CPU, bytes of each logit of a decode step: itself, log-prob, probability, their float64 running sum, and in passing."""
@@ -77,7 +96,7 @@ class Memory:
         return max(self.phases, key=lambda phase: phase.total)
 
 
-def limit(job: Job) -> int:
+def memory_limit(job: Job) -> int:
     """What a plan may fill of the device."""
     return int(job.gpu.memory * (1 - RESERVE))
 
@@ -118,7 +137,7 @@ def _split(job: Job) -> int:
     return 1 if job.sharding == "none" else job.gpus
 
 
-def _weights(shape: Shape, job: Job) -> float:
+def _weights(shape: ModelShape, job: Job) -> float:
     """Weights of a model, linear layers quantised where asked; fully sharded, a share and two layers gathered at a time."""
     whole: float = job.dtype_bytes * shape.parameters
     if job.quantise is not None:
@@ -157,11 +176,11 @@ def _gradients(trained: int, job: Job) -> float:
     return GRADIENT_BYTES * trained / _full(job)
 
 
-def _trained(shape: Shape, job: Job) -> int:
+def _trained(shape: ModelShape, job: Job) -> int:
     return shape.parameters if job.lora_rank is None else shape.adapter_parameters(job.lora_rank)
 
 
-def critic_bytes(critic: Shape, job: Job) -> float:
+def critic_bytes(critic: ModelShape, job: Job) -> float:
     """A critic in training: its weights, and master weights, moments and gradients of what it trains."""
     trained = _trained(critic, job)
     extra = 0 if job.lora_rank is None else job.dtype_bytes * trained
@@ -196,10 +215,10 @@ def _phases(job: Job) -> dict[str, dict[str, float]]:
         held = critic_bytes(critic, job)
         phases["critic update"] = {"activations": activation_bytes(critic, job), "critic": held + _passing(critic, job)}
     phases["optimiser"] = (
-        {} if is_lean(job.shape, job) else {"gradients": _gradients(job.trained, job) + _absorbed(job.trained, job)}
+        {} if uses_fused_kernels(job.shape, job) else {"gradients": _gradients(job.trained, job) + _absorbed(job.trained, job)}
     )
     if critic:
-        phases["optimiser"]["critic"] = held + (0 if is_lean(critic, job) else _absorbed(_trained(critic, job), job))
+        phases["optimiser"]["critic"] = held + (0 if uses_fused_kernels(critic, job) else _absorbed(_trained(critic, job), job))
     return phases
 
 
@@ -208,10 +227,14 @@ def curvature_tables(job: Job) -> int:
     return table_bytes(job.rows * job.new_tokens, job.shape.vocabulary, job.fisher_share)
 
 
-def _passing(critic: Shape, job: Job) -> float:
+def _passing(critic: ModelShape, job: Job) -> float:
     """Gradients in the weights' own precision, as autograd has them between packs; in float32 they are the sums themselves, and
     our own kernels add to the sums."""
-    return 0 if job.precision == "float32" or is_lean(critic, job) else job.dtype_bytes * _trained(critic, job) / _full(job)
+    return (
+        0
+        if job.precision == "float32" or uses_fused_kernels(critic, job)
+        else job.dtype_bytes * _trained(critic, job) / _full(job)
+    )
 
 
 def _absorbed(trained: int, job: Job) -> float:
@@ -268,14 +291,14 @@ def _head_chunk(job: Job, *, backward: bool) -> float:
     return rows * V * (4 + (job.dtype_bytes if backward and job.dtype_bytes < 4 else 0))
 
 
-def is_lean(shape: Shape, job: Job) -> bool:
+def uses_fused_kernels(shape: ModelShape, job: Job) -> bool:
     """Whether the learner's own kernels run the layers: on a GPU, for plain layers of the Llama family, with plain LoRA or
     without, but not beside quantised weights."""
-    plain = shape.family in LEAN and not shape.mlp_bias and not shape.experts
+    plain = shape.family in FUSED_FAMILIES and not shape.mlp_bias and not shape.experts
     return plain and job.quantise is None and not job.gpu.is_cpu and job.sharding != "full"
 
 
-def layer_bytes(shape: Shape, job: Job, parts: int = 1) -> int:
+def layer_bytes(shape: ModelShape, job: Job, parts: int = 1) -> int:
     """What the backward pass needs of one layer, per token; of what lies between its split weights, one of so many ``parts``.
 
     Where the learner's own kernels run it: two residual sums, the joint product of q, k and v, attention's output and
@@ -286,7 +309,7 @@ def layer_bytes(shape: Shape, job: Job, parts: int = 1) -> int:
     """
     b, D, F = job.dtype_bytes, shape.width, shape.mlp_width * max(shape.experts_active, 1)
     q, kv = shape.q_width, shape.kv_width
-    if is_lean(shape, job):
+    if uses_fused_kernels(shape, job):
         return b * (2 * D + 2 * q + 2 * kv + 2 * F + ADAPTERS * (job.lora_rank or 0)) + 4 * shape.heads
     normed = 4 + (b if job.lora_rank is None else 0)
     heads = normed * (q + kv) if shape.kind.head_norm or shape.kind.wide_norm else 0
@@ -294,21 +317,21 @@ def layer_bytes(shape: Shape, job: Job, parts: int = 1) -> int:
     return shape.kind.norms * (normed + b) * D + split // parts
 
 
-def activation_bytes(shape: Shape, job: Job) -> float:
+def activation_bytes(shape: ModelShape, job: Job) -> float:
     """Activations of a pack at the worst moment of its backward pass, gradients in flight included."""
     layer, again = layer_bytes(shape, job, job.tensor), layers_again(shape, job)
     kept = (shape.layers - again) * layer + again * job.dtype_bytes * shape.width + (layer if again else 0)
     return _around_layers(shape, job) + job.pack_tokens * min(kept, shape.layers * layer)
 
 
-def _around_layers(shape: Shape, job: Job) -> float:
+def _around_layers(shape: ModelShape, job: Job) -> float:
     """Both ends of the model, and one layer's gradients on their way."""
     b, N, D = job.dtype_bytes, job.pack_tokens, shape.width
     F = shape.mlp_width * max(shape.experts_active, 1)
     return 3 * N * b * D + 2 * job.pack_predicted * b * D + N * b * (4 * F + 3 * D)
 
 
-def layers_again(shape: Shape, job: Job) -> int:
+def layers_again(shape: ModelShape, job: Job) -> int:
     """Layers whose activations are computed again: all, none, or the fewest that fit what the device has left."""
     if job.checkpointing != "auto" or job.gpu.is_cpu:
         return shape.layers if job.checkpointing == "on" else 0
@@ -319,7 +342,7 @@ def layers_again(shape: Shape, job: Job) -> int:
     return 0 if over <= 0 else min(shape.layers, math.ceil(over / (each - least)))
 
 
-def forward_bytes(shape: Shape, job: Job) -> float:
+def forward_bytes(shape: ModelShape, job: Job) -> float:
     """A pass without gradient: one layer's tensors at a time."""
     b, D = job.dtype_bytes, shape.width
     F = shape.mlp_width * max(shape.experts_active, 1)

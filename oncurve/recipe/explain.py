@@ -11,11 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from oncurve.errors import RecipeError
-from oncurve.recipe.problems import closest
-from oncurve.recipe.resolve import HABITS, Habits
-from oncurve.recipe.schema import ObjectiveName
-from oncurve.recipe.sections import Section
-from oncurve.recipe.tree import STAGES, Entry, entries_of, tree
+from oncurve.recipe.defaults import OBJECTIVE_DEFAULTS, ObjectiveDefaults
+from oncurve.recipe.error_messages import closest_name
+from oncurve.recipe.keys import STAGES, Entry, entries_of, tree
+from oncurve.recipe.schema.recipe import ObjectiveName
+from oncurve.recipe.schema.sections import Section
 
 Extensions = Mapping[str, type[Section]]
 
@@ -59,7 +59,7 @@ def find_entry(key: str, extensions: Extensions | None = None) -> Entry:
     for name in (key, ".".join(parts), ".".join([parts[0], *parts[2:]])):
         if name in known:
             return known[name]
-    close = closest(key, known) or next((name for name in known if name.endswith(f".{parts[-1]}")), None)
+    close = closest_name(key, known) or next((name for name in known if name.endswith(f".{parts[-1]}")), None)
     fix = f"try `oncurve recipe explain {close}`" if close else "`oncurve recipe explain` lists every key"
     raise RecipeError(key, "unknown key", because="no recipe has such a key", fix=fix)
 
@@ -115,7 +115,7 @@ def _objectives() -> Table:
     for name in ("objective", "what it is", "baseline", "scale", "KL in"):
         table.add_column(name, overflow="fold")
     for objective, words in OBJECTIVES.items():
-        table.add_row(objective, words, *HABITS.get(objective, Habits()))
+        table.add_row(objective, words, *OBJECTIVE_DEFAULTS.get(objective, ObjectiveDefaults()))
     return table
 
 

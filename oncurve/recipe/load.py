@@ -1,4 +1,7 @@
-"""Reading recipes: TOML in, a Recipe out, or one RecipeError that says where, what, why and how to mend it."""
+"""A recipe as dotted keys, as `--set` writes them, and how two recipes differ.
+
+Reading recipes: TOML in, a Recipe out, or one RecipeError that says where, what, why and how to mend it.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,33 @@ from typing import Any
 from pydantic import ValidationError
 
 from oncurve.errors import RecipeError
-from oncurve.recipe.checks import check_recipe
-from oncurve.recipe.problems import as_recipe_error
-from oncurve.recipe.schema import Recipe
-from oncurve.recipe.sets import apply_sets
-from oncurve.recipe.tree import toml, toml_key
+from oncurve.recipe.error_messages import as_recipe_error
+from oncurve.recipe.keys import toml, toml_key
+from oncurve.recipe.overrides import apply_sets
+from oncurve.recipe.schema.recipe import Recipe
+from oncurve.recipe.validate import check_recipe
+
+
+def flat(recipe: Recipe) -> dict[str, Any]:
+    """Every key with its value; stages and rewards by name."""
+    return _flat(recipe.model_dump(mode="json"), "")
+
+
+def changes(before: Recipe, after: Recipe) -> dict[str, Any]:
+    """The keys whose values differ, with the new values."""
+    old = flat(before)
+    return {key: value for key, value in flat(after).items() if old.get(key) != value}
+
+
+def _flat(value: Any, at: str) -> dict[str, Any]:
+    if isinstance(value, Mapping):
+        return {k: v for key, item in value.items() for k, v in _flat(item, f"{at}.{key}" if at else key).items()}
+    if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
+        prefix = "" if at == "stages" else f"{at}."
+        named = {prefix + str(item.get("name") or item.get("type")): item for item in value}
+        return {k: v for name, item in named.items() for k, v in _flat(item, name).items()}
+    return {at: value}
+
 
 PACKAGE = Path(__file__).resolve().parents[1]
 

@@ -2,6 +2,8 @@
 
 A reward looks at a whole group, so that one which ranks completions against each other fits; most look at each completion by
 itself and go through `each`. A failure is an exception, returned or raised: never a number.
+
+Texts graded without a model: no tokenizer is at hand to say what their tokens would be, so every letter is one.
 """
 
 from __future__ import annotations
@@ -11,8 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from oncurve.recipe.sections import Section
-from oncurve.records import Completion, Group
+import numpy as np
+
+from oncurve.recipe.schema.sections import Section
+from oncurve.records import Completion, Group, Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,31 +61,42 @@ class RewardType:
 
     options: type[Section]
     build: Callable[[str, float, Any], Reward]
-    is_rule: bool = False
+    is_verifiable: bool = False
     """Whether a score of 1 says that the answer is right."""
 
 
-def not_for(group: Group, why: str) -> list[Result]:
+def not_applicable(group: Group, why: str) -> list[Result]:
     """For a reward that does not apply to a group, whatever its completions say."""
     return [Score(None, why)] * len(group.completions)
 
 
-def each(group: Group, score: Callable[[Completion], Score]) -> list[Result]:
+def score_each(group: Group, score: Callable[[Completion], Score]) -> list[Result]:
     """Scores each completion by itself: where one can't be scored, the others still are."""
-    return [caught(score, completion) for completion in group.completions]
+    return [result_or_error(score, completion) for completion in group.completions]
 
 
-def at_once(group: Group, score: Callable[[Completion], Score], count: int) -> list[Result]:
+def score_concurrently(group: Group, score: Callable[[Completion], Score], count: int) -> list[Result]:
     """As `each`, with up to `count` completions scored at the same time: for rewards that wait for other processes."""
     if len(group.completions) == 1 or count == 1:
-        return each(group, score)
+        return score_each(group, score)
     with ThreadPoolExecutor(min(count, len(group.completions)), thread_name_prefix="oncurve-reward") as pool:
-        return list(pool.map(lambda completion: caught(score, completion), group.completions))
+        return list(pool.map(lambda completion: result_or_error(score, completion), group.completions))
 
 
-def caught(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+def result_or_error(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """What the function returns, or what it raises. A reward that calls `exit()` has failed too; Ctrl-C goes through."""
     try:
         return function(*arguments, **named)
     except (Exception, SystemExit) as error:  # whatever a reward raises is its result
         return error
+
+
+def completion_by_letters(text: str) -> Completion:
+    """A text as a completion of one token per letter."""
+    ids = np.array([ord(letter) for letter in text], dtype=np.int64)
+    zeros = np.zeros(len(ids), np.float32)
+    return Completion(ids, text, "end", zeros, zeros, zeros, np.ones(len(ids), np.bool_))
+
+
+def from_letters(ids: Ints) -> str:
+    return "".join(map(chr, ids.tolist()))

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from oncurve.errors import RewardError
 from oncurve.records import Aspect, Completion, Group, ScoredCompletion, ScoredGroup
-from oncurve.rewards.base import Reward, Score, caught
-from oncurve.rewards.memory import Memory, is_outside
-from oncurve.rewards.steps import Decode
-from oncurve.runs.secrets import redacted
+from oncurve.rewards.base import Reward, Score, result_or_error
+from oncurve.rewards.models.step_spans import Decode
+from oncurve.rewards.reply_cache import ReplyCache, is_nondeterministic
+from oncurve.runs.secrets import redact
 
 _FAILURE_LENGTH = 300
 """Characters kept of a failure's message: it is stored with every completion."""
@@ -33,7 +33,7 @@ class RewardMix:
     def __init__(self, rewards: Sequence[Reward], rules: Collection[str] | None = None) -> None:
         """``rules`` names the rewards whose 1 says that an answer is right; unset: all, as of functions from Python."""
         self.rewards, self.rules = tuple(rewards), rules
-        self._memory: Memory | None = None
+        self._memory: ReplyCache | None = None
         self._begun: dict[int, tuple[Group, dict[str, Future[list[Aspect]]]]] = {}
         names = [reward.name for reward in self.rewards]
         twice = next((name for name in names if names.count(name) > 1), None)
@@ -46,7 +46,7 @@ class RewardMix:
             )
 
     @property
-    def decider(self) -> str | None:
+    def accuracy_reward(self) -> str | None:
         """The reward that decides what counts as solved: the one named `answer`, else the first rule of weight above 0; None
         where nothing says what is right."""
         if any(reward.name == "answer" for reward in self.rewards):
@@ -54,11 +54,11 @@ class RewardMix:
         counted = [reward.name for reward in self.rewards if reward.weight > 0]
         return next((name for name in counted if self.rules is None or name in self.rules), None)
 
-    def solved(self, scored: ScoredCompletion) -> bool:
+    def is_correct(self, scored: ScoredCompletion) -> bool:
         """Whether a completion counts as right: its deciding aspect is 1 or more. A failure is not a solution."""
-        return any(a.name == self.decider and a.value is not None and a.value >= 1 for a in scored.aspects)
+        return any(a.name == self.accuracy_reward and a.value is not None and a.value >= 1 for a in scored.aspects)
 
-    def begin(self, group: Group) -> None:
+    def prefetch(self, group: Group) -> None:
         """Starts the rewards that wait on a group that `score` will be asked about; the engine's `on_group` calls it. Not from
         two threads."""
         if self._waiting and id(group) not in self._begun:
@@ -68,11 +68,11 @@ class RewardMix:
     def score(self, groups: Sequence[Group]) -> list[ScoredGroup]:
         """Each group with its aspects. What raises, or is no finite number, becomes an aspect with a `failure`: never 0."""
         for group in groups:
-            self.begin(group)
+            self.prefetch(group)
         begun, self._begun = self._begun, {}
         return [self._scored(group, begun[id(group)][1] if self._waiting else {}) for group in groups]
 
-    def attach(self, decode: Callable[[], Decode], run: Path | None = None) -> None:
+    def bind(self, decode: Callable[[], Decode], run: Path | None = None) -> None:
         """Tells rewards whose completions they grade: the policy's tokenizer, asked for only where a reward reads tokens, and
         the folder of the run, whose stages may train a model that a reward uses."""
         reading = [reward for reward in self.rewards if hasattr(reward, "decode_with")]
@@ -84,12 +84,12 @@ class RewardMix:
             if run is not None and hasattr(reward, "find_in"):
                 reward.find_in(run)
 
-    def remember_in(self, memory: Memory) -> None:
+    def use_cache(self, memory: ReplyCache) -> None:
         """Keeps what comes from outside, and gives it again where the same step is done again."""
         self._memory = memory
 
     @property
-    def remarks(self) -> list[str]:
+    def log_lines(self) -> list[str]:
         """What a run's log should say of its rewards: the sandbox they found, the endpoint they ask."""
         return [remark for reward in self.rewards for remark in getattr(reward, "remarks", ())]
 
@@ -103,9 +103,9 @@ class RewardMix:
         return ThreadPoolExecutor(AT_ONCE, thread_name_prefix="oncurve-rewards")
 
     def _aspects(self, reward: Reward, group: Group) -> list[Aspect]:
-        if self._memory is None or not is_outside(reward):
+        if self._memory is None or not is_nondeterministic(reward):
             return aspects_of(reward, group)
-        return self._memory.recall(reward, group, lambda: aspects_of(reward, group))
+        return self._memory.get_or_ask(reward, group, lambda: aspects_of(reward, group))
 
     def _scored(self, group: Group, begun: Mapping[str, Future[list[Aspect]]]) -> ScoredGroup:
         columns = [begun[r.name].result() if r.name in begun else self._aspects(r, group) for r in self.rewards]
@@ -118,7 +118,7 @@ class RewardMix:
 
 def aspects_of(reward: Reward, group: Group) -> list[Aspect]:
     """What one reward says of a group, one aspect per completion whatever the reward does."""
-    results = _results(caught(reward.score, group), len(group.completions))
+    results = _results(result_or_error(reward.score, group), len(group.completions))
     pairs = zip(results, group.completions, strict=True)
     return [_aspect(reward, result, completion) for result, completion in pairs]
 
@@ -129,7 +129,7 @@ def _results(returned: object, count: int) -> list[object]:
         return [returned] * count
     if isinstance(returned, str | bytes | dict) or not hasattr(returned, "__iter__"):
         return [TypeError(f"returned {_kind(returned)} instead of {count} scores")] * count
-    listed = caught(list, returned)
+    listed = result_or_error(list, returned)
     if isinstance(listed, BaseException):
         return [listed] * count
     if len(listed) != count:
@@ -143,14 +143,14 @@ def _aspect(reward: Reward, result: object, completion: Completion) -> Aspect:
         value = _value(result.value if isinstance(result, Score) else result)
         _check_steps(score, len(completion.token_ids))
     except _NoScoreError as failure:
-        said = redacted(str(failure))[:_FAILURE_LENGTH]
-        return Aspect(reward.name, None, reward.weight, failure=said, reason=_kept(score.reason))
-    return Aspect(reward.name, value, reward.weight, reason=_kept(score.reason), steps=score.steps)
+        said = redact(str(failure))[:_FAILURE_LENGTH]
+        return Aspect(reward.name, None, reward.weight, failure=said, reason=_redacted_reason(score.reason))
+    return Aspect(reward.name, value, reward.weight, reason=_redacted_reason(score.reason), steps=score.steps)
 
 
-def _kept(reason: str | None) -> str | None:
+def _redacted_reason(reason: str | None) -> str | None:
     """A reason goes into the run's files; a key that a service repeated in it must not."""
-    return None if reason is None else redacted(reason)
+    return None if reason is None else redact(reason)
 
 
 class _NoScoreError(Exception):
@@ -164,7 +164,7 @@ def _value(result: object) -> float | None:
     if result is None:
         return None
     item = getattr(result, "item", None)
-    plain = caught(item) if callable(item) else result
+    plain = result_or_error(item) if callable(item) else result
     if not isinstance(plain, int | float):
         raise _NoScoreError(f"returned {_kind(result)} instead of a number")
     try:

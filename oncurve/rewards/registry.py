@@ -5,22 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from oncurve.errors import no_such
-from oncurve.recipe import sections
-from oncurve.recipe.problems import read_section
-from oncurve.rewards.answer import AnswerOptions, AnswerReward
+from oncurve.recipe.error_messages import read_section
+from oncurve.recipe.schema import sections
 from oncurve.rewards.base import Reward, RewardType
-from oncurve.rewards.code import CodeOptions, CodeReward
-from oncurve.rewards.columns import ColumnsOptions, ColumnsReward
-from oncurve.rewards.countdown import CountdownReward, CountdownRewardOptions
-from oncurve.rewards.format import FormatOptions, FormatReward
-from oncurve.rewards.function import PythonOptions, python_reward
-from oncurve.rewards.guess import GuessReward, GuessRewardOptions
-from oncurve.rewards.gym import GymReward, GymRewardOptions
-from oncurve.rewards.json_form import JsonOptions, JsonReward
-from oncurve.rewards.judge import JudgeOptions, JudgeReward
-from oncurve.rewards.language import LanguageOptions, LanguageReward
-from oncurve.rewards.learned import LearnedOptions, LearnedReward
-from oncurve.rewards.length import (
+from oncurve.rewards.mix import RewardMix
+from oncurve.rewards.models.judge import JudgeOptions, JudgeReward
+from oncurve.rewards.models.process import ProcessOptions, ProcessReward
+from oncurve.rewards.models.reward_model import RewardModelOptions, RewardModelReward
+from oncurve.rewards.python_function import PythonOptions, python_reward
+from oncurve.rewards.style.format import FormatOptions, FormatReward
+from oncurve.rewards.style.json_schema import JsonOptions, JsonReward
+from oncurve.rewards.style.language import LanguageOptions, LanguageReward
+from oncurve.rewards.style.length import (
     CosineOptions,
     CosineReward,
     LengthOptions,
@@ -30,19 +26,23 @@ from oncurve.rewards.length import (
     RepetitionOptions,
     RepetitionReward,
 )
-from oncurve.rewards.math import MathOptions, MathReward
-from oncurve.rewards.mix import RewardMix
-from oncurve.rewards.process import ProcessOptions, ProcessReward
+from oncurve.rewards.verifiers.answer import AnswerOptions, AnswerReward
+from oncurve.rewards.verifiers.code import CodeOptions, CodeReward
+from oncurve.rewards.verifiers.columns import ColumnsOptions, ColumnsReward
+from oncurve.rewards.verifiers.countdown import CountdownReward, CountdownRewardOptions
+from oncurve.rewards.verifiers.guess import GuessReward, GuessRewardOptions
+from oncurve.rewards.verifiers.math import MathOptions, MathReward
+from oncurve.rewards.verifiers.reasoning_gym import GymRewardOptions, ReasoningGymReward
 
 REWARDS: dict[str, RewardType] = {
-    "answer": RewardType(AnswerOptions, AnswerReward, is_rule=True),
-    "math": RewardType(MathOptions, MathReward, is_rule=True),
-    "code": RewardType(CodeOptions, CodeReward, is_rule=True),
+    "answer": RewardType(AnswerOptions, AnswerReward, is_verifiable=True),
+    "math": RewardType(MathOptions, MathReward, is_verifiable=True),
+    "code": RewardType(CodeOptions, CodeReward, is_verifiable=True),
     "format": RewardType(FormatOptions, FormatReward),
-    "countdown": RewardType(CountdownRewardOptions, CountdownReward, is_rule=True),
-    "columns": RewardType(ColumnsOptions, ColumnsReward, is_rule=True),
-    "guess": RewardType(GuessRewardOptions, GuessReward, is_rule=True),
-    "reasoning_gym": RewardType(GymRewardOptions, GymReward, is_rule=True),
+    "countdown": RewardType(CountdownRewardOptions, CountdownReward, is_verifiable=True),
+    "columns": RewardType(ColumnsOptions, ColumnsReward, is_verifiable=True),
+    "guess": RewardType(GuessRewardOptions, GuessReward, is_verifiable=True),
+    "reasoning_gym": RewardType(GymRewardOptions, ReasoningGymReward, is_verifiable=True),
     "json": RewardType(JsonOptions, JsonReward),
     "language": RewardType(LanguageOptions, LanguageReward),
     "cosine": RewardType(CosineOptions, CosineReward),
@@ -50,7 +50,7 @@ REWARDS: dict[str, RewardType] = {
     "overlong": RewardType(OverlongOptions, OverlongReward),
     "length": RewardType(LengthOptions, LengthReward),
     "process": RewardType(ProcessOptions, ProcessReward),
-    "model": RewardType(LearnedOptions, LearnedReward),
+    "model": RewardType(RewardModelOptions, RewardModelReward),
     "judge": RewardType(JudgeOptions, JudgeReward),
     "python": RewardType(PythonOptions, python_reward),
 }
@@ -58,7 +58,7 @@ REWARDS: dict[str, RewardType] = {
 
 def build_rewards(configs: Sequence[sections.Reward], *, max_new_tokens: int | None = None) -> RewardMix:
     """The rewards of a recipe or stage. `max_new_tokens` is the stage's length limit, for rewards that measure against it."""
-    rules = [config.label for config in configs if decides(config)]
+    rules = [config.label for config in configs if can_define_accuracy(config)]
     return RewardMix([build_reward(config, max_new_tokens) for config in configs], rules)
 
 
@@ -72,11 +72,11 @@ def build_reward(config: sections.Reward, max_new_tokens: int | None = None) -> 
     return kind.build(config.label, config.weight, read_section(kind.options, {**own, **config.options}, where))
 
 
-def is_rule(config: sections.Reward) -> bool:
+def is_verifiable(config: sections.Reward) -> bool:
     kind = REWARDS.get(config.type)
-    return kind is not None and kind.is_rule
+    return kind is not None and kind.is_verifiable
 
 
-def decides(config: sections.Reward) -> bool:
+def can_define_accuracy(config: sections.Reward) -> bool:
     """Whether it can say what counts as solved: a rule, a function of the user's own, or what is named `answer`."""
-    return config.label == "answer" or (config.weight > 0 and (is_rule(config) or config.type == "python"))
+    return config.label == "answer" or (config.weight > 0 and (is_verifiable(config) or config.type == "python"))

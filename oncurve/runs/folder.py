@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from oncurve.errors import OncurveError, RunError, did_you_mean
-from oncurve.processes import is_alive, process_start
-from oncurve.runs.database import DATABASE
-from oncurve.runs.disk import disk_error, disk_errors, replace_file
+from oncurve.runs.atomic_files import disk_error, disk_errors, replace_file
+from oncurve.runs.database.connection import DATABASE
 from oncurve.runs.environment import environment, oncurve_version
+from oncurve.workers.processes import is_alive, process_start
 
 FORMAT = 1
 STATE = "run.json"
@@ -74,7 +74,7 @@ class RunState:
         )
 
     @property
-    def shown(self) -> Status:
+    def current_status(self) -> Status:
         """The status as it really is: a run whose process is gone without a word was interrupted."""
         here = self.host == socket.gethostname()
         gone = self.status == "running" and here and not is_alive(self.pid, self.pid_started)
@@ -251,7 +251,7 @@ def _entry(path: Path) -> RunEntry:
         state = _read_state(path / STATE)
     except OncurveError as error:
         return RunEntry(path.name, path, "broken", reason=f"{error.what}: {error.because}")
-    return RunEntry(path.name, path, state.shown, state)
+    return RunEntry(path.name, path, state.current_status, state)
 
 
 def _number(folder: str, label: str) -> int:

@@ -17,7 +17,7 @@ KEYS = re.compile(
 HIDDEN = "***"
 
 
-def redacted(text: str) -> str:
+def redact(text: str) -> str:
     """The text without secrets: for messages that came from elsewhere and are about to be kept."""
     for name, value in os.environ.items():
         if len(value) >= SHORTEST and NAMES.search(name) and value in text:
@@ -26,4 +26,4 @@ def redacted(text: str) -> str:
 
 
 def holds_secret(text: str) -> bool:
-    return redacted(text) != text
+    return redact(text) != text

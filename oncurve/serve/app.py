@@ -19,16 +19,16 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from oncurve.engines.serving import Ask, Token
+from oncurve.engines.native.session import SampledToken, SampleRequest
 from oncurve.errors import ModelError
-from oncurve.listening import refusal
+from oncurve.local_http import refusal
 from oncurve.models.policy import Policy
 from oncurve.records import Ints, Prompt
-from oncurve.serve.answers import ChatShape, Choice, Shape, TextShape, usage
-from oncurve.serve.bodies import ChatBody, TextBody
-from oncurve.serve.problems import Refused, answer_errors, in_words, problem
-from oncurve.serve.worker import ClientGone, Worker
-from oncurve.serve.writing import Said, Writing
+from oncurve.serve.detokenizer import StreamedText, TextDelta
+from oncurve.serve.engine_thread import ClientGone, EngineThread
+from oncurve.serve.openai_errors import ApiError, answer_errors, in_words, problem
+from oncurve.serve.requests import ChatBody, TextBody
+from oncurve.serve.responses import ChatFormatter, Choice, ResponseFormatter, TextFormatter, usage
 
 MOST_WAITING = 4096
 """Completions that may wait for a slot before further requests are told to come back later."""
@@ -37,55 +37,55 @@ NOBODY = 499
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedModel:
     """A model that is served: its name, its policy, and the thread that decodes."""
 
     name: str
     policy: Policy
-    worker: Worker
+    worker: EngineThread
     since: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def chats(self) -> bool:
         return bool(self.policy.tokenizer.chat_template)
 
-    def ask(self, prompt_ids: Ints, body: ChatBody | TextBody, seed: int) -> Ask:
+    def ask(self, prompt_ids: Ints, body: ChatBody | TextBody, seed: int) -> SampleRequest:
         """The request as the engine takes it; refused where prompt and answer don't fit."""
         limit, context = self.worker.session.limit, self.worker.session.context
         room = context - len(prompt_ids)
         if room < 1 or room < (body.limit or 1):
-            raise Refused(
+            raise ApiError(
                 400,
                 f"the prompt's {len(prompt_ids)} tokens and {body.limit or 1} of an answer don't fit: "
                 + (
                     f"the model addresses {context} positions"
-                    if context == self.policy.context
+                    if context == self.policy.max_positions
                     else f"the memory that is free for keys and values holds {context} tokens"
                 ),
                 "messages" if isinstance(body, ChatBody) else "prompt",
                 "context_length_exceeded",
             )
         if (body.limit or 1) > limit:
-            raise Refused(
+            raise ApiError(
                 400, f"{body.limit} tokens: this server writes at most {limit} (oncurve serve --max-tokens)", "max_tokens"
             )
-        return Ask(prompt_ids, body.samples, body.sampling(body.limit or min(limit, room)), seed, body.top)
+        return SampleRequest(prompt_ids, body.samples, body.sampling(body.limit or min(limit, room)), seed, body.top)
 
     def chat_ids(self, body: ChatBody) -> Ints:
         prompt = Prompt("messages", messages=tuple(message.plain() for message in body.messages))
         if not self.chats:
-            raise Refused(400, f"{self.name} has no chat template: use /v1/completions", "messages")
+            raise ApiError(400, f"{self.name} has no chat template: use /v1/completions", "messages")
         try:
             return self.policy.encode(prompt)
         except ModelError as error:
-            raise Refused(400, in_words(error), "messages") from None
+            raise ApiError(400, in_words(error), "messages") from None
 
     def text_ids(self, prompt: str | list[int]) -> Ints:
         if isinstance(prompt, str):
             return self.policy.encode(Prompt("prompt", text=prompt))
         most = int(self.policy.model.config.get_text_config().vocab_size)
         if max(prompt) >= most:
-            raise Refused(400, f"token {max(prompt)}: the model has {most} tokens", "prompt")
+            raise ApiError(400, f"token {max(prompt)}: the model has {most} tokens", "prompt")
         return np.asarray(prompt, np.int64)
 
     def decode(self, ids: list[int]) -> str:
@@ -100,7 +100,7 @@ def _spelt(policy: Policy, token_id: int) -> str:
     return str(policy.tokenizer.decode([token_id], skip_special_tokens=False))
 
 
-def make_app(served: Served, key: str | None) -> ASGIApp:
+def make_app(served: ServedModel, key: str | None) -> ASGIApp:
     """The endpoint over a model. With ``key``, nothing is answered without it."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, title="Oncurve")
     answer_errors(app)
@@ -123,30 +123,30 @@ def make_app(served: Served, key: str | None) -> ASGIApp:
     @app.post("/v1/chat/completions")
     async def chat(request: Request, body: ChatBody) -> Response:
         _check_model(served, body.model)
-        return await _answer(served, request, body, [served.chat_ids(body)], ChatShape)
+        return await _answer(served, request, body, [served.chat_ids(body)], ChatFormatter)
 
     @app.post("/v1/completions")
     async def text(request: Request, body: TextBody) -> Response:
         _check_model(served, body.model)
-        return await _answer(served, request, body, [served.text_ids(prompt) for prompt in body.prompts], TextShape)
+        return await _answer(served, request, body, [served.text_ids(prompt) for prompt in body.prompts], TextFormatter)
 
-    return Guard(app, key)
+    return ServeGuard(app, key)
 
 
-def _check_model(served: Served, name: str) -> None:
+def _check_model(served: ServedModel, name: str) -> None:
     if name != served.name:
-        raise Refused(404, f"there is no model {name!r} here: this server has {served.name!r}", "model", "model_not_found")
+        raise ApiError(404, f"there is no model {name!r} here: this server has {served.name!r}", "model", "model_not_found")
 
 
 async def _answer(
-    served: Served, request: Request, body: ChatBody | TextBody, prompts: Sequence[Ints], shape: type[Shape]
+    served: ServedModel, request: Request, body: ChatBody | TextBody, prompts: Sequence[Ints], shape: type[ResponseFormatter]
 ) -> Response:
     if len(served.worker.session.waiting) + len(prompts) * body.samples > MOST_WAITING:
-        raise Refused(429, f"more than {MOST_WAITING} completions would wait: come back later", code="overloaded")
+        raise ApiError(429, f"more than {MOST_WAITING} completions would wait: come back later", code="overloaded")
     seed = secrets.randbits(63) if body.seed is None else body.seed
     asks = [served.ask(ids, body, seed) for ids in prompts]
     shaped = shape(served.name, served.spell, body.wants_logprobs)
-    exchange = Exchange(served, asks, body.with_usage, shaped)
+    exchange = CompletionCall(served, asks, body.with_usage, shaped)
     # The body has been read, so the next thing that can be received is that the client has left.
     gone = asyncio.ensure_future(request.receive())
     if body.stream:
@@ -159,19 +159,19 @@ async def _answer(
         gone.cancel()
 
 
-class Exchange:
+class CompletionCall:
     """One request under way: its asks, and what each of its choices has been told."""
 
-    def __init__(self, served: Served, asks: Sequence[Ask], with_usage: bool, shape: Shape) -> None:
+    def __init__(self, served: ServedModel, asks: Sequence[SampleRequest], with_usage: bool, shape: ResponseFormatter) -> None:
         self.served, self.asks, self.with_usage, self.shape = served, asks, with_usage, shape
-        self.writings = [Writing(served.decode, ask.how.stop) for ask in asks for _ in range(ask.samples)]
+        self.writings = [StreamedText(served.decode, ask.how.stop) for ask in asks for _ in range(ask.samples)]
 
     @property
     def spent(self) -> dict[str, int]:
         return usage(sum(len(ask.prompt_ids) for ask in self.asks), sum(writing.count for writing in self.writings))
 
     async def whole(self, gone: asyncio.Future[Any]) -> dict[str, Any]:
-        choices, found = [Choice() for _ in self.writings], [list[Token]() for _ in self.writings]
+        choices, found = [Choice() for _ in self.writings], [list[SampledToken]() for _ in self.writings]
         async with aclosing(self.served.worker.tokens(self.asks, gone)) as rounds:
             async for place, tokens in rounds:
                 for index, own in self._by_choice(place, tokens):
@@ -181,11 +181,11 @@ class Exchange:
                 choices[index].add(said)
         return self.shape.whole(choices, self.spent)
 
-    def _by_choice(self, place: int, tokens: Sequence[Token]) -> Iterator[tuple[int, list[Token]]]:
+    def _by_choice(self, place: int, tokens: Sequence[SampledToken]) -> Iterator[tuple[int, list[SampledToken]]]:
         for sample in dict.fromkeys(token.sample for token in tokens):
             yield place * self.asks[0].samples + sample, [token for token in tokens if token.sample == sample]
 
-    def _pushed(self, index: int, tokens: Sequence[Token]) -> Iterator[Said]:
+    def _pushed(self, index: int, tokens: Sequence[SampledToken]) -> Iterator[TextDelta]:
         """What may be told of a choice with these tokens: one by one where their places are told too."""
         writing = self.writings[index]
         if self.shape.logprobs:
@@ -220,7 +220,7 @@ def _event(data: dict[str, Any]) -> str:
     return f"data: {json.dumps(data)}\n\n"
 
 
-class Guard:
+class ServeGuard:
     """Stands before the endpoint: the key where there is one, this machine's own name where there is none."""
 
     def __init__(self, app: ASGIApp, key: str | None) -> None:

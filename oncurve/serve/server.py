@@ -11,21 +11,21 @@ from collections.abc import Callable
 
 import uvicorn
 
-from oncurve.engines.serving import open_session
+from oncurve.engines.native.session import open_session
 from oncurve.errors import RecipeError
-from oncurve.listening import SERVING, address_of, is_loopback, listen
+from oncurve.local_http import SERVING, address_of, is_loopback, listen
 from oncurve.models.policy import Policy
-from oncurve.serve.app import Served, make_app
-from oncurve.serve.worker import Worker
+from oncurve.serve.app import ServedModel, make_app
+from oncurve.serve.engine_thread import EngineThread
 
 SLOTS_CPU, SLOTS_GPU = 8, 64
 """Completions decoded at once, where the command does not say."""
 
 
-class Server(uvicorn.Server):
+class ServeServer(uvicorn.Server):
     """A model behind a socket. Asked to stop, it finishes what is being said for a moment, then ends."""
 
-    def __init__(self, served: Served, key: str | None = None) -> None:
+    def __init__(self, served: ServedModel, key: str | None = None) -> None:
         app = make_app(served, key)
         super().__init__(uvicorn.Config(app, **SERVING))
 
@@ -57,8 +57,8 @@ def serve(
     """Serves until Ctrl-C; with ``until_closed`` also until standard input closes, for programs that start it."""
     with listen(host, port) as listening:
         chosen = slots or (SLOTS_GPU if policy.device.type == "cuda" else SLOTS_CPU)
-        worker = Worker(open_session(policy, chosen, min(max_tokens, policy.context)))
-        server = Server(Served(name, policy, worker), key)
+        worker = EngineThread(open_session(policy, chosen, min(max_tokens, policy.max_positions)))
+        server = ServeServer(ServedModel(name, policy, worker), key)
         if until_closed:
             threading.Thread(target=_end_with_input, args=(server,), daemon=True).start()
         threading.Thread(target=_say_when_ready, args=(server, say, address_of(listening, host)), daemon=True).start()

@@ -13,9 +13,9 @@ from typing import Any
 from oncurve.errors import OncurveError
 from oncurve.runs.folder import RunEntry, RunFolder
 from oncurve.runs.metrics import METRICS
-from oncurve.studio.finding import find_run, finite, reading
-from oncurve.studio.overview import run_data
-from oncurve.studio.questions import Questions
+from oncurve.studio.open_run import find_run, finite, open_reader
+from oncurve.studio.queries import StudioQueries
+from oncurve.studio.run_list import run_data
 
 MOST_POINTS = 3000
 """Points of one curve that are sent: more than a screen has columns. Longer curves keep each stretch's extremes."""
@@ -24,7 +24,7 @@ EVERY_S = 0.5
 
 def curves(run: RunFolder) -> dict[str, Any]:
     """Every metric of every stage as (steps, values), and the measurements."""
-    with reading(run) as store:
+    with open_reader(run) as store:
         stages = [s for s in store.stages() if s.done]
         return {
             "run": run.name,
@@ -36,7 +36,7 @@ def curves(run: RunFolder) -> dict[str, Any]:
         }
 
 
-def _metrics(store: Questions, stage: str) -> dict[str, Any]:
+def _metrics(store: StudioQueries, stage: str) -> dict[str, Any]:
     found = {}
     for name in store.metric_names(stage):
         points = thinned(store.metric(name, stage), MOST_POINTS)
@@ -44,7 +44,7 @@ def _metrics(store: Questions, stage: str) -> dict[str, Any]:
     return found
 
 
-def evals_data(store: Questions) -> list[dict[str, Any]]:
+def evals_data(store: StudioQueries) -> list[dict[str, Any]]:
     return [
         {
             "stage": e.stage,
@@ -90,7 +90,7 @@ class Follower:
         """Takes what there is as known: only news are told."""
         try:
             run = find_run(self.runs_dir, self.name)
-            with reading(run) as store:
+            with open_reader(run) as store:
                 self.done = {s.name: s.done for s in store.stages()}
                 self.evals = len(store.evals())
             self.last = self._state(run)
@@ -114,11 +114,11 @@ class Follower:
         return found
 
     def _state(self, run: RunFolder) -> str:
-        return json.dumps(run_data(RunEntry(run.name, run.path, run.state().shown, run.state())))
+        return json.dumps(run_data(RunEntry(run.name, run.path, run.state().current_status, run.state())))
 
     def _new_steps(self, run: RunFolder) -> list[tuple[str, Any]]:
         found: list[tuple[str, Any]] = []
-        with reading(run) as store:
+        with open_reader(run) as store:
             stages = store.stages()
             if any(s.done < self.done.get(s.name, 0) for s in stages) or len(stages) < len(self.done):
                 # Resumed from an earlier checkpoint: what was told since is being done again.

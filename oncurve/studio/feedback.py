@@ -17,11 +17,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from oncurve.errors import RunError
-from oncurve.runs.disk import disk_errors
+from oncurve.runs.atomic_files import disk_errors
+from oncurve.runs.database.reader import Kind
 from oncurve.runs.folder import RunFolder
-from oncurve.runs.reading import Kind
-from oncurve.studio.finding import reading
-from oncurve.studio.questions import Questions
+from oncurve.studio.open_run import open_reader
+from oncurve.studio.queries import StudioQueries
 
 FILE = "feedback.jsonl"
 Count = Annotated[int, Field(ge=0)]
@@ -94,7 +94,7 @@ class Pair:
 
 def add_label(run: RunFolder, label: Ranking | Dispute) -> None:
     """Adds one line. The group and its completions must be there."""
-    with reading(run) as store:
+    with open_reader(run) as store:
         found = store.scored(label.stage, label.step, label.kind, label.group)
         size = len(found[0].scored) if found else 0
     named = [place for tier in label.tiers for place in tier] if isinstance(label, Ranking) else [label.completion]
@@ -140,13 +140,13 @@ def _lines(path: Path) -> Iterator[Ranking | Dispute]:
 def pairs(run: RunFolder) -> list[Pair]:
     """Every pair that people's labels decide: better tier over worse, and disputed rewards over the others of their group."""
     found: list[Pair] = []
-    with reading(run) as store:
+    with open_reader(run) as store:
         for label in labels(run):
             found += _pairs_of(store, label)
     return found
 
 
-def _pairs_of(store: Questions, label: Ranking | Dispute) -> Iterator[Pair]:
+def _pairs_of(store: StudioQueries, label: Ranking | Dispute) -> Iterator[Pair]:
     kept = store.scored(label.stage, label.step, label.kind, label.group)
     if kept is None:
         return

@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 
 from oncurve.errors import OncurveError, RunError
-from oncurve.recipe.resolve import resolved_advantage, resolved_kl
-from oncurve.recipe.schema import Grpo
+from oncurve.recipe.defaults import advantage_settings, kl_settings
+from oncurve.recipe.schema.recipe import Grpo
 from oncurve.records import Floats, Prompt, ScoredCompletion, TokenStats
-from oncurve.runs import rows
+from oncurve.runs.database import row_codec
+from oncurve.runs.database.reader import Kind
 from oncurve.runs.folder import RunFolder
-from oncurve.runs.reading import Kind
-from oncurve.studio.finding import finite, finite_all, reading, recipe_of
-from oncurve.studio.pieces import pieces, tokenizer_of
-from oncurve.studio.questions import Found, Questions, Wanted
+from oncurve.studio.open_run import finite, finite_all, open_reader, recipe_of
+from oncurve.studio.queries import CompletionFilter, CompletionPage, StudioQueries
+from oncurve.studio.token_texts import token_texts, tokenizer_of
 
 KL_STEPS = 5
 """Steps of highest KL whose completions are looked at for the highest of their own."""
@@ -25,7 +25,7 @@ EXCERPT = 280
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class GroupLocation:
     """Which group is meant."""
 
     stage: str
@@ -36,7 +36,7 @@ class Place:
 
 def step_data(run: RunFolder, stage: str, step: int, kind: Kind) -> dict[str, Any]:
     """A step at a glance: its metrics, its groups, and every total reward in it."""
-    with reading(run) as store:
+    with open_reader(run) as store:
         heads = store.group_heads(stage, step, kind)
         metrics = store.metrics_of(stage, step) if kind == "train" else {}
         totals = store.totals(stage, step, kind)
@@ -54,26 +54,29 @@ def _head(row: sqlite3.Row) -> dict[str, Any]:
     numbers = {key: finite(row[key]) for key in ("mean", "lowest", "highest")}
     signal = None if row["has_signal"] is None else bool(row["has_signal"])
     counts = {"completions": row["completions"], "failures": row["failures"]}
-    return {"position": row["position"], "prompt_id": shown_text(row["prompt_id"]), "prompt": _asked(row), "signal": signal} | (
-        numbers | counts
-    )
+    return {
+        "position": row["position"],
+        "prompt_id": shown_text(row["prompt_id"]),
+        "prompt": _prompt_excerpt(row),
+        "signal": signal,
+    } | (numbers | counts)
 
 
 def shown_text(cell: str | bytes | None) -> str:
     """Text that JSON can carry: a lone surrogate, which the store keeps faithfully, is shown as a mark."""
-    return (rows.text_of(cell) or "").encode("utf-8", "replace").decode("utf-8")
+    return (row_codec.text_of(cell) or "").encode("utf-8", "replace").decode("utf-8")
 
 
-def _asked(row: sqlite3.Row) -> str:
+def _prompt_excerpt(row: sqlite3.Row) -> str:
     """A prompt's excerpt from its row, whichever way it was asked."""
     if row["prompt"] is not None:
         return shown_text(row["prompt"])[:EXCERPT]
     return shown_text(row["messages"])[:EXCERPT]
 
 
-def group_data(run: RunFolder, place: Place) -> dict[str, Any]:
+def group_data(run: RunFolder, place: GroupLocation) -> dict[str, Any]:
     """One group in full, its completions in their own order; the page sorts them."""
-    with reading(run) as store:
+    with open_reader(run) as store:
         found = store.scored(place.stage, place.step, place.kind, place.position)
         if found is None:
             raise RunError(
@@ -86,7 +89,8 @@ def group_data(run: RunFolder, place: Place) -> dict[str, Any]:
         scored, tokens = found
         tokenizer = tokenizer_of(run)
         completions = [
-            _completion(one, row, pieces(one.completion, tokenizer)) for one, row in zip(scored.scored, tokens, strict=True)
+            _completion(one, row, token_texts(one.completion, tokenizer))
+            for one, row in zip(scored.scored, tokens, strict=True)
         ]
     return {
         "run": run.name,
@@ -107,7 +111,7 @@ def _prompt(prompt: Prompt) -> dict[str, Any]:
 
 def _completion(scored: ScoredCompletion, row: sqlite3.Row, parts: list[str] | None) -> dict[str, Any]:
     completion = scored.completion
-    advantages = None if row["advantages"] is None else rows.advantages_of(row)
+    advantages = None if row["advantages"] is None else row_codec.advantages_of(row)
     return {
         "id": row["id"],
         "position": row["position"],
@@ -123,7 +127,7 @@ def _completion(scored: ScoredCompletion, row: sqlite3.Row, parts: list[str] | N
              "steps": None if a.steps is None else [list(step) for step in a.steps]}
             for a in scored.aspects
         ],
-        "tokens": _tokens(scored, parts, advantages, rows.stats_of(row)),
+        "tokens": _tokens(scored, parts, advantages, row_codec.stats_of(row)),
     }  # fmt: skip
 
 
@@ -153,8 +157,8 @@ def grading(run: RunFolder, stage: str) -> dict[str, Any] | None:
         return None
     if not isinstance(found, Grpo):
         return None
-    baseline, scale = resolved_advantage(found)
-    in_reward = found.kl.beta > 0 and resolved_kl(found)[0] == "reward"
+    baseline, scale = advantage_settings(found)
+    in_reward = found.kl.beta > 0 and kl_settings(found)[0] == "reward"
     return {
         "baseline": baseline,
         "scale": scale,
@@ -167,7 +171,7 @@ def grading(run: RunFolder, stage: str) -> dict[str, Any] | None:
 
 def prompt_data(run: RunFolder, prompt_id: str) -> dict[str, Any]:
     """Every time one prompt was asked."""
-    with reading(run) as store:
+    with open_reader(run) as store:
         asked = store.of_prompt(prompt_id)
     numbers = ("mean", "lowest", "highest", "length")
     return {
@@ -183,35 +187,35 @@ def prompt_data(run: RunFolder, prompt_id: str) -> dict[str, Any]:
     }
 
 
-def search_data(run: RunFolder, wanted: Wanted, before: int | None) -> dict[str, Any]:
-    with reading(run) as store:
+def search_data(run: RunFolder, wanted: CompletionFilter, before: int | None) -> dict[str, Any]:
+    with open_reader(run) as store:
         found = store.find(wanted, before)
         whole = store.last_completion()
     return _page(found, whole)
 
 
-def highest_kl(run: RunFolder, wanted: Wanted, limit: int = 50) -> dict[str, Any]:
+def highest_kl(run: RunFolder, wanted: CompletionFilter, limit: int = 50) -> dict[str, Any]:
     """Completions furthest from the reference, by their mean KL per token, among the steps whose KL was highest."""
-    with reading(run) as store:
+    with open_reader(run) as store:
         steps = store.steps_by_metric("kl", KL_STEPS)
         if wanted.stage is not None and wanted.step is not None:
             steps = [(wanted.stage, wanted.step)]
         measured = _with_kl(store, steps)
         whole = store.last_completion()
     best = sorted(measured, key=lambda pair: -pair[0])[:limit]
-    page = _page(Found([row for _, row in best], None, len(measured)), whole)
+    page = _page(CompletionPage([row for _, row in best], None, len(measured)), whole)
     for entry, (kl, _) in zip(page["completions"], best, strict=True):
         entry["kl"] = kl
     return page
 
 
-def _with_kl(store: Questions, steps: list[tuple[str, int]]) -> list[tuple[float, sqlite3.Row]]:
+def _with_kl(store: StudioQueries, steps: list[tuple[str, int]]) -> list[tuple[float, sqlite3.Row]]:
     found = [row for stage, step in steps for row in store.token_kl(stage, step)]
-    means = ((float(np.mean(rows.floats(row["kl"]))), row) for row in found if row["kl"])
+    means = ((float(np.mean(row_codec.floats(row["kl"]))), row) for row in found if row["kl"])
     return [(kl, row) for kl, row in means if np.isfinite(kl)]
 
 
-def _page(found: Found, whole: int) -> dict[str, Any]:
+def _page(found: CompletionPage, whole: int) -> dict[str, Any]:
     return {
         "completions": [completion_line(row) for row in found.rows],
         "before": found.before,
@@ -223,5 +227,9 @@ def _page(found: Found, whole: int) -> dict[str, Any]:
 def completion_line(row: sqlite3.Row) -> dict[str, Any]:
     """A completion in a list."""
     plain = {key: row[key] for key in ("id", "stage", "step", "kind", "group", "place", "length", "stop")}
-    told = {"prompt": _asked(row), "prompt_id": shown_text(row["prompt_id"]), "text": shown_text(row["text"])[:EXCERPT]}
+    told = {
+        "prompt": _prompt_excerpt(row),
+        "prompt_id": shown_text(row["prompt_id"]),
+        "text": shown_text(row["text"])[:EXCERPT],
+    }
     return {**plain, **told, "total": finite(row["total"]), "advantage": finite(row["advantage"]), "failure": row["failure"]}

@@ -17,16 +17,15 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from oncurve.errors import ModelError, OncurveError, RunError
-from oncurve.recipe.resolve import resolved_advantage
-from oncurve.recipe.sampled import Sampled
-from oncurve.recipe.schema import Grpo, Recipe
-from oncurve.recipe.trpo import Trpo
+from oncurve.recipe.defaults import advantage_settings
+from oncurve.recipe.schema.recipe import Grpo, Recipe
+from oncurve.recipe.schema.stages import RolloutStage, Trpo
+from oncurve.runs.checkpoints.listing import list_checkpoints
 from oncurve.runs.folder import STATE, RunFolder, list_runs
-from oncurve.runs.saved import list_checkpoints
-from oncurve.studio import trial
-from oncurve.studio.finding import check_agreed, find_run, reading, recipe_of
+from oncurve.studio import rewards
 from oncurve.studio.groups import shown_text
-from oncurve.studio.servers import Server, Servers
+from oncurve.studio.model_servers import ModelServer, ModelServers
+from oncurve.studio.open_run import check_agreed, find_run, open_reader, recipe_of
 from oncurve.trust import LOADED, Power, powers_of, powers_of_rewards
 
 play = APIRouter(prefix="/api/playground")
@@ -34,7 +33,7 @@ PROMPTS = 30
 """Prompts of a run that are offered: the last it was asked, measurements first."""
 
 
-class Wanted(BaseModel):
+class PlaygroundRequest(BaseModel):
     """What is asked of a model. ``messages`` where the prompt is a conversation; text goes as one message to a chat model."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -49,13 +48,13 @@ class Wanted(BaseModel):
     seed: Annotated[int, Field(ge=0, lt=2**53)]
 
 
-def servers_of(request: Request) -> Servers:
-    servers: Servers = request.app.state.servers
+def servers_of(request: Request) -> ModelServers:
+    servers: ModelServers = request.app.state.servers
     return servers
 
 
 @play.get("")
-def offered(request: Request) -> dict[str, Any]:
+def available_models(request: Request) -> dict[str, Any]:
     """Every model that a run has: its last, and its checkpoints."""
     runs_dir: Path = request.app.state.runs_dir
     found = [_offer(runs_dir, entry.name) for entry in list_runs(runs_dir) if entry.state]
@@ -90,11 +89,11 @@ def of_run(request: Request, name: str) -> dict[str, Any]:
     """What a run lends to the Playground: prompts it was asked, its rewards, how it grades, how it samples."""
     run = find_run(request.app.state.runs_dir, name)
     recipe = recipe_of(run)
-    with reading(run) as store:
+    with open_reader(run) as store:
         prompts = [_prompt(row) for row in store.last_asked(PROMPTS)]
-    rewards = trial.rewards_of(recipe)
-    asks = [str(power) for power in powers_of_rewards(rewards)]
-    return {"prompts": prompts, "rewards": rewards, "asks": asks, **_habits(recipe)}
+    configs = rewards.rewards_of(recipe)
+    asks = [str(power) for power in powers_of_rewards(configs)]
+    return {"prompts": prompts, "rewards": configs, "asks": asks, **_run_settings(recipe)}
 
 
 def _prompt(row: Any) -> dict[str, Any]:
@@ -103,12 +102,12 @@ def _prompt(row: Any) -> dict[str, Any]:
     return {"id": shown_text(row["prompt_id"]), "text": text, "messages": messages, "columns": json.loads(row["columns"])}
 
 
-def _habits(recipe: Recipe) -> dict[str, Any]:
-    stage = next((s for s in reversed(recipe.stages) if isinstance(s, Sampled)), None)
+def _run_settings(recipe: Recipe) -> dict[str, Any]:
+    stage = next((s for s in reversed(recipe.stages) if isinstance(s, RolloutStage)), None)
     if stage is None:
         return {"grading": None, "sampling": None}
     graded = stage if isinstance(stage, Grpo | Trpo) else Grpo()  # a critic grades each token: a group is shown as GRPO would
-    baseline, scale = resolved_advantage(graded)
+    baseline, scale = advantage_settings(graded)
     how = stage.sampling
     sampling = {"temperature": how.temperature, "top_p": how.top_p, "max_tokens": how.max_new_tokens}
     return {
@@ -117,13 +116,13 @@ def _habits(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-class Named(BaseModel):
+class ModelTarget(BaseModel):
     target: str
     trusted: bool = False
 
 
 @play.post("/open")
-def open_model(request: Request, named: Named) -> dict[str, Any]:
+def open_model(request: Request, named: ModelTarget) -> dict[str, Any]:
     """Starts the model's server if it does not run yet, and says what it is."""
     target = known(request.app.state.runs_dir, named.target)
     check_agreed(request, powers_of_model(request.app.state.runs_dir, target), ticked=named.trusted)
@@ -140,7 +139,7 @@ def powers_of_model(runs_dir: Path, target: str) -> list[Power]:
 
 
 @play.post("/close")
-def close_model(request: Request, named: Named) -> dict[str, Any]:
+def close_model(request: Request, named: ModelTarget) -> dict[str, Any]:
     servers_of(request).close(named.target)
     return {"there": servers_of(request).there()}
 
@@ -160,7 +159,7 @@ def known(runs_dir: Path, target: str) -> str:
 
 
 @play.post("/sample")
-async def sample(request: Request, wanted: Wanted) -> StreamingResponse:
+async def sample(request: Request, wanted: PlaygroundRequest) -> StreamingResponse:
     """Lines of JSON: what each sample has newly said. A page that goes away ends its samples."""
     target = known(request.app.state.runs_dir, wanted.target)
     if target not in servers_of(request).there():
@@ -169,7 +168,7 @@ async def sample(request: Request, wanted: Wanted) -> StreamingResponse:
     return StreamingResponse(samples(server, wanted), media_type="application/x-ndjson")
 
 
-async def samples(server: Server, wanted: Wanted) -> AsyncIterator[str]:
+async def samples(server: ModelServer, wanted: PlaygroundRequest) -> AsyncIterator[str]:
     """Reads the endpoint in a thread; leaving early closes the connection, which frees the model's slots."""
     place = urlsplit(server.address)
     connection = http.client.HTTPConnection(str(place.hostname), place.port, timeout=600)
@@ -196,7 +195,7 @@ async def samples(server: Server, wanted: Wanted) -> AsyncIterator[str]:
         connection.close()
 
 
-def _lines(connection: http.client.HTTPConnection, server: Server, wanted: Wanted) -> Iterator[str]:
+def _lines(connection: http.client.HTTPConnection, server: ModelServer, wanted: PlaygroundRequest) -> Iterator[str]:
     chat = bool(server.card["chat"])
     connection.request(
         "POST", f"/v1/{'chat/' if chat else ''}completions", json.dumps(body(server, wanted, chat)), server.headers
@@ -210,7 +209,7 @@ def _lines(connection: http.client.HTTPConnection, server: Server, wanted: Wante
             yield json.dumps(short(json.loads(line[6:]), chat)) + "\n"
 
 
-def body(server: Server, wanted: Wanted, chat: bool) -> dict[str, Any]:
+def body(server: ModelServer, wanted: PlaygroundRequest, chat: bool) -> dict[str, Any]:
     """The request in OpenAI's words. A conversation to a model without a template is its plain text."""
     if chat:
         asked: dict[str, Any] = {"messages": wanted.messages or [{"role": "user", "content": wanted.prompt}], "logprobs": True}

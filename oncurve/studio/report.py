@@ -1,19 +1,68 @@
-"""A run as one HTML file, complete in itself: curves, best and worst groups, the recipe. No script, nothing to fetch."""
+"""A curve as SVG, for files that must hold everything themselves.
+
+A run as one HTML file, complete in itself: curves, best and worst groups, the recipe. No script, nothing to fetch.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from html import escape
 
 from oncurve.records import STOPPED, EvalReport
+from oncurve.runs.database.reader import RecordedGroup, StageRow
 from oncurve.runs.folder import RunFolder
 from oncurve.runs.metrics import find
-from oncurve.runs.reading import KeptGroup, StageRow
-from oncurve.studio.drawing import Points, chart
-from oncurve.studio.finding import reading
+from oncurve.studio.curves import thinned
 from oncurve.studio.groups import shown_text
-from oncurve.studio.questions import Questions
+from oncurve.studio.open_run import open_reader
+from oncurve.studio.queries import StudioQueries
+
+Points = Sequence[tuple[int, float]]
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 360, 170, 52, 16, 8, 24
+MOST = 700
+
+
+def ticks(low: float, high: float, wanted: int = 4) -> list[float]:
+    """Round numbers between two others: steps of 1, 2 or 5 times a power of ten."""
+    if not high > low:
+        return [low]
+    rough = (high - low) / wanted
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(unit * power for unit in (1, 2, 5, 10) if unit * power >= rough * (1 - 1e-9))
+    first = math.ceil(low / step - 1e-9)
+    return [float(f"{k * step:.12g}") for k in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def chart(name: str, points: Points) -> str:
+    """One curve with its axes; values that are not numbers are gaps."""
+    known = [(step, value) for step, value in thinned(points, MOST) if math.isfinite(value)]
+    if not known:
+        return "<p class=soft>no value yet</p>"
+    steps, values = [step for step, _ in known], [value for _, value in known]
+    x0, x1 = float(steps[0]), float(max(steps[-1], steps[0] + 1))
+    y0, y1 = min(values), max(values)
+    if y1 - y0 < 1e-12 * max(1.0, abs(y1)):
+        y0, y1 = y0 - 0.5, y1 + 0.5
+
+    def x(step: float) -> float:
+        return LEFT + (step - x0) / (x1 - x0) * (WIDTH - LEFT - RIGHT)
+
+    def y(value: float) -> float:
+        return HEIGHT - BOTTOM - (value - y0) / (y1 - y0) * (HEIGHT - TOP - BOTTOM)
+
+    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(name)}">']
+    for tick in ticks(y0, y1):
+        parts.append(f'<path class="grid" d="M{LEFT} {y(tick):.1f}H{WIDTH - RIGHT}"/>')
+        parts.append(f'<text x="{LEFT - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:.4g}</text>')
+    for tick in ticks(x0, x1, 5):
+        parts.append(f'<text x="{x(tick):.1f}" y="{HEIGHT - 6}" text-anchor="middle">{tick:g}</text>')
+    line = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in known)
+    parts.append(f'<polyline class="line" points="{line}"/>')
+    parts.append(f'<circle class="dot" cx="{x(steps[-1]):.1f}" cy="{y(values[-1]):.1f}" r="2.6"/></svg>')
+    return "".join(parts)
+
 
 CURVES = (
     "reward", "accuracy", "reward_std", "no_signal_share", "kl", "entropy", "clip_share", "length_mean", "cut_share",
@@ -43,11 +92,12 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 def report_html(run: RunFolder) -> str:
     """The whole file. Raises RunError where the run can't be read."""
     state = run.state()
-    with reading(run) as store:
+    with open_reader(run) as store:
         stages = store.stages()
         body = [
             f"<h1>{escape(run.name)}</h1>",
-            f"<p class=soft>{state.shown}, begun {_date(state.created)} · Oncurve {escape(state.oncurve)} · {_at(stages)}</p>",
+            f"<p class=soft>{state.current_status}, begun {_date(state.created)} · "
+            f"Oncurve {escape(state.oncurve)} · {_at(stages)}</p>",
             _measured(store.evals()),
             *(_curves(store, stage) for stage in stages if stage.done),
             *_groups(store),
@@ -104,7 +154,7 @@ def _accuracies(evals: Sequence[EvalReport]) -> str:
     return f"<h2>Held-out accuracy</h2><table><tr>{heads}</tr>{''.join(lines)}</table>"
 
 
-def _curves(store: Questions, stage: StageRow) -> str:
+def _curves(store: StudioQueries, stage: StageRow) -> str:
     known = set(store.metric_names(stage.name))
     aspects = sorted(name for name in known if name.startswith("reward/"))
     drawn = [_curve(name, store.metric(name, stage.name)) for name in (*CURVES, *aspects) if name in known]
@@ -117,7 +167,7 @@ def _curve(name: str, points: Points) -> str:
     return f"<div class=card><h3>{escape(name)}</h3>{chart(name, points)}{words}</div>"
 
 
-def _groups(store: Questions) -> list[str]:
+def _groups(store: StudioQueries) -> list[str]:
     """The groups of highest and lowest mean reward of the last steps, in full."""
     stage = store.last_sampled()
     if stage is None:
@@ -135,7 +185,7 @@ def _groups(store: Questions) -> list[str]:
     return found
 
 
-def _group(kept: KeptGroup, where: str) -> str:
+def _group(kept: RecordedGroup, where: str) -> str:
     graded = kept.graded
     parts = [f"<div class=card><p class='small soft'>{escape(where)} · {escape(graded.group.prompt.id)}</p>"]
     parts.append(f"<pre><b>{escape(shown_text(graded.group.prompt.shown))}</b></pre>")

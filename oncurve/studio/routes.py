@@ -11,13 +11,13 @@ from fastapi.responses import PlainTextResponse, StreamingResponse
 
 from oncurve import __version__, trust
 from oncurve.errors import RecipeError, RewardError, RunError
-from oncurve.recipe.sampled import Sampled
+from oncurve.recipe.schema.stages import RolloutStage
 from oncurve.rewards.registry import REWARDS
+from oncurve.runs.database.reader import Kind
 from oncurve.runs.folder import RunFolder
-from oncurve.runs.reading import Kind
-from oncurve.studio import audited, curves, feedback, groups, overview, trial
-from oncurve.studio.finding import check_agreed, find_run, finite, reading, recipe_of
-from oncurve.studio.questions import Comparison, Wanted
+from oncurve.studio import curves, feedback, groups, rewards, run_list
+from oncurve.studio.open_run import check_agreed, find_run, finite, open_reader, recipe_of
+from oncurve.studio.queries import Comparison, CompletionFilter
 
 api = APIRouter(prefix="/api")
 SAID_OF = 20_000
@@ -41,7 +41,7 @@ def about(request: Request) -> dict[str, Any]:
 
 @api.get("/runs")
 def all_runs(request: Request) -> list[dict[str, Any]]:
-    return overview.overview(_runs_dir(request))
+    return run_list.overview(_runs_dir(request))
 
 
 @api.get("/live")
@@ -67,7 +67,7 @@ def run_recipe(request: Request, name: str) -> str:
 
 @api.get("/runs/{name}/events")
 def run_events(request: Request, name: str) -> list[dict[str, Any]]:
-    with reading(_run(request, name)) as store:
+    with open_reader(_run(request, name)) as store:
         found = store.events()[-200:]
     return [{"time": e.time, "kind": e.kind, "message": e.message, "stage": e.stage, "step": e.step} for e in found]
 
@@ -79,7 +79,7 @@ def run_step(request: Request, name: str, stage: str, step: Step, kind: Kind = "
 
 @api.get("/runs/{name}/group")
 def run_group(request: Request, name: str, stage: str, step: Step, position: Step, kind: Kind = "train") -> dict[str, Any]:
-    return groups.group_data(_run(request, name), groups.Place(stage, step, kind, position))
+    return groups.group_data(_run(request, name), groups.GroupLocation(stage, step, kind, position))
 
 
 @api.get("/runs/{name}/prompt")
@@ -103,7 +103,7 @@ def run_search(
     before: int | None = None,
 ) -> dict[str, Any]:
     compared = tuple(map(_comparison, aspect or ()))
-    wanted = Wanted(text, stage, step, kind, compared, failed, cut, no_signal)
+    wanted = CompletionFilter(text, stage, step, kind, compared, failed, cut, no_signal)
     run = _run(request, name)
     return groups.highest_kl(run, wanted) if highest_kl else groups.search_data(run, wanted, before)
 
@@ -143,7 +143,7 @@ def run_rewards(request: Request, name: str) -> dict[str, Any]:
     """The recipe's rewards, and what each has said of late."""
     run = _run(request, name)
     recipe = recipe_of(run)
-    with reading(run) as store:
+    with open_reader(run) as store:
         last = store.last_completion()
         since = max(1, last - SAID_OF + 1)
         said = []
@@ -155,15 +155,15 @@ def run_rewards(request: Request, name: str) -> dict[str, Any]:
                 reasons.append({"said": told["said"], "failed": bool(told["failed"]), "times": told["times"], "example": line})
             keys = ("name", "weight", "asked", "mean", "lowest", "highest", "failures")
             said.append({**{key: row[key] for key in keys}, "reasons": reasons})
-    limit = next((s.sampling.max_new_tokens for s in reversed(recipe.stages) if isinstance(s, Sampled)), None)
-    rewards = trial.rewards_of(recipe)
-    asks = [str(power) for power in trust.powers_of_rewards(rewards)]
-    return {"rewards": rewards, "asks": asks, "said": said, "of": last - since + 1, "max_new_tokens": limit}
+    limit = next((s.sampling.max_new_tokens for s in reversed(recipe.stages) if isinstance(s, RolloutStage)), None)
+    configs = rewards.rewards_of(recipe)
+    asks = [str(power) for power in trust.powers_of_rewards(configs)]
+    return {"rewards": configs, "asks": asks, "said": said, "of": last - since + 1, "max_new_tokens": limit}
 
 
 @api.get("/runs/{name}/audit")
 def run_audit(request: Request, name: str) -> dict[str, Any]:
-    return audited.audit_data(_run(request, name))
+    return rewards.audit_data(_run(request, name))
 
 
 @api.get("/rewards")
@@ -183,11 +183,11 @@ def reward_types() -> dict[str, Any]:
 
 
 @api.post("/trial")
-def try_rewards(request: Request, asked: trial.Trial, run: str | None = None, trusted: bool = False) -> dict[str, Any]:
+def try_rewards(request: Request, asked: rewards.Trial, run: str | None = None, trusted: bool = False) -> dict[str, Any]:
     """Scores texts by the rewards given, or by those of a run's recipe, which run code and send keys only if that is agreed."""
     if run is not None:
         found = _run(request, run)
-        asked = asked.model_copy(update={"rewards": trial.rewards_of(recipe_of(found))})
+        asked = asked.model_copy(update={"rewards": rewards.rewards_of(recipe_of(found))})
     powers = trust.powers_of_rewards(asked.rewards)
     if powers and run is None:
         raise RewardError(
@@ -197,4 +197,4 @@ def try_rewards(request: Request, asked: trial.Trial, run: str | None = None, tr
             fix="write them in a recipe: oncurve rewards try RECIPE --completion TEXT",
         )
     check_agreed(request, powers, ticked=trusted)
-    return trial.run_trial(asked)
+    return rewards.run_trial(asked)

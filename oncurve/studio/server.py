@@ -1,4 +1,7 @@
-"""Serving the studio: an address that is free, a token where others could reach it, a browser if asked for."""
+"""The application: the routes, the built page, and what an error looks like.
+
+Serving the studio: an address that is free, a token where others could reach it, a browser if asked for.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +15,75 @@ from collections.abc import Callable
 from pathlib import Path
 
 import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import FileResponse, JSONResponse, Response
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp
 
-from oncurve.listening import SERVING, address_of, is_loopback, listen
-from oncurve.studio.app import make_app
-from oncurve.studio.servers import Servers
+from oncurve.errors import OncurveError, RunError
+from oncurve.local_http import SERVING, address_of, is_loopback, listen
+from oncurve.studio.auth import StudioGuard
+from oncurve.studio.model_servers import ModelServers
+from oncurve.studio.planner import planner
+from oncurve.studio.playground import play
+from oncurve.studio.routes import api
+
+STATIC = Path(__file__).parent / "static"
+FOREVER = "public, max-age=31536000, immutable"
+"""For files whose names change with their content."""
 
 
-class Server(uvicorn.Server):
+class Assets(StaticFiles):
+    """Built files, which a browser need never ask for twice."""
+
+    def file_response(self, *args: object, **named: object) -> Response:
+        answer = super().file_response(*args, **named)  # type: ignore[arg-type]
+        answer.headers["cache-control"] = FOREVER
+        return answer
+
+
+async def _error_response(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, OncurveError)
+    words = {"where": error.where, "what": str(error.what), "because": error.because, "fix": error.fix}
+    return JSONResponse({"error": words}, 404 if isinstance(error, RunError) else 422)
+
+
+def make_app(
+    runs_dir: Path, stopping: asyncio.Event, servers: ModelServers, token: str | None = None, *, allow_code: bool = False
+) -> ASGIApp:
+    """The studio over a folder of runs. With ``token``, nobody comes in without it. ``stopping`` ends open event streams.
+
+    ``allow_code`` lets the page run code of a run and send keys, which needs a token: a loopback port is open to every user of
+    the machine.
+    """
+    if allow_code and token is None:
+        raise ValueError("allow_code needs a token")
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, title="Oncurve Studio")
+    app.state.runs_dir, app.state.stopping, app.state.servers = runs_dir, stopping, servers
+    app.state.allow_code = allow_code
+    app.add_exception_handler(OncurveError, _error_response)
+    app.include_router(api)
+    app.include_router(play)
+    app.include_router(planner)
+    app.mount("/assets", Assets(directory=STATIC / "assets", check_dir=False))
+
+    @app.get("/")
+    def index() -> FileResponse:
+        return FileResponse(STATIC / "index.html", headers={"cache-control": "no-cache"})
+
+    @app.get("/icon.svg")
+    def icon() -> FileResponse:
+        return FileResponse(STATIC / "icon.svg")
+
+    return StudioGuard(app, token)
+
+
+class StudioServer(uvicorn.Server):
     """The server of a studio. Asked to stop, it ends open event streams first (their pages would never leave by themselves) and
     the models of the Playground."""
 
     def __init__(self, runs_dir: Path, token: str | None = None, *, allow_code: bool = False) -> None:
-        self._stopping, self._servers = asyncio.Event(), Servers(runs_dir)
+        self._stopping, self._servers = asyncio.Event(), ModelServers(runs_dir)
         app = make_app(runs_dir, self._stopping, self._servers, token, allow_code=allow_code)
         super().__init__(uvicorn.Config(app, **SERVING))
 
@@ -46,7 +106,7 @@ def serve(
     with listen(host, port) as listening:
         token = None if is_loopback(host) and not allow_code else secrets.token_urlsafe(24)
         address = address_of(listening, host) + "/" + (f"?token={token}" if token else "")
-        server = Server(runs_dir, token, allow_code=allow_code)
+        server = StudioServer(runs_dir, token, allow_code=allow_code)
         say(address)
         if open_browser:
             threading.Thread(target=_open_when_ready, args=(server, address), daemon=True).start()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from oncurve.recipe import sections
+from oncurve.recipe.schema import sections
 from oncurve.records import Example, Prompt
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
@@ -33,7 +33,7 @@ class Task(Protocol):
         """Every character that prompts and worked completions are made of, `TAGS` aside; None where only the data can tell."""
 
     @property
-    def usual_rewards(self) -> tuple[sections.Reward, ...]:
+    def default_rewards(self) -> tuple[sections.Reward, ...]:
         """The rewards that grade this task where no recipe names any; the first decides what counts as solved."""
 
     def train_prompt(self, index: int) -> Prompt:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from oncurve.errors import RecipeError
+from oncurve.plugins import load_function
 from oncurve.records import Environment
-from oncurve.tasks.calculator import Calculator
-from oncurve.tasks.load import load_function
+from oncurve.tasks.puzzles.calculator import Calculator
 
 
 def load_environment(name: str | None, where: str) -> Environment | None:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from oncurve.errors import no_such
-from oncurve.recipe import sections
-from oncurve.recipe.problems import read_section
-from oncurve.tasks.arithmetic import Arithmetic, ArithmeticOptions
+from oncurve.recipe.error_messages import read_section
+from oncurve.recipe.schema import sections
 from oncurve.tasks.base import Task, TaskType
-from oncurve.tasks.calculator import CalculatorOptions, CalculatorTask
-from oncurve.tasks.countdown import Countdown, CountdownOptions
-from oncurve.tasks.files import FileOptions, build_file_task
-from oncurve.tasks.guess import GuessOptions, GuessTask
-from oncurve.tasks.gym import Gym, GymOptions
-from oncurve.tasks.known import KnownOptions, builders
+from oncurve.tasks.data.file_task import FileOptions, build_file_task
+from oncurve.tasks.data.public_datasets import PublicDatasetOptions, builders
+from oncurve.tasks.puzzles.arithmetic import Arithmetic, ArithmeticOptions
+from oncurve.tasks.puzzles.calculator import CalculatorOptions, CalculatorTask
+from oncurve.tasks.puzzles.countdown import Countdown, CountdownOptions
+from oncurve.tasks.puzzles.guess import GuessOptions, GuessTask
+from oncurve.tasks.reasoning_gym import ReasoningGymOptions, ReasoningGymTask
 
 TASKS: dict[str, TaskType] = {
     "arithmetic": TaskType(ArithmeticOptions, Arithmetic),
@@ -20,8 +20,8 @@ TASKS: dict[str, TaskType] = {
     "calculator": TaskType(CalculatorOptions, CalculatorTask),
     "guess": TaskType(GuessOptions, GuessTask),
     "file": TaskType(FileOptions, build_file_task),
-    "reasoning_gym": TaskType(GymOptions, Gym),
-    **{name: TaskType(KnownOptions, build) for name, build in builders().items()},
+    "reasoning_gym": TaskType(ReasoningGymOptions, ReasoningGymTask),
+    **{name: TaskType(PublicDatasetOptions, build) for name, build in builders().items()},
 }
 
 

@@ -16,7 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 from oncurve.errors import ModelError
 from oncurve.models.policy import Policy
 from oncurve.records import Prompt
-from oncurve.terminal.figures import clean
+from oncurve.terminal.text import clean
 
 INVITE = "› "
 
@@ -87,12 +87,12 @@ class Chat:
         said = [*self.messages, {"role": "user", "content": text}]
         prompt = Prompt("chat", messages=tuple(said)) if self.talks else Prompt("chat", text=text)
         ids = torch.from_numpy(self.policy.encode(prompt))[None].to(self.policy.device)
-        room = self.policy.context - ids.shape[1]
+        room = self.policy.max_positions - ids.shape[1]
         if room < 1:
             raise ModelError(
                 "chat",
                 f"{ids.shape[1]} tokens",
-                because=f"the model addresses {self.policy.context} positions, its answer included",
+                because=f"the model addresses {self.policy.max_positions} positions, its answer included",
                 fix="ask something shorter, or begin anew with /new",
             )
         printer = Printer(self.policy, out)
@@ -105,8 +105,8 @@ class Chat:
         settings = self.settings
         how: dict[str, Any] = {
             "max_new_tokens": min(settings.max_new_tokens, room),
-            "eos_token_id": list(self.policy.end_ids),
-            "pad_token_id": self.policy.end_ids[0],
+            "eos_token_id": list(self.policy.eos_ids),
+            "pad_token_id": self.policy.eos_ids[0],
             "do_sample": settings.temperature > 0,
         }
         # A model's own generation config may hold sampling settings; only what was asked for here counts.

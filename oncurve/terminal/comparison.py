@@ -12,8 +12,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from oncurve.terminal.figures import size
-from oncurve.train.compare import Outcome
+from oncurve.operations.compare import ArmResult
+from oncurve.terminal.text import size
 
 HEADS = (
     "algorithm",
@@ -36,20 +36,20 @@ NOTE = (
 )
 
 
-def by_algorithm(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
+def by_algorithm(outcomes: Sequence[ArmResult]) -> dict[str, list[ArmResult]]:
     """In the order in which they were asked for."""
-    found: dict[str, list[Outcome]] = {}
+    found: dict[str, list[ArmResult]] = {}
     for outcome in outcomes:
         found.setdefault(outcome.algorithm, []).append(outcome)
     return found
 
 
-def rows_of(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
+def rows_of(outcomes: Sequence[ArmResult]) -> list[tuple[str, ...]]:
     """One row for each algorithm: means over seeds, and ± the std over seeds (n − 1) where there are several."""
     return [_row(name, runs) for name, runs in by_algorithm(outcomes).items()]
 
 
-def _row(name: str, runs: Sequence[Outcome]) -> tuple[str, ...]:
+def _row(name: str, runs: Sequence[ArmResult]) -> tuple[str, ...]:
     def mean(values: Sequence[float]) -> float:
         return float(np.mean(values))
 
@@ -68,7 +68,7 @@ def _row(name: str, runs: Sequence[Outcome]) -> tuple[str, ...]:
     )
 
 
-def _heldout(runs: Sequence[Outcome]) -> str:
+def _heldout(runs: Sequence[ArmResult]) -> str:
     if any(math.isnan(r.accuracy) for r in runs):
         return "reward " + spread([r.heldout_reward for r in runs], 2)
     return spread([100 * r.accuracy for r in runs], 1) + " %"
@@ -79,7 +79,7 @@ def spread(values: Sequence[float], digits: int) -> str:
     return f"{shown} ± {np.std(values, ddof=1):.{digits}f}" if len(values) > 1 else shown
 
 
-def render_comparison(outcomes: Sequence[Outcome]) -> Group:
+def render_comparison(outcomes: Sequence[ArmResult]) -> Group:
     """Two tables, so that they fit 80 columns: what was learned and in what time, and what it took."""
     rows = rows_of(outcomes)
     return Group(_table(rows, (0, 1, 2, 5, 6)), Text(), _table(rows, (0, 3, 4, 7, 8, 9, 10)), Text(f"\n{NOTE}", "dim"))
@@ -94,12 +94,12 @@ def _table(rows: Sequence[tuple[str, ...]], columns: Sequence[int]) -> Table:
     return table
 
 
-def as_markdown(outcomes: Sequence[Outcome]) -> str:
+def as_markdown(outcomes: Sequence[ArmResult]) -> str:
     lines = [HEADS, ["---"] * len(HEADS), *rows_of(outcomes)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
-def comparison_data(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+def comparison_data(outcomes: Sequence[ArmResult]) -> list[dict[str, Any]]:
     """Every run with its curve, and the figures that the table is made of."""
     own = {"accuracy": None, "reward": None}
     last = [asdict(o.curve[-1]) if o.curve else own for o in outcomes]

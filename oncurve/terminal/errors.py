@@ -1,6 +1,8 @@
 """What is told on standard error: a user's mistake as one block (what and where, because, fix), and advice.
 
 A word that is wider than the window stays whole, so that a path or a command can be copied as it stands.
+
+Other libraries' progress bars would tear the display apart.
 """
 
 from __future__ import annotations
@@ -37,3 +39,16 @@ def _wrapped(label: str, text: str, width: int, indent: str = "") -> str:
     begun = label + usual.fill("x" * len(label) + first)[len(label) :]
     usual.initial_indent = indent
     return "\n".join([begun, *map(usual.fill, others)])
+
+
+def hush() -> None:
+    """Silences the bars and advice of transformers, its hub and bitsandbytes; their errors still come through as exceptions."""
+    from logging import CRITICAL, ERROR, getLogger
+
+    from huggingface_hub.utils import logging as hub
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    hub.set_verbosity(CRITICAL)
+    getLogger("bitsandbytes").setLevel(ERROR)

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from oncurve.records import EvalReport
-from oncurve.terminal.figures import DASH, number, percent, score
+from oncurve.terminal.text import DASH, number, percent, score
 
 Z_95 = 1.959964
 """The normal distribution's 97.5 % point."""

@@ -1,15 +1,20 @@
-"""One group: its completions from best to worst, with what each reward said and the advantage that came of it."""
+"""One group: its completions from best to worst, with what each reward said and the advantage that came of it.
+
+What `oncurve replay` shows: the group, and whether it came out the same.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from oncurve.operations.replay import ReplayResult
 from oncurve.records import STOPPED, Aspect, GradedGroup, ScoredCompletion, TokenStats
-from oncurve.terminal.figures import DASH, clean, number, score, shortened, signed
+from oncurve.terminal.text import DASH, clean, number, score, shorten, signed
 
 NOTABLE = 0.01
 """A ratio this far from 1 is worth a word; with one update per step none is."""
@@ -40,7 +45,7 @@ class GroupTable:
             style = _style(self.graded.advantage_of(place))
             shown = [Text(row[0], style), *map(Text, row[1:]), _ending(self.graded.scored.scored[place], room)]
             table.add_row(*shown)
-        yield Text.assemble(("asked  ", "dim"), shortened(self.graded.group.prompt.shown, options.max_width - 8))
+        yield Text.assemble(("asked  ", "dim"), shorten(self.graded.group.prompt.shown, options.max_width - 8))
         yield table
 
     def _numbers(self, place: int, names: Sequence[str]) -> list[str]:
@@ -100,7 +105,35 @@ def _style(advantage: float | None) -> str:
 def _ending(scored: ScoredCompletion, room: int) -> Text:
     """The text, and a mark where it was cut or could not be rewarded."""
     if scored.failure is not None:
-        return Text(shortened(f"! {scored.failure}", room), "red")
+        return Text(shorten(f"! {scored.failure}", room), "red")
     if scored.completion.cut:
-        return Text.assemble(shortened(scored.completion.text, room - 6), (" ⋯ cut", "yellow"))
-    return Text(shortened(scored.completion.text, room))
+        return Text.assemble(shorten(scored.completion.text, room - 6), (" ⋯ cut", "yellow"))
+    return Text(shorten(scored.completion.text, room))
+
+
+def render_replay(found: ReplayResult, title: Text) -> RenderableType:
+    lines: list[RenderableType] = [title, GroupTable(found.now), Text(), Text(began(found), "dim")]
+    if not found.differences:
+        completions = found.now.group.completions
+        tokens = sum(len(c.token_ids) for c in completions)
+        told = (
+            f"identical: {len(completions)} completions, {tokens} tokens, their log-probs, rewards and advantages, bit for bit"
+        )
+        return Group(*lines, Text(told, "bold green"))
+    return Group(*lines, Text("not identical", "bold red"), *(Text(f"  {line}") for line in found.differences))
+
+
+def began(found: ReplayResult) -> str:
+    source = "the first weights" if found.start is None else f"the checkpoint of {found.start[0]} step {found.start[1]}"
+    return f"from {source}, {found.steps} {'step' if found.steps == 1 else 'steps'} done again"
+
+
+def replay_data(found: ReplayResult) -> dict[str, Any]:
+    return {
+        "stage": found.stage,
+        "step": found.step,
+        "identical": not found.differences,
+        "differences": found.differences,
+        "from": None if found.start is None else {"stage": found.start[0], "step": found.start[1]},
+        "steps_done_again": found.steps,
+    }

@@ -8,14 +8,14 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from oncurve.plan.cluster import Size, turning_point
+from oncurve.plan.cluster_simulation import Size, async_break_even
 from oncurve.plan.fixes import Fix
-from oncurve.plan.gpus import GIB
+from oncurve.plan.hardware import GIB
 from oncurve.plan.job import Job
 from oncurve.plan.memory import PARTS, Phase
-from oncurve.plan.planned import Grown, Plan, growth, shown_seconds, smallest_gpus
-from oncurve.terminal.figures import number, percent
-from oncurve.terminal.figures import size as count
+from oncurve.plan.plan import Plan, ScalingPoint, scaling_points, shown_seconds, smallest_gpus
+from oncurve.terminal.text import number, percent
+from oncurve.terminal.text import size as count
 
 LOOKS: dict[str, tuple[str, str]] = {
     "weights": ("w", "white on blue"),
@@ -48,7 +48,7 @@ def render_plan(job: Job, own: Plan, plans: Sequence[Plan], assumed: str) -> Ren
         Text("\nseconds a step by phase", "bold"),
         _times(plans),
         Text("\nhow it grows, one thing changed at a time; other models are Qwen3's", "bold"),
-        *_growth_tables(growth(job)),
+        *_growth_tables(scaling_points(job)),
     )
 
 
@@ -164,7 +164,7 @@ def _times(plans: Sequence[Plan]) -> RenderableType:
     table.add_row("a step", *(_seconds(plan.seconds.step) for plan in plans), style="bold")
     table.add_row("samples a day", *(number(plan.seconds.samples_per_day) for plan in plans))
     table.add_row("trained", *(count(plan.trained) for plan in plans))
-    table.add_row("held", *(count(plan.held) for plan in plans))
+    table.add_row("held", *(count(plan.resident_parameters) for plan in plans))
     return table
 
 
@@ -184,7 +184,7 @@ def render_cluster(sizes: Sequence[Size], staleness: int, measured: str | None) 
             stale = f"{apart.staleness_mean:.1f}, ≤ {apart.staleness_max}"
             row += [number(apart.samples_per_second), percent(apart.idle), stale, str(apart.learners), f"{size.gain:.2f} ×"]
         table.add_row(*row)
-    turning = turning_point(sizes)
+    turning = async_break_even(sizes)
     word = (
         "synchronous steps pay at every size"
         if turning is None
@@ -196,11 +196,11 @@ def render_cluster(sizes: Sequence[Size], staleness: int, measured: str | None) 
     return Group(Text(title, "bold"), table, Text(f"{word} ({source})", "dim"))
 
 
-def _growth_tables(rows: Sequence[Grown]) -> list[RenderableType]:
+def _growth_tables(rows: Sequence[ScalingPoint]) -> list[RenderableType]:
     return [_growth([row for row in rows if row.what == what]) for what in dict.fromkeys(row.what for row in rows)]
 
 
-def _growth(rows: Sequence[Grown]) -> RenderableType:
+def _growth(rows: Sequence[ScalingPoint]) -> RenderableType:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     family = "Qwen3-" if rows[0].what == "model" else ""  # the heading says it, or seven names do not fit 80 columns
     table.add_column(rows[0].what, style="bold", min_width=10)

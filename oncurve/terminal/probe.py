@@ -6,8 +6,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from oncurve.terminal.figures import duration, number, percent, score
-from oncurve.train.probe import AtTemperature, ProbeReport
+from oncurve.operations.probe import AtTemperature, ProbeReport
+from oncurve.terminal.text import duration, number, percent, score
 
 
 def render_probe(report: ProbeReport) -> RenderableType:

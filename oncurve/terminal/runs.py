@@ -12,10 +12,10 @@ from rich.text import Text
 
 from oncurve.errors import OncurveError
 from oncurve.records import EvalReport
+from oncurve.runs.database.reader import StageRow
+from oncurve.runs.database.writer import RunWriter
 from oncurve.runs.folder import RunEntry
-from oncurve.runs.reading import StageRow
-from oncurve.runs.store import Store
-from oncurve.terminal.figures import DASH, percent, score
+from oncurve.terminal.text import DASH, percent, score
 
 STYLES = {"finished": "green", "running": "cyan", "interrupted": "yellow", "failed": "red", "broken": "red"}
 
@@ -41,7 +41,7 @@ def run_data(entry: RunEntry) -> dict[str, Any]:
 def _numbers(entry: RunEntry) -> tuple[list[StageRow], EvalReport | None]:
     """Its stages, and its last measurement."""
     try:
-        with Store.open(entry.path) as store:
+        with RunWriter.open(entry.path) as store:
             return store.stages(), next(reversed(store.evals()), None)
     except OncurveError:
         return [], None

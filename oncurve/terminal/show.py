@@ -12,19 +12,17 @@ from rich.table import Table
 from rich.text import Text
 
 from oncurve.errors import OncurveError, RunError, did_you_mean
-from oncurve.recipe.flat import flat
-from oncurve.recipe.load import load_recipe
-from oncurve.recipe.sampled import SAMPLED_TYPES
+from oncurve.recipe.load import flat, load_recipe
+from oncurve.recipe.schema.stages import SAMPLED_TYPES
 from oncurve.records import GradedGroup
+from oncurve.runs.database.reader import Reader, StageRow
+from oncurve.runs.database.writer import RunWriter
 from oncurve.runs.folder import Parent, RunEntry, RunFolder, list_runs
-from oncurve.runs.reading import Reader, StageRow
-from oncurve.runs.store import Store
 from oncurve.terminal.evaluation import heldout_tables
-from oncurve.terminal.figures import DASH, duration, number, score, shortened
 from oncurve.terminal.group import GroupTable, render_group
-from oncurve.terminal.progress import Heldout
+from oncurve.terminal.live.progress import Heldout
 from oncurve.terminal.runs import STYLES, ago
-from oncurve.terminal.sparkline import sparkline
+from oncurve.terminal.text import DASH, duration, number, score, shorten, sparkline
 
 CURVES = {
     "sft": ("loss", "entropy"),
@@ -46,9 +44,12 @@ def render_run(run: RunFolder) -> RenderableType:
     """A run at a glance: how it stands, its family, its stages' curves, held-out accuracy by difficulty."""
     state = run.state()
     head = Text.assemble(
-        (run.name, "bold"), "  ", (state.shown, STYLES[state.shown]), (f"  begun {ago(state.created)} · {run.path}", "dim")
+        (run.name, "bold"),
+        "  ",
+        (state.current_status, STYLES[state.current_status]),
+        (f"  begun {ago(state.created)} · {run.path}", "dim"),
     )
-    with Store.open(run.path) as store:
+    with RunWriter.open(run.path) as store:
         parts: list[RenderableType] = [head, *_family(run, state.parent)]
         stages, evals = store.stages(), store.evals()
         parts += [line for stage in stages for line in (Text(), _stage_line(stage), _curves(store, stage))]
@@ -56,11 +57,11 @@ def render_run(run: RunFolder) -> RenderableType:
             parts += [Text(), *heldout_tables(evals)[:-1]]
         if state.parent is not None:
             parts += _beside_parent(run, state.parent, store)
-        parts += [*happened(store), Text(), _advice(run, stages)]
+        parts += [*event_lines(store), Text(), _advice(run, stages)]
     return Group(*parts)
 
 
-def happened(store: Reader) -> list[RenderableType]:
+def event_lines(store: Reader) -> list[RenderableType]:
     """What a cluster has done to the run: who died, hung or was started again, the last of it."""
     told = store.events("cluster")
     lines = [Text.assemble((clock(e.time), "dim"), f"  {e.message}") for e in told[-HAPPENED:]]
@@ -120,7 +121,7 @@ def _beside_parent(run: RunFolder, parent: Parent, store: Reader) -> list[Render
     beside = RunFolder(run.path.resolve().parent / parent.run)
     parts: list[RenderableType] = [Text(), _changes(parent, beside)]
     try:
-        with Store.open(beside.path) as other:
+        with RunWriter.open(beside.path) as other:
             theirs, mine = _last_figures(other, parent.stage), _last_figures(store, parent.stage)
     except OncurveError:
         return [*parts, Text(f"{parent.run} is not beside it any more", "dim")]
@@ -191,7 +192,7 @@ def stage_of(store: Reader, run: RunFolder, stage: str | None, step: int) -> str
 
 def render_step(run: RunFolder, stage: str | None, step: int) -> RenderableType:
     """A step: its metrics, and its groups in a table."""
-    with Store.open(run.path) as store:
+    with RunWriter.open(run.path) as store:
         name = stage_of(store, run, stage, step)
         report = store.step(name, step)
     head = Text.assemble((f"{run.name}  {name} step {step}", "bold"))
@@ -204,7 +205,7 @@ def render_step(run: RunFolder, stage: str | None, step: int) -> RenderableType:
         table.add_column(column, justify="right" if column != "rewards, best first" else "left", no_wrap=True)
     table.add_column("prompt", no_wrap=True, overflow="ellipsis")
     for position, graded in enumerate(report.groups):
-        table.add_row(str(position), _reward_row(graded), _lengths(graded), shortened(graded.group.prompt.shown, 40))
+        table.add_row(str(position), _reward_row(graded), _lengths(graded), shorten(graded.group.prompt.shown, 40))
     advice = Text(f"a group in full: oncurve show {run.path} --stage {name} --step {step} --group 0", "dim")
     return Group(head, facts, Text(), table, Text(), advice)
 
@@ -227,7 +228,7 @@ def _lengths(graded: GradedGroup) -> str:
 
 def render_one_group(run: RunFolder, stage: str | None, step: int, position: int) -> RenderableType:
     """One group in full, after a table of it."""
-    with Store.open(run.path) as store:
+    with RunWriter.open(run.path) as store:
         name = stage_of(store, run, stage, step)
         kept = store.group(name, step, position)
     head = Text(f"{run.name}  {name} step {step}  group {position}", "bold")

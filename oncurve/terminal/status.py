@@ -10,11 +10,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from oncurve.distributed.rank_status import RankStatus, read_statuses
 from oncurve.errors import OncurveError
+from oncurve.runs.database.writer import RunWriter
 from oncurve.runs.folder import RunFolder
-from oncurve.runs.store import Store
-from oncurve.scale.pulse import Pulse, read_pulses
-from oncurve.terminal.show import happened
+from oncurve.terminal.show import event_lines
 
 SILENT_S = 10.0
 """A process writes twice a second; one that has not for so long is stopped, swapped out, or its machine is gone."""
@@ -22,16 +22,23 @@ SILENT_S = 10.0
 
 def status_data(run: RunFolder) -> dict[str, Any]:
     state, last = run.state(), _last_step(run)
-    processes = [{**dataclasses.asdict(pulse), "state": state_of(pulse)} for pulse in read_pulses(run.path)]
+    processes = [{**dataclasses.asdict(pulse), "state": state_of(pulse)} for pulse in read_statuses(run.path)]
     place = None if last is None else {"stage": last[0], "step": last[1]}
-    return {"run": run.name, "status": state.shown, "host": state.host, "pid": state.pid, "last": place, "processes": processes}
+    return {
+        "run": run.name,
+        "status": state.current_status,
+        "host": state.host,
+        "pid": state.pid,
+        "last": place,
+        "processes": processes,
+    }
 
 
 def render_status(run: RunFolder) -> RenderableType:
     state, last = run.state(), _last_step(run)
     done = f", last recorded: {last[0]} {last[1]}" if last else ", nothing recorded yet"
-    head = Text(f"{run.name}: {state.shown}{done}")
-    pulses = read_pulses(run.path)
+    head = Text(f"{run.name}: {state.current_status}{done}")
+    pulses = read_statuses(run.path)
     if not pulses:
         return Group(head, Text(f"one process: {state.pid} on {state.host}", "dim"))
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -47,13 +54,13 @@ def render_status(run: RunFolder) -> RenderableType:
 
 def _happened(run: RunFolder) -> list[RenderableType]:
     try:
-        with Store.open(run.path) as store:
-            return happened(store)
+        with RunWriter.open(run.path) as store:
+            return event_lines(store)
     except OncurveError:
         return []
 
 
-def state_of(pulse: Pulse) -> str:
+def state_of(pulse: RankStatus) -> str:
     """`done`, `gone`, `silent for 33 s` or `alive`."""
     if pulse.phase == "done":
         return "done"
@@ -66,7 +73,7 @@ def state_of(pulse: Pulse) -> str:
 def _last_step(run: RunFolder) -> tuple[str, int] | None:
     """The last step on the disk, (stage, step)."""
     try:
-        with Store.open(run.path) as store:
+        with RunWriter.open(run.path) as store:
             return next(((stage.name, stage.done) for stage in reversed(store.stages()) if stage.done), None)
     except OncurveError:
         return None

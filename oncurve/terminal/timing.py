@@ -9,10 +9,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from oncurve.runs.database.reader import SECONDS, Reader, StageRow
+from oncurve.runs.database.writer import RunWriter
 from oncurve.runs.folder import RunFolder
-from oncurve.runs.reading import SECONDS, Reader, StageRow
-from oncurve.runs.store import Store
-from oncurve.terminal.figures import number, percent
+from oncurve.terminal.text import number, percent
 
 BESIDE = {
     "tokens_per_s": ("completion tokens a second, over the whole step", 1.0, ""),
@@ -36,7 +36,7 @@ def timing_of(store: Reader, stage: StageRow) -> dict[str, float]:
 
 def render_timing(run: RunFolder) -> RenderableType:
     parts: list[RenderableType] = [Text(f"{run.name}  a step's time by phase, medians", "bold")]
-    with Store.open(run.path) as store:
+    with RunWriter.open(run.path) as store:
         for stage in store.stages():
             found = timing_of(store, stage)
             if found:
@@ -69,5 +69,5 @@ def _beside(found: dict[str, float]) -> list[RenderableType]:
 
 
 def timing_data(run: RunFolder) -> dict[str, Any]:
-    with Store.open(run.path) as store:
+    with RunWriter.open(run.path) as store:
         return {stage.name: timing_of(store, stage) for stage in store.stages()}

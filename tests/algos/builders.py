@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from oncurve.algos.objectives import LossInputs, LossSettings
-from oncurve.algos.reductions import StepTotals
+from oncurve.algos.reductions import LossDenominators
 from oncurve.records import Aspect, Completion, Group, Prompt, ScoredCompletion, ScoredGroup, StopReason
 
 PLAIN = LossSettings(beta=0.0, kl_estimator="k3", ratio_weighted_kl=False, entropy_bonus=0.0)
@@ -39,10 +39,10 @@ def double(values: Sequence[float]) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def micro_batch(lengths: Sequence[int], totals: StepTotals | None = None, **tensors: Any) -> LossInputs:
+def micro_batch(lengths: Sequence[int], totals: LossDenominators | None = None, **tensors: Any) -> LossInputs:
     """Rows of the given lengths end to end, nothing masked; on-policy at log-prob −1 and advantage 1 unless told otherwise."""
     row_N = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.int64))
     ones_N = torch.ones(sum(lengths), dtype=torch.float64)
     fields = {"logp_new_N": -ones_N, "logp_old_N": -ones_N, "advantage_N": ones_N, "mask_N": ones_N.bool(), **tensors}
-    totals = totals or StepTotals(len(lengths), int(fields["mask_N"].sum()), 10)
+    totals = totals or LossDenominators(len(lengths), int(fields["mask_N"].sum()), 10)
     return LossInputs(row_N=row_N, rows=len(lengths), totals=totals, **fields)

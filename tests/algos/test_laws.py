@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from oncurve.algos.objectives import OBJECTIVES, LossInputs, LossSettings
-from oncurve.algos.reductions import StepTotals
+from oncurve.algos.reductions import LossDenominators
 from tests.algos.builders import micro_batch
 
 SETTINGS = LossSettings(beta=0.04, kl_estimator="k3", ratio_weighted_kl=True, entropy_bonus=0.01)
@@ -29,7 +29,7 @@ def step(lengths: Sequence[int], seed: int, dtype: torch.dtype = torch.float32) 
     mask_N = torch.rand(sum(lengths), generator=generator) < 0.7
     return micro_batch(
         lengths,
-        totals=StepTotals(len(lengths) + 1, int(mask_N.sum()) + 3, 8),
+        totals=LossDenominators(len(lengths) + 1, int(mask_N.sum()) + 3, 8),
         logp_new_N=logp_N,
         logp_old_N=logp_N + 0.2 * noise[1],
         advantage_N=noise[2],

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from oncurve.algos.objectives import OBJECTIVES, LossInputs, LossSettings, Objective, with_clip
-from oncurve.algos.reductions import StepTotals
+from oncurve.algos.reductions import LossDenominators
 from oncurve.algos.surrogates import Clipped
 from oncurve.errors import RecipeError
-from oncurve.recipe.schema import ObjectiveName
+from oncurve.recipe.schema.recipe import ObjectiveName
 from tests.algos.builders import PLAIN, double, micro_batch
 
 
@@ -48,7 +48,7 @@ def test_grpo_by_hand() -> None:
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_on_policy_every_objective_follows_the_policy_gradient(name: str) -> None:
     """At ρ = 1 the gradient at a token is −share · A (for one ratio per sequence: −Σ_t share · A, A being the sequence's)."""
-    inputs = micro_batch([2, 3], advantage_N=double([1.5, 1.5, -0.5, -0.5, -0.5]), totals=StepTotals(4, 20, 10))
+    inputs = micro_batch([2, 3], advantage_N=double([1.5, 1.5, -0.5, -0.5, -0.5]), totals=LossDenominators(4, 20, 10))
     per_completion = {1.5: 1 / (4 * 2), -0.5: 1 / (4 * 3)}
     share = {"dapo": 1 / 20, "bnpo": 1 / 20, "cispo": 1 / 20, "reinforce_pp": 1 / 20, "dr_grpo": 1 / 40}
     share |= {"grpo_sequence": 1 / 4, "rloo": 1 / 4, "reinforce": 1 / 4}
@@ -99,7 +99,9 @@ def test_without_beta_a_reference_is_measured_and_not_followed() -> None:
 
 def test_entropy_bonus_is_the_mean_over_the_steps_tokens() -> None:
     mask_N, entropy_N = torch.tensor([True, True, False]), double([1.0, 2.0, 50.0])
-    inputs = micro_batch([3], advantage_N=double([0.0] * 3), entropy_N=entropy_N, mask_N=mask_N, totals=StepTotals(1, 6, 9))
+    inputs = micro_batch(
+        [3], advantage_N=double([0.0] * 3), entropy_N=entropy_N, mask_N=mask_N, totals=LossDenominators(1, 6, 9)
+    )
     assert OBJECTIVES["gspo"].loss(inputs, replace(PLAIN, entropy_bonus=0.5)).loss.item() == pytest.approx(-0.5 * 3 / 6)
 
 
@@ -124,6 +126,6 @@ def test_an_objective_says_what_it_is_made_of() -> None:
 def test_a_micro_batch_of_nothing_is_differentiable_and_zero() -> None:
     mask_N = torch.tensor([False, False])
     for objective in OBJECTIVES.values():
-        inputs = micro_batch([2], mask_N=mask_N, totals=StepTotals(0, 0, 9))
+        inputs = micro_batch([2], mask_N=mask_N, totals=LossDenominators(0, 0, 9))
         assert gradient(objective, inputs).tolist() == [0.0, 0.0]
-        assert gradient(objective, micro_batch([], totals=StepTotals(0, 0, 9))).shape == (0,)
+        assert gradient(objective, micro_batch([], totals=LossDenominators(0, 0, 9))).shape == (0,)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from oncurve.algos.packed_rows import PackedRows
 from oncurve.algos.ratios import (
     sequence_mean_ratio,
     sequence_product_ratio,
@@ -15,16 +16,15 @@ from oncurve.algos.ratios import (
     token_ratio,
     truncated_weights,
 )
-from oncurve.algos.rows import Rows
 from tests.algos.builders import double
 
 # Token ratios 2, 4 in the first completion; 3, and 5 masked out, in the second; nothing left of the third.
 RATIOS = [2.0, 4.0, 3.0, 5.0, 7.0]
-ROWS = Rows.of(torch.tensor([0, 0, 1, 1, 2]), torch.tensor([True, True, True, False, False]), 3, torch.float64)
+ROWS = PackedRows.of(torch.tensor([0, 0, 1, 1, 2]), torch.tensor([True, True, True, False, False]), 3, torch.float64)
 
 
 def log_ratios() -> Tensor:
-    return ROWS.keep(double(RATIOS).log()).requires_grad_()
+    return ROWS.mask(double(RATIOS).log()).requires_grad_()
 
 
 def test_each_ratio_by_hand() -> None:

@@ -5,23 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 
+from oncurve.algos.packed_rows import PackedRows
 from oncurve.algos.reductions import (
+    LossDenominators,
     Reduction,
-    StepTotals,
+    loss_denominators,
     mean_of_completion_means,
     mean_of_completion_sums,
     mean_over_length_budget,
     mean_over_step_tokens,
-    step_totals,
 )
-from oncurve.algos.rows import Rows
 from oncurve.records import GradedGroup, ScoredCompletion
 from tests.algos.builders import completion, double, group, right
 
-TOTALS = StepTotals(completions=3, tokens=6, length_budget=10)
+TOTALS = LossDenominators(completions=3, tokens=6, length_budget=10)
 # Tokens 1, 2, 3 of the first completion and 10 of the second, whose other token the environment wrote.
 VALUES_N = double([1.0, 2.0, 3.0, 10.0, 0.0])
-ROWS = Rows.of(torch.tensor([0, 0, 0, 1, 1]), torch.tensor([True, True, True, True, False]), 2, torch.float64)
+ROWS = PackedRows.of(torch.tensor([0, 0, 0, 1, 1]), torch.tensor([True, True, True, True, False]), 2, torch.float64)
 
 
 @pytest.mark.parametrize(
@@ -41,8 +41,8 @@ def test_by_hand(reduction: Reduction, expected: float) -> None:
     "reduction", [mean_of_completion_means, mean_over_step_tokens, mean_over_length_budget, mean_of_completion_sums]
 )
 def test_a_step_without_anything_divides_by_nothing(reduction: Reduction) -> None:
-    empty = Rows.of(torch.zeros(2, dtype=torch.int64), torch.tensor([False, False]), 1, torch.float64)
-    assert (reduction(empty, StepTotals(0, 0, 10)) * double([0.0, 0.0])).sum().item() == 0.0
+    empty = PackedRows.of(torch.zeros(2, dtype=torch.int64), torch.tensor([False, False]), 1, torch.float64)
+    assert (reduction(empty, LossDenominators(0, 0, 10)) * double([0.0, 0.0])).sum().item() == 0.0
 
 
 def test_totals_count_graded_completions_and_their_own_tokens() -> None:
@@ -54,4 +54,4 @@ def test_totals_count_graded_completions_and_their_own_tokens() -> None:
     ]
     flat = tuple(m.completion.logps * 0 for m in members)
     graded = GradedGroup(group(*members), flat, (True, True, False, True))
-    assert step_totals([graded, graded], length_budget=7) == StepTotals(completions=6, tokens=10, length_budget=7)
+    assert loss_denominators([graded, graded], length_budget=7) == LossDenominators(completions=6, tokens=10, length_budget=7)

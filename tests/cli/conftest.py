@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from oncurve.cli import main
+from oncurve.cli.app import main
 
 RECIPE = """
 name = "small"

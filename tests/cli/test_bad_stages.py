@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from oncurve.models import lora
-from oncurve.models.load import load_policy
-from oncurve.recipe.sections import Lora, Model, TinyModel
+from oncurve.models.loading.load import load_policy
+from oncurve.recipe.schema.sections import Lora, Model, TinyModel
 from tests.cli.conftest import Oncurve
 from tests.cli.test_bad_input import assert_told
-from tests.models import gguf_files
+from tests.models.loading import gguf_files
 
 SHAPE = TinyModel(layers=1, width=32, heads=2, kv_heads=1, head_size=16, mlp_width=64, context=128)
 LETTERS = "0123456789+= abc"

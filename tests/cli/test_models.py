@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from oncurve.cli_models import table
-from oncurve.models.places import Place
+from oncurve.cli.models import table
+from oncurve.models.loading.local_models import LocalModel
 from tests.cli.conftest import Oncurve
-from tests.models import gguf_files
+from tests.models.loading import gguf_files
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_models_are_listed_by_the_name_that_a_recipe_takes(oncurve: Oncurve, run
 @pytest.mark.parametrize("columns", [80, 100, 120])
 def test_the_list_is_folded_and_never_cut(columns: int, longer: tuple[str, ...]) -> None:
     names = ("models/Qwen2.5-Coder-0.5B-Instruct", "runs/a/model")
-    places = [Place(name, "folder", "Qwen3ForCausalLM", 494_000_000, "F32", 3_087_000_000) for name in (*names, *longer)]
+    places = [LocalModel(name, "folder", "Qwen3ForCausalLM", 494_000_000, "F32", 3_087_000_000) for name in (*names, *longer)]
     out = io.StringIO()
     Console(file=out, width=columns).print(table(places))
     lines = out.getvalue().splitlines()

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from oncurve.cli import main
+from oncurve.cli.app import main
 from oncurve.runs.folder import RunFolder
 from tests.cli.conftest import write_recipe
 
@@ -57,7 +57,7 @@ def test_in_a_terminal_there_is_one_picture_and_ctrl_c_finishes_the_step(tmp_pat
         assert words in shown
     assert "stopped by you" in error
     assert "Traceback" not in error
-    assert RunFolder(out).state().shown == "interrupted"
+    assert RunFolder(out).state().current_status == "interrupted"
     assert list((out / "checkpoints").glob("grpo-*"))
 
 

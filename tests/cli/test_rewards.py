@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from oncurve.cli import main
-from oncurve.recipe.sections import Reward
+from oncurve.cli.app import main
+from oncurve.recipe.schema.sections import Reward
 from oncurve.records import GradedGroup, ScoredGroup, StepReport
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.registry import build_reward
+from oncurve.runs.database.writer import RunWriter
 from oncurve.runs.folder import RunFolder
-from oncurve.runs.store import Store
 from tests.rewards.builders import group
 
 RECIPE = """
@@ -45,7 +45,7 @@ def run(tmp_path: Path, recipe: Path) -> RunFolder:
     folder = RunFolder.create(tmp_path / "runs", "sums")
     folder.recipe.write_text(recipe.read_text())
     mix = RewardMix([build_reward(Reward(type="answer")), build_reward(Reward(type="format", weight=0.5))])
-    with Store.create(folder.path) as store:
+    with RunWriter.create(folder.path) as store:
         store.begin_stage("grpo", "grpo", 0, 2)
         for step in (1, 2):
             texts = [f"<think>{step}</think><answer>{n}</answer>" for n in (3, 4)]
@@ -103,7 +103,7 @@ def test_audit(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
 def test_runs_without_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = RunFolder.create(tmp_path / "runs", "empty")
     folder.recipe.write_text(RECIPE)
-    with Store.create(folder.path) as store:
+    with RunWriter.create(folder.path) as store:
         store.begin_stage("sft", "sft", 0, 2)
     assert main(["rewards", "audit", folder.name, "--runs", str(tmp_path / "runs")]) == 2
     assert "no step of a grpo stage" in " ".join(capsys.readouterr().err.split())

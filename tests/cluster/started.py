@@ -12,13 +12,13 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
-from oncurve.processes import is_alive
+from oncurve.distributed.rank_status import RankStatus, read_statuses
 from oncurve.recipe.load import dump_recipe
-from oncurve.recipe.schema import Recipe
+from oncurve.recipe.schema.recipe import Recipe
+from oncurve.runs.database.writer import RunWriter
 from oncurve.runs.folder import RunFolder
-from oncurve.runs.store import Store
-from oncurve.scale.pulse import Pulse, read_pulses
-from oncurve.train.start import begin
+from oncurve.training.start import begin
+from oncurve.workers.processes import is_alive
 from tests.faults.sameness import everything
 
 ROOT = Path(__file__).parents[2]
@@ -58,11 +58,11 @@ class Started:
     def until(self, step: int) -> None:
         self.wait_for(f"step {step}", lambda: last_step(self.run) >= step)
 
-    def pulse(self, actor: str) -> Pulse:
-        found: list[Pulse] = []
+    def pulse(self, actor: str) -> RankStatus:
+        found: list[RankStatus] = []
 
         def there() -> bool:
-            found[:] = [p for p in read_pulses(self.run.path) if p.name == actor and p.pid]
+            found[:] = [p for p in read_statuses(self.run.path) if p.name == actor and p.pid]
             return bool(found)
 
         self.wait_for(actor, there)
@@ -80,16 +80,16 @@ class Started:
             wrote, _ = self.process.communicate(timeout=PATIENCE_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            raise AssertionError(f"it hangs: {self.process.communicate()[0]}; {read_pulses(self.run.path)}") from None
+            raise AssertionError(f"it hangs: {self.process.communicate()[0]}; {read_statuses(self.run.path)}") from None
         assert self.process.returncode == code, wrote
         deadline = time.monotonic() + 60
-        while left := [p.name for p in read_pulses(self.run.path) if p.pid and is_alive(p.pid)]:
+        while left := [p.name for p in read_statuses(self.run.path) if p.pid and is_alive(p.pid)]:
             assert time.monotonic() < deadline, f"still there after the run: {left}"
             time.sleep(0.1)
         return wrote
 
     def events(self) -> list[str]:
-        with Store.open(self.run.path) as store:
+        with RunWriter.open(self.run.path) as store:
             return [event.message for event in store.events("cluster")]
 
 

@@ -15,12 +15,12 @@ import pytest
 
 import oncurve
 from oncurve.recipe.load import dump_recipe
-from oncurve.recipe.schema import Recipe
+from oncurve.recipe.schema.recipe import Recipe
 from tests.cluster.conftest import SMALL
 from tests.faults.cases import FORMAT, GRPO, recipe
 
 RUN = recipe({**GRPO, "steps": 2}, rewards=[FORMAT], scale={"samplers": 2})
-AS_INSTALLED = "import sys; from oncurve.cli import main; sys.exit(main())"
+AS_INSTALLED = "import sys; from oncurve.cli.app import main; sys.exit(main())"
 
 
 def refused(tmp_path: Path, asked: Recipe, address: str, *, before: str = "", **environment: str) -> str:

@@ -72,7 +72,7 @@ def test_a_signal_to_the_driver_saves_and_stops_and_resume_goes_on(cluster: Any,
     started.process.send_signal(signal.SIGINT)
     wrote = started.end(code=130)
     assert "the step was finished and saved" in " ".join(wrote.split())
-    assert started.run.state().shown == "interrupted"
+    assert started.run.state().current_status == "interrupted"
     again = started.resume(cluster.address)
     again.end()
     ends_as_if_nothing_had_happened(again, tmp_path)

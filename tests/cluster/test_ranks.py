@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from oncurve.runs.folder import RunFolder
-from oncurve.train.start import begin
+from oncurve.training.start import begin
 from tests.cluster.started import Started, each_group_once
 from tests.faults.cases import FORMAT, GRPO, SHORT, recipe
 

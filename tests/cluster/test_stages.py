@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from oncurve.cluster.orders import as_bytes, put_weights
-from oncurve.models.load import load_policy
-from oncurve.recipe.sections import Lora, Model, TinyModel
+from oncurve.cluster.messages import as_bytes, put_weights
+from oncurve.models.loading.load import load_policy
+from oncurve.recipe.schema.sections import Lora, Model, TinyModel
 from tests.cluster.started import Started, same_as_in_one_process
 from tests.faults.cases import CASES
 
@@ -37,5 +37,5 @@ def test_under_lora_the_adapter_alone_is_sent() -> None:
     assert all("lora" in name for name in sent)
     assert sum(array.nbytes for array in sent.values()) < sum(p.nbytes for p in one.model.parameters()) / 4
     put_weights(other, sent)
-    for name, p in other.trained.items():
-        assert p.detach().numpy().tobytes() == one.trained[name].detach().numpy().tobytes()
+    for name, p in other.trainable.items():
+        assert p.detach().numpy().tobytes() == one.trainable[name].detach().numpy().tobytes()

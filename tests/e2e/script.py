@@ -13,9 +13,9 @@ from pathlib import Path
 from oncurve.errors import OncurveError
 from oncurve.records import StepReport
 from oncurve.runs.folder import RunFolder
-from oncurve.train.listeners import Listener
-from oncurve.train.start import begin, resume
-from tests.train.builders import recipe
+from oncurve.training.listeners import Listener
+from oncurve.training.start import begin, resume
+from tests.training.builders import recipe
 
 
 class Telling(Listener):

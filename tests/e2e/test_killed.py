@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from oncurve.runs.checkpoints.listing import list_checkpoints
+from oncurve.runs.database.writer import RunWriter
 from oncurve.runs.folder import RunFolder
-from oncurve.runs.saved import list_checkpoints
-from oncurve.runs.store import Store
-from oncurve.train.start import begin
-from tests.train.builders import recipe
-from tests.train.test_run import fingerprint
+from oncurve.training.start import begin
+from tests.training.builders import recipe
+from tests.training.test_trainer import fingerprint
 
 ROOT = Path(__file__).parents[2]
 SETS = [
@@ -53,7 +53,7 @@ def kill_and_resume(path: Path, moments: list[tuple[int, float]], sets: list[str
         time.sleep(seconds)
         process.kill()
         process.communicate(timeout=60)
-        assert RunFolder(path).state().shown == "interrupted"
+        assert RunFolder(path).state().current_status == "interrupted"
     assert finish(start(path, sets)) == 0
     return RunFolder(path)
 
@@ -69,7 +69,7 @@ def test_a_run_killed_three_times_ends_in_the_same_bits(tmp_path: Path) -> None:
     killed = kill_and_resume(tmp_path / "killed", moments)
     whole = begin(recipe(*SETS), out=tmp_path / "whole")
     assert fingerprint(killed) == fingerprint(whole), moments
-    assert killed.state().shown == "finished"
+    assert killed.state().current_status == "finished"
 
 
 @pytest.mark.slow
@@ -93,14 +93,14 @@ def test_a_signal_finishes_the_step_and_saves(number: signal.Signals, code: int,
     process.send_signal(number)
     assert finish(process) == code
     run = RunFolder(path)
-    assert run.state().shown == "interrupted"
-    with Store.open(path) as store:
+    assert run.state().current_status == "interrupted"
+    with RunWriter.open(path) as store:
         done = {s.name: s.done for s in store.stages()}
     assert 5 <= done["grpo"] < 24
     assert ("grpo", done["grpo"]) in [(p.stage, p.step) for p in list_checkpoints(run.checkpoints)]
     again = start(path)
     wait_for(again, 1)
     assert finish(again) == 0
-    with Store.open(path) as store:
+    with RunWriter.open(path) as store:
         assert [s.done for s in store.stages()] == [12, 24]
     assert fingerprint(run) == fingerprint(begin(recipe(*sets), out=tmp_path / "whole"))

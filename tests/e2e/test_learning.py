@@ -7,11 +7,11 @@ from pathlib import Path
 
 from oncurve.recipe.load import parse_recipe
 from oncurve.records import Example, Prompt
-from oncurve.rewards.function import FunctionReward
 from oncurve.rewards.mix import RewardMix
-from oncurve.runs.store import Store
-from oncurve.tasks.in_memory import PromptList
-from oncurve.train.start import begin
+from oncurve.rewards.python_function import FunctionReward
+from oncurve.runs.database.writer import RunWriter
+from oncurve.tasks.data.prompt_list import PromptList
+from oncurve.training.start import begin
 
 NUMBERS = [f"{n:03d}" for n in random.Random(0).sample(range(1000), 1000)]
 """Every number of three digits once, in an order that tells nothing of its digits."""
@@ -58,7 +58,7 @@ def test_rewards_teach_what_the_examples_left_open(tmp_path: Path) -> None:
         task=turned_or_not(),
         rewards=RewardMix([FunctionReward(right, "answer")]),
     )
-    with Store.open(run.path) as store:
+    with RunWriter.open(run.path) as store:
         after_sft, after_grpo = (report.accuracy or 0.0 for report in store.evals())
         sampled = [value for _, value in store.metric("accuracy", "grpo")]
     assert after_sft < 0.7

@@ -17,12 +17,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from oncurve.algos.advantages import grade
 from oncurve.algos.objectives import OBJECTIVES, LossInputs, LossSettings
-from oncurve.algos.reductions import step_totals
+from oncurve.algos.reductions import loss_denominators
+from oncurve.models.loading.tiny import make_tokenizer
 from oncurve.models.policy import Policy
-from oncurve.models.tiny import make_tokenizer
-from oncurve.recipe.schema import Grpo
+from oncurve.recipe.schema.recipe import Grpo
 from oncurve.records import Aspect, Completion, GradedGroup, Group, Prompt, ScoredCompletion, ScoredGroup
-from oncurve.train.learner import Learner
+from oncurve.training.learner.learner import Learner
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "grpo_in_50_lines.py"
 P, Q, G, T, V, END = 3, 4, 5, 6, 12, 1
@@ -94,7 +94,7 @@ def _objective_loss(batch: Batch, new_BT: Tensor, old_BT: Tensor) -> Tensor:
         mask_N=torch.ones(int(batch.mask_BT.sum()), dtype=torch.bool),
         row_N=torch.arange(P * G).repeat_interleave(batch.length_B),
         rows=P * G,
-        totals=step_totals(graded, T),
+        totals=loss_denominators(graded, T),
     )
     return OBJECTIVES["grpo"].loss(inputs, LossSettings(0.0, "k3", False, 0.0)).loss
 

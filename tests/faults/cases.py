@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from oncurve.recipe.load import parse_recipe
-from oncurve.recipe.schema import Recipe
+from oncurve.recipe.schema.recipe import Recipe
 
 HERE = "tests.faults.grading"
 PAIRS = Path(__file__).with_name("pairs.jsonl")

@@ -10,12 +10,12 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 from oncurve.errors import OncurveError
-from oncurve.models.load import load_policy
+from oncurve.models.loading.load import load_policy
 from oncurve.recipe.load import load_recipe
-from oncurve.recipe.schema import Recipe
+from oncurve.recipe.schema.recipe import Recipe
 from oncurve.runs.folder import RunFolder
-from oncurve.train import saving
-from oncurve.train.start import begin, resume
+from oncurve.training import checkpoint_writer
+from oncurve.training.start import begin, resume
 from tests.faults.moments import MOMENTS
 
 SERVER = multiprocessing.get_context("forkserver")
@@ -25,7 +25,7 @@ SERVER.set_forkserver_preload(["tests.faults.children"])
 def train(path: Path, recipe: Recipe, moment: str | None, call: int, behind: bool) -> None:
     """Begins the run at ``path`` or goes on with it; with a moment, dies there. ``behind`` saves all in the background."""
     if behind:
-        saving.BEHIND_FROM = 0
+        checkpoint_writer.BEHIND_FROM = 0
     if moment is not None:
         MOMENTS[moment].arm(call)
     try:

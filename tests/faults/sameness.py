@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
+from oncurve.runs.checkpoints.listing import list_checkpoints
 from oncurve.runs.folder import RunFolder
 from oncurve.runs.metrics import is_repeatable
-from oncurve.runs.saved import list_checkpoints
 
 TIMES = {"created", "started", "finished", "seconds"}
 

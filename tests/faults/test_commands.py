@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from oncurve.cli import main
+from oncurve.cli.app import main
+from oncurve.operations.replay import replay
 from oncurve.runs.folder import RunFolder
-from oncurve.train.replaying import replay
-from oncurve.train.start import begin, fork
+from oncurve.training.start import begin, fork
 from tests.faults.cases import GRPO, SFT, SHORT, recipe
 from tests.faults.test_exact import moody
 
@@ -70,11 +70,11 @@ def test_replay_uses_the_replies_that_were_kept(tmp_path: Path, monkeypatch: pyt
 
 
 def prepared(asked: object) -> object:
-    from oncurve.recipe.schema import Recipe
-    from oncurve.train.start import prepare
+    from oncurve.recipe.schema.recipe import Recipe
+    from oncurve.training.start import build_tasks_and_rewards
 
     assert isinstance(asked, Recipe)
-    return prepare(asked, None, moody())
+    return build_tasks_and_rewards(asked, None, moody())
 
 
 def test_replay_of_what_is_not_there(run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

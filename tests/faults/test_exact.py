@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from oncurve.records import StepReport
-from oncurve.rewards.function import FunctionReward
 from oncurve.rewards.mix import RewardMix
+from oncurve.rewards.python_function import FunctionReward
+from oncurve.runs.database.writer import RunWriter
 from oncurve.runs.folder import RunFolder
-from oncurve.runs.store import Store
-from oncurve.train.listeners import Listener
-from oncurve.train.start import begin, resume
+from oncurve.training.listeners import Listener
+from oncurve.training.start import begin, resume
 from tests.faults.cases import CASES, GRPO, SFT, recipe
 from tests.faults.sameness import everything
 
@@ -69,10 +69,10 @@ def test_a_step_done_again_gets_the_replies_it_had(options: dict[str, object], t
     rewards = moody()
     with pytest.raises(Die):
         begin(asked, out=path, rewards=rewards, listeners=[DieAfter(3)])
-    with Store.open(path) as store:
+    with RunWriter.open(path) as store:
         before = store.step("grpo", 3)
     resume(RunFolder(path), rewards=rewards)
-    with Store.open(path) as store:
+    with RunWriter.open(path) as store:
         after = store.step("grpo", 3)
         assert store.step("grpo", 5).groups
     assert [g.scored.totals for g in after.groups] == [g.scored.totals for g in before.groups]

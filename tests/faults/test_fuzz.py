@@ -23,15 +23,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from oncurve import trust
-from oncurve.cli import main
+from oncurve.cli.app import main
 from oncurve.errors import OncurveError
 from oncurve.recipe.explain import find_entry
+from oncurve.recipe.keys import tree
 from oncurve.recipe.load import dump_recipe, parse_recipe, parse_toml
-from oncurve.recipe.tree import tree
-from oncurve.runs.checkpoints import load, newest_valid
+from oncurve.runs.checkpoints.files import load, newest_valid
 from oncurve.runs.folder import RunFolder
 from oncurve.tasks.registry import build_task
-from oncurve.train.start import begin
+from oncurve.training.start import begin
 from tests.faults.cases import GRPO, SFT, recipe
 
 SECONDS = 10

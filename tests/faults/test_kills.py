@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from oncurve.recipe.schema import Recipe
+from oncurve.recipe.schema.recipe import Recipe
 from oncurve.runs.folder import RunFolder
-from oncurve.train.stages import LOOPS
-from oncurve.train.start import begin
+from oncurve.training.stages.table import LOOPS
+from oncurve.training.start import begin
 from tests.faults import children
 from tests.faults.cases import CASES
 from tests.faults.sameness import everything
@@ -57,7 +57,7 @@ def killed(path: Path, recipe: Recipe, moments: list[tuple[str, int]]) -> RunFol
     """The run, killed at each of the moments in turn, and then left to finish."""
     for moment, call in moments:
         assert children.run(path, recipe, moment, call) == -9, f"it ended before it could be killed: {moment}"
-        assert RunFolder(path).state().shown == "interrupted"
+        assert RunFolder(path).state().current_status == "interrupted"
     assert children.run(path, recipe) == 0
     return RunFolder(path)
 

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from oncurve.engines.native import Draws, NativeEngine
+from oncurve.engines.native.engine import NativeEngine, SampleKey
 from oncurve.models.packing import Pack
 from oncurve.models.policy import Policy
-from oncurve.recipe.sections import Engine, Sampling
-from oncurve.runs.notes import collecting
-from oncurve.runs.store import Store
-from oncurve.train.learner import Learner
-from oncurve.train.memory import OutOfMemory, sample, with_less
-from oncurve.train.start import begin
+from oncurve.recipe.schema.sections import Engine, Sampling
+from oncurve.runs.database.writer import RunWriter
+from oncurve.runs.step_notes import collect_notes
+from oncurve.training.learner.learner import Learner
+from oncurve.training.learner.oom_retry import OutOfMemory, retry_on_oom, sample_with_retry
+from oncurve.training.start import begin
 from tests.faults.cases import GRPO, SFT, recipe
-from tests.train.builders import PROMPTS, apart, graded_group, gradient, policy, snapshot, stage
+from tests.training.builders import PROMPTS, apart, graded_group, gradient, policy, snapshot, stage
 
 
 class SmallGpu:
@@ -57,7 +57,7 @@ def test_the_same_gradient_from_packs_of_half_the_size(
     monkeypatch.setattr("oncurve.train.memory.release", lambda: None)
     gpu = SmallGpu(monkeypatch, room=30, backward=backward)
     small = Learner(policy(), stage(**options))
-    with collecting() as notes:
+    with collect_notes() as notes:
         found = small.update(groups)
     assert gpu.refused
     assert apart(gradient(small.policy.model), gradient(whole.policy.model)) < 1e-5
@@ -77,7 +77,7 @@ def test_a_whole_run_goes_on_with_the_same_weights(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("oncurve.train.memory.release", lambda: None)
     SmallGpu(monkeypatch, room=40)
     small = begin(asked, out=tmp_path / "small")
-    with Store.open(small.path) as store, Store.open(whole.path) as plain:
+    with RunWriter.open(small.path) as store, RunWriter.open(whole.path) as plain:
         assert {e.stage for e in store.events("memory")} == {"sft", "grpo"}
         for one, other in zip(store.metric("loss", "grpo"), plain.metric("loss", "grpo"), strict=True):
             assert one[1] == pytest.approx(other[1], abs=1e-6)
@@ -96,7 +96,7 @@ def test_a_completion_that_does_not_fit_alone_is_said_so(monkeypatch: pytest.Mon
 
 def test_the_pool_shrinks_and_the_texts_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [PROMPTS.train_prompt(i) for i in range(6)]
-    how, draws = Sampling(max_new_tokens=6), Draws(0, 1)
+    how, draws = Sampling(max_new_tokens=6), SampleKey(0, 1)
     engine = NativeEngine(policy(), Engine(slots=24))
     expected = engine.sample(prompts, 4, how, draws)
     real = NativeEngine.sample
@@ -108,8 +108,8 @@ def test_the_pool_shrinks_and_the_texts_stay(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(NativeEngine, "sample", cramped)
     monkeypatch.setattr("oncurve.train.memory.release", lambda: None)
-    with collecting() as notes:
-        found = sample(engine, prompts, 4, how, draws)
+    with collect_notes() as notes:
+        found = sample_with_retry(engine, prompts, 4, how, draws)
     texts = [[[c.text for c in g.completions] for g in groups] for groups in (expected, found)]
     assert texts[0] == texts[1]
     assert engine.settings.slots == 6
@@ -124,5 +124,5 @@ def test_halving_ends_at_the_least() -> None:
         raise torch.OutOfMemoryError("no")
 
     with pytest.raises(OutOfMemory):
-        with_less(attempt, 100, least=30, what="tokens")
+        retry_on_oom(attempt, 100, least=30, what="tokens")
     assert tried == [100, 50, 30]

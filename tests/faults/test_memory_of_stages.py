@@ -15,22 +15,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from oncurve.models import curvature
-from oncurve.models.critic import Critic
+from oncurve.models import fisher
+from oncurve.models.heads.critic import Critic
 from oncurve.models.policy import Policy
-from oncurve.recipe.reward_model import RewardModel
+from oncurve.recipe.schema.stages import RewardModel
 from oncurve.records import GradedGroup
-from oncurve.runs.notes import Note, collecting
-from oncurve.train import reward_model, trpo
-from oncurve.train.dpo import DpoLoop
-from oncurve.train.ppo import PpoLearner, judged
-from oncurve.train.reward_model import RewardModelLoop
-from oncurve.train.sft import SftLoop
-from oncurve.train.trpo import TrpoLearner
+from oncurve.runs.step_notes import Note, collect_notes
+from oncurve.training.stages import reward_model, trpo
+from oncurve.training.stages.dpo import DpoLoop
+from oncurve.training.stages.ppo import PpoLearner, grade_with_critic
+from oncurve.training.stages.reward_model import RewardModelLoop
+from oncurve.training.stages.sft import SftLoop
+from oncurve.training.stages.trpo import TrpoLearner
 from tests.faults.cases import SFT, recipe
-from tests.train import test_dpo, test_trpo
-from tests.train.builders import apart, graded_group, gradient, policy, snapshot
-from tests.train.test_ppo import ppo, scored_group, shaken
+from tests.training.builders import apart, graded_group, gradient, policy, snapshot
+from tests.training.stages import test_dpo, test_trpo
+from tests.training.stages.test_ppo import ppo, scored_group, shaken
 
 
 class Full:
@@ -77,7 +77,7 @@ def said(notes: Sequence[Note]) -> None:
 
 def by_critic(learner: PpoLearner) -> list[GradedGroup]:
     groups = [scored_group(seed, [9, 7, 8, 5]) for seed in range(4)]
-    return [judged(g, v, learner.ppo, None) for g, v in zip(groups, learner.values(groups), strict=True)]
+    return [grade_with_critic(g, v, learner.ppo, None) for g, v in zip(groups, learner.values(groups), strict=True)]
 
 
 def ppo_learner(options: dict[str, Any]) -> PpoLearner:
@@ -98,7 +98,7 @@ def test_the_critics_gradient_is_the_same(
     whole.warming = small.warming = warming
     expected = whole.update(by_critic(whole)).metrics
     gpu = Full(monkeypatch, Critic, "values", of_pack, 30, backward=backward)
-    with collecting() as notes:
+    with collect_notes() as notes:
         found = small.update(by_critic(small)).metrics
     assert gpu.refused
     said(notes)
@@ -122,7 +122,7 @@ def test_the_kl_inside_the_reward_is_the_same(monkeypatch: pytest.MonkeyPatch) -
         shaken(learner.policy.model, 3)
     expected = whole.kl_tokens(groups)
     gpu = Full(monkeypatch, Policy, "pack_hidden", of_pack, 30)
-    with collecting() as notes:
+    with collect_notes() as notes:
         found = small.kl_tokens(groups)
     assert gpu.refused
     said(notes)
@@ -140,10 +140,10 @@ def test_a_natural_gradient_step_is_the_same(where: str, monkeypatch: pytest.Mon
     whole, small = (TrpoLearner(policy(), test_trpo.stage(**options)) for _ in range(2))
     before = snapshot(whole.policy.model)
     expected = whole.update(groups).metrics
-    owner = {"gradient": Policy, "fisher": curvature, "search": trpo}[where]
+    owner = {"gradient": Policy, "fisher": fisher, "search": trpo}[where]
     name = {"gradient": "pack_hidden", "fisher": "all_logps", "search": "distributions"}[where]
     gpu = Full(monkeypatch, owner, name, of_pack, 40)
-    with collecting() as notes:
+    with collect_notes() as notes:
         found = small.update(groups).metrics
     assert gpu.refused
     said(notes)
@@ -156,7 +156,7 @@ def test_a_search_that_finds_no_room_leaves_the_policy_to_the_bit(monkeypatch: p
     """The device fills up only when the policy has been moved."""
     dice = np.random.default_rng(0)
     learner = TrpoLearner(policy(), test_trpo.stage(max_kl=1e-3, cg_iterations=4))
-    before, calls, real = snapshot(learner.policy.model), [0], curvature.distributions
+    before, calls, real = snapshot(learner.policy.model), [0], fisher.distributions
 
     def ever_fuller(*arguments: Any) -> Tensor:
         calls[0] += 1
@@ -177,7 +177,7 @@ def test_pairs_give_the_same_gradient(loss: str, backward: bool, monkeypatch: py
     whole, small = (DpoLoop(test_dpo.stage(**settings), 0, policy(), test_dpo.PAIRS) for _ in range(2))
     expected = whole.step(1).metrics
     gpu = Full(monkeypatch, Policy, "pack_hidden", of_pack, 16, backward=backward)
-    with collecting() as notes:
+    with collect_notes() as notes:
         found = small.step(1).metrics
     assert gpu.refused
     said(notes)
@@ -202,7 +202,7 @@ def test_a_reward_models_gradient_is_the_same(backward: bool, tmp_path: Path, mo
         return len(rows) * max(map(len, rows))
 
     gpu = Full(monkeypatch, reward_model, "logits", padded, 40, backward=backward)
-    with collecting() as notes:
+    with collect_notes() as notes:
         found = small.step(1).metrics
     assert gpu.refused
     said([n for n in notes if n.kind != "data"])
@@ -215,14 +215,14 @@ def test_a_reward_models_gradient_is_the_same(backward: bool, tmp_path: Path, mo
 
 
 def test_the_loss_of_examples_kept_aside_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    from oncurve.train.start import task_for
+    from oncurve.training.start import task_for
 
     asked = recipe({**SFT, "heldout_share": 0.3})
     stage: Any = asked.stages[0]
     loop = SftLoop(stage, 0, task_for(asked, stage), policy(alphabet="0123456789+=<>/abcdefghijklmnopqrstuvwxyz "))
     expected = loop.heldout_loss()
     gpu = Full(monkeypatch, Policy, "pack_hidden", of_pack, 200)
-    with collecting() as notes:
+    with collect_notes() as notes:
         assert loop.heldout_loss() == pytest.approx(expected, rel=1e-5)
     assert gpu.refused
     said(notes)

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from oncurve import trust
-from oncurve.cli import main
+from oncurve.cli.app import main
 from oncurve.errors import RecipeError, RunError
 from oncurve.recipe.load import load_recipe
+from oncurve.runs.database.writer import RunWriter
 from oncurve.runs.folder import RunFolder
-from oncurve.runs.store import Store
-from oncurve.train.optimiser import Optimiser, Update
-from oncurve.train.start import begin, resume
+from oncurve.training.learner.optimiser import Optimiser, Update
+from oncurve.training.start import begin, resume
 from tests.faults.cases import GRPO, HURRIED, recipe
 from tests.faults.test_exact import Die, DieAfter
 
@@ -62,7 +62,7 @@ def test_the_first_gradient_after_a_move_is_the_same(
     moved = resume_copy(cut, tmp_path / "moved", sets)
     torch.set_num_threads(1)
     assert float((noted.seen[0] - stayed).norm() / stayed.norm()) < 1e-5
-    with Store.open(whole.path) as a, Store.open(moved.path) as b:
+    with RunWriter.open(whole.path) as a, RunWriter.open(moved.path) as b:
         for step in (3, 4):
             assert [g.prompt_id for g in a.groups("grpo", step)] == [g.prompt_id for g in b.groups("grpo", step)]
         texts = [[c.text for g in store.step("grpo", 3).groups for c in g.group.completions] for store in (a, b)]
@@ -92,8 +92,8 @@ def test_what_a_run_is_can_not_be_moved(cut: RunFolder, capsys: pytest.CaptureFi
 def test_a_run_of_a_machine_that_is_gone_goes_on_here(cut: RunFolder) -> None:
     """Its last word was 'running', somewhere else: no process of that number is asked for here, and the lock is free."""
     cut.write_state(replace(cut.state(), status="running", host="gone." + socket.gethostname()))
-    assert cut.state().shown == "running"
-    assert resume(cut).state().shown == "finished"
+    assert cut.state().current_status == "running"
+    assert resume(cut).state().current_status == "finished"
 
 
 def test_a_run_in_use_elsewhere_is_left_alone(cut: RunFolder) -> None:

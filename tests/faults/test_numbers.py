@@ -12,63 +12,63 @@ from typing import Any
 import pytest
 import torch
 
-from oncurve.cli import main
+from oncurve.cli.app import main
 from oncurve.errors import RunError
-from oncurve.models.load import load_policy
-from oncurve.recipe.sections import Guard as Settings
+from oncurve.models.loading.load import load_policy
+from oncurve.recipe.schema.sections import Guard as Settings
 from oncurve.records import StepReport
-from oncurve.rewards.function import FunctionReward
 from oncurve.rewards.mix import RewardMix
-from oncurve.runs.bad import bad_batches
+from oncurve.rewards.python_function import FunctionReward
+from oncurve.runs.bad_batches import bad_batches
+from oncurve.runs.database.writer import RunWriter
 from oncurve.runs.folder import RunFolder
-from oncurve.runs.store import Store
-from oncurve.train import trpo
-from oncurve.train.guard import Guard
-from oncurve.train.listeners import Listener
-from oncurve.train.optimiser import Optimiser
-from oncurve.train.start import begin, resume
-from oncurve.train.trpo import TrpoLearner
-from oncurve.train.watch import PATIENCE, Watch
+from oncurve.training.collapse_watch import PATIENCE, CollapseWatch
+from oncurve.training.learner.optimiser import Optimiser
+from oncurve.training.learner.update_guard import UpdateGuard
+from oncurve.training.listeners import Listener
+from oncurve.training.stages import trpo
+from oncurve.training.stages.trpo import TrpoLearner
+from oncurve.training.start import begin, resume
 from tests.faults.cases import GRPO, TAKING, recipe
 from tests.faults.sameness import everything
 from tests.faults.test_exact import Die, DieAfter
-from tests.train.builders import snapshot
+from tests.training.builders import snapshot
 
 
 def test_a_spike_is_far_from_the_median_by_the_usual_deviation() -> None:
     """Of 1.0, 1.1 … 1.9: median 1.45, deviations 0.05 … 0.45 with median 0.25, times 1.4826: 0.371; ten of them are 3.71."""
-    guard = Guard(Settings(spike=10.0))
+    guard = UpdateGuard(Settings(spike=10.0))
     for i in range(10):
-        assert guard.refusal({"loss": 1.0 + i / 10}) is None
-    assert guard.refusal({"loss": 1.45 + 3.70}) is None
+        assert guard.rejection_reason({"loss": 1.0 + i / 10}) is None
+    assert guard.rejection_reason({"loss": 1.45 + 3.70}) is None
     guard.recent["loss"].pop()
-    assert guard.refusal({"loss": 1.45 + 3.71}) == "loss is 5.16, and was 1.45 ± 0.37 over the last 10 updates"
-    assert guard.refusal({"loss": 1.45 - 3.72}) is not None
+    assert guard.rejection_reason({"loss": 1.45 + 3.71}) == "loss is 5.16, and was 1.45 ± 0.37 over the last 10 updates"
+    assert guard.rejection_reason({"loss": 1.45 - 3.72}) is not None
 
 
 def test_what_was_left_out_is_not_remembered() -> None:
-    guard = Guard(Settings(spike=10.0))
+    guard = UpdateGuard(Settings(spike=10.0))
     for _ in range(8):
-        guard.refusal({"grad_norm": 1.0, "loss": 0.0})
+        guard.rejection_reason({"grad_norm": 1.0, "loss": 0.0})
     for bad in (math.nan, math.inf, -math.inf, 1e6):
-        assert guard.refusal({"grad_norm": 1.0, "loss": bad}) is not None
+        assert guard.rejection_reason({"grad_norm": 1.0, "loss": bad}) is not None
     assert list(guard.recent["grad_norm"]) == [1.0] * 8
 
 
 def test_small_numbers_are_no_spikes() -> None:
     """A first solved problem lifts the mean reward from 0 to 1, and a loss near 0 has no scale: neither is a spike."""
-    guard = Guard(Settings())
+    guard = UpdateGuard(Settings())
     for _ in range(20):
-        assert guard.refusal({"reward": 0.0, "loss": 1e-9, "kl": 0.0, "grad_norm": 1e-6}) is None
-    assert guard.refusal({"reward": 1.0, "loss": -0.5, "kl": 0.1, "grad_norm": 0.9}) is None
-    assert Guard(Settings(spike=0.0)).refusal({"loss": 1e30}) is None
+        assert guard.rejection_reason({"reward": 0.0, "loss": 1e-9, "kl": 0.0, "grad_norm": 1e-6}) is None
+    assert guard.rejection_reason({"reward": 1.0, "loss": -0.5, "kl": 0.1, "grad_norm": 0.9}) is None
+    assert UpdateGuard(Settings(spike=0.0)).rejection_reason({"loss": 1e30}) is None
 
 
 def test_the_guard_is_part_of_a_checkpoint() -> None:
     model = torch.nn.Linear(2, 2)
     one = Optimiser(model, recipe(GRPO).stages[0].optimiser, 10)
     for i in range(9):
-        one.guard.refusal({"loss": float(i) / 7})
+        one.guard.rejection_reason({"loss": float(i) / 7})
     other = Optimiser(model, recipe(GRPO).stages[0].optimiser, 10)
     other.load_state(one.state())
     assert other.guard.recent == one.guard.recent
@@ -97,7 +97,7 @@ def test_a_wild_reward_moves_no_weight_and_its_batch_is_kept(tmp_path: Path, cap
     run = begin(
         recipe(BARE, task={"type": "arithmetic", "digits": 1, "heldout": 6}), out=tmp_path / "run", rewards=wild_after(108, 120)
     )
-    with Store.open(run.path) as store:
+    with RunWriter.open(run.path) as store:
         skipped = dict(store.metric("skipped_updates", "grpo"))
         assert {n: v for n, v in skipped.items() if v} == {10: 1.0}
         assert [(e.kind, e.step) for e in store.events("bad")] == [("bad", 10)]
@@ -155,7 +155,7 @@ def test_a_natural_gradient_is_guarded_too(bad: str, words: str, tmp_path: Path,
         BrokenAt(monkeypatch, trpo, "conjugate_gradient", 10, lambda found: replace(found, x=found.x * math.nan))
     rewards = wild_after(108, 120) if bad == "reward" else mix(lambda text: float(len(text)))
     run = begin(asked, out=tmp_path / "run", rewards=rewards, policy=watcher.policy, listeners=[watcher])
-    with Store.open(run.path) as store:
+    with RunWriter.open(run.path) as store:
         assert dict(store.metric("skipped_updates", "trpo"))[10] == 1.0
         assert [(e.kind, e.step) for e in store.events("bad")] == [("bad", 10)]
     assert words in bad_batches(run.path)[0].why[0]
@@ -186,7 +186,7 @@ def test_a_trpo_stage_goes_back_after_bad_updates_in_a_row(tmp_path: Path, monke
     asked = recipe({**TAKING, **guard, "type": "trpo", "cg_iterations": 2, "steps": 8, "eval_every": 0, "save_every": 2})
     BrokenAt(monkeypatch, trpo, "conjugate_gradient", 5, lambda found: replace(found, x=found.x * math.nan))
     run = begin(asked, out=tmp_path / "run", rewards=mix(lambda text: float(len(text))))
-    with Store.open(run.path) as store:
+    with RunWriter.open(run.path) as store:
         (event,) = store.events("rollback")
         assert (event.step, event.data) == (4, {"to": 4, "number": 1})
         assert {v for _, v in store.metric("skipped_updates", "trpo")} == {0.0}
@@ -199,7 +199,7 @@ def test_after_bad_updates_in_a_row_a_run_goes_back_and_on_with_other_samples(
     whole = begin(asked, out=tmp_path / "whole")
     NanAt(monkeypatch, range(6, 8))
     run = begin(asked, out=tmp_path / "run")
-    with Store.open(run.path) as store, Store.open(whole.path) as plain:
+    with RunWriter.open(run.path) as store, RunWriter.open(whole.path) as plain:
         (event,) = store.events("rollback")
         assert (event.step, event.data) == (4, {"to": 4, "number": 1})
         assert [s.step for s in store.steps("grpo")] == list(range(1, 13)), "the steps were done again"
@@ -262,27 +262,27 @@ def report(**metrics: float) -> StepReport:
     ],
 )
 def test_a_collapse_is_told_once_with_what_to_change(metrics: dict[str, float], words: list[str]) -> None:
-    watch = Watch()
-    said = [line for _ in range(PATIENCE - 1) for line in watch.look(report(**metrics))]
+    watch = CollapseWatch()
+    said = [line for _ in range(PATIENCE - 1) for line in watch.check(report(**metrics))]
     assert said == []
-    (line,) = watch.look(report(**metrics))
+    (line,) = watch.check(report(**metrics))
     assert all(word in line for word in words), line
-    assert [line for _ in range(20) for line in watch.look(report(**metrics))] == []
+    assert [line for _ in range(20) for line in watch.check(report(**metrics))] == []
     for _ in range(PATIENCE):
-        assert watch.look(report()) == []
-    assert [line for _ in range(PATIENCE) for line in watch.look(report(**metrics))], "once it had gone, it is told again"
+        assert watch.check(report()) == []
+    assert [line for _ in range(PATIENCE) for line in watch.check(report(**metrics))], "once it had gone, it is told again"
 
 
 def test_equal_rewards_without_a_rule_are_told_without_a_word_of_right() -> None:
     free = StepReport("grpo", 1, {"no_signal_share": 1.0}, {}, report().groups)
-    watch = Watch()
-    (line,) = [line for _ in range(PATIENCE) for line in watch.look(free)]
+    watch = CollapseWatch()
+    (line,) = [line for _ in range(PATIENCE) for line in watch.check(free)]
     assert "equal rewards teach nothing" in line
     assert "right" not in line
 
 
 def test_a_collapsed_run_has_the_warning_in_its_log(tmp_path: Path) -> None:
     run = begin(recipe({**BARE, "steps": 6}), out=tmp_path / "run", rewards=mix(lambda completion: 1.0))
-    with Store.open(run.path) as store:
+    with RunWriter.open(run.path) as store:
         (warning,) = store.events("warning")
     assert "too easy now" in warning.message

@@ -14,14 +14,16 @@ import pytest
 import torch
 
 from oncurve.errors import DiskError, RecipeError, RunError
-from oncurve.runs import checkpoints, database, disk
-from oncurve.runs.checkpoints import load
+from oncurve.runs import atomic_files
+from oncurve.runs.checkpoints import files
+from oncurve.runs.checkpoints.files import load
+from oncurve.runs.checkpoints.listing import list_checkpoints
+from oncurve.runs.database import connection
+from oncurve.runs.database.writer import RunWriter
 from oncurve.runs.folder import RunFolder
-from oncurve.runs.saved import list_checkpoints
-from oncurve.runs.store import Store
-from oncurve.train import saving
-from oncurve.train.saving import Saver, Wanted, on_host
-from oncurve.train.start import begin, resume
+from oncurve.training import checkpoint_writer
+from oncurve.training.checkpoint_writer import CheckpointRequest, CheckpointWriter, on_host
+from oncurve.training.start import begin, resume
 from tests.faults import children
 from tests.faults.cases import CASES, GRPO, SFT, recipe
 from tests.faults.sameness import everything
@@ -35,13 +37,13 @@ SHORT_SFT = {**SFT, "steps": 4, "save_every": 1, "eval_every": 0}
 
 def test_a_checkpoint_holds_what_was_when_it_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training goes on, and changes the very tensors, while the disk is slow."""
-    monkeypatch.setattr(saving, "BEHIND_FROM", 0)
-    real, gate = checkpoints.save, threading.Event()
-    monkeypatch.setattr(checkpoints, "save", lambda *a: gate.wait(60) and real(*a))
+    monkeypatch.setattr(checkpoint_writer, "BEHIND_FROM", 0)
+    real, gate = files.save, threading.Event()
+    monkeypatch.setattr(files, "save", lambda *a: gate.wait(60) and real(*a))
     weight = torch.ones(1000, 100)
-    saver = Saver(tmp_path)
+    saver = CheckpointWriter(tmp_path)
     begun = time.perf_counter()
-    assert saver.save(Wanted("grpo", 1, {}, keep=3), {"model": {"w": weight, "tied": weight}}) == []
+    assert saver.save(CheckpointRequest("grpo", 1, {}, keep=3), {"model": {"w": weight, "tied": weight}}) == []
     blocked = time.perf_counter() - begun
     weight.zero_()
     assert saver.done() == []
@@ -64,10 +66,10 @@ def test_copies_are_of_their_own_and_ties_stay(tmp_path: Path) -> None:
 
 
 def test_what_the_disk_refused_in_the_background_is_raised_in_front(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saving, "BEHIND_FROM", 0)
-    monkeypatch.setattr(checkpoints, "free_bytes", lambda path: 10)
-    saver = Saver(tmp_path)
-    saver.save(Wanted("grpo", 1, {}, keep=3), {"model": {"w": torch.ones(100)}})
+    monkeypatch.setattr(checkpoint_writer, "BEHIND_FROM", 0)
+    monkeypatch.setattr(files, "free_bytes", lambda path: 10)
+    saver = CheckpointWriter(tmp_path)
+    saver.save(CheckpointRequest("grpo", 1, {}, keep=3), {"model": {"w": torch.ones(100)}})
     with pytest.raises(DiskError, match="no room"):
         saver.wait()
     saver.close()
@@ -76,10 +78,10 @@ def test_what_the_disk_refused_in_the_background_is_raised_in_front(tmp_path: Pa
 def test_saving_in_the_background_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = recipe({**GRPO, "steps": 5, "save_every": 1, "keep_checkpoints": 9})
     front = everything(begin(small, out=tmp_path / "front"))
-    monkeypatch.setattr(saving, "BEHIND_FROM", 0)
+    monkeypatch.setattr(checkpoint_writer, "BEHIND_FROM", 0)
     behind = begin(small, out=tmp_path / "behind")
     assert everything(behind) == front
-    with Store.open(behind.path) as store:
+    with RunWriter.open(behind.path) as store:
         assert [e.step for e in store.events("checkpoint")] == [1, 2, 3, 4, 5]
 
 
@@ -87,7 +89,7 @@ def test_the_best_checkpoint_stays(tmp_path: Path) -> None:
     """By loss, of which less is better, in an sft stage that gets worse with every step."""
     asked = recipe({**SHORT_SFT, "steps": 6, "keep_checkpoints": 1, "keep_best": "loss", "optimiser": WILD})
     run = begin(asked, out=tmp_path / "run")
-    with Store.open(run.path) as store:
+    with RunWriter.open(run.path) as store:
         losses = dict(store.metric("loss", "sft"))
     best = min(losses, key=lambda step: losses[step])
     assert best < 6
@@ -97,7 +99,7 @@ def test_the_best_checkpoint_stays(tmp_path: Path) -> None:
 def test_best_by_held_out_accuracy_is_the_earliest_of_equals(tmp_path: Path) -> None:
     asked = recipe({**SHORT_SFT, "eval_every": 1, "keep_checkpoints": 1, "keep_best": "heldout_accuracy"})
     run = begin(asked, out=tmp_path / "run")
-    with Store.open(run.path) as store:
+    with RunWriter.open(run.path) as store:
         measured = {e.step: e.accuracy or 0.0 for e in store.evals()}
     best = min(step for step, value in measured.items() if value == max(measured.values()))
     assert {p.step for p in list_checkpoints(run.checkpoints)} == {best, 4}
@@ -136,7 +138,7 @@ def test_checkpoints_that_may_not_be_read_are_no_reason_to_begin_again(tmp_path:
     with pytest.raises(DiskError, match="not allowed"):
         resume(RunFolder(path))
     monkeypatch.undo()
-    with Store.open(path) as store:
+    with RunWriter.open(path) as store:
         assert len(store.steps()) == 3, "nothing was forgotten"
 
 
@@ -151,7 +153,7 @@ def cut_off(tmp_path: Path) -> Path:
 def test_a_database_locked_by_another_program_is_told_and_the_run_goes_on_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(database, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(connection, "PATIENCE_S", 0.05)
     path = cut_off(tmp_path)
     with closing(sqlite3.connect(path / "run.db", isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
@@ -182,14 +184,14 @@ def test_a_clock_that_jumps_changes_nothing_but_times(tmp_path: Path, monkeypatc
 def test_a_read_only_checkpoint_folder_ends_the_run_with_its_last_good_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = disk.write_durably
+    real = atomic_files.write_durably
 
     def refuse(path: Path, content: bytes) -> None:
         if "000003" in str(path):
             raise OSError(30, "Read-only file system", str(path))
         real(path, content)
 
-    monkeypatch.setattr(checkpoints, "write_durably", refuse)
+    monkeypatch.setattr(files, "write_durably", refuse)
     with pytest.raises(DiskError, match="read-only"):
         begin(recipe(SHORT_SFT), out=tmp_path / "run")
     monkeypatch.undo()

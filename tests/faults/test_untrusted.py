@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from oncurve.errors import ModelError, OncurveError, RecipeError
-from oncurve.models.load import load_policy
-from oncurve.recipe.sections import Model
+from oncurve.models.loading.load import load_policy
+from oncurve.recipe.schema.sections import Model
 from oncurve.records import Prompt
-from oncurve.rewards.function import FunctionReward
 from oncurve.rewards.mix import RewardMix
-from oncurve.runs.secrets import redacted
-from oncurve.train.start import begin
+from oncurve.rewards.python_function import FunctionReward
+from oncurve.runs.secrets import redact
+from oncurve.training.start import begin
 from tests.faults.cases import GRPO, SFT, recipe
 
 SECRET = "s3cr3t-value-of-the-environment"
@@ -168,12 +168,12 @@ def test_a_recipe_that_holds_a_secret_is_refused_before_it_is_written(
 
 def test_ordinary_words_are_left_alone() -> None:
     text = "Qwen/Qwen3-0.6B at http://localhost:8000/v1, sk-1, the key to 1,000 tokens: https://example.com/a@b"
-    assert redacted(text) == text
+    assert redact(text) == text
 
 
 def test_a_checkpoint_from_elsewhere_is_data(tmp_path: Path) -> None:
     """A manifest can name no file outside of its folder, nor one that is not safetensors or JSON."""
-    from oncurve.runs.checkpoints import _write_manifest, load
+    from oncurve.runs.checkpoints.files import _write_manifest, load
 
     (tmp_path / "secret.json").write_text('"private"')
     folder = tmp_path / "checkpoints" / "grpo-000001"

@@ -12,15 +12,15 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 
-from oncurve.engines.cuda_step import step_of
-from oncurve.engines.kernels.products import block_for
-from oncurve.engines.native import Draws, NativeEngine
+from oncurve.engines.cuda.decode_step import step_of
+from oncurve.engines.native.engine import NativeEngine, SampleKey
+from oncurve.kernels.decode_matmul import block_for
 from oncurve.models import lora
 from oncurve.models.policy import Policy
-from oncurve.recipe.sections import Engine, Sampling
+from oncurve.recipe.schema.sections import Engine, Sampling
 from oncurve.records import Completion, Group, Prompt
-from tests.engines import test_episodes as episodes
-from tests.engines.plain import assert_same_greedy, generate, next_logits, prompt_of
+from tests.engines.native import test_turns as episodes
+from tests.engines.native.plain import assert_same_greedy, generate, next_logits, prompt_of
 from tests.models.architectures import ARCHITECTURES, adapted, make_model, tokenizer
 
 pytestmark = pytest.mark.gpu
@@ -57,7 +57,7 @@ def engine(name: str, dtype: torch.dtype) -> NativeEngine:
 
 
 def sample(engine: NativeEngine, lengths: tuple[int, ...], group_size: int, how: Sampling, step: int = 1) -> list[Group]:
-    return engine.sample([long_prompt(n) for n in lengths], group_size, how, Draws(seed=0, step=step))
+    return engine.sample([long_prompt(n) for n in lengths], group_size, how, SampleKey(seed=0, step=step))
 
 
 def long_prompt(length: int) -> Prompt:
@@ -113,7 +113,7 @@ def headed(head_size: int) -> PreTrainedModel:
 def test_head_sizes(head_size: int, dtype: torch.dtype) -> None:
     own = engine_of(headed(head_size), dtype)
     found = errors(own, sample(own, LENGTHS, 2, Sampling(temperature=0.8, max_new_tokens=20)), 0.8)
-    assert own.policy.fused is not None
+    assert own.policy.fast_backbone is not None
     assert_near(found, dtype)
 
 
@@ -236,7 +236,7 @@ def test_environments_answer_as_on_a_cpu(how: Sampling) -> None:
     found = []
     for own in (here, there):
         prompts = [episodes.asked("one", episodes.Echo()), episodes.asked("two", episodes.Echo(calls=()))]
-        found.append(episodes.completions(own.sample(prompts, 8, how, Draws(seed=0, step=1))))
+        found.append(episodes.completions(own.sample(prompts, 8, how, SampleKey(seed=0, step=1))))
     same = [(a, b) for a, b in zip(*found, strict=True) if a.token_ids.tolist() == b.token_ids.tolist()]
     assert len(same) >= len(found[0]) - 1
     for a, b in same:
@@ -256,7 +256,7 @@ def adapted_engine(dtype: torch.dtype, **options: object) -> NativeEngine:
 def test_lora_layers_are_active(options: dict[str, object], dtype: torch.dtype) -> None:
     """Plain adapters by the fast path, DoRA through the modules: log-probs of a full forward through peft's layers."""
     own = adapted_engine(dtype, **options)
-    assert (own.policy.fused is None) == ("dora" in options)
+    assert (own.policy.fast_backbone is None) == ("dora" in options)
     groups = sample(own, LENGTHS, 3, Sampling(max_new_tokens=30))
     found = errors(own, groups, 1.0)
     assert_near(found, dtype)
@@ -269,7 +269,7 @@ def test_lora_layers_are_active(options: dict[str, object], dtype: torch.dtype) 
 def test_lora_by_the_fast_path_draws_what_the_modules_draw() -> None:
     """Texts part at near ties only, which are rare."""
     fast, slow = adapted_engine(torch.float32), adapted_engine(torch.float32)
-    slow.policy.fused = None
+    slow.policy.fast_backbone = None
     assert slow.gpu is not None
     slow.gpu.step = step_of(slow.policy)
     found = [[c for g in sample(own, LENGTHS, 4, Sampling(max_new_tokens=30)) for c in g.completions] for own in (fast, slow)]
@@ -284,7 +284,7 @@ def test_lora_weights_that_an_optimiser_changes_are_seen_with_no_call(dtype: tor
     before = sample(own, LENGTHS, 2, how)
     assert own.gpu is not None
     graphs = dict(own.gpu.graphs)
-    trained = list(lora.trained(own.policy.model).values())
+    trained = list(lora.adapter_parameters(own.policy.model).values())
     for parameter in trained:
         parameter.grad = torch.randn_like(parameter)
     torch.optim.SGD(trained, lr=0.1).step()

@@ -13,23 +13,23 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from oncurve.engines.native import NativeEngine
+from oncurve.engines.native.engine import NativeEngine
 from oncurve.models import lora
-from oncurve.models.blocks import compile_blocks
-from oncurve.models.gpu_decoder import GpuDecoder
-from oncurve.models.gpu_layout import GpuPackLayout
-from oncurve.models.packing import PackLayout, build_pack
+from oncurve.models.llama.cuda_backbone import CudaBackbone
+from oncurve.models.pack_attention_cuda import CudaPackAttention
+from oncurve.models.packing import PackAttention, build_pack
 from oncurve.models.policy import Policy
-from oncurve.recipe.sections import Engine, Lora
+from oncurve.models.torch_compile import compile_blocks
+from oncurve.recipe.schema.sections import Engine, Lora
 from oncurve.records import GradedGroup
-from oncurve.rewards.function import FunctionReward
 from oncurve.rewards.mix import RewardMix
-from oncurve.tasks.in_memory import PromptList
-from oncurve.train.learner import Learner
-from oncurve.train.loop import GrpoLoop
+from oncurve.rewards.python_function import FunctionReward
+from oncurve.tasks.data.prompt_list import PromptList
+from oncurve.training.learner.learner import Learner
+from oncurve.training.stages.grpo import GrpoLoop
+from tests.kernels.test_learner_kernels import RAGGED, pack_of
 from tests.models.architectures import ARCHITECTURES, adapted, make_model, shake, tokenizer
-from tests.models.test_kernels import RAGGED, pack_of
-from tests.train.builders import apart, graded_group, snapshot, stage
+from tests.training.builders import apart, graded_group, snapshot, stage
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
@@ -50,8 +50,8 @@ def learner_on(device: str, model: PreTrainedModel, dtype: torch.dtype = torch.f
 
 def gradient_of(learner: Learner) -> Tensor:
     """Of the last update, in float32 on the CPU."""
-    sums, weights = learner.optimiser.sums, learner.optimiser.weights
-    found = [p.grad if sums is None else sums.of(p) for p in weights]
+    sums, weights = learner.optimiser.accumulator, learner.optimiser.weights
+    found = [p.grad if sums is None else sums.buffer_for(p) for p in weights]
     return torch.cat([torch.zeros(p.numel()) if g is None else g.cpu().flatten() for p, g in zip(weights, found, strict=True)])
 
 
@@ -69,7 +69,7 @@ def test_the_gradient_is_the_cpus(name: str, precise: None) -> None:
     """Windows, soft caps, biases, odd heads; fast paths and modules: to 1e-5 in float32."""
     model = make_model(name)
     ours, theirs = learner_on("cuda", model, entropy_bonus=0.01), learner_on("cpu", model, entropy_bonus=0.01)
-    assert isinstance(ours.policy.fused, GpuDecoder) == (name in FAST)
+    assert isinstance(ours.policy.fast_backbone, CudaBackbone) == (name in FAST)
     told = [learner.update(groups(masked=True)) for learner in (ours, theirs)]
     assert apart(gradient_of(ours), gradient_of(theirs)) < 1e-5
     for key in ("loss", "entropy", "grad_norm"):
@@ -105,16 +105,16 @@ def test_compiled_blocks_leave_the_gradient(name: str, precise: None) -> None:
     task = PromptList.of(["1 2 3", "4 5"])
     asked = stage(prompts_per_step=2, group_size=2, sampling={"max_new_tokens": 8})
     rewards = RewardMix([FunctionReward(lambda completions, **_: [1.0 * (i % 2) for i in range(len(completions))], "odd")])
-    rewards.attach(lambda: ours.policy.decode)
+    rewards.bind(lambda: ours.policy.decode)
     assert GrpoLoop(asked, 0, task, NativeEngine(ours.policy, Engine()), rewards).step(1).metrics["mismatch_kl"] < 1e-3
 
 
 def test_attention_in_bfloat16() -> None:
     """The kernels' own tiles for 16 bits against full scores in float64, with heads of 128."""
     pack = build_pack(pack_of([*RAGGED, (150, [140, 130])]), torch.device("cpu"))
-    plain, layout = pack.layout, build_pack(pack_of([*RAGGED, (150, [140, 130])]), GPU).layout
-    assert isinstance(plain, PackLayout)
-    assert isinstance(layout, GpuPackLayout)
+    plain, layout = pack.attention, build_pack(pack_of([*RAGGED, (150, [140, 130])]), GPU).attention
+    assert isinstance(plain, PackAttention)
+    assert isinstance(layout, CudaPackAttention)
     dice = torch.Generator().manual_seed(0)
     for window in (None, 31):
         q, k, v = (torch.randn(1, n, pack.tokens, 128, generator=dice).bfloat16() for n in (4, 2, 2))
@@ -194,7 +194,7 @@ def test_an_ordinary_step_is_taken(beta: float) -> None:
     )
     dice = random.Random(0)
     rewards = RewardMix([FunctionReward(lambda completions, **_: [dice.random() for _ in completions], "random")])
-    rewards.attach(lambda: policy.decode)
+    rewards.bind(lambda: policy.decode)
     task = PromptList.of(["1 2 3", "4 5", "6 7 8 9", "3 1"])
     loop = GrpoLoop(asked, 0, task, NativeEngine(policy, Engine()), rewards)
     before = [p.detach().clone() for p in model.parameters()]
@@ -248,8 +248,8 @@ def test_the_gradient_of_lora_is_the_cpus(name: str, options: dict[str, Any], pr
     model = make_model(name)
     lora.attach(model, Lora.model_validate({"rank": 4, "alpha": 4.0, **options}), 0, "base")
     ours, theirs = learner_on("cuda", model, kl={"beta": 0.1}), learner_on("cpu", model, kl={"beta": 0.1})
-    assert isinstance(ours.policy.fused, GpuDecoder) == (name in FAST and "dora" not in options)
-    assert theirs.policy.fused is None
+    assert isinstance(ours.policy.fast_backbone, CudaBackbone) == (name in FAST and "dora" not in options)
+    assert theirs.policy.fast_backbone is None
     for learner in (ours, theirs):
         shake(learner.policy.model)
     told = [learner.update(groups(masked=True)) for learner in (ours, theirs)]
@@ -297,7 +297,7 @@ def test_a_resumed_lora_update_gives_the_same_bits(moments: str) -> None:
     for seed in range(2):
         first.update(groups(seed))
     with torch.no_grad():
-        for name, parameter in lora.trained(second.policy.model).items():
+        for name, parameter in lora.adapter_parameters(second.policy.model).items():
             parameter.copy_(first.policy.model.get_parameter(name))
     second.optimiser.load_state({name: tensor.cpu() for name, tensor in first.optimiser.state().items()})
     second.update(groups(2))

@@ -10,18 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from oncurve.models.load import load_policy
+from oncurve.models.loading.load import load_policy
 from oncurve.models.policy import Policy
-from oncurve.recipe.sections import Model, TinyModel
-from oncurve.runs.notes import collecting
-from oncurve.train.determinism import settle
-from oncurve.train.learner import Learner
-from oncurve.train.ppo import PpoLearner, judged
-from oncurve.train.start import begin
+from oncurve.recipe.schema.sections import Model, TinyModel
+from oncurve.runs.step_notes import collect_notes
+from oncurve.training.determinism import enable_determinism
+from oncurve.training.learner.learner import Learner
+from oncurve.training.stages.ppo import PpoLearner, grade_with_critic
+from oncurve.training.start import begin
 from tests.faults.cases import GRPO, recipe
 from tests.faults.sameness import everything
-from tests.train.builders import apart, graded_group, gradient, stage
-from tests.train.test_ppo import ppo, scored_group
+from tests.training.builders import apart, graded_group, gradient, stage
+from tests.training.stages.test_ppo import ppo, scored_group
 
 pytestmark = pytest.mark.gpu
 WIDE = TinyModel(layers=4, width=1024, heads=8, kv_heads=4, head_size=128, mlp_width=4096, context=4096)
@@ -43,7 +43,7 @@ def of_ppo() -> Tensor:
     """The same of policy and critic, whose values are asked for first."""
     learner = PpoLearner(wide(), ppo(tokens_per_pack=1 << 20))
     scored = [scored_group(i, [1024] * 16) for i in range(4)]
-    learner.update([judged(g, v, learner.ppo, None) for g, v in zip(scored, learner.values(scored), strict=True)])
+    learner.update([grade_with_critic(g, v, learner.ppo, None) for g, v in zip(scored, learner.values(scored), strict=True)])
     return torch.cat([gradient(learner.policy.model), gradient(learner.critic.module)]).cpu()
 
 
@@ -56,7 +56,7 @@ def test_a_step_too_large_for_the_gpu_is_done_in_parts_with_the_same_gradient(wo
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction(share * used / total)
         try:
-            with collecting() as notes:
+            with collect_notes() as notes:
                 found = work()
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0)
@@ -73,7 +73,7 @@ def test_a_deterministic_run_repeats_bit_for_bit_and_says_what_it_costs(tmp_path
     one, two = (everything(begin(asked, out=tmp_path / name)) for name in ("one", "two"))
     assert one == two
     policy = load_policy(Model(tiny=WIDE, device="cuda"), alphabet="0123456789", seed=0)
-    said = settle(True, policy)
+    said = enable_determinism(True, policy)
     torch.use_deterministic_algorithms(False)
     assert said is not None
     assert "× the time of one without them" in said

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from oncurve.models import lora
-from oncurve.models.load import load_policy
-from oncurve.models.packing import Bundle, Pack, build_pack
+from oncurve.models.loading.load import load_policy
+from oncurve.models.packing import Pack, PrefixGroup, build_pack
 from oncurve.models.policy import Policy
-from oncurve.recipe.sections import Model, TinyModel
+from oncurve.recipe.schema.sections import Model, TinyModel
 
 pytestmark = pytest.mark.gpu
 WIDE = TinyModel(layers=4, width=512, heads=8, kv_heads=4, head_size=64, mlp_width=2048, context=128)
@@ -23,13 +23,13 @@ SHARE = {"nf4": 0.5, "int8": 0.75}
 
 def pack() -> Pack:
     ids = torch.arange(2, 14).numpy()
-    return build_pack([Bundle(ids[:5], (ids[5:], ids[7:]), (0, 1))], torch.device("cuda"))
+    return build_pack([PrefixGroup(ids[:5], (ids[5:], ids[7:]), (0, 1))], torch.device("cuda"))
 
 
 def gradient(policy: Policy) -> torch.Tensor:
     policy.model.zero_grad()
     policy.pack_logps(pack())[0].sum().backward()  # type: ignore[no-untyped-call]
-    return torch.cat([p.grad.float().flatten() for p in lora.trained(policy.model).values() if p.grad is not None])
+    return torch.cat([p.grad.float().flatten() for p in lora.adapter_parameters(policy.model).values() if p.grad is not None])
 
 
 def loaded(folder: Path, dtype: str, kind: str | None = None) -> Policy:
@@ -51,8 +51,8 @@ def test_the_gradient_is_that_of_the_same_numbers_written_out(kind: str, base: P
     shake(policy)
     plain = loaded(tmp_path / "written", "float32")
     with torch.no_grad():
-        adapter = lora.trained(policy.model)
-        for name, p in lora.trained(plain.model).items():
+        adapter = lora.adapter_parameters(policy.model)
+        for name, p in lora.adapter_parameters(plain.model).items():
             p.copy_(adapter[name])
     mine, wanted = gradient(policy), gradient(plain)
     assert mine.shape == wanted.shape
@@ -79,5 +79,5 @@ def shake(policy: Policy) -> None:
     """An adapter that means something."""
     dice = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for p in lora.trained(policy.model).values():
+        for p in lora.adapter_parameters(policy.model).values():
             p.add_((torch.randn(p.shape, generator=dice) * 0.1).to(p))

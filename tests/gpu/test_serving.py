@@ -18,17 +18,17 @@ import numpy as np
 import pytest
 import torch
 
-from oncurve.engines.cuda_pool import PagedPool
-from oncurve.engines.cuda_serving import GpuSession
-from oncurve.engines.serving import Ask, Token, TorchSession, open_session
-from oncurve.listening import listen
+from oncurve.engines.cuda.paged_kv_cache import PagedKVCache
+from oncurve.engines.cuda.session import CudaSession
+from oncurve.engines.native.session import SampledToken, SampleRequest, TorchSession, open_session
+from oncurve.local_http import listen
 from oncurve.models.policy import Policy
-from oncurve.recipe.sections import Sampling
-from oncurve.serve.app import Served
-from oncurve.serve.server import Server
-from oncurve.serve.worker import Worker
-from tests.engines.plain import next_logits
-from tests.engines.test_cuda_serving import bits, by_sample, finish
+from oncurve.recipe.schema.sections import Sampling
+from oncurve.serve.app import ServedModel
+from oncurve.serve.engine_thread import EngineThread
+from oncurve.serve.server import ServeServer
+from tests.engines.cuda.test_session import bits, by_sample, finish
+from tests.engines.native.plain import next_logits
 from tests.gpu.test_engine import long_prompt, model_of
 from tests.models.architectures import tokenizer
 
@@ -51,9 +51,9 @@ def policy(name: str, dtype: torch.dtype, device: str = "cuda") -> Policy:
 
 
 @contextmanager
-def opened(name: str, dtype: torch.dtype, slots: int = SLOTS) -> Iterator[GpuSession]:
+def opened(name: str, dtype: torch.dtype, slots: int = SLOTS) -> Iterator[CudaSession]:
     session = open_session(policy(name, dtype), slots, LIMIT)
-    assert isinstance(session, GpuSession)
+    assert isinstance(session, CudaSession)
     yield session
     assert session.sampler.by_graph
     assert not any(session.row_in)
@@ -62,9 +62,9 @@ def opened(name: str, dtype: torch.dtype, slots: int = SLOTS) -> Iterator[GpuSes
     session.close()
 
 
-def ask(place: int, name: str = "qwen3") -> Ask:
+def ask(place: int, name: str = "qwen3") -> SampleRequest:
     ids = policy(name, torch.float32).encode(long_prompt(LENGTHS[place % 5]))
-    return Ask(ids, 1 + place % 3, SETTINGS[(place * 2 + place // 5) % 5], seed=place, top=(0, 5, 20)[place % 3])
+    return SampleRequest(ids, 1 + place % 3, SETTINGS[(place * 2 + place // 5) % 5], seed=place, top=(0, 5, 20)[place % 3])
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma2"])
@@ -95,7 +95,7 @@ def test_a_request_gets_the_same_bits_whatever_comes_and_goes_beside_it(name: st
     """One is there from the start; others come, one token later each; and one of them leaves in the middle."""
     with opened(name, dtype) as session:
         numbers: dict[int, int] = {}
-        found: dict[int, list[Token]] = {}
+        found: dict[int, list[SampledToken]] = {}
         for place in range(10):
             numbers[place] = session.submit(ask(place, name))
             for token in session.step():
@@ -109,10 +109,10 @@ def test_a_request_gets_the_same_bits_whatever_comes_and_goes_beside_it(name: st
 
 def test_where_the_pool_is_full_requests_wait_and_nothing_is_told_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     how = Sampling(max_new_tokens=LIMIT, min_new_tokens=LIMIT)
-    asks = [Ask(policy("qwen3", torch.float32).encode(long_prompt(n)), 2, how, seed=n) for n in (1, 300, 530)]
+    asks = [SampleRequest(policy("qwen3", torch.float32).encode(long_prompt(n)), 2, how, seed=n) for n in (1, 300, 530)]
     found: list[list[Any]] = []
     for most in (24, 5):
-        room = PagedPool.open
+        room = PagedKVCache.open
         with monkeypatch.context() as patched, opened_with(patched, room, most) as session:
             numbers = [session.submit(one) for one in asks]
             told = finish(session)
@@ -121,8 +121,8 @@ def test_where_the_pool_is_full_requests_wait_and_nothing_is_told_twice(monkeypa
 
 
 @contextmanager
-def opened_with(patched: pytest.MonkeyPatch, room: Any, most: int) -> Iterator[GpuSession]:
-    patched.setattr(PagedPool, "open", lambda self, first, all_, share: room(self, min(first, most), min(all_, most), share))
+def opened_with(patched: pytest.MonkeyPatch, room: Any, most: int) -> Iterator[CudaSession]:
+    patched.setattr(PagedKVCache, "open", lambda self, first, all_, share: room(self, min(first, most), min(all_, most), share))
     with opened("qwen3", torch.float32) as session:
         assert session.pool.limit == most
         yield session
@@ -140,11 +140,11 @@ def test_few_graphs_serve_all_there_is() -> None:
 
 
 @contextmanager
-def served(slots: int = SLOTS) -> Iterator[tuple[int, GpuSession]]:
+def served(slots: int = SLOTS) -> Iterator[tuple[int, CudaSession]]:
     model = policy("qwen3", torch.bfloat16)
     with opened("qwen3", torch.bfloat16, slots) as session, listen("127.0.0.1", 0) as listening:
-        worker = Worker(session)
-        server = Server(Served("small", model, worker))
+        worker = EngineThread(session)
+        server = ServeServer(ServedModel("small", model, worker))
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])), daemon=True)
         thread.start()
         while not server.started:

@@ -27,9 +27,9 @@ from transformers import (
 )
 
 from oncurve.models import lora
+from oncurve.models.loading.tiny import make_tokenizer
 from oncurve.models.policy import Policy
-from oncurve.models.tiny import make_tokenizer
-from oncurve.recipe.sections import Lora
+from oncurve.recipe.schema.sections import Lora
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789+-= "
 WINDOW = 24
@@ -133,7 +133,7 @@ def adapted(model: PreTrainedModel, **options: Any) -> PreTrainedModel:
 def shake(model: nn.Module, seed: int = 0) -> None:
     """Adds noise to every A and B of its adapter."""
     dice = torch.Generator().manual_seed(seed)
-    for name, p in lora.trained(model).items():
+    for name, p in lora.adapter_parameters(model).items():
         if "lora_A" in name or "lora_B" in name:
             p.add_((0.1 * torch.randn(p.shape, generator=dice)).to(p))
 

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from oncurve.engines.native import Draws, NativeEngine
+from oncurve.engines.native.engine import NativeEngine, SampleKey
 from oncurve.errors import ModelError, RecipeError
 from oncurve.models import lora
-from oncurve.models.load import Found, load_policy
-from oncurve.models.packing import Bundle, Pack, build_pack
+from oncurve.models.loading.load import ModelSummary, load_policy
+from oncurve.models.packing import Pack, PrefixGroup, build_pack
 from oncurve.models.policy import Policy
 from oncurve.models.reference import Reference
-from oncurve.recipe.sections import Engine, Lora, Model, Sampling, TinyModel
+from oncurve.recipe.schema.sections import Engine, Lora, Model, Sampling, TinyModel
 from oncurve.records import Prompt
 from tests.models.architectures import shake
 
@@ -37,7 +37,7 @@ def plain(seed: int = 0) -> Policy:
 
 def pack() -> Pack:
     ids = np.arange(9, dtype=np.int64)
-    return build_pack([Bundle(ids[:4], (ids[3:], ids[5:]), (0, 1))], torch.device("cpu"))
+    return build_pack([PrefixGroup(ids[:4], (ids[3:], ids[5:]), (0, 1))], torch.device("cpu"))
 
 
 def shaken(changed: Policy, seed: int = 1) -> Policy:
@@ -58,7 +58,7 @@ def test_only_the_adapter_has_a_gradient_and_a_fresh_one_changes_nothing(kind: d
     moved = {name for name, p in adapted.model.named_parameters() if p.grad is not None and p.grad.any()}
     assert moved
     assert all("lora_" in name for name in moved)
-    assert {n for n, p in adapted.model.named_parameters() if p.requires_grad} == set(lora.trained(adapted.model))
+    assert {n for n, p in adapted.model.named_parameters() if p.requires_grad} == set(lora.adapter_parameters(adapted.model))
 
 
 def test_the_scale_is_alpha_over_rank_or_over_its_root() -> None:
@@ -67,7 +67,7 @@ def test_the_scale_is_alpha_over_rank_or_over_its_root() -> None:
         adapted = shaken(policy(rslora=rslora))
         layer = adapted.model.get_submodule("model.layers.1.mlp.down_proj")
         wanted = layer.base_layer.weight + scale * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
-        merged = lora.merged(adapted.model).get_submodule("model.layers.1.mlp.down_proj").weight
+        merged = lora.merged_copy(adapted.model).get_submodule("model.layers.1.mlp.down_proj").weight
         assert torch.allclose(merged, wanted, atol=1e-6)
 
 
@@ -81,7 +81,7 @@ def test_the_reference_is_the_model_with_the_adapter_off(kind: dict[str, Any]) -
     assert not torch.allclose(after, before, atol=1e-3)
     assert torch.equal(reference.logps(pack(), 1.0), before)
     assert torch.equal(logps(adapted), after)
-    assert all(p.requires_grad for p in lora.trained(adapted.model).values())
+    assert all(p.requires_grad for p in lora.adapter_parameters(adapted.model).values())
 
 
 def test_a_reference_of_a_trained_adapter_is_that_adapter_and_can_be_refreshed() -> None:
@@ -118,7 +118,7 @@ def test_a_saved_adapter_is_small_comes_back_whole_and_loads_in_peft(kind: dict[
         AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter"
     ).eval()
     ids = torch.arange(9)[None] % 8
-    ours = lora.merged(adapted.model)
+    ours = lora.merged_copy(adapted.model)
     ours.set_attn_implementation("eager")
     with torch.no_grad():
         assert torch.allclose(theirs(ids).logits, ours(ids).logits, atol=1e-4)
@@ -138,9 +138,9 @@ def test_the_engine_samples_with_the_adapter_on() -> None:
     adapted = shaken(policy())
     prompt = Prompt(id="p", text="1+2=")
     engine = NativeEngine(adapted, Engine(slots=4))
-    (group,) = engine.sample([prompt], 4, Sampling(max_new_tokens=6), Draws(0, 1))
+    (group,) = engine.sample([prompt], 4, Sampling(max_new_tokens=6), SampleKey(0, 1))
     for completion in group.completions:
-        seen = build_pack([Bundle(group.prompt_ids, (completion.token_ids,), (0,))], torch.device("cpu"))
+        seen = build_pack([PrefixGroup(group.prompt_ids, (completion.token_ids,), (0,))], torch.device("cpu"))
         with torch.no_grad():
             mine = adapted.pack_logps(seen)[0].numpy()
             base = plain().pack_logps(seen)[0].numpy()
@@ -149,13 +149,13 @@ def test_the_engine_samples_with_the_adapter_on() -> None:
 
 
 def test_a_fresh_adapter_is_a_function_of_the_seed() -> None:
-    one, two, other = (lora.trained(policy(seed=s).model) for s in (3, 3, 4))
+    one, two, other = (lora.adapter_parameters(policy(seed=s).model) for s in (3, 3, 4))
     assert all(torch.equal(one[n], two[n]) for n in one)
     assert not all(torch.equal(one[n], other[n]) for n in one)
 
 
 def test_what_was_found_tells_the_trained_share() -> None:
-    found = Found.of(policy(rank=2))
+    found = ModelSummary.of(policy(rank=2))
     assert found.architecture == "Qwen3ForCausalLM"
     assert 0 < found.trained < found.parameters / 4
     assert "LoRA" in str(found)

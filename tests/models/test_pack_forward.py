@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from oncurve.models.packing import Bundle, build_pack
+from oncurve.models.packing import PrefixGroup, build_pack
 from oncurve.models.policy import Policy
 from tests.models.architectures import ARCHITECTURES, make_model, tokenizer
 from tests.models.test_packing import unshared
@@ -25,16 +25,16 @@ SHAPES = {
 TEMPERATURE = 0.9
 
 
-def bundles_of(shape: str) -> list[Bundle]:
+def bundles_of(shape: str) -> list[PrefixGroup]:
     dice, key, out = np.random.default_rng(3), 0, []
     for prompt, completions in SHAPES[shape]:
         ids = tuple(dice.integers(0, 47, n) for n in completions)
-        out.append(Bundle(dice.integers(0, 47, prompt), ids, tuple(range(key, key + len(completions)))))
+        out.append(PrefixGroup(dice.integers(0, 47, prompt), ids, tuple(range(key, key + len(completions)))))
         key += len(completions)
     return out
 
 
-def plain_logps(model: PreTrainedModel, bundles: list[Bundle]) -> tuple[Tensor, Tensor]:
+def plain_logps(model: PreTrainedModel, bundles: list[PrefixGroup]) -> tuple[Tensor, Tensor]:
     """One sequence at a time, no packing, no sharing: log-prob and entropy of every completion token."""
     logps, entropies = [], []
     for b in bundles:
@@ -101,7 +101,7 @@ def test_the_generic_path_is_the_flash_path(dtype: torch.dtype, within: float, s
     q, k, v = (torch.randn(1, heads, pack.tokens, 8, generator=generator).to(dtype).requires_grad_() for heads in (4, 2, 2))
     results = []
     for cap in (None, 1e9):  # a cap so high that it changes nothing
-        out = pack.layout.attend(0, q, k, v, 0.3, None, cap)
+        out = pack.attention.attend(0, q, k, v, 0.3, None, cap)
         assert out.dtype == dtype
         weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
         results.append((out, *torch.autograd.grad((out * weights).sum(), (q, k, v))))
@@ -114,14 +114,14 @@ def test_the_fast_path_is_the_modules_own(name: str) -> None:
     """For the Llama family on a CPU: same values, same gradients, same parameters. Others have no fast path."""
     policy = Policy(make_model(name), tokenizer())
     pack = build_pack(bundles_of("ragged"), policy.device)
-    fused, results = policy.fused, []
+    fused, results = policy.fast_backbone, []
     assert fused is not None
     for path in (fused, None):
-        policy.fused = path
+        policy.fast_backbone = path
         values = policy.pack_logps(pack, TEMPERATURE)
         results.append((*values, *gradients(policy.model, weighted(*values))))
         with torch.no_grad():
             results[-1] += policy.pack_logps(pack, TEMPERATURE)
     for one, other in zip(*results, strict=True):
         assert far_apart(one.detach(), other.detach()) < 1e-5
-    assert Policy(make_model("llama_biased"), tokenizer()).fused is None
+    assert Policy(make_model("llama_biased"), tokenizer()).fast_backbone is None

@@ -7,25 +7,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oncurve.models.packing import Bundle, build_pack, followed, split_by_budget
+from oncurve.models.packing import PrefixGroup, build_pack, predicting_states, split_by_budget
 
 CPU = torch.device("cpu")
 
 
-def bundles_of(shape: list[tuple[int, list[int]]]) -> list[Bundle]:
+def bundles_of(shape: list[tuple[int, list[int]]]) -> list[PrefixGroup]:
     """Bundles of these prompt and completion lengths, all of whose tokens differ."""
     out, token, key = [], 0, 0
     for prompt, completions in shape:
         ids = [np.arange(token + sum(completions[:i]), token + sum(completions[: i + 1])) for i in range(len(completions))]
         token += sum(completions)
-        out.append(Bundle(np.arange(token, token + prompt), tuple(ids), tuple(range(key, key + len(completions)))))
+        out.append(PrefixGroup(np.arange(token, token + prompt), tuple(ids), tuple(range(key, key + len(completions)))))
         token, key = token + prompt, key + len(completions)
     return out
 
 
-def unshared(bundles: list[Bundle]) -> list[Bundle]:
+def unshared(bundles: list[PrefixGroup]) -> list[PrefixGroup]:
     """Every completion with a prompt of its own: the plain layout."""
-    return [Bundle(b.prompt_ids, (c,), (k,)) for b in bundles for c, k in zip(b.completion_ids, b.keys, strict=True)]
+    return [PrefixGroup(b.prompt_ids, (c,), (k,)) for b in bundles for c, k in zip(b.completion_ids, b.keys, strict=True)]
 
 
 SHAPES = st.lists(st.tuples(st.integers(1, 12), st.lists(st.integers(1, 9), min_size=1, max_size=6)), min_size=1, max_size=6)
@@ -62,22 +62,22 @@ def test_a_pack_predicts_each_token_from_the_one_before_it(shape: list[tuple[int
     rows = [(b.prompt_ids, c) for b in bundles for c in b.completion_ids]
     assert pack.lengths == tuple(len(c) for _, c in rows)
     before = np.concatenate([np.concatenate((prompt[-1:], c[:-1])) for prompt, c in rows])
-    assert pack.input_ids[0, pack.source_M].tolist() == before.tolist()
+    assert pack.input_ids[0, pack.predicted_from_M].tolist() == before.tolist()
     assert pack.target_M.tolist() == np.concatenate([c for _, c in rows]).tolist()
     assert pack.row_M.tolist() == [r for r, (_, c) in enumerate(rows) for _ in c]
     places = np.concatenate([np.arange(len(prompt) - 1, len(prompt) + len(c) - 1) for prompt, c in rows])
-    assert pack.position_ids[0, pack.source_M].tolist() == places.tolist()
+    assert pack.position_ids[0, pack.predicted_from_M].tolist() == places.tolist()
 
 
 def test_by_hand() -> None:
     """A prompt of 2 with completions of 3 and 1, then a prompt of 1 with one of 2: 2 + 2 + 0 and 1 + 1 input tokens."""
-    a = Bundle(np.array([10, 11]), (np.array([1, 2, 3]), np.array([4])), (0, 1))
-    b = Bundle(np.array([20]), (np.array([5, 6]),), (2,))
+    a = PrefixGroup(np.array([10, 11]), (np.array([1, 2, 3]), np.array([4])), (0, 1))
+    b = PrefixGroup(np.array([20]), (np.array([5, 6]),), (2,))
     assert (a.tokens, b.tokens) == (4, 2)
     pack = build_pack([a, b], CPU)
     assert pack.input_ids.tolist() == [[10, 11, 1, 2, 20, 5]]
     assert pack.position_ids.tolist() == [[0, 1, 2, 3, 0, 1]]
-    assert pack.source_M.tolist() == [1, 2, 3, 1, 4, 5]
+    assert pack.predicted_from_M.tolist() == [1, 2, 3, 1, 4, 5]
     assert pack.target_M.tolist() == [1, 2, 3, 4, 5, 6]
     assert pack.row_M.tolist() == [0, 0, 0, 1, 2, 2]
     assert [[p.keys for p in part] for part in split_by_budget([a, b], 6)] == [[(0, 1), (2,)]]
@@ -96,7 +96,7 @@ def test_the_gradient_of_a_prompts_last_token_is_added_up_in_the_completions_ord
     try:
         for _ in range(5):
             hidden_ND = torch.zeros(3, 64, requires_grad=True)
-            followed(hidden_ND, torch.ones(rows, dtype=torch.int64)).backward(grad_MD)  # type: ignore[no-untyped-call]
+            predicting_states(hidden_ND, torch.ones(rows, dtype=torch.int64)).backward(grad_MD)  # type: ignore[no-untyped-call]
             assert hidden_ND.grad is not None
             assert torch.equal(hidden_ND.grad[1], expected)
     finally:

@@ -11,12 +11,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, GptOssConfig, GptOssForCausalLM
 
 from oncurve.errors import ModelError
-from oncurve.models.load import choose_device, load_policy
-from oncurve.models.packing import Bundle, build_pack
+from oncurve.models.loading.load import choose_device, load_policy
+from oncurve.models.loading.tiny import TAGS, make_model, make_tokenizer
+from oncurve.models.packing import PrefixGroup, build_pack
 from oncurve.models.policy import Policy
 from oncurve.models.reference import Reference
-from oncurve.models.tiny import TAGS, make_model, make_tokenizer
-from oncurve.recipe.sections import Model, TinyModel
+from oncurve.recipe.schema.sections import Model, TinyModel
 from oncurve.records import Prompt
 from tests.models.architectures import make_model as make_architecture
 from tests.models.architectures import tokenizer
@@ -55,7 +55,7 @@ def test_text_is_sent_as_it_is_and_completions_are_closed() -> None:
     policy = small()
     ids = policy.encode(Prompt(id="p", text="1+2="))
     assert policy.decode(ids) == "1+2="
-    assert policy.encode_completion("3").tolist() == [*policy.encode(Prompt(id="q", text="3")).tolist(), policy.end_ids[0]]
+    assert policy.encode_completion("3").tolist() == [*policy.encode(Prompt(id="q", text="3")).tolist(), policy.eos_ids[0]]
     assert policy.decode(policy.encode_completion("3")) == "3"
     with pytest.raises(ModelError, match="no tokens"):
         policy.encode(Prompt(id="p", text=""))
@@ -84,7 +84,7 @@ def test_a_saved_policy_loads_in_transformers_and_here(tmp_path: Path) -> None:
     for name, value in policy.model.state_dict().items():
         assert torch.equal(value, plain.state_dict()[name])
         assert torch.equal(value, again.model.state_dict()[name])
-    assert again.end_ids == policy.end_ids
+    assert again.eos_ids == policy.eos_ids
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_learned_positions_restart_after_the_prompt_too() -> None:
     plain = GPT2LMHeadModel(config).eval()
     policy = Policy(copy.deepcopy(plain), words)
     ids = np.arange(3, 20)
-    pack = build_pack([Bundle(ids[:6], (ids[6:10], ids[10:]), (0, 1))], policy.device)
+    pack = build_pack([PrefixGroup(ids[:6], (ids[6:10], ids[10:]), (0, 1))], policy.device)
     with torch.no_grad():
         ours = policy.pack_logps(pack)[0]
         theirs = [
@@ -151,7 +151,7 @@ def test_a_head_that_does_more_than_scale_and_cap_is_refused() -> None:
 def test_the_reference_stays_until_it_is_refreshed() -> None:
     policy = small()
     reference = Reference(policy)
-    pack = build_pack([Bundle(np.array([7, 8, 9]), (np.array([10, 11]),), (0,))], policy.device)
+    pack = build_pack([PrefixGroup(np.array([7, 8, 9]), (np.array([10, 11]),), (0,))], policy.device)
     with torch.no_grad():
         start = policy.pack_logps(pack)[0]
         for p in policy.model.parameters():

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from oncurve.engines.native import Draws, NativeEngine
+from oncurve.engines.native.engine import NativeEngine, SampleKey
 from oncurve.models import lora
-from oncurve.models.load import Found, load_policy
-from oncurve.models.packing import Bundle, Pack, build_pack
+from oncurve.models.loading.load import ModelSummary, load_policy
+from oncurve.models.packing import Pack, PrefixGroup, build_pack
 from oncurve.models.policy import Policy
 from oncurve.models.reference import Reference
-from oncurve.recipe.sections import Engine, Lora, Model, Sampling, TinyModel
+from oncurve.recipe.schema.sections import Engine, Lora, Model, Sampling, TinyModel
 from oncurve.records import Prompt
 from tests.models.test_lora import shaken
 
@@ -39,27 +39,29 @@ def quantised(base: Path, kind: str) -> Policy:
 
 def pack() -> Pack:
     ids = np.arange(2, 14)
-    return build_pack([Bundle(ids[:5], (ids[5:], ids[7:]), (0, 1))], torch.device("cpu"))
+    return build_pack([PrefixGroup(ids[:5], (ids[5:], ids[7:]), (0, 1))], torch.device("cpu"))
 
 
 def gradients(policy: Policy) -> tuple[Tensor, dict[str, Tensor]]:
     policy.model.zero_grad()
     logps = policy.pack_logps(pack())[0]
     logps.sum().backward()  # type: ignore[no-untyped-call]
-    return logps.detach(), {name: p.grad.clone() for name, p in lora.trained(policy.model).items() if p.grad is not None}
+    return logps.detach(), {
+        name: p.grad.clone() for name, p in lora.adapter_parameters(policy.model).items() if p.grad is not None
+    }
 
 
 def written_out(policy: Policy, folder: Path) -> Policy:
     """The same numbers in float32: the base as its bits say it, with the same adapter beside it."""
-    adapter = {name: p.detach().clone() for name, p in lora.trained(policy.model).items()}
+    adapter = {name: p.detach().clone() for name, p in lora.adapter_parameters(policy.model).items()}
     with torch.no_grad():
-        for p in lora.trained(policy.model).values():
+        for p in lora.adapter_parameters(policy.model).values():
             p.zero_()
     policy.save(folder)
     plain = load_policy(Model(source=str(folder), lora=Lora(rank=4)), alphabet=None, seed=0)
     with torch.no_grad():
         for made in (policy, plain):
-            for name, p in lora.trained(made.model).items():
+            for name, p in lora.adapter_parameters(made.model).items():
                 p.copy_(adapter[name])
     return plain
 
@@ -72,7 +74,7 @@ def test_gradients_are_those_of_the_same_numbers_written_out(kind: str, base: Pa
         logps, grads = gradients(policy)
         wanted_logps, wanted = gradients(plain)
         assert torch.allclose(logps, wanted_logps, atol=NEAR[kind]), when
-        assert grads.keys() == wanted.keys() == lora.trained(policy.model).keys()
+        assert grads.keys() == wanted.keys() == lora.adapter_parameters(policy.model).keys()
         for name, grad in grads.items():
             assert float((grad - wanted[name]).norm() / wanted[name].norm()) < 10 * NEAR[kind], (when, name)
         sample(policy)
@@ -80,9 +82,9 @@ def test_gradients_are_those_of_the_same_numbers_written_out(kind: str, base: Pa
 
 def sample(policy: Policy) -> Tensor:
     engine = NativeEngine(policy, Engine(slots=4))
-    (group,) = engine.sample([Prompt(id="p", text="1+2=")], 4, Sampling(max_new_tokens=6), Draws(0, 1))
+    (group,) = engine.sample([Prompt(id="p", text="1+2=")], 4, Sampling(max_new_tokens=6), SampleKey(0, 1))
     rows = tuple(c.token_ids for c in group.completions)
-    seen = build_pack([Bundle(group.prompt_ids, rows, tuple(range(4)))], torch.device("cpu"))
+    seen = build_pack([PrefixGroup(group.prompt_ids, rows, tuple(range(4)))], torch.device("cpu"))
     with torch.no_grad():
         mine = policy.pack_logps(seen)[0]
     said = torch.from_numpy(np.concatenate([c.logps for c in group.completions]))
@@ -96,13 +98,13 @@ def test_the_base_takes_fewer_bits_and_stays_what_it_was(kind: str, base: Path) 
     assert type(layer).__name__ == {"nf4": "Linear4bit", "int8": "Linear8bitLt"}[kind]
     assert layer.weight.element_size() * layer.weight.numel() == 64 * 128 // {"nf4": 2, "int8": 1}[kind]
     before = {name: p.detach().clone() for name, p in policy.model.named_parameters() if "lora_" not in name}
-    optimiser = torch.optim.AdamW(lora.trained(policy.model).values(), lr=1e-2)
+    optimiser = torch.optim.AdamW(lora.adapter_parameters(policy.model).values(), lr=1e-2)
     gradients(policy)
     optimiser.step()
     sample(policy)
     after = dict(policy.model.named_parameters())
     assert all(torch.equal(after[name], p) for name, p in before.items())
-    assert Found.of(policy).trained == sum(p.numel() for p in lora.trained(policy.model).values())
+    assert ModelSummary.of(policy).trained == sum(p.numel() for p in lora.adapter_parameters(policy.model).values())
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from oncurve.models import kernels
-from oncurve.models.gpu_layout import GpuPackLayout
-from oncurve.models.packing import Bundle, PackLayout, build_pack
+from oncurve import kernels
+from oncurve.models.pack_attention_cuda import CudaPackAttention
+from oncurve.models.packing import PackAttention, PrefixGroup, build_pack
 
 
 @pytest.fixture
 def asked_anew() -> Iterator[None]:
-    kernels.run_on.cache_clear()
+    kernels.can_run_kernels.cache_clear()
     yield
-    kernels.run_on.cache_clear()
+    kernels.can_run_kernels.cache_clear()
 
 
 @pytest.mark.usefixtures("asked_anew")
@@ -28,14 +28,14 @@ def test_kernels_run_on_a_gpu_that_has_triton(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(
             importlib.util, "find_spec", lambda name, *rest, there=there: there if name == "triton" else real(name, *rest)
         )
-        kernels.run_on.cache_clear()
-        assert kernels.run_on(torch.device("cuda")) == (there is not None)
-        assert not kernels.run_on(torch.device("cpu"))
+        kernels.can_run_kernels.cache_clear()
+        assert kernels.can_run_kernels(torch.device("cuda")) == (there is not None)
+        assert not kernels.can_run_kernels(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("there", [True, False])
 def test_a_packs_layout_is_the_kernels_where_they_run(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "run_on", lambda device: there)
     ids = np.arange(3)
-    pack = build_pack([Bundle(ids, (ids,), (0,))], torch.device("cpu"))
-    assert isinstance(pack.layout, GpuPackLayout if there else PackLayout)
+    pack = build_pack([PrefixGroup(ids, (ids,), (0,))], torch.device("cpu"))
+    assert isinstance(pack.attention, CudaPackAttention if there else PackAttention)

@@ -9,7 +9,7 @@ import torch
 
 from oncurve.algos.advantages import Scale, outcome_advantages
 from oncurve.algos.kl import k1, kl_in_reward
-from oncurve.algos.rows import Rows
+from oncurve.algos.packed_rows import PackedRows
 from tests.parity.trl_oracle import grpo_advantages, rloo_advantages
 
 NAN = math.nan
@@ -37,8 +37,8 @@ def test_rloo(rewards: list[list[float]], beta: float) -> None:
     rewards_PG, lengths = torch.tensor(rewards), [5, 3, 1, 4, 2, 5, 5, 3]
     logp_BT, ref_BT = (-torch.rand(8, 5, generator=generator) for _ in range(2))
     mask_BT = torch.arange(5) < torch.tensor(lengths)[:, None]
-    rows = Rows.of(torch.arange(8).repeat_interleave(5), mask_BT.flatten(), 8, torch.float32)
-    kl_B = rows.sum(rows.keep(k1(logp_BT.flatten(), ref_BT.flatten())))
+    rows = PackedRows.of(torch.arange(8).repeat_interleave(5), mask_BT.flatten(), 8, torch.float32)
+    kl_B = rows.sum(rows.mask(k1(logp_BT.flatten(), ref_BT.flatten())))
     ours_PG = outcome_advantages(kl_in_reward(rewards_PG, kl_B.reshape(2, 4), beta), "leave_one_out", "none", 1e-4)
     theirs_PG = rloo_advantages(rewards_PG, logp_BT, ref_BT, lengths, beta)
     torch.testing.assert_close(ours_PG, theirs_PG, atol=1e-6, rtol=1e-6)

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from trl.trainer.dpo_trainer import DPOTrainer
 
-from oncurve.algos.preference import PREFERENCE_LOSSES, Pairs
-from oncurve.recipe.dpo import Dpo
-from oncurve.train.dpo import DpoLoop
+from oncurve.algos.preference_losses import PREFERENCE_LOSSES, Pairs
+from oncurve.recipe.schema.stages import Dpo
+from oncurve.training.stages.dpo import DpoLoop
 from tests.parity.trl_oracle import _alone, _bare
-from tests.train.builders import apart, gradient, policy
-from tests.train.test_dpo import PAIRS, STILL
-from tests.train.test_ppo import doubled
+from tests.training.builders import apart, gradient, policy
+from tests.training.stages.test_dpo import PAIRS, STILL
+from tests.training.stages.test_ppo import doubled
 
 FIELDS = {
     "ld_alpha": None,

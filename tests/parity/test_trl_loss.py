@@ -12,7 +12,7 @@ from torch import Tensor
 
 from oncurve.algos.objectives import OBJECTIVES, LossInputs, LossSettings, Objective, with_clip
 from oncurve.algos.ratios import sequence_mean_ratio, sequence_product_ratio, token_ratio
-from oncurve.algos.reductions import StepTotals, mean_of_completion_means, mean_of_completion_sums
+from oncurve.algos.reductions import LossDenominators, mean_of_completion_means, mean_of_completion_sums
 from oncurve.algos.surrogates import Cispo, Clipped
 from tests.parity.trl_oracle import grpo_loss, rloo_loss
 
@@ -68,7 +68,7 @@ class Case:
             mask_N=MASK_BT.flatten().bool(),
             row_N=torch.arange(rows).repeat_interleave(width),
             rows=rows,
-            totals=StepTotals(rows, int(MASK_BT.sum()), BUDGET),
+            totals=LossDenominators(rows, int(MASK_BT.sum()), BUDGET),
             logp_ref_N=self.ref_BT.flatten(),
             entropy_N=entropy_BT.flatten(),
         )

@@ -13,11 +13,11 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from oncurve.models.policy import Policy
-from oncurve.recipe.reward_model import RewardModel
+from oncurve.recipe.schema.stages import RewardModel
 from oncurve.records import Completion, Group, Prompt
-from oncurve.rewards.learned import LearnedOptions, LearnedReward
-from oncurve.train.reward_model import RewardModelLoop
-from tests.train.builders import policy
+from oncurve.rewards.models.reward_model import RewardModelOptions, RewardModelReward
+from oncurve.training.stages.reward_model import RewardModelLoop
+from tests.training.builders import policy
 
 TEMPLATE = "{% for m in messages %}[{{ m.role[0] }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
 
@@ -58,7 +58,9 @@ def ours(model: Path, prompt: Any, text: str) -> float:
     asked = Prompt("p", text=prompt) if isinstance(prompt, str) else Prompt("p", messages=tuple(prompt))
     zeros = np.zeros(1, np.float32)
     row = Completion(np.zeros(1, np.int64), text, "end", zeros, zeros, zeros, np.ones(1, bool))
-    (found,) = LearnedReward("rm", 1.0, LearnedOptions(model=str(model))).score(Group(asked, np.zeros(1, np.int64), (row,)))
+    (found,) = RewardModelReward("rm", 1.0, RewardModelOptions(model=str(model))).score(
+        Group(asked, np.zeros(1, np.int64), (row,))
+    )
     return found.value  # type: ignore[union-attr, return-value]
 
 

@@ -20,8 +20,9 @@ from trl.rewards import (
 
 from oncurve.records import Completion, Group, Prompt
 from oncurve.rewards.base import Reward
-from oncurve.rewards.format import FormatOptions, FormatReward
-from oncurve.rewards.length import (
+from oncurve.rewards.mix import aspects_of
+from oncurve.rewards.style.format import FormatOptions, FormatReward
+from oncurve.rewards.style.length import (
     CosineOptions,
     CosineReward,
     OverlongOptions,
@@ -29,8 +30,7 @@ from oncurve.rewards.length import (
     RepetitionOptions,
     RepetitionReward,
 )
-from oncurve.rewards.math import MathOptions, MathReward
-from oncurve.rewards.mix import aspects_of
+from oncurve.rewards.verifiers.math import MathOptions, MathReward
 
 BOXED = MathReward("math", 1.0, MathOptions(take="boxed", column="solution", seconds=60.0))
 THINK = FormatReward("format", 1.0, FormatOptions(pattern=r"<think>(?!.*<think>).*?</think>.*"))

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from oncurve.plan.asked import Wishes, job_for
-from oncurve.plan.gpus import GPUS
+from oncurve.plan.hardware import GPUS
 from oncurve.plan.job import Job
-from oncurve.plan.known import MODELS
-from oncurve.plan.shapes import Shape
+from oncurve.plan.model_shape import ModelShape
+from oncurve.plan.model_table import MODELS
+from oncurve.plan.request import PlanOverrides, job_for
 
-SMALL = Shape("small", 2, 64, 4, 2, 16, 96, 1000, 4096, tied=True, family="qwen3")
+SMALL = ModelShape("small", 2, 64, 4, 2, 16, 96, 1000, 4096, tied=True, family="qwen3")
 """2 layers, 64 wide, 4 query and 2 key heads of 16, MLP of 96, vocabulary of 1000."""
 
 
-def job(shape: Shape | str = SMALL, gpu: str = "H100-80GB", **changes: Any) -> Job:
+def job(shape: ModelShape | str = SMALL, gpu: str = "H100-80GB", **changes: Any) -> Job:
     found = MODELS[shape] if isinstance(shape, str) else shape
     plain = {
         "prompts": 4,
@@ -25,4 +25,4 @@ def job(shape: Shape | str = SMALL, gpu: str = "H100-80GB", **changes: Any) -> J
         "mean_tokens": 200.0,
         "checkpointing": "off",
     }
-    return replace(job_for(found, GPUS[gpu], Wishes()), **{**plain, **changes})
+    return replace(job_for(found, GPUS[gpu], PlanOverrides()), **{**plain, **changes})

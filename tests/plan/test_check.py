@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from oncurve.plan.gpus import GIB, GPUS, find_gpu
-from oncurve.plan.known import find_shape
+from oncurve.plan.hardware import GIB, GPUS, find_gpu
+from oncurve.plan.model_table import find_shape
 
 BENCH = Path(__file__).parents[2] / "bench"
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from oncurve import cli_plan
-from oncurve.cli import main
+from oncurve.cli import plan as plan_command
+from oncurve.cli.app import main
 from oncurve.errors import ModelError, RunError
-from oncurve.plan.gpus import GIB, GPUS, Gpu, find_gpu
+from oncurve.plan.hardware import GIB, GPUS, Gpu, find_gpu
 from oncurve.recipe.load import load_recipe
 
 Plan = Callable[..., tuple[int, str, str]]
@@ -155,17 +155,17 @@ stages = [{ type = "grpo", steps = 2, prompts_per_step = 2, group_size = 2, samp
 def test_lengths_and_times_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "small.toml").write_text(SMALL_RECIPE)
     assert main(["train", str(tmp_path / "small.toml"), "--runs", str(tmp_path)]) == 0
-    seen = cli_plan.seen_in("small-1", tmp_path, find_gpu("cpu"))
+    seen = plan_command.measured_run("small-1", tmp_path, find_gpu("cpu"))
     assert len(seen.lengths) == 2 * 2 * 2
     assert all(1 <= length <= 12 for length in seen.lengths)
     assert seen.sample_ratio > 0
     assert seen.update_ratio > 0
     with pytest.raises(RunError, match="nobody"):
-        cli_plan.seen_in("nobody", tmp_path, find_gpu("cpu"))
+        plan_command.measured_run("nobody", tmp_path, find_gpu("cpu"))
 
 
 def on(monkeypatch: pytest.MonkeyPatch, gpu: Gpu | None) -> None:
-    monkeypatch.setattr(cli_plan, "gpu_here", lambda recipe: gpu)
+    monkeypatch.setattr(plan_command, "gpu_here", lambda recipe: gpu)
 
 
 def test_a_run_on_a_gpu_is_told_its_plan_in_one_line(
@@ -173,7 +173,7 @@ def test_a_run_on_a_gpu_is_told_its_plan_in_one_line(
 ) -> None:
     on(monkeypatch, GPUS["H200"])
     monkeypatch.setenv("COLUMNS", "200")
-    cli_plan.announce(load_recipe("arithmetic"))
+    plan_command.print_plan(load_recipe("arithmetic"))
     told = capsys.readouterr()
     assert told.out == ""
     assert told.err.startswith("plan: grpo fits an H200: ")
@@ -181,7 +181,7 @@ def test_a_run_on_a_gpu_is_told_its_plan_in_one_line(
 
 
 def test_on_a_cpu_nothing_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    cli_plan.announce(load_recipe("arithmetic", ["model.device=cpu"]))
+    plan_command.print_plan(load_recipe("arithmetic", ["model.device=cpu"]))
     assert capsys.readouterr() == ("", "")
 
 
@@ -189,12 +189,12 @@ def test_an_impossible_run_stops_with_what_would_fit(monkeypatch: pytest.MonkeyP
     on(monkeypatch, GPUS["A100-80GB"])
     recipe = load_recipe("arithmetic", ["model.source=Qwen/Qwen3-8B", "model.dtype=bfloat16"])
     with pytest.raises(ModelError) as error:
-        cli_plan.announce(recipe)
+        plan_command.print_plan(recipe)
     assert "does not fit an A100-80GB" in str(error.value.what)
     assert "moments 61.0" in error.value.because
     sets = [word for word in error.value.fix.split() if "=" in word]
     mended = load_recipe("arithmetic", ["model.source=Qwen/Qwen3-8B", "model.dtype=bfloat16", *sets])
-    cli_plan.announce(mended)
+    plan_command.print_plan(mended)
 
 
 def test_a_card_that_nobody_knows_has_a_plan_of_memory(
@@ -203,7 +203,7 @@ def test_a_card_that_nobody_knows_has_a_plan_of_memory(
     unknown = replace(GPUS["T4"], name="Voodoo", memory=8 * GIB, flops=float("inf"), bandwidth=float("inf"), link=float("inf"))
     on(monkeypatch, unknown)
     monkeypatch.setenv("COLUMNS", "200")
-    cli_plan.announce(load_recipe("arithmetic"))
+    plan_command.print_plan(load_recipe("arithmetic"))
     assert "a step" not in capsys.readouterr().err
 
 
@@ -212,5 +212,5 @@ def test_a_model_that_the_table_does_not_know_is_no_obstacle(
 ) -> None:
     on(monkeypatch, GPUS["H200"])
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    cli_plan.announce(load_recipe("arithmetic", ["model.source=nobody/knows"]))
+    plan_command.print_plan(load_recipe("arithmetic", ["model.source=nobody/knows"]))
     assert "no plan: nobody/knows" in capsys.readouterr().err

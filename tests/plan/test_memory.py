@@ -11,17 +11,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from oncurve.models.packing import Bundle, build_pack
+from oncurve.models.loading.tiny import make_tokenizer
+from oncurve.models.packing import PrefixGroup, build_pack
 from oncurve.models.policy import Policy
-from oncurve.models.tiny import make_tokenizer
-from oncurve.plan.gpus import GIB, this_cpu
+from oncurve.plan.hardware import GIB, this_cpu
 from oncurve.plan.job import Job
-from oncurve.plan.known import MODELS
-from oncurve.plan.memory import activation_bytes, is_lean, kv_pool, layer_bytes, layers_again, memory_of, slots_in_flight
-from oncurve.plan.shapes import Shape, shape_of_config
+from oncurve.plan.memory import (
+    activation_bytes,
+    kv_pool,
+    layer_bytes,
+    layers_again,
+    memory_of,
+    slots_in_flight,
+    uses_fused_kernels,
+)
+from oncurve.plan.model_shape import ModelShape, shape_of_config
+from oncurve.plan.model_table import MODELS
 from tests.plan.jobs import SMALL, job
 
-BILLION = Shape("1B", 16, 2048, 32, 8, 64, 8192, 128_256, 131_072, tied=True)
+BILLION = ModelShape("1B", 16, 2048, 32, 8, 64, 8192, 128_256, 131_072, tied=True)
 """Llama-3.2-1B: 1,235,814,400 parameters."""
 
 
@@ -191,12 +199,12 @@ def test_what_needs_no_sampling_has_no_pool() -> None:
 
 
 def test_only_plain_layers_of_the_llama_family_on_a_gpu_are_lean() -> None:
-    assert is_lean(SMALL, job())
-    assert is_lean(SMALL, job(lora_rank=8))
-    assert not is_lean(SMALL, job(lora_rank=8, quantise="nf4"))
-    assert not is_lean(SMALL, replace(job(), gpu=this_cpu()))
+    assert uses_fused_kernels(SMALL, job())
+    assert uses_fused_kernels(SMALL, job(lora_rank=8))
+    assert not uses_fused_kernels(SMALL, job(lora_rank=8, quantise="nf4"))
+    assert not uses_fused_kernels(SMALL, replace(job(), gpu=this_cpu()))
     gemma = MODELS["google/gemma-2-2b"]
-    assert not is_lean(gemma, job(gemma))
+    assert not uses_fused_kernels(gemma, job(gemma))
 
 
 def _kept_by_autograd(layers: int, *, lora: bool) -> tuple[int, int]:
@@ -206,9 +214,9 @@ def _kept_by_autograd(layers: int, *, lora: bool) -> tuple[int, int]:
         intermediate_size=96, vocab_size=64, tie_word_embeddings=True,
     )  # fmt: skip
     policy = Policy(Qwen3ForCausalLM(config).to(torch.bfloat16), make_tokenizer("0123456789"))
-    policy.fused = None  # transformers' own modules, as on a GPU for what our kernels do not run
+    policy.fast_backbone = None  # transformers' own modules, as on a GPU for what our kernels do not run
     ids = np.arange(64, dtype=np.int64) % 17
-    pack = build_pack([Bundle(ids, tuple(ids for _ in range(4)), tuple(range(4)))], policy.device)
+    pack = build_pack([PrefixGroup(ids, tuple(ids for _ in range(4)), tuple(range(4)))], policy.device)
     own = {p.untyped_storage().data_ptr() for p in policy.model.parameters()}
     held: dict[int, torch.Tensor] = {}
 
@@ -225,7 +233,7 @@ def _kept_by_autograd(layers: int, *, lora: bool) -> tuple[int, int]:
                 if name.endswith("_proj"):
                     module.weight.requires_grad_(True)  # as an adapter's A, it needs the layer's input
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        policy.hidden(pack.input_ids, pack.position_ids, pack.layout)
+        policy.hidden(pack.input_ids, pack.position_ids, pack.attention)
     return sum(t.untyped_storage().nbytes() for t in held.values()), pack.tokens
 
 
@@ -296,7 +304,7 @@ def test_an_adapter_holds_less_than_full_training(asked: Job) -> None:
     if full.shape is SMALL:  # rank 16 of a width of 64 is no small adapter
         return
     assert totals(lora)["optimiser"] <= totals(full)["optimiser"]
-    if not is_lean(full.shape, full):
+    if not uses_fused_kernels(full.shape, full):
         assert all(totals(lora)[name] <= totals(full)[name] for name in totals(full))
 
 

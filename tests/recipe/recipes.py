@@ -9,7 +9,7 @@ import pytest
 
 from oncurve.errors import RecipeError
 from oncurve.recipe.load import parse_recipe
-from oncurve.recipe.schema import Grpo, Recipe
+from oncurve.recipe.schema.recipe import Grpo, Recipe
 
 BASE = """
 name = "small"

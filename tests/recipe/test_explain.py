@@ -9,9 +9,9 @@ from rich.console import Console
 
 from oncurve.errors import RecipeError
 from oncurve.recipe.explain import OBJECTIVES, example, explain, find_entry
-from oncurve.recipe.schema import ObjectiveName
-from oncurve.recipe.sections import Section
-from oncurve.recipe.tree import tree
+from oncurve.recipe.keys import tree
+from oncurve.recipe.schema.recipe import ObjectiveName
+from oncurve.recipe.schema.sections import Section
 
 from .recipes import recipe
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from oncurve.errors import RewardError
 from oncurve.records import Group
-from oncurve.rewards.base import Score, each
+from oncurve.rewards.base import Score, score_each
 from oncurve.rewards.mix import RewardMix
 from tests.rewards.builders import group
 
@@ -115,7 +115,7 @@ def test_ctrl_c_goes_through() -> None:
 
 
 def test_only_the_completion_that_raised_fails() -> None:
-    (scored,) = RewardMix([Says(lambda g: each(g, lambda c: Score(1 / len(c.text))))]).score([group("a", "", "bb")])
+    (scored,) = RewardMix([Says(lambda g: score_each(g, lambda c: Score(1 / len(c.text))))]).score([group("a", "", "bb")])
     assert [one.total for one in scored.scored] == [1.0, None, 0.5]
     assert scored.scored[1].failure == "says: ZeroDivisionError: division by zero"
 
@@ -166,17 +166,17 @@ def test_two_rewards_of_one_name() -> None:
 def test_what_counts_as_solved(rewards: list[Says], decider: str | None, solved: bool) -> None:
     mix = RewardMix(rewards)
     (scored,) = mix.score([group("a")])
-    assert mix.decider == decider
-    assert mix.solved(scored.scored[0]) is solved
+    assert mix.accuracy_reward == decider
+    assert mix.is_correct(scored.scored[0]) is solved
 
 
 def test_only_rules_decide_where_rules_are_named() -> None:
     rewards = [Says([5.0], "model"), Says([1.0], "countdown", 0.5)]
-    assert RewardMix(rewards).decider == "model"
-    assert RewardMix(rewards, rules=["countdown"]).decider == "countdown"
-    assert RewardMix(rewards, rules=[]).decider is None
+    assert RewardMix(rewards).accuracy_reward == "model"
+    assert RewardMix(rewards, rules=["countdown"]).accuracy_reward == "countdown"
+    assert RewardMix(rewards, rules=[]).accuracy_reward is None
     (scored,) = RewardMix(rewards).score([group("a")])
-    assert not RewardMix(rewards, rules=[]).solved(scored.scored[0])
+    assert not RewardMix(rewards, rules=[]).is_correct(scored.scored[0])
 
 
 @settings(deadline=None)
@@ -211,7 +211,7 @@ def test_groups_handed_in_one_by_one() -> None:
     """Three groups meet before any of them is asked for; the order of the answers is that of the question."""
     mix, groups = RewardMix([Meets(threading.Barrier(3))]), [group(str(n)) for n in range(3)]
     for one in reversed(groups):
-        mix.begin(one)
+        mix.prefetch(one)
     assert [s.totals for s in mix.score(groups)] == [(0.0,), (1.0,), (2.0,)]
 
 
@@ -219,7 +219,7 @@ def test_what_was_begun_and_never_asked_for_is_no_one_s() -> None:
     """Sampling may stop half way: the next step hears of its own groups alone, in whatever memory they lie."""
     mix = RewardMix([Meets(threading.Barrier(1))])
     for n in range(20):
-        mix.begin(group(str(n)))
+        mix.prefetch(group(str(n)))
     assert [s.totals for s in mix.score([group("7"), group("8")])] == [(7.0,), (8.0,)]
 
 
@@ -232,7 +232,7 @@ def test_only_rewards_that_wait_begin_early() -> None:
         return [2.0]
 
     mix, one = RewardMix([Says(here), Meets(threading.Barrier(1))]), group("3")
-    mix.begin(one)
+    mix.prefetch(one)
     assert seen == []
     assert [s.totals for s in mix.score([one])] == [(5.0,)]
     assert seen == [threading.main_thread().name]
@@ -242,11 +242,11 @@ def test_a_failure_in_a_group_begun_is_that_group_s_alone() -> None:
     mix = RewardMix([Meets(threading.Barrier(1))])
     groups = [group("0.5"), group("no number")]
     for one in groups:
-        mix.begin(one)
+        mix.prefetch(one)
     assert [s.totals for s in mix.score(groups)] == [(0.5,), (None,)]
 
 
 def test_what_rewards_say_of_themselves() -> None:
     loud = Says([1.0], "loud")
     loud.remarks = ["loud: here"]  # type: ignore[attr-defined]
-    assert RewardMix([loud, Says([1.0])]).remarks == ["loud: here"]
+    assert RewardMix([loud, Says([1.0])]).log_lines == ["loud: here"]

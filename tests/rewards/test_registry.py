@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from oncurve.errors import OncurveError
-from oncurve.recipe.sections import Reward, Task
+from oncurve.recipe.schema.sections import Reward, Task
 from oncurve.rewards.registry import REWARDS, build_rewards
 from oncurve.tasks.registry import build_task
 from tests.rewards.builders import group
@@ -66,8 +66,8 @@ def test_every_option_is_documented() -> None:
 @pytest.mark.parametrize("kind", ["arithmetic", "countdown"])
 def test_worked_examples_are_right_by_the_task_s_usual_rewards(kind: str) -> None:
     task = build_task(Task.model_validate({"type": kind, "heldout": 20, "examples": 30}))
-    mix = build_rewards([*task.usual_rewards, Reward(type="format")])
+    mix = build_rewards([*task.default_rewards, Reward(type="format")])
     for example in task.examples:
         (scored,) = mix.score([group(example.completion, **example.prompt.columns)])
-        assert mix.solved(scored.scored[0])
+        assert mix.is_correct(scored.scored[0])
         assert scored.totals == (2.0,)

@@ -11,10 +11,10 @@ import pytest
 from safetensors.numpy import save_file
 
 from oncurve.errors import DiskError, RunError
-from oncurve.processes import is_alive, process_start
-from oncurve.runs import disk
+from oncurve.runs import atomic_files
 from oncurve.runs.environment import environment
 from oncurve.runs.folder import Parent, RunFolder, list_runs
+from oncurve.workers.processes import is_alive, process_start
 from tests.runs.processes import finish, start
 
 
@@ -55,7 +55,7 @@ def test_the_state_comes_back(tmp_path: Path) -> None:
     parent = Parent("arithmetic-1", "grpo", 40, {"grpo.group_size": 16})
     run = RunFolder.create(tmp_path, "fork", parent=parent)
     state = RunFolder.open("fork-1", tmp_path).state()
-    assert (state.name, state.status, state.shown, state.pid) == ("fork-1", "running", "running", os.getpid())
+    assert (state.name, state.status, state.current_status, state.pid) == ("fork-1", "running", "running", os.getpid())
     assert state.parent == parent
     assert state.environment == environment()
     assert "torch" in state.environment
@@ -144,15 +144,15 @@ def test_a_run_whose_process_is_gone_was_interrupted(tmp_path: Path) -> None:
     process = start("import time; time.sleep(60)")
     run = RunFolder.create(tmp_path, "x")
     edit(run, pid=process.pid, pid_started=process_start(process.pid))
-    assert run.state().shown == "running"
+    assert run.state().current_status == "running"
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    assert run.state().shown == "interrupted"  # a zombie still has its pid
+    assert run.state().current_status == "interrupted"  # a zombie still has its pid
     process.communicate()
-    assert run.state().shown == "interrupted"
+    assert run.state().current_status == "interrupted"
     assert run.state().status == "running"
     edit(run, status="finished")
-    assert run.state().shown == "finished"
+    assert run.state().current_status == "finished"
 
 
 def test_a_pid_given_out_again_is_another_process(tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_a_pid_given_out_again_is_another_process(tmp_path: Path) -> None:
 
 def test_the_status_moves_and_running_claims(tmp_path: Path) -> None:
     run = RunFolder.create(tmp_path, "x")
-    assert run.set_status("failed").shown == "failed"
+    assert run.set_status("failed").current_status == "failed"
     edit(run, pid=1, pid_started=0, host="elsewhere")
     state = run.set_status("running")
     assert state == run.state()
@@ -178,7 +178,7 @@ def test_the_status_moves_and_running_claims(tmp_path: Path) -> None:
 
 
 def test_no_folder_stays_behind_where_its_state_can_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "write_durably", lambda path, content: Path("/dev/full").write_bytes(content))
+    monkeypatch.setattr(atomic_files, "write_durably", lambda path, content: Path("/dev/full").write_bytes(content))
     with pytest.raises(DiskError, match="no room"):
         RunFolder.create(tmp_path / "runs", "x")
     with pytest.raises(DiskError, match="no room"):
@@ -188,15 +188,15 @@ def test_no_folder_stays_behind_where_its_state_can_not_be_written(tmp_path: Pat
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
-    disk.replace_file(path, b"old")
+    atomic_files.replace_file(path, b"old")
 
     def half(aside: Path, content: bytes) -> None:
         aside.write_bytes(content[:1])
         Path("/dev/full").write_bytes(content)
 
-    monkeypatch.setattr(disk, "write_durably", half)
+    monkeypatch.setattr(atomic_files, "write_durably", half)
     with pytest.raises(DiskError):
-        disk.replace_file(path, b"new")
+        atomic_files.replace_file(path, b"new")
     assert path.read_bytes() == b"old"
     assert [file.name for file in tmp_path.iterdir()] == ["file"]
 
@@ -206,5 +206,5 @@ def test_who_may_read_a_folder_may_read_its_weights(tmp_path: Path) -> None:
         folder.mkdir()
         save_file({"weight": np.zeros(1)}, folder / "model.safetensors")
 
-    disk.put_whole(tmp_path / "model", write)
+    atomic_files.write_folder_atomically(tmp_path / "model", write)
     assert (tmp_path / "model" / "model.safetensors").stat().st_mode & 0o777 == (tmp_path / "model").stat().st_mode & 0o666

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import openai
 
-from oncurve.engines.serving import Session, TorchSession
-from oncurve.listening import listen
+from oncurve.engines.native.session import Session, TorchSession
+from oncurve.local_http import listen
 from oncurve.models.policy import Policy
-from oncurve.serve.app import Served
-from oncurve.serve.server import Server
-from oncurve.serve.worker import Worker
+from oncurve.serve.app import ServedModel
+from oncurve.serve.engine_thread import EngineThread
+from oncurve.serve.server import ServeServer
 from tests.models.architectures import make_policy
 
 MODEL = "small"
@@ -26,7 +26,7 @@ TEMPLATE = "{% for m in messages %}{{ m.role[0] }} {{ m.content }}\n{% endfor %}
 class Endpoint:
     address: str
     policy: Policy
-    worker: Worker
+    worker: EngineThread
 
     def client(self, key: str = "none") -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.address}/v1", api_key=key, max_retries=0, timeout=60)
@@ -44,8 +44,8 @@ def endpoint(
     policy: Policy, slots: int = 4, limit: int = 400, key: str | None = None, session: Session | None = None
 ) -> Iterator[Endpoint]:
     with listen("127.0.0.1", 0) as listening:
-        worker = Worker(session or TorchSession(policy, slots, limit))
-        server = Server(Served(MODEL, policy, worker), key)
+        worker = EngineThread(session or TorchSession(policy, slots, limit))
+        server = ServeServer(ServedModel(MODEL, policy, worker), key)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])), daemon=True)
         thread.start()
         while not server.started:

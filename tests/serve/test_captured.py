@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from oncurve.engines.cuda_serving import GpuSession
-from oncurve.engines.serving import Session, TorchSession
+from oncurve.engines.cuda.session import CudaSession
+from oncurve.engines.native.session import Session, TorchSession
 from tests.serve.serving import MODEL, Endpoint, chatting_policy, endpoint
 
 ASKED: list[dict[str, Any]] = [
@@ -36,7 +36,7 @@ def streamed(served: Endpoint, asked: dict[str, Any]) -> list[str]:
 @pytest.mark.slow
 def test_requests_at_once_are_answered_as_by_torch_streamed_or_whole() -> None:
     policy = chatting_policy()
-    captured = GpuSession.over(policy, 3, 16)
+    captured = CudaSession.over(policy, 3, 16)
     assert captured is not None
     sessions: list[Session] = [captured, TorchSession(policy, 3, 16)]
     found: list[list[Told]] = []

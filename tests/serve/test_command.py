@@ -12,9 +12,9 @@ from pathlib import Path
 import openai
 import pytest
 
-from oncurve.cli import main
-from oncurve.models.tiny import make_model, make_tokenizer
-from oncurve.recipe.sections import TinyModel
+from oncurve.cli.app import main
+from oncurve.models.loading.tiny import make_model, make_tokenizer
+from oncurve.recipe.schema.sections import TinyModel
 
 KEY = "a-key-from-the-environment"
 SHAPE = TinyModel(layers=1, width=32, heads=2, kv_heads=1, head_size=16, mlp_width=64, context=128)
@@ -72,7 +72,7 @@ def test_a_model_that_is_not_there(target: str, said: str, capsys: pytest.Captur
 
 
 def test_a_port_that_is_taken(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from oncurve.listening import listen
+    from oncurve.local_http import listen
 
     with listen("127.0.0.1", 0) as taken:
         taken.listen()

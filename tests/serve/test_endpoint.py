@@ -15,7 +15,7 @@ import numpy as np
 import openai
 import pytest
 
-from tests.engines.plain import next_logits
+from tests.engines.native.plain import next_logits
 from tests.models.architectures import make_model
 from tests.serve.serving import MODEL, Endpoint, chatting_policy, endpoint
 

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from oncurve.models.packing import Bundle, build_pack
+from oncurve.models.loading.tiny import make_model, make_tokenizer
+from oncurve.models.packing import PrefixGroup, build_pack
 from oncurve.models.policy import Policy
-from oncurve.models.tiny import make_model, make_tokenizer
-from oncurve.recipe.sections import TinyModel
+from oncurve.recipe.schema.sections import TinyModel
 from oncurve.records import Prompt
-from oncurve.rewards.judge import JudgeOptions, JudgeReward
 from oncurve.rewards.mix import aspects_of
+from oncurve.rewards.models.judge import JudgeOptions, JudgeReward
 from tests.rewards.builders import group
 from tests.serve.serving import MODEL, TEMPLATE, Endpoint, endpoint
 
@@ -35,7 +35,7 @@ def judging_policy() -> Policy:
         text = tokenizer.decode(rng.integers(7, len(tokenizer), rng.integers(1, 30)).tolist())
         messages = asks._request(Prompt("p", text="2+2?"), [text])["messages"]
         ids = policy.encode(Prompt("p", messages=tuple(messages)))
-        pack = build_pack([Bundle(ids, (reply,), (0,))], policy.device)
+        pack = build_pack([PrefixGroup(ids, (reply,), (0,))], policy.device)
         loss = -policy.pack_logps(pack)[0].mean()
         optimiser.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]

@@ -13,18 +13,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from oncurve.models.packing import Bundle, build_pack
+from oncurve.models.loading.tiny import make_model, make_tokenizer
+from oncurve.models.packing import PrefixGroup, build_pack
 from oncurve.models.policy import Policy
-from oncurve.models.tiny import make_model, make_tokenizer
-from oncurve.recipe.sections import TinyModel
-from oncurve.recipe.training_free import TrainingFree
+from oncurve.recipe.schema.sections import TinyModel
+from oncurve.recipe.schema.stages import TrainingFree
 from oncurve.records import Prompt
-from oncurve.rewards.answer import AnswerOptions, AnswerReward
 from oncurve.rewards.mix import RewardMix
-from oncurve.runs.store import Store
-from oncurve.tasks.in_memory import PromptList
-from oncurve.train.experience import Library
-from oncurve.train.training_free import TrainingFreeLoop
+from oncurve.rewards.verifiers.answer import AnswerOptions, AnswerReward
+from oncurve.runs.database.writer import RunWriter
+from oncurve.tasks.data.prompt_list import PromptList
+from oncurve.training.stages.training_free import Library, TrainingFreeLoop
 from tests.serve.serving import TEMPLATE
 
 PRINTABLE = "".join(map(chr, range(32, 127))) + "…\n"
@@ -63,7 +62,7 @@ def teach(folder: Path) -> None:
         optimiser.zero_grad()
         for told, said, share in lessons:
             ids = policy.encode(Prompt("p", messages=tuple(told["messages"])))
-            pack = build_pack([Bundle(ids, (policy.encode_completion(said),), (0,))], policy.device)
+            pack = build_pack([PrefixGroup(ids, (policy.encode_completion(said),), (0,))], policy.device)
             (-share * policy.pack_logps(pack)[0].sum()).backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
         optimiser.step()
@@ -111,7 +110,7 @@ sampling.max_new_tokens = 24
     assert told.returncode == 0, told.stderr
     library = (tmp_path / "run" / "experience" / "training_free.md").read_text()
     assert f"- **E1** {ADVICE}\n" in library
-    with Store.open(tmp_path / "run") as store:
+    with RunWriter.open(tmp_path / "run") as store:
         said = {name: dict(store.metric(name, "training_free")) for name in ("heldout_without", "heldout_with", "accuracy")}
         assert said["heldout_without"] == {2: 0.0}
         assert said["heldout_with"] == {2: 1.0}

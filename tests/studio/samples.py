@@ -21,8 +21,8 @@ from oncurve.records import (
     StepReport,
     TokenStats,
 )
+from oncurve.runs.database.writer import RunWriter
 from oncurve.runs.folder import RunFolder
-from oncurve.runs.store import Store
 
 GROUP = 4
 PROMPTS = 3
@@ -125,7 +125,7 @@ def eval_report(step: int, accuracy: float) -> EvalReport:
 def make_free_run(runs_dir: Path, name: str) -> RunFolder:
     """A run without a rule: its two measurements have a reward, and no accuracy."""
     run = make_run(runs_dir, name)
-    with Store.open(run.path, read_only=False) as store:
+    with RunWriter.open(run.path, read_only=False) as store:
         for step, reward in ((0, -1.25), (4, 0.5)):
             store.record_eval(EvalReport("grpo", step, None, 2, {}, {"reward": reward}, eval_report(step, 0.0).groups))
     return run
@@ -134,7 +134,7 @@ def make_free_run(runs_dir: Path, name: str) -> RunFolder:
 def make_run(runs_dir: Path, name: str, steps: int = 4, finished: bool = True, sets: tuple[str, ...] = ()) -> RunFolder:
     run = RunFolder.create_at(runs_dir / name)
     run.write_recipe(dump_recipe(parse_recipe(RECIPE, [f"grpo.steps={max(steps, 8)}", *sets])))
-    with Store.create(run.path) as store:
+    with RunWriter.create(run.path) as store:
         store.begin_stage("grpo", "grpo", 0, max(steps, 8))
         for step in range(1, steps + 1):
             store.record_step(step_report(step))

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from oncurve.listening import listen
-from oncurve.studio.server import Server
+from oncurve.local_http import listen
+from oncurve.studio.server import StudioServer
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 @contextmanager
 def served(runs_dir: Path, token: str | None = None, *, allow_code: bool = False) -> Iterator[Served]:
     with listen("127.0.0.1", 0) as listening:
-        server = Server(runs_dir, token, allow_code=allow_code)
+        server = StudioServer(runs_dir, token, allow_code=allow_code)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])), daemon=True)
         thread.start()
         while not server.started:

@@ -15,7 +15,7 @@ from playwright.sync_api import Browser, Page
 from oncurve.algos.advantages import Baseline, Scale, outcome_advantages, process_advantages
 from oncurve.algos.kl import k1, k2, k3
 from oncurve.algos.objectives import OBJECTIVES, LossInputs, LossSettings
-from oncurve.algos.reductions import StepTotals
+from oncurve.algos.reductions import LossDenominators
 from tests.studio.browsing import a_browser, a_page
 from tests.studio.serving import Served
 
@@ -88,7 +88,7 @@ def test_the_loss_and_its_gradient(page: Page, seed: int, beta: float) -> None:
     advantage = torch.randn(4, dtype=torch.float64)
     row = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))
     inputs = LossInputs(
-        new, old, advantage[row], torch.ones(total, dtype=torch.bool), row, 4, StepTotals(4, total, 8), logp_ref_N=ref
+        new, old, advantage[row], torch.ones(total, dtype=torch.bool), row, 4, LossDenominators(4, total, 8), logp_ref_N=ref
     )
     ours = OBJECTIVES["grpo"].loss(inputs, LossSettings(beta, "k3", False, 0.0))
     (gradient,) = torch.autograd.grad(ours.loss, new)
@@ -120,7 +120,7 @@ def test_the_small_policy_follows_the_gradient(page: Page) -> None:
         logits = logits.detach().requires_grad_()
         rows = torch.arange(6)
         inputs = LossInputs(
-            logits.log_softmax(0)[sampled], old, graded[0], torch.ones(6, dtype=torch.bool), rows, 6, StepTotals(6, 6, 1),
+            logits.log_softmax(0)[sampled], old, graded[0], torch.ones(6, dtype=torch.bool), rows, 6, LossDenominators(6, 6, 1),
             logp_ref_N=reference,
         )  # fmt: skip
         loss = OBJECTIVES["grpo"].loss(inputs, LossSettings(0.1, "k3", False, 0.0)).loss

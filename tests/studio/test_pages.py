@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from oncurve.runs.store import Store
+from oncurve.runs.database.writer import RunWriter
 from oncurve.studio.feedback import FILE
 from tests.studio.browsing import a_browser, a_page
 from tests.studio.samples import HOSTILE, make_free_run, make_run, step_report
@@ -112,7 +112,7 @@ def test_a_live_run_is_seen_to_move(tmp_path: Path, browser: Browser) -> None:
         expect(chart).to_have_attribute("data-points", "1")
         expect(watched.page.get_by_text("live", exact=True).last).to_be_visible()
         watched.page.evaluate("window.same = true")
-        with Store.open(run.path, read_only=False) as store:
+        with RunWriter.open(run.path, read_only=False) as store:
             for step in (2, 3):
                 store.record_step(step_report(step))
         expect(chart).to_have_attribute("data-points", "3")

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, expect
 
-from oncurve.models.load import load_policy
+from oncurve.models.loading.load import load_policy
 from oncurve.recipe.load import load_recipe
-from oncurve.runs import checkpoints
+from oncurve.runs.checkpoints import files
 from oncurve.runs.folder import RunFolder
 from oncurve.studio.playground import models_of
-from oncurve.train.run import weights
-from oncurve.train.start import task_for
+from oncurve.training.start import task_for
+from oncurve.training.trainer import weights
 from tests.studio.browsing import a_browser, a_page
 from tests.studio.samples import make_run
 from tests.studio.serving import Served, served
@@ -34,7 +34,7 @@ def give_model(run: RunFolder, seed: int) -> None:
     alphabet = task_for(recipe, recipe.stages[0]).alphabet
     load_policy(recipe.model, alphabet=alphabet, seed=seed).save(run.model)
     earlier = load_policy(recipe.model, alphabet=alphabet, seed=seed + 10)
-    checkpoints.save(run.checkpoints, "grpo", 2, {"model": weights(earlier)}, {"state": {"stage": "grpo", "step": 2}})
+    files.save(run.checkpoints, "grpo", 2, {"model": weights(earlier)}, {"state": {"stage": "grpo", "step": 2}})
     (run.checkpoints / ".writing-grpo-000003").mkdir()
 
 

@@ -10,8 +10,7 @@ import pytest
 
 from oncurve.errors import OncurveError
 from oncurve.runs.folder import RunFolder
-from oncurve.studio.drawing import chart, ticks
-from oncurve.studio.report import report_html
+from oncurve.studio.report import chart, report_html, ticks
 from tests.studio.samples import HOSTILE, make_free_run, make_run
 
 

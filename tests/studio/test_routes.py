@@ -14,11 +14,11 @@ from urllib.parse import quote
 import numpy as np
 import pytest
 
+from oncurve.runs.database.writer import RunWriter
 from oncurve.runs.folder import RunFolder
-from oncurve.runs.store import Store
 from oncurve.studio.curves import Follower, curves, thinned
-from oncurve.studio.overview import overview
-from oncurve.studio.pieces import pieces
+from oncurve.studio.run_list import overview
+from oncurve.studio.token_texts import token_texts
 from tests.studio.samples import HOSTILE, completion, make_free_run, make_run, step_report
 from tests.studio.serving import Served, served
 
@@ -166,10 +166,10 @@ def test_bad_questions_are_told_why(studio: Served) -> None:
 
 
 def test_pieces_without_a_tokenizer_are_characters_and_tags() -> None:
-    assert pieces(completion("abc", 0), None) == ["a", "b", "c", ""]
-    assert pieces(completion("<think>a", 0), None) == ["<think>", "a", ""]
+    assert token_texts(completion("abc", 0), None) == ["a", "b", "c", ""]
+    assert token_texts(completion("<think>a", 0), None) == ["<think>", "a", ""]
     other = dataclasses.replace(completion("abc", 0), text="a word of another tokenizer")
-    assert pieces(other, None) is None
+    assert token_texts(other, None) is None
 
 
 def test_a_live_run_is_followed(tmp_path: Path) -> None:
@@ -177,13 +177,13 @@ def test_a_live_run_is_followed(tmp_path: Path) -> None:
     with served(tmp_path) as found, urllib.request.urlopen(found.address + "/api/live?run=live", timeout=10) as stream:
         lines = (line.decode().rstrip("\n") for line in stream)
         assert next(line for line in lines if line.startswith("event")) == "event: ready"
-        with Store.open(run.path, read_only=False) as store:
+        with RunWriter.open(run.path, read_only=False) as store:
             store.record_step(step_report(2))
         assert next(line for line in lines if line.startswith("event")) == "event: step"
         told = json.loads(next(lines).removeprefix("data: "))
         assert (told["run"], told["stage"], told["step"], told["metrics"]["kl"]) == ("live", "grpo", 2, 0.02)
         assert next(line for line in lines if line.startswith("event")) == "event: state"
-        with Store.open(run.path, read_only=False) as store:
+        with RunWriter.open(run.path, read_only=False) as store:
             store.forget_after("grpo", 1)
         assert next(line for line in lines if line.startswith("event")) == "event: reset"
 
@@ -196,7 +196,7 @@ def test_no_state_counts_a_step_that_was_not_told(tmp_path: Path) -> None:
 
         def _state(self, run: RunFolder) -> str:
             if self.last:
-                with Store.open(run.path, read_only=False) as store:
+                with RunWriter.open(run.path, read_only=False) as store:
                     store.record_step(step_report(2))
             return super()._state(run)
 

@@ -15,8 +15,8 @@ from playwright.sync_api import expect
 
 from oncurve.recipe.load import dump_recipe, load_recipe, parse_recipe
 from oncurve.runs.folder import RunFolder
-from oncurve.studio.app import make_app
-from oncurve.studio.guard import COOKIE
+from oncurve.studio.auth import COOKIE
+from oncurve.studio.server import make_app
 from tests.studio.browsing import a_browser, a_page
 from tests.studio.samples import make_run
 from tests.studio.serving import Served, served

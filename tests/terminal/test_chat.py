@@ -6,9 +6,9 @@ import io
 
 import torch
 
+from oncurve.models.loading.tiny import make_model, make_tokenizer
 from oncurve.models.policy import Policy
-from oncurve.models.tiny import make_model, make_tokenizer
-from oncurve.recipe.sections import TinyModel
+from oncurve.recipe.schema.sections import TinyModel
 from oncurve.records import Prompt
 from oncurve.terminal.chat import Chat, ChatSettings, Printer, converse
 

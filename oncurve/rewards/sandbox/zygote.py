@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from oncurve.rewards.sandbox import children, lockdown
+from oncurve.rewards.sandbox import lockdown, program_child
 
 PRELOADED = (
     "ast bisect collections copy datetime decimal fractions functools heapq io itertools json math operator random re"
@@ -102,7 +102,7 @@ class Zygote:
         """One run of a program on an input: what it printed and how it ended."""
         began = time.monotonic()
         with _input(job.get("stdin", "")) as stdin:
-            child = self._fork(job, lambda: children.run_program(job["program"]), stdin, keep=())
+            child = self._fork(job, lambda: program_child.run_program(job["program"]), stdin, keep=())
             self._watch([child], child, job["seconds"])
         text = b"".join(child.written).decode("utf-8", "replace")
         return {"ended": child.ended, "output": text, "seconds": time.monotonic() - began}
@@ -114,10 +114,13 @@ class Zygote:
         results, told = os.pipe()
         ends = (to_program, from_tests, to_tests, from_program, told)
         program = self._fork(
-            job, lambda: children.serve_program(job["program"], to_program, from_program), None, keep=(to_program, from_program)
+            job,
+            lambda: program_child.serve_program(job["program"], to_program, from_program),
+            None,
+            keep=(to_program, from_program),
         )
         tests = self._fork(
-            job, lambda: children.run_tests(job, from_tests, to_tests, told), None, keep=(from_tests, to_tests, told)
+            job, lambda: program_child.run_tests(job, from_tests, to_tests, told), None, keep=(from_tests, to_tests, told)
         )
         for end in ends:
             os.close(end)
@@ -152,7 +155,7 @@ class Zygote:
             tempfile.tempdir = folder
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE):
                 signal.signal(number, signal.SIG_DFL)
-            children.fresh_streams()
+            program_child.fresh_streams()
             lockdown.set_limits(job["cpu"], job["memory"], job["file_size"], job["open_files"])
             if self.settings.locked:
                 lockdown.lock(self.settings.readable, folder, self.settings.need_landlock)

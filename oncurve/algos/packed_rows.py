@@ -1,0 +1,46 @@
+"""Which completion each packed token belongs to, and sums over them.
+
+The learner packs completions end to end, so tensors here are flat: ``N`` completion tokens of a micro-batch, belonging to
+``R`` rows (completions). A row lies within one micro-batch, in any order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRows:
+    """The rows of a micro-batch. ``length_R`` counts masked-in tokens: |o_i| of the formulas, 0 for an empty row.
+
+    Sums are ``index_add`` and spreads ``index_select``, each the other's derivative: on a CPU both add in index order, so equal
+    inputs give equal bits. On a GPU that holds under ``torch.use_deterministic_algorithms``.
+    """
+
+    row_N: Tensor
+    drop_N: Tensor
+    length_R: Tensor
+
+    @classmethod
+    def of(cls, row_N: Tensor, mask_N: Tensor, rows: int, dtype: torch.dtype) -> PackedRows:
+        length_R = torch.zeros(rows, dtype=dtype, device=row_N.device).index_add(0, row_N, mask_N.to(dtype))
+        return cls(row_N, ~mask_N, length_R)
+
+    def mask(self, values_N: Tensor) -> Tensor:
+        """The values with masked-out tokens at 0. Whatever stood there, even infinite, reaches neither loss nor gradient."""
+        return values_N.masked_fill(self.drop_N, 0.0)
+
+    def sum(self, values_N: Tensor) -> Tensor:
+        """One sum per row over its masked-in tokens."""
+        return torch.zeros_like(self.length_R, dtype=values_N.dtype).index_add(0, self.row_N, self.mask(values_N))
+
+    def mean(self, values_N: Tensor) -> Tensor:
+        """One mean per row over its masked-in tokens; 0 for an empty row."""
+        return self.sum(values_N) / self.length_R.clamp(min=1)
+
+    def broadcast(self, values_R: Tensor) -> Tensor:
+        """Each row's value at each of its tokens."""
+        return values_R.index_select(0, self.row_N)

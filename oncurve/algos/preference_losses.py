@@ -1,0 +1,103 @@
+"""Learning what is preferred: the Bradley–Terry loss of a reward model, and whether its confidence can be believed.
+
+Losses over preference pairs: one completion chosen over another, no reward and no sampling.
+
+Each takes log-probs summed over a completion (``N`` pairs), the reference's, and the lengths, and gives one loss per pair.
+With log-ratio h(y) = log π_θ(y) − log π_ref(y), c the chosen and r the rejected completion:
+
+    dpo     −log σ(β (h(c) − h(r)))                      (Rafailov et al. 2023, arXiv 2305.18290, eq. 7)
+    ipo     (h(c)/|c| − h(r)/|r| − 1/(2β))²              (Azar et al. 2023, arXiv 2310.12036, eq. 17)
+    simpo   −log σ(β (log π(c)/|c| − log π(r)/|r|) − γ)  (Meng et al. 2024, arXiv 2405.14734, eq. 6): no reference
+
+ipo's log-ratios are means over tokens, as in TRL, whose authors have that from IPO's; simpo's γ is the margin it asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def bradley_terry(chosen_NH: Tensor, rejected_NH: Tensor, sign_NH: Tensor, margin_N: Tensor) -> Tensor:
+    """−log σ(s·(r_chosen − r_rejected) − m) of each pair and head, 0 where the head has no say (s = 0). [N, H]
+
+    P(chosen ≻ rejected) = σ(r_chosen − r_rejected) (Bradley and Terry 1952; Ouyang et al. 2022). s is 1 where the chosen one
+    is the better in this head, −1 where the rejected one is. The margin m asks for a greater distance where the preference
+    was a strong one (Llama 2, Touvron et al. 2023).
+    """
+    loss_NH = -functional.logsigmoid(sign_NH * (chosen_NH - rejected_NH) - margin_N[:, None])
+    return loss_NH * sign_NH.abs()
+
+
+def calibration_error(probability_N: Tensor, bins: int = 10) -> float:
+    """Expected calibration error of the probabilities given to what was really preferred (Guo et al. 2017).
+
+    A pair's confidence is max(p, 1 − p) and it is right where p > ½ (a tie is half right). Over equal bins of confidence from
+    ½ to 1: Σ (share of pairs) · |share right − mean confidence|. 0 is perfect.
+    """
+    confidence_N = torch.maximum(probability_N, 1 - probability_N).double()
+    right_N = (probability_N > 0.5).double() + 0.5 * (probability_N == 0.5).double()
+    bin_N = ((confidence_N - 0.5) * 2 * bins).long().clamp(0, bins - 1)
+    gaps = [
+        float((right_N[bin_N == b].mean() - confidence_N[bin_N == b].mean()).abs() * (bin_N == b).double().mean())
+        for b in sorted(set(bin_N.tolist()))
+    ]
+    return sum(gaps)
+
+
+PreferenceLoss = Literal["dpo", "ipo", "simpo"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """``N`` pairs: summed log-probs under policy and reference, and lengths in tokens; None where no reference is held."""
+
+    chosen_N: Tensor
+    rejected_N: Tensor
+    chosen_length_N: Tensor
+    rejected_length_N: Tensor
+    chosen_ref_N: Tensor | None = None
+    rejected_ref_N: Tensor | None = None
+
+    @property
+    def ratio_N(self) -> tuple[Tensor, Tensor]:
+        """h of the chosen and of the rejected; the log-probs themselves where there is no reference."""
+        if self.chosen_ref_N is None or self.rejected_ref_N is None:
+            return self.chosen_N, self.rejected_N
+        return self.chosen_N - self.chosen_ref_N, self.rejected_N - self.rejected_ref_N
+
+    @property
+    def mean_ratio_N(self) -> tuple[Tensor, Tensor]:
+        chosen_N, rejected_N = self.ratio_N
+        return chosen_N / self.chosen_length_N.clamp(min=1), rejected_N / self.rejected_length_N.clamp(min=1)
+
+
+def dpo(pairs: Pairs, beta: float, margin: float) -> Tensor:
+    chosen_N, rejected_N = pairs.ratio_N
+    return -functional.logsigmoid(beta * (chosen_N - rejected_N))
+
+
+def ipo(pairs: Pairs, beta: float, margin: float) -> Tensor:
+    chosen_N, rejected_N = pairs.mean_ratio_N
+    return (chosen_N - rejected_N - 1 / (2 * beta)).square()
+
+
+def simpo(pairs: Pairs, beta: float, margin: float) -> Tensor:
+    chosen_N, rejected_N = pairs.mean_ratio_N
+    return -functional.logsigmoid(beta * (chosen_N - rejected_N) - margin)
+
+
+PREFERENCE_LOSSES: Mapping[PreferenceLoss, Callable[[Pairs, float, float], Tensor]] = {"dpo": dpo, "ipo": ipo, "simpo": simpo}
+"""(pairs, β, γ) → loss of each pair."""
+
+
+def implicit_rewards(pairs: Pairs, beta: float) -> tuple[Tensor, Tensor]:
+    """β h of the chosen and the rejected: the reward that the policy is optimal for (arXiv 2305.18290, section 4)."""
+    with torch.no_grad():
+        chosen_N, rejected_N = pairs.ratio_N
+        return beta * chosen_N, beta * rejected_N

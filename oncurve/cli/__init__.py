@@ -1,0 +1,12 @@
+"""The command line: one module per subject, one function per command."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    from oncurve.cli import app  # the commands are loaded only when the command line runs
+
+    return app.main(arguments)

@@ -1,0 +1,72 @@
+"""`oncurve recipe`: explain, show and convert recipes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.text import Text
+
+from oncurve.cli.options import (
+    RecipeName,
+    Sets,
+    say,
+)
+from oncurve.errors import RecipeError
+from oncurve.recipe.load import dump_recipe, load_recipe
+from oncurve.terminal.errors import print_advice
+
+if TYPE_CHECKING:
+    pass
+
+recipes = typer.Typer(help="Explain, show and convert recipes.", no_args_is_help=True)
+
+
+@recipes.command("explain", epilog="Example: oncurve recipe explain grpo.group_size")
+def explain_key(
+    key: Annotated[str | None, typer.Argument(metavar="KEY", help="A key as in --set; unset: all of them.")] = None,
+) -> None:
+    """What a recipe can say: every key, or one in full."""
+    from oncurve.recipe.explain import explain
+    from oncurve.rewards.registry import REWARDS
+    from oncurve.tasks.registry import TASKS
+
+    options = {f"task.{name}": kind.options for name, kind in TASKS.items()}
+    options |= {f"rewards.{name}": kind.options for name, kind in REWARDS.items()}
+    say(explain(key, options))
+
+
+@recipes.command("show", epilog="Example: oncurve recipe show arithmetic --set seed=1")
+def show_recipe(recipe: RecipeName, sets: Sets = None) -> None:
+    """The recipe with every default written out, as TOML."""
+    print(dump_recipe(load_recipe(recipe, sets or [])), end="")
+
+
+@recipes.command("from-trl", epilog="Example: oncurve recipe from-trl grpo_config.yaml -o mine.toml")
+def convert(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="A config of TRL's GRPOTrainer.")],
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", metavar="FILE", help="Write it here; a file that exists is refused.")
+    ] = None,
+    processes: Annotated[
+        int, typer.Option("--processes", min=1, help="Devices that TRL ran on: its batch sizes are per device.")
+    ] = 1,
+) -> None:
+    """A recipe made from a TRL config, with notes on what differs."""
+    from oncurve.recipe.trl.convert import from_trl
+
+    text, notes = from_trl(config, processes)
+    for note in notes:
+        print_advice(f"note: {note}")
+    if out is None:
+        print(text, end="")
+        return
+    try:
+        with out.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise RecipeError(
+            str(out), "already there", because="no file is written over", fix="choose another name with -o"
+        ) from None
+    say(Text(f"{out}: look through it, then oncurve train {out}"))

@@ -1,0 +1,189 @@
+"""One token for every slot: the whole decode step as kernels and products, with nothing that asks the host.
+
+Two ways through the layers: the Llama family's own, over the joint weights of ``models/llama/fused.py`` (five launches of ours
+and four products a layer; four launches more where all have adapters), and any other decoder's modules, whose attention enters
+by the interface. Both read the learner's parameters where they lie, so an optimiser's update is seen by the next step, captured
+graph or not.
+
+Legend: ``S`` slots, ``C`` tokens between two looks of the host, ``V`` vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from oncurve.engines import token_sampling
+from oncurve.engines.cuda.paged_kv_cache import KVShape
+from oncurve.kernels import sampling as kernels
+from oncurve.kernels.decode_attention import LaunchShape, PageTables, PartialSoftmax, attend
+from oncurve.kernels.decode_layers import add_norm, embed_norm, rotate_store, silu_mul, store
+from oncurve.kernels.decode_matmul import block_for, gated_product, product
+from oncurve.kernels.launch import pdl_options
+from oncurve.models.heads.lm_head import Head
+from oncurve.models.llama.cuda_lora import JointLora
+from oncurve.models.llama.fused import FusedBackbone
+from oncurve.models.policy import Policy
+from oncurve.recipe.schema.sections import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class BufferSizes:
+    """The sizes that a board is made for; ``given``: places for tokens that an environment says, 0 where none does."""
+
+    slots: int
+    members: int
+    prompt_pages: int
+    suffix_pages: int
+    ring: int
+    given: int = 0
+
+
+class DecodeBuffers:
+    """All that a step reads and writes besides weights and pool: fixed tensors at fixed addresses."""
+
+    def __init__(self, limits: BufferSizes, shape: KVShape, vocabulary: int, device: torch.device) -> None:
+        S, parts = limits.slots, limits.prompt_pages + limits.suffix_pages
+
+        def ints(*size: int, fill: int = 0, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.full(size, fill, dtype=dtype, device=device)
+
+        def floats(*size: int) -> Tensor:
+            return torch.zeros(size, dtype=torch.float32, device=device)
+
+        self.limits = limits
+        self.tables = PageTables(
+            ints(S, limits.members, fill=-1),
+            ints(S, limits.prompt_pages),
+            ints(S, limits.suffix_pages),
+            ints(S * limits.suffix_pages, fill=-1),
+            ints(S),
+            ints(S, fill=-1),
+        )
+        self.slots = kernels.Slots(
+            ints(S, dtype=torch.long), self.tables.suffix_length, ints(S), ints(S, dtype=torch.long), ints(limits.ring, S),
+            floats(limits.ring, 3, S), ints(S, limits.given, fill=-1),
+        )  # fmt: skip
+        H, d = shape.heads, shape.head_size
+        self.parts = PartialSoftmax(floats(parts, S, H, d), floats(parts, S, H), floats(parts, S, H))
+        self.is_end_V = ints(vocabulary, dtype=torch.int8)
+
+    def clear(self, end_ids: tuple[int, ...]) -> None:
+        """Every slot idle, and these the tokens that end."""
+        self.tables.suffix_length.fill_(-1)
+        self.slots.given.fill_(-1)
+        self.is_end_V.zero_()
+        self.is_end_V[torch.tensor(end_ids, dtype=torch.long, device=self.is_end_V.device)] = 1
+
+
+class PagedDecode:
+    """The layout of a decode step, for models that run through their own modules."""
+
+    def __init__(self, board: DecodeBuffers, pool: Tensor, reach: LaunchShape) -> None:
+        self.board, self.pool, self.reach = board, pool, reach
+        self.end_S = board.tables.suffix_length + 1
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        tables = self.board.tables
+        store(k, v, self.pool, layer, tables.suffix_page, tables.suffix_length, self.end_S)
+        out = attend(q[:, :, 0].contiguous(), self.pool, layer, tables, self.reach, self.board.parts, scale, window, softcap)
+        return out[:, None]
+
+
+class FusedStep:
+    """The Llama family's decode step over the weights that ``models/llama/fused.py`` has laid side by side."""
+
+    def __init__(self, decoder: FusedBackbone, device: torch.device) -> None:
+        self.decoder = decoder
+        backbone = decoder.backbone
+        positions = torch.arange(backbone.config.max_position_embeddings, device=device)[None]
+        cos, sin = backbone.rotary_emb(torch.zeros(1, device=device), positions)  # in float32
+        half = decoder.head_size // 2
+        self.turns = (cos[0, :, :half].float().contiguous(), sin[0, :, :half].float().contiguous())
+
+    def hidden(self, board: DecodeBuffers, pool: Tensor, reach: LaunchShape) -> Tensor:
+        """The last hidden state of every slot's newest token, [S, D]."""
+        decoder, tables = self.decoder, board.tables
+        words, last, blocks = decoder.backbone.embed_tokens.weight, decoder.backbone.norm, decoder.blocks
+        first = blocks[0].before
+        residual = torch.empty((len(board.slots.token), words.shape[1]), dtype=torch.float32, device=words.device)
+        h = embed_norm(board.slots.token, words, first.weight, first.variance_epsilon, residual)
+        for i, block in enumerate(blocks):
+            norms = (
+                (block.q_norm.weight, block.k_norm.weight) if block.q_norm is not None and block.k_norm is not None else None
+            )
+            eps = block.q_norm.variance_epsilon if block.q_norm is not None else 0.0
+            qkv = _linear(h, block.qkv.weight, block.qkv.bias, block.qkv.lora)
+            q = rotate_store(
+                qkv, pool, i, tables.suffix_page, tables.prompt_length, tables.suffix_length, self.turns, norms, eps
+            )
+            a = attend(q, pool, i, tables, reach, board.parts, decoder.scale, block.window, None)
+            o = _linear(a.flatten(1), block.out.weight, block.out.bias, block.out_lora)
+            h = add_norm(o, block.between.weight, block.between.variance_epsilon, residual)
+            h = _gated(h, block.gate_up.weight, block.gate_up.lora)
+            h = _linear(h, block.down.weight, None, block.down_lora)
+            following = blocks[i + 1].before if i + 1 < len(blocks) else last
+            h = add_norm(h, following.weight, following.variance_epsilon, residual)
+        return h
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, lora: JointLora | None) -> Tensor:
+    """[S, N], or float32 parts of it [parts, S, N], which the next kernel adds up."""
+    block = None if lora else block_for(x, len(weight))
+    return _whole(x, weight, bias, lora) if block is None else product(x, weight, bias, block)
+
+
+def _gated(x: Tensor, gate_up: Tensor, lora: JointLora | None) -> Tensor:
+    """silu(gate)·up, [S, I]."""
+    block = None if lora else block_for(x, len(gate_up) // 2, gated=True)
+    return silu_mul(_whole(x, gate_up, None, lora)) if block is None else gated_product(x, gate_up, block)
+
+
+def _whole(x: Tensor, weight: Tensor, bias: Tensor | None, lora: JointLora | None) -> Tensor:
+    if not lora:
+        return torch.nn.functional.linear(x, weight, bias)
+    return lora.product(x, bias, pdl_options(x.device))[0]
+
+
+class ModuleStep:
+    """Any decoder's step through transformers' own modules."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+
+    def hidden(self, board: DecodeBuffers, pool: Tensor, reach: LaunchShape) -> Tensor:
+        tables = board.tables
+        positions = (tables.prompt_length + tables.suffix_length.clamp(min=0)).long()
+        return self.policy.hidden(board.slots.token[:, None], positions[:, None], PagedDecode(board, pool, reach))[:, 0]
+
+
+def step_of(policy: Policy) -> FusedStep | ModuleStep:
+    """The fast way where the policy has one, else the model's modules."""
+    return ModuleStep(policy) if policy.fast_backbone is None else FusedStep(policy.fast_backbone, policy.device)
+
+
+def sample_step(head: Head, hidden_SD: Tensor, board: DecodeBuffers, how: Sampling) -> None:
+    """A token for every slot that is not idle. Truncated distributions are sorted by torch, all others drawn by our kernels."""
+    if how.temperature == 0 or not how.truncates:
+        rule = kernels.SamplingRule(how.temperature, how.min_new_tokens, head.scale, head.softcap)
+        kernels.sample_tokens(products(head, hidden_SD), board.slots, board.is_end_V, rule)
+        return
+    logits_SV, barred_SV = head.logits(hidden_SD), None
+    if how.min_new_tokens:
+        early_S = board.tables.suffix_length < how.min_new_tokens
+        barred_SV = early_S[:, None] & (board.is_end_V != 0)
+    drawn = token_sampling.sample_tokens(logits_SV, kernels.uniforms(board.slots), how, barred_SV)
+    logps = torch.stack((drawn.logp_S, drawn.sampled_logp_S, drawn.raw_logp_S)).float()
+    kernels.write_tokens(drawn.token_S, logps, board.slots, board.is_end_V, how.min_new_tokens)
+
+
+def products(head: Head, hidden_SD: Tensor) -> Tensor:
+    """W h + b in float32: the sums of the product as they are, not rounded to 16 bits."""
+    if hidden_SD.dtype == torch.float32 or hidden_SD.device.type != "cuda":
+        return torch.nn.functional.linear(hidden_SD, head.weight_VD, head.bias_V).float()
+    logits = torch.mm(hidden_SD, head.weight_VD.t(), out_dtype=torch.float32)
+    return logits if head.bias_V is None else logits.add_(head.bias_V)

@@ -1,0 +1,195 @@
+"""The pool on a GPU: pages of keys and values of all layers, given out one by one, and how a prefill fills them.
+
+A page holds PAGE positions of one prompt or of one suffix, for every layer: [pages, layers, 2, K, PAGE, d]. A group's
+prompt lies once in pages that all its completions read; a completion owns only the pages of its suffix, taken as it
+grows.
+"""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from oncurve.engines.cuda.virtual_memory import OutOfDeviceMemory, VirtualRange
+from oncurve.kernels.decode_layers import store
+from oncurve.models.activation_checkpointing import free_bytes
+from oncurve.models.attention_interface import causal_mask, soft_capped
+from oncurve.models.policy import Policy
+
+log = logging.getLogger("oncurve.engine")
+
+PAGE = 512
+"""Positions of a page, and keys that one program of the attention kernel reads: chosen by measurement on an H200."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """What the pool must hold: the same for every layer."""
+
+    layers: int
+    heads: int
+    key_heads: int
+    head_size: int
+    dtype: torch.dtype
+
+    @property
+    def page_bytes(self) -> int:
+        return self.layers * 2 * self.key_heads * PAGE * self.head_size * self.dtype.itemsize
+
+
+class _ShapeProbe:
+    """A layout that writes down what each layer asks for, and attends to nothing."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, tuple[int, int, int, torch.dtype]] = {}
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        self.seen[layer] = (q.shape[1], k.shape[1], k.shape[3], k.dtype)
+        return torch.zeros_like(q).transpose(1, 2)
+
+
+def shape_of(policy: Policy) -> KVShape | str:
+    """The model's shape, asked by one forward pass; or why pages can't hold it."""
+    watcher, ids = _ShapeProbe(), torch.zeros(1, 1, dtype=torch.long, device=policy.device)
+    policy.hidden(ids, ids, watcher)
+    shapes = set(watcher.seen.values())
+    if len(shapes) != 1 or sorted(watcher.seen) != list(range(len(watcher.seen))):
+        return f"layers of unequal heads ({len(shapes)} kinds)"
+    return KVShape(len(watcher.seen), *shapes.pop())
+
+
+class PagedKVCache:
+    """Pages on the device. ``open`` makes room for a call of ``sample`` and ``close`` gives it to the learner."""
+
+    def __init__(self, shape: KVShape, device: torch.device) -> None:
+        self.shape, self.device = shape, device
+        self.stretch: VirtualRange | None = None
+        self.data: Tensor | None = None
+        self.free: list[int] = []
+        self.limit = self.there = 0
+        self._closing: Future[None] | None = None
+        if device.type == "cuda":
+            try:
+                self.stretch = VirtualRange(torch.cuda.get_device_properties(device).total_memory, device)
+            except (OSError, RuntimeError, AttributeError) as error:
+                log.warning("the pool keeps its memory between steps: addresses can't be reserved here (%s)", error)
+
+    def _tensor_shape(self, pages: int) -> tuple[int, ...]:
+        s = self.shape
+        return (pages, s.layers, 2, s.key_heads, PAGE, s.head_size)
+
+    def open(self, first: int, most: int, share: float) -> None:
+        """Room for ``first`` pages now and ``most`` later, or for as many as ``share`` of the free memory holds."""
+        if self.device.type == "cuda":
+            most = min(most, max(1, int(free_bytes(self.device) * share) // self.shape.page_bytes))
+        self.limit, self.there, self.free = most, 0, []
+        if self.stretch is None:
+            self._allocate(most)
+        elif not self._map(min(first, most)):
+            raise torch.OutOfMemoryError(f"no memory for {min(first, most)} pages of keys and values")
+
+    @property
+    def left(self) -> int:
+        """Pages that can still be taken."""
+        return len(self.free) + self.limit - self.there
+
+    def take(self) -> int:
+        """A free page; more of them are backed by memory as they are needed. Only where ``left`` is not 0."""
+        if not self.free and not self._map(min(self.limit, self.there + max(16, self.there // 4))):
+            raise torch.OutOfMemoryError("somebody else took the memory that keys and values were promised")
+        return self.free.pop()
+
+    def _map(self, pages: int) -> bool:
+        """Back so many pages with memory in all; what torch holds in its cache is asked for if need be."""
+        assert self.stretch is not None
+        for attempt in range(2):
+            try:
+                self.stretch.grow(pages * self.shape.page_bytes)
+                break
+            except OutOfDeviceMemory:
+                torch.cuda.empty_cache()
+                if attempt:
+                    return False
+        if self.data is None:
+            self.data = self.stretch.tensor(self._tensor_shape(self.stretch.size // self.shape.page_bytes), self.shape.dtype)
+        self.free.extend(range(pages - 1, self.there - 1, -1))
+        self.there = pages
+        return True
+
+    def _allocate(self, pages: int) -> None:
+        if self.data is None or len(self.data) < pages:
+            self.data = None
+            self.data = torch.zeros(self._tensor_shape(pages), dtype=self.shape.dtype, device=self.device)
+        self.free, self.there = list(range(pages - 1, -1, -1)), pages
+
+    def begin_to_close(self) -> None:
+        """As ``close``, which is still to be called, in a thread of its own: the driver takes some ms to unmap gigabytes."""
+        if self.stretch is not None and self._closing is None:
+            self._closing = self._thread.submit(self._release, self.stretch)
+
+    def close(self) -> None:
+        """Memory goes back to the driver, for the learner; addresses stay, and with them captured graphs."""
+        self.begin_to_close()
+        if self._closing is not None:
+            closing, self._closing = self._closing, None
+            closing.result()
+
+    def _release(self, stretch: VirtualRange) -> None:
+        torch.cuda.synchronize(self.device)
+        stretch.release()
+
+    @cached_property
+    def _thread(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, thread_name_prefix="oncurve-pool")
+
+
+def pages_for(tokens: int) -> int:
+    return -(-tokens // PAGE)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """With rows that begin at multiples of 16 bytes. Those of v may not: an adapter's product lies beside it (gpu_lora.py), as
+    wide as its rank. Kernels behind torch's attention take 16 bytes at once, and some do not look first."""
+    return x if all(step * x.itemsize % 16 == 0 for step in x.stride()[:-1]) else x.contiguous()
+
+
+class PagedPrefill:
+    """Chunks of prompts, [B, tokens] each from position ``start`` on: causal attention to what was stored and to themselves."""
+
+    def __init__(self, pool: Tensor, table_BP: Tensor, start: int, tokens: int, length_B: Tensor) -> None:
+        self.pool, self.table_BP, self.start, self.length_B = pool, table_BP, start, length_B
+        self.start_B = torch.full_like(length_B, start)
+        self.positions = torch.arange(start + tokens, device=pool.device)
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        store(k, v, self.pool, layer, self.table_BP, self.start_B, self.length_B)
+        plain = softcap is None and (window is None or window >= len(self.positions))
+        if plain and not self.start:
+            q, k, v = (_aligned(x) for x in (q, k, v))
+            out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+            return out.transpose(1, 2)
+        if self.start:
+            k, v = (torch.cat((x, y), 2) for x, y in zip(self._stored(layer), (k, v), strict=True))
+        rep = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(rep, 1), v.repeat_interleave(rep, 1)
+        mask = causal_mask(self.positions[self.start :, None], self.positions[None, :], window)
+        if softcap is None:
+            return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).transpose(1, 2)
+        scores = soft_capped(q @ k.transpose(-1, -2) * scale, softcap).masked_fill(~mask, -torch.inf)
+        return (scores.softmax(-1, dtype=torch.float32).to(v.dtype) @ v).transpose(1, 2)
+
+    def _stored(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values before ``start``, [B, K, start, d]."""
+        pages = self.pool[:, layer][self.table_BP[:, : -(-self.start // PAGE)].long()]  # [B, pages, 2, K, PAGE, d]
+        k, v = (pages[:, :, i].transpose(1, 2).flatten(2, 3)[:, :, : self.start] for i in (0, 1))
+        return k, v

@@ -1,1 +1,0 @@
-"""Triton kernels of a decode step. Imported only where Triton is; tested on a CPU by its interpreter."""

@@ -1,0 +1,148 @@
+"""Decoding on a CPU by one compiled function (models/compiled/decode.c): for the Llama family in float32.
+
+Where there is no compiler, or the model, its precision or the sampling settings are others, torch decodes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from ctypes import POINTER, c_float, c_int64, c_void_p
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from oncurve.engines.native.kv_cache import KVCache
+from oncurve.models.llama.c_build import address, library, packed, side_by_side
+from oncurve.models.llama.fused import Block
+from oncurve.models.policy import Policy
+from oncurve.recipe.schema.sections import Sampling
+from oncurve.records import Floats, Ints
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("before", "qkv", "qkv_bias", "q_norm", "k_norm", "out", "out_bias", "between")),
+        *((name, c_void_p) for name in ("gate_up", "down", "prompt_k", "prompt_v", "suffix_k", "suffix_v")),
+        ("window", c_int64),
+    ]
+
+
+class _Model(ctypes.Structure):
+    _fields_ = [
+        *((name, c_int64) for name in ("layers", "D", "H", "K", "d", "I", "V")),
+        *((name, c_float) for name in ("eps", "head_eps", "scale", "logit_scale", "softcap")),
+        *((name, c_void_p) for name in ("words", "last", "head", "head_bias", "cos", "sin")),
+        ("layer", POINTER(_Layer)),
+        *((name, c_int64) for name in ("N", "R", "T", "min_new", "ends")),
+        ("end_ids", c_void_p),
+        ("temperature", c_float),
+        *((name, c_void_p) for name in ("token", "suffix_length", "prompt_length", "uniform", "drawn", "logp")),
+    ]
+
+
+def can_decode(policy: Policy, how: Sampling) -> bool:
+    """Whether the compiled function can: a policy that has it, and no truncated distribution."""
+    return policy.compiled and not how.truncates
+
+
+class SlotState(NamedTuple):
+    """What a decode step reads and brings up to date, by slot."""
+
+    token_S: Tensor
+    prompt_length_S: Tensor
+    suffix_length_S: Tensor
+    uniform_ST: Tensor
+
+
+class CDecoder:
+    """The compiled function with the weights, pool and state of one call of ``sample``; weights are packed once per call."""
+
+    def __init__(self, policy: Policy, pool: KVCache, how: Sampling, state: SlotState) -> None:
+        found = library()
+        assert found is not None
+        assert policy.fast_backbone is not None
+        self.library, self.fused, self.head, self.pool = found, policy.fast_backbone, policy.head, pool
+        self.threads = torch.get_num_threads()
+        self.kept: list[object] = [state]  # what C holds addresses of
+        self.layers = (_Layer * len(self.fused.blocks))()
+        for number, (layer, block) in enumerate(zip(self.layers, self.fused.blocks, strict=True)):
+            self._fill(number, layer, block)
+        self.model = self._model(how, policy.eos_ids, state)
+        self.pack_weights()
+
+    def pack_weights(self) -> None:
+        """The matrices as they are now, in the form that the products read."""
+        self.packed: list[Tensor] = []  # C holds their addresses
+        for layer, block in zip(self.layers, self.fused.blocks, strict=True):
+            layer.qkv, layer.out = self._packed(block.qkv.weight), self._packed(block.out.weight)
+            layer.gate_up, layer.down = self._packed(block.gate_up.weight), self._packed(block.down.weight)
+        self.model.head = self._packed(self.head.weight_VD)
+
+    def prefill(self, seats: Sequence[tuple[int, int]], prompt_ids: Mapping[int, Ints]) -> None:
+        """Prompts, all but their last tokens, into the blocks they are seated at: (block, number of the prompt)."""
+        longest = max(len(prompt_ids[g]) - 1 for _, g in seats)
+        if not longest:
+            return
+        for number, layer in enumerate(self.layers):  # a longer prompt may move them
+            layer.prompt_k, layer.prompt_v = (x.data_ptr() for x in self.pool.make_prompts(number, longest, *self._like()))
+        firsts = {g: block for block, g in reversed(seats)}
+        side_by_side(lambda seat: self._prefill(seat[1], prompt_ids[seat[0]]), list(firsts.items()))
+        for block, g in seats:
+            if block != firsts[g]:
+                self.pool.copy_prompt(firsts[g], block)
+
+    def _prefill(self, block: int, ids: Ints) -> int:
+        return int(
+            self.library.prefill(ctypes.byref(self.model), c_int64(block), c_void_p(ids.ctypes.data), c_int64(len(ids) - 1))
+        )
+
+    def decode(self, slots: Ints, steps: int) -> tuple[Ints, Floats]:
+        """Up to ``steps`` tokens for each slot: tokens [steps, S] and their three log-probs [steps, S, 3]."""
+        drawn, logp = np.zeros((steps, self.pool.slots), np.int64), np.zeros((steps, self.pool.slots, 3), np.float32)
+        self.model.drawn, self.model.logp = drawn.ctypes.data, logp.ctypes.data
+        shares = [part.copy() for part in np.array_split(slots, self.threads) if len(part)]
+        side_by_side(lambda part: self._decode(part, steps), shares)
+        return drawn, logp
+
+    def _decode(self, slots: Ints, steps: int) -> int:
+        return int(
+            self.library.decode(ctypes.byref(self.model), c_void_p(slots.ctypes.data), c_int64(len(slots)), c_int64(steps))
+        )
+
+    def _like(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of one position, for their shape and type."""
+        like = self.head.weight_VD.new_empty(self.fused.kv_heads, self.fused.head_size)
+        return like, like
+
+    def _model(self, how: Sampling, end_ids: tuple[int, ...], state: SlotState) -> _Model:
+        fused, head, pool, first = self.fused, self.head, self.pool, self.fused.blocks[0]
+        last, ends = fused.backbone.norm, np.asarray(end_ids, np.int64)
+        self.kept.append(ends)
+        return _Model(
+            layers=len(fused.blocks), D=head.weight_VD.shape[1], H=fused.heads, K=fused.kv_heads, d=fused.head_size,
+            I=first.down.in_features, V=head.weight_VD.shape[0],
+            eps=last.variance_epsilon, head_eps=0.0 if first.q_norm is None else first.q_norm.variance_epsilon,
+            scale=fused.scale, logit_scale=head.scale, softcap=head.softcap or 0.0,
+            words=address(fused.backbone.embed_tokens.weight), last=address(last.weight),
+            head_bias=address(head.bias_V), cos=address(fused.cos), sin=address(fused.sin), layer=self.layers,
+            N=pool.blocks, R=pool.rows, T=how.max_new_tokens, min_new=how.min_new_tokens,
+            ends=len(ends), end_ids=ends.ctypes.data, temperature=how.temperature,
+            token=address(state.token_S), suffix_length=address(state.suffix_length_S),
+            prompt_length=address(state.prompt_length_S), uniform=address(state.uniform_ST),
+        )  # fmt: skip
+
+    def _fill(self, number: int, layer: _Layer, block: Block) -> None:
+        self.pool.make_suffixes(number, *self._like())
+        layer.suffix_k, layer.suffix_v = (x.data_ptr() for x in self.pool.suffixes[number])
+        layer.before, layer.between = address(block.before.weight), address(block.between.weight)
+        layer.qkv_bias, layer.out_bias = address(block.qkv.bias), address(block.out.bias)
+        layer.q_norm, layer.k_norm = (None if x is None else address(x.weight) for x in (block.q_norm, block.k_norm))
+        layer.window = block.window or 0
+
+    def _packed(self, weight: Tensor) -> int:
+        out = packed(weight)
+        self.packed += [weight, out]
+        return out.data_ptr()

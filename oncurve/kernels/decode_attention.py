@@ -1,0 +1,291 @@
+"""Decode attention over a paged pool: a prompt's page is read once for all its completions, a suffix's page once.
+
+One program takes one page and one key head. A program of the prompt holds the queries of up to R completions that share
+it (a tile of R·rep rows); a program of the suffix holds the rep queries of one completion. Each leaves its part of the
+softmax: the maximum m, the sum l and the weighted values, not yet divided. ``merge`` adds a completion's parts in the
+order of their pages:
+
+    M = max m_i,  out = Σ 2^(m_i − M)·acc_i / Σ 2^(m_i − M)·l_i          (scores are in units of log 2)
+
+What a program computes depends on its own page and queries alone, and a page that is not there is not added: a
+completion's bits depend neither on its neighbours nor on the size of the launch.
+
+Legend: ``S`` slots, ``N`` tables of members, ``R`` members of each, ``H``/``K`` query/key heads, ``rep = H/K``, ``d``
+head size. The pool is [pages, layers, 2, K, PAGE, d]; a slot whose suffix length is −1 is idle.
+"""
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from oncurve.kernels.launch import fetch, pdl_options
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Keys that a program reads at once, and how it is run."""
+
+    keys: int
+    warps: int
+    stages: int
+
+
+def tiles(head_size: int, dtype: torch.dtype) -> Tiles:
+    """Small tiles and two warps: many programs on a multiprocessor keep its memory busy. Chosen by measurement on an H200."""
+    wide = triton.next_power_of_2(head_size) * dtype.itemsize
+    return Tiles(max(16, min(64, 8192 // wide)), 2, 3)
+
+
+AHEAD = 32
+"""Keys and values that a program fetches into the cache before it waits for its queries."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchShape:
+    """How far a launch goes: tables of members, pages of prompts and of suffixes that any slot may have; and how many pages of
+    suffixes there are in all, where that is fewer than every slot's most."""
+
+    tables: int
+    prompt_pages: int
+    suffix_pages: int
+    listed: int | None = None
+
+    @property
+    def parts(self) -> int:
+        return self.prompt_pages + self.suffix_pages
+
+
+@dataclass(frozen=True, slots=True)
+class PageTables:
+    """Where everything lies, as tensors of int32 on the device that keep their addresses.
+
+    ``members`` [N, R]: slots that share a prompt, −1 where none; ``prompt_page`` [N, pages]; ``suffix_page`` [S, pages];
+    ``suffix_list`` [S · pages]: which of the latter are there, as slot · pages + page, then −1. ``prompt_length`` and
+    ``suffix_length`` [S] count stored positions; the new token's keys are stored at ``suffix_length``.
+    """
+
+    members: Tensor
+    prompt_page: Tensor
+    suffix_page: Tensor
+    suffix_list: Tensor
+    prompt_length: Tensor
+    suffix_length: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PartialSoftmax:
+    """What the programs leave for ``merge``: ``out`` [parts, S, H, d], ``top`` and ``total`` [parts, S, H], float32."""
+
+    out: Tensor
+    top: Tensor
+    total: Tensor
+
+
+@triton.jit
+def _walk(q, keys, values, first_M, low, count, scale, softcap,
+          D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+          PRECISION: tl.constexpr):  # fmt: skip
+    """Softmax parts of a tile of queries over keys [low, count) of one page; a query sees those from ``first_M`` on."""
+    at = tl.arange(0, DP)
+    top = tl.full([q.shape[0]], float("-inf"), tl.float32)
+    total = tl.zeros([q.shape[0]], tl.float32)
+    acc = tl.zeros([q.shape[0], DP], tl.float32)
+    for start in range(low, count, BN):
+        n = start + tl.arange(0, BN)
+        where = n[:, None] * D + at[None, :]
+        inside = n[:, None] < count
+        if D != DP:
+            inside = inside & (at[None, :] < D)
+        k = tl.load(keys + where, mask=inside, other=0.0)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        if SOFTCAP:
+            s = softcap * (1.0 - 2.0 / (tl.exp(2.0 * s / softcap) + 1.0))  # tanh
+        seen = n[None, :] < count
+        if WINDOW:
+            seen = seen & (n[None, :] >= first_M[:, None])
+        s = tl.where(seen, s * LOG2E, float("-inf"))
+        new = tl.maximum(top, tl.max(s, 1))
+        base = tl.where(new == float("-inf"), 0.0, new)
+        p = tl.exp2(s - base[:, None])
+        shrink = tl.exp2(top - base)
+        v = tl.load(values + where, mask=inside, other=0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+        total = total * shrink + tl.sum(p, 1)
+        top = new
+    return acc, top, total
+
+
+@triton.jit
+def _leave(q, out, tops, totals, keys, values, slot_M, head_M, live_M, first_M, low, count, part, q_stride, scale, softcap,
+           H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+           PRECISION: tl.constexpr):  # fmt: skip
+    """The part of one page for queries of these slots and heads, written down."""
+    at = tl.arange(0, DP)
+    inside = live_M[:, None] & (at < D)[None, :]
+    tile = tl.load(q + slot_M[:, None] * q_stride + head_M[:, None] * D + at[None, :], mask=inside, other=0.0)
+    acc, top, total = _walk(tile, keys, values, first_M, low, count, scale, softcap,
+                            D, DP, BN, WINDOW, SOFTCAP, PRECISION)  # fmt: skip
+    row_M = part + slot_M * H + head_M
+    tl.store(out + row_M[:, None] * D + at[None, :], acc, mask=inside)
+    tl.store(tops + row_M, top, mask=live_M)
+    tl.store(totals + row_M, total, mask=live_M)
+
+
+@triton.jit(do_not_specialize=["tables", "prompt_pages", "listed", "slots"])
+def _parts(q, pool, members, prompt_page, suffix_page, suffix_list, prompt_length, suffix_length, out, tops, totals,
+           tables, prompt_pages, listed, slots, page_stride, prompt_table_width, suffix_table_width, q_stride, scale,
+           softcap, window,
+           R: tl.constexpr, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
+           BM_PROMPT: tl.constexpr, BM_SUFFIX: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+           PRECISION: tl.constexpr, LISTED: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+    """Programs of prompts first: they are the longest. Within each kind neighbours share a page index, so that the tables of
+    one group, which point at the same pages, meet in the cache. LISTED: suffixes differ in length, and programs go by the list
+    of pages that are there; else every slot's every page has a program, which need not look it up.
+
+    Tables, lengths, and keys and values of earlier tokens do not change within a step: they are asked for before q is there.
+    """
+    REP: tl.constexpr = H // K
+    BYTES: tl.constexpr = pool.dtype.element_ty.primitive_bitwidth // 8
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    n = tl.program_id(0)
+    m = tl.arange(0, BM_PROMPT)
+    slot_M = tl.zeros([BM_PROMPT], tl.int32)
+    of_prompt = n < tables * prompt_pages * K
+    if of_prompt:
+        head = n // tables % K
+        page = n // tables // K
+        table = n % tables
+        slot_M = tl.load(members + table * R + m // REP, mask=m < R * REP, other=-1)
+        slot = tl.max(slot_M, 0)
+        length = tl.load(prompt_length + slot, mask=slot >= 0, other=0)
+        number = tl.load(prompt_page + table * prompt_table_width + page)
+    else:
+        n -= tables * prompt_pages * K
+        if LISTED:
+            place = tl.load(suffix_list + n % listed)
+            head = n // listed
+            slot = tl.maximum(place, 0) // suffix_table_width
+            page = tl.maximum(place, 0) % suffix_table_width
+        else:
+            slot = n % slots
+            head = n // slots % K
+            page = n // slots // K
+        length = tl.load(suffix_length + slot) + 1
+        if LISTED:
+            length = tl.where(place < 0, 0, length)
+        number = tl.load(suffix_page + slot * suffix_table_width + page)
+    start = page * PAGE
+    count = tl.minimum(length - start, PAGE)
+    keys = pool + number.to(tl.int64) * page_stride + head * PAGE * D
+    values = keys + K * PAGE * D
+    if EARLY and AHEAD > 0:  # noqa: SIM102, the one is known when this is compiled
+        if count > 0:
+            size = tl.minimum(count, AHEAD) * D * BYTES
+            fetch(keys, size, AHEAD * D * BYTES // 64, 64)
+            fetch(values, size, AHEAD * D * BYTES // 64, 64)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    if count > 0:
+        if of_prompt:
+            live_M = slot_M >= 0
+            lane_M = tl.maximum(slot_M, 0)
+            first_M = length + tl.load(suffix_length + lane_M, mask=live_M, other=1 << 30) - window + 1 - start
+            low = 0
+            if WINDOW:
+                low = tl.maximum(tl.min(first_M, 0), 0) // BN * BN
+            _leave(q, out, tops, totals, keys, values, lane_M, head * REP + m % REP, live_M, first_M, low, count,
+                   page.to(tl.int64) * slots * H, q_stride, scale, softcap,
+                   H, D, DP, BN, WINDOW, SOFTCAP, PRECISION)  # fmt: skip
+        else:
+            r = tl.arange(0, BM_SUFFIX)
+            first_R = length - window - start + tl.zeros([BM_SUFFIX], tl.int32)
+            low = 0
+            if WINDOW:
+                low = tl.minimum(tl.maximum(length - window - start, 0), PAGE) // BN * BN
+            _leave(q, out, tops, totals, keys, values, slot + r * 0, head * REP + r, r < REP, first_R, low, count,
+                   (prompt_pages + page).to(tl.int64) * slots * H, q_stride, scale, softcap,
+                   H, D, DP, BN, WINDOW, SOFTCAP, PRECISION)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["prompt_pages", "slots"])
+def _merge(out, parts, tops, totals, prompt_length, suffix_length, prompt_pages, slots,
+           H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, PARTS: tl.constexpr,
+           EARLY: tl.constexpr):  # fmt: skip
+    """PARTS at a time are read at once, not one after the other; those that are not there weigh exactly nothing."""
+    slot, head = tl.program_id(0), tl.program_id(1)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    at, i = tl.arange(0, DP), tl.arange(0, PARTS)
+    own = tl.load(suffix_length + slot) + 1
+    of_prompt = tl.where(own > 0, (tl.load(prompt_length + slot) + PAGE - 1) // PAGE, 0)
+    count = of_prompt + (own + PAGE - 1) // PAGE
+    skipped = prompt_pages - of_prompt
+    row = slot * H + head
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    best = float("-inf")
+    acc = tl.zeros([DP], tl.float32)
+    total = 0.0
+    for first in range(0, count, PARTS):
+        n = first + i
+        there = n < count
+        where = tl.where(n < of_prompt, n, n + skipped).to(tl.int64) * slots * H + row
+        top_N = tl.load(tops + where, mask=there, other=float("-inf"))
+        total_N = tl.load(totals + where, mask=there, other=0.0)
+        tile = tl.load(parts + where[:, None] * D + at[None, :], mask=there[:, None] & (at < D)[None, :], other=0.0)
+        new = tl.maximum(best, tl.max(top_N, 0))
+        base = tl.where(new == float("-inf"), 0.0, new)
+        weight_N = tl.exp2(top_N - base)
+        shrink = tl.exp2(best - base)
+        acc = acc * shrink + tl.sum(weight_N[:, None] * tile, 0)
+        total = total * shrink + tl.sum(weight_N * total_N, 0)
+        best = new
+    total = tl.where(total == 0.0, 1.0, total)
+    tl.store(out + row * D + at, (acc / total).to(out.dtype.element_ty), mask=at < D)
+
+
+def attend(
+    q: Tensor,
+    pool: Tensor,
+    layer: int,
+    tables: PageTables,
+    reach: LaunchShape,
+    parts: PartialSoftmax,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    how: Tiles | None = None,
+) -> Tensor:
+    """One token per slot: q [S, H, d] over its prompt and suffix, the new token included; [S, H, d] in q's precision."""
+    S, H, d = q.shape
+    _, _, _, K, page, _ = pool.shape
+    R, rep = tables.members.shape[1], H // K
+    how = how or tiles(d, q.dtype)
+    padded = max(16, triton.next_power_of_2(d))
+    of_suffixes = S * reach.suffix_pages if reach.listed is None else reach.listed
+    programs = (reach.tables * reach.prompt_pages + of_suffixes) * K
+    _parts[(programs,)](
+        q, pool[:, layer], tables.members, tables.prompt_page, tables.suffix_page, tables.suffix_list, tables.prompt_length,
+        tables.suffix_length, parts.out, parts.top, parts.total, reach.tables, reach.prompt_pages, of_suffixes, S,
+        pool.stride(0), tables.prompt_page.shape[1], tables.suffix_page.shape[1], q.stride(0), scale, softcap or 0.0,
+        window or 0,
+        R=R, H=H, K=K, D=d, DP=padded, PAGE=page, BM_PROMPT=max(16, triton.next_power_of_2(R * rep)),
+        BM_SUFFIX=max(16, triton.next_power_of_2(rep)), BN=how.keys, WINDOW=window is not None, SOFTCAP=softcap is not None,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=how.warps, num_stages=how.stages,
+        LISTED=reach.listed is not None, AHEAD=AHEAD if d == padded else 0, **pdl_options(q.device),
+    )  # fmt: skip
+    out = torch.empty((S, H, d), dtype=q.dtype, device=q.device)
+    _merge[(S, H)](
+        out, parts.out, parts.top, parts.total, tables.prompt_length, tables.suffix_length, reach.prompt_pages, S,
+        H=H, D=d, DP=padded, PAGE=page, PARTS=4, num_warps=1 if padded <= 128 else 2, **pdl_options(q.device),
+    )  # fmt: skip
+    return out

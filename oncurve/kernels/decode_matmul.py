@@ -1,0 +1,123 @@
+"""Products of a decode step: y = x·Wᵀ (+ b), and silu(x·Gᵀ)·(x·Uᵀ) in one launch, of few rows and 16-bit factors.
+
+A library's product is a little faster by itself, but it begins when the kernel before it has ended, and the kernel behind it
+when it has. These take their places early, as all kernels of a step do, and what follows them adds up their parts or needs no
+launch at all. They are used where one launch fills the GPU about once; elsewhere torch's are.
+
+A long inner dimension is cut into parts, whose float32 sums the next kernel adds in their order: bits depend on nothing else.
+
+Legend: ``S`` rows, ``N`` outputs, ``D`` inner dimension, ``I`` width of the gated unit.
+"""
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from oncurve.kernels.launch import pdl_options
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A program's rows, outputs, and how much of the inner dimension it takes at once; and in how many parts that is cut."""
+
+    rows: int
+    outputs: int
+    inner: int
+    warps: int
+    stages: int
+    parts: int = 1
+
+    def programs(self, rows: int, outputs: int, inner: int) -> int | None:
+        """How many a launch has; None where the matrix can't be cut like this."""
+        if outputs % self.outputs or inner % (self.parts * self.inner):
+            return None
+        return -(-rows // self.rows) * (outputs // self.outputs) * self.parts
+
+
+MANY = Block(128, 64, 64, warps=4, stages=6)
+FEW = Block(64, 64, 64, warps=4, stages=8, parts=2)
+GATED = Block(128, 64, 64, warps=8, stages=5)
+"""By measurement on an H200, of 256 rows: for many outputs, for few of a long inner dimension, and for gate and up."""
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    """None for a launch of ours where kernels can't begin early."""
+    if not pdl_options(device)["EARLY"]:
+        return 0
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def block_for(x_SD: Tensor, outputs: int, *, gated: bool = False) -> Block | None:
+    """How our product is cut, or None where torch's is the one to take."""
+    if x_SD.dtype not in (torch.bfloat16, torch.float16):
+        return None
+    there = _multiprocessors(x_SD.device)
+    for block in (GATED,) if gated else (MANY, FEW):
+        programs = block.programs(x_SD.shape[0], outputs, x_SD.shape[1])
+        if programs is not None and there * 2 // 3 <= programs <= there:
+            return block
+    return None
+
+
+@triton.jit(do_not_specialize=["slots"])
+def _product(x, w, bias, out, slots, N: tl.constexpr, D: tl.constexpr, SPAN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+             BK: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+    """Neighbours share rows of the matrix. GATED: N outputs of gate, and the N of up behind them."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    tiles = tl.cdiv(slots, BM)
+    pid, part = tl.program_id(0), tl.program_id(1)
+    m = pid % tiles * BM + tl.arange(0, BM)
+    n = pid // tiles * BN + tl.arange(0, BN)
+    k = part * SPAN + tl.arange(0, BK)
+    from_x = x + (m % slots)[:, None] * D + k[None, :]
+    from_w = w + n[:, None] * D + k[None, :]
+    acc = tl.zeros([BM, BN], tl.float32)
+    up = acc
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    for start in range(0, SPAN, BK):
+        a = tl.load(from_x + start)
+        acc = tl.dot(a, tl.trans(tl.load(from_w + start)), acc)
+        if GATED:
+            up = tl.dot(a, tl.trans(tl.load(from_w + N * D + start)), up)
+    if BIAS:
+        acc += tl.load(bias + n, mask=(n < N) & (part == 0), other=0.0)[None, :].to(tl.float32)
+    if GATED:
+        acc = acc / (1.0 + tl.exp(-acc)) * up
+    to = out + (part * slots + m)[:, None] * N + n[None, :]
+    tl.store(to, acc.to(out.dtype.element_ty), mask=(m < slots)[:, None])
+
+
+def product(x_SD: Tensor, weight_ND: Tensor, bias_N: Tensor | None, block: Block) -> Tensor:
+    """x·Wᵀ + b: [S, N] in x's precision, or float32 [parts, S, N] which add up to it."""
+    S, N = len(x_SD), len(weight_ND)
+    shape, dtype = ((S, N), x_SD.dtype) if block.parts == 1 else ((block.parts, S, N), torch.float32)
+    out = torch.empty(shape, dtype=dtype, device=x_SD.device)
+    _launch(x_SD, weight_ND, bias_N, out, N, block, gated=False)
+    return out
+
+
+def gated_product(x_SD: Tensor, weight_2ID: Tensor, block: Block) -> Tensor:
+    """silu(gate)·up of x: [S, I] in x's precision."""
+    assert block.parts == 1
+    out = torch.empty((len(x_SD), len(weight_2ID) // 2), dtype=x_SD.dtype, device=x_SD.device)
+    _launch(x_SD, weight_2ID, None, out, out.shape[1], block, gated=True)
+    return out
+
+
+def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, N: int, block: Block, *, gated: bool) -> None:
+    S, D = x.shape
+    _product[(triton.cdiv(S, block.rows) * (N // block.outputs), block.parts)](
+        x, weight, x if bias is None else bias, out, S, N=N, D=D, SPAN=D // block.parts, BM=block.rows, BN=block.outputs,
+        BK=block.inner, BIAS=bias is not None, GATED=gated, num_warps=block.warps, num_stages=block.stages,
+        **pdl_options(x.device),
+    )  # fmt: skip

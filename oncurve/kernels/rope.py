@@ -1,0 +1,154 @@
+"""Norm of each query and key head (Qwen3's), then the rotary embedding, of the joint product of q, k and v; and the derivative.
+
+For one head x of size d: n = w · x · r (or x where the model has no such norm); its halves a and b are turned together, to
+a·cos − b·sin and b·cos + a·sin. Backward they are turned back, then comes the norm's derivative (norm.py). Tables hold the
+angles of one half.
+
+Legend: ``N`` tokens, ``J`` heads of q and k together, the first ``H`` of them q's, ``d`` head size.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from oncurve.kernels.launch import programs
+
+ROWS, ROWS_BACK = 32, 16
+"""Heads that one program turns at a time, and turns back, with four sums for each in hand."""
+
+
+@triton.jit
+def _halves(base, rows, total, token_stride, J: tl.constexpr, D: tl.constexpr, BH: tl.constexpr):
+    """Addresses of the first halves of heads in [tokens, heads, d] (the second lie d/2 further), and which are real."""
+    at = tl.arange(0, BH)
+    start = (rows // J).to(tl.int64) * token_stride + (rows % J) * D
+    return base + start[:, None] + at[None, :], (rows < total)[:, None] & (at < D // 2)[None, :]
+
+
+@triton.jit
+def _weight(q_weight, k_weight, rows, shift, J: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BH: tl.constexpr):
+    """Half of the norm weight of each row: a query head's or a key head's."""
+    at = tl.arange(0, BH)
+    of_q = tl.load(q_weight + shift + at, mask=at < D // 2, other=0.0).to(tl.float32)
+    of_k = tl.load(k_weight + shift + at, mask=at < D // 2, other=0.0).to(tl.float32)
+    return tl.where((rows % J < H)[:, None], of_q[None, :], of_k[None, :])
+
+
+@triton.jit
+def _angle(table, position, rows, total, J: tl.constexpr, D: tl.constexpr, BH: tl.constexpr):
+    """A table's row at each row's position."""
+    at = tl.arange(0, BH)
+    place = tl.load(position + rows // J, mask=rows < total, other=0)
+    real = (rows < total)[:, None] & (at < D // 2)[None, :]
+    return tl.load(table + place[:, None] * (D // 2) + at[None, :], mask=real, other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["total"])
+def _turn_forward(qkv, out, q_weight, k_weight, cos, sin, position, total, stride_in, stride_out, eps,
+                  J: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BH: tl.constexpr, R: tl.constexpr,
+                  NORM: tl.constexpr):  # fmt: skip
+    rows = tl.program_id(0) * R + tl.arange(0, R)
+    here, real = _halves(qkv, rows, total, stride_in, J, D, BH)
+    x = tl.load(here, mask=real, other=0.0).to(tl.float32)
+    y = tl.load(here + D // 2, mask=real, other=0.0).to(tl.float32)
+    if NORM:
+        r = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / D + eps)[:, None]
+        x = x * r * _weight(q_weight, k_weight, rows, 0, J, H, D, BH)
+        y = y * r * _weight(q_weight, k_weight, rows, D // 2, J, H, D, BH)
+    there, real = _halves(out, rows, total, stride_out, J, D, BH)
+    c = _angle(cos, position, rows, total, J, D, BH)
+    s = _angle(sin, position, rows, total, J, D, BH)
+    tl.store(there, (x * c - y * s).to(out.dtype.element_ty), mask=real)
+    tl.store(there + D // 2, (y * c + x * s).to(out.dtype.element_ty), mask=real)
+
+
+@triton.jit(do_not_specialize=["total"])
+def _turn_backward(qkv, grad, d_qkv, d_weights, q_weight, k_weight, cos, sin, position, total, stride_in, stride_grad, eps,
+                   J: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BH: tl.constexpr, R: tl.constexpr,
+                   NORM: tl.constexpr):  # fmt: skip
+    # By row and summed over rows at the end: a sum over rows within the loop would wait for all warps each time.
+    dq_first = tl.zeros([R, BH], tl.float32)
+    dq_second = tl.zeros([R, BH], tl.float32)
+    dk_first = tl.zeros([R, BH], tl.float32)
+    dk_second = tl.zeros([R, BH], tl.float32)
+    for start in range(tl.program_id(0) * R, total, tl.num_programs(0) * R):
+        rows = start + tl.arange(0, R)
+        here, real = _halves(grad, rows, total, stride_grad, J, D, BH)
+        a = tl.load(here, mask=real, other=0.0).to(tl.float32)
+        b = tl.load(here + D // 2, mask=real, other=0.0).to(tl.float32)
+        c = _angle(cos, position, rows, total, J, D, BH)
+        s = _angle(sin, position, rows, total, J, D, BH)
+        g, h = a * c + b * s, b * c - a * s
+        if NORM:
+            there, real = _halves(qkv, rows, total, stride_in, J, D, BH)
+            x = tl.load(there, mask=real, other=0.0).to(tl.float32)
+            y = tl.load(there + D // 2, mask=real, other=0.0).to(tl.float32)
+            r = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / D + eps)[:, None]
+            x, y = x * r, y * r
+            of_q = (rows % J < H)[:, None]
+            dq_first += tl.where(of_q, g * x, 0.0)
+            dq_second += tl.where(of_q, h * y, 0.0)
+            dk_first += tl.where(of_q, 0.0, g * x)
+            dk_second += tl.where(of_q, 0.0, h * y)
+            g *= _weight(q_weight, k_weight, rows, 0, J, H, D, BH)
+            h *= _weight(q_weight, k_weight, rows, D // 2, J, H, D, BH)
+            mean = ((tl.sum(g * x, 1) + tl.sum(h * y, 1)) / D)[:, None]
+            g, h = r * (g - x * mean), r * (h - y * mean)
+        into, real = _halves(d_qkv, rows, total, stride_in, J, D, BH)
+        tl.store(into, g.to(d_qkv.dtype.element_ty), mask=real)
+        tl.store(into + D // 2, h.to(d_qkv.dtype.element_ty), mask=real)
+    if NORM:
+        at = tl.arange(0, BH)
+        mine, real = d_weights + tl.program_id(0) * 2 * D + at, at < D // 2
+        tl.store(mine, tl.sum(dq_first, 0), mask=real)
+        tl.store(mine + D // 2, tl.sum(dq_second, 0), mask=real)
+        tl.store(mine + D, tl.sum(dk_first, 0), mask=real)
+        tl.store(mine + D + D // 2, tl.sum(dk_second, 0), mask=real)
+
+
+class NormedRope:
+    """What turns with a position: the norm weights of a layer (or None), cos and sin [positions, d/2], places."""
+
+    def __init__(
+        self, heads: int, kv_heads: int, head_size: int, weights: tuple[Tensor, Tensor] | None, eps: float,
+        tables: tuple[Tensor, Tensor], position_N: Tensor,
+    ) -> None:  # fmt: skip
+        self.H, self.J, self.d = heads, heads + kv_heads, head_size
+        self.weights, self.eps, self.tables, self.position_N = weights, eps, tables, position_N
+
+    @property
+    def _sizes(self) -> dict[str, object]:
+        BH = triton.next_power_of_2(self.d // 2)
+        return {"J": self.J, "H": self.H, "D": self.d, "BH": BH, "NORM": self.weights is not None, "num_warps": 4}
+
+    def forward(self, qkv: Tensor) -> Tensor:
+        """[N, J, d]: q and k, normed and turned, of the joint product [N, (J + kv heads)·d]."""
+        N = len(qkv)
+        out = torch.empty(N, self.J, self.d, dtype=qkv.dtype, device=qkv.device)
+        q_weight, k_weight = self.weights or (qkv, qkv)
+        total = N * self.J
+        _turn_forward[(triton.cdiv(total, ROWS),)](
+            qkv, out, q_weight, k_weight, *self.tables, self.position_N, total, qkv.stride(0), out.stride(0), self.eps,
+            R=ROWS, **self._sizes,
+        )  # fmt: skip
+        return out
+
+    def backward(self, qkv: Tensor, grad: Tensor, d_qkv: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Writes the gradient of q and k into their part of ``d_qkv``; returns that of the norm weights in float32."""
+        total = len(qkv) * self.J
+        count = programs(triton.cdiv(total, ROWS_BACK), qkv.device)
+        d_weights = torch.empty(count, 2, self.d, device=qkv.device)
+        q_weight, k_weight = self.weights or (qkv, qkv)
+        _turn_backward[(count,)](
+            qkv, grad, d_qkv, d_weights, q_weight, k_weight, *self.tables, self.position_N, total,
+            qkv.stride(0), grad.stride(0), self.eps, R=ROWS_BACK, **self._sizes,
+        )  # fmt: skip
+        if self.weights is None:
+            return None
+        of_q, of_k = d_weights.sum(0)
+        return of_q, of_k

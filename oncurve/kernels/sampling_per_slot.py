@@ -1,0 +1,277 @@
+"""From logits to a token where every slot has settings of its own: what ``oncurve serve`` draws by.
+
+The same draw as in ``sampling.py``, with temperature, minimum length and truncation read from the device by slot, so that one
+captured step serves whatever is asked. A program sees its own slot alone: what one asks for changes no bit of another's.
+
+Top-k, top-p and min-p keep a beginning of the tokens in the order of their logits. Where it ends is found without a sort: the
+last logit kept lies between two that are there, and each pass over the row halves the stretch, until one value is left. Equal
+logits are kept in the order of their ids, as a stable sort has it.
+
+Legend: ``S`` slots, ``V`` vocabulary, ``C`` tokens between two looks of the host, ``T`` tiles of the vocabulary.
+"""
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from oncurve.kernels.launch import pdl_options
+from oncurve.kernels.sampling import TILE, SamplingRule, Slots, _logits, _uniform, _write_token
+
+WIDE = 8192
+"""Logits that the search for a cut reads at once."""
+MANY = tl.constexpr(1 << 30)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotSamplingParams:
+    """How each slot's tokens are drawn; tensors on the device that keep their addresses.
+
+    ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 keep all. ``top`` likeliest tokens are told at each
+    place, in ``top_ids`` and ``top_logps`` [C, S, most], rings as in ``Slots``.
+    """
+
+    temperature: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    top_k: Tensor
+    min_tokens: Tensor
+    top: Tensor
+    top_ids: Tensor
+    top_logps: Tensor
+
+
+@triton.jit
+def _allowed(logits, is_end, n, V, bar, scale, softcap, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
+    """Logits, −inf where an end token is barred."""
+    z = _logits(logits, n, V, scale, softcap, SCALE, SOFTCAP)
+    barred = tl.load(is_end + n, mask=(n < V) & bar, other=0).to(tl.int1)  # not read at all where none is barred
+    return tl.where(barred, float("-inf"), z)
+
+
+@triton.jit
+def _inv_temperature(temperature):
+    return 1.0 / tl.maximum(tl.where(temperature > 0, temperature, 1.0), 1e-6)
+
+
+@triton.jit
+def _sums(logits, suffix_length, is_end, temperature, min_tokens, tops, full, raw, kept, best, best_at, lowest, V, scale,
+          softcap, TILE: tl.constexpr, TILES: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
+          EARLY: tl.constexpr):  # fmt: skip
+    """Of one tile: its maximum, sums of e^((z − max)·heat) over all and over what may be drawn, and of e^(z − max); the
+    likeliest token that may be drawn, and the lowest logit of such."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    slot, tile = tl.program_id(0), tl.program_id(1)
+    own = tl.load(suffix_length + slot)
+    if own >= 0:
+        heat = _inv_temperature(tl.load(temperature + slot))
+        n = tile * TILE + tl.arange(0, TILE)
+        base = logits + slot.to(tl.int64) * V
+        z = _logits(base, n, V, scale, softcap, SCALE, SOFTCAP)
+        may = _allowed(base, is_end, n, V, own < tl.load(min_tokens + slot), scale, softcap, SCALE, SOFTCAP)
+        at = slot * TILES + tile
+        top = tl.max(z, 0)
+        p = tl.exp((z - top) * heat)
+        tl.store(tops + at, top)
+        tl.store(full + at, tl.sum(p, 0))
+        tl.store(raw + at, tl.sum(tl.exp(z - top), 0))
+        tl.store(kept + at, tl.sum(tl.where(may == float("-inf"), 0.0, p), 0))
+        tl.store(best + at, tl.max(may, 0))
+        tl.store(best_at + at, tile * TILE + tl.argmax(may, 0, tie_break_left=True))
+        tl.store(lowest + at, tl.min(tl.where(may == float("-inf"), float("inf"), may), 0))
+
+
+@triton.jit
+def _above(logits, is_end, V, bar, middle, top, heat, scale, softcap, WIDE: tl.constexpr, SCALE: tl.constexpr,
+           SOFTCAP: tl.constexpr):  # fmt: skip
+    """Of the tokens above a logit: how many, their mass, and the lowest; and the highest of the others."""
+    count = tl.zeros([WIDE], tl.int32)
+    mass = tl.zeros([WIDE], tl.float32)
+    lowest = tl.full([WIDE], float("inf"), tl.float32)
+    highest = tl.full([WIDE], float("-inf"), tl.float32)
+    for start in range(0, V, WIDE):
+        z = _allowed(logits, is_end, start + tl.arange(0, WIDE), V, bar, scale, softcap, SCALE, SOFTCAP)
+        over = z > middle
+        count += over.to(tl.int32)
+        mass += tl.where(over, tl.exp((z - top) * heat), 0.0)
+        lowest = tl.minimum(lowest, tl.where(over, z, float("inf")))
+        highest = tl.maximum(highest, tl.where(over, float("-inf"), z))
+    return tl.sum(count, 0), tl.sum(mass, 0), tl.min(lowest, 0), tl.max(highest, 0)
+
+
+@triton.jit
+def _cut(logits, suffix_length, is_end, temperature, top_p, min_p, top_k, min_tokens, tops, full, kept, best, lowest, cut,
+         cut_at, V, scale, softcap, TILE: tl.constexpr, TILES: tl.constexpr, WIDE: tl.constexpr, SCALE: tl.constexpr,
+         SOFTCAP: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+    """Where a slot's tokens are cut: those above ``cut`` are kept, and those equal to it up to the id ``cut_at``. Writes the
+    masses of tiles that are left."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    slot = tl.program_id(0)
+    own = tl.load(suffix_length + slot)
+    if own >= 0:
+        warm, k = tl.load(temperature + slot), tl.load(top_k + slot)
+        p, floor = tl.load(top_p + slot), tl.load(min_p + slot)
+        if (warm > 0) & ((k > 0) | (p < 1.0) | (floor > 0.0)):
+            heat, bar = _inv_temperature(warm), own < tl.load(min_tokens + slot)
+            base = logits + slot.to(tl.int64) * V
+            t = tl.arange(0, TILES)
+            there = t < (V + TILE - 1) // TILE
+            where = slot * TILES + t
+            top_T = tl.load(tops + where, mask=there, other=float("-inf"))
+            top = tl.max(top_T, 0)
+            total = tl.sum(tl.load(full + where, mask=there, other=0.0) * tl.exp((top_T - top) * heat), 0)
+            high = tl.max(tl.load(best + where, mask=there, other=float("-inf")), 0)
+            low = tl.min(tl.load(lowest + where, mask=there, other=float("inf")), 0)
+            at_least = high + tl.log(tl.maximum(floor, 1e-38)) / heat
+            wanted = tl.where(p < 1.0, p * total, float("inf"))
+            most = tl.where(k > 0, k, MANY)
+            if (k == 0) & (p >= 1.0):
+                high = low
+            while low < high:
+                middle = low + (high - low) * 0.5
+                middle = tl.where(middle >= high, low, middle)
+                count, mass, over, under = _above(base, is_end, V, bar, middle, top, heat, scale, softcap, WIDE, SCALE,
+                                                  SOFTCAP)  # fmt: skip
+                enough = (count >= most) | (mass >= wanted)
+                low = tl.where(enough, over, low)
+                high = tl.where(enough, high, under)
+            count, mass, over, under = _above(base, is_end, V, bar, low, top, heat, scale, softcap, WIDE, SCALE, SOFTCAP)
+            by_mass = tl.ceil(tl.minimum((wanted - mass) / tl.exp((low - top) * heat), 1e9)).to(tl.int32)
+            ties = tl.maximum(tl.minimum(most - count, by_mass), 1)
+            ties = tl.where(at_least > low, MANY, ties)
+            low = tl.maximum(low, at_least)
+            seen, last = 0, -1
+            for tile in range((V + TILE - 1) // TILE):
+                n = tile * TILE + tl.arange(0, TILE)
+                z = _allowed(base, is_end, n, V, bar, scale, softcap, SCALE, SOFTCAP)
+                same = z == low
+                tied = same & (tl.cumsum(same.to(tl.int32), 0) + seen <= ties)
+                left = tl.exp((z - tl.load(tops + slot * TILES + tile)) * heat)
+                tl.store(kept + slot * TILES + tile, tl.sum(tl.where((z > low) | tied, left, 0.0), 0))
+                last = tl.maximum(last, tl.max(tl.where(tied, n, -1), 0))
+                seen += tl.sum(same.to(tl.int32), 0)
+            tl.store(cut + slot, low)
+            tl.store(cut_at + slot, last)
+        else:
+            tl.store(cut + slot, float("-inf"))
+            tl.store(cut_at + slot, V)
+
+
+@triton.jit
+def _likeliest(logits, suffix_length, wanted, tops, raw, top_ids, top_logps, slots, V, most, scale, softcap,
+               C: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
+               EARLY: tl.constexpr):  # fmt: skip
+    """The likeliest tokens one after the other: each is the best of the best tile, which is then looked at again."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    slot = tl.program_id(0)
+    own = tl.load(suffix_length + slot)
+    if own >= 0:
+        t = tl.arange(0, TILES)
+        there = t < (V + TILE - 1) // TILE
+        best_T = tl.load(tops + slot * TILES + t, mask=there, other=float("-inf"))
+        top = tl.max(best_T, 0)
+        total = tl.sum(tl.load(raw + slot * TILES + t, mask=there, other=0.0) * tl.exp(best_T - top), 0)
+        last, last_at = float("inf"), -1
+        for i in range(tl.load(wanted + slot)):
+            tile = tl.argmax(best_T, 0, tie_break_left=True)
+            n = tile * TILE + tl.arange(0, TILE)
+            z = _logits(logits + slot.to(tl.int64) * V, n, V, scale, softcap, SCALE, SOFTCAP)
+            z = tl.where((z < last) | ((z == last) & (n > last_at)), z, float("-inf"))
+            last = tl.max(z, 0)
+            last_at = tile * TILE + tl.argmax(z, 0, tie_break_left=True)
+            where = ((own % C) * slots + slot) * most + i
+            tl.store(top_ids + where, last_at)
+            tl.store(top_logps + where, last - top - tl.log(total))
+            rest = tl.max(tl.where((z < last) | ((z == last) & (n > last_at)), z, float("-inf")), 0)
+            best_T = tl.where(t == tile, rest, best_T)
+
+
+@triton.jit
+def _sample_per_slot(logits, temperature, min_of, tops, full, raw, kept, best, best_at, cut, cut_at, token_S, suffix_length,
+            limit, key, drawn, logps, given, is_end, slots, V, scale, softcap,
+            C: tl.constexpr, GIVEN: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, SCALE: tl.constexpr,
+            SOFTCAP: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+    """As ``_pick`` of sampling.py, among what is kept."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    slot = tl.program_id(0)
+    own = tl.load(suffix_length + slot)
+    if own >= 0:
+        warm, min_tokens = tl.load(temperature + slot), tl.load(min_of + slot)
+        heat = _inv_temperature(warm)
+        t = tl.arange(0, TILES)
+        there = t < (V + TILE - 1) // TILE
+        where = slot * TILES + t
+        base = logits + slot.to(tl.int64) * V
+        top_T = tl.load(tops + where, mask=there, other=float("-inf"))
+        top = tl.max(top_T, 0)
+        raw_total = tl.sum(tl.load(raw + where, mask=there, other=0.0) * tl.exp(top_T - top), 0)
+        shrink_T = tl.exp((top_T - top) * heat)
+        all_total = tl.sum(tl.load(full + where, mask=there, other=0.0) * shrink_T, 0)
+        mass_T = (tl.load(kept + where, mask=there, other=0.0) * shrink_T).to(tl.float64)
+        total = tl.sum(mass_T, 0)
+        target = _uniform(tl.load(key + slot), own) * total
+        last = tl.max(tl.where(mass_T > 0, t, 0), 0)
+        tile = tl.minimum(tl.sum((tl.cumsum(mass_T, 0) <= target).to(tl.int32), 0), last)
+        rest = (target - tl.sum(tl.where(t < tile, mass_T, 0.0), 0)).to(tl.float32)
+        n = tile * TILE + tl.arange(0, TILE)
+        z_n = _allowed(base, is_end, n, V, own < min_tokens, scale, softcap, SCALE, SOFTCAP)
+        edge = tl.load(cut + slot)
+        stays = (z_n > edge) | ((z_n == edge) & (n <= tl.load(cut_at + slot)))
+        p = tl.where(stays, tl.exp((z_n - top) * heat), 0.0)
+        last_n = tl.max(tl.where(p > 0, n, 0), 0)
+        token = tl.minimum(tile * TILE + tl.sum((tl.cumsum(p, 0) <= rest).to(tl.int32), 0), last_n)
+        z = tl.max(tl.where(n == token, z_n, float("-inf")), 0)
+        best_T = tl.load(best + where, mask=there, other=float("-inf"))
+        likeliest = tl.load(best_at + slot * TILES + tl.argmax(best_T, 0, tie_break_left=True))
+        token = tl.where(warm > 0, token, likeliest)
+        z = tl.where(warm > 0, z, tl.max(best_T, 0))
+        raw_logp = z - top - tl.log(raw_total)
+        logp = tl.where(warm > 0, (z - top) * heat - tl.log(all_total), raw_logp)
+        sampled = tl.where(warm > 0, (z - top) * heat - tl.log(total.to(tl.float32)), 0.0)
+        _write_token(token_S, suffix_length, limit, drawn, logps, given, is_end, slot, slots, token, own, logp, sampled,
+                raw_logp, min_tokens, C, GIVEN)  # fmt: skip
+
+
+def sample_tokens_per_slot(
+    logits_SV: Tensor, slots: Slots, wishes: SlotSamplingParams, is_end_V: Tensor, rule: SamplingRule
+) -> None:
+    """Draw a token for every slot that is not idle, as it wishes, and write it down. Of ``rule`` only the model's scale and
+    soft cap are used."""
+    S, V = logits_SV.shape
+    device, tile = logits_SV.device, min(TILE, triton.next_power_of_2(V))
+    tiles = triton.cdiv(V, tile)
+    padded = triton.next_power_of_2(tiles)
+    tops, full, raw, kept, best, lowest = torch.empty((6, S, padded), dtype=torch.float32, device=device)
+    best_at = torch.empty((S, padded), dtype=torch.int32, device=device)
+    cut, cut_at = torch.empty(S, dtype=torch.float32, device=device), torch.empty(S, dtype=torch.int32, device=device)
+    flags = {
+        "TILE": tile, "TILES": padded, "SCALE": rule.scale != 1.0, "SOFTCAP": rule.softcap is not None, **pdl_options(device),
+    }  # fmt: skip
+    model, ring = (rule.scale, rule.softcap or 0.0), slots.drawn.shape[0]
+    _sums[(S, tiles)](
+        logits_SV, slots.suffix_length, is_end_V, wishes.temperature, wishes.min_tokens, tops, full, raw, kept, best, best_at,
+        lowest, V, *model, **flags, num_warps=4,
+    )  # fmt: skip
+    _cut[(S,)](
+        logits_SV, slots.suffix_length, is_end_V, wishes.temperature, wishes.top_p, wishes.min_p, wishes.top_k,
+        wishes.min_tokens, tops, full, kept, best, lowest, cut, cut_at, V, *model,
+        WIDE=min(WIDE, triton.next_power_of_2(V)), **flags, num_warps=16,
+    )  # fmt: skip
+    _likeliest[(S,)](
+        logits_SV, slots.suffix_length, wishes.top, tops, raw, wishes.top_ids, wishes.top_logps, S, V,
+        wishes.top_ids.shape[2], *model, C=ring, **flags, num_warps=4,
+    )  # fmt: skip
+    _sample_per_slot[(S,)](
+        logits_SV, wishes.temperature, wishes.min_tokens, tops, full, raw, kept, best, best_at, cut, cut_at, slots.token,
+        slots.suffix_length, slots.limit, slots.key, slots.drawn, slots.logps, slots.given, is_end_V, S, V, *model,
+        C=ring, GIVEN=slots.given.shape[1], **flags, num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,64 @@
+"""The critic: a backbone of the policy's size with one number in place of a vocabulary. PPO's estimate of what is to come.
+
+V(s_t) is read from the hidden state from which token t is predicted, so a pack gives the values of all its tokens in one pass,
+the prompt shared as for the policy. The value of the state *after* a completion is that of one more token: see ``with_next``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from oncurve.models.packing import Pack, predicting_states
+from oncurve.models.policy import Policy
+from oncurve.records import Ints
+
+
+class Critic:
+    """``trunk``: a copy of the policy's backbone, trained for itself, or the policy's own (``shared``), trained by both losses.
+
+    The head begins at 0, so the first values are 0 and the first advantages are plain rewards. It is in float32 whatever the
+    backbone is in.
+    """
+
+    def __init__(self, policy: Policy, *, shared: bool = False) -> None:
+        self.shared = shared
+        self.trunk = policy if shared else _headless(policy.copy())
+        width = policy.head.weight_VD.shape[1]
+        self.head = nn.Linear(width, 1, device=policy.device, dtype=torch.promote_types(policy.model.dtype, torch.float32))
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+        parts: dict[str, nn.Module] = {"head": self.head}
+        if not shared:
+            parts["trunk"] = self.trunk.backbone
+        self.module = nn.ModuleDict(parts)
+
+    def values(self, pack: Pack) -> Tensor:
+        """V before each predicted token of a pack, [M]."""
+        hidden_ND = self.trunk.hidden(pack.input_ids, pack.position_ids, pack.attention)[0]
+        value_M1: Tensor = self.head(predicting_states(hidden_ND, pack.predicted_from_M).to(self.head.weight.dtype))
+        return value_M1[:, 0]
+
+    def state(self) -> dict[str, Tensor]:
+        return {name: p.detach() for name, p in self.module.named_parameters()}
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        for name, p in self.module.named_parameters():
+            p.copy_(state[name])
+
+
+def _headless(policy: Policy) -> Policy:
+    """Without its LM head, where that is not the embedding itself: it would be held and never used."""
+    layer = policy.model.get_output_embeddings()
+    if layer.weight is not policy.model.get_input_embeddings().weight:
+        layer.weight = nn.Parameter(layer.weight.new_zeros(0, layer.weight.shape[1]), requires_grad=False)
+    return policy
+
+
+def with_next(token_ids: Ints) -> Ints:
+    """The completion with one more token to predict, whichever: a pack of it has the state after the last token too."""
+    return np.append(token_ids, token_ids[-1:] if len(token_ids) else [0])

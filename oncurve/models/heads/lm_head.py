@@ -1,0 +1,135 @@
+"""The LM head in chunks: log-prob and entropy of each token with no [tokens × vocabulary] tensor ever held.
+
+For logits z (after the model's own scaling and soft cap, divided by the temperature): logp = z_y − lse(z), and H = lse(z) − Σ
+p·z. The backward pass computes each chunk's logits again: d logp/dz = 1_y − p and dH/dz = −p·(log p + H).
+
+Legend: ``M`` predicted tokens, ``D`` hidden size, ``V`` vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from oncurve import kernels
+from oncurve.models.gradient_buffers import GradAccumulator
+
+CHUNK_ELEMENTS = 1 << 22
+"""Logits held at once: 16 MiB in float32, which stays near the caches of a CPU."""
+
+
+GPU_ELEMENTS = 132 * 16 * 151_936
+"""The same on a GPU: 1.2 GiB in float32. Of Qwen's vocabulary 2112 rows, whose product with the weight of a model 1024 wide
+has a tile of 128 × 128 for every multiprocessor of an H200."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What lies between the last hidden state and the logits: softcap · tanh(scale · (W h + b) / softcap)."""
+
+    weight_VD: Tensor
+    bias_V: Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits at temperature 1, in float32 at least."""
+        z = torch.nn.functional.linear(hidden, self.weight_VD, self.bias_V)
+        z = z if z.dtype == torch.float64 else z.float()
+        z = z if self.scale == 1.0 else z * self.scale
+        return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
+
+
+def chunk_rows(vocabulary: int) -> int:
+    """Tokens whose logits a GPU holds at once."""
+    return max(1024, GPU_ELEMENTS // vocabulary // 64 * 64)
+
+
+def head_chunk_tokens(weight_VD: Tensor) -> int:
+    """Tokens whose logits the head holds at once where its weight lies."""
+    vocabulary = len(weight_VD)
+    return chunk_rows(vocabulary) if weight_VD.device.type == "cuda" else max(1, CHUNK_ELEMENTS // vocabulary)
+
+
+def token_logps(
+    head: Head, hidden_MD: Tensor, target_M: Tensor, temperature: float = 1.0, sums: GradAccumulator | None = None
+) -> tuple[Tensor, Tensor]:
+    """(log-prob of each target, entropy of its distribution), both [M], in float32 at least, and differentiable.
+
+    ``sums``: where a GPU's head collects its gradient; elsewhere, and where it is None, autograd has it.
+    """
+    if kernels.can_run_kernels(hidden_MD.device):
+        return _on_gpu(head, hidden_MD, target_M, temperature, sums)
+    out: tuple[Tensor, Tensor] = _ChunkedHead.apply(hidden_MD, head.weight_VD, head.bias_V, target_M, head, temperature)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _on_gpu(
+    head: Head, hidden_MD: Tensor, target_M: Tensor, temperature: float, sums: GradAccumulator | None
+) -> tuple[Tensor, Tensor]:
+    from oncurve.kernels.lm_head import HeadShape
+    from oncurve.models.heads.lm_head_cuda import CudaHead  # needs Triton
+
+    shape = HeadShape(head.scale, head.softcap, temperature, head.bias_V)
+    out: tuple[Tensor, Tensor] = CudaHead.apply(hidden_MD, head.weight_VD, head.bias_V, target_M, shape, sums)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _ChunkedHead(torch.autograd.Function):
+    """Where all tokens fit one chunk, its probabilities are kept for the backward pass; else each chunk is computed again."""
+
+    @staticmethod
+    def forward(ctx, hidden_MD, weight_VD, bias_V, target_M, head: Head, temperature: float):  # type: ignore[no-untyped-def]
+        chunks = _chunks(hidden_MD.shape[0], weight_VD.shape[0])
+        logps, entropies, p = [], [], None
+        for rows in chunks:
+            logp_all = _scaled(head.logits(hidden_MD[rows]), temperature).log_softmax(-1)
+            p = logp_all.exp()
+            logps.append(logp_all.gather(1, target_M[rows, None])[:, 0])
+            entropies.append(-torch.linalg.vecdot(p, logp_all))
+        logp_M, entropy_M = torch.cat(logps), torch.cat(entropies)
+        kept = p if len(chunks) == 1 and head.softcap is None else None
+        ctx.save_for_backward(hidden_MD, weight_VD, bias_V, target_M, entropy_M, kept)
+        ctx.head, ctx.temperature = head, temperature
+        return logp_M, entropy_M
+
+    @staticmethod
+    def backward(ctx, grad_logp_M, grad_entropy_M):  # type: ignore[no-untyped-def]
+        hidden_MD, weight_VD, bias_V, target_M, entropy_M, kept = ctx.saved_tensors
+        head, temperature = ctx.head, ctx.temperature
+        with_entropy = bool(grad_entropy_M.any())
+        grad_hidden = torch.empty_like(hidden_MD)
+        grad_weight, grad_bias = (
+            torch.zeros_like(x, dtype=entropy_M.dtype) if ctx.needs_input_grad[i] else None
+            for i, x in ((1, weight_VD), (2, bias_V))
+        )
+        for rows in _chunks(hidden_MD.shape[0], weight_VD.shape[0]):
+            z = head.logits(hidden_MD[rows]) if kept is None else None
+            p = kept if z is None else _scaled(z, temperature).softmax(-1)
+            grad = p * -grad_logp_M[rows, None]
+            grad.scatter_add_(1, target_M[rows, None], grad_logp_M[rows, None])
+            if with_entropy:
+                grad -= grad_entropy_M[rows, None] * p * (p.log().nan_to_num_(neginf=0.0) + entropy_M[rows, None])
+            if head.scale != temperature:
+                grad *= head.scale / temperature
+            if head.softcap is not None:
+                grad *= 1 - (z / head.softcap) ** 2
+            low = grad.to(hidden_MD.dtype)
+            grad_hidden[rows] = low @ weight_VD
+            if grad_weight is not None:
+                grad_weight += low.T @ hidden_MD[rows]
+            if grad_bias is not None:
+                grad_bias += grad.sum(0)
+        weight, bias = (None if g is None else g.to(x.dtype) for g, x in ((grad_weight, weight_VD), (grad_bias, bias_V)))
+        return grad_hidden, weight, bias, None, None, None
+
+
+def _scaled(z: Tensor, temperature: float) -> Tensor:
+    return z if temperature == 1 else z / temperature
+
+
+def _chunks(rows: int, vocabulary: int) -> list[slice]:
+    size = max(1, CHUNK_ELEMENTS // vocabulary)
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)] or [slice(0, 0)]

@@ -1,0 +1,1 @@
+"""Fast paths of the Llama family: fused modules, C functions on a CPU, Triton on a GPU."""

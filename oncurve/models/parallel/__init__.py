@@ -1,0 +1,1 @@
+"""Weights over several ranks: FSDP2 and tensor parallelism."""

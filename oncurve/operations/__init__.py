@@ -1,0 +1,1 @@
+"""What commands do with recipes and finished runs: probe, compare, replay, verify, doctor."""

@@ -1,0 +1,135 @@
+"""A run's folder looked at end to end: state, recipe, database, every byte of every checkpoint, and the model. Nothing is
+changed."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from oncurve import trust
+from oncurve.errors import OncurveError
+from oncurve.models.loading.load import load_policy
+from oncurve.operations.checks import Check
+from oncurve.recipe.load import load_recipe
+from oncurve.recipe.schema.recipe import Recipe
+from oncurve.runs.atomic_files import partial_writes
+from oncurve.runs.bad_batches import bad_batches
+from oncurve.runs.checkpoints import files
+from oncurve.runs.checkpoints.files import REPLACED, WRITING, Checkpoint
+from oncurve.runs.checkpoints.listing import list_checkpoints
+from oncurve.runs.database.connection import open_database, refusal
+from oncurve.runs.database.writer import RunWriter
+from oncurve.runs.folder import RunFolder
+
+
+def verify(run: RunFolder) -> Iterator[Check]:
+    """Each part of a run in turn; one that is broken does not keep the others from being looked at."""
+    state = run.state()
+    yield Check("run.json", "ok", f"{state.current_status}, by Oncurve {state.oncurve}")
+    recipe = _recipe(run)
+    if not isinstance(recipe, str):
+        trust.check(run, "model")
+    yield Check("recipe.toml", "wrong", recipe) if isinstance(recipe, str) else Check("recipe.toml", "ok", "reads back")
+    yield from _database(run)
+    newest: Checkpoint | None = None
+    for place in list_checkpoints(run.checkpoints):
+        try:
+            found = files.load(place.path)
+        except OncurveError as error:
+            yield Check(place.path.name, "wrong", f"{error.what}, because {error.because}")
+            continue
+        tensors = sum(len(group) for group in found.tensors.values())
+        yield Check(place.path.name, "ok", f"every byte as written, {tensors} tensors")
+        newest = found if newest is None or _number(found) > _number(newest) else newest
+    if not isinstance(recipe, str):
+        yield from _model(run, recipe, newest, finished=state.current_status == "finished")
+    yield from _leftovers(run)
+
+
+def _recipe(run: RunFolder) -> Recipe | str:
+    try:
+        return load_recipe(run.recipe)
+    except OncurveError as error:
+        return f"{error.where}: {error.what}, because {error.because}"
+
+
+def _database(run: RunFolder) -> Iterator[Check]:
+    name = run.database.name
+    try:
+        with closing(open_database(run.database, read_only=True)) as connection:
+            said = [row[0] for row in connection.execute("PRAGMA integrity_check(3)")]
+            orphans = len(connection.execute("PRAGMA foreign_key_check").fetchall())
+    except OncurveError as error:
+        yield Check(name, "wrong", f"{error.what}, because {error.because}")
+        return
+    except sqlite3.Error as error:
+        yield Check(name, "wrong", str(refusal(run.database, error) or error))
+        return
+    if said != ["ok"] or orphans:
+        yield Check(name, "wrong", "; ".join(line for line in said if line != "ok") or f"{orphans} rows without their owner")
+        return
+    with RunWriter.open(run.path) as store:
+        summary = store.summary()
+        yield Check(name, "ok", f"{summary.groups:,} groups, {summary.completions:,} completions, {summary.failures:,} failed")
+        for stage in summary.stages:
+            steps = [row.step for row in store.steps(stage.name)]
+            whole = steps == list(range(1, len(steps) + 1))
+            told = f"{len(steps)} of {stage.steps} steps"
+            yield Check(f"stage {stage.name}", "ok" if whole else "wrong", told if whole else f"{told}, and some are missing")
+
+
+def _model(run: RunFolder, recipe: Recipe, newest: Checkpoint | None, finished: bool) -> Iterator[Check]:
+    if not recipe.uses_policy:
+        yield Check("model", "ok", "none: no stage of the recipe uses one")
+        return
+    if not (run.model / "config.json").is_file():
+        yield Check("model", "wrong" if finished else "note", "there is none" if finished else "not written yet")
+        return
+    try:
+        policy = load_policy(recipe.model.at(str(run.model)), alphabet=None, seed=recipe.seed)
+    except OncurveError as error:
+        yield Check("model", "wrong", f"{error.what}, because {error.because}")
+        return
+    parameters = dict(policy.model.named_parameters())
+    broken = [name for name, p in parameters.items() if not bool(torch.isfinite(p).all())]
+    if broken:
+        yield Check("model", "wrong", f"loads, but {broken[0]} holds numbers that are not finite")
+    elif newest is not None and finished and not _same_weights(run.model, newest):
+        yield Check("model", "wrong", f"loads, but its weights are not those of {newest.path.name}, the last checkpoint")
+    else:
+        yield Check("model", "ok", f"loads, {sum(p.numel() for p in parameters.values()):,} parameters, all finite")
+
+
+def _same_weights(folder: Path, newest: Checkpoint) -> bool:
+    """Whether the written model is the last checkpoint, bit for bit. Names that only one has (tied, merged) are let be."""
+    weights = newest.tensors["model"]
+    try:
+        files = [load_file(path) for path in sorted(folder.glob("*.safetensors"))]
+    except (SafetensorError, OSError):
+        return False
+    written = {name: tensor for file in files for name, tensor in file.items()}
+    return all(torch.equal(written[name], weights[name].to(written[name].dtype)) for name in written.keys() & weights.keys())
+
+
+def _leftovers(run: RunFolder) -> Iterator[Check]:
+    asides = (*partial_writes(run.path), *run.checkpoints.glob(f"{WRITING}*"), *run.checkpoints.glob(f"{REPLACED}*"))
+    left = sorted({path.name for path in asides})
+    if left:
+        yield Check("leftovers", "note", f"{', '.join(left[:4])}: a save that was cut off; --resume clears it")
+    try:
+        bad = bad_batches(run.path)
+    except OncurveError as error:
+        yield Check("bad batches", "wrong", str(error.what))
+        return
+    if bad:
+        yield Check("bad batches", "note", f"{len(bad)} updates were left out: oncurve show {run.path} --bad")
+
+
+def _number(found: Checkpoint) -> int:
+    return files.number_of(found.path)

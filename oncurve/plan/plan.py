@@ -1,0 +1,227 @@
+"""A plan: what a job takes by phase, whether it fits, what would make it fit, and how it grows. And the same as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from oncurve.plan.fixes import Fix, find_fixes, fits
+from oncurve.plan.hardware import GIB, GPUS
+from oncurve.plan.job import Job
+from oncurve.plan.memory import PARTS, Memory, memory_limit, memory_of
+from oncurve.plan.model_table import MODELS
+from oncurve.plan.step_time import Seconds, seconds_of
+
+GROWTH_MODELS = ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B", "Qwen/Qwen3-4B", "Qwen/Qwen3-8B", "Qwen/Qwen3-14B", "Qwen/Qwen3-32B")
+LONGEST = 16384
+MOST_LAYERS = 4096
+MARGIN = 0.10
+"""How far plan and measurement may lie apart: a run is stopped only where the plan says more than this above the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a job takes."""
+
+    job: Job
+    memory: Memory
+    seconds: Seconds
+    fixes: tuple[Fix, ...]
+
+    @property
+    def limit(self) -> int:
+        return memory_limit(self.job)
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.peak.total <= self.limit
+
+    @property
+    def impossible(self) -> bool:
+        """Too large even if the plan is too high by its margin."""
+        return self.memory.peak.total / (1 + MARGIN) > self.job.gpu.memory
+
+    @property
+    def resident_parameters(self) -> int:
+        """Parameters in memory: policy, adapter, reference, critic, reward model."""
+        job, critic = self.job, self.job.critic_shape
+        held = job.shape.parameters * (2 if job.holds_reference else 1) + job.adapters
+        held += job.reward_model.parameters if job.reward_model else 0
+        return held + (critic.parameters + self._critic_adapters if critic else 0)
+
+    @property
+    def trained(self) -> int:
+        critic = self.job.critic_shape
+        if critic is None:
+            return self.job.trained
+        return self.job.trained + (critic.parameters if self.job.lora_rank is None else self._critic_adapters)
+
+    @property
+    def _critic_adapters(self) -> int:
+        critic, rank = self.job.critic_shape, self.job.lora_rank
+        return critic.adapter_parameters(rank) if critic and rank is not None else 0
+
+    @property
+    def least(self) -> int:
+        """The peak with every layer's activations computed again: what it needs, where `auto` takes what there is."""
+        return memory_of(replace(self.job, checkpointing="on")).peak.total
+
+    @property
+    def largest(self) -> int | None:
+        """Parameters of the largest model of its width that would fit, where an algorithm is for small ones."""
+        return largest_model(self.job) if self.job.does.curvature else None
+
+    @property
+    def title(self) -> str:
+        return f"{self.job.algorithm}, {'full' if self.job.lora_rank is None else 'LoRA'}"
+
+    @property
+    def verdict(self) -> str:
+        """One line: whether it fits, the peak and its phase, and the time of a step."""
+        return f"{self.room}, about {shown_seconds(self.seconds.step)} a step"
+
+    @property
+    def room(self) -> str:
+        """Whether it fits, and the peak and its phase."""
+        job, peak = self.job, self.memory.peak
+        where = (
+            "this machine" if job.gpu.is_cpu else (f"an {job.gpu.name}" if job.gpu.name[0] in "AHLRM" else f"a {job.gpu.name}")
+        )
+        where += f", {job.gpus} of them" if job.gpus > 1 else ""
+        word = "fits" if self.fits else "does not fit"
+        sizes = f"{peak.total / GIB:.1f} of {job.gpu.memory / GIB:.1f} GiB at the worst moment ({peak.name})"
+        return f"{word} {where}: {sizes}"
+
+
+def shown_seconds(seconds: float) -> str:
+    if seconds < 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds:.1f} s" if seconds < 60 else (f"{seconds / 60:.1f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h")
+
+
+def make_plan(job: Job, lora_rank: int) -> Plan:
+    """The plan of one job; ``lora_rank`` is the rank that a change to LoRA would take."""
+    return Plan(job, memory_of(job), seconds_of(job), tuple(find_fixes(job, lora_rank)))
+
+
+def side_by_side(job: Job, lora_rank: int) -> list[Plan]:
+    """GRPO and PPO, full and with LoRA, and the job's own algorithm where it is another: all else as asked."""
+    algorithms = dict.fromkeys(("grpo", "ppo", job.algorithm))
+    ranks = (None, job.lora_rank or lora_rank)
+    return [make_plan(replace(job, algorithm=a, lora_rank=rank), lora_rank) for rank in ranks for a in algorithms]
+
+
+def smallest_gpus(job: Job) -> list[str]:
+    """The GPUs of the table that hold the job, as many as were asked for, smallest memory first.
+
+    Each is planned for: a smaller one has less for its pool, and more layers are computed again there.
+    """
+    held = [gpu for gpu in GPUS.values() if fits(replace(job, gpu=gpu))]
+    return [gpu.name for gpu in sorted(held, key=lambda gpu: gpu.memory)]
+
+
+def largest_model(job: Job) -> int:
+    """Parameters of the deepest model of the job's width that would fit; 0 where not even one layer does."""
+
+    def deep(layers: int) -> Job:
+        return replace(job, shape=replace(job.shape, layers=layers))
+
+    low, high = 0, MOST_LAYERS
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(deep(middle)) else (low, middle - 1)
+    return deep(low).shape.parameters if low else 0
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingPoint:
+    """The job with one thing changed."""
+
+    what: str
+    value: str
+    asked: bool
+    peak: int
+    step_seconds: float
+    samples_per_day: float
+
+
+def scaling_points(job: Job) -> list[ScalingPoint]:
+    """How memory and time grow with the group, the length, and the model: each alone, all else as asked."""
+    return [_grown(what, value, changed, changed == job) for what, value, changed in _variants(job)]
+
+
+def _variants(job: Job) -> Iterator[tuple[str, str, Job]]:
+    if job.does.samples:
+        for size in sorted({4, 8, 16, 32, 64, job.group_size}):
+            yield "group size", str(size), replace(job, group_size=size)
+    share = job.mean_tokens / job.new_tokens
+    room = (job.shape.context or LONGEST) - job.prompt_tokens
+    for tokens in sorted({256, 1024, 4096, LONGEST, job.new_tokens}):
+        if tokens > room:
+            continue
+        longer = replace(job, new_tokens=tokens, mean_tokens=job.mean_tokens if tokens == job.new_tokens else share * tokens)
+        yield "new tokens", str(tokens), longer
+    if job.gpu.is_cpu:
+        return
+    shapes = {name: MODELS[name] for name in GROWTH_MODELS} | {job.shape.name: job.shape}
+    for name, shape in sorted(shapes.items(), key=lambda item: item[1].parameters):
+        yield "model", name.rpartition("/")[2], replace(job, shape=shape)
+
+
+def _grown(what: str, value: str, job: Job, asked: bool) -> ScalingPoint:
+    took = seconds_of(job)
+    return ScalingPoint(what, value, asked, memory_of(job).peak.total, took.step, took.samples_per_day)
+
+
+def plan_data(plan: Plan) -> dict[str, Any]:
+    """A plan as JSON: bytes and seconds, parts in the order of the bars."""
+    peak, took = plan.memory.peak, plan.seconds
+    return {
+        "algorithm": plan.job.algorithm,
+        "lora_rank": plan.job.lora_rank,
+        "title": plan.title,
+        "parameters": {"held": plan.resident_parameters, "trained": plan.trained},
+        "memory": {
+            "phases": [{"name": phase.name, "total": phase.total, "parts": phase.parts} for phase in plan.memory.phases],
+            "peak": {"phase": peak.name, "total": peak.total, "parts": peak.parts},
+            "host": plan.memory.host,
+            "least": plan.least,
+            "limit": plan.limit,
+            "fits": plan.fits,
+        },
+        "time": {"phases": took.phases, "step": took.step, "samples_per_day": took.samples_per_day},
+        "verdict": plan.verdict,
+        "fixes": [_fix_data(fix) for fix in plan.fixes],
+        "fits_on": smallest_gpus(plan.job),
+        "largest": plan.largest,
+    }
+
+
+def _fix_data(fix: Fix) -> dict[str, Any]:
+    sets = {key: value for change in fix.changes for key, value in change.sets.items()}
+    return {"words": fix.words, "sets": sets, "tier": fix.cost[0], "peak": fix.peak, "host": fix.host, "step": fix.step_seconds}
+
+
+def asked_data(job: Job) -> dict[str, Any]:
+    """What was asked, as JSON."""
+    shape, gpu = job.shape, job.gpu
+    own = {f.name: getattr(job, f.name) for f in fields(job) if f.name not in ("shape", "gpu", "reward_model", "critic")}
+    return {
+        "model": {"name": shape.name, "parameters": shape.parameters, "layers": shape.layers, "width": shape.width},
+        "gpu": {"name": gpu.name, "memory": gpu.memory, "flops": gpu.flops, "bandwidth": gpu.bandwidth},
+        **own,
+        "reward_model": job.reward_model.name if job.reward_model else None,
+    }
+
+
+def report_data(job: Job, plans: list[Plan]) -> dict[str, Any]:
+    """All that `oncurve plan --json` prints."""
+    own = next(p for p in plans if p.job.algorithm == job.algorithm and p.job.lora_rank == job.lora_rank)
+    return {
+        "asked": asked_data(job),
+        "parts": list(PARTS),
+        "plan": plan_data(own),
+        "side_by_side": [plan_data(plan) for plan in plans],
+        "growth": [asdict(row) for row in scaling_points(job)],
+    }

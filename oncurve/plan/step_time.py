@@ -1,0 +1,186 @@
+"""Seconds of a step by phase, from FLOPs and bytes against the device's rates.
+
+A token costs 2 FLOPs per weight it is multiplied with in a forward pass and 4 in a backward one (2 where weights are frozen, as
+under LoRA); checkpointing adds a forward pass. Attention costs 4·H·d FLOPs per token and key. A decode step reads weights, keys
+and values once. What of the rates is reached is in efficiency.py, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from oncurve.plan import hardware
+from oncurve.plan.hardware import Efficiency, Gpu
+from oncurve.plan.job import Job
+from oncurve.plan.memory import layer_bytes, layers_again, slots_in_flight, uses_fused_kernels
+from oncurve.plan.model_shape import ModelShape
+
+CROSSINGS = {"lean": (1.7, 3.1), "modules": (7.5, 12.5)}
+"""How often what is kept of a layer crosses the memory bus between its products, forward and backward: counted kernel by kernel
+for the learner's own; for transformers' modules, where each small operation reads and writes: by bench/plan_check.py."""
+ADAPTER_CROSSINGS = 3.0
+"""By how much what LoRA moves in the learner's own kernels counts: set by one measurement (bench/results/step.json), at which
+its launches still loaded two bytes at a time."""
+ADAM_BYTES = 46
+"""Bytes per trained parameter of an update: gradients rounded up and measured; masters, moments, weights read and written."""
+CONJUGATE_STEPS = 10
+"""Products with the curvature that a natural gradient takes, each about an update's passes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """Seconds of a step by phase."""
+
+    phases: dict[str, float]
+    samples: int
+
+    @property
+    def step(self) -> float:
+        return sum(self.phases.values())
+
+    @property
+    def samples_per_day(self) -> float:
+        return 86400 / self.step * self.samples
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """A device's rates as they are reached."""
+
+    gpu: Gpu
+    precision: str = "bfloat16"
+
+    @property
+    def of(self) -> Efficiency:
+        return hardware.CPU_EFFICIENCY if self.gpu.is_cpu else hardware.GPU
+
+    @property
+    def flops(self) -> float:
+        return (self.gpu.float32 if self.precision == "float32" else self.gpu.flops) * self.of.matrix_rate
+
+    @property
+    def bytes(self) -> float:
+        return self.gpu.bandwidth * self.of.bandwidth
+
+
+def seconds_of(job: Job) -> Seconds:
+    """Every phase of the job's step."""
+    rates, does = Rates(job.gpu, job.precision), job.does
+    phases: dict[str, float] = {}
+    if does.samples:
+        phases["sample"] = sample_seconds(job, rates)
+        phases["score"] = job.rows * rates.of.completion_seconds
+    if job.reward_model:
+        phases["score"] += pass_seconds(job.reward_model, job, rates, backward=False)
+    if job.has_reference:
+        away = job.reference_on_cpu and job.holds_reference  # there, back, and there again: the two change places
+        moved = 3 * job.dtype_bytes * job.shape.parameters / rates.of.host_link if away else 0
+        phases["reference"] = pass_seconds(job.shape, job, rates, backward=False) + moved
+    phases["update"] = _update(job, rates)
+    critic = job.critic_shape
+    if critic:
+        once = pass_seconds(critic, job, rates, backward=True, head=False)
+        phases["critic"] = pass_seconds(critic, job, rates, backward=False, head=False) + job.updates * once
+    phases["optimiser"] = _optimiser(job, rates)
+    phases["between GPUs"] = _between(job, rates)
+    phases["rest"] = rates.of.step_seconds
+    return Seconds({name: value for name, value in phases.items() if value > 0}, job.samples)
+
+
+def _update(job: Job, rates: Rates) -> float:
+    old = pass_seconds(job.shape, job, rates, backward=False) if job.minibatches > 1 else 0.0
+    passes = job.updates * (1 + (CONJUGATE_STEPS if job.does.curvature else 0))
+    return old + passes * pass_seconds(job.shape, job, rates, backward=True)
+
+
+def pass_seconds(shape: ModelShape, job: Job, rates: Rates, *, backward: bool, head: bool = True) -> float:
+    """One pass of a model over a step's tokens, each prompt once."""
+    tokens, frozen = job.step_tokens, job.lora_rank is not None
+    again = layers_again(shape, job) / shape.layers if backward else 0.0
+    times = 1.0 + ((1.0 if frozen else 2.0) if backward else 0.0) + again
+    products = 2 * shape.multiplied * tokens * times
+    if head:
+        # The backward pass has one product more where the head itself learns.
+        products += 2 * shape.head_parameters * job.rows * job.mean_tokens * (1 + ((1 if frozen else 2) if backward else 0))
+    attention = shape.layers * 4 * shape.q_width * _keys(job) * (1 + (2.5 if backward else 0) + again)
+    there, back = CROSSINGS["lean" if uses_fused_kernels(shape, job) else "modules"]
+    crossings = there * (1 + again) + (back if backward else 0)
+    traffic = shape.layers * tokens * (layer_bytes(shape, job) * crossings + _adapter_bytes(shape, job, backward, again))
+    of = rates.of
+    busy = (
+        products / (rates.flops * of.products) + attention / (rates.flops * of.attention) + traffic / (rates.bytes * of.traffic)
+    )
+    packs = max(float(job.minibatches), tokens / job.tokens_per_pack)
+    return max(busy, packs * shape.layers * of.layer_seconds * (3 if backward else 1))
+
+
+def _adapter_bytes(shape: ModelShape, job: Job, backward: bool, again: float) -> float:
+    """What LoRA moves of one layer, per token, in the learner's own kernels: what the products give is read and written once
+    more; backward their gradients are read twice and their inputs once."""
+    if job.lora_rank is None or not uses_fused_kernels(shape, job):
+        return 0.0
+    D, q, F = shape.width, shape.q_width, shape.mlp_width
+    given, taken = q + 2 * shape.kv_width + 2 * F + 2 * D, 2 * D + q + F
+    moved = 2 * given * (1 + again) + (2 * given + taken + 4 * D if backward else 0)
+    return ADAPTER_CROSSINGS * job.dtype_bytes * moved
+
+
+def _keys(job: Job) -> float:
+    """Token–key pairs of a step: prompts see themselves, completions their prompt and themselves."""
+    P, C = job.prompt_tokens, job.mean_tokens
+    return job.rank_prompts * P * P / 2 + job.rows * C * (P + C / 2)
+
+
+def sample_seconds(job: Job, rates: Rates) -> float:
+    """Prefill of each prompt once, then decode steps until the last completion ends."""
+    shape, of = job.shape, rates.of
+    split = job.gpus if job.sharding == "full" else 1
+    prompt = job.rank_prompts * job.prompt_tokens
+    prefill = 2 * shape.multiplied * prompt / (rates.flops * of.products)
+    crossings = CROSSINGS["lean" if uses_fused_kernels(shape, job) else "modules"][0]
+    prefill += crossings * shape.layers * layer_bytes(shape, job) * prompt / (rates.bytes * of.traffic)
+    return prefill / split + decode_steps(job) * decode_seconds(job, rates)
+
+
+def decode_steps(job: Job) -> float:
+    """Slots are refilled as completions end; the last ones to begin run to their own end."""
+    slots = slots_in_flight(job)
+    return max(job.rows * job.mean_tokens / slots, float(job.new_tokens))
+
+
+def decode_seconds(job: Job, rates: Rates) -> float:
+    """One token for every slot: weights and keys read once, and what does not shrink with either."""
+    shape, b, of = job.shape, job.dtype_bytes, rates.of
+    slots = slots_in_flight(job)
+    held = min(job.rank_prompts, slots) * job.prompt_tokens + slots * job.mean_tokens / 2
+    read = b * (shape.multiplied_in_all + shape.head_parameters) + held * shape.kv_bytes(b) + slots * shape.vocabulary * 12
+    flops = 2 * slots * (shape.multiplied + shape.head_parameters)
+    split = job.gpus if job.sharding == "full" else 1
+    busy = max(read / (rates.bytes * of.decode), flops / (rates.flops * of.products)) / split
+    layer = of.decode_layer_seconds if uses_fused_kernels(shape, job) or job.gpu.is_cpu else of.decode_module_seconds
+    layer += of.decode_adapter_seconds if job.lora_rank is not None and uses_fused_kernels(shape, job) else 0.0
+    fetched = 0.0 if job.gather or job.gpus == 1 else b * shape.layers * shape.layer_parameters / (job.gpu.link * of.network)
+    return busy + fetched + shape.layers * layer + of.decode_step_seconds
+
+
+def _optimiser(job: Job, rates: Rates) -> float:
+    updates = job.updates * job.minibatches
+    critic = job.critic_shape
+    trained = float(job.trained)
+    if critic:
+        trained += critic.parameters if job.lora_rank is None else critic.adapter_parameters(job.lora_rank)
+    trained /= 1 if job.sharding == "none" else job.gpus
+    if job.optimiser_on_cpu:
+        return updates * trained * (2 * job.dtype_bytes / rates.of.host_link + ADAM_BYTES / rates.of.host_adam)
+    return updates * trained * ADAM_BYTES / (rates.bytes * rates.of.optimiser)
+
+
+def _between(job: Job, rates: Rates) -> float:
+    """Gradients reduced by a ring, 2·(n − 1)/n of their bytes over each link; sharded weights are gathered for each pass."""
+    n = job.gpus
+    if n == 1:
+        return 0.0
+    link = job.gpu.link * rates.of.network
+    ring = 2 * (n - 1) / n * job.dtype_bytes * job.trained * job.updates * job.minibatches
+    passes = {"none": 0, "optimiser": 1, "full": 3 * job.updates * job.minibatches}[job.sharding]
+    return (ring + passes * (n - 1) / n * job.dtype_bytes * job.shape.parameters) / link

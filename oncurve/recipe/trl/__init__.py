@@ -1,0 +1,1 @@
+"""Translation of TRL configurations into recipes."""

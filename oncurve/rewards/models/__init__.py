@@ -1,0 +1,1 @@
+"""Rewards given by models: reward models, judges, process supervision."""

@@ -1,0 +1,1 @@
+"""Rewards for form: format, JSON schema, language, length."""

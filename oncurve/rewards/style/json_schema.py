@@ -1,0 +1,122 @@
+"""JSON that is valid, and valid against a schema: 1, else 0."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal
+
+import regex  # type: ignore[import-untyped]
+from pydantic import PositiveFloat
+
+from oncurve.errors import MissingPackage, RecipeError, pip_install
+from oncurve.recipe.schema.sections import Section
+from oncurve.records import Completion, Group
+from oncurve.rewards.base import Result, Score, score_each
+from oncurve.rewards.verifiers.answer_extraction import extract_fenced, extract_tagged, without_thinking
+
+
+class JsonOptions(Section):
+    """Options of the reward `json`."""
+
+    take: Literal["any", "all", "tag", "fence"] = "any"
+    """Where the JSON is: `tag` (the last `<answer>`), `fence` (the last fenced block), `all` (everything that is said), or
+    `any`, the first of these."""
+    schema_file: str | None = None
+    """A JSON Schema (2020-12), as a file. Unset, like `rules`: any valid JSON will do."""
+    rules: dict[str, Any] | None = None
+    """The schema itself, written in the recipe."""
+    seconds: PositiveFloat = 0.2
+    """Time limit of each regular expression of the schema; past it the reward has failed for that completion."""
+
+
+@dataclass(frozen=True)
+class JsonReward:
+    """1 for JSON of the asked form. `NaN` and `Infinity`, which Python reads, are not JSON."""
+
+    name: str
+    weight: float
+    options: JsonOptions = field(default_factory=JsonOptions)
+
+    def __post_init__(self) -> None:
+        _ = self._validator  # a schema that is none is the recipe's mistake, not a completion's
+
+    def score(self, group: Group) -> list[Result]:
+        return score_each(group, self._score)
+
+    def _score(self, completion: Completion) -> Score:
+        text = self._taken(without_thinking(completion.text))
+        if text is None:
+            return Score(0.0, "no JSON found")
+        try:
+            data = json.loads(text, parse_constant=_no_json)
+            fault = None if self._validator is None else next(iter(self._validator.iter_errors(data)), None)
+        except (ValueError, RecursionError) as error:
+            return Score(0.0, f"not valid JSON: {str(error)[:100]}")
+        return Score(1.0) if fault is None else Score(0.0, f"{fault.json_path}: {fault.message[:150]}")
+
+    def _taken(self, text: str) -> str | None:
+        sources: dict[str, Callable[[str], str | None]] = {"tag": extract_tagged, "fence": extract_fenced, "all": str}
+        wanted = sources.values() if self.options.take == "any" else (sources[self.options.take],)
+        return next((found for source in wanted if (found := source(text)) is not None), None)
+
+    @cached_property
+    def _validator(self) -> Any:
+        rules = self._rules()
+        if rules is None:
+            return None
+        where = f"rewards.{self.name}"
+        try:
+            jsonschema, referencing = import_module("jsonschema"), import_module("referencing")
+        except ImportError:
+            raise MissingPackage(
+                where,
+                "jsonschema is not installed",
+                because="schemas are checked with it",
+                fix=pip_install("schema"),
+            ) from None
+        try:
+            jsonschema.Draft202012Validator.check_schema(rules)
+        except jsonschema.SchemaError as error:
+            raise RecipeError(where, "the schema", because=f"it is no JSON Schema: {error.message}", fix="mend it") from None
+        limited = {"pattern": self._pattern, "patternProperties": self._pattern_properties}
+        kind = jsonschema.validators.extend(jsonschema.Draft202012Validator, limited)
+        return kind(rules, registry=referencing.Registry())  # an empty registry: nothing is ever fetched
+
+    def _rules(self) -> dict[str, Any] | None:
+        if self.options.schema_file is None:
+            return self.options.rules
+        where = f"rewards.{self.name}.schema_file"
+        try:
+            rules = json.loads(Path(self.options.schema_file).read_text("utf-8"))
+        except (OSError, ValueError) as error:
+            raise RecipeError(where, self.options.schema_file, because=str(error), fix="give a JSON file") from None
+        if not isinstance(rules, dict):
+            raise RecipeError(where, self.options.schema_file, because="a schema is an object", fix="give a JSON object")
+        return rules
+
+    def _search(self, pattern: str, text: str) -> bool:
+        try:
+            return regex.search(pattern, text, timeout=self.options.seconds) is not None
+        except TimeoutError:
+            raise TimeoutError(f"the pattern {pattern!r} took more than {self.options.seconds} s") from None
+
+    def _pattern(self, validator: Any, pattern: str, instance: Any, schema: Any) -> Iterator[Any]:
+        if isinstance(instance, str) and not self._search(pattern, instance):
+            yield import_module("jsonschema").ValidationError(f"it does not match {pattern!r}")
+
+    def _pattern_properties(self, validator: Any, patterns: Mapping[str, Any], instance: Any, schema: Any) -> Iterator[Any]:
+        if not isinstance(instance, dict):
+            return
+        for pattern, rules in patterns.items():
+            for key, value in instance.items():
+                if self._search(pattern, key):
+                    yield from validator.descend(value, rules, path=key, schema_path=pattern)
+
+
+def _no_json(word: str) -> None:
+    raise ValueError(f"{word} is not JSON")

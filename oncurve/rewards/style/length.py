@@ -1,0 +1,154 @@
+"""How long a completion is, in tokens that the policy wrote, and how often it repeats itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from pydantic import Field, PositiveInt, model_validator
+
+from oncurve.recipe.schema.sections import Section
+from oncurve.records import Completion, Group
+from oncurve.rewards.base import Result, Score, score_each
+from oncurve.rewards.verifiers.answer import AnswerOptions, AnswerReward
+from oncurve.rewards.verifiers.answer_extraction import Take
+
+
+class OverlongOptions(Section):
+    """Options of the reward `overlong`."""
+
+    limit: PositiveInt
+    """L_max: the length at which the punishment is full; unset in a recipe: the stage's `sampling.max_new_tokens`."""
+    buffer: PositiveInt
+    """L_cache: tokens before the limit over which the punishment grows."""
+
+    @model_validator(mode="after")
+    def _buffer_fits(self) -> OverlongOptions:
+        if self.buffer > self.limit:
+            raise ValueError(f"buffer ({self.buffer}) is above the limit ({self.limit})")
+        return self
+
+
+@dataclass(frozen=True)
+class OverlongReward:
+    """DAPO's soft overlong punishment (Yu et al. 2025, equation 13), of a completion of length |y|:
+
+    0 for |y| ≤ L_max − L_cache;  ((L_max − L_cache) − |y|) / L_cache up to L_max;  −1 beyond.
+    """
+
+    name: str
+    weight: float
+    options: OverlongOptions
+
+    def score(self, group: Group) -> list[Result]:
+        return score_each(group, self._score)
+
+    def _score(self, completion: Completion) -> Score:
+        over = completion.length - (self.options.limit - self.options.buffer)
+        return Score(-min(1.0, max(0, over) / self.options.buffer) if over > 0 else 0.0, f"{completion.length} tokens")
+
+
+class LengthOptions(Section):
+    """Options of the reward `length`."""
+
+    target: PositiveInt
+    """The wanted length."""
+    tolerance: PositiveInt | None = None
+    """The distance from the target at which nothing is left of the reward; unset: the target's own size."""
+
+
+@dataclass(frozen=True)
+class LengthReward:
+    """1 at the target length, falling linearly to 0: max(0, 1 − | |y| − target | / tolerance)."""
+
+    name: str
+    weight: float
+    options: LengthOptions
+
+    def score(self, group: Group) -> list[Result]:
+        return score_each(group, self._score)
+
+    def _score(self, completion: Completion) -> Score:
+        distance = abs(completion.length - self.options.target)
+        value = max(0.0, 1 - distance / (self.options.tolerance or self.options.target))
+        return Score(value, f"{completion.length} tokens")
+
+
+class CosineOptions(Section):
+    """Options of the reward `cosine`."""
+
+    limit: PositiveInt
+    """L_max: the length that counts as too long; unset in a recipe: the stage's `sampling.max_new_tokens`."""
+    right: tuple[float, float] = (2.0, 1.0)
+    """Reward of a right answer at length 0 and at the limit: short is better."""
+    wrong: tuple[float, float] = (-10.0, 0.0)
+    """Reward of a wrong answer at length 0 and at the limit: thinking longer is better."""
+    exceeded: float = -10.0
+    """Reward of a completion that reaches the limit, right or wrong."""
+    take: Take = "any"
+    """Where the answer is written, as for the reward `answer`."""
+    column: str = "answer"
+    """Column of the right answer."""
+
+
+@dataclass(frozen=True)
+class CosineReward:
+    """The cosine length reward (Demystifying Long Chain-of-Thought, arXiv 2502.03373, appendix C.1), of length |y| < L_max:
+
+    a + (b − a) · (1 − cos(π |y| / L_max)) / 2, from a at length 0 to b at the limit; (a, b) is `right` or `wrong`.
+
+    Right or wrong is what the reward `answer` says.
+    """
+
+    name: str
+    weight: float
+    options: CosineOptions
+
+    def score(self, group: Group) -> list[Result]:
+        judge = AnswerReward(self.name, 1.0, AnswerOptions(take=self.options.take, column=self.options.column))
+        return [self._score(c, verdict) for c, verdict in zip(group.completions, judge.score(group), strict=True)]
+
+    def _score(self, completion: Completion, verdict: Result) -> Result:
+        if isinstance(verdict, BaseException) or verdict.value is None:
+            return verdict
+        if completion.length >= self.options.limit:
+            return Score(self.options.exceeded, f"{completion.length} tokens: at the limit")
+        begin, end = self.options.right if verdict.value == 1 else self.options.wrong
+        way = (1 - math.cos(math.pi * completion.length / self.options.limit)) / 2
+        return Score(begin + (end - begin) * way, f"{verdict.reason}; {completion.length} tokens")
+
+
+class RepetitionOptions(Section):
+    """Options of the reward `repetition`."""
+
+    size: PositiveInt = 3
+    """n: tokens in an n-gram."""
+    penalty: Annotated[float, Field(le=0.0)] = -1.0
+    """What a completion of nothing but repeats would get."""
+
+
+@dataclass(frozen=True)
+class RepetitionReward:
+    """penalty · (1 − different n-grams / n-grams), over the tokens (arXiv 2502.03373, appendix C.2); 0 below n tokens."""
+
+    name: str
+    weight: float
+    options: RepetitionOptions = field(default_factory=RepetitionOptions)
+
+    def score(self, group: Group) -> list[Result]:
+        return score_each(group, self._score)
+
+    def _score(self, completion: Completion) -> Score:
+        written = completion.token_ids[completion.loss_mask].tolist()
+        share = repeated_share(written, self.options.size)
+        return Score(
+            share * self.options.penalty if share else 0.0, f"{share:.0%} of its {self.options.size}-grams are repeats"
+        )
+
+
+def repeated_share(items: Sequence[object], size: int) -> float:
+    """The share of n-grams that occurred before."""
+    grams = list(zip(*(items[place:] for place in range(size)), strict=False))
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0

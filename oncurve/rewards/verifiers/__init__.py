@@ -1,0 +1,1 @@
+"""Verifiable rewards: each decides whether an answer is correct."""

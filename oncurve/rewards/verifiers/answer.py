@@ -1,0 +1,83 @@
+"""The right answer: 1, anything else: 0."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from oncurve.recipe.schema.sections import Section
+from oncurve.records import Completion, Group
+from oncurve.rewards.base import Result, Score, score_each
+from oncurve.rewards.verifiers.answer_extraction import Take, answer_in, extract_boxed, extract_hashed
+
+_NUMBER = re.compile(r"[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]*)?")
+_LONGEST_NUMBER = 100
+"""Longer digit strings are compared as texts: nobody means them, and Python refuses to convert the longest."""
+
+
+class AnswerOptions(Section):
+    """Options of the reward `answer`."""
+
+    take: Take = "tag"
+    """Where the answer is written: `tag` (the last `<answer>…</answer>`), `boxed` (the last `\\boxed{}`), `hashes` (after
+    the last `####`), `number` (the last number), or `any` (the first of these that is there). Text inside think tags never
+    counts."""
+    column: str = "answer"
+    """Column of the right answer, or of a list of right answers. A prompt without it is not graded by this reward."""
+
+
+@dataclass(frozen=True)
+class AnswerReward:
+    """Compares as numbers where both are (`+007`, `7.0` and `7` are one; `1,000` is 1000), else as texts."""
+
+    name: str
+    weight: float
+    options: AnswerOptions = field(default_factory=AnswerOptions)
+
+    def score(self, group: Group) -> list[Result]:
+        gold = group.prompt.columns.get(self.options.column)
+        golds = [str(g) for g in (gold if isinstance(gold, list | tuple) else [gold]) if g is not None]
+        return score_each(group, lambda completion: self._score(completion, golds))
+
+    def _score(self, completion: Completion, golds: Sequence[str]) -> Score:
+        if not golds:
+            return Score(None, f"the prompt has no column '{self.options.column}'")
+        answer = answer_in(completion.text, self.options.take)
+        if answer is None:
+            return Score(0.0, "no answer found")
+        right = any(answers_equal(answer, gold_answer(gold)) for gold in golds)
+        return Score(
+            float(right), f"{short(answer)} is right" if right else f"{short(answer)} is not {short(gold_answer(golds[0]))}"
+        )
+
+
+def gold_answer(gold: str) -> str:
+    """The answer itself where a data set gives a whole solution, ending in `#### 18` or holding a box."""
+    for source in (extract_hashed, extract_boxed):
+        found = source(gold)
+        if found is not None:
+            return found
+    return gold
+
+
+def answers_equal(one: str, other: str) -> bool:
+    """Whether two answers are the same number, or the same text."""
+    one, other = " ".join(one.split()), " ".join(other.split())
+    left, right = as_number(one), as_number(other)
+    if left is not None and right is not None:
+        return left == right
+    return one == other and one != ""
+
+
+def as_number(text: str) -> Fraction | None:
+    """The exact value of a decimal number in ASCII digits (`−` counts as a minus); digits of other scripts stay text."""
+    text = text.replace("−", "-")
+    if len(text) > _LONGEST_NUMBER or not _NUMBER.fullmatch(text) or not any(c.isdigit() for c in text):
+        return None
+    return Fraction(text.replace(",", ""))
+
+
+def short(answer: str) -> str:
+    return repr(answer if len(answer) <= 60 else f"{answer[:57]}...")

@@ -1,0 +1,193 @@
+"""Programs that a model writes, run against tests in a sandbox: 1 where all pass, or the share that does.
+
+Three kinds of tests, by the prompt's columns:
+
+    inputs, outputs     texts for standard input and what must be printed (line ends and spaces at the ends of lines are free)
+    tests               a list of snippets, usually `assert f(2) == 4` (MBPP)
+    test_code           functions `test_…`, `check(candidate)` with the column `entry_point` (HumanEval), or a text that raises
+
+Tests never run in the program's process: what a program can do is return values (`sandbox.children`). A program that is wrong,
+crashes, or uses up its time or memory has failed its test: that is a grade. Where the sandbox itself fails, the reward has.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+from pydantic import PositiveFloat, PositiveInt
+
+from oncurve.errors import DataError
+from oncurve.recipe.schema.sections import Section
+from oncurve.records import Completion, Group
+from oncurve.rewards.base import Result, Score, not_applicable, score_concurrently
+from oncurve.rewards.sandbox.sandbox import Limits, Sandbox, find_sandbox
+from oncurve.rewards.verifiers.answer_extraction import extract_fenced, extract_tagged, without_thinking
+
+_PYTHON = ("python", "py", "python3", "")
+
+
+class CodeOptions(Section):
+    """Options of the reward `code`."""
+
+    score: Literal["all", "share"] = "all"
+    """`all`: 1 where every test passes, else 0. `share`: the share that passes."""
+    seconds: PositiveFloat = 5.0
+    """Wall time of one run (and, to a second more, CPU time): of a program on one input, or of a whole list of tests."""
+    memory_mb: PositiveInt = 1024
+    """Address space of a program."""
+    output_kb: PositiveInt = 1024
+    """What a program may print before it is stopped."""
+    most_tests: PositiveInt = 100
+    """Tests of one problem that are run: the first so many."""
+    trusted: bool = False
+    """Run programs without a sandbox where the machine has none. Only for a machine that holds nothing of value."""
+    workers: PositiveInt | None = None
+    """Programs that run at once; unset: one per core, at most 8."""
+
+
+@dataclass(frozen=True)
+class CodeReward:
+    """Runs each completion's program. Does not apply to prompts without tests."""
+
+    name: str
+    weight: float
+    options: CodeOptions = field(default_factory=CodeOptions)
+    waits: bool = field(default=True, init=False)
+
+    def __post_init__(self) -> None:
+        _ = self.sandbox  # a machine that can't run programs safely is found out before training
+
+    @cached_property
+    def sandbox(self) -> Sandbox:
+        return find_sandbox(f"rewards.{self.name}", trusted=self.options.trusted, count=self.options.workers)
+
+    @property
+    def remarks(self) -> list[str]:
+        """What the run's log should say of this reward."""
+        return [f"{self.name}: {self.sandbox.described}"]
+
+    def score(self, group: Group) -> list[Result]:
+        tests = read_tests(group.prompt.columns, self.options.most_tests)
+        if tests is None:
+            return not_applicable(group, "the prompt has no columns 'inputs' and 'outputs', 'tests' or 'test_code'")
+        return score_concurrently(group, lambda completion: self._score(completion, tests), self.sandbox.workers.count)
+
+    def _score(self, completion: Completion, tests: Tests) -> Score:
+        program = program_in(completion.text, tests)
+        if not program.strip():
+            return Score(0.0, "no program found")
+        passed, why = self._run(program, tests)
+        right = passed == tests.count
+        value = float(right) if self.options.score == "all" else passed / tests.count
+        return Score(value, f"{passed} of {tests.count} tests passed" + ("" if right else f"; {why}"))
+
+    @property
+    def _limits(self) -> Limits:
+        return Limits(self.options.seconds, self.options.memory_mb << 20, self.options.output_kb << 10)
+
+    def _run(self, program: str, tests: Tests) -> tuple[int, str]:
+        """How many tests pass, and what the first that does not said."""
+        if tests.pairs:
+            return self._run_pairs(program, tests.pairs)
+        seen = self.sandbox.run({"kind": "tests", "program": program, **tests.job}, self._limits)
+        verdicts = seen["verdicts"]
+        broken = next((v for v in verdicts if "broken" in v), None)
+        if broken is not None and broken.get("fault") == "tests" and "SyntaxError" in broken["broken"]:
+            raise DataError("tests", broken["broken"], because="they are no Python", fix="mend the data")
+        passed = sum(bool(v.get("passed")) for v in verdicts)
+        return passed, _why(verdicts, seen["ended"])
+
+    def _run_pairs(self, program: str, pairs: Sequence[tuple[str, str]]) -> tuple[int, str]:
+        passed, first = 0, ""
+        for number, (stdin, wanted) in enumerate(pairs, start=1):
+            seen = self.sandbox.run({"kind": "program", "program": program, "stdin": stdin}, self._limits)
+            if seen["ended"] == "exit 0" and same_output(seen["output"], wanted):
+                passed += 1
+                continue
+            first = first or f"test {number}: {_program_output(seen)}"
+            if self.options.score == "all" or seen["ended"] == "time":
+                break
+        return passed, first
+
+
+def _why(verdicts: Sequence[Mapping[str, Any]], ended: str) -> str:
+    for verdict in verdicts:
+        if not verdict.get("passed"):
+            return str(verdict.get("why") or verdict.get("broken"))
+    return _ENDS.get(ended, f"the tests ended in {ended}")
+
+
+def _program_output(seen: Mapping[str, Any]) -> str:
+    if seen["ended"] in ("exit 0", "exit 1"):
+        last = seen["output"].strip().rpartition("\n")[2]
+        return f"printed {last[:80]!r}" if seen["ended"] == "exit 0" else last[:120] or "it failed"
+    return _ENDS.get(seen["ended"], f"it ended in {seen['ended']}")
+
+
+_ENDS = {"time": "it took too long", "output": "it printed too much", "signal 9": "it took too long", "signal 11": "it crashed"}
+
+
+@dataclass(frozen=True)
+class Tests:
+    """The tests of a prompt: pairs of input and output, or a job for the sandbox; `count` of them in all."""
+
+    count: int
+    pairs: tuple[tuple[str, str], ...] = ()
+    job: Mapping[str, Any] = field(default_factory=dict)
+    prefix: str = ""
+    entry_point: str | None = None
+
+
+def read_tests(columns: Mapping[str, Any], most: int) -> Tests | None:
+    """The tests that a prompt's columns hold; None where they hold none."""
+    inputs, outputs = columns.get("inputs"), columns.get("outputs")
+    if inputs and outputs:
+        pairs = tuple((str(i), str(o)) for i, o in zip(inputs, outputs, strict=True))[:most]
+        return Tests(len(pairs), pairs)
+    tests, code = list(columns.get("tests") or ())[:most], columns.get("test_code")
+    if not tests and not code:
+        return None
+    entry = columns.get("entry_point")
+    job = {"tests": tests, "test_code": code, "setup": columns.get("setup") or "", "entry_point": entry}
+    return Tests(len(tests) + _functions_in(code), (), job, columns.get("prompt_code") or "", entry)
+
+
+def _functions_in(code: str | None) -> int:
+    """How many tests a text holds: its functions `test_…`, or itself."""
+    if not code:
+        return 0
+    try:
+        body = ast.parse(code).body
+    except SyntaxError:
+        return 1
+    return sum(isinstance(node, ast.FunctionDef) and node.name.startswith("test") for node in body) or 1
+
+
+def program_in(text: str, tests: Tests | None = None) -> str:
+    """The program of a completion: its last fenced block of Python, else what the answer tag holds, else all that is said.
+
+    Where the prompt began a function (`prompt_code`) and the program does not define it, the program goes on from there.
+    """
+    spoken = without_thinking(text)
+    found = (extract_fenced(spoken, _PYTHON), extract_tagged(spoken))
+    program = next((program for program in found if program is not None), spoken)
+    if tests is None or not tests.prefix:
+        return program
+    if tests.entry_point is not None and re.search(rf"^\s*(?:async )?def {re.escape(tests.entry_point)}\b", program, re.M):
+        helpers = tests.prefix[: tests.prefix.rfind(f"def {tests.entry_point}")]
+        return f"{helpers}\n{program}"
+    return tests.prefix + program
+
+
+def same_output(printed: str, wanted: str) -> bool:
+    """Whether two outputs are the same but for spaces at the ends of lines and empty lines at the end."""
+    return _lines(printed) == _lines(wanted)
+
+
+def _lines(text: str) -> list[str]:
+    return "\n".join(line.rstrip() for line in text.splitlines()).rstrip().split("\n")

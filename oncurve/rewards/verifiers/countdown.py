@@ -1,0 +1,77 @@
+"""Countdown's reward: 1 for an expression that reaches the target, and partial credit on the way there.
+
+    r = 1                                             exactly the target, from given numbers, each at most as often as given
+      = form + numbers + closeness · max(0, 1 − |v − target| / target)        other expressions of given numbers, of value v
+      = form                                          other well-formed expressions
+      = 0                                             no answer, or no expression
+
+Closeness counts only for given numbers: else writing the target itself would pay.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from pydantic import model_validator
+
+from oncurve.recipe.schema.sections import NonNegative, Section
+from oncurve.records import Completion, Group
+from oncurve.rewards.base import Result, Score, not_applicable, score_each
+from oncurve.rewards.verifiers.answer_extraction import answer_in
+from oncurve.tasks.puzzles.expression import Expression, ExpressionError, parse
+
+
+class CountdownRewardOptions(Section):
+    """Options of the reward `countdown`."""
+
+    form: NonNegative = 0.1
+    """For a well-formed expression."""
+    numbers: NonNegative = 0.1
+    """For an expression of given numbers only, each used at most as often as it is given."""
+    closeness: NonNegative = 0.3
+    """For being near the target: in full at the target, falling linearly to 0 at a distance of the target's own size."""
+
+    @model_validator(mode="after")
+    def _below_one(self) -> CountdownRewardOptions:
+        total = self.form + self.numbers + self.closeness
+        if total >= 1:
+            raise ValueError(f"form + numbers + closeness is {total:g}; it must stay below 1, which only a right answer gets")
+        return self
+
+
+@dataclass(frozen=True)
+class CountdownReward:
+    """Reads the columns `numbers` and `target`; does not apply to prompts without them."""
+
+    name: str
+    weight: float
+    options: CountdownRewardOptions = field(default_factory=CountdownRewardOptions)
+
+    def score(self, group: Group) -> list[Result]:
+        columns = group.prompt.columns
+        if "numbers" not in columns or "target" not in columns:
+            return not_applicable(group, "the prompt has no columns 'numbers' and 'target'")
+        given, target = Counter(int(n) for n in columns["numbers"]), Fraction(columns["target"])
+        return score_each(group, lambda completion: self._score(completion, given, target))
+
+    def _score(self, completion: Completion, given: Counter[int], target: Fraction) -> Score:
+        answer = answer_in(completion.text, "tag")
+        if answer is None:
+            return Score(0.0, "no answer found")
+        try:
+            return self._grade(parse(answer), given, target)
+        except ExpressionError as error:
+            return Score(0.0, f"not an expression: {error}")
+
+    def _grade(self, expression: Expression, given: Counter[int], target: Fraction) -> Score:
+        foreign = Counter(expression.numbers) - given
+        if foreign:
+            return Score(self.options.form, f"{next(iter(foreign))} is not given, or not so often")
+        if expression.value == target:
+            return Score(1.0, f"it makes {target}")
+        distance = abs(expression.value - target) / abs(target) if target else Fraction(1)
+        near = float(max(Fraction(0), 1 - distance))
+        reward = self.options.form + self.options.numbers + self.options.closeness * near
+        return Score(reward, f"it makes {float(expression.value):g}, not {target}")

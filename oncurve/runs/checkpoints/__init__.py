@@ -1,0 +1,1 @@
+"""Checkpoints on disk: files, shards of several ranks, and the list of what there is."""

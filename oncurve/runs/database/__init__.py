@@ -1,0 +1,1 @@
+"""run.db, the SQLite database of a run: schema, writer, reader."""

@@ -1,0 +1,287 @@
+"""What can be asked of a run's database. ``Store`` adds the writing; the studio and the command line need only this."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import sqlite3
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from oncurve.errors import RunError
+from oncurve.records import Aspect, EvalReport, GradedGroup, ScoredGroup, StepReport, TokenStats
+from oncurve.runs.database import row_codec
+from oncurve.runs.database.connection import database_errors
+from oncurve.runs.metrics import is_repeatable
+
+SECONDS = "seconds/"
+"""Prefix under which a step's time by phase stands among its metrics."""
+
+Kind = Literal["train", "eval"]
+ScoredRows = tuple[ScoredGroup, list[sqlite3.Row]]
+
+
+@dataclass(frozen=True, slots=True)
+class StageRow:
+    """A stage that was begun. ``steps`` were planned, ``done`` is the last one recorded; ``finished`` is None until it ends."""
+
+    name: str
+    type: str
+    position: int
+    steps: int
+    done: int
+    started: float
+    finished: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """One recorded step: how long it took, and when it was written."""
+
+    stage: str
+    step: int
+    seconds: float
+    created: float
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRow:
+    """A group in a list: enough to choose one to look at. ``has_signal`` is None for a group of a measurement."""
+
+    id: int
+    position: int
+    prompt_id: str
+    has_signal: bool | None
+    completions: int
+    failures: int
+    mean_total: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedGroup:
+    """A training group as it was, with what the learner saw of each completion (None: not forwarded)."""
+
+    graded: GradedGroup
+    stats: tuple[TokenStats | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened: a stage begun, a checkpoint written, a damaged one passed over."""
+
+    time: float
+    kind: str
+    message: str
+    stage: str | None
+    step: int | None
+    data: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A run at a glance. ``groups`` and ``completions`` count measurements' too; ``evals`` come without their groups."""
+
+    format: int
+    oncurve: str
+    created: float
+    stages: tuple[StageRow, ...]
+    groups: int
+    completions: int
+    failures: int
+    last_metrics: Mapping[str, float]
+    evals: tuple[EvalReport, ...]
+
+
+CONTENT = (
+    "SELECT name, type, position, steps FROM stages ORDER BY position",
+    "SELECT stage, step FROM steps ORDER BY stage, step",
+    "SELECT stage, step, accuracy, asked, by_difficulty FROM evals ORDER BY stage, step",
+    "SELECT * FROM groups ORDER BY id",
+    "SELECT * FROM completions ORDER BY id",
+    "SELECT * FROM aspects ORDER BY completion_id, position",
+    "SELECT * FROM tokens ORDER BY completion_id",
+)
+"""All that two identical runs have in common; metrics are looked at one by one."""
+
+
+class Reader:
+    """Questions to one run's database."""
+
+    def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
+        self.path = path
+        self._connection = connection
+
+    def _query(self, question: str, *values: Any) -> list[sqlite3.Row]:
+        with database_errors(self.path):
+            return self._connection.execute(question, values).fetchall()
+
+    def _number(self, question: str, *values: Any) -> int:
+        return int(self._query(question, *values)[0][0])
+
+    def stages(self) -> list[StageRow]:
+        done = "coalesce((SELECT max(step) FROM steps WHERE steps.stage = stages.name), 0)"
+        question = f"SELECT name, type, position, steps, {done}, started, finished FROM stages ORDER BY position"
+        return [StageRow(*row) for row in self._query(question)]
+
+    def steps(self, stage: str | None = None) -> list[StepRow]:
+        """The recorded steps in order, of one stage or of all."""
+        question = """SELECT stage, step, seconds, created FROM steps JOIN stages ON stages.name = steps.stage
+                      WHERE ?1 IS NULL OR stage = ?1 ORDER BY position, step"""
+        return [StepRow(*row) for row in self._query(question, stage)]
+
+    def metric(self, name: str, stage: str) -> list[tuple[int, float]]:
+        """One metric's curve: (step, value). A value that was not a number is NaN again."""
+        found = self._query("SELECT step, value FROM metrics WHERE stage = ? AND name = ? ORDER BY step", stage, name)
+        return [(row["step"], _number_or_nan(row["value"])) for row in found]
+
+    def metrics_of(self, stage: str, step: int) -> dict[str, float]:
+        """Every metric of a step by name, its time by phase included as ``seconds/<phase>``."""
+        found = self._query("SELECT name, value FROM metrics WHERE stage = ? AND step = ? ORDER BY name", stage, step)
+        return {row["name"]: _number_or_nan(row["value"]) for row in found}
+
+    def groups(self, stage: str, step: int) -> list[GroupRow]:
+        """The groups of a training step."""
+        question = """SELECT groups.id, groups.position, prompt_id, has_signal,
+                      count(completions.id), count(failure), avg(total)
+                      FROM groups LEFT JOIN completions ON group_id = groups.id
+                      WHERE stage = ? AND step = ? AND kind = 'train' GROUP BY groups.id ORDER BY groups.position"""
+        return [_group_row(row) for row in self._query(question, stage, step)]
+
+    def group(self, stage: str, step: int, position: int) -> RecordedGroup:
+        """One training group as it was. A column that JSON lacks (a tuple, a date) is what JSON made of it."""
+        kept = self._recorded(stage, step, position)
+        if not kept:
+            count = self._number("SELECT count(*) FROM groups WHERE stage = ? AND step = ? AND kind = 'train'", stage, step)
+            raise RunError(
+                str(self.path),
+                f"no group {position} at step {step} of stage '{stage}'",
+                because=f"{count} groups were recorded there, counted from 0",
+                fix=self._what_there_is(),
+            )
+        return kept[0]
+
+    def step(self, stage: str, step: int) -> StepReport:
+        """A whole step as it was reported."""
+        if not self._query("SELECT 1 FROM steps WHERE stage = ? AND step = ?", stage, step):
+            raise RunError(
+                str(self.path), f"no step {step} of stage '{stage}'", because="it was not recorded", fix=self._what_there_is()
+            )
+        numbers = self.metrics_of(stage, step)
+        seconds = {name.removeprefix(SECONDS): value for name, value in numbers.items() if name.startswith(SECONDS)}
+        metrics = {name: value for name, value in numbers.items() if not name.startswith(SECONDS)}
+        kept = self._recorded(stage, step)
+        return StepReport(stage, step, metrics, seconds, tuple(k.graded for k in kept), tuple(k.stats for k in kept))
+
+    def evals(self, stage: str | None = None) -> list[EvalReport]:
+        """The measurements in order, without their groups (``eval_groups`` has those)."""
+        question = """SELECT evals.* FROM evals JOIN stages ON stages.name = evals.stage
+                      WHERE ?1 IS NULL OR stage = ?1 ORDER BY position, step"""
+        return [_eval_report(row) for row in self._query(question, stage)]
+
+    def eval_groups(self, stage: str, step: int) -> tuple[ScoredGroup, ...]:
+        """What was answered in a measurement."""
+        return tuple(scored for scored, _ in self._scored(stage, step, "eval"))
+
+    def events(self, kind: str | None = None) -> list[Event]:
+        question = "SELECT time, kind, message, stage, step, data FROM events WHERE ?1 IS NULL OR kind = ?1 ORDER BY id"
+        return [Event(row[0], row[1], row[2], row[3], row[4], json.loads(row["data"])) for row in self._query(question, kind)]
+
+    def replies(self, stage: str, step: int, kind: Kind = "train") -> dict[str, str]:
+        """What came from outside while a step or a measurement was graded, by the key that rewards ask under."""
+        if not self._query("SELECT 1 FROM sqlite_master WHERE name = 'replies'"):
+            return {}  # a run from before replies were kept, read by one who may not add the table
+        question = "SELECT key, reply FROM replies WHERE stage = ? AND step = ? AND kind = ?"
+        return {row["key"]: row["reply"] for row in self._query(question, stage, step, kind)}
+
+    def versions(self, stage: str, step: int) -> dict[tuple[int, int], list[tuple[int, int]]]:
+        """By (group, completion): which weights wrote it, as (first token, updates they had seen). Asynchronous runs only."""
+        if not self._query("SELECT 1 FROM sqlite_master WHERE name = 'versions'"):
+            return {}
+        question = """SELECT groups.position, completions.position, versions FROM groups
+                      JOIN completions ON group_id = groups.id JOIN versions ON completion_id = completions.id
+                      WHERE stage = ? AND step = ? AND kind = 'train'"""
+        return {(row[0], row[1]): [(at, v) for at, v in json.loads(row[2])] for row in self._query(question, stage, step)}
+
+    def summary(self) -> Summary:
+        stages, made = tuple(self.stages()), self._query("SELECT format, oncurve, created FROM meta")[0]
+        begun = [stage for stage in stages if stage.done]
+        return Summary(
+            format=made["format"],
+            oncurve=made["oncurve"],
+            created=made["created"],
+            stages=stages,
+            groups=self._last_id("groups"),
+            completions=self._last_id("completions"),
+            failures=self._number("SELECT count(*) FROM completions WHERE failure IS NOT NULL"),
+            last_metrics=self.metrics_of(begun[-1].name, begun[-1].done) if begun else {},
+            evals=tuple(self.evals()),
+        )
+
+    def fingerprint(self) -> str:
+        """SHA-256 of everything but times, events and metrics that measure the machine: equal for two identical runs."""
+        digest = hashlib.sha256()
+        for question in CONTENT:
+            for row in self._query(question):
+                digest.update(repr(tuple(row)).encode())
+        for row in self._query("SELECT stage, step, name, value FROM metrics ORDER BY stage, name, step"):
+            if is_repeatable(row["name"]):
+                digest.update(repr(tuple(row)).encode())
+        for report in self.evals():
+            digest.update(repr(sorted((n, v) for n, v in report.metrics.items() if is_repeatable(n))).encode())
+        return digest.hexdigest()
+
+    def _recorded(self, stage: str, step: int, position: int | None = None) -> list[RecordedGroup]:
+        return [_kept_group(scored, tokens) for scored, tokens in self._scored(stage, step, "train", position)]
+
+    def _scored(self, stage: str, step: int, kind: Kind, position: int | None = None) -> list[ScoredRows]:
+        """Groups of a step, each with its completions' rows, in three questions however many there are."""
+        where = "stage = ? AND step = ? AND kind = ? AND groups.position BETWEEN ? AND ?"
+        low, high = (0, 2**62) if position is None else (position, position)
+        asked = (stage, step, kind, low, high)
+        groups = self._query(f"SELECT * FROM groups WHERE {where} ORDER BY position", *asked)
+        of_groups = (
+            f"FROM groups JOIN completions ON group_id = groups.id JOIN {{}} ON completion_id = completions.id WHERE {where}"
+        )
+        completions = self._query(
+            f"SELECT completions.*, tokens.* {of_groups.format('tokens')} ORDER BY completions.id", *asked
+        )
+        aspects: dict[int, list[Aspect]] = {}
+        for row in self._query(
+            f"SELECT aspects.* {of_groups.format('aspects')} ORDER BY completion_id, aspects.position", *asked
+        ):
+            aspects.setdefault(row["completion_id"], []).append(row_codec.aspect_of(row))
+        by_group: dict[int, list[sqlite3.Row]] = {group["id"]: [] for group in groups}
+        for row in completions:
+            by_group[row["group_id"]].append(row)
+        return [(row_codec.scored_group_of(group, by_group[group["id"]], aspects), by_group[group["id"]]) for group in groups]
+
+    def _last_id(self, table: Literal["groups", "completions", "events"]) -> int:
+        return self._number(f"SELECT coalesce(max(id), 0) FROM {table}")
+
+    def _what_there_is(self) -> str:
+        known = ", ".join(f"{stage.name} 1 to {stage.done}" for stage in self.stages() if stage.done)
+        return f"recorded steps: {known}" if known else "no step is recorded yet"
+
+
+def _number_or_nan(value: float | None) -> float:
+    """SQLite keeps NaN as NULL."""
+    return math.nan if value is None else value
+
+
+def _group_row(row: sqlite3.Row) -> GroupRow:
+    signal = None if row["has_signal"] is None else bool(row["has_signal"])
+    return GroupRow(row["id"], row["position"], row_codec.text_of(row["prompt_id"]) or "", signal, *row[4:])
+
+
+def _kept_group(scored: ScoredGroup, tokens: Sequence[sqlite3.Row]) -> RecordedGroup:
+    advantages = tuple(row_codec.advantages_of(row) for row in tokens)
+    graded = GradedGroup(scored, advantages, tuple(bool(row["graded"]) for row in tokens))
+    return RecordedGroup(graded, tuple(row_codec.stats_of(row) for row in tokens))
+
+
+def _eval_report(row: sqlite3.Row) -> EvalReport:
+    by_difficulty = {level: (solved, asked) for level, (solved, asked) in json.loads(row["by_difficulty"]).items()}
+    return EvalReport(row["stage"], row["step"], row["accuracy"], row["asked"], by_difficulty, json.loads(row["metrics"]))

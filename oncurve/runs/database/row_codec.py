@@ -1,0 +1,224 @@
+"""Records to rows of ``oncurve.runs.database.schema`` and back, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from oncurve.records import (
+    Aspect,
+    Bools,
+    Completion,
+    Floats,
+    GradedGroup,
+    Group,
+    Ints,
+    Prompt,
+    ScoredCompletion,
+    ScoredGroup,
+    TokenStats,
+)
+
+Row = tuple[Any, ...]
+
+
+def float_blob(values: Floats) -> bytes:
+    return np.asarray(values, dtype="<f4").tobytes()
+
+
+def floats(blob: bytes) -> Floats:
+    return np.frombuffer(blob, dtype="<f4").astype(np.float32)
+
+
+def int_blob(values: Ints) -> bytes:
+    """Token ids as 32-bit numbers: half the room, and no vocabulary comes near 2³¹."""
+    return np.asarray(values, dtype="<i4").tobytes()
+
+
+def ints(blob: bytes) -> Ints:
+    return np.frombuffer(blob, dtype="<i4").astype(np.int64)
+
+
+def bool_blob(values: Bools) -> bytes:
+    return np.asarray(values, dtype=np.bool_).tobytes()
+
+
+def bools(blob: bytes) -> Bools:
+    return np.frombuffer(blob, dtype=np.bool_).copy()
+
+
+def text_cell(text: str | None) -> str | bytes | None:
+    """Text as SQLite takes it. A lone surrogate, which UTF-8 can't hold, makes it a blob: kept as it is, not mended."""
+    if text is None or text.isascii():
+        return text
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "surrogatepass")
+    return text
+
+
+def text_of(cell: str | bytes | None) -> str | None:
+    return cell.decode("utf-8", "surrogatepass") if isinstance(cell, bytes) else cell
+
+
+def to_json(value: Any) -> str:
+    return json.dumps(value, default=_plain, separators=(",", ":"))
+
+
+def _plain(value: Any) -> Any:
+    """What JSON lacks: numpy's numbers and arrays become Python's, mappings dicts, anything else (a date, bytes) its text."""
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return dict(value)
+    return str(value)
+
+
+@dataclass(slots=True)
+class StepRows:
+    """The rows of a step's (or a measurement's) groups, gathered so that each table is written in one go."""
+
+    groups: list[Row] = field(default_factory=list)
+    completions: list[Row] = field(default_factory=list)
+    aspects: list[Row] = field(default_factory=list)
+    tokens: list[Row] = field(default_factory=list)
+    versions: list[Row] = field(default_factory=list)
+
+
+Graded = GradedGroup | ScoredGroup
+Stats = Sequence[TokenStats | None]
+
+
+def group_rows(
+    stage: str, step: int, groups: Sequence[Graded], stats: Sequence[Stats], last_group: int, last_completion: int
+) -> StepRows:
+    """Rows for ``groups``, numbered on from the last ids. A ScoredGroup, of a measurement, has no advantages."""
+    rows = StepRows()
+    for position, (graded, group_stats) in enumerate(zip(groups, stats, strict=True)):
+        group_id = last_group + 1 + position
+        rows.groups.append(_group_row(group_id, stage, step, position, graded))
+        scored = graded.scored.scored if isinstance(graded, GradedGroup) else graded.scored
+        for index, (one, seen) in enumerate(zip(scored, group_stats, strict=True)):
+            last_completion += 1
+            advantages = graded.advantages[index] if isinstance(graded, GradedGroup) else None
+            is_graded = int(graded.graded[index]) if isinstance(graded, GradedGroup) else None
+            rows.completions.append(_completion_row(last_completion, group_id, index, one, is_graded, advantages))
+            rows.aspects += [_aspect_row(last_completion, place, aspect) for place, aspect in enumerate(one.aspects)]
+            rows.tokens.append(_token_row(last_completion, one.completion, advantages, seen))
+            if one.completion.versions is not None:
+                rows.versions.append((last_completion, to_json(one.completion.versions)))
+    return rows
+
+
+def _group_row(group_id: int, stage: str, step: int, position: int, graded: Graded) -> Row:
+    group, prompt = graded.group, graded.group.prompt
+    kind, signal = ("train", int(graded.has_signal)) if isinstance(graded, GradedGroup) else ("eval", None)
+    messages = None if prompt.messages is None else to_json([dict(m) for m in prompt.messages])
+    shown = (text_cell(prompt.id), text_cell(prompt.text), messages, to_json(dict(prompt.columns)))
+    return (group_id, stage, step, kind, position, *shown, int_blob(group.prompt_ids), signal)
+
+
+def _completion_row(
+    row_id: int, group_id: int, position: int, one: ScoredCompletion, graded: int | None, advantages: Floats | None
+) -> Row:
+    completion, failure = one.completion, one.failure
+    told = (text_cell(completion.text), completion.stop, completion.length)
+    return (row_id, group_id, position, *told, one.total, graded, text_cell(failure), _mean_advantage(completion, advantages))
+
+
+def _mean_advantage(completion: Completion, advantages: Floats | None) -> float | None:
+    """Mean over the tokens that the policy wrote, in float64; None without any. A constant is itself: no rounding."""
+    if advantages is None:
+        return None
+    written = np.asarray(advantages)[completion.loss_mask]
+    if not written.size:
+        return None
+    first = float(written[0])
+    return first if bool((written == written[0]).all()) else float(written.mean(dtype=np.float64))
+
+
+def _aspect_row(completion_id: int, position: int, aspect: Aspect) -> Row:
+    steps = None if aspect.steps is None else to_json(aspect.steps)
+    verdict = (aspect.value, aspect.weight, text_cell(aspect.failure), text_cell(aspect.reason), steps)
+    return (completion_id, position, aspect.name, *verdict)
+
+
+def _token_row(completion_id: int, completion: Completion, advantages: Floats | None, seen: TokenStats | None) -> Row:
+    logps = float_blob(completion.logps)
+    mask = None if completion.loss_mask.all() else bool_blob(completion.loss_mask)
+    sampled, raw = _unless_same(completion.sampled_logps, logps), _unless_same(completion.raw_logps, logps)
+    graded = None if advantages is None else _constant_or_all(float_blob(advantages))
+    sampler = (int_blob(completion.token_ids), mask, logps, sampled, raw, graded)
+    if seen is None:
+        return (completion_id, *sampler, None, None, None, None, None)
+    kl = None if seen.kl is None else float_blob(seen.kl)
+    learner = (float_blob(seen.logps), float_blob(seen.ratio), float_blob(seen.entropy), bool_blob(seen.clipped), kl)
+    return (completion_id, *sampler, *learner)
+
+
+def _unless_same(values: Floats, logps: bytes) -> bytes | None:
+    blob = float_blob(values)
+    return None if blob == logps else blob
+
+
+def _constant_or_all(blob: bytes) -> bytes:
+    return blob[:4] if blob == blob[:4] * (len(blob) // 4) else blob
+
+
+def prompt_of(row: sqlite3.Row) -> Prompt:
+    messages = None if row["messages"] is None else tuple(json.loads(row["messages"]))
+    return Prompt(
+        id=text_of(row["prompt_id"]) or "", text=text_of(row["prompt"]), messages=messages, columns=json.loads(row["columns"])
+    )
+
+
+def completion_of(row: sqlite3.Row) -> Completion:
+    """The completion as it was sampled; where nothing sets its log-probs apart they are one array again."""
+    ids, logps = ints(row["token_ids"]), floats(row["logps"])
+    return Completion(
+        token_ids=ids,
+        text=text_of(row["text"]) or "",
+        stop=row["stop"],
+        logps=logps,
+        sampled_logps=logps if row["sampled_logps"] is None else floats(row["sampled_logps"]),
+        raw_logps=logps if row["raw_logps"] is None else floats(row["raw_logps"]),
+        loss_mask=np.ones(len(ids), dtype=np.bool_) if row["loss_mask"] is None else bools(row["loss_mask"]),
+    )
+
+
+def aspect_of(row: sqlite3.Row) -> Aspect:
+    steps = None if row["steps"] is None else tuple((int(token), float(reward)) for token, reward in json.loads(row["steps"]))
+    told = {"failure": text_of(row["failure"]), "reason": text_of(row["reason"])}
+    return Aspect(name=row["name"], value=row["value"], weight=row["weight"], steps=steps, **told)
+
+
+def advantages_of(row: sqlite3.Row) -> Floats:
+    values: NDArray[np.float32] = floats(row["advantages"])
+    length = len(row["token_ids"]) // 4
+    return np.repeat(values, length) if len(values) == 1 else values
+
+
+def stats_of(row: sqlite3.Row) -> TokenStats | None:
+    if row["learner_logps"] is None:
+        return None
+    return TokenStats(
+        logps=floats(row["learner_logps"]),
+        ratio=floats(row["ratio"]),
+        entropy=floats(row["entropy"]),
+        clipped=bools(row["clipped"]),
+        kl=None if row["kl"] is None else floats(row["kl"]),
+    )
+
+
+def scored_group_of(group: sqlite3.Row, completions: Sequence[sqlite3.Row], aspects: Mapping[int, list[Aspect]]) -> ScoredGroup:
+    """A group from its row, its completions' rows (joined with their tokens), and their aspects by completion id."""
+    scored = tuple(ScoredCompletion(completion_of(row), tuple(aspects.get(row["id"], ()))) for row in completions)
+    sampled = Group(prompt_of(group), ints(group["prompt_ids"]), tuple(s.completion for s in scored))
+    return ScoredGroup(sampled, scored)

@@ -1,0 +1,72 @@
+"""From the name in an address to a run on disk, and from what goes wrong in reading it to words."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sqlite3
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from oncurve.errors import RewardError, RunError
+from oncurve.recipe.load import load_recipe
+from oncurve.recipe.schema.recipe import Recipe
+from oncurve.runs.database.connection import open_database
+from oncurve.runs.folder import RunFolder
+from oncurve.studio.queries import StudioQueries
+from oncurve.trust import Power
+
+if TYPE_CHECKING:
+    from fastapi import Request
+
+
+def find_run(runs_dir: Path, name: str) -> RunFolder:
+    """The run of that name. Only a folder that lies directly in ``runs_dir`` has one: a name is never a path."""
+    plain = name not in ("", ".", "..") and not name.startswith(".") and not any(c in name for c in "/\\\0")
+    if not plain or not (runs_dir / name).is_dir():
+        raise RunError(name, "no such run", because=f"{runs_dir} has no folder of that name", fix="choose one from the list")
+    return RunFolder.open(runs_dir / name, runs_dir)
+
+
+@contextlib.contextmanager
+def open_reader(run: RunFolder) -> Iterator[StudioQueries]:
+    """A read-only handle on a run's database. Whatever a damaged one makes Python say becomes one clear error."""
+    connection = open_database(run.database, read_only=True)
+    try:
+        yield StudioQueries(run.database, connection)
+    except (ValueError, KeyError, TypeError, IndexError, sqlite3.Error) as error:
+        raise RunError(
+            str(run.database),
+            "damaged",
+            because=f"a row in it is not what a run writes ({type(error).__name__}: {error})",
+            fix="restore it from a copy; the run's checkpoints do not depend on it",
+        ) from error
+    finally:
+        connection.close()
+
+
+def recipe_of(run: RunFolder) -> Recipe:
+    return load_recipe(run.recipe)
+
+
+def check_agreed(request: Request, powers: Sequence[Power], *, ticked: bool) -> None:
+    """Refuses to run code or send a key unless the studio was started with --allow-code and the user has ticked the box."""
+    allowed: bool = request.app.state.allow_code
+    if powers and not (allowed and ticked):
+        raise RewardError(
+            "trust",
+            "; ".join(map(str, powers)),
+            because="this needs your agreement" if allowed else "this studio runs no code of a run and sends no key",
+            fix="tick the box if you trust this run" if allowed else "start it with --allow-code, and tick the box on the page",
+        )
+
+
+def finite(value: float | None) -> float | None:
+    """JSON has no NaN: what is not a number is null."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def finite_all(values: Any, digits: int) -> list[float | None]:
+    """An array as JSON's numbers, with as many digits as a picture can use."""
+    return [float(f"{v:.{digits}g}") if math.isfinite(v) else None for v in values.tolist()]

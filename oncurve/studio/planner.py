@@ -1,0 +1,129 @@
+"""The planner for the page: the same question and answer as `oncurve plan --json`, and PPO beside GRPO for the Learn page."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request
+from pydantic import BaseModel, ConfigDict, Field
+
+from oncurve.errors import RecipeError
+from oncurve.plan.hardware import GPUS, Gpu, find_gpu
+from oncurve.plan.job import ALGORITHMS, Job
+from oncurve.plan.memory import memory_limit, memory_of
+from oncurve.plan.model_table import MODELS, find_shape
+from oncurve.plan.plan import make_plan, plan_data, report_data, side_by_side
+from oncurve.plan.request import PROMPT_TOKENS, PlanOverrides, job_for, job_of_stage, plannable, usual_rank, with_overrides
+from oncurve.runs.folder import RunFolder
+from oncurve.studio.open_run import find_run, open_reader, recipe_of
+
+planner = APIRouter(prefix="/api/plan")
+Size = Annotated[int, Field(ge=1, le=10_000_000)]
+DEMO_GPU, MOST_GPUS = "B200", 4096
+"""The Learn page's demo takes as many of these as PPO needs, each holding its share; while sampling each holds all weights."""
+DEMO_REWARD = "7B"
+"""The size of the demo's reward model, which every GPU holds whole."""
+
+
+class PlannerRequest(BaseModel):
+    """What the page asks, by the names of `oncurve plan`'s options. A run's recipe and lengths, or a model."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    run: str | None = None
+    stage: str | None = None
+    model: Annotated[str, Field(max_length=200)] | None = None
+    gpu: str = "H100-80GB"
+    gpus: Size | None = None
+    algorithm: str | None = None
+    prompts: Size | None = None
+    group_size: Size | None = None
+    prompt_tokens: Size | None = None
+    new_tokens: Size | None = None
+    tokens_per_pack: Size | None = None
+    updates: Size | None = None
+    minibatches: Size | None = None
+    beta: Annotated[float, Field(ge=0, le=100)] | None = None
+    lora_rank: Size | None = None
+    checkpointing: bool | None = None
+    moments: Literal["float32", "int8"] | None = None
+    optimiser_on_cpu: bool | None = None
+    reference_on_cpu: bool | None = None
+    sharding: Literal["none", "optimiser", "full"] | None = None
+
+    @property
+    def overrides(self) -> PlanOverrides:
+        chosen = self.model_dump(exclude={"run", "stage", "model", "gpu"}, exclude_none=True)
+        return PlanOverrides(**{name: value for name, value in chosen.items() if value is not False})
+
+
+@planner.get("/known")
+def known() -> dict[str, Any]:
+    """What the form offers: models, GPUs, algorithms, and the rank of an adapter where nobody says."""
+    gpus = [{"name": gpu.name, "memory": gpu.memory} for gpu in GPUS.values()]
+    models = [{"name": name, "parameters": shape.parameters} for name, shape in MODELS.items()]
+    return {"models": models, "gpus": gpus, "algorithms": list(ALGORITHMS), "lora_rank": usual_rank()}
+
+
+@planner.post("")
+def plan(request: Request, asked: PlannerRequest) -> dict[str, Any]:
+    """All that `oncurve plan --json` says."""
+    gpu = find_gpu(asked.gpu)
+    job = _of_run(find_run(request.app.state.runs_dir, asked.run), asked, gpu) if asked.run else _of_model(asked, gpu)
+    return report_data(job, side_by_side(job, usual_rank()))
+
+
+def _of_model(asked: PlannerRequest, gpu: Gpu) -> Job:
+    if asked.model is None:
+        raise RecipeError("model", "not named", because="a plan is of a run or a model", fix="choose one")
+    return job_for(find_shape(asked.model), gpu, asked.overrides)
+
+
+def _of_run(run: RunFolder, asked: PlannerRequest, gpu: Gpu) -> Job:
+    """The run's recipe, with its longest prompt as it was really asked."""
+    recipe = recipe_of(run)
+    stages = [stage for stage in plannable(recipe) if asked.stage in (None, stage.label)]
+    if not stages:
+        raise RecipeError(
+            "stage", asked.stage or "none", because="the planner knows none of the recipe's stages", fix="name a model"
+        )
+    with open_reader(run) as store:
+        longest = store.longest_prompt()
+    return with_overrides(job_of_stage(recipe, stages[-1], gpu, longest or PROMPT_TOKENS), asked.overrides)
+
+
+class MemoryRequest(BaseModel):
+    """The demo's sliders."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: Annotated[str, Field(max_length=60)]
+    group_size: Annotated[int, Field(ge=1, le=64)]
+    lora: bool = False
+    reference: bool = True
+    reward_model: bool = False
+
+
+@planner.get("/compare")
+def compare(asked: Annotated[MemoryRequest, Query()]) -> dict[str, Any]:
+    """PPO and GRPO on the same job, on as many GPUs as PPO needs."""
+    shape = find_shape(asked.model)
+    wishes = PlanOverrides(
+        prompts=64, group_size=asked.group_size, prompt_tokens=512, new_tokens=1024, checkpointing=True,
+        beta=0.04 if asked.reference else 0.0, lora_rank=usual_rank() if asked.lora else None,
+        reward_model=find_shape(DEMO_REWARD) if asked.reward_model else None,
+    )  # fmt: skip
+    base = job_for(shape, GPUS[DEMO_GPU], wishes)
+    job = _on_enough(replace(base, algorithm="ppo"))
+    plans = {name: plan_data(make_plan(replace(job, algorithm=name), usual_rank())) for name in ("ppo", "grpo")}
+    return {"gpu": job.gpu.name, "gpus": job.gpus, "parameters": shape.parameters, **plans}
+
+
+def _on_enough(job: Job) -> Job:
+    """The job over the fewest GPUs, a power of two, that hold it, sharded where there are several."""
+    gpus = 1
+    while memory_of(job).peak.total > memory_limit(job) and gpus < MOST_GPUS:
+        gpus *= 2
+        job = replace(job, gpus=gpus, sharding="full")
+    return job

@@ -1,0 +1,224 @@
+"""What only the studio asks of a run's database: pages of completions by condition, one prompt through training.
+
+A view must come quickly whatever the run's size. Searches go through completions from the newest on, a range of ids at a
+time, and stop when the page is full or the time is up; the answer says from where to look further.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from oncurve.records import ScoredGroup
+from oncurve.runs.database.reader import Kind, Reader, StageRow
+
+PAGE = 50
+RANGE = 10_000
+"""Completions looked through between two looks at the clock."""
+BUDGET_S = 0.12
+"""Time for one search; the 200 ms of a view less what the network and the page take."""
+
+Comparison = Literal["lt", "ge"]
+SIGNS: dict[Comparison, str] = {"lt": "<", "ge": ">="}
+LISTED = """completions.id, groups.id AS group_id, stage, step, kind, groups.position AS "group", completions.position AS place,
+            prompt_id, prompt, messages, text, total, advantage, length, stop, failure, has_signal"""
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionFilter:
+    """Conditions on completions; all must hold. ``aspects`` compare an aspect's value: ("format", "lt", 1.0)."""
+
+    text: str = ""
+    stage: str | None = None
+    step: int | None = None
+    kind: Kind | None = None
+    aspects: Sequence[tuple[str, Comparison, float]] = ()
+    failed: bool = False
+    cut: bool = False
+    no_signal: bool = False
+
+    def condition(self) -> tuple[str, list[Any]]:
+        """As SQL, with its values in order."""
+        parts: list[tuple[str, list[Any]]] = []
+        if self.text:
+            pattern = "%" + self.text.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_") + "%"
+            parts.append(("(text LIKE ? ESCAPE '\\' OR prompt LIKE ? ESCAPE '\\')", [pattern, pattern]))
+        for column, equal in (("stage", self.stage), ("step", self.step), ("kind", self.kind)):
+            if equal is not None:
+                parts.append((f"{column} = ?", [equal]))
+        for name, comparison, value in self.aspects:
+            its_value = "SELECT value FROM aspects WHERE completion_id = completions.id AND name = ?"
+            parts.append((f"({its_value}) {SIGNS[comparison]} ?", [name, value]))
+        if self.failed:
+            parts.append(("failure IS NOT NULL", []))
+        if self.cut:
+            parts.append(("stop = 'length'", []))
+        if self.no_signal:
+            # Equal rewards are a group's property: its first completion stands for it.
+            parts.append(("has_signal = 0 AND completions.position = 0", []))
+        return " AND ".join(part for part, _ in parts) or "1", [value for _, values in parts for value in values]
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionPage:
+    """A page of completions. ``before`` is where to look further (None: all were looked through), ``seen`` how many were."""
+
+    rows: list[sqlite3.Row] = field(default_factory=list)
+    before: int | None = None
+    seen: int = 0
+
+
+class StudioQueries(Reader):
+    """The studio's questions, beside all that a Reader answers."""
+
+    def find(
+        self, wanted: CompletionFilter, before: int | None = None, limit: int = PAGE, budget_s: float = BUDGET_S
+    ) -> CompletionPage:
+        """Completions that fulfil the conditions, newest first, from id ``before`` down."""
+        condition, values = wanted.condition()
+        top = self._last_id("completions") + 1 if before is None else before
+        low_end, high = self._ids_of_step(wanted, top)
+        rows: list[sqlite3.Row] = []
+        start, deadline = high, time.monotonic() + budget_s
+        while high > low_end and len(rows) <= limit and (high == start or time.monotonic() < deadline):
+            low = max(low_end, high - RANGE)
+            rows += self._query(
+                f"""SELECT {LISTED} FROM completions JOIN groups ON groups.id = group_id
+                    WHERE completions.id >= ? AND completions.id < ? AND {condition}
+                    ORDER BY completions.id DESC LIMIT ?""",
+                low, high, *values, limit + 1 - len(rows),
+            )  # fmt: skip
+            high = low
+        full = len(rows) > limit
+        go_on = rows[limit - 1]["id"] if full else high
+        return CompletionPage(rows[:limit], go_on if full or high > low_end else None, start - go_on)
+
+    def _ids_of_step(self, wanted: CompletionFilter, top: int) -> tuple[int, int]:
+        """The ids that a search within one step has to look through: a step's completions lie together."""
+        if wanted.stage is None or wanted.step is None:
+            return 1, top
+        asked = "SELECT min(id), max(id) FROM groups WHERE stage = ? AND step = ?"
+        first, last = self._query(asked, wanted.stage, wanted.step)[0]
+        if first is None:
+            return 1, 1
+        ids = "SELECT min(id), max(id) FROM completions WHERE group_id IN (?, ?)"
+        lowest, highest = self._query(ids, first, last)[0]
+        return (lowest, min(top, highest + 1)) if lowest is not None else (1, 1)
+
+    def of_prompt(self, prompt_id: str) -> list[sqlite3.Row]:
+        """Every group of one prompt, in the order in which it was asked."""
+        return self._query(
+            """SELECT stage, step, kind, groups.position AS "group", has_signal, count(completions.id) AS completions,
+               avg(total) AS mean, min(total) AS lowest, max(total) AS highest, avg(length) AS length
+               FROM groups LEFT JOIN completions ON group_id = groups.id WHERE prompt_id = ?
+               GROUP BY groups.id ORDER BY groups.id""",
+            prompt_id,
+        )
+
+    def scored(self, stage: str, step: int, kind: Kind, position: int) -> tuple[ScoredGroup, list[sqlite3.Row]] | None:
+        """One group of a step or a measurement, with its completions' rows; None where there is none."""
+        found = self._scored(stage, step, kind, position)
+        return found[0] if found else None
+
+    def totals(self, stage: str, step: int, kind: Kind) -> list[list[float | None]]:
+        """The total rewards of each of a step's groups: what a batch's std is made of."""
+        rows = self._query(
+            """SELECT group_id, total FROM groups JOIN completions ON group_id = groups.id
+               WHERE stage = ? AND step = ? AND kind = ? ORDER BY completions.id""",
+            stage, step, kind,
+        )  # fmt: skip
+        by_group: dict[int, list[float | None]] = {}
+        for row in rows:
+            by_group.setdefault(row["group_id"], []).append(row["total"])
+        return list(by_group.values())
+
+    def group_heads(self, stage: str, step: int, kind: Kind) -> list[sqlite3.Row]:
+        """A step's groups with their prompts' texts and the spread of their rewards."""
+        return self._query(
+            """SELECT groups.position, prompt_id, prompt, messages, has_signal, count(completions.id) AS completions,
+               count(failure) AS failures, avg(total) AS mean, min(total) AS lowest, max(total) AS highest
+               FROM groups LEFT JOIN completions ON group_id = groups.id
+               WHERE stage = ? AND step = ? AND kind = ? GROUP BY groups.id ORDER BY groups.position""",
+            stage, step, kind,
+        )  # fmt: skip
+
+    def metric_names(self, stage: str) -> list[str]:
+        """Names of a stage's metrics: those of its first and last step, so that no curve has to be gone through."""
+        rows = self._query(
+            """SELECT DISTINCT name FROM metrics WHERE stage = ?1 AND step IN (
+               (SELECT min(step) FROM steps WHERE stage = ?1), (SELECT max(step) FROM steps WHERE stage = ?1)) ORDER BY name""",
+            stage,
+        )
+        return [row["name"] for row in rows]
+
+    def steps_by_metric(self, name: str, count: int) -> list[tuple[str, int]]:
+        """The steps at which a metric was highest."""
+        rows = self._query("SELECT stage, step FROM metrics WHERE name = ? ORDER BY value DESC LIMIT ?", name, count)
+        return [(row["stage"], row["step"]) for row in rows]
+
+    def token_kl(self, stage: str, step: int) -> list[sqlite3.Row]:
+        """The completions of a step that have per-token KL, with it."""
+        return self._query(
+            f"""SELECT {LISTED}, kl FROM groups JOIN completions ON group_id = groups.id
+                JOIN tokens ON completion_id = completions.id
+                WHERE stage = ? AND step = ? AND kind = 'train' AND kl IS NOT NULL""",
+            stage, step,
+        )  # fmt: skip
+
+    def last_sampled(self) -> StageRow | None:
+        """The last stage that has sampled groups."""
+        return next((s for s in reversed(self.stages()) if s.done and self.groups(s.name, s.done)), None)
+
+    def recent_seconds(self, stage: str, count: int = 20) -> list[float]:
+        rows = self._query("SELECT seconds FROM steps WHERE stage = ? ORDER BY step DESC LIMIT ?", stage, count)
+        return [row["seconds"] for row in rows]
+
+    def said_by_aspect(self, since: int) -> list[sqlite3.Row]:
+        """What each reward said of the completions from id ``since`` on: how often, how much, how often it failed."""
+        return self._query(
+            """SELECT name, weight, count(*) AS asked, avg(value) AS mean, min(value) AS lowest, max(value) AS highest,
+               count(failure) AS failures FROM aspects WHERE completion_id >= ? GROUP BY name, weight ORDER BY min(position)""",
+            since,
+        )
+
+    def reasons(self, since: int, name: str, limit: int = 8) -> list[sqlite3.Row]:
+        """An aspect's commonest words since then, failures first, each with one completion as its example."""
+        return self._query(
+            """SELECT coalesce(failure, reason) AS said, failure IS NOT NULL AS failed, count(*) AS times,
+               max(completion_id) AS example FROM aspects WHERE completion_id >= ? AND name = ? AND said IS NOT NULL
+               GROUP BY said, failed ORDER BY failed DESC, times DESC LIMIT ?""",
+            since, name, limit,
+        )  # fmt: skip
+
+    def place_of(self, completion_id: int) -> sqlite3.Row | None:
+        """Where a completion stands: its stage, step, group and place."""
+        rows = self._query(
+            f"SELECT {LISTED} FROM completions JOIN groups ON groups.id = group_id WHERE completions.id = ?", completion_id
+        )
+        return rows[0] if rows else None
+
+    def longest_prompt(self) -> int | None:
+        """Tokens of the longest prompt among the last ones asked; they lie as 4 bytes each."""
+        longest = self._query(
+            "SELECT max(length(prompt_ids)) AS bytes FROM groups WHERE id > ? - 5000", self._last_id("groups")
+        )[0]["bytes"]
+        return None if longest is None else max(1, longest // 4)
+
+    def last_asked(self, count: int) -> list[sqlite3.Row]:
+        """Prompts that the run was asked last, each once; those of measurements first, as they were never trained on."""
+        found: dict[str, sqlite3.Row] = {}
+        for kind in ("eval", "train"):
+            newest = self._query(
+                """SELECT prompt_id, prompt, messages, columns FROM groups WHERE kind = ? AND id > ? - 5000
+                   ORDER BY id DESC LIMIT ?""",
+                kind, self._last_id("groups"), 4 * count,
+            )  # fmt: skip
+            for row in newest:
+                found.setdefault(row["prompt_id"], row)
+        return list(found.values())[:count]
+
+    def last_completion(self) -> int:
+        return self._last_id("completions")

@@ -1,0 +1,1 @@
+"""Tasks over data: files, public data sets, preference pairs, lists from Python."""

@@ -1,0 +1,67 @@
+"""Prompts that are held in memory: given from Python, or read from a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from oncurve.errors import DataError
+from oncurve.recipe.schema import sections
+from oncurve.records import Example, Prompt
+from oncurve.tasks.data.row_reader import RowReader
+
+Row = str | Sequence[Mapping[str, str]] | Mapping[str, Any]
+"""A prompt as Python code writes it: a text, a list of messages, or a dict with "prompt" and the columns its rewards need."""
+
+
+@dataclass(frozen=True)
+class PromptList:
+    """A task that is a list of prompts.
+
+    Example: ``PromptList.of(["12+34=", {"prompt": "5+6=", "answer": "11"}])``
+    """
+
+    train: tuple[Prompt, ...]
+    heldout: tuple[Prompt, ...] = ()
+    examples: tuple[Example, ...] = ()
+    alphabet: str | None = None
+
+    @classmethod
+    def of(cls, prompts: Iterable[Row], heldout: Iterable[Row] = (), name: str = "prompts") -> PromptList:
+        """From Python values. Rows with a "completion" become worked examples too."""
+        train, reader = [_as_row(row) for row in prompts], RowReader()
+        read = [reader.read(row, f"{name}[{i}]", f"{name}/train/{i}") for i, row in enumerate(train)]
+        kept = [reader.read(_as_row(row), f"heldout[{i}]", f"{name}/heldout/{i}") for i, row in enumerate(heldout)]
+        examples = (reader.example(row, p, f"{name}[{i}]") for i, (row, p) in enumerate(zip(train, read, strict=True)))
+        return cls.split(read, kept, [example for example in examples if example is not None], where=name)
+
+    @classmethod
+    def split(cls, train: Iterable[Prompt], heldout: Sequence[Prompt], examples: Iterable[Example], where: str) -> PromptList:
+        """A list whose training side holds nothing that the held-out side asks, whatever its columns or id."""
+        kept_apart = {prompt.shown for prompt in heldout}
+        left = tuple(prompt for prompt in train if prompt.shown not in kept_apart)
+        if not left:
+            raise DataError(
+                where,
+                "no training prompts",
+                because="there are none, or each of them is asked in the held-out set too",
+                fix="give more prompts, or hold out fewer",
+            )
+        return cls(left, tuple(heldout), tuple(e for e in examples if e.prompt.shown not in kept_apart))
+
+    @property
+    def train_size(self) -> int:
+        return len(self.train)
+
+    @property
+    def default_rewards(self) -> tuple[sections.Reward, ...]:
+        answered = any(prompt.columns.get("answer") is not None for prompt in (*self.train, *self.heldout))
+        return (sections.Reward.model_validate({"type": "answer", "take": "any"}),) if answered else ()
+
+    def train_prompt(self, index: int) -> Prompt:
+        return self.train[index]
+
+
+def _as_row(row: Row) -> Mapping[str, Any]:
+    return row if isinstance(row, Mapping) else {"prompt": row}

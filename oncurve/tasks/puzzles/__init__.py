@@ -1,0 +1,1 @@
+"""Tasks that generate their own prompts: arithmetic, countdown, and games with several turns."""

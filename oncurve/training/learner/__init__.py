@@ -1,0 +1,1 @@
+"""The learner: graded groups in, an updated policy out."""

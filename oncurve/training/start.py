@@ -1,0 +1,299 @@
+"""Ways into a run: begin one, go on with one, fork one. The command line and Python both come through here."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+import socket
+import sqlite3
+from collections.abc import Sequence
+from contextlib import closing
+from functools import lru_cache
+from pathlib import Path
+
+from oncurve import trust
+from oncurve.distributed.world import SINGLE_PROCESS, World
+from oncurve.engines.base import check_engine
+from oncurve.engines.native.engine import default_slots
+from oncurve.errors import RecipeError, RunError
+from oncurve.models.llama.c_build import library
+from oncurve.models.loading.load import choose_device
+from oncurve.models.policy import Policy
+from oncurve.recipe.defaults import rewards_for_stage, task_for_stage, with_importance_cap
+from oncurve.recipe.load import changes, dump_recipe, flat, load_recipe, parse_recipe
+from oncurve.recipe.schema.recipe import Recipe, Stage
+from oncurve.recipe.schema.sections import Reward
+from oncurve.recipe.schema.sections import Task as TaskConfig
+from oncurve.recipe.schema.stages import RejectionSample, RolloutStage
+from oncurve.rewards.mix import RewardMix
+from oncurve.rewards.registry import build_rewards, can_define_accuracy, is_verifiable
+from oncurve.runs.checkpoints.listing import CheckpointEntry, check_metric, list_checkpoints
+from oncurve.runs.database.writer import RunWriter
+from oncurve.runs.folder import Parent, RunFolder, check_place
+from oncurve.runs.secrets import holds_secret, redact
+from oncurve.tasks.base import Task
+from oncurve.tasks.registry import build_task
+from oncurve.training.listeners import Listener
+from oncurve.training.preflight import check_files
+from oncurve.training.rank_commands import announce_run, check_world_size, run_worker_rank
+from oncurve.training.trainer import RewardsOf, TaskOf, Trainer, load_policy_for
+
+RUNS = Path("runs")
+
+
+def begin(
+    recipe: Recipe,
+    *,
+    runs_dir: Path = RUNS,
+    out: Path | None = None,
+    listeners: Sequence[Listener] = (),
+    task: Task | None = None,
+    rewards: RewardMix | None = None,
+    policy: Policy | None = None,
+    minutes: float | None = None,
+    world: World = SINGLE_PROCESS,
+) -> RunFolder:
+    """Train a recipe from its start. Python objects given here stand in for what the recipe names. Where the world has more
+    ranks than this, each of them comes here, and all but the first do as the first says.
+
+    After ``minutes`` the step is finished and saved and TimeUp raised: `resume` goes on as if it had never stopped.
+    """
+    if not world.is_rank_zero:
+        return run_worker_rank(world, lambda recipe: build_tasks_and_rewards(recipe, task, rewards), policy)
+    check_world_size(recipe, world)
+    recipe = with_machine_defaults(recipe)
+    check_place(runs_dir, out)
+    prepared = build_tasks_and_rewards(
+        recipe, task, rewards
+    )  # before the folder is made: a recipe that can't run leaves nothing behind
+    if world.size == 1:
+        policy = load_policy_for(recipe, prepared[0], listeners, policy)
+    run = RunFolder.create_at(out) if out else RunFolder.create(runs_dir, recipe.name)
+    try:
+        run.write_recipe(dump_recipe(recipe))
+        trust.grant(run, recipe)
+        announce_run(world, recipe, run)
+        trainer = Trainer(recipe, run, *prepared, listeners, policy, minutes, world)
+    except BaseException:
+        shutil.rmtree(run.path, ignore_errors=True)
+        raise
+    trainer.train()
+    return run
+
+
+def resume(
+    run: RunFolder,
+    *,
+    sets: Sequence[str] = (),
+    listeners: Sequence[Listener] = (),
+    task: Task | None = None,
+    rewards: RewardMix | None = None,
+    policy: Policy | None = None,
+    minutes: float | None = None,
+    world: World = SINGLE_PROCESS,
+) -> RunFolder:
+    """Go on with an interrupted run: it ends in the same bits as one never stopped.
+
+    ``sets`` may change what the machine decides (`movable`): then prompts and random numbers stay, and rounding may not.
+    """
+    if not world.is_rank_zero:
+        return run_worker_rank(world, lambda recipe: build_tasks_and_rewards(recipe, task, rewards), policy)
+    check_resumable(run)
+    given = {"task": task, "rewards": rewards, "model": policy}
+    trust.check(run, *(part for part in trust.PARTS if given.get(part) is None))
+    recipe = with_machine_overrides(run, sets)
+    check_world_size(recipe, world)
+    prepared = build_tasks_and_rewards(recipe, task, rewards)
+    announce_run(world, recipe, run)
+    trainer = Trainer(recipe, run, *prepared, listeners, policy, minutes, world)
+    if sets:
+        run.write_recipe(dump_recipe(recipe))
+    trainer.train(resume=run.database.exists())
+    return run
+
+
+def check_resumable(run: RunFolder) -> None:
+    """A run goes on where it is neither finished nor being trained."""
+    state = run.state()
+    if state.current_status == "finished":
+        raise RunError(
+            run.name,
+            "already finished",
+            because="all of its stages are done",
+            fix=f"`oncurve fork {run.name} --step N` goes on",
+        )
+    # A run that some other machine was training has no process here to ask for; the lock on its database decides.
+    if state.current_status == "running" and state.host == socket.gethostname():
+        raise RunError(
+            run.name, f"still running (process {state.pid})", because="a run has one writer", fix="stop that process first"
+        )
+
+
+MACHINE_KEYS = re.compile(
+    r"threads|model\.device|engine\..*|.*\.tokens_per_pack|(.*\.)?rewards\..*\.(workers|at_once|device)"
+    r"|scale\.(ranks|shard|tensor|offload|gather|engine|vllm_tensor|samplers|reward_workers|timeout_s)"
+)
+"""Keys that say how a machine computes and not what: a run that goes on elsewhere may change them."""
+
+
+def with_machine_overrides(run: RunFolder, sets: Sequence[str]) -> Recipe:
+    """The run's recipe, with what another machine does otherwise."""
+    before = load_recipe(run.recipe)
+    if not sets:
+        return before
+    recipe = parse_recipe(before.model_dump(mode="json", exclude_none=True), sets)
+    for key, value in changes(before, recipe).items():
+        if not MACHINE_KEYS.fullmatch(key):
+            raise RecipeError(
+                "--set",
+                f"{key}={value}",
+                because="a run that goes on keeps its recipe, so that it ends as if never stopped; only what the machine "
+                "decides may change: threads, device, engine, scale, tokens_per_pack, workers",
+                fix=f"`oncurve fork {run.path} --step N --set {key}={value}` goes on with something changed",
+            )
+    return recipe
+
+
+def fork(
+    parent: RunFolder,
+    step: int,
+    sets: Sequence[str],
+    *,
+    stage: str | None = None,
+    runs_dir: Path = RUNS,
+    out: Path | None = None,
+    listeners: Sequence[Listener] = (),
+    world: World = SINGLE_PROCESS,
+) -> RunFolder:
+    """A new run that goes on from a checkpoint of another with something changed, on the same prompts and random numbers."""
+    if not world.is_rank_zero:
+        return run_worker_rank(world, build_tasks_and_rewards)
+    trust.check(parent)
+    before = load_recipe(parent.recipe)
+    recipe = with_machine_defaults(parse_recipe(before.model_dump(mode="json", exclude_none=True), sets))
+    check_world_size(recipe, world)
+    check_place(runs_dir, out)
+    place = _checkpoint_at(parent, recipe, stage, step)
+    prepared = build_tasks_and_rewards(recipe)
+    policy = load_policy_for(recipe, prepared[0], listeners) if world.size == 1 else None
+    origin = Parent(parent.name, place.stage, place.step, changes(before, recipe))
+    run = RunFolder.create_at(out, parent=origin) if out else RunFolder.create(runs_dir, recipe.name, parent=origin)
+    try:
+        run.write_recipe(dump_recipe(recipe))
+        trust.grant(run, recipe)
+        shutil.copytree(place.path, run.checkpoints / place.path.name)
+        copy_database(parent.database, run.database)
+        with RunWriter.open(run.path, read_only=False) as store:
+            store.forget_after(place.stage, place.step)
+            store.forget_replies_after(place.stage, place.step)
+        announce_run(world, recipe, run)
+        trainer = Trainer(recipe, run, *prepared, listeners, policy, world=world)
+    except BaseException:
+        shutil.rmtree(run.path, ignore_errors=True)
+        raise
+    trainer.train(resume=True)
+    return run
+
+
+def with_machine_defaults(recipe: Recipe) -> Recipe:
+    """The recipe with what is chosen for the machine written down, so that it stays the same when the run goes on elsewhere."""
+    ranks = recipe.scale.copies
+    rows = [math.ceil(s.prompts_per_step / ranks) * s.group_size for s in recipe.stages if isinstance(s, RolloutStage)]
+    slots = recipe.engine.slots or default_slots(choose_device(recipe.model.device), max(rows, default=0))
+    engine = recipe.engine.model_copy(update={"slots": slots})
+    model = recipe.model.model_copy(update={"compiled": recipe.model.compiled and library() is not None})
+    settled = {"threads": recipe.threads or os.cpu_count() or 1, "engine": engine, "model": model}
+    return recipe.model_copy(update={**settled, "stages": with_importance_cap(recipe)})
+
+
+def task_for(recipe: Recipe, stage: Stage) -> Task:
+    where = "task" if stage.task is None else f"{stage.label}.task"
+    return _built_task(task_for_stage(recipe, stage).model_dump_json(), where)
+
+
+@lru_cache(maxsize=8)
+def _built_task(config: str, where: str) -> Task:
+    return build_task(TaskConfig.model_validate_json(config), where)
+
+
+def rewards_for(recipe: Recipe, stage: Stage) -> RewardMix:
+    """The stage's rewards; where the recipe names none (an sft recipe), the task's usual ones, for measuring."""
+    usual = recipe.rewards or task_for(recipe, stage).default_rewards
+    configs = rewards_for_stage(recipe, stage) if isinstance(stage, RolloutStage) else usual
+    if configs and not any(map(can_define_accuracy, configs)):
+        configs = (*configs, *_watched_answer(recipe, stage))
+    if not isinstance(stage, RolloutStage):
+        return build_rewards(configs)
+    if stage.overlong is not None:
+        extra = {"type": "overlong", "weight": stage.overlong.weight, "buffer": stage.overlong.buffer}
+        configs = (*configs, Reward.model_validate(extra))
+    return build_rewards(configs, max_new_tokens=stage.sampling.max_new_tokens)
+
+
+def _watched_answer(recipe: Recipe, stage: Stage) -> tuple[Reward, ...]:
+    """What says right or wrong where none of a stage's own rewards does, as a reward model's scores have no mark at which an
+    answer is right: the recipe's or the task's rule, at weight 0; nothing where these know none."""
+    for known in (recipe.rewards, task_for(recipe, stage).default_rewards):
+        rules = sorted((c for c in known if c.label == "answer" or is_verifiable(c)), key=lambda c: c.label != "answer")
+        if rules:
+            return (rules[0].model_copy(update={"name": "answer", "weight": 0.0}),)
+    return ()
+
+
+def refuse_secrets(recipe: Recipe) -> None:
+    """A run writes its recipe down, for anyone to read who may read the run."""
+    for key, value in flat(recipe).items():
+        if isinstance(value, str) and holds_secret(value):
+            raise RecipeError(
+                key,
+                redact(value),
+                because="it holds a key or password, and a run's folder keeps the recipe as it is",
+                fix="put it in an environment variable and name that (key_env of a judge, os.environ in a function)",
+            )
+
+
+def build_tasks_and_rewards(
+    recipe: Recipe, task: Task | None = None, rewards: RewardMix | None = None
+) -> tuple[TaskOf, RewardsOf]:
+    """Tasks and rewards of every stage, built before anything else is touched."""
+    refuse_secrets(recipe)
+    check_engine(recipe)
+    tasks = {s.label: task or task_for(recipe, s) for s in recipe.stages}
+    mixes = {s.label: rewards or rewards_for(recipe, s) for s in recipe.stages}
+    for stage in recipe.stages:
+        check_metric(f"{stage.label}.keep_best", stage.keep_best)
+        _check_mark(stage, mixes[stage.label])
+        check_files(stage, tasks[stage.label])
+    return (lambda s: tasks[s.label]), (lambda s: mixes[s.label])
+
+
+def _check_mark(stage: Stage, rewards: RewardMix) -> None:
+    """Refuses to look for right answers where nothing says which are."""
+    if isinstance(stage, RejectionSample) and stage.at_least is None and rewards.accuracy_reward is None:
+        raise RecipeError(
+            f"{stage.label}.at_least",
+            "not set",
+            because="none of its rewards says which answers are right, so nothing would be kept",
+            fix="set the total reward from which a completion is kept, or name the reward that decides `answer`",
+        )
+
+
+def _checkpoint_at(run: RunFolder, recipe: Recipe, stage: str | None, step: int) -> CheckpointEntry:
+    name = stage or recipe.stages[-1].label
+    places = list_checkpoints(run.checkpoints)
+    for place in places:
+        if (place.stage, place.step) == (name, step):
+            return place
+    kept = ", ".join(f"{p.stage} {p.step}" for p in places) or "none"
+    raise RunError(
+        run.name, f"no checkpoint of stage {name} at step {step}", because=f"it has these: {kept}",
+        fix="choose one of them with --stage and --step; `save_every` and `keep_checkpoints` decide which there are",
+    )  # fmt: skip
+
+
+def copy_database(source: Path, target: Path) -> None:
+    """A consistent copy, even of a run that is being written."""
+    with closing(sqlite3.connect(f"file:{source}?mode=ro", uri=True)) as old, closing(sqlite3.connect(target)) as new:
+        old.backup(new)

@@ -1,0 +1,1 @@
+"""Worker processes with time limits, for code that may hang or crash."""

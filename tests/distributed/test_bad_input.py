@@ -1,0 +1,215 @@
+"""What can be wrong before ranks work as one: one message from the first, with the fix, exit code 2, and nobody left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+import oncurve
+from oncurve.cli.app import main
+from oncurve.distributed import rendezvous
+from oncurve.distributed.rank_status import read_statuses
+from oncurve.recipe.load import dump_recipe
+from oncurve.workers.processes import is_alive
+from tests.distributed.processes import SERVER, environment
+from tests.distributed.runs import GONE_S, asked, last_step, until
+
+HERE = Path(oncurve.__file__).parents[1]
+
+
+def written(path: Path, ranks: int, *sets: str) -> Path:
+    path.write_text(dump_recipe(asked(ranks, *sets)))
+    return path
+
+
+def _oncurve(folder: Path, arguments: tuple[str, ...], environ: dict[str, str], log: Path, code: Path | None) -> None:
+    os.environ.update(environ)
+    os.chdir(folder)
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    if code is not None:
+        rendezvous.PACKAGE = code
+    sys.exit(main(arguments))
+
+
+class Process:
+    """`oncurve …` in a process of its own; ``said`` is what it wrote to standard error. ``code`` lies in another folder."""
+
+    def __init__(self, folder: Path, *arguments: str, environ: dict[str, str], code: Path | None = None) -> None:
+        self.log = folder / f"{time.monotonic_ns()}.log"
+        self.started = SERVER.Process(target=_oncurve, args=(folder, arguments, {"COLUMNS": "200", **environ}, self.log, code))
+        self.started.start()
+
+    def code(self, seconds: float = 60) -> int | None:
+        self.started.join(seconds)
+        code = self.started.exitcode
+        self.started.kill()
+        self.started.join()
+        return code
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text()
+
+
+@pytest.fixture
+def store() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+
+
+def as_ranks(folder: Path, store: TCPStore, *of_rank: str, code: Path | None = None) -> list[Process]:
+    """`oncurve train RECIPE` on each rank, with a recipe for each; the last has other code, where it is told so."""
+    last = len(of_rank) - 1
+    return [
+        Process(folder, "train", path, environ=environment(rank, len(of_rank), store.port), code=code if rank == last else None)
+        for rank, path in enumerate(of_rank)
+    ]
+
+
+def test_more_ranks_than_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = written(tmp_path / "r.toml", 1)
+    assert main(["train", str(recipe), "--set", "scale.ranks=6", "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert "scale.ranks: 6" in said
+    assert "use 5 ranks or fewer" in said
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it is about machines without a GPU")
+def test_gpus_where_there_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = written(tmp_path / "r.toml", 1)
+    assert main(["train", str(recipe), "--gpus", "2", "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert "this machine has 0 GPUs" in said
+    assert "--set scale.ranks=N" in said
+
+
+@pytest.mark.parametrize(
+    ("sets", "where", "fix"),
+    [
+        (["scale.ranks=4", "scale.tensor=3"], "scale.tensor", "use a divisor of 4"),
+        (["scale.ranks=4", "scale.tensor=2"], "scale.tensor", 'use shard = "full"'),
+        (["scale.ranks=4", "scale.tensor=2", "scale.shard=optimiser"], "scale.tensor", 'use shard = "full"'),
+        (["scale.ranks=1", "scale.tensor=1", "scale.offload=true"], "scale.offload", "shard"),
+        (["scale.vllm_tensor=2"], "scale.vllm_tensor", 'use engine = "vllm"'),
+        (["scale.vllm_tensor=2", "scale.engine=vllm", "scale.ranks=2"], "scale.vllm_tensor", "use ranks = 1"),
+    ],
+)
+def test_sizes_that_do_not_divide(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], sets: list[str], where: str, fix: str
+) -> None:
+    recipe = written(tmp_path / "r.toml", 1)
+    assert main(["train", str(recipe), *[word for s in sets for word in ("--set", s)]]) == 2
+    said = capsys.readouterr().err
+    assert where in said
+    assert fix in said
+
+
+def test_what_ranks_cannot_do_together(tmp_path: Path, store: TCPStore) -> None:
+    """Asked for by a recipe that is well-formed: the first rank says so, and the other follows it out."""
+    stage = 'stages=[{type = "ppo", steps = 1, prompts_per_step = 2, sampling.max_new_tokens = 8}]'
+    recipe = str(written(tmp_path / "r.toml", 2, "scale.shard=full", stage))
+    first, second = as_ranks(tmp_path, store, recipe, recipe)
+    assert [first.code(), second.code(GONE_S)] == [2, 2]
+    assert "scale.shard: full" in first.said
+    assert 'use scale.shard = "optimiser"' in first.said
+    assert second.said == ""
+    assert not (tmp_path / "runs").exists()
+
+
+def test_ranks_with_other_recipes(tmp_path: Path, store: TCPStore) -> None:
+    one, other = written(tmp_path / "one.toml", 2), written(tmp_path / "other.toml", 2, "seed=1")
+    first, second = as_ranks(tmp_path, store, str(one), str(other))
+    assert [first.code(), second.code(GONE_S)] == [2, 2]
+    assert "rank 1 on" in first.said
+    assert "has another recipe than rank 0" in first.said
+    assert "start every rank with the same recipe" in first.said
+    assert second.said == ""
+
+
+def test_ranks_with_other_code(tmp_path: Path, store: TCPStore) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(HERE / "oncurve", copy, ignore=shutil.ignore_patterns("__pycache__"))
+    with (copy / "errors.py").open("a") as file:
+        file.write("\n# another version\n")
+    recipe = str(written(tmp_path / "r.toml", 2))
+    first, second = as_ranks(tmp_path, store, recipe, recipe, code=copy)
+    assert [first.code(), second.code(GONE_S)] == [2, 2]
+    assert "has another Oncurve's code than rank 0" in first.said
+    assert second.said == ""
+
+
+def test_a_rank_that_cannot_even_begin_is_told_by_the_first(tmp_path: Path, store: TCPStore) -> None:
+    recipe = str(written(tmp_path / "r.toml", 2))
+    first, second = as_ranks(tmp_path, store, recipe, str(tmp_path / "missing.toml"))
+    assert [first.code(), second.code(GONE_S)] == [2, 2]
+    assert re.search(r"rank 1 on \S+: .*missing\.toml", first.said)
+    assert second.said == ""
+
+
+def test_a_rank_that_does_not_come(tmp_path: Path, store: TCPStore) -> None:
+    recipe = str(written(tmp_path / "r.toml", 2, "scale.timeout_s=4.0"))
+    alone = Process(tmp_path, "train", recipe, environ=environment(0, 2, store.port))
+    assert alone.code() == 2
+    assert "rank 1 of 2: not there after 4 s" in alone.said
+
+
+def test_a_port_that_is_taken(tmp_path: Path) -> None:
+    """Named by the environment, for ranks that are launched here and for a first rank that others will look for."""
+    recipe = str(written(tmp_path / "r.toml", 2))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        launched = Process(tmp_path, "train", recipe, environ={"MASTER_PORT": str(port)})
+        plain = {**environment(0, 2, port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+        first = Process(tmp_path, "train", recipe, environ=plain)
+        for process in (launched, first):
+            assert process.code() == 2
+            assert f"port {port}: already taken" in process.said
+            assert "set MASTER_PORT to a free one" in process.said
+
+
+def pids(path: Path) -> list[int]:
+    return [pulse.pid for pulse in read_statuses(path)]
+
+
+@pytest.mark.slow
+def test_launched_ranks_go_together(tmp_path: Path) -> None:
+    """`oncurve train` starts them. One is killed: all are gone within 10 s, with one message. Then the launcher itself is."""
+    recipe = str(written(tmp_path / "r.toml", 2, "grpo.steps=2000", "grpo.save_every=0"))
+    run = Process(tmp_path, "train", recipe, "--out", "run", environ={"PYTHONPATH": str(HERE)})
+    until(lambda: last_step(tmp_path / "run") >= 2 and len(pids(tmp_path / "run")) == 2)
+    _, second = pids(tmp_path / "run")
+    began = time.monotonic()
+    os.kill(second, signal.SIGKILL)
+    assert run.code(GONE_S) == 2
+    assert time.monotonic() - began < GONE_S
+    assert run.said.count("error") == 1
+    assert "rank 1 of 2: its process" in run.said
+
+    run = Process(tmp_path, "train", recipe, "--out", "other", environ={"PYTHONPATH": str(HERE)})
+    until(lambda: last_step(tmp_path / "other") >= 2 and len(pids(tmp_path / "other")) == 2)
+    left = pids(tmp_path / "other")
+    run.started.kill()
+    until(lambda: not any(map(is_alive, left)), seconds=10)
+
+
+@pytest.mark.slow
+def test_torchrun_starts_them_too(tmp_path: Path) -> None:
+    recipe = str(written(tmp_path / "r.toml", 2, "grpo.steps=2"))
+    around = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "oncurve", "train"]
+    done = subprocess.run([*command, recipe, "--out", "run"], cwd=tmp_path, env=around, capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr.decode()
+    assert last_step(tmp_path / "run") == 2
+    assert len(pids(tmp_path / "run")) == 2

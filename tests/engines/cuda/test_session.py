@@ -1,0 +1,207 @@
+"""Serving by captured steps, here on a CPU: kernels by Triton's interpreter, beside plain torch with the same requests."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+
+from oncurve.engines.cuda import paged_kv_cache, scheduler
+from oncurve.engines.cuda import session as cuda_session
+from oncurve.engines.cuda.session import CudaSession
+from oncurve.engines.native.session import SampledToken, SampleRequest, Session, TorchSession
+from oncurve.models.policy import Policy
+from oncurve.recipe.schema.sections import Sampling
+from tests.engines.native.plain import prompt_of
+from tests.models.architectures import make_model, tokenizer
+
+SLOTS, LIMIT = 3, 12
+SETTINGS = (
+    Sampling(max_new_tokens=5),
+    Sampling(max_new_tokens=3, temperature=0.0),
+    Sampling(max_new_tokens=4, temperature=0.7, top_p=0.8),
+    Sampling(max_new_tokens=5, top_k=3, min_p=0.05, min_new_tokens=4),
+)
+
+
+@pytest.fixture(autouse=True)
+def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that short texts cross pages, buckets and chunks; and rounds of one, two and four tokens."""
+    for module in (scheduler, paged_kv_cache, cuda_session):
+        monkeypatch.setattr(module, "PAGE", 4)
+    monkeypatch.setattr(scheduler, "BUCKET", 4)
+    for module in (scheduler, cuda_session):
+        monkeypatch.setattr(module, "PREFILL_TOKENS", 8)
+    monkeypatch.setattr(CudaSession, "_round", lambda self, live: {1: 1, 2: 2}.get(live, 4))
+
+
+@cache
+def policy() -> Policy:
+    """Some letters end a completion too: it is likely to end by itself, and a minimum length matters."""
+    made = Policy(make_model("qwen3", num_hidden_layers=1), tokenizer())
+    made.eos_ids = (*made.eos_ids, *range(5, 12))
+    return made
+
+
+def opened(slots: int = SLOTS, pages: int | None = None, monkeypatch: pytest.MonkeyPatch | None = None) -> CudaSession:
+    if pages is not None:
+        assert monkeypatch is not None
+        room = paged_kv_cache.PagedKVCache.open
+        monkeypatch.setattr(
+            paged_kv_cache.PagedKVCache, "open", lambda self, first, most, share: room(self, first, min(most, pages), share)
+        )
+    session = CudaSession.over(policy(), slots, LIMIT)
+    assert session is not None
+    return session
+
+
+def ask(place: int) -> SampleRequest:
+    ids = policy().encode(prompt_of((1, 9, 5, 10)[place % 4]))
+    return SampleRequest(ids, 1 + place % 2, SETTINGS[place % 4], seed=place, top=(0, 3, 0, 5)[place % 4])
+
+
+def finish(session: Session, found: dict[int, list[SampledToken]] | None = None) -> dict[int, list[SampledToken]]:
+    """Decodes to the end; every request's tokens by its number."""
+    found = {} if found is None else found
+    while session.asks:
+        for token in session.step():
+            found.setdefault(token.request, []).append(token)
+    return found
+
+
+def by_sample(tokens: list[SampledToken]) -> list[list[SampledToken]]:
+    return [[t for t in tokens if t.sample == sample] for sample in sorted({t.sample for t in tokens})]
+
+
+def bits(tokens: list[SampledToken]) -> list[list[tuple[object, ...]]]:
+    return [[(t.token_id, t.logp, t.top, t.stop) for t in own] for own in by_sample(tokens)]
+
+
+def assert_alike(here: list[SampledToken], there: list[SampledToken]) -> None:
+    """The same tokens and stops, and log-probs within rounding."""
+    for ours, theirs in zip(by_sample(here), by_sample(there), strict=True):
+        assert [(t.token_id, t.stop) for t in ours] == [(t.token_id, t.stop) for t in theirs]
+        assert [t.logp for t in ours] == pytest.approx([t.logp for t in theirs], abs=1e-4)
+        for one, two in zip(ours, theirs, strict=True):
+            assert [i for i, _ in one.top] == [i for i, _ in two.top]
+            assert [logp for _, logp in one.top] == pytest.approx([logp for _, logp in two.top], abs=1e-4)
+
+
+@cache
+def alone(place: int) -> list[list[tuple[object, ...]]]:
+    session = opened()
+    number = session.submit(ask(place))
+    return bits(finish(session)[number])
+
+
+def test_mixed_requests_are_answered_as_by_torch() -> None:
+    """Six completions of four requests with settings of their own, over three slots."""
+    sessions: list[Session] = [opened(), TorchSession(policy(), SLOTS, LIMIT)]
+    told = []
+    for session in sessions:
+        numbers = [session.submit(ask(place)) for place in range(4)]
+        assert len(session.waiting) == 6
+        found = finish(session)
+        told.append([found[number] for number in numbers])
+    for here, there in zip(*told, strict=True):
+        assert_alike(here, there)
+    assert {t.stop for tokens in told[0] for t in tokens} == {None, "length", "end"}
+    assert all(t.token_id not in policy().eos_ids for own in by_sample(told[0][3]) for t in own[:4])
+
+
+def test_a_request_gets_the_same_bits_whatever_comes_and_goes_beside_it() -> None:
+    """One is there from the start, two come later, and one of these leaves in the middle."""
+    session = opened()
+    first = session.submit(ask(3))
+    found: dict[int, list[SampledToken]] = {}
+    for _ in range(2):
+        for token in session.step():
+            found.setdefault(token.request, []).append(token)
+    how = Sampling(max_new_tokens=LIMIT, min_new_tokens=LIMIT)
+    leaver, last = session.submit(SampleRequest(policy().encode(prompt_of(3)), 1, how, seed=0)), session.submit(ask(2))
+    while leaver not in found:
+        for token in session.step():
+            found.setdefault(token.request, []).append(token)
+    session.cancel(leaver)
+    told = len(found[leaver])
+    assert told < LIMIT
+    finish(session, found)
+    assert len(found[leaver]) == told, "nothing is told of a request that was taken back"
+    assert bits(found[first]) == alone(3)
+    assert bits(found[last]) == alone(2)
+    assert_nothing_is_left(session)
+
+
+def assert_nothing_is_left(session: CudaSession) -> None:
+    assert not session.asks
+    assert not session.rows
+    assert not session.prompt_pages
+    assert not any(session.row_in)
+    assert session.pool.left == session.pool.limit
+
+
+def test_beyond_capacity_requests_wait_and_one_taken_back_frees_its_slots() -> None:
+    session = opened(slots=2)
+    how = Sampling(max_new_tokens=LIMIT, stop=("never",), min_new_tokens=LIMIT)
+    first = session.submit(SampleRequest(policy().encode(prompt_of(9)), 2, how, seed=0))
+    second = session.submit(ask(1))
+    session.step()
+    assert len(session.waiting) == 2
+    assert {t.request for t in session.step()} == {first}
+    session.cancel(first)
+    session.cancel(first)  # whoever leaves twice does no harm
+    assert set(finish(session)) == {second}
+    assert_nothing_is_left(session)
+
+
+def test_where_the_pool_is_full_requests_wait_and_nothing_is_told_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four pages of four positions: one for each prompt but the shortest, two for a completion of six. What has to start
+    again goes on where it was."""
+    how = Sampling(max_new_tokens=6, min_new_tokens=6)
+    asks = [SampleRequest(policy().encode(prompt_of(n)), 1, how, seed=n) for n in (1, 5, 4)]
+    free = opened()
+    numbers = [free.submit(one) for one in asks]
+    expected = finish(free)
+    full = opened(pages=4, monkeypatch=monkeypatch)
+    send_back, sent_back = full._preempt, list[int]()
+
+    def watched(slot: int) -> None:
+        sent_back.append(slot)
+        send_back(slot)
+
+    monkeypatch.setattr(full, "_send_back", watched)
+    again = [full.submit(one) for one in asks]
+    found = finish(full)
+    assert sent_back, "the pool was large enough for all"
+    assert [bits(found[b]) for b in again] == [bits(expected[a]) for a in numbers]
+    assert full.context == 12
+    assert_nothing_is_left(full)
+
+
+def test_a_stop_string_over_two_tokens() -> None:
+    ids, how = policy().encode(prompt_of(9)), Sampling(max_new_tokens=8, min_new_tokens=8)
+    session = opened()
+    number = session.submit(SampleRequest(ids, 1, how, seed=3))
+    whole = policy().decode(np.array([t.token_id for t in finish(session)[number]]))
+    stop = whole[2:4]
+    number = session.submit(SampleRequest(ids, 1, how.model_copy(update={"stop": (stop, "never")}), seed=3))
+    tokens = finish(session)[number]
+    assert tokens[-1].stop == "stop_string"
+    assert policy().decode(np.array([t.token_id for t in tokens])) == whole[: whole.index(stop) + 2]
+    assert_nothing_is_left(session)
+
+
+def test_completions_of_one_request_share_the_pages_of_its_prompt() -> None:
+    session = opened()
+    session.submit(SampleRequest(policy().encode(prompt_of(10)), 3, Sampling(max_new_tokens=4), seed=1))
+    session.step()
+    assert session.pool.limit - session.pool.left == 3 + 3, "three for the prompt, and one for each completion"
+    session.cancel(0)
+    assert_nothing_is_left(session)
+
+
+def test_warming_leaves_nothing_behind() -> None:
+    session = opened()
+    session.warm()
+    assert_nothing_is_left(session)

@@ -1,0 +1,71 @@
+"""Turns on the GPU's engine, here by Triton's interpreter, beside those of the plain path."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from oncurve.engines.cuda import paged_kv_cache, scheduler
+from oncurve.engines.cuda.graph_decoder import GraphDecoder
+from oncurve.engines.cuda.scheduler import CudaSampleRequest
+from oncurve.recipe.schema.sections import Engine, Sampling
+from oncurve.records import Completion, Prompt
+from tests.engines.native.test_turns import Echo, asked, policy
+from tests.engines.native.test_turns import sample as plain
+
+HOW = Sampling(max_new_tokens=24)
+
+
+@pytest.fixture(autouse=True)
+def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that turns cross pages."""
+    for module in (scheduler, paged_kv_cache):
+        monkeypatch.setattr(module, "PAGE", 8)
+    monkeypatch.setattr(scheduler, "PREFILL_TOKENS_SMALL", 128)
+
+
+@torch.inference_mode()
+def sample(prompts: list[Prompt], how: Sampling, pages: int = 99, check_every: int = 2) -> list[tuple[Completion, ...]]:
+    sampler = GraphDecoder.of(policy(), Engine(check_every=check_every))
+    assert sampler is not None
+    room = sampler.pool.open
+    sampler.pool.open = lambda first, most, share: room(first, min(most, pages), share)  # type: ignore[method-assign]
+    ask = CudaSampleRequest([policy().encode(p) for p in prompts], [p.id for p in prompts], 2, how, 0, 1, prompts)
+    return [c for _, c in sorted(sampler.completions(ask, 3), key=lambda found: found[0])]
+
+
+def bits(groups: list[tuple[Completion, ...]]) -> list[tuple[bytes, ...]]:
+    return [(c.token_ids.tobytes(), c.logps.tobytes(), c.loss_mask.tobytes()) for group in groups for c in group]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        HOW,
+        pytest.param(HOW.model_copy(update={"top_k": 4, "min_new_tokens": 3}), marks=pytest.mark.slow),
+        pytest.param(HOW.model_copy(update={"stop": ("ba",)}), marks=pytest.mark.slow),
+    ],
+)
+def test_turns_tokens_and_masks_are_those_of_the_plain_path(how: Sampling) -> None:
+    echoes = [Echo(), Echo(), Echo(calls=()), Echo(calls=())]
+    here = sample([asked("one", echoes[0]), asked("two", echoes[2])], how)
+    there = plain([asked("one", echoes[1]), asked("two", echoes[3])], how, group_size=2)
+    assert any(not c.loss_mask.all() for group in here for c in group), "an environment has answered"
+    for ours, theirs in zip(here, there, strict=True):
+        for a, b in zip(ours, theirs.completions, strict=True):
+            assert a.token_ids.tolist() == b.token_ids.tolist()
+            assert a.loss_mask.tolist() == b.loss_mask.tolist()
+            assert (a.stop, a.text) == (b.stop, b.text)
+            for x, y in ((a.logps, b.logps), (a.sampled_logps, b.sampled_logps), (a.raw_logps, b.raw_logps)):
+                assert float(np.abs(x - y).max()) < 1e-4
+    for mine, other in ((echoes[0], echoes[1]), (echoes[2], echoes[3])):
+        assert sorted(mine.heard) == sorted(other.heard)
+
+
+@pytest.mark.slow
+def test_neither_a_full_pool_nor_the_rounds_change_a_bit() -> None:
+    prompts, short = [asked("one", Echo()), asked("two", Echo(calls=()))], HOW.model_copy(update={"max_new_tokens": 14})
+    expected = bits(sample(prompts, short))
+    assert bits(sample(prompts, short, pages=5)) == expected, "who waits starts again with the same numbers and answers"
+    assert bits(sample(prompts, short, check_every=5)) == expected

@@ -1,0 +1,178 @@
+"""Decoding by the compiled function: against full forwards of transformers, against torch, and without a compiler."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+
+from oncurve.engines.native.c_decoder import can_decode
+from oncurve.engines.native.c_scheduler import CScheduler
+from oncurve.engines.native.engine import NativeEngine, SampleKey, Scheduler
+from oncurve.models.llama.c_build import library
+from oncurve.models.policy import Policy
+from oncurve.recipe.load import parse_recipe
+from oncurve.recipe.schema.sections import Engine, Sampling
+from oncurve.records import Group, Prompt
+from oncurve.training.start import with_machine_defaults
+from tests.engines.native.plain import NEAR_TIE, assert_logps, assert_same_greedy, generate, next_logits, prompt_of
+from tests.models.architectures import tokenizer
+
+PROMPTS = [prompt_of(n, name) for name, n in zip("abcdef", (1, 2, 17, 64, 66, 131), strict=True)]
+MODELS: dict[str, tuple[type, dict[str, Any]]] = {
+    "llama": (LlamaConfig, {"attention_bias": True}),
+    "qwen2": (Qwen2Config, {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "qwen3": (Qwen3Config, {"head_dim": 32, "tie_word_embeddings": True}),
+    "mistral": (MistralConfig, {"sliding_window": 24}),
+}
+
+
+def make_model(name: str) -> PreTrainedModel:
+    kind, special = MODELS[name]
+    words = tokenizer()
+    sizes = {"hidden_size": 64, "intermediate_size": 80, "num_attention_heads": 4, "num_key_value_heads": 2}
+    ids = {"vocab_size": len(words), "eos_token_id": words.eos_token_id, "pad_token_id": 0, "bos_token_id": None}
+    config = kind(**sizes | ids | {"num_hidden_layers": 3, "max_position_embeddings": 512} | special)
+    torch.manual_seed(1)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.15)
+    return model
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def pair(request: pytest.FixtureRequest) -> tuple[PreTrainedModel, Policy]:
+    """A model left as it is, and the same one as a policy."""
+    model = make_model(request.param)
+    return model, Policy(copy.deepcopy(model), tokenizer())
+
+
+def run(policy: Policy, how: Sampling, *, compiled: bool = True, group_size: int = 3, slots: int = 6) -> list[Group]:
+    engine = NativeEngine(policy if compiled else _by_torch(policy), Engine(slots=slots))
+    assert engine._batch_type(PROMPTS, how) is (CScheduler if compiled else Scheduler)
+    return engine.sample(PROMPTS, group_size, how, SampleKey(0, 1))
+
+
+def _by_torch(policy: Policy) -> Policy:
+    return Policy(copy.deepcopy(policy.model), policy.tokenizer, compiled=False)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_are_those_of_a_full_forward(pair: tuple[PreTrainedModel, Policy], temperature: float) -> None:
+    model, policy = pair
+    for group in run(policy, Sampling(max_new_tokens=70, temperature=temperature)):
+        for completion in group.completions:
+            assert_logps(model, group.prompt_ids, completion, temperature)
+
+
+def test_greedy_texts_are_those_of_transformers(pair: tuple[PreTrainedModel, Policy]) -> None:
+    model, policy = pair
+    how = Sampling(max_new_tokens=70, temperature=0.0)
+    for group in run(policy, how, group_size=1):
+        ours = group.completions[0].token_ids
+        assert_same_greedy(model, group.prompt_ids, ours, generate(model, group.prompt_ids, how))
+
+
+@pytest.mark.parametrize("how", [Sampling(max_new_tokens=50), Sampling(max_new_tokens=50, min_new_tokens=45, temperature=1.3)])
+def test_it_draws_what_torch_draws_up_to_near_ties(pair: tuple[PreTrainedModel, Policy], how: Sampling) -> None:
+    model, policy = pair
+    for ours, theirs in zip(run(policy, how), run(policy, how, compiled=False), strict=True):
+        for a, b in zip(ours.completions, theirs.completions, strict=True):
+            same = next((i for i, (x, y) in enumerate(zip(a.token_ids, b.token_ids, strict=False)) if x != y), None)
+            shared = min(len(a.token_ids), len(b.token_ids)) if same is None else same
+            for x, y in ((a.logps, b.logps), (a.sampled_logps, b.sampled_logps), (a.raw_logps, b.raw_logps)):
+                assert np.abs(x[:shared] - y[:shared]).max(initial=0) < 1e-4
+            if same is None:
+                assert (len(a.token_ids), a.stop) == (len(b.token_ids), b.stop)
+            else:
+                p = (next_logits(model, ours.prompt_ids, a.token_ids[: same + 1])[-1] / how.temperature).softmax(-1)
+                low, high = sorted((int(a.token_ids[same]), int(b.token_ids[same])))
+                assert float(p[low + 1 : high].sum()) < NEAR_TIE
+
+
+def test_other_slots_threads_and_neighbours_change_no_bit(pair: tuple[PreTrainedModel, Policy]) -> None:
+    """Stronger than what torch's path promises: the number of slots does not matter either."""
+    policy, how, threads = pair[1], Sampling(max_new_tokens=40), torch.get_num_threads()
+    expected = [(c.token_ids.tobytes(), c.logps.tobytes()) for g in run(policy, how) for c in g.completions]
+    try:
+        for slots, count in ((3, 1), (18, 3), (9, 2)):
+            torch.set_num_threads(count)
+            found = [(c.token_ids.tobytes(), c.logps.tobytes()) for g in run(policy, how, slots=slots) for c in g.completions]
+            assert found == expected
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_groups_of_several_blocks_share_their_prompt(pair: tuple[PreTrainedModel, Policy]) -> None:
+    model, policy = pair
+    (group,) = NativeEngine(policy, Engine(slots=40)).sample(PROMPTS[5:], 40, Sampling(max_new_tokens=6), SampleKey(0, 1))
+    for completion in group.completions[::7]:
+        assert_logps(model, group.prompt_ids, completion, 1.0)
+
+
+def test_stop_strings_cut_where_they_first_occur(pair: tuple[PreTrainedModel, Policy]) -> None:
+    how = Sampling(max_new_tokens=60, stop=("q", "7"))
+    plain = run(pair[1], Sampling(max_new_tokens=60))
+    for group, whole in zip(run(pair[1], how), plain, strict=True):
+        for cut, full in zip(group.completions, whole.completions, strict=True):
+            first = next((i for i, c in enumerate(full.text) if c in "q7"), None)
+            assert cut.text == (full.text if first is None else full.text[: first + 1])
+            assert cut.stop == (full.stop if first is None else "stop_string")
+
+
+def test_a_changed_weight_is_seen_with_no_call() -> None:
+    policy = Policy(make_model("qwen3"), tokenizer())
+    before = run(policy, Sampling(max_new_tokens=20))
+    with torch.no_grad():
+        policy.model.get_output_embeddings().weight.mul_(0.5)
+    after = run(policy, Sampling(max_new_tokens=20))
+    assert any(a.completions[0].logps[0] != b.completions[0].logps[0] for a, b in zip(before, after, strict=True))
+    plain = copy.deepcopy(policy.model)
+    plain.set_attn_implementation("eager")
+    assert_logps(plain, after[2].prompt_ids, after[2].completions[0], 1.0)
+
+
+def test_truncated_sampling_other_precisions_and_models_go_through_torch() -> None:
+    policy = Policy(make_model("qwen3"), tokenizer())
+    assert can_decode(policy, Sampling())
+    for how in (Sampling(top_k=5), Sampling(top_p=0.9), Sampling(min_p=0.1)):
+        assert not can_decode(policy, how)
+    assert not can_decode(Policy(make_model("qwen3").bfloat16(), tokenizer()), Sampling())
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("CC", "there-is-no-such-compiler")
+    library.cache_clear()
+    yield
+    library.cache_clear()
+
+
+def test_without_a_compiler_torch_decodes_and_the_run_says_so(no_compiler: None) -> None:
+    policy = Policy(make_model("qwen3"), tokenizer())
+    assert library() is None
+    engine = NativeEngine(policy, Engine())
+    assert engine._batch_type([Prompt("p", text="1+1=")], Sampling()) is Scheduler
+    assert "no C compiler" in engine.log_lines[0]
+    recipe = parse_recipe({"task": {"type": "arithmetic"}, "stages": [{"type": "sft"}]})
+    assert recipe.model.compiled
+    assert not with_machine_defaults(recipe).model.compiled
+
+
+def test_the_function_is_built_once_and_kept(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    library.cache_clear()
+    assert library() is not None
+    (built,) = (tmp_path / "oncurve").glob("*.so")
+    when = built.stat().st_mtime_ns
+    library.cache_clear()
+    assert library() is not None
+    assert [p.stat().st_mtime_ns for p in (tmp_path / "oncurve").glob("*.so")] == [when]
+    library.cache_clear()
+    assert library() is not None

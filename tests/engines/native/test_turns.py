@@ -1,0 +1,184 @@
+"""Completions in several turns: what the environment says is in the context, out of the loss, and always the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from oncurve.engines.native.engine import SampleKey
+from oncurve.errors import DataError, ModelError
+from oncurve.models.chat_template import example_ids, reply_ids
+from oncurve.models.loading.load import load_policy
+from oncurve.models.loading.tiny import make_tokenizer
+from oncurve.models.policy import Policy
+from oncurve.recipe.schema.sections import Model, Sampling, TinyModel
+from oncurve.records import Completion, Environment, Example, Group, Prompt
+from tests.engines.native.plain import engine_for, next_logits
+
+SHAPE = TinyModel(layers=2, width=32, heads=2, kv_heads=1, head_size=16, mlp_width=48, context=256)
+HOW = Sampling(max_new_tokens=100)
+
+
+@cache
+def policy() -> Policy:
+    """A random model of ten words: each of them comes soon."""
+    return load_policy(Model(tiny=SHAPE), alphabet="ab?!", seed=0)
+
+
+@dataclass
+class Echo:
+    """Says how often it was asked, up to four times, and a throw of the dice."""
+
+    calls: tuple[str, ...] = ("?",)
+    heard: list[tuple[str, ...]] = field(default_factory=list)
+
+    def reply(self, prompt: Prompt, turns: Sequence[str], dice: np.random.Generator) -> str | None:
+        self.heard.append(tuple(turns))
+        return "!" * (len(turns) + 1) + "ab"[dice.integers(2)] if len(turns) < 8 else None
+
+
+def asked(name: str, environment: Environment | None) -> Prompt:
+    return Prompt(id=name, text="ab" * 3 + name[:1], environment=environment)
+
+
+def sample(
+    prompts: list[Prompt], how: Sampling = HOW, slots: int = 8, check_every: int = 4, group_size: int = 4
+) -> list[Group]:
+    return engine_for(policy(), slots, check_every).sample(prompts, group_size, how, SampleKey(seed=0, step=1))
+
+
+def completions(groups: list[Group]) -> list[Completion]:
+    return [c for group in groups for c in group.completions]
+
+
+def bits(completion: Completion) -> tuple[bytes, ...]:
+    arrays = (completion.token_ids, completion.logps, completion.sampled_logps, completion.raw_logps, completion.loss_mask)
+    return tuple(a.tobytes() for a in arrays)
+
+
+def runs(mask: Sequence[bool]) -> list[tuple[bool, int, int]]:
+    """(value, first, last + 1) of the runs of a mask."""
+    edges = [0, *(i for i in range(1, len(mask)) if mask[i] != mask[i - 1]), len(mask)]
+    return [(bool(mask[a]), a, b) for a, b in pairwise(edges)]
+
+
+def test_turns_alternate_and_only_the_environment_s_are_masked() -> None:
+    echo, replies = Echo(), 0
+    for c in completions(sample([asked(n, echo) for n in ("a1", "b1", "a2", "b2")], Sampling(max_new_tokens=60))):
+        spans = runs(c.loss_mask.tolist())
+        assert spans[0][0]
+        for (mine, _, end), (_, after, last) in pairwise(spans):
+            if mine:
+                assert policy().decode(c.token_ids[:end]).endswith("?") or c.token_ids[end - 1] in policy().eos_ids
+                assert policy().decode(c.token_ids[after:last]).startswith("!")
+                replies += 1
+        assert c.length == sum(end - begin for mine, begin, end in spans if mine)
+        assert not np.any(c.logps[~c.loss_mask])
+        assert np.all(c.logps[c.loss_mask] < 0)
+    assert replies > 16
+    assert max(len(turns) for turns in echo.heard) > 3
+
+
+def test_the_environment_hears_what_was_said_and_nothing_decoded_beyond_it() -> None:
+    echo = Echo()
+    (c,) = completions(sample([asked("a", echo)], group_size=1, check_every=16))
+    for turns in echo.heard:
+        assert all(turn.count("?") == turn.endswith("?") for turn in turns[::2])
+        assert c.text.startswith("".join(turns))
+
+
+def test_every_token_is_drawn_from_what_was_really_said() -> None:
+    """transformers itself, on the whole of prompt, turns and replies, gives each of the policy's tokens the same log-prob."""
+    plain = policy().copy().model
+    plain.set_attn_implementation("eager")
+    for group in sample([asked(n, Echo()) for n in "ab"]):
+        for c in group.completions:
+            logits_TV = next_logits(plain, group.prompt_ids, c.token_ids)
+            wanted = logits_TV.log_softmax(-1).numpy()[np.arange(len(c.token_ids)), c.token_ids]
+            assert np.abs(wanted - c.logps)[c.loss_mask].max() < 1e-4
+
+
+@pytest.mark.parametrize(("slots", "check_every"), [(8, 1), (8, 7), (4, 4), (32, 16)])
+def test_when_turns_are_looked_for_and_what_is_queued_beside_changes_no_token(slots: int, check_every: int) -> None:
+    prompts = [asked(f"{n}{i}", Echo()) for i in range(2) for n in "ab"]
+    usual, other = sample(prompts), sample(list(reversed(prompts)), slots=slots, check_every=check_every)
+    one, two = completions(usual), completions(list(reversed(other)))
+    if slots == 8:
+        assert [bits(c) for c in one] == [bits(c) for c in two]
+    assert [c.token_ids.tolist() for c in one] == [c.token_ids.tolist() for c in two]
+
+
+def test_prompts_without_an_environment_are_sampled_as_ever() -> None:
+    alone = completions(sample([asked("a", None)]))
+    beside = completions(sample([asked("b", Echo()), asked("a", None)])[1:])
+    assert [bits(c) for c in alone] == [bits(c) for c in beside]
+    assert all(c.loss_mask.all() for c in beside)
+
+
+def test_another_sample_throws_other_dice_and_the_same_one_the_same() -> None:
+    texts = [c.text for c in completions(sample([asked("a", Echo())], group_size=8))]
+    assert texts == [c.text for c in completions(sample([asked("a", Echo())], group_size=8))]
+    assert any("!!b" in text for text in texts)
+    assert any("!!a" in text for text in texts)
+
+
+def test_stop_strings_of_the_recipe_end_it_and_limits_cut_it() -> None:
+    stopped = completions(sample([asked("a", Echo())], Sampling(max_new_tokens=60, stop=("b",)), group_size=8))
+    assert any(c.stop == "stop_string" and c.text.endswith("b") for c in stopped)
+    assert all(c.text.count("b") <= 1 + c.text.count("!b") for c in stopped)
+    amid_a_reply = 0
+    for limit in range(5, 14):
+        cut = completions(sample([asked("a", Echo())], Sampling(max_new_tokens=limit), group_size=8))
+        assert all(len(c.token_ids) == len(c.loss_mask) <= limit for c in cut)
+        assert all(len(c.token_ids) == limit for c in cut if c.cut)
+        amid_a_reply += sum(c.cut and not c.loss_mask[-1] for c in cut)
+    assert amid_a_reply
+
+
+def test_an_environment_that_fails_is_told_of_in_one_message() -> None:
+    class Broken(Echo):
+        def reply(self, prompt: Prompt, turns: Sequence[str], dice: np.random.Generator) -> str | None:
+            raise KeyError("rules")
+
+    with pytest.raises(DataError, match="its environment failed: KeyError: 'rules'"):
+        sample([asked("a", Broken())])
+
+
+def chat_policy() -> Policy:
+    words = make_tokenizer("".join(map(chr, range(32, 127))) + "\n")
+    words.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>\n{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    made = policy().copy()
+    made.tokenizer = words
+    return made
+
+
+def test_in_a_chat_a_reply_after_the_end_token_is_the_user_s_next_message() -> None:
+    chat, prompt = chat_policy(), Prompt(id="c", messages=({"role": "user", "content": "a"},))
+    ids = reply_ids(chat, prompt, "higher", ended=True)
+    assert chat.tokenizer.decode(ids) == "\n<user>higher<end>\n<assistant>"
+    assert chat.tokenizer.decode(reply_ids(chat, prompt, "42", ended=False)) == "42"
+    assert chat.tokenizer.decode(reply_ids(chat, replace(prompt, messages=None, text="a"), "42", ended=True)) == "42"
+
+
+def test_a_template_of_single_turns_is_told_of_in_one_message() -> None:
+    chat, prompt = chat_policy(), Prompt(id="c", messages=({"role": "user", "content": "a"},))
+    chat.tokenizer.chat_template = "{% if messages | length > 1 %}{{ raise_exception('one turn') }}{% endif %}?"
+    with pytest.raises(ModelError, match=r"(?s)^c: the model's chat template can't write it.*one turn"):
+        reply_ids(chat, prompt, "higher", ended=True)
+
+
+def test_of_a_worked_example_only_the_policy_s_turns_are_imitated() -> None:
+    plain = Example(asked("a", None), "ab?!!ab")
+    ids, wrote = example_ids(policy(), replace(plain, turns=("ab?", "!!", "ab")))
+    whole, every = example_ids(policy(), plain)
+    assert ids.tolist() == whole.tolist()
+    assert every.all()
+    assert wrote.tolist() == [True] * 3 + [False] * 2 + [True] * 3

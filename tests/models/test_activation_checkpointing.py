@@ -1,0 +1,51 @@
+"""Gradient checkpointing: the same gradient, and as few layers as memory asks for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from oncurve.models.activation_checkpointing import SPARE, checkpoint_layers, kept_bytes, layers_to_checkpoint
+from oncurve.models.packing import build_pack
+from oncurve.models.policy import Policy
+from tests.models.architectures import make_model, tokenizer
+from tests.models.test_pack_forward import bundles_of, far_apart, gradients, weighted
+
+
+@pytest.mark.parametrize("name", ["gemma2", "qwen3"])
+def test_the_gradient_is_the_same_with_any_number_of_layers(name: str) -> None:
+    policy = Policy(make_model(name), tokenizer())
+    policy.fast_backbone = None  # through the modules, which any architecture can go
+    pack = build_pack(bundles_of("ragged"), policy.device)
+    layer: Any = policy.backbone.layers[0]  # type: ignore[index]
+    calls: list[bool] = []
+    layer.register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    results = []
+    for count in (0, 1, 2, 0):
+        checkpoint_layers(policy, count)
+        calls.clear()
+        results.append(gradients(policy.model, weighted(*policy.pack_logps(pack, 0.9))))
+        assert len(calls) == 1
+    for other in results[1:]:
+        assert all(far_apart(a, b) < 1e-6 for a, b in zip(other, results[0], strict=True))
+
+
+def test_as_few_layers_as_fit() -> None:
+    """A layer of 2 keeps 40 tokens × kept bytes; checkpointed it keeps 40 × the residual alone."""
+    policy = Policy(make_model("llama"), tokenizer())
+    each, residual = 40 * kept_bytes(policy), 40 * 4 * policy.model.config.hidden_size
+    assert layers_to_checkpoint(policy, 40, int(2 * each / SPARE) + 2) == 0
+    assert layers_to_checkpoint(policy, 40, int((each + residual) / SPARE) + 2) == 1
+    assert layers_to_checkpoint(policy, 40, int(2 * residual / SPARE) + 2) == 2
+    assert layers_to_checkpoint(policy, 40, 0) == 2
+
+
+def test_what_the_fast_path_keeps_by_hand() -> None:
+    """Two residuals, q, k, v and attention's output, gate and up in float32, and a log-sum-exp per head."""
+    policy = Policy(make_model("llama"), tokenizer())
+    config = policy.model.config
+    d = config.hidden_size // config.num_attention_heads
+    wide = 2 * config.hidden_size + (2 * config.num_attention_heads + 2 * config.num_key_value_heads) * d
+    assert kept_bytes(policy) == 4 * (wide + 2 * config.intermediate_size) + 4 * config.num_attention_heads

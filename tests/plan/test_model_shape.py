@@ -1,0 +1,187 @@
+"""Shapes: parameters counted as transformers counts them, keys and values by hand, configs read or refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from oncurve.errors import ModelError
+from oncurve.models.loading.tiny import make_model, make_tokenizer
+from oncurve.plan.model_shape import ModelShape, read_config, shape_of_config, tiny_shape
+from oncurve.plan.model_table import MODELS, find_shape
+from oncurve.recipe.schema.sections import TinyModel
+
+PUBLISHED = {
+    "Qwen/Qwen3-0.6B": 596_049_920,
+    "Qwen/Qwen3-1.7B": 1_720_574_976,
+    "Qwen/Qwen3-4B": 4_022_468_096,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "Qwen/Qwen3-14B": 14_768_307_200,
+    "Qwen/Qwen3-32B": 32_762_123_264,
+    "Qwen/Qwen2.5-0.5B": 494_032_768,
+    "Qwen/Qwen2.5-7B": 7_615_616_512,
+    "meta-llama/Llama-3.2-1B": 1_235_814_400,
+    "meta-llama/Llama-3.2-3B": 3_212_749_824,
+    "meta-llama/Llama-3.1-8B": 8_030_261_248,
+    "meta-llama/Llama-3.1-70B": 70_553_706_496,
+    "mistralai/Mistral-7B-v0.3": 7_248_023_552,
+    "HuggingFaceTB/SmolLM2-135M": 134_515_008,
+    "google/gemma-2-2b": 2_614_341_888,
+    "google/gemma-3-1b": 999_885_952,
+    "7B": 6_738_415_616,
+    "13B": 13_015_864_320,
+    "70B": 68_976_648_192,
+}
+"""As the publishers' checkpoints have them."""
+
+
+def transformers_config(shape: ModelShape, layers: int | None = None, **more: Any) -> Any:
+    return AutoConfig.for_model(
+        shape.family,
+        num_hidden_layers=layers or shape.layers,
+        hidden_size=shape.width,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_size,
+        intermediate_size=shape.mlp_width,
+        vocab_size=shape.vocabulary,
+        tie_word_embeddings=shape.tied,
+        **more,
+    )
+
+
+def count(config: Any) -> int:
+    """Parameters of the module itself, built without memory; tied weights once."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
+    return sum({id(p): p.numel() for p in model.parameters()}.values())
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_known_models_have_the_published_count(name: str) -> None:
+    assert MODELS[name].parameters == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("shape", MODELS.values(), ids=MODELS)
+def test_parameters_are_those_of_transformers(shape: ModelShape) -> None:
+    """Two layers say all that eighty would: layers are alike, and the published counts hold the number of them."""
+    config = transformers_config(shape, layers=2)
+    assert shape_of_config(config.to_dict(), shape.name).parameters == count(config)
+
+
+SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96,
+         "vocab_size": 50, "pad_token_id": 0}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("llama", {"tie_word_embeddings": True}),
+        ("qwen2", {}),
+        ("qwen3", {"head_dim": 32, "attention_bias": True}),
+        ("phi3", {}),
+        ("olmo2", {}),
+        ("granite", {}),
+        ("gemma", {"head_dim": 32}),
+        ("gemma2", {"head_dim": 32}),
+        ("gemma3_text", {"head_dim": 32}),
+        ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+        ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 16}),
+        ("smollm3", {}),
+    ],
+)
+def test_every_family_counts_as_its_modules_do(family: str, more: dict[str, Any]) -> None:
+    config = AutoConfig.for_model(family, **{**SMALL, **more})
+    assert shape_of_config(config.to_dict(), family).parameters == count(config)
+
+
+def test_the_built_in_model() -> None:
+    tokenizer = make_tokenizer("0123456789+=")
+    model = make_model(TinyModel(), tokenizer, seed=0)
+    assert tiny_shape(TinyModel(), len(tokenizer)).parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_adapters_as_peft_makes_them() -> None:
+    import peft
+
+    config = AutoConfig.for_model("qwen3", **SMALL, head_dim=32)
+    model = AutoModelForCausalLM.from_config(config)
+    peft.inject_adapter_in_model(peft.LoraConfig(task_type="CAUSAL_LM", r=3, target_modules="all-linear"), model)
+    own = sum(p.numel() for name, p in model.named_parameters() if "lora_" in name)
+    assert shape_of_config(config.to_dict(), "small").adapter_parameters(3) == own
+
+
+def test_keys_and_values_of_a_token() -> None:
+    """Qwen3-8B: 36 layers × (keys and values) × 8 heads of 128 × 2 bytes."""
+    assert MODELS["Qwen/Qwen3-8B"].kv_bytes(2) == 36 * 2 * 8 * 128 * 2 == 147_456
+    assert MODELS["13B"].kv_bytes(2) == 40 * 2 * 40 * 128 * 2 == 819_200
+
+
+def test_a_token_is_multiplied_with_all_but_embeddings_and_norms() -> None:
+    shape = MODELS["Qwen/Qwen3-8B"]
+    assert shape.multiplied == shape.parameters - 2 * shape.head_parameters - shape.width - 36 * (2 * 4096 + 2 * 128)
+
+
+def test_experts_are_held_but_not_all_multiplied() -> None:
+    config = {**SMALL, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+    shape = shape_of_config(config, "moe")
+    expert = 3 * 64 * 96
+    assert shape.multiplied_in_all - shape.multiplied == 2 * 6 * expert
+
+
+@pytest.mark.parametrize("name", ["qwen3-8b", "Qwen/Qwen3-8B-Base", "Qwen3-8B"])
+def test_a_model_by_any_of_its_names(name: str) -> None:
+    assert find_shape(name) is MODELS["Qwen/Qwen3-8B"]
+
+
+def test_instruct_models_have_the_shape_of_their_base() -> None:
+    assert find_shape("meta-llama/Llama-3.1-8B-Instruct") is MODELS["meta-llama/Llama-3.1-8B"]
+    assert find_shape("google/gemma-3-1b-it") is MODELS["google/gemma-3-1b"]
+
+
+def test_a_folder_and_its_config_are_one(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, "model_type": "qwen3"}))
+    assert find_shape(str(tmp_path)).parameters == find_shape(str(tmp_path / "config.json")).parameters
+
+
+def test_text_inside_a_larger_config_is_read(tmp_path: Path) -> None:
+    outer = {"model_type": "gemma3", "text_config": {**SMALL, "model_type": "gemma3_text", "head_dim": 32}}
+    inner = shape_of_config(outer["text_config"], "x")  # type: ignore[arg-type]
+    assert shape_of_config(outer, "x") == inner
+
+
+def test_a_download_in_the_cache_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "models--some--model" / "snapshots" / "abc"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({**SMALL, "model_type": "llama"}))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert find_shape("some/model").width == 64
+
+
+def test_an_unknown_model_is_told_the_nearest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ModelError) as error:
+        find_shape("Qwen/Qwen3-9B")
+    assert "Qwen/Qwen3-8B" in error.value.fix
+
+
+@pytest.mark.parametrize("missing", ["hidden_size", "num_hidden_layers", "vocab_size"])
+def test_a_config_without_what_is_needed_is_refused_by_name(missing: str) -> None:
+    config = {key: value for key, value in SMALL.items() if key != missing}
+    with pytest.raises(ModelError, match=missing):
+        shape_of_config(config, "half")
+
+
+@pytest.mark.parametrize("text", ["not json", "[1, 2]"])
+def test_a_file_that_is_no_config_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(ModelError, match=r"config\.json"):
+        read_config(path, "x")

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import pytest
+
+from oncurve.recipe.load import parse_recipe
+from oncurve.recipe.validate import find_problems
+
+from .recipes import base, grpo, recipe, refusal
+
+IMPOSSIBLE = [
+    (["sft.name=grpo"], "stages", "tell stages apart"),
+    (["sft.name=model"], "model.name", "key of the recipe itself"),
+    (["sft.name=warm up"], "warm up.name", "letters, digits"),
+    (["rewards.format.name=answer"], "rewards", "tell rewards apart"),
+    (["rewards=[]"], "rewards", "learns from rewards alone"),
+    (["grpo.rewards=[]"], "grpo.rewards", "learns from rewards alone"),
+    (["rewards.answer.weight=0", "rewards.format.weight=0"], "rewards.answer.weight", "watched, not trained on"),
+    (["grpo.group_size=1"], "grpo.group_size", "its own mean"),
+    (["grpo.group_size=1", "grpo.objective=rloo"], "grpo.group_size", "the mean of the others"),
+    (["grpo.group_size=1", "grpo.advantage.baseline=none"], "grpo.group_size", "one number has none"),
+    (["grpo.group_size=1", "grpo.objective=reinforce", "grpo.no_signal=resample"], "grpo.no_signal", "always equals itself"),
+    (["grpo.sampling.temperature=0"], "grpo.sampling.temperature", "all the same"),
+    (["grpo.kl.where=reward"], "grpo.kl.where", "no reference is held"),
+    (["grpo.kl.refresh_every=10"], "grpo.kl.refresh_every", "no reference is held"),
+    (["grpo.kl.ratio_weighted=true"], "grpo.kl.ratio_weighted", "no reference is held"),
+    (
+        ["grpo.kl.ratio_weighted=true", "grpo.kl.beta=1", "grpo.objective=rloo"],
+        "grpo.kl.ratio_weighted",
+        "before there is a ratio",
+    ),
+    (["grpo.minibatches=17"], "grpo.minibatches", "use 16 or less"),
+    (["grpo.clip={low=0.2, high=0.2, dual=1.2}"], "grpo.clip.dual", "use more than 1.2"),
+    (["grpo.clip={low=1.0, high=4.0, dual=9.0}", "grpo.objective=cispo"], "grpo.clip.dual", "a second bound"),
+    (["grpo.clip={low=0.2, high=0.2}", "grpo.objective=reinforce"], "grpo.clip", "clips nothing"),
+    (["grpo.clip={low=0.2, high=0.2}", "grpo.objective=sapo"], "grpo.clip", "clips nothing"),
+    (["grpo.objective=rloo", "grpo.advantage.scale=group"], "grpo.advantage.scale", "divided by nothing"),
+    (["grpo.objective=rloo", "grpo.advantage.baseline=mean"], "grpo.advantage.baseline", "leave-one-out"),
+    (["grpo.overlong.buffer=256"], "grpo.overlong.buffer", "use less than 256"),
+    (["scale.ranks=17"], "scale.ranks", "use 16 ranks or fewer"),
+    (["scale.ranks=8", "scale.tensor=3"], "scale.tensor", "use a divisor of 8"),
+    (["scale.ranks=2", "scale.offload=true"], "scale.offload", "optimiser.on_cpu"),
+    (["scale.ranks=2", "scale.gather=false"], "scale.gather", 'shard = "full"'),
+    (["scale.max_staleness=1"], "scale.max_staleness", "sample themselves"),
+    (["grpo.length_budget=100"], "grpo.length_budget", "only dr_grpo"),
+    (["sft.optimiser.warmup_steps=201"], "sft.optimiser.warmup_steps", "--set sft.optimiser.warmup_steps=200"),
+    (["grpo.optimiser.warmup_steps=201", "grpo.updates_per_step=2"], "grpo.optimiser.warmup_steps", "use 200 or less"),
+    (["model.tiny.context=256"], "grpo.sampling.max_new_tokens", "for the prompt and the completion together"),
+    (["evaluation.max_new_tokens=512"], "evaluation.max_new_tokens", "raise model.tiny.context"),
+    (["sft.data=stage:kept"], "sft.data", "rejection_sample before 'sft' are: none"),
+    (["rewards=[{type='model', model='stage:sft'}]"], "rewards.model.model", "reward_model before 'grpo' are: none"),
+    (["grpo.iterate.every=2"], "grpo.iterate.reward", "the stage's rewards are answer, format"),
+]
+
+
+@pytest.mark.parametrize(("changes", "where", "words"), IMPOSSIBLE, ids=["+".join(case[0]) for case in IMPOSSIBLE])
+def test_an_impossible_combination(changes: list[str], where: str, words: str) -> None:
+    error = refusal(*changes)
+    assert error.where == where
+    assert words in str(error)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [f"grpo.objective={name}"]
+        for name in (
+            *("grpo", "grpo_sequence", "dapo", "dr_grpo", "bnpo", "gspo", "gspo_token", "cispo", "sapo", "rloo", "reinforce"),
+        )
+    ]
+    + [
+        ["grpo.group_size=1", "grpo.objective=reinforce"],
+        ["grpo.group_size=1", "grpo.advantage.baseline=none", "grpo.advantage.scale=batch"],
+        ["grpo.kl.where=loss"],
+        ["grpo.kl.beta=0.1", "grpo.objective=rloo", "grpo.kl.refresh_every=5"],
+        ["grpo.clip={low=0.2, high=0.28, dual=3.0}"],
+        ["grpo.optimiser.final_share=0.1"],
+        ["grpo.optimiser.warmup_steps=100"],
+        ["rewards.answer.weight=0"],
+        ["model.source=folder", "model.tiny.context=16"],
+        ["grpo.objective=dr_grpo", "grpo.length_budget=100"],
+        ["grpo.overlong.buffer=255"],
+        ["grpo.minibatches=16"],
+    ],
+    ids="+".join,
+)
+def test_what_can_be_done_is_let_through(changes: list[str]) -> None:
+    assert list(find_problems(recipe(*changes))) == []
+
+
+def test_every_problem_is_found_not_only_the_first() -> None:
+    stage = grpo().model_copy(update={"group_size": 1, "minibatches": 99})
+    wrong = recipe().model_copy(update={"stages": (stage,)})
+    assert {problem.where for problem in find_problems(wrong)} == {"grpo.group_size", "grpo.minibatches"}
+
+
+def test_a_control_recipe_of_sft_alone_needs_no_rewards() -> None:
+    data = base()
+    data["stages"].pop()
+    data.pop("rewards")
+    assert refusal("sft.steps=0", data=data).where == "sft.steps"
+    assert parse_recipe(data).stages[0].label == "sft"

@@ -1,0 +1,366 @@
+"""Programs that try to get out, to stay, to take everything, or to pass tests that they do not solve.
+
+Each attack prints ESCAPED where it succeeds. All run at every level that this machine has; there must be one.
+"""
+
+import gc
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oncurve.errors import RewardError
+from oncurve.rewards.sandbox import sandbox as levels
+from oncurve.rewards.sandbox.sandbox import Limits, Sandbox, make_sandbox
+from oncurve.workers.pool import WorkerDiedError
+
+QUICK = Limits(seconds=2.0, memory=300 << 20, output=64 << 10, file_size=1 << 20)
+CANARY, KEPT = Path("/tmp/oncurve-canary-7f3a"), Path("/tmp/oncurve-canary-kept")
+
+
+LEVELS: tuple[levels.Level, ...] = ("bubblewrap", "seccomp")
+MADE = {level: make_sandbox(level, 1) for level in LEVELS}
+SANDBOXES = {level: sandbox for level, (sandbox, _) in MADE.items() if sandbox is not None}
+
+
+@pytest.fixture(params=list(SANDBOXES))
+def sandbox(request: pytest.FixtureRequest) -> Sandbox:
+    return SANDBOXES[request.param]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _close_at_the_end() -> Iterator[None]:
+    yield
+    KEPT.unlink(missing_ok=True)
+    for sandbox in SANDBOXES.values():
+        sandbox.workers.close()
+
+
+def run(sandbox: Sandbox, program: str, limits: Limits = QUICK, **job: Any) -> dict[str, Any]:
+    began = time.monotonic()
+    seen = sandbox.run({"kind": "program", "program": program, **job}, limits)
+    assert time.monotonic() - began < limits.seconds + 20
+    return dict(seen)
+
+
+def test_there_is_a_level_here() -> None:
+    assert SANDBOXES, "install bubblewrap, or use a kernel with Landlock"
+
+
+def test_where_everything_is_tested_every_level_is() -> None:
+    """`.ci/run` installs bubblewrap: a level that is there and does not hold must not go untested."""
+    wanted = set(LEVELS) if "CI" in os.environ and shutil.which("bwrap") else set(SANDBOXES)
+    assert set(SANDBOXES) == wanted, {level: fault for level, (_, fault) in MADE.items() if fault}
+
+
+def attempt(line: str, before: str = "") -> str:
+    caught = "except BaseException as error:\n    print(type(error))"
+    return f"import os, sys, ctypes\n{before}\ntry:\n    {line}\n    print('ESCAPED')\n{caught}"
+
+
+LIBC = """
+libc = ctypes.CDLL(None, use_errno=True)
+def call(*arguments):
+    if libc.syscall(*arguments) < 0:
+        raise OSError(ctypes.get_errno())
+"""
+
+ATTACKS = {
+    "fork": attempt("os.fork()"),
+    "fork bomb": "import os\nwhile True:\n    try:\n        os.fork(); print('ESCAPED')\n    except OSError:\n        break",
+    "subprocess": attempt("subprocess.run(['/bin/sh', '-c', 'true'], check=True)", "import subprocess"),
+    "multiprocessing": attempt(
+        "p = multiprocessing.get_context('fork').Process(target=print); p.start()", "import multiprocessing"
+    ),
+    "vfork by hand": attempt("call(58) if os.uname().machine == 'x86_64' else os.fork()", LIBC),
+    "clone3 by hand": attempt("call(435, ctypes.create_string_buffer(88), 88)", LIBC),
+    "system": attempt("assert os.system('true') == 0"),
+    "execve": attempt("os.execv('/bin/true', ['true'])"),
+    "read /etc/passwd": attempt("open('/etc/passwd').read()"),
+    "read a home": attempt("os.listdir(os.path.expanduser('~root')) + os.listdir('/root')"),
+    "read the trainer's memory": attempt("open(f'/proc/{os.getppid()}/mem', 'rb').read(1)"),
+    "read a process's environment": attempt("open(f'/proc/{os.getppid()}/environ', 'rb').read()"),
+    "own environment": attempt("assert 'ONCURVE_SECRET' in os.environ"),
+    "environment by the back door": attempt("open('/proc/self/environ').read()"),
+    "symlink out": attempt("os.symlink('/etc/passwd', 'link'); open('link').read()"),
+    "dots out": attempt("open('../../../../../etc/passwd').read()"),
+    "hard link out": attempt("os.link('/etc/passwd', 'link'); open('link').read()"),
+    "write outside": attempt(f"open({str(CANARY)!r}, 'w').write('x')"),
+    "remove outside": attempt(f"os.remove({str(KEPT)!r})"),
+    "chmod outside": attempt("os.chmod('/tmp', 0o777)"),
+    "rename outside": attempt(f"open('mine', 'w').close(); os.rename('mine', {str(CANARY)!r})"),
+    "write the standard library": attempt("open(os.__file__, 'a')"),
+    "tcp": attempt("socket.create_connection(('127.0.0.1', 22), 1)", "import socket"),
+    "udp": attempt("socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', 9))", "import socket"),
+    "unix socket": attempt("socket.socket(socket.AF_UNIX).connect('/run/systemd/notify')", "import socket"),
+    "raw socket": attempt("socket.socket(socket.AF_INET, socket.SOCK_RAW, 1)", "import socket"),
+    "name lookup": attempt("socket.getaddrinfo('example.org', 80)", "import socket"),
+    "kill the parent": attempt("os.kill(os.getppid(), 9)"),
+    "kill everybody": attempt("os.kill(-1, 9)"),
+    "kill the group of another": attempt("os.killpg(os.getppid(), 9)"),
+    "signal by pidfd": attempt("signal.pidfd_send_signal(os.pidfd_open(os.getppid()), 9)", "import signal"),
+    "limit the parent": attempt("resource.prlimit(os.getppid(), resource.RLIMIT_CPU, (0, 0))", "import resource"),
+    "raise own limits": attempt("resource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40))", "import resource"),
+    "ptrace the parent": attempt("call(101 if os.uname().machine == 'x86_64' else 117, 16, os.getppid(), 0, 0)", LIBC),
+    "write into the parent": attempt("call(311 if os.uname().machine == 'x86_64' else 271, os.getppid(), 0, 0, 0, 0, 0)", LIBC),
+    "new namespace": attempt("call(272 if os.uname().machine == 'x86_64' else 97, 0x10000000)", LIBC),
+    "mount": attempt("assert libc.mount(b'none', b'.', b'tmpfs', 0, None) == 0", LIBC),
+    "chroot": attempt("os.chroot('.')"),
+    "become another": attempt("os.setuid(12345)"),
+    "io_uring": attempt("call(425, 8, ctypes.create_string_buffer(120))", LIBC),
+    "keep a daemon": attempt("os.fork() or os.setsid()"),
+    "outlive the parent": attempt("assert libc.prctl(1, 0, 0, 0, 0) == 0", LIBC),
+    "hidden memory": attempt("os.memfd_create('x')"),
+    "shared memory": attempt("call(29 if os.uname().machine == 'x86_64' else 194, 1, 4096, 0o1666)", LIBC),
+    "device": attempt("os.mknod('disk', 0o60666, os.makedev(8, 0))"),
+    "a descriptor of the zygote": (
+        "import os\nfor fd in range(3, 200):\n    try:\n        os.fstat(fd)\n    except OSError:\n"
+        "        continue\n    print('ESCAPED', fd)"
+    ),
+}
+
+
+@pytest.mark.parametrize("attack", list(ATTACKS))
+def test_nothing_gets_out(sandbox: Sandbox, attack: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ONCURVE_SECRET", "x")
+    KEPT.write_text("kept")
+    seen = run(sandbox, ATTACKS[attack])
+    assert "ESCAPED" not in seen["output"], seen
+    assert seen["ended"] == "exit 0", seen
+    assert not CANARY.exists()
+    assert KEPT.read_text() == "kept"
+    assert run(sandbox, "print('next')")["output"] == "next\n"
+
+
+EXHAUSTING = {
+    "endless loop": ("while True: pass", "time"),
+    "endless sleep": ("import time\ntime.sleep(100)", "time"),
+    "hang in C": ("9**9**9", "time"),
+    "endless output": ("while True: print('x' * 1000)", "output"),
+    "endless errors": ("import sys\nwhile True: sys.stderr.write('x' * 1000)", "output"),
+    "memory bomb": ("x = bytearray(1 << 40)", "exit 1"),
+    "slow memory bomb": ("x = []\nwhile True: x.append(bytearray(1 << 20))", "exit 1"),
+    "large file": ("f = open('f', 'wb')\nwhile True: f.write(bytes(1 << 16))", None),
+    "many files": ("kept = []\nwhile True: kept.append(open(str(len(kept)), 'w'))", "exit 1"),
+    "deep recursion": ("import sys\nsys.setrecursionlimit(10**9)\ndef f(): f()\nf()", None),
+    "thread bomb": ("import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(100,)).start()", None),
+    "deaf to signals": (
+        "import signal, time\nfor n in range(1, 65):\n    try: signal.signal(n, signal.SIG_IGN)\n"
+        "    except (OSError, ValueError): pass\n"
+        "while True: time.sleep(1)",
+        "time",
+    ),
+    "alarm games": ("import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass", "time"),
+    "closes its output and goes on": ("import os\nos.close(1); os.close(2)\nwhile True: pass", "time"),
+    "kills itself": ("import os\nos.kill(os.getpid(), 9)", "signal 9"),
+    "crashes": ("import ctypes\nctypes.string_at(0)", "signal 11"),
+    "leaves at once": ("import os\nos._exit(7)", "exit 7"),
+}
+
+
+@pytest.mark.parametrize("attack", list(EXHAUSTING))
+def test_nothing_outlives_its_limits(sandbox: Sandbox, attack: str) -> None:
+    program, ended = EXHAUSTING[attack]
+    seconds = 0.7 if ended == "time" else 8.0  # what must end by another limit gets the time to reach it
+    run(sandbox, "")
+    seen = run(sandbox, program, Limits(seconds=seconds, memory=300 << 20, output=64 << 10, file_size=1 << 20))
+    assert ended is None or seen["ended"] == ended, seen
+    assert len(seen["output"]) < 256 << 10
+    assert run(sandbox, "print('next')")["output"] == "next\n"
+
+
+@pytest.mark.parametrize(
+    ("program", "stdin", "output"),
+    [
+        ("import sys\nprint(len(sys.stdin.read()))", "x" * 200_000, "200000\n"),
+        ("print(input(), input())", "a\nb\n", "a b\n"),
+        ("import sys\nprint(sys.stdin.readlines())", "", "[]\n"),
+        ("import os\nprint(os.read(0, 9))", "abc", "b'abc'\n"),
+        ("import sys\nprint(sys.stdin.isatty(), __name__)", "", "False __main__\n"),
+        ("print('é')", "", "é\n"),
+        ("import numbers, xml.dom, zlib, hashlib\nprint(hashlib.md5(b'').hexdigest()[:4])", "", "d41d\n"),
+        ("import threading\nt = threading.Thread(target=print, args=(1,))\nt.start()\nt.join()", "", "1\n"),
+        ("import tempfile\nf = tempfile.NamedTemporaryFile('w+')\nf.write('x')\nf.seek(0)\nprint(f.read())", "", "x\n"),
+        ("import asyncio\nasync def f(): return 5\nprint(asyncio.run(f()))", "", "5\n"),
+    ],
+)
+def test_honest_programs_run(sandbox: Sandbox, program: str, stdin: str, output: str) -> None:
+    seen = run(sandbox, program, stdin=stdin)
+    assert (seen["ended"], seen["output"]) == ("exit 0", output)
+
+
+def test_programs_leave_nothing_for_the_next(sandbox: Sandbox) -> None:
+    run(
+        sandbox,
+        "import os, sys\nopen('left', 'w').write('x')\nsys.modules['left'] = 1\n"
+        "os.environ['LEFT'] = 'x'\nimport math\nmath.pi = 3",
+    )
+    seen = run(
+        sandbox, "import os, sys, math\nprint(os.listdir('.'), 'left' in sys.modules, 'LEFT' in os.environ, math.pi > 3.1)"
+    )
+    assert seen["output"] == "[] False False True\n"
+
+
+def test_a_killed_zygote_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    made, fault = make_sandbox("seccomp", 1)
+    assert made is not None, fault
+    (pid,) = made.workers.pids
+    threading.Timer(0.3, os.killpg, (pid, 9)).start()
+    with pytest.raises(WorkerDiedError):
+        made.run({"kind": "program", "program": "import time\ntime.sleep(20)"}, Limits(seconds=20.0))
+    made.workers.close()
+    del made
+    gc.collect()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_input_can_t_be_changed(sandbox: Sandbox) -> None:
+    seen = run(sandbox, "import os\ntry:\n    os.write(0, b'zzz')\nexcept OSError:\n    print(input())", stdin="abc")
+    assert seen["output"] == "abc\n"
+
+
+def verdicts(sandbox: Sandbox, program: str, *tests: str, **job: Any) -> list[bool]:
+    seen = sandbox.run({"kind": "tests", "program": program, "tests": list(tests), **job}, QUICK)
+    return [bool(verdict.get("passed")) for verdict in seen["verdicts"]]
+
+
+CHEATS = {
+    "leaves early": "import os\ndef f(x): os._exit(0)",
+    "exits when loaded": "raise SystemExit(0)",
+    "exits when called": "def f(x): raise SystemExit(0)",
+    "equals everything": "class A:\n    def __eq__(self, other): return True\ndef f(x): return A()",
+    "a number that equals everything": "class A(int):\n    def __eq__(self, other): return True\ndef f(x): return A(0)",
+    "a list that equals everything": "class A(list):\n    def __eq__(self, other): return True\ndef f(x): return A()",
+    "patches assert": "import builtins\nbuiltins.AssertionError = ValueError\ndef f(x): return 0",
+    "patches the tests' names": (
+        "import sys\ndef f(x):\n"
+        "    for m in list(sys.modules.values()): m.__dict__['_outcome'] = lambda *a: {'passed': True}\n"
+        "    return 0"
+    ),
+    "writes verdicts everywhere": (
+        "import os\ndef f(x):\n    for fd in range(50):\n"
+        "        try: os.write(fd, b'{\"passed\": true}\\n')\n        except OSError: pass\n"
+        "    return 0"
+    ),
+    "answers before it is asked": (
+        "import os\ndef f(x):\n    for fd in range(3, 50):\n"
+        "        try: os.write(fd, b'garbage\\n' * 9)\n        except OSError: pass\n    return 0"
+    ),
+    "reads the tests": (
+        "import gc\ndef f(x): return next((o for o in gc.get_objects() if isinstance(o, dict) and 'tests' in o), 0) and 0"
+    ),
+    "raises a liar": "class E(BaseException):\n    def __str__(self): raise KeyError\ndef f(x): raise E",
+    "returns an endless nest": "def f(x):\n    a = []\n    a.append(a)\n    return a",
+    "returns an endless thing": "import itertools\ndef f(x): return itertools.count()",
+    "hangs": "def f(x):\n    while True: pass",
+}
+
+
+@pytest.mark.parametrize("cheat", list(CHEATS))
+def test_no_test_is_passed_without_being_solved(sandbox: Sandbox, cheat: str) -> None:
+    assert True not in verdicts(
+        sandbox, CHEATS[cheat], "assert f(1) == 4", "assert list(f(2)) == [4]" if "thing" in cheat else "assert f(2) == 5"
+    )
+
+
+def test_tests_of_every_kind(sandbox: Sandbox) -> None:
+    square = "def f(x):\n    return x * x"
+    assert verdicts(sandbox, square, "assert f(2) == 4", "assert f(3) == 8", "assert f(x=5) == 25") == [True, False, True]
+    assert verdicts(sandbox, square, test_code="def check(candidate):\n    assert candidate(3) == 9", entry_point="f") == [True]
+    assert verdicts(sandbox, square, test_code="def test_a():\n    assert f(2) == 4\ndef test_b():\n    assert f(2) == 5") == [
+        True,
+        False,
+    ]
+    assert verdicts(sandbox, square, "assert f(two) == 4", setup="two = 2") == [True]
+
+
+def test_values_that_cross(sandbox: Sandbox) -> None:
+    same = "def f(x): return x\ndef kind(x): return type(x).__name__\nimport math\nLIMIT = 3"
+    plain = [
+        "None",
+        "True",
+        "2",
+        "2.5",
+        "'é'",
+        "b'x'",
+        "1j",
+        "[1, [2]]",
+        "(1, (2,))",
+        "{1: (2,)}",
+        "{1, 2}",
+        "frozenset([1])",
+        "10**50",
+    ]
+    tests = [f"assert f({v}) == {v} and type(f({v})) is type({v}) and kind({v}) == type({v}).__name__" for v in plain]
+    assert verdicts(sandbox, same, *tests, "assert math.pi > LIMIT") == [True] * (len(plain) + 1)
+
+
+def test_objects_stay_where_they_are(sandbox: Sandbox) -> None:
+    program = (
+        "class Pair:\n    def __init__(self, a, b): self.a, self.b = a, b\n    def sum(self): return self.a + self.b\n"
+        "def first(p): return p.a\ndef numbers(n): return (i * i for i in range(n))\ndef grow(x): x.append(1)\n"
+        "def fail(): raise KeyError('no')\ndef same(x): return x"
+    )
+    tests = [
+        "assert Pair(1, 2).sum() == 3",
+        "assert first(Pair(1, 2)) == 1 and Pair(5, 6).b == 6",
+        "p = Pair(1, 2); p.a = Pair(3, 4); assert p.a.sum() == 7",
+        "assert list(numbers(3)) == [0, 1, 4] and same(int) is int",
+        "x = [0]; grow(x); assert x == [0, 1]",
+        "try:\n    fail()\n    assert False\nexcept KeyError:\n    pass",
+    ]
+    assert verdicts(sandbox, program, *tests) == [True] * 6
+
+
+def test_many_at_once(sandbox: Sandbox) -> None:
+    answers: list[str] = []
+
+    def ask(number: int) -> None:
+        answers.append(run(sandbox, f"print({number})", Limits(seconds=10.0))["output"])
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(answers) == sorted(f"{number}\n" for number in range(8))
+
+
+def test_a_zygote_that_is_killed_is_replaced(sandbox: Sandbox) -> None:
+    run(sandbox, "")
+    (pid,) = sandbox.workers.pids
+    killer = threading.Timer(0.2, os.killpg, (pid, 9))
+    killer.start()
+    with pytest.raises(WorkerDiedError):
+        run(sandbox, "import time\ntime.sleep(20)", Limits(seconds=20.0))
+    assert run(sandbox, "print(1)")["output"] == "1\n"
+
+
+def test_no_level_and_no_trust(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(levels, "make_sandbox", lambda *_: (None, "not here"))
+    monkeypatch.setattr(levels, "_FOUND", {})
+    with pytest.raises(RewardError, match="can't be run safely here") as caught:
+        levels.find_sandbox("rewards.code")
+    assert "trusted = true" in caught.value.fix
+    trusted = levels.find_sandbox("rewards.code", trusted=True, count=1)
+    assert trusted.level == "trusted"
+    assert "NOT isolated" in trusted.described
+    assert trusted.run({"kind": "program", "program": "print(2)"}, QUICK)["output"] == "2\n"  # starts it: takes its time
+    assert run(trusted, "while True: pass", Limits(seconds=0.3))["ended"] == "time"
+    trusted.workers.close()
+
+
+def test_a_wall_that_does_not_hold_is_no_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The self-test is what decides: without its lock a sandbox is none."""
+    unlocked = levels.command
+    monkeypatch.setattr(levels, "command", lambda level, scratch, package: unlocked("trusted", scratch))
+    sandbox, fault = make_sandbox("seccomp", 1)
+    assert sandbox is None
+    assert "self-test" in fault

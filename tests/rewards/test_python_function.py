@@ -1,0 +1,195 @@
+"""Plain functions as rewards, and TRL's own functions unchanged."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trl.rewards.format_rewards import think_format_reward
+from trl.rewards.other_rewards import get_soft_overlong_punishment
+
+from oncurve.errors import RecipeError, RewardError
+from oncurve.plugins import load_function
+from oncurve.rewards.base import Reward
+from oncurve.rewards.mix import aspects_of
+from oncurve.rewards.python_function import FunctionReward, PythonOptions, as_reward, python_reward
+from oncurve.rewards.style.length import OverlongOptions, OverlongReward
+from tests.rewards.builders import group
+
+CHAT = [{"role": "user", "content": "Hi"}]
+
+
+def run(function: Any, *texts: str, prompt: Any = "12+34=", **columns: Any) -> list[tuple[float | None, str | None]]:
+    return [(a.value, a.failure) for a in aspects_of(as_reward(function), group(*texts, prompt=prompt, **columns))]
+
+
+def numbers(function: Any, *texts: str, prompt: Any = "12+34=", **columns: Any) -> list[float | None]:
+    results = run(function, *texts, prompt=prompt, **columns)
+    assert all(failure is None for _, failure in results), results
+    return [value for value, _ in results]
+
+
+def test_per_completion() -> None:
+    assert numbers(lambda text: len(text), "a", "bbb") == [1.0, 3.0]
+    assert numbers(lambda completion, answer: completion == answer, "46", "47", answer="46") == [1.0, 0.0]
+    assert numbers(lambda completion, prompt: prompt + completion == "12+34=46", "46") == [1.0]
+    assert numbers(lambda completion, missing=7: missing, "46") == [7.0]
+    assert numbers(lambda completion, **columns: len(columns), "46", answer="46", extra=1) == [3.0]
+    assert numbers(lambda completion, prompt: prompt[0]["content"] == "Hi", "x", prompt=CHAT) == [1.0]
+    assert numbers(lambda _: None, "a") == [None]
+
+
+def test_a_builtin_function() -> None:
+    assert numbers(len, "abc") == [3.0]
+
+
+def test_only_the_completion_that_raises_fails() -> None:
+    assert run(lambda text: 1 / len(text), "", "a") == [(None, "ZeroDivisionError: division by zero"), (1.0, None)]
+
+
+def test_a_column_that_is_not_there() -> None:
+    ((value, failure),) = run(lambda completion, solution: 1.0, "a", answer="46")
+    assert value is None
+    assert failure == "TypeError: the function needs 'solution', and the prompt's columns are: answer, prompt"
+
+
+def test_per_group_as_trl_calls_it() -> None:
+    seen: dict[str, Any] = {}
+
+    def reward(prompts: list[Any], completions: list[Any], completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+        seen.update(kwargs, prompts=prompts, completions=completions, completion_ids=completion_ids)
+        return [float(len(completion)) for completion in completions]
+
+    assert numbers(reward, "a", "bb", answer="46") == [1.0, 2.0]
+    assert (seen["prompts"], seen["completions"], seen["answer"]) == (["12+34="] * 2, ["a", "bb"], ["46", "46"])
+    assert seen["completion_ids"] == [[0], [0, 1]]
+    seen["log_metric"]("name", 1.0)
+
+
+def test_chats_are_messages_to_a_trl_function() -> None:
+    def reward(completions: list[list[dict[str, str]]], prompts: list[list[dict[str, str]]]) -> list[bool]:
+        return [c == [{"role": "assistant", "content": "yo"}] and p == CHAT for c, p in zip(completions, prompts, strict=True)]
+
+    assert numbers(reward, "yo", "no", prompt=CHAT) == [1.0, 0.0]
+
+
+def test_a_group_function_that_raises_fails_the_group() -> None:
+    def reward(completions: list[str]) -> list[float]:
+        raise ValueError("no")
+
+    assert run(reward, "a", "b") == [(None, "ValueError: no")] * 2
+
+
+def test_async_functions_run_together() -> None:
+    waiting = 0
+
+    async def reward(completion: str) -> float:
+        nonlocal waiting
+        waiting += 1
+        for _ in range(200):
+            if waiting == 3:
+                break
+            await asyncio.sleep(0.01)
+        return waiting / len(completion)
+
+    assert run(reward, "a", "", "b") == [(3.0, None), (None, "ZeroDivisionError: division by zero"), (3.0, None)]
+
+
+def test_async_per_group() -> None:
+    async def reward(completions: list[str], **_: Any) -> list[float | None]:
+        await asyncio.sleep(0)
+        return [None, 1.0]
+
+    async def broken(completions: list[str]) -> list[float]:
+        raise ValueError("no")
+
+    assert numbers(reward, "a", "b") == [None, 1.0]
+    assert run(broken, "a") == [(None, "ValueError: no")]
+
+
+def test_async_inside_a_running_loop() -> None:
+    """A notebook has a loop running; the reward must not need it."""
+
+    async def reward(completion: str) -> float:
+        await asyncio.sleep(0)
+        return 1.0
+
+    async def notebook() -> list[float | None]:
+        return numbers(reward, "a")
+
+    assert asyncio.run(notebook()) == [1.0]
+
+
+def test_trl_s_own_functions() -> None:
+    texts = ("<think>a</think>b", "b")
+    assert numbers(think_format_reward, *texts, prompt=CHAT) == [1.0, 0.0]
+    overlong = get_soft_overlong_punishment(max_completion_len=100, soft_punish_cache=20)
+    lengths = [0, 80, 81, 90, 99, 100, 101, 140]
+    ours: Reward = OverlongReward("overlong", 1.0, OverlongOptions(limit=100, buffer=20))
+    asked = group(*("x" * length for length in lengths))
+    assert [a.value for a in aspects_of(ours, asked)] == pytest.approx(
+        [a.value for a in aspects_of(as_reward(overlong), asked)]
+    )
+
+
+def test_arguments_and_names() -> None:
+    reward = FunctionReward(lambda completion, bonus: bonus, "mine", 2.0, {"bonus": 3})
+    assert [(a.name, a.value, a.weight) for a in aspects_of(reward, group("a", bonus=1))] == [("mine", 3.0, 2.0)]
+
+    class Judge:
+        def __call__(self, completion: str) -> float:
+            return 1.0
+
+    assert (as_reward(Judge()).name, as_reward(len).name, as_reward(reward)) == ("Judge", "len", reward)
+    with pytest.raises(RewardError, match="a reward is a function"):
+        as_reward("answer")  # type: ignore[arg-type]
+
+
+def test_functions_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from dataclasses import dataclass\n"
+        "@dataclass\nclass Box:\n    size: int = 2\n    @staticmethod\n    def of(text):\n        return 2.0\n"
+        "def long(completion):\n    return len(completion) / Box().size\nNUMBER = 3\n"
+    )
+    assert numbers(load_function(f"{path}:long", "here"), "abcd") == [2.0]
+    assert numbers(load_function(f"{path}:Box.of", "here"), "abcd") == [2.0]
+    assert load_function("os.path:basename", "here")("a/b") == "b"
+    (tmp_path / "broken.py").write_text("1 / 0")
+    for reference, because in [
+        ("long", "not written as"),
+        (f"{path}:", "not written as"),
+        (f"{path}:lang", "did you mean 'long'?"),
+        (f"{path}:NUMBER", "is a int, not a function"),
+        (f"{tmp_path}/none.py:long", "there is no file"),
+        (f"{tmp_path}/broken.py:long", "ZeroDivisionError"),
+        ("no_such_module_here:long", "No module named"),
+    ]:
+        with pytest.raises(RecipeError) as caught:
+            load_function(reference, "rewards.mine.function")
+        assert caught.value.where == "rewards.mine.function"
+        assert because in caught.value.because
+
+
+def limited(path: Path, name: str, **options: Any) -> Reward:
+    return python_reward("mine", 1.0, PythonOptions(function=f"{path}:{name}", seconds=1.0, **options))
+
+
+def test_functions_with_a_time_limit(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import os, time, asyncio\nimport numpy as np\n"
+        "def hang(completion):\n    if completion == 'b': 9**9**9\n    return len(completion)\n"
+        "def batch(completions, answer, **columns): return np.array([len(c) for c in completions]) + len(answer)\n"
+        "async def later(completion, bonus):\n    await asyncio.sleep(0)\n    return bonus\n"
+        "def die(completion): os._exit(1)\ndef raises(completion): raise KeyError('no')\ndef none(completion): return None\n"
+    )
+    results = [(a.value, a.failure) for a in aspects_of(limited(path, "hang"), group("a", "b", "ccc"))]
+    assert results == [(1.0, None), (None, "TimeoutError: it took more than 1 s"), (3.0, None)]
+    assert [a.value for a in aspects_of(limited(path, "batch"), group("a", "bb", answer="xy"))] == [3.0, 4.0]
+    assert [a.value for a in aspects_of(limited(path, "later", arguments={"bonus": 2.5}), group("a"))] == [2.5]
+    assert [a.failure for a in aspects_of(limited(path, "die"), group("a"))] == [
+        "WorkerDiedError: the worker process ended (exit code 1)"
+    ]
+    assert [a.failure for a in aspects_of(limited(path, "raises"), group("a"))] == ["WorkerFailedError: KeyError: 'no'"]
+    assert [(a.value, a.failure) for a in aspects_of(limited(path, "none"), group("a"))] == [(None, None)]

@@ -1,0 +1,76 @@
+"""Rewards tried on texts, in a process of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from oncurve.errors import RewardError
+from oncurve.runs.database.writer import RunWriter
+from oncurve.studio.rewards import Trial, run_trial, spread
+from tests.studio.samples import TEXTS as SAMPLED
+from tests.studio.samples import make_run, step_report
+from tests.studio.serving import Served, served
+
+TEXTS = ["<think>a</think><answer>46</answer>", "46"]
+RIGHT = SAMPLED["right"]
+ASKED = {"rewards": [], "prompt": "12+34=", "columns": {"answer": "46"}, "completions": TEXTS}
+
+
+def test_the_rewards_of_a_run(studio: Served) -> None:
+    told = studio.ask("/api/trial?run=sums-1", body=ASKED).json["completions"]
+    assert [one["total"] for one in told] == pytest.approx([1.1, 0.0])
+    assert told[1]["aspects"][0]["reason"] == "no answer found"
+
+
+def test_rewards_written_on_the_page(studio: Served) -> None:
+    rewards = [{"type": "answer", "take": "number"}]
+    told = studio.ask("/api/trial", body={**ASKED, "rewards": rewards}).json["completions"]
+    assert [one["total"] for one in told] == [1.0, 1.0]
+    wrong = studio.ask("/api/trial", body={**ASKED, "rewards": [{"type": "anser"}]}).json["error"]
+    assert "did you mean 'answer'" in wrong["what"]
+
+
+def test_a_reward_that_hangs_is_ended(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text("import time\ndef f(completions, **_):\n    time.sleep(60)\n")
+    trial = Trial(rewards=[{"type": "python", "function": f"{tmp_path}/slow.py:f"}], prompt="", columns={}, completions=["a"])
+    with pytest.raises(RewardError, match="no answer"):
+        run_trial(trial, limit_s=3)
+
+
+def test_a_reward_that_ends_the_process_is_told_of(tmp_path: Path) -> None:
+    (tmp_path / "gone.py").write_text("import os\ndef f(completions, **_):\n    os._exit(3)\n")
+    trial = Trial(rewards=[{"type": "python", "function": f"{tmp_path}/gone.py:f"}], prompt="", columns={}, completions=["a"])
+    with pytest.raises(RewardError, match="ended early"):
+        run_trial(trial)
+
+
+def test_what_the_rewards_said(studio: Served) -> None:
+    told = studio.ask("/api/runs/sums-1/rewards").json
+    answer = next(one for one in told["said"] if one["name"] == "answer")
+    assert answer["failures"] == 4
+    assert answer["reasons"][0]["said"] == "ValueError: no number here"
+    assert answer["reasons"][0]["example"]["step"] == 4
+
+
+def test_the_audit_of_a_run(tmp_path: Path) -> None:
+    """At each of eight steps another prompt is answered, and rewarded, with the very same text."""
+    run = make_run(tmp_path, "long", steps=0)
+    with RunWriter.open(run.path, read_only=False) as store:
+        for step in range(1, 9):
+            store.record_step(step_report(step, first=100 + step))
+    make_run(tmp_path, "young", steps=0)
+    with served(tmp_path) as found:
+        told = found.ask("/api/runs/long/audit").json
+        young = found.ask("/api/runs/young/audit").json
+    assert (told["stage"], told["steps"]) == ("grpo", 8)
+    signal = next(signal for signal in told["signals"] if signal["name"] == "one string for many prompts")
+    assert "different prompts" in signal["what"]
+    assert signal["examples"][0]["text"] == RIGHT
+    assert young["signals"] == []
+
+
+def test_steps_are_spread_evenly() -> None:
+    assert spread(5, 24) == [1, 2, 3, 4, 5]
+    assert spread(101, 5) == [1, 26, 51, 76, 101]

@@ -1,0 +1,249 @@
+"""Prompts from files and from memory, and every way a file can be wrong."""
+
+import gzip
+import importlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyarrow as arrow
+import pytest
+from pyarrow import parquet
+
+from oncurve.errors import DataError, MissingPackage, OncurveError, RecipeError
+from oncurve.recipe.schema.sections import Task
+from oncurve.tasks.data.file_task import FileOptions, read_prompts
+from oncurve.tasks.data.prompt_list import PromptList
+from oncurve.tasks.registry import build_task
+
+
+def file_task(path: Path, heldout: int = 200, **options: object) -> PromptList:
+    task = build_task(Task.model_validate({"type": "file", "path": str(path), "heldout": heldout, **options}))
+    assert isinstance(task, PromptList)
+    return task
+
+
+def write(path: Path, rows: Sequence[object]) -> Path:
+    path.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def sums(tmp_path: Path) -> Path:
+    return write(tmp_path / "sums.jsonl", [{"prompt": f"{i}+1=", "answer": i + 1, "level": "easy"} for i in range(20)])
+
+
+def test_rows_become_prompts(sums: Path) -> None:
+    task = file_task(sums, heldout_share=0.0, difficulty="level")
+    assert task.train_size == 20
+    assert task.heldout == ()
+    assert task.examples == ()
+    assert task.alphabet is None
+    prompt = task.train_prompt(4)
+    assert (prompt.id, prompt.text) == ("sums.jsonl/train/5", "4+1=")
+    assert prompt.columns == {"answer": 5, "level": "easy", "difficulty": "easy"}
+
+
+def test_held_out_by_share_and_by_count(sums: Path) -> None:
+    task = file_task(sums)
+    assert (len(task.heldout), task.train_size) == (4, 16)
+    assert {p.text for p in task.heldout}.isdisjoint(p.text for p in task.train)
+    assert [p.id for p in file_task(sums, heldout=3).heldout] == [p.id for p in file_task(sums, heldout=3).heldout]
+    assert len(file_task(sums, heldout=3).heldout) == 3
+
+
+def test_twins_of_held_out_rows_are_not_trained_on(tmp_path: Path) -> None:
+    rows = [{"prompt": f"q{i % 10}", "completion": "a"} for i in range(40)]
+    task = file_task(write(tmp_path / "twins.jsonl", rows), heldout=3)
+    asked = {p.text for p in task.heldout}
+    assert asked.isdisjoint(p.text for p in task.train)
+    assert asked.isdisjoint(e.prompt.text for e in task.examples)
+
+
+def test_a_file_to_measure_on(sums: Path, tmp_path: Path) -> None:
+    measured = write(tmp_path / "test.jsonl", [{"prompt": "0+1="}, {"prompt": "50+1="}])
+    task = file_task(sums, heldout_path=str(measured))
+    assert [p.id for p in task.heldout] == ["test.jsonl/heldout/1", "test.jsonl/heldout/2"]
+    assert task.train_size == 19
+
+
+def test_template_chat_and_system(tmp_path: Path) -> None:
+    path = write(tmp_path / "q.jsonl", [{"question": "How many?", "n": 3}])
+    task = file_task(path, prompt_template="{question} {{{n}}}", chat=True, system="Be brief.", heldout_share=0)
+    assert task.train[0].messages == (
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "How many? {3}"},
+    )
+    assert task.train[0].columns == {"question": "How many?", "n": 3}
+
+
+def test_messages_and_worked_examples(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    rows = [
+        {"prompt": messages, "completion": [{"role": "assistant", "content": "Hello"}]},
+        {"prompt": "Hi there", "completion": "Yo"},
+    ]
+    task = file_task(write(tmp_path / "c.jsonl", rows), heldout_share=0)
+    assert task.train[0].messages == ({"role": "user", "content": "Hi"},)
+    assert [e.completion for e in task.examples] == ["Hello", "Yo"]
+    assert task.examples[1].prompt.text == "Hi there"
+
+
+def test_parquet(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(arrow.table({"prompt": ["a", "b"], "answer": ["1", "2"]}), path)
+    task = file_task(path, heldout_share=0)
+    assert [(p.text, p.columns["answer"]) for p in task.train] == [("a", "1"), ("b", "2")]
+
+
+def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rows.parquet"
+    path.write_bytes(b"PAR1")
+
+    def missing(name: str) -> None:
+        raise ImportError(name)
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    with pytest.raises(MissingPackage, match="pyarrow is not installed"):
+        file_task(path)
+
+
+def test_byte_order_mark_and_blank_lines(tmp_path: Path) -> None:
+    path = tmp_path / "bom.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n{"prompt": "b"}\n')
+    assert [p.id for p in file_task(path, heldout_share=0).train] == ["bom.jsonl/train/1", "bom.jsonl/train/3"]
+
+
+GOOD = b'{"prompt": "a"}\n'
+
+
+@pytest.mark.parametrize(
+    ("content", "line", "what"),
+    [
+        (b"", "", "no rows"),
+        (b"\n\n", "", "no rows"),
+        (GOOD + b"{oops", ":2", "not valid JSON"),
+        (GOOD + b"[" * 100_000, ":2", "not valid JSON"),
+        (GOOD + b'"text"', ":2", "a JSON str"),
+        (GOOD + b'{"prompt": "\xff"}', ":2", "not UTF-8"),
+        (GOOD + b'{"question": "a", "n": 1}', ":2", "no column 'prompt'"),
+        (GOOD + b'{"prompt": ""}', ":2", "the prompt is ''"),
+        (GOOD + b'{"prompt": null}', ":2", "the prompt is None"),
+        (GOOD + b'{"prompt": []}', ":2", "the prompt is []"),
+        (GOOD + b'{"prompt": [{"role": "user"}]}', ":2", "the prompt is [{'role': 'user'}]"),
+        (GOOD + b'{"prompt": "b", "completion": 3}', ":2", "column 'completion' holds 3"),
+    ],
+)
+def test_bad_files(tmp_path: Path, content: bytes, line: str, what: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        file_task(path)
+    assert (caught.value.where, caught.value.what) == (f"{path}{line}", what)
+
+
+def test_missing_columns_name_those_found(tmp_path: Path) -> None:
+    path = write(tmp_path / "q.jsonl", [{"question": "a", "n": 1}])
+    with pytest.raises(DataError, match="the columns found there are: question, n"):
+        file_task(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "what"), [("none.jsonl", "no such file"), (".", "it is a folder"), ("x.csv", "of kind '.csv'")]
+)
+def test_files_that_are_none(tmp_path: Path, name: str, what: str) -> None:
+    (tmp_path / "x.csv").write_text("a,b")
+    with pytest.raises(DataError, match=what):
+        file_task(tmp_path / name)
+
+
+def test_a_missing_file_is_told_with_the_key_that_names_it(sums: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(sums.parent)
+    with pytest.raises(DataError) as caught:
+        file_task(sums, heldout_path="none.jsonl")
+    assert caught.value.because == f"task.heldout_path names it, as seen from {Path.cwd()}"
+    assert "--set task.heldout_path=FILE" in caught.value.fix
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "other"])
+def test_a_gzip_file_that_is_not_whole(tmp_path: Path, damage: str) -> None:
+    whole = gzip.compress(b"".join(b'{"prompt": "%d"}\n' % i for i in range(200)))
+    middle = len(whole) // 2
+    parts = {"cut": whole[:middle], "changed": whole[:middle] + bytes(9) + whole[middle + 9 :], "other": b"no gzip"}
+    (tmp_path / "x.jsonl.gz").write_bytes(parts[damage])
+    with pytest.raises(DataError, match="not a whole gzip file"):
+        file_task(tmp_path / "x.jsonl.gz")
+
+
+def test_a_parquet_file_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "x.parquet").write_bytes(b"not parquet at all")
+    with pytest.raises(DataError, match="not a Parquet file"):
+        file_task(tmp_path / "x.parquet")
+
+
+@pytest.mark.parametrize(
+    ("options", "where"),
+    [
+        ({"prompt_template": "{prompt.__class__}"}, "task.prompt_template"),
+        ({"prompt_template": "{prompt!r}"}, "task.prompt_template"),
+        ({"prompt_template": "{}"}, "task.prompt_template"),
+        ({"prompt_template": "{prompt"}, "task.prompt_template"),
+        ({"system": "Be brief."}, "task.system"),
+        ({"pth": "x"}, "task.pth"),
+        ({"heldout_share": 2}, "task.heldout_share"),
+    ],
+)
+def test_bad_options(sums: Path, options: dict[str, object], where: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        file_task(sums, **options)  # type: ignore[arg-type]
+    assert caught.value.where == where
+
+
+def test_all_held_out_leaves_nothing(sums: Path) -> None:
+    with pytest.raises(DataError, match="no training prompts"):
+        file_task(sums, heldout_share=1.0)
+
+
+def test_prompts_from_memory() -> None:
+    chat = [{"role": "user", "content": "Hi"}]
+    task = PromptList.of(["a", chat, {"prompt": "b", "answer": 2, "completion": "2"}], heldout=["c", "a"])
+    assert [p.shown for p in task.train] == ["user: Hi", "b"]
+    assert [p.text for p in task.heldout] == ["c", "a"]
+    assert task.train[1].columns == {"answer": 2}
+    assert task.examples[0].completion == "2"
+    assert [reward.type for reward in task.default_rewards] == ["answer"]
+    assert PromptList.of(["a"]).default_rewards == ()
+
+
+@pytest.mark.parametrize("prompts", [[], [""], [3], [{"question": "a"}]])
+def test_prompts_from_memory_that_are_none(prompts: list[object]) -> None:
+    with pytest.raises(DataError):
+        PromptList.of(prompts)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("config", "where", "hint"),
+    [
+        ({"type": "arithmetik"}, "task.type", "did you mean 'arithmetic'?"),
+        ({"type": "arithmetic", "digit": 3}, "task.digit", "did you mean 'digits'?"),
+        ({"type": "countdown", "number": 3}, "task.number", "did you mean 'numbers'?"),
+        ({"type": "file"}, "task.path", "missing"),
+        ({"type": "arithmetic", "digits": "many"}, "task.digits", "1 or more and 9 or less"),
+    ],
+)
+def test_the_registry_says_what_is_wrong(config: dict[str, object], where: str, hint: str) -> None:
+    with pytest.raises(OncurveError) as caught:
+        build_task(Task.model_validate(config))
+    assert caught.value.where == where
+    assert hint in str(caught.value)
+
+
+def test_worked_chats_give_an_example_for_each_answer(tmp_path: Path) -> None:
+    chat = [("system", "Be brief."), ("user", "2+2?"), ("assistant", "4"), ("user", "and 1?"), ("assistant", "5")]
+    rows = [{"messages": [{"role": r, "content": c} for r, c in chat]}, {"messages": [{"role": "user", "content": "hi"}]}]
+    file = tmp_path / "chats.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts, examples = read_prompts(str(file), FileOptions(path=str(file), prompt="messages"), "train", "task.path")
+    assert [len(p.messages or ()) for p in prompts] == [4, 1]
+    assert [(len(e.prompt.messages or ()), e.completion) for e in examples] == [(2, "4"), (4, "5")]
+    assert len({e.prompt.id for e in examples}) == 2

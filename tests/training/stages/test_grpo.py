@@ -1,0 +1,276 @@
+"""Steps of the grpo stage: from prompts to an update, with everything that can happen to a group on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from oncurve.engines.native.engine import NativeEngine
+from oncurve.errors import ModelError, RewardError
+from oncurve.models.packing import PrefixGroup, build_pack
+from oncurve.recipe.schema.recipe import Grpo
+from oncurve.recipe.schema.sections import Engine
+from oncurve.records import Group, StepReport
+from oncurve.tasks.data.prompt_list import PromptList
+from oncurve.training.stages.grpo import GrpoLoop
+from oncurve.training.start import rewards_for
+from tests.training.builders import apart, digits, gradient, loop_for, recipe, snapshot
+
+
+def one_by_one(reward: Callable[..., Any]) -> GrpoLoop:
+    """A loop whose engine samples one group after the other."""
+    loop = loop_for({}, reward)
+    loop.engine = NativeEngine(loop.engine.policy, Engine(slots=4))
+    return loop
+
+
+def run(loop: GrpoLoop, steps: int) -> list[StepReport]:
+    return [loop.step(n) for n in range(1, steps + 1)]
+
+
+def test_a_step_is_what_the_formulas_say() -> None:
+    """Advantages of each group are its rewards on its own curve; the report holds all of it, and the policy has moved."""
+    loop = loop_for({}, digits)
+    before = snapshot(loop.engine.policy.model)
+    report = loop.step(1)
+    assert len(report.groups) == 4
+    spreads = []
+    for graded in report.groups:
+        rewards = np.array(graded.scored.totals, np.float64)
+        assert len(rewards) == 4
+        spreads.append(spread := rewards.std(ddof=1))
+        expected = (rewards - rewards.mean()) / (spread + 1e-4) if spread else np.zeros(4)
+        for row, value in zip(graded.advantages, expected, strict=True):
+            np.testing.assert_allclose(row, value, atol=1e-5)
+    totals = [t for g in report.groups for t in g.scored.totals]
+    assert report.metrics["reward"] == pytest.approx(np.mean(totals))  # type: ignore[arg-type]
+    assert report.metrics["reward_std"] == pytest.approx(np.mean(spreads))
+    assert report.metrics["tokens"] == sum(len(a) for g in report.groups for a in g.advantages)
+    assert {phase for phase in report.seconds if "/" not in phase} == {"sample", "score", "grade", "update"}
+    assert report.took == sum(report.seconds[phase] for phase in ("sample", "score", "grade", "update"))
+    assert 0 < sum(v for phase, v in report.seconds.items() if phase.startswith("update/")) <= report.seconds["update"]
+    assert not torch.equal(snapshot(loop.engine.policy.model), before)
+
+
+def test_the_gradient_is_that_of_the_formula_in_plain_transformers() -> None:
+    """−(1/B) Σ_i (1/|o_i|) Σ_t ρ A_i, sequence by sequence, with rewards taken from the report and nothing else of ours."""
+    loop = loop_for({"optimiser": {"learning_rate": 1e-9, "max_grad_norm": 0.0}}, digits)
+    plain = copy.deepcopy(loop.engine.policy.model)
+    plain.set_attn_implementation("eager")
+    report = loop.step(1)
+    loss = torch.zeros(())
+    for graded in report.groups:
+        rewards = torch.tensor(graded.scored.totals)
+        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+        for c, advantage in zip(graded.group.completions, advantages, strict=True):
+            ids = torch.from_numpy(np.concatenate((graded.group.prompt_ids, c.token_ids)))[None]
+            logp_TV = plain(input_ids=ids).logits[0, len(graded.group.prompt_ids) - 1 : -1].log_softmax(-1)
+            logp_T = logp_TV.gather(1, torch.from_numpy(c.token_ids)[:, None])[:, 0]
+            loss = loss - ((logp_T - logp_T.detach()).exp() * advantage).mean() / 16
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert apart(gradient(loop.engine.policy.model), gradient(plain)) < 1e-5
+
+
+def test_the_sampler_and_the_learner_agree_on_every_token() -> None:
+    """One set of weights: what is left between them is rounding."""
+    for report in run(loop_for({}, digits), 3):
+        assert report.metrics["mismatch_max"] < 1e-4
+
+
+def test_the_reward_rises() -> None:
+    reports = run(loop_for({"steps": 12, "prompts_per_step": 6, "group_size": 8}, digits), 12)
+    rewards = [r.metrics["reward"] for r in reports]
+    assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 1
+
+
+def test_two_loops_of_one_seed_are_one_and_another_seed_is_another() -> None:
+    first, again, other = (run(loop_for({}, digits, seed=seed), 2) for seed in (0, 0, 1))
+
+    def rows(reports: list[StepReport]) -> list[bytes]:
+        return [c.token_ids.tobytes() + c.logps.tobytes() for r in reports for g in r.groups for c in g.group.completions]
+
+    assert rows(first) == rows(again)
+    assert rows(first) != rows(other)
+
+
+def test_cut_completions_leave_the_loss_where_asked_but_not_the_curve() -> None:
+    loop = loop_for({"mask_cut": True}, digits)
+    report = loop.step(1)
+    cuts = 0
+    for graded, stats in zip(report.groups, report.stats, strict=True):
+        for c, counted, row, stat in zip(graded.group.completions, graded.graded, graded.advantages, stats, strict=True):
+            assert counted == (not c.cut)
+            assert not (c.cut and (np.any(row) or stat is not None))
+            cuts += c.cut
+    assert cuts > 0
+    plain = loop_for({}, digits).step(1)
+    assert any(np.any(row) for g in plain.groups for row, c in zip(g.advantages, g.group.completions, strict=True) if c.cut)
+
+
+def test_silent_groups_are_replaced_by_fresh_prompts() -> None:
+    """The reward is silent on half of the prompts; resampling finds others until all four groups speak."""
+
+    def fussy(text: str, prompt: str) -> float:
+        return digits(text) if int(prompt[0]) % 2 else 0.0
+
+    dropped, filled = (loop_for({"no_signal": mode}, fussy).step(1) for mode in ("drop", "resample"))
+    assert dropped.metrics["no_signal_share"] > 0
+    assert dropped.metrics["groups_resampled"] == 0
+    assert filled.metrics["no_signal_share"] == 0
+    assert filled.metrics["groups_resampled"] >= dropped.metrics["no_signal_share"] * 4
+    names = [g.group.prompt.id for g in filled.groups]
+    assert len(set(names)) == 4
+    loud = {g.group.prompt.id for g in dropped.groups if g.has_signal}
+    assert loud <= set(names), "groups that speak are kept"
+    assert all(g.has_signal for g in filled.groups)
+
+
+def test_resampling_gives_up_after_its_rounds_and_where_there_are_no_more_prompts() -> None:
+    calls: list[str] = []
+
+    def silent(text: str, prompt: str) -> float:
+        calls.append(prompt)
+        return 1.0
+
+    report = loop_for({"no_signal": "resample", "max_resample_rounds": 2}, silent).step(1)
+    assert len(set(calls)) == 4 * 3
+    assert report.metrics["groups_resampled"] == 0
+    assert report.metrics["no_signal_share"] == 1
+    few = PromptList.of([f"{a}+1=" for a in range(5)])
+    assert loop_for({"no_signal": "resample"}, silent, few).step(1).metrics["no_signal_share"] == 1
+
+
+def test_a_failed_reward_leaves_its_completion_out() -> None:
+    def picky(text: str) -> float:
+        if len(text) % 3 == 0:
+            raise ValueError("no thirds")
+        return digits(text)
+
+    report = loop_for({"max_failure_share": 1.0}, picky).step(1)
+    assert 0 < report.metrics["failure_share"] < 1
+    for graded in report.groups:
+        for scored, counted in zip(graded.scored.scored, graded.graded, strict=True):
+            assert scored.failure is None or not counted
+            assert scored.failure is None or scored.total is None
+
+
+def test_too_many_failures_stop_the_run_and_say_the_first() -> None:
+    def broken(text: str) -> float:
+        raise ValueError("the judge is asleep")
+
+    loop = loop_for({"max_failure_share": 0.5}, broken)
+    before = snapshot(loop.engine.policy.model)
+    with pytest.raises(RewardError, match="16 of 16") as caught:
+        loop.step(1)
+    assert "the judge is asleep" in caught.value.because
+    assert torch.equal(snapshot(loop.engine.policy.model), before)
+
+
+def test_the_reference_becomes_the_policy_every_so_many_steps() -> None:
+    loop = loop_for({"kl": {"beta": 0.01, "refresh_every": 2}}, digits)
+    reports = run(loop, 3)
+    assert reports[0].metrics["kl"] == pytest.approx(0.0, abs=1e-9)
+    assert reports[1].metrics["kl"] > 1e-5
+    assert reports[2].metrics["kl"] == pytest.approx(0.0, abs=1e-9), "refreshed after step 2"
+    assert loop.learner.reference is not None
+    policy = loop.engine.policy
+    pack = build_pack([PrefixGroup(np.array([7, 8]), (np.array([9, 10, 3]),), (0,))], policy.device)
+    with torch.no_grad():
+        assert not torch.equal(policy.pack_logps(pack)[0], loop.learner.reference.logps(pack, 1.0))
+
+
+def test_kl_in_the_reward_shifts_the_advantages() -> None:
+    """With β large enough, being far from the reference costs more than the reward gives: the curve is another."""
+    far: dict[str, Any] = {"kl": {"beta": 5.0, "where": "reward"}, "steps": 3}
+    loop = loop_for(far, digits)
+    run(loop, 2)
+    report = loop.step(3)
+    sums = loop.learner.kl_sums([g.scored for g in report.groups])
+    assert max(abs(s) for row in sums for s in row) > 0
+    plain = [np.array(g.scored.totals, np.float64) for g in report.groups]
+    by_reward_alone = [(r - r.mean()) / (r.std(ddof=1) + 1e-4) for r in plain]
+    found = [np.array([a[0] for a in g.advantages]) for g in report.groups]
+    assert max(float(np.abs(a - b).max()) for a, b in zip(found, by_reward_alone, strict=True)) > 0.01
+
+
+def test_overlong_punishment_is_one_more_aspect() -> None:
+    asked = recipe("grpo.overlong.buffer=4", "grpo.overlong.weight=0.5")
+    stage = asked.stages[1]
+    assert isinstance(stage, Grpo)
+    loop = loop_for({}, digits)
+    loop.rewards = rewards_for(asked, stage)
+    report = loop.step(1)
+    for graded in report.groups:
+        for scored in graded.scored.scored:
+            (punished,) = [a for a in scored.aspects if a.name == "overlong"]
+            assert punished.weight == 0.5
+            assert punished.value == pytest.approx(-max(0, scored.completion.length - 4) / 4)
+    assert "reward/overlong" in report.metrics
+
+
+def test_rewards_that_wait_work_while_others_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With slots for one group of four, the sampler is held after the first until its rewards have answered."""
+    answered = threading.Semaphore(0)
+
+    async def slow(text: str) -> float:
+        await asyncio.sleep(0.01)
+        answered.release()
+        return digits(text)
+
+    loop = one_by_one(slow)
+    begin = loop.rewards.prefetch
+    met: list[bool] = []
+
+    def begun(group: Group) -> None:
+        begin(group)
+        if not met:
+            met.append(all(answered.acquire(timeout=20) for _ in group.completions))
+
+    monkeypatch.setattr(loop.rewards, "begin", begun)
+    loop.step(1)
+    assert met == [True]
+
+
+def test_the_order_in_which_rewards_answer_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first group answers last, and then nothing begins before all is sampled: one run."""
+
+    async def late(text: str, prompt: str) -> float:
+        await asyncio.sleep(0.02 * (9 - int(prompt[0])))
+        return digits(text)
+
+    def states(begin_early: bool) -> tuple[list[Any], Tensor]:
+        loop = one_by_one(late)
+        if not begin_early:
+            monkeypatch.setattr(loop, "_begin_scoring", None)
+        reports = run(loop, 2)
+        return [(g.group.prompt.id, g.scored.totals) for r in reports for g in r.groups], snapshot(loop.engine.policy.model)
+
+    early, after = states(True), states(False)
+    assert early[0] == after[0]
+    assert torch.equal(early[1], after[1])
+    assert len({totals for _, totals in early[0]}) > 1
+
+
+def test_a_run_stops_at_its_first_step_if_sampler_and_learner_disagree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The learner is given other weights than the sampler, as if the model's state were lost on the way."""
+    loop = loop_for({}, digits)
+    own = loop.engine.policy.pack_hidden
+    monkeypatch.setattr(loop.engine.policy, "pack_hidden", lambda pack: own(pack) * 1.5)
+    with pytest.raises(ModelError, match="sampler and learner disagree"):
+        loop.step(1)
+
+
+def test_engines_with_weights_of_their_own_may_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = loop_for({}, digits)
+    own = loop.engine.policy.pack_hidden
+    monkeypatch.setattr(loop.engine.policy, "pack_hidden", lambda pack: own(pack) * 1.5)
+    loop.engine.shares_weights = False
+    assert loop.step(1).metrics["mismatch_max"] > 0.01

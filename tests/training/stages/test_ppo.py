@@ -1,0 +1,280 @@
+"""PPO: loss and gradient against float64, its tie to GRPO, cut completions, value warm-up, checkpoints."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from oncurve.algos.advantages import grade
+from oncurve.engines.native.engine import NativeEngine
+from oncurve.errors import RecipeError
+from oncurve.models.heads.critic import Critic, with_next
+from oncurve.models.packing import PrefixGroup, build_pack
+from oncurve.recipe.schema.sections import Engine
+from oncurve.recipe.schema.stages import Ppo
+from oncurve.records import Aspect, Floats, GradedGroup, Group, Ints, Prompt, ScoredCompletion, ScoredGroup
+from oncurve.rewards.mix import RewardMix
+from oncurve.rewards.python_function import FunctionReward
+from oncurve.runs.database.writer import RunWriter
+from oncurve.runs.folder import RunFolder
+from oncurve.training.learner.learner import Learner
+from oncurve.training.stages.ppo import PpoLearner, PpoLoop, ValuedGroup, policy_side, value_completion
+from oncurve.training.start import begin, resume
+from tests.training.builders import PROMPTS, apart, completion, digits, gradient, policy, recipe, snapshot, stage
+from tests.training.test_trainer import StopAfter, fingerprint
+
+STILL = {"learning_rate": 1e-9, "max_grad_norm": 0.0}
+
+
+def ppo(**options: Any) -> Ppo:
+    plain = {"steps": 4, "prompts_per_step": 4, "group_size": 4, "optimiser": STILL, "sampling": {"max_new_tokens": 8}}
+    return Ppo.model_validate({**plain, **options})
+
+
+def scored_group(seed: int, lengths: Sequence[int], *, masked: bool = False) -> ScoredGroup:
+    dice = np.random.default_rng(seed)
+    rows = [completion(dice, n, masked=masked, stop="length" if i == 1 else "end") for i, n in enumerate(lengths)]
+    rows = [replace(c, loss_mask=np.ones(len(c.token_ids), bool)) if not c.loss_mask.any() else c for c in rows]
+    aspects = [Aspect("a", float(dice.normal())) for _ in rows]
+    group = Group(Prompt(id=f"p{seed}", text="1"), dice.integers(3, 19, 3 + seed), tuple(rows))
+    return ScoredGroup(group, tuple(ScoredCompletion(c, (a,)) for c, a in zip(rows, aspects, strict=True)))
+
+
+def loop_for(options: dict[str, Any], seed: int = 0) -> PpoLoop:
+    engine = NativeEngine(policy(seed), Engine(slots=16))
+    return PpoLoop(ppo(**options), seed, PROMPTS, engine, RewardMix([FunctionReward(digits, "f")]))
+
+
+def shaken(module: torch.nn.Module, seed: int, size: float = 0.05) -> None:
+    dice = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.add_(torch.randn(p.shape, generator=dice), alpha=size)
+
+
+def plain_hidden(model: Any, prompt: Ints, tokens: Ints) -> Tensor:
+    """transformers by itself, in float64: the state before each token."""
+    ids = torch.tensor([[*prompt.tolist(), *tokens.tolist()]])
+    hidden: Tensor = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
+    return hidden[len(prompt) - 1 : -1]
+
+
+def doubled(model: Any) -> Any:
+    own = copy.deepcopy(model).double()
+    own.set_attn_implementation("eager")
+    return own
+
+
+def reference_gradients(learner: PpoLearner, groups: Sequence[GradedGroup], old: list[list[Tensor]]) -> tuple[Tensor, Tensor]:
+    """∇ of PPO's policy loss and of its value loss, written out token by token in float64."""
+    model, trunk = doubled(learner.policy.model), doubled(learner.critic.trunk.model)
+    head: Any = copy.deepcopy(learner.critic.head).double()
+    total = sum(int(s.completion.loss_mask.sum()) for g in groups for s in g.scored.scored)
+    policy_loss = value_part = torch.zeros((), dtype=torch.float64)
+    for group, old_logps in zip(groups, old, strict=True):
+        assert isinstance(group, ValuedGroup)
+        for c, s in enumerate(group.scored.scored):
+            ids = s.completion.token_ids
+            logits = model.get_output_embeddings()(plain_hidden(model, group.group.prompt_ids, ids))
+            values = head(plain_hidden(trunk, group.group.prompt_ids, ids))[:, 0]
+            for t in np.flatnonzero(s.completion.loss_mask):
+                logp = logits[t].log_softmax(-1)[int(ids[t])]
+                ratio, a = (logp - old_logps[c][t]).exp(), float(group.advantages[c][t])
+                policy_loss = policy_loss - torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a) / total
+                v_old, target = float(group.values[c][t]), float(group.returns[c][t])
+                near = v_old + (values[t] - v_old).clamp(-0.2, 0.2)
+                value_part = value_part + 0.5 * torch.maximum((values[t] - target) ** 2, (near - target) ** 2) / total
+    (policy_loss + value_part).backward()  # type: ignore[no-untyped-call]
+    critic = torch.cat([head.weight.grad.flatten(), head.bias.grad, gradient(trunk.base_model)])
+    return gradient(model), critic
+
+
+def test_loss_and_gradient_agree_with_float64_off_policy() -> None:
+    """Weights moved between old and new, so that ratios and values are clipped here and there; masked tokens, one cut."""
+    loop = loop_for({"minibatches": 2})
+    shaken(loop.learner.critic.head, 3, 0.3)
+    scored = [scored_group(i, [4, 6, 3], masked=True) for i in range(2)]
+    graded = loop.grade(scored)
+    batch = [micro for g in range(2) for micro in loop.learner._micro_batches(graded, range(g, g + 1))]
+    old = [
+        [logp.double() for logp in torch.split(micro.logp_old_M, list(micro.pack.lengths))]
+        for micro in batch
+        if micro.logp_old_M is not None
+    ]
+    shaken(loop.learner.policy.model, 1)
+    shaken(loop.learner.critic.module, 2)
+    loop.learner._accumulate(batch, loop.learner._totals(graded), None)
+    expected_policy, expected_critic = reference_gradients(loop.learner, graded, old)
+    assert apart(gradient(loop.learner.policy.model).double(), expected_policy) < 1e-5
+    assert apart(gradient(loop.learner.critic.module).double(), expected_critic) < 1e-5
+    assert 0 < loop.learner.last_values["value_clip_share"] < 1
+
+
+def test_with_the_groups_mean_as_critic_it_is_grpo_without_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """γ = λ = 1: advantages, and the gradient of the whole step, to rounding."""
+    loop = loop_for({"gae_lambda": 1.0, "whiten": False, "reduction": "completions", "max_failure_share": 1.0})
+    scored = [scored_group(i, [4, 6, 3]) for i in range(3)]
+    ended = [
+        replace(g, scored=tuple(replace(s, completion=replace(s.completion, stop="end")) for s in g.scored)) for g in scored
+    ]
+
+    def means(groups: Sequence[ScoredGroup]) -> list[list[Floats]]:
+        totals = [[s.total or 0.0 for s in g.scored] for g in groups]
+        return [
+            [np.full(len(s.completion.token_ids), np.mean(t), np.float32) for s in g.scored]
+            for g, t in zip(groups, totals, strict=True)
+        ]
+
+    monkeypatch.setattr(loop.learner, "values", means)
+    by_critic = loop.grade(ended)
+    grpo = stage(advantage={"scale": "none"})
+    plain = Learner(policy(), grpo)
+    by_group = grade(ended, baseline="mean", scale="none", eps=1e-4, mask_cut=False)
+    for one, other in zip(by_critic, by_group, strict=True):
+        for a, b in zip(one.advantages, other.advantages, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-6)
+    loop.learner.update(by_critic)
+    plain.update(by_group)
+    assert apart(gradient(loop.learner.policy.model), gradient(plain.policy.model)) < 1e-5
+
+
+def test_nothing_follows_an_end_and_the_critic_speaks_for_what_was_cut() -> None:
+    """γ = 0.5, λ = 1, two tokens, reward 1, values 0: 0.5 and 1 where it ended; plus 0.25·8 and 0.5·8 where it was cut."""
+    dice = np.random.default_rng(0)
+    for stop, expected in (("end", [0.5, 1.0]), ("length", [2.5, 5.0])):
+        s = ScoredCompletion(completion(dice, 2, stop=stop), (Aspect("a", 1.0),))  # type: ignore[arg-type]
+        values = np.array([0.0, 0.0, 8.0] if stop == "length" else [0.0, 0.0], dtype=np.float32)
+        advantages, _, returns, _ = value_completion(s, values, ppo(gamma=0.5, gae_lambda=1.0), None)
+        assert advantages.tolist() == expected
+        assert returns.tolist() == expected
+
+
+def test_values_are_those_of_the_state_before_each_token_and_after_a_cut() -> None:
+    loop = loop_for({})
+    shaken(loop.learner.critic.head, 0, 0.5)
+    scored = scored_group(2, [3, 4])
+    found = loop.learner.values([scored])[0]
+    model, head = doubled(loop.learner.critic.trunk.model), copy.deepcopy(loop.learner.critic.head).double()
+    for c, values in enumerate(found):
+        ids = scored.scored[c].completion.token_ids
+        asked = with_next(ids) if c == 1 else ids
+        expected = head(plain_hidden(model, scored.group.prompt_ids, asked))[:, 0]
+        assert len(values) == len(ids) + (c == 1)
+        np.testing.assert_allclose(values, expected.detach().numpy(), atol=1e-5)
+
+
+def test_a_critic_starts_at_zero_and_shares_no_weight_with_the_policy() -> None:
+    own = policy()
+    critic = Critic(own)
+    pack = build_pack([PrefixGroup(np.array([3, 4]), (np.array([5, 6, 7]),), (0,))], own.device)
+    assert not critic.values(pack).any()
+    assert {p.data_ptr() for p in critic.module.parameters()}.isdisjoint({p.data_ptr() for p in own.model.parameters()})
+    trunk = sum(p.numel() for p in critic.trunk.backbone.parameters())
+    assert trunk == sum(p.numel() for p in own.backbone.parameters())
+    shared = Critic(own, shared=True)
+    assert [name for name, _ in shared.module.named_parameters()] == ["head.weight", "head.bias"]
+
+
+def test_in_a_shared_trunk_the_value_loss_moves_the_policys_weights() -> None:
+    """Advantages of 0 leave the policy without a gradient of its own: what there is comes from the values, by its weight."""
+    found = []
+    for weight in (0.5, 1.0):
+        loop = loop_for({"critic": {"trunk": "shared", "loss_weight": weight}})
+        shaken(loop.learner.critic.head, 0, 0.5)
+        graded = loop.grade([scored_group(0, [4, 3])])
+        still = [replace(g, advantages=tuple(np.zeros_like(a) for a in g.advantages)) for g in graded]
+        loop.learner.update(still)
+        found.append(gradient(loop.learner.policy.model))
+    assert float(found[0].norm()) > 0
+    assert apart(found[1], 2 * found[0]) < 1e-5
+
+
+def test_value_warm_up_moves_the_critic_alone() -> None:
+    loop = loop_for({"critic": {"warmup_steps": 1, "learning_rate": 1e-2}, "optimiser": {"learning_rate": 1e-2}})
+    before, critic = snapshot(loop.learner.policy.model), snapshot(loop.learner.critic.module)
+    first = loop.step(1)
+    assert torch.equal(snapshot(loop.learner.policy.model), before)
+    assert not torch.equal(snapshot(loop.learner.critic.module), critic)
+    assert first.metrics["value_loss"] > 0
+    loop.step(2)
+    assert not torch.equal(snapshot(loop.learner.policy.model), before)
+
+
+def test_the_critic_learns_what_follows() -> None:
+    """The same completions over and over: explained variance goes from 0 to well above half."""
+    loop = loop_for({"gae_lambda": 1.0, "critic": {"learning_rate": 3e-3, "clip": 0.0}})
+    loop.learner.warming = True
+    scored = [scored_group(i, [4, 6, 3]) for i in range(3)]
+    seen = [loop.learner.update(loop.grade(scored)).metrics["explained_variance"] for _ in range(60)]
+    assert seen[0] == 0.0
+    assert max(seen) > 0.8
+
+
+def test_a_kl_in_the_reward_is_paid_token_by_token() -> None:
+    """λ = 1, values 0: the advantage at t is the reward minus β times the KL from t on."""
+    loop = loop_for({"kl": {"beta": 0.5}, "gae_lambda": 1.0, "whiten": False})
+    shaken(loop.learner.policy.model, 1)
+    scored = [scored_group(0, [4])]
+    (kl,) = loop.learner.kl_tokens(scored)[0]
+    (graded,) = loop.grade(scored)
+    total = scored[0].scored[0].total
+    assert total is not None
+    np.testing.assert_allclose(graded.advantages[0], total - 0.5 * kl[::-1].cumsum()[::-1], atol=1e-5)
+    assert float(np.abs(kl).max()) > 1e-3
+
+
+def test_the_split_into_packs_does_not_matter() -> None:
+    found = []
+    for budget in (5, 10_000):
+        loop = loop_for({"tokens_per_pack": budget})
+        shaken(loop.learner.critic.head, 3, 0.3)
+        loop.learner.update(loop.grade([scored_group(i, [4, 6, 3], masked=True) for i in range(3)]))
+        found.append((gradient(loop.learner.policy.model), gradient(loop.learner.critic.module)))
+    assert apart(found[0][0], found[1][0]) < 1e-5
+    assert apart(found[0][1], found[1][1]) < 1e-5
+
+
+PPO_RECIPE = (
+    "grpo.type=ppo",
+    "ppo.save_every=2",
+    "ppo.eval_every=2",
+    "ppo.updates_per_step=2",
+    "ppo.kl.beta=0.05",
+    "ppo.critic.warmup_steps=1",
+)
+
+
+@pytest.mark.parametrize("trunk", ["separate", "shared"])
+def test_a_run_that_crashed_goes_on_in_the_same_bits(trunk: str, tmp_path: Path) -> None:
+    asked = recipe(*PPO_RECIPE, f"ppo.critic.trunk={trunk}")
+    with pytest.raises(KeyboardInterrupt):
+        begin(asked, out=tmp_path / "crashed", listeners=[StopAfter("ppo", 3)])
+    run = RunFolder(tmp_path / "crashed")
+    resume(run)
+    assert fingerprint(run) == fingerprint(begin(asked, out=tmp_path / "whole"))
+
+
+def test_bfloat16_trains(tmp_path: Path) -> None:
+    run = begin(recipe("model.dtype=bfloat16", *PPO_RECIPE), runs_dir=tmp_path)
+    with RunWriter.open(run.path) as store:
+        assert store.metric("skipped_critic_updates", "ppo") == [(n, 0.0) for n in range(1, 5)]
+
+
+def test_a_stage_of_warm_up_alone_is_refused() -> None:
+    with pytest.raises(RecipeError) as told:
+        recipe("grpo.type=ppo", "ppo.critic.warmup_steps=4")
+    assert told.value.where == "ppo.critic.warmup_steps"
+    assert "none would train the policy" in told.value.because
+
+
+def test_the_policys_side_is_the_grpo_stage_that_it_is() -> None:
+    side = policy_side(ppo(kl={"beta": 0.1}, name="third", updates_per_step=3, critic={"warmup_steps": 1}))
+    assert (side.label, side.objective, side.steps, side.updates_per_step, side.kl.where) == ("third", "bnpo", 3, 3, "reward")

@@ -1,0 +1,252 @@
+"""Whole small runs in one process: stages, checkpoints, failures, repeats and forks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from oncurve.errors import DataError, ModelError, OncurveError, RecipeError, RewardError, RunError
+from oncurve.recipe.load import changes, load_recipe
+from oncurve.recipe.schema.recipe import Recipe
+from oncurve.records import EvalReport, StepReport
+from oncurve.rewards.mix import RewardMix
+from oncurve.rewards.python_function import FunctionReward
+from oncurve.runs.checkpoints.listing import list_checkpoints
+from oncurve.runs.database.writer import RunWriter
+from oncurve.runs.folder import RunFolder
+from oncurve.training.listeners import Listener
+from oncurve.training.start import begin, fork, resume
+from oncurve.training.trainer import TimeUp
+from tests.training.builders import digits, recipe
+
+
+def fingerprint(run: RunFolder) -> tuple[str, bytes]:
+    """All that a run is: everything recorded, and the bytes of its model."""
+    with RunWriter.open(run.path) as store:
+        return store.fingerprint(), (run.model / "model.safetensors").read_bytes()
+
+
+def mix(function: Callable[..., float]) -> RewardMix:
+    return RewardMix([FunctionReward(function, "f")])
+
+
+def test_a_run_goes_through_its_stages_and_leaves_a_model(tmp_path: Path) -> None:
+    run = begin(recipe("grpo.eval_every=2", "grpo.save_every=1", "grpo.keep_checkpoints=2"), runs_dir=tmp_path)
+    assert run.name == "small-1"
+    assert run.state().current_status == "finished"
+    with RunWriter.open(run.path) as store:
+        assert [(s.name, s.done) for s in store.stages()] == [("sft", 3), ("grpo", 4)]
+        assert [(e.stage, e.step, e.asked) for e in store.evals()] == [("sft", 3, 10), ("grpo", 2, 10), ("grpo", 4, 10)]
+        assert len(store.groups("grpo", 1)) == 3
+        kept = store.group("grpo", 1, 0)
+        assert len(kept.graded.group.completions) == 4
+    assert [(p.stage, p.step) for p in list_checkpoints(run.checkpoints)] == [("grpo", 3), ("grpo", 4), ("sft", 3)]
+    AutoModelForCausalLM.from_pretrained(run.model)
+    frozen = load_recipe(run.recipe)
+    assert (frozen.threads, frozen.engine.slots) == (1, 12), "what was chosen for the machine is written down"
+
+
+def test_two_runs_of_one_recipe_are_the_same_bits_and_another_seed_is_not(tmp_path: Path) -> None:
+    one, two, other = (fingerprint(begin(recipe(f"seed={seed}"), runs_dir=tmp_path)) for seed in (0, 0, 1))
+    assert one == two
+    assert one != other
+
+
+def test_saving_and_measuring_more_often_changes_no_weight(tmp_path: Path) -> None:
+    plain, watched = (
+        begin(recipe(*sets), runs_dir=tmp_path) for sets in ((), ("grpo.eval_every=1", "grpo.save_every=1", "sft.eval_every=1"))
+    )
+    assert fingerprint(plain)[1] == fingerprint(watched)[1]
+
+
+def test_another_thread_can_train(tmp_path: Path) -> None:
+    """A notebook's worker, say: signals are the main thread's business."""
+    runs: list[RunFolder] = []
+    worker = threading.Thread(target=lambda: runs.append(begin(recipe(), runs_dir=tmp_path)))
+    worker.start()
+    worker.join(60)
+    assert runs[0].state().current_status == "finished"
+
+
+@pytest.mark.parametrize("objective", ["gspo", "rloo"])
+def test_bfloat16_trains_and_saves_bfloat16(objective: str, tmp_path: Path) -> None:
+    run = begin(recipe("model.dtype=bfloat16", f"grpo.objective={objective}", "grpo.kl.beta=0.01"), runs_dir=tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(run.model, dtype="auto")
+    assert {str(p.dtype) for p in model.parameters()} == {"torch.bfloat16"}
+    with RunWriter.open(run.path) as store:
+        assert store.metric("skipped_updates", "grpo") == [(n, 0.0) for n in range(1, 5)]
+        assert max(value for _, value in store.metric("mismatch_max", "grpo")) < 0.2
+
+
+class Failing:
+    """A reward that breaks at a chosen call and works again once mended."""
+
+    def __init__(self, at: int) -> None:
+        self.calls, self.at, self.mended = 0, at, False
+
+    def __call__(self, text: str) -> float:
+        self.calls += 1
+        if self.calls > self.at and not self.mended:
+            raise ConnectionError("nobody answers")
+        return digits(text)
+
+
+def test_failures_stop_the_run_with_a_checkpoint_and_a_mended_reward_goes_on_in_the_same_bits(tmp_path: Path) -> None:
+    """Measured by `usual` calls: 10 after sft, then 12 in each step; the reward breaks in step 3."""
+    reward = Failing(at=10 + 12 + 12)
+    asked = recipe()
+    with pytest.raises(RewardError, match="12 of 12"):
+        begin(asked, out=tmp_path / "broken", rewards=mix(reward))
+    run = RunFolder(tmp_path / "broken")
+    assert run.state().current_status == "failed"
+    assert [(p.stage, p.step) for p in list_checkpoints(run.checkpoints)] == [("grpo", 2), ("sft", 3)]
+    reward.mended = True
+    resume(run, rewards=mix(reward))
+    assert fingerprint(run) == fingerprint(begin(asked, out=tmp_path / "whole", rewards=mix(digits)))
+
+
+class StopAfter(Listener):
+    """Raises in the middle of things, as a crash would."""
+
+    def __init__(self, stage: str, step: int) -> None:
+        self.place = (stage, step)
+
+    def on_step(self, report: StepReport) -> None:
+        if (report.stage, report.step) == self.place:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("place", [("sft", 1), ("sft", 3), ("grpo", 1), ("grpo", 3), ("grpo", 4)])
+def test_a_run_that_crashed_anywhere_goes_on_in_the_same_bits(place: tuple[str, int], tmp_path: Path) -> None:
+    asked = recipe("sft.save_every=2", "grpo.save_every=2", "grpo.eval_every=1", "grpo.kl.beta=0.05", "grpo.kl.refresh_every=3")
+    with pytest.raises(KeyboardInterrupt):
+        begin(asked, out=tmp_path / "crashed", listeners=[StopAfter(*place)])
+    run = RunFolder(tmp_path / "crashed")
+    assert run.state().current_status == "interrupted"
+    resume(run)
+    assert fingerprint(run) == fingerprint(begin(asked, out=tmp_path / "whole"))
+
+
+def test_a_finished_run_is_not_resumed(tmp_path: Path) -> None:
+    run = begin(recipe(), runs_dir=tmp_path)
+    with pytest.raises(RunError, match="already finished"):
+        resume(run)
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_the_bits_are_the_same(tmp_path: Path) -> None:
+    asked = recipe("grpo.save_every=1")
+    with pytest.raises(KeyboardInterrupt):
+        begin(asked, out=tmp_path / "hurt", listeners=[StopAfter("grpo", 4)])
+    run = RunFolder(tmp_path / "hurt")
+    newest = run.checkpoints / "grpo-000003" / "model.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-1] + b"x")
+    resume(run)
+    with RunWriter.open(run.path) as store:
+        assert [e.kind for e in store.events("damaged")] == ["damaged"]
+    assert fingerprint(run) == fingerprint(begin(asked, out=tmp_path / "whole"))
+
+
+def test_a_fork_without_a_change_is_its_parent_and_one_with_a_change_begins_like_it(tmp_path: Path) -> None:
+    parent = begin(recipe("grpo.save_every=1", "grpo.keep_checkpoints=9"), runs_dir=tmp_path)
+    same = fork(parent, 2, [], runs_dir=tmp_path)
+    assert fingerprint(same) == fingerprint(parent)
+    other = fork(parent, 2, ["grpo.optimiser.learning_rate=0.02"], runs_dir=tmp_path)
+    origin = other.state().parent
+    assert origin is not None
+    assert (origin.run, origin.stage, origin.step) == (parent.name, "grpo", 2)
+    assert dict(origin.changes) == {"grpo.optimiser.learning_rate": 0.02}
+    with RunWriter.open(parent.path) as a, RunWriter.open(other.path) as b:
+        for step in (1, 2, 3, 4):
+            asked = [[g.prompt_id for g in store.groups("grpo", step)] for store in (a, b)]
+            assert asked[0] == asked[1], "the same prompts at every step"
+        one, two = (texts(store, 3) for store in (a, b))
+        assert one == two, "the step after the fork samples with the parent's weights and random numbers"
+        assert a.metrics_of("grpo", 3)["learning_rate"] != b.metrics_of("grpo", 3)["learning_rate"]
+    assert fingerprint(other)[1] != fingerprint(parent)[1]
+
+
+def texts(store: RunWriter, step: int) -> list[list[int]]:
+    groups = [store.group("grpo", step, k).graded.group for k in range(len(store.groups("grpo", step)))]
+    return [c.token_ids.tolist() for g in groups for c in g.completions]
+
+
+def test_a_fork_names_the_checkpoints_there_are(tmp_path: Path) -> None:
+    parent = begin(recipe(), runs_dir=tmp_path)
+    with pytest.raises(RunError, match="no checkpoint of stage grpo at step 3") as caught:
+        fork(parent, 3, [], runs_dir=tmp_path)
+    assert "grpo 4" in caught.value.because
+    assert [p.name for p in tmp_path.iterdir()] == [parent.name]
+
+
+def test_changes_are_told_by_dotted_keys() -> None:
+    before, after = recipe(), recipe("grpo.group_size=6", "rewards.format.weight=0.5", "seed=3")
+    assert changes(before, after) == {"grpo.group_size": 6, "rewards.format.weight": 0.5, "seed": 3}
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"), [("task.heldout=40", RecipeError), ("task.examples=0", DataError), ("model.tiny.context=9", ModelError)]
+)
+def test_a_recipe_that_cannot_run_leaves_nothing_behind(change: str, kind: type[OncurveError], tmp_path: Path) -> None:
+    with pytest.raises(kind):
+        begin(recipe(change), out=tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_sft_stage_stops_when_its_time_is_over(tmp_path: Path) -> None:
+    run = begin(recipe("sft.seconds=0.2", "sft.steps=100000", "grpo.steps=1"), runs_dir=tmp_path)
+    with RunWriter.open(run.path) as store:
+        done = {s.name: s.done for s in store.stages()}
+    assert 1 <= done["sft"] < 1000
+    assert done["grpo"] == 1
+
+
+def test_listeners_hear_everything_in_order(tmp_path: Path) -> None:
+    heard: list[str] = []
+
+    class Ear(Listener):
+        def on_run_start(self, recipe: Recipe, folder: Path, parameters: int, resumed_from: tuple[str, int] | None) -> None:
+            heard.append(f"run {parameters > 0} {resumed_from}")
+
+        def on_stage_start(self, stage: str, type: str, position: int, steps: int, done: int) -> None:
+            heard.append(f"{stage} {position} {done}/{steps}")
+
+        def on_step(self, report: StepReport) -> None:
+            heard.append(f"step {report.step}")
+
+        def on_eval(self, report: EvalReport) -> None:
+            heard.append(f"eval {report.step}")
+
+        def on_checkpoint(self, stage: str, step: int, path: Path) -> None:
+            heard.append(f"saved {path.name}")
+
+        def on_stage_end(self, stage: str) -> None:
+            heard.append(f"end {stage}")
+
+        def on_run_end(self, status: str) -> None:
+            heard.append(status)
+
+    begin(recipe("sft.steps=1", "grpo.steps=2"), runs_dir=tmp_path, listeners=[Ear()])
+    sft = ["sft 0 0/1", "step 1", "eval 1", "saved sft-000001", "end sft"]
+    grpo = ["grpo 1 0/2", "step 1", "step 2", "eval 2", "saved grpo-000002", "end grpo"]
+    assert heard == ["run True None", *sft, *grpo, "finished"]
+
+
+def test_a_stop_at_a_stages_end_saves_first_and_the_measurement_is_made_when_the_run_goes_on(tmp_path: Path) -> None:
+    asked = recipe("sft.steps=1", "grpo.steps=1")
+    whole, run = begin(asked, runs_dir=tmp_path), RunFolder(tmp_path / "slices")
+    with pytest.raises(TimeUp):
+        begin(asked, out=run.path, minutes=0)
+    assert measured_and_saved(run) == ([], ["sft-000001"])
+    with pytest.raises(TimeUp):
+        resume(run, minutes=0)
+    assert measured_and_saved(run) == (["sft"], ["grpo-000001", "sft-000001"])
+    assert fingerprint(resume(run, minutes=0)) == fingerprint(whole)
+
+
+def measured_and_saved(run: RunFolder) -> tuple[list[str], list[str]]:
+    with RunWriter.open(run.path) as store:
+        return [report.stage for report in store.evals()], [saved.path.name for saved in list_checkpoints(run.checkpoints)]

@@ -1,0 +1,157 @@
+"""A run in which nothing says which answers are right: measured by its reward, before and after, wherever it is told."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from oncurve.cli.app import app
+from oncurve.errors import RecipeError, RewardError
+from oncurve.operations.run_model import LoadedModel, evaluate_model, load_model
+from oncurve.recipe.load import parse_recipe
+from oncurve.recipe.schema.recipe import Recipe
+from oncurve.records import EvalReport
+from oncurve.runs.checkpoints.listing import best_step
+from oncurve.runs.database.writer import RunWriter
+from oncurve.runs.folder import RunFolder
+from oncurve.training.listeners import Listener
+from oncurve.training.start import begin, resume, rewards_for
+from oncurve.training.trainer import TimeUp
+from tests.training.builders import RECIPE
+
+
+def recipe(folder: Path, **task: Any) -> Recipe:
+    """A reward model of what was preferred, then grpo against it, on prompts without answers; measured every two steps."""
+    pairs, asked = folder / "pairs.jsonl", folder / "asked.jsonl"
+    pairs.write_text("".join(json.dumps({"prompt": f"{i}+1=", "chosen": "12", "rejected": "="}) + "\n" for i in range(8)))
+    asked.write_text("".join(json.dumps({"prompt": f"{i}+{j}="}) + "\n" for i in range(5) for j in range(4)))
+    data = tomllib.loads(RECIPE)
+    model = {"type": "reward_model", "data": str(pairs), "steps": 2, "batch_size": 4, "heldout_share": 0.5}
+    judged = {"rewards": [{"type": "model", "model": "stage:reward_model"}], "eval_every": 2, "save_every": 2}
+    data["stages"] = [model, {**data["stages"][1], **judged, "keep_best": "heldout_accuracy"}]
+    data |= {"rewards": [], "task": {"type": "file", "path": str(asked), "heldout": 3, **task}}
+    return parse_recipe(data)
+
+
+class Measured(Listener):
+    def __init__(self) -> None:
+        self.shares: list[tuple[str, int, float]] = []
+
+    def on_measuring(self, stage: str, step: int, share: float) -> None:
+        self.shares.append((stage, step, share))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunFolder, Measured]:
+    heard = Measured()
+    folder = tmp_path_factory.mktemp("free")
+    return begin(recipe(folder), out=folder / "runs" / "talk", listeners=[heard]), heard
+
+
+def test_it_is_measured_by_its_reward_before_and_after(whole: tuple[RunFolder, Measured]) -> None:
+    with RunWriter.open(whole[0].path) as store:
+        evals = store.evals()
+        assert [(e.stage, e.step, e.accuracy, e.asked) for e in evals] == [("grpo", step, None, 3) for step in (0, 2, 4)]
+        for report in evals:
+            totals = [s.total for g in store.eval_groups("grpo", report.step) for s in g.scored]
+            assert report.reward == pytest.approx(sum(totals) / len(totals))  # type: ignore[arg-type]
+        assert "accuracy" not in store.metrics_of("grpo", 4)
+        column = store._query("SELECT accuracy FROM evals")
+        assert [row["accuracy"] for row in column] == [None, None, None]
+
+
+def test_both_kinds_of_measurement_tell_how_far_they_are(whole: tuple[RunFolder, Measured]) -> None:
+    """A reward model's own too, which is a part of its step."""
+    told: dict[tuple[str, int], list[float]] = {}
+    for stage, step, share in whole[1].shares:
+        told.setdefault((stage, step), []).append(share)
+    assert list(told) == [("reward_model", 2), ("grpo", 0), ("grpo", 2), ("grpo", 4)]
+    for shares in told.values():
+        assert shares == sorted(shares)
+        assert shares[0] == 0.0
+    assert told["grpo", 0][-1] == 1.0
+
+
+class StopsBeforeTheFirstStep(Listener):
+    def on_eval(self, report: EvalReport) -> None:
+        raise KeyboardInterrupt
+
+
+def test_interrupted_anywhere_it_ends_in_the_same_bits(whole: tuple[RunFolder, Measured], tmp_path: Path) -> None:
+    """Between the measurement before the first step, which is recorded by then, and that step; then after every step."""
+    with pytest.raises(KeyboardInterrupt):
+        begin(recipe(tmp_path), out=tmp_path / "run", listeners=[StopsBeforeTheFirstStep()])
+    run = RunFolder(tmp_path / "run")
+    with RunWriter.open(run.path) as store:
+        assert [e.step for e in store.evals()] == [0]
+    for _ in range(8):
+        if run.state().status == "finished":
+            break
+        with contextlib.suppress(TimeUp):
+            resume(run, minutes=0.0)
+    with RunWriter.open(run.path) as sliced, RunWriter.open(whole[0].path) as at_once:
+        assert sliced.fingerprint() == at_once.fingerprint()
+
+
+def test_the_best_checkpoint_is_that_of_the_highest_reward(whole: tuple[RunFolder, Measured]) -> None:
+    with RunWriter.open(whole[0].path) as store:
+        rewards = {e.step: e.reward or 0.0 for e in store.evals() if e.step}
+        assert best_step(store, "grpo", "heldout_accuracy", rewards) == max(rewards, key=lambda step: (rewards[step], -step))
+        assert best_step(store, "grpo", "heldout_accuracy", [2]) == 2
+
+
+def test_commands_speak_of_the_reward(whole: tuple[RunFolder, Measured]) -> None:
+    run = whole[0]
+    runs = ["--runs", str(run.path.parent)]
+    with RunWriter.open(run.path) as store:
+        first, _, last = (f"{e.reward or 0.0:.2f}".replace("-", "−") for e in store.evals())
+
+    def said(*words: str) -> str:
+        result = CliRunner(env={"COLUMNS": "80"}).invoke(app, [*words])
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    shown = " ".join(said("show", "talk", *runs).split())
+    assert f"held-out reward before grpo after grpo mean {first} {last}" in shown
+    assert "held-out accuracy" not in shown
+    assert f"reward {last}" in said("runs", *runs)
+    measured = " ".join(said("eval", "talk", *runs).split())
+    assert f"mean {last}" in measured
+    assert "no rule says what is right" in measured
+    assert "accuracy" not in measured
+    data = json.loads(said("eval", "talk", "--samples", "2", "--temperature", "1", "--json", *runs))
+    assert data["accuracy"] is data["interval"] is None
+    low, high = data["reward_interval"]
+    assert low <= data["reward"] <= high
+    assert not [key for key in (*data, *data["metrics"]) if key.startswith(("pass", "maj"))]
+    assert json.loads(said("show", "talk", "--json", *runs))["evals"][0]["reward"] is not None
+
+
+def test_a_measurement_with_nothing_to_measure_by_is_refused(whole: tuple[RunFolder, Measured], tmp_path: Path) -> None:
+    opened = load_model(str(whole[0].path), tmp_path)
+    free = recipe(tmp_path)
+    with pytest.raises(RewardError, match="no answer could be graded") as told:
+        evaluate_model(LoadedModel(opened.policy, "a model"), free)
+    assert told.value.where == "rewards.model"
+    imitating = parse_recipe({**free.model_dump(exclude_none=True, mode="json"), "stages": [{"type": "sft"}]})
+    with pytest.raises(RecipeError, match="nothing to measure by"):
+        evaluate_model(opened, imitating)
+
+
+def test_a_rule_of_the_task_or_the_recipe_is_watched_beside_what_is_none(tmp_path: Path) -> None:
+    """Also where the recipe itself names a reward that is no rule; a rule of its own goes before the task's."""
+    data = tomllib.loads(RECIPE)
+    grpo = parse_recipe(data).stages[-1]
+    assert [r.name for r in rewards_for(parse_recipe(data), grpo).rewards] == ["format", "answer"]
+    data["rewards"] = [{"type": "format"}, {"type": "columns", "weight": 0.0}]
+    mix = rewards_for(parse_recipe(data), grpo)
+    assert [(r.name, r.weight) for r in mix.rewards] == [("format", 1.0), ("columns", 0.0), ("answer", 0.0)]
+    assert type(mix.rewards[2]) is type(mix.rewards[1])
+    data["rewards"] = [{"type": "countdown"}, {"type": "format"}]
+    assert [r.name for r in rewards_for(parse_recipe(data), grpo).rewards] == ["countdown", "format"]
