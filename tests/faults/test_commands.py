@@ -63,9 +63,9 @@ def written(run: RunFolder) -> dict[str, int]:
 
 def test_replay_uses_the_replies_that_were_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reward that never says the same twice: what it said then is what counts."""
-    monkeypatch.setattr("oncurve.train.replaying.refuse_from_python", lambda recipe: None)
+    monkeypatch.setattr("oncurve.operations.replay.refuse_from_python", lambda recipe: None)
     made = begin(recipe({**GRPO, "steps": 2, "save_every": 1, "max_failure_share": 1.0}), out=tmp_path / "run", rewards=moody())
-    monkeypatch.setattr("oncurve.train.replaying.prepare", lambda r: prepared(r))
+    monkeypatch.setattr("oncurve.operations.replay.prepare", lambda r: prepared(r))
     assert replay(made, None, 2, 0).differences == []
 
 

@@ -54,7 +54,7 @@ def test_the_same_gradient_from_packs_of_half_the_size(
     groups = [graded_group(dice, 6, [9, 7, 8, 5], name=str(i)) for i in range(4)]
     whole = Learner(policy(), stage(**options))
     expected = whole.update(groups)
-    monkeypatch.setattr("oncurve.train.memory.release", lambda: None)
+    monkeypatch.setattr("oncurve.training.learner.oom_retry.release", lambda: None)
     gpu = SmallGpu(monkeypatch, room=30, backward=backward)
     small = Learner(policy(), stage(**options))
     with collect_notes() as notes:
@@ -74,7 +74,7 @@ def test_the_same_gradient_from_packs_of_half_the_size(
 def test_a_whole_run_goes_on_with_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = recipe({**SFT, "steps": 2, "eval_every": 0}, {**GRPO, "steps": 2, "eval_every": 0})
     whole = begin(asked, out=tmp_path / "whole")
-    monkeypatch.setattr("oncurve.train.memory.release", lambda: None)
+    monkeypatch.setattr("oncurve.training.learner.oom_retry.release", lambda: None)
     SmallGpu(monkeypatch, room=40)
     small = begin(asked, out=tmp_path / "small")
     with RunWriter.open(small.path) as store, RunWriter.open(whole.path) as plain:
@@ -85,7 +85,7 @@ def test_a_whole_run_goes_on_with_the_same_weights(tmp_path: Path, monkeypatch: 
 
 def test_a_completion_that_does_not_fit_alone_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
     dice = np.random.default_rng(0)
-    monkeypatch.setattr("oncurve.train.memory.release", lambda: None)
+    monkeypatch.setattr("oncurve.training.learner.oom_retry.release", lambda: None)
     SmallGpu(monkeypatch, room=3)
     learner = Learner(policy(), stage())
     before = snapshot(learner.policy.model)
@@ -107,7 +107,7 @@ def test_the_pool_shrinks_and_the_texts_stay(monkeypatch: pytest.MonkeyPatch) ->
         return real(mine, *arguments)
 
     monkeypatch.setattr(NativeEngine, "sample", cramped)
-    monkeypatch.setattr("oncurve.train.memory.release", lambda: None)
+    monkeypatch.setattr("oncurve.training.learner.oom_retry.release", lambda: None)
     with collect_notes() as notes:
         found = sample_with_retry(engine, prompts, 4, how, draws)
     texts = [[[c.text for c in g.completions] for g in groups] for groups in (expected, found)]

@@ -58,7 +58,7 @@ class Full:
             (out[0] if isinstance(out, tuple) else out).register_hook(lambda _: self.refuse())
             return out
 
-        monkeypatch.setattr("oncurve.train.memory.release", lambda: None)
+        monkeypatch.setattr("oncurve.training.learner.oom_retry.release", lambda: None)
         monkeypatch.setattr(owner, name, cramped)
 
     def refuse(self) -> None:

@@ -14,7 +14,7 @@ from oncurve.workers.pool import WorkerDiedError, WorkerFailedError, Workers
 SCRIPT = """
 import os, sys, time
 sys.path.insert(0, {home!r})
-from oncurve.tasks.worker_loop import serve
+from oncurve.workers.child import serve
 
 def handle(job):
     if job == "hang":

@@ -87,7 +87,7 @@ def test_a_scorer_that_executes_the_answer_does_so_behind_the_wall(tmp_path: Pat
     The guard that would refuse such answers, and our own checks, are taken away: the wall is to hold by itself.
     """
     monkeypatch.setattr("oncurve.rewards.verifiers.reasoning_gym.CHECKS", {})
-    monkeypatch.setattr("oncurve.rewards.gym._CODE", re.compile("(?!)"))
+    monkeypatch.setattr("oncurve.rewards.verifiers.reasoning_gym._CODE", re.compile("(?!)"))
     here = tmp_path / "proof"
     data = reasoning_gym.create_dataset("string_insertion", seed=1, size=1)
     data.score_answer(ATTACK.format(path=here), data[0])

@@ -225,7 +225,7 @@ def test_a_killed_writer_leaves_whole_steps_only(tmp_path: Path) -> None:
     code = """
         import sys
         from pathlib import Path
-        from oncurve.runs.store import Store
+        from oncurve.runs.database.writer import Store
         from tests.runs.samples import step_report
         store = Store.create(Path(sys.argv[1]))
         store.begin_stage("grpo", "grpo", 0, 10**6)
@@ -248,7 +248,7 @@ def test_a_kill_inside_a_transaction_undoes_it_and_frees_the_run(tmp_path: Path)
         import sys, time
         from pathlib import Path
         from oncurve.runs import rows
-        from oncurve.runs.store import Store
+        from oncurve.runs.database.writer import Store
         from tests.runs.samples import step_report
         store = Store.create(Path(sys.argv[1]))
         store.begin_stage("grpo", "grpo", 0, 10)
@@ -285,7 +285,7 @@ def test_one_writer_at_a_time(store: RunWriter, tmp_path: Path) -> None:
         import sys
         from pathlib import Path
         from oncurve.errors import RunError
-        from oncurve.runs.store import Store
+        from oncurve.runs.database.writer import Store
         try:
             Store.open(Path(sys.argv[1]), read_only=False)
         except RunError as error:
@@ -300,7 +300,7 @@ def test_a_finished_run_is_readable_where_nothing_can_be_written() -> None:
     code = """
         import os, sys
         from pathlib import Path
-        from oncurve.runs.store import Store
+        from oncurve.runs.database.writer import Store
         if os.geteuid() == 0:
             os.setuid(65534)
         with Store.open(Path(sys.argv[1])) as reader:
@@ -376,7 +376,7 @@ def test_a_file_size_limit_keeps_the_steps_before_it(tmp_path: Path) -> None:
         import resource, sys
         from pathlib import Path
         from oncurve.errors import DiskError
-        from oncurve.runs.store import Store
+        from oncurve.runs.database.writer import Store
         from tests.runs.samples import step_report
         resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, 400_000))
         with Store.create(Path(sys.argv[1])) as store:
@@ -430,7 +430,7 @@ def test_the_questions_a_browser_asks_need_no_scan_and_no_sort(store: RunWriter,
 def test_reading_and_writing_need_no_torch() -> None:
     code = """
         import sys
-        import oncurve.runs.store, oncurve.runs.folder, oncurve.runs.metrics
+        import oncurve.runs.database.writer, oncurve.runs.folder, oncurve.runs.metrics
         print("torch" in sys.modules)
     """
     assert finish(start(code)) == "False\n"

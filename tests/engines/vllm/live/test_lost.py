@@ -119,7 +119,7 @@ def test_what_is_dropped_half_way_leaves_a_sampler_that_works() -> None:
 def test_the_sampler_goes_with_the_run_that_is_killed() -> None:
     script = textwrap.dedent("""
         from oncurve.engines.native import Draws
-        from oncurve.recipe.sections import Sampling
+        from oncurve.recipe.schema.sections import Sampling
         from tests.vllm.models import PROMPTS, engine_of, policy_of
         engine = engine_of(policy_of())
         engine.sample(PROMPTS, 1, Sampling(max_new_tokens=4), Draws(0, 1))
