@@ -108,7 +108,7 @@ class Oncurve:
         from oncurve.records import Prompt
 
         self.step += 1
-        self.engine.policy.end_ids = work.ends
+        self.engine.policy.eos_ids = work.ends
         texts = [" ".join(f"w{i}" for i in ids) for ids in work.token_ids(self.step)]
         prompts = [Prompt(id=f"p{i}", text=text) for i, text in enumerate(texts)]
         groups = self.engine.sample(prompts, work.group_size, Sampling(max_new_tokens=work.new_tokens), SampleKey(0, self.step))

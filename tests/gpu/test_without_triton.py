@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(autouse=True)
 def no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "run_on", lambda device: False)
+    monkeypatch.setattr(kernels, "can_run_kernels", lambda device: False)
 
 
 @pytest.mark.parametrize("dtype", BOTH)

@@ -35,7 +35,7 @@ def test_kernels_run_on_a_gpu_that_has_triton(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("there", [True, False])
 def test_a_packs_layout_is_the_kernels_where_they_run(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "run_on", lambda device: there)
+    monkeypatch.setattr(kernels, "can_run_kernels", lambda device: there)
     ids = np.arange(3)
     pack = build_pack([PrefixGroup(ids, (ids,), (0,))], torch.device("cpu"))
     assert isinstance(pack.attention, CudaPackAttention if there else PackAttention)

@@ -179,23 +179,23 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, ranks):  # type: ignore[no-untyped-def]
         ctx.ranks = ranks
-        return ranks.joined(x)
+        return ranks.gather_from(x)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        return ctx.ranks.cut(grad), None
+        return ctx.ranks.scatter_to(grad), None
 
 
 class _Cut(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, ranks):  # type: ignore[no-untyped-def]
         ctx.ranks = ranks
-        return ranks.cut(x)
+        return ranks.scatter_to(x)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         with ctx.ranks.exchange(BACK):
-            return ctx.ranks.joined(grad), None
+            return ctx.ranks.gather_from(grad), None
 
 
 @torch.no_grad()
