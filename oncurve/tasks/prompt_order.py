@@ -14,7 +14,7 @@ import numpy as np
 
 from oncurve.errors import DataError
 from oncurve.records import Example, Ints, Prompt
-from oncurve.rng import generator, word
+from oncurve.rng import derive_seed, philox_generator
 from oncurve.tasks.base import Task
 
 _STEP_ROOM = 1 << 32
@@ -62,7 +62,7 @@ def batch_indices(size: int, seed: int, step: int, batch_size: int) -> list[int]
 
 @lru_cache(maxsize=8)
 def _shuffled(seed: int, purpose: str, epoch: int, size: int) -> Ints:
-    return generator(seed, purpose, epoch).permutation(size).astype(np.int64)
+    return philox_generator(seed, purpose, epoch).permutation(size).astype(np.int64)
 
 
 def _epoch_prompts(task: Task, seed: int, step: int, count: int, size: int) -> list[Prompt]:
@@ -100,6 +100,6 @@ def _fresh_prompts(task: Task, seed: int, step: int, count: int) -> list[Prompt]
 
 
 def _stream(task: Task, seed: int, step: int) -> Iterator[Prompt]:
-    start = (word(seed, "prompts") << 64) + step * _STEP_ROOM
+    start = (derive_seed(seed, "prompts") << 64) + step * _STEP_ROOM
     for index in range(start, start + _STEP_ROOM):
         yield task.train_prompt(index)

@@ -17,7 +17,7 @@ from pydantic import Field, PositiveInt
 from oncurve.errors import MissingPackage, RecipeError, no_such, pip_install
 from oncurve.recipe.schema import sections
 from oncurve.records import Example, Prompt
-from oncurve.rng import word
+from oncurve.rng import derive_seed
 from oncurve.workers.pool import WorkerFailedError, Workers, python_workers, shared
 
 INSTRUCTION = "Think first, then give the final answer, and nothing else, in <answer></answer>."
@@ -88,7 +88,7 @@ class ReasoningGymTask:
     def _prompt(self, purpose: str, index: int) -> Prompt:
         place, number = divmod(index, len(self._options.families))
         family = self._options.families[number]
-        settings, seed = self._options.settings.get(family, {}), word(self._seed, f"reasoning_gym/{purpose}") % (1 << 31)
+        settings, seed = self._options.settings.get(family, {}), derive_seed(self._seed, f"reasoning_gym/{purpose}") % (1 << 31)
         made = self._generate(family, seed, settings, place)
         asked = "\n".join(filter(None, (made["question"], self._options.instruction)))
         again = {"seed": seed, "index": place, "settings": settings, "scorer": made["scorer"]}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from oncurve.engines.token_sampling import SampledTokens, invert, sample_tokens, truncate
 from oncurve.recipe.schema.sections import Sampling
-from oncurve.rng import uniforms
+from oncurve.rng import sampling_uniforms
 
 SHARES = [0.1, 0.4, 0.2, 0.25, 0.05]
 """By likelihood: tokens 1, 3, 2, 0, 4."""
@@ -149,7 +149,7 @@ def test_greedy_takes_the_likeliest_whatever_the_uniform_and_is_certain_of_it() 
 )
 def test_tokens_come_as_often_as_they_should(how: Sampling, expected: list[float]) -> None:
     """χ² of 20,000 draws with our own uniforms; at most 4 degrees of freedom, so below 23.5 but once in ten thousand tables."""
-    uniform_S = np.concatenate([uniforms(0, 1, "p", s, 500) for s in range(40)])
+    uniform_S = np.concatenate([sampling_uniforms(0, 1, "p", s, 500) for s in range(40)])
     counts = torch.bincount(drawn(uniform_S.tolist(), how).token_S, minlength=5).double().numpy()
     wanted = np.array(expected) * uniform_S.size
     assert wanted.sum() == pytest.approx(uniform_S.size)

@@ -10,7 +10,7 @@ from torch import Tensor
 from oncurve.engines.token_sampling import sample_tokens
 from oncurve.kernels import sampling as kernels
 from oncurve.recipe.schema.sections import Sampling
-from oncurve.rng import row_key, uniforms
+from oncurve.rng import sampling_key, sampling_uniforms
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 C = 4
@@ -18,7 +18,7 @@ C = 4
 
 def slots_of(lengths: list[int], limit: int = 100) -> kernels.Slots:
     S = len(lengths)
-    keys = np.array([row_key(0, 1, "p", s) for s in range(S)], np.uint64).view(np.int64)
+    keys = np.array([sampling_key(0, 1, "p", s) for s in range(S)], np.uint64).view(np.int64)
     return kernels.Slots(
         torch.zeros(S, dtype=torch.int64, device=DEVICE),
         torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
@@ -45,7 +45,7 @@ def test_uniforms_are_those_of_the_plain_path() -> None:
     found = kernels.uniforms(slots_of(lengths))
     for s, at in enumerate(lengths):
         if at >= 0:
-            assert float(found[s]) == uniforms(0, 1, "p", s, at + 1)[at]
+            assert float(found[s]) == sampling_uniforms(0, 1, "p", s, at + 1)[at]
 
 
 @pytest.mark.parametrize("how", [Sampling(), Sampling(temperature=0.6), Sampling(temperature=0.0),
@@ -61,7 +61,7 @@ def test_tokens_and_logps_are_those_of_the_plain_path(V: int, how: Sampling) -> 
     at = torch.tensor(lengths)
     barred = torch.zeros(len(lengths), V, dtype=torch.bool)
     barred[:, [5, 2]] = (at < how.min_new_tokens)[:, None]
-    uniform = torch.tensor([uniforms(0, 1, "p", s, n + 1)[n] for s, n in enumerate(lengths)])
+    uniform = torch.tensor([sampling_uniforms(0, 1, "p", s, n + 1)[n] for s, n in enumerate(lengths)])
     want = sample_tokens(z.double().cpu(), uniform, how, barred if how.min_new_tokens else None)
     ring = torch.arange(len(lengths))
     found = slots.drawn.cpu()[at % C, ring]
@@ -79,7 +79,7 @@ def test_the_models_scale_and_soft_cap() -> None:
     slots, z = slots_of([0, 1, 2]), logits(3, 300, std=20.0)
     kernels.sample_tokens(z, slots, ends(300), kernels.SamplingRule(0.7, 0, 0.25, 5.0))
     own = 5.0 * torch.tanh(z.double().cpu() * 0.25 / 5.0)
-    uniform = torch.tensor([uniforms(0, 1, "p", s, s + 1)[s] for s in range(3)])
+    uniform = torch.tensor([sampling_uniforms(0, 1, "p", s, s + 1)[s] for s in range(3)])
     want = sample_tokens(own, uniform, Sampling(temperature=0.7))
     assert slots.token.tolist() == want.token_S.tolist()
     assert float((slots.logps[[0, 1, 2], 2, [0, 1, 2]].cpu() - want.raw_logp_S).abs().max()) < 1e-5

@@ -12,7 +12,7 @@ from oncurve.engines.token_sampling import sample_tokens, truncate
 from oncurve.kernels import sampling_per_slot as kernels
 from oncurve.kernels.sampling import SamplingRule, Slots
 from oncurve.recipe.schema.sections import Sampling
-from oncurve.rng import uniforms
+from oncurve.rng import sampling_uniforms
 from tests.kernels.test_sampling import DEVICE, C, ends, logits, slots_of
 
 MIXED = [
@@ -70,7 +70,7 @@ def test_each_slot_draws_what_the_plain_path_draws_for_it(V: int) -> None:
     same = 0
     for s, (how, at) in enumerate(zip(MIXED, LENGTHS, strict=True)):
         row = z[s : s + 1].double().cpu()
-        uniform = torch.tensor([uniforms(0, 1, "p", s, at + 1)[at]])
+        uniform = torch.tensor([sampling_uniforms(0, 1, "p", s, at + 1)[at]])
         want = sample_tokens(row, uniform, how, barred_for(how, at, V, 5, 2))
         token = int(slots.drawn[at % C, s])
         if token == int(want.token_S[0]):
@@ -123,7 +123,7 @@ def test_all_logits_equal() -> None:
     token = slots.token.tolist()
     assert token[0] < 7
     assert token[1] < 10
-    assert [int(uniforms(0, 1, "p", s, s + 1)[s] * 100) for s in (2, 3)] == token[2:]
+    assert [int(sampling_uniforms(0, 1, "p", s, s + 1)[s] * 100) for s in (2, 3)] == token[2:]
 
 
 def test_the_models_scale_and_soft_cap() -> None:
@@ -132,7 +132,7 @@ def test_the_models_scale_and_soft_cap() -> None:
     kernels.sample_tokens_per_slot(z, slots, wishes, ends(300), replace(SamplingRule(), scale=0.25, softcap=5.0))
     own = 5.0 * torch.tanh(z.double().cpu() * 0.25 / 5.0)
     for s, how in enumerate(hows):
-        want = sample_tokens(own[s : s + 1], torch.tensor([uniforms(0, 1, "p", s, s + 1)[s]]), how)
+        want = sample_tokens(own[s : s + 1], torch.tensor([sampling_uniforms(0, 1, "p", s, s + 1)[s]]), how)
         assert int(slots.token[s]) == int(want.token_S[0])
         assert float(slots.logps[s, 2, s]) == pytest.approx(float(want.raw_logp_S[0]), abs=1e-5)
         best = own[s].log_softmax(-1).topk(2)

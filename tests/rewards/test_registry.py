@@ -64,7 +64,7 @@ def test_every_option_is_documented() -> None:
 
 
 @pytest.mark.parametrize("kind", ["arithmetic", "countdown"])
-def test_worked_examples_are_right_by_the_task_s_usual_rewards(kind: str) -> None:
+def test_worked_examples_are_right_by_the_task_s_default_rewards(kind: str) -> None:
     task = build_task(Task.model_validate({"type": kind, "heldout": 20, "examples": 30}))
     mix = build_rewards([*task.default_rewards, Reward(type="format")])
     for example in task.examples:

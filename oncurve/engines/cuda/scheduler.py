@@ -32,7 +32,7 @@ from oncurve.errors import ModelError
 from oncurve.kernels.decode_attention import LaunchShape
 from oncurve.recipe.schema.sections import Sampling
 from oncurve.records import Bools, Floats, Ints, Prompt, StopReason
-from oncurve.rng import signed_key
+from oncurve.rng import signed_sampling_key
 
 if TYPE_CHECKING:
     from oncurve.engines.cuda.graph_decoder import GraphDecoder
@@ -124,7 +124,7 @@ class CudaSampleRequest:
     prompts: Sequence[Prompt] = ()
 
     def key(self, row: CudaSequence) -> int:
-        return signed_key(self.seed, self.step, self.prompt_names[row.group], row.sample)
+        return signed_sampling_key(self.seed, self.step, self.prompt_names[row.group], row.sample)
 
 
 class CudaScheduler:

@@ -32,7 +32,7 @@ from oncurve.kernels.sampling_per_slot import SlotSamplingParams, sample_tokens_
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.sections import Engine, Sampling
 from oncurve.records import StopReason
-from oncurve.rng import signed_key
+from oncurve.rng import signed_sampling_key
 
 RING = 4
 """Most tokens of a round."""
@@ -154,7 +154,7 @@ class CudaSession(CudaScheduler):
         return self.asks[group].how
 
     def key_of(self, row: CudaSequence) -> int:
-        return signed_key(self.asks[row.group].seed, 0, NAME, row.sample)
+        return signed_sampling_key(self.asks[row.group].seed, 0, NAME, row.sample)
 
     def _prepare(self, slots: int) -> tuple[DecodeBuffers, PagedKVCache]:
         return self.sampler.open(slots, self.how.max_new_tokens)

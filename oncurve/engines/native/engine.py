@@ -26,12 +26,12 @@ from oncurve.engines.native.kv_cache import PAGE, DecodeLayout, KVCache, Prefill
 from oncurve.engines.native.sequence import ends_with_stop
 from oncurve.engines.token_sampling import SampledTokens, sample_tokens
 from oncurve.errors import ModelError
-from oncurve.models.llama.c_build import library
+from oncurve.models.llama.c_build import load_library
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.sections import Engine as EngineSettings
 from oncurve.recipe.schema.sections import Sampling
 from oncurve.records import Bools, Completion, Group, Ints, Prompt, StopReason
-from oncurve.rng import uniforms
+from oncurve.rng import sampling_uniforms
 
 if TYPE_CHECKING:
     from oncurve.engines.cuda.graph_decoder import GraphDecoder
@@ -111,7 +111,7 @@ class NativeEngine:
     @property
     def log_lines(self) -> tuple[str, ...]:
         """What a run's log should say of how it samples."""
-        if self.policy.device.type == "cpu" and self.policy.fast_backbone is not None and library() is None:
+        if self.policy.device.type == "cpu" and self.policy.fast_backbone is not None and load_library() is None:
             return ("no C compiler was found: torch decodes, several times slower for a small model",)
         if self.policy.device.type == "cuda" and not kernels.can_run_kernels(self.policy.device):
             return ("Triton is not installed: torch decodes, several times slower on a GPU",)
@@ -317,7 +317,7 @@ class Scheduler:
         self.prompt_length_S[slots] = len(ids) - 1
         self.suffix_length_S[slots] = 0
         prompt, count, draws = self.prompts[job.group].id, self.how_of(job.group).max_new_tokens, self.draws_of(job.group)
-        numbers = [uniforms(draws.seed, draws.step, prompt, s, count) for s in job.samples]
+        numbers = [sampling_uniforms(draws.seed, draws.step, prompt, s, count) for s in job.samples]
         self.uniform_ST[slots, :count] = torch.from_numpy(np.stack(numbers)).to(self.uniform_ST.device)
         for offset, sample in enumerate(job.samples):
             self.row_in[first + offset] = self.rows[job.group][sample]

@@ -19,9 +19,9 @@ from oncurve.engines.native.engine import BlockRequest, Logps, Row, SampleKey, S
 from oncurve.engines.native.sequence import ends_with_stop
 from oncurve.engines.token_sampling import SampledTokens
 from oncurve.errors import DataError
-from oncurve.models.chat_template import reply_ids
+from oncurve.models.chat_template import encode_reply
 from oncurve.records import Bools, Prompt, StopReason
-from oncurve.rng import generator
+from oncurve.rng import philox_generator
 
 _NOT_GIVEN = -1
 _NO_LOGPS = (0.0, 0.0, 0.0)
@@ -101,7 +101,7 @@ class TurnScheduler(Scheduler):
         if not room:
             return False
         row.turns.append(reply)
-        ids = reply_ids(self.policy, self.prompts[row.group], reply, ended=ended)[:room]
+        ids = encode_reply(self.policy, self.prompts[row.group], reply, ended=ended)[:room]
         self.given_ST[slot, at : at + len(ids)] = torch.tensor(ids, dtype=torch.long, device=self.given_ST.device)
         self.token_S[slot], self.suffix_length_S[slot] = row.token_ids[-1], at
         row.begun = at + len(ids)
@@ -119,7 +119,7 @@ def reply_to(prompt: Prompt, draws: SampleKey, row: TurnState) -> str | None:
     """What the prompt's environment says to the turns so far; None where there is none, or nothing to say."""
     if prompt.environment is None:
         return None
-    dice = generator(draws.seed, f"environment/{draws.step}/{prompt.id}/{row.sample}", len(row.turns))
+    dice = philox_generator(draws.seed, f"environment/{draws.step}/{prompt.id}/{row.sample}", len(row.turns))
     try:
         return prompt.environment.reply(prompt, tuple(row.turns), dice)
     except Exception as error:  # an environment may be anyone's code

@@ -12,11 +12,11 @@ import numpy as np
 from oncurve.engines.native.engine import SampleKey, completion_of
 from oncurve.engines.native.turns import TurnSequence, reply_to
 from oncurve.engines.vllm.messages import Answer, Logprobs, Request
-from oncurve.models.chat_template import reply_ids
+from oncurve.models.chat_template import encode_reply
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.sections import Sampling
 from oncurve.records import Group, Ints, Prompt
-from oncurve.rng import row_key
+from oncurve.rng import sampling_key
 
 UNREPORTED = float("nan")
 """A log-prob that vLLM does not tell."""
@@ -99,7 +99,7 @@ class PendingRequests:
             return False
         row.turns.append(reply)
         room = self.how.max_new_tokens - len(row.token_ids)
-        ids = reply_ids(self.policy, prompt, reply, ended=ended)[:room]
+        ids = encode_reply(self.policy, prompt, reply, ended=ended)[:room]
         row.token_ids += ids
         row.logps += [(0.0, 0.0, 0.0)] * len(ids)
         row.wrote += [False] * len(ids)
@@ -120,7 +120,7 @@ class PendingRequests:
 
 def seed_of(draws: SampleKey, prompt_id: str, sample: int, at: int = 0) -> int:
     """vLLM's seed for one completion, or for the turn of it that begins at token ``at``: 63 bits, as torch takes them."""
-    return row_key(draws.seed, draws.step, f"{prompt_id}@{at}" if at else prompt_id, sample) >> 1
+    return sampling_key(draws.seed, draws.step, f"{prompt_id}@{at}" if at else prompt_id, sample) >> 1
 
 
 def truncated_logps(how: Sampling) -> bool:

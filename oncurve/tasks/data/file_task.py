@@ -13,7 +13,7 @@ from typing import Any
 from oncurve.errors import DataError, MissingPackage, RecipeError, pip_install
 from oncurve.recipe.schema import sections
 from oncurve.records import Example, Prompt, is_text
-from oncurve.rng import generator
+from oncurve.rng import philox_generator
 from oncurve.tasks.data.prompt_list import PromptList
 from oncurve.tasks.data.row_reader import RowReader
 from oncurve.tasks.environments import load_environment
@@ -82,7 +82,7 @@ def build_file_task(config: sections.Task, options: FileOptions) -> PromptList:
 
 
 def _some(prompts: list[Prompt], count: int, seed: int) -> list[Prompt]:
-    order = generator(seed, "file/heldout").permutation(len(prompts))[:count]
+    order = philox_generator(seed, "file/heldout").permutation(len(prompts))[:count]
     return [prompts[int(i)] for i in sorted(order)]
 
 

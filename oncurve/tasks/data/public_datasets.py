@@ -17,7 +17,7 @@ from typing import Any
 from oncurve.errors import DataError
 from oncurve.recipe.schema import sections
 from oncurve.records import Example, Prompt
-from oncurve.rng import generator
+from oncurve.rng import philox_generator
 from oncurve.tasks.data.file_task import read_rows
 from oncurve.tasks.data.preference_pairs import dialogue_messages
 from oncurve.tasks.data.prompt_list import PromptList
@@ -124,7 +124,7 @@ def build_public_dataset(known: PublicDataset, config: sections.Task, options: P
         count = config.heldout
     else:
         measured, count = prompts, min(config.heldout, int(options.heldout_share * len(prompts)))
-    order = generator(config.seed, "file/heldout").permutation(len(measured))[:count]
+    order = philox_generator(config.seed, "file/heldout").permutation(len(measured))[:count]
     heldout = [measured[int(i)] for i in sorted(order)]
     parts = PromptList.split(prompts, heldout, examples, options.path)
     return PublicDatasetTask(

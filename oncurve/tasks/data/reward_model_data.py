@@ -13,7 +13,7 @@ from typing import Any
 from oncurve.errors import DataError
 from oncurve.recipe.schema.stages import RewardModel
 from oncurve.records import Prompt
-from oncurve.rng import generator
+from oncurve.rng import philox_generator
 from oncurve.tasks.data.preference_pairs import Row, answer, column, read_pair, read_training_rows
 from oncurve.tasks.data.row_reader import RowReader
 
@@ -62,7 +62,7 @@ def split_by_prompt(
 ) -> tuple[list[RewardModelExample], list[RewardModelExample]]:
     """(train, held out): by what is asked, so that no prompt is on both sides; drawn by the prompts alone."""
     prompts = sorted({judged.prompt.shown for judged in found})
-    order = generator(0, "reward_model/heldout").permutation(len(prompts))[: round(share * len(prompts))]
+    order = philox_generator(0, "reward_model/heldout").permutation(len(prompts))[: round(share * len(prompts))]
     aside = {prompts[int(i)] for i in order}
     return [j for j in found if j.prompt.shown not in aside], [j for j in found if j.prompt.shown in aside]
 

@@ -23,7 +23,7 @@ from pydantic import Field
 from oncurve.errors import RecipeError
 from oncurve.recipe.schema import sections
 from oncurve.records import Example, Prompt
-from oncurve.rng import generator
+from oncurve.rng import philox_generator
 from oncurve.tasks.puzzles.difficulty import Levels
 
 Digits = Annotated[int, Field(ge=1, le=9)]
@@ -98,7 +98,7 @@ class Arithmetic:
 
     def train_prompt(self, index: int) -> Prompt:
         """The problem at place `index` of an endless stream that skips what is held out."""
-        rng = generator(self._seed, "arithmetic/train", index)
+        rng = philox_generator(self._seed, "arithmetic/train", index)
         level = self._levels.draw(rng)
         while (key := self._draw_key(rng, level)) in self._heldout_set:
             pass
@@ -134,7 +134,7 @@ class Arithmetic:
         """So many different problems of each level, none of them `taken`."""
         chosen: dict[Key, None] = {}
         for level, quota in quotas.items():
-            rng, start = generator(self._seed, f"arithmetic/{purpose}", level), len(chosen)
+            rng, start = philox_generator(self._seed, f"arithmetic/{purpose}", level), len(chosen)
             while len(chosen) < start + quota:
                 key = self._draw_key(rng, level)
                 if key not in taken:
@@ -147,7 +147,7 @@ class Arithmetic:
 
     def _in_random_order(self, purpose: str, keys: Sequence[Key]) -> list[ArithmeticProblem]:
         """The first n of these are as good a sample as all: levels are mixed."""
-        rng = generator(self._seed, f"arithmetic/{purpose}/order")
+        rng = philox_generator(self._seed, f"arithmetic/{purpose}/order")
         return [_problem(keys[int(i)], rng) for i in rng.permutation(len(keys))]
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from oncurve.errors import RecipeError
 from oncurve.recipe.schema import sections
 from oncurve.records import Example, Prompt
-from oncurve.rng import generator
+from oncurve.rng import philox_generator
 
 _TRIES = 20_000
 """Draws without a new problem after which a recipe is said to have too few."""
@@ -79,7 +79,7 @@ class GeneratedTask(Generic[P]):
 
     def _stream(self, purpose: str, index: int, skip: frozenset[Hashable]) -> Iterator[P]:
         """Problems drawn at random that are not to be skipped."""
-        rng = generator(self._seed, f"{self.name}/{purpose}", index)
+        rng = philox_generator(self._seed, f"{self.name}/{purpose}", index)
         for _ in range(_TRIES):
             problem = self.generate(rng)
             if problem is not None and problem.key not in skip:

@@ -19,7 +19,7 @@ from pydantic import Field, PositiveInt
 
 from oncurve.recipe.schema import sections
 from oncurve.records import Example, Prompt
-from oncurve.rng import generator
+from oncurve.rng import philox_generator
 from oncurve.tasks.puzzles.generated import GeneratedTask
 
 _GUESS = re.compile(r"([0-9]{1,9})\s*\?")
@@ -118,7 +118,7 @@ class GuessTask(GeneratedTask[Secret]):
 
     def example(self, problem: Secret) -> Example:
         prompt = self.prompt(problem)
-        rng = generator(self._seed, f"guess/play/{prompt.id}")
+        rng = philox_generator(self._seed, f"guess/play/{prompt.id}")
         turns = None
         while turns is None:
             turns = play(problem, int(prompt.columns["guesses"]), rng)

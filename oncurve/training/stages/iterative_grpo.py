@@ -26,8 +26,8 @@ from oncurve.records import GradedGroup, Prompt, StepReport
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.models.reward_model import RewardModelReward
 from oncurve.rewards.registry import build_reward
-from oncurve.rng import generator
-from oncurve.runs.database.writer import RunWriter
+from oncurve.rng import philox_generator
+from oncurve.runs.database.reader import RunReader
 from oncurve.runs.preference_pairs import pair_of
 from oncurve.runs.step_notes import note
 from oncurve.tasks.base import Task
@@ -148,7 +148,7 @@ def comparison_batch(
     fresh: Sequence[TokenizedExample], past: Sequence[TokenizedExample], told: Iteration, seed: int, n: int, turn: int
 ) -> list[TokenizedExample]:
     """An update's comparisons: ``past_share`` of the batch from before (as far as there is any), the rest of this round."""
-    dice = generator(seed, "iterate", n * told.updates + turn)
+    dice = philox_generator(seed, "iterate", n * told.updates + turn)
     old = min(round(told.past_share * told.batch_size), told.batch_size) if past else 0
     new = told.batch_size - old
     picked = [fresh[int(i)] for i in dice.integers(len(fresh), size=new)]
@@ -168,7 +168,7 @@ def human_comparisons(run: Path, stage: str, until: int) -> Iterator[dict[str, A
             continue
         if told.get("type") == "ranking" and told.get("stage") == stage and told.get("kind", "train") == "train":
             last[told["step"], told["group"]] = told["tiers"]
-    with RunWriter.open(run) as store:
+    with RunReader.open(run) as store:
         for (step, group), tiers in last.items():
             if step > until:
                 continue

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from oncurve.distributed.world import SINGLE_PROCESS, World
 from oncurve.errors import DataError
-from oncurve.models.chat_template import example_ids
+from oncurve.models.chat_template import encode_example
 from oncurve.models.packing import Pack, PrefixGroup, build_pack, split_by_budget
 from oncurve.models.policy import Policy, dummy_passes
 from oncurve.recipe.schema.recipe import Sft
 from oncurve.recipe.schema.sections import STAGE
 from oncurve.records import Bools, Example, Ints, StepReport
-from oncurve.rng import generator
+from oncurve.rng import philox_generator
 from oncurve.tasks.base import Task
 from oncurve.tasks.data.file_task import IMITATED, FileOptions, read_prompts, read_rows
 from oncurve.tasks.prompt_order import examples_for_step
@@ -70,7 +70,7 @@ def split_heldout(examples: Sequence[Example], stage: Sft) -> tuple[Sequence[Exa
     if not share:
         return examples, ()
     prompts = sorted({e.prompt.shown for e in examples})
-    order = generator(0, "sft/heldout").permutation(len(prompts))[: max(1, round(share * len(prompts)))]
+    order = philox_generator(0, "sft/heldout").permutation(len(prompts))[: max(1, round(share * len(prompts)))]
     aside = {prompts[int(i)] for i in order}
     left = [e for e in examples if e.prompt.shown not in aside]
     if not left:
@@ -99,7 +99,7 @@ class SftLoop(PackedStage):
         self.started = time.monotonic()
 
     def _encode(self, example: Example) -> EncodedExample:
-        return (self.policy.encode(example.prompt), *example_ids(self.policy, example))
+        return (self.policy.encode(example.prompt), *encode_example(self.policy, example))
 
     @property
     def out_of_time(self) -> bool:

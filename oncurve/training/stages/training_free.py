@@ -30,7 +30,7 @@ from oncurve.records import Completion, Group, Prompt, ScoredGroup, StepReport
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.models.judge_client import JudgeClient
 from oncurve.rewards.python_function import run_coroutine
-from oncurve.rng import word
+from oncurve.rng import derive_seed
 from oncurve.runs.atomic_files import write_file_atomically
 from oncurve.runs.preference_pairs import pair_of
 from oncurve.runs.step_notes import note
@@ -240,7 +240,7 @@ class TrainingFreeLoop:
             "temperature": warmth,
             "top_p": how.top_p,
             "max_tokens": how.max_new_tokens,
-            "seed": word(self.seed, f"training_free/{n}/{prompt.id}/{sample}") & 0x7FFFFFFF,
+            "seed": derive_seed(self.seed, f"training_free/{n}/{prompt.id}/{sample}") & 0x7FFFFFFF,
         }
 
     def _lesson(self, pair: Mapping[str, Any], n: int, place: int) -> dict[str, Any]:
@@ -252,7 +252,7 @@ class TrainingFreeLoop:
             "messages": [{"role": "system", "content": TEACH}, {"role": "user", "content": told}],
             "temperature": 0.0,
             "max_tokens": self.stage.reply_tokens,
-            "seed": word(self.seed, f"training_free/teach/{n}/{place}") & 0x7FFFFFFF,
+            "seed": derive_seed(self.seed, f"training_free/teach/{n}/{place}") & 0x7FFFFFFF,
         }
 
 

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from oncurve.engines.native.engine import SampleKey, default_slots, slots_per_block
 from oncurve.errors import ModelError
-from oncurve.models.loading.tiny import make_model as make_tiny
-from oncurve.models.loading.tiny import make_tokenizer
+from oncurve.models.loading.tiny import build_model as make_tiny
+from oncurve.models.loading.tiny import build_tokenizer
 from oncurve.models.packing import PrefixGroup, build_pack
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.sections import Sampling, TinyModel
 from oncurve.records import Completion, Group, Prompt
-from oncurve.rng import uniforms
+from oncurve.rng import sampling_uniforms
 from tests.engines.native.plain import NEAR_TIE, engine_for, prompt_of, sample
 from tests.models.architectures import make_policy, tokenizer
 
@@ -105,7 +105,7 @@ def assert_parts_only_at_a_near_tie(one: Completion, two: Completion, prompt: Pr
         return
     policy = policy_of("qwen3")
     ids = np.concatenate((policy.encode(prompt), one.token_ids[:end]))
-    uniform = uniforms(0, 1, prompt.id, place, end + 1)[-1]
+    uniform = sampling_uniforms(0, 1, prompt.id, place, end + 1)[-1]
     cumulative = share_bounds(policy, ids)
     low, high = sorted((int(one.token_ids[end]), int(two.token_ids[end])))
     assert max(abs(uniform - cumulative[low]), abs(uniform - cumulative[high - 1])) < NEAR_TIE
@@ -144,7 +144,7 @@ def test_a_weight_changed_in_place_is_seen_by_the_next_sample() -> None:
 @cache
 def talker() -> Policy:
     """A model that writes any of its 16 tokens about equally often, whatever came before."""
-    words = make_tokenizer("abcdefgh.")
+    words = build_tokenizer("abcdefgh.")
     return Policy(make_tiny(TinyModel(layers=1, width=32, heads=2, kv_heads=1, head_size=16, mlp_width=32), words, 0), words)
 
 
@@ -173,7 +173,7 @@ def test_no_end_before_the_minimum() -> None:
 
 
 def test_every_end_token_of_the_model_ends_a_completion() -> None:
-    words = make_tokenizer("abcdefgh.")
+    words = build_tokenizer("abcdefgh.")
     model = make_tiny(TinyModel(layers=1, width=32, heads=2, kv_heads=1, head_size=16, mlp_width=32), words, 0)
     dot = words.convert_tokens_to_ids(".")
     model.generation_config.eos_token_id = [words.eos_token_id, dot]

@@ -52,7 +52,7 @@ def test_gsm8k(tmp_path: Path) -> None:
     assert prompt.messages[-1]["content"].startswith("Ann has 48 clips and sells half. How many?\nThink step by step")
     assert prompt.columns["answer"] == "24"
     assert made.examples[0].completion == "She sells 48/2 = 24.\n\\boxed{24}"
-    assert made.usual_rewards[0].type == "math"
+    assert made.default_rewards[0].type == "math"
 
 
 def test_math_as_one_json_list(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_math_as_one_json_list(tmp_path: Path) -> None:
 )
 def test_worked_solutions_pass_their_own_tests(tmp_path: Path, kind: str, row: dict[str, Any], suffix: str) -> None:
     made = task(tmp_path, kind, row, suffix=suffix)
-    reward = build_reward(made.usual_rewards[0])
+    reward = build_reward(made.default_rewards[0])
     right, wrong = aspects_of(reward, group(made.examples[0].completion, "    return None", **made.train[0].columns))
     assert (right.value, wrong.value) == (1.0, 0.0)
 
