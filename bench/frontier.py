@@ -26,7 +26,7 @@ from reporting import plot
 from oncurve.operations.compare import is_finished
 from oncurve.recipe.load import find_recipe, load_recipe, parse_recipe
 from oncurve.recipe.schema.recipe import Recipe
-from oncurve.runs.database.writer import RunWriter
+from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder
 from oncurve.terminal.errors import hush
 from oncurve.training.start import begin, resume
@@ -75,7 +75,7 @@ def finished(folder: Path, recipe: Recipe, until: float) -> bool:
 
 def judged(folder: Path) -> dict[str, float]:
     """How well the reward model does on pairs whose prompts it has not seen."""
-    with RunWriter.open(folder) as store:
+    with RunReader.open(folder) as store:
         stage = store.stages()[0].name
         names = ("heldout_pair_accuracy", "calibration_error", "heldout_loss")
         return {name: curve[-1][1] for name in names if (curve := store.metric(name, stage))}
@@ -83,7 +83,7 @@ def judged(folder: Path) -> dict[str, float]:
 
 def trained(folder: Path) -> dict[str, Any]:
     """A run's curves of reward and KL, and their means over its last steps; the reward of step 1 is the untrained policy's."""
-    with RunWriter.open(folder) as store:
+    with RunReader.open(folder) as store:
         stage = store.stages()[0].name
         curves = {
             name: [value for _, value in store.metric(name, stage)] for name in ("reward", "kl", "length_mean", "entropy")

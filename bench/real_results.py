@@ -71,10 +71,10 @@ def trained(recipe: str, args: argparse.Namespace, out: Path, minutes: float) ->
 
 def curves(out: Path) -> dict[str, Any]:
     """Every stage's curves, its seconds by phase and its peak of memory."""
-    from oncurve.runs.database.writer import RunWriter
+    from oncurve.runs.database.reader import RunReader
 
     told: dict[str, Any] = {}
-    with RunWriter.open(out) as store:
+    with RunReader.open(out) as store:
         for stage in store.stages():
             names = [*CURVES, "memory_mib", *(f"seconds/{phase}" for phase in ("sample", "score", "grade", "update", "eval"))]
             found = {name: store.metric(name, stage.name) for name in names}

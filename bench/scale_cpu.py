@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
-from oncurve.runs.database.writer import RunWriter
+from oncurve.runs.database.reader import RunReader
 
 RESULTS = Path(__file__).parent / "results" / "scale_cpu.json"
 SETTINGS = [(1, "none"), (2, "none"), (2, "optimiser"), (2, "full")]
@@ -36,7 +36,7 @@ def run_once(ranks: int, shard: str, steps: int, folder: Path) -> dict[str, floa
     load = os.getloadavg()[0]
     command = [sys.executable, "-m", "oncurve", "train", "arithmetic", *words, "--out", str(folder)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    with RunWriter.open(folder) as store:
+    with RunReader.open(folder) as store:
         kept = [store.metrics_of("grpo", n) for n in range(SKIPPED + 1, steps + 1)]
         took = [row.seconds for row in store.steps("grpo")[SKIPPED:]]
     phases = {name: median(m[f"seconds/{name}"] for m in kept) for name in ("sample", "score", "update")}

@@ -29,7 +29,7 @@ from oncurve.rewards.base import Reward
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.python_function import FunctionReward, as_reward
 from oncurve.rewards.registry import build_reward, is_verifiable
-from oncurve.runs.database.writer import RunWriter
+from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder, Status
 from oncurve.tasks.data.prompt_list import PromptList, Row
 from oncurve.terminal.errors import print_error
@@ -82,7 +82,7 @@ class Run:
     @property
     def evals(self) -> list[EvalReport]:
         """Every measurement on held-out prompts, in order."""
-        with RunWriter.open(self.path) as store:
+        with RunReader.open(self.path) as store:
             return store.evals()
 
     @property
@@ -99,13 +99,13 @@ class Run:
 
     def metrics(self, name: str, stage: str | None = None) -> list[tuple[int, float]]:
         """A metric's curve as (step, value), of a stage or of the last stage that logged it."""
-        with RunWriter.open(self.path) as store:
+        with RunReader.open(self.path) as store:
             stages = [stage] if stage is not None else [s.name for s in reversed(store.stages())]
             return next((curve for s in stages if (curve := store.metric(name, s))), [])
 
     def groups(self, step: int, stage: str | None = None) -> tuple[GradedGroup, ...]:
         """The groups of a step, of a stage or of the last that sampled."""
-        with RunWriter.open(self.path) as store:
+        with RunReader.open(self.path) as store:
             names = [s.name for s in store.stages() if s.type in SAMPLED_TYPES]
             name = stage or (names[-1] if names else "grpo")
             return tuple(store.step(name, step).groups)

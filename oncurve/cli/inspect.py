@@ -29,7 +29,7 @@ from oncurve.cli.options import (
 )
 from oncurve.errors import RecipeError, RunError
 from oncurve.runs.atomic_files import disk_errors
-from oncurve.runs.database.writer import RunWriter
+from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder, list_runs
 from oncurve.runs.preference_pairs import best_against_worst
 from oncurve.studio.feedback import pairs_lines
@@ -70,7 +70,7 @@ def pairs(
     if people:
         text = pairs_lines(folder)
     else:
-        with RunWriter.open(folder.path) as store:
+        with RunReader.open(folder.path) as store:
             text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in best_against_worst(store, stage))
     if not text:
         because = "nobody has ranked completions" if people else "no recorded group has completions of different rewards"

@@ -37,7 +37,7 @@ from oncurve.recipe.load import load_recipe
 from oncurve.recipe.schema.recipe import Recipe, Stage
 from oncurve.recipe.schema.stages import Dpo, RolloutStage
 from oncurve.records import Prompt
-from oncurve.runs.database.writer import RunWriter
+from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder
 from oncurve.tasks.base import Task
 from oncurve.tasks.registry import TASKS, build_task
@@ -216,7 +216,7 @@ def measured_run(name: str | None, runs: Path, gpu: Gpu) -> MeasuredRun:
     trust.check(folder, "task")
     recipe = load_recipe(folder.recipe)
     stages = [stage for stage in plannable(recipe) if isinstance(stage, RolloutStage)]
-    with RunWriter.open(folder.path) as store:
+    with RunReader.open(folder.path) as store:
         steps = [row for stage in stages[-1:] for row in store.steps(stage.label)][-LAST_STEPS:]
         if not steps:
             raise RunError(

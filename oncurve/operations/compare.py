@@ -28,7 +28,7 @@ from oncurve.recipe.schema.stages import RolloutStage
 from oncurve.recipe.variants import base_stage, passes_of, with_algorithm, with_constant_rate
 from oncurve.runs.atomic_files import write_file_atomically
 from oncurve.runs.checkpoints.listing import list_checkpoints
-from oncurve.runs.database.writer import RunWriter
+from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import STATE, RunFolder
 
 Budget = Literal["tokens", "time"]
@@ -182,7 +182,7 @@ class Comparison:
         """What the shared start was measured at; None where every run starts from the model that the recipe names."""
         if not (self.folder / "start" / STATE).exists():
             return None
-        with RunWriter.open(self.folder / "start") as store:
+        with RunReader.open(self.folder / "start") as store:
             evals = store.evals()
         return evals[-1].accuracy if evals else None
 
@@ -235,7 +235,7 @@ class ComparisonStopped(RunError):
 def outcome_of(run: RunFolder, stage: RolloutStage, algorithm: str, seed: int, before: float | None) -> ArmResult:
     """Read from the run's folder alone: its database, and the sizes of what its last checkpoint holds. ``before`` is the
     accuracy that it started from, where that is known."""
-    with RunWriter.open(run.path) as store:
+    with RunReader.open(run.path) as store:
 
         def column(name: str) -> list[float]:
             return [value for _, value in store.metric(name, stage.label)]

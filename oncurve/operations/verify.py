@@ -24,7 +24,7 @@ from oncurve.runs.checkpoints import files
 from oncurve.runs.checkpoints.files import REPLACED, WRITING, Checkpoint
 from oncurve.runs.checkpoints.listing import list_checkpoints
 from oncurve.runs.database.connection import open_database, refusal
-from oncurve.runs.database.writer import RunWriter
+from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder
 
 
@@ -74,7 +74,7 @@ def _database(run: RunFolder) -> Iterator[Check]:
     if said != ["ok"] or orphans:
         yield Check(name, "wrong", "; ".join(line for line in said if line != "ok") or f"{orphans} rows without their owner")
         return
-    with RunWriter.open(run.path) as store:
+    with RunReader.open(run.path) as store:
         summary = store.summary()
         yield Check(name, "ok", f"{summary.groups:,} groups, {summary.completions:,} completions, {summary.failures:,} failed")
         for stage in summary.stages:

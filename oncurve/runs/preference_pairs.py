@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from oncurve.records import ScoredGroup
-from oncurve.runs.database.reader import Reader
+from oncurve.runs.database.reader import RunReader
 
 
-def best_against_worst(store: Reader, stage: str | None) -> Iterator[dict[str, Any]]:
+def best_against_worst(store: RunReader, stage: str | None) -> Iterator[dict[str, Any]]:
     """A row for each group whose rewards differ, with the columns that `reward_model`, `dpo` and other trainers read.
 
     ``margin`` is the distance of their rewards. The same prompt may be asked in several steps: each gives a pair of its own.

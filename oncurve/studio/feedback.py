@@ -95,7 +95,7 @@ class Pair:
 def add_label(run: RunFolder, label: Ranking | Dispute) -> None:
     """Adds one line. The group and its completions must be there."""
     with open_reader(run) as store:
-        found = store.scored(label.stage, label.step, label.kind, label.group)
+        found = store.scored_group(label.stage, label.step, label.kind, label.group)
         size = len(found[0].scored) if found else 0
     named = [place for tier in label.tiers for place in tier] if isinstance(label, Ranking) else [label.completion]
     if found is None or any(place >= size for place in named):
@@ -147,7 +147,7 @@ def pairs(run: RunFolder) -> list[Pair]:
 
 
 def _pairs_of(store: StudioQueries, label: Ranking | Dispute) -> Iterator[Pair]:
-    kept = store.scored(label.stage, label.step, label.kind, label.group)
+    kept = store.scored_group(label.stage, label.step, label.kind, label.group)
     if kept is None:
         return
     scored = kept[0]

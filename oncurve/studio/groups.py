@@ -77,7 +77,7 @@ def _prompt_excerpt(row: sqlite3.Row) -> str:
 def group_data(run: RunFolder, place: GroupLocation) -> dict[str, Any]:
     """One group in full, its completions in their own order; the page sorts them."""
     with open_reader(run) as store:
-        found = store.scored(place.stage, place.step, place.kind, place.position)
+        found = store.scored_group(place.stage, place.step, place.kind, place.position)
         if found is None:
             raise RunError(
                 run.name,

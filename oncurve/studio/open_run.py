@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from oncurve.errors import RewardError, RunError
 from oncurve.recipe.load import load_recipe
 from oncurve.recipe.schema.recipe import Recipe
-from oncurve.runs.database.connection import open_database
 from oncurve.runs.folder import RunFolder
 from oncurve.studio.queries import StudioQueries
 from oncurve.trust import Power
@@ -32,9 +31,9 @@ def find_run(runs_dir: Path, name: str) -> RunFolder:
 @contextlib.contextmanager
 def open_reader(run: RunFolder) -> Iterator[StudioQueries]:
     """A read-only handle on a run's database. Whatever a damaged one makes Python say becomes one clear error."""
-    connection = open_database(run.database, read_only=True)
     try:
-        yield StudioQueries(run.database, connection)
+        with StudioQueries.open(run.path) as store:
+            yield store
     except (ValueError, KeyError, TypeError, IndexError, sqlite3.Error) as error:
         raise RunError(
             str(run.database),
@@ -42,8 +41,6 @@ def open_reader(run: RunFolder) -> Iterator[StudioQueries]:
             because=f"a row in it is not what a run writes ({type(error).__name__}: {error})",
             fix="restore it from a copy; the run's checkpoints do not depend on it",
         ) from error
-    finally:
-        connection.close()
 
 
 def recipe_of(run: RunFolder) -> Recipe:

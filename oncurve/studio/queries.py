@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from oncurve.records import ScoredGroup
-from oncurve.runs.database.reader import Kind, Reader, StageRow
+from oncurve.runs.database.reader import Kind, RunReader, StageRow
 
 PAGE = 50
 RANGE = 10_000
@@ -71,7 +70,7 @@ class CompletionPage:
     seen: int = 0
 
 
-class StudioQueries(Reader):
+class StudioQueries(RunReader):
     """The studio's questions, beside all that a Reader answers."""
 
     def find(
@@ -117,11 +116,6 @@ class StudioQueries(Reader):
                GROUP BY groups.id ORDER BY groups.id""",
             prompt_id,
         )
-
-    def scored(self, stage: str, step: int, kind: Kind, position: int) -> tuple[ScoredGroup, list[sqlite3.Row]] | None:
-        """One group of a step or a measurement, with its completions' rows; None where there is none."""
-        found = self._scored(stage, step, kind, position)
-        return found[0] if found else None
 
     def totals(self, stage: str, step: int, kind: Kind) -> list[list[float | None]]:
         """The total rewards of each of a step's groups: what a batch's std is made of."""

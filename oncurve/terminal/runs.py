@@ -12,8 +12,7 @@ from rich.text import Text
 
 from oncurve.errors import OncurveError
 from oncurve.records import EvalReport
-from oncurve.runs.database.reader import StageRow
-from oncurve.runs.database.writer import RunWriter
+from oncurve.runs.database.reader import RunReader, StageRow
 from oncurve.runs.folder import RunEntry
 from oncurve.terminal.text import DASH, percent, score
 
@@ -41,7 +40,7 @@ def run_data(entry: RunEntry) -> dict[str, Any]:
 def _numbers(entry: RunEntry) -> tuple[list[StageRow], EvalReport | None]:
     """Its stages, and its last measurement."""
     try:
-        with RunWriter.open(entry.path) as store:
+        with RunReader.open(entry.path) as store:
             return store.stages(), next(reversed(store.evals()), None)
     except OncurveError:
         return [], None

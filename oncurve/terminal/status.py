@@ -12,7 +12,7 @@ from rich.text import Text
 
 from oncurve.distributed.rank_status import RankStatus, read_statuses
 from oncurve.errors import OncurveError
-from oncurve.runs.database.writer import RunWriter
+from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder
 from oncurve.terminal.show import event_lines
 
@@ -54,7 +54,7 @@ def render_status(run: RunFolder) -> RenderableType:
 
 def _happened(run: RunFolder) -> list[RenderableType]:
     try:
-        with RunWriter.open(run.path) as store:
+        with RunReader.open(run.path) as store:
             return event_lines(store)
     except OncurveError:
         return []
@@ -73,7 +73,7 @@ def state_of(pulse: RankStatus) -> str:
 def _last_step(run: RunFolder) -> tuple[str, int] | None:
     """The last step on the disk, (stage, step)."""
     try:
-        with RunWriter.open(run.path) as store:
+        with RunReader.open(run.path) as store:
             return next(((stage.name, stage.done) for stage in reversed(store.stages()) if stage.done), None)
     except OncurveError:
         return None

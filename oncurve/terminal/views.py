@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from oncurve.records import Aspect, GradedGroup
-from oncurve.runs.database.writer import RunWriter
+from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunEntry, RunFolder
 from oncurve.terminal.runs import run_data
 from oncurve.terminal.show import children_of, stage_of
@@ -15,7 +15,7 @@ def data_of(run: RunFolder, stage: str | None, step: int | None, group: int | No
     """A run, one of its steps, or one group."""
     if step is None:
         return _run(run)
-    with RunWriter.open(run.path) as store:
+    with RunReader.open(run.path) as store:
         name = stage_of(store, run, stage, step)
         place = {"run": run.name, "stage": name, "step": step}
         if group is not None:
@@ -28,7 +28,7 @@ def data_of(run: RunFolder, stage: str | None, step: int | None, group: int | No
 def _run(run: RunFolder) -> dict[str, Any]:
     state = run.state()
     data = run_data(RunEntry(run.name, run.path, state.current_status, state))
-    with RunWriter.open(run.path) as store:
+    with RunReader.open(run.path) as store:
         data["evals"] = [
             {
                 "stage": e.stage,

@@ -10,7 +10,7 @@ import pytest
 
 from oncurve import trust
 from oncurve.runs.checkpoints.listing import list_checkpoints
-from oncurve.runs.database.writer import RunWriter
+from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder
 from tests.cli.conftest import Oncurve
 
@@ -56,7 +56,7 @@ def test_a_stopped_run_goes_on_however_it_is_named(
     assert result.code == 0, result.err
     assert "going on from grpo step 1" in result.out
     assert [path.name for path in stopped.iterdir()] == ["small-1"]
-    with RunWriter.open(stopped / "small-1") as mine, RunWriter.open(runs / "small-1") as whole:
+    with RunReader.open(stopped / "small-1") as mine, RunReader.open(runs / "small-1") as whole:
         assert mine.fingerprint() == whole.fingerprint()
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from oncurve.distributed.rank_status import RankStatus, read_statuses
 from oncurve.recipe.load import dump_recipe
 from oncurve.recipe.schema.recipe import Recipe
-from oncurve.runs.database.writer import RunWriter
+from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder
 from oncurve.training.start import begin
 from oncurve.workers.processes import is_alive
@@ -89,7 +89,7 @@ class Started:
         return wrote
 
     def events(self) -> list[str]:
-        with RunWriter.open(self.run.path) as store:
+        with RunReader.open(self.run.path) as store:
             return [event.message for event in store.events("cluster")]
 
 

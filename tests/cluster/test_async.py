@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from oncurve.recipe.load import load_recipe
-from oncurve.runs.database.writer import RunWriter
+from oncurve.runs.database.reader import RunReader
 from tests.cluster.started import Started, each_group_once
 from tests.faults.cases import FORMAT, GRPO, PATIENT, recipe
 
@@ -27,7 +27,7 @@ def test_samplers_run_ahead_and_no_token_is_older_than_allowed(cluster: Any, tmp
     started.end()
     each_group_once(started.run, STEPS, 3)
     ages, mixed = [], 0
-    with RunWriter.open(started.run.path) as store:
+    with RunReader.open(started.run.path) as store:
         for step in range(1, STEPS + 1):
             report, versions = store.step("grpo", step), store.versions("grpo", step)
             of_step = [step - 1 - version for spans in versions.values() for _, version in spans]

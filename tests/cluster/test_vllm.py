@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from oncurve.runs.database.writer import RunWriter
+from oncurve.runs.database.reader import RunReader
 from tests.cluster.started import Started, each_group_once
 from tests.faults.cases import FORMAT, GRPO, SHORT, recipe
 
@@ -25,7 +25,7 @@ def test_a_run_whose_sampler_is_vllm(cluster: Any, tmp_path: Path, most: int) ->
     started = Started.begin(tmp_path / "ray", asked, cluster.address)
     started.end()
     each_group_once(started.run, STEPS, 3)
-    with RunWriter.open(started.run.path) as store:
+    with RunReader.open(started.run.path) as store:
         apart = dict(store.metric("mismatch_kl", "grpo"))
         if most:
             assert max(v for _, v in store.metric("staleness_max", "grpo")) <= most

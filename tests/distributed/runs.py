@@ -18,7 +18,7 @@ from oncurve.distributed.world import SINGLE_PROCESS
 from oncurve.errors import OncurveError
 from oncurve.recipe.load import parse_recipe
 from oncurve.recipe.schema.recipe import Recipe
-from oncurve.runs.database.writer import RunWriter
+from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder
 from oncurve.training.start import begin, resume
 from tests.distributed.processes import SERVER, environment
@@ -127,7 +127,7 @@ def until(what: Callable[[], object], seconds: float = 60) -> None:
 
 def last_step(path: Path, stage: str = "grpo") -> int:
     try:
-        with RunWriter.open(path) as store:
+        with RunReader.open(path) as store:
             found = store.steps(stage)
             return found[-1].step if found else 0
     except OncurveError:

@@ -14,7 +14,7 @@ import pytest
 from oncurve import trust
 from oncurve.distributed.rank_status import read_statuses
 from oncurve.runs.checkpoints.listing import checkpoint_path, list_checkpoints
-from oncurve.runs.database.writer import RunWriter
+from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder
 from oncurve.terminal.status import state_of, status_data
 from tests.distributed.runs import GONE_S, Started, asked, distance, last_step, same_bits, until
@@ -38,7 +38,7 @@ def test_the_first_rank_records_what_all_did(whole: dict[int, Path]) -> None:
     """Prompts, completions, rewards, per-token figures and measurements: nothing is missing and nothing is twice there."""
     kept = {}
     for ranks, path in whole.items():
-        with RunWriter.open(path) as store:
+        with RunReader.open(path) as store:
             steps = [store.step("grpo", n) for n in range(1, 13)]
             texts = [[[c.text for c in g.group.completions] for g in step.groups] for step in steps]
             seen = [sum(found is not None for row in step.stats for found in row) for step in steps]

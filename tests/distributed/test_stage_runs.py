@@ -13,7 +13,7 @@ from oncurve import trust
 from oncurve.errors import RecipeError
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.runs.checkpoints.files import newest_valid
-from oncurve.runs.database.writer import RunWriter
+from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder
 from oncurve.training.rank_commands import check_scale
 from tests.distributed.runs import GONE_S, Started, distance, every_stage, last_step, same_bits, until
@@ -44,7 +44,7 @@ def two(folder: Path) -> Path:
 
 def recorded(path: Path) -> dict[str, object]:
     """What does not hang on rounding: texts, and what was kept and compared."""
-    with RunWriter.open(path) as store:
+    with RunReader.open(path) as store:
         steps = [store.step(stage, row.step) for stage in STAGES for row in store.steps(stage)]
     texts = [(s.stage, s.step, [[c.text for c in g.group.completions] for g in s.groups]) for s in steps]
     return {"texts": texts} | {file.name: file.read_text().count("\n") for file in path.rglob("*.jsonl")}

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from oncurve.runs.checkpoints.listing import list_checkpoints
-from oncurve.runs.database.writer import RunWriter
+from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder
 from oncurve.training.start import begin
 from tests.training.builders import recipe
@@ -94,13 +94,13 @@ def test_a_signal_finishes_the_step_and_saves(number: signal.Signals, code: int,
     assert finish(process) == code
     run = RunFolder(path)
     assert run.state().current_status == "interrupted"
-    with RunWriter.open(path) as store:
+    with RunReader.open(path) as store:
         done = {s.name: s.done for s in store.stages()}
     assert 5 <= done["grpo"] < 24
     assert ("grpo", done["grpo"]) in [(p.stage, p.step) for p in list_checkpoints(run.checkpoints)]
     again = start(path)
     wait_for(again, 1)
     assert finish(again) == 0
-    with RunWriter.open(path) as store:
+    with RunReader.open(path) as store:
         assert [s.done for s in store.stages()] == [12, 24]
     assert fingerprint(run) == fingerprint(begin(recipe(*sets), out=tmp_path / "whole"))

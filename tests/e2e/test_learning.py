@@ -9,7 +9,7 @@ from oncurve.recipe.load import parse_recipe
 from oncurve.records import Example, Prompt
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.python_function import FunctionReward
-from oncurve.runs.database.writer import RunWriter
+from oncurve.runs.database.reader import RunReader
 from oncurve.tasks.data.prompt_list import PromptList
 from oncurve.training.start import begin
 
@@ -58,7 +58,7 @@ def test_rewards_teach_what_the_examples_left_open(tmp_path: Path) -> None:
         task=turned_or_not(),
         rewards=RewardMix([FunctionReward(right, "answer")]),
     )
-    with RunWriter.open(run.path) as store:
+    with RunReader.open(run.path) as store:
         after_sft, after_grpo = (report.accuracy or 0.0 for report in store.evals())
         sampled = [value for _, value in store.metric("accuracy", "grpo")]
     assert after_sft < 0.7

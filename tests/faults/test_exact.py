@@ -10,7 +10,7 @@ import pytest
 from oncurve.records import StepReport
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.python_function import FunctionReward
-from oncurve.runs.database.writer import RunWriter
+from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder
 from oncurve.training.listeners import Listener
 from oncurve.training.start import begin, resume
@@ -69,10 +69,10 @@ def test_a_step_done_again_gets_the_replies_it_had(options: dict[str, object], t
     rewards = moody()
     with pytest.raises(Die):
         begin(asked, out=path, rewards=rewards, listeners=[DieAfter(3)])
-    with RunWriter.open(path) as store:
+    with RunReader.open(path) as store:
         before = store.step("grpo", 3)
     resume(RunFolder(path), rewards=rewards)
-    with RunWriter.open(path) as store:
+    with RunReader.open(path) as store:
         after = store.step("grpo", 3)
         assert store.step("grpo", 5).groups
     assert [g.scored.totals for g in after.groups] == [g.scored.totals for g in before.groups]

@@ -15,7 +15,7 @@ from oncurve import trust
 from oncurve.cli.app import main
 from oncurve.errors import RecipeError, RunError
 from oncurve.recipe.load import load_recipe
-from oncurve.runs.database.writer import RunWriter
+from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder
 from oncurve.training.learner.optimiser import Optimiser, Update
 from oncurve.training.start import begin, resume
@@ -62,7 +62,7 @@ def test_the_first_gradient_after_a_move_is_the_same(
     moved = resume_copy(cut, tmp_path / "moved", sets)
     torch.set_num_threads(1)
     assert float((noted.seen[0] - stayed).norm() / stayed.norm()) < 1e-5
-    with RunWriter.open(whole.path) as a, RunWriter.open(moved.path) as b:
+    with RunReader.open(whole.path) as a, RunReader.open(moved.path) as b:
         for step in (3, 4):
             assert [g.prompt_id for g in a.groups("grpo", step)] == [g.prompt_id for g in b.groups("grpo", step)]
         texts = [[c.text for g in store.step("grpo", 3).groups for c in g.group.completions] for store in (a, b)]

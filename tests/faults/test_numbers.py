@@ -20,7 +20,7 @@ from oncurve.records import StepReport
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.python_function import FunctionReward
 from oncurve.runs.bad_batches import bad_batches
-from oncurve.runs.database.writer import RunWriter
+from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder
 from oncurve.training.collapse_watch import PATIENCE, CollapseWatch
 from oncurve.training.learner.optimiser import Optimiser
@@ -97,7 +97,7 @@ def test_a_wild_reward_moves_no_weight_and_its_batch_is_kept(tmp_path: Path, cap
     run = begin(
         recipe(BARE, task={"type": "arithmetic", "digits": 1, "heldout": 6}), out=tmp_path / "run", rewards=wild_after(108, 120)
     )
-    with RunWriter.open(run.path) as store:
+    with RunReader.open(run.path) as store:
         skipped = dict(store.metric("skipped_updates", "grpo"))
         assert {n: v for n, v in skipped.items() if v} == {10: 1.0}
         assert [(e.kind, e.step) for e in store.events("bad")] == [("bad", 10)]
@@ -155,7 +155,7 @@ def test_a_natural_gradient_is_guarded_too(bad: str, words: str, tmp_path: Path,
         BrokenAt(monkeypatch, trpo, "conjugate_gradient", 10, lambda found: replace(found, x=found.x * math.nan))
     rewards = wild_after(108, 120) if bad == "reward" else mix(lambda text: float(len(text)))
     run = begin(asked, out=tmp_path / "run", rewards=rewards, policy=watcher.policy, listeners=[watcher])
-    with RunWriter.open(run.path) as store:
+    with RunReader.open(run.path) as store:
         assert dict(store.metric("skipped_updates", "trpo"))[10] == 1.0
         assert [(e.kind, e.step) for e in store.events("bad")] == [("bad", 10)]
     assert words in bad_batches(run.path)[0].why[0]
@@ -186,7 +186,7 @@ def test_a_trpo_stage_goes_back_after_bad_updates_in_a_row(tmp_path: Path, monke
     asked = recipe({**TAKING, **guard, "type": "trpo", "cg_iterations": 2, "steps": 8, "eval_every": 0, "save_every": 2})
     BrokenAt(monkeypatch, trpo, "conjugate_gradient", 5, lambda found: replace(found, x=found.x * math.nan))
     run = begin(asked, out=tmp_path / "run", rewards=mix(lambda text: float(len(text))))
-    with RunWriter.open(run.path) as store:
+    with RunReader.open(run.path) as store:
         (event,) = store.events("rollback")
         assert (event.step, event.data) == (4, {"to": 4, "number": 1})
         assert {v for _, v in store.metric("skipped_updates", "trpo")} == {0.0}
@@ -199,7 +199,7 @@ def test_after_bad_updates_in_a_row_a_run_goes_back_and_on_with_other_samples(
     whole = begin(asked, out=tmp_path / "whole")
     NanAt(monkeypatch, range(6, 8))
     run = begin(asked, out=tmp_path / "run")
-    with RunWriter.open(run.path) as store, RunWriter.open(whole.path) as plain:
+    with RunReader.open(run.path) as store, RunReader.open(whole.path) as plain:
         (event,) = store.events("rollback")
         assert (event.step, event.data) == (4, {"to": 4, "number": 1})
         assert [s.step for s in store.steps("grpo")] == list(range(1, 13)), "the steps were done again"
@@ -283,6 +283,6 @@ def test_equal_rewards_without_a_rule_are_told_without_a_word_of_right() -> None
 
 def test_a_collapsed_run_has_the_warning_in_its_log(tmp_path: Path) -> None:
     run = begin(recipe({**BARE, "steps": 6}), out=tmp_path / "run", rewards=mix(lambda completion: 1.0))
-    with RunWriter.open(run.path) as store:
+    with RunReader.open(run.path) as store:
         (warning,) = store.events("warning")
     assert "too easy now" in warning.message

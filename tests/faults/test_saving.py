@@ -19,7 +19,7 @@ from oncurve.runs.checkpoints import files
 from oncurve.runs.checkpoints.files import load
 from oncurve.runs.checkpoints.listing import list_checkpoints
 from oncurve.runs.database import connection
-from oncurve.runs.database.writer import RunWriter
+from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder
 from oncurve.training import checkpoint_writer
 from oncurve.training.checkpoint_writer import CheckpointRequest, CheckpointWriter, on_host
@@ -81,7 +81,7 @@ def test_saving_in_the_background_changes_no_bit(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(checkpoint_writer, "BEHIND_FROM", 0)
     behind = begin(small, out=tmp_path / "behind")
     assert everything(behind) == front
-    with RunWriter.open(behind.path) as store:
+    with RunReader.open(behind.path) as store:
         assert [e.step for e in store.events("checkpoint")] == [1, 2, 3, 4, 5]
 
 
@@ -89,7 +89,7 @@ def test_the_best_checkpoint_stays(tmp_path: Path) -> None:
     """By loss, of which less is better, in an sft stage that gets worse with every step."""
     asked = recipe({**SHORT_SFT, "steps": 6, "keep_checkpoints": 1, "keep_best": "loss", "optimiser": WILD})
     run = begin(asked, out=tmp_path / "run")
-    with RunWriter.open(run.path) as store:
+    with RunReader.open(run.path) as store:
         losses = dict(store.metric("loss", "sft"))
     best = min(losses, key=lambda step: losses[step])
     assert best < 6
@@ -99,7 +99,7 @@ def test_the_best_checkpoint_stays(tmp_path: Path) -> None:
 def test_best_by_held_out_accuracy_is_the_earliest_of_equals(tmp_path: Path) -> None:
     asked = recipe({**SHORT_SFT, "eval_every": 1, "keep_checkpoints": 1, "keep_best": "heldout_accuracy"})
     run = begin(asked, out=tmp_path / "run")
-    with RunWriter.open(run.path) as store:
+    with RunReader.open(run.path) as store:
         measured = {e.step: e.accuracy or 0.0 for e in store.evals()}
     best = min(step for step, value in measured.items() if value == max(measured.values()))
     assert {p.step for p in list_checkpoints(run.checkpoints)} == {best, 4}
@@ -138,7 +138,7 @@ def test_checkpoints_that_may_not_be_read_are_no_reason_to_begin_again(tmp_path:
     with pytest.raises(DiskError, match="not allowed"):
         resume(RunFolder(path))
     monkeypatch.undo()
-    with RunWriter.open(path) as store:
+    with RunReader.open(path) as store:
         assert len(store.steps()) == 3, "nothing was forgotten"
 
 

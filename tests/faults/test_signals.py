@@ -13,7 +13,7 @@ import pytest
 
 from oncurve.recipe.load import dump_recipe
 from oncurve.runs.checkpoints.listing import list_checkpoints
-from oncurve.runs.database.writer import RunWriter
+from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder
 from oncurve.training.start import begin
 from tests.faults.cases import FORMAT, GRPO, HURRIED, recipe
@@ -60,7 +60,7 @@ def test_one_signal_finishes_the_step_and_saves(number: signal.Signals, code: in
     assert "Traceback" not in error
     run = RunFolder(path)
     assert run.state().current_status == "interrupted"
-    with RunWriter.open(path) as store:
+    with RunReader.open(path) as store:
         done = store.stages()[-1].done
     assert [p.step for p in list_checkpoints(run.checkpoints)] == [done]
 
@@ -113,7 +113,7 @@ def test_a_thousand_steps_with_failing_rewards_leave_nothing_behind(tmp_path: Pa
     }
     soak = recipe({**stage, "eval_every": 0, "max_failure_share": 1.0}, rewards=[failing, dying, FORMAT])
     run = begin(soak, out=tmp_path / "run", listeners=[Gauge()])
-    with RunWriter.open(run.path) as store:
+    with RunReader.open(run.path) as store:
         failures = dict(store.metric("failure_share", "grpo"))
     assert 0.02 < sum(failures.values()) / 1000 < 0.9
     (early, files, processes), (late, files_late, processes_late) = seen[200], seen[1000]

@@ -126,9 +126,9 @@ def test_a_comparison_from_one_start_with_one_budget(tmp_path: Path) -> None:
 
 
 def _groups(run: RunFolder, label: str) -> list[Any]:
-    from oncurve.runs.database.writer import RunWriter
+    from oncurve.runs.database.reader import RunReader
 
-    with RunWriter.open(run.path) as store:
+    with RunReader.open(run.path) as store:
         return [store.group(label, 1, i) for i in range(len(store.groups(label, 1)))]
 
 

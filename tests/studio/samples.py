@@ -125,7 +125,7 @@ def eval_report(step: int, accuracy: float) -> EvalReport:
 def make_free_run(runs_dir: Path, name: str) -> RunFolder:
     """A run without a rule: its two measurements have a reward, and no accuracy."""
     run = make_run(runs_dir, name)
-    with RunWriter.open(run.path, read_only=False) as store:
+    with RunWriter.open(run.path) as store:
         for step, reward in ((0, -1.25), (4, 0.5)):
             store.record_eval(EvalReport("grpo", step, None, 2, {}, {"reward": reward}, eval_report(step, 0.0).groups))
     return run

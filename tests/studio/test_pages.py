@@ -112,7 +112,7 @@ def test_a_live_run_is_seen_to_move(tmp_path: Path, browser: Browser) -> None:
         expect(chart).to_have_attribute("data-points", "1")
         expect(watched.page.get_by_text("live", exact=True).last).to_be_visible()
         watched.page.evaluate("window.same = true")
-        with RunWriter.open(run.path, read_only=False) as store:
+        with RunWriter.open(run.path) as store:
             for step in (2, 3):
                 store.record_step(step_report(step))
         expect(chart).to_have_attribute("data-points", "3")

@@ -177,13 +177,13 @@ def test_a_live_run_is_followed(tmp_path: Path) -> None:
     with served(tmp_path) as found, urllib.request.urlopen(found.address + "/api/live?run=live", timeout=10) as stream:
         lines = (line.decode().rstrip("\n") for line in stream)
         assert next(line for line in lines if line.startswith("event")) == "event: ready"
-        with RunWriter.open(run.path, read_only=False) as store:
+        with RunWriter.open(run.path) as store:
             store.record_step(step_report(2))
         assert next(line for line in lines if line.startswith("event")) == "event: step"
         told = json.loads(next(lines).removeprefix("data: "))
         assert (told["run"], told["stage"], told["step"], told["metrics"]["kl"]) == ("live", "grpo", 2, 0.02)
         assert next(line for line in lines if line.startswith("event")) == "event: state"
-        with RunWriter.open(run.path, read_only=False) as store:
+        with RunWriter.open(run.path) as store:
             store.forget_after("grpo", 1)
         assert next(line for line in lines if line.startswith("event")) == "event: reset"
 
@@ -196,7 +196,7 @@ def test_no_state_counts_a_step_that_was_not_told(tmp_path: Path) -> None:
 
         def _state(self, run: RunFolder) -> str:
             if self.last:
-                with RunWriter.open(run.path, read_only=False) as store:
+                with RunWriter.open(run.path) as store:
                     store.record_step(step_report(2))
             return super()._state(run)
 

@@ -15,7 +15,7 @@ from oncurve.errors import MissingPackage
 from oncurve.recipe.load import parse_recipe
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.records import EvalReport, StepReport
-from oncurve.runs.database.writer import RunWriter
+from oncurve.runs.database.reader import RunReader
 from oncurve.training import sinks, start
 from oncurve.training.listeners import Listener
 from oncurve.training.sinks import SinkListener, sinks_of
@@ -151,7 +151,7 @@ def test_a_run_with_a_sink_keeps_its_tokenizer_and_its_curves(tmp_path: Path) ->
     events = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
     found = events.EventAccumulator(str(run.path / "tensorboard"))
     found.Reload()
-    with RunWriter.open(run.path) as store:
+    with RunReader.open(run.path) as store:
         kept = store.metric("reward", "grpo")
     assert [e.value for e in found.Scalars("grpo/reward")] == pytest.approx([value for _, value in kept])
     assert (run.path / "tokenizer" / "tokenizer.json").is_file()

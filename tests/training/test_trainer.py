@@ -16,7 +16,7 @@ from oncurve.records import EvalReport, StepReport
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.python_function import FunctionReward
 from oncurve.runs.checkpoints.listing import list_checkpoints
-from oncurve.runs.database.writer import RunWriter
+from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder
 from oncurve.training.listeners import Listener
 from oncurve.training.start import begin, fork, resume
@@ -26,7 +26,7 @@ from tests.training.builders import digits, recipe
 
 def fingerprint(run: RunFolder) -> tuple[str, bytes]:
     """All that a run is: everything recorded, and the bytes of its model."""
-    with RunWriter.open(run.path) as store:
+    with RunReader.open(run.path) as store:
         return store.fingerprint(), (run.model / "model.safetensors").read_bytes()
 
 
@@ -38,7 +38,7 @@ def test_a_run_goes_through_its_stages_and_leaves_a_model(tmp_path: Path) -> Non
     run = begin(recipe("grpo.eval_every=2", "grpo.save_every=1", "grpo.keep_checkpoints=2"), runs_dir=tmp_path)
     assert run.name == "small-1"
     assert run.state().current_status == "finished"
-    with RunWriter.open(run.path) as store:
+    with RunReader.open(run.path) as store:
         assert [(s.name, s.done) for s in store.stages()] == [("sft", 3), ("grpo", 4)]
         assert [(e.stage, e.step, e.asked) for e in store.evals()] == [("sft", 3, 10), ("grpo", 2, 10), ("grpo", 4, 10)]
         assert len(store.groups("grpo", 1)) == 3
@@ -77,7 +77,7 @@ def test_bfloat16_trains_and_saves_bfloat16(objective: str, tmp_path: Path) -> N
     run = begin(recipe("model.dtype=bfloat16", f"grpo.objective={objective}", "grpo.kl.beta=0.01"), runs_dir=tmp_path)
     model = AutoModelForCausalLM.from_pretrained(run.model, dtype="auto")
     assert {str(p.dtype) for p in model.parameters()} == {"torch.bfloat16"}
-    with RunWriter.open(run.path) as store:
+    with RunReader.open(run.path) as store:
         assert store.metric("skipped_updates", "grpo") == [(n, 0.0) for n in range(1, 5)]
         assert max(value for _, value in store.metric("mismatch_max", "grpo")) < 0.2
 
@@ -145,7 +145,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_bits_are_the_same(tmp_path:
     newest = run.checkpoints / "grpo-000003" / "model.safetensors"
     newest.write_bytes(newest.read_bytes()[:-1] + b"x")
     resume(run)
-    with RunWriter.open(run.path) as store:
+    with RunReader.open(run.path) as store:
         assert [e.kind for e in store.events("damaged")] == ["damaged"]
     assert fingerprint(run) == fingerprint(begin(asked, out=tmp_path / "whole"))
 
@@ -159,7 +159,7 @@ def test_a_fork_without_a_change_is_its_parent_and_one_with_a_change_begins_like
     assert origin is not None
     assert (origin.run, origin.stage, origin.step) == (parent.name, "grpo", 2)
     assert dict(origin.changes) == {"grpo.optimiser.learning_rate": 0.02}
-    with RunWriter.open(parent.path) as a, RunWriter.open(other.path) as b:
+    with RunReader.open(parent.path) as a, RunReader.open(other.path) as b:
         for step in (1, 2, 3, 4):
             asked = [[g.prompt_id for g in store.groups("grpo", step)] for store in (a, b)]
             assert asked[0] == asked[1], "the same prompts at every step"
@@ -169,7 +169,7 @@ def test_a_fork_without_a_change_is_its_parent_and_one_with_a_change_begins_like
     assert fingerprint(other)[1] != fingerprint(parent)[1]
 
 
-def texts(store: RunWriter, step: int) -> list[list[int]]:
+def texts(store: RunReader, step: int) -> list[list[int]]:
     groups = [store.group("grpo", step, k).graded.group for k in range(len(store.groups("grpo", step)))]
     return [c.token_ids.tolist() for g in groups for c in g.completions]
 
@@ -198,7 +198,7 @@ def test_a_recipe_that_cannot_run_leaves_nothing_behind(change: str, kind: type[
 
 def test_an_sft_stage_stops_when_its_time_is_over(tmp_path: Path) -> None:
     run = begin(recipe("sft.seconds=0.2", "sft.steps=100000", "grpo.steps=1"), runs_dir=tmp_path)
-    with RunWriter.open(run.path) as store:
+    with RunReader.open(run.path) as store:
         done = {s.name: s.done for s in store.stages()}
     assert 1 <= done["sft"] < 1000
     assert done["grpo"] == 1
@@ -248,5 +248,5 @@ def test_a_stop_at_a_stages_end_saves_first_and_the_measurement_is_made_when_the
 
 
 def measured_and_saved(run: RunFolder) -> tuple[list[str], list[str]]:
-    with RunWriter.open(run.path) as store:
+    with RunReader.open(run.path) as store:
         return [report.stage for report in store.evals()], [saved.path.name for saved in list_checkpoints(run.checkpoints)]

@@ -18,7 +18,7 @@ from oncurve.recipe.load import parse_recipe
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.records import EvalReport
 from oncurve.runs.checkpoints.listing import best_step
-from oncurve.runs.database.writer import RunWriter
+from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder
 from oncurve.training.listeners import Listener
 from oncurve.training.start import begin, resume, rewards_for
@@ -55,7 +55,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunFolder, Measured
 
 
 def test_it_is_measured_by_its_reward_before_and_after(whole: tuple[RunFolder, Measured]) -> None:
-    with RunWriter.open(whole[0].path) as store:
+    with RunReader.open(whole[0].path) as store:
         evals = store.evals()
         assert [(e.stage, e.step, e.accuracy, e.asked) for e in evals] == [("grpo", step, None, 3) for step in (0, 2, 4)]
         for report in evals:
@@ -88,19 +88,19 @@ def test_interrupted_anywhere_it_ends_in_the_same_bits(whole: tuple[RunFolder, M
     with pytest.raises(KeyboardInterrupt):
         begin(recipe(tmp_path), out=tmp_path / "run", listeners=[StopsBeforeTheFirstStep()])
     run = RunFolder(tmp_path / "run")
-    with RunWriter.open(run.path) as store:
+    with RunReader.open(run.path) as store:
         assert [e.step for e in store.evals()] == [0]
     for _ in range(8):
         if run.state().status == "finished":
             break
         with contextlib.suppress(TimeUp):
             resume(run, minutes=0.0)
-    with RunWriter.open(run.path) as sliced, RunWriter.open(whole[0].path) as at_once:
+    with RunReader.open(run.path) as sliced, RunReader.open(whole[0].path) as at_once:
         assert sliced.fingerprint() == at_once.fingerprint()
 
 
 def test_the_best_checkpoint_is_that_of_the_highest_reward(whole: tuple[RunFolder, Measured]) -> None:
-    with RunWriter.open(whole[0].path) as store:
+    with RunReader.open(whole[0].path) as store:
         rewards = {e.step: e.reward or 0.0 for e in store.evals() if e.step}
         assert best_step(store, "grpo", "heldout_accuracy", rewards) == max(rewards, key=lambda step: (rewards[step], -step))
         assert best_step(store, "grpo", "heldout_accuracy", [2]) == 2
@@ -109,7 +109,7 @@ def test_the_best_checkpoint_is_that_of_the_highest_reward(whole: tuple[RunFolde
 def test_commands_speak_of_the_reward(whole: tuple[RunFolder, Measured]) -> None:
     run = whole[0]
     runs = ["--runs", str(run.path.parent)]
-    with RunWriter.open(run.path) as store:
+    with RunReader.open(run.path) as store:
         first, _, last = (f"{e.reward or 0.0:.2f}".replace("-", "−") for e in store.evals())
 
     def said(*words: str) -> str:

@@ -14,7 +14,7 @@ from urllib.parse import quote, unquote
 from oncurve.errors import RecipeError, did_you_mean
 from oncurve.runs import metrics
 from oncurve.runs.atomic_files import disk_errors
-from oncurve.runs.database.reader import Reader
+from oncurve.runs.database.reader import RunReader
 
 HELDOUT = "heldout_accuracy"
 """The name under which held-out accuracy, which is no metric of a step, is asked for; where no rule says what is right, the
@@ -23,7 +23,7 @@ LOWER = ("loss", "policy_loss", "heldout_loss", "kl", "failure_share", "cut_shar
 """Metrics of which less is better; of all others more is."""
 
 
-def best_step(store: Reader, stage: str, metric: str | None, steps: Collection[int]) -> int | None:
+def best_step(store: RunReader, stage: str, metric: str | None, steps: Collection[int]) -> int | None:
     """The step among ``steps`` with the best value, the earliest of equals; None where none has one."""
     if metric is None:
         return None
@@ -33,7 +33,7 @@ def best_step(store: Reader, stage: str, metric: str | None, steps: Collection[i
     return -max(values)[1] if values else None
 
 
-def _measured(store: Reader, stage: str) -> dict[int, float]:
+def _measured(store: RunReader, stage: str) -> dict[int, float]:
     found = {e.step: e.reward if e.accuracy is None else e.accuracy for e in store.evals(stage)}
     return {step: value for step, value in found.items() if value is not None}
 

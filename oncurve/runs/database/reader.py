@@ -1,4 +1,4 @@
-"""What can be asked of a run's database. ``Store`` adds the writing; the studio and the command line need only this."""
+"""Queries on a run's database. ``RunWriter`` adds recording; the studio, the terminal and the API only read."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ import sqlite3
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from types import TracebackType
+from typing import Any, Literal, Self
 
-from oncurve.errors import RunError
+from oncurve.errors import RunError, did_you_mean
+from oncurve.recipe.schema.stages import SAMPLED_TYPES
 from oncurve.records import Aspect, EvalReport, GradedGroup, ScoredGroup, StepReport, TokenStats
 from oncurve.runs.database import row_codec
-from oncurve.runs.database.connection import database_errors
+from oncurve.runs.database.connection import DATABASE, database_errors, open_database
 from oncurve.runs.metrics import is_repeatable
 
 SECONDS = "seconds/"
-"""Prefix under which a step's time by phase stands among its metrics."""
+"""Prefix of the metrics that hold a step's time by phase."""
 
 Kind = Literal["train", "eval"]
 ScoredRows = tuple[ScoredGroup, list[sqlite3.Row]]
@@ -26,7 +28,7 @@ ScoredRows = tuple[ScoredGroup, list[sqlite3.Row]]
 
 @dataclass(frozen=True, slots=True)
 class StageRow:
-    """A stage that was begun. ``steps`` were planned, ``done`` is the last one recorded; ``finished`` is None until it ends."""
+    """A stage that has begun: ``steps`` planned, ``done`` the last one recorded, ``finished`` None until the stage ends."""
 
     name: str
     type: str
@@ -39,7 +41,7 @@ class StageRow:
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """One recorded step: how long it took, and when it was written."""
+    """One recorded step: how long it took, and when it was recorded."""
 
     stage: str
     step: int
@@ -49,7 +51,7 @@ class StepRow:
 
 @dataclass(frozen=True, slots=True)
 class GroupRow:
-    """A group in a list: enough to choose one to look at. ``has_signal`` is None for a group of a measurement."""
+    """A group in a list, without its texts. ``has_signal`` is None for a group of an evaluation."""
 
     id: int
     position: int
@@ -62,7 +64,7 @@ class GroupRow:
 
 @dataclass(frozen=True, slots=True)
 class RecordedGroup:
-    """A training group as it was, with what the learner saw of each completion (None: not forwarded)."""
+    """A training group, with the learner's statistics of each completion (None: the learner did not forward it)."""
 
     graded: GradedGroup
     stats: tuple[TokenStats | None, ...]
@@ -70,7 +72,7 @@ class RecordedGroup:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened: a stage begun, a checkpoint written, a damaged one passed over."""
+    """Something that happened to the run: a stage began, a checkpoint was written, a damaged one was skipped."""
 
     time: float
     kind: str
@@ -82,7 +84,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A run at a glance. ``groups`` and ``completions`` count measurements' too; ``evals`` come without their groups."""
+    """A run at a glance. ``groups`` and ``completions`` include those of evaluations; ``evals`` come without their groups."""
 
     format: int
     oncurve: str
@@ -104,114 +106,160 @@ CONTENT = (
     "SELECT * FROM aspects ORDER BY completion_id, position",
     "SELECT * FROM tokens ORDER BY completion_id",
 )
-"""All that two identical runs have in common; metrics are looked at one by one."""
+"""Queries whose rows two identical runs share. Metrics are compared one by one: some measure the machine."""
 
 
-class Reader:
-    """Questions to one run's database."""
+class RunReader:
+    """A run's database, open for reading, also while another process writes it.
+
+    Example:
+        with RunReader.open(Path("runs/arithmetic-1")) as store:
+            store.metric("reward", "grpo")
+    """
 
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
         self.path = path
         self._connection = connection
 
-    def _query(self, question: str, *values: Any) -> list[sqlite3.Row]:
-        with database_errors(self.path):
-            return self._connection.execute(question, values).fetchall()
+    @classmethod
+    def open(cls, folder: Path) -> Self:
+        """Opens the database of the run in ``folder``. The connection is read-only."""
+        path = folder / DATABASE
+        return cls(path, open_database(path, read_only=True))
 
-    def _number(self, question: str, *values: Any) -> int:
-        return int(self._query(question, *values)[0][0])
+    def close(self) -> None:
+        with database_errors(self.path):
+            self._connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _query(self, query: str, *values: Any) -> list[sqlite3.Row]:
+        with database_errors(self.path):
+            return self._connection.execute(query, values).fetchall()
+
+    def _number(self, query: str, *values: Any) -> int:
+        return int(self._query(query, *values)[0][0])
 
     def stages(self) -> list[StageRow]:
         done = "coalesce((SELECT max(step) FROM steps WHERE steps.stage = stages.name), 0)"
-        question = f"SELECT name, type, position, steps, {done}, started, finished FROM stages ORDER BY position"
-        return [StageRow(*row) for row in self._query(question)]
+        query = f"SELECT name, type, position, steps, {done}, started, finished FROM stages ORDER BY position"
+        return [StageRow(*row) for row in self._query(query)]
+
+    def stage_of_step(self, step: int, stage: str | None = None) -> str:
+        """The stage to look up a step in: ``stage`` if given, else the last one that samples, else the last one, of those that
+        have reached the step."""
+        stages = {row.name: row for row in self.stages()}
+        if stage is not None and stage not in stages:
+            raise RunError(
+                self.path.parent.name,
+                f"no stage '{stage}'{did_you_mean(stage, stages)}",
+                because=f"its stages are: {', '.join(stages) or 'none yet'}",
+                fix="name one of them",
+            )
+        if stage is not None:
+            return stage
+        reached = [row for row in stages.values() if row.done >= step] or list(stages.values())
+        if not reached:
+            raise RunError(
+                self.path.parent.name, f"no step {step}", because="no step is recorded yet", fix="wait for the first step"
+            )
+        return next((row.name for row in reversed(reached) if row.type in SAMPLED_TYPES), reached[-1].name)
 
     def steps(self, stage: str | None = None) -> list[StepRow]:
         """The recorded steps in order, of one stage or of all."""
-        question = """SELECT stage, step, seconds, created FROM steps JOIN stages ON stages.name = steps.stage
-                      WHERE ?1 IS NULL OR stage = ?1 ORDER BY position, step"""
-        return [StepRow(*row) for row in self._query(question, stage)]
+        query = """SELECT stage, step, seconds, created FROM steps JOIN stages ON stages.name = steps.stage
+                   WHERE ?1 IS NULL OR stage = ?1 ORDER BY position, step"""
+        return [StepRow(*row) for row in self._query(query, stage)]
 
     def metric(self, name: str, stage: str) -> list[tuple[int, float]]:
-        """One metric's curve: (step, value). A value that was not a number is NaN again."""
-        found = self._query("SELECT step, value FROM metrics WHERE stage = ? AND name = ? ORDER BY step", stage, name)
-        return [(row["step"], _number_or_nan(row["value"])) for row in found]
+        """One metric's curve as (step, value). NULL is read as NaN."""
+        rows = self._query("SELECT step, value FROM metrics WHERE stage = ? AND name = ? ORDER BY step", stage, name)
+        return [(row["step"], _number_or_nan(row["value"])) for row in rows]
 
     def metrics_of(self, stage: str, step: int) -> dict[str, float]:
         """Every metric of a step by name, its time by phase included as ``seconds/<phase>``."""
-        found = self._query("SELECT name, value FROM metrics WHERE stage = ? AND step = ? ORDER BY name", stage, step)
-        return {row["name"]: _number_or_nan(row["value"]) for row in found}
+        rows = self._query("SELECT name, value FROM metrics WHERE stage = ? AND step = ? ORDER BY name", stage, step)
+        return {row["name"]: _number_or_nan(row["value"]) for row in rows}
 
     def groups(self, stage: str, step: int) -> list[GroupRow]:
         """The groups of a training step."""
-        question = """SELECT groups.id, groups.position, prompt_id, has_signal,
-                      count(completions.id), count(failure), avg(total)
-                      FROM groups LEFT JOIN completions ON group_id = groups.id
-                      WHERE stage = ? AND step = ? AND kind = 'train' GROUP BY groups.id ORDER BY groups.position"""
-        return [_group_row(row) for row in self._query(question, stage, step)]
+        query = """SELECT groups.id, groups.position, prompt_id, has_signal,
+                   count(completions.id), count(failure), avg(total)
+                   FROM groups LEFT JOIN completions ON group_id = groups.id
+                   WHERE stage = ? AND step = ? AND kind = 'train' GROUP BY groups.id ORDER BY groups.position"""
+        return [_group_row(row) for row in self._query(query, stage, step)]
 
     def group(self, stage: str, step: int, position: int) -> RecordedGroup:
-        """One training group as it was. A column that JSON lacks (a tuple, a date) is what JSON made of it."""
-        kept = self._recorded(stage, step, position)
-        if not kept:
+        """One training group as recorded. A column with a value that JSON lacks (a tuple, a date) comes back as JSON has it."""
+        recorded = self._recorded(stage, step, position)
+        if not recorded:
             count = self._number("SELECT count(*) FROM groups WHERE stage = ? AND step = ? AND kind = 'train'", stage, step)
             raise RunError(
                 str(self.path),
                 f"no group {position} at step {step} of stage '{stage}'",
                 because=f"{count} groups were recorded there, counted from 0",
-                fix=self._what_there_is(),
+                fix=self._recorded_steps(),
             )
-        return kept[0]
+        return recorded[0]
+
+    def scored_group(self, stage: str, step: int, kind: Kind, position: int) -> ScoredRows | None:
+        """One group of a training step or an evaluation, with its completions' rows; None if there is no such group."""
+        rows = self._scored(stage, step, kind, position)
+        return rows[0] if rows else None
 
     def step(self, stage: str, step: int) -> StepReport:
-        """A whole step as it was reported."""
+        """A complete step as it was reported."""
         if not self._query("SELECT 1 FROM steps WHERE stage = ? AND step = ?", stage, step):
             raise RunError(
-                str(self.path), f"no step {step} of stage '{stage}'", because="it was not recorded", fix=self._what_there_is()
+                str(self.path), f"no step {step} of stage '{stage}'", because="it was not recorded", fix=self._recorded_steps()
             )
         numbers = self.metrics_of(stage, step)
         seconds = {name.removeprefix(SECONDS): value for name, value in numbers.items() if name.startswith(SECONDS)}
         metrics = {name: value for name, value in numbers.items() if not name.startswith(SECONDS)}
-        kept = self._recorded(stage, step)
-        return StepReport(stage, step, metrics, seconds, tuple(k.graded for k in kept), tuple(k.stats for k in kept))
+        groups = self._recorded(stage, step)
+        return StepReport(stage, step, metrics, seconds, tuple(g.graded for g in groups), tuple(g.stats for g in groups))
 
     def evals(self, stage: str | None = None) -> list[EvalReport]:
-        """The measurements in order, without their groups (``eval_groups`` has those)."""
-        question = """SELECT evals.* FROM evals JOIN stages ON stages.name = evals.stage
-                      WHERE ?1 IS NULL OR stage = ?1 ORDER BY position, step"""
-        return [_eval_report(row) for row in self._query(question, stage)]
+        """The evaluations in order, without their groups (``eval_groups`` reads those)."""
+        query = """SELECT evals.* FROM evals JOIN stages ON stages.name = evals.stage
+                   WHERE ?1 IS NULL OR stage = ?1 ORDER BY position, step"""
+        return [_eval_report(row) for row in self._query(query, stage)]
 
     def eval_groups(self, stage: str, step: int) -> tuple[ScoredGroup, ...]:
-        """What was answered in a measurement."""
+        """The groups that an evaluation sampled."""
         return tuple(scored for scored, _ in self._scored(stage, step, "eval"))
 
     def events(self, kind: str | None = None) -> list[Event]:
-        question = "SELECT time, kind, message, stage, step, data FROM events WHERE ?1 IS NULL OR kind = ?1 ORDER BY id"
-        return [Event(row[0], row[1], row[2], row[3], row[4], json.loads(row["data"])) for row in self._query(question, kind)]
+        query = "SELECT time, kind, message, stage, step, data FROM events WHERE ?1 IS NULL OR kind = ?1 ORDER BY id"
+        return [Event(row[0], row[1], row[2], row[3], row[4], json.loads(row["data"])) for row in self._query(query, kind)]
 
     def replies(self, stage: str, step: int, kind: Kind = "train") -> dict[str, str]:
-        """What came from outside while a step or a measurement was graded, by the key that rewards ask under."""
+        """Recorded results of non-deterministic rewards for a step or an evaluation, by the key of the reply cache."""
         if not self._query("SELECT 1 FROM sqlite_master WHERE name = 'replies'"):
-            return {}  # a run from before replies were kept, read by one who may not add the table
-        question = "SELECT key, reply FROM replies WHERE stage = ? AND step = ? AND kind = ?"
-        return {row["key"]: row["reply"] for row in self._query(question, stage, step, kind)}
+            return {}  # the run is older than the table, and a reader can't add it
+        query = "SELECT key, reply FROM replies WHERE stage = ? AND step = ? AND kind = ?"
+        return {row["key"]: row["reply"] for row in self._query(query, stage, step, kind)}
 
     def versions(self, stage: str, step: int) -> dict[tuple[int, int], list[tuple[int, int]]]:
-        """By (group, completion): which weights wrote it, as (first token, updates they had seen). Asynchronous runs only."""
+        """By (group, completion): which weights sampled it, as (first token, number of updates). Asynchronous runs only."""
         if not self._query("SELECT 1 FROM sqlite_master WHERE name = 'versions'"):
             return {}
-        question = """SELECT groups.position, completions.position, versions FROM groups
-                      JOIN completions ON group_id = groups.id JOIN versions ON completion_id = completions.id
-                      WHERE stage = ? AND step = ? AND kind = 'train'"""
-        return {(row[0], row[1]): [(at, v) for at, v in json.loads(row[2])] for row in self._query(question, stage, step)}
+        query = """SELECT groups.position, completions.position, versions FROM groups
+                   JOIN completions ON group_id = groups.id JOIN versions ON completion_id = completions.id
+                   WHERE stage = ? AND step = ? AND kind = 'train'"""
+        return {(row[0], row[1]): [(at, v) for at, v in json.loads(row[2])] for row in self._query(query, stage, step)}
 
     def summary(self) -> Summary:
-        stages, made = tuple(self.stages()), self._query("SELECT format, oncurve, created FROM meta")[0]
+        stages, meta = tuple(self.stages()), self._query("SELECT format, oncurve, created FROM meta")[0]
         begun = [stage for stage in stages if stage.done]
         return Summary(
-            format=made["format"],
-            oncurve=made["oncurve"],
-            created=made["created"],
+            format=meta["format"],
+            oncurve=meta["oncurve"],
+            created=meta["created"],
             stages=stages,
             groups=self._last_id("groups"),
             completions=self._last_id("completions"),
@@ -221,10 +269,10 @@ class Reader:
         )
 
     def fingerprint(self) -> str:
-        """SHA-256 of everything but times, events and metrics that measure the machine: equal for two identical runs."""
+        """SHA-256 of everything except times, events and metrics that measure the machine: equal for two identical runs."""
         digest = hashlib.sha256()
-        for question in CONTENT:
-            for row in self._query(question):
+        for query in CONTENT:
+            for row in self._query(query):
                 digest.update(repr(tuple(row)).encode())
         for row in self._query("SELECT stage, step, name, value FROM metrics ORDER BY stage, name, step"):
             if is_repeatable(row["name"]):
@@ -234,23 +282,23 @@ class Reader:
         return digest.hexdigest()
 
     def _recorded(self, stage: str, step: int, position: int | None = None) -> list[RecordedGroup]:
-        return [_kept_group(scored, tokens) for scored, tokens in self._scored(stage, step, "train", position)]
+        return [_recorded_group(scored, rows) for scored, rows in self._scored(stage, step, "train", position)]
 
     def _scored(self, stage: str, step: int, kind: Kind, position: int | None = None) -> list[ScoredRows]:
-        """Groups of a step, each with its completions' rows, in three questions however many there are."""
+        """The groups of a step, each with its completions' rows: three queries, however many groups there are."""
         where = "stage = ? AND step = ? AND kind = ? AND groups.position BETWEEN ? AND ?"
         low, high = (0, 2**62) if position is None else (position, position)
-        asked = (stage, step, kind, low, high)
-        groups = self._query(f"SELECT * FROM groups WHERE {where} ORDER BY position", *asked)
+        values = (stage, step, kind, low, high)
+        groups = self._query(f"SELECT * FROM groups WHERE {where} ORDER BY position", *values)
         of_groups = (
             f"FROM groups JOIN completions ON group_id = groups.id JOIN {{}} ON completion_id = completions.id WHERE {where}"
         )
         completions = self._query(
-            f"SELECT completions.*, tokens.* {of_groups.format('tokens')} ORDER BY completions.id", *asked
+            f"SELECT completions.*, tokens.* {of_groups.format('tokens')} ORDER BY completions.id", *values
         )
         aspects: dict[int, list[Aspect]] = {}
         for row in self._query(
-            f"SELECT aspects.* {of_groups.format('aspects')} ORDER BY completion_id, aspects.position", *asked
+            f"SELECT aspects.* {of_groups.format('aspects')} ORDER BY completion_id, aspects.position", *values
         ):
             aspects.setdefault(row["completion_id"], []).append(row_codec.aspect_of(row))
         by_group: dict[int, list[sqlite3.Row]] = {group["id"]: [] for group in groups}
@@ -261,13 +309,13 @@ class Reader:
     def _last_id(self, table: Literal["groups", "completions", "events"]) -> int:
         return self._number(f"SELECT coalesce(max(id), 0) FROM {table}")
 
-    def _what_there_is(self) -> str:
+    def _recorded_steps(self) -> str:
         known = ", ".join(f"{stage.name} 1 to {stage.done}" for stage in self.stages() if stage.done)
         return f"recorded steps: {known}" if known else "no step is recorded yet"
 
 
 def _number_or_nan(value: float | None) -> float:
-    """SQLite keeps NaN as NULL."""
+    """SQLite stores NaN as NULL."""
     return math.nan if value is None else value
 
 
@@ -276,10 +324,10 @@ def _group_row(row: sqlite3.Row) -> GroupRow:
     return GroupRow(row["id"], row["position"], row_codec.text_of(row["prompt_id"]) or "", signal, *row[4:])
 
 
-def _kept_group(scored: ScoredGroup, tokens: Sequence[sqlite3.Row]) -> RecordedGroup:
-    advantages = tuple(row_codec.advantages_of(row) for row in tokens)
-    graded = GradedGroup(scored, advantages, tuple(bool(row["graded"]) for row in tokens))
-    return RecordedGroup(graded, tuple(row_codec.stats_of(row) for row in tokens))
+def _recorded_group(scored: ScoredGroup, rows: Sequence[sqlite3.Row]) -> RecordedGroup:
+    advantages = tuple(row_codec.advantages_of(row) for row in rows)
+    graded = GradedGroup(scored, advantages, tuple(bool(row["graded"]) for row in rows))
+    return RecordedGroup(graded, tuple(row_codec.stats_of(row) for row in rows))
 
 
 def _eval_report(row: sqlite3.Row) -> EvalReport:

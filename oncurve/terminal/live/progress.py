@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from oncurve.errors import OncurveError
 from oncurve.recipe.schema.recipe import Recipe, Sft
 from oncurve.records import EvalReport, StepReport
-from oncurve.runs.database.writer import RunWriter
+from oncurve.runs.database.reader import RunReader
 from oncurve.terminal.text import percent, score
 
 PAIRS_RIGHT = "heldout_pair_accuracy"
@@ -104,7 +104,7 @@ class RunProgress:
     def remember(self) -> None:
         """What earlier processes recorded of a resumed or forked run, so that its curves go on. Not worth an error."""
         try:
-            with RunWriter.open(self.path) as store:
+            with RunReader.open(self.path) as store:
                 for row in store.stages():
                     stage = self.stage(row.name)
                     stage.done = stage.skipped = row.done

@@ -170,7 +170,7 @@ def test_a_kill_while_saving_leaves_no_half_checkpoint(tmp_path: Path, moment: s
         import sys, time
         from pathlib import Path
         from oncurve.runs import checkpoints
-        from tests.runs.test_checkpoints import write
+        from tests.runs.checkpoints.test_files import write
         real, stop_at = Path.rename, ".writing-"
         def stuck(self, target):
             if self.name.startswith(stop_at):

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from oncurve.errors import DiskError, RunError
 from oncurve.records import Aspect, Completion, GradedGroup, Group, Prompt, ScoredCompletion, ScoredGroup, StepReport
 from oncurve.runs.database import row_codec
+from oncurve.runs.database.reader import RunReader
 from oncurve.runs.database.writer import RunWriter
 from tests.runs.processes import finish, kill_when_ready, start
 from tests.runs.samples import eval_report, same, step_report
@@ -235,7 +236,7 @@ def test_a_killed_writer_leaves_whole_steps_only(tmp_path: Path) -> None:
                 print("ready", flush=True)
     """
     kill_when_ready(start(code, tmp_path))
-    with RunWriter.open(tmp_path) as reader:
+    with RunReader.open(tmp_path) as reader:
         steps = reader.steps()
         assert len(steps) >= 20
         assert [row.step for row in steps] == list(range(1, len(steps) + 1))
@@ -260,21 +261,19 @@ def test_a_kill_inside_a_transaction_undoes_it_and_frees_the_run(tmp_path: Path)
         store.record_step(step_report("grpo", 2))
     """
     kill_when_ready(start(code, tmp_path))
-    with RunWriter.open(tmp_path) as reader:
+    with RunReader.open(tmp_path) as reader:
         assert [row.step for row in reader.steps()] == [1]
         assert reader.metrics_of("grpo", 2) == {}
-    with RunWriter.open(tmp_path, read_only=False) as writer:
+    with RunWriter.open(tmp_path) as writer:
         writer.record_step(step_report("grpo", 2))
 
 
 def test_a_reader_sees_a_live_run_and_can_not_write(store: RunWriter, tmp_path: Path) -> None:
     store.record_step(step_report("grpo", 1))
-    with RunWriter.open(tmp_path) as reader:
+    with RunReader.open(tmp_path) as reader:
         assert len(reader.steps()) == 1
         store.record_step(step_report("grpo", 2))
         assert len(reader.steps()) == 2
-        with pytest.raises(DiskError, match="read-only"):
-            reader.record_step(step_report("grpo", 3))
         with pytest.raises(sqlite3.OperationalError, match="readonly"):
             reader._connection.execute("DELETE FROM steps")
     assert len(store.steps()) == 2
@@ -321,24 +320,24 @@ def test_a_finished_run_is_readable_where_nothing_can_be_written() -> None:
 def test_a_newer_format_is_refused(store: RunWriter, tmp_path: Path) -> None:
     store._connection.execute("UPDATE meta SET format = 99, oncurve = '9.9'")
     store.close()
-    for read_only in (True, False):
+    for kind in (RunReader, RunWriter):
         with pytest.raises(RunError, match=r"newer version \(format 99, by Oncurve 9.9\)(.|\n)*upgrade Oncurve"):
-            RunWriter.open(tmp_path, read_only=read_only)
+            kind.open(tmp_path)
 
 
 def test_what_is_no_database_is_said_so(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="not there"):
-        RunWriter.open(tmp_path)
+        RunReader.open(tmp_path)
     path = tmp_path / "run.db"
     for content, message in ((b"not a database at all" * 100, "unreadable"), (b"", "not a run's database")):
         path.write_bytes(content)
         with pytest.raises(RunError, match=message):
-            RunWriter.open(tmp_path)
+            RunReader.open(tmp_path)
     path.unlink()
     with closing(sqlite3.connect(path)) as other:
         other.executescript("CREATE TABLE t (x); INSERT INTO t VALUES (1);")
     with pytest.raises(RunError, match="not a run's database"):
-        RunWriter.open(tmp_path)
+        RunReader.open(tmp_path)
 
 
 def test_a_truncated_database_is_said_so(store: RunWriter, tmp_path: Path) -> None:
@@ -348,14 +347,14 @@ def test_a_truncated_database_is_said_so(store: RunWriter, tmp_path: Path) -> No
     path = tmp_path / "run.db"
     os.truncate(path, path.stat().st_size // 2)
     with pytest.raises(RunError, match=r"unreadable \(database disk image is malformed\)"):
-        RunWriter.open(tmp_path).steps()
+        RunReader.open(tmp_path).steps()
 
 
 def test_a_database_is_never_written_over(store: RunWriter, tmp_path: Path) -> None:
     store.close()
     with pytest.raises(RunError, match="already there"):
         RunWriter.create(tmp_path)
-    with RunWriter.open(tmp_path) as reader:
+    with RunReader.open(tmp_path) as reader:
         assert len(reader.stages()) == 2
 
 
@@ -389,7 +388,7 @@ def test_a_file_size_limit_keeps_the_steps_before_it(tmp_path: Path) -> None:
     """
     step, kept = map(int, finish(start(code, tmp_path)).split())
     assert kept == step - 1 > 2
-    with RunWriter.open(tmp_path) as reader:
+    with RunReader.open(tmp_path) as reader:
         assert same(reader.step("grpo", kept), step_report("grpo", kept))
 
 
@@ -407,7 +406,7 @@ def test_flushing_leaves_everything_in_the_one_file(store: RunWriter, tmp_path: 
     store.flush()
     (tmp_path / "copy").mkdir()
     (tmp_path / "copy" / "run.db").write_bytes((tmp_path / "run.db").read_bytes())
-    with RunWriter.open(tmp_path / "copy") as copy:
+    with RunReader.open(tmp_path / "copy") as copy:
         assert same(copy.step("grpo", 1), step_report("grpo", 1))
 
 

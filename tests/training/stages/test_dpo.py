@@ -15,7 +15,7 @@ import torch
 from oncurve.errors import DataError
 from oncurve.recipe.schema.stages import Dpo, RewardModel
 from oncurve.records import Prompt
-from oncurve.runs.database.writer import RunWriter
+from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder
 from oncurve.tasks.data.preference_pairs import Pair, read_pairs
 from oncurve.tasks.data.reward_model_data import read_reward_model_data
@@ -134,7 +134,7 @@ def test_a_run_that_crashed_goes_on_in_the_same_bits(tmp_path: Path, pairs_file:
     run = RunFolder(tmp_path / "crashed")
     resume(run)
     assert fingerprint(run) == fingerprint(begin(asked, out=tmp_path / "whole"))
-    with RunWriter.open(run.path) as store:
+    with RunReader.open(run.path) as store:
         assert [s.type for s in store.stages()] == ["dpo", "grpo"]
 
 

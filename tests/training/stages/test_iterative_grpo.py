@@ -20,7 +20,7 @@ from oncurve.recipe.schema.recipe import Recipe
 from oncurve.recipe.schema.sections import Reward
 from oncurve.recipe.schema.stages import Iteration
 from oncurve.rewards.verifiers.answer_extraction import without_thinking
-from oncurve.runs.database.writer import RunWriter
+from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder
 from oncurve.training.stages.iterative_grpo import comparison_batch, human_comparisons
 from oncurve.training.stages.reward_model import TokenizedExample
@@ -87,7 +87,7 @@ def test_rounds_of_comparisons_and_slices_of_time_that_end_in_the_same_bits(tmp_
     assert {line["step"] for line in lines} <= {1, 2, 3, 4}
     count = sum(map(str.isdigit, lines[0]["chosen"])), sum(map(str.isdigit, lines[0]["rejected"]))
     assert count[0] > count[1]
-    with RunWriter.open(whole.path) as store:
+    with RunReader.open(whole.path) as store:
         rounds = dict(store.metric("comparisons", "grpo"))
         assert set(rounds) == {2, 4}
         assert rounds[4] == sum(line["step"] > 2 for line in lines)
@@ -106,7 +106,7 @@ def test_what_a_reward_model_likes_is_not_what_is_right(tmp_path: Path) -> None:
     asked = recipe(tmp_path)
     asked = with_last(asked, iterate=None)
     run = begin(asked, out=tmp_path / "run")
-    with RunWriter.open(run.path) as store:
+    with RunReader.open(run.path) as store:
         (told,) = store.evals("grpo")
         aspects = store.group("grpo", 1, 0).graded.scored.scored[0].aspects
     assert [(a.name, a.weight) for a in aspects] == [("model", 1.0), ("answer", 0.0)]
@@ -132,7 +132,7 @@ def test_a_tenth_of_an_update_is_from_the_past() -> None:
 
 def test_peoples_rankings_become_comparisons(tmp_path: Path) -> None:
     run = begin(recipe(tmp_path), out=tmp_path / "run")
-    with RunWriter.open(run.path) as store:
+    with RunReader.open(run.path) as store:
         texts = [s.completion.text for s in store.group("grpo", 1, 0).graded.scored.scored]
     rank = {"stage": "grpo", "step": 1, "group": 0, "type": "ranking"}
     (run.path / "feedback.jsonl").write_text(
@@ -171,7 +171,7 @@ def digits(text: str) -> int:
 def test_a_judge_behind_an_endpoint_compares(judge: Judge, tmp_path: Path) -> None:
     labeller = {"type": "judge", "model": "m", "base_url": judge.url, "cache": None, "retries": 0}
     run = begin(recipe(tmp_path, labeller=labeller), out=tmp_path / "run")
-    with RunWriter.open(run.path) as store:
+    with RunReader.open(run.path) as store:
         asked = sum(len(g.scored.scored) for n in range(1, 5) for g in store.step("grpo", n).groups)
         assert len(judge.requests) == asked == 4 * 3 * 4
         assert min(dict(store.metric("comparisons", "grpo")).values()) > 0
@@ -205,7 +205,7 @@ def test_people_rank_while_it_trains_and_each_ranking_is_learned_from_as_fresh_o
     pairs = compared(run)
     assert {pair["step"] for pair in pairs} == {2}, "what was said before the first round's end was fresh then, and no more"
     assert len(pairs) == ranked
-    with RunWriter.open(run.path) as store:
+    with RunReader.open(run.path) as store:
         assert dict(store.metric("comparisons", "grpo")) == {2: float(ranked), 4: 0.0}
         assert any("can't be read" in event.message for event in store.events())
     first, last = (weights(run, "reward_models", name) for name in ("reward_model", "grpo"))
@@ -214,7 +214,7 @@ def test_people_rank_while_it_trains_and_each_ranking_is_learned_from_as_fresh_o
 
 def rank_a_group(out: Path) -> int:
     """Ranks the first group of grpo's first step, once it is there: one text over all that differ. How many do."""
-    with RunWriter.open(out) as store:
+    with RunReader.open(out) as store:
         if not any(row.stage == "grpo" for row in store.steps()):
             return 0
         texts = [s.completion.text.strip() for s in store.group("grpo", 1, 0).graded.scored.scored]

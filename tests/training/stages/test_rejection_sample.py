@@ -15,7 +15,7 @@ from oncurve.recipe.schema.sections import Engine
 from oncurve.recipe.schema.stages import RejectionSample
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.python_function import FunctionReward
-from oncurve.runs.database.writer import RunWriter
+from oncurve.runs.database.reader import RunReader
 from oncurve.tasks.data.prompt_list import PromptList
 from oncurve.training.stages.rejection_sample import RejectionLoop, samples_file
 from oncurve.training.start import begin
@@ -89,7 +89,7 @@ def test_a_recipe_imitates_what_an_earlier_stage_kept(tmp_path: Path) -> None:
         pytest.fail(str(error))
     kept = samples_file(run.path, "rejection_sample").read_text().splitlines()
     assert kept
-    with RunWriter.open(run.path) as store:
+    with RunReader.open(run.path) as store:
         assert [s.name for s in store.stages()] == ["sft", "rejection_sample", "again"]
         assert len(store.evals("rejection_sample")) == 0
         assert len(store.evals("again")) == 1

@@ -18,7 +18,7 @@ from oncurve.recipe.schema.stages import TrainingFree
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.python_function import FunctionReward
 from oncurve.rewards.verifiers.answer import AnswerOptions, AnswerReward
-from oncurve.runs.database.writer import RunWriter
+from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder
 from oncurve.studio.playground import models_of
 from oncurve.tasks.data.prompt_list import PromptList
@@ -150,7 +150,7 @@ def recipe(endpoint: Judge, tmp_path: Path, **more: Any) -> Recipe:
 
 def test_a_whole_recipe_in_which_no_weight_moves(endpoint: Judge, tmp_path: Path) -> None:
     run = begin(recipe(endpoint, tmp_path), out=tmp_path / "run")
-    with RunWriter.open(run.path) as store:
+    with RunReader.open(run.path) as store:
         assert dict(store.metric("heldout_with", "training_free")) == {2: 1.0}
         assert len(store.step("training_free", 1).groups) == 3
     assert HINT in (run.path / "experience" / "training_free.md").read_text()

@@ -12,7 +12,7 @@ import pytest
 
 from oncurve.recipe.load import load_recipe
 from oncurve.recipe.schema.recipe import Grpo
-from oncurve.runs.database.writer import RunWriter
+from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder
 
 pytestmark = pytest.mark.vllm
@@ -67,7 +67,7 @@ def children(pid: int) -> list[int]:
 def steps_of(run: Path) -> list[int]:
     if not (run / "run.db").exists():
         return []
-    with RunWriter.open(run) as store:
+    with RunReader.open(run) as store:
         return [step for step, _ in store.metric("reward", "grpo")]
 
 
@@ -101,7 +101,7 @@ def test_a_run_with_vllm_learns_is_killed_and_goes_on(tmp_path: Path) -> None:
     assert "vLLM 0.32.0 samples" in said
 
     assert steps_of(run) == list(range(1, STEPS + 1)), "a step was lost or done twice"
-    with RunWriter.open(run) as store:
+    with RunReader.open(run) as store:
         reward = np.asarray([value for _, value in store.metric("reward", "grpo")])
         apart = [value for _, value in store.metric("mismatch_max", "grpo")]
         kl = [value for _, value in store.metric("mismatch_kl", "grpo")]
