@@ -19,8 +19,7 @@ from oncurve.records import GradedGroup, StepReport
 from oncurve.runs.checkpoints import files
 from oncurve.runs.checkpoints.files import Checkpoint
 from oncurve.runs.checkpoints.listing import list_checkpoints
-from oncurve.runs.database.reader import Reader
-from oncurve.runs.database.writer import RunWriter
+from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder
 from oncurve.training.start import build_tasks_and_rewards
 from oncurve.training.trainer import Trainer, completed_steps, load_weights, rollbacks_of
@@ -68,7 +67,7 @@ def replay(run: RunFolder, stage: str | None, step: int, position: int) -> Repla
     reject_python_only(recipe)
     trust.check(run)
     names = [s.label for s in recipe.stages]
-    with RunWriter.open(run.path) as store, tempfile.TemporaryDirectory(prefix="oncurve-replay-") as scratch:
+    with RunReader.open(run.path) as store, tempfile.TemporaryDirectory(prefix="oncurve-replay-") as scratch:
         name = stage or _stage_with(store, run, step)
         was = store.group(name, step, position).graded
         trainer = Trainer(recipe, _without_weights(run, Path(scratch)), *build_tasks_and_rewards(recipe))
@@ -88,7 +87,7 @@ def _without_weights(run: RunFolder, scratch: Path) -> RunFolder:
     return RunFolder(Path(shutil.copytree(run.path, scratch / run.path.name, ignore=HEAVY)))
 
 
-def _stage_with(store: Reader, run: RunFolder, step: int) -> str:
+def _stage_with(store: RunReader, run: RunFolder, step: int) -> str:
     for stage in reversed(store.stages()):
         if store.groups(stage.name, step):
             return stage.name
@@ -120,7 +119,7 @@ def _before(run: RunFolder, names: list[str], position: int, step: int) -> Check
     return None
 
 
-def _again(trainer: Trainer, store: Reader, start: Checkpoint | None, name: str, step: int) -> Iterator[StepReport]:
+def _again(trainer: Trainer, store: RunReader, start: Checkpoint | None, name: str, step: int) -> Iterator[StepReport]:
     done = {stage.name: stage.done for stage in store.stages()}
     stages: list[Stage] = list(trainer.recipe.stages)
     names = [s.label for s in stages]

@@ -15,8 +15,7 @@ from oncurve.errors import OncurveError, RunError, did_you_mean
 from oncurve.recipe.load import flat, load_recipe
 from oncurve.recipe.schema.stages import SAMPLED_TYPES
 from oncurve.records import GradedGroup
-from oncurve.runs.database.reader import Reader, StageRow
-from oncurve.runs.database.writer import RunWriter
+from oncurve.runs.database.reader import RunReader, StageRow
 from oncurve.runs.folder import Parent, RunEntry, RunFolder, list_runs
 from oncurve.terminal.evaluation import heldout_tables
 from oncurve.terminal.group import GroupTable, render_group
@@ -49,7 +48,7 @@ def render_run(run: RunFolder) -> RenderableType:
         (state.current_status, STYLES[state.current_status]),
         (f"  begun {ago(state.created)} · {run.path}", "dim"),
     )
-    with RunWriter.open(run.path) as store:
+    with RunReader.open(run.path) as store:
         parts: list[RenderableType] = [head, *_family(run, state.parent)]
         stages, evals = store.stages(), store.evals()
         parts += [line for stage in stages for line in (Text(), _stage_line(stage), _curves(store, stage))]
@@ -61,7 +60,7 @@ def render_run(run: RunFolder) -> RenderableType:
     return Group(*parts)
 
 
-def event_lines(store: Reader) -> list[RenderableType]:
+def event_lines(store: RunReader) -> list[RenderableType]:
     """What a cluster has done to the run: who died, hung or was started again, the last of it."""
     told = store.events("cluster")
     lines = [Text.assemble((clock(e.time), "dim"), f"  {e.message}") for e in told[-HAPPENED:]]
@@ -97,7 +96,7 @@ def _stage_line(stage: StageRow) -> Text:
     return Text.assemble((stage.name, "bold"), (f"  {stage.done} of {stage.steps} steps{took}", "dim"))
 
 
-def _curves(store: Reader, stage: StageRow) -> Table:
+def _curves(store: RunReader, stage: StageRow) -> Table:
     table = Table.grid(padding=(0, 2, 0, 0))
     for name in CURVES.get(stage.type, ("loss",)):
         values = [value for _, value in store.metric(name, stage.name)]
@@ -116,12 +115,12 @@ def _curves(store: Reader, stage: StageRow) -> Table:
     return table
 
 
-def _beside_parent(run: RunFolder, parent: Parent, store: Reader) -> list[RenderableType]:
+def _beside_parent(run: RunFolder, parent: Parent, store: RunReader) -> list[RenderableType]:
     """What the fork changed, and the last figures of both, side by side."""
     beside = RunFolder(run.path.resolve().parent / parent.run)
     parts: list[RenderableType] = [Text(), _changes(parent, beside)]
     try:
-        with RunWriter.open(beside.path) as other:
+        with RunReader.open(beside.path) as other:
             theirs, mine = _last_figures(other, parent.stage), _last_figures(store, parent.stage)
     except OncurveError:
         return [*parts, Text(f"{parent.run} is not beside it any more", "dim")]
@@ -154,7 +153,7 @@ def _values(recipe: Path) -> dict[str, Any]:
         return {}
 
 
-def _last_figures(store: Reader, stage: str) -> dict[str, str]:
+def _last_figures(store: RunReader, stage: str) -> dict[str, str]:
     done = next((s.done for s in store.stages() if s.name == stage), 0)
     metrics = store.metrics_of(stage, done)
     evals = store.evals(stage)
@@ -171,7 +170,7 @@ def _advice(run: RunFolder, stages: list[StageRow]) -> Text:
     return Text(f"a step's groups: oncurve show {run.path} --stage {looked.name} --step {looked.done}", "dim")
 
 
-def stage_of(store: Reader, run: RunFolder, stage: str | None, step: int) -> str:
+def stage_of(store: RunReader, run: RunFolder, stage: str | None, step: int) -> str:
     """The stage that a step is looked up in: as asked, else the last grpo stage, else the last that has groups or steps."""
     names = {s.name: s for s in store.stages()}
     if stage is not None and stage not in names:
@@ -192,7 +191,7 @@ def stage_of(store: Reader, run: RunFolder, stage: str | None, step: int) -> str
 
 def render_step(run: RunFolder, stage: str | None, step: int) -> RenderableType:
     """A step: its metrics, and its groups in a table."""
-    with RunWriter.open(run.path) as store:
+    with RunReader.open(run.path) as store:
         name = stage_of(store, run, stage, step)
         report = store.step(name, step)
     head = Text.assemble((f"{run.name}  {name} step {step}", "bold"))
@@ -228,7 +227,7 @@ def _lengths(graded: GradedGroup) -> str:
 
 def render_one_group(run: RunFolder, stage: str | None, step: int, position: int) -> RenderableType:
     """One group in full, after a table of it."""
-    with RunWriter.open(run.path) as store:
+    with RunReader.open(run.path) as store:
         name = stage_of(store, run, stage, step)
         kept = store.group(name, step, position)
     head = Text(f"{run.name}  {name} step {step}  group {position}", "bold")

@@ -9,8 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from oncurve.runs.database.reader import SECONDS, Reader, StageRow
-from oncurve.runs.database.writer import RunWriter
+from oncurve.runs.database.reader import SECONDS, RunReader, StageRow
 from oncurve.runs.folder import RunFolder
 from oncurve.terminal.text import number, percent
 
@@ -24,7 +23,7 @@ BESIDE = {
 """What stands under the table: words, factor and unit of each."""
 
 
-def timing_of(store: Reader, stage: StageRow) -> dict[str, float]:
+def timing_of(store: RunReader, stage: StageRow) -> dict[str, float]:
     """The median over a stage's steps of each phase's seconds and of each figure beside them. The first step is left out where
     there are others: it also pays for what is compiled and allocated once."""
     steps = [row.step for row in store.steps(stage.name)]
@@ -36,7 +35,7 @@ def timing_of(store: Reader, stage: StageRow) -> dict[str, float]:
 
 def render_timing(run: RunFolder) -> RenderableType:
     parts: list[RenderableType] = [Text(f"{run.name}  a step's time by phase, medians", "bold")]
-    with RunWriter.open(run.path) as store:
+    with RunReader.open(run.path) as store:
         for stage in store.stages():
             found = timing_of(store, stage)
             if found:
@@ -69,5 +68,5 @@ def _beside(found: dict[str, float]) -> list[RenderableType]:
 
 
 def timing_data(run: RunFolder) -> dict[str, Any]:
-    with RunWriter.open(run.path) as store:
+    with RunReader.open(run.path) as store:
         return {stage.name: timing_of(store, stage) for stage in store.stages()}

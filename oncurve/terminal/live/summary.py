@@ -11,8 +11,7 @@ from oncurve.recipe.load import load_recipe
 from oncurve.recipe.schema.stages import SAMPLED_TYPES
 from oncurve.recipe.validate import is_from_python
 from oncurve.records import GradedGroup
-from oncurve.runs.database.reader import Reader, StageRow
-from oncurve.runs.database.writer import RunWriter
+from oncurve.runs.database.reader import RunReader, StageRow
 from oncurve.runs.folder import RunFolder
 from oncurve.terminal.evaluation import heldout_tables
 from oncurve.terminal.group import GroupTable
@@ -34,7 +33,7 @@ BESIDE = {
 
 def render_summary(run: RunFolder, seconds: float) -> RenderableType:
     """What came of a run. ``seconds`` is the time that this process took."""
-    with RunWriter.open(run.path) as store:
+    with RunReader.open(run.path) as store:
         parts = heldout_tables(store.evals())
         beside = [Text(line) for line in map(partial(beside_policy, store), store.stages()) if line]
         parts += [*beside, Text()] if beside else []
@@ -52,7 +51,7 @@ def render_summary(run: RunFolder, seconds: float) -> RenderableType:
     return Group(*parts)
 
 
-def beside_policy(store: Reader, stage: StageRow) -> str | None:
+def beside_policy(store: RunReader, stage: StageRow) -> str | None:
     """How far a stage came that moves something else than the policy: the last that it measured on what was kept aside."""
     seen = {name: curve[-1][1] for name in BESIDE.get(stage.type, {}) if (curve := store.metric(name, stage.name))}
     shown = {name: score(value) if name.startswith("heldout_reward") else percent(value, 1) for name, value in seen.items()}
@@ -71,7 +70,7 @@ def next_steps(run: RunFolder, look: str) -> Text:
     return Text("\n").join(Text.assemble((f"  {why:<23}", "dim"), (command, "cyan")) for why, command in lines)
 
 
-def characteristic_group(store: Reader) -> tuple[str, int, int, GradedGroup] | None:
+def characteristic_group(store: RunReader) -> tuple[str, int, int, GradedGroup] | None:
     """(stage, step, position, group): one with signal from late in training, the likest half right, half wrong.
 
     A step is read whole, so only the last one that has such a group is; where none of the last steps has, none is shown.
