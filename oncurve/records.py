@@ -1,10 +1,20 @@
-"""The nouns of Oncurve, in the order in which a completion lives through them.
+"""The nouns of Oncurve, in the order in which a completion passes through them.
 
     Task ─Prompt→ Engine ─Group→ Rewards ─ScoredGroup→ Advantage ─GradedGroup→ pack ─Batch→ Learner ─StepReport→ Run
 
-Each record is frozen and says more than the one before it; none is ever changed. Shapes, here and everywhere:
-``P`` prompts of a step, ``G`` completions of each, ``B = P·G``, ``T`` tokens of a completion, ``V`` vocabulary. Arrays are
-numpy so that the studio and the store can read records without torch.
+Each record is frozen and adds to the one before it. Arrays are numpy, so the studio and the run database read records without
+torch.
+
+Shape letters. A tensor's name ends with its axes (``logps_BT``), and every module of the project uses this legend:
+
+    P  prompts of a step                    N  input tokens of a pack
+    G  group size: completions of a prompt  M  predicted tokens of a pack
+    B  completions of a step, P·G,          R  rows of a pack: its completions
+       or pairs of a preference batch       S  slots of the sampling engine
+    T  tokens of a completion               C  tokens of a decode round
+    V  vocabulary                           H  query heads
+    D  model width (hidden size)            K  key and value heads
+    A  aspects: heads of a reward model     d  size of one head
 """
 
 from __future__ import annotations

@@ -92,12 +92,12 @@ def process_advantages(
     R holds every step reward of the whole group; std divides by |R| − 1 (DeepSeekMath, arXiv 2402.03300, 4.1.3). ``step_ends``
     are the indices of the steps' last tokens. Fewer than two step rewards, or equal ones, give exactly 0.
     """
-    pooled_M = torch.tensor([r for rewards in step_rewards for r in rewards], dtype=torch.float64)
-    curve = _GroupStats.of(pooled_M) if len(pooled_M) else None
+    pooled = torch.tensor([r for rewards in step_rewards for r in rewards], dtype=torch.float64)
+    curve = _GroupStats.of(pooled) if len(pooled) else None
     if curve is None or bool(curve.flat):
         return [torch.zeros(length, dtype=torch.float64) for length in lengths]
-    normal_M = (pooled_M - curve.mean) / (curve.std + eps)
-    parts = torch.split_with_sizes(normal_M, [len(rewards) for rewards in step_rewards])
+    normalised = (pooled - curve.mean) / (curve.std + eps)
+    parts = torch.split_with_sizes(normalised, [len(rewards) for rewards in step_rewards])
     return [_reward_to_go(part, ends, length) for part, ends, length in zip(parts, step_ends, lengths, strict=True)]
 
 

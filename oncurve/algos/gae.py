@@ -50,18 +50,18 @@ def token_rewards(total: float, steps: Sequence[tuple[int, float]], penalty_T: F
     return rewards_T
 
 
-def value_loss(value_N: Tensor, old_N: Tensor, return_N: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+def value_loss(value_M: Tensor, old_M: Tensor, return_M: Tensor, clip: float) -> tuple[Tensor, Tensor]:
     """(½ max((V − R)², (V' − R)²), where the clip took hold), V' = V_old + clip(V − V_old, −ε, ε), for each token.
 
     The clipped value loss of OpenAI's baselines (Engstrom et al. 2020, arXiv 2005.12729, section 2): the worse of the two, so
     that nothing is won by leaving the old value by more than ε. ε = 0 clips nothing.
     """
-    plain_N = (value_N - return_N).square()
+    plain_M = (value_M - return_M).square()
     if not clip:
-        return 0.5 * plain_N, torch.zeros_like(plain_N, dtype=torch.bool)
-    near_N = old_N + (value_N - old_N).clamp(-clip, clip)
-    clipped_N = (near_N - return_N).square()
-    return 0.5 * torch.maximum(plain_N, clipped_N), (clipped_N > plain_N).detach()
+        return 0.5 * plain_M, torch.zeros_like(plain_M, dtype=torch.bool)
+    near_M = old_M + (value_M - old_M).clamp(-clip, clip)
+    clipped_M = (near_M - return_M).square()
+    return 0.5 * torch.maximum(plain_M, clipped_M), (clipped_M > plain_M).detach()
 
 
 def explained_variance(values: Doubles, returns: Doubles) -> float:

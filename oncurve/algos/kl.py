@@ -19,24 +19,24 @@ from oncurve.algos.ratios import LOG_CAP
 KlEstimator = Literal["k1", "k2", "k3"]
 
 
-def k1(logp_N: Tensor, logp_ref_N: Tensor) -> Tensor:
+def k1(logp_M: Tensor, logp_ref_M: Tensor) -> Tensor:
     """log π_θ − log π_ref: unbiased, of either sign."""
-    return logp_N - logp_ref_N
+    return logp_M - logp_ref_M
 
 
-def k2(logp_N: Tensor, logp_ref_N: Tensor) -> Tensor:
+def k2(logp_M: Tensor, logp_ref_M: Tensor) -> Tensor:
     """½ (log π_ref − log π_θ)²: biased in value, low variance."""
-    return 0.5 * (logp_ref_N - logp_N).square()
+    return 0.5 * (logp_ref_M - logp_M).square()
 
 
-def k3(logp_N: Tensor, logp_ref_N: Tensor) -> Tensor:
+def k3(logp_M: Tensor, logp_ref_M: Tensor) -> Tensor:
     """e^d − d − 1 ≥ 0 with d = log π_ref − log π_θ: GRPO's choice (DeepSeekMath, arXiv 2402.03300, eq. 4).
 
     d is capped as ratios are, so that a token the policy has all but given up can't overflow the loss; ``expm1`` keeps the
     digits where d is small, which is where training begins.
     """
-    d_N = (logp_ref_N - logp_N).clamp(max=LOG_CAP)
-    return torch.expm1(d_N) - d_N
+    d_M = (logp_ref_M - logp_M).clamp(max=LOG_CAP)
+    return torch.expm1(d_M) - d_M
 
 
 KL_ESTIMATORS: Mapping[KlEstimator, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}

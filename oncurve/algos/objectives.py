@@ -1,6 +1,6 @@
 """Objectives as compositions of ratio, surrogate and reduction: a new one is one line in OBJECTIVES.
 
-    loss = Σ_N share_N · (−weight_N · surrogate_N + β · KL_N) − entropy_bonus · mean token entropy
+    loss = Σ_M share_M · (−weight_M · surrogate_M + β · KL_M) − entropy_bonus · mean token entropy
 
 Everything is flat over the ``N`` packed completion tokens of a micro-batch; summed over micro-batches it is the step's loss.
 """
@@ -30,21 +30,21 @@ from oncurve.algos.surrogates import Cispo, Clipped, LogLikelihood, Sapo, Surrog
 class LossInputs:
     """One micro-batch: ``rows`` completions of ``N`` tokens in all, each completion whole.
 
-    ``mask_N`` is True on the loss tokens of graded completions; what stands elsewhere is ignored. ``row_N`` (int64) numbers
-    each token's completion from 0. ``logp_old_N`` is the learner's own: ``logp_new_N`` detached where a batch gets one update.
-    ``weight_N`` are truncated importance weights; they scale the surrogate, not the KL.
+    ``mask_M`` is True on the loss tokens of graded completions; what stands elsewhere is ignored. ``row_M`` (int64) numbers
+    each token's completion from 0. ``logp_old_M`` is the learner's own: ``logp_new_M`` detached where a batch gets one update.
+    ``weight_M`` are truncated importance weights; they scale the surrogate, not the KL.
     """
 
-    logp_new_N: Tensor
-    logp_old_N: Tensor
-    advantage_N: Tensor
-    mask_N: Tensor
-    row_N: Tensor
+    logp_new_M: Tensor
+    logp_old_M: Tensor
+    advantage_M: Tensor
+    mask_M: Tensor
+    row_M: Tensor
     rows: int
     totals: LossDenominators
-    logp_ref_N: Tensor | None = None
-    entropy_N: Tensor | None = None
-    weight_N: Tensor | None = None
+    logp_ref_M: Tensor | None = None
+    entropy_M: Tensor | None = None
+    weight_M: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,20 +61,20 @@ class LossSettings:
 class LossOutputs:
     """``loss`` is to be differentiated; all else is detached. Token tensors are meaningful where the mask is True.
 
-    ``policy_loss`` is the surrogate's part of the loss. ``clipped_N`` is where either bound took hold; ``kl_N`` is the plain
+    ``policy_loss`` is the surrogate's part of the loss. ``clipped_M`` is where either bound took hold; ``kl_M`` is the plain
     estimate, before any ratio, and None without a reference.
     """
 
     loss: Tensor
     policy_loss: Tensor
-    ratio_N: Tensor
-    clipped_low_N: Tensor
-    clipped_high_N: Tensor
-    kl_N: Tensor | None
+    ratio_M: Tensor
+    clipped_low_M: Tensor
+    clipped_high_M: Tensor
+    kl_M: Tensor | None
 
     @property
-    def clipped_N(self) -> Tensor:
-        return self.clipped_low_N | self.clipped_high_N
+    def clipped_M(self) -> Tensor:
+        return self.clipped_low_M | self.clipped_high_M
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,29 +90,29 @@ class Objective:
 
     def loss(self, inputs: LossInputs, settings: LossSettings) -> LossOutputs:
         """The micro-batch's part of the step's loss, and what each token did in it."""
-        rows = PackedRows.of(inputs.row_N, inputs.mask_N, inputs.rows, inputs.logp_new_N.dtype)
-        logp_N = rows.mask(inputs.logp_new_N)
-        ratio_N = self.ratio(logp_N - rows.mask(inputs.logp_old_N.detach()), rows)
-        surrogate = self.surrogate(ratio_N, rows.mask(inputs.advantage_N), logp_N)
-        weighed_N = surrogate.value_N if inputs.weight_N is None else surrogate.value_N * rows.mask(inputs.weight_N)
-        share_N = self.reduction(rows, inputs.totals)
-        policy_loss = -(share_N * weighed_N).sum()
-        loss, kl_N = policy_loss, None
-        if inputs.logp_ref_N is not None:
-            kl_N = KL_ESTIMATORS[settings.kl_estimator](logp_N, rows.mask(inputs.logp_ref_N.detach()))
+        rows = PackedRows.of(inputs.row_M, inputs.mask_M, inputs.rows, inputs.logp_new_M.dtype)
+        logp_M = rows.mask(inputs.logp_new_M)
+        ratio_M = self.ratio(logp_M - rows.mask(inputs.logp_old_M.detach()), rows)
+        surrogate = self.surrogate(ratio_M, rows.mask(inputs.advantage_M), logp_M)
+        weighed_M = surrogate.value_M if inputs.weight_M is None else surrogate.value_M * rows.mask(inputs.weight_M)
+        share_M = self.reduction(rows, inputs.totals)
+        policy_loss = -(share_M * weighed_M).sum()
+        loss, kl_M = policy_loss, None
+        if inputs.logp_ref_M is not None:
+            kl_M = KL_ESTIMATORS[settings.kl_estimator](logp_M, rows.mask(inputs.logp_ref_M.detach()))
         if settings.beta:
-            assert kl_N is not None, "beta is set, and there are no reference log-probs"
-            loss = loss + settings.beta * (share_N * (kl_N * ratio_N if settings.ratio_weighted_kl else kl_N)).sum()
+            assert kl_M is not None, "beta is set, and there are no reference log-probs"
+            loss = loss + settings.beta * (share_M * (kl_M * ratio_M if settings.ratio_weighted_kl else kl_M)).sum()
         if settings.entropy_bonus:
-            assert inputs.entropy_N is not None, "the entropy bonus is set, and there are no entropies"
-            loss = loss - settings.entropy_bonus * rows.mask(inputs.entropy_N).sum() / max(inputs.totals.tokens, 1)
+            assert inputs.entropy_M is not None, "the entropy bonus is set, and there are no entropies"
+            loss = loss - settings.entropy_bonus * rows.mask(inputs.entropy_M).sum() / max(inputs.totals.tokens, 1)
         return LossOutputs(
             loss=loss,
             policy_loss=policy_loss.detach(),
-            ratio_N=ratio_N.detach(),
-            clipped_low_N=surrogate.clipped_low_N,
-            clipped_high_N=surrogate.clipped_high_N,
-            kl_N=None if kl_N is None else kl_N.detach(),
+            ratio_M=ratio_M.detach(),
+            clipped_low_M=surrogate.clipped_low_M,
+            clipped_high_M=surrogate.clipped_high_M,
+            kl_M=None if kl_M is None else kl_M.detach(),
         )
 
 

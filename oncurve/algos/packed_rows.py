@@ -20,27 +20,27 @@ class PackedRows:
     inputs give equal bits. On a GPU that holds under ``torch.use_deterministic_algorithms``.
     """
 
-    row_N: Tensor
-    drop_N: Tensor
+    row_M: Tensor
+    drop_M: Tensor
     length_R: Tensor
 
     @classmethod
-    def of(cls, row_N: Tensor, mask_N: Tensor, rows: int, dtype: torch.dtype) -> PackedRows:
-        length_R = torch.zeros(rows, dtype=dtype, device=row_N.device).index_add(0, row_N, mask_N.to(dtype))
-        return cls(row_N, ~mask_N, length_R)
+    def of(cls, row_M: Tensor, mask_M: Tensor, rows: int, dtype: torch.dtype) -> PackedRows:
+        length_R = torch.zeros(rows, dtype=dtype, device=row_M.device).index_add(0, row_M, mask_M.to(dtype))
+        return cls(row_M, ~mask_M, length_R)
 
-    def mask(self, values_N: Tensor) -> Tensor:
+    def mask(self, values_M: Tensor) -> Tensor:
         """The values with masked-out tokens at 0. Whatever stood there, even infinite, reaches neither loss nor gradient."""
-        return values_N.masked_fill(self.drop_N, 0.0)
+        return values_M.masked_fill(self.drop_M, 0.0)
 
-    def sum(self, values_N: Tensor) -> Tensor:
+    def sum(self, values_M: Tensor) -> Tensor:
         """One sum per row over its masked-in tokens."""
-        return torch.zeros_like(self.length_R, dtype=values_N.dtype).index_add(0, self.row_N, self.mask(values_N))
+        return torch.zeros_like(self.length_R, dtype=values_M.dtype).index_add(0, self.row_M, self.mask(values_M))
 
-    def mean(self, values_N: Tensor) -> Tensor:
+    def mean(self, values_M: Tensor) -> Tensor:
         """One mean per row over its masked-in tokens; 0 for an empty row."""
-        return self.sum(values_N) / self.length_R.clamp(min=1)
+        return self.sum(values_M) / self.length_R.clamp(min=1)
 
     def broadcast(self, values_R: Tensor) -> Tensor:
         """Each row's value at each of its tokens."""
-        return values_R.index_select(0, self.row_N)
+        return values_R.index_select(0, self.row_M)

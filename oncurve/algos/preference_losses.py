@@ -23,29 +23,29 @@ from torch import Tensor
 from torch.nn import functional
 
 
-def bradley_terry(chosen_NH: Tensor, rejected_NH: Tensor, sign_NH: Tensor, margin_N: Tensor) -> Tensor:
-    """−log σ(s·(r_chosen − r_rejected) − m) of each pair and head, 0 where the head has no say (s = 0). [N, H]
+def bradley_terry(chosen_BA: Tensor, rejected_BA: Tensor, sign_BA: Tensor, margin_B: Tensor) -> Tensor:
+    """−log σ(s·(r_chosen − r_rejected) − m) of each pair and head, 0 where the head has no say (s = 0). [B, A]
 
     P(chosen ≻ rejected) = σ(r_chosen − r_rejected) (Bradley and Terry 1952; Ouyang et al. 2022). s is 1 where the chosen one
     is the better in this head, −1 where the rejected one is. The margin m asks for a greater distance where the preference
     was a strong one (Llama 2, Touvron et al. 2023).
     """
-    loss_NH = -functional.logsigmoid(sign_NH * (chosen_NH - rejected_NH) - margin_N[:, None])
-    return loss_NH * sign_NH.abs()
+    loss_BA = -functional.logsigmoid(sign_BA * (chosen_BA - rejected_BA) - margin_B[:, None])
+    return loss_BA * sign_BA.abs()
 
 
-def calibration_error(probability_N: Tensor, bins: int = 10) -> float:
+def calibration_error(probability_B: Tensor, bins: int = 10) -> float:
     """Expected calibration error of the probabilities given to what was really preferred (Guo et al. 2017).
 
     A pair's confidence is max(p, 1 − p) and it is right where p > ½ (a tie is half right). Over equal bins of confidence from
     ½ to 1: Σ (share of pairs) · |share right − mean confidence|. 0 is perfect.
     """
-    confidence_N = torch.maximum(probability_N, 1 - probability_N).double()
-    right_N = (probability_N > 0.5).double() + 0.5 * (probability_N == 0.5).double()
-    bin_N = ((confidence_N - 0.5) * 2 * bins).long().clamp(0, bins - 1)
+    confidence_B = torch.maximum(probability_B, 1 - probability_B).double()
+    right_B = (probability_B > 0.5).double() + 0.5 * (probability_B == 0.5).double()
+    bin_B = ((confidence_B - 0.5) * 2 * bins).long().clamp(0, bins - 1)
     gaps = [
-        float((right_N[bin_N == b].mean() - confidence_N[bin_N == b].mean()).abs() * (bin_N == b).double().mean())
-        for b in sorted(set(bin_N.tolist()))
+        float((right_B[bin_B == b].mean() - confidence_B[bin_B == b].mean()).abs() * (bin_B == b).double().mean())
+        for b in sorted(set(bin_B.tolist()))
     ]
     return sum(gaps)
 
@@ -57,39 +57,39 @@ PreferenceLoss = Literal["dpo", "ipo", "simpo"]
 class Pairs:
     """``N`` pairs: summed log-probs under policy and reference, and lengths in tokens; None where no reference is held."""
 
-    chosen_N: Tensor
-    rejected_N: Tensor
-    chosen_length_N: Tensor
-    rejected_length_N: Tensor
-    chosen_ref_N: Tensor | None = None
-    rejected_ref_N: Tensor | None = None
+    chosen_B: Tensor
+    rejected_B: Tensor
+    chosen_length_B: Tensor
+    rejected_length_B: Tensor
+    chosen_ref_B: Tensor | None = None
+    rejected_ref_B: Tensor | None = None
 
     @property
-    def ratio_N(self) -> tuple[Tensor, Tensor]:
+    def ratio_B(self) -> tuple[Tensor, Tensor]:
         """h of the chosen and of the rejected; the log-probs themselves where there is no reference."""
-        if self.chosen_ref_N is None or self.rejected_ref_N is None:
-            return self.chosen_N, self.rejected_N
-        return self.chosen_N - self.chosen_ref_N, self.rejected_N - self.rejected_ref_N
+        if self.chosen_ref_B is None or self.rejected_ref_B is None:
+            return self.chosen_B, self.rejected_B
+        return self.chosen_B - self.chosen_ref_B, self.rejected_B - self.rejected_ref_B
 
     @property
-    def mean_ratio_N(self) -> tuple[Tensor, Tensor]:
-        chosen_N, rejected_N = self.ratio_N
-        return chosen_N / self.chosen_length_N.clamp(min=1), rejected_N / self.rejected_length_N.clamp(min=1)
+    def mean_ratio_B(self) -> tuple[Tensor, Tensor]:
+        chosen_B, rejected_B = self.ratio_B
+        return chosen_B / self.chosen_length_B.clamp(min=1), rejected_B / self.rejected_length_B.clamp(min=1)
 
 
 def dpo(pairs: Pairs, beta: float, margin: float) -> Tensor:
-    chosen_N, rejected_N = pairs.ratio_N
-    return -functional.logsigmoid(beta * (chosen_N - rejected_N))
+    chosen_B, rejected_B = pairs.ratio_B
+    return -functional.logsigmoid(beta * (chosen_B - rejected_B))
 
 
 def ipo(pairs: Pairs, beta: float, margin: float) -> Tensor:
-    chosen_N, rejected_N = pairs.mean_ratio_N
-    return (chosen_N - rejected_N - 1 / (2 * beta)).square()
+    chosen_B, rejected_B = pairs.mean_ratio_B
+    return (chosen_B - rejected_B - 1 / (2 * beta)).square()
 
 
 def simpo(pairs: Pairs, beta: float, margin: float) -> Tensor:
-    chosen_N, rejected_N = pairs.mean_ratio_N
-    return -functional.logsigmoid(beta * (chosen_N - rejected_N) - margin)
+    chosen_B, rejected_B = pairs.mean_ratio_B
+    return -functional.logsigmoid(beta * (chosen_B - rejected_B) - margin)
 
 
 PREFERENCE_LOSSES: Mapping[PreferenceLoss, Callable[[Pairs, float, float], Tensor]] = {"dpo": dpo, "ipo": ipo, "simpo": simpo}
@@ -99,5 +99,5 @@ PREFERENCE_LOSSES: Mapping[PreferenceLoss, Callable[[Pairs, float, float], Tenso
 def implicit_rewards(pairs: Pairs, beta: float) -> tuple[Tensor, Tensor]:
     """β h of the chosen and the rejected: the reward that the policy is optimal for (arXiv 2305.18290, section 4)."""
     with torch.no_grad():
-        chosen_N, rejected_N = pairs.ratio_N
-        return beta * chosen_N, beta * rejected_N
+        chosen_B, rejected_B = pairs.ratio_B
+        return beta * chosen_B, beta * rejected_B

@@ -24,38 +24,38 @@ def _exp(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(max=LOG_CAP).exp()
 
 
-def token_ratio(log_ratio_N: Tensor, rows: PackedRows) -> Tensor:
+def token_ratio(log_ratio_M: Tensor, rows: PackedRows) -> Tensor:
     """ρ_i,t, one per token (PPO; GRPO in DeepSeekMath, arXiv 2402.03300)."""
-    return _exp(log_ratio_N)
+    return _exp(log_ratio_M)
 
 
-def sequence_product_ratio(log_ratio_N: Tensor, rows: PackedRows) -> Tensor:
+def sequence_product_ratio(log_ratio_M: Tensor, rows: PackedRows) -> Tensor:
     """π_θ(o_i | q) / π_old(o_i | q) = Π_t ρ_i,t: one unnormalised ratio per sequence, the form in which GRPO is often written
     down, and RLOO's."""
-    return rows.broadcast(_exp(rows.sum(log_ratio_N)))
+    return rows.broadcast(_exp(rows.sum(log_ratio_M)))
 
 
-def sequence_mean_ratio(log_ratio_N: Tensor, rows: PackedRows) -> Tensor:
+def sequence_mean_ratio(log_ratio_M: Tensor, rows: PackedRows) -> Tensor:
     """s_i = (π_θ(o_i | q) / π_old(o_i | q))^(1/|o_i|): the geometric mean of the token ratios (GSPO, arXiv 2507.18071)."""
-    return rows.broadcast(_exp(rows.mean(log_ratio_N)))
+    return rows.broadcast(_exp(rows.mean(log_ratio_M)))
 
 
-def sequence_token_ratio(log_ratio_N: Tensor, rows: PackedRows) -> Tensor:
+def sequence_token_ratio(log_ratio_M: Tensor, rows: PackedRows) -> Tensor:
     """s_i,t = sg[s_i] · π_θ(o_i,t) / sg[π_θ(o_i,t)] (GSPO-token, arXiv 2507.18071), sg stopping the gradient.
 
     Its value is s_i; its gradient at token t is s_i ∇log π_θ(o_i,t), so that tokens of one sequence can have advantages
     of their own. π_old is a constant: log-ratio − sg[log-ratio] is log π_θ − sg[log π_θ], and exactly 0 in value.
     """
-    sequence_N = rows.broadcast(rows.mean(log_ratio_N.detach()))
-    return _exp(sequence_N + (log_ratio_N - log_ratio_N.detach()))
+    sequence_M = rows.broadcast(rows.mean(log_ratio_M.detach()))
+    return _exp(sequence_M + (log_ratio_M - log_ratio_M.detach()))
 
 
-def mismatch_mask(logp_learner_N: Tensor, logp_sampler_N: Tensor, rows: PackedRows, limit: float) -> Tensor:
+def mismatch_mask(logp_learner_M: Tensor, logp_sampler_M: Tensor, rows: PackedRows, limit: float) -> Tensor:
     """1 at the tokens of rows on which learner and sampler agree, else 0: 1/limit ≤ (π_learner/π_sampler)^(1/|o_i|) ≤ limit."""
-    gap_R = rows.mean(logp_learner_N.detach() - logp_sampler_N.detach())
+    gap_R = rows.mean(logp_learner_M.detach() - logp_sampler_M.detach())
     return rows.broadcast((gap_R.abs() <= math.log(limit)).to(gap_R.dtype))
 
 
-def truncated_weights(logp_learner_N: Tensor, logp_sampler_N: Tensor, cap: float) -> Tensor:
+def truncated_weights(logp_learner_M: Tensor, logp_sampler_M: Tensor, cap: float) -> Tensor:
     """min(π_learner / π_sampler, cap) per token, a constant: truncated importance sampling against sampler mismatch."""
-    return _exp(logp_learner_N.detach() - logp_sampler_N.detach()).clamp(max=cap)
+    return _exp(logp_learner_M.detach() - logp_sampler_M.detach()).clamp(max=cap)

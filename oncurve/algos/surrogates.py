@@ -19,21 +19,21 @@ from oncurve.errors import RecipeError
 class SurrogateTokens:
     """The surrogate of each token, and where a lower or an upper bound of the ratio took hold."""
 
-    value_N: Tensor
-    clipped_low_N: Tensor
-    clipped_high_N: Tensor
+    value_M: Tensor
+    clipped_low_M: Tensor
+    clipped_high_M: Tensor
 
 
 class Surrogate(Protocol):
     """(ratio, advantage, log π_θ) of each token → its surrogate."""
 
-    def __call__(self, ratio_N: Tensor, advantage_N: Tensor, logp_N: Tensor) -> SurrogateTokens: ...
+    def __call__(self, ratio_M: Tensor, advantage_M: Tensor, logp_M: Tensor) -> SurrogateTokens: ...
 
     def with_range(self, low: float, high: float, dual: float | None) -> Surrogate: ...
 
 
-def _nowhere(like_N: Tensor) -> Tensor:
-    return torch.zeros_like(like_N, dtype=torch.bool)
+def _nowhere(like_M: Tensor) -> Tensor:
+    return torch.zeros_like(like_M, dtype=torch.bool)
 
 
 def _no_range(surrogate: object) -> NoReturn:
@@ -57,15 +57,15 @@ class Clipped:
     high: float
     dual: float | None = None
 
-    def __call__(self, ratio_N: Tensor, advantage_N: Tensor, logp_N: Tensor) -> SurrogateTokens:
-        inner_N = ratio_N.clamp(1 - self.low, 1 + self.high)
-        outer_N = ratio_N if self.dual is None else ratio_N.clamp(max=self.dual)
-        value_N = torch.minimum(outer_N * advantage_N, inner_N * advantage_N)
-        rho_N, down_N = ratio_N.detach(), advantage_N < 0
-        clipped_high_N = (rho_N > 1 + self.high) & (advantage_N > 0)
+    def __call__(self, ratio_M: Tensor, advantage_M: Tensor, logp_M: Tensor) -> SurrogateTokens:
+        inner_M = ratio_M.clamp(1 - self.low, 1 + self.high)
+        outer_M = ratio_M if self.dual is None else ratio_M.clamp(max=self.dual)
+        value_M = torch.minimum(outer_M * advantage_M, inner_M * advantage_M)
+        rho_M, down_M = ratio_M.detach(), advantage_M < 0
+        clipped_high_M = (rho_M > 1 + self.high) & (advantage_M > 0)
         if self.dual is not None:
-            clipped_high_N = clipped_high_N | ((rho_N > self.dual) & down_N)
-        return SurrogateTokens(value_N, (rho_N < 1 - self.low) & down_N, clipped_high_N)
+            clipped_high_M = clipped_high_M | ((rho_M > self.dual) & down_M)
+        return SurrogateTokens(value_M, (rho_M < 1 - self.low) & down_M, clipped_high_M)
 
     def with_range(self, low: float, high: float, dual: float | None) -> Clipped:
         if dual is not None and dual <= 1 + high:
@@ -89,10 +89,10 @@ class Cispo:
     low: float
     high: float
 
-    def __call__(self, ratio_N: Tensor, advantage_N: Tensor, logp_N: Tensor) -> SurrogateTokens:
-        rho_N, counts_N = ratio_N.detach(), advantage_N != 0
-        value_N = rho_N.clamp(1 - self.low, 1 + self.high) * advantage_N * logp_N
-        return SurrogateTokens(value_N, (rho_N < 1 - self.low) & counts_N, (rho_N > 1 + self.high) & counts_N)
+    def __call__(self, ratio_M: Tensor, advantage_M: Tensor, logp_M: Tensor) -> SurrogateTokens:
+        rho_M, counts_M = ratio_M.detach(), advantage_M != 0
+        value_M = rho_M.clamp(1 - self.low, 1 + self.high) * advantage_M * logp_M
+        return SurrogateTokens(value_M, (rho_M < 1 - self.low) & counts_M, (rho_M > 1 + self.high) & counts_M)
 
     def with_range(self, low: float, high: float, dual: float | None) -> Cispo:
         if dual is not None:
@@ -115,10 +115,10 @@ class Sapo:
     tau_positive: float = 1.0
     tau_negative: float = 1.05
 
-    def __call__(self, ratio_N: Tensor, advantage_N: Tensor, logp_N: Tensor) -> SurrogateTokens:
-        tau_N = torch.full_like(ratio_N, self.tau_negative).masked_fill(advantage_N > 0, self.tau_positive)
-        value_N = torch.sigmoid(tau_N * (ratio_N - 1)) * (4 / tau_N) * advantage_N
-        return SurrogateTokens(value_N, _nowhere(ratio_N), _nowhere(ratio_N))
+    def __call__(self, ratio_M: Tensor, advantage_M: Tensor, logp_M: Tensor) -> SurrogateTokens:
+        tau_M = torch.full_like(ratio_M, self.tau_negative).masked_fill(advantage_M > 0, self.tau_positive)
+        value_M = torch.sigmoid(tau_M * (ratio_M - 1)) * (4 / tau_M) * advantage_M
+        return SurrogateTokens(value_M, _nowhere(ratio_M), _nowhere(ratio_M))
 
     def with_range(self, low: float, high: float, dual: float | None) -> Sapo:
         _no_range(self)
@@ -128,8 +128,8 @@ class Sapo:
 class Unclipped:
     """ρ A: importance sampling without a bound."""
 
-    def __call__(self, ratio_N: Tensor, advantage_N: Tensor, logp_N: Tensor) -> SurrogateTokens:
-        return SurrogateTokens(ratio_N * advantage_N, _nowhere(ratio_N), _nowhere(ratio_N))
+    def __call__(self, ratio_M: Tensor, advantage_M: Tensor, logp_M: Tensor) -> SurrogateTokens:
+        return SurrogateTokens(ratio_M * advantage_M, _nowhere(ratio_M), _nowhere(ratio_M))
 
     def with_range(self, low: float, high: float, dual: float | None) -> Unclipped:
         _no_range(self)
@@ -140,8 +140,8 @@ class LogLikelihood:
     """A log π_θ (REINFORCE, Williams 1992). No ratio enters: the gradient A ∇log π_θ is the exact policy gradient while the
     samples are the policy's own (μ = 1), and is not corrected once they are older."""
 
-    def __call__(self, ratio_N: Tensor, advantage_N: Tensor, logp_N: Tensor) -> SurrogateTokens:
-        return SurrogateTokens(advantage_N * logp_N, _nowhere(ratio_N), _nowhere(ratio_N))
+    def __call__(self, ratio_M: Tensor, advantage_M: Tensor, logp_M: Tensor) -> SurrogateTokens:
+        return SurrogateTokens(advantage_M * logp_M, _nowhere(ratio_M), _nowhere(ratio_M))
 
     def with_range(self, low: float, high: float, dual: float | None) -> LogLikelihood:
         _no_range(self)

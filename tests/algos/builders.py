@@ -41,8 +41,8 @@ def double(values: Sequence[float]) -> Tensor:
 
 def micro_batch(lengths: Sequence[int], totals: LossDenominators | None = None, **tensors: Any) -> LossInputs:
     """Rows of the given lengths end to end, nothing masked; on-policy at log-prob −1 and advantage 1 unless told otherwise."""
-    row_N = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.int64))
-    ones_N = torch.ones(sum(lengths), dtype=torch.float64)
-    fields = {"logp_new_N": -ones_N, "logp_old_N": -ones_N, "advantage_N": ones_N, "mask_N": ones_N.bool(), **tensors}
-    totals = totals or LossDenominators(len(lengths), int(fields["mask_N"].sum()), 10)
-    return LossInputs(row_N=row_N, rows=len(lengths), totals=totals, **fields)
+    row_M = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.int64))
+    ones_M = torch.ones(sum(lengths), dtype=torch.float64)
+    fields = {"logp_new_M": -ones_M, "logp_old_M": -ones_M, "advantage_M": ones_M, "mask_M": ones_M.bool(), **tensors}
+    totals = totals or LossDenominators(len(lengths), int(fields["mask_M"].sum()), 10)
+    return LossInputs(row_M=row_M, rows=len(lengths), totals=totals, **fields)

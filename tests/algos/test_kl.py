@@ -12,11 +12,11 @@ from tests.algos.builders import double
 
 
 def test_each_estimator_by_hand() -> None:
-    logp_N, logp_ref_N = double([-1.0, -2.0, -0.5]), double([-1.5, -1.0, -0.5])
-    assert k1(logp_N, logp_ref_N).tolist() == [0.5, -1.0, 0.0]
-    assert k2(logp_N, logp_ref_N).tolist() == [0.125, 0.5, 0.0]
+    logp_M, logp_ref_M = double([-1.0, -2.0, -0.5]), double([-1.5, -1.0, -0.5])
+    assert k1(logp_M, logp_ref_M).tolist() == [0.5, -1.0, 0.0]
+    assert k2(logp_M, logp_ref_M).tolist() == [0.125, 0.5, 0.0]
     # d = −0.5: 0.6065306597 + 0.5 − 1; d = 1: e − 2
-    assert k3(logp_N, logp_ref_N).tolist() == pytest.approx([0.10653065971263342, 0.7182818284590451, 0.0], abs=1e-15)
+    assert k3(logp_M, logp_ref_M).tolist() == pytest.approx([0.10653065971263342, 0.7182818284590451, 0.0], abs=1e-15)
 
 
 def test_all_agree_with_the_true_kl_on_average() -> None:

@@ -35,14 +35,14 @@ def test_each_ratio_by_hand() -> None:
 
 
 def test_gspo_token_has_a_gradient_at_its_own_token_alone() -> None:
-    logs_N = log_ratios()
-    sequence_token_ratio(logs_N, ROWS)[0].backward()  # type: ignore[no-untyped-call]
-    assert logs_N.grad is not None
-    assert logs_N.grad.tolist() == pytest.approx([8**0.5, 0, 0, 0, 0])
-    logs_N = log_ratios()
-    sequence_mean_ratio(logs_N, ROWS)[0].backward()  # type: ignore[no-untyped-call]
-    assert logs_N.grad is not None
-    assert logs_N.grad.tolist() == pytest.approx([8**0.5 / 2, 8**0.5 / 2, 0, 0, 0])
+    logs_M = log_ratios()
+    sequence_token_ratio(logs_M, ROWS)[0].backward()  # type: ignore[no-untyped-call]
+    assert logs_M.grad is not None
+    assert logs_M.grad.tolist() == pytest.approx([8**0.5, 0, 0, 0, 0])
+    logs_M = log_ratios()
+    sequence_mean_ratio(logs_M, ROWS)[0].backward()  # type: ignore[no-untyped-call]
+    assert logs_M.grad is not None
+    assert logs_M.grad.tolist() == pytest.approx([8**0.5 / 2, 8**0.5 / 2, 0, 0, 0])
 
 
 @pytest.mark.parametrize("ratio", [token_ratio, sequence_product_ratio, sequence_mean_ratio, sequence_token_ratio])
@@ -52,13 +52,13 @@ def test_an_unchanged_policy_has_ratio_one_exactly(ratio: object) -> None:
 
 
 def test_a_runaway_ratio_stays_finite() -> None:
-    logs_N = torch.full((5,), 500.0, requires_grad=True)
-    sequence_product_ratio(logs_N, ROWS).clamp(max=1.2).sum().backward()  # type: ignore[no-untyped-call]
-    assert logs_N.grad is not None
-    assert bool(logs_N.grad.isfinite().all())
-    assert token_ratio(logs_N, ROWS).max().item() == pytest.approx(math.exp(20), rel=1e-5)
+    logs_M = torch.full((5,), 500.0, requires_grad=True)
+    sequence_product_ratio(logs_M, ROWS).clamp(max=1.2).sum().backward()  # type: ignore[no-untyped-call]
+    assert logs_M.grad is not None
+    assert bool(logs_M.grad.isfinite().all())
+    assert token_ratio(logs_M, ROWS).max().item() == pytest.approx(math.exp(20), rel=1e-5)
 
 
 def test_truncated_weights() -> None:
-    weights_N = truncated_weights(double([0.0, -1.0, -1.0]), double([-2.0, -1.0, 0.0]), cap=2.0)
-    assert weights_N.tolist() == pytest.approx([2.0, 1.0, math.exp(-1)])
+    weights_M = truncated_weights(double([0.0, -1.0, -1.0]), double([-2.0, -1.0, 0.0]), cap=2.0)
+    assert weights_M.tolist() == pytest.approx([2.0, 1.0, math.exp(-1)])

@@ -20,7 +20,7 @@ from tests.algos.builders import completion, double, group, right
 
 TOTALS = LossDenominators(completions=3, tokens=6, length_budget=10)
 # Tokens 1, 2, 3 of the first completion and 10 of the second, whose other token the environment wrote.
-VALUES_N = double([1.0, 2.0, 3.0, 10.0, 0.0])
+VALUES_M = double([1.0, 2.0, 3.0, 10.0, 0.0])
 ROWS = PackedRows.of(torch.tensor([0, 0, 0, 1, 1]), torch.tensor([True, True, True, True, False]), 2, torch.float64)
 
 
@@ -34,7 +34,7 @@ ROWS = PackedRows.of(torch.tensor([0, 0, 0, 1, 1]), torch.tensor([True, True, Tr
     ],
 )
 def test_by_hand(reduction: Reduction, expected: float) -> None:
-    assert (reduction(ROWS, TOTALS) * VALUES_N).sum().item() == pytest.approx(expected, abs=1e-12)
+    assert (reduction(ROWS, TOTALS) * VALUES_M).sum().item() == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize(

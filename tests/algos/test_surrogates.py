@@ -10,16 +10,16 @@ from oncurve.errors import RecipeError
 from tests.algos.builders import double
 
 # A ratio below, inside and above the range, for a good and for a bad completion.
-RATIO_N = [0.5, 1.1, 4.0, 0.5, 1.1, 4.0]
-ADVANTAGE_N = [2.0, 2.0, 2.0, -1.0, -1.0, -1.0]
+RATIO_M = [0.5, 1.1, 4.0, 0.5, 1.1, 4.0]
+ADVANTAGE_M = [2.0, 2.0, 2.0, -1.0, -1.0, -1.0]
 
 
 def at(surrogate: Surrogate) -> tuple[list[float], list[float], list[bool], list[bool]]:
     """Value, slope in the ratio, and where each bound took hold."""
-    ratio_N = double(RATIO_N).requires_grad_()
-    tokens = surrogate(ratio_N, double(ADVANTAGE_N), double([-3.0] * 6))
-    (slope_N,) = torch.autograd.grad(tokens.value_N.sum() + 0 * ratio_N.sum(), ratio_N)
-    return tokens.value_N.tolist(), slope_N.tolist(), tokens.clipped_low_N.tolist(), tokens.clipped_high_N.tolist()
+    ratio_M = double(RATIO_M).requires_grad_()
+    tokens = surrogate(ratio_M, double(ADVANTAGE_M), double([-3.0] * 6))
+    (slope_M,) = torch.autograd.grad(tokens.value_M.sum() + 0 * ratio_M.sum(), ratio_M)
+    return tokens.value_M.tolist(), slope_M.tolist(), tokens.clipped_low_M.tolist(), tokens.clipped_high_M.tolist()
 
 
 def test_clipped() -> None:
@@ -61,7 +61,7 @@ def test_sapo_gates_softly() -> None:
 
 def test_the_two_without_a_bound() -> None:
     assert at(Unclipped())[0] == pytest.approx([1.0, 2.2, 8.0, -0.5, -1.1, -4.0])
-    assert at(Unclipped())[1] == ADVANTAGE_N
+    assert at(Unclipped())[1] == ADVANTAGE_M
     assert at(LogLikelihood())[0] == [-6, -6, -6, 3, 3, 3]
     assert at(LogLikelihood())[1] == [0] * 6
 

@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from oncurve.algos.advantages import grade
 from oncurve.algos.objectives import OBJECTIVES, LossInputs, LossSettings
 from oncurve.algos.reductions import loss_denominators
-from oncurve.models.loading.tiny import make_tokenizer
+from oncurve.models.loading.tiny import build_tokenizer
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.recipe import Grpo
 from oncurve.records import Aspect, Completion, GradedGroup, Group, Prompt, ScoredCompletion, ScoredGroup
@@ -88,11 +88,11 @@ def test_same_loss_and_gradient_as_the_objective(lines: dict[str, Any], model: L
 def _objective_loss(batch: Batch, new_BT: Tensor, old_BT: Tensor) -> Tensor:
     graded = batch.graded()
     inputs = LossInputs(
-        logp_new_N=new_BT[batch.mask_BT],
-        logp_old_N=old_BT[batch.mask_BT],
-        advantage_N=torch.from_numpy(np.concatenate([a for group in graded for a in group.advantages])),
-        mask_N=torch.ones(int(batch.mask_BT.sum()), dtype=torch.bool),
-        row_N=torch.arange(P * G).repeat_interleave(batch.length_B),
+        logp_new_M=new_BT[batch.mask_BT],
+        logp_old_M=old_BT[batch.mask_BT],
+        advantage_M=torch.from_numpy(np.concatenate([a for group in graded for a in group.advantages])),
+        mask_M=torch.ones(int(batch.mask_BT.sum()), dtype=torch.bool),
+        row_M=torch.arange(P * G).repeat_interleave(batch.length_B),
         rows=P * G,
         totals=loss_denominators(graded, T),
     )
@@ -107,7 +107,7 @@ def test_same_gradient_as_the_learner(lines: dict[str, Any], model: LlamaForCaus
 
     trained = copy.deepcopy(model)
     stage = Grpo.model_validate({"optimiser": {"max_grad_norm": 0.0}, "sampling": {"max_new_tokens": T}})
-    Learner(Policy(trained, make_tokenizer("0123")), stage).update(batch.graded())
+    Learner(Policy(trained, build_tokenizer("0123")), stage).update(batch.graded())
 
     for (name, ours), theirs in zip(trained.named_parameters(), plain.parameters(), strict=True):
         assert ours.grad is not None, name

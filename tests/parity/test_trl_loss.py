@@ -62,15 +62,15 @@ class Case:
         rows, width = MASK_BT.shape
         old_BT = logp_BT.detach() if self.old_BT is None else self.old_BT
         return LossInputs(
-            logp_new_N=logp_BT.flatten(),
-            logp_old_N=old_BT.flatten(),
-            advantage_N=self.advantage_B.repeat_interleave(width),
-            mask_N=MASK_BT.flatten().bool(),
-            row_N=torch.arange(rows).repeat_interleave(width),
+            logp_new_M=logp_BT.flatten(),
+            logp_old_M=old_BT.flatten(),
+            advantage_M=self.advantage_B.repeat_interleave(width),
+            mask_M=MASK_BT.flatten().bool(),
+            row_M=torch.arange(rows).repeat_interleave(width),
             rows=rows,
             totals=LossDenominators(rows, int(MASK_BT.sum()), BUDGET),
-            logp_ref_N=self.ref_BT.flatten(),
-            entropy_N=entropy_BT.flatten(),
+            logp_ref_M=self.ref_BT.flatten(),
+            entropy_M=entropy_BT.flatten(),
         )
 
 
@@ -90,7 +90,7 @@ def compare(case: Case, ours: Objective, settings: LossSettings, *, weighted: bo
             loss = grpo_loss(leaves[0], case.advantage_B, MASK_BT, **(theirs | terms | known | trl))
         else:
             inputs = case.inputs(*leaves)
-            inputs = replace(inputs, weight_N=case.weight_BT.flatten()) if weighted else inputs
+            inputs = replace(inputs, weight_M=case.weight_BT.flatten()) if weighted else inputs
             loss = ours.loss(inputs, settings).loss
         grads = torch.autograd.grad(loss, leaves, allow_unused=True)
         filled = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, grads, strict=True)]
@@ -162,7 +162,7 @@ def test_per_token_advantages() -> None:
             "importance_sampling_level": level,
         }
         theirs = grpo_loss(leaf_BT, advantage_BT, MASK_BT, old_BT=case.old_BT, **options)
-        inputs = replace(case.inputs(leaf_BT, case.entropy_BT), advantage_N=advantage_BT.flatten())
+        inputs = replace(case.inputs(leaf_BT, case.entropy_BT), advantage_M=advantage_BT.flatten())
         ours = replace(SHARED[kind], ratio=LEVELS[level]).loss(inputs, PLAIN).loss
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6)
         grads = [torch.autograd.grad(loss, leaf_BT)[0] for loss in (ours, theirs)]

@@ -88,7 +88,7 @@ def test_the_loss_and_its_gradient(page: Page, seed: int, beta: float) -> None:
     advantage = torch.randn(4, dtype=torch.float64)
     row = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))
     inputs = LossInputs(
-        new, old, advantage[row], torch.ones(total, dtype=torch.bool), row, 4, LossDenominators(4, total, 8), logp_ref_N=ref
+        new, old, advantage[row], torch.ones(total, dtype=torch.bool), row, 4, LossDenominators(4, total, 8), logp_ref_M=ref
     )
     ours = OBJECTIVES["grpo"].loss(inputs, LossSettings(beta, "k3", False, 0.0))
     (gradient,) = torch.autograd.grad(ours.loss, new)
@@ -100,7 +100,7 @@ def test_the_loss_and_its_gradient(page: Page, seed: int, beta: float) -> None:
     theirs = ask(page, "f.grpoLoss(x[0], 0.2, 0.2, x[1])", [sampled, beta])
     assert theirs["loss"] == pytest.approx(float(ours.loss.detach()), abs=1e-12)
     assert [slope for of in theirs["gradient"] for slope in of] == pytest.approx(gradient.tolist(), abs=1e-12)
-    assert theirs["clippedShare"] == pytest.approx(float(ours.clipped_N.double().mean()))
+    assert theirs["clippedShare"] == pytest.approx(float(ours.clipped_M.double().mean()))
 
 
 def test_the_small_policy_follows_the_gradient(page: Page) -> None:
@@ -121,7 +121,7 @@ def test_the_small_policy_follows_the_gradient(page: Page) -> None:
         rows = torch.arange(6)
         inputs = LossInputs(
             logits.log_softmax(0)[sampled], old, graded[0], torch.ones(6, dtype=torch.bool), rows, 6, LossDenominators(6, 6, 1),
-            logp_ref_N=reference,
+            logp_ref_M=reference,
         )  # fmt: skip
         loss = OBJECTIVES["grpo"].loss(inputs, LossSettings(0.1, "k3", False, 0.0)).loss
         (gradient,) = torch.autograd.grad(loss, logits)

@@ -25,7 +25,7 @@ from oncurve.algos.packed_rows import PackedRows
 from oncurve.algos.ratios import mismatch_mask, truncated_weights
 from oncurve.algos.reductions import LossDenominators, loss_denominators
 from oncurve.distributed.world import SINGLE_PROCESS, World
-from oncurve.models.activation_checkpointing import checkpoint_layers, free_bytes, in_flight_bytes, layers_to_checkpoint
+from oncurve.models.activation_checkpointing import checkpoint_layers, free_bytes, layers_to_checkpoint, transient_bytes
 from oncurve.models.packing import Pack, PrefixGroup, build_pack, split_by_budget, to_device
 from oncurve.models.policy import Policy, dummy_passes
 from oncurve.models.reference import Reference
@@ -98,7 +98,7 @@ class Learner(PackedStage):
         if how == "on":
             checkpoint_layers(self.policy, int(self.policy.model.config.get_text_config().num_hidden_layers))
         elif how == "auto" and device.type == "cuda":
-            free = free_bytes(device) - self.optimiser.unallocated_bytes - in_flight_bytes(self.policy, tokens)
+            free = free_bytes(device) - self.optimiser.unallocated_bytes - transient_bytes(self.policy, tokens)
             checkpoint_layers(self.policy, layers_to_checkpoint(self.policy, tokens, free))
 
     def _fitting(self, groups: Sequence[GradedGroup], chunks: Sequence[range]) -> list[list[MicroBatch]]:
@@ -261,7 +261,7 @@ class Learner(PackedStage):
         for micro in batch:
             with self.policy.accumulate_into(self.optimiser.accumulator):
                 inputs, outputs = self._forward_backward(micro, totals)
-            done.append(replace(micro, logp_old_M=inputs.logp_old_N))
+            done.append(replace(micro, logp_old_M=inputs.logp_old_M))
             if seen is not None:
                 seen.note(micro, inputs, outputs)
         dummy_passes(self.policy, more)
@@ -275,7 +275,7 @@ class Learner(PackedStage):
         for tokens, part in split_micro_batch(micro, self.policy.head_chunk_tokens):
             with self.phases("forward"):
                 own = hidden_MD[tokens].detach().requires_grad_()
-                logp_M, entropy_M = self.policy.logps_of(own, part.pack.target_M, self._temperature)
+                logp_M, entropy_M = self.policy.target_logps(own, part.pack.target_M, self._temperature)
                 inputs.append(self._loss_inputs(part, totals, logp_M, entropy_M))
                 outputs.append(self.objective.loss(inputs[-1], self.loss_settings))
             with self.phases("backward"):
@@ -291,16 +291,16 @@ class Learner(PackedStage):
     def _loss_inputs(self, micro: MicroBatch, totals: LossDenominators, logp_M: Tensor, entropy_M: Tensor) -> LossInputs:
         old_M = logp_M.detach() if micro.logp_old_M is None else micro.logp_old_M
         return LossInputs(
-            logp_new_N=logp_M,
-            logp_old_N=old_M,
-            advantage_N=micro.advantage_M,
-            mask_N=micro.mask_M,
-            row_N=micro.pack.row_M,
+            logp_new_M=logp_M,
+            logp_old_M=old_M,
+            advantage_M=micro.advantage_M,
+            mask_M=micro.mask_M,
+            row_M=micro.pack.row_M,
             rows=micro.pack.rows,
             totals=totals,
-            logp_ref_N=micro.logp_ref_M,
-            entropy_N=entropy_M,
-            weight_N=self._weights(micro, old_M),
+            logp_ref_M=micro.logp_ref_M,
+            entropy_M=entropy_M,
+            weight_M=self._weights(micro, old_M),
         )
 
     def _weights(self, micro: MicroBatch, old_M: Tensor) -> Tensor | None:

@@ -60,7 +60,7 @@ def merge_inputs(micro: MicroBatch, parts: Sequence[LossInputs]) -> LossInputs:
     if len(parts) == 1:
         return parts[0]
     return replace(
-        _joined(parts), advantage_N=micro.advantage_M, mask_N=micro.mask_M, row_N=micro.pack.row_M, rows=micro.pack.rows
+        _joined(parts), advantage_M=micro.advantage_M, mask_M=micro.mask_M, row_M=micro.pack.row_M, rows=micro.pack.rows
     )
 
 

@@ -113,27 +113,27 @@ class UpdateStats:
         return watched
 
     def note(self, micro: MicroBatch, inputs: LossInputs, outputs: LossOutputs) -> None:
-        mask_M, new_M = inputs.mask_N, inputs.logp_new_N.detach()
-        assert inputs.entropy_N is not None
-        gap_M, drift_M = inputs.logp_old_N - micro.sampler_M, new_M - inputs.logp_old_N
+        mask_M, new_M = inputs.mask_M, inputs.logp_new_M.detach()
+        assert inputs.entropy_M is not None
+        gap_M, drift_M = inputs.logp_old_M - micro.sampler_M, new_M - inputs.logp_old_M
         found = {
             "tokens": mask_M,
-            "entropy": inputs.entropy_N.detach(),
-            "ratio_mean": outputs.ratio_N,
-            "clip_low_share": outputs.clipped_low_N,
-            "clip_high_share": outputs.clipped_high_N,
-            "clip_share": outputs.clipped_N,
-            "kl": outputs.kl_N,
+            "entropy": inputs.entropy_M.detach(),
+            "ratio_mean": outputs.ratio_M,
+            "clip_low_share": outputs.clipped_low_M,
+            "clip_high_share": outputs.clipped_high_M,
+            "clip_share": outputs.clipped_M,
+            "kl": outputs.kl_M,
             "update_kl": drift_M.exp() - 1 - drift_M,
             "mismatch_kl": gap_M.exp() - gap_M - 1,
-            "ratio_max": outputs.ratio_N,
+            "ratio_max": outputs.ratio_M,
             "mismatch_max": gap_M.abs(),
-            "mismatch_masked_share": None if inputs.weight_N is None else inputs.weight_N == 0,
+            "mismatch_masked_share": None if inputs.weight_M is None else inputs.weight_M == 0,
         }
         numbers = {name: _masked(x_M, mask_M, name in LARGEST) for name, x_M in found.items() if x_M is not None}
         numbers |= {"loss": outputs.loss.detach().double(), "policy_loss": outputs.policy_loss.double()}
-        columns = [new_M, outputs.ratio_N, inputs.entropy_N.detach(), outputs.clipped_N]
-        columns += [] if outputs.kl_N is None else [outputs.kl_N]
+        columns = [new_M, outputs.ratio_M, inputs.entropy_M.detach(), outputs.clipped_M]
+        columns += [] if outputs.kl_M is None else [outputs.kl_M]
         table_XM = torch.stack([x_M.float() for x_M in columns])
         self._noted.append(_Noted(micro, tuple(numbers), torch.stack(list(numbers.values())), table_XM))
 

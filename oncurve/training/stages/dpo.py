@@ -96,10 +96,10 @@ class DpoLoop(PackedStage):
             with self.policy.accumulate_into(self.optimiser.accumulator):
                 logp_M, entropy_M = self.policy.pack_logps(pack)
             pairs = self._pairs(logp_M, pack, places)
-            loss_N = PREFERENCE_LOSSES[self.stage.loss](pairs, self.stage.beta, self.stage.margin)
-            (loss_N.sum() / count).backward()  # type: ignore[no-untyped-call]
+            loss_B = PREFERENCE_LOSSES[self.stage.loss](pairs, self.stage.beta, self.stage.margin)
+            (loss_B.sum() / count).backward()  # type: ignore[no-untyped-call]
             self.optimiser.add_autograd_grads()
-            seen.note(loss_N, pairs, entropy_M, self.stage.beta)
+            seen.note(loss_B, pairs, entropy_M, self.stage.beta)
         dummy_passes(self.policy, more)
         return seen
 
@@ -146,12 +146,12 @@ class _DpoStats:
         self.sums = dict.fromkeys(("loss", "pair_accuracy", "pair_margin", "chosen_reward", "rejected_reward"), 0.0)
         self.counts = {"pairs": 0.0, "tokens": 0.0, "entropy": 0.0}
 
-    def note(self, loss_N: Tensor, pairs: Pairs, entropy_M: Tensor, beta: float) -> None:
-        chosen_N, rejected_N = implicit_rewards(pairs, beta)
-        found = (loss_N.detach(), chosen_N > rejected_N, chosen_N - rejected_N, chosen_N, rejected_N)
-        for name, value_N in zip(self.sums, found, strict=True):
-            self.sums[name] += float(value_N.double().sum())
-        self.counts["pairs"] += len(loss_N)
+    def note(self, loss_B: Tensor, pairs: Pairs, entropy_M: Tensor, beta: float) -> None:
+        chosen_B, rejected_B = implicit_rewards(pairs, beta)
+        found = (loss_B.detach(), chosen_B > rejected_B, chosen_B - rejected_B, chosen_B, rejected_B)
+        for name, value_B in zip(self.sums, found, strict=True):
+            self.sums[name] += float(value_B.double().sum())
+        self.counts["pairs"] += len(loss_B)
         self.counts["tokens"] += len(entropy_M)
         self.counts["entropy"] += float(entropy_M.detach().double().sum())
 

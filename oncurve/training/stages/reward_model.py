@@ -19,7 +19,7 @@ from torch.nn import functional
 from oncurve.algos.preference_losses import bradley_terry, calibration_error
 from oncurve.distributed.world import SINGLE_PROCESS, World
 from oncurve.errors import DataError
-from oncurve.models.heads.classifier import classifier_of, load_classifier, logits, save
+from oncurve.models.heads.classifier import build_classifier, classify, load_classifier, save
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.stages import RewardModel
 from oncurve.records import StepReport
@@ -60,12 +60,12 @@ class TokenizedExample:
 class ScoreSums:
     """What the model said of some rows: their loss summed, how many numbers it is a sum of, and how often it was right.
 
-    ``probability_N`` is what it gave to the truth, for each thing it could be right about.
+    ``probability_B`` is what it gave to the truth, for each thing it could be right about.
     """
 
     loss: Tensor
     count: int
-    probability_N: Tensor
+    probability_B: Tensor
     gap: float = 0.0
 
 
@@ -75,7 +75,7 @@ class GlobalScores:
 
     loss: float
     count: int
-    probability_N: Tensor
+    probability_B: Tensor
     gap: float
 
 
@@ -94,7 +94,7 @@ class RewardModelLoop(PackedStage):
         told = judgements or read_reward_model_data(stage)
         by_token = stage.kind == "steps"
         self.model = (
-            classifier_of(policy, stage.heads, seed, by_token=by_token)
+            build_classifier(policy, stage.heads, seed, by_token=by_token)
             if stage.source is None
             else load_classifier(stage.source, stage.heads, policy, by_token=by_token)
         )
@@ -173,9 +173,9 @@ class RewardModelLoop(PackedStage):
 
         found = self._of_all(self._in_fitting_parts(rows, attempt))
         told = {"heldout_loss": found.loss / found.count}
-        if len(found.probability_N):
-            told["heldout_pair_accuracy"] = _accuracy(found.probability_N)
-            told["calibration_error"] = calibration_error(found.probability_N)
+        if len(found.probability_B):
+            told["heldout_pair_accuracy"] = _accuracy(found.probability_B)
+            told["calibration_error"] = calibration_error(found.probability_B)
         return told
 
     def _of_all(self, own: GlobalScores) -> GlobalScores:
@@ -243,34 +243,34 @@ def tokenize_example(tokenizer: Any, judged: RewardModelExample, kind: str) -> T
 
 def score_pairs(model: Any, rows: Sequence[TokenizedExample]) -> ScoreSums:
     """Both completions of a pair in one batch; heads without a say count nothing."""
-    out = logits(model, [row for coded in rows for row in coded.rows])
-    chosen_NH, rejected_NH = out[0::2], out[1::2]
-    sign_NH = torch.tensor([coded.values for coded in rows], dtype=torch.float32, device=out.device)
-    margin_N = torch.tensor([coded.margin for coded in rows], device=out.device)
-    loss_NH = bradley_terry(chosen_NH, rejected_NH, sign_NH, margin_N)
-    gap_NH = (sign_NH * (chosen_NH - rejected_NH)).detach()
-    said_NH = sign_NH != 0
-    return ScoreSums(loss_NH.sum(), int(said_NH.sum()), torch.sigmoid(gap_NH[said_NH]).cpu(), float(gap_NH[said_NH].sum()))
+    out = classify(model, [row for coded in rows for row in coded.rows])
+    chosen_BA, rejected_BA = out[0::2], out[1::2]
+    sign_BA = torch.tensor([coded.values for coded in rows], dtype=torch.float32, device=out.device)
+    margin_B = torch.tensor([coded.margin for coded in rows], device=out.device)
+    loss_BA = bradley_terry(chosen_BA, rejected_BA, sign_BA, margin_B)
+    gap_BA = (sign_BA * (chosen_BA - rejected_BA)).detach()
+    said_BA = sign_BA != 0
+    return ScoreSums(loss_BA.sum(), int(said_BA.sum()), torch.sigmoid(gap_BA[said_BA]).cpu(), float(gap_BA[said_BA].sum()))
 
 
 def score_ratings(model: Any, rows: Sequence[TokenizedExample]) -> ScoreSums:
-    out_NH = logits(model, [coded.rows[0] for coded in rows])
+    out_BA = classify(model, [coded.rows[0] for coded in rows])
     nothing = float("nan")
     wanted = [[nothing if v is None else v for v in coded.values] for coded in rows]
-    wanted_NH = torch.tensor(wanted, dtype=torch.float32, device=out_NH.device)
-    said_NH = ~wanted_NH.isnan()
-    loss = ((out_NH - wanted_NH)[said_NH]).square().sum()
-    return ScoreSums(loss, int(said_NH.sum()), torch.empty(0))
+    wanted_BA = torch.tensor(wanted, dtype=torch.float32, device=out_BA.device)
+    said_BA = ~wanted_BA.isnan()
+    loss = ((out_BA - wanted_BA)[said_BA]).square().sum()
+    return ScoreSums(loss, int(said_BA.sum()), torch.empty(0))
 
 
 def score_steps(model: Any, rows: Sequence[TokenizedExample]) -> ScoreSums:
-    out = logits(model, [coded.rows[0] for coded in rows])
+    out = classify(model, [coded.rows[0] for coded in rows])
     at = [(i, end) for i, coded in enumerate(rows) for end in coded.ends]
     where, ends = (torch.tensor(x, device=out.device) for x in zip(*at, strict=True))
     labels = torch.tensor([int(v or 0) for coded in rows for v in coded.values], device=out.device)
     picked_NL = out[where, ends]
-    probability_N = picked_NL.detach().softmax(-1).gather(1, labels[:, None])[:, 0]
-    return ScoreSums(functional.cross_entropy(picked_NL, labels, reduction="sum"), len(labels), probability_N.cpu())
+    probability_B = picked_NL.detach().softmax(-1).gather(1, labels[:, None])[:, 0]
+    return ScoreSums(functional.cross_entropy(picked_NL, labels, reduction="sum"), len(labels), probability_B.cpu())
 
 
 SCORES: dict[str, Callable[[Any, Sequence[TokenizedExample]], ScoreSums]] = {
@@ -286,21 +286,21 @@ def _count(coded: TokenizedExample) -> int:
 
 
 def to_global(scored: ScoreSums) -> GlobalScores:
-    return GlobalScores(float(scored.loss.detach()), scored.count, scored.probability_N, scored.gap)
+    return GlobalScores(float(scored.loss.detach()), scored.count, scored.probability_B, scored.gap)
 
 
 def merge_scores(parts: Sequence[GlobalScores]) -> GlobalScores:
     """Of several parts, or of none."""
-    probability_N = torch.cat([torch.empty(0), *(part.probability_N for part in parts)])
+    probability_B = torch.cat([torch.empty(0), *(part.probability_B for part in parts)])
     loss, gap = sum(part.loss for part in parts), sum(part.gap for part in parts)
-    return GlobalScores(loss, sum(part.count for part in parts), probability_N, gap)
+    return GlobalScores(loss, sum(part.count for part in parts), probability_B, gap)
 
 
 def _right(found: GlobalScores) -> dict[str, float]:
-    if not len(found.probability_N):
+    if not len(found.probability_B):
         return {}
-    return {"pair_accuracy": _accuracy(found.probability_N), "pair_margin": found.gap / len(found.probability_N)}
+    return {"pair_accuracy": _accuracy(found.probability_B), "pair_margin": found.gap / len(found.probability_B)}
 
 
-def _accuracy(probability_N: Tensor) -> float:
-    return float((probability_N > 0.5).double().mean() + 0.5 * (probability_N == 0.5).double().mean())
+def _accuracy(probability_B: Tensor) -> float:
+    return float((probability_B > 0.5).double().mean() + 0.5 * (probability_B == 0.5).double().mean())
