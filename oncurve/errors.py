@@ -1,19 +1,21 @@
-"""Every error a user can meet. Each says where, what, why and how to fix it; the command line prints it and exits with 2.
+"""Every error that a user can meet. Each says where, what, why and how to fix it; the CLI prints it and exits with code 2.
 
 OncurveError
 ├── RecipeError       a recipe that can't be run as written
-├── DataError         a data file or task that gives nothing usable
+├── DataError         a data file or task with nothing usable in it
 ├── ModelError        a model that can't be loaded, or that the engine can't run faithfully
-├── RewardError       rewards that fail too often, or can't be built
-├── RunError          a run folder: missing, foreign, interrupted, already there, made by a newer version
+├── RewardError       rewards that can't be built, or that fail too often
+├── RunError          a run folder: missing, not a run, interrupted, already there, written by a newer version
 │   └── CheckpointError   a checkpoint that is damaged or unreadable
-├── ClusterError      a cluster that does not answer, has no room, or has other code on its nodes
-├── ScaleError        ranks that can't find each other, differ, or wait for one that is gone or late
-├── EngineError       a sampler in a process of its own that can't be started, or is lost
-├── DiskError         no room, no permission, read-only
-└── MissingPackage    an optional package that a setting asks for
+├── ClusterError      a Ray cluster: no answer, no free resources, other code on its nodes, an actor that died
+├── ScaleError        ranks that can't find each other, differ, died or time out
+├── EngineError       a sampler process that can't be started, or died
+├── DiskError         a disk: full, read-only, no permission
+├── PluginError       a plug-in of an installed package that can't be used
+└── MissingPackage    an optional package that a setting needs
 
-Errors on their way from one process to another: as JSON, and back as what they were.
+Any other exception is a bug in Oncurve: the CLI prints its traceback and exits with code 1. `error_to_json` and
+`error_from_json` carry errors between processes.
 """
 
 from __future__ import annotations
@@ -27,11 +29,19 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from oncurve import errors
-
 
 class OncurveError(Exception):
-    """An error that the user can mend. ``where`` names the place, ``what`` was found, ``because`` and ``fix`` complete it."""
+    """An error that the user can fix.
+
+    ``where`` is the key, file or folder at fault, ``what`` the value or state found there, ``because`` the reason why it can't
+    be used and ``fix`` what to do.
+
+    Example: ``RecipeError("grpo.group_size", 1, because="a group needs 2 completions", fix="use 2 or more")`` prints
+
+        grpo.group_size: 1
+          because a group needs 2 completions
+          fix: use 2 or more
+    """
 
     exit_code = 2
 
@@ -45,7 +55,7 @@ class RecipeError(OncurveError):
 
 
 class DataError(OncurveError):
-    """A data file or task that gives nothing usable; ``where`` is the file and line."""
+    """A data file or task with nothing usable in it; ``where`` is the file and line."""
 
 
 class ModelError(OncurveError):
@@ -53,45 +63,49 @@ class ModelError(OncurveError):
 
 
 class RewardError(OncurveError):
-    """Rewards that can't be built, or that fail too often to go on."""
+    """Rewards that can't be built, or that fail too often to continue training."""
 
 
 class RunError(OncurveError):
-    """A run folder that can't be used as asked."""
+    """A run folder that can't be used for the command: missing, interrupted, already there, or of a newer version."""
 
 
 class CheckpointError(RunError):
-    """A checkpoint that is damaged, or of a format this version does not read."""
+    """A checkpoint that is damaged, or of a format that this version does not read."""
 
 
 class ClusterError(OncurveError):
-    """A cluster that does not answer, has no room, or is not what the run needs; or an actor that others wait for in vain."""
+    """A Ray cluster that does not answer or lacks resources, a node with other code, or an actor that died or timed out."""
 
 
 class ScaleError(OncurveError):
-    """Processes that can't work as one: they differ, can't find each other, or wait for one that is gone or late."""
+    """Ranks that can't run together: they differ, can't find each other, or one of them died or timed out."""
 
 
 class EngineError(OncurveError):
-    """A sampler in a process of its own that can't be started, or that was lost and does not come back."""
+    """A sampler process that can't be started, or that died and could not be restarted."""
 
 
 class DiskError(OncurveError):
-    """No room left, no permission, or a read-only disk."""
+    """A disk that is full or read-only, or a file without permission."""
+
+
+class PluginError(OncurveError):
+    """A plug-in of an installed package that can't be imported, is of the wrong type, or whose name is taken."""
 
 
 class MissingPackage(OncurveError):
-    """An optional package that a setting asks for is not installed."""
+    """An optional package that a setting needs is not installed."""
 
 
 def pip_install(extra: str) -> str:
-    """The command that installs an optional part here: `pip` where the shell's is this environment's, else by path."""
-    here, found = Path(sys.executable), shutil.which("pip")
-    if found is not None and Path(found).parent == here.parent:
+    """The command that installs an optional dependency into this environment: plain `pip` if the shell's pip belongs to it."""
+    python, pip_on_path = Path(sys.executable), shutil.which("pip")
+    if pip_on_path is not None and Path(pip_on_path).parent == python.parent:
         pip = "pip"
     else:
-        near = here.is_relative_to(Path.cwd())
-        pip = f"{shlex.quote(os.path.relpath(here) if near else str(here))} -m pip"
+        is_near = python.is_relative_to(Path.cwd())
+        pip = f"{shlex.quote(os.path.relpath(python) if is_near else str(python))} -m pip"
     return f"{pip} install 'oncurve[{extra}]'"
 
 
@@ -102,7 +116,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def no_such(where: str, kind: str, name: str, known: Iterable[str]) -> RecipeError:
-    """A recipe names something of a kind that there is not: with the nearest that there is."""
+    """The error for a name in a recipe that does not exist, with the closest name that does."""
     known = list(known)
     return RecipeError(
         where,
@@ -112,24 +126,29 @@ def no_such(where: str, kind: str, name: str, known: Iterable[str]) -> RecipeErr
     )
 
 
-def error_to_json(error: BaseException, who: str) -> dict[str, Any]:
-    """An error as plain data. One that is no user's error has its kind and text; its traceback stands where it was raised."""
+def error_to_json(error: BaseException, process: str) -> dict[str, Any]:
+    """An error as JSON, to be raised again in another process. ``process`` names the one that failed ("rank 3").
+
+    An exception that is no `OncurveError` becomes a `ScaleError` with its type and message; its traceback is in the output of
+    the process that raised it.
+    """
     if isinstance(error, OncurveError):
-        what = {"where": error.where, "what": str(error.what), "because": error.because, "fix": error.fix}
-        return {"kind": type(error).__name__, "exit_code": error.exit_code, **what}
+        fields = {"where": error.where, "what": str(error.what), "because": error.because, "fix": error.fix}
+        return {"kind": type(error).__name__, "exit_code": error.exit_code, **fields}
     return {
         "kind": "ScaleError",
         "exit_code": 1,
-        "where": who,
+        "where": process,
         "what": f"ended with {type(error).__name__}",
         "because": str(error)[:400] or "it gave no reason",
-        "fix": "the traceback above, in what that process wrote, says where; please report it",
+        "fix": "see the traceback in the output of that process, and please report it",
     }
 
 
 def error_from_json(data: dict[str, Any]) -> OncurveError:
-    """The error again, of its own class where that is one of `oncurve.errors`."""
-    kind = getattr(errors, str(data["kind"]), ScaleError)
-    error: OncurveError = kind(data["where"], data["what"], because=data["because"], fix=data["fix"])
+    """The error that `error_to_json` wrote, of the same class if it is one of this module."""
+    kind = globals().get(str(data["kind"]))
+    error_type = kind if isinstance(kind, type) and issubclass(kind, OncurveError) else ScaleError
+    error = error_type(data["where"], data["what"], because=data["because"], fix=data["fix"])
     error.exit_code = int(data["exit_code"])
     return error
