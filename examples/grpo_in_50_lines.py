@@ -1,15 +1,15 @@
-"""GRPO in 50 lines: from random weights, by trial and reward alone, a tiny transformer learns to count down to 0."""
+"""GRPO in 50 lines: a tiny transformer with random weights learns from rewards to count down to 0."""
 
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-# Shapes are in the names: P prompts of Q tokens, G completions of each, B = P·G in all, T tokens at most, vocabulary V.
-P, Q, G, T, V, END = 16, 1, 16, 9, 10, 0  # the tokens are the digits, and 0 ends a completion
+# Shape suffixes: P prompts of Q tokens, G completions per prompt, B = P·G completions of up to T tokens, vocabulary V.
+P, Q, G, T, V, END = 16, 1, 16, 9, 10, 0  # the tokens are digits; 0 ends a completion
 
 
 def sample(model: nn.Module, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """T more tokens drawn from the policy, and a mask: what follows the first END is not part of the completion."""
+    """Sample T tokens from the policy. The mask is False after the first END, where the completion is over."""
     for _ in range(T):
         ids = torch.cat((ids, model(ids).logits[:, -1].softmax(-1).multinomial(1)), 1)
     ends_BT = (ids[:, -T:] == END).int()
@@ -17,13 +17,13 @@ def sample(model: nn.Module, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def logps(model: nn.Module, prompt_BQ: Tensor, completion_BT: Tensor) -> Tensor:
-    """log π(token | all before it), for each token of the completions."""
+    """log π(token | everything before it) for each token of the completions."""
     logits_BTV: Tensor = model(torch.cat((prompt_BQ, completion_BT), 1)).logits[:, prompt_BQ.shape[1] - 1 : -1]
     return logits_BTV.log_softmax(-1).gather(2, completion_BT[..., None])[..., 0]
 
 
 def grpo_loss(new_BT: Tensor, old_BT: Tensor, reward_PG: Tensor, mask_BT: Tensor, clip: float = 0.2) -> Tensor:
-    """Grade each completion on the curve of its own group; make the better ones likelier, but no step too far."""
+    """Advantages relative to the group; raise the probability of better completions, at most by the clip per batch."""
     advantage_PG = (reward_PG - reward_PG.mean(1, keepdim=True)) / (reward_PG.std(1, keepdim=True) + 1e-4)
     advantage_B1, ratio_BT = advantage_PG.view(-1, 1), (new_BT - old_BT).exp()
     gain_BT = torch.minimum(ratio_BT * advantage_B1, ratio_BT.clamp(1 - clip, 1 + clip) * advantage_B1)
@@ -40,7 +40,7 @@ if __name__ == "__main__":
         with torch.no_grad():
             completion_BT, mask_BT = sample(model, prompt_BQ)
             old_BT = logps(model, prompt_BQ, completion_BT)
-        right_BT = completion_BT == prompt_BQ - torch.arange(1, T + 1)  # reward: how far it got before its first slip
+        right_BT = completion_BT == prompt_BQ - torch.arange(1, T + 1)  # reward: fraction right before the first mistake
         reward_PG = (right_BT.cumprod(1).sum(1) / prompt_BQ[:, 0]).view(P, G)
         for _ in range(2):
             adam.zero_grad()

@@ -9,10 +9,10 @@ from pathlib import Path
 import axe_core_python
 import numpy as np
 import pytest
+from oncurve.studio.feedback import FILE
 from playwright.sync_api import Browser, Page, expect
 
 from oncurve.runs.database.writer import RunWriter
-from oncurve.studio.feedback import FILE
 from tests.studio.browsing import a_browser, a_page
 from tests.studio.samples import HOSTILE, make_free_run, make_run, step_report
 from tests.studio.serving import Served, served
@@ -76,7 +76,7 @@ def test_runs_are_listed_and_broken_folders_shown_as_such(studio: Served, browse
         page.get_by_role("button", name="Compare recipes").click()
         expect(page.get_by_label("Recipes")).to_contain_text("seed = 7")
         expect(page.get_by_label("Recipes")).to_contain_text("lines differ")
-        page.get_by_label("log scale").check()
+        page.get_by_label("Log scale").check()
         page.get_by_label("From step").fill("2")
         page.get_by_label("From step").press("Enter")
         expect(page.get_by_role("button", name="All steps")).to_be_visible()
@@ -148,7 +148,7 @@ def test_what_if_gives_the_formulas_numbers(studio: Served, browser: Browser) ->
         page.get_by_label("Divide by").select_option("none")
         page.get_by_label("Subtract").select_option("leave_one_out")
         assert shown(page, "[data-advantage]") == pytest.approx((rewards - rewards.mean()) * 4 / 3, abs=0.006)
-        page.get_by_role("button", name="Put rewards back").click()
+        page.get_by_role("button", name="Reset rewards").click()
         assert shown(page, "[data-reward]") == [1.1, 1.0, 0.1, 0.0]
 
 
@@ -178,11 +178,12 @@ def test_the_keyboard_goes_everywhere(tmp_path: Path, browser: Browser) -> None:
         page.keyboard.press("Enter")
         expect(page.get_by_text("disputed: 0.50")).to_be_visible()
         page.keyboard.press("?")
-        expect(page.get_by_label("Keys", exact=True)).to_be_visible()
+        expect(page.get_by_label("Keyboard shortcuts", exact=True)).to_be_visible()
 
 
 @pytest.mark.parametrize(
-    ("button", "count"), [("Right answer, wrong format", 4), ("Groups without signal", 4), ("Failed rewards", 4), ("Cut", 4)]
+    ("button", "count"),
+    [("Right answer, wrong format", 4), ("Groups without signal", 4), ("Failed rewards", 4), ("Truncated", 4)],
 )
 def test_filters(studio: Served, browser: Browser, button: str, count: int) -> None:
     with a_page(browser, f"{studio.address}/#/groups/sums-1/search") as watched:
@@ -284,12 +285,12 @@ def test_the_plan_page(studio: Served, browser: Browser) -> None:
     with a_page(browser, f"{studio.address}/#/plan") as watched:
         page = watched.page
         expect(page.locator("[data-fits]")).to_have_attribute("data-fits", "false")
-        expect(page.get_by_role("region", name="What would make it fit")).to_contain_text("LoRA")
+        expect(page.get_by_role("region", name="How to make it fit")).to_contain_text("LoRA")
         told = studio.ask("/api/plan", body={"model": "Qwen/Qwen3-8B", "gpus": 1}).json
         update = next(phase for phase in told["plan"]["memory"]["phases"] if phase["name"] == "update")
         expect(page.locator("[data-phase=update]")).to_have_text(f"{update['total'] / 2**30:.0f} GiB")
         page.get_by_role("checkbox", name="LoRA").check()
-        page.get_by_role("checkbox", name="compute activations again").check()
+        page.get_by_role("checkbox", name="Activation checkpointing").check()
         expect(page.locator("[data-fits]")).to_have_attribute("data-fits", "true")
         expect(page.locator("[data-title='grpo, LoRA']")).to_contain_text("fits")
         watched.keep("plan-lora")

@@ -123,10 +123,10 @@ def _the_page(playground: Served, browser: Browser) -> None:
         page.set_default_timeout(300_000)
         expect.set_options(timeout=300_000)
         expect(page.get_by_role("combobox", name="Model")).to_have_value("one")
-        page.get_by_role("combobox", name="Beside it").select_option("two@grpo-2")
-        page.get_by_role("textbox", name="Prompt").fill("1+2=")
-        page.get_by_role("textbox", name="Its columns").fill('{"answer": "3"}')
-        page.get_by_role("spinbutton", name="most tokens").fill("30")
+        page.get_by_role("combobox", name="Compare with").select_option("two@grpo-2")
+        page.get_by_role("textbox", name="Prompt", exact=True).fill("1+2=")
+        page.get_by_role("textbox", name="Prompt columns").fill('{"answer": "3"}')
+        page.get_by_role("spinbutton", name="Max new tokens").fill("30")
         page.get_by_role("button", name="Sample").click()
         expect(page.locator("[data-state=done]")).to_have_count(2)
         for target in ("one", "two@grpo-2"):
@@ -143,7 +143,7 @@ def _the_page(playground: Served, browser: Browser) -> None:
         assert column.locator("[data-place='3'] [data-advantage]").inner_text() == f"+{(7 / 8) / (0.125**0.5 + 1e-4):.2f}"
         page.get_by_role("button", name="Unload one").click()
         expect(page.get_by_role("button", name="Unload one")).to_have_count(0)
-        page.get_by_role("textbox", name="Prompt").fill("1" * 600)
+        page.get_by_role("textbox", name="Prompt", exact=True).fill("1" * 600)
         page.get_by_role("button", name="Sample").click()
         expect(page.get_by_role("alert").first).to_contain_text("don't fit")
     until = time.monotonic() + 60

@@ -1,12 +1,12 @@
-// Advantages as the trainer computes them (oncurve/algos/advantages.py); a test feeds both and compares.
+// Advantages as the trainer computes them (oncurve/algos/advantages.py). A test compares the two.
 import type { Baseline, Scale } from "../shared/api";
 
-/** A missing reward is null, not 0: it leaves mean and std, and its completion is not graded. */
+/** A failed reward is null, not 0: it is excluded from mean and std, and its completion gets no advantage. */
 export type Reward = number | null;
 
 export interface Curve { count: number; mean: number; std: number; flat: boolean }
 
-/** Count, mean and std (n − 1); `flat` where all values are equal up to 16 units in the last place, or there are fewer than 2. */
+/** Count, mean and std (n − 1). `flat` if there are fewer than 2 values or all are equal up to 16 units in the last place. */
 export function curveOf(rewards: readonly Reward[]): Curve {
   const values = rewards.filter((reward): reward is number => reward !== null && Number.isFinite(reward));
   const count = values.length;
@@ -17,7 +17,7 @@ export function curveOf(rewards: readonly Reward[]): Curve {
   return { count, mean, std, flat: count < 2 || highest - lowest <= rounding };
 }
 
-/** A_i = (r_i − b_i) / (s + eps); exactly 0 for equal or missing rewards and groups too small to be graded. */
+/** A_i = (r_i − b_i) / (s + eps). Exactly 0 for equal rewards, failed rewards, and groups of fewer than 2. */
 export function advantages(groups: readonly (readonly Reward[])[], baseline: Baseline, scale: Scale, eps: number): number[][] {
   const batch = curveOf(groups.flat());
   return groups.map((rewards) => {
@@ -34,7 +34,7 @@ export function advantages(groups: readonly (readonly Reward[])[], baseline: Bas
   });
 }
 
-/** r~ over every step reward of the group; a token's advantage is the sum over the steps that end at it or after it. */
+/** Normalises all step rewards of the group to r~. A token's advantage is the sum of r~ over the steps that end at or after it. */
 export function processAdvantages(steps: readonly (readonly [number, number][])[], lengths: readonly number[], eps: number): number[][] {
   const curve = curveOf(steps.flatMap((of) => of.map(([, reward]) => reward)));
   return steps.map((of, index) => {

@@ -1,4 +1,4 @@
-// The formulas by themselves: a test loads this file in a browser and holds its numbers against oncurve.algos.
+// All formulas in one entry: a test loads it in a browser and compares its numbers with oncurve.algos.
 export * from "./advantages";
 export * from "./loss";
 export * from "./policy";

@@ -1,4 +1,4 @@
-// Ratio, clip, KL and the GRPO loss, token by token (oncurve/algos); a test feeds both and compares.
+// Ratio, clip, KL and the GRPO loss per token, as in oncurve/algos. A test compares the two.
 
 /** Log-ratios are capped before the exponential, as in the trainer. */
 export const LOG_CAP = 20;
@@ -9,7 +9,7 @@ export const clip = (value: number, low: number, high: number): number => Math.m
 
 export interface Clipped { value: number; clipped: boolean }
 
-/** min(ρ A, clip(ρ, 1 − ε_low, 1 + ε_high) A), and whether the clip took hold. */
+/** min(ρ A, clip(ρ, 1 − ε_low, 1 + ε_high) A), and whether the token is clipped. */
 export function surrogate(rho: number, advantage: number, low: number, high: number): Clipped {
   const value = Math.min(rho * advantage, clip(rho, low, high) * advantage);
   return { value, clipped: (rho > 1 + high && advantage > 0) || (rho < 1 - low && advantage < 0) };

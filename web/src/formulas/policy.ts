@@ -1,4 +1,4 @@
-// The smallest policy there is: a softmax over a handful of completions. Small enough to be seen whole, and it really learns.
+// A minimal policy: a softmax over a handful of completions. Small enough to show in full, and it really learns.
 import { advantages } from "./advantages";
 import { grpoLoss, type Loss, type Sampled } from "./loss";
 
@@ -9,7 +9,7 @@ export function softmax(logits: readonly number[]): number[] {
   return powers.map((power) => power / sum);
 }
 
-/** Numbers in [0, 1) from a seed (mulberry32): a demo that is started again shows the same thing. */
+/** Uniform numbers in [0, 1) from a seed (mulberry32), so that a restarted demo shows the same thing. */
 export function random(seed: number): () => number {
   let state = seed >>> 0;
   return () => {
@@ -32,7 +32,7 @@ export function draw(probabilities: readonly number[], uniform: number): number 
 export interface Settings { groupSize: number; clip: number; beta: number; updates: number; rate: number; eps: number; scale: "group" | "none" }
 export interface Step { before: number[]; sampled: number[]; rewards: number[]; advantages: number[]; losses: Loss[]; path: number[][]; logits: number[]; after: number[]; kl: number }
 
-/** One GRPO step: sample a group, score it, grade it on its own curve, and make μ updates by plain gradient descent. */
+/** One GRPO step: sample a group, score it, compute its advantages, and make μ updates by plain gradient descent. */
 export function step(logits: readonly number[], reference: readonly number[], rewardOf: readonly number[], settings: Settings, uniform: () => number): Step {
   const before = softmax(logits);
   const sampled = Array.from({ length: settings.groupSize }, () => draw(before, uniform()));
@@ -65,7 +65,7 @@ export function descend(logits: readonly number[], sampled: readonly number[], l
   });
 }
 
-/** KL(p ‖ q), the whole sum: with so few completions nothing has to be estimated. */
+/** KL(p ‖ q) as the exact sum: with so few completions no estimator is needed. */
 export function divergence(p: readonly number[], q: readonly number[]): number {
   return p.reduce((sum, probability, index) => sum + (probability > 0 ? probability * Math.log(probability / (q[index] ?? 1)) : 0), 0);
 }

@@ -1,23 +1,23 @@
-// What the colour of a token says: a share between −1 and 1, strong where there is something to see.
+// Token colours: each value is scaled to −1 … 1 and drawn more strongly the larger it is.
 import type { Completion, Tokens } from "../shared/api";
 import { number, signed } from "../shared/figures";
 
 export type ColourBy = "none" | "advantage" | "logp" | "ratio" | "clipped" | "kl" | "entropy";
 
 export const COLOURS: { by: ColourBy; name: string; says: string }[] = [
-  { by: "advantage", name: "advantage", says: "teal: made likelier; orange: made less likely" },
-  { by: "logp", name: "log-prob", says: "the stronger, the less likely the token was when it was sampled" },
-  { by: "ratio", name: "ratio", says: "teal: likelier now than when it was sampled; orange: less likely" },
-  { by: "clipped", name: "clipped", says: "marked where the clip took hold, so that the token had no gradient" },
-  { by: "kl", name: "KL to the reference", says: "the stronger, the further the policy has moved from the reference" },
-  { by: "entropy", name: "entropy", says: "the stronger, the more undecided the policy was" },
-  { by: "none", name: "nothing", says: "plain text" },
+  { by: "advantage", name: "advantage", says: "Teal tokens are made more likely, orange ones less likely." },
+  { by: "logp", name: "log-prob", says: "The stronger the colour, the less likely the token was when it was sampled." },
+  { by: "ratio", name: "ratio", says: "Teal tokens are more likely now than when they were sampled, orange ones less likely." },
+  { by: "clipped", name: "clipped", says: "Marked tokens were clipped and got no gradient." },
+  { by: "kl", name: "KL to the reference", says: "The stronger the colour, the further the policy has moved from the reference." },
+  { by: "entropy", name: "entropy", says: "The stronger the colour, the less certain the policy was." },
+  { by: "none", name: "none", says: "Plain text." },
 ];
 
 export const has = (completions: Completion[], by: ColourBy): boolean =>
   by === "none" || completions.some((one) => one.tokens[by as keyof Tokens] !== null);
 
-/** The largest size in the group, so that colours of one group can be compared. */
+/** The largest absolute value in the group, so that colours can be compared across its completions. */
 export function extent(completions: Completion[], by: ColourBy): number {
   let most = 0;
   for (const { tokens } of completions) for (let t = 0; t < tokens.ids.length; t++) most = Math.max(most, Math.abs(size(tokens, by, t)));
@@ -35,13 +35,13 @@ export function colour(tokens: Tokens, by: ColourBy, t: number, most: number): s
   if (by === "none") return "transparent";
   if (tokens.mask && !tokens.mask[t]) return "transparent";
   const share = size(tokens, by, t) / most;
-  // How strong a colour may be without drowning the letters is the theme's business.
+  // The theme sets the strongest colour that keeps the text readable.
   const strength = `calc(var(--strength) * ${Math.min(1, Math.abs(share)).toFixed(3)})`;
   if (by === "advantage" || by === "ratio") return `rgb(var(--${share >= 0 ? "up" : "down"}-rgb) / ${strength})`;
   return `rgb(var(--warm-rgb) / ${strength})`;
 }
 
-export function told(tokens: Tokens, t: number): string {
+export function tooltip(tokens: Tokens, t: number): string {
   const lines = [`token ${t}, id ${tokens.ids[t]}`, `log-prob ${number(tokens.logp[t])} (${((100 * Math.exp(tokens.logp[t] ?? 0))).toFixed(1)} %)`];
   if (tokens.advantage) lines.push(`advantage ${signed(tokens.advantage[t], 3)}`);
   if (tokens.ratio) lines.push(`ratio ${number(tokens.ratio[t], 4)}${tokens.clipped?.[t] ? ", clipped" : ""}`);

@@ -1,4 +1,4 @@
-// The few marks that the learning pages use, read into a tree: no HTML is ever made of text.
+// Parses the small Markdown subset of the Learn pages into a tree. Text is never turned into HTML.
 
 export type Inline =
   | { kind: "text" | "bold" | "em" | "code" | "math"; text: string }
@@ -30,7 +30,7 @@ export function inline(text: string): Inline[] {
   return found;
 }
 
-/** A table's cells: a bar inside `$…$` or `…` does not part them. */
+/** Splits a table row into cells. A bar inside `$…$` or `…` does not separate cells. */
 function cells(line: string): Inline[][] {
   return (line.trim().replace(/^\||\|$/g, "").match(/(?:\$[^$]*\$|`[^`]*`|[^|])+/g) ?? []).map((cell) => inline(cell.trim()));
 }

@@ -1,20 +1,20 @@
-// The planner's answers, as `oncurve plan --json` gives them: bytes and seconds.
+// The planner's result, as in `oncurve plan --json`: bytes and seconds.
 
 export interface Phase { name: string; total: number; parts: Record<string, number> }
 export interface Fix { words: string; sets: Record<string, unknown>; tier: number; peak: number; host: number; step: number }
-export interface Planned {
+export interface PlanResult {
   algorithm: string; lora_rank: number | null; title: string; parameters: { held: number; trained: number };
   memory: { phases: Phase[]; peak: { phase: string; total: number; parts: Record<string, number> }; host: number; limit: number; fits: boolean };
   time: { phases: Record<string, number>; step: number; samples_per_day: number };
   verdict: string; fixes: Fix[]; fits_on: string[];
 }
-export interface Grown { what: string; value: string; asked: boolean; peak: number; step_seconds: number; samples_per_day: number }
+export interface ScalingRow { what: string; value: string; asked: boolean; peak: number; step_seconds: number; samples_per_day: number }
 export interface Report {
   asked: { model: { name: string; parameters: number }; gpu: { name: string; memory: number }; gpus: number; prompts: number; group_size: number; prompt_tokens: number; new_tokens: number; algorithm: string; lora_rank: number | null; beta: number; dtype: string };
-  parts: string[]; plan: Planned; side_by_side: Planned[]; growth: Grown[];
+  parts: string[]; plan: PlanResult; side_by_side: PlanResult[]; growth: ScalingRow[];
 }
-export interface Known { models: { name: string; parameters: number }[]; gpus: { name: string; memory: number }[]; algorithms: string[]; lora_rank: number }
-export interface Compared { gpu: string; gpus: number; parameters: number; ppo: Planned; grpo: Planned }
+export interface PlanOptions { models: { name: string; parameters: number }[]; gpus: { name: string; memory: number }[]; algorithms: string[]; lora_rank: number }
+export interface PlanComparison { gpu: string; gpus: number; parameters: number; ppo: PlanResult; grpo: PlanResult }
 
 export const GIB = 2 ** 30;
 export const gib = (bytes: number): string => {
@@ -24,7 +24,7 @@ export const gib = (bytes: number): string => {
 export const seconds = (value: number): string =>
   value < 1 ? `${value.toFixed(2)} s` : value < 60 ? `${value.toFixed(1)} s` : value < 3600 ? `${(value / 60).toFixed(1)} min` : `${(value / 3600).toFixed(1)} h`;
 
-/** One colour per part or phase, the same wherever it is drawn; what trains cool, what is held beside it warm. */
+/** One colour per part or phase, the same in every chart: cool colours for the policy, warm ones for the other models. */
 const COLOURS: Record<string, string> = {
   weights: "#2f6f9f", adapter: "#5aa0cc", "master weights": "#4f86ad", moments: "#7fabc9", gradients: "#a3c4da", activations: "#2b8f86", "lm head": "#63b5ad",
   "kv pool": "#7f9a3c", sampling: "#a9bd6c", reference: "#b58a2e", "reward model": "#cf6f9a", critic: "#c9602c", "cuda context": "#8b8f96",

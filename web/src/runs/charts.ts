@@ -1,33 +1,33 @@
-// Which curves there are, and their points put on one axis.
+// The list of charts, and the code that puts their points on one axis.
 import type { RunCurves } from "../shared/api";
 
 export interface ChartKind {
   id: string;
   title: string;
-  /** Metrics drawn; one that ends in "/" draws its whole family. */
+  /** Metrics to draw. A name that ends in "/" draws every metric with that prefix. */
   metrics: string[];
-  /** A band around the first metric: its lower and upper edge from two metrics, or that metric ± another. */
+  /** A band around the first metric: lower and upper edge from two metrics, or the metric ± another one. */
   band?: { low: string; high: string } | { spread: string };
-  /** What of the measurements on held-out prompts is drawn; the reward of those alone that have no accuracy, for want of a rule. */
+  /** Which held-out value to draw. The reward is drawn only for evaluations without an accuracy (no verifiable reward). */
   evals?: "accuracy" | "reward";
 }
 
 export const CHARTS: ChartKind[] = [
-  { id: "reward", title: "Reward and its spread", metrics: ["reward"], band: { spread: "reward_std" } },
+  { id: "reward", title: "Reward (mean ± std)", metrics: ["reward"], band: { spread: "reward_std" } },
   { id: "heldout", title: "Held-out accuracy", metrics: [], evals: "accuracy" },
   { id: "heldout_reward", title: "Held-out reward", metrics: [], evals: "reward" },
-  { id: "accuracy", title: "Accuracy while training", metrics: ["accuracy"] },
+  { id: "accuracy", title: "Training accuracy", metrics: ["accuracy"] },
   { id: "aspects", title: "Reward by aspect", metrics: ["reward/"] },
   { id: "no_signal", title: "Groups without signal", metrics: ["no_signal_share"] },
   { id: "kl", title: "KL to the reference", metrics: ["kl"] },
   { id: "entropy", title: "Entropy", metrics: ["entropy"] },
   { id: "clip", title: "Clipped tokens", metrics: ["clip_low_share", "clip_high_share"] },
-  { id: "lengths", title: "Lengths", metrics: ["length_mean"], band: { low: "length_min", high: "length_max" } },
-  { id: "cut", title: "Cut completions", metrics: ["cut_share"] },
-  { id: "mismatch", title: "Sampler against learner", metrics: ["mismatch_kl", "mismatch_max"] },
+  { id: "lengths", title: "Completion length", metrics: ["length_mean"], band: { low: "length_min", high: "length_max" } },
+  { id: "cut", title: "Truncated completions", metrics: ["cut_share"] },
+  { id: "mismatch", title: "Sampler–learner mismatch", metrics: ["mismatch_kl", "mismatch_max"] },
   { id: "failures", title: "Failed rewards", metrics: ["failure_share"] },
   { id: "loss", title: "Loss", metrics: ["loss", "heldout_loss"] },
-  { id: "grad", title: "Gradient", metrics: ["grad_norm"] },
+  { id: "grad", title: "Gradient norm", metrics: ["grad_norm"] },
   { id: "rate", title: "Learning rate", metrics: ["learning_rate"] },
   { id: "speed", title: "Speed", metrics: ["tokens_per_s", "sample_tokens_per_s"] },
   { id: "memory", title: "Memory", metrics: ["memory_mib"] },
@@ -36,7 +36,7 @@ export const CHARTS: ChartKind[] = [
 
 export interface Line { label: string; run: string; colour: string; dash: number[]; values: (number | null)[] }
 export interface Band { run: string; colour: string; low: (number | null)[]; high: (number | null)[] }
-export interface Drawn { steps: number[]; lines: Line[]; bands: Band[] }
+export interface ChartData { steps: number[]; lines: Line[]; bands: Band[] }
 
 const LIGHT = ["#1f5f8b", "#b4501e", "#2b7a4b", "#8a3f8f", "#9a7400", "#a1242b", "#3f6f76", "#5b5b8f"];
 const DARK = ["#82bbe3", "#f0a070", "#7fcb9b", "#d79bdc", "#e3c464", "#f39a97", "#8fc6cd", "#b0b0e6"];
@@ -46,8 +46,8 @@ export const colours = (dark: boolean): string[] => (dark ? DARK : LIGHT);
 
 const EVAL = "held-out";
 
-/** One chart's curves over a stage of the chosen runs, on one axis of steps. */
-export function draw(kind: ChartKind, runs: RunCurves[], stage: string, palette: string[]): Drawn {
+/** One chart's curves for a stage of the chosen runs, on one step axis. */
+export function draw(kind: ChartKind, runs: RunCurves[], stage: string, palette: string[]): ChartData {
   const found = runs.map((run, index) => ({ run: run.run, colour: palette[index % palette.length] ?? "#888", curves: pick(kind, run, stage) }));
   const steps = [...new Set(found.flatMap(({ curves }) => [...curves.values()].flatMap((curve) => [...curve.keys()])))].sort((a, b) => a - b);
   const on = (curve: Map<number, number | null> | undefined): (number | null)[] => steps.map((step) => curve?.get(step) ?? null);
@@ -71,7 +71,7 @@ function pick(kind: ChartKind, run: RunCurves, stage: string): Map<string, Map<n
     const ruled = kind.evals === "accuracy";
     const measured = run.evals.filter((one) => ruled === (one.accuracy !== null));
     const points = measured.filter((one) => one.stage === stage).map((one) => [one.step, ruled ? one.accuracy : one.reward] as const);
-    // A stage starts from where the one before it ended: that accuracy is its step 0. Its reward may be another; it measures its own.
+    // A stage starts from the previous stage's model, so that stage's final accuracy is its step 0. Rewards may differ between stages, so they are not carried over.
     const before = ruled ? measured.filter((one) => one.stage !== stage && earlier(run, one.stage, stage)).at(-1) : undefined;
     if (points.length) found.set(EVAL, new Map(before ? [[0, before.accuracy], ...points] : points));
     return found;

@@ -1,4 +1,4 @@
-// Two texts line by line, by their longest common subsequence.
+// Line diff of two texts by longest common subsequence.
 
 export interface DiffLine { left: string | null; right: string | null }
 
@@ -22,7 +22,7 @@ export function diff(left: string[], right: string[]): DiffLine[] {
   return paired(found);
 }
 
-/** A line taken out and one put in at the same place stand beside each other. */
+/** Puts a removed line and the line added in its place side by side. */
 function paired(lines: DiffLine[]): DiffLine[] {
   const found: DiffLine[] = [];
   for (let start = 0; start < lines.length; ) {

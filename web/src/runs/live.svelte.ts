@@ -1,10 +1,10 @@
-// The chosen runs' curves, kept up to date by the server's event stream.
+// The chosen runs' curves, updated from the server's event stream.
 import { address, get, runPath, type EvalPoint, type RunCurves, type RunState } from "../shared/api";
 
 interface NewStep { run: string; stage: string; type: string; step: number; metrics: Record<string, number | null> }
 
 export class LiveCurves {
-  /** Counts changes: curves are large, so they are plain objects, and what draws them depends on this number. */
+  /** Change counter. Curves are large, so they are plain objects, and the charts depend on this number instead. */
   version = $state(0);
   connected = $state(false);
   problem = $state<unknown>(null);
@@ -55,29 +55,29 @@ export class LiveCurves {
     }
   }
 
-  #step(told: NewStep): void {
-    const run = this.runs.get(told.run);
+  #step(update: NewStep): void {
+    const run = this.runs.get(update.run);
     if (!run) return;
-    let stage = run.stages.find((one) => one.name === told.stage);
+    let stage = run.stages.find((one) => one.name === update.stage);
     if (!stage) {
-      stage = { name: told.stage, type: told.type, done: 0, steps: told.step, metrics: {} };
+      stage = { name: update.stage, type: update.type, done: 0, steps: update.step, metrics: {} };
       run.stages.push(stage);
     }
-    // The whole curves were asked for after the stream began: a step may come by both ways.
-    if (told.step <= stage.done) return;
-    for (const [name, value] of Object.entries(told.metrics)) {
+    // The complete curves were requested after the stream started, so a step may arrive twice.
+    if (update.step <= stage.done) return;
+    for (const [name, value] of Object.entries(update.metrics)) {
       const curve = (stage.metrics[name] ??= { steps: [], values: [] });
-      curve.steps.push(told.step);
+      curve.steps.push(update.step);
       curve.values.push(value);
     }
-    stage.done = told.step;
+    stage.done = update.step;
     this.version++;
   }
 
-  #eval(told: EvalPoint & { run: string }): void {
-    const run = this.runs.get(told.run);
-    if (!run || run.evals.some((one) => one.stage === told.stage && one.step === told.step)) return;
-    run.evals.push(told);
+  #eval(update: EvalPoint & { run: string }): void {
+    const run = this.runs.get(update.run);
+    if (!run || run.evals.some((one) => one.stage === update.stage && one.step === update.step)) return;
+    run.evals.push(update);
     this.version++;
   }
 }

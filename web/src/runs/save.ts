@@ -1,5 +1,5 @@
-// A chart as a file: CSV from its numbers, PNG from the canvas, SVG drawn anew.
-import type { Drawn } from "./charts";
+// Saves a chart as a file: CSV from its numbers, PNG from the canvas, SVG drawn from the data.
+import type { ChartData } from "./charts";
 
 export function download(name: string, content: Blob): void {
   const anchor = document.createElement("a");
@@ -11,7 +11,7 @@ export function download(name: string, content: Blob): void {
 
 const cell = (text: string): string => (/[",\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text);
 
-export function toCsv(drawn: Drawn): string {
+export function toCsv(drawn: ChartData): string {
   const heads = ["step", ...drawn.lines.map((line) => (line.label.includes(line.run) ? line.label : `${line.run} ${line.label}`))];
   const rows = drawn.steps.map((step, index) => [step, ...drawn.lines.map((line) => line.values[index] ?? "")].join(","));
   return [heads.map(cell).join(","), ...rows].join("\n") + "\n";
@@ -29,7 +29,7 @@ export function ticks(low: number, high: number, wanted = 5): number[] {
 
 const escape = (text: string): string => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll('"', "&quot;");
 
-export function toSvg(drawn: Drawn, title: string, width = 720, height = 400): string {
+export function toSvg(drawn: ChartData, title: string, width = 720, height = 400): string {
   const [left, right, top, bottom] = [64, 16, 40, 36 + 18 * drawn.lines.length];
   const all = drawn.lines.flatMap((line) => line.values).filter((value): value is number => value !== null);
   const [x0, x1] = [drawn.steps[0] ?? 0, Math.max(drawn.steps.at(-1) ?? 1, (drawn.steps[0] ?? 0) + 1)];

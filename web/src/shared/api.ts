@@ -1,4 +1,4 @@
-// What the server tells, and how it is asked. Every address is this machine's own.
+// The studio server's JSON types, and functions that call it. Every request goes to the server that sent this page.
 
 export interface StageState { name: string; type: string; steps: number; done: number; finished: boolean }
 export interface EvalPoint { stage: string; step: number; accuracy: number | null; reward: number | null; asked: number; by_difficulty?: Record<string, [number, number]> }
@@ -20,8 +20,8 @@ export interface RunState {
 export interface Curve { steps: number[]; values: (number | null)[] }
 export interface StageCurves { name: string; type: string; done: number; steps: number; metrics: Record<string, Curve> }
 export interface RunCurves { run: string; stages: StageCurves[]; evals: EvalPoint[] }
-export interface MetricWords { unit: string; says: string; healthy: string }
-export interface About { version: string; runs_dir: string; metrics: Record<string, MetricWords> }
+export interface MetricText { unit: string; says: string; healthy: string }
+export interface About { version: string; runs_dir: string; metrics: Record<string, MetricText> }
 
 export interface Aspect { name: string; value: number | null; weight: number; failure: string | null; reason: string | null; steps?: [number, number][] | null }
 export interface Tokens {
@@ -58,21 +58,21 @@ export interface Line {
   prompt: string; prompt_id: string; text: string; total: number | null; advantage: number | null; failure: string | null; kl?: number;
 }
 export interface Page { completions: Line[]; before: number | null; seen: number; of: number }
-export interface Asked { stage: string; step: number; kind: Kind; group: number; completions: number; signal: boolean | null; mean: number | null; lowest: number | null; highest: number | null; length: number | null }
+export interface PromptUse { stage: string; step: number; kind: Kind; group: number; completions: number; signal: boolean | null; mean: number | null; lowest: number | null; highest: number | null; length: number | null }
 export type Label =
   | { type: "ranking"; stage: string; step: number; kind: Kind; group: number; tiers: number[][] }
   | { type: "dispute"; stage: string; step: number; kind: Kind; group: number; completion: number; reward: number | null; note: string };
 export interface Feedback { labels: Label[]; pairs: number; agree: number; disagree: number; undecided: number }
-export interface RewardSaid {
+export interface RewardStats {
   name: string; weight: number; asked: number; mean: number | null; lowest: number | null; highest: number | null; failures: number;
   reasons: { said: string; failed: boolean; times: number; example: Line | null }[];
 }
-export interface RunRewards { rewards: Record<string, unknown>[]; asks: string[]; said: RewardSaid[]; of: number; max_new_tokens: number | null }
+export interface RunRewards { rewards: Record<string, unknown>[]; asks: string[]; said: RewardStats[]; of: number; max_new_tokens: number | null }
 export interface Audit { stage: string | null; steps: number; signals: { name: string; what: string; examples: { step: number; group: number; total: number | null; prompt: string; text: string }[] }[] }
 export interface TrialResult { completions: { total: number | null; failure: string | null; solved: boolean; aspects: Aspect[] }[] }
 
-/** An error as the server words it: where, what, why, how to mend it. */
-export class Refused extends Error {
+/** An error from the server: where it happened, what failed, why, and how to fix it. */
+export class ApiError extends Error {
   constructor(readonly where: string, readonly what: string, readonly because: string, readonly fix: string) {
     super(`${where}: ${what}`);
   }
@@ -90,20 +90,20 @@ export function address(path: string, values: Values = {}): string {
   return `/api/${path}${query ? `?${query}` : ""}`;
 }
 
-async function told<T>(response: Response): Promise<T> {
+async function readJson<T>(response: Response): Promise<T> {
   const body: unknown = await response.json().catch(() => null);
   if (response.ok) return body as T;
   const error = (body as { error?: Record<string, string> } | null)?.error;
-  throw new Refused(error?.where ?? "studio", error?.what ?? `answered ${response.status}`, error?.because ?? "of a fault of its own", error?.fix ?? "reload the page");
+  throw new ApiError(error?.where ?? "studio", error?.what ?? `the server answered with status ${response.status}`, error?.because ?? "the server failed without giving a reason", error?.fix ?? "reload the page");
 }
 
 export async function get<T>(path: string, values: Values = {}, signal?: AbortSignal): Promise<T> {
-  return told<T>(await fetch(address(path, values), signal ? { signal } : {}));
+  return readJson<T>(await fetch(address(path, values), signal ? { signal } : {}));
 }
 
 export async function post<T>(path: string, body: unknown, values: Values = {}): Promise<T> {
   const headers = { "content-type": "application/json" };
-  return told<T>(await fetch(address(path, values), { method: "POST", headers, body: JSON.stringify(body) }));
+  return readJson<T>(await fetch(address(path, values), { method: "POST", headers, body: JSON.stringify(body) }));
 }
 
 export const runPath = (run: string, what: string): string => `runs/${encodeURIComponent(run)}/${what}`;

@@ -1,4 +1,4 @@
-// Numbers as people read them. What is not known is a dash.
+// Formats numbers for people. A missing value is a dash.
 
 export const DASH = "–";
 const minus = (text: string): string => text.replace("-", "−");

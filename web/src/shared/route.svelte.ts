@@ -1,4 +1,4 @@
-// Where the reader is: #/page/part/part?key=value. The address alone says what is shown, so that it can be sent and kept.
+// The router: #/page/part/part?key=value. The address says which page and which data are shown, so links can be shared and bookmarked.
 
 export interface Place { page: string; parts: string[]; query: URLSearchParams }
 

@@ -1,4 +1,4 @@
-// Light, dark, or as the system says. Kept in this browser.
+// Light, dark, or the system's setting. The choice is stored in this browser.
 
 type Choice = "system" | "light" | "dark";
 const KEY = "oncurve-theme";
