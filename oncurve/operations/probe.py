@@ -21,12 +21,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from oncurve.engines.native.engine import NativeEngine, SampleKey
+from oncurve.engines.base import Engine, SampleKey
+from oncurve.engines.native.engine import NativeEngine
 from oncurve.errors import RecipeError
 from oncurve.models.loading.load import load_policy
 from oncurve.models.policy import Policy
-from oncurve.recipe.schema.recipe import Grpo, Recipe
+from oncurve.recipe.schema.recipe import Recipe
 from oncurve.recipe.schema.sections import Sampling
+from oncurve.recipe.schema.stages import Grpo
 from oncurve.recipe.validate import reject_python_only
 from oncurve.records import Prompt, ScoredGroup
 from oncurve.rewards.mix import RewardMix
@@ -153,14 +155,14 @@ def signal_at(totals: Sequence[float], size: int) -> float:
 
 
 def _sampled(
-    engine: NativeEngine, rewards: RewardMix, prompts: Sequence[Prompt], samples: int, how: Sampling, seed: int
+    engine: Engine, rewards: RewardMix, prompts: Sequence[Prompt], samples: int, how: Sampling, seed: int
 ) -> list[ScoredGroup]:
     return rewards.score(engine.sample(prompts, samples, how, SampleKey(seed, PROBE_STEP)))
 
 
 def _at(
     temperature: float,
-    engine: NativeEngine,
+    engine: Engine,
     rewards: RewardMix,
     prompts: Sequence[Prompt],
     samples: int,
@@ -175,7 +177,7 @@ def _at(
     return AtTemperature(temperature, right, _signal(scored, stage.group_size), cut, reward)
 
 
-def _timed_step(recipe: Recipe, stage: Grpo, task: Task, engine: NativeEngine, rewards: RewardMix) -> tuple[float, float]:
+def _timed_step(recipe: Recipe, stage: Grpo, task: Task, engine: Engine, rewards: RewardMix) -> tuple[float, float]:
     """(sampling and scoring, update) in seconds of one real step; the weights are put back. Silent groups are forwarded too,
     so that an update has something to do."""
     kept = {name: tensor.clone() for name, tensor in weights(engine.policy).items()}

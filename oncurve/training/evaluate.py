@@ -20,10 +20,9 @@ from math import comb
 import numpy as np
 
 from oncurve.distributed.world import SINGLE_PROCESS, World
-from oncurve.engines.native.engine import NativeEngine, SampleKey
+from oncurve.engines.base import Engine, SampleKey
 from oncurve.models.policy import Policy
-from oncurve.recipe.schema.recipe import Evaluation
-from oncurve.recipe.schema.sections import Sampling
+from oncurve.recipe.schema.sections import Evaluation, Sampling
 from oncurve.records import EvalReport, Group, Prompt, ScoredGroup
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.verifiers.answer import answers_equal
@@ -88,7 +87,7 @@ def usual_limit(policy: Policy, prompts: Sequence[Prompt]) -> int:
 
 
 def evaluate(
-    engine: NativeEngine,
+    engine: Engine,
     rewards: RewardMix,
     prompts: Sequence[Prompt],
     settings: Evaluation,
@@ -109,7 +108,7 @@ def evaluate(
     def begin_scoring(place: int, group: Group) -> None:
         done.add(place)
         report_progress(len(done) / len(own))
-        if world.scores:
+        if world.computes_rewards:
             rewards.prefetch(group)
 
     report_progress(0.0)

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from oncurve.engines import base
 from oncurve.engines.cuda import paged_kv_cache
-from oncurve.engines.native import engine, kv_cache
+from oncurve.engines.native import kv_cache
 from oncurve.errors import ModelError, RecipeError
 from oncurve.models import activation_checkpointing
 from oncurve.models.heads import lm_head
@@ -20,7 +21,7 @@ from oncurve.plan.model_table import MODELS
 from oncurve.plan.plan import make_plan, plan_data, report_data, scaling_points, side_by_side, smallest_gpus
 from oncurve.plan.request import PlanOverrides, job_for, job_of_stage, plannable, with_overrides
 from oncurve.recipe.load import load_recipe, parse_recipe
-from oncurve.recipe.schema.recipe import Grpo
+from oncurve.recipe.schema.stages import Grpo
 from tests.plan.jobs import job
 
 LARGE = job("Qwen/Qwen3-8B", prompts=32, prompt_tokens=256, new_tokens=1024, mean_tokens=1024.0)
@@ -171,10 +172,10 @@ def test_what_is_unsaid_is_as_in_the_recipe() -> None:
 
 
 def test_constants_are_those_of_engine_and_learner() -> None:
-    assert {"cpu": engine.SLOTS_CPU, "gpu": engine.SLOTS_GPU} == request.SLOTS
+    assert {"cpu": base.SLOTS_CPU, "gpu": base.SLOTS_GPU} == request.SLOTS
     assert (paged_kv_cache.PAGE, kv_cache.PAGE) == (memory.PAGE_GPU, memory.PAGE_CPU)
-    assert (memory.HEAD_GPU, memory.HEAD_CPU) == (lm_head.GPU_ELEMENTS, lm_head.CHUNK_ELEMENTS)
-    assert memory.SPARE == activation_checkpointing.SPARE
+    assert (memory.HEAD_GPU, memory.HEAD_CPU) == (lm_head.GPU_CHUNK_LOGITS, lm_head.CPU_CHUNK_LOGITS)
+    assert memory.SPARE == activation_checkpointing.MAX_FRACTION
 
 
 def test_a_recipe_says_how_memory_is_saved() -> None:

@@ -109,7 +109,7 @@ class FusedStep:
         """The last hidden state of every slot's newest token, [S, D]."""
         decoder, tables = self.decoder, board.tables
         words, last, blocks = decoder.backbone.embed_tokens.weight, decoder.backbone.norm, decoder.blocks
-        first = blocks[0].before
+        first = blocks[0].input_norm
         residual = torch.empty((len(board.slots.token), words.shape[1]), dtype=torch.float32, device=words.device)
         h = embed_norm(board.slots.token, words, first.weight, first.variance_epsilon, residual)
         for i, block in enumerate(blocks):
@@ -123,10 +123,10 @@ class FusedStep:
             )
             a = attend(q, pool, i, tables, reach, board.parts, decoder.scale, block.window, None)
             o = _linear(a.flatten(1), block.out.weight, block.out.bias, block.out_lora)
-            h = add_norm(o, block.between.weight, block.between.variance_epsilon, residual)
+            h = add_norm(o, block.post_attention_norm.weight, block.post_attention_norm.variance_epsilon, residual)
             h = _gated(h, block.gate_up.weight, block.gate_up.lora)
             h = _linear(h, block.down.weight, None, block.down_lora)
-            following = blocks[i + 1].before if i + 1 < len(blocks) else last
+            following = blocks[i + 1].input_norm if i + 1 < len(blocks) else last
             h = add_norm(h, following.weight, following.variance_epsilon, residual)
         return h
 

@@ -12,14 +12,15 @@ from typing import Any, Self
 
 import torch
 
+from oncurve.engines.base import WeightSource
 from oncurve.engines.cuda.decode_step import BufferSizes, DecodeBuffers, sample_step, step_of
 from oncurve.engines.cuda.paged_kv_cache import KVShape, PagedKVCache, pages_for, shape_of
 from oncurve.engines.cuda.scheduler import CudaSampleRequest, CudaScheduler, bucket
 from oncurve.engines.cuda.turns import CudaTurnScheduler
-from oncurve.engines.native.engine import WeightSource, completion_of
+from oncurve.engines.native.engine import completion_of
 from oncurve.kernels.decode_attention import LaunchShape
 from oncurve.models import lora
-from oncurve.models.parallel.dtensor import is_shard
+from oncurve.models.parallel.dtensor import is_dtensor
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.sections import Engine as EngineSettings
 from oncurve.recipe.schema.sections import Sampling
@@ -46,7 +47,7 @@ class GraphDecoder:
         self.memory: Any = None
         self.addresses: tuple[int, ...] = ()
         # Weights that are gathered for each call lie elsewhere in the next, and a graph reads where they were.
-        self.by_graph = policy.device.type == "cuda" and not is_shard(next(policy.model.parameters()))
+        self.by_graph = policy.device.type == "cuda" and not is_dtensor(next(policy.model.parameters()))
         self.crowded = False  # whether this call found no memory to capture a step
         self.step = step_of(policy)
         self.exchange: WeightSource | None = None
@@ -60,7 +61,7 @@ class GraphDecoder:
             log.warning("%s decodes by plain torch: %s", type(policy.model).__name__, shape)
             return None
         if policy.fast_backbone is None:
-            what = "adapter (DoRA, dropout, quantised weights or another family)" if lora.is_on(policy.model) else "class"
+            what = "adapter (DoRA, dropout, quantised weights or another family)" if lora.is_attached(policy.model) else "class"
             log.info("%s decodes through its own modules: no fused path for this %s", type(policy.model).__name__, what)
         return cls(policy, settings, shape)
 

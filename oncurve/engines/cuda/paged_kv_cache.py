@@ -19,7 +19,7 @@ from torch.nn import functional
 from oncurve.engines.cuda.virtual_memory import OutOfDeviceMemory, VirtualRange
 from oncurve.kernels.decode_layers import store
 from oncurve.models.activation_checkpointing import free_bytes
-from oncurve.models.attention_interface import causal_mask, soft_capped
+from oncurve.models.attention_interface import apply_softcap, causal_mask
 from oncurve.models.policy import Policy
 
 log = logging.getLogger("oncurve.engine")
@@ -185,7 +185,7 @@ class PagedPrefill:
         mask = causal_mask(self.positions[self.start :, None], self.positions[None, :], window)
         if softcap is None:
             return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).transpose(1, 2)
-        scores = soft_capped(q @ k.transpose(-1, -2) * scale, softcap).masked_fill(~mask, -torch.inf)
+        scores = apply_softcap(q @ k.transpose(-1, -2) * scale, softcap).masked_fill(~mask, -torch.inf)
         return (scores.softmax(-1, dtype=torch.float32).to(v.dtype) @ v).transpose(1, 2)
 
     def _stored(self, layer: int) -> tuple[Tensor, Tensor]:

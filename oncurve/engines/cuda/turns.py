@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from oncurve.engines.base import SampleKey
 from oncurve.engines.cuda.scheduler import CudaScheduler, CudaSequence, DecodeRound
-from oncurve.engines.native.engine import SampleKey
 from oncurve.engines.native.sequence import ends_with_stop
 from oncurve.engines.native.turns import reply_to
-from oncurve.models.chat_template import reply_ids
+from oncurve.models.chat_template import encode_reply
 from oncurve.records import Bools, Ints, StopReason
 
 
@@ -126,7 +126,7 @@ class CudaTurnScheduler(CudaScheduler):
         if not room:
             return "length"
         row.turns.append(reply)
-        ids = reply_ids(policy, prompt, reply, ended=ended)[:room]
+        ids = encode_reply(policy, prompt, reply, ended=ended)[:room]
         row.given.append((count, count + len(ids)))
         self._resume(slot, row, count, np.asarray(ids, np.int64))
         return None

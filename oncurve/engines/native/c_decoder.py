@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from oncurve.engines.native.kv_cache import KVCache
-from oncurve.models.llama.c_build import address, library, packed, side_by_side
+from oncurve.models.llama.c_build import address_of, load_library, pack_weight, run_in_threads
 from oncurve.models.llama.fused import Block
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.sections import Sampling
@@ -45,7 +45,7 @@ class _Model(ctypes.Structure):
 
 def can_decode(policy: Policy, how: Sampling) -> bool:
     """Whether the compiled function can: a policy that has it, and no truncated distribution."""
-    return policy.compiled and not how.truncates
+    return policy.uses_c and not how.truncates
 
 
 class SlotState(NamedTuple):
@@ -61,7 +61,7 @@ class CDecoder:
     """The compiled function with the weights, pool and state of one call of ``sample``; weights are packed once per call."""
 
     def __init__(self, policy: Policy, pool: KVCache, how: Sampling, state: SlotState) -> None:
-        found = library()
+        found = load_library()
         assert found is not None
         assert policy.fast_backbone is not None
         self.library, self.fused, self.head, self.pool = found, policy.fast_backbone, policy.head, pool
@@ -89,7 +89,7 @@ class CDecoder:
         for number, layer in enumerate(self.layers):  # a longer prompt may move them
             layer.prompt_k, layer.prompt_v = (x.data_ptr() for x in self.pool.make_prompts(number, longest, *self._like()))
         firsts = {g: block for block, g in reversed(seats)}
-        side_by_side(lambda seat: self._prefill(seat[1], prompt_ids[seat[0]]), list(firsts.items()))
+        run_in_threads(lambda seat: self._prefill(seat[1], prompt_ids[seat[0]]), list(firsts.items()))
         for block, g in seats:
             if block != firsts[g]:
                 self.pool.copy_prompt(firsts[g], block)
@@ -104,7 +104,7 @@ class CDecoder:
         drawn, logp = np.zeros((steps, self.pool.slots), np.int64), np.zeros((steps, self.pool.slots, 3), np.float32)
         self.model.drawn, self.model.logp = drawn.ctypes.data, logp.ctypes.data
         shares = [part.copy() for part in np.array_split(slots, self.threads) if len(part)]
-        side_by_side(lambda part: self._decode(part, steps), shares)
+        run_in_threads(lambda part: self._decode(part, steps), shares)
         return drawn, logp
 
     def _decode(self, slots: Ints, steps: int) -> int:
@@ -126,23 +126,23 @@ class CDecoder:
             I=first.down.in_features, V=head.weight_VD.shape[0],
             eps=last.variance_epsilon, head_eps=0.0 if first.q_norm is None else first.q_norm.variance_epsilon,
             scale=fused.scale, logit_scale=head.scale, softcap=head.softcap or 0.0,
-            words=address(fused.backbone.embed_tokens.weight), last=address(last.weight),
-            head_bias=address(head.bias_V), cos=address(fused.cos), sin=address(fused.sin), layer=self.layers,
+            words=address_of(fused.backbone.embed_tokens.weight), last=address_of(last.weight),
+            head_bias=address_of(head.bias_V), cos=address_of(fused.cos), sin=address_of(fused.sin), layer=self.layers,
             N=pool.blocks, R=pool.rows, T=how.max_new_tokens, min_new=how.min_new_tokens,
             ends=len(ends), end_ids=ends.ctypes.data, temperature=how.temperature,
-            token=address(state.token_S), suffix_length=address(state.suffix_length_S),
-            prompt_length=address(state.prompt_length_S), uniform=address(state.uniform_ST),
+            token=address_of(state.token_S), suffix_length=address_of(state.suffix_length_S),
+            prompt_length=address_of(state.prompt_length_S), uniform=address_of(state.uniform_ST),
         )  # fmt: skip
 
     def _fill(self, number: int, layer: _Layer, block: Block) -> None:
         self.pool.make_suffixes(number, *self._like())
         layer.suffix_k, layer.suffix_v = (x.data_ptr() for x in self.pool.suffixes[number])
-        layer.before, layer.between = address(block.before.weight), address(block.between.weight)
-        layer.qkv_bias, layer.out_bias = address(block.qkv.bias), address(block.out.bias)
-        layer.q_norm, layer.k_norm = (None if x is None else address(x.weight) for x in (block.q_norm, block.k_norm))
+        layer.before, layer.between = address_of(block.input_norm.weight), address_of(block.post_attention_norm.weight)
+        layer.qkv_bias, layer.out_bias = address_of(block.qkv.bias), address_of(block.out.bias)
+        layer.q_norm, layer.k_norm = (None if x is None else address_of(x.weight) for x in (block.q_norm, block.k_norm))
         layer.window = block.window or 0
 
     def _packed(self, weight: Tensor) -> int:
-        out = packed(weight)
+        out = pack_weight(weight)
         self.packed += [weight, out]
         return out.data_ptr()

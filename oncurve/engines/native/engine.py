@@ -14,18 +14,18 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from oncurve import kernels
+from oncurve.engines.base import SampleKey, WeightSource, encode_prompts, slots_for
 from oncurve.engines.native.c_decoder import can_decode
-from oncurve.engines.native.kv_cache import PAGE, DecodeLayout, KVCache, PrefillLayout
+from oncurve.engines.native.kv_cache import PAGE, DecodeLayout, KVCache, PrefillLayout, slots_per_block
 from oncurve.engines.native.sequence import ends_with_stop
 from oncurve.engines.token_sampling import SampledTokens, sample_tokens
-from oncurve.errors import ModelError
 from oncurve.models.llama.c_build import load_library
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.sections import Engine as EngineSettings
@@ -41,33 +41,10 @@ BUCKET = 16
 """Prompts are prefilled at lengths rounded up to this."""
 PREFILL_TOKENS = 1024
 """Prompts of one bucket are prefilled together up to about this many tokens."""
-SLOTS_CPU, SLOTS_GPU = 128, 512
-"""Most completions decoded at once, where the recipe does not say."""
-ROWS = 16
-"""Most slots that share a block, and so must all end before it is refilled."""
 
 Tokens = list[list[int]]
 Logps = list[list[tuple[float, float, float]]]
 """What was drawn, by decode step and slot."""
-
-
-@dataclass(frozen=True, slots=True)
-class SampleKey:
-    """Which random numbers a call of ``sample`` uses."""
-
-    seed: int
-    step: int
-
-
-class WeightSource(Protocol):
-    """Who may put other weights into the policy while completions are written."""
-
-    @property
-    def version(self) -> int:
-        """How many updates the weights that are in it have seen."""
-
-    def __call__(self) -> bool:
-        """Asked between two rounds of tokens; True where the weights are others now."""
 
 
 @dataclass
@@ -124,18 +101,18 @@ class NativeEngine:
         self,
         prompts: Sequence[Prompt],
         group_size: int,
-        how: Sampling,
-        draws: SampleKey,
+        sampling: Sampling,
+        key: SampleKey,
         on_group: Callable[[int, Group], None] | None = None,
     ) -> list[Group]:
         """``group_size`` completions of each prompt, in order. ``on_group`` hears of each group as soon as it is whole."""
-        prompt_ids = encode_prompts(self.policy, prompts, how)
+        prompt_ids = encode_prompts(self.policy, prompts, sampling)
         groups: dict[int, Group] = {}
         # Weights that are gathered on the way must be such that a gradient can go through them later.
         with torch.inference_mode(not self.policy.layer_by_layer), torch.no_grad():
             for part in split_by_environment(prompts):
                 asked, ids_of = [prompts[g] for g in part], [prompt_ids[g] for g in part]
-                for place, completions in self._completions(asked, ids_of, group_size, how, draws):
+                for place, completions in self._completions(asked, ids_of, group_size, sampling, key):
                     g = part[place]
                     groups[g] = Group(prompts[g], prompt_ids[g], completions)
                     if on_group is not None:
@@ -147,7 +124,7 @@ class NativeEngine:
     ) -> Iterator[tuple[int, tuple[Completion, ...]]]:
         """Each group's number and completions, as soon as it is whole."""
         plain = all(prompt.environment is None for prompt in prompts)
-        slots = self.slots_for(len(prompts) * group_size)
+        slots = slots_for(self, len(prompts) * group_size)
         if self.gpu is not None:
             from oncurve.engines.cuda.scheduler import CudaSampleRequest  # Triton is there only where a GPU is
 
@@ -186,24 +163,6 @@ class NativeEngine:
             return CScheduler
         return Scheduler
 
-    def slots_for(self, completions: int) -> int:
-        """How many of them are decoded at once."""
-        return self.settings.slots or default_slots(self.policy.device, completions)
-
-
-def encode_prompts(policy: Policy, prompts: Sequence[Prompt], how: Sampling) -> list[Ints]:
-    """The prompts' tokens, each with room for its completion."""
-    prompt_ids = [policy.encode(p) for p in prompts]
-    for prompt, ids in zip(prompts, prompt_ids, strict=True):
-        if len(ids) + how.max_new_tokens > policy.max_positions:
-            raise ModelError(
-                prompt.id,
-                f"a prompt of {len(ids)} tokens with max_new_tokens = {how.max_new_tokens}",
-                because=f"the model addresses {policy.max_positions} positions",
-                fix="shorten the prompt, lower sampling.max_new_tokens, or use a model with a longer context",
-            )
-    return prompt_ids
-
 
 def completion_of(row: Row | GpuRow, text: str) -> Completion:
     """A row that has ended, as a record."""
@@ -221,16 +180,6 @@ def split_by_environment(prompts: Sequence[Prompt]) -> list[list[int]]:
     queued beside a prompt must not change its bits."""
     parts = [[g for g, p in enumerate(prompts) if (p.environment is None) == plain] for plain in (True, False)]
     return [part for part in parts if part]
-
-
-def default_slots(device: torch.device, rows: int) -> int:
-    """Slots for steps of ``rows`` completions: all at once up to the device's limit."""
-    return min(max(rows, 1), SLOTS_GPU if device.type == "cuda" else SLOTS_CPU)
-
-
-def slots_per_block(group_size: int) -> int:
-    """R: how many slots share a prompt's block. The largest divisor of the group size up to ROWS wastes no slot."""
-    return max(r for r in range(1, min(group_size, ROWS) + 1) if group_size % r == 0)
 
 
 class Scheduler:

@@ -16,9 +16,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from oncurve.models.attention_interface import causal_mask, soft_capped
+from oncurve.models.attention_interface import apply_softcap, causal_mask
 
 PAGE = 64
+BLOCK_SLOTS = 16
+"""At most this many slots share a block, which is refilled only when all of them have ended."""
+
+
+def slots_per_block(group_size: int) -> int:
+    """R, the slots that share a prompt's block: the largest divisor of the group size up to BLOCK_SLOTS, which wastes no slot."""
+    return max(r for r in range(1, min(group_size, BLOCK_SLOTS) + 1) if group_size % r == 0)
 
 
 class Page(NamedTuple):
@@ -95,7 +102,7 @@ class PrefillLayout:
             return out.transpose(1, 2)
         rep = q.shape[1] // k.shape[1]
         mask = causal_mask(self.positions[:, None], self.positions[None, :], window)
-        scores = soft_capped(q @ k.repeat_interleave(rep, 1).transpose(-1, -2) * scale, softcap)
+        scores = apply_softcap(q @ k.repeat_interleave(rep, 1).transpose(-1, -2) * scale, softcap)
         weights = scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=torch.float32).to(v.dtype)
         return (weights @ v.repeat_interleave(rep, 1)).transpose(1, 2)
 
@@ -151,7 +158,7 @@ class DecodeLayout:
         bias = self._bias(window, scores)
         if softcap is None:
             return torch.add(bias, scores, alpha=scale).softmax(-1, dtype=torch.float32)
-        return (soft_capped(scores * scale, softcap) + bias).softmax(-1, dtype=torch.float32)
+        return (apply_softcap(scores * scale, softcap) + bias).softmax(-1, dtype=torch.float32)
 
     def _bias(self, window: int | None, scores: Tensor) -> Tensor:
         """0 where a key is seen and −inf where not, [N, 1, R, 1, keys]; made once per step and window."""

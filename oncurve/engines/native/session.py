@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from oncurve import kernels
-from oncurve.engines.native.engine import BlockRequest, Row, SampleKey, Scheduler
+from oncurve.engines.base import SampleKey
+from oncurve.engines.native.engine import BlockRequest, Row, Scheduler
 from oncurve.engines.native.kv_cache import KVCache
 from oncurve.engines.token_sampling import SampledTokens, sample_tokens
 from oncurve.models.policy import Policy

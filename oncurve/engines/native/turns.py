@@ -15,7 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from oncurve.engines.native.engine import BlockRequest, Logps, Row, SampleKey, Scheduler, Tokens
+from oncurve.engines.base import SampleKey
+from oncurve.engines.native.engine import BlockRequest, Logps, Row, Scheduler, Tokens
 from oncurve.engines.native.sequence import ends_with_stop
 from oncurve.engines.token_sampling import SampledTokens
 from oncurve.errors import DataError

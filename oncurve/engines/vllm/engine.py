@@ -34,7 +34,7 @@ from pathlib import Path
 
 import torch
 
-from oncurve.engines.native.engine import NativeEngine, SampleKey, encode_prompts
+from oncurve.engines.base import SampleKey, WeightSource, encode_prompts, slots_for
 from oncurve.engines.vllm.messages import (
     Abort,
     Adapter,
@@ -54,9 +54,9 @@ from oncurve.engines.vllm.weights import named_weights, room_for, size_of, via_c
 from oncurve.errors import EngineError, MissingPackage, ModelError, RecipeError
 from oncurve.models import lora
 from oncurve.models.policy import Policy
-from oncurve.recipe.schema.recipe import Scale
+from oncurve.recipe.schema.model import Model
 from oncurve.recipe.schema.sections import Engine as EngineSettings
-from oncurve.recipe.schema.sections import Model, Sampling
+from oncurve.recipe.schema.sections import Sampling, Scale
 from oncurve.records import Group, Prompt
 from oncurve.runs.step_notes import note
 
@@ -87,13 +87,14 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts) if all(part.isdigit() for part in parts) else ()
 
 
-class VllmEngine(NativeEngine):
+class VllmEngine:
     """Samples groups of completions by vLLM. The text above says how it is used."""
 
     shares_weights = False
 
     def __init__(self, policy: Policy, settings: EngineSettings, scale: Scale) -> None:
-        super().__init__(policy, settings)
+        self.policy, self.settings = policy, settings
+        self.weight_source: WeightSource | None = None
         self.version, self.scale = check_vllm(), scale
         check_parts(policy, scale.vllm_tensor)
         self.process: VllmProcess | None = None
@@ -116,15 +117,15 @@ class VllmEngine(NativeEngine):
         self,
         prompts: Sequence[Prompt],
         group_size: int,
-        how: Sampling,
-        draws: SampleKey,
+        sampling: Sampling,
+        key: SampleKey,
         on_group: Callable[[int, Group], None] | None = None,
     ) -> list[Group]:
         """``group_size`` completions of each prompt, in order. ``on_group`` hears of each group as soon as it is whole."""
-        prompt_ids = encode_prompts(self.policy, prompts, how)
-        check_sampling(how)
+        prompt_ids = encode_prompts(self.policy, prompts, sampling)
+        check_sampling(sampling)
         version = None if self.weight_source is None else self.weight_source.version
-        self._asked = PendingRequests(self.policy, prompts, prompt_ids, group_size, how, draws, on_group, version)
+        self._asked = PendingRequests(self.policy, prompts, prompt_ids, group_size, sampling, key, on_group, version)
         try:
             return self._with_restarts(self._asked)
         except Exception:
@@ -213,7 +214,7 @@ class VllmEngine(NativeEngine):
     def _push(self) -> Mapping[str, int]:
         """The policy's weights, or its adapter, as they are now."""
         assert self._folder is not None
-        if not lora.is_on(self.policy.model):
+        if not lora.is_attached(self.policy.model):
             tensors = named_weights(self.policy)
             return self._load(
                 via_cuda_ipc(tensors) if self.policy.device.type == "cuda" else via_shared_memory(tensors, self._folder)
@@ -242,7 +243,7 @@ class VllmEngine(NativeEngine):
     def _rest(self) -> None:
         if self._sleeps and not self._asleep:
             # All weights are pushed before the next tokens, so none need be kept; but under LoRA the base is pushed only once.
-            self._tell(Sleep(1 if lora.is_on(self.policy.model) else 2), "going to sleep")
+            self._tell(Sleep(1 if lora.is_attached(self.policy.model) else 2), "going to sleep")
             self._asleep = True
 
     def _tell(self, message: object, doing: str) -> object:
@@ -276,7 +277,7 @@ class VllmEngine(NativeEngine):
         self.context = min(self.policy.max_positions, ready.context)
 
     def _start_message(self, model: Path) -> Start:
-        slots = self.slots_for(1 << 30)
+        slots = slots_for(self, 1 << 30)
         return Start(
             folder=str(model),
             scratch=str(self._folder),
@@ -346,7 +347,7 @@ def _lora_rank(policy: Policy) -> int:
 def _kv_bytes(policy: Policy) -> int:
     """Of keys and values, for one token."""
     layers = policy.model.config.get_text_config().num_hidden_layers
-    return int(2 * layers * policy.key_heads * policy.head_size * policy.model.dtype.itemsize)
+    return int(2 * layers * policy.kv_heads * policy.head_size * policy.model.dtype.itemsize)
 
 
 def _free_share(policy: Policy) -> float:

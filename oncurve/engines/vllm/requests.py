@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from oncurve.engines.native.engine import SampleKey, completion_of
+from oncurve.engines.base import SampleKey
+from oncurve.engines.native.engine import completion_of
 from oncurve.engines.native.turns import TurnSequence, reply_to
 from oncurve.engines.vllm.messages import Answer, Logprobs, Request
 from oncurve.models.chat_template import encode_reply

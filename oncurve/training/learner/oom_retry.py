@@ -13,7 +13,8 @@ from typing import TypeVar
 import torch
 
 from oncurve.distributed.world import World
-from oncurve.engines.native.engine import NativeEngine, SampleKey, slots_per_block
+from oncurve.engines.base import Engine, SampleKey, slots_for
+from oncurve.engines.native.kv_cache import slots_per_block
 from oncurve.errors import ModelError
 from oncurve.recipe.schema.sections import Sampling
 from oncurve.records import Group, Prompt
@@ -55,7 +56,8 @@ class PackedStage:
     def with_oom_retry(self, attempt: Callable[[int], T], whole: int, least: int) -> T:
         """What ``attempt`` makes of packs of so many tokens: of half as many, as often as memory runs out in it, unless every
         pass is one of all ranks. No pack can be smaller than ``least``."""
-        done, enough = retry_on_oom(attempt, whole, least=self.world.all_reduce_min(least, whole), what="tokens_per_pack")
+        least = whole if self.world.forward_is_collective else least
+        done, enough = retry_on_oom(attempt, whole, least=least, what="tokens_per_pack")
         if enough < whole:
             self.tokens_per_pack = enough
         return done
@@ -69,7 +71,7 @@ def release() -> None:
 
 
 def sample_with_retry(
-    engine: NativeEngine,
+    engine: Engine,
     prompts: Sequence[Prompt],
     group_size: int,
     how: Sampling,
@@ -77,7 +79,7 @@ def sample_with_retry(
     on_group: Callable[[int, Group], None] | None = None,
 ) -> list[Group]:
     """As ``engine.sample``; where memory runs out, with half the slots, which stay so: the pool was too large for this run."""
-    slots = engine.slots_for(len(prompts) * group_size)
+    slots = slots_for(engine, len(prompts) * group_size)
 
     def attempt(budget: int) -> list[Group]:
         if budget != slots:

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from oncurve.algos.advantages import grade
 from oncurve.distributed.world import SINGLE_PROCESS, World
-from oncurve.engines.native.engine import NativeEngine, SampleKey
+from oncurve.engines.base import Engine, SampleKey
 from oncurve.errors import ModelError, RewardError
 from oncurve.recipe.defaults import advantage_settings
-from oncurve.recipe.schema.recipe import Grpo
-from oncurve.recipe.schema.stages import RolloutStage
+from oncurve.recipe.schema.stages import Grpo, RolloutStage
 from oncurve.records import GradedGroup, Group, ScoredGroup, StepReport
 from oncurve.rewards.mix import RewardMix
 from oncurve.tasks.base import Task
@@ -65,7 +64,7 @@ class GrpoLoop:
     """The stage `grpo`: what happens in each of its steps. Logging and saving listen from outside."""
 
     def __init__(
-        self, stage: Grpo, seed: int, task: Task, engine: NativeEngine, rewards: RewardMix, world: World = SINGLE_PROCESS
+        self, stage: Grpo, seed: int, task: Task, engine: Engine, rewards: RewardMix, world: World = SINGLE_PROCESS
     ) -> None:
         self.stage, self.seed, self.task, self.world = stage, seed, task, world
         self.engine, self.rewards = engine, rewards
@@ -107,7 +106,7 @@ class GrpoLoop:
         return self.world.all_gather_results(lambda: self.rewards.score(groups))
 
     def _begin_scoring(self, place: int, group: Group) -> None:
-        if self.world.scores:
+        if self.world.computes_rewards:
             self.rewards.prefetch(group)
 
     def grade(self, scored: Sequence[ScoredGroup]) -> list[GradedGroup]:

@@ -7,27 +7,26 @@ update). All that a resumed run needs is in its checkpoint and in the file of co
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from oncurve.distributed.world import World
-from oncurve.engines.native.engine import NativeEngine
-from oncurve.errors import OncurveError, RecipeError, RewardError
-from oncurve.recipe.schema.recipe import Grpo, Recipe
-from oncurve.recipe.schema.sections import STAGE
-from oncurve.recipe.schema.stages import Iteration, RewardModel
+from oncurve.engines.base import Engine
+from oncurve.errors import RecipeError, RewardError
+from oncurve.recipe.schema.base import STAGE_PREFIX
+from oncurve.recipe.schema.recipe import Recipe
+from oncurve.recipe.schema.stages import Grpo, Iteration, RewardModel
 from oncurve.records import GradedGroup, Prompt, StepReport
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.models.reward_model import RewardModelReward
 from oncurve.rewards.registry import build_reward
 from oncurve.rng import philox_generator
 from oncurve.runs.database.reader import RunReader
+from oncurve.runs.feedback import training_preferences
 from oncurve.runs.preference_pairs import pair_of
 from oncurve.runs.step_notes import note
 from oncurve.tasks.base import Task
@@ -43,7 +42,7 @@ class IterativeLoop(GrpoLoop):
     """`grpo` whose stage has `iterate`."""
 
     def __init__(
-        self, stage: Grpo, recipe: Recipe, task: Task, engine: NativeEngine, rewards: RewardMix, folder: Path, world: World,
+        self, stage: Grpo, recipe: Recipe, task: Task, engine: Engine, rewards: RewardMix, folder: Path, world: World,
     ) -> None:  # fmt: skip
         super().__init__(stage, recipe.seed, task, engine, rewards, world)
         assert stage.iterate is not None
@@ -65,7 +64,7 @@ class IterativeLoop(GrpoLoop):
         first = [
             s
             for s in recipe.stages
-            if isinstance(s, RewardModel) and f"{STAGE}{s.label}" == reward.options.model and s.kind == "pairs"
+            if isinstance(s, RewardModel) and f"{STAGE_PREFIX}{s.label}" == reward.options.model and s.kind == "pairs"
         ]
         before = read_reward_model_data(first[0]).train if first else ()
         return RewardModelLoop(stage, self.seed, self.engine.policy, self.folder, RewardModelData(before, ()), self.world)
@@ -129,7 +128,9 @@ class IterativeLoop(GrpoLoop):
     def _compared(self, n: int) -> list[dict[str, Any]]:
         """All comparisons up to step n; where people are the labeller, with what they have said since."""
         if self.labeller is None:
-            add_lines(self.file, self._unseen(human_comparisons(self.folder, self.stage.label, n), n), n)
+            with RunReader.open(self.folder) as store:
+                preferences = training_preferences(self.folder, store, self.stage.label, n)
+            add_lines(self.file, self._unseen([preference.row for preference in preferences], n), n)
         return lines_of(self.file)
 
     def _coded(self, line: Mapping[str, Any]) -> TokenizedExample:
@@ -153,34 +154,6 @@ def comparison_batch(
     new = told.batch_size - old
     picked = [fresh[int(i)] for i in dice.integers(len(fresh), size=new)]
     return picked + [past[int(i)] for i in (dice.integers(len(past), size=old) if old else ())]
-
-
-def human_comparisons(run: Path, stage: str, until: int) -> Iterator[dict[str, Any]]:
-    """Comparisons from the rankings that people gave in the studio, of this stage's groups up to a step: better tier over
-    worse."""
-    file = run / "feedback.jsonl"
-    last: dict[tuple[int, int], list[list[int]]] = {}
-    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
-        try:
-            told = json.loads(line)
-        except ValueError:  # someone is writing it just now
-            note("people", f"a line of {file.name} can't be read, and is left out: {line[:60]}")
-            continue
-        if told.get("type") == "ranking" and told.get("stage") == stage and told.get("kind", "train") == "train":
-            last[told["step"], told["group"]] = told["tiers"]
-    with RunReader.open(run) as store:
-        for (step, group), tiers in last.items():
-            if step > until:
-                continue
-            try:
-                kept = store.group(stage, step, group).graded.scored
-            except OncurveError:
-                continue
-            texts = [s.completion.text for s in kept.scored]
-            for upper, lower in combinations(tiers, 2):
-                for better, worse in ((b, w) for b in upper for w in lower):
-                    if texts[better].strip() != texts[worse].strip():
-                        yield {"prompt": kept.group.prompt.written, "chosen": texts[better], "rejected": texts[worse]}
 
 
 def _trained_reward(stage: Grpo, rewards: RewardMix) -> RewardModelReward:

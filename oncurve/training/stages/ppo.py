@@ -18,13 +18,12 @@ from oncurve.algos.advantages import counted_steps, is_graded, whiten
 from oncurve.algos.gae import Doubles, explained_variance, gae, token_rewards, value_loss
 from oncurve.algos.reductions import LossDenominators
 from oncurve.distributed.world import SINGLE_PROCESS, World
-from oncurve.engines.native.engine import NativeEngine
-from oncurve.models.heads.critic import Critic, with_next
+from oncurve.engines.base import Engine
+from oncurve.models.heads.critic import Critic, append_placeholder
 from oncurve.models.packing import Pack
 from oncurve.models.policy import Policy
 from oncurve.recipe.defaults import kl_settings
-from oncurve.recipe.schema.recipe import Grpo
-from oncurve.recipe.schema.stages import PolicyGradientStage, Ppo
+from oncurve.recipe.schema.stages import Grpo, PolicyGradientStage, Ppo
 from oncurve.records import Floats, GradedGroup, Ints, ScoredCompletion, ScoredGroup, StepReport
 from oncurve.rewards.mix import RewardMix
 from oncurve.tasks.base import Task
@@ -74,7 +73,7 @@ class PpoLoop(GrpoLoop):
     learner: PpoLearner
 
     def __init__(
-        self, stage: Ppo, seed: int, task: Task, engine: NativeEngine, rewards: RewardMix, world: World = SINGLE_PROCESS
+        self, stage: Ppo, seed: int, task: Task, engine: Engine, rewards: RewardMix, world: World = SINGLE_PROCESS
     ) -> None:
         self.ppo = stage
         super().__init__(policy_side(stage), seed, task, engine, rewards, world)
@@ -162,7 +161,7 @@ class PpoLearner(Learner):
     def _valued(self, group: ScoredGroup) -> dict[int, Ints]:
         """The completions that are graded, with one more token where one was cut."""
         rows = {c: s.completion for c, s in enumerate(group.scored) if is_graded(s, self.ppo.mask_cut)}
-        return {c: with_next(one.token_ids) if one.cut else one.token_ids for c, one in rows.items()}
+        return {c: append_placeholder(one.token_ids) if one.cut else one.token_ids for c, one in rows.items()}
 
     def update(self, groups: Sequence[GradedGroup]) -> UpdateResult:
         self.value_updates, self.value_sums = [], dict.fromkeys(self.value_sums, 0.0)

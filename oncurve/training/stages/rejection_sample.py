@@ -19,7 +19,7 @@ from torch import Tensor
 
 from oncurve.algos.advantages import grade
 from oncurve.distributed.world import SINGLE_PROCESS, World
-from oncurve.engines.native.engine import NativeEngine, SampleKey
+from oncurve.engines.base import Engine, SampleKey
 from oncurve.recipe.schema.stages import RejectionSample
 from oncurve.records import ScoredCompletion, ScoredGroup, StepReport
 from oncurve.rewards.mix import RewardMix
@@ -59,7 +59,7 @@ class RejectionLoop:
     """Its length is counted in steps alone."""
 
     def __init__(
-        self, stage: RejectionSample, seed: int, task: Task, engine: NativeEngine, rewards: RewardMix, folder: Path,
+        self, stage: RejectionSample, seed: int, task: Task, engine: Engine, rewards: RewardMix, folder: Path,
         world: World = SINGLE_PROCESS,
     ) -> None:  # fmt: skip
         self.stage, self.seed, self.task, self.engine, self.rewards, self.world = stage, seed, task, engine, rewards, world

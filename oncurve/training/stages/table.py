@@ -10,10 +10,10 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from oncurve.distributed.world import SINGLE_PROCESS, World
-from oncurve.engines.native.engine import NativeEngine
+from oncurve.engines.base import Engine
 from oncurve.models.policy import Policy
-from oncurve.recipe.schema.recipe import Grpo, Recipe, Sft, Stage
-from oncurve.recipe.schema.stages import Dpo, Ppo, RejectionSample, RewardModel, TrainingFree, Trpo
+from oncurve.recipe.schema.recipe import Recipe
+from oncurve.recipe.schema.stages import Dpo, Grpo, Ppo, RejectionSample, RewardModel, Sft, Stage, TrainingFree, Trpo
 from oncurve.records import StepReport
 from oncurve.rewards.mix import RewardMix
 from oncurve.tasks.base import Task
@@ -47,14 +47,14 @@ class StageContext:
 
     recipe: Recipe
     task: Task
-    sampler: NativeEngine | None
+    sampler: Engine | None
     """None where no stage of the recipe uses the policy."""
     rewards: RewardMix
     folder: Path
     world: World = SINGLE_PROCESS
 
     @property
-    def engine(self) -> NativeEngine:
+    def engine(self) -> Engine:
         assert self.sampler is not None, "a stage that uses the policy has one"
         return self.sampler
 

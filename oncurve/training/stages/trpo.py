@@ -20,14 +20,13 @@ from oncurve.algos.reductions import LossDenominators, mean_over_step_tokens
 from oncurve.algos.surrogates import Unclipped
 from oncurve.algos.trust_region import Solution, Step, conjugate_gradient, line_search, longest_step
 from oncurve.distributed.world import SINGLE_PROCESS, World
-from oncurve.engines.native.engine import NativeEngine
+from oncurve.engines.base import Engine
 from oncurve.errors import ModelError, RecipeError
-from oncurve.models.fisher import Fisher, distributions, flat, move
+from oncurve.models.fisher import Fisher, flatten, policy_distributions, set_parameters
 from oncurve.models.packing import Pack
 from oncurve.models.policy import Policy
 from oncurve.plan.memory import VECTOR_BYTES, parameters_with_room, table_bytes
-from oncurve.recipe.schema.recipe import Grpo
-from oncurve.recipe.schema.stages import RolloutStage, Trpo
+from oncurve.recipe.schema.stages import Grpo, RolloutStage, Trpo
 from oncurve.records import GradedGroup
 from oncurve.rewards.mix import RewardMix
 from oncurve.runs.step_notes import note
@@ -49,7 +48,7 @@ class TrpoLoop(GrpoLoop):
     """What happens in each step of the stage `trpo`."""
 
     def __init__(
-        self, stage: Trpo, seed: int, task: Task, engine: NativeEngine, rewards: RewardMix, world: World = SINGLE_PROCESS
+        self, stage: Trpo, seed: int, task: Task, engine: Engine, rewards: RewardMix, world: World = SINGLE_PROCESS
     ) -> None:
         self.trpo = stage
         super().__init__(grading_side(stage), seed, task, engine, rewards, world)
@@ -88,7 +87,7 @@ class TrpoLearner(Learner):
         before = seen.snapshot()
         batch = self._gradient(groups, batch, totals, seen)
         self.world.all_reduce_gradients(self.parameters)
-        uphill_n = -flat([torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters])
+        uphill_n = -flatten([torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters])
         self.optimiser.zero_grad()
         slope, learned = float(uphill_n.norm()), seen.result()
         why = self.optimiser.guard.rejection_reason({"grad_norm": slope, **seen.metrics_since(before)})
@@ -132,7 +131,7 @@ class TrpoLearner(Learner):
     @torch.no_grad()
     def _search(self, groups: Sequence[GradedGroup], batch: list[MicroBatch], totals: LossDenominators, step_n: Tensor) -> Step:
         """Moves the policy to the longest step that keeps its promise, or leaves it, to the bit, where it was."""
-        start_n = flat([p.detach() for p in self.parameters]).clone()
+        start_n = flatten([p.detach() for p in self.parameters]).clone()
         packs, old = batch, list[Tensor]()
 
         def try_share(share: float) -> tuple[float, float]:
@@ -140,9 +139,9 @@ class TrpoLearner(Learner):
                 nonlocal packs, old
                 if fitting is not packs or not old:
                     packs, old = fitting, []
-                    move(self.parameters, start_n, step_n, 0.0)
-                    old = [distributions(self.policy, micro.pack, self._temperature) for micro in packs]
-                move(self.parameters, start_n, step_n, share)
+                    set_parameters(self.parameters, start_n, step_n, 0.0)
+                    old = [policy_distributions(self.policy, micro.pack, self._temperature) for micro in packs]
+                set_parameters(self.parameters, start_n, step_n, share)
                 return self._measure(packs, old)
 
             found = self.world.all_reduce_sum(self.with_fitting_packs(groups, packs, attempt))
@@ -154,14 +153,14 @@ class TrpoLearner(Learner):
             share = taken.share
         finally:
             if not share:
-                move(self.parameters, start_n, step_n, 0.0)
+                set_parameters(self.parameters, start_n, step_n, 0.0)
         return taken
 
     def _measure(self, batch: Sequence[MicroBatch], old: Sequence[Tensor]) -> dict[str, float]:
         """The sums over this rank's tokens of L's rise and of KL(π_old ‖ π_θ), the KL over the whole vocabulary."""
         gain = kl = 0.0
         for micro, old_MV in zip(batch, old, strict=True):
-            new_MV = distributions(self.policy, micro.pack, self._temperature)
+            new_MV = policy_distributions(self.policy, micro.pack, self._temperature)
             at = micro.pack.target_M[:, None]
             ratio_M = (new_MV.gather(1, at) - old_MV.gather(1, at))[:, 0].clamp(max=LOG_CAP).exp()
             kl_M = (old_MV.exp() * (old_MV - new_MV)).nan_to_num().sum(-1)

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from oncurve.engines.native.engine import NativeEngine, SampleKey
+from oncurve.engines.base import SampleKey
+from oncurve.engines.native.engine import NativeEngine
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.sections import Engine, Sampling
 from oncurve.records import Completion, Group, Ints, Prompt

@@ -11,10 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
+from oncurve.engines.base import SampleKey
 from oncurve.engines.native.c_decoder import can_decode
 from oncurve.engines.native.c_scheduler import CScheduler
-from oncurve.engines.native.engine import NativeEngine, SampleKey, Scheduler
-from oncurve.models.llama.c_build import library
+from oncurve.engines.native.engine import NativeEngine, Scheduler
+from oncurve.models.llama.c_build import load_library
 from oncurve.models.policy import Policy
 from oncurve.recipe.load import parse_recipe
 from oncurve.recipe.schema.sections import Engine, Sampling
@@ -149,14 +150,14 @@ def test_truncated_sampling_other_precisions_and_models_go_through_torch() -> No
 @pytest.fixture
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("CC", "there-is-no-such-compiler")
-    library.cache_clear()
+    load_library.cache_clear()
     yield
-    library.cache_clear()
+    load_library.cache_clear()
 
 
 def test_without_a_compiler_torch_decodes_and_the_run_says_so(no_compiler: None) -> None:
     policy = Policy(make_model("qwen3"), tokenizer())
-    assert library() is None
+    assert load_library() is None
     engine = NativeEngine(policy, Engine())
     assert engine._batch_type([Prompt("p", text="1+1=")], Sampling()) is Scheduler
     assert "no C compiler" in engine.log_lines[0]
@@ -167,12 +168,12 @@ def test_without_a_compiler_torch_decodes_and_the_run_says_so(no_compiler: None)
 
 def test_the_function_is_built_once_and_kept(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    library.cache_clear()
-    assert library() is not None
+    load_library.cache_clear()
+    assert load_library() is not None
     (built,) = (tmp_path / "oncurve").glob("*.so")
     when = built.stat().st_mtime_ns
-    library.cache_clear()
-    assert library() is not None
+    load_library.cache_clear()
+    assert load_library() is not None
     assert [p.stat().st_mtime_ns for p in (tmp_path / "oncurve").glob("*.so")] == [when]
-    library.cache_clear()
-    assert library() is not None
+    load_library.cache_clear()
+    assert load_library() is not None

@@ -11,13 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oncurve.engines.native.engine import SampleKey, default_slots, slots_per_block
+from oncurve.engines.base import SampleKey, default_slots
+from oncurve.engines.native.kv_cache import slots_per_block
 from oncurve.errors import ModelError
 from oncurve.models.loading.tiny import build_model as make_tiny
 from oncurve.models.loading.tiny import build_tokenizer
 from oncurve.models.packing import PrefixGroup, build_pack
 from oncurve.models.policy import Policy
-from oncurve.recipe.schema.sections import Sampling, TinyModel
+from oncurve.recipe.schema.model import TinyModel
+from oncurve.recipe.schema.sections import Sampling
 from oncurve.records import Completion, Group, Prompt
 from oncurve.rng import sampling_uniforms
 from tests.engines.native.plain import NEAR_TIE, engine_for, prompt_of, sample

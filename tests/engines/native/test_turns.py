@@ -10,13 +10,14 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from oncurve.engines.native.engine import SampleKey
+from oncurve.engines.base import SampleKey
 from oncurve.errors import DataError, ModelError
-from oncurve.models.chat_template import example_ids, reply_ids
+from oncurve.models.chat_template import encode_example, encode_reply
 from oncurve.models.loading.load import load_policy
-from oncurve.models.loading.tiny import make_tokenizer
+from oncurve.models.loading.tiny import build_tokenizer
 from oncurve.models.policy import Policy
-from oncurve.recipe.schema.sections import Model, Sampling, TinyModel
+from oncurve.recipe.schema.model import Model, TinyModel
+from oncurve.recipe.schema.sections import Sampling
 from oncurve.records import Completion, Environment, Example, Group, Prompt
 from tests.engines.native.plain import engine_for, next_logits
 
@@ -150,7 +151,7 @@ def test_an_environment_that_fails_is_told_of_in_one_message() -> None:
 
 
 def chat_policy() -> Policy:
-    words = make_tokenizer("".join(map(chr, range(32, 127))) + "\n")
+    words = build_tokenizer("".join(map(chr, range(32, 127))) + "\n")
     words.chat_template = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>\n{% endfor %}"
         "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -162,23 +163,23 @@ def chat_policy() -> Policy:
 
 def test_in_a_chat_a_reply_after_the_end_token_is_the_user_s_next_message() -> None:
     chat, prompt = chat_policy(), Prompt(id="c", messages=({"role": "user", "content": "a"},))
-    ids = reply_ids(chat, prompt, "higher", ended=True)
+    ids = encode_reply(chat, prompt, "higher", ended=True)
     assert chat.tokenizer.decode(ids) == "\n<user>higher<end>\n<assistant>"
-    assert chat.tokenizer.decode(reply_ids(chat, prompt, "42", ended=False)) == "42"
-    assert chat.tokenizer.decode(reply_ids(chat, replace(prompt, messages=None, text="a"), "42", ended=True)) == "42"
+    assert chat.tokenizer.decode(encode_reply(chat, prompt, "42", ended=False)) == "42"
+    assert chat.tokenizer.decode(encode_reply(chat, replace(prompt, messages=None, text="a"), "42", ended=True)) == "42"
 
 
 def test_a_template_of_single_turns_is_told_of_in_one_message() -> None:
     chat, prompt = chat_policy(), Prompt(id="c", messages=({"role": "user", "content": "a"},))
     chat.tokenizer.chat_template = "{% if messages | length > 1 %}{{ raise_exception('one turn') }}{% endif %}?"
     with pytest.raises(ModelError, match=r"(?s)^c: the model's chat template can't write it.*one turn"):
-        reply_ids(chat, prompt, "higher", ended=True)
+        encode_reply(chat, prompt, "higher", ended=True)
 
 
 def test_of_a_worked_example_only_the_policy_s_turns_are_imitated() -> None:
     plain = Example(asked("a", None), "ab?!!ab")
-    ids, wrote = example_ids(policy(), replace(plain, turns=("ab?", "!!", "ab")))
-    whole, every = example_ids(policy(), plain)
+    ids, wrote = encode_example(policy(), replace(plain, turns=("ab?", "!!", "ab")))
+    whole, every = encode_example(policy(), plain)
     assert ids.tolist() == whole.tolist()
     assert every.all()
     assert wrote.tolist() == [True] * 3 + [False] * 2 + [True] * 3

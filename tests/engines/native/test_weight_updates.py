@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from oncurve.engines.base import SampleKey
 from oncurve.engines.cuda.graph_decoder import GraphDecoder
 from oncurve.engines.cuda.scheduler import CudaSampleRequest
-from oncurve.engines.native.engine import NativeEngine, SampleKey
+from oncurve.engines.native.engine import NativeEngine
 from oncurve.models.packing import PrefixGroup, build_pack
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.sections import Engine, Sampling

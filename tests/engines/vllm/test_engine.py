@@ -12,8 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from oncurve.engines.base import check_engine
-from oncurve.engines.native.engine import SampleKey
+from oncurve.engines.base import SampleKey, check_engine
 from oncurve.engines.vllm.engine import check_vllm
 from oncurve.engines.vllm.messages import Answer, Start
 from oncurve.engines.vllm.process import VllmProcess, VllmProcessLost, environment, visible
@@ -22,8 +21,8 @@ from oncurve.engines.vllm.weights import named_weights, via_shared_memory
 from oncurve.errors import MissingPackage, RecipeError
 from oncurve.recipe.defaults import with_importance_cap
 from oncurve.recipe.load import load_recipe
-from oncurve.recipe.schema.recipe import Grpo
 from oncurve.recipe.schema.sections import Sampling
+from oncurve.recipe.schema.stages import Grpo
 from oncurve.records import Group
 from tests.engines.native.plain import prompt_of
 from tests.models.architectures import make_policy

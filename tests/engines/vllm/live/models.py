@@ -8,12 +8,13 @@ from collections.abc import Mapping
 import torch
 from transformers import PreTrainedModel
 
-from oncurve.engines.native.engine import NativeEngine, SampleKey
+from oncurve.engines.base import SampleKey
+from oncurve.engines.native.engine import NativeEngine
 from oncurve.engines.vllm.engine import VllmEngine
 from oncurve.models import lora
 from oncurve.models.policy import Policy
-from oncurve.recipe.schema.recipe import Scale
-from oncurve.recipe.schema.sections import Engine, Lora, Sampling
+from oncurve.recipe.schema.model import Lora
+from oncurve.recipe.schema.sections import Engine, Sampling, Scale
 from oncurve.records import Group, Prompt
 from tests.engines.native.plain import assert_logps, assert_same_greedy, prompt_of
 from tests.models.architectures import make_model, tokenizer

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from oncurve.engines.native.engine import SampleKey
+from oncurve.engines.base import SampleKey
 from oncurve.engines.vllm.engine import VllmEngine
 from oncurve.errors import EngineError
 from oncurve.recipe.schema.sections import Sampling

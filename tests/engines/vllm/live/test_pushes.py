@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from oncurve.engines.native.engine import SampleKey
+from oncurve.engines.base import SampleKey
 from oncurve.engines.vllm.engine import VllmEngine
 from oncurve.engines.vllm.weights import MEMORY
 from oncurve.models import lora

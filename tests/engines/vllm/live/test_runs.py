@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from oncurve.recipe.load import load_recipe
-from oncurve.recipe.schema.recipe import Grpo
+from oncurve.recipe.schema.stages import Grpo
 from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder
 

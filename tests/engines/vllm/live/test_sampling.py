@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from oncurve.engines.native.engine import SampleKey
+from oncurve.engines.base import SampleKey
 from oncurve.engines.vllm.engine import VllmEngine
 from oncurve.errors import ModelError
 from oncurve.recipe.schema.sections import Sampling

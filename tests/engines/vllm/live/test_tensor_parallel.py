@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from oncurve.engines.native.engine import SampleKey
+from oncurve.engines.base import SampleKey
 from oncurve.engines.vllm.engine import VllmEngine
 from oncurve.errors import RecipeError
 from oncurve.records import Group
