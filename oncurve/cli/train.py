@@ -50,9 +50,9 @@ Ray = Annotated[
 
 def check_ray(address: str) -> None:
     """Whether a cluster answers there: first of all, as what comes then takes seconds to load."""
-    from oncurve.cluster.ray_client import check_answers
+    from oncurve.cluster.ray_client import check_reachable
 
-    check_answers(address)
+    check_reachable(address)
 
 
 def train_on_ray(

@@ -1,1 +1,1 @@
-"""A run on many machines: learner, samplers and reward workers as Ray actors. `train.run` is the same as on one machine."""
+"""A run on many machines: learners, samplers and reward workers as Ray actors. The trainer is the same as on one machine."""

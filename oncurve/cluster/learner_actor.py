@@ -1,4 +1,4 @@
-"""The learner on a cluster: the trainer of one process, but others write its samples and compute its rewards."""
+"""The learner on a cluster: the trainer of one process, with samplers and reward workers in other processes."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from oncurve.cluster.messages import Actors, Session
+from oncurve.cluster.messages import Actors, ClusterSession
 from oncurve.cluster.ray_client import ProcessLocation, this_process
 from oncurve.cluster.remote_engine import LEARNER, Prefetch, RemoteEngine
-from oncurve.cluster.reward_actor import RemoteRewardMix, RewardActors
+from oncurve.cluster.reward_actor import RemoteRewardMix, RewardWorkers
 from oncurve.distributed.rank_status import RankStatus, clear_statuses, write_status
 from oncurve.distributed.rendezvous import joined_ranks
 from oncurve.distributed.world import SINGLE_PROCESS, World
 from oncurve.errors import ClusterError, OncurveError, RunError, error_to_json
 from oncurve.models.policy import Policy
 from oncurve.recipe.load import dump_recipe, parse_recipe
-from oncurve.recipe.schema.recipe import Recipe, Stage
-from oncurve.recipe.schema.stages import RolloutStage
+from oncurve.recipe.schema.recipe import Recipe
+from oncurve.recipe.schema.stages import RolloutStage, Stage
 from oncurve.records import EvalReport, StepReport
 from oncurve.rewards.mix import RewardMix
 from oncurve.runs.checkpoints.files import Checkpoint
@@ -44,15 +44,18 @@ from oncurve.training.start import build_tasks_and_rewards, with_machine_default
 from oncurve.training.trainer import ROLLBACK_SEED, RewardsOf, TaskOf, Trainer
 
 LOCK_S = 20.0
-"""How long to wait for a learner before this one to be gone: Ray ends it when its driver dies, and that takes a moment."""
+"""How long to wait for a former learner to release the run's lock: Ray ends it some seconds after its driver dies."""
 BEAT_S = 0.5
+Event = tuple[str, tuple[Any, ...]]
+"""A listener's method and its arguments."""
 
 
 @dataclass(frozen=True, slots=True)
 class LearnerTask:
-    """What a learner is to do: begin with a recipe in the folder, or go on with what is there. ``notes`` become events.
+    """What a learner has to do: train a recipe in the folder, or, without one, resume what is there.
 
-    ``session`` is new for each start. ``ranks`` are where all learners run, by rank, and ``port`` is where they meet.
+    ``notes`` become events. ``session_id`` is new for each start. ``ranks`` are the processes of all learners, by rank, and
+    ``port`` is the port on the first one's machine at which they meet.
     """
 
     folder: Path
@@ -61,63 +64,69 @@ class LearnerTask:
     sets: tuple[str, ...] = ()
     minutes: float | None = None
     notes: tuple[str, ...] = ()
-    session: str = ""
+    session_id: str = ""
     ranks: tuple[ProcessLocation, ...] = ()
     port: int = 0
 
 
 class LearnerActor:
-    """The actor. `train` takes as long as the run; the others are asked meanwhile."""
+    """The Ray actor. `train` takes as long as the run; the other methods are called meanwhile."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.relay = Relay()
+        self.relay = EventRelay()
         self.trainer: ClusterTrainer | None = None
-        self.busy = False
+        self.is_training = False
 
-    def where(self) -> ProcessLocation:
+    def location(self) -> ProcessLocation:
         return this_process()
 
     def free_port(self) -> int:
-        """One that is free on this machine now."""
-        with socket.create_server(("", 0)) as found:
-            return int(found.getsockname()[1])
+        with socket.create_server(("", 0)) as server:
+            return int(server.getsockname()[1])
 
-    def train(self, task: LearnerTask, crew: Actors, rank: int) -> Mapping[str, Any] | None:
-        """None where the run has finished; else the error that ended it, as data."""
-        if self.busy:  # the driver has lost this process from sight, and starts over: so must it
+    def train(self, task: LearnerTask, actors: Actors, rank: int) -> Mapping[str, Any] | None:
+        """None if the run has finished, else the error that ended it, as JSON."""
+        if self.is_training:  # the driver lost contact and starts over, so this process must restart too
             os._exit(1)
-        self.busy = True
+        self.is_training = True
         try:
             if task.directory.is_dir():
                 os.chdir(task.directory)
             run, recipe = self._open_run(task)
-            with _joined(task, recipe, rank) as world:
+            assignment = Assignment(task, actors)
+            with _joined_ranks(task, recipe, rank) as world:
                 if not world.is_rank_zero:
-                    run_worker_rank(world, build_tasks_and_rewards, make=partial(ClusterTrainer, of=RankPart(task, crew)))  # type: ignore[arg-type]
+                    build = partial(ClusterTrainer, assignment=assignment)
+                    run_worker_rank(world, build_tasks_and_rewards, make=build)  # type: ignore[arg-type]
                     return None
-                self.trainer = trainer = self._leading(run, recipe, RankPart(task, crew), world)
-                trainer.train(resume=run.database.exists())
+                self.trainer = self._build_trainer(run, recipe, assignment, world)
+                self.trainer.train(resume=run.database.exists())
         except OncurveError as error:
             return error_to_json(error, self.name)
         return None
 
-    def _leading(self, run: RunFolder, recipe: Recipe, of: RankPart, world: World) -> ClusterTrainer:
-        if of.task.recipe is not None:
+    def _build_trainer(self, run: RunFolder, recipe: Recipe, assignment: Assignment, world: World) -> ClusterTrainer:
+        """The trainer of rank 0, which announces the run to the other ranks."""
+        task = assignment.task
+        if task.recipe is not None:
             recipe = with_machine_defaults(recipe)
         announce_run(world, recipe, run)
-        made = ClusterTrainer(recipe, run, *build_tasks_and_rewards(recipe), [self.relay], None, of.task.minutes, world, of=of)
-        if of.task.recipe is not None or of.task.sets:
+        tasks_and_rewards = build_tasks_and_rewards(recipe)
+        trainer = ClusterTrainer(
+            recipe, run, *tasks_and_rewards, [self.relay], None, task.minutes, world, assignment=assignment
+        )  # fmt: skip
+        if task.recipe is not None or task.sets:
             run.write_recipe(dump_recipe(recipe))
-        return made
+        return trainer
 
     def _open_run(self, task: LearnerTask) -> tuple[RunFolder, Recipe]:
         run = RunFolder(task.folder)
         if not (run.path / STATE).is_file():
             raise ClusterError(
                 str(run.path),
-                f"{this_process()} does not see it",
-                because="the learner writes the run's folder, and goes on from it wherever it is started again",
+                f"not visible to {this_process()}",
+                because="the learner writes the run's folder, and resumes from it on whichever node it is restarted",
                 fix="put runs on a disk that all nodes share: --runs or --out DIR",
             )
         if task.recipe is not None:
@@ -126,28 +135,28 @@ class LearnerActor:
         return run, with_machine_overrides(run, task.sets)
 
     def stop(self, number: int) -> None:
-        """As a signal would: the step is finished and saved."""
+        """Like a signal with this number: the step is finished and saved."""
         if self.trainer is not None:
             self.trainer.stop_signal = number
 
-    def hear(self, wait_s: float) -> list[tuple[str, tuple[Any, ...]]]:
-        """What listeners are to be told, in order, as soon as there is anything."""
-        return self.relay.next(wait_s)
+    def next_events(self, wait_s: float) -> list[Event]:
+        """The events for the driver's listeners, in order, as soon as there are any."""
+        return self.relay.take(wait_s)
 
 
 @contextmanager
-def _joined(task: LearnerTask, recipe: Recipe, rank: int) -> Iterator[World]:
-    """The world of the learners, by the environment in which ranks find each other however they were started."""
+def _joined_ranks(task: LearnerTask, recipe: Recipe, rank: int) -> Iterator[World]:
+    """The world of the learners. Sets the environment variables that torchrun would set."""
     size = len(task.ranks)
     if size == 1:
         yield SINGLE_PROCESS
         return
-    beside = [r for r, at in enumerate(task.ranks) if at.host == task.ranks[rank].host]
-    around = {
-        "RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": len(beside),
+    on_this_host = [r for r, location in enumerate(task.ranks) if location.host == task.ranks[rank].host]
+    environment = {
+        "RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": len(on_this_host),
         "MASTER_ADDR": task.ranks[0].address, "MASTER_PORT": task.port,
     }  # fmt: skip
-    os.environ.update({key: str(value) for key, value in around.items()})
+    os.environ.update({key: str(value) for key, value in environment.items()})
     with joined_ranks(recipe, lambda error: print(error, flush=True)) as world:
         yield world
 
@@ -165,65 +174,68 @@ def _wait_for_lock(run: RunFolder) -> None:
             return
 
 
-class Relay(Listener):
-    """Keeps what listeners would hear until the driver fetches it. Groups stay here: they are in the run's database."""
+class EventRelay(Listener):
+    """Queues a listener's events until the driver fetches them. Groups are left out: they are in the run's database."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[str, tuple[Any, ...]]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Event] = queue.SimpleQueue()
         for name in (name for name in vars(Listener) if name.startswith("on_")):
-            setattr(self, name, lambda *given, name=name: self._queue.put((name, tuple(map(light, given)))))
+            setattr(self, name, lambda *arguments, name=name: self._queue.put((name, tuple(map(without_groups, arguments)))))
 
-    def next(self, wait_s: float) -> list[tuple[str, tuple[Any, ...]]]:
-        found = []
+    def take(self, wait_s: float) -> list[Event]:
+        events = []
         try:
-            found.append(self._queue.get(timeout=wait_s))
+            events.append(self._queue.get(timeout=wait_s))
             while True:
-                found.append(self._queue.get_nowait())
+                events.append(self._queue.get_nowait())
         except queue.Empty:
-            return found
+            return events
 
 
-def light(given: Any) -> Any:
-    """A report without its groups."""
-    if isinstance(given, StepReport):
-        return replace(given, groups=(), stats=())
-    return replace(given, groups=()) if isinstance(given, EvalReport) else given
+def without_groups(argument: Any) -> Any:
+    """A report without its groups; anything else unchanged."""
+    if isinstance(argument, StepReport):
+        return replace(argument, groups=(), stats=())
+    return replace(argument, groups=()) if isinstance(argument, EvalReport) else argument
 
 
 @dataclass(frozen=True, slots=True)
-class RankPart:
-    """What one learner was told, and all who work for the run."""
+class Assignment:
+    """A learner's task, and the actors that work for the run."""
 
     task: LearnerTask
-    crew: Actors
+    actors: Actors
 
 
 class ClusterTrainer(Trainer):
-    """`Trainer` with samplers and reward workers; what happens to them is told as events of the kind `cluster`."""
+    """`Trainer` with samplers and reward workers; what happens to them becomes events of kind `cluster`."""
 
     def __init__(
         self, recipe: Recipe, run: RunFolder, task_of: TaskOf, rewards_of: RewardsOf, listeners: Sequence[Listener] = (),
-        policy: Policy | None = None, minutes: float | None = None, world: World = SINGLE_PROCESS, *, of: RankPart,
+        policy: Policy | None = None, minutes: float | None = None, world: World = SINGLE_PROCESS, *, assignment: Assignment,
     ) -> None:  # fmt: skip
-        task, crew = of.task, of.crew
-        order = Session(task.session, recipe.model_dump_json(exclude_none=True), run.path, task.directory)
-        self.notes, self.crew = task.notes, crew
+        task, actors = assignment.task, assignment.actors
+        session = ClusterSession(task.session_id, recipe.model_dump_json(exclude_none=True), run.path, task.directory)
+        self.notes, self.actors = task.notes, actors
         self.board = StatusBoard(run.path, world)
-        self.scorers = RewardActors(crew.scorers, order, recipe.scale.timeout_s, self.board.enter) if crew.scorers else None
-        mixes = {s.label: self._mix(rewards_of(s), s) for s in recipe.stages}
+        workers = actors.reward_workers
+        self.reward_workers = (
+            RewardWorkers(workers, session, recipe.scale.timeout_s, self.board.set_phase) if workers else None
+        )  # fmt: skip
+        mixes = {s.label: self._remote_mix(rewards_of(s), s) for s in recipe.stages}
         super().__init__(recipe, run, task_of, lambda s: mixes[s.label], listeners, policy, minutes, world)
-        own = crew.samplers[world.rank :: world.size]
-        if own and self.policy is not None:
-            self.engine = RemoteEngine(self.policy, recipe, own, order, self._say, self.board.enter)
+        samplers = actors.samplers[world.rank :: world.size]
+        if samplers and self.policy is not None:
+            self.engine = RemoteEngine(self.policy, recipe, samplers, session, self._log_event, self.board.set_phase)
         self.board.start()
-        if self.scorers is not None:
-            self.scorers.open()
+        if self.reward_workers is not None:
+            self.reward_workers.open()
 
-    def _mix(self, mix: RewardMix, stage: Stage) -> RewardMix:
-        return mix if self.scorers is None else RemoteRewardMix(mix, stage.label, self.scorers, self._say)
+    def _remote_mix(self, mix: RewardMix, stage: Stage) -> RewardMix:
+        return mix if self.reward_workers is None else RemoteRewardMix(mix, stage.label, self.reward_workers, self._log_event)
 
-    def _say(self, line: str) -> None:
-        """The first rank writes it down; another's stands in what its process wrote."""
+    def _log_event(self, line: str) -> None:
+        """Rank 0 records it in the run; another rank prints it to its process's log."""
         if self.world.is_rank_zero:
             self.notify.on_event("cluster", line)
         else:
@@ -237,40 +249,41 @@ class ClusterTrainer(Trainer):
 
     def _stages(self, start: Checkpoint | None) -> None:
         for line in self.notes:
-            self._say(line)
-        workers = "".join(f"; {name} on {at}" for name, at in (self.scorers.at if self.scorers else {}).items())
-        self._say(f"the learner is on {this_process()}; {len(self.crew.samplers)} samplers{workers}")
+            self._log_event(line)
+        locations = self.reward_workers.locations if self.reward_workers else {}
+        workers = "".join(f"; {name} on {location}" for name, location in locations.items())
+        self._log_event(f"the learner is on {this_process()}; {len(self.actors.samplers)} samplers{workers}")
         super()._stages(start)
 
     def loop(self, stage: Stage, detour: int, start: Checkpoint | None) -> StageLoop:
-        made = super().loop(stage, detour, start)
+        loop = super().loop(stage, detour, start)
         if isinstance(self.engine, RemoteEngine):
             seed = self.recipe.seed + detour * ROLLBACK_SEED
-            self.engine.prefetch(self._ahead(stage, seed) if isinstance(stage, RolloutStage) else None)
-        return CancellableLoop(made, self.board, stage, self.recipe.scale.max_staleness > 0)
+            self.engine.prefetch(self._prefetch(stage, seed) if isinstance(stage, RolloutStage) else None)
+        return ClusterLoop(loop, self.board, stage, self.recipe.scale.max_staleness > 0)
 
-    def _ahead(self, stage: RolloutStage, seed: int) -> Prefetch:
-        asked, world = self.task_of(stage), self.world_of(stage)  # type: ignore[arg-type]
+    def _prefetch(self, stage: RolloutStage, seed: int) -> Prefetch:
+        task, world = self.task_of(stage), self.world_of(stage)  # type: ignore[arg-type]
         return Prefetch(
-            lambda n: world.local_prompts(prompts_for_step(asked, seed, n - 1, stage.prompts_per_step)),
+            lambda n: world.local_prompts(prompts_for_step(task, seed, n - 1, stage.prompts_per_step)),
             stage.group_size, stage.sampling, seed, stage.steps,
         )  # fmt: skip
 
 
-class CancellableLoop:
-    """A stage's loop, whose reports also say by how old weights a step was written."""
+class ClusterLoop:
+    """A stage's loop that publishes its step, and with ``is_async`` adds staleness metrics to its reports."""
 
-    def __init__(self, loop: StageLoop, board: StatusBoard, stage: Stage, stale: bool) -> None:
-        self.loop, self.board, self.stage, self.stale = loop, board, stage, stale
+    def __init__(self, loop: StageLoop, board: StatusBoard, stage: Stage, is_async: bool) -> None:
+        self.loop, self.board, self.stage, self.is_async = loop, board, stage, is_async
 
     @property
     def out_of_time(self) -> bool:
         return self.loop.out_of_time
 
     def step(self, n: int) -> StepReport:
-        self.board.at(self.stage.label, n)
+        self.board.set_step(self.stage.label, n)
         report = self.loop.step(n)
-        return replace(report, metrics={**report.metrics, **staleness(report)}) if self.stale else report
+        return replace(report, metrics={**report.metrics, **staleness_metrics(report)}) if self.is_async else report
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         return self.loop.state()
@@ -279,62 +292,63 @@ class CancellableLoop:
         self.loop.load_state(tensors)
 
 
-def staleness(report: StepReport) -> dict[str, float]:
-    """Over the tokens that a step learned from: updates between the weights that wrote them and those that learned."""
+def staleness_metrics(report: StepReport) -> dict[str, float]:
+    """Over the step's tokens, the mean and maximum number of updates since the weights that sampled a token."""
     ages: list[float] = []
     for group in report.groups:
         for completion in group.group.completions:
             spans = [*(completion.versions or ()), (len(completion.token_ids), 0)]
-            for (at, version), (until, _) in pairwise(spans):
-                ages += [float(report.step - 1 - version)] * (until - at)
+            for (start, version), (end, _) in pairwise(spans):
+                ages += [float(report.step - 1 - version)] * (end - start)
     return {"staleness": float(np.mean(ages)), "staleness_max": max(ages)} if ages else {}
 
 
 class StatusBoard:
-    """What each process of the run is doing, for `oncurve status`. The learner writes for all: it asks them anyway."""
+    """What each process of the run is doing, for `oncurve status`. The learner writes it for all actors, which it polls."""
 
     def __init__(self, run: Path, world: World) -> None:
         self.run, self.world = run, world
-        self.pulses: dict[str, RankStatus] = {}
-        self._lock, self._over = threading.Lock(), threading.Event()
-        self._thread = threading.Thread(target=self._write, name="oncurve-board", daemon=True)
-        self._place = ("", 0)
+        self.statuses: dict[str, RankStatus] = {}
+        self._lock, self._stopped = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._write_periodically, name="oncurve-board", daemon=True)
+        self._step = ("", 0)
 
     def start(self) -> None:
-        if self.world.size == 1:  # of several ranks each has a pulse already
+        if self.world.size == 1:  # with several ranks, the heartbeat of each publishes its status
             clear_statuses(self.run)
-            self.enter(LEARNER, this_process(), "starting")
+            self.set_phase(LEARNER, this_process(), "starting")
         self._thread.start()
 
     def stop(self) -> None:
-        for name in list(self.pulses):
-            self.enter(name, None, "done")
-        self._over.set()
+        for name in list(self.statuses):
+            self.set_phase(name, None, "done")
+        self._stopped.set()
         self._thread.join(5.0)
         self._write_all()
 
-    def at(self, stage: str, step: int) -> None:
-        self._place = (stage, step)
+    def set_step(self, stage: str, step: int) -> None:
+        self._step = (stage, step)
 
-    def enter(self, name: str, at: ProcessLocation | None, phase: str) -> None:
+    def set_phase(self, name: str, location: ProcessLocation | None, phase: str) -> None:
         if name == LEARNER and self.world.size > 1:
             return self.world.set_phase(phase)
         with self._lock:
-            old = self.pulses.get(name) or RankStatus(name, socket.gethostname() if at is None else at.host, 0, "")
-            if at is not None:
-                old = replace(old, host=at.host, pid=at.pid)
-            since = old.since if old.phase == phase else time.time()
-            stage, step = self._place
-            self.pulses[name] = replace(old, phase=phase, since=since, stage=stage, step=step, beat=time.time())
+            host = socket.gethostname() if location is None else location.host
+            status = self.statuses.get(name) or RankStatus(name, host, 0, "")
+            if location is not None:
+                status = replace(status, host=location.host, pid=location.pid)
+            since = status.since if status.phase == phase else time.time()
+            stage, step = self._step
+            self.statuses[name] = replace(status, phase=phase, since=since, stage=stage, step=step, beat=time.time())
         return None
 
-    def _write(self) -> None:
-        while not self._over.wait(BEAT_S):
+    def _write_periodically(self) -> None:
+        while not self._stopped.wait(BEAT_S):
             self._write_all()
 
     def _write_all(self) -> None:
         with self._lock:
-            now = list(self.pulses.values())
-        for pulse in now:
-            lost = pulse.phase.startswith(("silent", "died"))
-            write_status(self.run, pulse if lost else replace(pulse, beat=time.time()))
+            statuses = list(self.statuses.values())
+        for status in statuses:
+            is_lost = status.phase.startswith(("silent", "died"))
+            write_status(self.run, status if is_lost else replace(status, beat=time.time()))

@@ -1,4 +1,4 @@
-"""What learner, samplers and reward workers say to each other: plain records, sent by Ray between processes of one user."""
+"""What learner, samplers and reward workers send to each other: plain records, carried by Ray between processes of one user."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from oncurve.cluster.ray_client import Actor, ProcessLocation
-from oncurve.engines.native.engine import SampleKey
+from oncurve.engines.base import SampleKey
 from oncurve.models.policy import Policy
 from oncurve.recipe.load import parse_recipe
 from oncurve.recipe.schema.recipe import Recipe
@@ -24,24 +24,25 @@ from oncurve.records import Group, Prompt
 
 Bytes = NDArray[np.uint8]
 GroupIndex = tuple[int, int]
-"""A group by the call of ``sample`` that asked for it, and its number among that call's prompts."""
-Say = Callable[[str], None]
-"""Tells a line of the run's log."""
-Phase = Callable[[str, ProcessLocation | None, str], None]
-"""Who, where as far as that is known, and in which phase."""
+"""A group: the id of the request that it belongs to, and its index among that request's prompts."""
+LogEvent = Callable[[str], None]
+"""Writes a line to the run's events."""
+SetPhase = Callable[[str, ProcessLocation | None, str], None]
+"""Publishes an actor's phase: its name, its process if known, the phase."""
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
-    """The run that an actor works for. Each learner that begins opens a session; what is left of another is dropped."""
+class ClusterSession:
+    """The run that an actor works for. Each start of the learner opens a new session; actors drop the work of older ones."""
 
-    session: str
+    id: str
     recipe: str
+    """As JSON."""
     folder: Path
     directory: Path
 
-    def enter(self) -> Recipe:
-        """The recipe, read where the driver reads it: its files are named from there."""
+    def load_recipe(self) -> Recipe:
+        """The recipe. Changes to the driver's working directory, which file names in the recipe are relative to."""
         if self.directory.is_dir():
             os.chdir(self.directory)
         return parse_recipe(json.loads(self.recipe))
@@ -49,51 +50,51 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Actors:
-    """Who works for a learner."""
+    """The actors that work for the learners."""
 
     samplers: tuple[Actor, ...] = ()
-    scorers: tuple[Actor, ...] = ()
+    reward_workers: tuple[Actor, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class SampleJob:
-    """Groups for one sampler to write, all of one call. It begins with weights of push number ``version``, or newer ones.
+class SampleBatch:
+    """Groups of one request that one sampler is to write, with weights of push ``min_version`` or newer ones.
 
-    Jobs of a lower ``turn`` come first: what the learner waits for, before what is written ahead.
+    Batches with a lower ``priority`` come first: what the learner waits for, before what is prefetched.
     """
 
-    number: int
-    call: int
-    turn: int
-    places: tuple[int, ...]
+    id: int
+    request_id: int
+    priority: int
+    indices: tuple[int, ...]
     prompts: tuple[Prompt, ...]
     group_size: int
-    how: Sampling
-    draws: SampleKey
-    version: int
+    sampling: Sampling
+    key: SampleKey
+    min_version: int
 
 
 @dataclass(frozen=True, slots=True)
 class SamplerReply:
-    """What a sampler says when it is asked. A group is said again until it is known to have been heard."""
+    """A sampler's answer to a poll. It repeats a group until the learner has acknowledged it."""
 
-    session: str | None
+    session_id: str | None
     groups: Sequence[tuple[GroupIndex, Group]] = ()
     phase: str = "idle"
     rounds: int = 0
-    """Rounds of tokens that it has decoded: a sampler at work on which this stands still hangs."""
+    """Decode rounds so far: a sampler with work whose count does not change hangs."""
     failure: Mapping[str, Any] | None = None
 
 
-def as_bytes(policy: Policy) -> dict[str, Bytes]:
-    """For the object store: plain memory, whatever the type of the numbers."""
+def weights_as_bytes(policy: Policy) -> dict[str, Bytes]:
+    """The trainable weights for the object store, which shares numpy arrays without a copy but has no bfloat16."""
     flat = {name: p.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for name, p in policy.trainable.items()}
     return {name: tensor.numpy() for name, tensor in flat.items()}
 
 
 @torch.no_grad()
-def put_weights(policy: Policy, found: Mapping[str, Bytes | Tensor]) -> None:
-    """Into the very tensors that the sampler decodes with."""
+def copy_weights(policy: Policy, weights: Mapping[str, Bytes | Tensor]) -> None:
+    """Copies weights into the policy's tensors in place, since the sampler's CUDA graphs read those addresses."""
     for name, p in policy.trainable.items():
-        new = found[name]
+        new = weights[name]
         p.copy_(new if isinstance(new, Tensor) else torch.from_numpy(new.copy()).view(p.dtype).view(p.shape))

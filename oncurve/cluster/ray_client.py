@@ -1,7 +1,7 @@
-"""The one door to Ray: finding a cluster, looking at its nodes, placing actors on them, and calls that end in time.
+"""The only module that imports Ray: finding a cluster, its nodes, placing actors, and calls with time limits.
 
-No other file imports Ray. What it raises becomes one of two things here: `Gone`, the process behind a call has died, or
-`Silent`, it has not answered in time.
+What Ray raises becomes one of two exceptions: `ActorDied` if the process behind a call has died, `ActorTimeout` if it has not
+answered in time.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from typing import Any
 
 from oncurve.errors import ClusterError, MissingPackage
 
-LEAST = (2, 50)
-"""The oldest Ray that has all that is called here."""
+MIN_VERSION = (2, 50)
+"""The oldest Ray with all functions that are used here."""
 
 try:
     import ray
 
-    if tuple(int(part) for part in re.findall(r"\d+", ray.__version__)[:2]) < LEAST:
+    if tuple(int(part) for part in re.findall(r"\d+", ray.__version__)[:2]) < MIN_VERSION:
         raise MissingPackage(
             "--ray",
             f"Ray {ray.__version__} is too old",
-            because=f"what is called here came with Ray {LEAST[0]}.{LEAST[1]}",
-            fix=f"on every node: pip install 'ray>={LEAST[0]}.{LEAST[1]}'",
+            because=f"Oncurve uses functions of Ray {MIN_VERSION[0]}.{MIN_VERSION[1]}",
+            fix=f"on every node: pip install 'ray>={MIN_VERSION[0]}.{MIN_VERSION[1]}'",
         )
     from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RaySystemError
     from ray.util.placement_group import placement_group, remove_placement_group
@@ -39,21 +39,21 @@ except ImportError as error:
     raise MissingPackage(
         "--ray",
         "Ray is not installed",
-        because="it starts and watches the processes on a cluster",
+        because="Ray starts and monitors the processes on a cluster",
         fix="pip install 'oncurve[ray]'",
     ) from error
 
-PATIENCE_S = 8.0
-"""How long a cluster may take to say that it is there."""
-HELD_S = 30.0
-"""How long a placement group may wait for what others hold."""
+HEALTH_TIMEOUT_S = 8.0
+"""How long a cluster may take to answer Ray's health check."""
+PLACEMENT_TIMEOUT_S = 30.0
+"""How long a placement group may wait for resources that other jobs hold."""
 START_S = 300.0
-"""How long an actor may take at least to start and to load its model, however short the limit of a call is."""
-CALLS = 8
-"""Calls that an actor takes at once: a long one, and short ones that ask how it is."""
+"""The minimum time limit for an actor to start and load its model, whatever ``scale.timeout_s`` says."""
+MAX_CONCURRENT_CALLS = 8
+"""Calls that an actor runs at once: a long one, and short ones that poll it."""
 
 Ref = Any
-"""What a call gives: Ray's reference to an answer that may not be there yet."""
+"""Ray's reference to the result of a call, which may not be there yet."""
 
 
 class ActorDied(Exception):
@@ -61,43 +61,43 @@ class ActorDied(Exception):
 
 
 class ActorTimeout(Exception):
-    """No answer came in time."""
+    """An actor did not answer in time."""
 
 
 def connect(address: str) -> None:
-    """Joins the cluster at HOST:PORT, or with `auto` the one that this machine belongs to."""
+    """Connects to the cluster at HOST:PORT, or with `auto` to the one that this machine belongs to."""
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.CRITICAL, configure_logging=False)
-    except Exception as error:  # Ray raises errors of many kinds where a node or a session can't be found
+    except Exception as error:  # Ray raises many kinds of errors if it finds no node or session
         raise ClusterError(
             f"--ray {address}",
-            "the cluster answers, and this machine can't join it",
+            "the cluster answers, but this machine can't join it",
             because=str(error).strip().partition("\n")[0][:300] or type(error).__name__,
             fix="run oncurve on a node of the cluster (ssh to it, or `ray job submit -- oncurve train …`)",
         ) from error
 
 
-def check_answers(address: str) -> None:
-    """Whether there is a cluster. Asked in a process of its own: a wrong address can hold Ray up for minutes."""
+def check_reachable(address: str) -> None:
+    """Checks that a cluster answers, in a separate process: a wrong address can block Ray for minutes."""
     if "://" in address:
         raise ClusterError(
             f"--ray {address}",
-            "an address of a Ray client or dashboard",
-            because="actors are placed and watched by a process that belongs to the cluster",
+            "this is the address of a Ray client or dashboard",
+            because="the process that places and monitors actors must run on a node of the cluster",
             fix="on a node of the cluster use --ray auto, or HOST:PORT as `ray start` printed it (6379 by default)",
         )
-    said = _health(()) if address == "auto" else _listens(address) or _health(("--address", address))
-    if said:
+    problem = _health(()) if address == "auto" else _connection_problem(address) or _health(("--address", address))
+    if problem:
         raise ClusterError(
             f"--ray {address}",
             "no Ray cluster answers",
-            because=said,
+            because=problem,
             fix="start one: `ray start --head` here, `ray start --address=HOST:6379` on the others; `ray status` shows it",
         )
 
 
-def _listens(address: str) -> str:
-    """Nothing where something listens there, else why that can't be."""
+def _connection_problem(address: str) -> str:
+    """Empty if something listens at the address, else why not."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=3.0).close()
@@ -108,35 +108,36 @@ def _listens(address: str) -> str:
     return ""
 
 
-ASKING = "import sys; from ray.scripts.scripts import healthcheck; print(flush=True); healthcheck.main(sys.argv[1:])"
+HEALTH_CHECK = "import sys; from ray.scripts.scripts import healthcheck; print(flush=True); healthcheck.main(sys.argv[1:])"
 
 
-def _health(where: Sequence[str]) -> str:
-    """Nothing where a cluster answers, else why none does. The time counts from when Ray is loaded and asks."""
-    asking = subprocess.Popen([sys.executable, "-c", ASKING, *where], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert asking.stdout is not None
-    asking.stdout.readline()
+def _health(arguments: Sequence[str]) -> str:
+    """Empty if a cluster answers, else why none does. The time limit starts once Ray is imported."""
+    command = [sys.executable, "-c", HEALTH_CHECK, *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.readline()
     try:
-        wrote, errors = asking.communicate(timeout=PATIENCE_S)
-        return "" if asking.returncode == 0 else _last_line(errors or wrote)
+        output, errors = process.communicate(timeout=HEALTH_TIMEOUT_S)
+        return "" if process.returncode == 0 else _last_line(errors or output)
     except subprocess.TimeoutExpired:
-        asking.kill()
-        asking.communicate()
-        return f"no answer within {PATIENCE_S:g} s"
+        process.kill()
+        process.communicate()
+        return f"no answer within {HEALTH_TIMEOUT_S:g} s"
 
 
 def _last_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "it gave no reason"
+    return lines[-1][:300] if lines else "Ray gave no reason"
 
 
-def leave() -> None:
+def disconnect() -> None:
     ray.shutdown()
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A machine of the cluster, and what it has in all."""
+    """A machine of the cluster and its total resources."""
 
     id: str
     address: str
@@ -148,52 +149,52 @@ class Node:
 
 
 def nodes() -> list[Node]:
-    found = [n for n in ray.nodes() if n["Alive"]]
-    return [Node(n["NodeID"], n["NodeManagerAddress"], dict(n["Resources"])) for n in found]
+    alive = [n for n in ray.nodes() if n["Alive"]]
+    return [Node(n["NodeID"], n["NodeManagerAddress"], dict(n["Resources"])) for n in alive]
 
 
-def ask_nodes(question: Callable[..., Any], *given: Any, timeout_s: float) -> list[tuple[Node, Any]]:
-    """What a function says on each node; an exception where it could not be run there. It is sent whole, code and all."""
-    remote = ray.remote(num_cpus=0, max_retries=0)(question)
-    asked = [
-        (node, remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False)).remote(*given))
+def run_on_nodes(function: Callable[[], Any], timeout_s: float) -> list[tuple[Node, Any]]:
+    """Runs a function on each node: (node, its result, or an exception if it could not run there)."""
+    remote = ray.remote(num_cpus=0, max_retries=0)(function)
+    calls = [
+        (node, remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False)).remote())
         for node in nodes()
     ]
-    ray.wait([ref for _, ref in asked], num_returns=len(asked), timeout=timeout_s)
-    return [(node, _ready_result(ref)) for node, ref in asked]
+    ray.wait([ref for _, ref in calls], num_returns=len(calls), timeout=timeout_s)
+    return [(node, _result_or_error(ref)) for node, ref in calls]
 
 
-def _ready_result(ref: Ref) -> Any:
+def _result_or_error(ref: Ref) -> Any:
     try:
         return ray.get(ref, timeout=0)
-    except Exception as error:  # a node without our code, or without a working Python: each has an error of its own
+    except Exception as error:  # a node without our code or a working Python: errors of many kinds
         return error
 
 
-def available() -> dict[str, float]:
-    """What nobody holds now."""
+def available_resources() -> dict[str, float]:
+    """What no job holds at the moment."""
     free = ray.available_resources()
     return {key: free.get(key, 0.0) for key in ("CPU", "GPU")}
 
 
 class PlacementGroup:
-    """A placement group: room for some actors, kept for them."""
+    """Resources reserved for some actors, one bundle for each."""
 
-    def __init__(self, what: str, bundles: Sequence[dict[str, float]], strategy: str) -> None:
-        self.what, self.bundles = what, list(bundles)
+    def __init__(self, actors: str, bundles: Sequence[dict[str, float]], strategy: str) -> None:
+        self.actors, self.bundles = actors, list(bundles)
         self.group = placement_group(self.bundles, strategy=strategy)
 
     def wait(self) -> None:
-        if self.group.wait(HELD_S):
+        if self.group.wait(PLACEMENT_TIMEOUT_S):
             return
         raise ClusterError(
-            f"--ray: {self.what}",
+            f"--ray: {self.actors}",
             f"no room for {resources_text(_sum(self.bundles))}",
-            because=f"of what the cluster has, {resources_text(available())} is free",
+            because=f"only {resources_text(available_resources())} of the cluster is free",
             fix="wait for the other jobs (`ray status` lists what they hold), or ask for less with --set scale.samplers=…",
         )
 
-    def free(self) -> None:
+    def remove(self) -> None:
         remove_placement_group(self.group)
 
 
@@ -207,38 +208,38 @@ def resources_text(resources: dict[str, float]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Actor:
-    """An actor as the others know it. Ray starts it again, by the same name, where its process or node dies."""
+    """A handle to an actor. Ray restarts the actor under the same name if its process or node dies."""
 
     name: str
     handle: Any
 
-    def call(self, method: str, *given: Any) -> Ref:
-        return getattr(self.handle, method).remote(*given)
+    def call(self, method: str, *arguments: Any) -> Ref:
+        return getattr(self.handle, method).remote(*arguments)
 
-    def kill(self, for_good: bool) -> None:
-        ray.kill(self.handle, no_restart=for_good)
+    def kill(self, restart: bool) -> None:
+        ray.kill(self.handle, no_restart=not restart)
 
 
 def start_actor(
-    name: str, kind: type[Any], needs: dict[str, float], places: PlacementGroup | None = None, place: int = 0
+    name: str, actor_type: type[Any], resources: dict[str, float], group: PlacementGroup | None = None, bundle: int = 0
 ) -> Actor:
-    """An actor of the given class, made with its name; in a place that was kept for it, or anywhere that has what it needs."""
-    if places is None:
+    """Starts an actor, constructed with its name, in a bundle of a placement group or on any node with the resources."""
+    if group is None:
         strategy: Any = "SPREAD"
     else:
-        strategy = PlacementGroupSchedulingStrategy(places.group, placement_group_bundle_index=place)
-    options = {"num_cpus": needs.get("CPU", 0), "num_gpus": needs.get("GPU", 0), "scheduling_strategy": strategy}
-    made = ray.remote(max_restarts=-1, max_task_retries=0, max_concurrency=CALLS, **options)(kind)
-    return Actor(name, made.remote(name))
+        strategy = PlacementGroupSchedulingStrategy(group.group, placement_group_bundle_index=bundle)
+    options = {"num_cpus": resources.get("CPU", 0), "num_gpus": resources.get("GPU", 0), "scheduling_strategy": strategy}
+    remote = ray.remote(max_restarts=-1, max_task_retries=0, max_concurrency=MAX_CONCURRENT_CALLS, **options)(actor_type)
+    return Actor(name, remote.remote(name))
 
 
-def put(thing: Any) -> Ref:
-    """Into the object store, once for all who read it; numpy arrays are read there in place."""
-    return ray.put(thing)
+def put(value: Any) -> Ref:
+    """Puts a value into the object store, once for all readers; numpy arrays are read there without a copy."""
+    return ray.put(value)
 
 
-def result_of(ref: Ref, timeout_s: float) -> Any:
-    """What a call gave. Raises `Gone` or `Silent`; what the actor's own code raised comes as it is."""
+def get_result(ref: Ref, timeout_s: float) -> Any:
+    """The result of a call. Raises `ActorDied` or `ActorTimeout`; exceptions of the actor's own code pass through."""
     try:
         return ray.get(ref, timeout=timeout_s)
     except GetTimeoutError as error:
@@ -247,8 +248,8 @@ def result_of(ref: Ref, timeout_s: float) -> Any:
         raise ActorDied(str(error).strip().partition("\n")[0]) from error
 
 
-def first_ready(refs: Sequence[Ref], timeout_s: float) -> list[Ref]:
-    """Those that have been answered, as soon as one has; none where the time is over first."""
+def wait_any(refs: Sequence[Ref], timeout_s: float) -> list[Ref]:
+    """All finished calls, as soon as there is one; empty after the time limit."""
     if not refs:
         time.sleep(0.1)
         return []
@@ -259,7 +260,7 @@ def first_ready(refs: Sequence[Ref], timeout_s: float) -> list[Ref]:
 
 @dataclass(frozen=True, slots=True)
 class ProcessLocation:
-    """A process, and where it runs."""
+    """A process, and the node it runs on."""
 
     node: str
     address: str

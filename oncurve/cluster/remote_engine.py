@@ -1,11 +1,11 @@
-"""The learner's engine on a cluster: `sample` sends a step's groups to samplers, and gives them back in order.
+"""The learner's engine on a cluster: `sample` distributes a step's groups over the samplers, and returns them in order.
 
-A group is asked for until it has come, and counts once, whoever wrote it: where a sampler dies or falls silent, its groups go
-to the others. Samplers are asked all the time how they are, by calls that are answered within a second or two, so that one that
-hangs is told from one that has much to do.
+A group is requested until it arrives, and counts once, whichever sampler wrote it: if a sampler dies or stops answering, its
+groups go to the others. The learner polls every sampler all the time, by calls that return within a second or two, so it can
+tell a sampler that hangs from one that is busy.
 
-With ``max_staleness`` = k the steps that follow are asked for too, up to k of them: samplers write them while the learner
-learns, and go on with its new weights in the middle of a completion.
+With ``max_staleness`` = k the engine also prefetches up to k following steps: samplers write them while the learner updates,
+and continue with its new weights in the middle of a completion.
 """
 
 from __future__ import annotations
@@ -14,8 +14,17 @@ import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
-from oncurve.cluster.messages import GroupIndex, Phase, SampleJob, SamplerReply, Say, Session, as_bytes
+from oncurve.cluster.messages import (
+    ClusterSession,
+    GroupIndex,
+    LogEvent,
+    SampleBatch,
+    SamplerReply,
+    SetPhase,
+    weights_as_bytes,
+)
 from oncurve.cluster.ray_client import (
     START_S,
     Actor,
@@ -23,13 +32,13 @@ from oncurve.cluster.ray_client import (
     ActorTimeout,
     ProcessLocation,
     Ref,
-    first_ready,
+    get_result,
     put,
-    result_of,
     this_process,
+    wait_any,
 )
-from oncurve.cluster.weight_broadcast import BroadcastGroup, GroupMembers, open_store
-from oncurve.engines.native.engine import NativeEngine, SampleKey
+from oncurve.cluster.weight_broadcast import BroadcastAddress, BroadcastGroup, open_store
+from oncurve.engines.base import SampleKey, WeightSource
 from oncurve.errors import ClusterError, error_from_json
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.recipe import Recipe
@@ -38,346 +47,373 @@ from oncurve.records import Group, Prompt
 from oncurve.training.evaluate import EVAL_STEP
 
 POLL_S = 1.0
-"""How long a sampler that has nothing to say keeps the question."""
+"""How long a sampler without news holds a poll before it answers."""
 LEARNER = "learner"
 Versions = tuple[tuple[int, int], ...]
-MOST_KILLS = 2
-"""How often a sampler that hangs is started again before the run gives up."""
+MAX_RESTARTS = 2
+"""How often a sampler that hangs is restarted before the run fails."""
 
 
 @dataclass
 class SamplerState:
-    """One sampler, as far as the learner knows."""
+    """What the learner knows of one sampler."""
 
-    peer: Actor
-    at: ProcessLocation | None = None
-    state: str = "opening"
-    """`opening`: it loads the model. `up`. `silent`: it has not answered in time, and may yet."""
-    ref: Ref = None
-    heard: float = field(default_factory=time.monotonic)
-    """When it last answered, or was last seen to get on with its work."""
+    actor: Actor
+    location: ProcessLocation | None = None
+    state: Literal["opening", "up", "silent"] = "opening"
+    """`opening`: it loads the model. `silent`: it has not answered in time, and may yet."""
+    pending: Ref = None
+    """The call that it has not answered yet."""
+    last_progress: float = field(default_factory=time.monotonic)
+    """When it last answered while idle, or was last seen to make progress."""
     rounds: int = -1
-    why: str = ""
-    """Why it could not be reached, where it could not."""
-    kills: int = 0
-    """How often it was killed because it hung and no other was left."""
-    places: set[GroupIndex] = field(default_factory=set)
+    error: str = ""
+    """Why it could not be reached."""
+    restarts: int = 0
+    """How often it was killed because it hung and no other sampler answered."""
+    assigned: set[GroupIndex] = field(default_factory=set)
     acknowledged: list[GroupIndex] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
-class PendingCall:
-    """One call of ``sample``, under way or ahead of its time."""
+class PendingRequest:
+    """One call of `sample`, in progress or prefetched."""
 
-    number: int
+    id: int
     prompts: tuple[Prompt, ...]
     group_size: int
-    how: Sampling
-    draws: SampleKey
-    turn: int
-    version: int
+    sampling: Sampling
+    key: SampleKey
+    priority: int
+    min_version: int
 
 
 @dataclass(frozen=True, slots=True)
 class Prefetch:
-    """What the steps to come will ask: known beforehand, as prompts are a function of (seed, step)."""
+    """What the following steps will request: known in advance, as prompts are a function of (seed, step)."""
 
     prompts_of: Callable[[int], Sequence[Prompt]]
     group_size: int
-    how: Sampling
+    sampling: Sampling
     seed: int
-    last: int
+    last_step: int
 
 
-class RemoteEngine(NativeEngine):
-    """Samples by others. ``policy`` is the learner's own, whose weights are pushed before each call."""
+class RemoteEngine:
+    """An `Engine` that samples in other processes. ``policy`` is the learner's; its weights are pushed before each call."""
 
     shares_weights = False
+    weight_source: WeightSource | None = None
+    log_lines: tuple[str, ...] = ()
 
-    def __init__(self, policy: Policy, recipe: Recipe, peers: Sequence[Actor], order: Session, say: Say, phase: Phase) -> None:
-        super().__init__(policy, recipe.engine)
-        self.order, self.say, self.phase = order, say, phase
-        self.timeout_s, self.staleness = recipe.scale.timeout_s, recipe.scale.max_staleness
-        self.seats = [SamplerState(peer) for peer in peers]
-        self.calls: dict[int, PendingCall] = {}
-        self.over: list[int] = []
-        self.come: dict[GroupIndex, Group] = {}
-        self.unsent: list[GroupIndex] = []
+    def __init__(
+        self,
+        policy: Policy,
+        recipe: Recipe,
+        actors: Sequence[Actor],
+        session: ClusterSession,
+        log_event: LogEvent,
+        set_phase: SetPhase,
+    ) -> None:
+        self.policy, self.settings = policy, recipe.engine
+        self.session, self.log_event, self.set_phase = session, log_event, set_phase
+        self.timeout_s, self.max_staleness = recipe.scale.timeout_s, recipe.scale.max_staleness
+        self.samplers = [SamplerState(actor) for actor in actors]
+        self.requests: dict[int, PendingRequest] = {}
+        self.ended_requests: list[int] = []
+        self.groups: dict[GroupIndex, Group] = {}
+        self.unassigned: list[GroupIndex] = []
         self.prefetched: Prefetch | None = None
         self.weights: tuple[int, Ref] | None = None
-        self.group: tuple[tuple[str, ...], GroupMembers] | None = None
+        self.broadcast_group: tuple[tuple[str, ...], BroadcastGroup] | None = None
         self.backend = "nccl" if policy.device.type == "cuda" else None
         self.updates = self.pushes = 0
         self.updates_at: dict[int, int] = {}
-        """By push. Updates are counted anew in each stage, and after a roll-back; pushes never are."""
-        self._numbers, self._jobs = itertools.count(), itertools.count()
-        for seat in self.seats:
-            self._open(seat)
+        """The number of updates at each push. Updates restart in each stage and after a roll-back; pushes never do."""
+        self._request_ids, self._batch_ids = itertools.count(), itertools.count()
+        for sampler in self.samplers:
+            self._open(sampler)
 
-    def prefetch(self, ahead: Prefetch | None) -> None:
-        """A stage begins, or goes back to a checkpoint: what was asked ahead of another one is wanted no more."""
-        for number in list(self.calls):
-            self._end(number)
-        self.prefetched = ahead
+    def close(self) -> None:
+        """The samplers belong to the driver, which ends them."""
+
+    def prefetch(self, prefetch: Prefetch | None) -> None:
+        """Called when a stage begins or rolls back to a checkpoint: cancels requests of the former stage."""
+        for request_id in list(self.requests):
+            self._end_request(request_id)
+        self.prefetched = prefetch
 
     def sample(
         self,
         prompts: Sequence[Prompt],
         group_size: int,
-        how: Sampling,
-        draws: SampleKey,
+        sampling: Sampling,
+        key: SampleKey,
         on_group: Callable[[int, Group], None] | None = None,
     ) -> list[Group]:
-        self.updates = draws.step - EVAL_STEP if draws.step >= EVAL_STEP else draws.step - 1
-        number = self._pending_call(prompts, group_size, how, draws)
-        self._push()
-        if number is None:
-            number = self._ask(prompts, group_size, how, draws, turn=-1)
-        self._ask_ahead()
-        for seat in self.seats:  # nobody was asked while the learner learned
-            seat.heard = time.monotonic()
-        wanted = [(number, place) for place in range(len(prompts))]
-        told: set[GroupIndex] = set()
+        self.updates = key.step - EVAL_STEP if key.step >= EVAL_STEP else key.step - 1
+        request_id = self._find_request(prompts, group_size, sampling, key)
+        self._push_weights()
+        if request_id is None:
+            request_id = self._add_request(prompts, group_size, sampling, key, priority=-1)
+        self._add_prefetch_requests()
+        for sampler in self.samplers:  # nobody polled them during the update
+            sampler.last_progress = time.monotonic()
+        indices = [(request_id, i) for i in range(len(prompts))]
+        reported: set[GroupIndex] = set()
         while True:
-            for place in wanted:
-                if place in self.come and place not in told:
-                    told.add(place)
+            for index in indices:
+                if index in self.groups and index not in reported:
+                    reported.add(index)
                     if on_group is not None:
-                        on_group(place[1], self.come[place])
-            if len(told) == len(wanted):
+                        on_group(index[1], self.groups[index])
+            if len(reported) == len(indices):
                 break
-            self._give_out()
-            self._hear()
-        groups = [self.come[place] for place in wanted]
-        self._end(number)
-        self.phase(LEARNER, None, "rewarding and learning")
+            self._assign_groups()
+            self._receive()
+        groups = [self.groups[index] for index in indices]
+        self._end_request(request_id)
+        self.set_phase(LEARNER, None, "rewarding and learning")
         return groups
 
-    # What is asked for.
+    # Requests.
 
-    def _pending_call(self, prompts: Sequence[Prompt], group_size: int, how: Sampling, draws: SampleKey) -> int | None:
-        """The call that asks just this already."""
-        names = [p.id for p in prompts]
-        for call in self.calls.values():
-            same = (call.draws, call.how, call.group_size) == (draws, how, group_size)
-            if same and [p.id for p in call.prompts] == names:
-                return call.number
+    def _find_request(self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, key: SampleKey) -> int | None:
+        """The id of an equal request that was prefetched."""
+        ids = [p.id for p in prompts]
+        for request in self.requests.values():
+            is_same = (request.key, request.sampling, request.group_size) == (key, sampling, group_size)
+            if is_same and [p.id for p in request.prompts] == ids:
+                return request.id
         return None
 
-    def _ask(self, prompts: Sequence[Prompt], group_size: int, how: Sampling, draws: SampleKey, turn: int) -> int:
-        call = PendingCall(next(self._numbers), tuple(prompts), group_size, how, draws, turn, self.pushes)
-        self.calls[call.number] = call
-        self.unsent += [(call.number, place) for place in range(len(prompts))]
-        return call.number
+    def _add_request(
+        self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, key: SampleKey, priority: int
+    ) -> int:
+        request = PendingRequest(next(self._request_ids), tuple(prompts), group_size, sampling, key, priority, self.pushes)
+        self.requests[request.id] = request
+        self.unassigned += [(request.id, i) for i in range(len(prompts))]
+        return request.id
 
-    def _ask_ahead(self) -> None:
-        ahead = self.prefetched
-        if ahead is None or not self.staleness:
+    def _add_prefetch_requests(self) -> None:
+        prefetch = self.prefetched
+        if prefetch is None or not self.max_staleness:
             return
-        for n in range(self.updates + 1, min(self.updates + 1 + self.staleness, ahead.last) + 1):
-            prompts, draws = ahead.prompts_of(n), SampleKey(ahead.seed, n)
-            if self._pending_call(prompts, ahead.group_size, ahead.how, draws) is None:
-                self._ask(prompts, ahead.group_size, ahead.how, draws, turn=n)
+        for n in range(self.updates + 1, min(self.updates + 1 + self.max_staleness, prefetch.last_step) + 1):
+            prompts, key = prefetch.prompts_of(n), SampleKey(prefetch.seed, n)
+            if self._find_request(prompts, prefetch.group_size, prefetch.sampling, key) is None:
+                self._add_request(prompts, prefetch.group_size, prefetch.sampling, key, priority=n)
 
-    def _end(self, number: int) -> None:
-        """Forgets a call; what still comes of it is passed over."""
-        self.calls.pop(number, None)
-        self.over.append(number)
-        self.come = {place: group for place, group in self.come.items() if place[0] != number}
-        self.unsent = [place for place in self.unsent if place[0] != number]
-        for seat in self.seats:
-            seat.places = {place for place in seat.places if place[0] != number}
+    def _end_request(self, request_id: int) -> None:
+        """Forgets a request; groups of it that still arrive are dropped."""
+        self.requests.pop(request_id, None)
+        self.ended_requests.append(request_id)
+        self.groups = {index: group for index, group in self.groups.items() if index[0] != request_id}
+        self.unassigned = [index for index in self.unassigned if index[0] != request_id]
+        for sampler in self.samplers:
+            sampler.assigned = {index for index in sampler.assigned if index[0] != request_id}
 
     # Weights.
 
-    def _push(self) -> None:
-        self.phase(LEARNER, None, "pushing weights")
+    def _push_weights(self) -> None:
+        self.set_phase(LEARNER, None, "pushing weights")
         self.weights = None
         self.pushes += 1
         self.updates_at[self.pushes] = self.updates
-        up = [seat for seat in self.seats if seat.state == "up"]
-        if self.backend is None or not up or not self._broadcast(up, self.backend):
-            self._push_by_store(up)
-        self.phase(LEARNER, None, "waiting for samplers")
+        up = [sampler for sampler in self.samplers if sampler.state == "up"]
+        if self.backend is None or not up or not self._broadcast_weights(up, self.backend):
+            self._push_through_store(up)
+        self.set_phase(LEARNER, None, "waiting for samplers")
 
-    def _push_by_store(self, seats: Sequence[SamplerState]) -> None:
-        """Once into the object store, from where each sampler's node fetches them."""
+    def _push_through_store(self, samplers: Sequence[SamplerState]) -> None:
+        """Puts the weights into Ray's object store once; each sampler's node fetches them from there."""
         if self.weights is None:
-            self.weights = (self.pushes, put(as_bytes(self.policy)))
-        for seat in seats:
-            seat.peer.call("push", self.order.session, *self.weights)
+            self.weights = (self.pushes, put(weights_as_bytes(self.policy)))
+        for sampler in samplers:
+            sampler.actor.call("push_weights", self.session.id, *self.weights)
 
-    def _broadcast(self, up: Sequence[SamplerState], backend: str) -> bool:
-        """From GPU to GPU; False where the group could not be made or has lost a member."""
-        names = tuple(seat.peer.name for seat in up)
+    def _broadcast_weights(self, up: Sequence[SamplerState], backend: str) -> bool:
+        """From GPU to GPU; False if the group could not be built or has lost a member."""
+        names = tuple(sampler.actor.name for sampler in up)
         try:
-            if self.group is None or self.group[0] != names:
-                self.group = (names, self._meet(up, backend))
-            asked = [seat.peer.call("receive", self.order.session, self.pushes) for seat in up]
-            self.group[1].broadcast([p.detach() for p in self.policy.trainable.values()])
-            if all(result_of(ref, self.timeout_s) for ref in asked):
+            if self.broadcast_group is None or self.broadcast_group[0] != names:
+                self.broadcast_group = (names, self._build_broadcast_group(up, backend))
+            calls = [sampler.actor.call("receive_broadcast", self.session.id, self.pushes) for sampler in up]
+            self.broadcast_group[1].broadcast([p.detach() for p in self.policy.trainable.values()])
+            if all(get_result(ref, self.timeout_s) for ref in calls):
                 return True
         except (ActorDied, ActorTimeout, RuntimeError) as error:
-            self.say(f"broadcasting weights failed ({str(error).partition(chr(10))[0][:160]}): sent through the object store")
-        self.group = None
+            reason = str(error).partition("\n")[0][:160]
+            self.log_event(f"broadcasting weights failed ({reason}): sent through the object store")
+        self.broadcast_group = None
         return False
 
-    def _meet(self, up: Sequence[SamplerState], backend: str) -> GroupMembers:
-        address = this_process().address
-        store = open_store(address, self.timeout_s)
-        meeting = BroadcastGroup(address, store.port, 1 + len(up), backend, self.timeout_s)
-        asked = [seat.peer.call("join", self.order.session, meeting, 1 + i) for i, seat in enumerate(up)]
-        made = GroupMembers(meeting, 0, store)
-        if not all(result_of(ref, self.timeout_s) for ref in asked):
-            raise RuntimeError("a sampler was started again meanwhile")
-        return made
+    def _build_broadcast_group(self, up: Sequence[SamplerState], backend: str) -> BroadcastGroup:
+        host = this_process().address
+        store = open_store(host, self.timeout_s)
+        address = BroadcastAddress(host, store.port, 1 + len(up), backend, self.timeout_s)
+        calls = [sampler.actor.call("join_broadcast", self.session.id, address, 1 + i) for i, sampler in enumerate(up)]
+        group = BroadcastGroup(address, 0, store)
+        if not all(get_result(ref, self.timeout_s) for ref in calls):
+            raise RuntimeError("a sampler was restarted meanwhile")
+        return group
 
-    # Who writes what.
+    # Assigning groups to samplers.
 
-    def _give_out(self) -> None:
-        """What nobody is writing, shared out among those who can; the least busy first."""
-        up = [seat for seat in self.seats if seat.state == "up"]
-        for number in sorted({place[0] for place in self.unsent}) if up else ():
-            places = [place for place in self.unsent if place[0] == number]
-            order = sorted(up, key=lambda seat: len(seat.places))
-            for i, seat in enumerate(order):
-                share = places[i :: len(order)]
-                if share:
-                    self._send(seat, self.calls[number], share)
-            self.unsent = [place for place in self.unsent if place[0] != number]
+    def _assign_groups(self) -> None:
+        """Distributes unassigned groups over the samplers that are up, the least loaded first."""
+        up = [sampler for sampler in self.samplers if sampler.state == "up"]
+        for request_id in sorted({index[0] for index in self.unassigned}) if up else ():
+            indices = [index for index in self.unassigned if index[0] == request_id]
+            by_load = sorted(up, key=lambda sampler: len(sampler.assigned))
+            for i, sampler in enumerate(by_load):
+                if share := indices[i :: len(by_load)]:
+                    self._submit(sampler, self.requests[request_id], share)
+            self.unassigned = [index for index in self.unassigned if index[0] != request_id]
 
-    def _send(self, seat: SamplerState, call: PendingCall, share: list[GroupIndex]) -> None:
-        places = tuple(place for _, place in share)
-        prompts = tuple(call.prompts[place] for place in places)
-        asked = (places, prompts, call.group_size, call.how, call.draws, call.version)
-        seat.places |= set(share)
-        seat.peer.call("submit", self.order.session, SampleJob(next(self._jobs), call.number, call.turn, *asked))
+    def _submit(self, sampler: SamplerState, request: PendingRequest, indices: list[GroupIndex]) -> None:
+        sampler.assigned |= set(indices)
+        batch = SampleBatch(
+            next(self._batch_ids),
+            request.id,
+            request.priority,
+            tuple(i for _, i in indices),
+            tuple(request.prompts[i] for _, i in indices),
+            request.group_size,
+            request.sampling,
+            request.key,
+            request.min_version,
+        )
+        sampler.actor.call("submit", self.session.id, batch)
 
-    # How they are.
+    # Polling samplers.
 
-    def _open(self, seat: SamplerState) -> None:
-        seat.state, seat.heard, seat.rounds = "opening", time.monotonic(), -1
-        seat.ref = seat.peer.call("open", self.order)
-        self.phase(seat.peer.name, seat.at, "starting")
+    def _open(self, sampler: SamplerState) -> None:
+        sampler.state, sampler.last_progress, sampler.rounds = "opening", time.monotonic(), -1
+        sampler.pending = sampler.actor.call("open", self.session)
+        self.set_phase(sampler.actor.name, sampler.location, "starting")
 
-    def _question(self, seat: SamplerState) -> None:
-        oldest = min(self.calls, default=0)
-        recent = [number for number in self.over if number >= oldest - 64]
-        self.over = recent
-        seat.ref = seat.peer.call("take", self.order.session, recent, tuple(seat.acknowledged), POLL_S)
-        seat.acknowledged = []
+    def _poll(self, sampler: SamplerState) -> None:
+        oldest = min(self.requests, default=0)
+        self.ended_requests = [request_id for request_id in self.ended_requests if request_id >= oldest - 64]
+        arguments = (self.ended_requests, tuple(sampler.acknowledged), POLL_S)
+        sampler.pending = sampler.actor.call("poll", self.session.id, *arguments)
+        sampler.acknowledged = []
 
-    def _hear(self) -> None:
-        """The next answers; and what to do with those who give none."""
-        by_ref = {seat.ref: seat for seat in self.seats if seat.ref is not None}
-        for ref in first_ready(list(by_ref), POLL_S):
-            seat = by_ref[ref]
-            seat.ref = None
+    def _receive(self) -> None:
+        """Handles the next replies, and samplers that give none."""
+        by_ref = {sampler.pending: sampler for sampler in self.samplers if sampler.pending is not None}
+        for ref in wait_any(list(by_ref), POLL_S):
+            sampler = by_ref[ref]
+            sampler.pending = None
             try:
-                said = result_of(ref, POLL_S)
+                reply = get_result(ref, POLL_S)
             except ActorDied as error:
-                self._lost(seat, str(error))
+                self._handle_death(sampler, str(error))
             else:
-                self._mark_open(seat, said) if isinstance(said, ProcessLocation) else self._take_reply(seat, said)
-        for seat in self.seats:
-            self._look_after(seat)
+                if isinstance(reply, ProcessLocation):
+                    self._handle_open(sampler, reply)
+                else:
+                    self._handle_reply(sampler, reply)
+        for sampler in self.samplers:
+            self._check_progress(sampler)
 
-    def _mark_open(self, seat: SamplerState, at: ProcessLocation) -> None:
-        if seat.at is not None:
-            self.say(f"{seat.peer.name} is up again: {at}")
-        seat.at, seat.state, seat.heard = at, "up", time.monotonic()
-        self._push_by_store([seat])
-        self.phase(seat.peer.name, at, "idle")
-        self._question(seat)
+    def _handle_open(self, sampler: SamplerState, location: ProcessLocation) -> None:
+        if sampler.location is not None:
+            self.log_event(f"{sampler.actor.name} is up again: {location}")
+        sampler.location, sampler.state, sampler.last_progress = location, "up", time.monotonic()
+        self._push_through_store([sampler])
+        self.set_phase(sampler.actor.name, location, "idle")
+        self._poll(sampler)
 
-    def _take_reply(self, seat: SamplerState, said: SamplerReply) -> None:
-        if said.failure is not None:
-            raise error_from_json(dict(said.failure))
-        if said.session != self.order.session:
-            return self._lost(seat, "its process was started again")
-        if seat.state == "silent":
-            self.say(f"{seat.peer.name} ({seat.at}) answers again")
-            seat.state = "up"
-            self._push_by_store([seat])
-        if said.rounds != seat.rounds or not seat.places:
-            seat.heard, seat.rounds = time.monotonic(), said.rounds
-        for place, group in said.groups:
-            seat.acknowledged.append(place)
-            seat.places.discard(place)
-            if place[0] in self.calls and place not in self.come:
-                self.come[place] = in_updates(group, self.updates_at)
-                self._wanted_no_more(place)
-        self.phase(seat.peer.name, seat.at, said.phase)
-        self._question(seat)
+    def _handle_reply(self, sampler: SamplerState, reply: SamplerReply) -> None:
+        if reply.failure is not None:
+            raise error_from_json(dict(reply.failure))
+        if reply.session_id != self.session.id:
+            return self._handle_death(sampler, "its process was restarted")
+        if sampler.state == "silent":
+            self.log_event(f"{sampler.actor.name} ({sampler.location}) answers again")
+            sampler.state = "up"
+            self._push_through_store([sampler])
+        if reply.rounds != sampler.rounds or not sampler.assigned:
+            sampler.last_progress, sampler.rounds = time.monotonic(), reply.rounds
+        for index, group in reply.groups:
+            sampler.acknowledged.append(index)
+            sampler.assigned.discard(index)
+            if index[0] in self.requests and index not in self.groups:
+                self.groups[index] = with_update_counts(group, self.updates_at)
+                self._unassign(index)
+        self.set_phase(sampler.actor.name, sampler.location, reply.phase)
+        self._poll(sampler)
         return None
 
-    def _wanted_no_more(self, place: GroupIndex) -> None:
-        """It has come: whoever else has it need not be waited for."""
-        self.unsent = [other for other in self.unsent if other != place]
-        for seat in self.seats:
-            seat.places.discard(place)
+    def _unassign(self, index: GroupIndex) -> None:
+        """A group has arrived: no other sampler needs to write it."""
+        self.unassigned = [other for other in self.unassigned if other != index]
+        for sampler in self.samplers:
+            sampler.assigned.discard(index)
 
-    def _lost(self, seat: SamplerState, why: str) -> None:
-        """Its process has died: its groups go to the others, and to itself once Ray has started it again."""
-        if seat.state != "opening":
-            self.say(f"{seat.peer.name} ({seat.at}) died{self._taken_back(seat)}: {why[:200]}")
-            seat.heard = time.monotonic()
-        seat.state, seat.why = "opening", why
-        self.phase(seat.peer.name, seat.at, "died, being started again")
+    def _handle_death(self, sampler: SamplerState, error: str) -> None:
+        """Its groups go to the others, and to itself once Ray has restarted it."""
+        if sampler.state != "opening":
+            self.log_event(f"{sampler.actor.name} ({sampler.location}) died{self._take_back(sampler)}: {error[:200]}")
+            sampler.last_progress = time.monotonic()
+        sampler.state, sampler.error = "opening", error
+        self.set_phase(sampler.actor.name, sampler.location, "died, being restarted")
 
-    def _taken_back(self, seat: SamplerState) -> str:
-        back, seat.places = sorted(seat.places), set()
-        self.unsent += back
-        return f"; its {len(back)} groups are sent again" if back else ""
+    def _take_back(self, sampler: SamplerState) -> str:
+        """Unassigns all groups of a sampler. Returns text for the event."""
+        indices, sampler.assigned = sorted(sampler.assigned), set()
+        self.unassigned += indices
+        return f"; its {len(indices)} groups are sent again" if indices else ""
 
-    def _look_after(self, seat: SamplerState) -> None:
-        if seat.ref is None and seat.state == "opening":
-            self._again(seat)
-        quiet = time.monotonic() - seat.heard
-        if quiet < (max(self.timeout_s, START_S) if seat.state == "opening" else self.timeout_s):
+    def _check_progress(self, sampler: SamplerState) -> None:
+        if sampler.pending is None and sampler.state == "opening":
+            self._reopen(sampler)
+        idle_s = time.monotonic() - sampler.last_progress
+        if idle_s < (max(self.timeout_s, START_S) if sampler.state == "opening" else self.timeout_s):
             return
-        if seat.state == "up":
-            self.say(
-                f"{seat.peer.name} ({seat.at}) has not answered the learner for {quiet:.0f} s "
-                f"(scale.timeout_s){self._taken_back(seat)}"
+        if sampler.state == "up":
+            self.log_event(
+                f"{sampler.actor.name} ({sampler.location}) has not answered the learner for {idle_s:.0f} s "
+                f"(scale.timeout_s){self._take_back(sampler)}"
             )
-            seat.state = "silent"
-            self.phase(seat.peer.name, seat.at, "silent")
-        if not any(other.state == "up" for other in self.seats):
-            self._start_over(seat, quiet)
+            sampler.state = "silent"
+            self.set_phase(sampler.actor.name, sampler.location, "silent")
+        if not any(other.state == "up" for other in self.samplers):
+            self._restart(sampler, idle_s)
 
-    def _again(self, seat: SamplerState) -> None:
-        """Asks a process that died to open, until Ray has started it."""
-        since = seat.heard
+    def _reopen(self, sampler: SamplerState) -> None:
+        """Opens the session on a process that died. Repeated until Ray has restarted it, within one time limit."""
+        last_progress = sampler.last_progress
         time.sleep(0.2)
-        self._open(seat)
-        seat.heard = since
+        self._open(sampler)
+        sampler.last_progress = last_progress
 
-    def _start_over(self, seat: SamplerState, quiet: float) -> None:
-        """Nobody is left to wait with: one that hangs is killed, to be started again; then the run gives up."""
-        if seat.state == "opening" or seat.kills == MOST_KILLS:
+    def _restart(self, sampler: SamplerState, idle_s: float) -> None:
+        """No sampler is up: kills one that hangs, for Ray to restart it. After `MAX_RESTARTS` the run fails."""
+        if sampler.state == "opening" or sampler.restarts == MAX_RESTARTS:
+            states = (f"{s.actor.name} ({s.location or 'not started'}) is {s.state} {s.error[:120]}" for s in self.samplers)
             raise ClusterError(
                 "samplers",
-                f"the learner has waited {quiet:.0f} s for {seat.peer.name}, and no other answers",
-                because="; ".join(
-                    f"{s.peer.name} ({s.at or 'nowhere yet'}) is {s.state} {s.why[:120]}".strip() for s in self.seats
-                ),
-                fix="look at those nodes (`ray status`), then go on with --resume; raise scale.timeout_s for slow loading",
+                f"the learner has waited {idle_s:.0f} s for {sampler.actor.name}, and no other sampler answers",
+                because="; ".join(state.strip() for state in states),
+                fix="check those nodes (`ray status`), then use --resume; raise scale.timeout_s if models load slowly",
             )
-        self.say(f"{seat.peer.name} ({seat.at}) is killed, to be started again: no other sampler answers")
-        seat.peer.kill(for_good=False)
-        seat.state, seat.ref, seat.heard, seat.kills = "opening", None, time.monotonic(), seat.kills + 1
+        self.log_event(f"{sampler.actor.name} ({sampler.location}) is killed and restarted: no other sampler answers")
+        sampler.actor.kill(restart=True)
+        sampler.state, sampler.pending, sampler.last_progress = "opening", None, time.monotonic()
+        sampler.restarts += 1
 
 
-def in_updates(group: Group, updates_at: Mapping[int, int]) -> Group:
-    """A sampler counts pushes; the run is told how many updates the weights of each token had seen."""
-    return replace(
-        group, completions=tuple(replace(c, versions=_in_updates(c.versions, updates_at)) for c in group.completions)
-    )
+def with_update_counts(group: Group, updates_at: Mapping[int, int]) -> Group:
+    """The group with weight versions as numbers of updates, which the run records; samplers count pushes."""
+    completions = (replace(c, versions=_update_counts(c.versions, updates_at)) for c in group.completions)
+    return replace(group, completions=tuple(completions))
 
 
-def _in_updates(versions: Versions | None, updates_at: Mapping[int, int]) -> Versions | None:
+def _update_counts(versions: Versions | None, updates_at: Mapping[int, int]) -> Versions | None:
     if versions is None:
         return None
-    seen = [(at, updates_at[push]) for at, push in versions]
-    return tuple(pair for i, pair in enumerate(seen) if i == 0 or pair[1] != seen[i - 1][1])
+    spans = [(start, updates_at[push]) for start, push in versions]
+    return tuple(span for i, span in enumerate(spans) if i == 0 or span[1] != spans[i - 1][1])

@@ -1,7 +1,7 @@
-"""Rewards in processes of their own: those that wait for something (a sandbox, a worker, a judge) go to reward workers.
+"""Rewards in other processes: asynchronous rewards (a sandbox, a worker, a judge) are computed by reward workers.
 
-The others are computed where the groups arrive: sending one would take longer than grading it. What came from outside is kept
-with the run by the learner, as in a run of one process, and asked for once.
+The learner computes the others itself: sending a group would take longer than scoring it. As in a run of one process, the
+learner stores the results of non-deterministic rewards with the run and asks for them once.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
 
-from oncurve.cluster.messages import Phase, Say, Session
-from oncurve.cluster.ray_client import START_S, Actor, ActorDied, ActorTimeout, ProcessLocation, result_of, this_process
+from oncurve.cluster.messages import ClusterSession, LogEvent, SetPhase
+from oncurve.cluster.ray_client import START_S, Actor, ActorDied, ActorTimeout, ProcessLocation, get_result, this_process
 from oncurve.errors import ClusterError, OncurveError, error_from_json, error_to_json
 from oncurve.models.loading.load import load_policy
 from oncurve.recipe.schema.recipe import Recipe
@@ -25,158 +25,160 @@ from oncurve.rewards.mix import AT_ONCE, RewardMix, aspects_of
 from oncurve.rewards.reply_cache import is_nondeterministic
 from oncurve.training.start import rewards_for, task_for
 
-Said = list[Aspect] | dict[str, Any] | None
-"""Aspects; or an error as data; or nothing, by a process that does not know the session."""
+RewardReply = list[Aspect] | dict[str, Any] | None
+"""Aspects; or an error as JSON; or None from a process that does not know the session."""
 
 
 class RewardActor:
-    """The actor. It grades one group at a time for each call; calls come side by side."""
+    """The Ray actor. Each call scores one group; several calls run at once."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.session = name, ""
+        self.name, self.session_id = name, ""
         self._lock = threading.Lock()
 
-    def open(self, order: Session) -> ProcessLocation:
+    def open(self, session: ClusterSession) -> ProcessLocation:
         with self._lock:
-            if self.session != order.session:
-                self.recipe, self.folder = order.enter(), order.folder
+            if self.session_id != session.id:
+                self.recipe, self.folder = session.load_recipe(), session.folder
                 self.mixes: dict[str, RewardMix] = {}
-                self.session = order.session
+                self.session_id = session.id
         return this_process()
 
-    def score(self, session: str, stage: str, reward: str, group: Group) -> Said:
-        """What a reward says of a group; None where this process does not know the session (it was started again)."""
-        if session != self.session:
+    def score(self, session_id: str, stage: str, reward: str, group: Group) -> RewardReply:
+        """One reward's aspects of a group; None if this process was restarted and does not know the session."""
+        if session_id != self.session_id:
             return None
         try:
             with self._lock:
-                mix = self.mixes.get(stage) or self.mixes.setdefault(stage, self._mix(stage))
-        except OncurveError as error:  # a package or a file that this node lacks
+                mix = self.mixes.get(stage) or self.mixes.setdefault(stage, self._build_mix(stage))
+        except OncurveError as error:  # a package or file that this node lacks
             return error_to_json(error, self.name)
-        return aspects_of(next(one for one in mix.rewards if one.name == reward), group)
+        return aspects_of(next(r for r in mix.rewards if r.name == reward), group)
 
-    def _mix(self, label: str) -> RewardMix:
+    def _build_mix(self, label: str) -> RewardMix:
         stage = next(s for s in self.recipe.stages if s.label == label)
         mix = rewards_for(self.recipe, stage)
-        mix.bind(lambda: _decoder(self.recipe), self.folder)
+        mix.bind(lambda: _load_decoder(self.recipe), self.folder)
         return mix
 
 
-def _decoder(recipe: Recipe) -> Callable[..., str]:
-    """The model's tokenizer, for rewards of single steps."""
+def _load_decoder(recipe: Recipe) -> Callable[..., str]:
+    """The tokenizer's decode function, which process rewards need."""
     return load_policy(recipe.model, alphabet=task_for(recipe, recipe.stages[0]).alphabet, seed=recipe.seed).decode
 
 
-class RewardActors:
-    """The reward workers as the learner sees them. Asked from several threads."""
+class RewardWorkers:
+    """The learner's side of the reward workers. Thread-safe."""
 
-    def __init__(self, peers: tuple[Actor, ...], order: Session, timeout_s: float, phase: Phase) -> None:
-        self.peers, self.order, self.timeout_s, self.phase = peers, order, timeout_s, phase
-        self.news: list[str] = []
-        self.at: dict[str, ProcessLocation] = {}
-        self._turns = itertools.cycle(peers)
+    def __init__(self, actors: tuple[Actor, ...], session: ClusterSession, timeout_s: float, set_phase: SetPhase) -> None:
+        self.actors, self.session, self.timeout_s, self.set_phase = actors, session, timeout_s, set_phase
+        self.locations: dict[str, ProcessLocation] = {}
+        self._events: list[str] = []
+        self._round_robin = itertools.cycle(actors)
         self._lock = threading.Lock()
         self._down: set[str] = set()
 
     def open(self) -> None:
-        """Waits until each of them knows the run."""
-        for peer, ref in [(peer, peer.call("open", self.order)) for peer in self.peers]:
+        """Opens the session on all workers and waits for them."""
+        for actor, ref in [(actor, actor.call("open", self.session)) for actor in self.actors]:
             try:
-                self.at[peer.name] = result_of(ref, max(self.timeout_s, START_S))
-                self.phase(peer.name, self.at[peer.name], "idle")
+                self.locations[actor.name] = get_result(ref, max(self.timeout_s, START_S))
+                self.set_phase(actor.name, self.locations[actor.name], "idle")
             except (ActorDied, ActorTimeout) as error:
-                raise self._nobody(f"'{peer.name}' to start", error) from error
+                raise self._no_answer_error(f"'{actor.name}' to start", error) from error
 
     def score(self, stage: str, reward: str, group: Group) -> list[Aspect]:
-        """From the next worker; from another where that one dies or does not answer in time."""
+        """Scores a group on the next worker; on another one if that worker dies or does not answer in time."""
         deadline: float | None = None
         while True:
-            peer = self._next()
+            actor = self._next_actor()
             try:
-                said = self._call(peer, stage, reward, group)
+                reply = self._call(actor, stage, reward, group)
             except (ActorDied, ActorTimeout) as error:
-                self._missed(peer, error, f"'{reward}' of {group.prompt.id}")
+                self._record_loss(actor, error, f"'{reward}' of {group.prompt.id}")
                 deadline = deadline or time.monotonic() + max(self.timeout_s, START_S)
                 if time.monotonic() > deadline:
-                    raise self._nobody(f"'{reward}' of {group.prompt.id}", error) from error
+                    raise self._no_answer_error(f"'{reward}' of {group.prompt.id}", error) from error
                 time.sleep(0.5)
             else:
-                if isinstance(said, dict):
-                    raise error_from_json(said)
-                if said is not None:
-                    return said
+                if isinstance(reply, dict):
+                    raise error_from_json(reply)
+                if reply is not None:
+                    return reply
 
-    def _missed(self, peer: Actor, error: Exception, what: str) -> None:
-        """One that died is being started again, which takes a while: it is told once."""
+    def _record_loss(self, actor: Actor, error: Exception, work: str) -> None:
+        """Logs a lost worker once, though many calls may fail while Ray restarts it."""
         died = isinstance(error, ActorDied)
-        self.phase(peer.name, None, "died, being started again" if died else "silent")
+        self.set_phase(actor.name, None, "died, being restarted" if died else "silent")
         with self._lock:
-            known = peer.name in self._down
-            self._down.add(peer.name)
-        if not known:
-            why = "died" if died else f"has not answered for {self.timeout_s:g} s"
-            self._tell(f"{peer.name} ({self.at.get(peer.name, 'starting')}) {why} while grading {what}; sent to another")
+            is_known = actor.name in self._down
+            self._down.add(actor.name)
+        if not is_known:
+            reason = "died" if died else f"has not answered for {self.timeout_s:g} s"
+            location = self.locations.get(actor.name, "starting")
+            self._log(f"{actor.name} ({location}) {reason} while scoring {work}; sent to another worker")
 
-    def _call(self, peer: Actor, stage: str, reward: str, group: Group) -> Said:
-        given = (self.order.session, stage, reward, group)
-        self.phase(peer.name, None, "grading")
-        said: Said = result_of(peer.call("score", *given), self.timeout_s)
-        if said is None:  # it was started again, and must be told which run it works for
-            self.at[peer.name] = result_of(peer.call("open", self.order), max(self.timeout_s, START_S))
-            self._tell(f"{peer.name} was started again: {self.at[peer.name]}")
-            said = result_of(peer.call("score", *given), self.timeout_s)
-        self.phase(peer.name, self.at[peer.name], "idle")
+    def _call(self, actor: Actor, stage: str, reward: str, group: Group) -> RewardReply:
+        arguments = (self.session.id, stage, reward, group)
+        self.set_phase(actor.name, None, "scoring")
+        reply: RewardReply = get_result(actor.call("score", *arguments), self.timeout_s)
+        if reply is None:  # it was restarted and needs the session again
+            self.locations[actor.name] = get_result(actor.call("open", self.session), max(self.timeout_s, START_S))
+            self._log(f"{actor.name} was restarted: {self.locations[actor.name]}")
+            reply = get_result(actor.call("score", *arguments), self.timeout_s)
+        self.set_phase(actor.name, self.locations[actor.name], "idle")
         with self._lock:
-            self._down.discard(peer.name)
-        return said
+            self._down.discard(actor.name)
+        return reply
 
-    def _next(self) -> Actor:
+    def _next_actor(self) -> Actor:
         with self._lock:
-            return next(self._turns)
+            return next(self._round_robin)
 
-    def _tell(self, line: str) -> None:
+    def _log(self, line: str) -> None:
         with self._lock:
-            self.news.append(line)
+            self._events.append(line)
 
-    def take_news(self) -> list[str]:
-        """What has happened to workers since this was last asked."""
+    def take_events(self) -> list[str]:
+        """What has happened to workers since the last call."""
         with self._lock:
-            news, self.news = self.news, []
-        return news
+            events, self._events = self._events, []
+        return events
 
-    def _nobody(self, what: str, error: Exception) -> ClusterError:
-        where = ", ".join(f"{p.name} ({self.at.get(p.name, 'not started')})" for p in self.peers)
+    def _no_answer_error(self, work: str, error: Exception) -> ClusterError:
+        workers = ", ".join(f"{a.name} ({self.locations.get(a.name, 'not started')})" for a in self.actors)
+        reason = str(error)[:200] or f"no answer within scale.timeout_s = {self.timeout_s:g} s"
         return ClusterError(
             "reward workers",
-            f"the learner waits for {what}, and nobody answers",
-            because=f"{str(error)[:200] or f'no answer within scale.timeout_s = {self.timeout_s:g} s'}; workers: {where}",
-            fix="look at those nodes (`ray status`); raise scale.timeout_s where a reward takes longer",
+            f"the learner waits for {work}, and no worker answers",
+            because=f"{reason}; workers: {workers}",
+            fix="check those nodes (`ray status`); raise scale.timeout_s if a reward takes longer",
         )
 
 
 class RemoteRewardMix(RewardMix):
-    """A stage's rewards, of which those that wait are asked of the workers."""
+    """A stage's rewards, of which the asynchronous ones are computed by reward workers."""
 
-    def __init__(self, mix: RewardMix, stage: str, scorers: RewardActors, say: Say) -> None:
-        super().__init__(mix.rewards, mix.rules)
-        self.stage, self.scorers, self.say = stage, scorers, say
+    def __init__(self, mix: RewardMix, stage: str, workers: RewardWorkers, log_event: LogEvent) -> None:
+        super().__init__(mix.rewards, mix.accuracy_names)
+        self.stage, self.workers, self.log_event = stage, workers, log_event
 
     def score(self, groups: Sequence[Group]) -> list[ScoredGroup]:
         scored = super().score(groups)
-        for line in self.scorers.take_news():
-            self.say(line)
+        for line in self.workers.take_events():
+            self.log_event(line)
         return scored
 
     @cached_property
     def _threads(self) -> ThreadPoolExecutor:
-        """Enough to keep every worker busy: each takes several groups side by side."""
-        return ThreadPoolExecutor(AT_ONCE * len(self.scorers.peers), thread_name_prefix="oncurve-rewards")
+        """Enough threads to keep every worker busy: each scores several groups at once."""
+        return ThreadPoolExecutor(AT_ONCE * len(self.workers.actors), thread_name_prefix="oncurve-rewards")
 
     def _aspects(self, reward: Reward, group: Group) -> list[Aspect]:
-        if reward not in self._waiting:
+        if reward not in self._async_rewards:
             return super()._aspects(reward, group)
 
         def ask() -> list[Aspect]:
-            return self.scorers.score(self.stage, reward.name, group)
+            return self.workers.score(self.stage, reward.name, group)
 
-        return ask() if self._memory is None or not is_nondeterministic(reward) else self._memory.get_or_ask(reward, group, ask)
+        return ask() if self._cache is None or not is_nondeterministic(reward) else self._cache.get_or_ask(reward, group, ask)

@@ -1,8 +1,8 @@
-"""A sampler: an engine in a process of its own, with weights that a learner pushes to it.
+"""A sampler: an engine in its own process, with weights that a learner pushes to it.
 
-A thread writes what is asked for, in order; calls only leave work and fetch what is done, so that they are answered at once,
-whatever is being written. Groups are pure functions of (weights, seed, step, prompt): which sampler writes one, and whether it
-is asked for twice, changes nothing.
+One thread samples the submitted batches in order. Calls only submit work and fetch what is done, so they return at once,
+whatever is being sampled. A group is a pure function of (weights, seed, step, prompt): which sampler writes it, or if two do,
+makes no difference.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oncurve.cluster.messages import Bytes, GroupIndex, SampleJob, SamplerReply, Session, put_weights
+from oncurve.cluster.messages import Bytes, ClusterSession, GroupIndex, SampleBatch, SamplerReply, copy_weights
 from oncurve.cluster.ray_client import ProcessLocation, this_process
-from oncurve.cluster.weight_broadcast import BroadcastGroup, GroupMembers
-from oncurve.engines.base import build_engine
-from oncurve.engines.native.engine import NativeEngine
+from oncurve.cluster.weight_broadcast import BroadcastAddress, BroadcastGroup
+from oncurve.engines.base import Engine, build_engine
 from oncurve.errors import OncurveError, error_to_json
 from oncurve.models.loading.load import load_policy
 from oncurve.recipe.schema.recipe import Recipe
@@ -29,55 +28,55 @@ from oncurve.training.learner.oom_retry import sample_with_retry
 from oncurve.training.start import task_for
 
 
-class SessionDropped(Exception):
-    """What is being written is not wanted any more."""
+class BatchCancelled(Exception):
+    """The batch that is being sampled is not needed any more."""
 
 
 class SamplerActor:
-    """The actor. Of all methods, `open` alone may take long."""
+    """The Ray actor. Only `open` may take long."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.session: str | None = None
-        self.engine: NativeEngine | None = None
-        self.group: GroupMembers | None = None
+        self.session_id: str | None = None
+        self.engine: Engine | None = None
+        self.broadcast_group: BroadcastGroup | None = None
         self._changed = threading.Condition()
-        self._forget()
-        threading.Thread(target=self._work, name="oncurve-sampler", daemon=True).start()
+        self._reset()
+        threading.Thread(target=self._run, name="oncurve-sampler", daemon=True).start()
 
-    def _forget(self) -> None:
-        self._jobs: dict[int, SampleJob] = {}
-        self._known: set[int] = set()
-        self._over: set[int] = set()
+    def _reset(self) -> None:
+        self._batches: dict[int, SampleBatch] = {}
+        self._submitted: set[int] = set()
+        self._ended_requests: set[int] = set()
         self._done: dict[GroupIndex, Group] = {}
-        self._at: SampleJob | None = None
+        self._current: SampleBatch | None = None
         self._pushed: tuple[int, Mapping[str, Bytes | Tensor]] | None = None
         self._failure: Mapping[str, Any] | None = None
         self.version, self.rounds, self.phase = -1, 0, "idle"
 
-    def open(self, order: Session) -> ProcessLocation | SamplerReply:
-        """Loads the model, for a session; returns where this process is, or why it can't."""
+    def open(self, session: ClusterSession) -> ProcessLocation | SamplerReply:
+        """Loads the model for a session. Returns this process's location, or the failure."""
         try:
-            self._open(order)
+            self._open(session)
         except OncurveError as error:
             return SamplerReply(None, failure=error_to_json(error, self.name))
         return this_process()
 
-    def _open(self, order: Session) -> None:
+    def _open(self, session: ClusterSession) -> None:
         with self._changed:
-            self.session = None  # what is being written is dropped
-            self._forget()
-        recipe = order.enter()
+            self.session_id = None  # cancels the current batch
+            self._reset()
+        recipe = session.load_recipe()
         torch.set_num_threads(recipe.threads or 1)
         self.phase = "loading the model"
         self.engine = self._build_engine(recipe)
         self.keeps_versions = recipe.scale.max_staleness > 0
         with self._changed:
-            self._forget()
-            self.session = order.session
+            self._reset()
+            self.session_id = session.id
             self._changed.notify_all()
 
-    def _build_engine(self, recipe: Recipe) -> NativeEngine:
+    def _build_engine(self, recipe: Recipe) -> Engine:
         if self.engine is not None:
             self.engine.close()
         alphabet = task_for(recipe, recipe.stages[0]).alphabet
@@ -85,105 +84,114 @@ class SamplerActor:
         engine.weight_source = PendingWeights(self)
         return engine
 
-    def push(self, session: str, version: int, weights: Mapping[str, Bytes]) -> None:
-        """The learner's weights, by the number of their push; in use from the next round of tokens on."""
+    def push_weights(self, session_id: str, version: int, weights: Mapping[str, Bytes]) -> None:
+        """Takes the learner's weights with the number of the push; the engine uses them from the next decode round on."""
         with self._changed:
-            if session == self.session:
+            if session_id == self.session_id:
                 self._pushed = (version, weights)
                 self._changed.notify_all()
 
-    def join(self, session: str, meeting: BroadcastGroup, rank: int) -> bool:
-        """Takes this sampler's place in a group over which the learner will broadcast; False where it could not."""
-        if session == self.session:
-            self.group = GroupMembers(meeting, rank)
-        return session == self.session
+    def join_broadcast(self, session_id: str, address: BroadcastAddress, rank: int) -> bool:
+        """Joins a group over which the learner will broadcast weights; False if this sampler has another session."""
+        if session_id == self.session_id:
+            self.broadcast_group = BroadcastGroup(address, rank)
+        return session_id == self.session_id
 
-    def receive(self, session: str, version: int) -> bool:
-        """As `push`, with what the learner broadcasts at this moment."""
-        if session != self.session or self.group is None:
+    def receive_broadcast(self, session_id: str, version: int) -> bool:
+        """As `push_weights`, with the weights that the learner broadcasts at this moment."""
+        if session_id != self.session_id or self.broadcast_group is None:
             return False
         assert self.engine is not None
         tensors = {name: torch.empty_like(p) for name, p in self.engine.policy.trainable.items()}
-        self.group.broadcast(list(tensors.values()))
+        self.broadcast_group.broadcast(list(tensors.values()))
         with self._changed:
             self._pushed = (version, tensors)
             self._changed.notify_all()
         return True
 
-    def submit(self, session: str, job: SampleJob) -> None:
+    def submit(self, session_id: str, batch: SampleBatch) -> None:
         with self._changed:
-            if session == self.session and job.number not in self._known and job.call not in self._over:
-                self._known.add(job.number)
-                self._jobs[job.number] = job
+            is_new = batch.id not in self._submitted and batch.request_id not in self._ended_requests
+            if session_id == self.session_id and is_new:
+                self._submitted.add(batch.id)
+                self._batches[batch.id] = batch
                 self._changed.notify_all()
 
-    def take(self, session: str, over: Collection[int], heard: Collection[GroupIndex], wait_s: float) -> SamplerReply:
-        """Groups that are whole, as soon as there are any. Calls that are ``over`` want none any more."""
+    def poll(
+        self, session_id: str, ended_requests: Collection[int], acknowledged: Collection[GroupIndex], wait_s: float
+    ) -> SamplerReply:
+        """Complete groups, as soon as there are any. Cancels ``ended_requests`` and drops ``acknowledged`` groups."""
         with self._changed:
-            if session != self.session:
-                return SamplerReply(self.session)
-            self._over |= set(over)
-            self._jobs = {number: job for number, job in self._jobs.items() if job.call not in self._over}
-            self._done = {p: group for p, group in self._done.items() if p not in heard and p[0] not in self._over}
-            self._changed.wait_for(lambda: self._done or self._failure or session != self.session, wait_s)
-            return SamplerReply(self.session, tuple(self._done.items()), self.phase, self.rounds, self._failure)
+            if session_id != self.session_id:
+                return SamplerReply(self.session_id)
+            self._ended_requests |= set(ended_requests)
+            ended = self._ended_requests
+            self._batches = {number: batch for number, batch in self._batches.items() if batch.request_id not in ended}
+            self._done = {i: group for i, group in self._done.items() if i not in acknowledged and i[0] not in ended}
+            self._changed.wait_for(lambda: self._done or self._failure or session_id != self.session_id, wait_s)
+            return SamplerReply(self.session_id, tuple(self._done.items()), self.phase, self.rounds, self._failure)
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._next() is not None)
-                self._at = job = self._next()
-            assert job is not None
+                self._changed.wait_for(lambda: self._next_batch() is not None)
+                self._current = batch = self._next_batch()
+            assert batch is not None
             try:
-                self._write(job)
-            except SessionDropped:
+                self._sample(batch)
+            except BatchCancelled:
                 pass
-            except BaseException as error:  # the learner is told, and decides
+            except BaseException as error:  # the learner gets the error and decides
                 if not isinstance(error, OncurveError):
                     traceback.print_exc()
                 with self._changed:
                     self._failure = error_to_json(error, self.name)
             with self._changed:
-                self._jobs.pop(job.number, None)
-                self._at, self.phase = None, "idle"
+                self._batches.pop(batch.id, None)
+                self._current, self.phase = None, "idle"
                 self._changed.notify_all()
 
-    def _next(self) -> SampleJob | None:
+    def _next_batch(self) -> SampleBatch | None:
+        if self._failure is not None:
+            return None
         newest = self.version if self._pushed is None else self._pushed[0]
-        ready = [job for job in self._jobs.values() if job.version <= newest]
-        return min(ready, key=lambda job: (job.turn, job.number), default=None) if self._failure is None else None
+        ready = [batch for batch in self._batches.values() if batch.min_version <= newest]
+        return min(ready, key=lambda batch: (batch.priority, batch.id), default=None)
 
-    def _write(self, job: SampleJob) -> None:
+    def _sample(self, batch: SampleBatch) -> None:
         self.phase = "sampling"
-        self.exchange()
+        self.update_weights()
 
-        def whole(place: int, group: Group) -> None:
+        def on_group(position: int, group: Group) -> None:
             with self._changed:
-                if self._at is job:
-                    kept = group if self.keeps_versions else without_versions(group)
-                    self._done[job.call, job.places[place]] = kept
+                if self._current is batch:
+                    index = batch.request_id, batch.indices[position]
+                    self._done[index] = group if self.keeps_versions else without_versions(group)
                     self._changed.notify_all()
 
         assert self.engine is not None
-        sample_with_retry(self.engine, job.prompts, job.group_size, job.how, job.draws, on_group=whole)
+        sample_with_retry(self.engine, batch.prompts, batch.group_size, batch.sampling, batch.key, on_group=on_group)
 
-    def exchange(self) -> bool:
-        """Puts in what was pushed. Asked between rounds of tokens, where also a job that nobody wants any more ends."""
+    def update_weights(self) -> bool:
+        """Copies pushed weights into the policy; True if there were new ones. Called between decode rounds.
+
+        Raises `BatchCancelled` if the current batch is not needed any more.
+        """
         with self._changed:
             self.rounds += 1
-            if self.session is None or self._at is None or self._at.call in self._over:
-                raise SessionDropped
-            found, self._pushed = self._pushed, None
-        if found is None or found[0] == self.version:
+            if self.session_id is None or self._current is None or self._current.request_id in self._ended_requests:
+                raise BatchCancelled
+            pushed, self._pushed = self._pushed, None
+        if pushed is None or pushed[0] == self.version:
             return False
         assert self.engine is not None
-        put_weights(self.engine.policy, found[1])
-        self.version = found[0]
+        copy_weights(self.engine.policy, pushed[1])
+        self.version = pushed[0]
         return True
 
 
 class PendingWeights:
-    """The sampler as its engine sees it."""
+    """The sampler as its engine's `WeightSource`."""
 
     def __init__(self, sampler: SamplerActor) -> None:
         self.sampler = sampler
@@ -193,9 +201,9 @@ class PendingWeights:
         return self.sampler.version
 
     def __call__(self) -> bool:
-        return self.sampler.exchange()
+        return self.sampler.update_weights()
 
 
 def without_versions(group: Group) -> Group:
-    """As a run in one process writes it down: one version, which goes without saying."""
+    """The group without weight versions: in a synchronous run every token has the same one, and none is recorded."""
     return replace(group, completions=tuple(replace(c, versions=None) for c in group.completions))

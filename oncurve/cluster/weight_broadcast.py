@@ -1,7 +1,7 @@
-"""Weights from a learner's GPU straight to its samplers': one broadcast over a group of torch.distributed's own.
+"""Weights from a learner's GPU straight to its samplers': a broadcast over a separate torch.distributed process group.
 
-The group stands beside the learner's ranks, which have another, and is made anew when samplers come or go. Where it fails,
-weights go through Ray's object store for that time. On a CPU (and in tests) the same runs over gloo.
+The learner ranks have their own group; this one is rebuilt when samplers come or go. If it fails, weights go through Ray's
+object store for that push. On a CPU, and in tests, the same code runs over gloo.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class BroadcastGroup:
-    """Where a group meets: the learner has rank 0 and keeps the store."""
+class BroadcastAddress:
+    """Where the members of a broadcast group meet: the learner is rank 0 and hosts the store."""
 
     address: str
     port: int
@@ -27,29 +27,32 @@ class BroadcastGroup:
     timeout_s: float
 
 
-class GroupMembers:
-    """One member's end. Made by all at the same time; raises RuntimeError where not all come, or one is gone."""
+class BroadcastGroup:
+    """One member's side of the group. All members construct it at the same time.
 
-    def __init__(self, meeting: BroadcastGroup, rank: int, store: Any = None) -> None:
-        limit = timedelta(seconds=meeting.timeout_s)
-        self.store = store or dist.TCPStore(meeting.address, meeting.port, is_master=False, timeout=limit)  # type: ignore[attr-defined]
-        if meeting.backend == "gloo":
-            self.group: Any = dist.ProcessGroupGloo(self.store, rank, meeting.size, limit)
+    Raises RuntimeError if one does not come, or is lost later.
+    """
+
+    def __init__(self, address: BroadcastAddress, rank: int, store: Any = None) -> None:
+        timeout = timedelta(seconds=address.timeout_s)
+        self.store = store or dist.TCPStore(address.address, address.port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
+        if address.backend == "gloo":
+            self.group: Any = dist.ProcessGroupGloo(self.store, rank, address.size, timeout)
         else:
             options = dist.ProcessGroupNCCL.Options()
-            options._timeout = limit
-            self.group = dist.ProcessGroupNCCL(self.store, rank, meeting.size, options)
+            options._timeout = timeout
+            self.group = dist.ProcessGroupNCCL(self.store, rank, address.size, options)
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Each becomes the learner's, in place."""
-        how = dist.BroadcastOptions()
-        how.rootRank = how.rootTensor = 0
+        """Each tensor becomes the learner's, in place."""
+        options = dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
         for tensor in tensors:
-            self.group.broadcast([tensor], how).wait()
+            self.group.broadcast([tensor], options).wait()
         if tensors and tensors[0].device.type == "cuda":
             torch.cuda.synchronize()
 
 
 def open_store(address: str, timeout_s: float) -> Any:
-    """The learner's: it listens at a port that was free."""
+    """The learner's store, on a free port."""
     return dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))  # type: ignore[attr-defined]

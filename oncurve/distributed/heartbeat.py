@@ -1,7 +1,7 @@
-"""A thread beside each rank: it says what the rank does, and hears where another is gone, late or in trouble.
+"""A thread beside each rank that publishes what the rank is doing, and notices ranks that died, are late or failed.
 
-Then no rank stays behind: the first one says what happened, and all end, whatever their main threads wait in. What is lost is
-what a kill would lose: the steps since the last checkpoint.
+Then all ranks end, even if their main threads are blocked in a collective, and rank 0 prints one message. Lost are the steps
+since the last checkpoint, as after a kill.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,48 +24,50 @@ from oncurve.errors import OncurveError, ScaleError, error_from_json, error_to_j
 
 BEAT_S = 0.5
 GRACE_S = 3.0
-"""How long others wait for the first rank to speak, or to be left in peace after the end."""
+"""How long other ranks wait for rank 0 to print the error, and for their own main thread once the run has ended."""
 LAUNCHER = "ONCURVE_LAUNCHER"
-"""The process that started the ranks of this machine, in their environment: without it they end."""
+"""Environment variable with the pid of the process that started this machine's ranks. If that process ends, so do they."""
 
-Speak = Callable[[OncurveError], None]
+PrintError = Callable[[OncurveError], None]
 
 
 class Heartbeat(threading.Thread):
-    """``store`` is a client of its own: the main thread may be waiting in another."""
+    """``store`` must be a separate client of the store: the main thread may block in its own."""
 
-    def __init__(self, store: Store, rank: int, size: int, timeout_s: float, speak: Speak) -> None:
-        super().__init__(name="oncurve-heart", daemon=True)
-        self.store, self.rank, self.size, self.timeout_s, self.speak = store, rank, size, timeout_s, speak
-        self.pulse = RankStatus.of_this_process(f"rank-{rank}")
+    def __init__(self, store: Store, rank: int, size: int, timeout_s: float, print_error: PrintError) -> None:
+        super().__init__(name="oncurve-heartbeat", daemon=True)
+        self.store, self.rank, self.size, self.timeout_s, self.print_error = store, rank, size, timeout_s, print_error
+        self.status = RankStatus.of_this_process(f"rank-{rank}")
         self.run_folder: Path | None = None
         self.launcher = int(os.environ.get(LAUNCHER, "0"))
         self._waiting_since = 0.0
-        self._over_since = 0.0
+        self._run_ended_at = 0.0
         self._stopped = threading.Event()
 
     @property
-    def keep_alive(self) -> str:
-        return f"mend what ended it, then go on from the last checkpoint: oncurve train --resume {self.run_folder or 'RUN'}"
+    def resume_hint(self) -> str:
+        """The fix of an error message."""
+        run = self.run_folder or "RUN"
+        return f"remove the cause, then resume from the last checkpoint: oncurve train --resume {run}"
 
     def set_phase(self, phase: str) -> None:
-        self.pulse = replace(self.pulse, phase=phase, since=time.time())
+        self.status = replace(self.status, phase=phase, since=time.time())
 
     def set_step(self, stage: str, step: int) -> None:
-        self.pulse = replace(self.pulse, stage=stage, step=step)
+        self.status = replace(self.status, stage=stage, step=step)
 
     @contextlib.contextmanager
-    def waiting(self, what: str) -> Any:
-        """The main thread takes part in an exchange, and may not take longer than the limit."""
+    def waiting(self, collective: str) -> Iterator[None]:
+        """The main thread is in a collective, which must end within the time limit."""
         self._waiting_since = time.monotonic()
-        self.pulse = replace(self.pulse, waiting=what, exchanges=self.pulse.exchanges + 1)
+        self.status = replace(self.status, waiting=collective, exchanges=self.status.exchanges + 1)
         try:
             yield
         finally:
-            self.pulse = replace(self.pulse, waiting=None)
+            self.status = replace(self.status, waiting=None)
 
     def start(self) -> None:
-        """Others know of this rank from the first moment on, so that one that dies at once is missed too."""
+        """Publishes the first status before the thread runs, so that a rank that dies at once is noticed too."""
         self._beat()
         super().start()
 
@@ -79,46 +81,41 @@ class Heartbeat(threading.Thread):
         while not self._stopped.wait(BEAT_S):
             try:
                 self._beat()
-                self._listen()
-            except RuntimeError as error:  # the store is gone, and with it whoever held it
+                self._check()
+            except RuntimeError as error:  # the store is gone, and with it the process that hosted it
                 if not self._stopped.wait(2 * BEAT_S):
-                    self._end(
-                        {
-                            **error_to_json(error, "the ranks' store"),
-                            "what": "does not answer any more",
-                            "fix": self.keep_alive,
-                        },
-                        heard=False,
-                    )
+                    message = {"what": "does not answer any more", "fix": self.resume_hint}
+                    self._exit({**error_to_json(error, "the ranks' store"), **message}, is_shared=False)
 
     def _beat(self) -> None:
-        now = replace(self.pulse, beat=time.time())
-        self.store.set(f"pulse/{self.rank}", now.to_json())
+        status = replace(self.status, beat=time.time())
+        self.store.set(f"status/{self.rank}", status.to_json())
         if self.run_folder is not None:
-            write_status(self.run_folder, now)
+            write_status(self.run_folder, status)
 
-    def _listen(self) -> None:
+    def _check(self) -> None:
+        """Ends this process if the run failed or ended. Rank 0 watches every rank; the others watch rank 0."""
         if self.store.check(["failed"]):
-            self._end(json.loads(self.store.get("failed")), heard=True)
+            self._exit(json.loads(self.store.get("failed")), is_shared=True)
         if self.launcher and os.getppid() != self.launcher:
             os._exit(1)
-        if self.rank and self.store.check(["over"]):
-            self._over_since = self._over_since or time.monotonic()
-            if time.monotonic() - self._over_since > GRACE_S:
+        if self.rank and self.store.check(["run-ended"]):
+            self._run_ended_at = self._run_ended_at or time.monotonic()
+            if time.monotonic() - self._run_ended_at > GRACE_S:
                 os._exit(0)
             return
         for rank in range(self.size) if self.rank == 0 else [0]:
-            self._look_after(rank)
-        if self.pulse.waiting is not None and time.monotonic() - self._waiting_since > self.timeout_s:
-            self.report_failure(self._late(self.pulse.waiting))
+            self._check_alive(rank)
+        if self.status.waiting is not None and time.monotonic() - self._waiting_since > self.timeout_s:
+            self.report_failure(self._timeout_error(self.status.waiting))
 
-    def others(self) -> dict[int, RankStatus]:
-        """What the other ranks last said, as far as they have said anything."""
-        ranks = [rank for rank in range(self.size) if rank != self.rank and self.store.check([f"pulse/{rank}"])]
-        return {rank: RankStatus.from_json(self.store.get(f"pulse/{rank}")) for rank in ranks}
+    def other_statuses(self) -> dict[int, RankStatus]:
+        """The last status of each other rank that has published one."""
+        ranks = [rank for rank in range(self.size) if rank != self.rank and self.store.check([f"status/{rank}"])]
+        return {rank: RankStatus.from_json(self.store.get(f"status/{rank}")) for rank in ranks}
 
-    def _look_after(self, rank: int) -> None:
-        key = f"pulse/{rank}"
+    def _check_alive(self, rank: int) -> None:
+        key = f"status/{rank}"
         if rank == self.rank or not self.store.check([key]) or self.store.check([f"left/{rank}"]):
             return
         last = RankStatus.from_json(self.store.get(key))
@@ -128,45 +125,46 @@ class Heartbeat(threading.Thread):
                     f"rank {rank} of {self.size}",
                     f"its process {last.pid} on {last.host} is gone",
                     because=f"it was killed or crashed; it was last {last.as_text}",
-                    fix=self.keep_alive,
+                    fix=self.resume_hint,
                 )
             )
 
-    def _late(self, what: str) -> ScaleError:
-        """Who has not come to an exchange that this rank waits in."""
-        others = self.others()
-        behind = {rank: p for rank, p in others.items() if p.exchanges < self.pulse.exchanges}
-        who = "; ".join(f"rank {rank} on {p.host} is {p.as_text}" for rank, p in (behind or others).items())
+    def _timeout_error(self, collective: str) -> ScaleError:
+        """Names the ranks that have not entered the collective that this rank waits in."""
+        others = self.other_statuses()
+        behind = {rank: status for rank, status in others.items() if status.exchanges < self.status.exchanges}
+        statuses = "; ".join(f"rank {rank} on {s.host} is {s.as_text}" for rank, s in (behind or others).items())
+        late = "rank " + ", ".join(map(str, behind)) if behind else "the other ranks"
         return ScaleError(
             f"rank {self.rank} of {self.size}",
-            f"waited {self.timeout_s:g} s in '{what}' for {'rank ' + ', '.join(map(str, behind)) if behind else 'the others'}",
-            because=who or "no other rank has said anything",
-            fix="look at that process (a reward that hangs, a machine that swaps), or raise scale.timeout_s",
+            f"waited {self.timeout_s:g} s in '{collective}' for {late}",
+            because=statuses or "no other rank has published a status",
+            fix="check that process (does a reward hang? does the machine swap?), or raise scale.timeout_s",
         )
 
     def report_failure(self, error: BaseException) -> None:
-        """Tells all ranks that the run can't go on; the first complaint is the one that counts."""
-        mine = json.dumps(error_to_json(error, f"rank {self.rank}"))
-        self._end(json.loads(self.store.compare_set("failed", "", mine)), heard=True)
+        """Tells all ranks that the run failed, and exits. If several ranks report, the first report counts."""
+        report = json.dumps(error_to_json(error, f"rank {self.rank}"))
+        self._exit(json.loads(self.store.compare_set("failed", "", report)), is_shared=True)
 
-    def _end(self, data: dict[str, Any], heard: bool) -> None:
-        """The first rank speaks; where it can't, the first of the others that sees its silence does."""
+    def _exit(self, report: dict[str, Any], is_shared: bool) -> None:
+        """Rank 0 prints the error; if it is dead, the first rank to notice does. ``is_shared``: all ranks have this report."""
         if self.rank == 0:
             with contextlib.suppress(RuntimeError):
-                self.store.set("spoken", "1")
-            self._say(data)
-        elif heard:
+                self.store.set("printed", "1")
+            self._print(report)
+        elif is_shared:
             deadline = time.monotonic() + GRACE_S
             with contextlib.suppress(RuntimeError):
-                while not self.store.check(["spoken"]) and time.monotonic() < deadline:
+                while not self.store.check(["printed"]) and time.monotonic() < deadline:
                     time.sleep(0.1)
-                if self.store.add("speakers", 0 if self.store.check(["spoken"]) else 1) == 1:
-                    self._say(data)
-        os._exit(int(data["exit_code"]))
+                if self.store.add("printers", 0 if self.store.check(["printed"]) else 1) == 1:
+                    self._print(report)
+        os._exit(int(report["exit_code"]))
 
-    def _say(self, data: dict[str, Any]) -> None:
+    def _print(self, report: dict[str, Any]) -> None:
         if sys.stderr.isatty():
-            sys.stderr.write("\x1b[?25h")  # a display that was being drawn had hidden the cursor
-        self.speak(error_from_json(data))
+            sys.stderr.write("\x1b[?25h")  # the live display had hidden the cursor
+        self.print_error(error_from_json(report))
         sys.stdout.flush()
         sys.stderr.flush()

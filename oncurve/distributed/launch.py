@@ -1,7 +1,7 @@
-"""`oncurve train --gpus 8`: starts the ranks of one machine, waits for them, and leaves none behind.
+"""`oncurve train --gpus 8`: starts the ranks of one machine, waits for them, and leaves no process behind.
 
-Ranks are this same command again, each with a number in its environment as torchrun would set it. This process holds the store
-in which they meet, so that no rank's death takes it away.
+Each rank runs the same command again, with the environment variables that torchrun would set. This process hosts the store in
+which they meet, so the death of a rank does not take it away.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from oncurve.distributed.heartbeat import LAUNCHER
-from oncurve.distributed.rendezvous import port_taken, too_few_gpus
+from oncurve.distributed.rendezvous import port_taken_error, too_few_gpus_error
 from oncurve.distributed.signals import signal_handlers
 from oncurve.recipe.schema.recipe import Recipe
 
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
 GRACE_S = 5.0
-"""What ranks get to end by themselves once one of them has."""
+"""How long ranks may take to end by themselves after one of them has failed."""
 
 
 def check_gpus(recipe: Recipe, gpus: int | None) -> None:
-    """A GPU for each rank, where the recipe wants GPUs or the command line named a number of them."""
+    """Refuses more ranks than GPUs, if --gpus was given or the machine has GPUs and the recipe may use them."""
     import torch
 
-    there = torch.cuda.device_count()
-    if there < recipe.scale.ranks and (gpus is not None or (there and recipe.model.device != "cpu")):
-        raise too_few_gpus(recipe.scale.ranks, there)
+    available = torch.cuda.device_count()
+    if available < recipe.scale.ranks and (gpus is not None or (available and recipe.model.device != "cpu")):
+        raise too_few_gpus_error(recipe.scale.ranks, available)
 
 
 def launch(ranks: int, arguments: Sequence[str]) -> int:
-    """Runs `oncurve ARGUMENTS` as so many ranks, and returns the first one's exit code, or that of a rank that died."""
+    """Runs `oncurve ARGUMENTS` on ``ranks`` processes. Returns the exit code of rank 0, or 2 if it was killed."""
     store = _store()
     environment = {
         **os.environ,
@@ -50,19 +50,19 @@ def launch(ranks: int, arguments: Sequence[str]) -> int:
         LAUNCHER: str(os.getpid()),
     }
     if sys.platform == "linux":
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all are here: the machine's own name need not resolve
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here: the machine's host name need not resolve
     command = [sys.executable, "-m", "oncurve", *arguments]
-    started: list[subprocess.Popen[bytes]] = []
+    processes: list[subprocess.Popen[bytes]] = []
     try:
-        with _signals_go_to(started):
+        with _forward_signals(processes):
             for rank in range(ranks):
-                own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                # Only the first rank has anything to show; a traceback of any is worth seeing.
-                out = None if rank == 0 else subprocess.DEVNULL
-                started.append(subprocess.Popen(command, env=own, stdin=None if rank == 0 else subprocess.DEVNULL, stdout=out))
-            return _wait(started)
+                # Only rank 0 reads the terminal and prints to it. Tracebacks of any rank go to standard error.
+                stream = None if rank == 0 else subprocess.DEVNULL
+                of_rank = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                processes.append(subprocess.Popen(command, env=of_rank, stdin=stream, stdout=stream))
+            return _wait(processes)
     finally:
-        for process in started:
+        for process in processes:
             with suppress(ProcessLookupError):
                 process.kill()
             process.wait()
@@ -76,35 +76,36 @@ def _store() -> TCPStore:
     try:
         return TCPStore("127.0.0.1", int(port), None, True, wait_for_workers=False)
     except DistNetworkError as error:
-        raise port_taken(port) from error
+        raise port_taken_error(port) from error
 
 
-def _wait(started: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Until all have ended; or, where one ended badly, until the others have had time to say so."""
+def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
+    """Waits until all ranks have ended, or `GRACE_S` after one has failed."""
     deadline = None
-    while any(process.poll() is None for process in started):
-        if deadline is None and any(process.returncode for process in started):
+    while any(process.poll() is None for process in processes):
+        if deadline is None and any(process.returncode for process in processes):
             deadline = time.monotonic() + GRACE_S
         if deadline is not None and time.monotonic() > deadline:
             break
         time.sleep(0.05)
-    first = started[0].returncode
-    if first is not None and first >= 0:
-        return int(first)
-    if first is not None:
+    code = processes[0].returncode
+    if code is not None and code >= 0:
+        return int(code)
+    if code is not None:
         print(
-            f"rank 0 was ended by signal {-first}; go on from its last checkpoint: oncurve train --resume RUN", file=sys.stderr
+            f"rank 0 was killed by signal {-code}; resume from its last checkpoint: oncurve train --resume RUN",
+            file=sys.stderr,
         )
     return 2
 
 
 @contextmanager
-def _signals_go_to(started: list[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """Ctrl-C reaches the ranks by themselves, and a SIGTERM is handed to the first, which decides: this process only waits."""
+def _forward_signals(processes: list[subprocess.Popen[bytes]]) -> Iterator[None]:
+    """The terminal sends Ctrl-C to every rank; a SIGTERM is forwarded to rank 0, which decides. This process only waits."""
 
-    def hand_on(number: int) -> None:
-        if number != signal.SIGINT and started:
-            started[0].send_signal(number)
+    def forward(number: int) -> None:
+        if number != signal.SIGINT and processes:
+            processes[0].send_signal(number)
 
-    with signal_handlers(hand_on):
+    with signal_handlers(forward):
         yield

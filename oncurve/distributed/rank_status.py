@@ -1,6 +1,6 @@
 """What each process of a run is doing, in small files of the run's folder that `oncurve status RUN` reads.
 
-A run of one process writes none. Files are replaced whole, so that a reader never sees half of one.
+A run of one process writes none. Files are replaced atomically, so a reader never sees a partial write.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FOLDER = "actors"
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """One process, as it last said: since when it is in which phase, and in which exchange it waits, if it does."""
+    """The last published status of a rank or actor. Its fields are the keys of its file and of `oncurve status --json`."""
 
     name: str
     """`rank-0`, `sampler-3` …"""
@@ -34,11 +34,11 @@ class RankStatus:
     since: float = 0.0
     """When the phase began, in seconds since 1970 by the clock of its host."""
     waiting: str | None = None
-    """The exchange in which it waits for others."""
+    """The collective in which it waits for other ranks."""
     exchanges: int = 0
-    """Exchanges that it has entered: of two ranks, the one with the smaller number is behind."""
+    """Collectives that it has entered: of two ranks, the one with the smaller count is behind."""
     beat: float = 0.0
-    """When this was written."""
+    """When this status was published."""
 
     @classmethod
     def of_this_process(cls, name: str) -> RankStatus:
@@ -46,10 +46,10 @@ class RankStatus:
 
     @property
     def as_text(self) -> str:
-        """In words, for a message: `in 'sample' of grpo 12 for 33 s`."""
-        place = f" of {self.stage} {self.step}" if self.stage else ""
-        waits = f", waiting in '{self.waiting}'" if self.waiting else ""
-        return f"in '{self.phase}'{place} for {max(self.beat - self.since, 0.0):.0f} s{waits}"
+        """For error messages: `in 'sample' of grpo 12 for 33 s`."""
+        step = f" of {self.stage} {self.step}" if self.stage else ""
+        collective = f", waiting in '{self.waiting}'" if self.waiting else ""
+        return f"in '{self.phase}'{step} for {max(self.beat - self.since, 0.0):.0f} s{collective}"
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -60,31 +60,31 @@ class RankStatus:
 
     @property
     def is_alive(self) -> bool | None:
-        """Whether its process is there; None where it is another machine's."""
+        """Whether its process runs; None if it belongs to another machine."""
         if self.host != socket.gethostname():
             return None
         return is_alive(self.pid)
 
 
-def write_status(run: Path, pulse: RankStatus) -> None:
-    """Replaces the process's file. A disk that refuses is passed over: the run itself will meet it where it matters."""
+def write_status(run: Path, status: RankStatus) -> None:
+    """Replaces the process's file. Disk errors are ignored here: the run itself reports them when it saves."""
     with contextlib.suppress(OSError):
         folder = run / FOLDER
         folder.mkdir(exist_ok=True)
-        aside = folder / f".{pulse.name}"
-        aside.write_text(pulse.to_json())
-        aside.replace(folder / f"{pulse.name}.json")
+        temporary = folder / f".{status.name}"
+        temporary.write_text(status.to_json())
+        temporary.replace(folder / f"{status.name}.json")
 
 
 def read_statuses(run: Path) -> list[RankStatus]:
-    """Every process that has written, by name; numbers in names count as numbers."""
-    found = []
+    """The status of every process, sorted by name: rank-2 before rank-10."""
+    statuses = []
     for path in (run / FOLDER).glob("*.json"):
         with contextlib.suppress(OSError, ValueError, TypeError):
-            found.append(RankStatus.from_json(path.read_bytes()))
-    return sorted(found, key=lambda pulse: [(len(part), part) for part in pulse.name.split("-")])
+            statuses.append(RankStatus.from_json(path.read_bytes()))
+    return sorted(statuses, key=lambda status: [(len(part), part) for part in status.name.split("-")])
 
 
 def clear_statuses(run: Path) -> None:
-    """Before a run goes on, perhaps with fewer processes than before."""
+    """Called before a run resumes, perhaps with fewer processes than before."""
     shutil.rmtree(run / FOLDER, ignore_errors=True)

@@ -1,5 +1,6 @@
-"""How a process becomes a rank: it finds the others by the environment that torchrun, Slurm or `oncurve train` itself set up,
-and they make sure that they run the same code on the same recipe. A process that stands alone imports nothing for it.
+"""How a process becomes a rank: it finds the others through the environment that torchrun, Slurm or `oncurve train` set up.
+
+The ranks then check that they run the same code on the same recipe. A single process imports nothing for this.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from oncurve.recipe.schema.recipe import Recipe
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-    from oncurve.distributed.heartbeat import Speak
+    from oncurve.distributed.heartbeat import PrintError
 
 PACKAGE = Path(__file__).parents[1]
 
 
 def world_size() -> int:
-    """Ranks that this process was started among; 1 where nobody said so."""
+    """The number of ranks that this process was started among; 1 if it was started alone."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -38,13 +39,17 @@ def this_rank() -> int:
 
 
 def is_worker_rank() -> bool:
-    """Whether another process speaks for this one."""
+    """Whether this is a rank other than 0, which prints nothing itself."""
     return this_rank() > 0
 
 
-def join(recipe: Recipe, speak: Speak) -> World:
-    """The world that this process was started in, once all of its ranks are there and found alike."""
-    global _joined
+_has_checked_in = False
+"""Whether this process takes part in the check-in, after which its errors reach rank 0 by the heartbeat."""
+
+
+def join(recipe: Recipe, print_error: PrintError) -> World:
+    """The world that this process was started in, once all of its ranks are there and run the same code and recipe."""
+    global _has_checked_in
     size = world_size()
     if size == 1:
         return SINGLE_PROCESS
@@ -57,28 +62,27 @@ def join(recipe: Recipe, speak: Speak) -> World:
     # The new names are not in every torch that we support, and FSDP2 itself calls the old ones.
     old = r".torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor). is deprecated"
     warnings.filterwarnings("ignore", old, FutureWarning)
-    rank, local = this_rank(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    rank, local_size = this_rank(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     timeout = timedelta(seconds=recipe.scale.timeout_s)
     store = _store(timeout)
-    _join_ranks = True
-    _roll_call(store, rank, size, recipe)
-    backend = _backend(recipe, local)
-    own: Store = store.clone()  # type: ignore[attr-defined]
-    heart = Heartbeat(own, rank, size, recipe.scale.timeout_s, speak)
-    heart.start()
-    # The heart ends what takes too long, and says why; torch's own limit comes after it.
-    late = timeout + timedelta(seconds=60)
-    dist.init_process_group(backend, store=PrefixStore("ranks", store), rank=rank, world_size=size, timeout=late)
+    _has_checked_in = True
+    _check_in(store, rank, size, recipe)
+    backend = _backend(recipe, local_size)
+    heartbeat_store: Store = store.clone()  # type: ignore[attr-defined]
+    heartbeat = Heartbeat(heartbeat_store, rank, size, recipe.scale.timeout_s, print_error)
+    heartbeat.start()
+    # The heartbeat ends a collective that takes too long, with a message that names the late rank. torch's limit is a backstop.
+    backstop = timeout + timedelta(seconds=60)
+    dist.init_process_group(backend, store=PrefixStore("ranks", store), rank=rank, world_size=size, timeout=backstop)
     scale = recipe.scale
-    return ProcessGroupWorld(
-        store, rank, size, local, heart, scale.shard, scale.tensor, in_step=scale.tensor > 1 and not scale.gather
-    )
+    lockstep = scale.tensor > 1 and not scale.gather
+    return ProcessGroupWorld(store, rank, size, local_size, heartbeat, scale.shard, scale.tensor, samples_in_lockstep=lockstep)
 
 
 @contextmanager
-def joined_ranks(recipe: Recipe, speak: Speak) -> Iterator[World]:
-    """The world that this process belongs to, left in good order whatever happens within."""
-    world = join(recipe, speak)
+def joined_ranks(recipe: Recipe, print_error: PrintError) -> Iterator[World]:
+    """The world that this process belongs to; within, an exception closes it with that error."""
+    world = join(recipe, print_error)
     try:
         yield world
     except BaseException as error:
@@ -88,131 +92,141 @@ def joined_ranks(recipe: Recipe, speak: Speak) -> Iterator[World]:
 
 
 def with_ranks(recipe: Recipe) -> Recipe:
-    """A recipe that leaves the number of ranks open, for as many as were started."""
+    """The recipe with ``scale.ranks`` set to the number of ranks that were started, unless it names a number itself."""
     if recipe.scale.ranks > 1 or world_size() == 1:
         return recipe
     return recipe.model_copy(update={"scale": recipe.scale.model_copy(update={"ranks": world_size()})})
 
 
-_join_ranks = False
-
-
 def report_to_rank_zero(error: OncurveError) -> None:
-    """What a rank met before it could join, such as a recipe that its machine does not have: the first rank tells it. Where the
-    first has met the same, it has told it already, and may be gone."""
-    if not _join_ranks:
+    """Sends an error that a rank met before it could join, such as a recipe that its machine lacks, to rank 0 to print.
+
+    If rank 0 met the same error, it has printed it already and may be gone; then this does nothing.
+    """
+    if not _has_checked_in:
         with suppress(OncurveError, RuntimeError):
-            said = {"host": platform.node(), "failed": error_to_json(error, f"rank {this_rank()}")}
-            _store(timedelta(seconds=5)).set(f"here/{this_rank()}", json.dumps(said))
+            entry = {"host": platform.node(), "failed": error_to_json(error, f"rank {this_rank()}")}
+            _store(timedelta(seconds=5)).set(f"check-in/{this_rank()}", json.dumps(entry))
 
 
 def _store(timeout: timedelta) -> Store:
     from torch.distributed import DistNetworkError
     from torch.distributed.rendezvous import rendezvous
 
-    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     try:
         store: Store = next(iter(rendezvous("env://", timeout=timeout)))[0]
         return store
     except DistNetworkError as error:
-        said = str(error).partition("\n")[0]
-        if "EADDRINUSE" in said:
-            raise port_taken(os.environ.get("MASTER_PORT", "?")) from error
+        reason = str(error).partition("\n")[0]
+        if "EADDRINUSE" in reason:
+            raise port_taken_error(os.environ.get("MASTER_PORT", "?")) from error
         raise ScaleError(
-            where, "the first rank does not answer there", because=said[:200], fix="check MASTER_ADDR and MASTER_PORT"
+            address, "rank 0 does not answer there", because=reason[:200], fix="check MASTER_ADDR and MASTER_PORT"
         ) from error
     except ValueError as error:
         raise ScaleError(
-            "environment", "incomplete", because=str(error)[:200], fix="start ranks by oncurve train --gpus N, or by torchrun"
+            "environment",
+            "incomplete",
+            because=str(error)[:200],
+            fix="start ranks with oncurve train --gpus N, or with torchrun",
         ) from error
 
 
-def port_taken(port: str) -> ScaleError:
+def port_taken_error(port: str) -> ScaleError:
     return ScaleError(
         f"port {port}",
         "already taken",
         because="another program listens there, perhaps ranks of another run",
-        fix="set MASTER_PORT to a free one (torchrun: --master-port), or leave it out: then one is found",
+        fix="set MASTER_PORT to a free one (torchrun: --master-port), or unset it to have a free one chosen",
     )
 
 
+def code_digest(package: Path) -> str:
+    """A digest of all source files of a package. Self-contained: Ray nodes run its source text (`cluster.node_checks`)."""
+    import hashlib
+
+    digest = hashlib.sha256()
+    for path in sorted(p for p in package.rglob("*") if p.suffix in (".py", ".c")):
+        digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
 def signature(recipe: Recipe) -> dict[str, str]:
-    """What must be the same on every rank."""
+    """What must be equal on every rank."""
     import torch
 
-    code = hashlib.sha256()
-    for path in sorted(p for p in PACKAGE.rglob("*") if p.suffix in (".py", ".c")):
-        code.update(path.relative_to(PACKAGE).as_posix().encode() + b"\0" + path.read_bytes())
     return {
         "recipe": hashlib.sha256(recipe.model_dump_json().encode()).hexdigest()[:16],
-        "Oncurve's code": code.hexdigest()[:16],
+        "Oncurve's code": code_digest(PACKAGE),
         "torch": torch.__version__,
         "Python": platform.python_version(),
     }
 
 
-def _roll_call(store: Store, rank: int, size: int, recipe: Recipe) -> None:
-    """Every rank says what it is; the first compares, and all go on or none."""
+def _check_in(store: Store, rank: int, size: int, recipe: Recipe) -> None:
+    """Every rank publishes its signature; rank 0 compares them, and all continue or all end."""
     from torch.distributed import DistStoreError
 
-    mine = {"host": platform.node(), "is": signature(recipe)}
-    store.set(f"here/{rank}", json.dumps(mine))
+    entry = {"host": platform.node(), "signature": signature(recipe)}
+    store.set(f"check-in/{rank}", json.dumps(entry))
     if rank:
-        store.wait(["go"])
-        if store.get("go") != b"yes":
+        store.wait(["check-in"])
+        if store.get("check-in") != b"passed":
             sys.exit(2)
         return
     try:
         try:
-            store.wait([f"here/{other}" for other in range(size)])
+            store.wait([f"check-in/{other}" for other in range(size)])
         except DistStoreError as error:
-            missing = [other for other in range(size) if not store.check([f"here/{other}"])]
+            missing = [other for other in range(size) if not store.check([f"check-in/{other}"])]
             raise ScaleError(
                 f"rank {', '.join(map(str, missing))} of {size}",
                 f"not there after {recipe.scale.timeout_s:g} s",
-                because="it has not been started, or can't reach this machine",
-                fix="look at that process; raise scale.timeout_s where machines start slowly",
+                because="it was not started, or can't reach this machine",
+                fix="check that process; raise scale.timeout_s if machines start slowly",
             ) from error
-        compare([json.loads(store.get(f"here/{other}")) for other in range(size)])
+        check_ranks_match([json.loads(store.get(f"check-in/{other}")) for other in range(size)])
     except BaseException:
-        store.set("go", "no")
+        store.set("check-in", "failed")
         raise
-    store.set("go", "yes")
+    store.set("check-in", "passed")
 
 
-def compare(ranks: Sequence[Mapping[str, Any]]) -> None:
-    """Raises what a rank met, or how one differs from the first."""
-    for rank, one in enumerate(ranks):
-        if "failed" in one:
-            error = error_from_json(one["failed"])
-            where = f"rank {rank} on {one['host']}: {error.where}"
+def check_ranks_match(entries: Sequence[Mapping[str, Any]]) -> None:
+    """Raises the error that a rank reported, or the first difference from rank 0. ``entries`` are by rank."""
+    for rank, entry in enumerate(entries):
+        if "failed" in entry:
+            error = error_from_json(entry["failed"])
+            where = f"rank {rank} on {entry['host']}: {error.where}"
             raise type(error)(where, error.what, because=error.because, fix=error.fix)
-        for what, value in one["is"].items():
-            if value != ranks[0]["is"][what]:
+        for name, value in entry["signature"].items():
+            expected = entries[0]["signature"][name]
+            if value != expected:
                 raise ScaleError(
-                    f"rank {rank} on {one['host']}",
-                    f"has another {what} than rank 0",
-                    because=f"it has {value}, and rank 0 on {ranks[0]['host']} has {ranks[0]['is'][what]}; ranks that differ "
-                    "would train a model that belongs to none of them",
+                    f"rank {rank} on {entry['host']}",
+                    f"has another {name} than rank 0",
+                    because=f"it has {value}, and rank 0 on {entries[0]['host']} has {expected}; ranks that differ would "
+                    "compute gradients of different models",
                     fix="install the same version everywhere, and start every rank with the same recipe and --set",
                 )
 
 
-def _backend(recipe: Recipe, local: int) -> str:
+def _backend(recipe: Recipe, local_size: int) -> str:
     import torch
 
     if recipe.model.device == "cpu" or not torch.cuda.is_available():
         return "gloo"
-    if torch.cuda.device_count() < local:
-        raise too_few_gpus(local, torch.cuda.device_count())
+    if torch.cuda.device_count() < local_size:
+        raise too_few_gpus_error(local_size, torch.cuda.device_count())
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     return "cpu:gloo,cuda:nccl"
 
 
-def too_few_gpus(asked: int, there: int) -> ScaleError:
+def too_few_gpus_error(ranks: int, gpus: int) -> ScaleError:
     return ScaleError(
-        f"{asked} ranks",
-        f"this machine has {there} GPU{'' if there == 1 else 's'}",
-        because="every rank has one of its own",
-        fix=f"use --gpus {there} or fewer" if there else "on a CPU use --set scale.ranks=N in place of --gpus",
+        f"{ranks} ranks",
+        f"this machine has {gpus} GPU{'' if gpus == 1 else 's'}",
+        because="every rank needs its own GPU",
+        fix=f"use --gpus {gpus} or fewer" if gpus else "on a CPU use --set scale.ranks=N instead of --gpus",
     )

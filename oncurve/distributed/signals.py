@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: the first asks a run to stop in good order, the next one does not wait."""
+"""SIGINT and SIGTERM: the first one stops a run after the current step, the second one at once."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-STOPPING = "stopping after this step; once more stops at once"
+STOPPING = "stopping after this step; interrupt again to stop at once"
 
 
 @contextmanager
 def graceful_shutdown(is_stopping: Callable[[], bool], stop: Callable[[int], None]) -> Iterator[None]:
-    """Within, a signal calls ``stop`` with its number; where that was so already, it ends the process at once. Signals reach
-    the main thread alone: elsewhere nothing is done."""
+    """Within, the first signal calls ``stop`` with its number, and a signal while ``is_stopping`` ends the process at once.
+
+    Only the main thread receives signals: in another thread this does nothing.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -31,14 +33,14 @@ def graceful_shutdown(is_stopping: Callable[[], bool], stop: Callable[[int], Non
 
 @contextmanager
 def signal_handlers(on_signal: Callable[[int], None]) -> Iterator[None]:
-    """Within, both signals go to ``on_signal``, by number; then to whom they went before."""
+    """Within, both signals call ``on_signal`` with their number; afterwards the previous handlers are restored."""
 
     def handler(number: int, frame: FrameType | None) -> None:
         on_signal(number)
 
-    before = {s: signal.signal(s, handler) for s in (signal.SIGINT, signal.SIGTERM)}
+    previous = {s: signal.signal(s, handler) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        for number, former in before.items():
+        for number, former in previous.items():
             signal.signal(number, former)

@@ -3,6 +3,8 @@
 `World` is the single-process case: every collective is the identity, nothing is imported and nothing waits. With several ranks
 it is `oncurve.distributed.process_group.ProcessGroupWorld`, with the same methods. So a loop calls
 `world.local_prompts(prompts)` and does not depend on the number of ranks.
+
+A collective must be called by every rank, in the same order. The others (`local_…`, `set_…`) involve this rank only.
 """
 
 from __future__ import annotations
@@ -18,114 +20,123 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Shard = Literal["none", "optimiser", "full"]
 Command = tuple[str, dict[str, Any]]
-"""What the first rank tells the others to do, with what they need for it: JSON, never code."""
+"""The name of a command that rank 0 sends to the others, and its arguments: JSON, never code."""
 
 
 class World:
-    """One process."""
+    """A single process."""
 
     rank, size = 0, 1
     shard: Shard = "none"
-    """What the ranks share out: see `scale.shard` of a recipe."""
+    """What is sharded over the ranks: `scale.shard` of the recipe."""
     local_size = 1
-    """Ranks on this machine: they share its threads."""
-    tensor = 1
-    """Ranks side by side that split a model's layers: a tensor group. They learn from the same groups."""
-    in_step = False
-    """Whether a tensor group also samples the same prompts, in step; else each of its ranks samples its own."""
+    """Ranks on this machine, which share its CPU threads."""
+    tp_size = 1
+    """Ranks of a tensor-parallel group: neighbouring ranks that split the model's layers and learn from the same groups."""
+    samples_in_lockstep = False
+    """Whether a tensor-parallel group samples the same prompts together. If not, each of its ranks samples its own."""
 
     @property
     def is_rank_zero(self) -> bool:
-        """The first rank alone decides, writes and speaks."""
+        """Rank 0 alone makes decisions, writes the run's files and prints."""
         return self.rank == 0
 
     @property
-    def scores(self) -> bool:
-        """Whether this rank rewards what it samples: of ranks that sample the same, the first of them does."""
-        return not self.in_step or self.rank % self.tensor == 0
+    def computes_rewards(self) -> bool:
+        """Whether this rank scores its completions. Of ranks that sample the same ones in lockstep, only the first does."""
+        return not self.samples_in_lockstep or self.rank % self.tp_size == 0
+
+    @property
+    def forward_is_collective(self) -> bool:
+        """Whether every forward pass involves all ranks, as under FSDP. Then all ranks must run the same number of passes."""
+        return self.shard == "full"
 
     def local_prompts(self, items: Sequence[T]) -> list[T]:
-        """This rank's part of the prompts to sample from: every ``size``-th of them."""
+        """The items that this rank samples: every ``size``-th, starting at its rank. Not a collective."""
         return list(items)
 
-    def all_gather_results(self, own: Callable[[], Sequence[T]]) -> list[T]:
-        """What ``own`` made of each rank's share, in the order of the whole. A user's error on one rank is raised on all."""
-        return list(own())
+    def all_gather_results(self, work: Callable[[], Sequence[T]]) -> list[T]:
+        """Collective: runs ``work`` on each rank's `local_prompts`, and returns the results of all in the original order.
+
+        An OncurveError of one rank is raised on all.
+        """
+        return list(work())
 
     def on_rank_zero(self, work: Callable[[], T]) -> T:
-        """What the first rank's ``work`` gives, which it alone does. Its error is raised on all."""
+        """Collective: runs ``work`` on rank 0 only and returns its result, or raises its error, on all."""
         return self.all_gather_results(lambda: [work()] if self.is_rank_zero else [])[0]
 
     def local_indices(self, costs: Sequence[int]) -> list[int]:
-        """The places of the items that this rank takes, where those cost so much: see `oncurve.distributed.process_group`."""
+        """The indices of the items that this rank processes, ascending; ``costs`` are balanced over ranks. Not a collective."""
         return list(range(len(costs)))
 
-    def all_gather_dict(self, own: Mapping[T, Any]) -> dict[T, Any]:
-        """One mapping of all ranks' entries."""
-        return dict(own)
+    def all_gather_dict(self, entries: Mapping[T, Any]) -> dict[T, Any]:
+        """Collective: the union of all ranks' entries."""
+        return dict(entries)
 
-    def all_reduce_sum(self, own: Mapping[str, float]) -> dict[str, float]:
-        """Sums over what ranks learned from, by name; a rank may lack some. What a tensor group did counts once."""
-        return dict(own)
+    def all_reduce_sum(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Collective: sums by name. A rank may lack some names. A tensor-parallel group, whose ranks have equal values, counts
+        once."""
+        return dict(values)
 
-    def all_reduce_max(self, own: Mapping[str, float]) -> dict[str, float]:
-        return dict(own)
+    def all_reduce_max(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Collective: maxima by name. A rank may lack some names."""
+        return dict(values)
 
     def all_reduce_(self, tensors: Sequence[Tensor]) -> None:
-        """Each tensor becomes its sum over ranks, in place, with the same bits on each."""
+        """Collective: each tensor becomes its sum over ranks, in place, with the same bits on each. Shapes are equal on all."""
 
     def all_reduce_gradients(self, parameters: Sequence[Tensor]) -> None:
-        """The same with parameters' gradients; a parameter without any has one of 0."""
+        """Collective: `all_reduce_` of the parameters' gradients; a missing gradient counts as 0 and is created."""
 
     def local_slice(self, count: int) -> slice:
-        """Which of ``count`` numbers are this rank's, where each rank keeps a piece of everything."""
+        """The elements of a flat tensor of ``count`` that belong to this rank's shard. Not a collective."""
         return slice(0, count)
 
     def reduce_scatter(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Of each tensor's sum over ranks this rank's piece, flat."""
+        """Collective: sums each tensor over ranks and returns this rank's shard of it: the elements of `local_slice`, flat."""
         return [tensor.flatten() for tensor in tensors]
 
     def all_gather_(self, tensors: Sequence[Tensor]) -> None:
-        """Each tensor, of which every rank has its own piece right, becomes whole, in place."""
+        """Collective: fills each tensor, in place, from the shards (`local_slice`) of all ranks."""
 
-    def padding_passes(self, own: int) -> int:
-        """How many passes through the model this rank must make beyond its ``own``, where every pass is an exchange."""
+    def padding_passes(self, passes: int) -> int:
+        """Collective: the dummy passes that this rank must add to its ``passes`` to stay in step with the rank that has most.
+
+        0 unless every forward pass is a collective (FSDP).
+        """
         return 0
 
-    def all_reduce_min(self, wanted: int, whole: int) -> int:
-        """The smallest packs to be tried where memory runs out: none smaller than now, where every pass is one of all ranks."""
-        return whole if self.shard == "full" else wanted
-
     def broadcast_(self, tensors: Sequence[Tensor]) -> None:
-        """Each tensor becomes the first rank's, in place."""
+        """Collective: each tensor becomes that of rank 0, in place. Shapes are equal on all."""
 
     @contextmanager
-    def collective(self, what: str) -> Iterator[None]:
-        """Around what ranks do together: it has a name and a time limit."""
+    def collective(self, name: str) -> Iterator[None]:
+        """Around any collective: gives it a name, which `oncurve status` shows, and the time limit ``scale.timeout_s``."""
         yield
 
-    def send_command(self, do: str, **told: Any) -> None:
-        """The first rank's next order to the others."""
+    def send_command(self, name: str, **arguments: Any) -> None:
+        """Rank 0 only: sends the next command to all other ranks."""
 
     def commands(self) -> Iterator[Command]:
-        """What a rank that is not the first is told, until the end."""
+        """Other ranks only: the commands of rank 0, until it ends."""
         yield from ()
 
-    def all_failed(self, where: str) -> bool:
-        """Whether every rank has met a user's error at this place: then they agree, and the run may be saved as it stands."""
+    def all_failed(self, step: str) -> bool:
+        """Collective: whether every rank met an OncurveError in this step, so that all agree and the run can be saved."""
         return True
 
     def publish_status(self, run: Path) -> None:
-        """From now on each rank's phase can be read in the run's folder."""
+        """Writes this rank's status to the run's folder from now on, for `oncurve status`."""
 
     def set_phase(self, phase: str) -> None:
-        """What this rank does from now on, for `oncurve status` and for whoever waits for it."""
+        """Names what this rank is doing, for `oncurve status` and for error messages of ranks that wait for it."""
 
     def set_step(self, stage: str, step: int) -> None:
-        """Where in the run it is."""
+        """Names the step that this rank is in."""
 
     def close(self, error: BaseException | None = None) -> None:
-        """The end of it: the others are told so, and why, where it was an error."""
+        """Leaves the group. With ``error``, the other ranks are told why."""
 
 
 SINGLE_PROCESS = World()

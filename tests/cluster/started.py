@@ -1,4 +1,4 @@
-"""Runs on a cluster, started as a user starts them: by the command, in a process of its own. Their actors can be killed."""
+"""Runs on a cluster, started by the command in a separate process as a user would. Their actors can be killed."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ ROOT = Path(__file__).parents[2]
 PATIENCE_S = 400.0
 
 
-def oncurve(*words: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "oncurve", *words]
-    quiet = {**os.environ, "TERM": "dumb", "COLUMNS": "200"}
+def oncurve(*arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "oncurve", *arguments]
+    environment = {**os.environ, "TERM": "dumb", "COLUMNS": "200"}
     return subprocess.Popen(
-        command, cwd=ROOT, env=quiet, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
     )
 
 
 class Started:
-    """A run that a process of its own drives."""
+    """A run whose driver is a separate process."""
 
     def __init__(self, path: Path, process: subprocess.Popen[str]) -> None:
         self.run, self.process = RunFolder(path), process
@@ -58,35 +58,35 @@ class Started:
     def until(self, step: int) -> None:
         self.wait_for(f"step {step}", lambda: last_step(self.run) >= step)
 
-    def pulse(self, actor: str) -> RankStatus:
-        found: list[RankStatus] = []
+    def status(self, actor: str) -> RankStatus:
+        statuses: list[RankStatus] = []
 
         def there() -> bool:
-            found[:] = [p for p in read_statuses(self.run.path) if p.name == actor and p.pid]
-            return bool(found)
+            statuses[:] = [p for p in read_statuses(self.run.path) if p.name == actor and p.pid]
+            return bool(statuses)
 
         self.wait_for(actor, there)
-        return found[0]
+        return statuses[0]
 
     def kill(self, actor: str, number: signal.Signals = signal.SIGKILL) -> int:
-        """Sends a signal to an actor's process; its id."""
-        pid = self.pulse(actor).pid
+        """Sends a signal to an actor's process, and returns its pid."""
+        pid = self.status(actor).pid
         os.kill(pid, number)
         return pid
 
     def end(self, code: int = 0) -> str:
-        """What it wrote, once it has ended as it should."""
+        """Waits for the driver and all actors to end; checks the exit code and returns the output."""
         try:
-            wrote, _ = self.process.communicate(timeout=PATIENCE_S)
+            output, _ = self.process.communicate(timeout=PATIENCE_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise AssertionError(f"it hangs: {self.process.communicate()[0]}; {read_statuses(self.run.path)}") from None
-        assert self.process.returncode == code, wrote
+        assert self.process.returncode == code, output
         deadline = time.monotonic() + 60
         while left := [p.name for p in read_statuses(self.run.path) if p.pid and is_alive(p.pid)]:
-            assert time.monotonic() < deadline, f"still there after the run: {left}"
+            assert time.monotonic() < deadline, f"still running after the run: {left}"
             time.sleep(0.1)
-        return wrote
+        return output
 
     def events(self) -> list[str]:
         with RunReader.open(self.run.path) as store:
@@ -96,17 +96,17 @@ class Started:
 def last_step(run: RunFolder) -> int:
     try:
         with closing(sqlite3.connect(f"file:{run.database}?mode=ro", uri=True)) as store:
-            found = store.execute("SELECT max(step) FROM steps WHERE stage = 'grpo'").fetchone()[0]
-        return int(found or 0)
+            step = store.execute("SELECT max(step) FROM steps WHERE stage = 'grpo'").fetchone()[0]
+        return int(step or 0)
     except sqlite3.Error:
         return 0
 
 
 def each_group_once(run: RunFolder, steps: int, prompts: int) -> None:
-    """Every (step, place) of the run has one group, and every group all of its completions."""
+    """Every (step, position) has exactly one group, and every group has all of its completions."""
     with closing(sqlite3.connect(f"file:{run.database}?mode=ro", uri=True)) as store:
-        places = store.execute("SELECT step, position FROM groups WHERE kind = 'train' ORDER BY step, position").fetchall()
-        assert places == [(step, place) for step in range(1, steps + 1) for place in range(prompts)]
+        positions = store.execute("SELECT step, position FROM groups WHERE kind = 'train' ORDER BY step, position").fetchall()
+        assert positions == [(step, position) for step in range(1, steps + 1) for position in range(prompts)]
         sizes = store.execute(
             "SELECT count(*) FROM completions JOIN groups ON groups.id = group_id WHERE kind = 'train' GROUP BY group_id"
         ).fetchall()
@@ -114,7 +114,7 @@ def each_group_once(run: RunFolder, steps: int, prompts: int) -> None:
 
 
 def same_as_in_one_process(run: RunFolder, recipe: Recipe, path: Path) -> None:
-    """All that a run leaves, tokens, rewards, weights and checkpoints, bit for bit what one process leaves."""
+    """Everything that the run left (tokens, rewards, weights, checkpoints) has the bits of a single-process run."""
     plain, ours = everything(begin(recipe, out=path)), everything(run)
     ours = {name: digest for name, digest in ours.items() if not name.startswith("actors/")}
     assert ours == plain

@@ -1,4 +1,4 @@
-"""What can be wrong with a cluster: one message with its fix, exit code 2, and nothing left behind."""
+"""User errors around a cluster: one message with its fix, exit code 2, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ RUN = recipe({**GRPO, "steps": 2}, rewards=[FORMAT], scale={"samplers": 2})
 AS_INSTALLED = "import sys; from oncurve.cli.app import main; sys.exit(main())"
 
 
-def refused(tmp_path: Path, asked: Recipe, address: str, *, before: str = "", **environment: str) -> str:
-    """The message, with all spaces one: lines are cut to a terminal's width. Nothing of the run may be there."""
+def refused(tmp_path: Path, of: Recipe, address: str, *, before: str = "", **environment: str) -> str:
+    """The message with its white space collapsed, as lines are wrapped. Checks that no run was left behind."""
     file = tmp_path / "recipe.toml"
-    file.write_text(dump_recipe(asked))
+    file.write_text(dump_recipe(of))
     command = [
         sys.executable,
         "-c",
@@ -38,27 +38,27 @@ def refused(tmp_path: Path, asked: Recipe, address: str, *, before: str = "", **
         "--ray",
         address,
     ]
-    around = {**os.environ, "TERM": "dumb", **environment}
-    ended = subprocess.run(command, cwd=tmp_path, env=around, capture_output=True, text=True, timeout=150, check=False)
-    said = " ".join((ended.stdout + ended.stderr).split())
-    assert ended.returncode == 2, said
-    assert "Traceback" not in said
+    environ = {**os.environ, "TERM": "dumb", **environment}
+    ended = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=150, check=False)
+    message = " ".join((ended.stdout + ended.stderr).split())
+    assert ended.returncode == 2, message
+    assert "Traceback" not in message
     assert not (tmp_path / "run").exists()
-    return said
+    return message
 
 
 def test_an_address_where_nobody_listens(tmp_path: Path) -> None:
-    said = refused(tmp_path, RUN, "127.0.0.1:9")
-    assert "no Ray cluster answers" in said
-    assert "ray start --head" in said
+    message = refused(tmp_path, RUN, "127.0.0.1:9")
+    assert "no Ray cluster answers" in message
+    assert "ray start --head" in message
 
 
-def test_an_address_that_takes_a_connection_and_says_nothing(tmp_path: Path) -> None:
+def test_an_address_that_accepts_a_connection_but_never_answers(tmp_path: Path) -> None:
     """Ray itself would wait for minutes."""
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         began = time.monotonic()
-        said = refused(tmp_path, RUN, f"127.0.0.1:{deaf.getsockname()[1]}")
-    assert "no answer within 8 s" in said
+        message = refused(tmp_path, RUN, f"127.0.0.1:{deaf.getsockname()[1]}")
+    assert "no answer within 8 s" in message
     assert time.monotonic() - began < 100, "most of it is the start of Python on a busy machine"
 
 
@@ -72,61 +72,61 @@ def test_an_address_without_a_port(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_machine_whose_cluster_is_gone(tmp_path: Path) -> None:
-    """`auto` goes by what Ray's own environment says."""
+    """`auto` uses Ray's environment variable."""
     assert "no Ray cluster answers" in refused(tmp_path, RUN, "auto", RAY_ADDRESS="127.0.0.1:9")
 
 
 def test_ray_is_not_installed(tmp_path: Path) -> None:
-    said = refused(tmp_path, RUN, "auto", before="import sys; sys.modules['ray'] = None; ")
-    assert "Ray is not installed" in said
-    assert "pip install 'oncurve[ray]'" in said
+    message = refused(tmp_path, RUN, "auto", before="import sys; sys.modules['ray'] = None; ")
+    assert "Ray is not installed" in message
+    assert "pip install 'oncurve[ray]'" in message
 
 
 def test_ray_is_too_old(tmp_path: Path) -> None:
     old = tmp_path / "old" / "ray"
     old.mkdir(parents=True)
     (old / "__init__.py").write_text("__version__ = '2.9.3'\n")
-    said = refused(tmp_path, RUN, "auto", PYTHONPATH=str(tmp_path / "old"))
-    assert "Ray 2.9.3 is too old" in said
-    assert "ray>=2.50" in said
+    message = refused(tmp_path, RUN, "auto", PYTHONPATH=str(tmp_path / "old"))
+    assert "Ray 2.9.3 is too old" in message
+    assert "ray>=2.50" in message
 
 
 @pytest.mark.slow
 def test_more_than_the_cluster_has(cluster: Any, tmp_path: Path) -> None:
     many = RUN.model_copy(update={"scale": RUN.scale.model_copy(update={"samplers": 40})})
-    said = refused(tmp_path, many, cluster.address)
-    assert "40 samplers" in said
-    assert "need 41 CPU" in said
-    assert "4 nodes have 6 CPU" in said
+    message = refused(tmp_path, many, cluster.address)
+    assert "40 samplers" in message
+    assert "need 41 CPU" in message
+    assert "4 nodes have 6 CPU" in message
 
 
 @pytest.mark.slow
 def test_vllm_is_missing_on_the_nodes(cluster: Any, tmp_path: Path) -> None:
-    wants = RUN.model_copy(update={"scale": RUN.scale.model_copy(update={"engine": "vllm"})})
-    said = refused(tmp_path, wants, cluster.address)
-    assert "vLLM is not installed" in said
-    assert "native" in said
+    with_vllm = RUN.model_copy(update={"scale": RUN.scale.model_copy(update={"engine": "vllm"})})
+    message = refused(tmp_path, with_vllm, cluster.address)
+    assert "vLLM is not installed" in message
+    assert "native" in message
 
 
 @pytest.mark.slow
 def test_other_code_on_a_node(cluster: Any, tmp_path: Path) -> None:
-    """A node whose Oncurve differs in one file: found before anything is started."""
+    """A node whose Oncurve differs in one file is refused before any actor starts."""
     assert oncurve.__file__ is not None
     shutil.copytree(Path(oncurve.__file__).parent, tmp_path / "other" / "oncurve")
     with (tmp_path / "other" / "oncurve" / "records.py").open("a") as file:
         file.write("\nCHANGED = True\n")
     node = cluster.add_node(**SMALL, env_vars={"PYTHONPATH": str(tmp_path / "other")})
     try:
-        said = refused(tmp_path, RUN, cluster.address)
+        message = refused(tmp_path, RUN, cluster.address)
     finally:
         cluster.remove_node(node)
-    assert "another Oncurve's code than this machine" in said
+    assert "another Oncurve's code than this machine" in message
     assert node.unique_id is not None
-    assert "install the same version there" in said
+    assert "install the same version there" in message
 
 
 @pytest.mark.slow
 def test_a_stage_without_correction_is_not_run_asynchronously(cluster: Any, tmp_path: Path) -> None:
     plain = {key: value for key, value in GRPO.items() if key != "optimiser"}
-    asked = recipe({**plain, "type": "trpo"}, rewards=[FORMAT], scale={"samplers": 1, "max_staleness": 1})
-    assert "no correction" in refused(tmp_path, asked, cluster.address)
+    run = recipe({**plain, "type": "trpo"}, rewards=[FORMAT], scale={"samplers": 1, "max_staleness": 1})
+    assert "no correction" in refused(tmp_path, run, cluster.address)

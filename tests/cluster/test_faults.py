@@ -1,5 +1,5 @@
-"""What a cluster does to a run, for real: processes and nodes killed, a process that hangs. Each time the run ends in the bits
-that one process leaves, no group is lost or counted twice, and the run's events say what happened."""
+"""Faults on a real cluster: processes and nodes are killed, a process hangs. Each time the run ends with the bits of a
+single-process run, no group is lost or counted twice, and the run's events say what happened."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ STAGE = {**GRPO, "steps": STEPS, "save_every": 10, "eval_every": 25}
 RUN = recipe(STAGE, rewards=[HURRIED, FORMAT], scale={"samplers": 2, "reward_workers": 1, "timeout_s": 120.0})
 
 
-def ends_as_if_nothing_had_happened(started: Started, tmp_path: Path) -> str:
-    """Checks all that must hold; returns what the run's events say."""
+def check_undisturbed(started: Started, tmp_path: Path) -> str:
+    """Checks that groups and bits are those of an undisturbed run; returns the run's events."""
     each_group_once(started.run, STEPS, 3)
     same_as_in_one_process(started.run, RUN, tmp_path / "plain")
     return " | ".join(started.events())
@@ -34,26 +34,26 @@ def test_a_reward_worker_is_killed(cluster: Any, tmp_path: Path) -> None:
     started.until(5)
     started.kill("reward-0")
     started.end()
-    said = ends_as_if_nothing_had_happened(started, tmp_path)
-    assert "reward-0" in said
-    assert "died while grading" in said
-    assert "reward-0 was started again" in said
+    events = check_undisturbed(started, tmp_path)
+    assert "reward-0" in events
+    assert "died while scoring" in events
+    assert "reward-0 was restarted" in events
 
 
 def test_the_learner_is_killed(cluster: Any, tmp_path: Path) -> None:
     started = Started.begin(tmp_path / "ray", RUN, cluster.address)
     started.until(25)
     started.kill("learner")
-    wrote = started.end()
-    said = ends_as_if_nothing_had_happened(started, tmp_path)
-    assert "the learner died" in said
-    assert "goes on from the last checkpoint" in wrote
+    output = started.end()
+    events = check_undisturbed(started, tmp_path)
+    assert "the learner died" in events
+    assert "resumes from the last checkpoint" in output
 
 
-def test_the_driver_is_killed_and_the_run_goes_on_by_resume(cluster: Any, tmp_path: Path) -> None:
+def test_the_driver_is_killed_and_the_run_is_resumed(cluster: Any, tmp_path: Path) -> None:
     started = Started.begin(tmp_path / "ray", RUN, cluster.address)
     started.until(25)
-    learner = started.pulse("learner").pid
+    learner = started.status("learner").pid
     started.process.kill()
     started.process.communicate()
     deadline = time.monotonic() + 60
@@ -63,36 +63,36 @@ def test_the_driver_is_killed_and_the_run_goes_on_by_resume(cluster: Any, tmp_pa
     assert last_step(started.run) < STEPS
     again = started.resume(cluster.address)
     again.end()
-    ends_as_if_nothing_had_happened(again, tmp_path)
+    check_undisturbed(again, tmp_path)
 
 
-def test_a_signal_to_the_driver_saves_and_stops_and_resume_goes_on(cluster: Any, tmp_path: Path) -> None:
+def test_a_signal_to_the_driver_saves_and_stops_the_run(cluster: Any, tmp_path: Path) -> None:
     started = Started.begin(tmp_path / "ray", RUN, cluster.address)
     started.until(15)
     started.process.send_signal(signal.SIGINT)
-    wrote = started.end(code=130)
-    assert "the step was finished and saved" in " ".join(wrote.split())
+    output = started.end(code=130)
+    assert "the step was finished and saved" in " ".join(output.split())
     assert started.run.state().current_status == "interrupted"
     again = started.resume(cluster.address)
     again.end()
-    ends_as_if_nothing_had_happened(again, tmp_path)
+    check_undisturbed(again, tmp_path)
 
 
 def test_a_sampler_hangs_for_half_a_minute_and_comes_back(cluster: Any, tmp_path: Path) -> None:
-    """Longer than the limit of a call: its groups are written by the other, and it is welcome again when it answers."""
-    hasty = RUN.model_copy(update={"scale": RUN.scale.model_copy(update={"timeout_s": 12.0})})
-    long = hasty.stages[0].model_copy(update={"steps": 100_000, "save_every": 500, "eval_every": 0})
-    started = Started.begin(tmp_path / "ray", hasty.model_copy(update={"stages": (long,)}), cluster.address)
+    """Longer than the time limit of a call: the other sampler writes its groups, and it takes part again when it answers."""
+    impatient = RUN.model_copy(update={"scale": RUN.scale.model_copy(update={"timeout_s": 12.0})})
+    long = impatient.stages[0].model_copy(update={"steps": 100_000, "save_every": 500, "eval_every": 0})
+    started = Started.begin(tmp_path / "ray", impatient.model_copy(update={"stages": (long,)}), cluster.address)
     started.until(5)
     pid = started.kill("sampler-1", signal.SIGSTOP)
     time.sleep(30)
-    went_on = last_step(started.run)
+    steps_meanwhile = last_step(started.run)
     os.kill(pid, signal.SIGCONT)
     started.wait_for("its return", lambda: any("answers again" in line for line in started.events()))
-    started.until(went_on + 5)
+    started.until(steps_meanwhile + 5)
     started.process.send_signal(signal.SIGINT)
     started.end(code=130)
-    assert went_on > 5
+    assert steps_meanwhile > 5
     each_group_once(started.run, last_step(started.run), 3)
     assert any("sampler-1" in line and "has not answered the learner" in line for line in started.events())
 
@@ -103,23 +103,23 @@ def test_the_only_sampler_hangs_for_half_a_minute_within_the_limit(cluster: Any,
     started.until(5)
     pid = started.kill("sampler-0", signal.SIGSTOP)
     time.sleep(30)
-    stood_at = last_step(started.run)
+    steps_meanwhile = last_step(started.run)
     os.kill(pid, signal.SIGCONT)
     started.end()
-    assert stood_at < STEPS
+    assert steps_meanwhile < STEPS
     each_group_once(started.run, STEPS, 3)
     same_as_in_one_process(started.run, alone, tmp_path / "plain")
 
 
 @pytest.mark.parametrize("of", ["sampler-0", "learner"])
 def test_a_node_is_killed(cluster: Any, tmp_path: Path, of: str) -> None:
-    """Everything on it is started again on the others; a fresh node takes its place for the tests that follow."""
+    """Its actors are restarted on other nodes; a new node replaces it for the following tests."""
     started = Started.begin(tmp_path / "ray", RUN, cluster.address)
     started.until(25)
-    cluster.remove_node(node_of(cluster, started.pulse(of).pid), allow_graceful=False)
+    cluster.remove_node(node_of(cluster, started.status(of).pid), allow_graceful=False)
     cluster.add_node(**SMALL)
     started.end()
-    assert "died" in ends_as_if_nothing_had_happened(started, tmp_path)
+    assert "died" in check_undisturbed(started, tmp_path)
 
 
 def node_of(cluster: Any, pid: int) -> Any:

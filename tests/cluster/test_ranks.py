@@ -1,4 +1,4 @@
-"""Several learner ranks on a cluster, each with a sampler of its own; one of them is killed."""
+"""Several learner ranks on a cluster, each with its own sampler; one of them is killed."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ STAGE = {**GRPO, "steps": STEPS, "prompts_per_step": 4, "save_every": 10, "eval_
 
 
 @pytest.mark.parametrize("kind", ["grpo", "ppo"])
-def test_two_ranks_learn_what_one_process_learns_though_one_dies(cluster: Any, tmp_path: Path, kind: str) -> None:
-    """The same gradient up to rounding, on the same prompts and random numbers, whoever computed it."""
+def test_two_ranks_learn_what_one_process_learns_even_if_one_dies(cluster: Any, tmp_path: Path, kind: str) -> None:
+    """The same gradient up to rounding, on the same prompts and random numbers."""
     stage = {**STAGE, "type": kind, "name": "grpo"}
-    asked = recipe(stage, rewards=[FORMAT, SHORT], scale={"ranks": 2, "samplers": 2, "timeout_s": 120.0})
-    started = Started.begin(tmp_path / "ray", asked, cluster.address)
+    run = recipe(stage, rewards=[FORMAT, SHORT], scale={"ranks": 2, "samplers": 2, "timeout_s": 120.0})
+    started = Started.begin(tmp_path / "ray", run, cluster.address)
     started.until(15)
     started.kill("rank-1")
     started.end()

@@ -53,12 +53,12 @@ def shard_policy(policy: Policy, recipe: Recipe, world: World) -> Policy:
             "scale.shard",
             "full",
             because="an adapter is small: its base is frozen, and shards of it would be gathered for every pass",
-            fix='use scale.shard = "optimiser"' + (" and scale.tensor = 1" if world.tensor > 1 else ""),
+            fix='use scale.shard = "optimiser"' + (" and scale.tensor = 1" if world.tp_size > 1 else ""),
         )
     from oncurve.models.parallel.fsdp import ShardedPolicy  # torch's FSDP2 takes its time to load
 
     device, scale = choose_device(recipe.model.device), recipe.scale
-    return ShardedPolicy(policy, device, world.collective, offload=scale.offload, gather=scale.gather, tensor=world.tensor)
+    return ShardedPolicy(policy, device, world.collective, offload=scale.offload, gather=scale.gather, tensor=world.tp_size)
 
 
 class ShardedOptimiser(Optimiser):
@@ -101,7 +101,7 @@ class ShardedOptimiser(Optimiser):
         """This rank's pieces of the gradients' sums over ranks."""
         if self.world.shard == "full":
             found = [torch.zeros_like(self._own(w)) if w.grad is None else local_elements(w.grad) for w in self.weights]
-            if self.world.tensor > 1:
+            if self.world.tp_size > 1:
                 from oncurve.models.parallel.tensor_parallel import all_reduce_replicated_grads
 
                 all_reduce_replicated_grads(self.weights, found)
@@ -167,7 +167,7 @@ class ShardedOptimiser(Optimiser):
 
 def is_spare(weight: Tensor, world: World) -> bool:
     """Whether another rank of the tensor group has the same numbers of it, and answers for them."""
-    return world.rank % world.tensor > 0 and not is_sharded(weight)
+    return world.rank % world.tp_size > 0 and not is_sharded(weight)
 
 
 def _piece_of(value: Tensor, weight: Tensor, at: ElementRange) -> TensorShard | Tensor:
