@@ -15,7 +15,7 @@ from rich.text import Text
 from oncurve import trust
 from oncurve.cli.options import RUNS, RecipeName, RunName, Runs, Sets, Trust, say, trust_if_asked
 from oncurve.errors import DataError, RunError
-from oncurve.recipe.defaults import rewards_for_stage
+from oncurve.recipe.defaults import task_for_stage
 from oncurve.recipe.load import load_recipe
 from oncurve.recipe.schema import stages
 from oncurve.recipe.schema.recipe import Recipe
@@ -24,7 +24,7 @@ from oncurve.records import Group as Sampled
 from oncurve.rewards.audit import AuditFinding, History, audit
 from oncurve.rewards.base import completion_by_letters, from_letters
 from oncurve.rewards.mix import RewardMix
-from oncurve.rewards.registry import build_rewards
+from oncurve.rewards.registry import build_stage_rewards
 from oncurve.rewards.regrade import ReplayReport, compare
 from oncurve.runs.database.writer import RunWriter
 from oncurve.runs.folder import RunFolder
@@ -76,13 +76,10 @@ def _prompt(recipe: Recipe, number: int) -> Prompt:
     return prompts[number]
 
 
-def rewards_of(recipe: Recipe) -> RewardMix:
-    """The rewards of the recipe's last grpo stage; its own, or its task's, where it has no such stage."""
-    stage = next((s for s in reversed(recipe.stages) if isinstance(s, stages.RolloutStage)), None)
-    if stage is None:
-        return build_rewards(recipe.rewards or build_task(recipe.task).default_rewards)
-    configs = rewards_for_stage(recipe, stage) or build_task(stage.task or recipe.task).default_rewards
-    return build_rewards(configs, max_new_tokens=stage.sampling.max_new_tokens)
+def rewards_of(recipe: Recipe, stage: str | None = None) -> RewardMix:
+    """The rewards that grade the stage of this name, or, without a name, the last stage that trains on samples."""
+    graded = recipe.stage_to_grade(stage)
+    return build_stage_rewards(recipe, graded, lambda: build_task(task_for_stage(recipe, graded)).default_rewards)
 
 
 def _aspects(graded: ScoredGroup) -> RenderableType:
@@ -117,11 +114,13 @@ def replay(
         trust.check(folder, *trust.GRADED)
     else:
         trust.check_recipe(other)
-    mix = rewards_of(load_recipe(other or folder.recipe, sets or []))
-    mix.bind(lambda: _decoder(folder), folder.path)
+    recipe = load_recipe(other or folder.recipe, sets or [])
     before, after = [], []
     with RunWriter.open(folder.path) as store:
-        for _, groups in _steps(store, stage):
+        named, steps = _steps(store, stage)
+        mix = rewards_of(recipe, named)
+        mix.bind(lambda: _decoder(folder), folder.path)
+        for _, groups in steps:
             before += [graded.scored for graded in groups]
             after += mix.score([graded.group for graded in groups])
     say(_replayed(compare(before, after), other or "the run's own rewards"))
@@ -135,7 +134,8 @@ def _decoder(folder: RunFolder) -> Callable[[Ints], str]:
     return lambda ids: str(tokenizer.decode(ids.tolist(), skip_special_tokens=True))
 
 
-def _steps(store: RunWriter, stage: str | None) -> list[tuple[int, Sequence[GradedGroup]]]:
+def _steps(store: RunWriter, stage: str | None) -> tuple[str, list[tuple[int, Sequence[GradedGroup]]]]:
+    """(the stage, its steps with their groups): the stage named, else the last that trained on samples."""
     named = stage or next((s.name for s in reversed(store.stages()) if s.type in stages.SAMPLED_TYPES), None)
     steps = [step.step for step in store.steps(named)] if named is not None else []
     if named is None or not steps:
@@ -145,7 +145,7 @@ def _steps(store: RunWriter, stage: str | None) -> list[tuple[int, Sequence[Grad
             because="only what was sampled can be graded",
             fix="train first, or name another --stage",
         )
-    return [(step, store.step(named, step).groups) for step in steps]
+    return named, [(step, store.step(named, step).groups) for step in steps]
 
 
 def _replayed(report: ReplayReport, by: str) -> RenderableType:
@@ -182,7 +182,7 @@ def audit_run(run: RunName, stage: Stage = None, runs: Runs = RUNS) -> None:
     """Look for signs that a reward is gamed. Signs, not proofs: each comes with completions to look at."""
     folder = RunFolder.open(run, runs)
     with RunWriter.open(folder.path) as store:
-        steps = _steps(store, stage)
+        _, steps = _steps(store, stage)
         signals = audit(History.of(steps, store.evals()))
     if not signals:
         say(Text(f"Nothing stands out in {len(steps)} steps. That is no proof: look at some groups too (oncurve show)."))

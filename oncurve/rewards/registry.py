@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from oncurve.errors import no_such
+from oncurve.recipe.defaults import rewards_for_stage
 from oncurve.recipe.error_messages import read_section
 from oncurve.recipe.schema import sections
+from oncurve.recipe.schema.recipe import Recipe, Stage
+from oncurve.recipe.schema.stages import RolloutStage
 from oncurve.rewards.base import Reward, RewardType
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.models.judge import JudgeOptions, JudgeReward
@@ -54,6 +57,43 @@ REWARDS: dict[str, RewardType] = {
     "judge": RewardType(JudgeOptions, JudgeReward),
     "python": RewardType(PythonOptions, python_reward),
 }
+
+
+DefaultRewards = Callable[[], Sequence[sections.Reward]]
+"""Returns the task's default rewards. Called only if they are needed: building a task may read a large file."""
+
+
+def build_stage_rewards(recipe: Recipe, stage: Stage, default_rewards: DefaultRewards) -> RewardMix:
+    """Every reward that grades a stage's completions, ready to score."""
+    return build_rewards(stage_reward_configs(recipe, stage, default_rewards), max_new_tokens=stage.max_new_tokens)
+
+
+def stage_reward_configs(recipe: Recipe, stage: Stage, default_rewards: DefaultRewards) -> tuple[sections.Reward, ...]:
+    """Which rewards grade a stage's completions, in training and wherever the stage is graded again.
+
+    - The stage's own rewards, else the recipe's. A stage that does not sample is only measured on held-out prompts: the task's
+      default rewards do if the recipe has none.
+    - A verifiable reward of weight 0 if none of these defines accuracy.
+    - `overlong`, if the stage sets it.
+    """
+    rollout = stage if isinstance(stage, RolloutStage) else None
+    configs = (recipe.rewards or tuple(default_rewards())) if rollout is None else rewards_for_stage(recipe, rollout)
+    if configs and not any(map(can_define_accuracy, configs)):
+        configs = (*configs, *_accuracy_reward(recipe, default_rewards))
+    if rollout is not None and rollout.overlong is not None:
+        overlong = {"type": "overlong", "weight": rollout.overlong.weight, "buffer": rollout.overlong.buffer}
+        configs = (*configs, sections.Reward.model_validate(overlong))
+    return configs
+
+
+def _accuracy_reward(recipe: Recipe, default_rewards: DefaultRewards) -> tuple[sections.Reward, ...]:
+    """A verifiable reward (weight 0) for reporting accuracy if the stage has none: the recipe's, else the task's, else none."""
+    for configs in (lambda: recipe.rewards, default_rewards):
+        verifiable = [c for c in configs() if c.label == "answer" or is_verifiable(c)]
+        if verifiable:
+            best = min(verifiable, key=lambda c: c.label != "answer")
+            return (best.model_copy(update={"name": "answer", "weight": 0.0}),)
+    return ()
 
 
 def build_rewards(configs: Sequence[sections.Reward], *, max_new_tokens: int | None = None) -> RewardMix:

@@ -11,24 +11,26 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from oncurve.errors import OncurveError, RewardError
-from oncurve.recipe.defaults import rewards_for_stage
+from oncurve.recipe.defaults import task_for_stage
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.recipe.schema.sections import Reward
-from oncurve.recipe.schema.stages import RolloutStage
 from oncurve.records import Group, Prompt
 from oncurve.rewards.audit import AuditedCompletion, History, audit
 from oncurve.rewards.base import completion_by_letters, from_letters
 from oncurve.rewards.mix import RewardMix
-from oncurve.rewards.registry import build_rewards
+from oncurve.rewards.registry import build_rewards, stage_reward_configs
 from oncurve.runs.folder import RunFolder
 from oncurve.studio.groups import EXCERPT, shown_text
 from oncurve.studio.open_run import finite, open_reader
+from oncurve.tasks.registry import build_task
+from oncurve.trust import powers_of
 
 MOST_STEPS = 24
 MOST_COMPLETIONS = 4000
@@ -79,10 +81,19 @@ class Trial(BaseModel):
 
 
 def rewards_of(recipe: Recipe) -> list[dict[str, Any]]:
-    """The rewards of a recipe's last stage that samples, as a trial names them."""
-    graded = [s for s in recipe.stages if isinstance(s, RolloutStage)]
-    found = rewards_for_stage(recipe, graded[-1]) if graded else recipe.rewards
-    return [reward.model_dump(mode="json", exclude_none=True) for reward in found]
+    """The rewards that grade a recipe's last stage that trains on samples, as a trial names them."""
+    stage = recipe.stage_to_grade()
+
+    def default_rewards() -> Sequence[Reward]:
+        if any(power.part == "task" for power in powers_of(recipe)):
+            return ()  # building this task runs code, and a page must not do that unasked
+        try:
+            return build_task(task_for_stage(recipe, stage)).default_rewards
+        except OncurveError:  # its data is not on this machine
+            return ()
+
+    configs = stage_reward_configs(recipe, stage, default_rewards)
+    return [reward.model_dump(mode="json", exclude_none=True) for reward in configs]
 
 
 def run_trial(trial: Trial, limit_s: float = LIMIT_S) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from fastapi.responses import PlainTextResponse, StreamingResponse
 
 from oncurve import __version__, trust
 from oncurve.errors import RecipeError, RewardError, RunError
-from oncurve.recipe.schema.stages import RolloutStage
 from oncurve.rewards.registry import REWARDS
 from oncurve.runs.database.reader import Kind
 from oncurve.runs.folder import RunFolder
@@ -155,7 +154,7 @@ def run_rewards(request: Request, name: str) -> dict[str, Any]:
                 reasons.append({"said": told["said"], "failed": bool(told["failed"]), "times": told["times"], "example": line})
             keys = ("name", "weight", "asked", "mean", "lowest", "highest", "failures")
             said.append({**{key: row[key] for key in keys}, "reasons": reasons})
-    limit = next((s.sampling.max_new_tokens for s in reversed(recipe.stages) if isinstance(s, RolloutStage)), None)
+    limit = recipe.stage_to_grade().max_new_tokens
     configs = rewards.rewards_of(recipe)
     asks = [str(power) for power in trust.powers_of_rewards(configs)]
     return {"rewards": configs, "asks": asks, "said": said, "of": last - since + 1, "max_new_tokens": limit}
@@ -187,7 +186,9 @@ def try_rewards(request: Request, asked: rewards.Trial, run: str | None = None, 
     """Scores texts by the rewards given, or by those of a run's recipe, which run code and send keys only if that is agreed."""
     if run is not None:
         found = _run(request, run)
-        asked = asked.model_copy(update={"rewards": rewards.rewards_of(recipe_of(found))})
+        recipe = recipe_of(found)
+        limit = asked.max_new_tokens or recipe.stage_to_grade().max_new_tokens
+        asked = asked.model_copy(update={"rewards": rewards.rewards_of(recipe), "max_new_tokens": limit})
     powers = trust.powers_of_rewards(asked.rewards)
     if powers and run is None:
         raise RewardError(

@@ -21,14 +21,13 @@ from oncurve.errors import RecipeError, RunError
 from oncurve.models.llama.c_build import library
 from oncurve.models.loading.load import choose_device
 from oncurve.models.policy import Policy
-from oncurve.recipe.defaults import rewards_for_stage, task_for_stage, with_importance_cap
+from oncurve.recipe.defaults import task_for_stage, with_importance_cap
 from oncurve.recipe.load import changes, dump_recipe, flat, load_recipe, parse_recipe
 from oncurve.recipe.schema.recipe import Recipe, Stage
-from oncurve.recipe.schema.sections import Reward
 from oncurve.recipe.schema.sections import Task as TaskConfig
 from oncurve.recipe.schema.stages import RejectionSample, RolloutStage
 from oncurve.rewards.mix import RewardMix
-from oncurve.rewards.registry import build_rewards, can_define_accuracy, is_verifiable
+from oncurve.rewards.registry import build_stage_rewards
 from oncurve.runs.checkpoints.listing import CheckpointEntry, check_metric, list_checkpoints
 from oncurve.runs.database.writer import RunWriter
 from oncurve.runs.folder import Parent, RunFolder, check_place
@@ -219,27 +218,8 @@ def _built_task(config: str, where: str) -> Task:
 
 
 def rewards_for(recipe: Recipe, stage: Stage) -> RewardMix:
-    """The stage's rewards; where the recipe names none (an sft recipe), the task's usual ones, for measuring."""
-    usual = recipe.rewards or task_for(recipe, stage).default_rewards
-    configs = rewards_for_stage(recipe, stage) if isinstance(stage, RolloutStage) else usual
-    if configs and not any(map(can_define_accuracy, configs)):
-        configs = (*configs, *_watched_answer(recipe, stage))
-    if not isinstance(stage, RolloutStage):
-        return build_rewards(configs)
-    if stage.overlong is not None:
-        extra = {"type": "overlong", "weight": stage.overlong.weight, "buffer": stage.overlong.buffer}
-        configs = (*configs, Reward.model_validate(extra))
-    return build_rewards(configs, max_new_tokens=stage.sampling.max_new_tokens)
-
-
-def _watched_answer(recipe: Recipe, stage: Stage) -> tuple[Reward, ...]:
-    """What says right or wrong where none of a stage's own rewards does, as a reward model's scores have no mark at which an
-    answer is right: the recipe's or the task's rule, at weight 0; nothing where these know none."""
-    for known in (recipe.rewards, task_for(recipe, stage).default_rewards):
-        rules = sorted((c for c in known if c.label == "answer" or is_verifiable(c)), key=lambda c: c.label != "answer")
-        if rules:
-            return (rules[0].model_copy(update={"name": "answer", "weight": 0.0}),)
-    return ()
+    """The rewards that grade a stage's completions, and its held-out answers."""
+    return build_stage_rewards(recipe, stage, lambda: task_for(recipe, stage).default_rewards)
 
 
 def refuse_secrets(recipe: Recipe) -> None:

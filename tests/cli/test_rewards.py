@@ -107,3 +107,44 @@ def test_runs_without_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         store.begin_stage("sft", "sft", 0, 2)
     assert main(["rewards", "audit", folder.name, "--runs", str(tmp_path / "runs")]) == 2
     assert "no step of a grpo stage" in " ".join(capsys.readouterr().err.split())
+
+
+STEP = "steps = 1\nprompts_per_step = 2\ngroup_size = 4\nsampling = { max_new_tokens = 8 }\n"
+
+
+def _replay(recipe: str, folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    """What `rewards replay` prints of a run of this recipe."""
+    path = folder / "recipe.toml"
+    path.write_text(recipe)
+    assert main(["train", str(path), "--out", str(folder / "run")]) == 0
+    capsys.readouterr()
+    assert main(["rewards", "replay", str(folder / "run"), *options]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_replay_grades_by_the_overlong_reward_of_the_stage_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Untrained completions reach the length limit, so `overlong` is −1 in their totals."""
+    shown = _replay(f"{RECIPE}{STEP}overlong = {{ buffer = 4 }}\n", tmp_path, capsys)
+    assert "same reward                             100.0 %" in shown
+    assert "→" not in shown
+
+
+def test_a_replay_grades_the_steps_of_a_stage_by_the_rewards_of_that_stage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A later stage that samples, with rewards of its own, does not grade the steps of grpo, nor grpo its steps."""
+    strict = '[[stages.rewards]]\ntype = "format"\nweight = 3.0\n[[stages.rewards]]\ntype = "length"\ntarget = 4\n'
+    sampled = f'[[stages]]\ntype = "rejection_sample"\nat_least = 0.0\n{STEP}'
+    assert "100.0 %" in _replay(f"{RECIPE}{STEP}{sampled}{strict}", tmp_path, capsys)
+    assert main(["rewards", "replay", str(tmp_path / "run"), "--stage", "rejection_sample"]) == 0
+    assert "100.0 %" in capsys.readouterr().out
+
+
+def test_a_trial_shows_the_answer_that_training_watches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No reward of the recipe defines accuracy: the task's own is added, at weight 0."""
+    path = tmp_path / "form.toml"
+    path.write_text('[task]\ntype = "arithmetic"\n[[rewards]]\ntype = "format"\n[[stages]]\ntype = "grpo"\n')
+    assert main(["rewards", "try", str(path), "--completion", "<think>1</think><answer>no</answer>"]) == 0
+    shown = capsys.readouterr().out
+    assert "'no' is not" in shown
+    assert next(line.split()[:2] for line in shown.splitlines() if line.startswith("answer")) == ["answer", "0"]

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from oncurve.errors import RewardError
+from oncurve.recipe.load import parse_recipe
 from oncurve.runs.database.writer import RunWriter
-from oncurve.studio.rewards import Trial, run_trial, spread
+from oncurve.studio.rewards import Trial, rewards_of, run_trial, spread
 from tests.studio.samples import TEXTS as SAMPLED
 from tests.studio.samples import make_run, step_report
 from tests.studio.serving import Served, served
@@ -74,3 +75,19 @@ def test_the_audit_of_a_run(tmp_path: Path) -> None:
 def test_steps_are_spread_evenly() -> None:
     assert spread(5, 24) == [1, 2, 3, 4, 5]
     assert spread(101, 5) == [1, 26, 51, 76, 101]
+
+
+def test_the_rewards_of_a_recipe_are_all_that_training_grades_by() -> None:
+    """The stage's `overlong`, and the accuracy that is only watched; a rejection stage after it does not stand in for it."""
+    recipe = parse_recipe(
+        {
+            "task": {"type": "arithmetic"},
+            "rewards": [{"type": "format"}],
+            "stages": [
+                {"type": "grpo", "overlong": {"buffer": 4, "weight": 0.5}},
+                {"type": "rejection_sample", "rewards": [{"type": "length"}], "at_least": 0.0},
+            ],
+        }
+    )
+    graded = [(reward["name"] if "name" in reward else reward["type"], reward["weight"]) for reward in rewards_of(recipe)]
+    assert graded == [("format", 1.0), ("answer", 0.0), ("overlong", 0.5)]

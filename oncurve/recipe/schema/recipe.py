@@ -34,6 +34,7 @@ from oncurve.recipe.schema.stages import (
     Ppo,
     RejectionSample,
     RewardModel,
+    RolloutStage,
     TrainingFree,
     Trpo,
 )
@@ -152,6 +153,10 @@ class Sft(StageBase):
     optimiser: SftOptimiser = SftOptimiser()
     """AdamW and its schedule."""
 
+    @property
+    def time_limit_s(self) -> float | None:
+        return self.seconds
+
 
 ObjectiveName = Literal[
     "grpo",
@@ -187,6 +192,10 @@ class Grpo(PolicyGradientStage):
     """The constant that dr_grpo divides by; unset: `sampling.max_new_tokens`."""
     iterate: Iteration | None = None
     """Iterative GRPO with a reward model that learns from fresh comparisons as the policy changes. Unset: it stays as it is."""
+
+    @property
+    def unsharded_reason(self) -> str | None:
+        return None if self.iterate is None else "trains a second model next to the policy"
 
 
 Stage = Annotated[Sft | Grpo | Ppo | Trpo | Dpo | RewardModel | RejectionSample | TrainingFree, Field(discriminator="type")]
@@ -236,3 +245,14 @@ class Recipe(Section):
     def uses_policy(self) -> bool:
         """Whether any stage needs the model; where none does it is neither loaded nor written."""
         return any(stage.uses_policy for stage in self.stages)
+
+    @property
+    def rollout_stages(self) -> tuple[RolloutStage, ...]:
+        """The stages that sample and reward completions, in order."""
+        return tuple(stage for stage in self.stages if isinstance(stage, RolloutStage))
+
+    def stage_to_grade(self, name: str | None = None) -> Stage:
+        """The stage whose rewards grade a text: the one of this name, else the last that trains on samples, else the last that
+        samples, else the last."""
+        order = (lambda s: s.label == name, lambda s: s.samples and s.updates_policy, lambda s: s.samples, lambda s: True)
+        return next(stage for chosen in order for stage in reversed(self.stages) if chosen(stage))

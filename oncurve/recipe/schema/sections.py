@@ -6,7 +6,7 @@ strict (a key that doesn't exist is an error) and frozen. This module imports ne
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 from pydantic_core import PydanticCustomError
@@ -300,16 +300,35 @@ class StageBase(Section):
     the held-out reward where no rule says what is right), `reward`, or any other that the stage records; of losses, KLs and
     shares of failures the lowest is best. Unset: none."""
 
+    samples: ClassVar[bool] = False
+    """Each step samples groups of completions and rewards them (a `RolloutStage`)."""
+    uses_policy: ClassVar[bool] = True
+    """The stage needs the recipe's model."""
+    updates_policy: ClassVar[bool] = True
+    """The stage changes the policy. Only then is the policy measured on held-out prompts."""
+    runs_on_all_ranks: ClassVar[bool] = True
+    """If false, rank 0 runs the stage and broadcasts the result."""
+
     @property
     def label(self) -> str:
         return self.name or self.type
 
     @property
-    def uses_policy(self) -> bool:
-        """Whether the stage needs the recipe's model at all."""
-        return True
+    def unsharded_reason(self) -> str | None:
+        """Why the stage needs every weight on each rank (`scale.shard = "full"` is refused); None if it does not."""
+        return None
 
     @property
-    def updates_policy(self) -> bool:
-        """Whether the stage changes the policy: only then is it measured on held-out problems."""
-        return True
+    def max_new_tokens(self) -> int | None:
+        """The length limit of completions; None if the stage does not sample."""
+        return None
+
+    @property
+    def time_limit_s(self) -> float | None:
+        """Seconds after which the stage ends even if steps are left."""
+        return None
+
+    @property
+    def updates_in_step(self) -> int:
+        """Optimiser updates that a step makes."""
+        return 1

@@ -17,7 +17,7 @@ The stage `trpo`: the natural gradient itself, for models that fit.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
@@ -119,9 +119,11 @@ class RewardModel(StageBase):
     optimiser: RewardModelOptimiser = RewardModelOptimiser()
     """AdamW and its schedule."""
 
+    updates_policy: ClassVar[bool] = False
+
     @property
-    def updates_policy(self) -> bool:
-        return False
+    def unsharded_reason(self) -> str:
+        return "trains a second model next to the policy"
 
     @property
     def heads(self) -> tuple[str, ...]:
@@ -216,6 +218,15 @@ class RolloutStage(StageBase):
     """The run stops, with a checkpoint, when more than this share of a step's completions could not be rewarded."""
     sampling: Sampling = Sampling()
     """How completions are drawn while training."""
+    samples: ClassVar[bool] = True
+
+    @property
+    def max_new_tokens(self) -> int:
+        return self.sampling.max_new_tokens
+
+    @property
+    def time_limit_s(self) -> float | None:
+        return self.seconds
 
 
 class PolicyGradientStage(RolloutStage):
@@ -237,6 +248,10 @@ class PolicyGradientStage(RolloutStage):
     importance_cap: PositiveFloat | None = None
     """Truncated importance sampling: weight each token by min(π_learner/π_sampler, cap). Unset: off where the learner samples
     itself; 2 with `scale.engine = "vllm"` or staleness, unless `mismatch_limit` is set."""
+
+    @property
+    def updates_in_step(self) -> int:
+        return self.updates_per_step * self.minibatches
 
 
 class Iteration(Section):
@@ -296,6 +311,10 @@ class Ppo(PolicyGradientStage):
     critic: Critic = Critic()
     """The network that guesses the reward to come."""
 
+    @property
+    def unsharded_reason(self) -> str:
+        return "trains a second model next to the policy"
+
     @model_validator(mode="after")
     def _some_steps_train_the_policy(self) -> Ppo:
         if self.critic.warmup_steps >= self.steps:
@@ -319,9 +338,7 @@ class RejectionSample(RolloutStage):
     keep: PositiveInt = 1
     """How many of a group are kept at most: the best rewarded, the shorter where rewards are equal; equal texts once."""
 
-    @property
-    def updates_policy(self) -> bool:
-        return False
+    updates_policy: ClassVar[bool] = False
 
 
 class TrainingFree(RolloutStage):
@@ -357,13 +374,13 @@ class TrainingFree(RolloutStage):
     at_once: Annotated[int, Field(ge=1)] = 16
     """Requests under way at the same time."""
 
-    @property
-    def uses_policy(self) -> bool:
-        return False
+    uses_policy: ClassVar[bool] = False
+    updates_policy: ClassVar[bool] = False
+    runs_on_all_ranks: ClassVar[bool] = False
 
     @property
-    def updates_policy(self) -> bool:
-        return False
+    def unsharded_reason(self) -> str:
+        return "runs on rank 0 only"
 
 
 class Trpo(RolloutStage):
@@ -385,6 +402,10 @@ class Trpo(RolloutStage):
     """How often the line search may shorten the step before the step is given up."""
     backtrack_by: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
     """By how much each time."""
+
+    @property
+    def unsharded_reason(self) -> str:
+        return "differentiates the whole model twice"
 
     @model_validator(mode="after")
     def _no_optimiser(self) -> Trpo:
