@@ -1,7 +1,7 @@
-"""The inside of a worker process: JSON lines in, JSON lines out, and an end to every job that takes too long.
+"""The loop of a worker process: JSON lines in, JSON lines out, and a time limit on every job.
 
-Standard output carries answers only: whatever a job prints goes to standard error instead. The clock of each job is a timer of
-the kernel with its default action, death: it also ends code that never comes back to the interpreter, such as `9**9**9`.
+Standard output carries answers only: what a job prints goes to standard error. The time limit is a kernel timer whose default
+action kills the process, so it also ends code that never returns to the interpreter, such as `9**9**9`.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-GRACE = 0.5
-"""Seconds that a job gets beyond its limit before the kernel ends it: the process that asked is to notice first."""
+GRACE_S = 0.5
+"""How long a job may exceed its limit before the kernel kills the process: the parent should notice first."""
 
 
 def serve(handle: Callable[[Any], Any], memory: int = 4 << 30) -> None:
-    """Answers jobs until standard input ends. `memory` bounds the address space, in bytes."""
+    """Answers jobs until standard input ends. ``memory`` limits the address space, in bytes."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C
     _limit(resource.RLIMIT_AS, memory)
     _limit(resource.RLIMIT_CORE, 0)
     answers.write("ready\n")
     answers.flush()
     for line in sys.stdin:
-        asked = json.loads(line)
+        request = json.loads(line)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_REAL, asked["seconds"] + GRACE)
-        answer = _answer(handle, asked["job"])
+        signal.setitimer(signal.ITIMER_REAL, request["seconds"] + GRACE_S)
+        answer = _answer(handle, request["job"])
         signal.setitimer(signal.ITIMER_REAL, 0)
         answers.write(answer + "\n")
         answers.flush()
@@ -46,5 +46,5 @@ def _answer(handle: Callable[[Any], Any], job: Any) -> str:
 
 def _limit(kind: int, value: int) -> None:
     _, hard = resource.getrlimit(kind)
-    wanted = value if hard == resource.RLIM_INFINITY else min(value, hard)
-    resource.setrlimit(kind, (wanted, hard))
+    soft = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(kind, (soft, hard))

@@ -1,9 +1,9 @@
 """Persistent worker processes with a hard time limit on every job.
 
-A reward that may hang can't run in the trainer's process: a thread can't be stopped. And some packages make other problems in
-every process, unless Python's hash seed is set before it starts. Workers are plain child processes that
-speak JSON lines (`worker_loop` is their inside). One that hangs is killed, one that died is replaced, and each is waited for:
-no zombie is left.
+A reward that may hang can't run in the trainer's process, since a thread can't be stopped. And some packages generate
+different problems in every process unless Python's hash seed is set before it starts. Workers are plain child processes that
+exchange JSON lines; `oncurve.workers.child` is their loop. One that hangs is killed and one that died is replaced. All are
+waited for, so no zombie is left.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ from typing import Any
 import oncurve
 
 START_SECONDS = 120.0
-"""What a worker may take to say that it is ready: its imports are not any job's time."""
+"""How long a worker may take to start: its imports do not count as a job's time."""
 
 
 class WorkerDiedError(RuntimeError):
-    """A worker ended in the middle of a job."""
+    """A worker died in the middle of a job."""
 
 
 class WorkerFailedError(RuntimeError):
-    """A job raised inside its worker; the message is the worker's."""
+    """A job raised in its worker; the message is that of the exception."""
 
 
 class Worker:
-    """One child process. Not for two threads at once: `Workers` sees to that."""
+    """One child process. Not thread-safe: `Workers` gives it to one thread at a time."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
         self._command, self._environment = tuple(command), environment
         self._process: subprocess.Popen[bytes] | None = None
-        self._rest = b""
+        self._unread = b""
 
     @property
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
     def ask(self, line: bytes, seconds: float) -> bytes:
-        """Sends a line and waits for the answer's. After a TimeoutError or WorkerDiedError the next job gets a new process."""
+        """Sends a line and returns the answer's. After a TimeoutError or WorkerDiedError the next job gets a new process."""
         try:
             if self._process is None or self._process.poll() is not None:
                 self._start()
@@ -62,8 +62,8 @@ class Worker:
             raise
 
     def close(self) -> None:
-        """Kills the process with its whole group, and waits for it."""
-        process, self._process, self._rest = self._process, None, b""
+        """Kills the process and its group, and waits for it."""
+        process, self._process, self._unread = self._process, None, b""
         if process is None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -71,7 +71,7 @@ class Worker:
         process.wait()
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
-                with contextlib.suppress(OSError):  # what was not sent can't be any more
+                with contextlib.suppress(OSError):  # unsent data can't be flushed any more
                     pipe.close()
 
     def _start(self) -> None:
@@ -95,7 +95,7 @@ class Worker:
             while view:
                 view = view[self._process.stdin.write(view) :]
         except BrokenPipeError:
-            raise self._end(0.0) from None
+            raise self._death_error(0.0) from None
 
     def _read_line(self, seconds: float) -> bytes:
         deadline = time.monotonic() + seconds
@@ -104,19 +104,19 @@ class Worker:
         descriptor = self._process.stdout.fileno()
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
-        parts = [self._rest]
+        parts = [self._unread]
         while b"\n" not in parts[-1]:
-            left = deadline - time.monotonic()
-            if left <= 0 or not poll.poll(left * 1000):
+            remaining = deadline - time.monotonic()
+            if remaining <= 0 or not poll.poll(remaining * 1000):
                 raise TimeoutError(f"it took more than {seconds:g} s")
             parts.append(os.read(descriptor, 1 << 16))
             if not parts[-1]:
-                raise self._end(seconds)
-        line, _, self._rest = b"".join(parts).partition(b"\n")
+                raise self._death_error(seconds)
+        line, _, self._unread = b"".join(parts).partition(b"\n")
         return line
 
-    def _end(self, seconds: float) -> Exception:
-        """Why there is no answer. The worker's own clock is as good as ours."""
+    def _death_error(self, seconds: float) -> Exception:
+        """Why a dead worker gave no answer. Its own timer may have ended it before ours."""
         assert self._process is not None
         code = self._process.wait()
         if code == -signal.SIGALRM:
@@ -125,12 +125,12 @@ class Worker:
 
 
 class Workers:
-    """A few workers of one kind; started when first asked, killed when this object goes or Python ends."""
+    """Workers that run one command. They start with their first job, and are killed when this object or Python ends."""
 
     def __init__(self, command: Sequence[str], count: int, environment: Mapping[str, str] | None = None) -> None:
         self.count = count
         self._all = [Worker(command, environment) for _ in range(count)]
-        self._free: queue.LifoQueue[Worker] = queue.LifoQueue()  # the last used is the warmest
+        self._free: queue.LifoQueue[Worker] = queue.LifoQueue()  # the most recently used worker is the warmest
         for worker in self._all:
             self._free.put(worker)
         self._threads: ThreadPoolExecutor | None = None
@@ -139,33 +139,33 @@ class Workers:
 
     @property
     def pids(self) -> list[int]:
-        """The processes there are now."""
+        """The processes that run now."""
         return [worker.pid for worker in self._all if worker.pid is not None]
 
     def ask(self, job: Any, seconds: float) -> Any:
-        """What a worker answers; TimeoutError, WorkerDiedError or WorkerFailedError where it gives no answer."""
+        """A worker's answer. Raises TimeoutError, WorkerDiedError or WorkerFailedError if it gives none."""
         line = json.dumps({"seconds": seconds, "job": job}).encode()
         worker = self._free.get()
         try:
-            told = json.loads(worker.ask(line, seconds))
+            reply = json.loads(worker.ask(line, seconds))
         finally:
             self._free.put(worker)
-        if "error" in told:
-            raise WorkerFailedError(told["error"])
-        return told["answer"]
+        if "error" in reply:
+            raise WorkerFailedError(reply["error"])
+        return reply["answer"]
 
     def ask_all(self, jobs: Sequence[Any], seconds: float) -> list[Any]:
-        """The answers to many jobs, as many at once as there are workers; an error takes the place of its own answer."""
+        """The answers to many jobs, run on all workers at once; a job that fails has its exception as answer."""
         if len(jobs) == 1:
-            return [self._tried(jobs[0], seconds)]
-        return list(self._pool().map(lambda job: self._tried(job, seconds), jobs))
+            return [self._answer_or_error(jobs[0], seconds)]
+        return list(self._pool().map(lambda job: self._answer_or_error(job, seconds), jobs))
 
     def close(self) -> None:
         self._close()
         if self._threads is not None:
             self._threads.shutdown()
 
-    def _tried(self, job: Any, seconds: float) -> Any:
+    def _answer_or_error(self, job: Any, seconds: float) -> Any:
         try:
             return self.ask(job, seconds)
         except (TimeoutError, WorkerDiedError, WorkerFailedError) as error:
@@ -179,10 +179,12 @@ class Workers:
 
 
 def python_workers(module: str, count: int, *arguments: str) -> Workers:
-    """Workers that run a module of this package; they find it wherever this process found it. Sets of texts have the same
-    order in all of them, always: what a worker says must not depend on the hash seed that Python drew for it."""
-    home = str(Path(oncurve.__file__).resolve().parent.parent)
-    paths = [home, *filter(None, [os.environ.get("PYTHONPATH")])]
+    """Workers that run a module of the Oncurve that this process imported.
+
+    Their hash seed is fixed: an answer must not depend on the order of a set of strings.
+    """
+    root = str(Path(oncurve.__file__).resolve().parent.parent)
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONHASHSEED": "0"}
     return Workers([sys.executable, "-m", module, *arguments], count, environment)
 
@@ -192,15 +194,15 @@ def _close_all(workers: Sequence[Worker]) -> None:
         worker.close()
 
 
-def shared(make: Callable[..., Workers]) -> Callable[..., Workers]:
-    """One set of workers per arguments, for all rewards that ask for the same."""
-    made: dict[Any, Workers] = {}
+def shared(start: Callable[..., Workers]) -> Callable[..., Workers]:
+    """Decorator: calls with equal arguments share one set of workers."""
+    started: dict[Any, Workers] = {}
     lock = threading.Lock()
 
     def get(*arguments: Any) -> Workers:
         with lock:
-            if arguments not in made:
-                made[arguments] = make(*arguments)
-            return made[arguments]
+            if arguments not in started:
+                started[arguments] = start(*arguments)
+            return started[arguments]
 
     return get

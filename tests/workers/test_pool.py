@@ -1,4 +1,4 @@
-"""Workers that hang, die, raise and print: every job gets an answer or an error, and no process is left."""
+"""Workers that hang, die, raise and print: every job gets an answer or an error, and no process is left behind."""
 
 import os
 import subprocess
@@ -43,15 +43,15 @@ serve(handle)
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
     script = tmp_path_factory.mktemp("workers") / "worker.py"
     script.write_text(SCRIPT.format(home=str(Path(__file__).resolve().parents[2])))
-    made = Workers([sys.executable, str(script)], 2)
-    yield made
-    made.close()
-    assert made.pids == []
+    pool = Workers([sys.executable, str(script)], 2)
+    yield pool
+    pool.close()
+    assert pool.pids == []
 
 
 def test_answers(workers: Workers) -> None:
-    (said, pid) = workers.ask({"a": ["ü\n", 1.5, None]}, 5.0)
-    assert said == {"a": ["ü\n", 1.5, None]}
+    (answer, pid) = workers.ask({"a": ["ü\n", 1.5, None]}, 5.0)
+    assert answer == {"a": ["ü\n", 1.5, None]}
     assert workers.ask("again", 5.0) == ["again", pid]
     assert [answer[0] for answer in workers.ask_all(list(range(40)), 5.0)] == list(range(40))
     assert len(workers.ask("x" * 3_000_000, 5.0)[0]) == 3_000_000
@@ -98,7 +98,7 @@ def test_a_job_that_raises_keeps_its_worker(workers: Workers) -> None:
 
 
 def test_no_process_outlives_a_killed_trainer(tmp_path: Path) -> None:
-    """The parent is killed while its worker hangs in C code: the worker's own clock ends it."""
+    """The parent is killed while its worker hangs in C code: the worker's own timer ends it."""
     home = str(Path(__file__).resolve().parents[2])
     script = tmp_path / "worker.py"
     script.write_text(SCRIPT.format(home=home))
@@ -127,6 +127,6 @@ def _runs(pid: int) -> bool:
 
 
 def _group_runs(group: int) -> bool:
-    """Whether a process of the group is alive. Grandchildren that were killed are for the system's first process to reap."""
+    """Whether a process of the group is alive. Killed grandchildren stay zombies until init reaps them."""
     stats = [path.read_text().rsplit(")", 1)[1].split() for path in Path("/proc").glob("[0-9]*/stat") if path.exists()]
     return any(int(stat[2]) == group and stat[0] not in "ZX" for stat in stats)
