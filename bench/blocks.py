@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, Olmo2Config
 
 from oncurve.models.policy import Policy
 from oncurve.models.torch_compile import compile_blocks
-from oncurve.recipe.schema.recipe import Grpo
+from oncurve.recipe.schema.stages import Grpo
 from oncurve.training.learner.learner import Learner
 
 RESULTS = Path(__file__).resolve().parent / "results" / "blocks.json"

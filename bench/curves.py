@@ -99,7 +99,7 @@ def with_trl(job: dict[str, Any]) -> dict[str, Any]:
     from trl import GRPOConfig, GRPOTrainer
 
     from oncurve.recipe.load import load_recipe
-    from oncurve.recipe.schema.recipe import Grpo
+    from oncurve.recipe.schema.stages import Grpo
     from oncurve.records import Completion, Group
     from oncurve.tasks.prompt_order import prompts_for_step
     from oncurve.training.start import build_tasks_and_rewards

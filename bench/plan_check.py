@@ -289,7 +289,7 @@ def policy_of(job: Job) -> Any:
 
     from oncurve.models import lora
     from oncurve.models.policy import Policy
-    from oncurve.recipe.schema.sections import Lora
+    from oncurve.recipe.schema.model import Lora
 
     shape = job.shape
     config = AutoConfig.for_model(

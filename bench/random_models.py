@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from oncurve.models import lora
 from oncurve.models.policy import Policy
-from oncurve.recipe.schema.sections import Lora
+from oncurve.recipe.schema.model import Lora
 from oncurve.records import Aspect, Completion, GradedGroup, Group, Prompt, ScoredCompletion, ScoredGroup
 
 VOCABULARY = 151_936

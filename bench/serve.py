@@ -103,18 +103,18 @@ def serve(model: str, dtype: str, slots: int, by_torch: bool) -> None:
     from oncurve.engines.native.session import TorchSession, open_session
     from oncurve.local_http import listen
     from oncurve.models.loading.load import load_policy
-    from oncurve.recipe.schema.sections import Model
+    from oncurve.recipe.schema.model import Model
     from oncurve.serve.app import ServedModel
     from oncurve.serve.engine_thread import EngineThread
-    from oncurve.serve.server import ServeServer, _end_with_input
+    from oncurve.serve.server import CompletionServer, stop_when_stdin_closes
 
     policy = load_policy(Model.model_validate({"source": model, "dtype": dtype}), alphabet=None, seed=0)
     policy.eos_ids = ()
     session = TorchSession(policy, slots, 1024) if by_torch else open_session(policy, slots, 1024)
     with listen("127.0.0.1", 0) as listening:
         worker = EngineThread(session)
-        server = ServeServer(ServedModel(NAME, policy, worker))
-        threading.Thread(target=_end_with_input, args=(server,), daemon=True).start()
+        server = CompletionServer(ServedModel(NAME, policy, worker))
+        threading.Thread(target=stop_when_stdin_closes, args=(server,), daemon=True).start()
         print(json.dumps({"port": listening.getsockname()[1], "session": type(session).__name__}), flush=True)
         asyncio.run(server.serve(sockets=[listening]))
         worker.close()

@@ -36,8 +36,8 @@ from reporting import commit, put
 import oncurve
 from oncurve.engines.native.engine import NativeEngine
 from oncurve.models.policy import Policy
-from oncurve.recipe.schema.recipe import Grpo
 from oncurve.recipe.schema.sections import Engine
+from oncurve.recipe.schema.stages import Grpo
 from oncurve.records import GradedGroup
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.python_function import FunctionReward

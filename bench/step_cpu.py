@@ -99,8 +99,8 @@ def oncurve_worker(work: Work, pipe: Connection) -> None:
     """A step of the loop and its record in the run's database, as a real run does it."""
     from oncurve.engines.native.engine import NativeEngine
     from oncurve.models.policy import Policy
-    from oncurve.recipe.schema.recipe import Grpo
     from oncurve.recipe.schema.sections import Engine
+    from oncurve.recipe.schema.stages import Grpo
     from oncurve.rewards.mix import RewardMix
     from oncurve.rewards.python_function import as_reward
     from oncurve.runs.database.writer import RunWriter

@@ -11,11 +11,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from oncurve.algos.objectives import OBJECTIVES
-from oncurve.recipe.defaults import OBJECTIVE_DEFAULTS, ObjectiveDefaults
-from oncurve.recipe.explain import OBJECTIVES as WORDS
+from oncurve.objective_specs import OBJECTIVE_SPECS
 from oncurve.recipe.keys import STAGES, Entry, entries_of
+from oncurve.recipe.schema.base import Section
 from oncurve.recipe.schema.recipe import Recipe
-from oncurve.recipe.schema.sections import Section
 from oncurve.recipe.trl.options import TRL_OPTIONS
 from oncurve.rewards.registry import REWARDS
 from oncurve.runs.metrics import METRICS
@@ -96,11 +95,11 @@ def from_trl_page() -> str:
 
 def objectives_table() -> str:
     rows = []
-    for name, objective in OBJECTIVES.items():
-        own = OBJECTIVE_DEFAULTS.get(name, ObjectiveDefaults())  # type: ignore[call-overload]
-        parts = [f"`{part}`" for part in str(objective).replace(", dual=None", "").split(" · ")]
-        rows.append((f"`{name}`", *parts, own.baseline, own.scale, own.kl, WORDS[name]))  # type: ignore[index]
-    return table(("objective", "ratio", "surrogate", "reduction", "baseline", "scale", "KL in", "in words"), rows)
+    for name, spec in OBJECTIVE_SPECS.items():
+        parts = [f"`{part}`" for part in str(OBJECTIVES[name]).replace(", dual=None", "").split(" · ")]
+        rows.append((f"`{name}`", *parts, spec.baseline, spec.scale, spec.kl_place, spec.sentence, spec.paper))
+    head = ("objective", "ratio", "surrogate", "reduction", "baseline", "scale", "KL in", "what it is", "source")
+    return table(head, rows)
 
 
 def metrics_table() -> str:

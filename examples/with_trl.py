@@ -23,7 +23,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 import oncurve
 from oncurve.models.loading.load import load_policy
-from oncurve.recipe.schema.sections import Model
+from oncurve.recipe.schema.model import Model
 from oncurve.recipe.trl.options import TRL_OPTIONS
 
 DATA = Dataset.from_list([{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(10)])

@@ -19,10 +19,10 @@ from rich.console import Console
 from oncurve.distributed.rendezvous import joined_ranks, with_ranks
 from oncurve.errors import RecipeError, RewardError, did_you_mean
 from oncurve.recipe.load import load_recipe, parse_recipe
-from oncurve.recipe.schema.recipe import Grpo, Recipe
+from oncurve.recipe.schema.base import Section
+from oncurve.recipe.schema.recipe import Recipe
 from oncurve.recipe.schema.sections import Reward as RewardConfig
-from oncurve.recipe.schema.sections import Section
-from oncurve.recipe.schema.stages import SAMPLED_TYPES
+from oncurve.recipe.schema.stages import SAMPLED_TYPES, Grpo
 from oncurve.recipe.validate import FROM_PYTHON
 from oncurve.records import EvalReport, GradedGroup
 from oncurve.rewards.base import Reward

@@ -12,13 +12,13 @@ import pytest
 import oncurve
 from oncurve.api import as_mix
 from oncurve.errors import OncurveError, RecipeError, RewardError, RunError
-from oncurve.models.loading.tiny import make_model, make_tokenizer
-from oncurve.recipe.schema.sections import TinyModel
+from oncurve.models.loading.tiny import build_model, build_tokenizer
+from oncurve.recipe.schema.model import TinyModel
 from oncurve.records import Group, Prompt
 from oncurve.rewards.base import completion_by_letters, from_letters
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.models.process import ProcessReward
-from oncurve.runs.database.writer import RunWriter
+from oncurve.runs.database.reader import RunReader
 
 TINY = TinyModel(layers=1, width=32, heads=2, kv_heads=1, head_size=16, mlp_width=64, context=64)
 SMALL: dict[str, Any] = {
@@ -36,8 +36,8 @@ def short(completion: str) -> float:
 
 
 def small_model() -> tuple[Any, Any]:
-    tokenizer = make_tokenizer("0123456789+=")
-    return make_model(TINY, tokenizer, 0), tokenizer
+    tokenizer = build_tokenizer("0123456789+=")
+    return build_model(TINY, tokenizer, 0), tokenizer
 
 
 def train(folder: Path, **changes: Any) -> oncurve.Run:
@@ -183,7 +183,7 @@ def test_a_stopped_run_goes_on_with_the_same_objects(tmp_path: Path) -> None:
         train(tmp_path / "stopped", resume=run)
     again = oncurve.train(model=small_model(), prompts=["3+4=", "5+6="], rewards=[short], resume=run, quiet=True)
     assert again.status == "finished"
-    with RunWriter.open(whole.path) as one, RunWriter.open(again.path) as other:
+    with RunReader.open(whole.path) as one, RunReader.open(again.path) as other:
         assert one.fingerprint() == other.fingerprint()
 
 

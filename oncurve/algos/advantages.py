@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 import torch
@@ -17,10 +16,8 @@ from torch import Tensor
 
 from oncurve.algos.kl import kl_in_reward
 from oncurve.errors import RewardError
+from oncurve.objective_specs import AdvantageScale, Baseline
 from oncurve.records import Floats, GradedGroup, ScoredCompletion, ScoredGroup
-
-Baseline = Literal["mean", "leave_one_out", "none"]
-Scale = Literal["group", "batch", "whiten", "none"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +46,7 @@ class _GroupStats:
         return cls(count, mean, std, (highest - lowest <= rounding) | (count < 2))
 
 
-def has_spread(rewards_PG: Tensor, baseline: Baseline, scale: Scale) -> Tensor:
+def has_spread(rewards_PG: Tensor, baseline: Baseline, scale: AdvantageScale) -> Tensor:
     """Which completions can be graded: those with a reward, in a group of at least 2 such wherever the group is the curve."""
     has_PG = rewards_PG.isfinite()
     if baseline == "none" and scale != "group":
@@ -57,7 +54,7 @@ def has_spread(rewards_PG: Tensor, baseline: Baseline, scale: Scale) -> Tensor:
     return has_PG & (has_PG.sum(-1, keepdim=True) >= 2)
 
 
-def outcome_advantages(rewards_PG: Tensor, baseline: Baseline, scale: Scale, eps: float) -> Tensor:
+def outcome_advantages(rewards_PG: Tensor, baseline: Baseline, scale: AdvantageScale, eps: float) -> Tensor:
     """A_i = (r_i − b_i) / (s + eps) (GRPO, DeepSeekMath, arXiv 2402.03300, 4.1.2).
 
     b_i is the group's mean, the mean of the others (``leave_one_out``: RLOO, arXiv 2402.14740), or 0. s is the group's std
@@ -112,7 +109,7 @@ def grade(
     scored: Sequence[ScoredGroup],
     *,
     baseline: Baseline,
-    scale: Scale,
+    scale: AdvantageScale,
     eps: float,
     mask_cut: bool,
     kl_sums: Sequence[Sequence[float]] | None = None,

@@ -1,8 +1,9 @@
-"""Objectives as compositions of ratio, surrogate and reduction: a new one is one line in OBJECTIVES.
+"""Objectives as compositions of ratio, surrogate and reduction.
 
-    loss = Σ_M share_M · (−weight_M · surrogate_M + β · KL_M) − entropy_bonus · mean token entropy
+    loss = Σ_m share_m · (−weight_m · surrogate_m + β · KL_m) − entropy_bonus · mean token entropy
 
-Everything is flat over the ``N`` packed completion tokens of a micro-batch; summed over micro-batches it is the step's loss.
+The sum runs over the predicted tokens of a micro-batch; summed over micro-batches it is the step's loss. Which objective is
+composed of what stands in `oncurve.objective_specs`. Shape letters: `oncurve.records`.
 """
 
 from __future__ import annotations
@@ -12,27 +13,21 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from oncurve.algos.kl import KL_ESTIMATORS, KlEstimator
+from oncurve.algos.kl import KL_ESTIMATORS
 from oncurve.algos.packed_rows import PackedRows
-from oncurve.algos.ratios import Ratio, sequence_mean_ratio, sequence_product_ratio, sequence_token_ratio, token_ratio
-from oncurve.algos.reductions import (
-    LossDenominators,
-    Reduction,
-    mean_of_completion_means,
-    mean_of_completion_sums,
-    mean_over_length_budget,
-    mean_over_step_tokens,
-)
-from oncurve.algos.surrogates import Cispo, Clipped, LogLikelihood, Sapo, Surrogate
+from oncurve.algos.ratios import RATIOS, Ratio
+from oncurve.algos.reductions import REDUCTIONS, LossDenominators, Reduction
+from oncurve.algos.surrogates import Surrogate, build_surrogate
+from oncurve.objective_specs import OBJECTIVE_SPECS, KlEstimator, ObjectiveSpec
 
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """One micro-batch: ``rows`` completions of ``N`` tokens in all, each completion whole.
+    """One micro-batch: ``rows`` complete completions, with M predicted tokens in all.
 
-    ``mask_M`` is True on the loss tokens of graded completions; what stands elsewhere is ignored. ``row_M`` (int64) numbers
-    each token's completion from 0. ``logp_old_M`` is the learner's own: ``logp_new_M`` detached where a batch gets one update.
-    ``weight_M`` are truncated importance weights; they scale the surrogate, not the KL.
+    ``mask_M`` is True at the loss tokens of graded completions; values elsewhere are ignored. ``row_M`` (int64) is the index of
+    each token's completion, from 0. ``logp_old_M`` comes from the learner, not the sampler; it is ``logp_new_M`` detached if
+    the batch gets a single update. ``weight_M`` holds truncated importance weights, which scale the surrogate and not the KL.
     """
 
     logp_new_M: Tensor
@@ -49,7 +44,7 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True)
 class LossSettings:
-    """The terms beside the surrogate. ``ratio_weighted_kl`` multiplies each token's KL by its ratio (unbiased at μ > 1)."""
+    """The terms besides the surrogate. ``ratio_weighted_kl`` multiplies each token's KL by its ratio (unbiased at μ > 1)."""
 
     beta: float
     kl_estimator: KlEstimator
@@ -59,10 +54,10 @@ class LossSettings:
 
 @dataclass(frozen=True, slots=True)
 class LossOutputs:
-    """``loss`` is to be differentiated; all else is detached. Token tensors are meaningful where the mask is True.
+    """``loss`` carries the gradient; everything else is detached. Token tensors are meaningful where the mask is True.
 
-    ``policy_loss`` is the surrogate's part of the loss. ``clipped_M`` is where either bound took hold; ``kl_M`` is the plain
-    estimate, before any ratio, and None without a reference.
+    ``policy_loss`` is the surrogate's part of the loss. ``clipped_M`` marks tokens clipped at either bound. ``kl_M`` is the
+    plain estimate, before it is weighted by the ratio, and None without a reference.
     """
 
     loss: Tensor
@@ -89,22 +84,22 @@ class Objective:
         return f"{self.ratio.__name__} · {self.surrogate} · {self.reduction.__name__}"
 
     def loss(self, inputs: LossInputs, settings: LossSettings) -> LossOutputs:
-        """The micro-batch's part of the step's loss, and what each token did in it."""
+        """The micro-batch's part of the step's loss, with each token's ratio, clipping and KL."""
         rows = PackedRows.of(inputs.row_M, inputs.mask_M, inputs.rows, inputs.logp_new_M.dtype)
         logp_M = rows.mask(inputs.logp_new_M)
         ratio_M = self.ratio(logp_M - rows.mask(inputs.logp_old_M.detach()), rows)
         surrogate = self.surrogate(ratio_M, rows.mask(inputs.advantage_M), logp_M)
-        weighed_M = surrogate.value_M if inputs.weight_M is None else surrogate.value_M * rows.mask(inputs.weight_M)
+        weighted_M = surrogate.value_M if inputs.weight_M is None else surrogate.value_M * rows.mask(inputs.weight_M)
         share_M = self.reduction(rows, inputs.totals)
-        policy_loss = -(share_M * weighed_M).sum()
+        policy_loss = -(share_M * weighted_M).sum()
         loss, kl_M = policy_loss, None
         if inputs.logp_ref_M is not None:
             kl_M = KL_ESTIMATORS[settings.kl_estimator](logp_M, rows.mask(inputs.logp_ref_M.detach()))
         if settings.beta:
-            assert kl_M is not None, "beta is set, and there are no reference log-probs"
+            assert kl_M is not None, "beta is set, but there are no reference log-probs"
             loss = loss + settings.beta * (share_M * (kl_M * ratio_M if settings.ratio_weighted_kl else kl_M)).sum()
         if settings.entropy_bonus:
-            assert inputs.entropy_M is not None, "the entropy bonus is set, and there are no entropies"
+            assert inputs.entropy_M is not None, "the entropy bonus is set, but there are no entropies"
             loss = loss - settings.entropy_bonus * rows.mask(inputs.entropy_M).sum() / max(inputs.totals.tokens, 1)
         return LossOutputs(
             loss=loss,
@@ -117,24 +112,12 @@ class Objective:
 
 
 def with_clip(objective: Objective, low: float, high: float, dual: float | None = None) -> Objective:
-    """The objective with the recipe's clip range instead of its own; a RecipeError where its surrogate has none."""
+    """The objective with the recipe's clip range instead of its own. Raises RecipeError if its surrogate clips nothing."""
     return replace(objective, surrogate=objective.surrogate.with_range(low, high, dual))
 
 
-OBJECTIVES: Mapping[str, Objective] = {
-    "grpo": Objective(token_ratio, Clipped(0.2, 0.2), mean_of_completion_means),
-    "grpo_sequence": Objective(sequence_product_ratio, Clipped(0.2, 0.2), mean_of_completion_means),
-    "dapo": Objective(token_ratio, Clipped(0.2, 0.28), mean_over_step_tokens),
-    "dr_grpo": Objective(token_ratio, Clipped(0.2, 0.2), mean_over_length_budget),
-    "bnpo": Objective(token_ratio, Clipped(0.2, 0.2), mean_over_step_tokens),
-    "gspo": Objective(sequence_mean_ratio, Clipped(3e-4, 4e-4), mean_of_completion_means),
-    "gspo_token": Objective(sequence_token_ratio, Clipped(3e-4, 4e-4), mean_of_completion_means),
-    "cispo": Objective(token_ratio, Cispo(1.0, 4.0), mean_over_step_tokens),
-    "sapo": Objective(token_ratio, Sapo(), mean_of_completion_means),
-    "rloo": Objective(sequence_product_ratio, Clipped(0.2, 0.2), mean_of_completion_means),
-    "reinforce": Objective(token_ratio, LogLikelihood(), mean_of_completion_sums),
-    "reinforce_pp": Objective(token_ratio, Clipped(0.2, 0.2), mean_over_step_tokens),
-}
-"""Each with its paper's clip range (cispo's upper bound of 5 is TRL's reading; the paper leaves it to be tuned). rloo's loss is
-grpo_sequence's, whose mean over a completion of one number per sequence is that number: what makes it RLOO is a
-leave-one-out baseline without scaling, and the k1 KL inside the reward."""
+def build_objective(spec: ObjectiveSpec) -> Objective:
+    return Objective(RATIOS[spec.ratio], build_surrogate(spec.surrogate, spec.clip), REDUCTIONS[spec.reduction])
+
+
+OBJECTIVES: Mapping[str, Objective] = {name: build_objective(spec) for name, spec in OBJECTIVE_SPECS.items()}

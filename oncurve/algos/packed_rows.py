@@ -1,7 +1,7 @@
-"""Which completion each packed token belongs to, and sums over them.
+"""Sums, means and broadcasts over the rows (completions) of a pack.
 
-The learner packs completions end to end, so tensors here are flat: ``N`` completion tokens of a micro-batch, belonging to
-``R`` rows (completions). A row lies within one micro-batch, in any order.
+The learner packs completions end to end, so tensors here are flat: M predicted tokens that belong to R rows. A row lies within
+one micro-batch; rows may come in any order.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """The rows of a micro-batch. ``length_R`` counts masked-in tokens: |o_i| of the formulas, 0 for an empty row.
+    """The rows of a micro-batch. ``length_R`` counts unmasked tokens: |o_i| of the formulas, 0 for an empty row.
 
-    Sums are ``index_add`` and spreads ``index_select``, each the other's derivative: on a CPU both add in index order, so equal
-    inputs give equal bits. On a GPU that holds under ``torch.use_deterministic_algorithms``.
+    Sums use ``index_add`` and broadcasts ``index_select``, each of which is the other's derivative. On a CPU both add in index
+    order, so equal inputs give equal bits; on a GPU this holds under ``torch.use_deterministic_algorithms``.
     """
 
     row_M: Tensor
@@ -30,15 +30,15 @@ class PackedRows:
         return cls(row_M, ~mask_M, length_R)
 
     def mask(self, values_M: Tensor) -> Tensor:
-        """The values with masked-out tokens at 0. Whatever stood there, even infinite, reaches neither loss nor gradient."""
+        """The values with 0 at masked-out tokens. Their values, even infinite ones, reach neither loss nor gradient."""
         return values_M.masked_fill(self.drop_M, 0.0)
 
     def sum(self, values_M: Tensor) -> Tensor:
-        """One sum per row over its masked-in tokens."""
+        """The sum of each row over its unmasked tokens."""
         return torch.zeros_like(self.length_R, dtype=values_M.dtype).index_add(0, self.row_M, self.mask(values_M))
 
     def mean(self, values_M: Tensor) -> Tensor:
-        """One mean per row over its masked-in tokens; 0 for an empty row."""
+        """The mean of each row over its unmasked tokens; 0 for an empty row."""
         return self.sum(values_M) / self.length_R.clamp(min=1)
 
     def broadcast(self, values_R: Tensor) -> Tensor:

@@ -1,18 +1,19 @@
 """Importance ratios, new over old: ρ_i,t = π_θ(o_i,t | q, o_i,<t) / π_old(o_i,t | q, o_i,<t), and their sequence forms.
 
-Each takes the log-ratio log π_θ − log π_old of every token (0 where masked out) and gives one ratio per token. Log-ratios are
-capped at LOG_CAP before the exponential: beyond it a ratio is e^20 and passes no gradient, where float32 would soon
-overflow and turn a clipped token's gradient, 0 · ∞, into NaN.
+Each function takes the log-ratio log π_θ − log π_old of every token (0 where masked out) and returns one ratio per token.
+Log-ratios are capped at LOG_CAP before the exponential. Beyond it the ratio is e^20 and passes no gradient; without the cap
+float32 would overflow and turn a clipped token's gradient, 0 · ∞, into NaN.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
 from oncurve.algos.packed_rows import PackedRows
+from oncurve.objective_specs import RatioName
 
 LOG_CAP = 20.0
 
@@ -30,8 +31,7 @@ def token_ratio(log_ratio_M: Tensor, rows: PackedRows) -> Tensor:
 
 
 def sequence_product_ratio(log_ratio_M: Tensor, rows: PackedRows) -> Tensor:
-    """π_θ(o_i | q) / π_old(o_i | q) = Π_t ρ_i,t: one unnormalised ratio per sequence, the form in which GRPO is often written
-    down, and RLOO's."""
+    """π_θ(o_i | q) / π_old(o_i | q) = Π_t ρ_i,t: one unnormalised ratio per sequence (RLOO, GRPO's sequence form)."""
     return rows.broadcast(_exp(rows.sum(log_ratio_M)))
 
 
@@ -41,21 +41,30 @@ def sequence_mean_ratio(log_ratio_M: Tensor, rows: PackedRows) -> Tensor:
 
 
 def sequence_token_ratio(log_ratio_M: Tensor, rows: PackedRows) -> Tensor:
-    """s_i,t = sg[s_i] · π_θ(o_i,t) / sg[π_θ(o_i,t)] (GSPO-token, arXiv 2507.18071), sg stopping the gradient.
+    """s_i,t = sg[s_i] · π_θ(o_i,t) / sg[π_θ(o_i,t)] (GSPO-token, arXiv 2507.18071), where sg stops the gradient.
 
-    Its value is s_i; its gradient at token t is s_i ∇log π_θ(o_i,t), so that tokens of one sequence can have advantages
-    of their own. π_old is a constant: log-ratio − sg[log-ratio] is log π_θ − sg[log π_θ], and exactly 0 in value.
+    Its value is s_i and its gradient at token t is s_i ∇log π_θ(o_i,t), so the tokens of a sequence can have different
+    advantages. π_old is a constant, so log-ratio − sg[log-ratio] equals log π_θ − sg[log π_θ]; its value is exactly 0.
     """
     sequence_M = rows.broadcast(rows.mean(log_ratio_M.detach()))
     return _exp(sequence_M + (log_ratio_M - log_ratio_M.detach()))
 
 
+RATIOS: Mapping[RatioName, Ratio] = {
+    "token_ratio": token_ratio,
+    "sequence_product_ratio": sequence_product_ratio,
+    "sequence_mean_ratio": sequence_mean_ratio,
+    "sequence_token_ratio": sequence_token_ratio,
+}
+
+
 def mismatch_mask(logp_learner_M: Tensor, logp_sampler_M: Tensor, rows: PackedRows, limit: float) -> Tensor:
-    """1 at the tokens of rows on which learner and sampler agree, else 0: 1/limit ≤ (π_learner/π_sampler)^(1/|o_i|) ≤ limit."""
+    """1 at the tokens of rows with 1/limit ≤ (π_learner/π_sampler)^(1/|o_i|) ≤ limit, else 0: drops rows on which sampler and
+    learner disagree."""
     gap_R = rows.mean(logp_learner_M.detach() - logp_sampler_M.detach())
     return rows.broadcast((gap_R.abs() <= math.log(limit)).to(gap_R.dtype))
 
 
 def truncated_weights(logp_learner_M: Tensor, logp_sampler_M: Tensor, cap: float) -> Tensor:
-    """min(π_learner / π_sampler, cap) per token, a constant: truncated importance sampling against sampler mismatch."""
+    """min(π_learner / π_sampler, cap) per token, without gradient: truncated importance sampling against sampler mismatch."""
     return _exp(logp_learner_M.detach() - logp_sampler_M.detach()).clamp(max=cap)

@@ -34,8 +34,8 @@ from oncurve.plan.request import (
 from oncurve.plan.step_time import seconds_of
 from oncurve.recipe.defaults import task_for_stage
 from oncurve.recipe.load import load_recipe
-from oncurve.recipe.schema.recipe import Recipe, Stage
-from oncurve.recipe.schema.stages import Dpo, RolloutStage
+from oncurve.recipe.schema.recipe import Recipe
+from oncurve.recipe.schema.stages import Dpo, RolloutStage, Stage
 from oncurve.records import Prompt
 from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder

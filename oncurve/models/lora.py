@@ -23,13 +23,13 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from oncurve.errors import MissingPackage, ModelError, pip_install
-from oncurve.recipe.schema.sections import Lora
+from oncurve.recipe.schema.model import Lora
 
 CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "oncurve-base.json"
 ALL_LINEAR = "all-linear"
 
 
-def is_on(model: nn.Module) -> bool:
+def is_attached(model: nn.Module) -> bool:
     """Whether a model carries an adapter."""
     return bool(getattr(model, "peft_config", None))
 
@@ -55,7 +55,7 @@ def adapter_of(layer: Any) -> Adapter | None:
     return Adapter(layer, layer.lora_A["default"].weight, layer.lora_B["default"].weight, layer.scaling["default"])
 
 
-def linear_of(layer: Any) -> nn.Linear:
+def base_linear(layer: Any) -> nn.Linear:
     """The linear layer itself, or the one within an adapted layer."""
     linear: nn.Linear = layer.base_layer if _is_layer(layer) else layer
     return linear
@@ -110,7 +110,7 @@ def load(model: Any, folder: Path) -> None:
     _fill(model, tensors, folder)
 
 
-def base_of(folder: Path) -> str | None:
+def adapter_base(folder: Path) -> str | None:
     """The base model that an adapter's folder names; None where the folder holds no adapter."""
     if not (folder / CONFIG).is_file():
         return None
@@ -149,7 +149,7 @@ def save(model: Any, folder: Path) -> None:
     (folder / BASE).write_text(json.dumps({"fingerprint": fingerprint(model)}, indent=2) + "\n")
 
 
-def keep_gradients(model: nn.Module) -> None:
+def disable_weight_repacking(model: nn.Module) -> None:
     """On some CPUs a 4-bit layer of bitsandbytes repacks its weights at the first pass without gradient, into a form that
     none flows through any more, without a word; not here."""
     for module in model.modules():
@@ -180,7 +180,7 @@ def adapter_disabled(model: nn.Module) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
-def merged_copy(model: Any) -> Any:
+def merge_copy(model: Any) -> Any:
     """A copy on the CPU in which the adapter has become part of the weights: a plain model."""
     alone = copy.deepcopy(model)
     merge(alone)
@@ -254,7 +254,7 @@ def _check_base(model: Any, folder: Path) -> None:
             str(folder),
             "an adapter for another base",
             because="the weights it was trained beside are not those of this model",
-            fix=f"set model.source to its base ({base_of(folder)})",
+            fix=f"set model.source to its base ({adapter_base(folder)})",
         )
 
 
@@ -294,7 +294,7 @@ def _fill(model: Any, tensors: Mapping[str, Tensor], folder: Path) -> None:
             str(folder),
             "an adapter for another base",
             because=f"it holds {shapes[0]} for {wrong}, where this model has {shapes[1]}",
-            fix=f"set model.source to its base ({base_of(folder)})",
+            fix=f"set model.source to its base ({adapter_base(folder)})",
         )
     for name, tensor in plain.items():
         mine[name].copy_(tensor)

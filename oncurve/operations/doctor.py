@@ -17,8 +17,9 @@ from oncurve.engines.native.engine import NativeEngine
 from oncurve.errors import OncurveError, pip_install
 from oncurve.models.loading.load import load_policy
 from oncurve.operations.checks import Check
-from oncurve.recipe.schema.recipe import Grpo
-from oncurve.recipe.schema.sections import Engine, Model, TinyModel
+from oncurve.recipe.schema.model import Model, TinyModel
+from oncurve.recipe.schema.sections import Engine
+from oncurve.recipe.schema.stages import Grpo
 from oncurve.records import Ints
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.python_function import FunctionReward

@@ -13,7 +13,7 @@ import numpy as np
 from oncurve import trust
 from oncurve.errors import CheckpointError, RunError
 from oncurve.recipe.load import load_recipe
-from oncurve.recipe.schema.recipe import Stage
+from oncurve.recipe.schema.stages import Stage
 from oncurve.recipe.validate import reject_python_only
 from oncurve.records import GradedGroup, StepReport
 from oncurve.runs.checkpoints import files

@@ -15,8 +15,9 @@ from oncurve.errors import RecipeError, RewardError, RunError
 from oncurve.models.loading.load import choose_device, load_policy
 from oncurve.models.policy import Policy
 from oncurve.recipe.load import find_recipe, load_recipe, parse_recipe, read_toml
-from oncurve.recipe.schema.recipe import Evaluation, Recipe
-from oncurve.recipe.schema.sections import Model
+from oncurve.recipe.schema.model import Model
+from oncurve.recipe.schema.recipe import Recipe
+from oncurve.recipe.schema.sections import Evaluation
 from oncurve.recipe.schema.stages import RolloutStage
 from oncurve.recipe.validate import is_from_python, reject_python_only
 from oncurve.records import EvalReport

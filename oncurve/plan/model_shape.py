@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from oncurve.errors import ModelError
-from oncurve.recipe.schema.sections import TinyModel
+from oncurve.recipe.schema.model import TinyModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ from oncurve.plan.job import ALGORITHMS, DTYPE_BYTES, Job, find_algorithm
 from oncurve.plan.model_shape import ModelShape, tiny_shape
 from oncurve.plan.model_table import find_shape
 from oncurve.recipe.defaults import rewards_for_stage
-from oncurve.recipe.schema.recipe import Grpo, Recipe, Sft, Stage
-from oncurve.recipe.schema.sections import Lora, Model
-from oncurve.recipe.schema.stages import Dpo, PolicyGradientStage, Ppo, RewardModel, RolloutStage
+from oncurve.recipe.schema.model import Lora, Model
+from oncurve.recipe.schema.recipe import Recipe
+from oncurve.recipe.schema.stages import Dpo, Grpo, PolicyGradientStage, Ppo, RewardModel, RolloutStage, Sft, Stage
 
 PROMPT_TOKENS = 256
 """Tokens of a prompt where neither a task nor the user says."""

@@ -12,8 +12,8 @@ from pydantic_core import ErrorDetails
 
 from oncurve.errors import RecipeError
 from oncurve.recipe.keys import STAGES, Entry, field_at, toml, toml_text, tree
+from oncurve.recipe.schema.base import Section, types_in
 from oncurve.recipe.schema.recipe import Recipe
-from oncurve.recipe.schema.sections import Section, types_in
 from oncurve.recipe.trl.options import TRL_OPTIONS
 
 Loc = tuple[int | str, ...]

@@ -11,29 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 from oncurve.errors import RecipeError
-from oncurve.recipe.defaults import OBJECTIVE_DEFAULTS, ObjectiveDefaults
+from oncurve.objective_specs import OBJECTIVE_SPECS
 from oncurve.recipe.error_messages import closest_name
 from oncurve.recipe.keys import STAGES, Entry, entries_of, tree
-from oncurve.recipe.schema.recipe import ObjectiveName
-from oncurve.recipe.schema.sections import Section
+from oncurve.recipe.schema.base import Section
 
 Extensions = Mapping[str, type[Section]]
-
-OBJECTIVES: dict[ObjectiveName, str] = {
-    "grpo": "a ratio per token, clipped; mean over each completion, then over completions (DeepSeekMath)",
-    "grpo_sequence": "one ratio per completion, the product of its tokens', clipped",
-    "dapo": "a ratio per token, clipped further above than below; mean over all tokens of the step",
-    "dr_grpo": "a ratio per token, clipped; sum over a completion divided by a constant length budget",
-    "bnpo": "a ratio per token, clipped; mean over all tokens of the step",
-    "gspo": "one ratio per completion, the geometric mean of its tokens', clipped closely",
-    "gspo_token": "as gspo, for advantages that differ by token",
-    "cispo": "log-likelihood weighted by a bounded ratio: every token keeps a gradient; mean over all tokens",
-    "sapo": "a ratio per token through a soft gate in place of the clip",
-    "rloo": "one ratio per completion, the product of its tokens', clipped; graded against the others of the group",
-    "reinforce": "log-likelihood weighted by the advantage: no ratio, no clip, one update per step",
-    "reinforce_pp": "a ratio per token, clipped; rewards whitened over all tokens of the step, groups or not (REINFORCE++)",
-}
-"""What `explain grpo.objective` says of each; the compositions themselves are in `oncurve.algos.objectives`."""
 
 
 def explain(key: str | None = None, extensions: Extensions | None = None) -> RenderableType:
@@ -114,8 +97,8 @@ def _objectives() -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("objective", "what it is", "baseline", "scale", "KL in"):
         table.add_column(name, overflow="fold")
-    for objective, words in OBJECTIVES.items():
-        table.add_row(objective, words, *OBJECTIVE_DEFAULTS.get(objective, ObjectiveDefaults()))
+    for name, spec in OBJECTIVE_SPECS.items():
+        table.add_row(name, f"{spec.sentence} ({spec.paper})", spec.baseline, spec.scale, spec.kl_place)
     return table
 
 

@@ -12,8 +12,9 @@ import annotated_types as limits
 import tomli_w
 from pydantic.fields import FieldInfo
 
-from oncurve.recipe.schema.recipe import Recipe, Stage
-from oncurve.recipe.schema.sections import Section, types_in
+from oncurve.recipe.schema.base import Section, types_in
+from oncurve.recipe.schema.recipe import Recipe
+from oncurve.recipe.schema.stages import Stage
 
 STAGES: dict[str, type[Section]] = {
     cls.model_fields["type"].default: cls for cls in get_args(get_args(Stage)[0]) if issubclass(cls, Section)

@@ -12,10 +12,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from oncurve.errors import RecipeError
+from oncurve.objective_specs import OBJECTIVE_SPECS
 from oncurve.recipe.defaults import advantage_settings, kl_settings, rewards_for_stage
-from oncurve.recipe.schema.recipe import Grpo, Recipe, Sft, Stage
-from oncurve.recipe.schema.sections import STAGE, Reward, StageBase
-from oncurve.recipe.schema.stages import PolicyGradientStage, RolloutStage, TrainingFree
+from oncurve.recipe.schema.base import STAGE_PREFIX
+from oncurve.recipe.schema.recipe import Recipe
+from oncurve.recipe.schema.sections import Reward
+from oncurve.recipe.schema.stages import Grpo, PolicyGradientStage, RolloutStage, Sft, Stage, StageBase, TrainingFree
 
 Problems = Iterator[RecipeError]
 
@@ -107,7 +109,7 @@ def _patience(recipe: Recipe, stage: Stage) -> Problems:
 
 
 def _kept_samples(recipe: Recipe, stage: Stage) -> Problems:
-    if isinstance(stage, Sft) and stage.data is not None and stage.data.startswith(STAGE):
+    if isinstance(stage, Sft) and stage.data is not None and stage.data.startswith(STAGE_PREFIX):
         yield from _earlier(recipe, stage, stage.data, "rejection_sample", f"{stage.label}.data")
 
 
@@ -116,14 +118,14 @@ def _trained_rewards(recipe: Recipe, stage: RolloutStage) -> Problems:
     key = "rewards" if stage.rewards is None else f"{stage.label}.rewards"
     for reward in rewards_for_stage(recipe, stage):
         source = reward.options.get("model")
-        if reward.type == "model" and isinstance(source, str) and source.startswith(STAGE):
+        if reward.type == "model" and isinstance(source, str) and source.startswith(STAGE_PREFIX):
             yield from _earlier(recipe, stage, source, "reward_model", f"{key}.{reward.label}.model")
 
 
 def _earlier(recipe: Recipe, stage: StageBase, named: str, kind: str, key: str) -> Problems:
     names = [one.label for one in recipe.stages]
     before = [one.label for one in recipe.stages[: names.index(stage.label)] if one.type == kind]
-    if named.removeprefix(STAGE) not in before:
+    if named.removeprefix(STAGE_PREFIX) not in before:
         because = f"the stages of type {kind} before '{stage.label}' are: {', '.join(before) or 'none'}"
         yield RecipeError(key, named, because=because, fix=f"name one of them, put a {kind} stage before this one, or a path")
 
@@ -222,10 +224,11 @@ def _clip(recipe: Recipe, stage: Grpo) -> Problems:
     clip, key = stage.clip, f"{stage.label}.clip"
     if clip is None:
         return
-    if stage.objective in ("reinforce", "sapo"):
+    spec = OBJECTIVE_SPECS[stage.objective]
+    if spec.clip is None:
         because = f"the objective {stage.objective} clips nothing"
         yield RecipeError(key, _range(clip.low, clip.high), because=because, fix="leave clip out, or use grpo, dapo or gspo")
-    elif clip.dual is not None and stage.objective == "cispo":
+    elif clip.dual is not None and spec.surrogate == "cispo":
         because = "cispo bounds the ratio whatever the advantage's sign, so a second bound has nothing to do"
         yield RecipeError(f"{key}.dual", clip.dual, because=because, fix="leave it out and use clip.high")
     elif clip.dual is not None and clip.dual <= 1 + clip.high:
@@ -239,16 +242,16 @@ def _range(low: float, high: float) -> str:
     return f"low = {low:g}, high = {high:g}"
 
 
-def _rloo(recipe: Recipe, stage: Grpo) -> Problems:
-    if stage.objective != "rloo":
+def _fixed_advantage(recipe: Recipe, stage: Grpo) -> Problems:
+    spec = OBJECTIVE_SPECS[stage.objective]
+    if not spec.fixed_advantage:
         return
     baseline, scale = advantage_settings(stage)
-    key, fix = f"{stage.label}.advantage", 'leave it out, or use objective = "grpo_sequence", which is free to choose'
-    if baseline != "leave_one_out":
-        because = "rloo is the leave-one-out baseline: the mean of the others in the group"
-        yield RecipeError(f"{key}.baseline", baseline, because=because, fix=fix)
-    if scale != "none":
-        yield RecipeError(f"{key}.scale", scale, because="rloo's advantage is a plain difference, divided by nothing", fix=fix)
+    fix = 'remove it, or use objective = "grpo_sequence", which has the same loss with any advantage'
+    for key, value, own in (("baseline", baseline, spec.baseline), ("scale", scale, spec.scale)):
+        if value != own:
+            because = f'{stage.objective} is defined by {key} = "{own}"'
+            yield RecipeError(f"{stage.label}.advantage.{key}", value, because=because, fix=fix)
 
 
 def _overlong(recipe: Recipe, stage: RolloutStage) -> Problems:
@@ -263,7 +266,7 @@ def _overlong(recipe: Recipe, stage: RolloutStage) -> Problems:
 
 
 def _length_budget(recipe: Recipe, stage: Grpo) -> Problems:
-    if stage.length_budget is not None and stage.objective != "dr_grpo":
+    if stage.length_budget is not None and not OBJECTIVE_SPECS[stage.objective].uses_length_budget:
         because = f"only dr_grpo divides by it, and the objective is {stage.objective}"
         fix = 'leave it out, or use objective = "dr_grpo"'
         yield RecipeError(f"{stage.label}.length_budget", stage.length_budget, because=because, fix=fix)
@@ -283,7 +286,7 @@ GRPO_CHECKS: tuple[Callable[[Recipe, Grpo], Problems], ...] = (
     _group_of_one,
     _kl_in_reward,
     _clip,
-    _rloo,
+    _fixed_advantage,
     _length_budget,
     _iterated_reward,
 )

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 from oncurve.errors import RecipeError, did_you_mean
+from oncurve.objective_specs import OBJECTIVE_SPECS, ObjectiveName
 from oncurve.recipe.defaults import kl_settings
 from oncurve.recipe.load import parse_recipe
-from oncurve.recipe.schema.recipe import Grpo, ObjectiveName, Recipe, Stage
-from oncurve.recipe.schema.sections import Optimiser
-from oncurve.recipe.schema.stages import Advantage, PolicyGradientStage, Ppo, RolloutStage, Trpo
+from oncurve.recipe.schema.recipe import Recipe
+from oncurve.recipe.schema.sections import Advantage, Optimiser
+from oncurve.recipe.schema.stages import Grpo, PolicyGradientStage, Ppo, RolloutStage, Stage, Trpo
 from oncurve.recipe.validate import check_recipe
 
 STEPS_AT_MOST = 50
@@ -76,7 +77,7 @@ def _objective(name: ObjectiveName, **changes: Any) -> Callable[[RolloutStage], 
         if isinstance(base, Grpo) and base.objective == name and not changes:
             return base
         told = _shared(base, Grpo) | {"objective": name, **changes}
-        if name == "reinforce":  # without a ratio, a second update would be that of samples from another policy
+        if not OBJECTIVE_SPECS[name].uses_ratio:  # a second update would use samples of another policy, uncorrected
             told |= {"updates_per_step": 1, "minibatches": 1}
         if isinstance(base, PolicyGradientStage):
             told["kl"] = base.kl.model_copy(update={"where": None, "estimator": None})
@@ -97,7 +98,7 @@ def _trpo(base: RolloutStage) -> Stage:
 
 
 ALGORITHMS: Mapping[str, Callable[[RolloutStage], Stage]] = {
-    **{name: _objective(name) for name in get_args(ObjectiveName)},
+    **{name: _objective(name) for name in OBJECTIVE_SPECS},
     "reinforce_baseline": _objective("reinforce", advantage=Advantage(baseline="mean")),
     "ppo": _ppo,
     "trpo": _trpo,

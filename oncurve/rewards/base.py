@@ -1,9 +1,7 @@
-"""What a reward is, and how it says that it failed.
+"""The interface of a reward, and what rewards share.
 
-A reward looks at a whole group, so that one which ranks completions against each other fits; most look at each completion by
-itself and go through `each`. A failure is an exception, returned or raised: never a number.
-
-Texts graded without a model: no tokenizer is at hand to say what their tokens would be, so every letter is one.
+A reward scores a complete group at once, so that it can rank completions against each other. Most score each completion by
+itself (`score_each`). A failure is an exception, returned for one completion or raised for the group: never a number.
 """
 
 from __future__ import annotations
@@ -15,15 +13,17 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from oncurve.recipe.schema.sections import Section
+from oncurve.recipe.schema.base import Section
 from oncurve.records import Completion, Group, Ints
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a reward says of one completion: None where it does not apply, and a reason for people to read.
+    """A reward's result for one completion: None if it does not apply, with a reason for people to read.
 
     ``steps`` holds step rewards as (token index of the step's last token, reward).
+
+    Example: ``Score(0.0, "'47' is not '46'")``
     """
 
     value: float | None
@@ -35,21 +35,26 @@ Result = Score | BaseException
 
 
 class Reward(Protocol):
-    """Grades completions. `score` gives one result per completion, in order; what it raises fails the whole group.
+    """Scores completions. `score` returns one result per completion, in order; if it raises, the complete group has failed.
 
-    Some attributes are optional: `waits`, true where a reward waits for something outside this process, so that groups are
-    scored side by side in threads and while others are sampled; `outside`, true where it may answer otherwise when asked again,
-    so that its answers are kept with the run (what waits is outside too); `remarks`, lines for the run's log; and two methods,
-    `decode_with` and `find_in`, by which it hears of the policy's tokenizer and of the run's folder before it is first asked.
+    Optional attributes:
+
+        is_async               true if it waits for something outside of this process (a worker, a sandbox, an endpoint): groups
+                               are then scored concurrently in threads, and while others are still being sampled
+        is_nondeterministic    true if it may return something else next time: its results are then stored with the run, and a
+                               repeated step reads them (an asynchronous reward always counts as such)
+        log_lines              lines for the run's log
+        set_decoder(decode)    is called with the policy's tokenizer before the first `score`
+        set_run_folder(path)   is called with the run's folder before the first `score`
     """
 
     @property
     def name(self) -> str:
-        """What its aspect is called."""
+        """The name of its aspect."""
 
     @property
     def weight(self) -> float:
-        """Its weight in the total; 0 where it only watches."""
+        """Its weight in the total; 0 if it is only recorded."""
 
     def score(self, group: Group) -> Sequence[Result]:
         """One result per completion of the group."""
@@ -57,26 +62,36 @@ class Reward(Protocol):
 
 @dataclass(frozen=True)
 class RewardType:
-    """A kind of reward that a recipe can name: the schema of its options, and how it is made of (name, weight, options)."""
+    """One `type` of reward that a recipe can name.
+
+    ``options`` is the schema of its own keys; the first paragraph of its docstring says what the reward scores, and is shown
+    by `oncurve recipe explain rewards` and the docs. ``build`` takes (name, weight, options).
+
+    Example: ``RewardType(AnswerOptions, AnswerReward, is_verifiable=True)``
+    """
 
     options: type[Section]
     build: Callable[[str, float, Any], Reward]
     is_verifiable: bool = False
-    """Whether a score of 1 says that the answer is right."""
+    """A score of 1 means that the answer is correct."""
+    is_user_code: bool = False
+    """The reward runs a function of the user's, whose 1 counts as correct if its weight is above 0."""
+    length_limit_option: str | None = None
+    """The option that is the stage's `sampling.max_new_tokens` unless the recipe sets it."""
 
 
-def not_applicable(group: Group, why: str) -> list[Result]:
-    """For a reward that does not apply to a group, whatever its completions say."""
-    return [Score(None, why)] * len(group.completions)
+def not_applicable(group: Group, reason: str) -> list[Result]:
+    """The results of a reward that does not apply to a group, whatever its completions are."""
+    return [Score(None, reason)] * len(group.completions)
 
 
 def score_each(group: Group, score: Callable[[Completion], Score]) -> list[Result]:
-    """Scores each completion by itself: where one can't be scored, the others still are."""
+    """Scores each completion by itself. An exception fails that completion only."""
     return [result_or_error(score, completion) for completion in group.completions]
 
 
 def score_concurrently(group: Group, score: Callable[[Completion], Score], count: int) -> list[Result]:
-    """As `each`, with up to `count` completions scored at the same time: for rewards that wait for other processes."""
+    """`score_each` with up to ``count`` threads, for rewards that wait for other processes."""
     if len(group.completions) == 1 or count == 1:
         return score_each(group, score)
     with ThreadPoolExecutor(min(count, len(group.completions)), thread_name_prefix="oncurve-reward") as pool:
@@ -84,7 +99,7 @@ def score_concurrently(group: Group, score: Callable[[Completion], Score], count
 
 
 def result_or_error(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """What the function returns, or what it raises. A reward that calls `exit()` has failed too; Ctrl-C goes through."""
+    """What the function returns, or the exception that it raises, `exit()` included. Ctrl-C is raised."""
     try:
         return function(*arguments, **named)
     except (Exception, SystemExit) as error:  # whatever a reward raises is its result
@@ -92,11 +107,12 @@ def result_or_error(function: Callable[..., Any], *arguments: Any, **named: Any)
 
 
 def completion_by_letters(text: str) -> Completion:
-    """A text as a completion of one token per letter."""
+    """A text as a completion with one token per character, for scoring texts without a tokenizer."""
     ids = np.array([ord(letter) for letter in text], dtype=np.int64)
     zeros = np.zeros(len(ids), np.float32)
     return Completion(ids, text, "end", zeros, zeros, zeros, np.ones(len(ids), np.bool_))
 
 
 def from_letters(ids: Ints) -> str:
+    """The text of token ids that `completion_by_letters` made."""
     return "".join(map(chr, ids.tolist()))

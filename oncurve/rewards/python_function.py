@@ -30,7 +30,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from oncurve.errors import RewardError
 from oncurve.plugins import load_function
-from oncurve.recipe.schema.sections import Section
+from oncurve.recipe.schema.base import Section
 from oncurve.records import Completion, Group, Prompt
 from oncurve.rewards.base import Result, Reward, result_or_error
 from oncurve.workers.pool import Workers, python_workers, shared
@@ -64,12 +64,12 @@ class FunctionReward:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def waits(self) -> bool:
+    def is_async(self) -> bool:
         """Whether it is asynchronous: then its work is done in other threads, or elsewhere."""
         return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(type(self.function).__call__)
 
     @property
-    def outside(self) -> bool:
+    def is_nondeterministic(self) -> bool:
         """A function may look at anything: a clock, a file, a server. What it said is kept with the run."""
         return True
 

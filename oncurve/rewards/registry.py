@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from oncurve.errors import no_such
+from oncurve.plugins import Registry, check_instance
 from oncurve.recipe.defaults import rewards_for_stage
 from oncurve.recipe.error_messages import read_section
 from oncurve.recipe.schema import sections
-from oncurve.recipe.schema.recipe import Recipe, Stage
-from oncurve.recipe.schema.stages import RolloutStage
+from oncurve.recipe.schema.recipe import Recipe
+from oncurve.recipe.schema.stages import RolloutStage, Stage
 from oncurve.rewards.base import Reward, RewardType
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.models.judge import JudgeOptions, JudgeReward
@@ -37,26 +37,31 @@ from oncurve.rewards.verifiers.guess import GuessReward, GuessRewardOptions
 from oncurve.rewards.verifiers.math import MathOptions, MathReward
 from oncurve.rewards.verifiers.reasoning_gym import GymRewardOptions, ReasoningGymReward
 
-REWARDS: dict[str, RewardType] = {
-    "answer": RewardType(AnswerOptions, AnswerReward, is_verifiable=True),
-    "math": RewardType(MathOptions, MathReward, is_verifiable=True),
-    "code": RewardType(CodeOptions, CodeReward, is_verifiable=True),
-    "format": RewardType(FormatOptions, FormatReward),
-    "countdown": RewardType(CountdownRewardOptions, CountdownReward, is_verifiable=True),
-    "columns": RewardType(ColumnsOptions, ColumnsReward, is_verifiable=True),
-    "guess": RewardType(GuessRewardOptions, GuessReward, is_verifiable=True),
-    "reasoning_gym": RewardType(GymRewardOptions, ReasoningGymReward, is_verifiable=True),
-    "json": RewardType(JsonOptions, JsonReward),
-    "language": RewardType(LanguageOptions, LanguageReward),
-    "cosine": RewardType(CosineOptions, CosineReward),
-    "repetition": RewardType(RepetitionOptions, RepetitionReward),
-    "overlong": RewardType(OverlongOptions, OverlongReward),
-    "length": RewardType(LengthOptions, LengthReward),
-    "process": RewardType(ProcessOptions, ProcessReward),
-    "model": RewardType(RewardModelOptions, RewardModelReward),
-    "judge": RewardType(JudgeOptions, JudgeReward),
-    "python": RewardType(PythonOptions, python_reward),
-}
+REWARDS: Registry[RewardType] = Registry(
+    "reward",
+    {
+        "answer": RewardType(AnswerOptions, AnswerReward, is_verifiable=True),
+        "math": RewardType(MathOptions, MathReward, is_verifiable=True),
+        "code": RewardType(CodeOptions, CodeReward, is_verifiable=True),
+        "format": RewardType(FormatOptions, FormatReward),
+        "countdown": RewardType(CountdownRewardOptions, CountdownReward, is_verifiable=True),
+        "columns": RewardType(ColumnsOptions, ColumnsReward, is_verifiable=True),
+        "guess": RewardType(GuessRewardOptions, GuessReward, is_verifiable=True),
+        "reasoning_gym": RewardType(GymRewardOptions, ReasoningGymReward, is_verifiable=True),
+        "json": RewardType(JsonOptions, JsonReward),
+        "language": RewardType(LanguageOptions, LanguageReward),
+        "cosine": RewardType(CosineOptions, CosineReward, length_limit_option="limit"),
+        "repetition": RewardType(RepetitionOptions, RepetitionReward),
+        "overlong": RewardType(OverlongOptions, OverlongReward, length_limit_option="limit"),
+        "length": RewardType(LengthOptions, LengthReward),
+        "process": RewardType(ProcessOptions, ProcessReward),
+        "model": RewardType(RewardModelOptions, RewardModelReward),
+        "judge": RewardType(JudgeOptions, JudgeReward),
+        "python": RewardType(PythonOptions, python_reward, is_user_code=True),
+    },
+    check_instance(RewardType),
+)
+"""Every reward by its `type` in a recipe. A new one is a module with its options and its class, and a row here."""
 
 
 DefaultRewards = Callable[[], Sequence[sections.Reward]]
@@ -97,26 +102,27 @@ def _accuracy_reward(recipe: Recipe, default_rewards: DefaultRewards) -> tuple[s
 
 
 def build_rewards(configs: Sequence[sections.Reward], *, max_new_tokens: int | None = None) -> RewardMix:
-    """The rewards of a recipe or stage. `max_new_tokens` is the stage's length limit, for rewards that measure against it."""
-    rules = [config.label for config in configs if can_define_accuracy(config)]
-    return RewardMix([build_reward(config, max_new_tokens) for config in configs], rules)
+    """The rewards of a recipe or stage. ``max_new_tokens`` is the stage's length limit, for rewards that depend on it."""
+    accuracy = [config.label for config in configs if can_define_accuracy(config)]
+    return RewardMix([build_reward(config, max_new_tokens) for config in configs], accuracy)
 
 
 def build_reward(config: sections.Reward, max_new_tokens: int | None = None) -> Reward:
-    """One reward; its options are checked against its own schema, under `rewards.NAME.key`."""
+    """One reward. Its options are validated by its own schema, and errors name them as `rewards.NAME.key`."""
     where = f"rewards.{config.label}"
-    kind = REWARDS.get(config.type)
-    if kind is None:
-        raise no_such(f"{where}.type", "reward", config.type, REWARDS)
-    own = {"limit": max_new_tokens} if config.type in ("overlong", "cosine") and max_new_tokens is not None else {}
-    return kind.build(config.label, config.weight, read_section(kind.options, {**own, **config.options}, where))
+    kind = REWARDS.find(config.type, f"{where}.type")
+    defaults = {}
+    if kind.length_limit_option is not None and max_new_tokens is not None:
+        defaults[kind.length_limit_option] = max_new_tokens
+    return kind.build(config.label, config.weight, read_section(kind.options, {**defaults, **config.options}, where))
 
 
 def is_verifiable(config: sections.Reward) -> bool:
-    kind = REWARDS.get(config.type)
-    return kind is not None and kind.is_verifiable
+    """Whether a score of 1 means that the answer is correct."""
+    return config.type in REWARDS and REWARDS[config.type].is_verifiable
 
 
 def can_define_accuracy(config: sections.Reward) -> bool:
-    """Whether it can say what counts as solved: a rule, a function of the user's own, or what is named `answer`."""
-    return config.label == "answer" or (config.weight > 0 and (is_verifiable(config) or config.type == "python"))
+    """Whether accuracy may be measured by this reward: it is verifiable, a function of the user's, or named `answer`."""
+    is_user_code = config.type in REWARDS and REWARDS[config.type].is_user_code
+    return config.label == "answer" or (config.weight > 0 and (is_verifiable(config) or is_user_code))

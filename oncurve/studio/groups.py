@@ -1,7 +1,8 @@
-"""One step's groups, one group in full, one prompt through training: as the page needs them."""
+"""A step's groups, one group in full, one prompt through training, and searches: what the Groups page shows."""
 
 from __future__ import annotations
 
+import math
 import sqlite3
 from dataclasses import dataclass
 from typing import Any
@@ -10,23 +11,25 @@ import numpy as np
 
 from oncurve.errors import OncurveError, RunError
 from oncurve.recipe.defaults import advantage_settings, kl_settings
-from oncurve.recipe.schema.recipe import Grpo
+from oncurve.recipe.schema.stages import Grpo
 from oncurve.records import Floats, Prompt, ScoredCompletion, TokenStats
 from oncurve.runs.database import row_codec
 from oncurve.runs.database.reader import Kind
 from oncurve.runs.folder import RunFolder
-from oncurve.studio.open_run import finite, finite_all, open_reader, recipe_of
+from oncurve.runs.views import aspect_view, completion_view, finite, finite_values, json_text
+from oncurve.studio.open_run import open_reader, recipe_of
 from oncurve.studio.queries import CompletionFilter, CompletionPage, StudioQueries
 from oncurve.studio.token_texts import token_texts, tokenizer_of
 
 KL_STEPS = 5
-"""Steps of highest KL whose completions are looked at for the highest of their own."""
+"""Steps of highest KL that are searched for the completions of highest KL."""
 EXCERPT = 280
+"""Characters of a text in a list."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupLocation:
-    """Which group is meant."""
+    """Which group of a run."""
 
     stage: str
     step: int
@@ -35,144 +38,141 @@ class GroupLocation:
 
 
 def step_data(run: RunFolder, stage: str, step: int, kind: Kind) -> dict[str, Any]:
-    """A step at a glance: its metrics, its groups, and every total reward in it."""
+    """A step at a glance: its metrics, its groups, and the total reward of every completion."""
     with open_reader(run) as store:
-        heads = store.group_heads(stage, step, kind)
+        groups = store.group_heads(stage, step, kind)
         metrics = store.metrics_of(stage, step) if kind == "train" else {}
         totals = store.totals(stage, step, kind)
     return {
         "stage": stage,
         "step": step,
         "kind": kind,
-        "metrics": {name: finite(value) for name, value in metrics.items()},
-        "groups": [_head(row) for row in heads],
+        "metrics": finite_values(metrics),
+        "groups": [_head(row) for row in groups],
         "totals": [[finite(value) for value in group] for group in totals],
     }
 
 
 def _head(row: sqlite3.Row) -> dict[str, Any]:
-    numbers = {key: finite(row[key]) for key in ("mean", "lowest", "highest")}
-    signal = None if row["has_signal"] is None else bool(row["has_signal"])
-    counts = {"completions": row["completions"], "failures": row["failures"]}
     return {
         "position": row["position"],
-        "prompt_id": shown_text(row["prompt_id"]),
+        "prompt_id": cell_text(row["prompt_id"]),
         "prompt": _prompt_excerpt(row),
-        "signal": signal,
-    } | (numbers | counts)
+        "signal": None if row["has_signal"] is None else bool(row["has_signal"]),
+        **{key: finite(row[key]) for key in ("mean", "lowest", "highest")},
+        "completions": row["completions"],
+        "failures": row["failures"],
+    }
 
 
-def shown_text(cell: str | bytes | None) -> str:
-    """Text that JSON can carry: a lone surrogate, which the store keeps faithfully, is shown as a mark."""
-    return (row_codec.text_of(cell) or "").encode("utf-8", "replace").decode("utf-8")
+def cell_text(cell: str | bytes | None) -> str:
+    """The text of a database cell, as JSON can hold it."""
+    return json_text(row_codec.text_of(cell) or "")
 
 
 def _prompt_excerpt(row: sqlite3.Row) -> str:
-    """A prompt's excerpt from its row, whichever way it was asked."""
-    if row["prompt"] is not None:
-        return shown_text(row["prompt"])[:EXCERPT]
-    return shown_text(row["messages"])[:EXCERPT]
+    """The start of a prompt: of its text, or of its messages as JSON."""
+    return cell_text(row["messages"] if row["prompt"] is None else row["prompt"])[:EXCERPT]
 
 
-def group_data(run: RunFolder, place: GroupLocation) -> dict[str, Any]:
-    """One group in full, its completions in their own order; the page sorts them."""
+def group_data(run: RunFolder, location: GroupLocation) -> dict[str, Any]:
+    """One group in full, its completions in the order in which they were sampled; the page sorts them."""
     with open_reader(run) as store:
-        found = store.scored_group(place.stage, place.step, place.kind, place.position)
-        if found is None:
+        group = store.scored_group(location.stage, location.step, location.kind, location.position)
+        if group is None:
             raise RunError(
                 run.name,
-                f"no group {place.position} at {place.stage} {place.step}",
+                f"no group {location.position} at {location.stage} {location.step}",
                 because="it was not recorded",
                 fix="choose one from the list",
             )
-        totals = store.totals(place.stage, place.step, place.kind)
-        scored, tokens = found
+        totals = store.totals(location.stage, location.step, location.kind)
+        scored, rows = group
         tokenizer = tokenizer_of(run)
         completions = [
-            _completion(one, row, token_texts(one.completion, tokenizer))
-            for one, row in zip(scored.scored, tokens, strict=True)
+            _completion(completion, row, token_texts(completion.completion, tokenizer))
+            for completion, row in zip(scored.scored, rows, strict=True)
         ]
     return {
         "run": run.name,
-        "stage": place.stage,
-        "step": place.step,
-        "kind": place.kind,
-        "position": place.position,
+        "stage": location.stage,
+        "step": location.step,
+        "kind": location.kind,
+        "position": location.position,
         "prompt": _prompt(scored.group.prompt),
         "completions": completions,
-        "grading": grading(run, place.stage),
-        "batch": [[finite(value) for value in group] for group in totals],
+        "grading": grading(run, location.stage),
+        "batch": [[finite(value) for value in group_totals] for group_totals in totals],
     }
 
 
 def _prompt(prompt: Prompt) -> dict[str, Any]:
-    return {"id": shown_text(prompt.id), "shown": shown_text(prompt.shown), "columns": dict(prompt.columns)}
+    return {"id": json_text(prompt.id), "shown": json_text(prompt.shown), "columns": dict(prompt.columns)}
 
 
-def _completion(scored: ScoredCompletion, row: sqlite3.Row, parts: list[str] | None) -> dict[str, Any]:
-    completion = scored.completion
+def _completion(scored: ScoredCompletion, row: sqlite3.Row, texts: list[str] | None) -> dict[str, Any]:
     advantages = None if row["advantages"] is None else row_codec.advantages_of(row)
     return {
+        **completion_view(scored),
         "id": row["id"],
         "position": row["position"],
-        "text": shown_text(completion.text),
-        "stop": completion.stop,
-        "length": completion.length,
         "total": finite(scored.total),
         "graded": None if row["graded"] is None else bool(row["graded"]),
-        "failure": scored.failure,
         "advantage": finite(row["advantage"]),
         "aspects": [
-            {"name": a.name, "value": finite(a.value), "weight": a.weight, "failure": a.failure, "reason": a.reason,
-             "steps": None if a.steps is None else [list(step) for step in a.steps]}
-            for a in scored.aspects
+            {**aspect_view(aspect), "steps": None if aspect.steps is None else [list(step) for step in aspect.steps]}
+            for aspect in scored.aspects
         ],
-        "tokens": _tokens(scored, parts, advantages, row_codec.stats_of(row)),
-    }  # fmt: skip
+        "tokens": _tokens(scored, texts, advantages, row_codec.stats_of(row)),
+    }
 
 
 def _tokens(
-    scored: ScoredCompletion, parts: list[str] | None, graded: Floats | None, seen: TokenStats | None
+    scored: ScoredCompletion, texts: list[str] | None, advantages: Floats | None, stats: TokenStats | None
 ) -> dict[str, Any]:
     completion = scored.completion
     mask = completion.loss_mask
     return {
         "ids": completion.token_ids.tolist(),
-        "pieces": None if parts is None else [shown_text(part) for part in parts],
+        "pieces": None if texts is None else [json_text(text) for text in texts],
         "mask": None if mask.all() else mask.tolist(),
-        "logp": finite_all(completion.logps, 4),
-        "advantage": None if graded is None else finite_all(graded, 5),
-        "ratio": None if seen is None else finite_all(seen.ratio, 5),
-        "entropy": None if seen is None else finite_all(seen.entropy, 4),
-        "clipped": None if seen is None else seen.clipped.tolist(),
-        "kl": None if seen is None or seen.kl is None else finite_all(seen.kl, 4),
+        "logp": _rounded(completion.logps, 4),
+        "advantage": None if advantages is None else _rounded(advantages, 5),
+        "ratio": None if stats is None else _rounded(stats.ratio, 5),
+        "entropy": None if stats is None else _rounded(stats.entropy, 4),
+        "clipped": None if stats is None else stats.clipped.tolist(),
+        "kl": None if stats is None or stats.kl is None else _rounded(stats.kl, 4),
     }
 
 
-def grading(run: RunFolder, stage: str) -> dict[str, Any] | None:
-    """How a stage grades: what the page's what-if starts from. None where the recipe does not tell."""
+def _rounded(values: Floats, digits: int) -> list[float | None]:
+    """An array as JSON numbers, with as many significant digits as a page can show."""
+    return [float(f"{v:.{digits}g}") if math.isfinite(v) else None for v in values.tolist()]
+
+
+def grading(run: RunFolder, name: str) -> dict[str, Any] | None:
+    """How a stage computes advantages, which What-if starts from. None if the recipe can't be read or the stage is not grpo."""
     try:
-        found = next((s for s in recipe_of(run).stages if s.label == stage), None)
+        stage = next((s for s in recipe_of(run).stages if s.label == name), None)
     except OncurveError:
         return None
-    if not isinstance(found, Grpo):
+    if not isinstance(stage, Grpo):
         return None
-    baseline, scale = advantage_settings(found)
-    in_reward = found.kl.beta > 0 and kl_settings(found)[0] == "reward"
+    baseline, scale = advantage_settings(stage)
     return {
         "baseline": baseline,
         "scale": scale,
-        "eps": found.advantage.eps,
-        "mask_cut": found.mask_cut,
-        "kl_in_reward": in_reward,
-        "group_size": found.group_size,
+        "eps": stage.advantage.eps,
+        "mask_cut": stage.mask_cut,
+        "kl_in_reward": stage.kl.beta > 0 and kl_settings(stage)[0] == "reward",
+        "group_size": stage.group_size,
     }
 
 
 def prompt_data(run: RunFolder, prompt_id: str) -> dict[str, Any]:
-    """Every time one prompt was asked."""
+    """Every group of one prompt."""
     with open_reader(run) as store:
-        asked = store.of_prompt(prompt_id)
+        rows = store.groups_of_prompt(prompt_id)
     numbers = ("mean", "lowest", "highest", "length")
     return {
         "prompt_id": prompt_id,
@@ -182,54 +182,54 @@ def prompt_data(run: RunFolder, prompt_id: str) -> dict[str, Any]:
                 "signal": None if row["has_signal"] is None else bool(row["has_signal"]),
                 **{key: finite(row[key]) for key in numbers},
             }
-            for row in asked
+            for row in rows
         ],
     }
 
 
-def search_data(run: RunFolder, wanted: CompletionFilter, before: int | None) -> dict[str, Any]:
+def search_data(run: RunFolder, conditions: CompletionFilter, before: int | None) -> dict[str, Any]:
     with open_reader(run) as store:
-        found = store.find(wanted, before)
-        whole = store.last_completion()
-    return _page(found, whole)
+        return _page(store.find(conditions, before), store.last_completion())
 
 
-def highest_kl(run: RunFolder, wanted: CompletionFilter, limit: int = 50) -> dict[str, Any]:
-    """Completions furthest from the reference, by their mean KL per token, among the steps whose KL was highest."""
+def highest_kl(run: RunFolder, conditions: CompletionFilter, limit: int = 50) -> dict[str, Any]:
+    """The completions furthest from the reference by mean KL per token, in the steps whose KL was highest."""
     with open_reader(run) as store:
         steps = store.steps_by_metric("kl", KL_STEPS)
-        if wanted.stage is not None and wanted.step is not None:
-            steps = [(wanted.stage, wanted.step)]
-        measured = _with_kl(store, steps)
-        whole = store.last_completion()
-    best = sorted(measured, key=lambda pair: -pair[0])[:limit]
-    page = _page(CompletionPage([row for _, row in best], None, len(measured)), whole)
-    for entry, (kl, _) in zip(page["completions"], best, strict=True):
+        if conditions.stage is not None and conditions.step is not None:
+            steps = [(conditions.stage, conditions.step)]
+        candidates = _with_kl(store, steps)
+        total = store.last_completion()
+    highest = sorted(candidates, key=lambda pair: -pair[0])[:limit]
+    page = _page(CompletionPage([row for _, row in highest], None, len(candidates)), total)
+    for entry, (kl, _) in zip(page["completions"], highest, strict=True):
         entry["kl"] = kl
     return page
 
 
 def _with_kl(store: StudioQueries, steps: list[tuple[str, int]]) -> list[tuple[float, sqlite3.Row]]:
-    found = [row for stage, step in steps for row in store.token_kl(stage, step)]
-    means = ((float(np.mean(row_codec.floats(row["kl"]))), row) for row in found if row["kl"])
+    rows = [row for stage, step in steps for row in store.token_kl(stage, step)]
+    means = ((float(np.mean(row_codec.floats(row["kl"]))), row) for row in rows if row["kl"])
     return [(kl, row) for kl, row in means if np.isfinite(kl)]
 
 
-def _page(found: CompletionPage, whole: int) -> dict[str, Any]:
+def _page(page: CompletionPage, total: int) -> dict[str, Any]:
     return {
-        "completions": [completion_line(row) for row in found.rows],
-        "before": found.before,
-        "seen": found.seen,
-        "of": whole,
+        "completions": [completion_line(row) for row in page.rows],
+        "before": page.before,
+        "seen": page.searched,
+        "of": total,
     }
 
 
 def completion_line(row: sqlite3.Row) -> dict[str, Any]:
     """A completion in a list."""
-    plain = {key: row[key] for key in ("id", "stage", "step", "kind", "group", "place", "length", "stop")}
-    told = {
+    return {
+        **{key: row[key] for key in ("id", "stage", "step", "kind", "group", "place", "length", "stop")},
         "prompt": _prompt_excerpt(row),
-        "prompt_id": shown_text(row["prompt_id"]),
-        "text": shown_text(row["text"])[:EXCERPT],
+        "prompt_id": cell_text(row["prompt_id"]),
+        "text": cell_text(row["text"])[:EXCERPT],
+        "total": finite(row["total"]),
+        "advantage": finite(row["advantage"]),
+        "failure": None if row["failure"] is None else cell_text(row["failure"]),
     }
-    return {**plain, **told, "total": finite(row["total"]), "advantage": finite(row["advantage"]), "failure": row["failure"]}

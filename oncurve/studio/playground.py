@@ -18,8 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from oncurve.errors import ModelError, OncurveError, RunError
 from oncurve.recipe.defaults import advantage_settings
-from oncurve.recipe.schema.recipe import Grpo, Recipe
-from oncurve.recipe.schema.stages import RolloutStage, Trpo
+from oncurve.recipe.schema.recipe import Recipe
+from oncurve.recipe.schema.stages import Grpo, RolloutStage, Trpo
 from oncurve.runs.checkpoints.listing import list_checkpoints
 from oncurve.runs.folder import STATE, RunFolder, list_runs
 from oncurve.studio import rewards

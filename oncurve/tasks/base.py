@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from oncurve.recipe.schema import sections
+from oncurve.recipe.schema.base import Section
 from oncurve.records import Example, Prompt
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
@@ -44,5 +45,5 @@ class Task(Protocol):
 class TaskType:
     """A kind of task that a recipe can name: the schema of its own options, and how it is made from them."""
 
-    options: type[sections.Section]
+    options: type[Section]
     build: Callable[[sections.Task, Any], Task]

@@ -16,6 +16,7 @@ from pydantic import Field, PositiveInt
 
 from oncurve.errors import MissingPackage, RecipeError, no_such, pip_install
 from oncurve.recipe.schema import sections
+from oncurve.recipe.schema.base import Section
 from oncurve.records import Example, Prompt
 from oncurve.rng import derive_seed
 from oncurve.workers.pool import WorkerFailedError, Workers, python_workers, shared
@@ -27,7 +28,7 @@ _TURNS = 1000
 """Tries at a training problem that is not held out."""
 
 
-class ReasoningGymOptions(sections.Section):
+class ReasoningGymOptions(Section):
     """Options of the task `reasoning_gym`."""
 
     families: Annotated[tuple[str, ...], Field(min_length=1)]

@@ -7,12 +7,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from oncurve.errors import ModelError
-from oncurve.models.chat_template import example_ids
+from oncurve.models.chat_template import encode_example
 from oncurve.models.heads.classifier import check_classifier
 from oncurve.models.policy import Policy
-from oncurve.recipe.schema.recipe import Grpo, Recipe, Sft, Stage
-from oncurve.recipe.schema.sections import STAGE
-from oncurve.recipe.schema.stages import Dpo, RewardModel, RolloutStage, TrainingFree, Trpo
+from oncurve.recipe.schema.base import STAGE_PREFIX
+from oncurve.recipe.schema.recipe import Recipe
+from oncurve.recipe.schema.stages import Dpo, Grpo, RewardModel, RolloutStage, Sft, Stage, TrainingFree, Trpo
 from oncurve.records import Example, Prompt
 from oncurve.rewards.registry import build_reward
 from oncurve.tasks.base import Task
@@ -73,7 +73,7 @@ def check_prompts(policy: Policy, recipe: Recipe, task_of: Callable[[Stage], Tas
 
 def _examples(stage: Sft, task: Task) -> Iterator[Example]:
     """Those that are there before the run; what an earlier stage will keep are answers to prompts of its own."""
-    yield from () if (stage.data or "").startswith(STAGE) else examples_of(stage, task)
+    yield from () if (stage.data or "").startswith(STAGE_PREFIX) else examples_of(stage, task)
 
 
 def _prompts_of(task: Task, stage: Stage) -> Iterator[Prompt]:
@@ -106,7 +106,7 @@ class _Reader:
 
     def check_example(self, example: Example) -> None:
         if self.is_new(example.prompt) | self.may_be_long(example.prompt.shown + example.completion, 1):
-            self._refuse_long(example.prompt, len(example_ids(self.policy, example)[0]), "a worked completion")
+            self._refuse_long(example.prompt, len(encode_example(self.policy, example)[0]), "a worked completion")
 
     def check_pair(self, pair: Pair) -> None:
         if self.is_new(pair.prompt) | self.may_be_long(pair.prompt.shown + max(pair.chosen, pair.rejected, key=len), 1):

@@ -16,7 +16,8 @@ from oncurve.distributed.world import World
 from oncurve.errors import OncurveError, RecipeError, ScaleError
 from oncurve.models.policy import Policy
 from oncurve.recipe.load import parse_recipe
-from oncurve.recipe.schema.recipe import Recipe, Stage
+from oncurve.recipe.schema.recipe import Recipe
+from oncurve.recipe.schema.stages import Stage
 from oncurve.runs.checkpoints import files
 from oncurve.runs.folder import RunFolder
 from oncurve.training.stages.table import StageLoop, unsharded_reason

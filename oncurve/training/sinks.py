@@ -18,7 +18,8 @@ from typing import Any
 
 from oncurve.errors import MissingPackage, pip_install
 from oncurve.recipe.load import flat
-from oncurve.recipe.schema.recipe import Recipe, Sink
+from oncurve.recipe.schema.recipe import Recipe
+from oncurve.recipe.schema.sections import Sink
 from oncurve.records import EvalReport, StepReport
 from oncurve.training.listeners import Listener
 

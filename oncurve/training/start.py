@@ -15,17 +15,16 @@ from pathlib import Path
 
 from oncurve import trust
 from oncurve.distributed.world import SINGLE_PROCESS, World
-from oncurve.engines.base import check_engine
-from oncurve.engines.native.engine import default_slots
+from oncurve.engines.base import check_engine, default_slots
 from oncurve.errors import RecipeError, RunError
-from oncurve.models.llama.c_build import library
+from oncurve.models.llama.c_build import load_library
 from oncurve.models.loading.load import choose_device
 from oncurve.models.policy import Policy
 from oncurve.recipe.defaults import task_for_stage, with_importance_cap
 from oncurve.recipe.load import changes, dump_recipe, flat, load_recipe, parse_recipe
-from oncurve.recipe.schema.recipe import Recipe, Stage
+from oncurve.recipe.schema.recipe import Recipe
 from oncurve.recipe.schema.sections import Task as TaskConfig
-from oncurve.recipe.schema.stages import RejectionSample, RolloutStage
+from oncurve.recipe.schema.stages import RejectionSample, RolloutStage, Stage
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.registry import build_stage_rewards
 from oncurve.runs.checkpoints.listing import CheckpointEntry, check_metric, list_checkpoints
@@ -184,7 +183,7 @@ def fork(
         trust.grant(run, recipe)
         shutil.copytree(place.path, run.checkpoints / place.path.name)
         copy_database(parent.database, run.database)
-        with RunWriter.open(run.path, read_only=False) as store:
+        with RunWriter.open(run.path) as store:
             store.forget_after(place.stage, place.step)
             store.forget_replies_after(place.stage, place.step)
         announce_run(world, recipe, run)
@@ -202,7 +201,7 @@ def with_machine_defaults(recipe: Recipe) -> Recipe:
     rows = [math.ceil(s.prompts_per_step / ranks) * s.group_size for s in recipe.stages if isinstance(s, RolloutStage)]
     slots = recipe.engine.slots or default_slots(choose_device(recipe.model.device), max(rows, default=0))
     engine = recipe.engine.model_copy(update={"slots": slots})
-    model = recipe.model.model_copy(update={"compiled": recipe.model.compiled and library() is not None})
+    model = recipe.model.model_copy(update={"compiled": recipe.model.compiled and load_library() is not None})
     settled = {"threads": recipe.threads or os.cpu_count() or 1, "engine": engine, "model": model}
     return recipe.model_copy(update={**settled, "stages": with_importance_cap(recipe)})
 

@@ -22,11 +22,11 @@ from oncurve.distributed.world import SINGLE_PROCESS, World
 from oncurve.engines.base import build_engine
 from oncurve.errors import OncurveError, RecipeError, RunError
 from oncurve.models import lora
-from oncurve.models.loading.load import ModelSummary, load_policy, quiet_loading
-from oncurve.models.parallel.dtensor import copy_from_full, is_shard
+from oncurve.models.loading.load import ModelSummary, load_policy, loading_message
+from oncurve.models.parallel.dtensor import copy_from_full, is_dtensor
 from oncurve.models.policy import Policy
-from oncurve.recipe.schema.recipe import Recipe, Stage
-from oncurve.recipe.schema.stages import RolloutStage
+from oncurve.recipe.schema.recipe import Recipe
+from oncurve.recipe.schema.stages import RolloutStage, Stage
 from oncurve.records import EvalReport, Prompt, StepReport
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.models.step_spans import Decode
@@ -36,7 +36,7 @@ from oncurve.runs.bad_batches import save_bad_batch
 from oncurve.runs.checkpoints import files
 from oncurve.runs.checkpoints.files import Checkpoint
 from oncurve.runs.checkpoints.listing import best_step, list_checkpoints
-from oncurve.runs.database.reader import Reader
+from oncurve.runs.database.reader import RunReader
 from oncurve.runs.database.writer import RunWriter
 from oncurve.runs.folder import RunFolder, Status
 from oncurve.runs.step_notes import Note, collect_notes, watch_progress
@@ -124,7 +124,7 @@ class Trainer:
 
     def train(self, resume: bool = False) -> None:
         """All stages, or those that are left. Ends with ``model/`` written and the run marked finished."""
-        with RunWriter.open(self.run.path, read_only=False) if resume else RunWriter.create(self.run.path) as store:
+        with RunWriter.open(self.run.path) if resume else RunWriter.create(self.run.path) as store:
             self.store = store
             self.notify = Listeners([Recorder(store), *self.listeners])
             self.saver, self.watch = CheckpointWriter(self.run.checkpoints), CollapseWatch()
@@ -240,7 +240,7 @@ class Trainer:
                 self._save(stage, loop, n - 1)
                 self._note_saved(self.saver.wait())
             raise
-        self.store.keep_replies(stage.label, n, "train", fresh)
+        self.store.record_replies(stage.label, n, "train", fresh)
         self.notify.on_step(report)
         self._note_saved(self.saver.done())
         self._handle_notes(stage, report, notes)
@@ -320,7 +320,7 @@ class Trainer:
         self.world_of(stage).send_command("measure", step=step, replies=known)
         with watch_progress(partial(self.notify.on_measuring, stage.label, step)):
             report, fresh = self.measure(stage, step, known)
-        self.store.keep_replies(stage.label, step, "eval", fresh)
+        self.store.record_replies(stage.label, step, "eval", fresh)
         self.notify.on_eval(report)
 
     def measure(self, stage: Stage, step: int, known: Mapping[str, str]) -> tuple[EvalReport, dict[str, str]]:
@@ -393,11 +393,11 @@ class Trainer:
         policy = self.policy
         if policy is None:
             return
-        weights = policy.weights_to_save(self.world.is_rank_zero)
+        weights = policy.full_state_dict(self.world.is_rank_zero)
         if not self.world.is_rank_zero:
             return
         write_folder_atomically(self.run.model, lambda folder: policy.save(folder, weights))
-        if lora.is_on(policy.model):
+        if lora.is_attached(policy.model):
             lora.save(policy.model, self.run.path / "adapter")
 
     def _stop(self, number: int) -> None:
@@ -425,7 +425,7 @@ def load_policy_for(
     use_threads(recipe, world)
     if policy is None and recipe.model.source != "tiny":
         for one in listeners:
-            one.on_event("loading", quiet_loading(recipe.model))
+            one.on_event("loading", loading_message(recipe.model))
     alphabet = task_of(recipe.stages[0]).alphabet
     found = policy or load_policy(load_policy_for_world(recipe), alphabet=alphabet, seed=recipe.seed)
     shared = shard_policy(found, recipe, world)
@@ -437,7 +437,7 @@ def use_threads(recipe: Recipe, world: World) -> None:
     torch.set_num_threads(max(1, (recipe.threads or os.cpu_count() or 1) // world.local_size))
 
 
-def rollbacks_of(store: Reader, stage: str, step: int) -> int:
+def rollbacks_of(store: RunReader, stage: str, step: int) -> int:
     """How many roll-backs came before what follows ``step`` of a stage. Events are never forgotten, so a resumed run agrees."""
     found = [e for e in store.events("rollback") if e.stage == stage and e.data["to"] <= step]
     return max((int(e.data["number"]) for e in found), default=0)
@@ -446,7 +446,7 @@ def rollbacks_of(store: Reader, stage: str, step: int) -> int:
 def weights(policy: Policy) -> dict[str, Tensor]:
     """The policy's trained weights by name (under LoRA the adapter alone); tied ones under each of their names, or, where ranks
     share them out, under the first."""
-    once = is_shard(next(policy.model.parameters()))
+    once = is_dtensor(next(policy.model.parameters()))
     return {name: p.detach() for name, p in policy.model.named_parameters(remove_duplicate=once) if p.requires_grad}
 
 

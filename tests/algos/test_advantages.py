@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oncurve.algos.advantages import Baseline, Scale, grade, has_spread, outcome_advantages, process_advantages
+from oncurve.algos.advantages import grade, has_spread, outcome_advantages, process_advantages
 from oncurve.errors import RewardError
+from oncurve.objective_specs import AdvantageScale, Baseline
 from oncurve.records import Aspect
 from tests.algos.builders import group, right, scored
 
@@ -20,7 +21,7 @@ TINY = 1e-12
 
 
 def advantages(
-    rewards: list[list[float]], baseline: Baseline = "mean", scale: Scale = "group", eps: float = 1e-4
+    rewards: list[list[float]], baseline: Baseline = "mean", scale: AdvantageScale = "group", eps: float = 1e-4
 ) -> list[list[float]]:
     return outcome_advantages(torch.tensor(rewards, dtype=torch.float64), baseline, scale, eps).tolist()
 
@@ -59,7 +60,7 @@ def test_missing_rewards_leave_mean_and_std() -> None:
 @pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 @pytest.mark.parametrize("rewards", [[0.1] * 8, [0.1 + 0.2, 0.3, 0.3], [1e9 / 3] * 7, [0.0, 0.0], [NAN, 0.7, 0.7]])
-def test_equal_rewards_give_exactly_zero(baseline: Baseline, scale: Scale, rewards: list[float]) -> None:
+def test_equal_rewards_give_exactly_zero(baseline: Baseline, scale: AdvantageScale, rewards: list[float]) -> None:
     other = [0.0] * (len(rewards) - 1) + [1.0]
     assert advantages([rewards, other], baseline, scale)[0] == [0.0] * len(rewards)
 
@@ -82,14 +83,14 @@ REWARDS = st.lists(st.integers(-40, 40).map(lambda n: n / 8), min_size=2, max_si
 
 @settings(deadline=None)
 @given(REWARDS, st.integers(-1000, 1000), st.sampled_from(["mean", "leave_one_out"]), st.sampled_from(["group", "none"]))
-def test_a_constant_changes_nothing(rewards: list[float], constant: int, baseline: Baseline, scale: Scale) -> None:
+def test_a_constant_changes_nothing(rewards: list[float], constant: int, baseline: Baseline, scale: AdvantageScale) -> None:
     moved = advantages([[r + constant for r in rewards]], baseline, scale)[0]
     assert moved == pytest.approx(advantages([rewards], baseline, scale)[0], abs=1e-8)
 
 
 @settings(deadline=None)
 @given(REWARDS, st.sampled_from(["mean", "leave_one_out"]), st.sampled_from(["group", "batch", "none"]))
-def test_advantages_of_a_group_sum_to_zero(rewards: list[float], baseline: Baseline, scale: Scale) -> None:
+def test_advantages_of_a_group_sum_to_zero(rewards: list[float], baseline: Baseline, scale: AdvantageScale) -> None:
     first, second = advantages([rewards, rewards[::-1]], baseline, scale)
     assert sum(first) == pytest.approx(0, abs=1e-9)
     assert second == pytest.approx(first[::-1], abs=1e-9)

@@ -14,7 +14,7 @@ from oncurve.algos.objectives import OBJECTIVES, LossInputs, LossSettings, Objec
 from oncurve.algos.reductions import LossDenominators
 from oncurve.algos.surrogates import Clipped
 from oncurve.errors import RecipeError
-from oncurve.recipe.schema.recipe import ObjectiveName
+from oncurve.objective_specs import ObjectiveName
 from tests.algos.builders import PLAIN, double, micro_batch
 
 

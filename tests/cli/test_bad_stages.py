@@ -11,7 +11,7 @@ import pytest
 
 from oncurve.models import lora
 from oncurve.models.loading.load import load_policy
-from oncurve.recipe.schema.sections import Lora, Model, TinyModel
+from oncurve.recipe.schema.model import Lora, Model, TinyModel
 from tests.cli.conftest import Oncurve
 from tests.cli.test_bad_input import assert_told
 from tests.models.loading import gguf_files

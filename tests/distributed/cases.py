@@ -14,8 +14,8 @@ from oncurve.distributed.world import World
 from oncurve.engines.native.engine import NativeEngine
 from oncurve.errors import RewardError
 from oncurve.models.policy import Policy
-from oncurve.recipe.schema.recipe import Sft
 from oncurve.recipe.schema.sections import Engine
+from oncurve.recipe.schema.stages import Sft
 from oncurve.records import Completion, Group, StepReport
 from oncurve.rewards.base import Result, Score
 from oncurve.rewards.mix import RewardMix

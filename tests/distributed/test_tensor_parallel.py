@@ -23,8 +23,8 @@ from oncurve.models.loading.load import load_policy
 from oncurve.models.parallel.dtensor import local_elements
 from oncurve.models.parallel.tensor_parallel import tp_styles
 from oncurve.models.policy import Policy
+from oncurve.recipe.schema.model import Model, TinyModel
 from oncurve.recipe.schema.recipe import Recipe
-from oncurve.recipe.schema.sections import Model, TinyModel
 from oncurve.runs.checkpoints.listing import checkpoint_path, list_checkpoints
 from oncurve.runs.checkpoints.shards import INDEX, MergedTensors, ShardedTensors
 from oncurve.runs.folder import RunFolder

@@ -20,7 +20,7 @@ from oncurve.algos.objectives import OBJECTIVES, LossInputs, LossSettings
 from oncurve.algos.reductions import loss_denominators
 from oncurve.models.loading.tiny import build_tokenizer
 from oncurve.models.policy import Policy
-from oncurve.recipe.schema.recipe import Grpo
+from oncurve.recipe.schema.stages import Grpo
 from oncurve.records import Aspect, Completion, GradedGroup, Group, Prompt, ScoredCompletion, ScoredGroup
 from oncurve.training.learner.learner import Learner
 

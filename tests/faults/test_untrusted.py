@@ -16,7 +16,7 @@ import pytest
 
 from oncurve.errors import ModelError, OncurveError, RecipeError
 from oncurve.models.loading.load import load_policy
-from oncurve.recipe.schema.sections import Model
+from oncurve.recipe.schema.model import Model
 from oncurve.records import Prompt
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.python_function import FunctionReward

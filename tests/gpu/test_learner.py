@@ -16,11 +16,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from oncurve.engines.native.engine import NativeEngine
 from oncurve.models import lora
 from oncurve.models.llama.cuda_backbone import CudaBackbone
+from oncurve.models.pack_attention import PackAttention
 from oncurve.models.pack_attention_cuda import CudaPackAttention
-from oncurve.models.packing import PackAttention, build_pack
+from oncurve.models.packing import build_pack
 from oncurve.models.policy import Policy
 from oncurve.models.torch_compile import compile_blocks
-from oncurve.recipe.schema.sections import Engine, Lora
+from oncurve.recipe.schema.model import Lora
+from oncurve.recipe.schema.sections import Engine
 from oncurve.records import GradedGroup
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.python_function import FunctionReward
@@ -120,7 +122,7 @@ def test_attention_in_bfloat16() -> None:
         q, k, v = (torch.randn(1, n, pack.tokens, 128, generator=dice).bfloat16() for n in (4, 2, 2))
         weigh = torch.randn(1, pack.tokens, 4, 128, generator=dice).bfloat16()
         exact = [x.double().requires_grad_() for x in (q, k, v)]
-        expected = plain._by_scores(exact[0], exact[1], exact[2], 0.1, window, None)
+        expected = plain.attend_by_scores(exact[0], exact[1], exact[2], 0.1, window, None)
         gradients = torch.autograd.grad((expected * weigh).sum(), exact)
         ours = [x.to(GPU).requires_grad_() for x in (q, k, v)]
         out = layout.attend(0, ours[0], ours[1], ours[2], 0.1, window, None)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from oncurve.models.loading.load import load_policy
 from oncurve.models.policy import Policy
-from oncurve.recipe.schema.sections import Model, TinyModel
+from oncurve.recipe.schema.model import Model, TinyModel
 from oncurve.runs.step_notes import collect_notes
 from oncurve.training.determinism import enable_determinism
 from oncurve.training.learner.learner import Learner

@@ -12,7 +12,7 @@ from oncurve.models import lora
 from oncurve.models.loading.load import load_policy
 from oncurve.models.packing import Pack, PrefixGroup, build_pack
 from oncurve.models.policy import Policy
-from oncurve.recipe.schema.sections import Model, TinyModel
+from oncurve.recipe.schema.model import Model, TinyModel
 
 pytestmark = pytest.mark.gpu
 WIDE = TinyModel(layers=4, width=512, heads=8, kv_heads=4, head_size=64, mlp_width=2048, context=128)

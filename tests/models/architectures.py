@@ -27,9 +27,9 @@ from transformers import (
 )
 
 from oncurve.models import lora
-from oncurve.models.loading.tiny import make_tokenizer
+from oncurve.models.loading.tiny import build_tokenizer
 from oncurve.models.policy import Policy
-from oncurve.recipe.schema.sections import Lora
+from oncurve.recipe.schema.model import Lora
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789+-= "
 WINDOW = 24
@@ -79,7 +79,7 @@ ARCHITECTURES: dict[str, tuple[type, dict[str, Any]]] = {
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    return make_tokenizer(ALPHABET)
+    return build_tokenizer(ALPHABET)
 
 
 def make_model(name: str, seed: int = 0, **shape: Any) -> PreTrainedModel:

@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from oncurve.engines.native.engine import NativeEngine, SampleKey
+from oncurve.engines.base import SampleKey
+from oncurve.engines.native.engine import NativeEngine
 from oncurve.errors import ModelError, RecipeError
 from oncurve.models import lora
 from oncurve.models.loading.load import ModelSummary, load_policy
 from oncurve.models.packing import Pack, PrefixGroup, build_pack
 from oncurve.models.policy import Policy
 from oncurve.models.reference import Reference
-from oncurve.recipe.schema.sections import Engine, Lora, Model, Sampling, TinyModel
+from oncurve.recipe.schema.model import Lora, Model, TinyModel
+from oncurve.recipe.schema.sections import Engine, Sampling
 from oncurve.records import Prompt
 from tests.models.architectures import shake
 
@@ -67,7 +69,7 @@ def test_the_scale_is_alpha_over_rank_or_over_its_root() -> None:
         adapted = shaken(policy(rslora=rslora))
         layer = adapted.model.get_submodule("model.layers.1.mlp.down_proj")
         wanted = layer.base_layer.weight + scale * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
-        merged = lora.merged_copy(adapted.model).get_submodule("model.layers.1.mlp.down_proj").weight
+        merged = lora.merge_copy(adapted.model).get_submodule("model.layers.1.mlp.down_proj").weight
         assert torch.allclose(merged, wanted, atol=1e-6)
 
 
@@ -113,12 +115,12 @@ def test_a_saved_adapter_is_small_comes_back_whole_and_loads_in_peft(kind: dict[
     ):
         again = load_policy(config, alphabet=None, seed=5)
         assert torch.allclose(logps(again), logps(adapted), atol=1e-5)
-        assert lora.is_on(again.model) == (config.lora is not None)
+        assert lora.is_attached(again.model) == (config.lora is not None)
     theirs = peft.PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter"
     ).eval()
     ids = torch.arange(9)[None] % 8
-    ours = lora.merged_copy(adapted.model)
+    ours = lora.merge_copy(adapted.model)
     ours.set_attn_implementation("eager")
     with torch.no_grad():
         assert torch.allclose(theirs(ids).logits, ours(ids).logits, atol=1e-4)
@@ -128,9 +130,9 @@ def test_an_export_is_a_plain_model(tmp_path: Path) -> None:
     adapted = shaken(policy())
     adapted.save(tmp_path / "model")
     again = load_policy(Model(source=str(tmp_path / "model")), alphabet=None, seed=0)
-    assert not lora.is_on(again.model)
+    assert not lora.is_attached(again.model)
     assert torch.allclose(logps(again), logps(adapted), atol=1e-5)
-    assert lora.is_on(adapted.model)
+    assert lora.is_attached(adapted.model)
 
 
 def test_the_engine_samples_with_the_adapter_on() -> None:

@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 from oncurve.errors import ModelError
 from oncurve.models.loading.load import choose_device, load_policy
-from oncurve.models.loading.tiny import TAGS, make_model, make_tokenizer
+from oncurve.models.loading.tiny import TAGS, build_model, build_tokenizer
 from oncurve.models.packing import PrefixGroup, build_pack
 from oncurve.models.policy import Policy
 from oncurve.models.reference import Reference
-from oncurve.recipe.schema.sections import Model, TinyModel
+from oncurve.recipe.schema.model import Model, TinyModel
 from oncurve.records import Prompt
 from tests.models.architectures import make_model as make_architecture
 from tests.models.architectures import tokenizer
@@ -33,7 +33,7 @@ def small(**options: object) -> Policy:
 
 
 def test_the_tiny_tokenizer_has_one_token_per_character_and_tag() -> None:
-    words = make_tokenizer("0123456789+=")
+    words = build_tokenizer("0123456789+=")
     text = "12+30=<think>5</think><answer>42</answer>"
     ids = words(text)["input_ids"]
     assert len(ids) == len("12+30=") + len("542") + len(TAGS)
@@ -42,10 +42,10 @@ def test_the_tiny_tokenizer_has_one_token_per_character_and_tag() -> None:
 
 
 def test_the_tiny_model_is_a_function_of_its_seed_and_leaves_the_global_one_alone() -> None:
-    words = make_tokenizer("01")
+    words = build_tokenizer("01")
     torch.manual_seed(5)
     before = torch.random.get_rng_state()
-    one, two, other = (make_model(SMALL, words, seed).state_dict() for seed in (1, 1, 2))
+    one, two, other = (build_model(SMALL, words, seed).state_dict() for seed in (1, 1, 2))
     assert torch.equal(before, torch.random.get_rng_state())
     assert all(torch.equal(one[key], two[key]) for key in one)
     assert not torch.equal(one["model.embed_tokens.weight"], other["model.embed_tokens.weight"])

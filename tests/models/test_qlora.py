@@ -9,13 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from oncurve.engines.native.engine import NativeEngine, SampleKey
+from oncurve.engines.base import SampleKey
+from oncurve.engines.native.engine import NativeEngine
 from oncurve.models import lora
 from oncurve.models.loading.load import ModelSummary, load_policy
 from oncurve.models.packing import Pack, PrefixGroup, build_pack
 from oncurve.models.policy import Policy
 from oncurve.models.reference import Reference
-from oncurve.recipe.schema.sections import Engine, Lora, Model, Sampling, TinyModel
+from oncurve.recipe.schema.model import Lora, Model, TinyModel
+from oncurve.recipe.schema.sections import Engine, Sampling
 from oncurve.records import Prompt
 from tests.models.test_lora import shaken
 
@@ -125,4 +127,4 @@ def test_an_export_is_a_plain_model_with_the_adapter_in_its_weights(kind: str, b
     again = load_policy(Model(source=str(tmp_path / "model")), alphabet=None, seed=0)
     with torch.no_grad():
         assert torch.allclose(again.pack_logps(pack())[0], policy.pack_logps(pack())[0], atol=5 * NEAR[kind])
-    assert not lora.is_on(again.model)
+    assert not lora.is_attached(again.model)

@@ -17,8 +17,7 @@ from oncurve.models.heads.critic import Critic
 from oncurve.models.policy import Policy
 from oncurve.operations.compare import ArmResult, Comparison, ComparisonRequest, ComparisonStopped, Point, request_of
 from oncurve.recipe.load import load_recipe
-from oncurve.recipe.schema.recipe import Grpo
-from oncurve.recipe.schema.stages import Ppo, RolloutStage, Trpo
+from oncurve.recipe.schema.stages import Grpo, Ppo, RolloutStage, Trpo
 from oncurve.recipe.variants import ALGORITHMS, Passes, passes_of, with_algorithm, with_constant_rate
 from oncurve.runs.folder import STATE, RunFolder
 from oncurve.terminal.comparison import as_markdown, comparison_data, render_comparison, rows_of

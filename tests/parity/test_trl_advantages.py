@@ -7,13 +7,14 @@ import math
 import pytest
 import torch
 
-from oncurve.algos.advantages import Scale, outcome_advantages
+from oncurve.algos.advantages import outcome_advantages
 from oncurve.algos.kl import k1, kl_in_reward
 from oncurve.algos.packed_rows import PackedRows
+from oncurve.objective_specs import AdvantageScale
 from tests.parity.trl_oracle import grpo_advantages, rloo_advantages
 
 NAN = math.nan
-SCALES: tuple[Scale, ...] = ("group", "batch", "none")
+SCALES: tuple[AdvantageScale, ...] = ("group", "batch", "none")
 REWARDS = [
     [[1.0, 0.0, 0.0, 1.0], [0.5, 0.25, -2.0, 3.0]],
     [[1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 1.0]],
@@ -24,7 +25,7 @@ REWARDS = [
 
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("rewards", REWARDS)
-def test_each_scaling(rewards: list[list[float]], scale: Scale) -> None:
+def test_each_scaling(rewards: list[list[float]], scale: AdvantageScale) -> None:
     rewards_PG = torch.tensor(rewards)
     ours_PG = outcome_advantages(rewards_PG, "mean", scale, 1e-4)
     torch.testing.assert_close(ours_PG, grpo_advantages(rewards_PG, scale), atol=1e-6, rtol=1e-6)

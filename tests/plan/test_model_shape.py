@@ -11,10 +11,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from oncurve.errors import ModelError
-from oncurve.models.loading.tiny import make_model, make_tokenizer
+from oncurve.models.loading.tiny import build_model, build_tokenizer
 from oncurve.plan.model_shape import ModelShape, read_config, shape_of_config, tiny_shape
 from oncurve.plan.model_table import MODELS, find_shape
-from oncurve.recipe.schema.sections import TinyModel
+from oncurve.recipe.schema.model import TinyModel
 
 PUBLISHED = {
     "Qwen/Qwen3-0.6B": 596_049_920,
@@ -103,8 +103,8 @@ def test_every_family_counts_as_its_modules_do(family: str, more: dict[str, Any]
 
 
 def test_the_built_in_model() -> None:
-    tokenizer = make_tokenizer("0123456789+=")
-    model = make_model(TinyModel(), tokenizer, seed=0)
+    tokenizer = build_tokenizer("0123456789+=")
+    model = build_model(TinyModel(), tokenizer, seed=0)
     assert tiny_shape(TinyModel(), len(tokenizer)).parameters == sum(p.numel() for p in model.parameters())
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from oncurve.errors import RecipeError
 from oncurve.recipe.load import parse_recipe
-from oncurve.recipe.schema.recipe import Grpo, Recipe
+from oncurve.recipe.schema.recipe import Recipe
+from oncurve.recipe.schema.stages import Grpo
 
 BASE = """
 name = "small"

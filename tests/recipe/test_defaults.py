@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from oncurve.recipe.defaults import advantage_settings, kl_settings, rewards_for_stage, task_for_stage
-from oncurve.recipe.schema.recipe import Grpo
 from oncurve.recipe.schema.sections import Task
+from oncurve.recipe.schema.stages import Grpo
 
 from .recipes import grpo, recipe
 

@@ -9,7 +9,7 @@ from pydantic import PositiveInt
 
 from oncurve.errors import RecipeError
 from oncurve.recipe.error_messages import closest_name, read_section
-from oncurve.recipe.schema.sections import Section
+from oncurve.recipe.schema.base import Section
 
 from .recipes import base, refusal
 

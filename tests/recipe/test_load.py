@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from oncurve.errors import RecipeError
 from oncurve.recipe import load
 from oncurve.recipe.load import builtin_recipes, dump_recipe, find_recipe, load_recipe, parse_recipe, parse_toml
-from oncurve.recipe.schema.recipe import Grpo, Recipe, Sft
+from oncurve.recipe.schema.recipe import Recipe
+from oncurve.recipe.schema.stages import Grpo, Sft
 
 from .recipes import BASE, base, recipe
 

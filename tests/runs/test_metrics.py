@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from typing import get_args
+
 import pytest
 
 from oncurve.errors import RunError
-from oncurve.runs.metrics import METRICS, explain, is_repeatable
+from oncurve.recipe.schema.stages import Stage
+from oncurve.runs.metrics import CURVES, MAIN_CURVES, METRICS, explain, is_repeatable
 
 TRAINED = ["loss", "policy_loss", "grad_norm", "learning_rate", "skipped_updates", "epoch", "heldout_loss", "examples_seen"]
 REWARDED = [
@@ -74,3 +79,20 @@ def test_families_and_mistakes() -> None:
 def test_what_measures_the_machine_is_not_repeatable() -> None:
     assert [name for name in LOGGED if not is_repeatable(name)] == MACHINE + STALE
     assert is_repeatable("something of a user's own")
+
+
+def test_every_drawn_metric_is_in_the_table() -> None:
+    assert [name for name in CURVES if name not in METRICS] == []
+    assert {name for names in MAIN_CURVES.values() for name in names} <= set(CURVES)
+    assert set(MAIN_CURVES) == {stage.model_fields["type"].default for stage in get_args(get_args(Stage)[0])}
+
+
+def test_every_chart_of_the_studio_draws_metrics_of_the_table() -> None:
+    """The page has its own list of charts, in TypeScript."""
+    source = (Path(__file__).parents[2] / "web" / "src" / "runs" / "charts.ts").read_text("utf-8")
+    charts = source[source.index("export const CHARTS") :]
+    charts = charts[: charts.index("\n];")]
+    names = [name for names in re.findall(r"metrics: \[(.*?)\]", charts) for name in re.findall(r'"([^"]+)"', names)]
+    names += re.findall(r'(?:spread|low|high): "([^"]+)"', charts)
+    assert len(names) > 20
+    assert [name for name in names if name not in METRICS] == []

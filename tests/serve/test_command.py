@@ -13,8 +13,8 @@ import openai
 import pytest
 
 from oncurve.cli.app import main
-from oncurve.models.loading.tiny import make_model, make_tokenizer
-from oncurve.recipe.schema.sections import TinyModel
+from oncurve.models.loading.tiny import build_model, build_tokenizer
+from oncurve.recipe.schema.model import TinyModel
 
 KEY = "a-key-from-the-environment"
 SHAPE = TinyModel(layers=1, width=32, heads=2, kv_heads=1, head_size=16, mlp_width=64, context=128)
@@ -23,8 +23,8 @@ SHAPE = TinyModel(layers=1, width=32, heads=2, kv_heads=1, head_size=16, mlp_wid
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("model")
-    tokenizer = make_tokenizer("0123456789+= ")
-    make_model(SHAPE, tokenizer, 0).save_pretrained(found)
+    tokenizer = build_tokenizer("0123456789+= ")
+    build_model(SHAPE, tokenizer, 0).save_pretrained(found)
     tokenizer.save_pretrained(found)
     return found
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from oncurve.models.loading.tiny import make_model, make_tokenizer
+from oncurve.models.loading.tiny import build_model, build_tokenizer
 from oncurve.models.packing import PrefixGroup, build_pack
 from oncurve.models.policy import Policy
-from oncurve.recipe.schema.sections import TinyModel
+from oncurve.recipe.schema.model import TinyModel
 from oncurve.records import Prompt
 from oncurve.rewards.mix import aspects_of
 from oncurve.rewards.models.judge import JudgeOptions, JudgeReward
@@ -24,9 +24,9 @@ REPLY = '{"score":7}'
 
 def judging_policy() -> Policy:
     """A small model that has been taught one sentence, the way a judge says it, whatever answer it is shown."""
-    tokenizer = make_tokenizer(PRINTABLE)
+    tokenizer = build_tokenizer(PRINTABLE)
     shape = TinyModel(layers=2, width=48, heads=2, kv_heads=1, head_size=24, mlp_width=96, context=2048)
-    policy = Policy(make_model(shape, tokenizer, 0), tokenizer)
+    policy = Policy(build_model(shape, tokenizer, 0), tokenizer)
     tokenizer.chat_template = TEMPLATE
     reply, rng = policy.encode_completion(REPLY), np.random.default_rng(0)
     asks = JudgeReward("judge", 1.0, JudgeOptions(model=MODEL, base_url="http://127.0.0.1:1/v1", cache=None))

@@ -13,15 +13,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from oncurve.models.loading.tiny import make_model, make_tokenizer
+from oncurve.models.loading.tiny import build_model, build_tokenizer
 from oncurve.models.packing import PrefixGroup, build_pack
 from oncurve.models.policy import Policy
-from oncurve.recipe.schema.sections import TinyModel
+from oncurve.recipe.schema.model import TinyModel
 from oncurve.recipe.schema.stages import TrainingFree
 from oncurve.records import Prompt
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.verifiers.answer import AnswerOptions, AnswerReward
-from oncurve.runs.database.writer import RunWriter
+from oncurve.runs.database.reader import RunReader
 from oncurve.tasks.data.prompt_list import PromptList
 from oncurve.training.stages.training_free import Library, TrainingFreeLoop
 from tests.serve.serving import TEMPLATE
@@ -42,9 +42,9 @@ def asks(folder: Path) -> TrainingFreeLoop:
 def teach(folder: Path) -> None:
     """Saves a small model that has learned three things: asked without advice it says the wrong thing six times of ten, with
     advice the right one, and as a teacher it gives the advice."""
-    tokenizer = make_tokenizer(PRINTABLE)
+    tokenizer = build_tokenizer(PRINTABLE)
     shape = TinyModel(layers=2, width=48, heads=2, kv_heads=1, head_size=24, mlp_width=96, context=2048)
-    policy = Policy(make_model(shape, tokenizer, 0), tokenizer)
+    policy = Policy(build_model(shape, tokenizer, 0), tokenizer)
     tokenizer.chat_template = TEMPLATE
     loop, rng = asks(folder), np.random.default_rng(0)
     prompts = PromptList.of(ROWS).train
@@ -110,7 +110,7 @@ sampling.max_new_tokens = 24
     assert told.returncode == 0, told.stderr
     library = (tmp_path / "run" / "experience" / "training_free.md").read_text()
     assert f"- **E1** {ADVICE}\n" in library
-    with RunWriter.open(tmp_path / "run") as store:
+    with RunReader.open(tmp_path / "run") as store:
         said = {name: dict(store.metric(name, "training_free")) for name in ("heldout_without", "heldout_with", "accuracy")}
         assert said["heldout_without"] == {2: 0.0}
         assert said["heldout_with"] == {2: 1.0}

@@ -12,10 +12,11 @@ import pytest
 import torch
 from playwright.sync_api import Browser, Page
 
-from oncurve.algos.advantages import Baseline, Scale, outcome_advantages, process_advantages
+from oncurve.algos.advantages import outcome_advantages, process_advantages
 from oncurve.algos.kl import k1, k2, k3
 from oncurve.algos.objectives import OBJECTIVES, LossInputs, LossSettings
 from oncurve.algos.reductions import LossDenominators
+from oncurve.objective_specs import AdvantageScale, Baseline
 from tests.studio.browsing import a_browser, a_page
 from tests.studio.serving import Served
 
@@ -53,7 +54,7 @@ GROUPS: list[list[list[float | None]]] = [
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("scale", ["group", "batch", "whiten", "none"])
 @pytest.mark.parametrize("baseline", ["mean", "leave_one_out", "none"])
-def test_advantages(page: Page, groups: list[list[float | None]], baseline: Baseline, scale: Scale) -> None:
+def test_advantages(page: Page, groups: list[list[float | None]], baseline: Baseline, scale: AdvantageScale) -> None:
     rewards = torch.tensor([[math.nan if r is None else r for r in group] for group in groups], dtype=torch.float64)
     ours = outcome_advantages(rewards, baseline, scale, 1e-4)
     theirs = ask(page, "f.advantages(x[0], x[1], x[2], 1e-4)", [groups, baseline, scale])

@@ -6,9 +6,9 @@ import io
 
 import torch
 
-from oncurve.models.loading.tiny import make_model, make_tokenizer
+from oncurve.models.loading.tiny import build_model, build_tokenizer
 from oncurve.models.policy import Policy
-from oncurve.recipe.schema.sections import TinyModel
+from oncurve.recipe.schema.model import TinyModel
 from oncurve.records import Prompt
 from oncurve.terminal.chat import Chat, ChatSettings, Printer, converse
 
@@ -17,10 +17,10 @@ ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789+=:; "
 
 
 def policy(template: str | None = None) -> Policy:
-    tokenizer = make_tokenizer(ALPHABET)
+    tokenizer = build_tokenizer(ALPHABET)
     tokenizer.chat_template = template
     shape = TinyModel(layers=1, width=32, heads=2, kv_heads=1, head_size=16, mlp_width=64, context=96)
-    return Policy(make_model(shape, tokenizer, 0), tokenizer)
+    return Policy(build_model(shape, tokenizer, 0), tokenizer)
 
 
 def test_greedy_answers_are_those_of_the_model_and_the_same_each_time() -> None:

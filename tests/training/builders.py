@@ -14,8 +14,10 @@ from oncurve.engines.native.engine import NativeEngine
 from oncurve.models.loading.load import load_policy
 from oncurve.models.policy import Policy
 from oncurve.recipe.load import parse_recipe
-from oncurve.recipe.schema.recipe import Grpo, Recipe
-from oncurve.recipe.schema.sections import Engine, Model, TinyModel
+from oncurve.recipe.schema.model import Model, TinyModel
+from oncurve.recipe.schema.recipe import Recipe
+from oncurve.recipe.schema.sections import Engine
+from oncurve.recipe.schema.stages import Grpo
 from oncurve.records import Aspect, Completion, GradedGroup, Group, Prompt, ScoredCompletion, ScoredGroup, StopReason
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.python_function import FunctionReward

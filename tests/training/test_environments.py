@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from oncurve.models.chat_template import example_ids
+from oncurve.models.chat_template import encode_example
 from oncurve.recipe.load import parse_recipe
-from oncurve.recipe.schema.recipe import Recipe, Sft
+from oncurve.recipe.schema.recipe import Recipe
+from oncurve.recipe.schema.stages import Sft
 from oncurve.records import Completion, Example, GradedGroup, Prompt, ScoredCompletion, ScoredGroup, StepReport
-from oncurve.runs.database.writer import RunWriter
+from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder
 from oncurve.tasks.data.prompt_list import PromptList
 from oncurve.training.learner.learner import Learner
@@ -53,7 +54,7 @@ def test_a_run_with_an_environment_that_crashed_ends_in_the_same_bits(tmp_path: 
     with pytest.raises(SystemExit):
         begin(played(), out=tmp_path / "crashed", listeners=[Crash("grpo", 3)])
     assert fingerprint(resume(RunFolder(tmp_path / "crashed"))) == fingerprint(whole)
-    with RunWriter.open(whole.path) as store:
+    with RunReader.open(whole.path) as store:
         rows = [c for n in range(3) for c in store.group("grpo", 4, n).graded.group.completions]
         measured = store.evals()[-1]
     masks = [c.loss_mask for c in rows]
@@ -104,7 +105,7 @@ def test_worked_examples_teach_the_policy_s_own_tokens_alone() -> None:
     made = policy()
     task = PromptList((prompt,), examples=(Example(prompt, "".join(turns), turns),))
     loop = SftLoop(Sft(steps=1, batch_size=1), 0, task, made)
-    ids, wrote = example_ids(made, task.examples[0])
+    ids, wrote = encode_example(made, task.examples[0])
     with torch.no_grad():
         whole = torch.from_numpy(np.concatenate((made.encode(prompt), ids)))[None]
         made.model.set_attn_implementation("eager")

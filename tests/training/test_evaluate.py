@@ -9,8 +9,7 @@ import numpy as np
 
 from oncurve.distributed.world import World
 from oncurve.engines.native.engine import NativeEngine
-from oncurve.recipe.schema.recipe import Evaluation
-from oncurve.recipe.schema.sections import Engine
+from oncurve.recipe.schema.sections import Engine, Evaluation
 from oncurve.records import Aspect, Completion, Group, Prompt, ScoredCompletion, ScoredGroup
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.python_function import FunctionReward
@@ -43,9 +42,9 @@ def test_accuracy_by_hand() -> None:
 def test_without_a_rule_there_is_no_accuracy_and_no_pass_at_k() -> None:
     """A score has no mark at which an answer is right, however high it is."""
     groups = [group("easy", 3.0, 2.0), group(None, -1.0, None)]
-    report = summarise(groups, RewardMix(MIX.rewards, rules=()), "grpo", 7)
+    report = summarise(groups, RewardMix(MIX.rewards, accuracy_names=()), "grpo", 7)
     assert report.accuracy == 1 / 2, "what is named `answer` decides, whatever it is"
-    named = RewardMix([FunctionReward(len, "model")], rules=())
+    named = RewardMix([FunctionReward(len, "model")], accuracy_names=())
     report = summarise(groups, named, "grpo", 7)
     assert report.accuracy is None
     assert report.by_difficulty == {}
@@ -81,7 +80,7 @@ def test_of_ranks_that_sample_the_same_one_asks_for_rewards() -> None:
     first = evaluate(engine, mix, prompts, Evaluation(), **told)
     assert len(asked) == 3
     assert evaluate(engine, mix, prompts, Evaluation(), world=Beside(first.groups), **told).accuracy == first.accuracy
-    assert not mix._begun
+    assert not mix._started
     assert len(asked) == 3
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from oncurve.models import lora
 from oncurve.operations.run_model import export, load_run
 from oncurve.operations.verify import verify
-from oncurve.recipe.schema.sections import Model
+from oncurve.recipe.schema.model import Model
 from oncurve.training.start import begin, task_for
 from tests.training.builders import policy, recipe
 from tests.training.stages.test_iterative_grpo import in_slices
@@ -28,7 +28,7 @@ def test_a_run_with_an_adapter_ends_in_the_same_bits_and_exports_a_plain_model(t
     assert sum(t.numel() for t in kept.values()) < sum(t.numel() for t in one.values()) / 4
     saved = load_file(whole.path / "adapter" / lora.WEIGHTS)
     assert sum(t.numel() for t in saved.values()) == sum(t.numel() for t in kept.values())
-    assert not lora.is_on(load_run(whole).model)
+    assert not lora.is_attached(load_run(whole).model)
     export(whole, tmp_path / "plain")
     assert torch.equal(load_file(tmp_path / "plain" / "model.safetensors")["model.norm.weight"], one["model.norm.weight"])
     assert Model(source=str(tmp_path / "plain")).lora is None
@@ -61,4 +61,4 @@ def test_a_run_over_a_quantised_base_ends_in_the_same_bits_and_exports_a_plain_m
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert {t.dtype for t in one.values()} == {torch.float32}
     assert all("lora_" in name for name in load_file(whole.checkpoints / "grpo-000004" / "model.safetensors"))
-    assert not lora.is_on(load_run(whole).model)
+    assert not lora.is_attached(load_run(whole).model)

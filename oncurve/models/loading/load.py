@@ -14,10 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from oncurve.errors import MissingPackage, ModelError, OncurveError, RecipeError, pip_install
 from oncurve.models import lora
 from oncurve.models.loading import checks, gguf
-from oncurve.models.loading.tiny import make_model, make_tokenizer
+from oncurve.models.loading.tiny import build_model, build_tokenizer
 from oncurve.models.policy import MARK, Policy
 from oncurve.models.torch_compile import compile_blocks
-from oncurve.recipe.schema.sections import Model
+from oncurve.recipe.schema.model import Model
 
 
 def load_policy(config: Model, *, alphabet: str | None, seed: int) -> Policy:
@@ -28,8 +28,8 @@ def load_policy(config: Model, *, alphabet: str | None, seed: int) -> Policy:
     """
     if config.source == "tiny":
         _check_tiny(config)
-        tokenizer: PreTrainedTokenizerBase = make_tokenizer(alphabet or "".join(map(chr, range(32, 127))) + "\n")
-        model: PreTrainedModel = make_model(config.tiny, tokenizer, seed)
+        tokenizer: PreTrainedTokenizerBase = build_tokenizer(alphabet or "".join(map(chr, range(32, 127))) + "\n")
+        model: PreTrainedModel = build_model(config.tiny, tokenizer, seed)
     else:
         config = resolve_source(config)
         check_source(config.source)
@@ -38,7 +38,7 @@ def load_policy(config: Model, *, alphabet: str | None, seed: int) -> Policy:
     if config.quantise is None:
         model.to(device=choose_device(config.device), dtype=getattr(torch, config.dtype))
     else:
-        lora.keep_gradients(model)
+        lora.disable_weight_repacking(model)
     _adapt(model, config, seed)
     policy = Policy(
         model, tokenizer, system_prompt=config.system_prompt, template_options=config.template_options, compiled=config.compiled
@@ -48,7 +48,7 @@ def load_policy(config: Model, *, alphabet: str | None, seed: int) -> Policy:
     return policy
 
 
-def quiet_loading(config: Model) -> str:
+def loading_message(config: Model) -> str:
     """What is about to be loaded, for those who wait."""
     once = ": a GGUF file is de-quantised the first time, which takes a minute or two" if gguf.is_gguf(config.source) else ""
     return f"loading {config.source}{once}"
@@ -56,11 +56,11 @@ def quiet_loading(config: Model) -> str:
 
 def resolve_source(config: Model) -> Model:
     """A GGUF file as the folder it was converted to, an adapter's folder as its base with the adapter on top."""
-    base = lora.base_of(Path(config.source))
+    base = lora.adapter_base(Path(config.source))
     if base is not None:
         config = config.model_copy(update={"source": base, "adapter": config.adapter or config.source})
     if gguf.is_gguf(config.source):
-        config = config.model_copy(update={"source": str(gguf.cached_conversion(Path(config.source), config.dtype))})
+        config = config.model_copy(update={"source": str(gguf.convert_to_cache(Path(config.source), config.dtype))})
     return config
 
 
@@ -153,7 +153,7 @@ def check_source(source: str) -> None:
     """Refuses what can't be a model, before any reader of models opens it."""
     _check_path(source)
     checks.check_folder(source)
-    checks.check_reachable(source)
+    checks.check_hub_reachable(source)
 
 
 def _check_path(source: str) -> None:

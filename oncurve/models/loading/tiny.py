@@ -6,13 +6,13 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from oncurve.recipe.schema.sections import TinyModel
+from oncurve.recipe.schema.model import TinyModel
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 PAD, END, UNKNOWN = "<pad>", "<end>", "<unk>"
 
 
-def make_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
+def build_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
     """One token per character of ``alphabet`` and one per reasoning tag; any other character is ``<unk>``."""
     words = [PAD, END, UNKNOWN, *TAGS, *sorted(set(alphabet))]
     tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token=UNKNOWN))
@@ -24,7 +24,7 @@ def make_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(shape: TinyModel, tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
+def build_model(shape: TinyModel, tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
     """A Qwen3 decoder of the recipe's shape; its weights are a function of ``seed`` alone."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),

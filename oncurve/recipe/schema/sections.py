@@ -6,135 +6,12 @@ strict (a key that doesn't exist is an error) and frozen. This module imports ne
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
-Share = Annotated[float, Field(ge=0.0, le=1.0)]
-NonNegative = Annotated[float, Field(ge=0.0)]
-Count = Annotated[int, Field(ge=0)]
-
-
-def types_in(annotation: Any) -> set[Any]:
-    """The plain types that an annotation is made of: `PositiveInt | None` gives {int, NoneType}, a Literal its values'."""
-    if get_origin(annotation) is Annotated:
-        return types_in(get_args(annotation)[0])
-    if get_origin(annotation) is Literal:
-        return {type(value) for value in get_args(annotation)}
-    if get_origin(annotation) is tuple or get_origin(annotation) is dict:
-        return {get_origin(annotation)}
-    inner = get_args(annotation)
-    return set().union(*map(types_in, inner)) if inner else {annotation}
-
-
-def _as_tuples(value: Any) -> Any:
-    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
-
-
-def conflict(key: str, found: object, *, because: str, fix: str) -> PydanticCustomError:
-    """For a section's own validators: two keys that contradict each other, told in the words of a RecipeError."""
-    return PydanticCustomError("impossible", "{because}", {"key": key, "found": found, "because": because, "fix": fix})
-
-
-STAGE = "stage:"
-"""Begins the name of an earlier stage of the same run, in place of a file's or a model's."""
-
-
-class Section(BaseModel):
-    """A part of a recipe: strict, frozen, documented by the docstrings under its fields."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, strict=True, allow_inf_nan=False
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _lists_as_tuples(cls, data: Any) -> Any:
-        """Strict: TOML has types of its own, so `"16"` for 16 or `true` for 1 is a slip. But its lists are our tuples."""
-        if not isinstance(data, dict):
-            return data
-        tuples = {name for name, field in cls.model_fields.items() if tuple in types_in(field.annotation)}
-        return {key: _as_tuples(value) if key in tuples else value for key, value in data.items()}
-
-
-class TinyModel(Section):
-    """The built-in model: a small Qwen3 decoder with random weights and a tokenizer made from the task's own characters."""
-
-    layers: PositiveInt = 4
-    """Decoder layers."""
-    width: PositiveInt = 128
-    """Hidden size."""
-    heads: PositiveInt = 4
-    """Query heads."""
-    kv_heads: PositiveInt = 2
-    """Key and value heads; must divide `heads`."""
-    head_size: PositiveInt = 32
-    """Size of one head."""
-    mlp_width: PositiveInt = 384
-    """Width of the gated MLP: 3 × `width` is usual for small models."""
-    context: PositiveInt = 512
-    """Positions the model can address."""
-
-    @model_validator(mode="after")
-    def _heads_divide(self) -> TinyModel:
-        if self.heads % self.kv_heads:
-            because = f"every key and value head serves the same number of query heads, and heads is {self.heads}"
-            raise conflict("kv_heads", self.kv_heads, because=because, fix=f"use a divisor of {self.heads}")
-        return self
-
-
-class Lora(Section):
-    """A LoRA adapter (Hu et al. 2021): beside each target W a trained s·B·A of small rank, everything else left alone."""
-
-    rank: PositiveInt = 16
-    """r: the rank of the trained matrices. RL needs little: 8 to 32 comes close to full fine-tuning."""
-    alpha: PositiveFloat = 32.0
-    """α: the adapter counts with weight s = α/r."""
-    targets: Annotated[tuple[str, ...], Field(min_length=1)] = ("all-linear",)
-    """Which linear layers, by the ends of their names (`q_proj`, `v_proj` …); `all-linear` takes all but the head."""
-    rslora: bool = False
-    """s = α/√r in place of α/r (Kalajdzievski 2023): higher ranks do not learn more slowly."""
-    dora: bool = False
-    """Train each column's length apart from its direction (DoRA, Liu et al. 2024); slower."""
-
-
-class Model(Section):
-    """Which model is trained, and in what precision."""
-
-    source: str = "tiny"
-    """`tiny` for the built-in model, a folder in Hugging Face format, a hub id, a `.gguf` file, or the folder of a LoRA
-    adapter. `oncurve models` lists what is on this machine."""
-    lora: Lora | None = None
-    """Train a LoRA adapter in place of all weights. The reference of a KL term is then the same model with the adapter off."""
-    adapter: str | None = None
-    """Folder of a saved LoRA adapter, put on top of `source`: trained further where `lora` is set (its rank and targets are
-    then the folder's own), else merged into the weights."""
-    quantise: Literal["nf4", "int8"] | None = None
-    """QLoRA: hold the frozen base in 4 or 8 bits (bitsandbytes); needs `lora`."""
-    tiny: TinyModel = TinyModel()
-    """The shape of the built-in model; read only when `source` is `tiny`."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of the weights that sampler and learner share. With bfloat16 the optimiser keeps float32 master weights."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto` takes a GPU where there is one."""
-    compiled: bool = True
-    """On a CPU, sample and learn by functions compiled for the processor, where the machine has a C compiler and the model is a
-    Llama, Mistral or Qwen in float32. Sampling with top-k, top-p or min-p is torch's all the same. What was found is frozen
-    into the run."""
-    compile_blocks: bool = False
-    """Learn through norms and gated units compiled by torch, in families that have no kernels of ours (Gemma, Phi, OLMo …). The
-    first update waits for the compiler, up to a minute."""
-    system_prompt: str | None = None
-    """Put before every prompt of a task as a system message (chat models only)."""
-    template_options: dict[str, Any] = {}
-    """Extra variables for the chat template, such as `enable_thinking = false`."""
-    trust_remote_code: bool = False
-    """Run Python code that lies in the model's folder. Off: such a model is refused."""
-
-    def at(self, source: str) -> Model:
-        """The same settings for a whole model that lies there: with no adapter on top, and not quantised."""
-        return self.model_copy(update={"source": source, "lora": None, "adapter": None, "quantise": None})
+from oncurve.objective_specs import AdvantageScale, Baseline, KlEstimator, KlPlace
+from oncurve.recipe.schema.base import Count, NonNegative, Section, Share, conflict
 
 
 class Task(Section):
@@ -272,63 +149,164 @@ class SftOptimiser(Optimiser):
     """What follows the warm-up; linear and cosine go down to `final_share` of the peak at the stage's last step."""
 
 
-class StageBase(Section):
-    """What every stage has."""
+class RewardModelOptimiser(Optimiser):
+    """AdamW with the habits of reward models: few passes over the data, at a low rate that goes down."""
 
-    type: str
-    """The stage's type."""
-    name: str | None = None
-    """Unique name of the stage, used in `--set NAME.key=value`; its type when unset."""
-    task: Task | None = None
-    """A task of this stage's own; unset: the recipe's."""
-    optimiser: Optimiser = Optimiser()
-    """AdamW and its schedule."""
-    tokens_per_pack: PositiveInt = 16384
-    """Tokens forwarded at once (a micro-batch). Memory grows with it; the gradient does not depend on it."""
-    checkpointing: Literal["auto", "on", "off"] = "auto"
-    """Compute activations again in the backward pass instead of keeping them: less memory, about a third more time. `auto`: on
-    a GPU, for as many layers as memory asks for. The gradient is the same."""
-    eval_every: Count = 0
-    """Measure on held-out problems every so many steps, besides the stage's end; 0: only at the end. Where no rule says what is
-    right, the mean reward is the measure, and is taken before the first step too."""
-    save_every: Count = 0
-    """Write a checkpoint every so many steps, besides the stage's end; 0: only at the end."""
-    keep_checkpoints: PositiveInt = 3
-    """How many checkpoints of a stage are kept, the newest first. The stage's last is always kept."""
-    keep_best: str | None = None
-    """Keep also the checkpoint with the best value of this metric: `heldout_accuracy` (measured at its step: see `eval_every`;
-    the held-out reward where no rule says what is right), `reward`, or any other that the stage records; of losses, KLs and
-    shares of failures the lowest is best. Unset: none."""
+    learning_rate: PositiveFloat = 1e-5
+    """Peak learning rate. 1e-5 suits pretrained models; the built-in one takes 1e-3."""
+    schedule: Literal["constant", "linear", "cosine"] = "linear"
+    """What follows the warm-up; linear and cosine go down to `final_share` of the peak at the stage's last step."""
 
-    samples: ClassVar[bool] = False
-    """Each step samples groups of completions and rewards them (a `RolloutStage`)."""
-    uses_policy: ClassVar[bool] = True
-    """The stage needs the recipe's model."""
-    updates_policy: ClassVar[bool] = True
-    """The stage changes the policy. Only then is the policy measured on held-out prompts."""
-    runs_on_all_ranks: ClassVar[bool] = True
-    """If false, rank 0 runs the stage and broadcasts the result."""
+
+class Clip(Section):
+    """An override of the objective's own clip range."""
+
+    low: NonNegative
+    """ε_low: ratios under 1 − low are clipped where the advantage is negative."""
+    high: NonNegative
+    """ε_high: ratios over 1 + high are clipped where the advantage is positive."""
+    dual: PositiveFloat | None = None
+    """Two-sided clip: an upper bound on the ratio itself where the advantage is negative (TRL's `delta`); above 1 + high."""
+
+
+class Kl(Section):
+    """The pull toward the reference."""
+
+    beta: NonNegative = 0.0
+    """Weight of the KL term. 0: no reference is held and no pass is spent on it."""
+    estimator: KlEstimator | None = None
+    """Schulman's estimators of KL(π_θ‖π_ref) from samples; k3 is never negative. Unset: k3 in the loss, k1 in the reward, where
+    the sum over a completion is then exactly its log-ratio."""
+    where: KlPlace | None = None
+    """In the loss (GRPO), or subtracted from each completion's reward (RLOO, PPO). Unset: the objective's own, which is the
+    reward for rloo, reinforce, reinforce_pp and the stage ppo, and the loss for the others."""
+    ratio_weighted: bool = False
+    """Weight each token's KL by its ratio: unbiased also when μ > 1."""
+    refresh_every: Count = 0
+    """Iterative GRPO: every so many steps the reference becomes the policy; 0: never."""
+    on_cpu: bool = False
+    """Keep the reference's weights in the CPU's memory and put them into the policy's place for its pass: no second copy on a
+    GPU, for the way there and back in each step. Under LoRA there is no second copy anyway."""
+
+
+class Advantage(Section):
+    """How a group is graded."""
+
+    scale: AdvantageScale | None = None
+    """Divide by the group's std (GRPO), by one std over the batch, or by nothing (Dr. GRPO); or `whiten`: shift and divide, so
+    that the step's tokens have mean 0 and std 1 (REINFORCE++). Unset: the objective's own, which is none for dr_grpo, rloo and
+    reinforce, whiten for reinforce_pp and group for the others."""
+    baseline: Baseline | None = None
+    """Subtract the group's mean, the mean of the others (RLOO), or nothing (REINFORCE). Unset: the objective's own, which is
+    leave_one_out for rloo, none for reinforce and reinforce_pp, and mean for the others."""
+    eps: PositiveFloat = 1e-4
+    """Added to the std."""
+
+
+class Overlong(Section):
+    """DAPO's soft overlong punishment: a length beyond limit − buffer is punished linearly, down to −1 at the limit."""
+
+    buffer: PositiveInt
+    """Tokens before the limit over which the punishment grows."""
+    weight: float = 1.0
+    """Its weight in the total reward."""
+
+
+class Scale(Section):
+    """Past one GPU: learner processes, what they share out, and, on a Ray cluster, samplers and reward workers apart from
+    them. The gradient of a step is that of one process within 1e-5, whatever stands here."""
+
+    ranks: PositiveInt = 1
+    """Learner processes, one for each GPU (or, on a CPU, each with its share of the threads). Every rank samples its share of a
+    step's prompts with its own weights. `oncurve train --gpus N` sets it."""
+    shard: Literal["none", "optimiser", "full"] = "none"
+    """What the ranks share out in place of each holding all of it. `optimiser`: master weights and moments, with whole weights
+    and gradients on each rank and all fast paths kept. `full`: weights and gradients too, by FSDP2; the model goes through its
+    own modules, and weights are gathered for sampling. With one rank there is nothing to share out."""
+    tensor: PositiveInt = 1
+    """With `shard = "full"`: ranks that split each layer between them (tensor parallel, by the plan that transformers has for
+    the model), and learn from the same groups. Must divide `ranks`, and the model's heads, key heads and widths."""
+    offload: bool = False
+    """With `shard = "full"`: keep shards of weights and moments in the CPU's memory, for GPUs without room; slower."""
+    gather: bool = True
+    """With `shard = "full"`: gather all weights once for sampling. Without it every token gathers them anew, a layer at a time:
+    many times slower, and the only way where the weights alone are larger than a GPU."""
+    engine: Literal["native", "vllm"] = "native"
+    """What samples. `native`: with the learner's own weights, none of them copied. `vllm`: vLLM, in a process of its own, to
+    which new weights are pushed after each step."""
+    vllm_tensor: PositiveInt = 1
+    """With `engine = "vllm"`: GPUs over which vLLM splits each layer, for models that one does not hold beside the learner. The
+    learner's own is the first of them; with Ray, each sampler has so many."""
+    samplers: Count = 0
+    """With Ray: sampling processes apart from the learners; 0: the learners sample."""
+    reward_workers: Count = 0
+    """With Ray: processes that compute rewards, anywhere with CPUs; 0: those that sample do."""
+    max_staleness: Count = 0
+    """With `samplers`: how many updates the weights that wrote a completion may be older than those that learn from it. 0:
+    synchronous, and exact."""
+    timeout_s: PositiveFloat = 600.0
+    """The longest that a collective or a remote call may take. Then the run stops and says which rank waited for whom."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Scale:
+        if self.ranks % self.tensor:
+            because = f"{self.tensor} ranks hold one copy of the model together, and ranks is {self.ranks}"
+            raise conflict(
+                "tensor",
+                self.tensor,
+                because=because,
+                fix=f"use a divisor of {self.ranks}, or a multiple of {self.tensor} for ranks",
+            )
+        if self.tensor > 1 and self.shard != "full":
+            because = f'layers are split where weights are shared out, and shard is "{self.shard}"'
+            raise conflict("tensor", self.tensor, because=because, fix='use shard = "full", or leave it out')
+        if self.offload and self.shard != "full":
+            because = f'only shards of weights are kept there, and shard is "{self.shard}"'
+            fix = 'use shard = "full", or optimiser.on_cpu in the stage'
+            raise conflict("offload", "true", because=because, fix=fix)
+        if not self.gather and (self.shard != "full" or self.engine == "vllm"):
+            because = (
+                "vLLM samples with whole weights"
+                if self.engine == "vllm"
+                else f'weights are whole where shard is "{self.shard}"'
+            )
+            raise conflict("gather", "false", because=because, fix='use shard = "full" and engine = "native", or leave it out')
+        if self.vllm_tensor > 1 and self.engine != "vllm":
+            because, fix = "the native engine samples with the learner's own weights", 'use engine = "vllm", or leave it out'
+            raise conflict("vllm_tensor", self.vllm_tensor, because=because, fix=fix)
+        if self.vllm_tensor > 1 and self.ranks > 1 and not self.samplers:
+            because = f"each of the {self.ranks} ranks has a vLLM of its own on its GPU, and the next GPU is the next rank's"
+            fix = "use ranks = 1, or samplers apart from the learners (Ray)"
+            raise conflict("vllm_tensor", self.vllm_tensor, because=because, fix=fix)
+        if self.max_staleness and not self.samplers:
+            because = "the learners sample themselves, with the weights that they have"
+            raise conflict("max_staleness", self.max_staleness, because=because, fix="set samplers (Ray), or leave it out")
+        return self
 
     @property
-    def label(self) -> str:
-        return self.name or self.type
+    def copies(self) -> int:
+        """Whole copies of the model among the ranks: each samples its own share of the prompts."""
+        return self.ranks // self.tensor
 
-    @property
-    def unsharded_reason(self) -> str | None:
-        """Why the stage needs every weight on each rank (`scale.shard = "full"` is refused); None if it does not."""
-        return None
 
-    @property
-    def max_new_tokens(self) -> int | None:
-        """The length limit of completions; None if the stage does not sample."""
-        return None
+class Sink(Section):
+    """One more place for the curves, for those who live there already. A sink that fails never stops a run."""
 
-    @property
-    def time_limit_s(self) -> float | None:
-        """Seconds after which the stage ends even if steps are left."""
-        return None
+    type: Literal["tensorboard", "wandb", "trackio"]
+    """`tensorboard` writes RUN/tensorboard; `wandb` (Weights & Biases) and `trackio` go to their own projects. Each needs its
+    package: `pip install 'oncurve[TYPE]'`."""
+    project: str = "oncurve"
+    """The project of wandb or trackio; the run is called there as it is here."""
+    offline: bool = False
+    """With wandb: keep everything in RUN/wandb, for `wandb sync` later. trackio and tensorboard are local anyway."""
 
-    @property
-    def updates_in_step(self) -> int:
-        """Optimiser updates that a step makes."""
-        return 1
+
+class Evaluation(Section):
+    """How held-out accuracy, or reward where no rule says what is right, is measured."""
+
+    temperature: NonNegative = 0.0
+    """0: greedy, the same each time."""
+    samples: PositiveInt = 1
+    """Completions of each held-out problem."""
+    max_new_tokens: PositiveInt | None = None
+    """Length limit; unset: the stage's own, or 256."""

@@ -1,19 +1,5 @@
-"""The stage `dpo`: learning from preference pairs, without sampling and without rewards.
-
-Iterative GRPO: every so many steps the reward model learns from fresh comparisons, and the reference becomes the policy.
-
-The stage `ppo`: what GRPO is measured against.
-
-The stage `rejection_sample`: the policy's own best answers, kept for an sft stage to imitate.
-
-The stage `reward_model`: a model of what is preferred, learned from comparisons, ratings or judged steps.
-
-The sections of stages that sample completions and reward them: what grpo, ppo and trpo have in common.
-
-The stage `training_free`: GRPO without gradients, by words in the prompt.
-
-The stage `trpo`: the natural gradient itself, for models that fit.
-"""
+"""The stages of a recipe, one class each. A stage's traits (does it sample, does it use or update the policy) are class
+attributes, so that no other module has to list stage types."""
 
 from __future__ import annotations
 
@@ -21,174 +7,111 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
+from oncurve.objective_specs import ObjectiveName
+from oncurve.recipe.schema.base import Count, NonNegative, Section, Share, conflict
 from oncurve.recipe.schema.sections import (
-    Count,
-    NonNegative,
+    Advantage,
+    Clip,
+    Kl,
     Optimiser,
+    Overlong,
     Reward,
+    RewardModelOptimiser,
     Sampling,
-    Section,
-    Share,
-    StageBase,
-    conflict,
+    SftOptimiser,
+    Task,
 )
 
 
-class Dpo(StageBase):
-    """Direct preference optimisation (Rafailov et al. 2023) on pairs from a file, offline; IPO and SimPO as its variants."""
+class StageBase(Section):
+    """What every stage has."""
 
-    type: Literal["dpo"] = "dpo"
+    type: str
     """The stage's type."""
-    pairs: str
-    """The file of pairs: `.jsonl`, `.json` (either with `.gz`) or `.parquet`, a row for each."""
-    prompt: str = "prompt"
-    """Column of the prompt: a text or a list of messages. Pairs without it may be whole dialogues that differ in the last
-    answer, as messages or as `Human: … Assistant: …`."""
-    chosen: str = "chosen"
-    """Column of the better completion: a text, or one message."""
-    rejected: str = "rejected"
-    """Column of the worse completion: a text, or one message."""
-    chat: bool = False
-    """Send text prompts as a user's message through the model's chat template, not as they are."""
+    name: str | None = None
+    """Unique name of the stage, used in `--set NAME.key=value`; its type when unset."""
+    task: Task | None = None
+    """A task of this stage's own; unset: the recipe's."""
+    optimiser: Optimiser = Optimiser()
+    """AdamW and its schedule."""
+    tokens_per_pack: PositiveInt = 16384
+    """Tokens forwarded at once (a micro-batch). Memory grows with it; the gradient does not depend on it."""
+    checkpointing: Literal["auto", "on", "off"] = "auto"
+    """Compute activations again in the backward pass instead of keeping them: less memory, about a third more time. `auto`: on
+    a GPU, for as many layers as memory asks for. The gradient is the same."""
+    eval_every: Count = 0
+    """Measure on held-out problems every so many steps, besides the stage's end; 0: only at the end. Where no rule says what is
+    right, the mean reward is the measure, and is taken before the first step too."""
+    save_every: Count = 0
+    """Write a checkpoint every so many steps, besides the stage's end; 0: only at the end."""
+    keep_checkpoints: PositiveInt = 3
+    """How many checkpoints of a stage are kept, the newest first. The stage's last is always kept."""
+    keep_best: str | None = None
+    """Keep also the checkpoint with the best value of this metric: `heldout_accuracy` (measured at its step: see `eval_every`;
+    the held-out reward where no rule says what is right), `reward`, or any other that the stage records; of losses, KLs and
+    shares of failures the lowest is best. Unset: none."""
+
+    samples: ClassVar[bool] = False
+    """Each step samples groups of completions and rewards them (a `RolloutStage`)."""
+    uses_policy: ClassVar[bool] = True
+    """The stage needs the recipe's model."""
+    updates_policy: ClassVar[bool] = True
+    """The stage changes the policy. Only then is the policy measured on held-out prompts."""
+    runs_on_all_ranks: ClassVar[bool] = True
+    """If false, rank 0 runs the stage and broadcasts the result."""
+
+    @property
+    def label(self) -> str:
+        return self.name or self.type
+
+    @property
+    def unsharded_reason(self) -> str | None:
+        """Why the stage needs every weight on each rank (`scale.shard = "full"` is refused); None if it does not."""
+        return None
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """The length limit of completions; None if the stage does not sample."""
+        return None
+
+    @property
+    def time_limit_s(self) -> float | None:
+        """Seconds after which the stage ends even if steps are left."""
+        return None
+
+    @property
+    def updates_in_step(self) -> int:
+        """Optimiser updates that a step makes."""
+        return 1
+
+
+class Sft(StageBase):
+    """Supervised training on worked examples: loss on the completion's tokens only."""
+
+    type: Literal["sft"] = "sft"
+    """The stage's type."""
+    data: str | None = None
+    """A file of worked examples, with the columns `prompt` and `completion` or whole chats; or `stage:NAME` for what a stage
+    of type `rejection_sample` kept. Unset: the task's own."""
+    examples: PositiveInt | None = None
+    """Use only the first so many worked examples; unset: all there are."""
     steps: PositiveInt = 200
     """Optimiser updates."""
     batch_size: PositiveInt = 32
-    """Pairs in an update. Drawn in epochs, each shuffled by (seed, epoch)."""
-    loss: Literal["dpo", "ipo", "simpo"] = "dpo"
-    """`dpo`; `ipo`, whose squared loss stops at a margin of 1/(2β) instead of pushing on; or `simpo`, without a reference."""
-    beta: PositiveFloat = 0.1
-    """How dear it is to leave the reference: small moves further. simpo's is 2 or more."""
-    margin: NonNegative = 0.5
-    """γ, of simpo alone: how much better per token the chosen one must be, in units of 1/β."""
-
-
-class RewardModelOptimiser(Optimiser):
-    """AdamW with the habits of reward models: few passes over the data, at a low rate that goes down."""
-
-    learning_rate: PositiveFloat = 1e-5
-    """Peak learning rate. 1e-5 suits pretrained models; the built-in one takes 1e-3."""
-    schedule: Literal["constant", "linear", "cosine"] = "linear"
-    """What follows the warm-up; linear and cosine go down to `final_share` of the peak at the stage's last step."""
-
-
-class RewardModel(StageBase):
-    """A reward model by the policy's side: its backbone with a head in place of the vocabulary. The policy itself stays as it
-    is.
-
-    The result lies in the run's folder under `reward_models/NAME` and loads in transformers and TRL. A later stage rewards with
-    it by `type = "model"` and `model = "stage:NAME"`.
-    """
-
-    type: Literal["reward_model"] = "reward_model"
-    """The stage's type."""
-    kind: Literal["pairs", "ratings", "steps"] = "pairs"
-    """What the data say: which of two completions is better (Bradley–Terry), how good one is (regression), or which of its
-    steps are right (a process reward model)."""
-    data: str
-    """The file: `.jsonl`, `.json` (either with `.gz`) or `.parquet`."""
-    prompt: str = "prompt"
-    """Column of the prompt: a text or a list of messages. Pairs without it may be whole dialogues that differ in the last
-    answer, as messages or as `Human: … Assistant: …`."""
-    chosen: str = "chosen"
-    """Pairs: column of the better completion."""
-    rejected: str = "rejected"
-    """Pairs: column of the worse completion."""
-    margin: str | None = None
-    """Pairs: column of how much better the chosen one is, 0 or more; unset: 0."""
-    completion: str = "completion"
-    """Ratings: column of the completion."""
-    completions: str = "completions"
-    """Steps: column of the list of steps, each a text."""
-    labels: str = "labels"
-    """Steps: column of the list of whether each step is right, true or false."""
-    aspects: Annotated[tuple[str, ...], Field(max_length=32)] = ()
-    """One head for each, by the column of its name: for ratings the number; for pairs above 0 where the chosen one is better in
-    it, below 0 where the rejected one is, 0 or missing where neither. Unset: one head for all."""
-    chat: bool = False
-    """Send text prompts as a user's message through the model's chat template, not as they are."""
-    source: str | None = None
-    """Begin from this folder or hub id (a reward model or a language model); unset: from the policy as the stage finds it."""
-    heldout_share: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.2
-    """Share of the prompts kept aside: accuracy and calibration are measured on their rows. No prompt is on both sides."""
-    max_tokens: PositiveInt = 2048
-    """Rows with a longer text are left out, and counted."""
-    steps: PositiveInt = 200
-    """Optimiser updates."""
-    batch_size: PositiveInt = 32
-    """Rows in an update. Drawn in epochs, each shuffled by (seed, epoch)."""
-    optimiser: RewardModelOptimiser = RewardModelOptimiser()
+    """Examples in an update. Drawn in epochs, each shuffled by (seed, epoch)."""
+    seconds: PositiveFloat | None = None
+    """Stop after this many seconds even if steps are left (for comparisons at equal time; such a run is not repeatable)."""
+    heldout_share: Share = 0.0
+    """Share of the examples kept aside: their loss is measured every `eval_every` steps and at the end (`heldout_loss`)."""
+    patience: PositiveInt | None = None
+    """Stop early where `heldout_loss` has not fallen below its lowest for so many measurements; needs `heldout_share` and
+    `eval_every`."""
+    optimiser: SftOptimiser = SftOptimiser()
     """AdamW and its schedule."""
 
-    updates_policy: ClassVar[bool] = False
-
     @property
-    def unsharded_reason(self) -> str:
-        return "trains a second model next to the policy"
-
-    @property
-    def heads(self) -> tuple[str, ...]:
-        """The names of the model's outputs."""
-        return ("wrong", "right") if self.kind == "steps" else self.aspects or ("reward",)
-
-
-Baseline = Literal["mean", "leave_one_out", "none"]
-Scale = Literal["group", "batch", "whiten", "none"]
-KlEstimator = Literal["k1", "k2", "k3"]
-KlPlace = Literal["loss", "reward"]
-
-
-class Clip(Section):
-    """An override of the objective's own clip range."""
-
-    low: NonNegative
-    """ε_low: ratios under 1 − low are clipped where the advantage is negative."""
-    high: NonNegative
-    """ε_high: ratios over 1 + high are clipped where the advantage is positive."""
-    dual: PositiveFloat | None = None
-    """Two-sided clip: an upper bound on the ratio itself where the advantage is negative (TRL's `delta`); above 1 + high."""
-
-
-class Kl(Section):
-    """The pull toward the reference."""
-
-    beta: NonNegative = 0.0
-    """Weight of the KL term. 0: no reference is held and no pass is spent on it."""
-    estimator: KlEstimator | None = None
-    """Schulman's estimators of KL(π_θ‖π_ref) from samples; k3 is never negative. Unset: k3 in the loss, k1 in the reward, where
-    the sum over a completion is then exactly its log-ratio."""
-    where: KlPlace | None = None
-    """In the loss (GRPO), or subtracted from each completion's reward (RLOO, PPO). Unset: the objective's own, which is the
-    reward for rloo, reinforce, reinforce_pp and the stage ppo, and the loss for the others."""
-    ratio_weighted: bool = False
-    """Weight each token's KL by its ratio: unbiased also when μ > 1."""
-    refresh_every: Count = 0
-    """Iterative GRPO: every so many steps the reference becomes the policy; 0: never."""
-    on_cpu: bool = False
-    """Keep the reference's weights in the CPU's memory and put them into the policy's place for its pass: no second copy on a
-    GPU, for the way there and back in each step. Under LoRA there is no second copy anyway."""
-
-
-class Advantage(Section):
-    """How a group is graded."""
-
-    scale: Scale | None = None
-    """Divide by the group's std (GRPO), by one std over the batch, or by nothing (Dr. GRPO); or `whiten`: shift and divide, so
-    that the step's tokens have mean 0 and std 1 (REINFORCE++). Unset: the objective's own, which is none for dr_grpo, rloo and
-    reinforce, whiten for reinforce_pp and group for the others."""
-    baseline: Baseline | None = None
-    """Subtract the group's mean, the mean of the others (RLOO), or nothing (REINFORCE). Unset: the objective's own, which is
-    leave_one_out for rloo, none for reinforce and reinforce_pp, and mean for the others."""
-    eps: PositiveFloat = 1e-4
-    """Added to the std."""
-
-
-class Overlong(Section):
-    """DAPO's soft overlong punishment: a length beyond limit − buffer is punished linearly, down to −1 at the limit."""
-
-    buffer: PositiveInt
-    """Tokens before the limit over which the punishment grows."""
-    weight: float = 1.0
-    """Its weight in the total reward."""
+    def time_limit_s(self) -> float | None:
+        return self.seconds
 
 
 SAMPLED_TYPES = ("grpo", "ppo", "trpo")
@@ -280,6 +203,30 @@ class Iteration(Section):
     """AdamW of the reward model; its moments last over all rounds."""
 
 
+class Grpo(PolicyGradientStage):
+    """Group relative policy optimisation (DeepSeekMath, 2024) and its relatives."""
+
+    type: Literal["grpo"] = "grpo"
+    """The stage's type."""
+    objective: ObjectiveName = "grpo"
+    """A composition of ratio, surrogate and reduction; `oncurve recipe explain grpo.objective` shows the table."""
+    advantage: Advantage = Advantage()
+    """How a group is graded."""
+    no_signal: Literal["drop", "keep", "resample"] = "drop"
+    """Groups of equal rewards: not forwarded (`drop`; they still count in the totals), forwarded anyway (`keep`), or replaced
+    by fresh prompts until the step is full (`resample`: DAPO's dynamic sampling)."""
+    max_resample_rounds: PositiveInt = 4
+    """With `resample`: rounds of fresh prompts before the step goes on with what it has."""
+    length_budget: PositiveInt | None = None
+    """The constant that dr_grpo divides by; unset: `sampling.max_new_tokens`."""
+    iterate: Iteration | None = None
+    """Iterative GRPO with a reward model that learns from fresh comparisons as the policy changes. Unset: it stays as it is."""
+
+    @property
+    def unsharded_reason(self) -> str | None:
+        return None if self.iterate is None else "trains a second model next to the policy"
+
+
 class Critic(Section):
     """The network that guesses the reward to come, and how it is trained."""
 
@@ -321,6 +268,126 @@ class Ppo(PolicyGradientStage):
             because = f"the stage has {self.steps} steps, and none would train the policy"
             raise conflict("critic.warmup_steps", self.critic.warmup_steps, because=because, fix=f"use less than {self.steps}")
         return self
+
+
+class Trpo(RolloutStage):
+    """Trust region policy optimisation (Schulman et al. 2015) on group advantages: a natural gradient step of bounded KL."""
+
+    type: Literal["trpo"] = "trpo"
+    """The stage's type."""
+    advantage: Advantage = Advantage()
+    """How a group is graded."""
+    max_kl: PositiveFloat = 0.01
+    """δ: mean KL(π_old‖π_new) per token that a step may cost. It takes the place of a learning rate."""
+    cg_iterations: PositiveInt = 10
+    """Iterations of conjugate gradient for (F + damping) x = g. More come nearer to the natural gradient; each is a pass."""
+    damping: NonNegative = 0.1
+    """Added to the Fisher matrix's diagonal: directions that it knows nothing of are not followed without bound."""
+    fisher_share: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
+    """Share of a step's groups that the Fisher matrix is measured on: the paper's. The KL bound is checked on all of them."""
+    backtracks: PositiveInt = 10
+    """How often the line search may shorten the step before the step is given up."""
+    backtrack_by: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
+    """By how much each time."""
+
+    @property
+    def unsharded_reason(self) -> str:
+        return "differentiates the whole model twice"
+
+    @model_validator(mode="after")
+    def _no_optimiser(self) -> Trpo:
+        if self.optimiser != Optimiser(guard=self.optimiser.guard):
+            because = "a trpo step is as long as its KL bound allows: there is no learning rate, no moment, no schedule"
+            raise conflict("optimiser", "set", because=because, fix="leave all but its guard out, and set max_kl instead")
+        return self
+
+
+class Dpo(StageBase):
+    """Direct preference optimisation (Rafailov et al. 2023) on pairs from a file, offline; IPO and SimPO as its variants."""
+
+    type: Literal["dpo"] = "dpo"
+    """The stage's type."""
+    pairs: str
+    """The file of pairs: `.jsonl`, `.json` (either with `.gz`) or `.parquet`, a row for each."""
+    prompt: str = "prompt"
+    """Column of the prompt: a text or a list of messages. Pairs without it may be whole dialogues that differ in the last
+    answer, as messages or as `Human: … Assistant: …`."""
+    chosen: str = "chosen"
+    """Column of the better completion: a text, or one message."""
+    rejected: str = "rejected"
+    """Column of the worse completion: a text, or one message."""
+    chat: bool = False
+    """Send text prompts as a user's message through the model's chat template, not as they are."""
+    steps: PositiveInt = 200
+    """Optimiser updates."""
+    batch_size: PositiveInt = 32
+    """Pairs in an update. Drawn in epochs, each shuffled by (seed, epoch)."""
+    loss: Literal["dpo", "ipo", "simpo"] = "dpo"
+    """`dpo`; `ipo`, whose squared loss stops at a margin of 1/(2β) instead of pushing on; or `simpo`, without a reference."""
+    beta: PositiveFloat = 0.1
+    """How dear it is to leave the reference: small moves further. simpo's is 2 or more."""
+    margin: NonNegative = 0.5
+    """γ, of simpo alone: how much better per token the chosen one must be, in units of 1/β."""
+
+
+class RewardModel(StageBase):
+    """A reward model by the policy's side: its backbone with a head in place of the vocabulary. The policy itself stays as it
+    is.
+
+    The result lies in the run's folder under `reward_models/NAME` and loads in transformers and TRL. A later stage rewards with
+    it by `type = "model"` and `model = "stage:NAME"`.
+    """
+
+    type: Literal["reward_model"] = "reward_model"
+    """The stage's type."""
+    kind: Literal["pairs", "ratings", "steps"] = "pairs"
+    """What the data say: which of two completions is better (Bradley–Terry), how good one is (regression), or which of its
+    steps are right (a process reward model)."""
+    data: str
+    """The file: `.jsonl`, `.json` (either with `.gz`) or `.parquet`."""
+    prompt: str = "prompt"
+    """Column of the prompt: a text or a list of messages. Pairs without it may be whole dialogues that differ in the last
+    answer, as messages or as `Human: … Assistant: …`."""
+    chosen: str = "chosen"
+    """Pairs: column of the better completion."""
+    rejected: str = "rejected"
+    """Pairs: column of the worse completion."""
+    margin: str | None = None
+    """Pairs: column of how much better the chosen one is, 0 or more; unset: 0."""
+    completion: str = "completion"
+    """Ratings: column of the completion."""
+    completions: str = "completions"
+    """Steps: column of the list of steps, each a text."""
+    labels: str = "labels"
+    """Steps: column of the list of whether each step is right, true or false."""
+    aspects: Annotated[tuple[str, ...], Field(max_length=32)] = ()
+    """One head for each, by the column of its name: for ratings the number; for pairs above 0 where the chosen one is better in
+    it, below 0 where the rejected one is, 0 or missing where neither. Unset: one head for all."""
+    chat: bool = False
+    """Send text prompts as a user's message through the model's chat template, not as they are."""
+    source: str | None = None
+    """Begin from this folder or hub id (a reward model or a language model); unset: from the policy as the stage finds it."""
+    heldout_share: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.2
+    """Share of the prompts kept aside: accuracy and calibration are measured on their rows. No prompt is on both sides."""
+    max_tokens: PositiveInt = 2048
+    """Rows with a longer text are left out, and counted."""
+    steps: PositiveInt = 200
+    """Optimiser updates."""
+    batch_size: PositiveInt = 32
+    """Rows in an update. Drawn in epochs, each shuffled by (seed, epoch)."""
+    optimiser: RewardModelOptimiser = RewardModelOptimiser()
+    """AdamW and its schedule."""
+
+    updates_policy: ClassVar[bool] = False
+
+    @property
+    def unsharded_reason(self) -> str:
+        return "trains a second model next to the policy"
+
+    @property
+    def heads(self) -> tuple[str, ...]:
+        """The names of the model's outputs."""
+        return ("wrong", "right") if self.kind == "steps" else self.aspects or ("reward",)
 
 
 class RejectionSample(RolloutStage):
@@ -383,33 +450,4 @@ class TrainingFree(RolloutStage):
         return "runs on rank 0 only"
 
 
-class Trpo(RolloutStage):
-    """Trust region policy optimisation (Schulman et al. 2015) on group advantages: a natural gradient step of bounded KL."""
-
-    type: Literal["trpo"] = "trpo"
-    """The stage's type."""
-    advantage: Advantage = Advantage()
-    """How a group is graded."""
-    max_kl: PositiveFloat = 0.01
-    """δ: mean KL(π_old‖π_new) per token that a step may cost. It takes the place of a learning rate."""
-    cg_iterations: PositiveInt = 10
-    """Iterations of conjugate gradient for (F + damping) x = g. More come nearer to the natural gradient; each is a pass."""
-    damping: NonNegative = 0.1
-    """Added to the Fisher matrix's diagonal: directions that it knows nothing of are not followed without bound."""
-    fisher_share: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
-    """Share of a step's groups that the Fisher matrix is measured on: the paper's. The KL bound is checked on all of them."""
-    backtracks: PositiveInt = 10
-    """How often the line search may shorten the step before the step is given up."""
-    backtrack_by: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
-    """By how much each time."""
-
-    @property
-    def unsharded_reason(self) -> str:
-        return "differentiates the whole model twice"
-
-    @model_validator(mode="after")
-    def _no_optimiser(self) -> Trpo:
-        if self.optimiser != Optimiser(guard=self.optimiser.guard):
-            because = "a trpo step is as long as its KL bound allows: there is no learning rate, no moment, no schedule"
-            raise conflict("optimiser", "set", because=because, fix="leave all but its guard out, and set max_kl instead")
-        return self
+Stage = Annotated[Sft | Grpo | Ppo | Trpo | Dpo | RewardModel | RejectionSample | TrainingFree, Field(discriminator="type")]

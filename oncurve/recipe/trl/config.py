@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from oncurve.errors import DataError
-from oncurve.recipe.schema.recipe import ObjectiveName
+from oncurve.objective_specs import OBJECTIVE_SPECS, ObjectiveName
 
 TRL_DEFAULTS: dict[str, Any] = {
     "per_device_train_batch_size": 8,
@@ -43,16 +43,10 @@ TRL_DEFAULTS: dict[str, Any] = {
 }
 """Defaults of TRL 1.16's GRPOConfig that differ from the recipe's, or that other options are read by."""
 
-OBJECTIVES: dict[tuple[str, str], ObjectiveName] = {
-    ("grpo", "token"): "grpo",
-    ("dapo", "token"): "dapo",
-    ("dr_grpo", "token"): "dr_grpo",
-    ("bnpo", "token"): "bnpo",
-    ("cispo", "token"): "cispo",
-    ("sapo", "token"): "sapo",
-    ("grpo", "sequence"): "gspo",
+TRL_OBJECTIVES: dict[tuple[str, str], ObjectiveName] = {
+    spec.trl: name for name, spec in OBJECTIVE_SPECS.items() if spec.trl is not None
 }
-"""(loss_type, importance_sampling_level) → objective: those that are the same loss."""
+"""(loss_type, importance_sampling_level) → the objective with the same loss."""
 
 
 class NoCounterpart(Exception):
@@ -143,10 +137,10 @@ class TrlConfig:
     def objective(self) -> ObjectiveName:
         """The same loss, else the nearest: the sequence ratio decides before the reduction does."""
         loss, level = str(self.value("loss_type")), str(self.value("importance_sampling_level"))
-        if (loss, level) in OBJECTIVES:
-            return OBJECTIVES[loss, level]
+        if (loss, level) in TRL_OBJECTIVES:
+            return TRL_OBJECTIVES[loss, level]
         return "gspo" if level == "sequence" else "grpo"
 
     @property
     def same_objective(self) -> bool:
-        return (str(self.value("loss_type")), str(self.value("importance_sampling_level"))) in OBJECTIVES
+        return (str(self.value("loss_type")), str(self.value("importance_sampling_level"))) in TRL_OBJECTIVES

@@ -15,7 +15,8 @@ import yaml  # type: ignore[import-untyped]
 
 from oncurve.errors import DataError, did_you_mean
 from oncurve.recipe.keys import field_at, toml
-from oncurve.recipe.schema.recipe import Recipe, Sink
+from oncurve.recipe.schema.recipe import Recipe
+from oncurve.recipe.schema.sections import Sink
 from oncurve.recipe.trl.config import NoCounterpart, TrlConfig
 from oncurve.recipe.trl.options import TRL_OPTIONS
 

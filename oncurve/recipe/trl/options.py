@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from oncurve.recipe.defaults import OBJECTIVE_DEFAULTS, ObjectiveDefaults
+from oncurve.objective_specs import OBJECTIVE_SPECS
 from oncurve.recipe.trl.config import NoCounterpart, TrlConfig
 
 
@@ -85,7 +85,7 @@ def _clip_dual(config: TrlConfig) -> float | None:
 def _scale(config: TrlConfig) -> str | None:
     value = str(config.value("scale_rewards"))
     scale = {"True": "group", "False": "none", "true": "group", "false": "none"}.get(value, value)
-    own = OBJECTIVE_DEFAULTS.get(config.objective, ObjectiveDefaults()).scale
+    own = OBJECTIVE_SPECS[config.objective].scale
     return None if scale == own and "scale_rewards" not in config.said else scale
 
 

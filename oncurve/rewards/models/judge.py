@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from oncurve.errors import RecipeError
-from oncurve.recipe.schema.sections import Count, Section
+from oncurve.recipe.schema.base import Count, Section
 from oncurve.records import Group, Prompt
 from oncurve.rewards.base import Result, Score
 from oncurve.rewards.models.judge_client import JudgeClient, JudgeReplyError
@@ -123,7 +123,7 @@ class JudgeReward:
     name: str
     weight: float
     options: JudgeOptions
-    waits: bool = field(default=True, init=False)
+    is_async: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
         _ = self._client
@@ -133,7 +133,7 @@ class JudgeReward:
         return client_for(self.options, f"rewards.{self.name}")
 
     @property
-    def remarks(self) -> list[str]:
+    def log_lines(self) -> list[str]:
         return [f"{self.name}: {self.options.described}"]
 
     def score(self, group: Group) -> Sequence[Result]:

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from oncurve.errors import RecipeError
 from oncurve.plugins import load_function
-from oncurve.recipe.schema.sections import Section
+from oncurve.recipe.schema.base import Section
 from oncurve.records import Completion, Group, Prompt
 from oncurve.rewards.base import Result, Score, score_concurrently
 from oncurve.rewards.models.judge import JudgeOptions, client_for, parse_reply, request, share
@@ -96,7 +96,7 @@ class ProcessOptions(Section):
 
 @dataclass(frozen=True)
 class ProcessReward:
-    """Step rewards by one source. `decode_with` gives it the policy's tokenizer, which alone knows where tokens end."""
+    """Step rewards by one source. `set_decoder` gives it the policy's tokenizer, which alone knows where tokens end."""
 
     name: str
     weight: float
@@ -112,14 +112,14 @@ class ProcessReward:
         _ = self._splitter, self._function, self._model, self._judge
 
     @property
-    def waits(self) -> bool:
+    def is_async(self) -> bool:
         return self._judge is not None
 
     @property
-    def remarks(self) -> list[str]:
+    def log_lines(self) -> list[str]:
         return [] if self._judge is None else [f"{self.name}: steps {self._judge.options.described}"]
 
-    def decode_with(self, decode: Decode) -> None:
+    def set_decoder(self, decode: Decode) -> None:
         self._decode[:] = [decode]
 
     def score(self, group: Group) -> list[Result]:

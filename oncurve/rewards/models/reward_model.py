@@ -19,8 +19,8 @@ from typing import Any
 from pydantic import Field, PositiveInt
 
 from oncurve.errors import ModelError
-from oncurve.models.chat_template import by_template
-from oncurve.recipe.schema.sections import STAGE, Section
+from oncurve.models.chat_template import apply_chat_template
+from oncurve.recipe.schema.base import STAGE_PREFIX, Section
 from oncurve.records import Group, Prompt
 from oncurve.rewards.base import Result, Score
 
@@ -58,10 +58,10 @@ class RewardModelReward:
     _runs: list[Path] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if not self.options.model.startswith(STAGE):
+        if not self.options.model.startswith(STAGE_PREFIX):
             _ = self._weights
 
-    def find_in(self, run: Path) -> None:
+    def set_run_folder(self, run: Path) -> None:
         """The folder of the run, where models that its own stages train will lie."""
         self._runs[:] = [run]
 
@@ -74,9 +74,9 @@ class RewardModelReward:
     def source(self) -> str:
         """Where the model lies."""
         name = self.options.model
-        if not name.startswith(STAGE):
+        if not name.startswith(STAGE_PREFIX):
             return name
-        folder = [run / TRAINED / name.removeprefix(STAGE) for run in self._runs]
+        folder = [run / TRAINED / name.removeprefix(STAGE_PREFIX) for run in self._runs]
         if not folder or not folder[0].is_dir():
             raise ModelError(
                 f"rewards.{self.name}.model",
@@ -156,7 +156,7 @@ def conversation(tokenizer: Any, prompt: Prompt, text: str) -> tuple[str, bool]:
     if getattr(tokenizer, "chat_template", None):
         asked = [dict(m) for m in prompt.messages] if prompt.messages else [{"role": "user", "content": prompt.text or ""}]
         chat = [*asked, {"role": "assistant", "content": text}]
-        return str(by_template(tokenizer, chat, prompt.id, "the reward model's", tokenize=False)), False
+        return str(apply_chat_template(tokenizer, chat, prompt.id, "the reward model's", tokenize=False)), False
     return prompt.shown + text, True
 
 

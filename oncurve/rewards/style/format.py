@@ -10,7 +10,7 @@ import regex  # type: ignore[import-untyped]
 from pydantic import PositiveFloat
 
 from oncurve.errors import RecipeError
-from oncurve.recipe.schema.sections import Section
+from oncurve.recipe.schema.base import Section
 from oncurve.records import Completion, Group
 from oncurve.rewards.base import Result, Score, score_each
 from oncurve.tasks.base import TAGS

@@ -14,7 +14,7 @@ import regex  # type: ignore[import-untyped]
 from pydantic import PositiveFloat
 
 from oncurve.errors import MissingPackage, RecipeError, pip_install
-from oncurve.recipe.schema.sections import Section
+from oncurve.recipe.schema.base import Section
 from oncurve.records import Completion, Group
 from oncurve.rewards.base import Result, Score, score_each
 from oncurve.rewards.verifiers.answer_extraction import extract_fenced, extract_tagged, without_thinking

@@ -16,7 +16,7 @@ from importlib import import_module
 from importlib.util import find_spec
 
 from oncurve.errors import MissingPackage, RecipeError, pip_install
-from oncurve.recipe.schema.sections import Section
+from oncurve.recipe.schema.base import Section
 from oncurve.records import Completion, Group
 from oncurve.rewards.base import Result, Score, score_each
 from oncurve.rewards.verifiers.answer_extraction import without_thinking

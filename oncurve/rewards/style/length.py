@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import Field, PositiveInt, model_validator
 
-from oncurve.recipe.schema.sections import Section
+from oncurve.recipe.schema.base import Section
 from oncurve.records import Completion, Group
 from oncurve.rewards.base import Result, Score, score_each
 from oncurve.rewards.verifiers.answer import AnswerOptions, AnswerReward

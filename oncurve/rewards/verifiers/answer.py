@@ -1,4 +1,4 @@
-"""The right answer: 1, anything else: 0."""
+"""The reward `answer`: 1 if the completion's answer equals the gold answer as a number or text, else 0."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from oncurve.recipe.schema.sections import Section
+from oncurve.recipe.schema.base import Section
 from oncurve.records import Completion, Group
 from oncurve.rewards.base import Result, Score, score_each
 from oncurve.rewards.verifiers.answer_extraction import Take, answer_in, extract_boxed, extract_hashed
 
 _NUMBER = re.compile(r"[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]*)?")
 _LONGEST_NUMBER = 100
-"""Longer digit strings are compared as texts: nobody means them, and Python refuses to convert the longest."""
+"""Longer digit strings are compared as texts: Python refuses to convert the longest ones."""
 
 
 class AnswerOptions(Section):
-    """Options of the reward `answer`."""
+    """1 for the right number or text, else 0."""
 
     take: Take = "tag"
-    """Where the answer is written: `tag` (the last `<answer>…</answer>`), `boxed` (the last `\\boxed{}`), `hashes` (after
-    the last `####`), `number` (the last number), or `any` (the first of these that is there). Text inside think tags never
+    """Where the answer is read from: `tag` (the last `<answer>…</answer>`), `boxed` (the last `\\boxed{}`), `hashes` (after
+    the last `####`), `number` (the last number), or `any` (the first of these that is present). Text inside think tags never
     counts."""
     column: str = "answer"
-    """Column of the right answer, or of a list of right answers. A prompt without it is not graded by this reward."""
+    """Column of the right answer, or of a list of right answers. The reward does not apply to prompts without it."""
 
 
 @dataclass(frozen=True)
 class AnswerReward:
-    """Compares as numbers where both are (`+007`, `7.0` and `7` are one; `1,000` is 1000), else as texts."""
+    """Compares as numbers if both are (`+007`, `7.0` and `7` are equal; `1,000` is 1000), else as texts."""
 
     name: str
     weight: float
@@ -47,23 +47,22 @@ class AnswerReward:
         answer = answer_in(completion.text, self.options.take)
         if answer is None:
             return Score(0.0, "no answer found")
-        right = any(answers_equal(answer, gold_answer(gold)) for gold in golds)
-        return Score(
-            float(right), f"{short(answer)} is right" if right else f"{short(answer)} is not {short(gold_answer(golds[0]))}"
-        )
+        if any(answers_equal(answer, gold_answer(gold)) for gold in golds):
+            return Score(1.0, f"{short(answer)} is right")
+        return Score(0.0, f"{short(answer)} is not {short(gold_answer(golds[0]))}")
 
 
 def gold_answer(gold: str) -> str:
-    """The answer itself where a data set gives a whole solution, ending in `#### 18` or holding a box."""
-    for source in (extract_hashed, extract_boxed):
-        found = source(gold)
-        if found is not None:
-            return found
+    """The final answer of a gold column, which may hold a complete solution that ends in `#### 18` or in a box."""
+    for extract in (extract_hashed, extract_boxed):
+        answer = extract(gold)
+        if answer is not None:
+            return answer
     return gold
 
 
 def answers_equal(one: str, other: str) -> bool:
-    """Whether two answers are the same number, or the same text."""
+    """Whether two answers are the same number, or the same text; white space is normalised."""
     one, other = " ".join(one.split()), " ".join(other.split())
     left, right = as_number(one), as_number(other)
     if left is not None and right is not None:
@@ -72,7 +71,7 @@ def answers_equal(one: str, other: str) -> bool:
 
 
 def as_number(text: str) -> Fraction | None:
-    """The exact value of a decimal number in ASCII digits (`−` counts as a minus); digits of other scripts stay text."""
+    """The exact value of a decimal number in ASCII digits (`−` counts as a minus sign); None for digits of other scripts."""
     text = text.replace("−", "-")
     if len(text) > _LONGEST_NUMBER or not _NUMBER.fullmatch(text) or not any(c.isdigit() for c in text):
         return None
@@ -80,4 +79,5 @@ def as_number(text: str) -> Fraction | None:
 
 
 def short(answer: str) -> str:
+    """An answer quoted for a reason, at most 60 characters of it."""
     return repr(answer if len(answer) <= 60 else f"{answer[:57]}...")

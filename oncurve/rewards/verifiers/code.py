@@ -1,13 +1,13 @@
-"""Programs that a model writes, run against tests in a sandbox: 1 where all pass, or the share that does.
+"""The reward `code`: runs the program of a completion against tests in a sandbox; 1 if all pass, or the fraction that does.
 
 Three kinds of tests, by the prompt's columns:
 
-    inputs, outputs     texts for standard input and what must be printed (line ends and spaces at the ends of lines are free)
+    inputs, outputs     standard input, and what must be printed (trailing spaces and trailing empty lines are ignored)
     tests               a list of snippets, usually `assert f(2) == 4` (MBPP)
-    test_code           functions `test_…`, `check(candidate)` with the column `entry_point` (HumanEval), or a text that raises
+    test_code           functions `test_…`, `check(candidate)` with the column `entry_point` (HumanEval), or code that raises
 
-Tests never run in the program's process: what a program can do is return values (`sandbox.children`). A program that is wrong,
-crashes, or uses up its time or memory has failed its test: that is a grade. Where the sandbox itself fails, the reward has.
+Tests never run in the program's process: all that a program can do is return values (`sandbox/program_child.py`). A program that
+is wrong, crashes, or exceeds its time or memory fails the test, which is a score. If the sandbox itself fails, the reward fails.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, Literal
 from pydantic import PositiveFloat, PositiveInt
 
 from oncurve.errors import DataError
-from oncurve.recipe.schema.sections import Section
+from oncurve.recipe.schema.base import Section
 from oncurve.records import Completion, Group
 from oncurve.rewards.base import Result, Score, not_applicable, score_concurrently
 from oncurve.rewards.sandbox.sandbox import Limits, Sandbox, find_sandbox
@@ -32,22 +32,22 @@ _PYTHON = ("python", "py", "python3", "")
 
 
 class CodeOptions(Section):
-    """Options of the reward `code`."""
+    """Its program, run against tests in a sandbox: 1 if all pass, or the fraction that does."""
 
     score: Literal["all", "share"] = "all"
-    """`all`: 1 where every test passes, else 0. `share`: the share that passes."""
+    """`all`: 1 if every test passes, else 0. `share`: the fraction that passes."""
     seconds: PositiveFloat = 5.0
-    """Wall time of one run (and, to a second more, CPU time): of a program on one input, or of a whole list of tests."""
+    """Wall time of one run (CPU time: one second more): of a program on one input, or of a complete list of tests."""
     memory_mb: PositiveInt = 1024
     """Address space of a program."""
     output_kb: PositiveInt = 1024
-    """What a program may print before it is stopped."""
+    """How much a program may print before it is stopped."""
     most_tests: PositiveInt = 100
-    """Tests of one problem that are run: the first so many."""
+    """Run at most this many tests of a problem, the first ones."""
     trusted: bool = False
-    """Run programs without a sandbox where the machine has none. Only for a machine that holds nothing of value."""
+    """Run programs without a sandbox if the machine has none. Only for a machine with nothing of value on it."""
     workers: PositiveInt | None = None
-    """Programs that run at once; unset: one per core, at most 8."""
+    """Programs that run concurrently; unset: one per core, at most 8."""
 
 
 @dataclass(frozen=True)
@@ -57,18 +57,17 @@ class CodeReward:
     name: str
     weight: float
     options: CodeOptions = field(default_factory=CodeOptions)
-    waits: bool = field(default=True, init=False)
+    is_async: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
-        _ = self.sandbox  # a machine that can't run programs safely is found out before training
+        _ = self.sandbox  # raises before training if the machine can't run programs safely
 
     @cached_property
     def sandbox(self) -> Sandbox:
         return find_sandbox(f"rewards.{self.name}", trusted=self.options.trusted, count=self.options.workers)
 
     @property
-    def remarks(self) -> list[str]:
-        """What the run's log should say of this reward."""
+    def log_lines(self) -> list[str]:
         return [f"{self.name}: {self.sandbox.described}"]
 
     def score(self, group: Group) -> list[Result]:
@@ -91,42 +90,42 @@ class CodeReward:
         return Limits(self.options.seconds, self.options.memory_mb << 20, self.options.output_kb << 10)
 
     def _run(self, program: str, tests: Tests) -> tuple[int, str]:
-        """How many tests pass, and what the first that does not said."""
+        """How many tests pass, and the message of the first that fails."""
         if tests.pairs:
             return self._run_pairs(program, tests.pairs)
-        seen = self.sandbox.run({"kind": "tests", "program": program, **tests.job}, self._limits)
-        verdicts = seen["verdicts"]
+        outcome = self.sandbox.run({"kind": "tests", "program": program, **tests.job}, self._limits)
+        verdicts = outcome["verdicts"]
         broken = next((v for v in verdicts if "broken" in v), None)
         if broken is not None and broken.get("fault") == "tests" and "SyntaxError" in broken["broken"]:
-            raise DataError("tests", broken["broken"], because="they are no Python", fix="mend the data")
+            raise DataError("tests", broken["broken"], because="they are not Python", fix="fix the data")
         passed = sum(bool(v.get("passed")) for v in verdicts)
-        return passed, _why(verdicts, seen["ended"])
+        return passed, _failed_test(verdicts, outcome["ended"])
 
     def _run_pairs(self, program: str, pairs: Sequence[tuple[str, str]]) -> tuple[int, str]:
         passed, first = 0, ""
-        for number, (stdin, wanted) in enumerate(pairs, start=1):
-            seen = self.sandbox.run({"kind": "program", "program": program, "stdin": stdin}, self._limits)
-            if seen["ended"] == "exit 0" and same_output(seen["output"], wanted):
+        for number, (stdin, expected) in enumerate(pairs, start=1):
+            outcome = self.sandbox.run({"kind": "program", "program": program, "stdin": stdin}, self._limits)
+            if outcome["ended"] == "exit 0" and same_output(outcome["output"], expected):
                 passed += 1
                 continue
-            first = first or f"test {number}: {_program_output(seen)}"
-            if self.options.score == "all" or seen["ended"] == "time":
+            first = first or f"test {number}: {_program_output(outcome)}"
+            if self.options.score == "all" or outcome["ended"] == "time":
                 break
         return passed, first
 
 
-def _why(verdicts: Sequence[Mapping[str, Any]], ended: str) -> str:
+def _failed_test(verdicts: Sequence[Mapping[str, Any]], ended: str) -> str:
     for verdict in verdicts:
         if not verdict.get("passed"):
             return str(verdict.get("why") or verdict.get("broken"))
     return _ENDS.get(ended, f"the tests ended in {ended}")
 
 
-def _program_output(seen: Mapping[str, Any]) -> str:
-    if seen["ended"] in ("exit 0", "exit 1"):
-        last = seen["output"].strip().rpartition("\n")[2]
-        return f"printed {last[:80]!r}" if seen["ended"] == "exit 0" else last[:120] or "it failed"
-    return _ENDS.get(seen["ended"], f"it ended in {seen['ended']}")
+def _program_output(outcome: Mapping[str, Any]) -> str:
+    if outcome["ended"] in ("exit 0", "exit 1"):
+        last = outcome["output"].strip().rpartition("\n")[2]
+        return f"printed {last[:80]!r}" if outcome["ended"] == "exit 0" else last[:120] or "it failed"
+    return _ENDS.get(outcome["ended"], f"it ended in {outcome['ended']}")
 
 
 _ENDS = {"time": "it took too long", "output": "it printed too much", "signal 9": "it took too long", "signal 11": "it crashed"}
@@ -134,7 +133,10 @@ _ENDS = {"time": "it took too long", "output": "it printed too much", "signal 9"
 
 @dataclass(frozen=True)
 class Tests:
-    """The tests of a prompt: pairs of input and output, or a job for the sandbox; `count` of them in all."""
+    """The tests of a prompt: pairs of input and output, or a job for the sandbox; ``count`` in total.
+
+    Example: ``Tests(1, pairs=(("2\\n", "4\\n"),))``
+    """
 
     count: int
     pairs: tuple[tuple[str, str], ...] = ()
@@ -143,22 +145,22 @@ class Tests:
     entry_point: str | None = None
 
 
-def read_tests(columns: Mapping[str, Any], most: int) -> Tests | None:
-    """The tests that a prompt's columns hold; None where they hold none."""
+def read_tests(columns: Mapping[str, Any], max_tests: int) -> Tests | None:
+    """The tests of a prompt's columns; None if there are none."""
     inputs, outputs = columns.get("inputs"), columns.get("outputs")
     if inputs and outputs:
-        pairs = tuple((str(i), str(o)) for i, o in zip(inputs, outputs, strict=True))[:most]
+        pairs = tuple((str(i), str(o)) for i, o in zip(inputs, outputs, strict=True))[:max_tests]
         return Tests(len(pairs), pairs)
-    tests, code = list(columns.get("tests") or ())[:most], columns.get("test_code")
+    tests, code = list(columns.get("tests") or ())[:max_tests], columns.get("test_code")
     if not tests and not code:
         return None
     entry = columns.get("entry_point")
     job = {"tests": tests, "test_code": code, "setup": columns.get("setup") or "", "entry_point": entry}
-    return Tests(len(tests) + _functions_in(code), (), job, columns.get("prompt_code") or "", entry)
+    return Tests(len(tests) + _count_tests(code), (), job, columns.get("prompt_code") or "", entry)
 
 
-def _functions_in(code: str | None) -> int:
-    """How many tests a text holds: its functions `test_…`, or itself."""
+def _count_tests(code: str | None) -> int:
+    """How many tests a test module has: its functions `test_…`, or itself as one."""
     if not code:
         return 0
     try:
@@ -169,24 +171,24 @@ def _functions_in(code: str | None) -> int:
 
 
 def program_in(text: str, tests: Tests | None = None) -> str:
-    """The program of a completion: its last fenced block of Python, else what the answer tag holds, else all that is said.
+    """The program of a completion: its last fenced block of Python, else its answer tag, else everything but the thinking.
 
-    Where the prompt began a function (`prompt_code`) and the program does not define it, the program goes on from there.
+    If the prompt began a function (`prompt_code`) and the program does not define it, the program is its continuation.
     """
-    spoken = without_thinking(text)
-    found = (extract_fenced(spoken, _PYTHON), extract_tagged(spoken))
-    program = next((program for program in found if program is not None), spoken)
+    visible = without_thinking(text)
+    programs = (extract_fenced(visible, _PYTHON), extract_tagged(visible))
+    program = next((program for program in programs if program is not None), visible)
     if tests is None or not tests.prefix:
         return program
     if tests.entry_point is not None and re.search(rf"^\s*(?:async )?def {re.escape(tests.entry_point)}\b", program, re.M):
-        helpers = tests.prefix[: tests.prefix.rfind(f"def {tests.entry_point}")]
-        return f"{helpers}\n{program}"
+        before_function = tests.prefix[: tests.prefix.rfind(f"def {tests.entry_point}")]
+        return f"{before_function}\n{program}"
     return tests.prefix + program
 
 
-def same_output(printed: str, wanted: str) -> bool:
-    """Whether two outputs are the same but for spaces at the ends of lines and empty lines at the end."""
-    return _lines(printed) == _lines(wanted)
+def same_output(printed: str, expected: str) -> bool:
+    """Whether two outputs are equal except for trailing spaces and trailing empty lines."""
+    return _lines(printed) == _lines(expected)
 
 
 def _lines(text: str) -> list[str]:

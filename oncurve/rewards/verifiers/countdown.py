@@ -1,11 +1,11 @@
-"""Countdown's reward: 1 for an expression that reaches the target, and partial credit on the way there.
+"""The reward `countdown`: 1 for an expression that reaches the target, and partial credit for one that comes close.
 
     r = 1                                             exactly the target, from given numbers, each at most as often as given
       = form + numbers + closeness · max(0, 1 − |v − target| / target)        other expressions of given numbers, of value v
       = form                                          other well-formed expressions
-      = 0                                             no answer, or no expression
+      = 0                                             no answer, or not an expression
 
-Closeness counts only for given numbers: else writing the target itself would pay.
+Closeness counts only for given numbers: otherwise writing the target itself would be rewarded.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fractions import Fraction
 
 from pydantic import model_validator
 
-from oncurve.recipe.schema.sections import NonNegative, Section
+from oncurve.recipe.schema.base import NonNegative, Section
 from oncurve.records import Completion, Group
 from oncurve.rewards.base import Result, Score, not_applicable, score_each
 from oncurve.rewards.verifiers.answer_extraction import answer_in
@@ -24,20 +24,20 @@ from oncurve.tasks.puzzles.expression import Expression, ExpressionError, parse
 
 
 class CountdownRewardOptions(Section):
-    """Options of the reward `countdown`."""
+    """1 for an expression that makes the target, partial credit for others."""
 
     form: NonNegative = 0.1
     """For a well-formed expression."""
     numbers: NonNegative = 0.1
     """For an expression of given numbers only, each used at most as often as it is given."""
     closeness: NonNegative = 0.3
-    """For being near the target: in full at the target, falling linearly to 0 at a distance of the target's own size."""
+    """For being close to the target: in full at the target, falling linearly to 0 at a distance of the target itself."""
 
     @model_validator(mode="after")
     def _below_one(self) -> CountdownRewardOptions:
         total = self.form + self.numbers + self.closeness
         if total >= 1:
-            raise ValueError(f"form + numbers + closeness is {total:g}; it must stay below 1, which only a right answer gets")
+            raise ValueError(f"form + numbers + closeness is {total:g}; it must stay below 1, which only a correct answer gets")
         return self
 
 
@@ -68,7 +68,7 @@ class CountdownReward:
     def _grade(self, expression: Expression, given: Counter[int], target: Fraction) -> Score:
         foreign = Counter(expression.numbers) - given
         if foreign:
-            return Score(self.options.form, f"{next(iter(foreign))} is not given, or not so often")
+            return Score(self.options.form, f"{next(iter(foreign))} is not given, or is used too often")
         if expression.value == target:
             return Score(1.0, f"it makes {target}")
         distance = abs(expression.value - target) / abs(target) if target else Fraction(1)

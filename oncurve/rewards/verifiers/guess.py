@@ -1,28 +1,28 @@
-"""The game `guess`: 1 for finding the number, and more for finding it early."""
+"""The reward `guess`: 1 for finding the number of the task `guess`, and more for finding it early."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from oncurve.recipe.schema.sections import NonNegative, Section
+from oncurve.recipe.schema.base import NonNegative, Section
 from oncurve.records import Completion, Group
 from oncurve.rewards.base import Result, Score, not_applicable, score_each
 from oncurve.tasks.puzzles.guess import guesses_in
 
 
 class GuessRewardOptions(Section):
-    """Options of the reward `guess`."""
+    """1 for a game that is won, and more for few guesses."""
 
     early: NonNegative = 0.5
-    """Added to the 1 of a game that is won, times the share of its guesses that were left over."""
+    """Added to the 1 of a game that is won, times the fraction of guesses that were not needed."""
 
 
 @dataclass(frozen=True)
 class GuessReward:
-    """1 + early · (guesses left) / (guesses allowed) where the number was found, else 0.
+    """1 + early · (guesses left) / (guesses allowed) if the number was found, else 0.
 
-    Reads the columns `secret` and `guesses`; does not apply to prompts without them. Every question mark is the policy's own:
-    the game writes none, and answers each before the policy can go on.
+    Reads the columns `secret` and `guesses`, and does not apply to prompts without them. Every question mark is the policy's:
+    the environment writes none, and replies to each before the policy continues.
     """
 
     name: str

@@ -1,11 +1,11 @@
-r"""The right answer in mathematics: 1 where `math-verify` finds answer and gold equal, else 0.
+r"""The reward `math`: 1 if `math-verify` finds answer and gold mathematically equal, else 0.
 
-Fractions, roots, sets, intervals, matrices, equations and units are compared as what they mean. Equal texts, equal numbers,
-letters and words are settled here; the rest goes to worker processes with a hard limit, and each pair only once.
+Fractions, roots, sets, intervals, matrices, equations and units are compared by meaning. Equal texts, numbers, letters and
+words are compared here; the rest goes to worker processes with a hard time limit, each pair only once.
 
-Choices, each with a test: of several `\boxed{}` the last counts; a list of numbers with nothing between them is no answer
-(math-verify would take its last); two numbers in a sentence are none either; a bare `\frac12` is read as a formula; `50\%`
-equals 50 and not 0.5; words are compared as words, without case, `\text{}` and the brackets around a letter.
+Choices, each with a test: of several `\boxed{}` the last counts; a list of numbers without separators is no answer
+(math-verify would take the last one), and neither are two numbers in a sentence; a bare `\frac12` is read as a formula; `50\%`
+equals 50 and not 0.5; words are compared ignoring case, `\text{}` and the brackets around a letter.
 """
 
 from __future__ import annotations
@@ -22,47 +22,47 @@ from fractions import Fraction
 from pydantic import PositiveFloat, PositiveInt
 
 from oncurve.errors import MissingPackage, pip_install
-from oncurve.recipe.schema.sections import Section
+from oncurve.recipe.schema.base import Section
 from oncurve.records import Group
 from oncurve.rewards.base import Result, Score, not_applicable
 from oncurve.rewards.verifiers import answer as plain
 from oncurve.rewards.verifiers.answer_extraction import Take, answer_in
 from oncurve.workers.pool import Workers, python_workers, shared
 
-LONGEST = 2000
-"""Characters; nobody's answer is longer, and parsers take their time over one that is."""
-KEPT_PAIRS = 200_000
+MAX_LENGTH = 2000
+"""Characters of an answer; a longer one is wrong, because parsing it would take too long."""
+MAX_CACHED_PAIRS = 200_000
 
 _PLAIN_TEXT = re.compile(r"\\(?:text|mathrm|textbf|mathbf|textit)\{([^{}]*)\}")
 _LETTER = re.compile(r"\(?([A-Za-z])[).]?")
 _FRACTION = re.compile(
     r"(?P<sign>-?)(?:(?P<a>[0-9]{1,18})\s*/\s*(?P<b>[0-9]{1,18})|\\[dt]?frac\{(?P<c>-?[0-9]{1,18})\}\{(?P<d>[0-9]{1,18})\}"
-    r"|(?P<whole>[0-9]{1,18}))"
+    r"|(?P<integer>[0-9]{1,18}))"
 )
 _WORDY = re.compile(r"[A-Za-z][A-Za-z ,'-]*")
 
 
 class MathOptions(Section):
-    """Options of the reward `math`."""
+    """1 for an answer that means the same as the gold answer: fractions, roots, sets, intervals, units (math-verify)."""
 
     take: Take = "any"
-    """Where the answer is written: `tag`, `boxed`, `hashes`, `number`, or `any`, the first of these that is there."""
+    """Where the answer is read from: `tag`, `boxed`, `hashes`, `number`, or `any`, the first of these that is present."""
     column: str = "answer"
-    """Column of the right answer, or of a list of right answers; a whole solution that ends in `####` or a box will do."""
+    """Column of the right answer, or of a list of right answers. May hold a complete solution that ends in `####` or a box."""
     seconds: PositiveFloat = 5.0
-    """Hard limit on comparing one answer; past it the reward has failed for that completion."""
+    """Time limit of one comparison; if it is exceeded, the reward has failed for that completion."""
     workers: PositiveInt | None = None
-    """Worker processes; unset: one per core, at most 8. They are shared by all `math` rewards of a run."""
+    """Worker processes, shared by all `math` rewards of a run; unset: one per core, at most 8."""
 
 
 @dataclass(frozen=True)
 class MathReward:
-    """Graded by meaning. A prompt without the column is not graded by this reward."""
+    """Compares by meaning. Does not apply to prompts without the column."""
 
     name: str
     weight: float
     options: MathOptions = field(default_factory=MathOptions)
-    waits: bool = field(default=True, init=False)
+    is_async: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
         if importlib.util.find_spec("math_verify") is None:
@@ -85,38 +85,38 @@ class MathReward:
     def _result(self, answer: str | None, golds: Sequence[str], verdicts: dict[tuple[str, str], bool | Exception]) -> Result:
         if answer is None:
             return Score(0.0, "no answer found")
-        said = [verdicts[gold, answer] for gold in golds]
-        if any(verdict is True for verdict in said):
+        answer_verdicts = [verdicts[gold, answer] for gold in golds]
+        if any(verdict is True for verdict in answer_verdicts):
             return Score(1.0, f"{plain.short(answer)} is right")
-        failed = next((verdict for verdict in said if isinstance(verdict, Exception)), None)
-        return failed or Score(0.0, f"{plain.short(answer)} is not {plain.short(golds[0])}")
+        failure = next((verdict for verdict in answer_verdicts if isinstance(verdict, Exception)), None)
+        return failure or Score(0.0, f"{plain.short(answer)} is not {plain.short(golds[0])}")
 
     def verdicts(self, pairs: Sequence[tuple[str, str]]) -> dict[tuple[str, str], bool | Exception]:
-        """Whether gold and answer are the same, for each pair; an exception where that could not be found out."""
+        """Whether gold and answer are equal, for each pair; the exception if the comparison failed."""
         known: dict[tuple[str, str], bool | Exception] = {}
         for pair in pairs:
-            settled = fast_compare(*pair)
-            kept = _PAIRS.get(pair) if settled is None else settled
-            if kept is not None:
-                known[pair] = kept
-        asked = [pair for pair in dict.fromkeys(pairs) if pair not in known]
-        jobs = [{"gold": gold, "answer": answer} for gold, answer in asked]
+            fast_verdict = fast_compare(*pair)
+            verdict = _CACHE.get(pair) if fast_verdict is None else fast_verdict
+            if verdict is not None:
+                known[pair] = verdict
+        unknown = [pair for pair in dict.fromkeys(pairs) if pair not in known]
+        jobs = [{"gold": gold, "answer": answer} for gold, answer in unknown]
         answers = _workers(self.options.workers).ask_all(jobs, self.options.seconds) if jobs else []
-        for pair, verdict in zip(asked, answers, strict=True):
-            known[pair] = verdict
-            if isinstance(verdict, bool):
-                _PAIRS.put(pair, verdict)
+        for pair, result in zip(unknown, answers, strict=True):
+            known[pair] = result
+            if isinstance(result, bool):
+                _CACHE.put(pair, result)
         return known
 
 
 def fast_compare(gold: str, answer: str) -> bool | None:
-    """What can be said without math-verify; None where it must be asked."""
+    """Compares without math-verify; None if only math-verify can tell."""
     if plain.answers_equal(gold, answer):
         return True
     numbers = plain.as_number(gold.strip()), plain.as_number(answer.strip())
     if None not in numbers:
         return numbers[0] == numbers[1]
-    if len(answer) > LONGEST:
+    if len(answer) > MAX_LENGTH:
         return False
     fractions = fraction(gold), fraction(answer)
     if None not in fractions:
@@ -128,42 +128,42 @@ def fast_compare(gold: str, answer: str) -> bool | None:
 
 
 def fraction(text: str) -> Fraction | None:
-    r"""The exact value of a whole number or of one over another, as `3/4` or `\frac{3}{4}`: most of what is not a plain number.
+    r"""The exact value of an integer or a fraction such as `3/4` or `\frac{3}{4}`: the most common answers.
 
-    Not of decimals: whether 0.333333 is 1/3 is math-verify's to say.
+    None for decimals: math-verify decides whether 0.333333 equals 1/3.
     """
-    found = _FRACTION.fullmatch(text.strip().strip("$").strip().replace("−", "-"))
-    if found is None:
+    match = _FRACTION.fullmatch(text.strip().strip("$").strip().replace("−", "-"))
+    if match is None:
         return None
-    sign, top, bottom = found["sign"], found["a"] or found["c"] or found["whole"], found["b"] or found["d"] or "1"
+    sign, top, bottom = match["sign"], match["a"] or match["c"] or match["integer"], match["b"] or match["d"] or "1"
     return Fraction(int(top), int(bottom)) * (-1 if sign else 1) if int(bottom) else None
 
 
 def words(text: str) -> str:
-    r"""A text for comparing: without case, `\text{}`, dollar signs, and the brackets or stop of a lone letter."""
+    r"""A text normalised for comparison: lower case, without `\text{}`, dollar signs, and the brackets or stop of one letter."""
     text = _PLAIN_TEXT.sub(r"\1", text).strip().strip("$").strip()
     letter = _LETTER.fullmatch(text)
     return " ".join((letter[1] if letter else text).lower().rstrip(".").split())
 
 
-class _Pairs:
-    """Verdicts of (gold, answer) pairs, the oldest forgotten first."""
+class _VerdictCache:
+    """Verdicts of (gold, answer) pairs; the oldest are evicted first."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[str, str], bool] = OrderedDict()
+        self._verdicts: OrderedDict[tuple[str, str], bool] = OrderedDict()
         self._lock = threading.Lock()
 
     def get(self, pair: tuple[str, str]) -> bool | None:
-        return self._kept.get(pair)
+        return self._verdicts.get(pair)
 
     def put(self, pair: tuple[str, str], verdict: bool) -> None:
         with self._lock:
-            self._kept[pair] = verdict
-            if len(self._kept) > KEPT_PAIRS:
-                self._kept.popitem(last=False)
+            self._verdicts[pair] = verdict
+            if len(self._verdicts) > MAX_CACHED_PAIRS:
+                self._verdicts.popitem(last=False)
 
 
-_PAIRS = _Pairs()
+_CACHE = _VerdictCache()
 
 
 @shared

@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import PositiveFloat, PositiveInt
 
-from oncurve.recipe.schema.sections import Section
+from oncurve.recipe.schema.base import Section
 from oncurve.records import Completion, Group
 from oncurve.rewards.base import Result, Score, not_applicable, score_concurrently
 from oncurve.rewards.sandbox.sandbox import Limits, Sandbox, find_sandbox
@@ -64,7 +64,7 @@ class ReasoningGymReward:
     name: str
     weight: float
     options: GymRewardOptions = field(default_factory=GymRewardOptions)
-    waits: bool = field(default=True, init=False)
+    is_async: bool = field(default=True, init=False)
 
     @cached_property
     def sandbox(self) -> Sandbox:

@@ -12,6 +12,7 @@ from typing import Any
 
 from oncurve.errors import DataError, MissingPackage, RecipeError, pip_install
 from oncurve.recipe.schema import sections
+from oncurve.recipe.schema.base import Section, Share
 from oncurve.records import Example, Prompt, is_text
 from oncurve.rng import philox_generator
 from oncurve.tasks.data.prompt_list import PromptList
@@ -21,7 +22,7 @@ from oncurve.tasks.environments import load_environment
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 
 
-class FileOptions(sections.Section):
+class FileOptions(Section):
     """Options of the task `file`."""
 
     path: str
@@ -29,7 +30,7 @@ class FileOptions(sections.Section):
     `.parquet`."""
     heldout_path: str | None = None
     """A file to measure on, of the same columns; `task.heldout` rows of it are used. Unset: rows of `path` are kept aside."""
-    heldout_share: sections.Share = 0.2
+    heldout_share: Share = 0.2
     """Without `heldout_path`: `task.heldout` rows are kept aside, but at most this share of the file."""
     prompt: str = "prompt"
     """Column of the prompt: a text, or a list of messages with role and content. A list that ends with an assistant's message

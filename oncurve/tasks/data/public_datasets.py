@@ -16,6 +16,7 @@ from typing import Any
 
 from oncurve.errors import DataError
 from oncurve.recipe.schema import sections
+from oncurve.recipe.schema.base import Section, Share
 from oncurve.records import Example, Prompt
 from oncurve.rng import philox_generator
 from oncurve.tasks.data.file_task import read_rows
@@ -30,14 +31,14 @@ THINK = "Think step by step, then give the answer in \\boxed{}."
 PROGRAM = "Write the program in a ```python block."
 
 
-class PublicDatasetOptions(sections.Section):
+class PublicDatasetOptions(Section):
     """Options of the tasks `gsm8k`, `math`, `mbpp`, `humaneval` and `hh`."""
 
     path: str
     """The file to train on, as its authors publish it (`.jsonl`, `.json`, gzipped or not, or `.parquet`)."""
     heldout_path: str | None = None
     """The file to measure on; `task.heldout` rows of it are used. Unset: rows of `path` are kept aside."""
-    heldout_share: sections.Share = 0.2
+    heldout_share: Share = 0.2
     """Without `heldout_path`: `task.heldout` rows are kept aside, but at most this share of the file."""
     chat: bool = True
     """Send the question as a user's message through the chat template; else as plain text, to be gone on with."""

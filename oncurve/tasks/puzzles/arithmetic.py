@@ -22,6 +22,7 @@ from pydantic import Field
 
 from oncurve.errors import RecipeError
 from oncurve.recipe.schema import sections
+from oncurve.recipe.schema.base import Count, Section
 from oncurve.records import Example, Prompt
 from oncurve.rng import philox_generator
 from oncurve.tasks.puzzles.difficulty import Levels
@@ -31,7 +32,7 @@ Key = tuple[str, int]
 """An operation and the number of an unordered pair: the same for a+b and b+a, so that neither leaks the other."""
 
 
-class ArithmeticOptions(sections.Section):
+class ArithmeticOptions(Section):
     """Options of the task `arithmetic`."""
 
     digits: Digits = 3
@@ -44,7 +45,7 @@ class ArithmeticOptions(sections.Section):
     """How often each number of digits is asked, fewest digits first. Unset: each level twice as often as the one below."""
     example_weights: tuple[float, ...] | None = None
     """How often each number of digits is among the worked examples. Unset: as often as it is asked."""
-    examples: sections.Count = 250
+    examples: Count = 250
     """Worked examples, all of different problems (fewer where the task has not so many). A few hundred teach the sums that they
     show, not the longer ones."""
 

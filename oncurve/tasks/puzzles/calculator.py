@@ -17,6 +17,7 @@ import numpy as np
 from pydantic import Field
 
 from oncurve.recipe.schema import sections
+from oncurve.recipe.schema.base import Count, Section
 from oncurve.records import Example, Prompt
 from oncurve.tasks.puzzles.difficulty import Levels
 from oncurve.tasks.puzzles.expression import OPERATIONS, ExpressionError, parse
@@ -50,7 +51,7 @@ class Calculator:
             return "?"
 
 
-class CalculatorOptions(sections.Section):
+class CalculatorOptions(Section):
     """Options of the task `calculator`."""
 
     numbers: Amount = 3
@@ -63,7 +64,7 @@ class CalculatorOptions(sections.Section):
     """What is asked. No result on the way is below 0."""
     weights: tuple[float, ...] | None = None
     """How often each amount of numbers is asked, fewest first. Unset: each level twice as often as the one below."""
-    examples: sections.Count = 100
+    examples: Count = 100
     """Worked examples, all of different sums: they show the tool and the form."""
     chat: bool = False
     """Ask in words, as a user's message through the chat template."""

@@ -16,6 +16,7 @@ import numpy as np
 from pydantic import Field, PositiveInt
 
 from oncurve.recipe.schema import sections
+from oncurve.recipe.schema.base import Count, Section
 from oncurve.records import Example, Prompt
 from oncurve.tasks.puzzles.difficulty import Levels
 from oncurve.tasks.puzzles.generated import GeneratedTask
@@ -23,7 +24,7 @@ from oncurve.tasks.puzzles.generated import GeneratedTask
 Amount = Annotated[int, Field(ge=2, le=6)]
 
 
-class CountdownOptions(sections.Section):
+class CountdownOptions(Section):
     """Options of the task `countdown`."""
 
     numbers: Amount = 3
@@ -38,7 +39,7 @@ class CountdownOptions(sections.Section):
     """What problems are made with, and worked examples solved with. An answer may use all four."""
     weights: tuple[float, ...] | None = None
     """How often each amount of numbers is asked, fewest first. Unset: each level twice as often as the one below."""
-    examples: sections.Count = 1000
+    examples: Count = 1000
     """Worked examples, all of different problems, solved by search."""
 
 

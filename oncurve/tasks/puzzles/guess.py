@@ -18,6 +18,7 @@ import numpy as np
 from pydantic import Field, PositiveInt
 
 from oncurve.recipe.schema import sections
+from oncurve.recipe.schema.base import Count, Section
 from oncurve.records import Example, Prompt
 from oncurve.rng import philox_generator
 from oncurve.tasks.puzzles.generated import GeneratedTask
@@ -57,7 +58,7 @@ def halvings(size: int) -> int:
     return size.bit_length()
 
 
-class GuessOptions(sections.Section):
+class GuessOptions(Section):
     """Options of the task `guess`."""
 
     largest: Annotated[int, Field(ge=2, le=999)] = 40
@@ -68,7 +69,7 @@ class GuessOptions(sections.Section):
     """Numbers in the range that is told, at most."""
     guesses: PositiveInt | None = None
     """Guesses that are allowed; unset: as many as halving needs."""
-    examples: sections.Count = 100
+    examples: Count = 100
     """Worked examples: games that were won by guessing at random in what was left."""
     chat: bool = False
     """Tell the rules in words, as a user's message through the chat template."""

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from oncurve.errors import OncurveError
-from oncurve.recipe.schema.recipe import Recipe, Sft
+from oncurve.recipe.schema.recipe import Recipe
+from oncurve.recipe.schema.stages import Sft
 from oncurve.records import EvalReport, StepReport
 from oncurve.runs.database.reader import RunReader
 from oncurve.terminal.text import percent, score

@@ -30,7 +30,7 @@ from oncurve.models.packing import Pack, PrefixGroup, build_pack, split_by_budge
 from oncurve.models.policy import Policy, dummy_passes
 from oncurve.models.reference import Reference
 from oncurve.recipe.defaults import kl_settings
-from oncurve.recipe.schema.recipe import Grpo
+from oncurve.recipe.schema.stages import Grpo
 from oncurve.records import Completion, Floats, GradedGroup, Group, Ints, ScoredGroup
 from oncurve.training.learner.micro_batch import merge_inputs, merge_outputs, split_micro_batch, tensors_of
 from oncurve.training.learner.oom_retry import PackedStage

@@ -20,10 +20,10 @@ from oncurve.distributed.world import World
 from oncurve.errors import RecipeError
 from oncurve.models import lora
 from oncurve.models.loading.load import choose_device
-from oncurve.models.parallel.dtensor import is_shard, is_sharded, local_elements, local_range
+from oncurve.models.parallel.dtensor import is_dtensor, is_tensor_parallel, local_elements, local_range
 from oncurve.models.policy import Policy
+from oncurve.recipe.schema.model import Model
 from oncurve.recipe.schema.recipe import Recipe
-from oncurve.recipe.schema.sections import Model
 from oncurve.recipe.schema.sections import Optimiser as Settings
 from oncurve.runs.checkpoints.shards import INDEX, TensorShard, merged_index, write_shards
 from oncurve.tensor_range import ElementRange
@@ -48,7 +48,7 @@ def shard_policy(policy: Policy, recipe: Recipe, world: World) -> Policy:
     """The policy as the ranks hold it: with `shard = "full"`, a part of every weight each."""
     if world.shard != "full":
         return policy
-    if lora.is_on(policy.model):
+    if lora.is_attached(policy.model):
         raise RecipeError(
             "scale.shard",
             "full",
@@ -108,7 +108,7 @@ class ShardedOptimiser(Optimiser):
             return found
         if self.accumulator is not None:
             self.accumulator.add_autograd_grads()
-            self.accumulator.spent = True
+            self.accumulator.consumed = True
             return self.world.reduce_scatter([self.accumulator.buffer_for(w) for w in self.weights])
         return self.world.reduce_scatter([torch.zeros_like(w) if w.grad is None else w.grad for w in self.weights])
 
@@ -167,7 +167,7 @@ class ShardedOptimiser(Optimiser):
 
 def is_spare(weight: Tensor, world: World) -> bool:
     """Whether another rank of the tensor group has the same numbers of it, and answers for them."""
-    return world.rank % world.tp_size > 0 and not is_sharded(weight)
+    return world.rank % world.tp_size > 0 and not is_tensor_parallel(weight)
 
 
 def _piece_of(value: Tensor, weight: Tensor, at: ElementRange) -> TensorShard | Tensor:
@@ -206,7 +206,7 @@ def checkpoint_state(world: World, folder: Path, state: Mapping[str, Mapping[str
         for name, tensor in tensors.items():
             if isinstance(tensor, TensorShard):
                 own.setdefault(group, {})[name] = tensor
-            elif not is_shard(tensor):
+            elif not is_dtensor(tensor):
                 whole[group][name] = tensor
             elif not is_spare(tensor, world):
                 own.setdefault(group, {})[name] = TensorShard(local_elements(tensor), local_range(tensor), tuple(tensor.shape))

@@ -20,8 +20,8 @@ from oncurve.errors import DataError
 from oncurve.models.chat_template import encode_example
 from oncurve.models.packing import Pack, PrefixGroup, build_pack, split_by_budget
 from oncurve.models.policy import Policy, dummy_passes
-from oncurve.recipe.schema.recipe import Sft
-from oncurve.recipe.schema.sections import STAGE
+from oncurve.recipe.schema.base import STAGE_PREFIX
+from oncurve.recipe.schema.stages import Sft
 from oncurve.records import Bools, Example, Ints, StepReport
 from oncurve.rng import philox_generator
 from oncurve.tasks.base import Task
@@ -37,7 +37,7 @@ from oncurve.training.timing import PhaseClock, utilisation
 def examples_of(stage: Sft, task: Task, folder: Path | None = None) -> Sequence[Example]:
     """The worked examples of a stage: its file's, those that an earlier stage of the run in ``folder`` kept, or the task's."""
     if stage.data is not None:
-        key, name = f"{stage.label}.data", stage.data.removeprefix(STAGE)
+        key, name = f"{stage.label}.data", stage.data.removeprefix(STAGE_PREFIX)
         path = stage.data if name == stage.data else str(samples_file(folder or Path(), name))
         first = next((row for _, row in read_rows(Path(path), key)), {})
         if not first and name != stage.data:

@@ -25,7 +25,8 @@ from oncurve.models.llama.cuda_backbone import CudaBackbone
 from oncurve.models.packing import build_pack
 from oncurve.models.policy import Policy
 from oncurve.models.reference import Reference
-from oncurve.recipe.schema.sections import Engine, Lora, Sampling
+from oncurve.recipe.schema.model import Lora
+from oncurve.recipe.schema.sections import Engine, Sampling
 from oncurve.records import Completion
 from tests.engines.cuda.test_graph_decoder import bits, sample, small_pages  # noqa: F401 (a fixture that goes with ``sample``)
 from tests.engines.native.plain import assert_logps, prompt_of
@@ -148,7 +149,7 @@ def test_off_it_is_the_base_and_a_reference_needs_no_second_model() -> None:
 def test_sampling_draws_what_the_modules_draw(name: str, kind: dict[str, Any]) -> None:
     """The same tokens; log-probs those of a full forward of the merged model, in which no code of ours runs."""
     model = adapted(make_model(name), **kind)
-    merged = lora.merged_copy(model)
+    merged = lora.merge_copy(model)
     policy = fast(copy.deepcopy(model))
     (ours,), (theirs,) = sample(policy, (6,), HOW), sample(modules(model), (6,), HOW)
     assert [c.token_ids.tolist() for c in ours] == [c.token_ids.tolist() for c in theirs]
@@ -176,7 +177,7 @@ def test_an_update_of_the_adapter_is_seen_with_no_call() -> None:
     after = drawn(sampler)
     assert sampler.addresses == addresses
     assert bits(after) != bits(before)
-    merged = lora.merged_copy(policy.model)
+    merged = lora.merge_copy(policy.model)
     merged.set_attn_implementation("eager")
     for completion in after:
         assert_logps(merged, policy.encode(prompt_of(3)), completion, temperature=HOW.temperature)

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from oncurve.errors import DiskError, ModelError
 from oncurve.models.loading import gguf
 from oncurve.models.loading.load import ModelSummary, load_policy
-from oncurve.models.loading.local_models import ORIGIN, gguf_head, list_local_models
-from oncurve.recipe.schema.sections import Model
+from oncurve.models.loading.local_models import ORIGIN, list_local_models, read_gguf_metadata
+from oncurve.recipe.schema.model import Model
 from oncurve.records import Prompt
 from tests.models.loading import gguf_files
 
@@ -73,16 +73,16 @@ def test_a_token_that_begins_texts_is_no_end_token(tmp_path: Path) -> None:
     gguf_files.write(tmp_path / "small.gguf")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path, gguf_file="small.gguf")
     wanted = [tokenizer.convert_tokens_to_ids(token) for token in ("<|im_end|>", "<|endoftext|>")]
-    assert gguf.end_tokens(tokenizer) == wanted
+    assert gguf.find_end_tokens(tokenizer) == wanted
     tokenizer.bos_token = tokenizer.eos_token = "<|im_start|>"
-    assert gguf.end_tokens(tokenizer) == wanted
+    assert gguf.find_end_tokens(tokenizer) == wanted
     tokenizer.bos_token = tokenizer.eos_token = "<|endoftext|>"  # as GPT-2 has it: one token for both
-    assert gguf.end_tokens(tokenizer) == wanted[::-1]
+    assert gguf.find_end_tokens(tokenizer) == wanted[::-1]
 
 
 def test_the_head_of_a_file_is_read_without_the_package(tmp_path: Path) -> None:
     gguf_files.write(tmp_path / "small.gguf")
-    told = gguf_head(tmp_path / "small.gguf")
+    told = read_gguf_metadata(tmp_path / "small.gguf")
     assert told["general.architecture"] == "llama"
     assert told["llama.embedding_length"] == gguf_files.D
 

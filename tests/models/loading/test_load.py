@@ -12,7 +12,7 @@ import pytest
 
 from oncurve.errors import ModelError, RecipeError
 from oncurve.models.loading.load import ModelSummary, load_policy
-from oncurve.recipe.schema.sections import Model, TinyModel
+from oncurve.recipe.schema.model import Model, TinyModel
 from oncurve.records import Prompt
 
 SMALL = TinyModel(layers=1, width=32, heads=2, kv_heads=1, head_size=16, mlp_width=48, context=64)

@@ -11,8 +11,9 @@ from oncurve.errors import DataError
 from oncurve.recipe.defaults import advantage_settings
 from oncurve.recipe.keys import tree
 from oncurve.recipe.load import parse_recipe, parse_toml
-from oncurve.recipe.schema.recipe import Grpo, Recipe
-from oncurve.recipe.schema.sections import Lora
+from oncurve.recipe.schema.model import Lora
+from oncurve.recipe.schema.recipe import Recipe
+from oncurve.recipe.schema.stages import Grpo
 from oncurve.recipe.trl.config import TRL_DEFAULTS
 from oncurve.recipe.trl.convert import Note, from_trl
 from oncurve.recipe.trl.options import TRL_OPTIONS

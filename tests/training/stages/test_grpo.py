@@ -16,8 +16,8 @@ from torch import Tensor
 from oncurve.engines.native.engine import NativeEngine
 from oncurve.errors import ModelError, RewardError
 from oncurve.models.packing import PrefixGroup, build_pack
-from oncurve.recipe.schema.recipe import Grpo
 from oncurve.recipe.schema.sections import Engine
+from oncurve.recipe.schema.stages import Grpo
 from oncurve.records import Group, StepReport
 from oncurve.tasks.data.prompt_list import PromptList
 from oncurve.training.stages.grpo import GrpoLoop

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from oncurve.errors import DataError
-from oncurve.recipe.schema.recipe import Sft
+from oncurve.recipe.schema.stages import Sft
 from oncurve.records import Example, Prompt
 from oncurve.tasks.data.prompt_list import PromptList
 from oncurve.training.stages.sft import SftLoop

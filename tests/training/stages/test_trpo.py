@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from oncurve.errors import ModelError, RecipeError
-from oncurve.models.fisher import Fisher, all_logps, flat
+from oncurve.models.fisher import Fisher, flatten, vocab_logps
 from oncurve.models.loading.load import load_policy
 from oncurve.models.policy import Policy
-from oncurve.recipe.schema.sections import Model, TinyModel
+from oncurve.recipe.schema.model import Model, TinyModel
 from oncurve.recipe.schema.stages import Trpo
 from oncurve.records import GradedGroup
 from oncurve.runs.folder import RunFolder
@@ -52,9 +52,9 @@ def dense(own: Policy, batch: Sequence[Any], tokens: int) -> tuple[Tensor, Tenso
     size = sum(p.numel() for p in parameters)
     fisher, uphill = torch.zeros(size, size, dtype=torch.float64), torch.zeros(size, dtype=torch.float64)
     for micro in batch:
-        logps = all_logps(own, micro.pack, 0.8)
+        logps = vocab_logps(own, micro.pack, 0.8)
         for m in torch.nonzero(micro.mask_M)[:, 0].tolist():
-            rows = [flat(torch.autograd.grad(logp, parameters, retain_graph=True)) for logp in logps[m]]
+            rows = [flatten(torch.autograd.grad(logp, parameters, retain_graph=True)) for logp in logps[m]]
             jacobian = torch.stack(rows)
             fisher += jacobian.T @ (logps[m].detach().exp()[:, None] * jacobian) / tokens
             uphill += float(micro.advantage_M[m]) * jacobian[int(micro.pack.target_M[m])] / tokens
@@ -91,10 +91,10 @@ def test_the_kl_is_within_its_bound_and_the_surrogate_rises(seed: int, max_kl: f
     graded = groups(seed)
     batch = list(learner._micro_batches(graded, range(len(graded))))
     with torch.no_grad():
-        old = [all_logps(own, micro.pack, 0.8) for micro in batch]
+        old = [vocab_logps(own, micro.pack, 0.8) for micro in batch]
     told = learner.update(graded).metrics
     with torch.no_grad():
-        new = [all_logps(own, micro.pack, 0.8) for micro in batch]
+        new = [vocab_logps(own, micro.pack, 0.8) for micro in batch]
     kls = [torch.nn.functional.kl_div(n, o, log_target=True, reduction="none").sum(-1) for n, o in zip(new, old, strict=True)]
     kl = torch.cat([k[micro.mask_M] for k, micro in zip(kls, batch, strict=True)]).double().mean()
     assert told["step_share"] > 0

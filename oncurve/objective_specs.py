@@ -1,0 +1,204 @@
+"""The one table of objectives: which ratio, surrogate, clip range, reduction, advantage and KL each of them uses.
+
+Every part of Oncurve that knows objectives by name reads this table: the formulas (`oncurve.algos.objectives`), the recipe
+schema, its defaults and checks, `oncurve recipe explain`, `oncurve compare`, the translation of TRL configs, and the
+documentation. A new objective is one name and one row here; a new ratio, surrogate or reduction also needs its formula in
+`oncurve.algos`.
+
+This module imports neither torch nor pydantic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+RatioName = Literal["token_ratio", "sequence_product_ratio", "sequence_mean_ratio", "sequence_token_ratio"]
+"""Functions of `oncurve.algos.ratios`."""
+SurrogateName = Literal["clipped", "cispo", "sapo", "log_likelihood"]
+"""Classes of `oncurve.algos.surrogates`."""
+ReductionName = Literal[
+    "mean_of_completion_means", "mean_over_step_tokens", "mean_over_length_budget", "mean_of_completion_sums"
+]
+"""Functions of `oncurve.algos.reductions`."""
+Baseline = Literal["mean", "leave_one_out", "none"]
+"""What is subtracted from a reward: the group's mean, the mean of the others in the group, or nothing."""
+AdvantageScale = Literal["group", "batch", "whiten", "none"]
+"""What a centred reward is divided by: the group's std, one std over the batch, the std over tokens (`whiten`), or nothing."""
+KlPlace = Literal["loss", "reward"]
+"""Where the KL term goes: a term of the loss, or subtracted from the reward."""
+KlEstimator = Literal["k1", "k2", "k3"]
+"""Schulman's estimators (`oncurve.algos.kl`)."""
+
+ObjectiveName = Literal[
+    "grpo",
+    "grpo_sequence",
+    "dapo",
+    "dr_grpo",
+    "bnpo",
+    "gspo",
+    "gspo_token",
+    "cispo",
+    "sapo",
+    "rloo",
+    "reinforce",
+    "reinforce_pp",
+]
+
+DEFAULT_KL_ESTIMATOR: Mapping[KlPlace, KlEstimator] = {"loss": "k3", "reward": "k1"}
+"""k3 is never negative; k1, summed over a completion, is exactly its log-ratio."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectiveSpec:
+    """One objective.
+
+    ``clip`` is (low, high), None if the surrogate clips nothing. ``baseline``, ``scale`` and ``kl_place`` are the paper's own
+    choices, used if the recipe sets none; with ``fixed_advantage`` the recipe may not set others. ``trl`` is TRL's
+    (loss_type, importance_sampling_level) for the same loss, None if TRL has none.
+
+    Example: ``OBJECTIVE_SPECS["dapo"].clip == (0.2, 0.28)``
+    """
+
+    ratio: RatioName
+    surrogate: SurrogateName
+    clip: tuple[float, float] | None
+    reduction: ReductionName
+    sentence: str
+    paper: str
+    baseline: Baseline = "mean"
+    scale: AdvantageScale = "group"
+    kl_place: KlPlace = "loss"
+    fixed_advantage: bool = False
+    trl: tuple[str, str] | None = None
+
+    @property
+    def uses_ratio(self) -> bool:
+        """Whether samples of an older policy are corrected for; without it only one update per step is a policy gradient."""
+        return self.surrogate != "log_likelihood"
+
+    @property
+    def uses_length_budget(self) -> bool:
+        return self.reduction == "mean_over_length_budget"
+
+
+OBJECTIVE_SPECS: Mapping[ObjectiveName, ObjectiveSpec] = {
+    "grpo": ObjectiveSpec(
+        "token_ratio",
+        "clipped",
+        (0.2, 0.2),
+        "mean_of_completion_means",
+        "a clipped ratio per token; mean over each completion, then over completions",
+        "DeepSeekMath, arXiv 2402.03300",
+        trl=("grpo", "token"),
+    ),
+    "grpo_sequence": ObjectiveSpec(
+        "sequence_product_ratio",
+        "clipped",
+        (0.2, 0.2),
+        "mean_of_completion_means",
+        "one clipped ratio per completion, the product of its token ratios",
+        "the sequence form of GRPO, arXiv 2402.03300",
+    ),
+    "dapo": ObjectiveSpec(
+        "token_ratio",
+        "clipped",
+        (0.2, 0.28),
+        "mean_over_step_tokens",
+        "a ratio per token with a wider clip above 1 than below; mean over all tokens of the step",
+        "DAPO, arXiv 2503.14476",
+        trl=("dapo", "token"),
+    ),
+    "dr_grpo": ObjectiveSpec(
+        "token_ratio",
+        "clipped",
+        (0.2, 0.2),
+        "mean_over_length_budget",
+        "a clipped ratio per token; each completion's sum is divided by a constant length budget, rewards by nothing",
+        "Dr. GRPO, arXiv 2503.20783",
+        scale="none",
+        trl=("dr_grpo", "token"),
+    ),
+    "bnpo": ObjectiveSpec(
+        "token_ratio",
+        "clipped",
+        (0.2, 0.2),
+        "mean_over_step_tokens",
+        "a clipped ratio per token; mean over all tokens of the step",
+        "TRL's bnpo, with the step as the batch",
+        trl=("bnpo", "token"),
+    ),
+    "gspo": ObjectiveSpec(
+        "sequence_mean_ratio",
+        "clipped",
+        (3e-4, 4e-4),
+        "mean_of_completion_means",
+        "one ratio per completion, the geometric mean of its token ratios, in a narrow clip range",
+        "GSPO, arXiv 2507.18071",
+        trl=("grpo", "sequence"),
+    ),
+    "gspo_token": ObjectiveSpec(
+        "sequence_token_ratio",
+        "clipped",
+        (3e-4, 4e-4),
+        "mean_of_completion_means",
+        "gspo for advantages that differ by token",
+        "GSPO-token, arXiv 2507.18071",
+    ),
+    # The upper bound of 5 on the ratio is TRL's reading; the paper leaves it to be tuned.
+    "cispo": ObjectiveSpec(
+        "token_ratio",
+        "cispo",
+        (1.0, 4.0),
+        "mean_over_step_tokens",
+        "log-likelihood weighted by a bounded ratio, so every token keeps its gradient; mean over all tokens of the step",
+        "CISPO, MiniMax-M1, arXiv 2506.13585",
+        trl=("cispo", "token"),
+    ),
+    "sapo": ObjectiveSpec(
+        "token_ratio",
+        "sapo",
+        None,
+        "mean_of_completion_means",
+        "a ratio per token through a soft gate instead of a clip",
+        "SAPO, arXiv 2511.20347",
+        trl=("sapo", "token"),
+    ),
+    # The loss is grpo_sequence's: the mean over a completion of one number per sequence is that number. What makes it RLOO is
+    # the leave-one-out baseline without scaling, and the k1 KL in the reward.
+    "rloo": ObjectiveSpec(
+        "sequence_product_ratio",
+        "clipped",
+        (0.2, 0.2),
+        "mean_of_completion_means",
+        "one clipped ratio per completion, the product of its token ratios; the baseline is the mean of the group's others",
+        "RLOO, arXiv 2402.14740",
+        baseline="leave_one_out",
+        scale="none",
+        kl_place="reward",
+        fixed_advantage=True,
+    ),
+    "reinforce": ObjectiveSpec(
+        "token_ratio",
+        "log_likelihood",
+        None,
+        "mean_of_completion_sums",
+        "log-likelihood weighted by the advantage: no ratio, no clip, one update per step",
+        "REINFORCE, Williams 1992",
+        baseline="none",
+        scale="none",
+        kl_place="reward",
+    ),
+    "reinforce_pp": ObjectiveSpec(
+        "token_ratio",
+        "clipped",
+        (0.2, 0.2),
+        "mean_over_step_tokens",
+        "a clipped ratio per token; rewards are whitened over all tokens of the step and need no group",
+        "REINFORCE++, arXiv 2501.03262",
+        baseline="none",
+        scale="whiten",
+        kl_place="reward",
+    ),
+}

@@ -1,0 +1,100 @@
+"""Every reader of the table of objectives knows every objective, and shows what the table says of it."""
+
+from __future__ import annotations
+
+import io
+import runpy
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from rich.console import Console
+
+from oncurve.algos.kl import KL_ESTIMATORS
+from oncurve.algos.objectives import OBJECTIVES
+from oncurve.algos.ratios import RATIOS
+from oncurve.algos.reductions import REDUCTIONS
+from oncurve.algos.surrogates import Cispo, Clipped
+from oncurve.errors import RecipeError
+from oncurve.objective_specs import (
+    OBJECTIVE_SPECS,
+    KlEstimator,
+    ObjectiveName,
+    RatioName,
+    ReductionName,
+    SurrogateName,
+)
+from oncurve.recipe.defaults import advantage_settings, kl_settings
+from oncurve.recipe.explain import explain
+from oncurve.recipe.keys import tree
+from oncurve.recipe.schema.stages import Grpo
+from oncurve.recipe.trl.config import TRL_OBJECTIVES, TrlConfig
+from oncurve.recipe.variants import ALGORITHMS
+from tests.recipe.recipes import recipe
+
+NAMES: tuple[ObjectiveName, ...] = get_args(ObjectiveName)
+
+
+def test_the_table_has_a_row_for_every_name() -> None:
+    assert tuple(OBJECTIVE_SPECS) == NAMES
+
+
+def test_every_part_that_is_named_has_a_formula_and_is_used() -> None:
+    assert set(RATIOS) == set(get_args(RatioName)) == {spec.ratio for spec in OBJECTIVE_SPECS.values()}
+    assert set(REDUCTIONS) == set(get_args(ReductionName)) == {spec.reduction for spec in OBJECTIVE_SPECS.values()}
+    assert set(get_args(SurrogateName)) == {spec.surrogate for spec in OBJECTIVE_SPECS.values()}
+    assert set(KL_ESTIMATORS) == set(get_args(KlEstimator))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_formulas(name: ObjectiveName) -> None:
+    spec, objective = OBJECTIVE_SPECS[name], OBJECTIVES[name]
+    assert (objective.ratio.__name__, objective.reduction.__name__) == (spec.ratio, spec.reduction)
+    assert type(objective.surrogate).__name__.lower() == spec.surrogate.replace("_", "")
+    surrogate = objective.surrogate
+    assert spec.clip == ((surrogate.low, surrogate.high) if isinstance(surrogate, Clipped | Cispo) else None)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_defaults_and_checks_of_a_recipe(name: ObjectiveName) -> None:
+    spec, stage = OBJECTIVE_SPECS[name], Grpo(objective=name)
+    assert advantage_settings(stage) == (spec.baseline, spec.scale)
+    assert kl_settings(stage)[0] == spec.kl_place
+    for change, is_allowed in [
+        ("grpo.clip={low=0.1, high=0.1}", spec.clip is not None),
+        ("grpo.length_budget=100", spec.uses_length_budget),
+        ("grpo.advantage.scale=batch", not spec.fixed_advantage),
+    ]:
+        if is_allowed:
+            recipe(f"grpo.objective={name}", change)
+        else:
+            with pytest.raises(RecipeError):
+                recipe(f"grpo.objective={name}", change)
+
+
+def test_the_key_takes_every_name() -> None:
+    (entry,) = (entry for entry in tree() if entry.key == "grpo.objective")
+    assert entry.allowed == NAMES
+
+
+def test_explain_and_the_documentation_show_every_row() -> None:
+    console = Console(width=400, file=io.StringIO())
+    with console.capture() as capture:
+        console.print(explain("grpo.objective"))
+    make_pages = runpy.run_path(str(Path(__file__).parents[1] / "docs" / "make_pages.py"))
+    shown, written = capture.get().splitlines(), make_pages["objectives_table"]().splitlines()
+    for name, spec in OBJECTIVE_SPECS.items():
+        for lines, cell in [(shown, name), (written, f"| `{name}`")]:
+            (line,) = (line for line in lines if line.startswith(f"{cell} "))
+            assert all(text in line for text in (spec.sentence, spec.paper, spec.baseline, spec.scale, spec.kl_place))
+
+
+def test_algorithms_that_can_be_compared() -> None:
+    assert set(NAMES) <= set(ALGORITHMS)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if OBJECTIVE_SPECS[name].trl])
+def test_trls_name_leads_to_the_objective(name: ObjectiveName) -> None:
+    loss, level = OBJECTIVE_SPECS[name].trl or ("", "")
+    assert TRL_OBJECTIVES[loss, level] == name
+    assert TrlConfig({"loss_type": loss, "importance_sampling_level": level}).objective == name
