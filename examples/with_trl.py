@@ -1,6 +1,6 @@
-"""One reward function and one data set, used by TRL's GRPOTrainer and by Oncurve unchanged, from the same first weights.
+"""Train with TRL's GRPOTrainer and with Oncurve, using the same reward function, the same data and the same initial weights.
 
-Prints both runs' mean reward by step, then which TRL option is which recipe key.
+Prints the mean reward by step of both runs, then a table of TRL options and the recipe keys that correspond to them.
 
     pip install trl==1.16.0 datasets
     python examples/with_trl.py
@@ -31,18 +31,18 @@ PROMPTS, GROUP, TOKENS, RATE = 8, 8, 4, 1e-3
 
 
 def starts_right(completions: Sequence[str], answer: Sequence[str], **_: object) -> list[float]:
-    """A reward as TRL calls it: lists in, a list out. 1 for the right number, some credit for its first digit or any digit."""
+    """A reward in TRL's form: lists in, a list out. 1 for the right number, partial credit for its first digit or any digit."""
     return [_credit(completion.strip(), right) for completion, right in zip(completions, answer, strict=True)]
 
 
-def _credit(written: str, right: str) -> float:
-    if written.startswith(right):
+def _credit(text: str, right: str) -> float:
+    if text.startswith(right):
         return 1.0
-    return 0.5 if written[:1] == right[0] else 0.1 if written[:1].isdigit() else 0.0
+    return 0.5 if text[:1] == right[0] else 0.1 if text[:1].isdigit() else 0.0
 
 
 def with_trl(model: Path, steps: int, folder: Path) -> list[float]:
-    """Mean reward by step, by TRL's trainer."""
+    """Mean reward by step with TRL's trainer."""
     config = GRPOConfig(
         output_dir=str(folder),
         max_steps=steps,
@@ -67,7 +67,7 @@ def with_trl(model: Path, steps: int, folder: Path) -> list[float]:
 
 
 def with_oncurve(model: Path, steps: int, folder: Path) -> list[float]:
-    """Mean reward by step, by Oncurve."""
+    """Mean reward by step with Oncurve."""
     run = oncurve.train(
         model=model,
         prompts=DATA,
@@ -84,7 +84,7 @@ def with_oncurve(model: Path, steps: int, folder: Path) -> list[float]:
 
 
 def options_table() -> Table:
-    """TRL's options and the recipe keys that they become; `docs/from-trl.md` has those without a counterpart too."""
+    """TRL options and their recipe keys. `docs/from-trl.md` also lists the options without a counterpart."""
     table = Table(box=None, pad_edge=False)
     for head in ("TRL", "recipe"):
         table.add_column(head, no_wrap=True)
@@ -96,18 +96,18 @@ def options_table() -> Table:
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ask.add_argument("--steps", type=int, default=20)
-    steps = ask.parse_args().steps
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=20)
+    steps = parser.parse_args().steps
     logging.disable_progress_bar()
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         load_policy(Model(), alphabet="0123456789+= ", seed=0).save(folder / "model")
         theirs = with_trl(folder / "model", steps, folder / "trl")
         ours = with_oncurve(folder / "model", steps, folder / "oncurve")
-    print("mean reward of a step: the same function and data, other random numbers")
-    for step, (one, other) in enumerate(zip(theirs, ours, strict=True), 1):
-        print(f"  step {step:2}   TRL {one:.2f}   Oncurve {other:.2f}")
+    print("mean reward by step (same reward function and data, different random numbers)")
+    for step, (trl, own) in enumerate(zip(theirs, ours, strict=True), 1):
+        print(f"  step {step:2}   TRL {trl:.2f}   Oncurve {own:.2f}")
     print()
     Console(highlight=False).print(options_table())
 
