@@ -30,9 +30,9 @@ from oncurve.cli.options import (
 from oncurve.errors import RecipeError, RunError
 from oncurve.runs.atomic_files import disk_errors
 from oncurve.runs.database.reader import RunReader
+from oncurve.runs.feedback import preference_lines, read_preferences
 from oncurve.runs.folder import RunFolder, list_runs
 from oncurve.runs.preference_pairs import best_against_worst
-from oncurve.studio.feedback import pairs_lines
 
 if TYPE_CHECKING:
     pass
@@ -67,10 +67,10 @@ def pairs(
 ) -> None:
     """Write preference pairs of a run's groups: the best completion against the worst, as JSON lines."""
     folder = RunFolder.open(run, runs)
-    if people:
-        text = pairs_lines(folder)
-    else:
-        with RunReader.open(folder.path) as store:
+    with RunReader.open(folder.path) as store:
+        if people:
+            text = preference_lines(read_preferences(folder.path, store))
+        else:
             text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in best_against_worst(store, stage))
     if not text:
         because = "nobody has ranked completions" if people else "no recorded group has completions of different rewards"
@@ -163,7 +163,7 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Look at a run: its curves, a step's groups, one group in full, where its time goes, or what was left out."""
-    from oncurve.terminal import show, views
+    from oncurve.terminal import show
 
     folder = RunFolder.open(run, runs)
     if group is not None and step is None:
@@ -177,7 +177,7 @@ def show(
 
         say_json(by_phase.timing_data(folder)) if as_json else say(by_phase.render_timing(folder))
     elif as_json:
-        say_json(views.data_of(folder, stage, step, group))
+        say_json(show.show_data(folder, stage, step, group))
     elif step is None:
         say(show.render_run(folder))
     elif group is None:

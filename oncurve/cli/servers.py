@@ -43,7 +43,7 @@ def serve(
 ) -> None:
     """Serve a model or run as an OpenAI-compatible endpoint."""
     try:
-        from oncurve.serve.server import key_for, serve
+        from oncurve.serve.server import api_key_for, serve
     except ModuleNotFoundError as error:
         raise MissingPackage(
             "oncurve serve",
@@ -56,7 +56,7 @@ def serve(
 
     hush()
     trust_if_asked(trusted, trust.find(target, runs))
-    key, made = key_for(host, key_env)
+    key, made = api_key_for(host, key_env)
     with Console(stderr=True).status(f"loading {target}"):
         opened = load_model(target, runs)
     called = name or target
@@ -70,7 +70,8 @@ def serve(
         Console(highlight=False, soft_wrap=True).print(Text(lines))
 
     serve(
-        opened.policy, called, host, port, key=key, slots=slots, max_tokens=max_tokens, say=announce, until_closed=until_closed
+        opened.policy, called, host, port,
+        key=key, slots=slots, max_tokens=max_tokens, on_ready=announce, until_closed=until_closed,
     )  # fmt: skip
 
 
@@ -106,7 +107,7 @@ def studio(
     def announce(address: str) -> None:
         say(f"Studio of {runs.resolve()}\n  {address}\nCtrl-C ends it; runs go on.")
 
-    serve(runs.resolve(), host, port, say=announce, open_browser=open_browser, allow_code=allow_code)
+    serve(runs.resolve(), host, port, announce=announce, open_browser=open_browser, allow_code=allow_code)
 
 
 def report(

@@ -1,4 +1,4 @@
-"""``bad/<stage>-<step>.json``: batches whose update was left out, kept for inspection also where their steps were undone."""
+"""``bad/<stage>-<step>.json``: batches whose update was skipped, saved for inspection even if their steps are rolled back."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from oncurve.errors import RunError
 from oncurve.records import GradedGroup, StepReport
 from oncurve.runs.atomic_files import disk_error, write_file_atomically
 from oncurve.runs.database.row_codec import to_json
+from oncurve.runs.views import group_view
 
 FOLDER = "bad"
 
 
 @dataclass(frozen=True, slots=True)
 class BadBatch:
-    """A batch as it was, with why its update was left out. ``groups`` are plain data; an sft stage has none."""
+    """A batch, and why its update was skipped. ``groups`` are plain data; a stage that does not sample has none."""
 
     stage: str
     step: int
@@ -29,43 +30,39 @@ class BadBatch:
 
 
 def save_bad_batch(run: Path, report: StepReport, why: Sequence[str]) -> Path:
-    """Writes a batch down, whole or not at all. One of the same step (done again after a resume) takes its place."""
+    """Writes a batch atomically. It replaces one of the same step, which a resumed run repeats."""
     path = run / FOLDER / f"{quote(report.stage, safe='')}-{report.step:06d}.json"
-    told = {
+    batch = {
         "stage": report.stage,
         "step": report.step,
         "why": list(why),
         "metrics": dict(report.metrics),
-        "groups": [_group(graded) for graded in report.groups],
+        "groups": [group_view(graded.group, _completions(graded)) for graded in report.groups],
     }
-    write_file_atomically(path, to_json(told).encode())
+    write_file_atomically(path, to_json(batch).encode())
     return path
 
 
+def _completions(graded: GradedGroup) -> list[dict[str, Any]]:
+    totals = graded.scored.totals
+    return [
+        {"text": c.text, "token_ids": c.token_ids, "reward": totals[i], "advantages": graded.advantages[i]}
+        for i, c in enumerate(graded.group.completions)
+    ]
+
+
 def bad_batches(run: Path) -> list[BadBatch]:
-    """Those there are, in order of stage and step."""
-    found = []
+    """The saved batches, by stage and step."""
+    batches = []
     for path in sorted((run / FOLDER).glob("*.json")):
         try:
-            told = json.loads(path.read_bytes())
-            found.append(
-                BadBatch(told["stage"], int(told["step"]), list(told["why"]), dict(told["metrics"]), list(told["groups"]))
+            data = json.loads(path.read_bytes())
+            batches.append(
+                BadBatch(data["stage"], int(data["step"]), list(data["why"]), dict(data["metrics"]), list(data["groups"]))
             )
         except OSError as error:
             raise disk_error(path, error.errno, error.strerror or str(error)) from error
         except (ValueError, KeyError, TypeError) as error:
-            because = f"it is not what a run writes there ({type(error).__name__}: {error})"
+            because = f"it is not a batch that a run saved ({type(error).__name__}: {error})"
             raise RunError(str(path), "unreadable", because=because, fix="delete it; nothing depends on it") from error
-    return sorted(found, key=lambda batch: (batch.stage, batch.step))
-
-
-def _group(graded: GradedGroup) -> dict[str, Any]:
-    totals = graded.scored.totals
-    return {
-        "prompt_id": graded.group.prompt.id,
-        "prompt": graded.group.prompt.shown,
-        "completions": [
-            {"text": c.text, "token_ids": c.token_ids, "reward": totals[i], "advantages": graded.advantages[i]}
-            for i, c in enumerate(graded.group.completions)
-        ],
-    }
+    return sorted(batches, key=lambda batch: (batch.stage, batch.step))

@@ -246,6 +246,12 @@ def list_runs(runs_dir: Path) -> list[RunEntry]:
     return sorted(entries, key=lambda entry: -entry.state.created if entry.state else 0.0)
 
 
+def forks_of(run: RunFolder) -> list[RunEntry]:
+    """The runs in the same folder that were forked from this one."""
+    entries = list_runs(run.path.resolve().parent)
+    return [e for e in entries if e.state is not None and e.state.parent is not None and e.state.parent.run == run.name]
+
+
 def _entry(path: Path) -> RunEntry:
     try:
         state = _read_state(path / STATE)

@@ -1,4 +1,4 @@
-"""What each number of a run means, and what a healthy one looks like: for the terminal, the studio and the documentation."""
+"""What each metric of a run means, what a healthy one looks like, and which ones are drawn."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from oncurve.errors import RunError, did_you_mean
 class Metric:
     """One metric. A name that ends in ``/`` stands for a family: ``reward/`` explains ``reward/answer``.
 
-    ``repeatable`` is False where the number measures the machine rather than the run: two identical runs differ in it.
+    ``repeatable`` is False if the metric measures the machine: two identical runs differ in it.
     """
 
     name: str
@@ -22,7 +22,12 @@ class Metric:
 
 
 _TABLE = (
-    Metric("reward", "reward", "Mean total reward of the step's rewarded completions.", "rises, then levels off"),
+    Metric(
+        "reward",
+        "reward",
+        "Mean total reward of the step's completions, without those that could not be rewarded.",
+        "rises, then levels off",
+    ),
     Metric(
         "reward_std",
         "reward",
@@ -33,31 +38,31 @@ _TABLE = (
         "reward/",
         "reward",
         "Mean value of one reward aspect, before its weight.",
-        "rises; one that falls while the total rises is being traded away",
+        "rises; if it falls while the total rises, it is being traded away",
     ),
     Metric(
         "accuracy",
         "share",
-        "Share of completions that are solved, where a rule says which are.",
+        "Share of completions that are correct, if there is a verifiable reward.",
         "rises; held-out accuracy should follow it",
     ),
     Metric(
         "pass_at/",
         "share",
-        "Chance that so many answers to a held-out problem hold a right one (unbiased).",
-        "rises with accuracy; where it falls while accuracy rises, answers have lost their variety",
+        "Probability that at least one of k answers to a held-out problem is right (unbiased).",
+        "rises with accuracy; if it falls while accuracy rises, answers have lost their variety",
     ),
     Metric(
-        "samples_kept",
-        "completions",
-        "Completions of the step that were kept to be imitated (rejection_sample).",
-        "above 0",
+        "samples_kept", "completions", "Completions of the step that were kept as demonstrations (rejection_sample).", "above 0"
     ),
-    Metric(
-        "comparisons", "pairs", "Fresh comparisons that the reward model learned from after this step (iterate).", "above 0"
-    ),
+    Metric("comparisons", "pairs", "New comparisons that the reward model learned from after this step (iterate).", "above 0"),
     Metric("reward_model_loss", "loss", "The reward model's loss at the last update of a round (iterate).", "below 0.69"),
-    Metric("experiences", "entries", "Experiences in the library after the step (training_free).", "grows, then is rewritten"),
+    Metric(
+        "experiences",
+        "entries",
+        "Experiences in the library after the step (training_free).",
+        "grows, then entries are rewritten",
+    ),
     Metric(
         "changes",
         "changes",
@@ -67,20 +72,25 @@ _TABLE = (
     Metric(
         "heldout_with", "share", "Held-out accuracy with the library in the prompt (training_free).", "above heldout_without"
     ),
-    Metric("heldout_without", "share", "Held-out accuracy of the same model without the library (training_free).", "the start"),
+    Metric(
+        "heldout_without",
+        "share",
+        "Held-out accuracy of the same model without the library (training_free).",
+        "constant: the baseline",
+    ),
     Metric(
         "heldout_reward_with",
         "reward",
-        "Held-out reward with the library in the prompt, where no rule says what is right (training_free).",
+        "Held-out reward with the library in the prompt, if there is no verifiable reward (training_free).",
         "above heldout_reward_without",
     ),
     Metric(
         "heldout_reward_without",
         "reward",
-        "Held-out reward of the same model without the library, where no rule says what is right (training_free).",
-        "the start",
+        "Held-out reward of the same model without the library, if there is no verifiable reward (training_free).",
+        "constant: the baseline",
     ),
-    Metric("maj_at/", "share", "Share of held-out problems whose most frequent answer of so many is right.", "above accuracy"),
+    Metric("maj_at/", "share", "Share of held-out problems whose most frequent answer among k is right.", "above accuracy"),
     Metric(
         "no_signal_share",
         "share",
@@ -90,44 +100,51 @@ _TABLE = (
     Metric(
         "cut_share",
         "share",
-        "Share of completions that reached the length limit before they ended.",
-        "near 0; if it grows, raise max_new_tokens or punish length",
+        "Share of completions that were truncated at the length limit.",
+        "near 0; if it grows, raise max_new_tokens or penalise length",
     ),
     Metric(
         "failure_share",
         "share",
-        "Share of completions that could not be rewarded: a reward raised, hung or gave no number.",
+        "Share of completions that could not be rewarded: a reward raised an error, timed out or returned no number.",
         "0",
     ),
-    Metric("length_mean", "tokens", "Mean number of tokens that the policy wrote in a completion.", "steady or slowly moving"),
-    Metric("length_min", "tokens", "Length of the step's shortest completion.", "not 1: that is a policy that says nothing"),
+    Metric(
+        "length_mean", "tokens", "Mean number of tokens that the policy sampled per completion.", "steady or changing slowly"
+    ),
+    Metric(
+        "length_min",
+        "tokens",
+        "Length of the step's shortest completion.",
+        "above 1: a policy that stops at once has collapsed",
+    ),
     Metric("length_max", "tokens", "Length of the step's longest completion.", "below max_new_tokens"),
     Metric(
         "entropy",
         "nats",
-        "Mean entropy of the policy over the tokens it wrote, at the sampling temperature.",
-        "falls slowly; a fall to 0 ends exploration, a rise means the policy is coming apart",
+        "Mean entropy of the policy over the tokens it sampled, at the sampling temperature.",
+        "falls slowly; at 0 exploration ends, and a rise means that the policy is degenerating",
     ),
     Metric(
         "kl",
         "nats",
-        "Mean estimate per token of the KL divergence from the reference; logged where a reference is held.",
-        "grows slowly; a jump is a policy that has left its anchor",
+        "Mean estimate per token of the KL divergence from the reference; logged if the stage has a reference.",
+        "grows slowly; a jump means that the policy has left the reference",
     ),
     Metric(
         "loss",
         "loss",
-        "What was minimised: the policy loss with its KL and entropy terms, or cross-entropy per token in sft.",
+        "The loss that was minimised: the policy loss with its KL and entropy terms, or cross-entropy per token in sft.",
         "in sft it falls; in grpo it stays near 0 and says little",
     ),
     Metric(
         "policy_loss",
         "loss",
-        "The surrogate's part of the loss, without KL and entropy terms.",
+        "The surrogate part of the loss, without KL and entropy terms.",
         "near 0 with one update per step",
     ),
-    Metric("grad_norm", "norm", "Length of the gradient before clipping.", "steady; spikes come before trouble"),
-    Metric("learning_rate", "rate", "Learning rate of the step's last update.", "as the schedule says"),
+    Metric("grad_norm", "norm", "Norm of the gradient before clipping.", "steady; spikes are an early warning"),
+    Metric("learning_rate", "rate", "Learning rate of the step's last update.", "follows the schedule"),
     Metric(
         "clip_low_share", "share", "Share of tokens clipped from below: ratio under the range, negative advantage.", "below 0.1"
     ),
@@ -146,7 +163,7 @@ _TABLE = (
         "update_kl",
         "nats",
         "How far the step's updates before the last moved the policy: mean k3 estimate per token; 0 with a single update.",
-        "below about 0.02; a spike means too large a learning rate",
+        "below about 0.02; a spike means that the learning rate is too high",
     ),
     Metric(
         "mismatch_kl",
@@ -163,14 +180,14 @@ _TABLE = (
     Metric(
         "staleness",
         "updates",
-        "Mean over tokens of the updates between the weights that wrote a token and those that learned from it (asynchronous).",
+        "Mean number of updates between sampling a token and learning from it, over tokens (asynchronous).",
         "well below scale.max_staleness",
         repeatable=False,
     ),
     Metric(
         "staleness_max",
         "updates",
-        "The most updates between the weights that wrote a token of the step and those that learned from it (asynchronous).",
+        "Largest number of updates between sampling a token of the step and learning from it (asynchronous).",
         "never above scale.max_staleness",
         repeatable=False,
     ),
@@ -180,36 +197,37 @@ _TABLE = (
         "The critic's loss, a mean over tokens and over the step's updates (ppo).",
         "falls in the first tens of steps",
     ),
-    Metric("value_clip_share", "share", "Share of tokens whose value the clip held back (ppo).", "below 0.3"),
+    Metric("value_clip_share", "share", "Share of tokens whose value was clipped (ppo).", "below 0.3"),
     Metric(
         "explained_variance",
         "share",
-        "How much of the variance of what followed the critic foresaw: 1 − Var(R − V) / Var(R), over tokens (ppo).",
-        "rises from 0; below 0 the critic misleads",
+        "Share of the variance of returns that the critic predicts: 1 − Var(R − V) / Var(R), over tokens (ppo).",
+        "rises from 0; below 0 the critic does harm",
     ),
     Metric("value_mean", "reward", "Mean of the critic's values over tokens (ppo).", "near the mean reward"),
-    Metric("critic_grad_norm", "norm", "Length of the critic's gradient before clipping (ppo).", "steady"),
-    Metric("skipped_critic_updates", "updates", "Updates of the critic left out: NaN, or a spike.", "0"),
-    Metric(
-        "step_kl", "nats", "Mean KL(π_old‖π_new) per token that the step cost, over whole distributions (trpo).", "below max_kl"
-    ),
+    Metric("critic_grad_norm", "norm", "Norm of the critic's gradient before clipping (ppo).", "steady"),
+    Metric("skipped_critic_updates", "updates", "Updates of the critic that were skipped: NaN, or a spike.", "0"),
+    Metric("step_kl", "nats", "Mean KL(π_old‖π_new) per token of the step, over full distributions (trpo).", "below max_kl"),
     Metric("step_gain", "reward", "How much the surrogate rose in the step (trpo).", "above 0"),
     Metric(
-        "step_share", "share", "How much of the longest step the line search took; 0: none was good enough (trpo).", "1, or 0.5"
+        "step_share",
+        "share",
+        "Share of the longest step that the line search took; 0: no step was good enough (trpo).",
+        "1, or 0.5",
     ),
-    Metric("step_norm", "norm", "Length of the step that the weights took (trpo).", "steady"),
+    Metric("step_norm", "norm", "Norm of the change of the weights in the step (trpo).", "steady"),
     Metric("line_search_tries", "tries", "Step lengths that the line search tried (trpo).", "1 to 3"),
     Metric(
         "cg_residual",
         "share",
-        "What conjugate gradient left unsolved of the natural gradient: |g − F x| / |g| (trpo).",
+        "Relative residual of conjugate gradient for the natural gradient: |g − F x| / |g| (trpo).",
         "below 0.3; else raise cg_iterations or damping",
     ),
     Metric(
         "pair_accuracy",
         "share",
         "Share of pairs whose chosen completion has the higher reward, in dpo the implicit one (dpo, reward_model).",
-        "rises; before dpo's first update it is chance, as policy and reference differ by rounding alone",
+        "rises; before dpo's first update it is chance, as policy and reference differ only by rounding",
     ),
     Metric(
         "pair_margin",
@@ -221,12 +239,12 @@ _TABLE = (
         "heldout_pair_accuracy",
         "share",
         "Share of held-out comparisons, or judged steps, that the reward model gets right (reward_model).",
-        "above 0.5; 0.6 to 0.75 is usual where people disagree with each other",
+        "above 0.5; 0.6 to 0.75 is usual if people disagree with each other",
     ),
     Metric(
         "calibration_error",
         "share",
-        "Mean distance between the reward model's confidence and how often it is right, on held-out rows (reward_model).",
+        "Mean distance between the reward model's confidence and its accuracy, on held-out rows (reward_model).",
         "below 0.1",
     ),
     Metric("chosen_reward", "reward", "Mean implicit reward β log(π/π_ref) of chosen completions (dpo).", "near 0 or rising"),
@@ -239,85 +257,88 @@ _TABLE = (
     Metric(
         "mismatch_masked_share",
         "share",
-        "Share of tokens left out because sampler and learner disagree on their completion (mismatch_limit).",
+        "Share of tokens masked because sampler and learner disagree on their completion (mismatch_limit).",
         "near 0",
     ),
     Metric(
         "tokens",
         "tokens",
-        "Completion tokens sampled in the step, or tokens trained on where a stage samples none.",
+        "Completion tokens sampled in the step; in a stage that does not sample, tokens trained on.",
         "as large as fits",
     ),
     Metric(
         "tokens_per_s",
         "tokens/s",
-        "The step's tokens over its time; where a stage samples none, over the time of its update.",
-        "as high as it gets",
+        "The step's tokens divided by its time; in a stage that does not sample, by the time of its update.",
+        "as high as possible",
         repeatable=False,
     ),
     Metric(
         "sample_tokens_per_s",
         "tokens/s",
-        "Completion tokens over the time spent sampling them.",
-        "as high as it gets",
+        "Completion tokens divided by the time spent sampling them.",
+        "as high as possible",
         repeatable=False,
     ),
     Metric(
         "epoch",
         "epochs",
-        "How often the stage's examples, pairs or judged steps have been gone through.",
+        "Passes made over the stage's examples, pairs or judged steps.",
         "rises; few epochs over few examples overfit less",
     ),
     Metric(
         "seconds/",
         "s",
-        "Time of one phase of the step: sample, score, grade, reference (dpo), update or eval; and of phases within the update "
+        "Time of one phase of the step: sample, score, grade, reference (dpo), update or eval; and of parts of the update "
         "(update/pack, update/forward …).",
-        "sample and update lead",
+        "sample and update dominate",
         repeatable=False,
     ),
     Metric(
         "update_tflops",
         "TFLOP/s",
-        "Floating-point operations that the update's formulas ask for, over its time; what is computed again does not count.",
-        "as high as it gets",
+        "Floating-point operations of the update's formulas, without recomputation, divided by its time.",
+        "as high as possible",
         repeatable=False,
     ),
     Metric(
         "mfu",
         "share",
-        "Model FLOP utilisation: update_tflops as a share of what this device reaches in a large product of matrices.",
-        "above 0.4 on a GPU with packs of 8,192 tokens or more; small models are bound by memory instead",
+        "Model FLOP utilisation: update_tflops as a share of what this device reaches in a large matrix multiplication.",
+        "above 0.4 on a GPU with packs of 8,192 tokens or more; small models are limited by memory bandwidth",
         repeatable=False,
     ),
     Metric(
         "cpu_seconds",
         "s",
-        "What the process computed in the step, over all its threads: fairer than time where others share the machine.",
+        "CPU time of the process in the step, over all its threads: fairer than wall-clock time on a shared machine.",
         "steady",
         repeatable=False,
     ),
     Metric(
         "memory_mib",
         "MiB",
-        "Most memory that was in use: the process's on a CPU, the allocator's on a GPU.",
+        "Peak memory: of the process on a CPU, of the allocator on a GPU.",
         "flat after the first steps",
         repeatable=False,
     ),
-    Metric("skipped_updates", "updates", "Updates left out: NaN, a spike, or (trpo) no good step.", "0"),
+    Metric("skipped_updates", "updates", "Updates that were skipped: NaN, a spike, or (trpo) no good step.", "0"),
     Metric(
-        "groups_resampled", "groups", "Groups without signal that were replaced by fresh prompts.", "few; many make steps slow"
+        "groups_resampled",
+        "groups",
+        "Groups without signal that were replaced by groups of other prompts.",
+        "few; many make steps slow",
     ),
     Metric(
         "heldout_loss",
         "loss",
-        "The loss on what is kept out of training: cross-entropy per token in sft, the model's own in reward_model.",
+        "The loss on the held-out split: cross-entropy per token in sft, the model's own loss in reward_model.",
         "falls; a rise while the loss falls is overfitting",
     ),
     Metric(
         "examples_seen",
         "examples",
-        "Worked examples, pairs or judged steps trained on since the stage began, repeats counted.",
+        "Demonstrations, pairs or judged steps trained on since the stage began, with repeats.",
         "rises by the batch size",
     ),
 )
@@ -325,9 +346,29 @@ _TABLE = (
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _TABLE}
 """Every metric that a stage logs, by name."""
 
+CURVES = (
+    "reward", "accuracy", "reward_std", "no_signal_share", "kl", "step_kl", "entropy", "clip_share", "length_mean", "cut_share",
+    "failure_share", "mismatch_kl", "explained_variance", "value_loss", "pair_accuracy", "pair_margin", "heldout_pair_accuracy",
+    "samples_kept", "experiences", "heldout_with", "heldout_reward_with", "loss", "heldout_loss", "grad_norm", "tokens_per_s",
+    "memory_mib",
+)  # fmt: skip
+"""The metrics worth drawing, in order. The HTML report draws those that a stage logged."""
+
+MAIN_CURVES = {
+    "sft": ("loss", "heldout_loss", "entropy"),
+    "grpo": ("reward", "accuracy", "entropy", "length_mean", "no_signal_share", "kl"),
+    "ppo": ("reward", "accuracy", "entropy", "length_mean", "explained_variance", "value_loss", "kl"),
+    "trpo": ("reward", "accuracy", "entropy", "length_mean", "no_signal_share", "step_kl"),
+    "dpo": ("loss", "pair_accuracy", "pair_margin", "entropy"),
+    "reward_model": ("loss", "pair_accuracy", "heldout_loss", "heldout_pair_accuracy"),
+    "rejection_sample": ("reward", "accuracy", "length_mean", "samples_kept"),
+    "training_free": ("reward", "accuracy", "experiences", "heldout_with", "heldout_reward_with"),
+}
+"""The most telling of those by type of stage, for a terminal: `oncurve show`, and a fork compared with its parent."""
+
 
 def find(name: str) -> Metric | None:
-    """The metric, or the family that the name belongs to."""
+    """The metric of this name, or the family that it belongs to."""
     family, slash, member = name.partition("/")
     return METRICS.get(family + slash) if member else METRICS.get(name)
 
@@ -338,7 +379,7 @@ def is_repeatable(name: str) -> bool:
 
 
 def explain(name: str) -> Metric:
-    """What a metric means. A family's member (``reward/answer``) gets the family's words."""
+    """The metric of this name. A member of a family (``reward/answer``) gets the family's explanation."""
     metric = find(name)
     if metric is None:
         raise RunError(

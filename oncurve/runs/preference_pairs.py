@@ -1,4 +1,4 @@
-"""Preference pairs from what a run sampled: of each group the best rewarded completion against the worst."""
+"""Preference pairs from what a run sampled: the best-rewarded completion of each group against the worst."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from oncurve.runs.database.reader import RunReader
 
 
 def best_against_worst(store: RunReader, stage: str | None) -> Iterator[dict[str, Any]]:
-    """A row for each group whose rewards differ, with the columns that `reward_model`, `dpo` and other trainers read.
+    """One row for each training group whose rewards differ, with the columns that `reward_model` and `dpo` stages read.
 
-    ``margin`` is the distance of their rewards. The same prompt may be asked in several steps: each gives a pair of its own.
+    ``margin`` is the difference of the two rewards. A prompt that was sampled in several steps gives one pair for each.
     """
     for row in store.steps(stage):
         for graded in store.step(row.stage, row.step).groups:
@@ -22,11 +22,19 @@ def best_against_worst(store: RunReader, stage: str | None) -> Iterator[dict[str
 
 
 def pair_of(scored: ScoredGroup) -> dict[str, Any] | None:
-    """The best and the worst of a group; None where rewards or texts are equal. Of equal rewards the first one counts."""
+    """The best and the worst completion of a group, the first of equals; None if rewards or texts are equal."""
     rewarded = [(s.total, s.completion.text) for s in scored.scored if s.total is not None]
     if not rewarded:
         return None
-    (most, better), (least, worse) = max(rewarded, key=lambda r: r[0]), min(rewarded, key=lambda r: r[0])
-    if most == least or better.strip() == worse.strip() or not better.strip() or not worse.strip():
+    (highest, chosen), (lowest, rejected) = max(rewarded, key=lambda r: r[0]), min(rewarded, key=lambda r: r[0])
+    if highest == lowest or not is_comparable(chosen, rejected):
         return None
-    return {"prompt": scored.group.prompt.written, "chosen": better, "rejected": worse, "margin": most - least}
+    return {"prompt": scored.group.prompt.written, "chosen": chosen, "rejected": rejected, "margin": highest - lowest}
+
+
+def is_comparable(chosen: str, rejected: str) -> bool:
+    """Whether two texts make a pair: neither is blank, and they differ by more than surrounding whitespace.
+
+    Stages that read pairs from a file leave out the others (`oncurve.tasks.data.preference_pairs`).
+    """
+    return bool(chosen.strip()) and bool(rejected.strip()) and chosen.strip() != rejected.strip()

@@ -1,1 +1,1 @@
-"""The web server: every run, group and number to be looked at in a browser. Reads run folders; never trains."""
+"""The web server that shows runs, groups and curves in a browser. It reads run folders and never trains."""

@@ -1,9 +1,9 @@
-"""Who may ask: this machine's own pages and nobody else's.
+"""Access control: only the studio's own pages may make requests.
 
-- Bound to a loopback address, the Host must name it: a site that points its own name at 127.0.0.1 (DNS rebinding) is refused.
-- Bound to anything else, every request needs the token: once in the URL, from then on in a cookie that no other site can send.
-- A request that another site's page makes is refused, whatever it asks for; following a link to the studio is not such a one.
-- Every answer carries a Content-Security-Policy under which only the studio's own files run and nothing leaves the machine.
+- On a loopback address, the Host header must name it: a site that points its own name at 127.0.0.1 (DNS rebinding) is refused.
+- On any other address, every request needs the token: once in the URL, then in a cookie that no other site can send.
+- Requests made by another site's page are refused. Following a link to the studio is not such a request.
+- Every response has a Content-Security-Policy that runs only the studio's own files and lets nothing leave the machine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from starlette.requests import cookie_parser
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from oncurve.local_http import refusal
+from oncurve.local_http import rejection_reason
 
 COOKIE = "oncurve_token"
 POLICY = "; ".join(
@@ -42,7 +42,7 @@ HEADERS = {
 
 
 class StudioGuard:
-    """Stands before the application. ``token`` is set wherever the server can be reached from other machines."""
+    """Middleware that checks each request. ``token`` is set if other users or machines can reach the server."""
 
     def __init__(self, app: ASGIApp, token: str | None = None) -> None:
         self.app, self.token = app, token
@@ -60,27 +60,27 @@ class StudioGuard:
                 headers.setdefault("cache-control", "no-store")
             await send(message)
 
-        answer = self._refusal(scope) or self._entrance(scope)
-        await (answer or self.app)(scope, receive, send_guarded)
+        response = self._refusal(scope) or self._check_token(scope)
+        await (response or self.app)(scope, receive, send_guarded)
 
     def _refusal(self, scope: Scope) -> Response | None:
-        refused = refusal(scope["method"], Headers(scope=scope), local_only=self.token is None)
+        refused = rejection_reason(scope["method"], Headers(scope=scope), local_only=self.token is None)
         return None if refused is None else PlainTextResponse(refused[1], refused[0])
 
-    def _entrance(self, scope: Scope) -> Response | None:
-        """With a token: it is taken from the URL once and kept in a cookie; without either there is no way in."""
+    def _check_token(self, scope: Scope) -> Response | None:
+        """Accepts the token from the URL once and moves it to a cookie; refuses a request that has neither."""
         if self.token is None:
             return None
         headers = Headers(scope=scope)
-        given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
-        if scope["method"] == "GET" and scope["path"] == "/" and self._is_token(given):
-            entered = RedirectResponse("/", 303)
-            entered.set_cookie(COOKIE, given, httponly=True, samesite="strict")
-            return entered
+        in_url = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
+        if scope["method"] == "GET" and scope["path"] == "/" and self._is_token(in_url):
+            redirect = RedirectResponse("/", 303)
+            redirect.set_cookie(COOKIE, in_url, httponly=True, samesite="strict")
+            return redirect
         if self._is_token(cookie_parser(headers.get("cookie", "")).get(COOKIE, "")):
             return None
-        return PlainTextResponse("Open the address that `oncurve studio` printed: it carries the token.", 401)
+        return PlainTextResponse("Open the address that `oncurve studio` printed: it contains the token.", 401)
 
-    def _is_token(self, given: str) -> bool:
+    def _is_token(self, text: str) -> bool:
         assert self.token is not None
-        return hmac.compare_digest(given.encode(), self.token.encode())
+        return hmac.compare_digest(text.encode(), self.token.encode())

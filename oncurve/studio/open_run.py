@@ -1,13 +1,12 @@
-"""From the name in an address to a run on disk, and from what goes wrong in reading it to words."""
+"""Opens the run that a request names, and checks that the user agreed to what it would run."""
 
 from __future__ import annotations
 
 import contextlib
-import math
 import sqlite3
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from oncurve.errors import RewardError, RunError
 from oncurve.recipe.load import load_recipe
@@ -21,16 +20,16 @@ if TYPE_CHECKING:
 
 
 def find_run(runs_dir: Path, name: str) -> RunFolder:
-    """The run of that name. Only a folder that lies directly in ``runs_dir`` has one: a name is never a path."""
-    plain = name not in ("", ".", "..") and not name.startswith(".") and not any(c in name for c in "/\\\0")
-    if not plain or not (runs_dir / name).is_dir():
+    """The run of that name. Only folders directly in ``runs_dir`` count: a name is never a path."""
+    is_name = name not in ("", ".", "..") and not name.startswith(".") and not any(c in name for c in "/\\\0")
+    if not is_name or not (runs_dir / name).is_dir():
         raise RunError(name, "no such run", because=f"{runs_dir} has no folder of that name", fix="choose one from the list")
     return RunFolder.open(runs_dir / name, runs_dir)
 
 
 @contextlib.contextmanager
 def open_reader(run: RunFolder) -> Iterator[StudioQueries]:
-    """A read-only handle on a run's database. Whatever a damaged one makes Python say becomes one clear error."""
+    """A run's database, open for reading. Errors that a damaged database causes in the body become one RunError."""
     try:
         with StudioQueries.open(run.path) as store:
             yield store
@@ -48,7 +47,7 @@ def recipe_of(run: RunFolder) -> Recipe:
 
 
 def check_agreed(request: Request, powers: Sequence[Power], *, ticked: bool) -> None:
-    """Refuses to run code or send a key unless the studio was started with --allow-code and the user has ticked the box."""
+    """Refuses to run code or send a key unless the studio was started with --allow-code and the user ticked the box."""
     allowed: bool = request.app.state.allow_code
     if powers and not (allowed and ticked):
         raise RewardError(
@@ -57,13 +56,3 @@ def check_agreed(request: Request, powers: Sequence[Power], *, ticked: bool) -> 
             because="this needs your agreement" if allowed else "this studio runs no code of a run and sends no key",
             fix="tick the box if you trust this run" if allowed else "start it with --allow-code, and tick the box on the page",
         )
-
-
-def finite(value: float | None) -> float | None:
-    """JSON has no NaN: what is not a number is null."""
-    return value if value is not None and math.isfinite(value) else None
-
-
-def finite_all(values: Any, digits: int) -> list[float | None]:
-    """An array as JSON's numbers, with as many digits as a picture can use."""
-    return [float(f"{v:.{digits}g}") if math.isfinite(v) else None for v in values.tolist()]

@@ -1,4 +1,4 @@
-"""The planner for the page: the same question and answer as `oncurve plan --json`, and PPO beside GRPO for the Learn page."""
+"""The Plan page: the same plans as `oncurve plan --json`; and PPO next to GRPO for the Learn page."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from oncurve.studio.open_run import find_run, open_reader, recipe_of
 
 planner = APIRouter(prefix="/api/plan")
 Size = Annotated[int, Field(ge=1, le=10_000_000)]
-DEMO_GPU, MOST_GPUS = "B200", 4096
-"""The Learn page's demo takes as many of these as PPO needs, each holding its share; while sampling each holds all weights."""
+DEMO_GPU, MAX_GPUS = "B200", 4096
+"""The Learn page's demo uses as many of these as PPO needs, sharded; while sampling, each GPU holds all weights."""
 DEMO_REWARD = "7B"
-"""The size of the demo's reward model, which every GPU holds whole."""
+"""The size of the demo's reward model. Every GPU holds a complete copy."""
 
 
 class PlannerRequest(BaseModel):
-    """What the page asks, by the names of `oncurve plan`'s options. A run's recipe and lengths, or a model."""
+    """A request for a plan, with the names of `oncurve plan`'s options: of a run with its recipe and lengths, or of a model."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -60,41 +60,41 @@ class PlannerRequest(BaseModel):
 
 @planner.get("/known")
 def known() -> dict[str, Any]:
-    """What the form offers: models, GPUs, algorithms, and the rank of an adapter where nobody says."""
+    """What the form offers: models, GPUs, algorithms, and the default LoRA rank."""
     gpus = [{"name": gpu.name, "memory": gpu.memory} for gpu in GPUS.values()]
     models = [{"name": name, "parameters": shape.parameters} for name, shape in MODELS.items()]
     return {"models": models, "gpus": gpus, "algorithms": list(ALGORITHMS), "lora_rank": usual_rank()}
 
 
 @planner.post("")
-def plan(request: Request, asked: PlannerRequest) -> dict[str, Any]:
-    """All that `oncurve plan --json` says."""
-    gpu = find_gpu(asked.gpu)
-    job = _of_run(find_run(request.app.state.runs_dir, asked.run), asked, gpu) if asked.run else _of_model(asked, gpu)
+def plan(request: Request, body: PlannerRequest) -> dict[str, Any]:
+    """The same data as `oncurve plan --json`."""
+    gpu = find_gpu(body.gpu)
+    job = _job_of_run(find_run(request.app.state.runs_dir, body.run), body, gpu) if body.run else _job_of_model(body, gpu)
     return report_data(job, side_by_side(job, usual_rank()))
 
 
-def _of_model(asked: PlannerRequest, gpu: Gpu) -> Job:
-    if asked.model is None:
-        raise RecipeError("model", "not named", because="a plan is of a run or a model", fix="choose one")
-    return job_for(find_shape(asked.model), gpu, asked.overrides)
+def _job_of_model(body: PlannerRequest, gpu: Gpu) -> Job:
+    if body.model is None:
+        raise RecipeError("model", "missing", because="a plan needs a run or a model", fix="choose one")
+    return job_for(find_shape(body.model), gpu, body.overrides)
 
 
-def _of_run(run: RunFolder, asked: PlannerRequest, gpu: Gpu) -> Job:
-    """The run's recipe, with its longest prompt as it was really asked."""
+def _job_of_run(run: RunFolder, body: PlannerRequest, gpu: Gpu) -> Job:
+    """The job of the run's recipe, with the longest prompt that the run recorded."""
     recipe = recipe_of(run)
-    stages = [stage for stage in plannable(recipe) if asked.stage in (None, stage.label)]
+    stages = [stage for stage in plannable(recipe) if body.stage in (None, stage.label)]
     if not stages:
         raise RecipeError(
-            "stage", asked.stage or "none", because="the planner knows none of the recipe's stages", fix="name a model"
+            "stage", body.stage or "none", because="the planner supports none of the recipe's stages", fix="choose a model"
         )
     with open_reader(run) as store:
         longest = store.longest_prompt()
-    return with_overrides(job_of_stage(recipe, stages[-1], gpu, longest or PROMPT_TOKENS), asked.overrides)
+    return with_overrides(job_of_stage(recipe, stages[-1], gpu, longest or PROMPT_TOKENS), body.overrides)
 
 
 class MemoryRequest(BaseModel):
-    """The demo's sliders."""
+    """The settings of the demo."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -106,24 +106,24 @@ class MemoryRequest(BaseModel):
 
 
 @planner.get("/compare")
-def compare(asked: Annotated[MemoryRequest, Query()]) -> dict[str, Any]:
+def compare(settings: Annotated[MemoryRequest, Query()]) -> dict[str, Any]:
     """PPO and GRPO on the same job, on as many GPUs as PPO needs."""
-    shape = find_shape(asked.model)
-    wishes = PlanOverrides(
-        prompts=64, group_size=asked.group_size, prompt_tokens=512, new_tokens=1024, checkpointing=True,
-        beta=0.04 if asked.reference else 0.0, lora_rank=usual_rank() if asked.lora else None,
-        reward_model=find_shape(DEMO_REWARD) if asked.reward_model else None,
+    shape = find_shape(settings.model)
+    overrides = PlanOverrides(
+        prompts=64, group_size=settings.group_size, prompt_tokens=512, new_tokens=1024, checkpointing=True,
+        beta=0.04 if settings.reference else 0.0, lora_rank=usual_rank() if settings.lora else None,
+        reward_model=find_shape(DEMO_REWARD) if settings.reward_model else None,
     )  # fmt: skip
-    base = job_for(shape, GPUS[DEMO_GPU], wishes)
-    job = _on_enough(replace(base, algorithm="ppo"))
+    base = job_for(shape, GPUS[DEMO_GPU], overrides)
+    job = _on_enough_gpus(replace(base, algorithm="ppo"))
     plans = {name: plan_data(make_plan(replace(job, algorithm=name), usual_rank())) for name in ("ppo", "grpo")}
     return {"gpu": job.gpu.name, "gpus": job.gpus, "parameters": shape.parameters, **plans}
 
 
-def _on_enough(job: Job) -> Job:
-    """The job over the fewest GPUs, a power of two, that hold it, sharded where there are several."""
+def _on_enough_gpus(job: Job) -> Job:
+    """The job on the fewest GPUs that hold it, a power of two; sharded if there are several."""
     gpus = 1
-    while memory_of(job).peak.total > memory_limit(job) and gpus < MOST_GPUS:
+    while memory_of(job).peak.total > memory_limit(job) and gpus < MAX_GPUS:
         gpus *= 2
         job = replace(job, gpus=gpus, sharding="full")
     return job

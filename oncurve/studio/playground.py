@@ -1,4 +1,4 @@
-"""The Playground: what can be asked, and samples as they are drawn. The model is behind `oncurve serve` (servers.py)."""
+"""The Playground: which models a run offers, and completions as they are sampled. Models run behind `oncurve serve`."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from oncurve.recipe.schema.stages import Grpo, RolloutStage, Trpo
 from oncurve.runs.checkpoints.listing import list_checkpoints
 from oncurve.runs.folder import STATE, RunFolder, list_runs
 from oncurve.studio import rewards
-from oncurve.studio.groups import shown_text
+from oncurve.studio.groups import cell_text
 from oncurve.studio.model_servers import ModelServer, ModelServers
 from oncurve.studio.open_run import check_agreed, find_run, open_reader, recipe_of
 from oncurve.trust import LOADED, Power, powers_of, powers_of_rewards
 
 play = APIRouter(prefix="/api/playground")
 PROMPTS = 30
-"""Prompts of a run that are offered: the last it was asked, measurements first."""
+"""Prompts of a run that are offered: the last ones, held-out prompts first."""
 
 
 class PlaygroundRequest(BaseModel):
-    """What is asked of a model. ``messages`` where the prompt is a conversation; text goes as one message to a chat model."""
+    """A request for samples. A conversation is in ``messages``; a chat model gets a ``prompt`` as one user message."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -55,14 +55,14 @@ def servers_of(request: Request) -> ModelServers:
 
 @play.get("")
 def available_models(request: Request) -> dict[str, Any]:
-    """Every model that a run has: its last, and its checkpoints."""
+    """The models of every run: the final one and the checkpoints."""
     runs_dir: Path = request.app.state.runs_dir
-    found = [_offer(runs_dir, entry.name) for entry in list_runs(runs_dir) if entry.state]
-    return {"runs": [one for one in found if one["models"]], "there": servers_of(request).there()}
+    offers = [_offer(runs_dir, entry.name) for entry in list_runs(runs_dir) if entry.state]
+    return {"runs": [offer for offer in offers if offer["models"]], "there": servers_of(request).running()}
 
 
 def _offer(runs_dir: Path, name: str) -> dict[str, Any]:
-    """A run's models, and what loading them would run."""
+    """A run's models, and the code that loading them would run."""
     asks: list[str] = []
     with contextlib.suppress(OncurveError):
         asks = [str(power) for power in powers_of_model(runs_dir, name)]
@@ -70,49 +70,49 @@ def _offer(runs_dir: Path, name: str) -> dict[str, Any]:
 
 
 def models_of(run: RunFolder) -> list[dict[str, str]]:
-    """The final one, then checkpoints, the newest first."""
+    """The final model, then the checkpoints, newest first."""
     labels: list[str] = []
-    with contextlib.suppress(OncurveError):  # a recipe that can't be read says nothing of the models that are there
+    with contextlib.suppress(OncurveError):  # the checkpoints are listed even if the recipe can't be read
         recipe = recipe_of(run)
         if not recipe.uses_policy:
             return []
         labels = [stage.label for stage in recipe.stages]
-    last = [{"target": run.name, "says": "the final model"}] if (run.model / "config.json").is_file() else []
-    places = list_checkpoints(run.checkpoints)
-    places.sort(key=lambda p: (labels.index(p.stage) if p.stage in labels else -1, p.step), reverse=True)
-    kept = [{"target": f"{run.name}@{p.stage}-{p.step}", "says": f"{p.stage} {p.step}"} for p in places]
-    return last + kept
+    last = [{"target": run.name, "says": "final model"}] if (run.model / "config.json").is_file() else []
+    entries = list_checkpoints(run.checkpoints)
+    entries.sort(key=lambda e: (labels.index(e.stage) if e.stage in labels else -1, e.step), reverse=True)
+    return last + [{"target": f"{run.name}@{e.stage}-{e.step}", "says": f"{e.stage} {e.step}"} for e in entries]
 
 
 @play.get("/runs/{name}")
-def of_run(request: Request, name: str) -> dict[str, Any]:
-    """What a run lends to the Playground: prompts it was asked, its rewards, how it grades, how it samples."""
+def run_defaults(request: Request, name: str) -> dict[str, Any]:
+    """What the Playground takes from a run: recent prompts, rewards, advantage settings, sampling settings."""
     run = find_run(request.app.state.runs_dir, name)
     recipe = recipe_of(run)
     with open_reader(run) as store:
-        prompts = [_prompt(row) for row in store.last_asked(PROMPTS)]
+        prompts = [_prompt(row) for row in store.recent_prompts(PROMPTS)]
     configs = rewards.rewards_of(recipe)
     asks = [str(power) for power in powers_of_rewards(configs)]
     return {"prompts": prompts, "rewards": configs, "asks": asks, **_run_settings(recipe)}
 
 
 def _prompt(row: Any) -> dict[str, Any]:
-    messages = None if row["messages"] is None else json.loads(shown_text(row["messages"]))
-    text = None if row["prompt"] is None else shown_text(row["prompt"])
-    return {"id": shown_text(row["prompt_id"]), "text": text, "messages": messages, "columns": json.loads(row["columns"])}
+    messages = None if row["messages"] is None else json.loads(cell_text(row["messages"]))
+    text = None if row["prompt"] is None else cell_text(row["prompt"])
+    return {"id": cell_text(row["prompt_id"]), "text": text, "messages": messages, "columns": json.loads(row["columns"])}
 
 
 def _run_settings(recipe: Recipe) -> dict[str, Any]:
     stage = next((s for s in reversed(recipe.stages) if isinstance(s, RolloutStage)), None)
     if stage is None:
         return {"grading": None, "sampling": None}
-    graded = stage if isinstance(stage, Grpo | Trpo) else Grpo()  # a critic grades each token: a group is shown as GRPO would
+    graded = (
+        stage if isinstance(stage, Grpo | Trpo) else Grpo()
+    )  # ppo has a critic per token; the Playground grades as GRPO would
     baseline, scale = advantage_settings(graded)
-    how = stage.sampling
-    sampling = {"temperature": how.temperature, "top_p": how.top_p, "max_tokens": how.max_new_tokens}
+    sampling = stage.sampling
     return {
         "grading": {"baseline": baseline, "scale": scale, "eps": graded.advantage.eps, "mask_cut": stage.mask_cut},
-        "sampling": sampling,
+        "sampling": {"temperature": sampling.temperature, "top_p": sampling.top_p, "max_tokens": sampling.max_new_tokens},
     }
 
 
@@ -122,16 +122,16 @@ class ModelTarget(BaseModel):
 
 
 @play.post("/open")
-def open_model(request: Request, named: ModelTarget) -> dict[str, Any]:
-    """Starts the model's server if it does not run yet, and says what it is."""
-    target = known(request.app.state.runs_dir, named.target)
-    check_agreed(request, powers_of_model(request.app.state.runs_dir, target), ticked=named.trusted)
-    card = servers_of(request).open(target, trusted=named.trusted).card
-    return {"target": named.target, "chat": card["chat"], "context": card["context"], "max_tokens": card["max_tokens"]}
+def open_model(request: Request, model: ModelTarget) -> dict[str, Any]:
+    """Starts the model's server if it is not running yet, and describes the model."""
+    target = check_target(request.app.state.runs_dir, model.target)
+    check_agreed(request, powers_of_model(request.app.state.runs_dir, target), ticked=model.trusted)
+    card = servers_of(request).open(target, trusted=model.trusted).card
+    return {"target": model.target, "chat": card["chat"], "context": card["context"], "max_tokens": card["max_tokens"]}
 
 
 def powers_of_model(runs_dir: Path, target: str) -> list[Power]:
-    """What loading a run's model runs. A model folder runs nothing: its code is refused."""
+    """The code that loading a run's model runs. A model folder runs none: its code is refused."""
     for name in (target, target.rpartition("@")[0]):
         with contextlib.suppress(RunError):
             return [power for power in powers_of(recipe_of(find_run(runs_dir, name))) if power.part in LOADED]
@@ -139,13 +139,13 @@ def powers_of_model(runs_dir: Path, target: str) -> list[Power]:
 
 
 @play.post("/close")
-def close_model(request: Request, named: ModelTarget) -> dict[str, Any]:
-    servers_of(request).close(named.target)
-    return {"there": servers_of(request).there()}
+def close_model(request: Request, model: ModelTarget) -> dict[str, Any]:
+    servers_of(request).close(model.target)
+    return {"there": servers_of(request).running()}
 
 
-def known(runs_dir: Path, target: str) -> str:
-    """A run's name, RUN@STAGE-STEP, or a model's folder; anything else is not looked for, least of all on the network."""
+def check_target(runs_dir: Path, target: str) -> str:
+    """Accepts a run's name, RUN@STAGE-STEP, or the full path of a model folder. Nothing is looked up on the network."""
     for name in (target, target.rpartition("@")[0]):
         with contextlib.suppress(OncurveError):
             if target in [model["target"] for model in models_of(find_run(runs_dir, name))]:
@@ -154,80 +154,82 @@ def known(runs_dir: Path, target: str) -> str:
     if folder.is_absolute() and (folder / "config.json").is_file() and not (folder / STATE).exists():
         return str(folder)
     raise ModelError(
-        target, "no such model", because="it is neither a run nor a folder with a config.json", fix="give a folder's full path"
+        target,
+        "no such model",
+        because="it is neither a run's model nor a folder with a config.json",
+        fix="give a folder's full path",
     )
 
 
 @play.post("/sample")
-async def sample(request: Request, wanted: PlaygroundRequest) -> StreamingResponse:
-    """Lines of JSON: what each sample has newly said. A page that goes away ends its samples."""
-    target = known(request.app.state.runs_dir, wanted.target)
-    if target not in servers_of(request).there():
+async def sample(request: Request, body: PlaygroundRequest) -> StreamingResponse:
+    """Streams JSON lines, each with new tokens of one sample. Sampling ends if the page closes the connection."""
+    target = check_target(request.app.state.runs_dir, body.target)
+    if target not in servers_of(request).running():
         check_agreed(request, powers_of_model(request.app.state.runs_dir, target), ticked=False)
     server = await asyncio.to_thread(servers_of(request).open, target)
-    return StreamingResponse(samples(server, wanted), media_type="application/x-ndjson")
+    return StreamingResponse(samples(server, body), media_type="application/x-ndjson")
 
 
-async def samples(server: ModelServer, wanted: PlaygroundRequest) -> AsyncIterator[str]:
-    """Reads the endpoint in a thread; leaving early closes the connection, which frees the model's slots."""
-    place = urlsplit(server.address)
-    connection = http.client.HTTPConnection(str(place.hostname), place.port, timeout=600)
-    loop, told = asyncio.get_running_loop(), asyncio.Queue[str | None]()
+async def samples(server: ModelServer, body: PlaygroundRequest) -> AsyncIterator[str]:
+    """Reads the endpoint in a thread. Closing this generator early closes the connection, which frees the model's slots."""
+    address = urlsplit(server.address)
+    connection = http.client.HTTPConnection(str(address.hostname), address.port, timeout=600)
+    loop, lines = asyncio.get_running_loop(), asyncio.Queue[str | None]()
 
     def read() -> None:
         try:
-            for line in _lines(connection, server, wanted):
-                loop.call_soon_threadsafe(told.put_nowait, line)
+            for line in _lines(connection, server, body):
+                loop.call_soon_threadsafe(lines.put_nowait, line)
         except (OSError, http.client.HTTPException, ValueError) as error:
-            fault = {"error": f"the model's server went away: {type(error).__name__}: {error}"}
-            loop.call_soon_threadsafe(told.put_nowait, json.dumps(fault) + "\n")
+            message = {"error": f"lost the connection to the model's server: {type(error).__name__}: {error}"}
+            loop.call_soon_threadsafe(lines.put_nowait, json.dumps(message) + "\n")
         finally:
-            loop.call_soon_threadsafe(told.put_nowait, None)
+            loop.call_soon_threadsafe(lines.put_nowait, None)
 
     reader = loop.run_in_executor(None, read)
     try:
-        while (line := await told.get()) is not None:
+        while (line := await lines.get()) is not None:
             yield line
     finally:
-        with contextlib.suppress(OSError, AttributeError):  # a connection that has ended has no socket any more
+        with contextlib.suppress(OSError, AttributeError):  # a closed connection has no socket
             connection.sock.shutdown(socket.SHUT_RDWR)
         await asyncio.shield(reader)
         connection.close()
 
 
-def _lines(connection: http.client.HTTPConnection, server: ModelServer, wanted: PlaygroundRequest) -> Iterator[str]:
+def _lines(connection: http.client.HTTPConnection, server: ModelServer, body: PlaygroundRequest) -> Iterator[str]:
     chat = bool(server.card["chat"])
-    connection.request(
-        "POST", f"/v1/{'chat/' if chat else ''}completions", json.dumps(body(server, wanted, chat)), server.headers
-    )
-    answer = connection.getresponse()
-    if answer.status != 200:
-        yield json.dumps({"error": json.loads(answer.read())["error"]["message"]}) + "\n"
+    request = json.dumps(openai_request(server, body, chat))
+    connection.request("POST", f"/v1/{'chat/' if chat else ''}completions", request, server.headers)
+    response = connection.getresponse()
+    if response.status != 200:
+        yield json.dumps({"error": json.loads(response.read())["error"]["message"]}) + "\n"
         return
-    for line in answer:
+    for line in response:
         if line.startswith(b"data: {"):
-            yield json.dumps(short(json.loads(line[6:]), chat)) + "\n"
+            yield json.dumps(page_chunk(json.loads(line[6:]), chat)) + "\n"
 
 
-def body(server: ModelServer, wanted: PlaygroundRequest, chat: bool) -> dict[str, Any]:
-    """The request in OpenAI's words. A conversation to a model without a template is its plain text."""
+def openai_request(server: ModelServer, body: PlaygroundRequest, chat: bool) -> dict[str, Any]:
+    """The request for the endpoint. A model without a chat template gets the prompt as plain text."""
+    prompt: dict[str, Any] = {"prompt": body.prompt, "logprobs": 0}
     if chat:
-        asked: dict[str, Any] = {"messages": wanted.messages or [{"role": "user", "content": wanted.prompt}], "logprobs": True}
-    else:
-        asked = {"prompt": wanted.prompt, "logprobs": 0}
-    how = {"n": wanted.samples, "temperature": wanted.temperature, "top_p": wanted.top_p, "seed": wanted.seed}
-    return {"model": server.card["id"], **asked, **how, "max_tokens": wanted.max_tokens, "stream": True}
+        prompt = {"messages": body.messages or [{"role": "user", "content": body.prompt}], "logprobs": True}
+    sampling = {"n": body.samples, "temperature": body.temperature, "top_p": body.top_p, "seed": body.seed}
+    return {"model": server.card["id"], **prompt, **sampling, "max_tokens": body.max_tokens, "stream": True}
 
 
-def short(chunk: dict[str, Any], chat: bool) -> dict[str, Any]:
-    """A chunk as the page needs it: which sample, its new text, its new tokens (text, id, log-prob), why it finished."""
+def page_chunk(chunk: dict[str, Any], chat: bool) -> dict[str, Any]:
+    """A chunk as the page needs it: the sample's index, new text, new tokens (text, id, log-prob), and finish reason."""
     if "error" in chunk:
         return {"error": chunk["error"]["message"]}
     (choice,) = chunk["choices"]
     if chat:
-        text, told = choice["delta"]["content"], choice["logprobs"]["content"]
-        tokens = [[one["token"], one["token_id"], one["logprob"]] for one in told]
+        text = choice["delta"]["content"]
+        tokens = [[token["token"], token["token_id"], token["logprob"]] for token in choice["logprobs"]["content"]]
     else:
-        text, told = choice["text"], choice["logprobs"]
-        tokens = [list(one) for one in zip(told["tokens"], told["token_ids"], told["token_logprobs"], strict=True)]
+        text, logprobs = choice["text"], choice["logprobs"]
+        columns = zip(logprobs["tokens"], logprobs["token_ids"], logprobs["token_logprobs"], strict=True)
+        tokens = [list(token) for token in columns]
     return {"sample": choice["index"], "text": text, "tokens": tokens, "finish": choice["finish_reason"]}

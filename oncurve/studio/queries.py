@@ -1,7 +1,7 @@
-"""What only the studio asks of a run's database: pages of completions by condition, one prompt through training.
+"""Queries that only the studio needs: pages of completions by condition, one prompt through training.
 
-A view must come quickly whatever the run's size. Searches go through completions from the newest on, a range of ids at a
-time, and stop when the page is full or the time is up; the answer says from where to look further.
+A page must load quickly whatever the size of the run. A search scans completions from the newest on, a range of ids at a time,
+and stops when the page is full or the time is up; the result says where to continue.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from oncurve.runs.database.reader import Kind, RunReader, StageRow
 
 PAGE = 50
 RANGE = 10_000
-"""Completions looked through between two looks at the clock."""
+"""Completions scanned between two checks of the time limit."""
 BUDGET_S = 0.12
-"""Time for one search; the 200 ms of a view less what the network and the page take."""
+"""Time limit of one search: the 200 ms budget of a page, less the network and rendering."""
 
 Comparison = Literal["lt", "ge"]
 SIGNS: dict[Comparison, str] = {"lt": "<", "ge": ">="}
@@ -28,7 +28,7 @@ LISTED = """completions.id, groups.id AS group_id, stage, step, kind, groups.pos
 
 @dataclass(frozen=True, slots=True)
 class CompletionFilter:
-    """Conditions on completions; all must hold. ``aspects`` compare an aspect's value: ("format", "lt", 1.0)."""
+    """Conditions on completions, all of which must hold. ``aspects`` compare an aspect's value: ("format", "lt", 1.0)."""
 
     text: str = ""
     stage: str | None = None
@@ -40,7 +40,7 @@ class CompletionFilter:
     no_signal: bool = False
 
     def condition(self) -> tuple[str, list[Any]]:
-        """As SQL, with its values in order."""
+        """The condition as SQL, with its values in order."""
         parts: list[tuple[str, list[Any]]] = []
         if self.text:
             pattern = "%" + self.text.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_") + "%"
@@ -56,30 +56,30 @@ class CompletionFilter:
         if self.cut:
             parts.append(("stop = 'length'", []))
         if self.no_signal:
-            # Equal rewards are a group's property: its first completion stands for it.
+            # Whether a group has signal is the same for all its completions: list the first one only.
             parts.append(("has_signal = 0 AND completions.position = 0", []))
         return " AND ".join(part for part, _ in parts) or "1", [value for _, values in parts for value in values]
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionPage:
-    """A page of completions. ``before`` is where to look further (None: all were looked through), ``seen`` how many were."""
+    """A page of completions. ``before`` is where to continue (None: the search is complete); ``searched`` were scanned."""
 
     rows: list[sqlite3.Row] = field(default_factory=list)
     before: int | None = None
-    seen: int = 0
+    searched: int = 0
 
 
 class StudioQueries(RunReader):
-    """The studio's questions, beside all that a Reader answers."""
+    """A run's database with the studio's queries."""
 
     def find(
-        self, wanted: CompletionFilter, before: int | None = None, limit: int = PAGE, budget_s: float = BUDGET_S
+        self, conditions: CompletionFilter, before: int | None = None, limit: int = PAGE, budget_s: float = BUDGET_S
     ) -> CompletionPage:
-        """Completions that fulfil the conditions, newest first, from id ``before`` down."""
-        condition, values = wanted.condition()
+        """Completions that match, newest first, with ids below ``before``."""
+        condition, values = conditions.condition()
         top = self._last_id("completions") + 1 if before is None else before
-        low_end, high = self._ids_of_step(wanted, top)
+        low_end, high = self._ids_of_step(conditions, top)
         rows: list[sqlite3.Row] = []
         start, deadline = high, time.monotonic() + budget_s
         while high > low_end and len(rows) <= limit and (high == start or time.monotonic() < deadline):
@@ -92,23 +92,23 @@ class StudioQueries(RunReader):
             )  # fmt: skip
             high = low
         full = len(rows) > limit
-        go_on = rows[limit - 1]["id"] if full else high
-        return CompletionPage(rows[:limit], go_on if full or high > low_end else None, start - go_on)
+        reached = rows[limit - 1]["id"] if full else high
+        return CompletionPage(rows[:limit], reached if full or high > low_end else None, start - reached)
 
-    def _ids_of_step(self, wanted: CompletionFilter, top: int) -> tuple[int, int]:
-        """The ids that a search within one step has to look through: a step's completions lie together."""
-        if wanted.stage is None or wanted.step is None:
+    def _ids_of_step(self, conditions: CompletionFilter, top: int) -> tuple[int, int]:
+        """The range of ids to scan. A step's completions have consecutive ids, so a search within one step scans only those."""
+        if conditions.stage is None or conditions.step is None:
             return 1, top
-        asked = "SELECT min(id), max(id) FROM groups WHERE stage = ? AND step = ?"
-        first, last = self._query(asked, wanted.stage, wanted.step)[0]
+        groups = "SELECT min(id), max(id) FROM groups WHERE stage = ? AND step = ?"
+        first, last = self._query(groups, conditions.stage, conditions.step)[0]
         if first is None:
             return 1, 1
         ids = "SELECT min(id), max(id) FROM completions WHERE group_id IN (?, ?)"
         lowest, highest = self._query(ids, first, last)[0]
         return (lowest, min(top, highest + 1)) if lowest is not None else (1, 1)
 
-    def of_prompt(self, prompt_id: str) -> list[sqlite3.Row]:
-        """Every group of one prompt, in the order in which it was asked."""
+    def groups_of_prompt(self, prompt_id: str) -> list[sqlite3.Row]:
+        """Every group of one prompt, in the order of sampling."""
         return self._query(
             """SELECT stage, step, kind, groups.position AS "group", has_signal, count(completions.id) AS completions,
                avg(total) AS mean, min(total) AS lowest, max(total) AS highest, avg(length) AS length
@@ -118,7 +118,7 @@ class StudioQueries(RunReader):
         )
 
     def totals(self, stage: str, step: int, kind: Kind) -> list[list[float | None]]:
-        """The total rewards of each of a step's groups: what a batch's std is made of."""
+        """The total rewards of each group of a step, from which a batch's std is computed."""
         rows = self._query(
             """SELECT group_id, total FROM groups JOIN completions ON group_id = groups.id
                WHERE stage = ? AND step = ? AND kind = ? ORDER BY completions.id""",
@@ -130,7 +130,7 @@ class StudioQueries(RunReader):
         return list(by_group.values())
 
     def group_heads(self, stage: str, step: int, kind: Kind) -> list[sqlite3.Row]:
-        """A step's groups with their prompts' texts and the spread of their rewards."""
+        """A step's groups with their prompts and the range of their rewards."""
         return self._query(
             """SELECT groups.position, prompt_id, prompt, messages, has_signal, count(completions.id) AS completions,
                count(failure) AS failures, avg(total) AS mean, min(total) AS lowest, max(total) AS highest
@@ -140,7 +140,7 @@ class StudioQueries(RunReader):
         )  # fmt: skip
 
     def metric_names(self, stage: str) -> list[str]:
-        """Names of a stage's metrics: those of its first and last step, so that no curve has to be gone through."""
+        """The metrics of a stage's first and last step: all of its metrics, without a scan over the steps."""
         rows = self._query(
             """SELECT DISTINCT name FROM metrics WHERE stage = ?1 AND step IN (
                (SELECT min(step) FROM steps WHERE stage = ?1), (SELECT max(step) FROM steps WHERE stage = ?1)) ORDER BY name""",
@@ -154,7 +154,7 @@ class StudioQueries(RunReader):
         return [(row["stage"], row["step"]) for row in rows]
 
     def token_kl(self, stage: str, step: int) -> list[sqlite3.Row]:
-        """The completions of a step that have per-token KL, with it."""
+        """The completions of a step that have per-token KL, with that KL."""
         return self._query(
             f"""SELECT {LISTED}, kl FROM groups JOIN completions ON group_id = groups.id
                 JOIN tokens ON completion_id = completions.id
@@ -163,15 +163,15 @@ class StudioQueries(RunReader):
         )  # fmt: skip
 
     def last_sampled(self) -> StageRow | None:
-        """The last stage that has sampled groups."""
+        """The last stage with sampled groups."""
         return next((s for s in reversed(self.stages()) if s.done and self.groups(s.name, s.done)), None)
 
     def recent_seconds(self, stage: str, count: int = 20) -> list[float]:
         rows = self._query("SELECT seconds FROM steps WHERE stage = ? ORDER BY step DESC LIMIT ?", stage, count)
         return [row["seconds"] for row in rows]
 
-    def said_by_aspect(self, since: int) -> list[sqlite3.Row]:
-        """What each reward said of the completions from id ``since`` on: how often, how much, how often it failed."""
+    def aspect_statistics(self, since: int) -> list[sqlite3.Row]:
+        """Statistics of each aspect over completions from id ``since`` on: count, mean, range, failures."""
         return self._query(
             """SELECT name, weight, count(*) AS asked, avg(value) AS mean, min(value) AS lowest, max(value) AS highest,
                count(failure) AS failures FROM aspects WHERE completion_id >= ? GROUP BY name, weight ORDER BY min(position)""",
@@ -179,7 +179,7 @@ class StudioQueries(RunReader):
         )
 
     def reasons(self, since: int, name: str, limit: int = 8) -> list[sqlite3.Row]:
-        """An aspect's commonest words since then, failures first, each with one completion as its example."""
+        """An aspect's most frequent failures, then reasons, since then, each with one completion as an example."""
         return self._query(
             """SELECT coalesce(failure, reason) AS said, failure IS NOT NULL AS failed, count(*) AS times,
                max(completion_id) AS example FROM aspects WHERE completion_id >= ? AND name = ? AND said IS NOT NULL
@@ -187,23 +187,23 @@ class StudioQueries(RunReader):
             since, name, limit,
         )  # fmt: skip
 
-    def place_of(self, completion_id: int) -> sqlite3.Row | None:
-        """Where a completion stands: its stage, step, group and place."""
+    def completion(self, completion_id: int) -> sqlite3.Row | None:
+        """One completion as lists show it, with its stage, step and group."""
         rows = self._query(
             f"SELECT {LISTED} FROM completions JOIN groups ON groups.id = group_id WHERE completions.id = ?", completion_id
         )
         return rows[0] if rows else None
 
     def longest_prompt(self) -> int | None:
-        """Tokens of the longest prompt among the last ones asked; they lie as 4 bytes each."""
+        """Tokens of the longest of the last 5,000 prompts. A token id takes 4 bytes."""
         longest = self._query(
             "SELECT max(length(prompt_ids)) AS bytes FROM groups WHERE id > ? - 5000", self._last_id("groups")
         )[0]["bytes"]
         return None if longest is None else max(1, longest // 4)
 
-    def last_asked(self, count: int) -> list[sqlite3.Row]:
-        """Prompts that the run was asked last, each once; those of measurements first, as they were never trained on."""
-        found: dict[str, sqlite3.Row] = {}
+    def recent_prompts(self, count: int) -> list[sqlite3.Row]:
+        """The last prompts of a run, each once. Held-out prompts come first: the run never trained on them."""
+        prompts: dict[str, sqlite3.Row] = {}
         for kind in ("eval", "train"):
             newest = self._query(
                 """SELECT prompt_id, prompt, messages, columns FROM groups WHERE kind = ? AND id > ? - 5000
@@ -211,8 +211,8 @@ class StudioQueries(RunReader):
                 kind, self._last_id("groups"), 4 * count,
             )  # fmt: skip
             for row in newest:
-                found.setdefault(row["prompt_id"], row)
-        return list(found.values())[:count]
+                prompts.setdefault(row["prompt_id"], row)
+        return list(prompts.values())[:count]
 
     def last_completion(self) -> int:
         return self._last_id("completions")

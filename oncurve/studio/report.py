@@ -1,7 +1,4 @@
-"""A curve as SVG, for files that must hold everything themselves.
-
-A run as one HTML file, complete in itself: curves, best and worst groups, the recipe. No script, nothing to fetch.
-"""
+"""A run as one self-contained HTML file: curves, best and worst groups, the recipe. No script, no external resource."""
 
 from __future__ import annotations
 
@@ -13,22 +10,22 @@ from html import escape
 from oncurve.records import STOPPED, EvalReport
 from oncurve.runs.database.reader import RecordedGroup, StageRow
 from oncurve.runs.folder import RunFolder
-from oncurve.runs.metrics import find
-from oncurve.studio.curves import thinned
-from oncurve.studio.groups import shown_text
+from oncurve.runs.metrics import CURVES, find
+from oncurve.runs.views import json_text
+from oncurve.studio.curves import downsample
 from oncurve.studio.open_run import open_reader
 from oncurve.studio.queries import StudioQueries
 
 Points = Sequence[tuple[int, float]]
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 360, 170, 52, 16, 8, 24
-MOST = 700
+MAX_POINTS = 700
 
 
-def ticks(low: float, high: float, wanted: int = 4) -> list[float]:
-    """Round numbers between two others: steps of 1, 2 or 5 times a power of ten."""
+def ticks(low: float, high: float, count: int = 4) -> list[float]:
+    """About ``count`` round numbers from low to high, in steps of 1, 2 or 5 times a power of ten."""
     if not high > low:
         return [low]
-    rough = (high - low) / wanted
+    rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(unit * power for unit in (1, 2, 5, 10) if unit * power >= rough * (1 - 1e-9))
     first = math.ceil(low / step - 1e-9)
@@ -36,11 +33,11 @@ def ticks(low: float, high: float, wanted: int = 4) -> list[float]:
 
 
 def chart(name: str, points: Points) -> str:
-    """One curve with its axes; values that are not numbers are gaps."""
-    known = [(step, value) for step, value in thinned(points, MOST) if math.isfinite(value)]
-    if not known:
-        return "<p class=soft>no value yet</p>"
-    steps, values = [step for step, _ in known], [value for _, value in known]
+    """One curve with its axes, as SVG. Values that are not finite are left out."""
+    finite = [(step, value) for step, value in downsample(points, MAX_POINTS) if math.isfinite(value)]
+    if not finite:
+        return "<p class=soft>no values yet</p>"
+    steps, values = [step for step, _ in finite], [value for _, value in finite]
     x0, x1 = float(steps[0]), float(max(steps[-1], steps[0] + 1))
     y0, y1 = min(values), max(values)
     if y1 - y0 < 1e-12 * max(1.0, abs(y1)):
@@ -58,18 +55,14 @@ def chart(name: str, points: Points) -> str:
         parts.append(f'<text x="{LEFT - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:.4g}</text>')
     for tick in ticks(x0, x1, 5):
         parts.append(f'<text x="{x(tick):.1f}" y="{HEIGHT - 6}" text-anchor="middle">{tick:g}</text>')
-    line = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in known)
+    line = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in finite)
     parts.append(f'<polyline class="line" points="{line}"/>')
     parts.append(f'<circle class="dot" cx="{x(steps[-1]):.1f}" cy="{y(values[-1]):.1f}" r="2.6"/></svg>')
     return "".join(parts)
 
 
-CURVES = (
-    "reward", "accuracy", "reward_std", "no_signal_share", "kl", "entropy", "clip_share", "length_mean", "cut_share",
-    "failure_share", "mismatch_kl", "loss", "grad_norm", "tokens_per_s", "memory_mib",
-)  # fmt: skip
-SHOWN_STEPS = 10
-"""Groups are chosen from so many last steps: what the run ended as, not what it began as."""
+LAST_STEPS = 10
+"""The best and worst groups are taken from this many last steps: they show the run's end, not its start."""
 SHOWN_GROUPS = 2
 STYLE = """
 :root{--ink:#1c1d20;--soft:#565a61;--line:#dedbd3;--paper:#fbfaf7;--card:#fff;--accent:#1f5f8b;--up:#0b6e69;--down:#ad3f0b}
@@ -90,20 +83,20 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def report_html(run: RunFolder) -> str:
-    """The whole file. Raises RunError where the run can't be read."""
+    """The complete file. Raises RunError if the run can't be read."""
     state = run.state()
     with open_reader(run) as store:
         stages = store.stages()
         body = [
             f"<h1>{escape(run.name)}</h1>",
-            f"<p class=soft>{state.current_status}, begun {_date(state.created)} · "
-            f"Oncurve {escape(state.oncurve)} · {_at(stages)}</p>",
-            _measured(store.evals()),
+            f"<p class=soft>{state.current_status}, started {_date(state.created)} · "
+            f"Oncurve {escape(state.oncurve)} · {_progress(stages)}</p>",
+            _heldout(store.evals()),
             *(_curves(store, stage) for stage in stages if stage.done),
             *_groups(store),
         ]
-    recipe = run.recipe.read_text("utf-8", "replace") if run.recipe.is_file() else "(the recipe is missing)"
-    body.append(f"<h2>The recipe</h2><div class=card><pre>{escape(recipe)}</pre></div>")
+    recipe = run.recipe.read_text("utf-8", "replace") if run.recipe.is_file() else "(recipe.toml is missing)"
+    body.append(f"<h2>Recipe</h2><div class=card><pre>{escape(recipe)}</pre></div>")
     return _page(run.name, body)
 
 
@@ -121,16 +114,16 @@ def _date(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%-d %B %Y, %H:%M UTC")
 
 
-def _at(stages: Sequence[StageRow]) -> str:
-    return ", ".join(f"{escape(s.name)} {s.done} of {s.steps} steps" for s in stages) or "no step yet"
+def _progress(stages: Sequence[StageRow]) -> str:
+    return ", ".join(f"{escape(s.name)} {s.done} of {s.steps} steps" for s in stages) or "no steps yet"
 
 
-def _measured(evals: Sequence[EvalReport]) -> str:
-    """Held-out accuracy at each measurement, by difficulty where the task has levels; of those without a rule the reward."""
-    free = [report for report in evals if report.accuracy is None and report.reward is not None]
+def _heldout(evals: Sequence[EvalReport]) -> str:
+    """Held-out accuracy of each evaluation, by difficulty if the task has levels; the reward if no reward is verifiable."""
     lines = [
         f"<tr><td>{escape(r.stage)} {r.step}</td><td>{f'{r.reward:.2f}'.replace('-', '−')}</td><td>{r.asked}</td></tr>"
-        for r in free
+        for r in evals
+        if r.accuracy is None and r.reward is not None
     ]
     heads = "<th>held-out reward</th><th>mean</th><th>prompts</th>"
     rewards = f"<h2>Held-out reward</h2><table><tr>{heads}</tr>{''.join(lines)}</table>" if lines else ""
@@ -149,57 +142,57 @@ def _accuracies(evals: Sequence[EvalReport]) -> str:
             f"{100 * (report.accuracy or 0.0):.1f} %",
             *(f"{100 * s[0] / max(1, s[1]):.1f} %" if s else "–" for s in shares),
         ]
-        told = "".join(f"<td>{cell}</td>" for cell in cells)
-        lines.append(f"<tr><td>{escape(report.stage)} {report.step}</td>{told}</tr>")
+        columns = "".join(f"<td>{cell}</td>" for cell in cells)
+        lines.append(f"<tr><td>{escape(report.stage)} {report.step}</td>{columns}</tr>")
     return f"<h2>Held-out accuracy</h2><table><tr>{heads}</tr>{''.join(lines)}</table>"
 
 
 def _curves(store: StudioQueries, stage: StageRow) -> str:
-    known = set(store.metric_names(stage.name))
-    aspects = sorted(name for name in known if name.startswith("reward/"))
-    drawn = [_curve(name, store.metric(name, stage.name)) for name in (*CURVES, *aspects) if name in known]
-    return f"<h2>{escape(stage.name)}</h2><div class=curves>{''.join(drawn)}</div>" if drawn else ""
+    logged = set(store.metric_names(stage.name))
+    aspects = sorted(name for name in logged if name.startswith("reward/"))
+    charts = [_curve(name, store.metric(name, stage.name)) for name in (*CURVES, *aspects) if name in logged]
+    return f"<h2>{escape(stage.name)}</h2><div class=curves>{''.join(charts)}</div>" if charts else ""
 
 
 def _curve(name: str, points: Points) -> str:
     metric = find(name)
-    words = f"<p class='small soft'>{escape(metric.one_sentence)} Healthy: {escape(metric.healthy)}.</p>" if metric else ""
-    return f"<div class=card><h3>{escape(name)}</h3>{chart(name, points)}{words}</div>"
+    text = f"<p class='small soft'>{escape(metric.one_sentence)} Healthy: {escape(metric.healthy)}.</p>" if metric else ""
+    return f"<div class=card><h3>{escape(name)}</h3>{chart(name, points)}{text}</div>"
 
 
 def _groups(store: StudioQueries) -> list[str]:
-    """The groups of highest and lowest mean reward of the last steps, in full."""
+    """The groups of the last steps with the highest and the lowest mean reward, in full."""
     stage = store.last_sampled()
     if stage is None:
         return []
-    steps = range(max(1, stage.done - SHOWN_STEPS + 1), stage.done + 1)
+    steps = range(max(1, stage.done - LAST_STEPS + 1), stage.done + 1)
     heads = [(step, head) for step in steps for head in store.groups(stage.name, step) if head.mean_total is not None]
     ranked = sorted(heads, key=lambda entry: -(entry[1].mean_total or 0.0))
     best = ranked[:SHOWN_GROUPS]
     worst = [entry for entry in ranked[::-1][:SHOWN_GROUPS] if entry not in best]
-    found = []
+    parts = []
     for title, chosen in (("Best groups", best), ("Worst groups", worst)):
         if chosen:
-            found.append(f"<h2>{title} of the last {len(steps)} steps</h2>")
-            found += [_group(store.group(stage.name, step, head.position), f"{stage.name} {step}") for step, head in chosen]
-    return found
+            parts.append(f"<h2>{title} of the last {len(steps)} steps</h2>")
+            parts += [_group(store.group(stage.name, step, head.position), f"{stage.name} {step}") for step, head in chosen]
+    return parts
 
 
-def _group(kept: RecordedGroup, where: str) -> str:
-    graded = kept.graded
+def _group(recorded: RecordedGroup, where: str) -> str:
+    graded = recorded.graded
     parts = [f"<div class=card><p class='small soft'>{escape(where)} · {escape(graded.group.prompt.id)}</p>"]
-    parts.append(f"<pre><b>{escape(shown_text(graded.group.prompt.shown))}</b></pre>")
-    for place in graded.best_first:
-        one, value = graded.scored.scored[place], graded.advantage_of(place)
+    parts.append(f"<pre><b>{escape(json_text(graded.group.prompt.shown))}</b></pre>")
+    for index in graded.best_first:
+        scored, value = graded.scored.scored[index], graded.advantage_of(index)
         grade = "not graded" if value is None else f"{value:+.2f}".replace("-", "−")
         tone = "" if not value else " class=up" if value > 0 else " class=down"
         aspects = " · ".join(
-            f"{a.name} {'failed' if a.failure else '–' if a.value is None else f'{a.value:g}'}" for a in one.aspects
+            f"{a.name} {'failed' if a.failure else '–' if a.value is None else f'{a.value:g}'}" for a in scored.aspects
         )
-        total = "no reward" if one.total is None else f"reward {one.total:.2f}"
-        facts = f"{total} · {aspects} · {one.completion.length} tokens · {STOPPED[one.completion.stop]}"
+        total = "no reward" if scored.total is None else f"reward {scored.total:.2f}"
+        facts = f"{total} · {aspects} · {scored.completion.length} tokens · {STOPPED[scored.completion.stop]}"
         parts.append(f"<p class=small><b{tone}>{grade}</b> <span class=soft>{escape(facts)}</span></p>")
-        parts.append(f"<pre>{escape(shown_text(one.completion.text))}</pre>")
-        if one.failure is not None:
-            parts.append(f"<p class='small down'>{escape(shown_text(one.failure))}</p>")
+        parts.append(f"<pre>{escape(json_text(scored.completion.text))}</pre>")
+        if scored.failure is not None:
+            parts.append(f"<p class='small down'>{escape(json_text(scored.failure))}</p>")
     return "".join(parts) + "</div>"

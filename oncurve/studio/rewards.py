@@ -1,8 +1,8 @@
-"""Signs that a reward is being gamed, as `oncurve rewards audit` finds them, over a sample of a run's steps.
+"""The Rewards page: the audit of a run's rewards over a sample of its steps, and trials of rewards on texts.
 
-Tries rewards on texts, in a process of its own: what a reward does there can't touch the server.
+A trial runs in a separate process, so that a reward can't affect the server:
 
-python -m oncurve.studio.rewards < asked.json > told.json
+    python -m oncurve.studio.rewards < trial.json > scores.json
 """
 
 from __future__ import annotations
@@ -27,41 +27,47 @@ from oncurve.rewards.base import completion_by_letters, from_letters
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.registry import build_rewards, stage_reward_configs
 from oncurve.runs.folder import RunFolder
-from oncurve.studio.groups import EXCERPT, shown_text
-from oncurve.studio.open_run import finite, open_reader
+from oncurve.runs.views import aspect_view, finite, json_text
+from oncurve.studio.groups import EXCERPT
+from oncurve.studio.open_run import open_reader
 from oncurve.tasks.registry import build_task
 from oncurve.trust import powers_of
 
-MOST_STEPS = 24
-MOST_COMPLETIONS = 4000
-"""What is read at most: steps spread evenly over the stage, so that a page comes up at once however long the run was."""
+MAX_STEPS = 24
+MAX_COMPLETIONS = 4000
+"""The audit reads at most this many, at steps spread evenly over the stage, so that the page loads fast for any run."""
 
 
-def spread(last: int, most: int) -> list[int]:
-    """At most so many of the steps 1 to ``last``, evenly, both ends among them."""
-    if last <= most:
+def spread_steps(last: int, count: int) -> list[int]:
+    """At most ``count`` of the steps 1 to ``last``, evenly spaced, with the first and the last."""
+    if last <= count:
         return list(range(1, last + 1))
-    return sorted({1 + round(place * (last - 1) / (most - 1)) for place in range(most)})
+    return sorted({1 + round(i * (last - 1) / (count - 1)) for i in range(count)})
 
 
 def audit_data(run: RunFolder) -> dict[str, Any]:
-    """What is worth a look, with completions to look at; nothing where no stage has sampled groups."""
+    """The findings of the audit, each with example completions; empty if no stage has sampled groups."""
     with open_reader(run) as store:
         stage = store.last_sampled()
         if stage is None:
             return {"stage": None, "steps": 0, "signals": []}
         size = sum(group.completions for group in store.groups(stage.name, stage.done))
-        chosen = spread(stage.done, max(6, min(MOST_STEPS, MOST_COMPLETIONS // max(1, size))))
+        chosen = spread_steps(stage.done, max(6, min(MAX_STEPS, MAX_COMPLETIONS // max(1, size))))
         steps = [(step, store.step(stage.name, step).groups) for step in chosen]
         evals = store.evals(stage.name)
-    signals = audit(History.of(steps, evals))
-    told = [{"name": s.name, "what": s.what, "examples": [_example(seen) for seen in s.examples]} for s in signals]
-    return {"stage": stage.name, "steps": len(steps), "signals": told}
+    findings = audit(History.of(steps, evals))
+    signals = [{"name": f.name, "what": f.what, "examples": [_example(e) for e in f.examples]} for f in findings]
+    return {"stage": stage.name, "steps": len(steps), "signals": signals}
 
 
-def _example(seen: AuditedCompletion) -> dict[str, Any]:
-    words = {"prompt": shown_text(seen.prompt)[:EXCERPT], "text": shown_text(seen.text)[:EXCERPT]}
-    return {"step": seen.step, "group": seen.group, "total": finite(seen.scored.total), **words}
+def _example(example: AuditedCompletion) -> dict[str, Any]:
+    return {
+        "step": example.step,
+        "group": example.group,
+        "total": finite(example.scored.total),
+        "prompt": json_text(example.prompt)[:EXCERPT],
+        "text": json_text(example.text)[:EXCERPT],
+    }
 
 
 LIMIT_S = 60.0
@@ -69,7 +75,7 @@ Text = Annotated[str, Field(max_length=200_000)]
 
 
 class Trial(BaseModel):
-    """What is tried: rewards as a recipe writes them, on the completions of one prompt."""
+    """Rewards as a recipe writes them, and the completions of one prompt to score with them."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -97,23 +103,25 @@ def rewards_of(recipe: Recipe) -> list[dict[str, Any]]:
 
 
 def run_trial(trial: Trial, limit_s: float = LIMIT_S) -> dict[str, Any]:
-    """What the rewards say, or the error that a recipe with them would meet. A reward that hangs is ended."""
+    """The scores, or the error that a recipe with these rewards would raise. Ends the process after ``limit_s``."""
     command = [sys.executable, "-m", "oncurve.studio.rewards"]
-    asked = trial.model_dump_json().encode()
+    request = trial.model_dump_json().encode()
     try:
-        done = subprocess.run(command, input=asked, capture_output=True, timeout=limit_s, check=False)
+        process = subprocess.run(command, input=request, capture_output=True, timeout=limit_s, check=False)
     except subprocess.TimeoutExpired:
-        raise RewardError("rewards", "no answer", because=f"they took more than {limit_s:g} s", fix="try fewer texts") from None
+        raise RewardError(
+            "rewards", "timed out", because=f"they took more than {limit_s:g} s", fix="try fewer or shorter texts"
+        ) from None
     try:
-        told: dict[str, Any] = json.loads(done.stdout)
+        scores: dict[str, Any] = json.loads(process.stdout)
     except ValueError:
-        last = (done.stderr.decode("utf-8", "replace").strip().splitlines() or ["nothing was said"])[-1]
-        raise RewardError("rewards", "the trial ended early", because=last[:300], fix="mend the reward") from None
-    return told
+        last = (process.stderr.decode("utf-8", "replace").strip().splitlines() or ["it printed nothing"])[-1]
+        raise RewardError("rewards", "the trial's process ended early", because=last[:300], fix="fix the reward") from None
+    return scores
 
 
 def score(trial: Trial) -> dict[str, Any]:
-    """Scores the texts as a run would, in this process. No tokenizer is at hand, so a text has one token per character."""
+    """Scores the texts as a run would, in this process. There is no tokenizer, so each character counts as one token."""
     mix: RewardMix = build_rewards([Reward.model_validate(r) for r in trial.rewards], max_new_tokens=trial.max_new_tokens)
     mix.bind(lambda: from_letters)
     prompt = Prompt("trial", text=trial.prompt, columns=trial.columns)
@@ -122,29 +130,26 @@ def score(trial: Trial) -> dict[str, Any]:
     return {
         "completions": [
             {
-                "total": one.total,
-                "failure": one.failure,
-                "solved": mix.is_correct(one),
-                "aspects": [
-                    {"name": a.name, "value": a.value, "weight": a.weight, "failure": a.failure, "reason": a.reason}
-                    for a in one.aspects
-                ],
+                "total": completion.total,
+                "failure": completion.failure,
+                "solved": mix.is_correct(completion),
+                "aspects": [aspect_view(aspect) for aspect in completion.aspects],
             }
-            for one in scored
+            for completion in scored
         ]
     }
 
 
 def main() -> None:
-    """Answers on the real standard output; whatever a reward prints goes to standard error."""
-    answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    """Writes the scores to the real standard output; what a reward prints goes to standard error."""
+    output = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     try:
-        told = score(Trial.model_validate_json(sys.stdin.buffer.read()))
+        scores = score(Trial.model_validate_json(sys.stdin.buffer.read()))
     except OncurveError as error:
-        told = {"error": {"where": error.where, "what": str(error.what), "because": error.because, "fix": error.fix}}
-    with answer:
-        json.dump(told, answer)
+        scores = {"error": {"where": error.where, "what": str(error.what), "because": error.because, "fix": error.fix}}
+    with output:
+        json.dump(scores, output)
 
 
 if __name__ == "__main__":

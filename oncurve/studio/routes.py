@@ -1,4 +1,4 @@
-"""What the page can ask for: one function per address. All but feedback and trials only read."""
+"""The HTTP API of the page: one function per address. Only feedback writes, and only trials run anything."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from fastapi.responses import PlainTextResponse, StreamingResponse
 from oncurve import __version__, trust
 from oncurve.errors import RecipeError, RewardError, RunError
 from oncurve.rewards.registry import REWARDS
+from oncurve.runs import feedback
 from oncurve.runs.database.reader import Kind
 from oncurve.runs.folder import RunFolder
-from oncurve.studio import curves, feedback, groups, rewards, run_list
-from oncurve.studio.open_run import check_agreed, find_run, finite, open_reader, recipe_of
-from oncurve.studio.queries import Comparison, CompletionFilter
+from oncurve.runs.views import finite
+from oncurve.studio import curves, groups, rewards, run_list
+from oncurve.studio.open_run import check_agreed, find_run, open_reader, recipe_of
+from oncurve.studio.queries import Comparison, CompletionFilter, StudioQueries
 
 api = APIRouter(prefix="/api")
-SAID_OF = 20_000
-"""Completions, the newest, over which the rewards page counts."""
+RECENT_COMPLETIONS = 20_000
+"""The newest completions, over which the Rewards page computes its statistics."""
 Step = Annotated[int, Query(ge=0)]
 
 
@@ -35,7 +37,7 @@ def _run(request: Request, name: str) -> RunFolder:
 
 @api.get("/about")
 def about(request: Request) -> dict[str, Any]:
-    return {"version": __version__, "runs_dir": str(_runs_dir(request)), "metrics": curves.metric_words()}
+    return {"version": __version__, "runs_dir": str(_runs_dir(request)), "metrics": curves.metric_texts()}
 
 
 @api.get("/runs")
@@ -67,8 +69,8 @@ def run_recipe(request: Request, name: str) -> str:
 @api.get("/runs/{name}/events")
 def run_events(request: Request, name: str) -> list[dict[str, Any]]:
     with open_reader(_run(request, name)) as store:
-        found = store.events()[-200:]
-    return [{"time": e.time, "kind": e.kind, "message": e.message, "stage": e.stage, "step": e.step} for e in found]
+        events = store.events()[-200:]
+    return [{"time": e.time, "kind": e.kind, "message": e.message, "stage": e.stage, "step": e.step} for e in events]
 
 
 @api.get("/runs/{name}/step")
@@ -101,63 +103,84 @@ def run_search(
     highest_kl: bool = False,
     before: int | None = None,
 ) -> dict[str, Any]:
-    compared = tuple(map(_comparison, aspect or ()))
-    wanted = CompletionFilter(text, stage, step, kind, compared, failed, cut, no_signal)
+    aspects = tuple(map(_comparison, aspect or ()))
+    conditions = CompletionFilter(text, stage, step, kind, aspects, failed, cut, no_signal)
     run = _run(request, name)
-    return groups.highest_kl(run, wanted) if highest_kl else groups.search_data(run, wanted, before)
+    return groups.highest_kl(run, conditions) if highest_kl else groups.search_data(run, conditions, before)
 
 
-def _comparison(written: str) -> tuple[str, Comparison, float]:
-    """`format:lt:1` as ("format", "lt", 1.0)."""
-    name, _, rest = written.rpartition(":")
+def _comparison(text: str) -> tuple[str, Comparison, float]:
+    """Parses `format:lt:1` into ("format", "lt", 1.0)."""
+    name, _, rest = text.rpartition(":")
     name, _, sign = name.rpartition(":")
     try:
         value = finite(float(rest))
     except ValueError:
         value = None
     if not name or sign not in ("lt", "ge") or value is None:
-        raise RecipeError("aspect", written, because="it is not written as name:lt:number or name:ge:number", fix="mend it")
+        raise RecipeError(
+            "aspect", text, because="a condition is NAME:lt:NUMBER or NAME:ge:NUMBER", fix="write it like format:lt:1"
+        )
     return name, "lt" if sign == "lt" else "ge", value
 
 
 @api.get("/runs/{name}/feedback")
 def run_feedback(request: Request, name: str) -> dict[str, Any]:
-    return feedback.feedback_data(_run(request, name))
+    """The labels of a run, and how often the reward agrees with them."""
+    run = _run(request, name)
+    labels = feedback.read_labels(run.path)
+    with open_reader(run) as store:
+        agreement = [preference.agrees for preference in feedback.read_preferences(run.path, store, labels)]
+    return {
+        "labels": [label.model_dump() for label in labels],
+        "pairs": len(agreement),
+        "agree": agreement.count(True),
+        "disagree": agreement.count(False),
+        "undecided": agreement.count(None),
+    }
 
 
 @api.post("/runs/{name}/feedback")
 def add_feedback(request: Request, name: str, label: feedback.AnyLabel) -> dict[str, Any]:
     run = _run(request, name)
-    feedback.add_label(run, label)
-    return feedback.feedback_data(run)
+    with open_reader(run) as store:
+        feedback.add_label(run.path, store, label)
+    return run_feedback(request, name)
 
 
 @api.get("/runs/{name}/pairs.jsonl", response_class=PlainTextResponse)
 def run_pairs(request: Request, name: str) -> str:
-    return feedback.pairs_lines(_run(request, name))
+    run = _run(request, name)
+    with open_reader(run) as store:
+        return feedback.preference_lines(feedback.read_preferences(run.path, store))
 
 
 @api.get("/runs/{name}/rewards")
 def run_rewards(request: Request, name: str) -> dict[str, Any]:
-    """The recipe's rewards, and what each has said of late."""
+    """The recipe's rewards, and statistics of each over the newest completions."""
     run = _run(request, name)
     recipe = recipe_of(run)
     with open_reader(run) as store:
         last = store.last_completion()
-        since = max(1, last - SAID_OF + 1)
-        said = []
-        for row in store.said_by_aspect(since):
-            reasons = []
-            for told in store.reasons(since, row["name"]):
-                example = store.place_of(told["example"])
-                line = None if example is None else groups.completion_line(example)
-                reasons.append({"said": told["said"], "failed": bool(told["failed"]), "times": told["times"], "example": line})
+        since = max(1, last - RECENT_COMPLETIONS + 1)
+        statistics = []
+        for row in store.aspect_statistics(since):
             keys = ("name", "weight", "asked", "mean", "lowest", "highest", "failures")
-            said.append({**{key: row[key] for key in keys}, "reasons": reasons})
+            statistics.append({**{key: row[key] for key in keys}, "reasons": _reasons(store, since, row["name"])})
     limit = recipe.stage_to_grade().max_new_tokens
     configs = rewards.rewards_of(recipe)
     asks = [str(power) for power in trust.powers_of_rewards(configs)]
-    return {"rewards": configs, "asks": asks, "said": said, "of": last - since + 1, "max_new_tokens": limit}
+    return {"rewards": configs, "asks": asks, "said": statistics, "of": last - since + 1, "max_new_tokens": limit}
+
+
+def _reasons(store: StudioQueries, since: int, aspect: str) -> list[dict[str, Any]]:
+    reasons = []
+    for row in store.reasons(since, aspect):
+        example = store.completion(row["example"])
+        line = None if example is None else groups.completion_line(example)
+        said = groups.cell_text(row["said"])
+        reasons.append({"said": said, "failed": bool(row["failed"]), "times": row["times"], "example": line})
+    return reasons
 
 
 @api.get("/runs/{name}/audit")
@@ -167,7 +190,7 @@ def run_audit(request: Request, name: str) -> dict[str, Any]:
 
 @api.get("/rewards")
 def reward_types() -> dict[str, Any]:
-    """The built-in rewards that a page may ask for, with their options."""
+    """The built-in rewards that a page may use, with their options."""
     return {
         name: {
             "says": (kind.options.__doc__ or "").strip(),
@@ -182,20 +205,19 @@ def reward_types() -> dict[str, Any]:
 
 
 @api.post("/trial")
-def try_rewards(request: Request, asked: rewards.Trial, run: str | None = None, trusted: bool = False) -> dict[str, Any]:
-    """Scores texts by the rewards given, or by those of a run's recipe, which run code and send keys only if that is agreed."""
+def try_rewards(request: Request, trial: rewards.Trial, run: str | None = None, trusted: bool = False) -> dict[str, Any]:
+    """Scores texts with the trial's rewards, or with a run's, which run code or send keys only if the user agreed."""
     if run is not None:
-        found = _run(request, run)
-        recipe = recipe_of(found)
-        limit = asked.max_new_tokens or recipe.stage_to_grade().max_new_tokens
-        asked = asked.model_copy(update={"rewards": rewards.rewards_of(recipe), "max_new_tokens": limit})
-    powers = trust.powers_of_rewards(asked.rewards)
+        recipe = recipe_of(_run(request, run))
+        limit = trial.max_new_tokens or recipe.stage_to_grade().max_new_tokens
+        trial = trial.model_copy(update={"rewards": rewards.rewards_of(recipe), "max_new_tokens": limit})
+    powers = trust.powers_of_rewards(trial.rewards)
     if powers and run is None:
         raise RewardError(
             "rewards",
             "; ".join(map(str, powers)),
-            because="rewards that are written on a page may not run code or send a key",
-            fix="write them in a recipe: oncurve rewards try RECIPE --completion TEXT",
+            because="a reward written on the page may not run code or send a key",
+            fix="put it in a recipe: oncurve rewards try RECIPE --completion TEXT",
         )
     check_agreed(request, powers, ticked=trusted)
-    return rewards.run_trial(asked)
+    return rewards.run_trial(trial)

@@ -1,7 +1,4 @@
-"""The application: the routes, the built page, and what an error looks like.
-
-Serving the studio: an address that is free, a token where others could reach it, a browser if asked for.
-"""
+"""The studio's web server: the application with its routes and built page, and serving it with a token and a browser."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 from oncurve.errors import OncurveError, RunError
-from oncurve.local_http import SERVING, address_of, is_loopback, listen
+from oncurve.local_http import UVICORN_OPTIONS, address_of, is_loopback, listen
 from oncurve.studio.auth import StudioGuard
 from oncurve.studio.model_servers import ModelServers
 from oncurve.studio.planner import planner
@@ -30,31 +27,31 @@ from oncurve.studio.routes import api
 
 STATIC = Path(__file__).parent / "static"
 FOREVER = "public, max-age=31536000, immutable"
-"""For files whose names change with their content."""
+"""Cache header of files whose names contain a hash of their content."""
 
 
 class Assets(StaticFiles):
-    """Built files, which a browser need never ask for twice."""
+    """The built files, which a browser may cache forever."""
 
     def file_response(self, *args: object, **named: object) -> Response:
-        answer = super().file_response(*args, **named)  # type: ignore[arg-type]
-        answer.headers["cache-control"] = FOREVER
-        return answer
+        response = super().file_response(*args, **named)  # type: ignore[arg-type]
+        response.headers["cache-control"] = FOREVER
+        return response
 
 
 async def _error_response(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, OncurveError)
-    words = {"where": error.where, "what": str(error.what), "because": error.because, "fix": error.fix}
-    return JSONResponse({"error": words}, 404 if isinstance(error, RunError) else 422)
+    message = {"where": error.where, "what": str(error.what), "because": error.because, "fix": error.fix}
+    return JSONResponse({"error": message}, 404 if isinstance(error, RunError) else 422)
 
 
 def make_app(
     runs_dir: Path, stopping: asyncio.Event, servers: ModelServers, token: str | None = None, *, allow_code: bool = False
 ) -> ASGIApp:
-    """The studio over a folder of runs. With ``token``, nobody comes in without it. ``stopping`` ends open event streams.
+    """The studio for a folder of runs. If ``token`` is set, every request needs it. ``stopping`` ends open event streams.
 
-    ``allow_code`` lets the page run code of a run and send keys, which needs a token: a loopback port is open to every user of
-    the machine.
+    ``allow_code`` lets the page run a run's code and send keys. It requires a token, because every user of the machine can
+    reach a loopback port.
     """
     if allow_code and token is None:
         raise ValueError("allow_code needs a token")
@@ -79,13 +76,13 @@ def make_app(
 
 
 class StudioServer(uvicorn.Server):
-    """The server of a studio. Asked to stop, it ends open event streams first (their pages would never leave by themselves) and
-    the models of the Playground."""
+    """The studio's server. On shutdown it first ends open event streams, which would keep it waiting, and the models of the
+    Playground."""
 
     def __init__(self, runs_dir: Path, token: str | None = None, *, allow_code: bool = False) -> None:
         self._stopping, self._servers = asyncio.Event(), ModelServers(runs_dir)
         app = make_app(runs_dir, self._stopping, self._servers, token, allow_code=allow_code)
-        super().__init__(uvicorn.Config(app, **SERVING))
+        super().__init__(uvicorn.Config(app, **UVICORN_OPTIONS))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._stopping.set()
@@ -98,16 +95,16 @@ def serve(
     host: str,
     port: int,
     *,
-    say: Callable[[str], None],
+    announce: Callable[[str], None],
     open_browser: bool = False,
     allow_code: bool = False,
 ) -> None:
-    """Serves until Ctrl-C. A token is needed if others can reach the address, or if the page may run code."""
+    """Serves until Ctrl-C. Makes a token if other machines can reach the address, or if the page may run code."""
     with listen(host, port) as listening:
         token = None if is_loopback(host) and not allow_code else secrets.token_urlsafe(24)
         address = address_of(listening, host) + "/" + (f"?token={token}" if token else "")
         server = StudioServer(runs_dir, token, allow_code=allow_code)
-        say(address)
+        announce(address)
         if open_browser:
             threading.Thread(target=_open_when_ready, args=(server, address), daemon=True).start()
         asyncio.run(server.serve(sockets=[listening]))

@@ -11,39 +11,23 @@ from rich.table import Table
 from rich.text import Text
 
 from oncurve.errors import OncurveError
-from oncurve.records import EvalReport
-from oncurve.runs.database.reader import RunReader, StageRow
+from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunEntry
+from oncurve.runs.views import run_view
 from oncurve.terminal.text import DASH, percent, score
 
 STYLES = {"finished": "green", "running": "cyan", "interrupted": "yellow", "failed": "red", "broken": "red"}
 
 
 def run_data(entry: RunEntry) -> dict[str, Any]:
-    """One run for a program. A run whose database can't be read is still a run: its numbers are None."""
-    stages, last = _numbers(entry)
-    parent = entry.state.parent if entry.state else None
-    return {
-        "name": entry.name,
-        "path": str(entry.path),
-        "status": entry.status,
-        "created": entry.state.created if entry.state else None,
-        "stages": [{"name": s.name, "type": s.type, "steps": s.steps, "done": s.done} for s in stages],
-        "accuracy": last.accuracy if last else None,
-        "heldout_reward": last.reward if last else None,
-        "parent": None if parent is None else {"run": parent.run, "stage": parent.stage, "step": parent.step},
-        "changes": dict(parent.changes) if parent else {},
-        "reason": entry.reason,
-    }
-
-
-def _numbers(entry: RunEntry) -> tuple[list[StageRow], EvalReport | None]:
-    """Its stages, and its last measurement."""
+    """One run of `oncurve runs --json`. A run whose database can't be read is listed without its numbers."""
     try:
         with RunReader.open(entry.path) as store:
-            return store.stages(), next(reversed(store.evals()), None)
+            stages, last = store.stages(), next(reversed(store.evals()), None)
     except OncurveError:
-        return [], None
+        stages, last = [], None
+    changes = dict(entry.state.parent.changes) if entry.state and entry.state.parent else {}
+    return {**run_view(entry, stages, last), "path": str(entry.path), "changes": changes}
 
 
 def render_runs(entries: Sequence[RunEntry]) -> RenderableType:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from oncurve.local_http import host_name, is_loopback
+from oncurve.local_http import host_of_header, is_loopback
 from oncurve.studio.auth import COOKIE
 from tests.studio.serving import Served, served
 
@@ -31,7 +31,7 @@ def test_not_loopback(host: str) -> None:
 
 
 def test_host_names() -> None:
-    assert [host_name(h) for h in ("localhost:80", "[::1]:80", "127.0.0.1")] == ["localhost", "::1", "127.0.0.1"]
+    assert [host_of_header(h) for h in ("localhost:80", "[::1]:80", "127.0.0.1")] == ["localhost", "::1", "127.0.0.1"]
 
 
 def test_every_answer_carries_the_policy(studio: Served) -> None:

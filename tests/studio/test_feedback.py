@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from oncurve.studio.feedback import FILE
+from oncurve.runs.feedback import FILE
 from tests.studio.samples import HOSTILE, TEXTS, make_run
 from tests.studio.serving import Served, served
 
@@ -74,7 +74,7 @@ def test_a_label_of_nothing_is_refused(own: Served, told: dict[str, object]) -> 
     assert not (own.runs_dir / "mine" / FILE).exists()
 
 
-def test_lines_of_other_hands_are_passed_over(own: Served) -> None:
+def test_lines_that_are_no_labels_are_skipped(own: Served) -> None:
     label(own, type="ranking", tiers=[[0], [1]])
     with (own.runs_dir / "mine" / FILE).open("ab") as file:
         file.write(b'not json\n[1]\n{"type": "ranking"}\n\xff\n')

@@ -9,10 +9,10 @@ from pathlib import Path
 import axe_core_python
 import numpy as np
 import pytest
-from oncurve.studio.feedback import FILE
 from playwright.sync_api import Browser, Page, expect
 
 from oncurve.runs.database.writer import RunWriter
+from oncurve.runs.feedback import FILE
 from tests.studio.browsing import a_browser, a_page
 from tests.studio.samples import HOSTILE, make_free_run, make_run, step_report
 from tests.studio.serving import Served, served

@@ -9,7 +9,7 @@ import pytest
 from oncurve.errors import RewardError
 from oncurve.recipe.load import parse_recipe
 from oncurve.runs.database.writer import RunWriter
-from oncurve.studio.rewards import Trial, rewards_of, run_trial, spread
+from oncurve.studio.rewards import Trial, rewards_of, run_trial, spread_steps
 from tests.studio.samples import TEXTS as SAMPLED
 from tests.studio.samples import make_run, step_report
 from tests.studio.serving import Served, served
@@ -36,7 +36,7 @@ def test_rewards_written_on_the_page(studio: Served) -> None:
 def test_a_reward_that_hangs_is_ended(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text("import time\ndef f(completions, **_):\n    time.sleep(60)\n")
     trial = Trial(rewards=[{"type": "python", "function": f"{tmp_path}/slow.py:f"}], prompt="", columns={}, completions=["a"])
-    with pytest.raises(RewardError, match="no answer"):
+    with pytest.raises(RewardError, match="timed out"):
         run_trial(trial, limit_s=3)
 
 
@@ -58,7 +58,7 @@ def test_what_the_rewards_said(studio: Served) -> None:
 def test_the_audit_of_a_run(tmp_path: Path) -> None:
     """At each of eight steps another prompt is answered, and rewarded, with the very same text."""
     run = make_run(tmp_path, "long", steps=0)
-    with RunWriter.open(run.path, read_only=False) as store:
+    with RunWriter.open(run.path) as store:
         for step in range(1, 9):
             store.record_step(step_report(step, first=100 + step))
     make_run(tmp_path, "young", steps=0)
@@ -73,8 +73,8 @@ def test_the_audit_of_a_run(tmp_path: Path) -> None:
 
 
 def test_steps_are_spread_evenly() -> None:
-    assert spread(5, 24) == [1, 2, 3, 4, 5]
-    assert spread(101, 5) == [1, 26, 51, 76, 101]
+    assert spread_steps(5, 24) == [1, 2, 3, 4, 5]
+    assert spread_steps(101, 5) == [1, 26, 51, 76, 101]
 
 
 def test_the_rewards_of_a_recipe_are_all_that_training_grades_by() -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from oncurve.runs.database.writer import RunWriter
 from oncurve.runs.folder import RunFolder
-from oncurve.studio.curves import Follower, curves, thinned
+from oncurve.studio.curves import Follower, curves, downsample
 from oncurve.studio.run_list import overview
 from oncurve.studio.token_texts import token_texts
 from tests.studio.samples import HOSTILE, completion, make_free_run, make_run, step_report
@@ -72,12 +72,12 @@ def test_a_run_without_a_rule_has_rewards_for_accuracies(tmp_path: Path) -> None
 def test_thinning_keeps_the_spikes() -> None:
     points = [(step, 1.0) for step in range(10_000)]
     points[1234], points[7000] = (1234, 99.0), (7000, -99.0)
-    kept = thinned(points, 100)
+    kept = downsample(points, 100)
     assert len(kept) <= 100
     assert (1234, 99.0) in kept
     assert (7000, -99.0) in kept
     assert kept == sorted(kept)
-    assert thinned(points[:50], 100) == points[:50]
+    assert downsample(points[:50], 100) == points[:50]
 
 
 def test_a_group_in_full(studio: Served) -> None:
