@@ -22,7 +22,7 @@ from oncurve.recipe.schema.stages import Iteration
 from oncurve.rewards.verifiers.answer_extraction import without_thinking
 from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder
-from oncurve.training.stages.iterative_grpo import comparison_batch, human_comparisons
+from oncurve.training.stages.iterative_grpo import comparison_batch
 from oncurve.training.stages.reward_model import TokenizedExample
 from oncurve.training.start import begin, resume
 from oncurve.training.trainer import TimeUp
@@ -128,20 +128,6 @@ def test_a_tenth_of_an_update_is_from_the_past() -> None:
     assert sum(coded.rows[0][0] >= 100 for coded in batch) == 4
     assert batch == comparison_batch(fresh, past, told, 0, 2, 0) != comparison_batch(fresh, past, told, 0, 2, 1)
     assert len(comparison_batch(fresh, [], told, 0, 2, 0)) == 40
-
-
-def test_peoples_rankings_become_comparisons(tmp_path: Path) -> None:
-    run = begin(recipe(tmp_path), out=tmp_path / "run")
-    with RunReader.open(run.path) as store:
-        texts = [s.completion.text for s in store.group("grpo", 1, 0).graded.scored.scored]
-    rank = {"stage": "grpo", "step": 1, "group": 0, "type": "ranking"}
-    (run.path / "feedback.jsonl").write_text(
-        json.dumps({**rank, "tiers": [[0], [1]]}) + "\n" + json.dumps({**rank, "tiers": [[2], [3]]}) + "\n"
-    )
-    found = list(human_comparisons(run.path, "grpo", 4))
-    wanted = [] if texts[2].strip() == texts[3].strip() else [(texts[2], texts[3])]
-    assert [(pair["chosen"], pair["rejected"]) for pair in found] == wanted
-    assert list(human_comparisons(run.path, "grpo", 0)) == []
 
 
 @pytest.fixture
