@@ -1,10 +1,10 @@
-"""What `model.compile_blocks` gives: the update of models that go through their own modules, plain and compiled.
+"""Effect of `model.compile_blocks`: the update of models that run their own modules, plain and compiled.
 
     python bench/blocks.py            on a GPU; writes bench/results/blocks.json
-    python bench/blocks.py --tiny     the same at the size of a toy, anywhere: does it run?
+    python bench/blocks.py --tiny     a toy size that runs anywhere, to check that the script works
 
-Random weights in bfloat16 (float32 on a CPU), 8 prompts × 8 completions, 128 + 256 tokens; medians after a warm-up. The seconds
-of the first update are those in which torch compiles.
+Random weights in bfloat16 (float32 on a CPU), 8 prompts × 8 completions, 128 + 256 tokens; medians after a warm-up. The time of
+the first update includes torch's compilation.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ def update_of(name: str, compiled: bool, tiny: bool, tries: int) -> dict[str, An
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ask.add_argument("--tiny", action="store_true")
-    ask.add_argument("--tries", type=int, default=5)
-    ask.add_argument("--commit", default="", help="what was measured")
-    ask.add_argument("--out", type=Path, default=RESULTS)
-    args = ask.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--tries", type=int, default=5)
+    parser.add_argument("--commit", default="", help="the measured commit")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
     rows = []
     for name in SIZES:
         for compiled in (False, True):
@@ -78,7 +78,7 @@ def main() -> None:
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-        print(f"{name}: {rows[-2]['update_s'] / rows[-1]['update_s']:.2f} times as fast compiled", flush=True)
+        print(f"{name}: {rows[-2]['update_s'] / rows[-1]['update_s']:.2f} times as fast when compiled", flush=True)
     versions = {p: metadata.version(p) for p in ("torch", "transformers")}
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     args.out.write_text(json.dumps({"device": gpu, "commit": args.commit, **versions, "rows": rows}, indent=1) + "\n")

@@ -1,14 +1,14 @@
-"""Five algorithms on a model of Qwen3-0.6B's shape on a GPU: memory, time and passes of each at the same samples; the reward.
+"""Five algorithms on a model of Qwen3-0.6B's shape on a GPU: memory, time and passes for the same samples, and the reward.
 
-Random weights, and a reward that any of them can raise a little in some dozen steps: the share of even tokens in a completion,
-which is a half to begin with. Every completion has the same length, so that all sample the same number of tokens; trpo makes
-fewer steps, for its price. Steps are those of `oncurve compare`'s runs, without what a run records; the first of each, in which
-kernels are compiled, counts for the reward alone.
+Random weights, and a reward that every algorithm can raise a little in a few dozen steps: the fraction of even tokens in a
+completion, which starts at one half. Every completion has the same length, so all algorithms sample the same number of tokens;
+trpo runs fewer steps because they are expensive. Steps are those of `oncurve compare`'s runs, without recording. The first step
+of each algorithm compiles kernels, so it counts for the reward only.
 
-    python bench/compare_gpu.py                      prints a table, writes bench/results/compare_gpu.json as it goes
-    python bench/compare_gpu.py --seconds 110        begins nothing after so long
-    python bench/compare_gpu.py --page               what the file says goes into docs/compare.md
-    python bench/compare_gpu.py --device cpu --tiny  the same machinery on a small shape
+    python bench/compare_gpu.py                      print a table, write bench/results/compare_gpu.json after each algorithm
+    python bench/compare_gpu.py --seconds 110        start nothing after this time
+    python bench/compare_gpu.py --page               write the numbers of that file into docs/compare.md
+    python bench/compare_gpu.py --device cpu --tiny  a small shape that runs anywhere, to check that the script works
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SMALL = ModelShape("small", 2, 64, 4, 2, 16, 96, 512, 4096, tied=True, family="q
 
 @dataclass(frozen=True)
 class Compared:
-    """What one algorithm did. Rewards by step; seconds of a step after the first, by phase; bytes."""
+    """Results of one algorithm: rewards by step, seconds of a step after the first by phase, bytes."""
 
     algorithm: str
     rewards: tuple[float, ...]
@@ -61,13 +61,13 @@ class Compared:
 
     @property
     def rise(self) -> tuple[float, float]:
-        """Mean reward of the first tenth of the steps, and of the last."""
+        """Mean reward of the first tenth of the steps, and of the last tenth."""
         tenth = max(1, len(self.rewards) // 10)
         return statistics.fmean(self.rewards[:tenth]), statistics.fmean(self.rewards[-tenth:])
 
 
 def even_share(completions: Sequence[str], **_: object) -> list[float]:
-    """Texts are words such as w1234, one for each token."""
+    """Fraction of even tokens. Texts are words such as w1234, one per token."""
     return [statistics.fmean(word[-1] in "02468" for word in text.split() or ["w1"]) for text in completions]
 
 
@@ -136,7 +136,7 @@ def table(rows: Sequence[Compared]) -> str:
 
 
 def attempt(algorithm: str, gpu: Gpu, tiny: bool) -> Compared:
-    """One that fails is said; the others are still worth having."""
+    """Run one algorithm. A failure is recorded and the others still run."""
     try:
         return run(algorithm, gpu, tiny)
     except Exception as error:

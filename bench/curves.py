@@ -1,14 +1,15 @@
-"""The same task and budget under TRL and Oncurve: mean reward by step and by second, both curves in one plot.
+"""The same task and budget in TRL and Oncurve: mean reward by step and by second, both curves in one plot.
 
-Both start from the same weights, ask the same prompts in the same order, are graded by the same rewards (Oncurve's, called by
-TRL as a function), take the same number of updates at the same rate, and have the machine to themselves, one after the other.
-What goes before the recipe's `grpo` stage is trained once. The rate is constant after its warm-up, for both.
+Both start from the same weights, use the same prompts in the same order and the same rewards (Oncurve's, called by TRL as a
+function), and make the same number of updates at the same learning rate. They run one after the other, so each has the machine
+to itself. Stages before the recipe's `grpo` stage are trained once. The learning rate is constant after its warm-up, for both.
+TRL samples with transformers' `generate`, not with vLLM.
 
     python bench/curves.py                                     the built-in arithmetic recipe, on a CPU
-    python bench/curves.py --recipe gsm8k-qwen --seconds 240   on a GPU; what the recipe names has to be there
-    python bench/curves.py --draw arithmetic                   the plot again, from the numbers of an earlier run
+    python bench/curves.py --recipe gsm8k-qwen --seconds 240   on a GPU; needs the recipe's model and data
+    python bench/curves.py --draw arithmetic                   redraw the plot from the numbers of an earlier run
 
-Numbers go to bench/results/curves-RECIPE.json, the plot to docs/images/curves-RECIPE.svg.
+Writes bench/results/curves-RECIPE.json and docs/images/curves-RECIPE.svg.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ COLOURS = {"Oncurve": "#1f5f8b", "TRL": "#b4501e"}
 
 
 def job_of(args: argparse.Namespace, work: Path) -> dict[str, Any]:
-    """The grpo stage alone, from weights that both can load; what comes before it is trained here, once."""
+    """The recipe's grpo stage, starting from weights that both trainers can load. Earlier stages are trained here, once."""
     from oncurve.models.loading.load import load_policy, resolve_source
     from oncurve.operations.run_model import export
     from oncurve.recipe.load import dump_recipe, find_recipe, load_recipe
@@ -49,7 +50,7 @@ def job_of(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     place = next(i for i, stage in enumerate(asked.stages) if stage.type == "grpo")
     stage, start = asked.stages[place], str(work / "start")
     if place:
-        print(f"training what goes before {stage.label}", flush=True)
+        print(f"training the stages before {stage.label}", flush=True)
         export(begin(asked.model_copy(update={"stages": asked.stages[:place]}), out=work / "before"), Path(start))
     elif asked.model.source == "tiny":
         load_policy(asked.model, alphabet=build_task(asked.task).alphabet, seed=asked.seed).save(Path(start))
@@ -167,7 +168,7 @@ WORKERS = {"Oncurve": with_oncurve, "TRL": with_trl}
 
 
 def alone(name: str, work: Path) -> dict[str, Any]:
-    """One trainer in a process of its own, and what its model then reaches on held-out problems."""
+    """Run one trainer in its own process, then evaluate its model on the held-out problems."""
     told = work / f"{name}.json"
     command = [
         sys.executable,
@@ -198,7 +199,7 @@ def machine() -> dict[str, Any]:
 
 
 def draw(name: str) -> Path:
-    """Reward by step on the left, by second on the right; the same two curves."""
+    """Plot reward by step on the left and by second on the right."""
     found = json.loads((HERE / "results" / f"curves-{name}.json").read_text())
     file = HERE.parent / "docs" / "images" / f"curves-{name}.svg"
     with plot(file, 1, 2, figsize=(9, 3.6), sharey=True) as (figure, panels):
@@ -222,21 +223,21 @@ def show(name: str, found: dict[str, Any]) -> None:
         last = sum(reward for _, reward in marks[-10:]) / len(marks[-10:])
         steps = f"{len(marks)} steps in {marks[-1][0]:.0f} s, {marks[-1][0] / len(marks):.2f} s a step"
         right = f"{100 * found[who]['accuracy']:.1f} % ({100 * low:.1f}–{100 * high:.1f}) of {found[who]['asked']}"
-        print(f"{who:8} {steps}; reward of the last ten {last:.3f}; held-out {right}")
+        print(f"{who:8} {steps}; mean reward of the last ten steps {last:.3f}; held-out {right}")
     print(f"wrote bench/results/curves-{name}.json and {draw(name)}")
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ask.add_argument("--recipe", default="arithmetic", help="a recipe whose first grpo stage is compared")
-    ask.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a change of the recipe")
-    ask.add_argument("--steps", type=int, help="steps of both; unset: the recipe's")
-    ask.add_argument("--seconds", type=float, default=240, help="neither trains longer than this")
-    ask.add_argument("--micro", type=int, default=64, help="completions that TRL forwards at once")
-    ask.add_argument("--draw", metavar="RECIPE", help="only draw what was measured before")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", default="arithmetic", help="a recipe whose first grpo stage is compared")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a recipe key")
+    parser.add_argument("--steps", type=int, help="steps for both; default: the recipe's")
+    parser.add_argument("--seconds", type=float, default=240, help="time limit for each trainer")
+    parser.add_argument("--micro", type=int, default=64, help="completions per TRL micro-batch")
+    parser.add_argument("--draw", metavar="RECIPE", help="only redraw the plot of an earlier run")
     for hidden in ("--worker", "--job", "--told"):
-        ask.add_argument(hidden, help=argparse.SUPPRESS)
-    args = ask.parse_args()
+        parser.add_argument(hidden, help=argparse.SUPPRESS)
+    args = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if args.draw:
         print(draw(args.draw))

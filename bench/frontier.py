@@ -1,13 +1,13 @@
-"""RLHF end to end, and what a reward costs in KL: one reward model, then GRPO against it with three weights of the KL term.
+"""RLHF end to end, and how much KL a reward costs: one reward model, then GRPO with three KL weights.
 
-The reward model learns from people's comparisons of four fifths of the prompts; its accuracy and calibration are those on the
-other fifth. Each β is a run of its own from the same policy and the same reward model. What was stopped by `--minutes` goes on
-when the same command is given again.
+The reward model is trained on human comparisons of four fifths of the prompts; its accuracy and calibration are measured on the
+other fifth. Each β is a separate run from the same policy and the same reward model. If `--minutes` stops it, give the same
+command again to continue.
 
-    python bench/frontier.py --out runs/frontier --minutes 8       the recipe rlhf; again until it says that all is done
-    python bench/frontier.py --out runs/frontier --draw            the table and the plot, from what there is
+    python bench/frontier.py --out runs/frontier --minutes 8       the recipe rlhf; repeat until it reports that everything is
+    done python bench/frontier.py --out runs/frontier --draw            the table and the plot, from the runs that exist
 
-Numbers go to bench/results/frontier.json, the plot to docs/images/frontier.svg.
+Writes bench/results/frontier.json and docs/images/frontier.svg.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ LAST = 10
 
 
 def judge_of(asked: Recipe) -> Recipe:
-    """The stage that trains the reward model, alone."""
+    """A recipe with only the stage that trains the reward model."""
     return asked.model_copy(update={"stages": tuple(s for s in asked.stages if s.type == "reward_model")})
 
 
 def run_of(asked: Recipe, beta: float, judge: Path) -> Recipe:
-    """The stage that trains the policy, against the reward model that is there, with this β."""
+    """A recipe with only the grpo stage, with the trained reward model and this β."""
     data = asked.model_dump(mode="json", exclude_none=True)
     (stage,) = [s for s in data["stages"] if s["type"] == "grpo"]
     stage["kl"] = {**stage.get("kl", {}), "beta": beta}
@@ -56,7 +56,7 @@ def run_of(asked: Recipe, beta: float, judge: Path) -> Recipe:
 
 
 def finished(folder: Path, recipe: Recipe, until: float) -> bool:
-    """Begins a run or goes on with it, for as long as there is time; whether it is done."""
+    """Start or resume a run for as long as there is time. Returns whether it is finished."""
     if is_finished(folder):
         return True
     left = (until - time.monotonic()) / 60
@@ -74,7 +74,7 @@ def finished(folder: Path, recipe: Recipe, until: float) -> bool:
 
 
 def judged(folder: Path) -> dict[str, float]:
-    """How well the reward model does on pairs whose prompts it has not seen."""
+    """Accuracy and calibration of the reward model on pairs whose prompts it has not seen."""
     with RunReader.open(folder) as store:
         stage = store.stages()[0].name
         names = ("heldout_pair_accuracy", "calibration_error", "heldout_loss")
@@ -82,7 +82,7 @@ def judged(folder: Path) -> dict[str, float]:
 
 
 def trained(folder: Path) -> dict[str, Any]:
-    """A run's curves of reward and KL, and their means over its last steps; the reward of step 1 is the untrained policy's."""
+    """A run's reward and KL curves, and their means over the last steps. The reward of step 1 is the untrained policy's."""
     with RunReader.open(folder) as store:
         stage = store.stages()[0].name
         curves = {
@@ -114,7 +114,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def draw(found: dict[str, Any]) -> None:
-    """Every run's way from its start: KL to the right, reward upwards; its end is marked."""
+    """Plot each run as a path: KL to the right, reward upwards. The end is marked."""
     with plot(PLOT, figsize=(6, 4)) as (_, axes):
         for colour, (beta, run) in zip(COLOURS, found["runs"].items(), strict=False):
             kl, reward = (smoothed(run["curves"][name]) for name in ("kl", "reward"))
@@ -126,7 +126,7 @@ def draw(found: dict[str, Any]) -> None:
 
 
 def smoothed(values: list[float]) -> list[float]:
-    """Means over the last ten steps at each."""
+    """Running mean over the last ten steps."""
     return [fmean(values[max(0, i - LAST + 1) : i + 1]) for i in range(len(values))]
 
 
@@ -138,14 +138,14 @@ def collect(out: Path, betas: list[float]) -> dict[str, Any]:
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ask.add_argument("--recipe", default="rlhf", help="a recipe of a reward_model and a grpo stage")
-    ask.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a change of the recipe")
-    ask.add_argument("--betas", type=float, nargs="+", default=[0.02, 0.1, 0.5])
-    ask.add_argument("--out", type=Path, required=True, help="where the runs lie")
-    ask.add_argument("--minutes", type=float, default=1e9, help="stop after so long, to go on later")
-    ask.add_argument("--draw", action="store_true", help="only the table and the plot")
-    args = ask.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", default="rlhf", help="a recipe with a reward_model and a grpo stage")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a recipe key")
+    parser.add_argument("--betas", type=float, nargs="+", default=[0.02, 0.1, 0.5])
+    parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
+    parser.add_argument("--minutes", type=float, default=1e9, help="stop after this time; the same command resumes")
+    parser.add_argument("--draw", action="store_true", help="only print the table and draw the plot")
+    args = parser.parse_args()
     hush()
     asked, until = load_recipe(find_recipe(Path(args.recipe)), tuple(args.set)), time.monotonic() + 60 * args.minutes
     if not args.draw:
@@ -153,7 +153,7 @@ def main() -> None:
         done = finished(args.out / "reward-model", judge_of(asked), until) and all(
             finished(args.out / f"beta-{beta}", run_of(asked, beta, judge), until) for beta in args.betas
         )
-        print("all is done" if done else "time is up: the same command goes on", flush=True)
+        print("everything is done" if done else "time is up; give the same command again to continue", flush=True)
     found = collect(args.out, args.betas)
     RESULTS.write_text(json.dumps(found, indent=1) + "\n")
     if found["runs"]:

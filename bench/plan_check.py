@@ -1,16 +1,17 @@
-"""Plans against what really happens: peak memory and step time of eight settings on this machine's GPU, planned and measured.
+"""The planner's accuracy: planned and measured peak memory and step time of eight settings on this machine's GPU.
 
-Models have the shapes of known ones and random weights; every completion has exactly the asked length, so that plan and run
-speak of the same work. Each setting makes one step to warm up (kernels are compiled, graphs captured), then two are measured,
-or one where a step is long.
-Memory is what torch has allocated at its most, with the pool of keys and values, which lies outside of torch's books; the
-plan's figure is without the driver's own context, which no program can measure from within.
+Models have the shapes of known models and random weights. Every completion has exactly the requested length, so that plan and
+run do the same work. Each setting runs one warm-up step (which compiles kernels and captures graphs); then two steps are
+measured, or one if a step is long.
+Memory is the peak of torch's allocator plus the KV cache, which is allocated outside of torch. The planned figure leaves out
+the driver's own context, which no program can measure from within.
 
     python bench/plan_check.py                      measure, print, write bench/results/plan_check.json
-    python bench/plan_check.py --only 0.6B          settings whose name holds a word
-    python bench/plan_check.py --seconds 200        what is not begun by then is said to be left out
-    python bench/plan_check.py --again              plans anew beside what the file says was measured, into docs/plan.md
-    python bench/plan_check.py --device cpu --tiny  the same machinery on small shapes, for tests: no memory is measured
+    python bench/plan_check.py --only 0.6B          only settings whose name contains this
+    python bench/plan_check.py --seconds 200        start no setting after this time; the output lists what was left out
+    python bench/plan_check.py --again              plan again and compare with the measurements in the file; writes
+    docs/plan.md python bench/plan_check.py --device cpu --tiny  small shapes that run anywhere, for tests; no memory is
+    measured
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class Checked:
-    """A setting, planned and measured. ``said`` is set where it could not be measured, and why. Bytes and seconds."""
+    """A setting, planned and measured, in bytes and seconds. ``said`` holds the reason if it could not be measured."""
 
     setting: str
     planned_memory: int
@@ -115,7 +116,7 @@ class Checked:
 
     @property
     def holds(self) -> bool | None:
-        """Whether both lie within their bounds; None where nothing was measured."""
+        """Whether both are within their bounds; None if nothing was measured."""
         if self.said is not None or self.time_off is None:
             return None
         near = self.memory_off is None or abs(self.memory_off) <= MEMORY_WITHIN
@@ -123,19 +124,19 @@ class Checked:
 
 
 def planned_memory(job: Job) -> dict[str, int]:
-    """By phase, without the driver's context."""
+    """Planned bytes by phase, without the driver's context."""
     return {p.name: p.total - p.parts.get("cuda context", 0) for p in memory_of(job).phases}
 
 
 def planned(setting: Setting, job: Job) -> Checked:
-    """The plan's side."""
+    """The planner's figures for a setting."""
     by_phase = planned_memory(job)
     took = seconds_of(job)
     return Checked(setting.name, max(by_phase.values()), by_phase, took.step, took.phases)
 
 
 def check(setting: Setting, gpu: Gpu, tiny: bool, steps: int = STEPS) -> Checked:
-    """Plan and measure. A stage that does not exist, or a run that fails, is said; it never passes silently."""
+    """Plan and measure a setting. A missing stage or a failed run is recorded; it never passes silently."""
     from oncurve.recipe.keys import STAGES
 
     job = setting.job(gpu, tiny)
@@ -144,7 +145,7 @@ def check(setting: Setting, gpu: Gpu, tiny: bool, steps: int = STEPS) -> Checked
         return replace(plan, said=f"there is no stage '{setting.algorithm}' yet")
     try:
         return measured(plan, job, 1 if plan.planned_seconds > LONG else steps)
-    except Exception as error:  # whatever it was, the other settings are still worth measuring
+    except Exception as error:  # record any failure and measure the other settings
         traceback.print_exc()
         return replace(plan, said=f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}")
     finally:
@@ -177,7 +178,7 @@ def _step(loop: Any, n: int, meter: Meter) -> dict[str, float]:
 
 
 class Meter:
-    """The most that was allocated in each phase: torch's own count, and what the pool maps beside it."""
+    """Peak allocation in each phase: torch's own count plus what the KV cache maps outside of torch."""
 
     def __init__(self, *, on_gpu: bool) -> None:
         self.on_gpu = on_gpu
@@ -210,7 +211,7 @@ class Meter:
         self.reserved = max(self.reserved or 0, torch.cuda.max_memory_reserved() + self.mapped)
 
     def around(self, owner: Any, method: str, name: str) -> None:
-        """Every call of a method is a phase."""
+        """Wrap a method so that every call of it is a phase."""
         plain: Callable[..., Any] = getattr(owner, method)
 
         def call(*arguments: Any, **named: Any) -> Any:
@@ -220,7 +221,7 @@ class Meter:
         setattr(owner, method, call)
 
     def watch(self, pool: Any) -> None:
-        """Notes how much a pool maps when it opens; one that lies in torch's own memory is counted already."""
+        """Record how much a KV cache maps when it opens. One inside torch's memory is already counted."""
         plain = pool.open
 
         def open_pool(*arguments: Any) -> Any:
@@ -232,14 +233,14 @@ class Meter:
 
 
 def build(job: Job, steps: int, meter: Meter) -> Any:
-    """The stage's loop over a model of the job's shape with random weights, as a run would make it."""
+    """The stage's loop over a random-weight model of the job's shape, built as a run builds it."""
     from oncurve.recipe.load import parse_recipe
 
     return metered_loop(parse_recipe(recipe_data(job, steps + 1)).stages[0], job, steps + 1, reward, meter)
 
 
 def metered_loop(stage: Any, job: Job, steps: int, rewarding: Callable[..., list[float]], meter: Meter) -> Any:
-    """The loop of a grpo, ppo or trpo stage with prompts for so many steps; the meter looks at each of its phases."""
+    """The loop of a grpo, ppo or trpo stage with prompts for the given number of steps, metered in each phase."""
     from oncurve.engines.native.engine import NativeEngine
     from oncurve.recipe.schema.sections import Engine
     from oncurve.rewards.mix import RewardMix
@@ -272,17 +273,20 @@ def recipe_data(job: Job, steps: int) -> dict[str, Any]:
     }
     if job.algorithm == "grpo":
         stage["no_signal"] = "keep"
-    model = {"tiny": {"context": job.prompt_tokens + job.new_tokens + 1}}  # unused but checked: the policy is made apart
+    model = {
+        "tiny": {"context": job.prompt_tokens + job.new_tokens + 1}
+    }  # validated but unused: the policy is built separately
     return {"model": model, "task": {"type": "arithmetic"}, "rewards": [{"type": "answer"}], "stages": [stage]}
 
 
 def reward(completions: Sequence[str], **_: object) -> list[float]:
-    """Cheap, and practically never the same throughout a group."""
+    """A cheap reward that is practically never equal for all completions of a group."""
     return [float(completion.count("7") + completion.count("3")) for completion in completions]
 
 
 def policy_of(job: Job) -> Any:
-    """Random weights made where they stay; a tokenizer of one word per number, so that lengths are exact."""
+    """A policy with random weights created on its device, and a tokenizer with one word per number so that lengths are
+    exact."""
     import torch
     from random_models import make_tokenizer
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -307,7 +311,7 @@ def policy_of(job: Job) -> Any:
 
 
 def prompt_texts(job: Job, count: int) -> list[str]:
-    """Prompts of exactly the asked length, no two alike."""
+    """Distinct prompts of exactly the requested length."""
     low, span = 10, min(job.shape.vocabulary, 1000) - 10
     return [
         " ".join(f"w{low + (i * 7919 + t * 104729 + i * t) % span}" for t in range(job.prompt_tokens)) for i in range(count)
@@ -325,7 +329,7 @@ def clear() -> None:
 
 
 def table(rows: Sequence[Checked]) -> str:
-    """Planned and measured side by side, as it is printed and as bench/README.md has it."""
+    """Planned and measured figures as a Markdown table."""
     lines = ["| setting | planned GiB | measured | off | planned s | measured | off | |", "|---|---|---|---|---|---|---|---|"]
     for row in rows:
         memory = "–" if row.measured_memory is None else f"{row.measured_memory / GIB:.1f}"
@@ -343,7 +347,7 @@ def _off(share: float | None) -> str:
 
 
 def details(row: Checked) -> str:
-    """By phase, for whoever mends the plan."""
+    """Figures by phase, for debugging the planner."""
     lines = [f"  {row.setting}"]
     memory = {name: f"{amount / GIB:.2f}" for name, amount in row.planned_by_phase.items()}
     lines.append(f"    planned GiB  {memory}")
@@ -362,11 +366,11 @@ def gpu_of_this_machine(device: str) -> Gpu:
     import torch
 
     if not torch.cuda.is_available():
-        raise SystemExit("this machine shows no GPU; --device cpu --tiny tries the machinery")
+        raise SystemExit("no GPU found; --device cpu --tiny checks that the script works")
     found = torch.cuda.get_device_properties(0)
     known = gpu_of_driver(found.name, found.total_memory)
     if known is None:
-        raise SystemExit(f"{found.name} is not in the planner's table (oncurve/plan/hardware.py): its rates are not known")
+        raise SystemExit(f"{found.name} is not in the planner's table (oncurve/plan/hardware.py), so its speed is unknown")
     return replace(known, memory=found.total_memory)
 
 
@@ -378,11 +382,11 @@ def machine(gpu: Gpu) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="small shapes in place of the named models")
-    parser.add_argument("--only", default="", help="settings whose name holds this")
+    parser.add_argument("--tiny", action="store_true", help="small shapes instead of the named models")
+    parser.add_argument("--only", default="", help="only settings whose name contains this")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no setting after so long")
-    parser.add_argument("--again", action="store_true", help="plan anew beside what was measured")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start no setting after this time")
+    parser.add_argument("--again", action="store_true", help="plan again and compare with the stored measurements")
     asked = parser.parse_args(arguments)
     if asked.again:
         return again(asked.out)
@@ -402,14 +406,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def write(out: Path, about: dict[str, Any], rows: Sequence[Checked]) -> None:
-    """After each setting: what was measured is kept whatever becomes of the rest."""
+    """Write the results after each setting, so that a failure loses nothing."""
     offs = [{**asdict(row), "memory_off": row.memory_off, "time_off": row.time_off, "holds": row.holds} for row in rows]
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps({**about, "settings": offs}, indent=2) + "\n")
 
 
 def again(out: Path) -> int:
-    """The plan as it is now beside what the file says was measured."""
+    """Compare the current planner with the measurements in the file."""
     kept = json.loads(out.read_text())
     gpu = replace(find_gpu(kept["machine"]["gpu"]), memory=kept["machine"]["memory"])
     by_name = {setting.name: setting for setting in SETTINGS}

@@ -34,7 +34,8 @@ def shape_of(size: str) -> dict[str, int]:
 
 
 def make_tokenizer(words: int) -> PreTrainedTokenizerFast:
-    """w3 … wN, split at spaces: a text of n words is n tokens. Special tokens are found inside words, so none begins one."""
+    """Words w3 … wN, split at spaces: a text of n words is n tokens. Special tokens match inside words, so no word starts with
+    one."""
     names = ["<unknown>", "<end>", "<pad>", *(f"w{i}" for i in range(3, words))]
     known = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unknown>"))
     known.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -52,7 +53,7 @@ def make_model(size: str, device: torch.device, dtype: torch.dtype) -> Qwen3ForC
 
 
 def make_policy(size: str, device: torch.device, dtype: torch.dtype, lora_rank: int = 0) -> Policy:
-    """``lora_rank``: with an adapter on every linear layer; 0: none."""
+    """A policy with an adapter of rank ``lora_rank`` on every linear layer, or none if it is 0."""
     model = make_model(size, device, dtype)
     if lora_rank:
         lora.attach(model, Lora(rank=lora_rank), 0, "random")
@@ -60,13 +61,13 @@ def make_policy(size: str, device: torch.device, dtype: torch.dtype, lora_rank: 
 
 
 def texts(count: int, tokens: int, words: int) -> list[str]:
-    """Prompts of exactly so many tokens."""
+    """Prompts of exactly ``length`` tokens."""
     draw = random.Random(0)
     return [" ".join(f"w{draw.randrange(10, words)}" for _ in range(tokens)) for _ in range(count)]
 
 
 def graded_groups(prompts: int, group_size: int, prompt_tokens: int, new_tokens: int, words: int) -> list[GradedGroup]:
-    """Random tokens with random advantages: what an update works on, without the time to sample it."""
+    """Random tokens with random advantages: the input of an update, without the time to sample it."""
     dice = np.random.default_rng(0)
     return [_group(dice, f"p{p}", group_size, prompt_tokens, new_tokens, words) for p in range(prompts)]
 
@@ -82,7 +83,7 @@ def _group(dice: np.random.Generator, name: str, size: int, prompt: int, new: in
 
 
 def each_alone(groups: list[GradedGroup]) -> list[GradedGroup]:
-    """Every completion as a group of its own, its prompt repeated: the same update with the shared prompt off."""
+    """Every completion as a separate group with its own copy of the prompt: the same update without prompt sharing."""
     return [
         GradedGroup(
             ScoredGroup(Group(g.group.prompt, g.group.prompt_ids, (s.completion,)), (s,)), (advantages,), (True,)
@@ -93,5 +94,5 @@ def each_alone(groups: list[GradedGroup]) -> list[GradedGroup]:
 
 
 def random_reward(completions: list[str], **_: Any) -> list[float]:
-    """No group is without signal."""
+    """A random reward, so that no group is without signal."""
     return [random.random() for _ in completions]

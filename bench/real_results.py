@@ -1,14 +1,13 @@
-"""A recipe for a pretrained model from beginning to end: measured before, trained in slices of time, measured after.
+"""A recipe for a pretrained model from start to end: evaluate, train in slices of time, evaluate again.
 
-Greedy pass@1, also between the stages, and pass@8 from eight samples at temperature 1, on all held-out problems. Every part
-that is done is kept under `--out` and not done again, so the same command, given again and again, gets there in slices of
-`--minutes`.
+Greedy pass@1, also between stages, and pass@8 from eight samples at temperature 1, on all held-out problems. Every finished
+part is kept under `--out` and not repeated, so you can repeat the same command until everything is done, `--minutes` at a time.
 
     python bench/real_results.py gsm8k-smollm2 --seed 0 --heldout 1319 --out runs/real --minutes 8
-    python bench/real_results.py gsm8k-smollm2 --out runs/real --minutes 8 --settle     what eight minutes of training give
-    python bench/real_results.py --table            the rows of docs/results.md and its plot, from all that was measured
+    python bench/real_results.py gsm8k-smollm2 --out runs/real --minutes 8 --settle     evaluate after eight minutes of training
+    python bench/real_results.py --table            the rows and the plot of docs/results.md, from all measurements
 
-Figures and curves go to bench/results/real-RECIPE-SEED.json, the plot to docs/images/real.svg.
+Writes bench/results/real-RECIPE-SEED.json and docs/images/real.svg.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ CURVES = ("reward", "reward/answer", "accuracy", "length_mean", "cut_share", "no
 
 
 def measured(target: str, recipe: str, args: argparse.Namespace, file: Path, *how: str) -> dict[str, Any]:
-    """What `oncurve eval` says of a model or run, kept in a file."""
+    """The output of `oncurve eval` for a model or run, cached in a file."""
     if not file.is_file():
         sets = [word for change in [*args.set, f"task.heldout={args.heldout}"] for word in ("--set", change)]
         command = [sys.executable, "-m", "oncurve", "eval", target, "--task", recipe, *sets, *how, "--json"]
@@ -48,7 +47,7 @@ def measured(target: str, recipe: str, args: argparse.Namespace, file: Path, *ho
 
 
 def trained(recipe: str, args: argparse.Namespace, out: Path, minutes: float) -> bool:
-    """A slice of training; whether all of it is done."""
+    """Train for one slice of time. Returns whether the run is finished."""
     if (out / "run.json").is_file() and json.loads((out / "run.json").read_text())["status"] == "finished":
         return True
     sets = [word for change in [*args.set, f"seed={args.seed}"] for word in ("--set", change)]
@@ -70,7 +69,7 @@ def trained(recipe: str, args: argparse.Namespace, out: Path, minutes: float) ->
 
 
 def curves(out: Path) -> dict[str, Any]:
-    """Every stage's curves, its seconds by phase and its peak of memory."""
+    """Curves, seconds by phase and peak memory of every stage."""
     from oncurve.runs.database.reader import RunReader
 
     told: dict[str, Any] = {}
@@ -127,7 +126,7 @@ def table() -> str:
 
 
 def draw() -> None:
-    """Share of right answers among those sampled in each step of grpo, means over ten steps; one line a run."""
+    """Plot the fraction of right answers among the samples of each grpo step, as means over ten steps; one line per run."""
     with plot(HERE.parent / "docs" / "images" / "real.svg", figsize=(7, 3.6)) as (_, axes):
         for n, file in enumerate(sorted((HERE / "results").glob("real-*.json"))):
             told = json.loads(file.read_text())
@@ -143,17 +142,21 @@ def draw() -> None:
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ask.add_argument("recipe", nargs="?")
-    ask.add_argument("--seed", type=int, default=0)
-    ask.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a change of the recipe")
-    ask.add_argument("--heldout", type=int, default=1319, help="problems that it is measured on: all of GSM8K's test split")
-    ask.add_argument("--out", type=Path, default=Path("runs/real"), help="where runs and measurements are kept")
-    ask.add_argument("--minutes", type=float, default=1e6, help="stop after so long, to go on later")
-    ask.add_argument("--settle", action="store_true", help="when the time is up, measure what has been reached")
-    ask.add_argument("--skip-before", action="store_true", help="measured already, with another seed")
-    ask.add_argument("--table", action="store_true", help="only the table of what was measured")
-    args = ask.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", nargs="?")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a recipe key")
+    parser.add_argument(
+        "--heldout", type=int, default=1319, help="number of held-out problems; default: all of GSM8K's test split"
+    )
+    parser.add_argument("--out", type=Path, default=Path("runs/real"), help="folder of runs and measurements")
+    parser.add_argument("--minutes", type=float, default=1e6, help="stop after this time; the same command resumes")
+    parser.add_argument("--settle", action="store_true", help="when the time is up, evaluate the current model")
+    parser.add_argument(
+        "--skip-before", action="store_true", help="skip the evaluation before training (done with another seed)"
+    )
+    parser.add_argument("--table", action="store_true", help="only print the table of all measurements")
+    args = parser.parse_args()
     if args.table or not args.recipe:
         print(table())
         draw()
@@ -171,7 +174,7 @@ def main() -> None:
         told["before"] = figures(measured(model, args.recipe, args, place / "before.json"))
         told["before_8"] = figures(measured(model, args.recipe, args, place / "before-8.json", *eight))
     if not trained(args.recipe, args, run, max((until - time.monotonic()) / 60, 0.0)) and not args.settle:
-        print("time is up: the same command goes on", flush=True)
+        print("time is up; give the same command again to continue", flush=True)
         return
     told["between"] = {}
     for stage in (s for s in recipe.stages[:-1] if s.updates_policy):

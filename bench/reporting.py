@@ -1,4 +1,4 @@
-"""How benchmarks tell what they found: of which commit, in which page, in which plot."""
+"""Shared by the benchmarks: the measured commit, tables in Markdown pages, plots."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ STYLE: Any = {"svg.hashsalt": "oncurve", "font.size": 10, "axes.spines.top": Fal
 
 
 def commit() -> str:
-    """What was measured, with a `+` where files had been changed since. A copy without a repository has ONCURVE_COMMIT."""
+    """The measured commit, with a `+` if files had changed since. A copy without a repository sets ONCURVE_COMMIT."""
     ask = ("git", "-C", str(HERE), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*")
     told = subprocess.run(ask, capture_output=True, text=True, check=False).stdout.strip() if shutil.which("git") else ""
     return told or os.environ.get("ONCURVE_COMMIT", "unknown")
 
 
 def put(page: Path, name: str, body: str) -> None:
-    """Between a page's marks of that name."""
+    """Replace the text between a page's markers of that name."""
     text = page.read_text(encoding="utf-8")
     pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
     if not pattern.search(text):
-        raise SystemExit(f"{page} has no place for '{name}'")
+        raise SystemExit(f"{page} has no markers for '{name}'")
     page.write_text(pattern.sub(lambda m: f"{m[1]}{body.rstrip()}\n{m[2]}", text), encoding="utf-8")
 
 
 @contextmanager
 def plot(file: Path, *panels: int, **how: Any) -> Iterator[tuple[Any, Any]]:
-    """A figure and its axes, as `plt.subplots` gives them; the same numbers make the same bytes of SVG."""
+    """A figure and its axes, like `plt.subplots`. The same numbers give the same bytes of SVG."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,9 +1,10 @@
-"""What rewards cost: math answers against a plain loop over math-verify, programs in the sandbox, and grading beside sampling.
+"""Cost of rewards: math answers compared with a plain loop over math-verify, programs in the sandbox, and scoring during
+sampling.
 
     python bench/rewards.py [--answers 10000] [--programs 400]
 
-Answers come twice: with the repeats that groups have (8 completions of a prompt, few different answers), and all different.
-Nothing is kept between the two sides: the plain loop parses and verifies each pair as a user of math-verify would.
+Answers are measured twice: with the repeats that groups have (8 completions per prompt, few different answers), and all
+different. Nothing is cached between the two sides: the plain loop parses and verifies each pair as a user of math-verify would.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ KINDS = (
 
 
 def pairs_with_repeats(count: int) -> list[Pair]:
-    """Groups of 8: five answers right in two spellings, three wrong, over 200 prompts of four kinds."""
+    """Groups of 8: five right answers in two spellings and three wrong ones, over 200 prompts of four kinds."""
     places = (0, 1, 0, 0, 1, 2, 2, 2)
     numbered = ((2 + (i // GROUP) % 200, KINDS[i // GROUP % len(KINDS)], places[i % GROUP]) for i in range(count))
     return [(kind[0] % n, kind[place] % n) for n, kind, place in numbered]
 
 
 def pairs_without(count: int) -> list[Pair]:
-    """Another number each time, right and wrong by turns."""
+    """A different number each time, alternately right and wrong."""
     return [(kind[0] % n, kind[1 + n % 2] % n) for n in range(2, count + 2) for kind in [KINDS[n % len(KINDS)]]]
 
 
@@ -55,7 +56,7 @@ def plainly(pairs: list[Pair]) -> int:
 
 
 def grouped(pairs: list[Pair]) -> list[Group]:
-    """Eight answers to a prompt, in completions."""
+    """Completions with eight answers per prompt."""
     zeros = np.zeros(1, np.float32)
     made = []
     for start in range(0, len(pairs), GROUP):
@@ -74,14 +75,14 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def bench_math(name: str, pairs: list[Pair], sample: int) -> None:
-    """The plain loop is timed on a sample of the pairs; ours on all of them, workers already started, nothing known yet."""
+    """Time the plain loop on a sample of the pairs, and ours on all of them with started workers and an empty cache."""
     reward = MathReward("math", 1.0)
     warm = timed(lambda: reward.verdicts([(rf"\sqrt{{{n}}}", f"{n}^{{1/2}}") for n in range(20_000, 20_040)]))
     plainly(pairs[:20])
     plain = timed(lambda: plainly(pairs[:sample])) / sample
     ours = timed(lambda: reward.verdicts(pairs)) / len(pairs)
     rate = f"{1 / plain:8.0f}/s plain   {1 / ours:8.0f}/s here   {plain / ours:6.1f}×"
-    print(f"math, {len(pairs)} answers, {name:<14}{rate}   (start of the workers {warm:.1f} s)")
+    print(f"math, {len(pairs)} answers, {name:<14}{rate}   (workers started in {warm:.1f} s)")
 
 
 def bench_code(count: int) -> None:
@@ -90,7 +91,7 @@ def bench_code(count: int) -> None:
         "empty program": {"kind": "program", "program": ""},
         "empty program, one test": {"kind": "tests", "program": "def f(): return 1", "tests": ["assert f() == 1"]},
     }
-    print(reward.remarks[0])
+    print(reward.log_lines[0])
     for name, job in jobs.items():
         ask = lambda _, job=job: reward.sandbox.run(job, Limits())  # noqa: E731
         with ThreadPoolExecutor(reward.sandbox.workers.count) as pool:
@@ -120,7 +121,7 @@ def bench_overlap(count: int, sampling: float = 0.1) -> None:
 
     late, meanwhile = (timed(lambda: after(grouped(fresh[0]))), timed(lambda: beside(grouped(fresh[1]))))
     asked = f"{count} groups of {GROUP} that take {count * sampling:.1f} s to sample"
-    print(f"sampling and grading {asked}: {late:.2f} s one after the other, {meanwhile:.2f} s side by side")
+    print(f"sampling and grading {asked}: {late:.2f} s one after the other, {meanwhile:.2f} s overlapped")
 
 
 def main() -> None:
@@ -131,7 +132,7 @@ def main() -> None:
     logging.disable(logging.CRITICAL)
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     bench_math("with repeats", pairs_with_repeats(chosen.answers), min(chosen.answers, 1000))
-    few = min(chosen.answers, 2000)  # nothing is saved here: so many tell as much
+    few = min(chosen.answers, 2000)  # nothing is cached here, so fewer answers are enough
     bench_math("all different", pairs_without(few), min(few, 500))
     bench_code(chosen.programs)
     bench_overlap(30)

@@ -1,14 +1,14 @@
-"""How fast completions are sampled on a GPU: Oncurve beside vLLM and transformers' own `generate`, one after the other.
+"""Sampling speed on a GPU: Oncurve, vLLM and transformers' own `generate`, one after the other.
 
-The model is a Qwen3-0.6B with random weights in bfloat16. Four works: three of fixed lengths, and one in which
-completions end by stop tokens (a two-hundredth of the vocabulary, so lengths are geometric with mean 200, limit 2,048).
-Log-probs of the sampled tokens are on. Each peer has a process of its own; figures are medians after a warm-up, and the table
-says of how many runs: 5 of fixed lengths; of the mixed one 3 here and 1 of vLLM, which takes 13 s; 2 of transformers, on the
-first work alone and of 64 tokens each, since a token takes it 0.1 s. Results are written whenever a peer is done. All three
-take about 330 s, of which vLLM's start is 85.
+The model is a Qwen3-0.6B with random weights in bfloat16. There are four workloads: three of fixed length, and one in which
+completions end at stop tokens (a two-hundredth of the vocabulary, so lengths are geometric with mean 200, limit 2,048).
+Log-probs of the sampled tokens are on. Each peer runs in its own process. Figures are medians after a warm-up, and the table
+gives the number of runs: 5 of fixed length; of the mixed one 3 for Oncurve and 1 for vLLM, which takes 13 s; 2 for
+transformers, on the first workload only and with 64 tokens each, because a token takes it 0.1 s. Results are written after
+each peer. All three take about 330 s, of which vLLM's start is 85.
 
     python bench/rollout.py --against vllm,transformers
-    python bench/rollout.py --profile          where a token step's time goes, kernel by kernel
+    python bench/rollout.py --profile          time of a decode step, kernel by kernel
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MODEL = {
 
 @dataclass(frozen=True)
 class Work:
-    """So many prompts × completions; ``mean`` is set where completions end by stop tokens."""
+    """A number of prompts × completions. ``mean`` is set if completions end at stop tokens."""
 
     prompts: int
     group_size: int
@@ -103,7 +103,7 @@ class Oncurve:
         self.run(work)
 
     def run(self, work: Work) -> int:
-        from oncurve.engines.native.engine import SampleKey
+        from oncurve.engines.base import SampleKey
         from oncurve.recipe.schema.sections import Sampling
         from oncurve.records import Prompt
 
@@ -116,7 +116,7 @@ class Oncurve:
 
 
 class Vllm:
-    """In-process, as TRL's colocated mode runs it; without detokenization."""
+    """vLLM in-process, as in TRL's colocated mode, without detokenising."""
 
     def __init__(self) -> None:
         os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1", VLLM_USE_FLASHINFER_SAMPLER="0")
@@ -160,7 +160,7 @@ class Transformers:
         import torch
 
         ids = torch.tensor(work.token_ids(0), device="cuda").repeat_interleave(work.group_size, 0)
-        new = min(work.new_tokens, TRANSFORMERS_TOKENS)  # a token takes about as long as the next: a short text is enough
+        new = min(work.new_tokens, TRANSFORMERS_TOKENS)  # every token takes about the same time, so a short text is enough
         out = self.model.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, max_new_tokens=new, min_new_tokens=new,
             pad_token_id=2, output_logits=False,
@@ -172,14 +172,14 @@ PEERS: dict[str, Any] = {"oncurve": Oncurve, "vllm": Vllm, "transformers": Trans
 
 
 def runs(peer: str, work: Work, repeats: int) -> int:
-    """How often a work is measured."""
+    """How many times a workload is measured."""
     if peer == "transformers":
         return min(repeats, TRANSFORMERS_RUNS)
     return repeats if work.mean is None else min(repeats, MIXED_RUNS[peer])
 
 
 def measure(peer: str, repeats: int, works: list[Work], out: Path) -> None:
-    """Tokens a second by work, after a warm-up; and seconds from the start of the process to its first token."""
+    """Tokens per second by workload after a warm-up, and seconds from the start of the process to its first token."""
     began = float(os.environ.get(BEGAN, time.time()))
     import torch
 
@@ -204,7 +204,7 @@ def measure(peer: str, repeats: int, works: list[Work], out: Path) -> None:
 
 
 def in_own_process(peer: str, said: argparse.Namespace, works: str) -> dict[str, Any] | None:
-    """What a peer has measured before its process ended, well or not; None: nothing."""
+    """What a peer measured before its process ended, successfully or not; None if nothing."""
     with tempfile.NamedTemporaryFile(suffix=".json") as out:
         command = [sys.executable, __file__, "--worker", peer, "--repeats", str(said.repeats), "--out", out.name]
         environment = dict(os.environ) | {BEGAN: str(time.time())}
@@ -212,13 +212,13 @@ def in_own_process(peer: str, said: argparse.Namespace, works: str) -> dict[str,
             environment["PYTHONPATH"] = said.vllm_path + os.pathsep + environment.get("PYTHONPATH", "")
         done = subprocess.run([*command, "--works", works], check=False, env=environment)
         if done.returncode:
-            print(f"{peer}: its process ended with {done.returncode}", flush=True)
+            print(f"{peer}: process exited with code {done.returncode}", flush=True)
         text = Path(out.name).read_text()
         return json.loads(text) if text else None
 
 
 def profile(work: Work, sampler: Oncurve, tokens: int = 40) -> list[tuple[str, float, int]]:
-    """(kernel, microseconds, launches) of one token step, in the middle of a work."""
+    """(kernel, microseconds, launches) of one decode step in the middle of a workload."""
     import torch
     from torch.profiler import ProfilerActivity
 
@@ -251,8 +251,8 @@ def profile(work: Work, sampler: Oncurve, tokens: int = 40) -> list[tuple[str, f
 
 
 def growth(events: list[dict[str, Any]]) -> list[tuple[str, float, int]]:
-    """(kernel, microseconds, launches): what each adds, from the end of the one before to its own. A kernel that begins early
-    lasts longer than that."""
+    """(kernel, microseconds, launches): the time each kernel adds, from the end of the previous one to its own end. A kernel
+    that starts early takes longer than that."""
     kernels = sorted((e for e in events if e.get("cat") == "kernel"), key=lambda e: e["ts"] + e["dur"])
     found: dict[str, tuple[float, int]] = {}
     end = kernels[0]["ts"] if kernels else 0.0
@@ -274,11 +274,11 @@ def versions() -> dict[str, str]:
 
 
 def show(found: dict[str, Any]) -> None:
-    """Medians, in brackets of how many runs, and ratios."""
+    """Print medians, the number of runs in brackets, and ratios."""
     peers = found["peers"]
     print("\n" + ", ".join(f"{p}: first token after {x['first_token_s']} s" for p, x in peers.items()))
     if "first_token_again_s" in peers["oncurve"]:
-        print(f"oncurve, started again: first token after {peers['oncurve']['first_token_again_s']} s")
+        print(f"oncurve, second start: first token after {peers['oncurve']['first_token_again_s']} s")
     print(f"transformers: {TRANSFORMERS_TOKENS} new tokens" if "transformers" in peers else "")
     print(f"{'prompts × group, prompt + new':40}" + "".join(f"{peer:>16}" for peer in peers) + "   ratios")
     for name in peers["oncurve"]["rates"]:
@@ -290,16 +290,16 @@ def show(found: dict[str, Any]) -> None:
 
 
 def before(out: Path) -> dict[str, Any]:
-    """The kernels of a step by work, as an earlier run with --profile has left them."""
+    """The kernels of a step by workload, from an earlier run with --profile."""
     found: dict[str, Any] = json.loads(out.read_text()).get("step_kernels", {}) if out.exists() else {}
     return found
 
 
 def profile_all(works: list[Work], out: Path) -> None:
-    """Where a token step's time goes, shown and written beside the rates."""
+    """Print the time of a decode step by kernel and write it to the results."""
     sampler, kernels = Oncurve(), before(out)
     for work in works[:3]:
-        print(f"\n{work.name}: one token step")
+        print(f"\n{work.name}: one decode step")
         rows = profile(work, sampler)[:16]
         for name, microseconds, launches in rows:
             print(f"  {microseconds:9.1f} µs {launches:5}×  {name[:90]}")
@@ -309,7 +309,7 @@ def profile_all(works: list[Work], out: Path) -> None:
 
 
 def compare(works: list[Work], said: argparse.Namespace) -> None:
-    """Every peer in turn; what is known is written down after each."""
+    """Measure every peer in turn and write the results after each."""
     import torch
 
     found: dict[str, Any] = {"commit": commit(), "device": torch.cuda.get_device_name(), "versions": versions()}
@@ -322,8 +322,8 @@ def compare(works: list[Work], said: argparse.Namespace) -> None:
             said.out.parent.mkdir(exist_ok=True)
             said.out.write_text(json.dumps(found, indent=1) + "\n")
     if "oncurve" not in found["peers"]:
-        raise SystemExit("nothing was measured")
-    again = in_own_process("oncurve", said, NONE)  # now that packages are in the page cache and kernels are compiled
+        raise SystemExit("no peer was measured")
+    again = in_own_process("oncurve", said, NONE)  # with warm page cache and compiled kernels
     if again is not None:
         found["peers"]["oncurve"]["first_token_again_s"] = again["first_token_s"]
         said.out.write_text(json.dumps(found, indent=1) + "\n")
@@ -338,15 +338,15 @@ def chosen(names: str) -> list[Work]:
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ask.add_argument("--against", default="", help="peers, by comma: vllm, transformers")
-    ask.add_argument("--repeats", type=int, default=5)
-    ask.add_argument("--works", default="", help="numbers of the works, by comma, or none; all when unset")
-    ask.add_argument("--vllm-path", default="", help="put before PYTHONPATH for vLLM's process")
-    ask.add_argument("--profile", action="store_true")
-    ask.add_argument("--worker", help=argparse.SUPPRESS)
-    ask.add_argument("--out", type=Path, default=RESULTS)
-    said = ask.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--against", default="", help="peers, separated by commas: vllm, transformers")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--works", default="", help="workload numbers, separated by commas, or none; default: all")
+    parser.add_argument("--vllm-path", default="", help="prepended to PYTHONPATH of vLLM's process")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    said = parser.parse_args()
     works = chosen(said.works)
     if said.worker:
         works = works[:1] if said.worker == "transformers" else works

@@ -1,9 +1,9 @@
-"""How long training waits for a checkpoint: written while it waits, and written behind its back.
+"""How long training waits for a checkpoint: written while training waits, and written in the background.
 
-    python bench/saving.py [MIB …]      (64, 512 and 2048 unless told) prints a table, writes bench/results/saving.json
+    python bench/saving.py [MIB …]      (default: 64, 512 and 2048) prints a table, writes bench/results/saving.json
 
-Files are written into the current folder, synced, checksummed and renamed as a run does it. Beside it stands how long a plain
-copy of the same tensors in memory takes: training should wait no longer than that.
+Files are written into the current folder, synced, checksummed and renamed as in a run. For comparison the table has the time
+of a plain copy of the same tensors in memory: training should not wait longer than that.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def state(size: int) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def seconds(size: int, behind: bool) -> tuple[float, float]:
-    """(how long `save` took, how long until the checkpoint was whole), of a state of so many MiB."""
+    """(duration of `save`, time until the checkpoint is complete) for a state of this many MiB."""
     checkpoint_writer.BEHIND_FROM = 0 if behind else 1 << 62
     tensors = state(size)
     with tempfile.TemporaryDirectory(dir=".") as folder:
@@ -64,7 +64,7 @@ def measured(size: int) -> dict[str, float]:
 
 def main() -> None:
     rows = [measured(int(size)) for size in sys.argv[1:] or (64, 512, 2048)]
-    print("| state | a copy in memory | training waits, in the background | … whole after | training waits, else |")
+    print("| state | copy in memory | training waits (background) | complete after | training waits (foreground) |")
     print("|---|---|---|---|---|")
     for row in rows:
         told = (row[name] for name in ("copy", "behind_blocked", "behind_whole", "waiting_blocked"))

@@ -1,11 +1,11 @@
-"""Two ranks against one on the built-in model: what data parallel costs and gains on a CPU with two cores.
+"""Two ranks and one rank on the built-in model: cost and gain of data parallelism on a CPU with two cores.
 
     python bench/scale_cpu.py                # prints a table and writes bench/results/scale_cpu.json
     python bench/scale_cpu.py --steps 40
 
-Each setting is a run of its own, started as a user starts it (`oncurve train --set scale.ranks=N`), in turns so that a machine
-that warms up treats all alike. Seconds are the medians of a step's, without its first five. One rank has both cores, two ranks
-have one each. A figure counts only on an idle machine: the load before each run is written down beside it.
+Each setting is a separate run, started as a user starts it (`oncurve train --set scale.ranks=N`), in turn, so that a machine
+that warms up affects all of them equally. Seconds are medians over steps, without the first five. One rank has both cores, two
+ranks have one each. Measure on an idle machine only: the load before each run is in the file.
 """
 
 from __future__ import annotations

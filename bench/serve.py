@@ -1,8 +1,8 @@
-"""How fast `oncurve serve` answers: clients at once over real HTTP, each asking for a completion; tokens/s and the first token.
+"""Speed of `oncurve serve`: concurrent clients over real HTTP, each requesting a completion; tokens/s and time to first token.
 
-A server of its own process, clients in others. Prompts are token ids, and the model's end tokens are taken away, so that every
-completion has its full length. Each case is run twice and the second is told; the first token's time is the median over its
-clients. By captured graphs, and with `--torch` by plain torch, as before there were graphs.
+The server runs in its own process, the clients in others. Prompts are token ids, and the model's end tokens are removed, so
+that every completion has its full length. Each case runs twice and the second run is reported; the time to first token is the
+median over the clients. Uses CUDA graphs, or plain torch with `--torch`.
 
     python bench/serve.py path/to/model
     python bench/serve.py path/to/model --torch --new-tokens 64
@@ -99,7 +99,7 @@ def measure(pool: ProcessPoolExecutor, port: int, case: Case, new_tokens: int) -
 
 
 def serve(model: str, dtype: str, slots: int, by_torch: bool) -> None:
-    """The server's own process: says where it listens, and ends with its input."""
+    """The server process: prints its port, and exits when its input closes."""
     from oncurve.engines.native.session import TorchSession, open_session
     from oncurve.local_http import listen
     from oncurve.models.loading.load import load_policy
@@ -123,7 +123,7 @@ def serve(model: str, dtype: str, slots: int, by_torch: bool) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("--torch", action="store_true", help="decode by plain torch")
+    parser.add_argument("--torch", action="store_true", help="decode with plain torch")
     parser.add_argument(
         "--dtype",
         choices=["float32", "bfloat16"],
@@ -132,8 +132,8 @@ def main() -> None:
     )
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=256)
-    parser.add_argument("--cases", type=int, nargs="*", help="which of the cases, by number; unset: all")
-    parser.add_argument("--out", type=Path, help="a file for the results as JSON")
+    parser.add_argument("--cases", type=int, nargs="*", help="case numbers; default: all")
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
     parser.add_argument("--server", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.server:
@@ -155,7 +155,9 @@ def main() -> None:
             for case in cases:
                 found = measure(pool, ready["port"], case, given.new_tokens)
                 results["cases"].append(found)
-                print(f"{found['case']:>24}  {found['tokens_per_second']:>9} tokens/s  first after {found['first_ms']} ms")
+                print(
+                    f"{found['case']:>24}  {found['tokens_per_second']:>9} tokens/s  first token after {found['first_ms']} ms"
+                )
                 if given.out is not None:
                     given.out.write_text(json.dumps(results, indent=1))
         server.stdin.close()

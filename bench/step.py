@@ -1,14 +1,14 @@
-"""One GRPO step on a GPU: Oncurve's own, TRL's beside it in the same run, and tables of the update alone.
+"""One GRPO step on a GPU: Oncurve and TRL in the same run, and tables of the update only.
 
-    python bench/step.py --against trl,trl+vllm       all of it; writes bench/results/step.json
-    python bench/step.py --only step --against …      whole steps, and nothing else
-    python bench/step.py --only long,linear,mfu       the update alone: long prompts, growth, use of the matrix rate
-    python bench/step.py --only lora                  whole steps: all weights, an adapter, an adapter through peft's modules
-    python bench/step.py --table                      puts the numbers of that file into bench/README.md
+    python bench/step.py --against trl,trl+vllm       everything; writes bench/results/step.json
+    python bench/step.py --only step --against …      only complete steps
+    python bench/step.py --only long,linear,mfu       only the update: long prompts, growth, use of the matrix rate
+    python bench/step.py --only lora                  complete steps: full fine-tuning, LoRA, LoRA through peft's modules
+    python bench/step.py --table                      write the numbers of that file into bench/README.md
 
-Every figure is a median over steps after a warm-up, on random weights and random prompts: the work is measured, not the
-learning. Completions have exactly the asked length. Peers run in processes of their own, one after the other, on one GPU. What
-has been measured is written at once, so that a run that is stopped loses nothing but its last part.
+Every figure is a median over steps after a warm-up, on random weights and random prompts: this measures the work, not the
+learning. Completions have exactly the requested length. Peers run in their own processes, one after the other, on one GPU.
+Results are written after each part, so that a run that is stopped loses only its last part.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def fresh_peak() -> None:
 
 
 def timed(do: Callable[[], object]) -> float:
-    """Seconds, the device's work included."""
+    """Seconds until the device has finished."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     start = time.perf_counter()
@@ -94,7 +94,7 @@ def timed(do: Callable[[], object]) -> float:
 
 
 def whole_step(args: argparse.Namespace, beta: float, policy: Policy) -> Row:
-    """Sample, score, grade, update, as a run does it; recording aside."""
+    """Sample, score, grade and update as in a run, without recording."""
     fresh_peak()
     words = shape_of(args.size)["vocab_size"]
     task = PromptList.of(texts(args.prompts * (args.steps + 2), args.prompt, words))
@@ -119,7 +119,7 @@ def whole_step(args: argparse.Namespace, beta: float, policy: Policy) -> Row:
 
 
 def update_of(learner: Learner, groups: Sequence[GradedGroup], tries: int) -> Row:
-    """The update alone: seconds, tokens forwarded, model FLOPs per second, peak memory."""
+    """The update only: seconds, tokens forwarded, model FLOPs per second, peak memory."""
     fresh_peak()
     seconds, told = [], []
     for _ in range(tries):
@@ -135,7 +135,7 @@ def update_of(learner: Learner, groups: Sequence[GradedGroup], tries: int) -> Ro
 
 
 def warm(learner: Learner, groups: Sequence[GradedGroup]) -> Learner:
-    """Kernels are compiled and memory is taken on a small batch."""
+    """Compile kernels and allocate memory on a small batch."""
     learner.update(groups)
     return learner
 
@@ -155,7 +155,7 @@ def long_prompts(args: argparse.Namespace) -> list[Row]:
 
 
 def growth(args: argparse.Namespace) -> list[Row]:
-    """1×, 2×, 4×, 8× the prompts of an eighth of a step: seconds should grow as tokens do."""
+    """1×, 2×, 4×, 8× the prompts of an eighth of a step: seconds should grow in proportion to tokens."""
     policy, words = policy_of(args.size), shape_of(args.size)["vocab_size"]
     base = max(1, args.prompts // 4)
     learner = warm(Learner(policy, stage(args, 0.0)), graded_groups(base, args.group, args.prompt, args.new, words))
@@ -176,7 +176,7 @@ def growth(args: argparse.Namespace) -> list[Row]:
 
 
 def matrix_use(args: argparse.Namespace) -> list[Row]:
-    """Larger models with 512 + 1024 tokens: the update's model FLOPs against the measured matrix rate."""
+    """Larger models with 512 + 1024 tokens: the update's model FLOPs relative to the measured matrix rate."""
     rows = []
     for size in args.mfu_sizes.split(","):
         policy, words = policy_of(size), shape_of(size)["vocab_size"]
@@ -189,7 +189,7 @@ def matrix_use(args: argparse.Namespace) -> list[Row]:
 
 
 def adapters(args: argparse.Namespace) -> list[Row]:
-    """A step that trains all weights; one that trains an adapter; the same through peft's modules."""
+    """A step of full fine-tuning, of LoRA, and of LoRA through peft's modules."""
     rows = []
     for trained, rank, modules in (("all weights", 0, False), ("LoRA", args.rank, False), ("LoRA by modules", args.rank, True)):
         policy = policy_of(args.size, rank)
@@ -204,9 +204,9 @@ def adapters(args: argparse.Namespace) -> list[Row]:
 
 
 def peer(args: argparse.Namespace, name: str) -> Iterator[Row]:
-    """TRL in a process of its own, β after β; `trl+vllm`: with vLLM beside it there, at a share of memory that holds the work.
+    """TRL in its own process, one β after the other. `trl+vllm` runs vLLM in that process, with enough memory for the work.
 
-    Without vLLM a step takes so long that β = 0, the shorter one, stands for both, with two steps.
+    Without vLLM a step takes so long that only β = 0, the faster one, is measured, with two steps.
     """
     betas = sorted(map(float, args.betas.split(",")), reverse=True) if name == "trl+vllm" else [0.0]
     steps = args.steps if name == "trl+vllm" else min(args.steps, 2)
@@ -263,7 +263,7 @@ def _installed(name: str) -> bool:
 
 
 def measure(args: argparse.Namespace) -> Iterator[Row]:
-    """All that is known, after each part; what is not asked for is kept as it was in the file."""
+    """All results, written after each part. Parts that are not requested keep their values from the file."""
     kept: Row = json.loads(RESULTS.read_text()) if RESULTS.exists() and args.out == RESULTS else {}
     found: Row = {**kept, "environment": environment(args)}
     wanted = args.only.split(",")
@@ -295,7 +295,7 @@ def _cells(row: Row, ours: dict[float, float]) -> tuple[object, ...]:
 
 
 def tables(found: Row) -> str:
-    """The README's tables."""
+    """The tables of bench/README.md."""
     lines: list[str] = []
     if "step" in found:
         lines += ["| trainer | β | step | of it sampling | peak memory | ÷ Oncurve |", "|---|---|---|---|---|---|"]
@@ -319,7 +319,7 @@ def tables(found: Row) -> str:
 
 
 def write_table() -> None:
-    """Between the marks of bench/README.md."""
+    """Write the tables between the markers of bench/README.md."""
     put(README, "step-gpu", tables(json.loads(RESULTS.read_text())))
 
 
@@ -330,12 +330,12 @@ def arguments() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--betas", default="0,0.04")
     parser.add_argument("--mfu-sizes", default="1.7b,4b")
-    parser.add_argument("--rank", type=int, default=32, help="of the adapter of --only lora")
-    parser.add_argument("--against", default="", help="trl, trl+vllm")
-    parser.add_argument("--peer-path", default="", help="put before PYTHONPATH for the peers' processes")
+    parser.add_argument("--rank", type=int, default=32, help="adapter rank for --only lora")
+    parser.add_argument("--against", default="", help="peers, separated by commas: trl, trl+vllm")
+    parser.add_argument("--peer-path", default="", help="prepended to PYTHONPATH of the peers' processes")
     parser.add_argument("--peer-limit", type=float, default=300.0, help="seconds after which a peer is stopped")
     parser.add_argument("--only", default=",".join(PARTS))
-    parser.add_argument("--commit", default="", help="for a copy without a repository")
+    parser.add_argument("--commit", default="", help="the measured commit, if this is not a git repository")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--table", action="store_true")
     return parser.parse_args()

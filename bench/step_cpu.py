@@ -1,10 +1,10 @@
-"""One full GRPO step on a CPU, Oncurve beside TRL: sample, score, update, with the same tiny model and the same work.
+"""One complete GRPO step on a CPU in Oncurve and TRL: sample, score, update, with the same tiny model and the same work.
 
-Each trainer lives in a process of its own. The parent tells them in turn to do their next step, and swaps who goes first
-each round, so that they never run at once and a machine that slows down slows both.
+Each trainer runs in its own process. The parent lets them take steps in turn and swaps the order each round, so that
+they never run at the same time and a machine that slows down affects both.
 
     python bench/step_cpu.py            measure, print, write bench/results/step_cpu.json
-    python bench/step_cpu.py --table    put the numbers of that file into bench/README.md
+    python bench/step_cpu.py --table    write the numbers of that file into bench/README.md
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ PHASES = ("sample", "score", "update", "record")
 PACKAGES = ("trl", "torch", "transformers")
 
 Seconds = dict[str, float]
-"""Seconds by phase, and of the whole step as `step`."""
+"""Seconds by phase, and of the complete step as `step`."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a step does. Every completion has exactly ``new_tokens`` tokens: no trainer is lucky with short ones."""
+    """What a step does. Every completion has exactly ``new_tokens`` tokens, so no trainer profits from short ones."""
 
     prompt_tokens: int
     new_tokens: int
@@ -59,14 +59,15 @@ class Work:
 
     @property
     def texts(self) -> list[str]:
-        """Prompts for every step, the same for both."""
+        """Prompts for every step, the same for both trainers."""
         from random_models import texts
 
         return texts(self.prompts * self.steps, self.prompt_tokens, VOCABULARY)
 
 
 def reward(completions: Sequence[str], **_: object) -> list[float]:
-    """Cheap, and practically never the same throughout a group: no group is without signal, none is skipped."""
+    """A cheap reward that is practically never equal for all completions of a group, so no group is without signal and none is
+    skipped."""
     return [float(completion.count("7") + completion.count("3")) for completion in completions]
 
 
@@ -96,7 +97,7 @@ def tiny_model(threads: int) -> tuple[Any, Any]:
 
 
 def oncurve_worker(work: Work, pipe: Connection) -> None:
-    """A step of the loop and its record in the run's database, as a real run does it."""
+    """One step of the loop, recorded in the run's database as in a real run."""
     from oncurve.engines.native.engine import NativeEngine
     from oncurve.models.policy import Policy
     from oncurve.recipe.schema.sections import Engine
@@ -134,7 +135,7 @@ def oncurve_worker(work: Work, pipe: Connection) -> None:
 
 
 def trl_worker(work: Work, pipe: Connection) -> None:
-    """TRL's own trainer, held at each step's beginning until it is told to go on."""
+    """TRL's own trainer, paused at the start of each step until the parent continues it."""
     from datasets import Dataset
     from transformers import PrinterCallback, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -197,7 +198,7 @@ WORKERS = {"oncurve": oncurve_worker, "trl": trl_worker}
 
 
 def start(worker: Callable[[Work, Connection], None], work: Work) -> Connection:
-    """A process with this worker, ready to step; the pipe that drives it."""
+    """Start a worker process that is ready to step; returns the pipe that drives it."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     context.Process(target=worker, args=(work, theirs), daemon=True).start()
@@ -218,7 +219,7 @@ def measure(work: Work, warm_up: int) -> dict[str, list[Seconds]]:
 
 
 def summary(work: Work, seconds: dict[str, list[Seconds]]) -> dict[str, Any]:
-    """Medians by trainer and phase, and how many times shorter a step is here."""
+    """Medians by trainer and phase, and the ratio of the two step times."""
     medians = {
         name: {phase: statistics.median(step.get(phase, 0.0) for step in steps) for phase in (*PHASES, "step")}
         for name, steps in seconds.items()
@@ -233,7 +234,7 @@ def show(result: dict[str, Any]) -> None:
     print(f"  {'':8}" + "".join(f"{phase:>10}" for phase in (*PHASES, "step")))
     for name, medians in result["medians"].items():
         print(f"  {name:8}" + "".join(f"{medians[phase]:9.3f}s" for phase in (*PHASES, "step")))
-    print(f"  a step of TRL's takes {result['ratio']:.2f} times as long", flush=True)
+    print(f"  TRL's step takes {result['ratio']:.2f} times as long", flush=True)
 
 
 def machine() -> dict[str, Any]:
@@ -253,7 +254,7 @@ def versions() -> dict[str, str]:
 
 
 def table(found: dict[str, Any]) -> str:
-    """The results as Markdown."""
+    """The results as a Markdown table."""
     lines = ["| prompt + completion | TRL | Oncurve | TRL ÷ Oncurve | Oncurve's phases |", "|---|---|---|---|---|"]
     for result in found["results"]:
         ours, theirs = result["medians"]["oncurve"], result["medians"]["trl"]
@@ -273,13 +274,13 @@ def fill_readme() -> None:
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ask.add_argument("--steps", type=int, default=20, help="steps that count")
-    ask.add_argument("--warm-up", type=int, default=3, help="steps before them")
-    ask.add_argument("--threads", type=int, default=2)
-    ask.add_argument("--trl-micro-batch", type=int, default=16, help="completions that TRL forwards at once")
-    ask.add_argument("--table", action="store_true", help="measure nothing: put the last results into bench/README.md")
-    said = ask.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=20, help="measured steps")
+    parser.add_argument("--warm-up", type=int, default=3, help="steps before the measured ones")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--trl-micro-batch", type=int, default=16, help="completions per TRL micro-batch")
+    parser.add_argument("--table", action="store_true", help="only write the last results into bench/README.md")
+    said = parser.parse_args()
     if said.table:
         fill_readme()
         return

@@ -1,12 +1,12 @@
-"""What docs/compare.md says was measured: five algorithms, group sizes, normalisation, updates per step.
+"""The measurements of docs/compare.md: five algorithms, group sizes, normalisation, updates per step.
 
     python bench/sweeps.py OUT                # everything, two processes side by side; about 20 minutes on two idle cores
     python bench/sweeps.py OUT --only scale   # one part: compare, baseline, group_size, scale or updates
-    python bench/sweeps.py OUT --page         # what OUT holds goes into docs/compare.md, docs/images and bench/results
+    python bench/sweeps.py OUT --page         # write the results in OUT to docs/compare.md, docs/images and bench/results
 
-Stopped, it goes on where it was. All runs begin with one sft stage. `compare` is `oncurve compare` itself; its runs of grpo are
-also the middle of every sweep (G = 8, scaled by the group's std, one update), and what such a run sampled, in tokens, every
-other run of a sweep gets, seed by seed. Each run is a process of its own with one thread.
+If it is stopped, the same command resumes it. All runs start from one sft stage. `compare` is `oncurve compare` itself. Its
+grpo runs are also the middle of every sweep (G = 8, divided by the group's std, one update), and every other run of a sweep
+gets the same number of sampled tokens as the grpo run with its seed. Each run is a separate process with one thread.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ class Asked:
 
 
 def compare(asked: Asked) -> None:
-    """The command as a user gives it."""
+    """Run the command as a user would."""
     told = ["--algorithms", ALGORITHMS, "--seeds", str(asked.seeds), "--set", CURVATURE, "--out", str(asked.out / "compare")]
     subprocess.run([sys.executable, "-m", "oncurve", "compare", asked.recipe, *told], cwd=ROOT, check=True)
 
 
 def sweep(asked: Asked, name: str) -> None:
-    """Every variant with every seed, from the shared start, at the tokens of the run in the middle."""
+    """Train every variant with every seed from the shared start, with the token budget of the middle run."""
     found: dict[str, list[ArmResult]] = {label: [] for label in SWEEPS[name]}
     for seed in range(asked.seeds):
         middle = _middle(asked, seed)
@@ -85,7 +85,7 @@ def sweep(asked: Asked, name: str) -> None:
 
 
 def variant(asked: Asked, label: str, sets: Sequence[str], seed: int, tokens: int) -> Recipe:
-    """The recipe's last stage from the shared start, with something changed, until it has sampled so many tokens."""
+    """The recipe's last stage from the shared start, with one change, until it has sampled the given number of tokens."""
     recipe = with_constant_rate(with_algorithm(load_recipe(str(ROOT / asked.recipe), list(sets)), "grpo"), tokens=tokens)
     model = recipe.model.model_copy(update={"source": str(_start(asked).resolve())})
     return recipe.model_copy(update={"name": _plain(label), "seed": seed, "stages": recipe.stages[-1:], "model": model})
@@ -111,13 +111,13 @@ def _outcome(folder: Path, recipe: Recipe, label: str, middle: ArmResult) -> Arm
 
 
 def _start(asked: Asked) -> Path:
-    """The model that all runs begin with; waits for the comparison to have made it."""
+    """The model that all runs start from; waits until the comparison has created it."""
     _wait(asked.out / "compare" / "start")
     return RunFolder(asked.out / "compare" / "start").model
 
 
 def _middle(asked: Asked, seed: int) -> ArmResult:
-    """The comparison's run of grpo with this seed; waits for it."""
+    """The comparison's grpo run with this seed; waits for it."""
     folder = asked.out / "compare" / "runs" / f"grpo-{seed}"
     _wait(folder)
     recipe = load_recipe(str(RunFolder(folder).recipe))
@@ -127,9 +127,9 @@ def _middle(asked: Asked, seed: int) -> ArmResult:
 
 
 def _start_accuracy(asked: Asked) -> float:
-    from oncurve.runs.database.writer import RunWriter
+    from oncurve.runs.database.reader import RunReader
 
-    with RunWriter.open(asked.out / "compare" / "start") as store:
+    with RunReader.open(asked.out / "compare" / "start") as store:
         accuracy = store.evals()[-1].accuracy
     assert accuracy is not None
     return accuracy
@@ -145,18 +145,18 @@ def told(outcome: ArmResult) -> dict[str, Any]:
 
 
 def baseline(asked: Asked, prompts: int = 32, samples: int = 512) -> None:
-    """Rewards of many completions of each prompt, once; every group size is then a way to cut them up."""
+    """Sample many completions of each prompt once; every group size then splits the same rewards."""
     if not (asked.out / "baseline.json").is_file():
         rewards_PS = _rewards(asked, prompts, samples)
         _write(asked.out / "baseline.json", {f"G = {g}": measure(rewards_PS, g) for g in SIZES})
 
 
 def measure(rewards_PS: np.ndarray, size: int) -> dict[str, float]:
-    """Bias and variance of the group's mean as an estimate of the expected reward, and what becomes of the advantage.
+    """Bias and variance of the group's mean as an estimate of the expected reward, and their effect on the advantage.
 
-    Half of a prompt's samples tell its expected reward, the other half are cut into groups: were they one, the bias would be 0
-    by arithmetic. The error of that half, σ²/S, is taken off the variances. Slope: how much of a completion's own deviation
-    r − E[r] its advantage keeps, by regression over all completions.
+    Half of a prompt's samples estimate its expected reward, and the other half are split into groups. With the same samples
+    for both, the bias would be 0 by construction. The error of the first half, σ²/S, is subtracted from the variances. Slope:
+    how much of a completion's own deviation r − E[r] its advantage keeps, by regression over all completions.
     """
     P, S = rewards_PS.shape[0], rewards_PS.shape[1] // 2
     true_P, variance_P = rewards_PS[:, :S].mean(1), rewards_PS.var(1, ddof=1)
@@ -186,7 +186,8 @@ def _rewards(asked: Asked, prompts: int, samples: int) -> np.ndarray:
     """[prompts, samples] total rewards of the shared start."""
     import torch
 
-    from oncurve.engines.native.engine import NativeEngine, SampleKey
+    from oncurve.engines.base import SampleKey
+    from oncurve.engines.native.engine import NativeEngine
     from oncurve.models.loading.load import load_policy
     from oncurve.tasks.prompt_order import prompts_for_step
     from oncurve.training.start import rewards_for, task_for
@@ -212,13 +213,13 @@ PARTS = ("compare", "baseline", *SWEEPS)
 
 
 def everything(asked: Asked) -> None:
-    """The comparison on one core, the sweeps on the other."""
+    """Run the comparison on one core and the sweeps on the other."""
     begun = time.perf_counter()
     own = [sys.executable, __file__, str(asked.out), "--recipe", asked.recipe, "--seeds", str(asked.seeds)]
     first = subprocess.Popen([*own, "--only", "compare"])
     codes = [subprocess.run([*own, "--only", part], check=False).returncode for part in PARTS[1:]]
     if first.wait() or any(codes):
-        raise SystemExit("a part failed, see above; the same command goes on where it was")
+        raise SystemExit("a part failed, see above; the same command resumes")
     _write(asked.out / "machine.json", machine(time.perf_counter() - begun))
 
 
@@ -231,7 +232,7 @@ def machine(seconds: float) -> dict[str, Any]:
 
 
 def outcomes_in(file: Path) -> dict[str, list[ArmResult]]:
-    """A part's runs as they were written, by algorithm or variant."""
+    """The stored runs of a part, by algorithm or variant."""
     data = json.loads(file.read_text(encoding="utf-8"))
     rows = [(row["algorithm"], row) for row in data] if isinstance(data, list) else list(_flat(data))
     found: dict[str, list[ArmResult]] = {}
@@ -250,8 +251,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--only", choices=PARTS)
-    parser.add_argument("--page", action="store_true", help="write docs/compare.md from what is there")
-    parser.add_argument("--recipe", default=RECIPE, help="another one, to try the machinery")
+    parser.add_argument("--page", action="store_true", help="write docs/compare.md from the existing results")
+    parser.add_argument("--recipe", default=RECIPE, help="another recipe, to check that the script works")
     parser.add_argument("--seeds", type=int, default=SEEDS)
     told = parser.parse_args()
     asked = Asked(told.out, told.recipe, told.seeds)

@@ -1,6 +1,6 @@
-"""Puts what bench/sweeps.py measured into docs/compare.md, its plots into docs/images and its numbers into bench/results.
+"""Writes the results of bench/sweeps.py to docs/compare.md, its plots to docs/images and its numbers to bench/results.
 
-Between `<!-- NAME -->` and `<!-- /NAME -->` stands what is written here: tables, and what was found of what had been expected.
+The text between `<!-- NAME -->` and `<!-- /NAME -->` is generated here: tables, and the outcome of each expectation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Runs = dict[str, list[ArmResult]]
 
 
 def write_page(out: Path) -> None:
-    """Every part that is there; the others stay as they are."""
+    """Write every part that has been measured; the others stay unchanged."""
     for part in PARTS:
         file = out / "compare" / "results.json" if part == "compare" else out / f"{part}.json"
         if not file.is_file():
@@ -62,7 +62,7 @@ def compared(file: Path) -> str:
 
 
 def found(runs: Runs) -> str:
-    """Each expectation beside the numbers that decide it."""
+    """Each expectation with the numbers that decide it."""
     grpo = runs["grpo"]
     seconds = {name: float(np.mean([o.cpu_seconds for o in of_one])) / float(np.mean([o.cpu_seconds for o in grpo]))
                for name, of_one in runs.items()}  # fmt: skip
@@ -75,7 +75,7 @@ def found(runs: Runs) -> str:
         ("… for twice the parameters", runs["ppo"][0].held > 1.9 * grpo[0].held, f"{runs['ppo'][0].held / grpo[0].held:.2f} ×"),
         ("… and more computing", seconds["ppo"] > 1.3, f"{seconds['ppo']:.1f} × the CPU seconds"),
         ("trpo is as good per sample", near(runs["trpo"], grpo), gap(runs["trpo"], grpo)),
-        ("… and the dearest", seconds["trpo"] == max(seconds.values()), f"{seconds['trpo']:.1f} × the CPU seconds"),
+        ("… and the most expensive", seconds["trpo"] == max(seconds.values()), f"{seconds['trpo']:.1f} × the CPU seconds"),
     ]
     return verdicts(rows)
 
@@ -90,7 +90,7 @@ def accuracies(runs: Sequence[ArmResult]) -> np.ndarray:
 
 
 def standard_error(one: Sequence[ArmResult], other: Sequence[ArmResult]) -> float:
-    """Of the difference of their means, in points."""
+    """Standard error of the difference of two means, in points."""
     return float(np.sqrt(sum(accuracies(runs).var(ddof=1) / len(runs) for runs in (one, other))))
 
 
@@ -100,7 +100,7 @@ def gap(one: Sequence[ArmResult], other: Sequence[ArmResult]) -> str:
 
 
 def near(one: Sequence[ArmResult], other: Sequence[ArmResult]) -> bool:
-    """Within two standard errors of their difference, or three points, whichever is more."""
+    """Whether two means differ by less than two standard errors, or three points if that is more."""
     off = abs(accuracies(one).mean() - accuracies(other).mean())
     return bool(off <= max(3.0, 2 * standard_error(one, other)))
 
@@ -110,7 +110,7 @@ def behind(one: Sequence[ArmResult], other: Sequence[ArmResult]) -> bool:
 
 
 def at(outcome: ArmResult, share: float) -> float:
-    """Accuracy at the first measurement after so much of the samples."""
+    """Accuracy at the first evaluation after this fraction of the samples."""
     return next(p.accuracy or 0.0 for p in outcome.curve if p.samples >= share * outcome.samples)
 
 

@@ -1,7 +1,7 @@
 """TRL's GRPO step on the model and work of step.py, as its own trainer does it; prints a line `RESULT {…}` for each β.
 
-One process for all of them, as vLLM's start takes longer than the steps: the trainer is made with the first β, which must be
-the largest (where it is above 0 the reference is loaded), and told the next one after its steps. Each β has a warm-up step.
+One process measures all β, because vLLM's start takes longer than the steps. The trainer is created with the first β, which
+must be the largest (if it is above 0 the reference is loaded); the β is changed after its steps. Each β has a warm-up step.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--size", default="0.6b")
 for name, value in (("prompts", 32), ("group", 8), ("prompt", 128), ("new", 256), ("steps", 3), ("micro", 16)):
     parser.add_argument(f"--{name}", type=int, default=value)
-parser.add_argument("--betas", default="0.04,0", help="the largest first")
+parser.add_argument("--betas", default="0.04,0", help="KL weights, largest first")
 parser.add_argument("--vllm", action="store_true")
-parser.add_argument("--memory-share", type=float, default=0.25, help="vLLM's share of the GPU's memory")
+parser.add_argument("--memory-share", type=float, default=0.25, help="fraction of GPU memory for vLLM")
 args = parser.parse_args()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if args.vllm:  # set before vLLM is imported: one process, no launcher
@@ -54,7 +54,7 @@ def now() -> float:
 
 
 class StepClock(TrainerCallback):  # type: ignore[misc]
-    """Sets the β of each step, times it, and tells what a β took as soon as its steps are done."""
+    """Sets the β of each step, times it, and prints the result of a β as soon as its steps are done."""
 
     def __init__(self) -> None:
         self.trainer: Any = None

@@ -1,4 +1,4 @@
-"""What the benchmarks work on: a step that is measured must be one that is taken."""
+"""The benchmarks measure real steps: their prompts have a finite gradient."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def random_models() -> ModuleType:
     return module
 
 
-def test_prompts_have_exactly_the_asked_tokens_and_none_is_special(random_models: ModuleType) -> None:
-    """A prompt that begins with the padding token, whose embedding is 0, has no finite gradient in any precision."""
+def test_prompts_have_the_requested_length_and_no_special_token(random_models: ModuleType) -> None:
+    """A prompt that starts with the padding token, whose embedding is 0, has no finite gradient in any precision."""
     words = random_models.VOCABULARY
     tokenizer = random_models.make_tokenizer(words)
     for text in random_models.texts(20, 128, words):
