@@ -1,7 +1,7 @@
-"""Servers on this machine's own address: the socket, the names they answer to, and whose pages may ask.
+"""Local HTTP servers: the socket, the host names they answer to, and the checks against requests of other sites' pages.
 
-A server without a key or token answers only to loopback names: a site that points its own name at 127.0.0.1 (DNS rebinding)
-is refused, and so is a request that another site's page makes.
+A server without a key or token answers only to loopback names, so a site that points its own name at 127.0.0.1 (DNS rebinding)
+is refused. Requests from another site's page are always refused.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any
 
 from oncurve.errors import RunError
 
-SERVING: Mapping[str, Any] = {
+UVICORN_OPTIONS: Mapping[str, Any] = {
     "log_level": "warning", "access_log": False, "lifespan": "off", "timeout_graceful_shutdown": 3,
     "http": "h11", "loop": "asyncio",
 }  # fmt: skip
-"""How uvicorn runs: quietly, and on the plain loop and parser, so that a server is the same whichever of its optional parts are
+"""Options of uvicorn: quiet, with the pure-Python loop and parser, so that it behaves the same whatever optional packages are
 installed."""
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address to bind to is this machine's own and no other's."""
+    """Whether an address to bind to can be reached from this machine only."""
     if host == "localhost":
         return True
     try:
@@ -32,32 +32,32 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def host_name(header: str) -> str:
-    """The name in a Host header, without its port: `[::1]:8000` and `localhost:8000` name `::1` and `localhost`."""
+def host_of_header(header: str) -> str:
+    """The host in a Host header without the port: `::1` for `[::1]:8000`, `localhost` for `localhost:8000`."""
     if header.startswith("["):
         return header[1:].partition("]")[0]
     return header.rpartition(":")[0] or header
 
 
-def refusal(method: str, headers: Mapping[str, str], *, local_only: bool) -> tuple[int, str] | None:
-    """Why a request is not answered, as a status and words: a strange Host, another site's page, or not JSON."""
+def rejection_reason(method: str, headers: Mapping[str, str], *, local_only: bool) -> tuple[int, str] | None:
+    """(status, message) if a request is refused: a foreign Host, a page of another site, or a body that is not JSON."""
     host = headers.get("host", "")
-    if local_only and not is_loopback(host_name(host)):
+    if local_only and not is_loopback(host_of_header(host)):
         return 421, "This server answers to 127.0.0.1 and localhost only."
     origin = headers.get("origin")
     if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
-        return 403, "Other sites may not ask."
-    navigates = method == "GET" and headers.get("sec-fetch-mode") == "navigate"
-    if headers.get("sec-fetch-site", "none") not in ("none", "same-origin") and not navigates:
-        return 403, "Other sites may not ask."
-    json = headers.get("content-type", "").partition(";")[0] == "application/json"
-    if method not in ("GET", "HEAD") and not json:
-        return 415, "Only application/json can be posted."
+        return 403, "Requests from other sites are refused."
+    is_navigation = method == "GET" and headers.get("sec-fetch-mode") == "navigate"
+    if headers.get("sec-fetch-site", "none") not in ("none", "same-origin") and not is_navigation:
+        return 403, "Requests from other sites are refused."
+    is_json = headers.get("content-type", "").partition(";")[0] == "application/json"
+    if method not in ("GET", "HEAD") and not is_json:
+        return 415, "The body must be application/json."
     return None
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket on that address; port 0 takes any that is free."""
+    """A socket bound to an address; port 0 takes any free port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -65,17 +65,17 @@ def listen(host: str, port: int) -> socket.socket:
         listening.bind((host, port))
     except OSError as error:
         listening.close()
-        taken = error.errno == errno.EADDRINUSE
+        is_taken = error.errno == errno.EADDRINUSE
         raise RunError(
-            f"--port {port}" if taken else f"--host {host}",
-            "already in use" if taken else "can't be listened on",
-            because="another program listens there" if taken else str(error),
-            fix="name another with --port, or --port 0 for any that is free" if taken else "use 127.0.0.1",
+            f"--port {port}" if is_taken else f"--host {host}",
+            "already in use" if is_taken else "can't bind to this address",
+            because="another program listens there" if is_taken else str(error),
+            fix="choose another with --port, or --port 0 for any free one" if is_taken else "use 127.0.0.1",
         ) from error
     return listening
 
 
 def address_of(listening: socket.socket, host: str) -> str:
-    """http://HOST:PORT of a socket, as a browser writes it."""
+    """The URL of a socket: http://HOST:PORT."""
     name = f"[{host}]" if ":" in host else host
     return f"http://{name}:{listening.getsockname()[1]}"

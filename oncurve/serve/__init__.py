@@ -1,1 +1,1 @@
-"""An OpenAI-compatible endpoint over the native engine: chat and plain completions, streamed or whole."""
+"""An OpenAI-compatible endpoint over the native engine: chat and text completions, streamed or complete."""

@@ -1,4 +1,4 @@
-"""The endpoint: /v1/models, /v1/chat/completions, /v1/completions, as OpenAI's clients ask for them."""
+"""The endpoint: /v1/models, /v1/chat/completions and /v1/completions, as OpenAI's clients call them."""
 
 from __future__ import annotations
 
@@ -21,91 +21,90 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from oncurve.engines.native.session import SampledToken, SampleRequest
 from oncurve.errors import ModelError
-from oncurve.local_http import refusal
+from oncurve.local_http import rejection_reason
 from oncurve.models.policy import Policy
 from oncurve.records import Ints, Prompt
 from oncurve.serve.detokenizer import StreamedText, TextDelta
 from oncurve.serve.engine_thread import ClientGone, EngineThread
-from oncurve.serve.openai_errors import ApiError, answer_errors, in_words, problem
+from oncurve.serve.openai_errors import ApiError, error_response, error_text, install_error_handlers
 from oncurve.serve.requests import ChatBody, TextBody
 from oncurve.serve.responses import ChatFormatter, Choice, ResponseFormatter, TextFormatter, usage
 
-MOST_WAITING = 4096
-"""Completions that may wait for a slot before further requests are told to come back later."""
-NOBODY = 499
-"""The status of an answer that nobody is there to read."""
+MAX_WAITING = 4096
+"""Completions that may wait for a slot before the server answers 429."""
+CLIENT_CLOSED_REQUEST = 499
+"""The status of a response that nobody reads any more."""
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model that is served: its name, its policy, and the thread that decodes."""
+    """The served model: its name, its policy, and the thread that decodes."""
 
     name: str
     policy: Policy
-    worker: EngineThread
-    since: int = field(default_factory=lambda: int(time.time()))
+    engine: EngineThread
+    created: int = field(default_factory=lambda: int(time.time()))
 
     @property
-    def chats(self) -> bool:
+    def has_chat_template(self) -> bool:
         return bool(self.policy.tokenizer.chat_template)
 
-    def ask(self, prompt_ids: Ints, body: ChatBody | TextBody, seed: int) -> SampleRequest:
-        """The request as the engine takes it; refused where prompt and answer don't fit."""
-        limit, context = self.worker.session.limit, self.worker.session.context
+    def sample_request(self, prompt_ids: Ints, body: ChatBody | TextBody, seed: int) -> SampleRequest:
+        """The engine's request. Raises ApiError if prompt and completion don't fit."""
+        limit, context = self.engine.session.limit, self.engine.session.context
         room = context - len(prompt_ids)
         if room < 1 or room < (body.limit or 1):
+            if context == self.policy.max_positions:
+                reason = f"the model addresses {context} positions"
+            else:
+                reason = f"the memory that is free for the KV cache holds {context} tokens"
             raise ApiError(
                 400,
-                f"the prompt's {len(prompt_ids)} tokens and {body.limit or 1} of an answer don't fit: "
-                + (
-                    f"the model addresses {context} positions"
-                    if context == self.policy.max_positions
-                    else f"the memory that is free for keys and values holds {context} tokens"
-                ),
+                f"a prompt of {len(prompt_ids)} tokens and a completion of {body.limit or 1} don't fit: {reason}",
                 "messages" if isinstance(body, ChatBody) else "prompt",
                 "context_length_exceeded",
             )
         if (body.limit or 1) > limit:
-            raise ApiError(
-                400, f"{body.limit} tokens: this server writes at most {limit} (oncurve serve --max-tokens)", "max_tokens"
-            )
+            message = f"{body.limit} tokens: this server generates at most {limit} (oncurve serve --max-tokens)"
+            raise ApiError(400, message, "max_tokens")
         return SampleRequest(prompt_ids, body.samples, body.sampling(body.limit or min(limit, room)), seed, body.top)
 
-    def chat_ids(self, body: ChatBody) -> Ints:
-        prompt = Prompt("messages", messages=tuple(message.plain() for message in body.messages))
-        if not self.chats:
+    def encode_chat(self, body: ChatBody) -> Ints:
+        prompt = Prompt("messages", messages=tuple(message.for_template() for message in body.messages))
+        if not self.has_chat_template:
             raise ApiError(400, f"{self.name} has no chat template: use /v1/completions", "messages")
         try:
             return self.policy.encode(prompt)
         except ModelError as error:
-            raise ApiError(400, in_words(error), "messages") from None
+            raise ApiError(400, error_text(error), "messages") from None
 
-    def text_ids(self, prompt: str | list[int]) -> Ints:
+    def encode_text(self, prompt: str | list[int]) -> Ints:
         if isinstance(prompt, str):
             return self.policy.encode(Prompt("prompt", text=prompt))
-        most = int(self.policy.model.config.get_text_config().vocab_size)
-        if max(prompt) >= most:
-            raise ApiError(400, f"token {max(prompt)}: the model has {most} tokens", "prompt")
+        vocabulary = int(self.policy.model.config.get_text_config().vocab_size)
+        if max(prompt) >= vocabulary:
+            raise ApiError(400, f"token {max(prompt)}: the model has {vocabulary} tokens", "prompt")
         return np.asarray(prompt, np.int64)
 
     def decode(self, ids: list[int]) -> str:
         return str(self.policy.tokenizer.decode(ids, skip_special_tokens=True))
 
-    def spell(self, token_id: int) -> str:
-        return _spelt(self.policy, token_id)
+    def token_text(self, token_id: int) -> str:
+        return _token_text(self.policy, token_id)
 
 
 @lru_cache(maxsize=200_000)
-def _spelt(policy: Policy, token_id: int) -> str:
+def _token_text(policy: Policy, token_id: int) -> str:
     return str(policy.tokenizer.decode([token_id], skip_special_tokens=False))
 
 
 def make_app(served: ServedModel, key: str | None) -> ASGIApp:
-    """The endpoint over a model. With ``key``, nothing is answered without it."""
+    """The endpoint over a model. With ``key``, every request must send it."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, title="Oncurve")
-    answer_errors(app)
-    card = {"id": served.name, "object": "model", "created": served.since, "owned_by": "oncurve"}
-    card |= {"context": served.worker.session.context, "max_tokens": served.worker.session.limit, "chat": served.chats}
+    install_error_handlers(app)
+    session = served.engine.session
+    card = {"id": served.name, "object": "model", "created": served.created, "owned_by": "oncurve"}
+    card |= {"context": session.context, "max_tokens": session.limit, "chat": served.has_chat_template}
 
     @app.get("/v1/models")
     def models() -> dict[str, Any]:
@@ -118,19 +117,19 @@ def make_app(served: ServedModel, key: str | None) -> ASGIApp:
 
     @app.get("/health")
     def health() -> dict[str, Any]:
-        return {"status": "ok", "waiting": len(served.worker.session.waiting)}
+        return {"status": "ok", "waiting": len(session.waiting)}
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request, body: ChatBody) -> Response:
         _check_model(served, body.model)
-        return await _answer(served, request, body, [served.chat_ids(body)], ChatFormatter)
+        return await _respond(served, request, body, [served.encode_chat(body)], ChatFormatter)
 
     @app.post("/v1/completions")
     async def text(request: Request, body: TextBody) -> Response:
         _check_model(served, body.model)
-        return await _answer(served, request, body, [served.text_ids(prompt) for prompt in body.prompts], TextFormatter)
+        return await _respond(served, request, body, [served.encode_text(prompt) for prompt in body.prompts], TextFormatter)
 
-    return ServeGuard(app, key)
+    return KeyMiddleware(app, key)
 
 
 def _check_model(served: ServedModel, name: str) -> None:
@@ -138,74 +137,81 @@ def _check_model(served: ServedModel, name: str) -> None:
         raise ApiError(404, f"there is no model {name!r} here: this server has {served.name!r}", "model", "model_not_found")
 
 
-async def _answer(
-    served: ServedModel, request: Request, body: ChatBody | TextBody, prompts: Sequence[Ints], shape: type[ResponseFormatter]
+async def _respond(
+    served: ServedModel,
+    http_request: Request,
+    body: ChatBody | TextBody,
+    prompts: Sequence[Ints],
+    formatter: type[ResponseFormatter],
 ) -> Response:
-    if len(served.worker.session.waiting) + len(prompts) * body.samples > MOST_WAITING:
-        raise ApiError(429, f"more than {MOST_WAITING} completions would wait: come back later", code="overloaded")
+    if len(served.engine.session.waiting) + len(prompts) * body.samples > MAX_WAITING:
+        raise ApiError(429, f"more than {MAX_WAITING} completions would wait: try again later", code="overloaded")
     seed = secrets.randbits(63) if body.seed is None else body.seed
-    asks = [served.ask(ids, body, seed) for ids in prompts]
-    shaped = shape(served.name, served.spell, body.wants_logprobs)
-    exchange = CompletionCall(served, asks, body.with_usage, shaped)
-    # The body has been read, so the next thing that can be received is that the client has left.
-    gone = asyncio.ensure_future(request.receive())
+    requests = [served.sample_request(ids, body, seed) for ids in prompts]
+    format_response = formatter(served.name, served.token_text, body.wants_logprobs)
+    call = CompletionCall(served, requests, body.with_usage, format_response)
+    # The body has been read, so the next message that can arrive is that the client has disconnected.
+    gone = asyncio.ensure_future(http_request.receive())
     if body.stream:
-        return StreamingResponse(exchange.stream(gone), media_type="text/event-stream", headers={"cache-control": "no-store"})
+        return StreamingResponse(call.stream(gone), media_type="text/event-stream", headers={"cache-control": "no-store"})
     try:
-        return JSONResponse(await exchange.whole(gone))
+        return JSONResponse(await call.complete(gone))
     except ClientGone:
-        return Response(status_code=NOBODY)
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
     finally:
         gone.cancel()
 
 
 class CompletionCall:
-    """One request under way: its asks, and what each of its choices has been told."""
+    """One HTTP request in progress: a sample request per prompt, and the text of each choice so far."""
 
-    def __init__(self, served: ServedModel, asks: Sequence[SampleRequest], with_usage: bool, shape: ResponseFormatter) -> None:
-        self.served, self.asks, self.with_usage, self.shape = served, asks, with_usage, shape
-        self.writings = [StreamedText(served.decode, ask.how.stop) for ask in asks for _ in range(ask.samples)]
+    def __init__(
+        self, served: ServedModel, requests: Sequence[SampleRequest], with_usage: bool, formatter: ResponseFormatter
+    ) -> None:
+        self.served, self.requests, self.with_usage, self.formatter = served, requests, with_usage, formatter
+        self.texts = [StreamedText(served.decode, request.how.stop) for request in requests for _ in range(request.samples)]
 
     @property
-    def spent(self) -> dict[str, int]:
-        return usage(sum(len(ask.prompt_ids) for ask in self.asks), sum(writing.count for writing in self.writings))
+    def usage(self) -> dict[str, int]:
+        return usage(sum(len(request.prompt_ids) for request in self.requests), sum(text.count for text in self.texts))
 
-    async def whole(self, gone: asyncio.Future[Any]) -> dict[str, Any]:
-        choices, found = [Choice() for _ in self.writings], [list[SampledToken]() for _ in self.writings]
-        async with aclosing(self.served.worker.tokens(self.asks, gone)) as rounds:
-            async for place, tokens in rounds:
-                for index, own in self._by_choice(place, tokens):
-                    found[index] += own
-        for index, tokens in enumerate(found):
-            for said in self._pushed(index, tokens):
-                choices[index].add(said)
-        return self.shape.whole(choices, self.spent)
+    async def complete(self, gone: asyncio.Future[Any]) -> dict[str, Any]:
+        """The response once all choices have finished."""
+        choices, tokens = [Choice() for _ in self.texts], [list[SampledToken]() for _ in self.texts]
+        async with aclosing(self.served.engine.tokens(self.requests, gone)) as rounds:
+            async for prompt, new_tokens in rounds:
+                for choice, of_choice in self._by_choice(prompt, new_tokens):
+                    tokens[choice] += of_choice
+        for choice, of_choice in enumerate(tokens):
+            for delta in self._deltas(choice, of_choice):
+                choices[choice].add(delta)
+        return self.formatter.complete(choices, self.usage)
 
-    def _by_choice(self, place: int, tokens: Sequence[SampledToken]) -> Iterator[tuple[int, list[SampledToken]]]:
+    def _by_choice(self, prompt: int, tokens: Sequence[SampledToken]) -> Iterator[tuple[int, list[SampledToken]]]:
         for sample in dict.fromkeys(token.sample for token in tokens):
-            yield place * self.asks[0].samples + sample, [token for token in tokens if token.sample == sample]
+            yield prompt * self.requests[0].samples + sample, [token for token in tokens if token.sample == sample]
 
-    def _pushed(self, index: int, tokens: Sequence[SampledToken]) -> Iterator[TextDelta]:
-        """What may be told of a choice with these tokens: one by one where their places are told too."""
-        writing = self.writings[index]
-        if self.shape.logprobs:
-            yield from map(writing.push, tokens)
+    def _deltas(self, choice: int, tokens: Sequence[SampledToken]) -> Iterator[TextDelta]:
+        """The new text of a choice. With log-probs the tokens are pushed one by one, so that each has its text offset."""
+        text = self.texts[choice]
+        if self.formatter.with_logprobs:
+            yield from map(text.push, tokens)
         else:
-            yield writing.push(*tokens)
+            yield text.push(*tokens)
 
     async def stream(self, gone: asyncio.Future[Any]) -> AsyncIterator[str]:
-        """Server-sent events; what goes wrong after the first of them is told as one of them."""
-        begun: set[int] = set()
+        """Server-sent events. An error after the first event is sent as an event."""
+        started: set[int] = set()
         try:
-            async with aclosing(self.served.worker.tokens(self.asks, gone)) as rounds:
-                async for place, tokens in rounds:
-                    for index, own in self._by_choice(place, tokens):
-                        for said in self._pushed(index, own):
-                            if said.text or said.finish:
-                                yield _event(self.shape.chunk(index, said, index not in begun))
-                                begun.add(index)
+            async with aclosing(self.served.engine.tokens(self.requests, gone)) as rounds:
+                async for prompt, tokens in rounds:
+                    for choice, of_choice in self._by_choice(prompt, tokens):
+                        for delta in self._deltas(choice, of_choice):
+                            if delta.text or delta.finish:
+                                yield _event(self.formatter.chunk(choice, delta, choice not in started))
+                                started.add(choice)
             if self.with_usage:
-                yield _event(self.shape.last(self.spent))
+                yield _event(self.formatter.usage_chunk(self.usage))
             yield "data: [DONE]\n\n"
         except ClientGone:
             return
@@ -220,22 +226,23 @@ def _event(data: dict[str, Any]) -> str:
     return f"data: {json.dumps(data)}\n\n"
 
 
-class ServeGuard:
-    """Stands before the endpoint: the key where there is one, this machine's own name where there is none."""
+class KeyMiddleware:
+    """Lets a request through if it has the key, or, on a server without one, if it comes from this machine."""
 
     def __init__(self, app: ASGIApp, key: str | None) -> None:
         self.app, self.key = app, key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer = self._refusal(scope) if scope["type"] == "http" else None
-        await (answer or self.app)(scope, receive, send)
+        rejection = self._rejection(scope) if scope["type"] == "http" else None
+        await (rejection or self.app)(scope, receive, send)
 
-    def _refusal(self, scope: Scope) -> Response | None:
+    def _rejection(self, scope: Scope) -> Response | None:
         headers = Headers(scope=scope)
-        refused = refusal(scope["method"], headers, local_only=self.key is None)
-        if refused is not None:
-            return problem(*refused)
-        given = headers.get("authorization", "").removeprefix("Bearer ").encode("utf-8", "replace")
-        if self.key is not None and not hmac.compare_digest(given, self.key.encode()):
-            return problem(401, "the key is missing or wrong: send it as `Authorization: Bearer KEY`", code="invalid_api_key")
+        reason = rejection_reason(scope["method"], headers, local_only=self.key is None)
+        if reason is not None:
+            return error_response(*reason)
+        key = headers.get("authorization", "").removeprefix("Bearer ").encode("utf-8", "replace")
+        if self.key is not None and not hmac.compare_digest(key, self.key.encode()):
+            message = "the key is missing or wrong: send it as `Authorization: Bearer KEY`"
+            return error_response(401, message, code="invalid_api_key")
         return None

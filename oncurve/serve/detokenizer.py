@@ -1,7 +1,7 @@
-"""From drawn tokens to the text that a client may be told.
+"""From sampled tokens to the text that can be sent to a client.
 
-Bytes arrive before characters do: text waits while its last character may be half of one. And where stop strings were asked
-for, text waits while it may be the beginning of one, as the stop string itself is never told.
+A token may end in the middle of a character: text waits until its last character is complete. With stop strings, text also
+waits while it may be the beginning of one, since a stop string is never sent.
 """
 
 from __future__ import annotations
@@ -12,75 +12,78 @@ from dataclasses import dataclass
 from oncurve.engines.native.session import SampledToken
 
 Decode = Callable[[list[int]], str]
-HALF = "�"
+INCOMPLETE = "�"
 CONTEXT = 8
-"""Tokens decoded again before a new one: decoders look at what stands before a token, never further back than this."""
+"""Tokens before a new one that are decoded again with it: decoders look at preceding tokens, but never further back."""
 
 
 class IncrementalDetokenizer:
-    """Text from token ids as they come; what it has told never changes."""
+    """Text from token ids as they come; text that was returned never changes."""
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
         self._ids: list[int] = []
-        self._told = 0  # ids whose text has been told
+        self._returned = 0  # ids whose text has been returned
 
     def push(self, *token_ids: int, last: bool = False) -> str:
-        """The text that has become certain with these tokens."""
+        """The text that is final with these tokens."""
         known = len(self._ids)
         self._ids += token_ids
-        first = max(0, self._told - CONTEXT)
-        before = self._decode(self._ids[first : self._told])
-        now = self._decode(self._ids[first:])
-        if now.endswith(HALF) and not last:
+        start = max(0, self._returned - CONTEXT)
+        before = self._decode(self._ids[start : self._returned])
+        after = self._decode(self._ids[start:])
+        if after.endswith(INCOMPLETE) and not last:
             if len(token_ids) == 1:
                 return ""
             del self._ids[known:]
             return "".join(self.push(token_id) for token_id in token_ids)
-        self._told = len(self._ids)
-        return now[len(before) :]
+        self._returned = len(self._ids)
+        return after[len(before) :]
 
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """What is new of a completion: text, the tokens that it ends with, and why it finished, if it did."""
+    """What is new of a completion: text, the tokens that end in it, and the finish reason if it has finished."""
 
     text: str
-    tokens: tuple[tuple[SampledToken, int], ...]  # each with the place in the text where it begins
+    tokens: tuple[tuple[SampledToken, int], ...]
+    """Each token with the offset in the text at which it begins."""
     finish: str | None
 
 
 class StreamedText:
-    """One completion of a request as its client is told it."""
+    """The text of one completion as it is sent to the client."""
 
     def __init__(self, decode: Decode, stop: Sequence[str]) -> None:
-        self._unfolding, self._stop = IncrementalDetokenizer(decode), tuple(stop)
-        self._text, self._told = "", 0
-        self._pending: list[tuple[SampledToken, int]] = []
+        self._detokenizer, self._stop = IncrementalDetokenizer(decode), tuple(stop)
+        self._text, self._sent = "", 0
+        self._unsent_tokens: list[tuple[SampledToken, int]] = []
         self.count = 0
+        """All tokens so far, the end token included."""
 
     def push(self, *tokens: SampledToken) -> TextDelta:
-        """What may be told once these tokens are there. The end token has no text, and is not among the tokens told.
+        """The text that can be sent with these tokens. The end token has no text and is left out of the delta's tokens.
 
-        Several at once are quicker, but all get the place of the first: where places matter, they are pushed one by one.
+        Several tokens at once are faster, but all get the offset of the first: push them one by one if offsets matter.
         """
         self.count += len(tokens)
-        stop, words = tokens[-1].stop, [token for token in tokens if token.stop != "end"]
-        if words:
-            self._pending += [(token, len(self._text)) for token in words]
-            self._text += self._unfolding.push(*(token.token_id for token in words), last=stop is not None and stop != "end")
+        stop, text_tokens = tokens[-1].stop, [token for token in tokens if token.stop != "end"]
+        if text_tokens:
+            self._unsent_tokens += [(token, len(self._text)) for token in text_tokens]
+            ids = (token.token_id for token in text_tokens)
+            self._text += self._detokenizer.push(*ids, last=stop is not None and stop != "end")
         if stop is None:
-            return self._say(len(self._text) - self._held_back())
-        found = [place for place in map(self._text.find, self._stop) if place >= 0] if stop == "stop_string" else []
-        cut = min(found, default=len(self._text))
-        self._pending = [(one, place) for one, place in self._pending if place < cut or cut == len(self._text)]
-        return self._say(cut, "length" if stop == "length" else "stop")
+            return self._send(len(self._text) - self._held_back())
+        matches = [offset for offset in map(self._text.find, self._stop) if offset >= 0] if stop == "stop_string" else []
+        end = min(matches, default=len(self._text))
+        self._unsent_tokens = [(t, offset) for t, offset in self._unsent_tokens if offset < end or end == len(self._text)]
+        return self._send(end, "length" if stop == "length" else "stop")
 
-    def _say(self, until: int, finish: str | None = None) -> TextDelta:
-        if until <= self._told and finish is None:
+    def _send(self, end: int, finish: str | None = None) -> TextDelta:
+        if end <= self._sent and finish is None:
             return TextDelta("", (), None)
-        text, tokens = self._text[self._told : until], tuple(self._pending)
-        self._told, self._pending = max(until, self._told), []
+        text, tokens = self._text[self._sent : end], tuple(self._unsent_tokens)
+        self._sent, self._unsent_tokens = max(end, self._sent), []
         return TextDelta(text, tokens, finish)
 
     def _held_back(self) -> int:

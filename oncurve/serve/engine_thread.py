@@ -1,8 +1,8 @@
-"""The engine in a thread of its own: requests go in from the event loop, tokens come out to it.
+"""The engine in its own thread: requests come in from the event loop, tokens go back to it.
 
-Everything that touches the session happens on that thread, so nothing needs a lock. Between two decode steps it takes whatever
-orders have come: new requests are seated while others decode, and one whose client has left gives its slots back. What a step
-has drawn for all of them goes over to the event loop at once.
+Only this thread touches the session, so nothing needs a lock. Between decode steps it handles the commands that have arrived:
+new requests get slots while others decode, and a request whose client has left frees its slots. All tokens of a step are sent
+to the event loop at once.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from typing import Any
 from oncurve.engines.native.session import SampledToken, SampleRequest, Session
 
 Item = tuple[int, list[SampledToken] | Exception]
-"""Which ask of a request, and what is new of it."""
+"""The index of a request in its call, and its new tokens or an error."""
 
 
 class ClientGone(Exception):
-    """The client has closed the connection: there is nobody left to answer."""
+    """The client has closed the connection."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Listener:
-    """Where a request's tokens go."""
+class _Subscriber:
+    """The queue that the tokens of a call go to, and its event loop."""
 
     loop: asyncio.AbstractEventLoop
-    told: asyncio.Queue[Item]
+    queue: asyncio.Queue[Item]
 
 
 @dataclass(frozen=True, slots=True)
 class _Submit:
-    key: int
-    asks: Sequence[SampleRequest]
-    listener: _Listener
+    call: int
+    requests: Sequence[SampleRequest]
+    subscriber: _Subscriber
 
 
 @dataclass(frozen=True, slots=True)
 class _Cancel:
-    key: int
+    call: int
 
 
 class EngineThread:
@@ -50,91 +50,95 @@ class EngineThread:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self._orders: queue.SimpleQueue[_Submit | _Cancel | None] = queue.SimpleQueue()
-        self._keys = count()
-        self._numbers: dict[int, list[int]] = {}  # key -> the session's numbers of its asks
-        self._places: dict[int, tuple[_Listener, int]] = {}  # the session's number -> whom to tell, and which ask it is
+        self._commands: queue.SimpleQueue[_Submit | _Cancel | None] = queue.SimpleQueue()
+        self._calls = count()
+        self._requests_of: dict[int, list[int]] = {}  # call -> the session's numbers of its requests
+        self._subscribers: dict[int, tuple[_Subscriber, int]] = {}  # the session's number -> (subscriber, index in the call)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Ends after the step under way."""
-        self._orders.put(None)
+        """Ends after the current decode step."""
+        self._commands.put(None)
         self._thread.join()
         self.session.close()
 
     async def tokens(
-        self, asks: Sequence[SampleRequest], gone: asyncio.Future[Any]
+        self, requests: Sequence[SampleRequest], gone: asyncio.Future[Any]
     ) -> AsyncGenerator[tuple[int, list[SampledToken]], None]:
-        """(place of the ask, its new tokens) as they come. Leaving early, or ``gone`` being done, takes the request back."""
-        told = asyncio.Queue[Item]()
-        key, left = next(self._keys), sum(ask.samples for ask in asks)
-        gone.add_done_callback(lambda _: told.put_nowait((0, ClientGone())))
-        self._orders.put(_Submit(key, asks, _Listener(asyncio.get_running_loop(), told)))
+        """(index of the request, its new tokens) as they come.
+
+        Closing the generator early cancels the requests. If ``gone`` is done, it raises ClientGone.
+        """
+        items = asyncio.Queue[Item]()
+        call, unfinished = next(self._calls), sum(request.samples for request in requests)
+        gone.add_done_callback(lambda _: items.put_nowait((0, ClientGone())))
+        self._commands.put(_Submit(call, requests, _Subscriber(asyncio.get_running_loop(), items)))
         try:
-            while left:
-                place, item = await told.get()
+            while unfinished:
+                index, item = await items.get()
                 if isinstance(item, Exception):
                     raise item
-                left -= sum(token.stop is not None for token in item)
-                yield place, item
+                unfinished -= sum(token.stop is not None for token in item)
+                yield index, item
         finally:
-            if left:
-                self._orders.put(_Cancel(key))
+            if unfinished:
+                self._commands.put(_Cancel(call))
 
     def _run(self) -> None:
-        while self._obey():
+        while self._handle_commands():
             try:
-                told = self.session.step()
-            except Exception as error:  # whatever one batch met (no memory, a fault of ours) must not end the server
+                sampled = self.session.step()
+            except Exception as error:  # an error of one batch, such as out of memory, must not end the server
                 self._fail(error)
                 continue
-            found: dict[int, list[SampledToken]] = {}
-            for token in told:
-                found.setdefault(token.request, []).append(token)
-            self._post(found)
-            self._sweep()
+            by_request: dict[int, list[SampledToken]] = {}
+            for token in sampled:
+                by_request.setdefault(token.request, []).append(token)
+            self._publish(by_request)
+            self._forget_ended()
 
-    def _obey(self) -> bool:
-        """Takes the orders that have come, waiting for one where there is nothing to decode. False: it is time to end."""
+    def _handle_commands(self) -> bool:
+        """Handles all commands that have arrived, and waits for one if nothing decodes. False once the thread must end."""
         wait = not self.session.asks
         while True:
             try:
-                order = self._orders.get(block=wait)
+                command = self._commands.get(block=wait)
             except queue.Empty:
                 return True
-            if order is None:
+            if command is None:
                 return False
-            if isinstance(order, _Submit):
-                self._numbers[order.key] = [self.session.submit(ask) for ask in order.asks]
-                self._places |= {number: (order.listener, place) for place, number in enumerate(self._numbers[order.key])}
+            if isinstance(command, _Submit):
+                numbers = [self.session.submit(request) for request in command.requests]
+                self._requests_of[command.call] = numbers
+                self._subscribers |= {number: (command.subscriber, index) for index, number in enumerate(numbers)}
             else:
-                for number in self._numbers.get(order.key, ()):
+                for number in self._requests_of.get(command.call, ()):
                     self.session.cancel(number)
-                self._sweep()
+                self._forget_ended()
             wait = not self.session.asks
 
-    def _sweep(self) -> None:
-        """Forgets requests that the session has ended."""
-        for number in [number for number in self._places if number not in self.session.asks]:
-            del self._places[number]
-        for key in [key for key, numbers in self._numbers.items() if not any(n in self._places for n in numbers)]:
-            del self._numbers[key]
+    def _forget_ended(self) -> None:
+        """Forgets requests that have ended in the session."""
+        for number in [number for number in self._subscribers if number not in self.session.asks]:
+            del self._subscribers[number]
+        for call in [c for c, numbers in self._requests_of.items() if not any(n in self._subscribers for n in numbers)]:
+            del self._requests_of[call]
 
     def _fail(self, error: Exception) -> None:
-        self._post(dict.fromkeys(self._places, error))
-        for number in self._places:
+        self._publish(dict.fromkeys(self._subscribers, error))
+        for number in self._subscribers:
             self.session.cancel(number)
-        self._sweep()
+        self._forget_ended()
 
-    def _post(self, found: Mapping[int, list[SampledToken] | Exception]) -> None:
-        """What is new of each request, to whom it concerns: each loop is woken once."""
-        for loop in {self._places[number][0].loop for number in found}:
-            here = [(*self._places[number], item) for number, item in found.items() if self._places[number][0].loop is loop]
+    def _publish(self, items: Mapping[int, list[SampledToken] | Exception]) -> None:
+        """Sends each request's item to its subscriber, with one wake-up per event loop."""
+        for loop in {self._subscribers[number][0].loop for number in items}:
+            of_loop = [(*self._subscribers[n], item) for n, item in items.items() if self._subscribers[n][0].loop is loop]
             if not loop.is_closed():
-                loop.call_soon_threadsafe(_hand_out, here)
+                loop.call_soon_threadsafe(_deliver, of_loop)
 
 
-def _hand_out(found: list[tuple[_Listener, int, list[SampledToken] | Exception]]) -> None:
-    for listener, place, item in found:
-        listener.told.put_nowait((place, item))
+def _deliver(items: list[tuple[_Subscriber, int, list[SampledToken] | Exception]]) -> None:
+    for subscriber, index, item in items:
+        subscriber.queue.put_nowait((index, item))

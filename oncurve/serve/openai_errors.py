@@ -1,4 +1,4 @@
-"""Errors in OpenAI's form, so that its clients raise what their users know: BadRequestError, AuthenticationError, …"""
+"""Errors in OpenAI's format, so that its clients raise their own exceptions: BadRequestError, AuthenticationError …"""
 
 from __future__ import annotations
 
@@ -11,64 +11,64 @@ from starlette.exceptions import HTTPException
 
 from oncurve.errors import OncurveError
 
-KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 class ApiError(Exception):
-    """A request that can't be answered: the status, what is wrong and how to mend it, and which key it is about."""
+    """A request that can't be answered: the status, a message with its fix, and the key that it is about."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
 
 
-def problem(status: int, message: str, param: str | None = None, code: str | None = None) -> JSONResponse:
-    kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return JSONResponse({"error": {"message": message, "type": kind, "param": param, "code": code}}, status)
+def error_response(status: int, message: str, param: str | None = None, code: str | None = None) -> JSONResponse:
+    error_type = ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return JSONResponse({"error": {"message": message, "type": error_type, "param": param, "code": code}}, status)
 
 
-def in_words(error: OncurveError) -> str:
+def error_text(error: OncurveError) -> str:
     return f"{error.what}, because {error.because}; {error.fix}"
 
 
-def answer_errors(app: FastAPI) -> None:
-    """Every way in which a request can fail, answered in one form."""
+def install_error_handlers(app: FastAPI) -> None:
+    """Answers every failure of a request in OpenAI's format."""
 
-    async def refused(_: Request, error: Exception) -> JSONResponse:
+    async def on_api_error(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, ApiError)
-        return problem(error.status, error.message, error.param, error.code)
+        return error_response(error.status, error.message, error.param, error.code)
 
-    async def invalid(_: Request, error: Exception) -> JSONResponse:
+    async def on_invalid_body(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
-        return problem(400, *_first(error.errors()))
+        return error_response(400, *_message_and_key(error.errors()))
 
-    async def other(_: Request, error: Exception) -> JSONResponse:
+    async def on_http_error(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        return problem(error.status_code, str(error.detail))
+        return error_response(error.status_code, str(error.detail))
 
-    async def ours(_: Request, error: Exception) -> JSONResponse:
+    async def on_oncurve_error(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, OncurveError)
-        return problem(400, in_words(error))
+        return error_response(400, error_text(error))
 
-    async def fault(_: Request, error: Exception) -> JSONResponse:
-        return problem(500, f"{type(error).__name__}: {error}")
+    async def on_server_error(_: Request, error: Exception) -> JSONResponse:
+        return error_response(500, f"{type(error).__name__}: {error}")
 
-    app.add_exception_handler(ApiError, refused)
-    app.add_exception_handler(RequestValidationError, invalid)
-    app.add_exception_handler(HTTPException, other)
-    app.add_exception_handler(OncurveError, ours)
-    app.add_exception_handler(RuntimeError, fault)
+    app.add_exception_handler(ApiError, on_api_error)
+    app.add_exception_handler(RequestValidationError, on_invalid_body)
+    app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(OncurveError, on_oncurve_error)
+    app.add_exception_handler(RuntimeError, on_server_error)
 
 
-def _first(errors: Any) -> tuple[str, str | None]:
-    """(message, key) of the first thing that is wrong. Of a union's branches the one that came furthest tells most."""
+def _message_and_key(errors: Any) -> tuple[str, str | None]:
+    """The first validation error. Of a union's branches, the one that matched furthest has the most useful message."""
     deepest = max(errors, key=lambda error: len(error["loc"]))
-    first = errors[0] if errors[0]["type"] != deepest["type"] and len(errors[0]["loc"]) == 2 else deepest
-    if first["type"] == "json_invalid":
-        return f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][-1]}", None
-    where = [str(part) for part in first["loc"] if part != "body" and "[" not in str(part)]  # such as list[TextPart]
-    name = ".".join(where[:1]) or None
-    said = str(first["msg"]).removeprefix("Value error, ")
-    if first["type"] == "extra_forbidden":
-        said = "not known here: leave it out"
-    return f"{'.'.join(where)}: {said}" if where else said, name
+    error = errors[0] if errors[0]["type"] != deepest["type"] and len(errors[0]["loc"]) == 2 else deepest
+    if error["type"] == "json_invalid":
+        return f"the body is not JSON: {error['ctx']['error']} at character {error['loc'][-1]}", None
+    path = [str(part) for part in error["loc"] if part != "body" and "[" not in str(part)]  # without list[TextPart]
+    key = ".".join(path[:1]) or None
+    message = str(error["msg"]).removeprefix("Value error, ")
+    if error["type"] == "extra_forbidden":
+        message = "unknown key: leave it out"
+    return f"{'.'.join(path)}: {message}" if path else message, key

@@ -1,4 +1,4 @@
-"""What a client may ask, in OpenAI's words. What can't be done is refused by name, never dropped in silence."""
+"""Request bodies in OpenAI's format. Unsupported keys are refused by name, never ignored."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from oncurve.engines.native.session import TOP
 from oncurve.recipe.schema.sections import Sampling
 
 Text = Annotated[str, Field(min_length=1)]
-Numbers = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
 
-class Strict(BaseModel):
-    """JSON has types of its own; a key that is not known is an error."""
+class StrictModel(BaseModel):
+    """No type coercion; an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
-class StreamOptions(Strict):
+class StreamOptions(StrictModel):
     include_usage: bool = False
     include_obfuscation: bool | None = None
 
 
-class ResponseFormat(Strict):
-    """`json_object` is taken as a wish: the model is sampled freely, and its prompt has to ask for JSON."""
+class ResponseFormat(StrictModel):
+    """`json_object` does not constrain sampling: the prompt has to ask for JSON."""
 
     type: Literal["text", "json_object"]
 
 
-class Body(Strict):
-    """What both kinds of completion take."""
+class CompletionBody(StrictModel):
+    """The keys that both kinds of completion have."""
 
     model: str
     n: Annotated[int, Field(ge=1, le=128)] | None = None
@@ -50,10 +50,10 @@ class Body(Strict):
     logit_bias: dict[str, float] | None = None
 
     @model_validator(mode="after")
-    def _can_be_done(self) -> Body:
+    def _reject_unsupported(self) -> CompletionBody:
         for name in ("frequency_penalty", "presence_penalty", "logit_bias"):
             if getattr(self, name):
-                raise ValueError(f"{name} is not offered here: leave it out")
+                raise ValueError(f"{name} is not supported: leave it out")
         return self
 
     @property
@@ -65,30 +65,30 @@ class Body(Strict):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def sampling(self, max_new_tokens: int) -> Sampling:
-        """The request as the engine's own settings; what it does not say is plain sampling."""
-        said = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
+        """The engine's sampling settings; keys that are not set mean plain sampling."""
+        values = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        chosen: dict[str, Any] = {name: float(v) if name != "top_k" else v for name, v in said.items() if v is not None}
-        return Sampling(max_new_tokens=max_new_tokens, stop=stop, **chosen)
+        settings: dict[str, Any] = {name: float(v) if name != "top_k" else v for name, v in values.items() if v is not None}
+        return Sampling(max_new_tokens=max_new_tokens, stop=stop, **settings)
 
 
-class TextPart(Strict):
+class TextPart(StrictModel):
     type: Literal["text"]
     text: str
 
 
-class Message(Strict):
+class Message(StrictModel):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
     name: str | None = None
 
-    def plain(self) -> dict[str, str]:
-        """As chat templates take it; `developer` is OpenAI's newer word for `system`."""
+    def for_template(self) -> dict[str, str]:
+        """The message as chat templates expect it; `developer` is OpenAI's newer name of the role `system`."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
 
-class ChatBody(Body):
+class ChatBody(CompletionBody):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
@@ -116,10 +116,10 @@ class ChatBody(Body):
         return bool(self.logprobs)
 
 
-class TextBody(Body):
-    """POST /v1/completions. OpenAI's own default is 16 tokens."""
+class TextBody(CompletionBody):
+    """POST /v1/completions. The default of 16 tokens is OpenAI's."""
 
-    prompt: str | Annotated[list[str], Field(min_length=1)] | Numbers | Annotated[list[Numbers], Field(min_length=1)]
+    prompt: str | Annotated[list[str], Field(min_length=1)] | TokenIds | Annotated[list[TokenIds], Field(min_length=1)]
     logprobs: Annotated[int, Field(ge=0, le=TOP)] | None = None
     echo: Literal[False] | None = None
 
@@ -137,9 +137,9 @@ class TextBody(Body):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Each prompt by itself, as text or as token ids."""
+        """The prompts, each as text or as token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
-        if all(isinstance(one, int) for one in self.prompt):
-            return [[int(one) for one in self.prompt]]  # type: ignore[arg-type]
+        if all(isinstance(item, int) for item in self.prompt):
+            return [[int(item) for item in self.prompt]]  # type: ignore[arg-type]
         return list(self.prompt)  # type: ignore[arg-type]

@@ -26,7 +26,7 @@ from oncurve.models.policy import Policy
 from oncurve.recipe.schema.sections import Sampling
 from oncurve.serve.app import ServedModel
 from oncurve.serve.engine_thread import EngineThread
-from oncurve.serve.server import ServeServer
+from oncurve.serve.server import CompletionServer
 from tests.engines.cuda.test_session import bits, by_sample, finish
 from tests.engines.native.plain import next_logits
 from tests.gpu.test_engine import long_prompt, model_of
@@ -144,7 +144,7 @@ def served(slots: int = SLOTS) -> Iterator[tuple[int, CudaSession]]:
     model = policy("qwen3", torch.bfloat16)
     with opened("qwen3", torch.bfloat16, slots) as session, listen("127.0.0.1", 0) as listening:
         worker = EngineThread(session)
-        server = ServeServer(ServedModel("small", model, worker))
+        server = CompletionServer(ServedModel("small", model, worker))
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])), daemon=True)
         thread.start()
         while not server.started:

@@ -1,4 +1,4 @@
-"""A model behind a real socket, and OpenAI's own client to ask it."""
+"""A model behind a real socket, and OpenAI's client for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from oncurve.local_http import listen
 from oncurve.models.policy import Policy
 from oncurve.serve.app import ServedModel
 from oncurve.serve.engine_thread import EngineThread
-from oncurve.serve.server import ServeServer
+from oncurve.serve.server import CompletionServer
 from tests.models.architectures import make_policy
 
 MODEL = "small"
@@ -26,14 +26,14 @@ TEMPLATE = "{% for m in messages %}{{ m.role[0] }} {{ m.content }}\n{% endfor %}
 class Endpoint:
     address: str
     policy: Policy
-    worker: EngineThread
+    engine: EngineThread
 
     def client(self, key: str = "none") -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.address}/v1", api_key=key, max_retries=0, timeout=60)
 
 
 def chatting_policy() -> Policy:
-    """A small decoder that also knows a chat template, and almost never ends by itself."""
+    """A small decoder with a chat template that almost never samples the end token."""
     policy = make_policy("qwen3")
     policy.tokenizer.chat_template = TEMPLATE
     return policy
@@ -44,14 +44,14 @@ def endpoint(
     policy: Policy, slots: int = 4, limit: int = 400, key: str | None = None, session: Session | None = None
 ) -> Iterator[Endpoint]:
     with listen("127.0.0.1", 0) as listening:
-        worker = EngineThread(session or TorchSession(policy, slots, limit))
-        server = ServeServer(ServedModel(MODEL, policy, worker), key)
+        engine = EngineThread(session or TorchSession(policy, slots, limit))
+        server = CompletionServer(ServedModel(MODEL, policy, engine), key)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])), daemon=True)
         thread.start()
         while not server.started:
             thread.join(0.02)
-            assert thread.is_alive(), "the server ended before it began"
-        yield Endpoint(f"http://127.0.0.1:{listening.getsockname()[1]}", policy, worker)
+            assert thread.is_alive(), "the server ended before it started"
+        yield Endpoint(f"http://127.0.0.1:{listening.getsockname()[1]}", policy, engine)
         server.should_exit = True
         thread.join(10)
-        worker.close()
+        engine.close()

@@ -1,4 +1,4 @@
-"""`oncurve serve` as a process: what it says, what it keeps to itself, and how it ends."""
+"""`oncurve serve` as a process: what it prints, that it keeps its key secret, and how it ends."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ SHAPE = TinyModel(layers=1, width=32, heads=2, kv_heads=1, head_size=16, mlp_wid
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tmp_path_factory.mktemp("model")
+    path = tmp_path_factory.mktemp("model")
     tokenizer = build_tokenizer("0123456789+= ")
-    build_model(SHAPE, tokenizer, 0).save_pretrained(found)
-    tokenizer.save_pretrained(found)
-    return found
+    build_model(SHAPE, tokenizer, 0).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
 
 
 def test_a_served_folder(folder: Path) -> None:
@@ -48,27 +48,27 @@ def test_a_served_folder(folder: Path) -> None:
         env={**os.environ, "ONCURVE_SERVE_KEY": KEY, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert process.stdout is not None
-    told = json.loads(process.stdout.readline())
-    assert told.keys() == {"address", "model"}
-    with openai.OpenAI(base_url=f"{told['address']}/v1", api_key=KEY, max_retries=0) as client:
+    ready = json.loads(process.stdout.readline())
+    assert ready.keys() == {"address", "model"}
+    with openai.OpenAI(base_url=f"{ready['address']}/v1", api_key=KEY, max_retries=0) as client:
         assert client.completions.create(model="mine", prompt="1+2=", max_tokens=4, n=3).usage
-    stranger = openai.OpenAI(base_url=f"{told['address']}/v1", api_key="other", max_retries=0)
+    stranger = openai.OpenAI(base_url=f"{ready['address']}/v1", api_key="other", max_retries=0)
     with stranger, pytest.raises(openai.AuthenticationError):
         stranger.completions.create(model="mine", prompt="1+2=")
     out, err = process.communicate(timeout=20)  # closes standard input
     assert process.returncode == 0
     assert KEY not in out + err
     with pytest.raises(OSError, match="refused"):
-        urllib.request.urlopen(f"{told['address']}/health", timeout=5)
+        urllib.request.urlopen(f"{ready['address']}/health", timeout=5)
 
 
 @pytest.mark.parametrize(
-    ("target", "said"),
+    ("target", "message"),
     [("nowhere/at/all/here", "no such folder"), ("tiny", "neither a run nor a model folder")],
 )
-def test_a_model_that_is_not_there(target: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_does_not_exist(target: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", target, "--port", "0"]) == 2
-    assert said in " ".join(capsys.readouterr().err.split())
+    assert message in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_port_that_is_taken(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Text as a client is told it: whole characters, no stop string, and nothing that is taken back."""
+"""Text as it is sent to a client: complete characters, no stop string, and nothing that changes later."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from oncurve.serve.detokenizer import IncrementalDetokenizer, StreamedText, Text
 
 @cache
 def of_bytes() -> Tokenizer:
-    """One token per byte: every character beyond ASCII is spread over several."""
-    made = Tokenizer(models.BPE({letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = decoders.ByteLevel()
-    return made
+    """One token per byte: every non-ASCII character takes several tokens."""
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
 
 
 def decode(ids: list[int]) -> str:
@@ -28,62 +28,62 @@ def decode(ids: list[int]) -> str:
 
 
 @given(text=st.text(min_size=1, max_size=40))
-def test_text_comes_in_whole_characters_and_adds_up(text: str) -> None:
+def test_text_comes_in_complete_characters_and_adds_up(text: str) -> None:
     ids = of_bytes().encode(text).ids
-    unfolding = IncrementalDetokenizer(decode)
-    parts = [unfolding.push(i, last=n == len(ids) - 1) for n, i in enumerate(ids)]
+    detokenizer = IncrementalDetokenizer(decode)
+    parts = [detokenizer.push(i, last=n == len(ids) - 1) for n, i in enumerate(ids)]
     assert "".join(parts) == decode(ids)
     assert "�" in text or not any("�" in part for part in parts)
 
 
-def written(text: str, stop: tuple[str, ...], why: StopReason) -> tuple[list[TextDelta], StreamedText]:
-    """Each character as a token of its own, its id the character's; the last token stops for the reason given."""
-    writing = StreamedText(lambda ids: "".join(map(chr, ids)), stop)
-    ends = [None] * (len(text) - 1) + [why]
-    return [writing.push(SampledToken(0, 0, ord(c), -1.0, (), end)) for c, end in zip(text, ends, strict=True)], writing
+def push_characters(characters: str, stop: tuple[str, ...], why: StopReason) -> tuple[list[TextDelta], StreamedText]:
+    """Pushes each character as a token whose id is its code point; the last token has the stop reason ``why``."""
+    text = StreamedText(lambda ids: "".join(map(chr, ids)), stop)
+    ends = [None] * (len(characters) - 1) + [why]
+    return [text.push(SampledToken(0, 0, ord(c), -1.0, (), end)) for c, end in zip(characters, ends, strict=True)], text
 
 
-def test_a_stop_string_is_never_told_not_even_its_beginning() -> None:
-    said, _ = written("one END", ("END",), "stop_string")
-    assert [s.text for s in said] == ["o", "n", "e", " ", "", "", ""]
-    assert said[-1].finish == "stop"
-    assert [chr(token.token_id) for s in said for token, _ in s.tokens] == list("one ")
+def test_a_stop_string_is_never_sent_not_even_its_beginning() -> None:
+    deltas, _ = push_characters("one END", ("END",), "stop_string")
+    assert [s.text for s in deltas] == ["o", "n", "e", " ", "", "", ""]
+    assert deltas[-1].finish == "stop"
+    assert [chr(token.token_id) for s in deltas for token, _ in s.tokens] == list("one ")
 
 
-def test_what_only_looked_like_a_stop_string_is_told_late() -> None:
-    said, _ = written("an ENDEX!", ("ENDED",), "length")
-    assert [s.text for s in said] == ["a", "n", " ", "", "", "", "", "ENDEX", "!"]
-    assert [place for s in said for _, place in s.tokens] == list(range(9))
-    assert said[-1].finish == "length"
+def test_text_that_only_began_like_a_stop_string_is_sent_late() -> None:
+    deltas, _ = push_characters("an ENDEX!", ("ENDED",), "length")
+    assert [s.text for s in deltas] == ["a", "n", " ", "", "", "", "", "ENDEX", "!"]
+    assert [offset for s in deltas for _, offset in s.tokens] == list(range(9))
+    assert deltas[-1].finish == "length"
 
 
-def test_the_first_of_several_stop_strings_cuts() -> None:
-    said, _ = written("abc", ("c", "bc"), "stop_string")
-    assert "".join(s.text for s in said) == "a"
+def test_text_ends_before_the_first_of_several_stop_strings() -> None:
+    deltas, _ = push_characters("abc", ("c", "bc"), "stop_string")
+    assert "".join(s.text for s in deltas) == "a"
 
 
 def test_the_end_token_has_no_text_and_is_counted() -> None:
-    said, writing = written("ab$", (), "end")
-    assert "".join(s.text for s in said) == "ab"
-    assert [chr(token.token_id) for s in said for token, _ in s.tokens] == list("ab")
-    assert (said[-1].finish, writing.count) == ("stop", 3)
+    deltas, text = push_characters("ab$", (), "end")
+    assert "".join(s.text for s in deltas) == "ab"
+    assert [chr(token.token_id) for s in deltas for token, _ in s.tokens] == list("ab")
+    assert (deltas[-1].finish, text.count) == ("stop", 3)
 
 
 @given(text=st.text("abEND", min_size=1, max_size=30), stop=st.lists(st.text("abEND", min_size=1, max_size=4), max_size=3))
-def test_whatever_is_told_is_the_text_before_the_first_stop_string(text: str, stop: list[str]) -> None:
-    ends = [place + len(s) for s in stop for place in [text.find(s)] if place >= 0]
+def test_the_sent_text_is_the_text_before_the_first_stop_string(text: str, stop: list[str]) -> None:
+    ends = [offset + len(s) for s in stop for offset in [text.find(s)] if offset >= 0]
     upto, why = (min(ends), "stop_string") if ends else (len(text), "length")
-    said, _ = written(text[:upto], tuple(stop), "stop_string" if why == "stop_string" else "length")
-    cut = min((place for s in stop for place in [text[:upto].find(s)] if place >= 0), default=len(text))
-    assert "".join(s.text for s in said) == text[:cut]
+    deltas, _ = push_characters(text[:upto], tuple(stop), "stop_string" if why == "stop_string" else "length")
+    cut = min((offset for s in stop for offset in [text[:upto].find(s)] if offset >= 0), default=len(text))
+    assert "".join(s.text for s in deltas) == text[:cut]
 
 
 @pytest.mark.parametrize("why", ["end", "length"])
-def test_half_a_character_at_the_end_is_shown_as_such(why: StopReason) -> None:
-    writing = StreamedText(decode, ())
+def test_an_incomplete_character_at_the_end(why: StopReason) -> None:
+    text = StreamedText(decode, ())
     first, second, third = of_bytes().encode("€").ids
-    said = [writing.push(SampledToken(0, 0, i, 0.0, (), s)) for i, s in ((first, None), (second, None), (third, why))]
-    assert "".join(s.text for s in said) == ("€" if why == "length" else "")
+    deltas = [text.push(SampledToken(0, 0, i, 0.0, (), s)) for i, s in ((first, None), (second, None), (third, why))]
+    assert "".join(s.text for s in deltas) == ("€" if why == "length" else "")
 
 
 @given(
@@ -92,8 +92,10 @@ def test_half_a_character_at_the_end_is_shown_as_such(why: StopReason) -> None:
     sizes=st.lists(st.integers(1, 7), min_size=1, max_size=9),
     why=st.sampled_from(["end", "length", "stop_string"]),
 )
-def test_tokens_that_come_together_say_what_they_say_one_by_one(text: str, cut: int, sizes: list[int], why: StopReason) -> None:
-    """Whichever rounds they come in, even where the last character is half of one."""
+def test_tokens_pushed_together_give_the_text_of_tokens_pushed_one_by_one(
+    text: str, cut: int, sizes: list[int], why: StopReason
+) -> None:
+    """In any split into rounds, even if the last character is incomplete."""
     ids = of_bytes().encode(text).ids
     ids = ids[: max(1, len(ids) - cut)]
     stop = (decode(ids)[-2:],) if why == "stop_string" else ("never",)
@@ -105,6 +107,6 @@ def test_tokens_that_come_together_say_what_they_say_one_by_one(text: str, cut: 
         size = sizes[len(many) % len(sizes)]
         many.append(together.push(*tokens[:size]))
         tokens = tokens[size:]
-    assert "".join(said.text for said in many) == "".join(said.text for said in one)
+    assert "".join(d.text for d in many) == "".join(d.text for d in one)
     assert many[-1].finish == one[-1].finish
     assert together.count == apart.count

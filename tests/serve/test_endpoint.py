@@ -1,4 +1,4 @@
-"""The endpoint over real HTTP, asked by OpenAI's own client."""
+"""The endpoint over real HTTP, called by OpenAI's client."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from tests.engines.native.plain import next_logits
 from tests.models.architectures import make_model
 from tests.serve.serving import MODEL, Endpoint, chatting_policy, endpoint
 
-ASKED: Any = [{"role": "system", "content": "add"}, {"role": "user", "content": "what is 1+2"}]
+MESSAGES: Any = [{"role": "system", "content": "add"}, {"role": "user", "content": "what is 1+2"}]
 
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Endpoint]:
-    with endpoint(chatting_policy()) as found:
-        yield found
+    with endpoint(chatting_policy()) as opened:
+        yield opened
 
 
 @pytest.fixture(scope="module")
 def client(served: Endpoint) -> Iterator[openai.OpenAI]:
-    with served.client() as found:
-        yield found
+    with served.client() as opened:
+        yield opened
 
 
-def idle(served: Endpoint, seconds: float = 20.0) -> bool:
-    """Whether every slot is free again before long."""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        if not served.worker.session.asks:
+def becomes_idle(served: Endpoint, seconds: float = 20.0) -> bool:
+    """Whether every slot is free again within the time."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not served.engine.session.asks:
             return True
         time.sleep(0.02)
     return False
@@ -53,27 +53,29 @@ def test_models(client: openai.OpenAI) -> None:
 
 
 def test_a_chat(served: Endpoint, client: openai.OpenAI) -> None:
-    told = client.chat.completions.create(model=MODEL, messages=ASKED, max_tokens=12, seed=1)
-    (choice,) = told.choices
+    response = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=12, seed=1)
+    (choice,) = response.choices
     assert choice.message.role == "assistant"
     assert choice.finish_reason in ("stop", "length")
-    assert told.usage is not None
-    asked = served.policy.tokenizer("s add\nu what is 1+2\na ")["input_ids"]
-    assert told.usage.prompt_tokens == len(asked)
-    assert 1 <= told.usage.completion_tokens <= 12
-    assert told.usage.total_tokens == told.usage.prompt_tokens + told.usage.completion_tokens
-    parts: Any = [{"role": "system", "content": [{"type": "text", "text": "add"}]}, ASKED[1]]
+    assert response.usage is not None
+    prompt_ids = served.policy.tokenizer("s add\nu what is 1+2\na ")["input_ids"]
+    assert response.usage.prompt_tokens == len(prompt_ids)
+    assert 1 <= response.usage.completion_tokens <= 12
+    assert response.usage.total_tokens == response.usage.prompt_tokens + response.usage.completion_tokens
+    parts: Any = [{"role": "system", "content": [{"type": "text", "text": "add"}]}, MESSAGES[1]]
     again = client.chat.completions.create(model=MODEL, messages=parts, max_completion_tokens=12, seed=1)
     assert again.choices[0].message.content == choice.message.content
 
 
-def test_the_same_seed_gives_the_same_text_whatever_else_is_asked(served: Endpoint) -> None:
-    """More requests at once than there are slots; each is answered as it would be alone, streamed or whole."""
+def test_the_same_seed_gives_the_same_text_whatever_else_is_requested(served: Endpoint) -> None:
+    """With more concurrent requests than slots, each gets the answer that it gets alone, streamed or complete."""
 
     def ask(seed: int) -> tuple[str, ...]:
         with served.client() as client:
-            told = client.completions.create(model=MODEL, prompt=f"{seed}+2=", max_tokens=30, seed=seed, n=2, temperature=0.9)
-            return tuple(choice.text for choice in told.choices)
+            response = client.completions.create(
+                model=MODEL, prompt=f"{seed}+2=", max_tokens=30, seed=seed, n=2, temperature=0.9
+            )
+            return tuple(choice.text for choice in response.choices)
 
     def stream(seed: int) -> tuple[str, ...]:
         texts = ["", ""]
@@ -99,13 +101,13 @@ def test_without_a_seed_texts_differ_and_greedy_ones_do_not(client: openai.OpenA
 
 
 def test_streaming(client: openai.OpenAI) -> None:
-    whole = client.chat.completions.create(model=MODEL, messages=ASKED, max_tokens=20, n=3, seed=5)
+    complete = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=20, n=3, seed=5)
     texts, last = ["", "", ""], None
     finished: dict[int, str] = {}
     options: Any = {"include_usage": True}
     chunks = list(
         client.chat.completions.create(
-            model=MODEL, messages=ASKED, max_tokens=20, n=3, seed=5, stream=True, stream_options=options
+            model=MODEL, messages=MESSAGES, max_tokens=20, n=3, seed=5, stream=True, stream_options=options
         )
     )
     for chunk in chunks:
@@ -114,11 +116,11 @@ def test_streaming(client: openai.OpenAI) -> None:
             texts[choice.index] += choice.delta.content or ""
             if choice.finish_reason is not None:
                 finished[choice.index] = choice.finish_reason
-    assert texts == [choice.message.content for choice in whole.choices]
-    assert finished == {choice.index: choice.finish_reason for choice in whole.choices}
+    assert texts == [choice.message.content for choice in complete.choices]
+    assert finished == {choice.index: choice.finish_reason for choice in complete.choices}
     assert chunks[0].choices[0].delta.role == "assistant"
     assert len(chunks) > 20, "it comes token by token"
-    assert last == whole.usage
+    assert last == complete.usage
     assert {chunk.id for chunk in chunks} == {chunks[0].id}
 
 
@@ -136,16 +138,18 @@ def test_several_prompts_and_token_ids(served: Endpoint, client: openai.OpenAI) 
 def test_stop_strings(client: openai.OpenAI) -> None:
     free = client.completions.create(model=MODEL, prompt="abc", max_tokens=60, seed=2).choices[0].text
     stop = free[20:22]
-    told = client.completions.create(model=MODEL, prompt="abc", max_tokens=60, seed=2, stop=[stop, "never"]).choices[0]
-    assert told.text == free[: free.index(stop)]
-    assert told.finish_reason == "stop"
+    response = client.completions.create(model=MODEL, prompt="abc", max_tokens=60, seed=2, stop=[stop, "never"]).choices[0]
+    assert response.text == free[: free.index(stop)]
+    assert response.finish_reason == "stop"
     parts = client.completions.create(model=MODEL, prompt="abc", max_tokens=60, seed=2, stop=stop, stream=True)
-    assert "".join(chunk.choices[0].text for chunk in parts) == told.text
+    assert "".join(chunk.choices[0].text for chunk in parts) == response.text
 
 
 def test_log_probs_are_those_of_a_full_forward(served: Endpoint, client: openai.OpenAI) -> None:
-    told = client.completions.create(model=MODEL, prompt="2+3=", max_tokens=20, seed=4, logprobs=3, temperature=0.7, top_p=0.9)
-    (choice,) = told.choices
+    response = client.completions.create(
+        model=MODEL, prompt="2+3=", max_tokens=20, seed=4, logprobs=3, temperature=0.7, top_p=0.9
+    )
+    (choice,) = response.choices
     assert choice.logprobs is not None
     assert choice.logprobs.tokens is not None
     prompt = served.policy.tokenizer("2+3=")["input_ids"]
@@ -159,51 +163,51 @@ def test_log_probs_are_those_of_a_full_forward(served: Endpoint, client: openai.
     assert "".join(choice.logprobs.tokens) == choice.text
 
 
-def test_log_probs_of_a_chat_streamed_or_whole(client: openai.OpenAI) -> None:
-    asked: Any = {"model": MODEL, "messages": ASKED, "max_tokens": 15, "seed": 4, "logprobs": True, "top_logprobs": 2}
-    whole = client.chat.completions.create(**asked).choices[0]
-    assert whole.logprobs is not None
-    assert whole.logprobs.content is not None
-    first = whole.logprobs.content[0]
+def test_log_probs_of_a_chat_streamed_or_complete(client: openai.OpenAI) -> None:
+    request: Any = {"model": MODEL, "messages": MESSAGES, "max_tokens": 15, "seed": 4, "logprobs": True, "top_logprobs": 2}
+    complete = client.chat.completions.create(**request).choices[0]
+    assert complete.logprobs is not None
+    assert complete.logprobs.content is not None
+    first = complete.logprobs.content[0]
     assert first.bytes == list(first.token.encode())
     assert len(first.top_logprobs) == 2
     streamed = [
         entry
-        for chunk in client.chat.completions.create(**asked, stream=True)
+        for chunk in client.chat.completions.create(**request, stream=True)
         for entry in (chunk.choices[0].logprobs.content or [] if chunk.choices[0].logprobs else [])
     ]
-    assert [(e.token, e.logprob) for e in streamed] == [(e.token, e.logprob) for e in whole.logprobs.content]
-    assert "".join(e.token for e in streamed) == whole.message.content
+    assert [(e.token, e.logprob) for e in streamed] == [(e.token, e.logprob) for e in complete.logprobs.content]
+    assert "".join(e.token for e in streamed) == complete.message.content
 
 
 def test_requests_beyond_capacity_wait(served: Endpoint) -> None:
-    """Forty completions over four slots: all come, and no more than four were ever under way."""
-    most, done = 0, threading.Event()
+    """40 completions over 4 slots: all finish, and at no time do more than 4 decode."""
+    peak, done = 0, threading.Event()
 
     def watch() -> None:
-        nonlocal most
+        nonlocal peak
         while not done.is_set():
-            most = max(most, sum(row is not None for row in served.worker.session.row_in))
+            peak = max(peak, sum(row is not None for row in served.engine.session.row_in))
             time.sleep(0.001)
 
     watcher = threading.Thread(target=watch)
     watcher.start()
     with served.client() as client, ThreadPoolExecutor(8) as threads:
-        asks = [
+        requests = [
             threads.submit(client.completions.create, model=MODEL, prompt="x", max_tokens=20, n=5, seed=n) for n in range(8)
         ]
-        assert all(len(ask.result().choices) == 5 for ask in asks)
+        assert all(len(request.result().choices) == 5 for request in requests)
     done.set()
     watcher.join()
-    assert most == 4
-    assert idle(served)
+    assert peak == 4
+    assert becomes_idle(served)
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_slots(served: Endpoint, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
     """Twelve completions take all four slots of a slow engine; their client goes away, and the slots are free long before
     they could have been written."""
-    session, steps, step = served.worker.session, 0, served.worker.session.step
+    session, steps, step = served.engine.session, 0, served.engine.session.step
 
     def slow() -> Any:
         nonlocal steps
@@ -220,7 +224,7 @@ def test_a_client_that_leaves_frees_its_slots(served: Endpoint, monkeypatch: pyt
         else:
             with pytest.raises(openai.APITimeoutError):
                 client.with_options(timeout=0.5).completions.create(model=MODEL, prompt="abc", max_tokens=400, n=12, seed=0)
-        assert idle(served), "the slots were not given back"
+        assert becomes_idle(served), "the slots were not freed"
         assert not session.waiting
         assert steps < 25
         assert client.completions.create(model=MODEL, prompt="x", max_tokens=3, seed=0).choices
@@ -233,9 +237,9 @@ BAD: list[tuple[dict[str, Any], str | None, str]] = [
     ({"max_tokens": 100_000}, "messages", "don't fit"),
     ({"max_tokens": 401}, "max_tokens", "at most 400"),
     ({"top_logprobs": 3}, None, "needs logprobs"),
-    ({"logit_bias": {"5": 1.0}}, None, "not offered"),
-    ({"frequency_penalty": 0.5}, None, "not offered"),
-    ({"tools": []}, "tools", "not known here"),
+    ({"logit_bias": {"5": 1.0}}, None, "not supported"),
+    ({"frequency_penalty": 0.5}, None, "not supported"),
+    ({"tools": []}, "tools", "unknown key"),
     ({"messages": []}, "messages", "at least 1 item"),
     ({"messages": [{"role": "king", "content": "x"}]}, "messages", "role"),
     ({"messages": [{"role": "user", "content": "x" * 3000}]}, "messages", "don't fit"),
@@ -245,28 +249,30 @@ BAD: list[tuple[dict[str, Any], str | None, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("changed", "param", "said"), BAD, ids=[next(iter(case[0])) for case in BAD])
-def test_bad_requests_say_what_is_wrong(client: openai.OpenAI, changed: dict[str, Any], param: str | None, said: str) -> None:
-    body = {"messages": ASKED, **changed}
+@pytest.mark.parametrize(("changed", "param", "message"), BAD, ids=[next(iter(case[0])) for case in BAD])
+def test_bad_requests_say_what_is_wrong(
+    client: openai.OpenAI, changed: dict[str, Any], param: str | None, message: str
+) -> None:
+    body = {"messages": MESSAGES, **changed}
     messages = body.pop("messages")
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model=MODEL, messages=messages, extra_body=body)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert caught.value.param == param
     assert caught.value.type == "invalid_request_error"
 
 
-def test_other_refusals(served: Endpoint, client: openai.OpenAI) -> None:
+def test_other_refused_requests(served: Endpoint, client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="there is no model 'gpt'"):
-        client.chat.completions.create(model="gpt", messages=ASKED)
+        client.chat.completions.create(model="gpt", messages=MESSAGES)
     with pytest.raises(openai.BadRequestError, match="the model has"):
         client.completions.create(model=MODEL, prompt=[1, 99_999])
     with pytest.raises(openai.BadRequestError, match="no tokens"):
         client.completions.create(model=MODEL, prompt="")
     half = {"model": MODEL, "prompt": "cut \ud83d"}, {"model": MODEL, "messages": [{"role": "user", "content": "cut \ud83d"}]}
-    for path, asked in zip(("/v1/completions", "/v1/chat/completions"), half, strict=True):
+    for path, payload in zip(("/v1/completions", "/v1/chat/completions"), half, strict=True):
         request = urllib.request.Request(
-            served.address + path, json.dumps(asked).encode(), {"content-type": "application/json"}
+            served.address + path, json.dumps(payload).encode(), {"content-type": "application/json"}
         )
         with pytest.raises(urllib.error.HTTPError) as caught:
             urllib.request.urlopen(request, timeout=10)
@@ -277,43 +283,43 @@ def test_other_refusals(served: Endpoint, client: openai.OpenAI) -> None:
         with pytest.raises(urllib.error.HTTPError) as caught:
             urllib.request.urlopen(request, timeout=10)
         assert caught.value.code == status
-        told = json.loads(caught.value.read())["error"]
-        assert told["param"] is None
-        assert told["message"].startswith("the body is not JSON: ") == (body == b"{")
+        error = json.loads(caught.value.read())["error"]
+        assert error["param"] is None
+        assert error["message"].startswith("the body is not JSON: ") == (body == b"{")
 
 
 def test_a_model_without_a_chat_template_says_so() -> None:
     policy = chatting_policy()
     policy.tokenizer.chat_template = None
     with (
-        endpoint(policy, slots=1, limit=8) as found,
-        found.client() as client,
+        endpoint(policy, slots=1, limit=8) as served,
+        served.client() as client,
         pytest.raises(openai.BadRequestError, match="/v1/completions"),
     ):
-        client.chat.completions.create(model=MODEL, messages=ASKED)
+        client.chat.completions.create(model=MODEL, messages=MESSAGES)
 
 
-def test_a_template_that_refuses_is_the_client_s_mistake() -> None:
+def test_a_template_that_raises_is_a_bad_request() -> None:
     policy = chatting_policy()
     policy.tokenizer.chat_template = "{{ raise_exception('only users speak here') }}"
     with (
-        endpoint(policy, slots=1, limit=8) as found,
-        found.client() as client,
+        endpoint(policy, slots=1, limit=8) as served,
+        served.client() as client,
         pytest.raises(openai.BadRequestError, match="only users speak here") as refused,
     ):
-        client.chat.completions.create(model=MODEL, messages=ASKED)
+        client.chat.completions.create(model=MODEL, messages=MESSAGES)
     assert refused.value.param == "messages"
 
 
-def test_a_fault_of_the_engine_is_told_and_the_server_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    with endpoint(chatting_policy(), slots=1, limit=8) as found, found.client() as client:
-        step = found.worker.session.step
+def test_an_engine_error_is_reported_and_the_server_continues(monkeypatch: pytest.MonkeyPatch) -> None:
+    with endpoint(chatting_policy(), slots=1, limit=8) as served, served.client() as client:
+        step = served.engine.session.step
 
         def fails() -> Any:
-            monkeypatch.setattr(found.worker.session, "step", step)
+            monkeypatch.setattr(served.engine.session, "step", step)
             raise RuntimeError("no memory left")
 
-        monkeypatch.setattr(found.worker.session, "step", fails)
+        monkeypatch.setattr(served.engine.session, "step", fails)
         with pytest.raises(openai.InternalServerError, match="no memory left"):
             client.completions.create(model=MODEL, prompt="x", max_tokens=3)
         assert client.completions.create(model=MODEL, prompt="x", max_tokens=3).choices

@@ -1,4 +1,4 @@
-"""Training-Free GRPO end to end, in two processes: `oncurve serve` answers, `oncurve train` asks; only advice moves."""
+"""Training-Free GRPO end to end in two processes: `oncurve serve` and `oncurve train`; only the advice changes."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ LESSON = json.dumps([{"do": "add", "text": ADVICE}])
 ROWS = [{"prompt": [{"role": "user", "content": f"Q{i}"}], "answer": "7"} for i in range(10)]
 
 
-def asks(folder: Path) -> TrainingFreeLoop:
-    """Only to know in what words the stage will ask; nothing listens there."""
+def build_loop(folder: Path) -> TrainingFreeLoop:
+    """A loop that builds the stage's requests; nothing listens at its URL."""
     stage = TrainingFree(model="small", base_url="http://127.0.0.1:1/v1", prompts_per_step=1, group_size=2)
     task = PromptList.of(ROWS[:8], ROWS[8:])
     return TrainingFreeLoop(stage, 0, task, RewardMix([AnswerReward("answer", 1.0, AnswerOptions())]), folder)
 
 
 def teach(folder: Path) -> None:
-    """Saves a small model that has learned three things: asked without advice it says the wrong thing six times of ten, with
-    advice the right one, and as a teacher it gives the advice."""
+    """Trains and saves a small model. Without advice it gives the wrong answer 6 times in 10, with advice the right one; as a
+    teacher it gives the advice."""
     tokenizer = build_tokenizer(PRINTABLE)
     shape = TinyModel(layers=2, width=48, heads=2, kv_heads=1, head_size=24, mlp_width=96, context=2048)
     policy = Policy(build_model(shape, tokenizer, 0), tokenizer)
     tokenizer.chat_template = TEMPLATE
-    loop, rng = asks(folder), np.random.default_rng(0)
+    loop, rng = build_loop(folder), np.random.default_rng(0)
     prompts = PromptList.of(ROWS).train
     optimiser = torch.optim.AdamW(policy.model.parameters(), lr=5e-3)
     known = Library({1: ADVICE}, 1)
@@ -60,10 +60,10 @@ def teach(folder: Path) -> None:
             (loop._lesson(pair, 1, 0), LESSON, 1.0),
         ]
         optimiser.zero_grad()
-        for told, said, share in lessons:
-            ids = policy.encode(Prompt("p", messages=tuple(told["messages"])))
-            pack = build_pack([PrefixGroup(ids, (policy.encode_completion(said),), (0,))], policy.device)
-            (-share * policy.pack_logps(pack)[0].sum()).backward()  # type: ignore[no-untyped-call]
+        for request, reply, weight in lessons:
+            ids = policy.encode(Prompt("p", messages=tuple(request["messages"])))
+            pack = build_pack([PrefixGroup(ids, (policy.encode_completion(reply),), (0,))], policy.device)
+            (-weight * policy.pack_logps(pack)[0].sum()).backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
         optimiser.step()
     policy.save(folder / "small")
@@ -71,11 +71,11 @@ def teach(folder: Path) -> None:
 
 @contextmanager
 def served(folder: Path) -> Iterator[str]:
-    """The address of `oncurve serve`, a process of its own, for as long as it is asked."""
+    """Runs `oncurve serve` in a process; yields its address."""
     command = [sys.executable, "-m", "oncurve", "serve", str(folder), "--name", "small", "--port", "0", "--json"]
-    plain = {name: value for name, value in os.environ.items() if name != "ONCURVE_SERVE_KEY"} | {"OMP_NUM_THREADS": "1"}
+    environ = {name: value for name, value in os.environ.items() if name != "ONCURVE_SERVE_KEY"} | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        [*command, "--until-closed"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=plain
+        [*command, "--until-closed"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ
     )
     assert process.stdout is not None
     try:
@@ -85,7 +85,7 @@ def served(folder: Path) -> Iterator[str]:
     assert process.returncode == 0
 
 
-def test_advice_is_written_down_and_held_out_accuracy_is_measured_with_and_without_it(tmp_path: Path) -> None:
+def test_advice_is_stored_and_held_out_accuracy_is_measured_with_and_without_it(tmp_path: Path) -> None:
     teach(tmp_path)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     with served(tmp_path / "small") as address:
@@ -106,16 +106,16 @@ reply_tokens = 64
 sampling.max_new_tokens = 24
 """)
         command = [sys.executable, "-m", "oncurve", "train", str(tmp_path / "free.toml"), "--out", str(tmp_path / "run")]
-        told = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert told.returncode == 0, told.stderr
+        trained = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert trained.returncode == 0, trained.stderr
     library = (tmp_path / "run" / "experience" / "training_free.md").read_text()
     assert f"- **E1** {ADVICE}\n" in library
     with RunReader.open(tmp_path / "run") as store:
-        said = {name: dict(store.metric(name, "training_free")) for name in ("heldout_without", "heldout_with", "accuracy")}
-        assert said["heldout_without"] == {2: 0.0}
-        assert said["heldout_with"] == {2: 1.0}
-        assert said["accuracy"][1] < 0.8 < said["accuracy"][2]
+        metrics = {name: dict(store.metric(name, "training_free")) for name in ("heldout_without", "heldout_with", "accuracy")}
+        assert metrics["heldout_without"] == {2: 0.0}
+        assert metrics["heldout_with"] == {2: 1.0}
+        assert metrics["accuracy"][1] < 0.8 < metrics["accuracy"][2]
         assert len(store.step("training_free", 1).groups) == 4
-    assert "held-out accuracy 0.0 % without its experiences, 100.0 % with them" in " ".join(told.stdout.split())
-    assert "experience/training_free.md" in "".join(told.stdout.split())
-    assert "oncurve chat" not in told.stdout, "the recipe's own model has learned nothing"
+    assert "held-out accuracy 0.0 % without its experiences, 100.0 % with them" in " ".join(trained.stdout.split())
+    assert "experience/training_free.md" in "".join(trained.stdout.split())
+    assert "oncurve chat" not in trained.stdout, "the recipe's own model has learned nothing"
