@@ -1,4 +1,4 @@
-"""Steps to be taken by any number of ranks, and what is compared of them."""
+"""Steps that any number of ranks can run, and the outcomes that tests compare."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ PLAIN: dict[str, Any] = {"updates_per_step": 2, "optimiser": SMOOTH}
 
 
 @dataclass(frozen=True)
-class Rewarded:
-    """``of`` says what is rewarded: `digits` of a text; `steps` of it, each by itself; `few`, where only some prompts' groups
-    have anything to learn from; `none`, where no group has; or `fails` on some completions."""
+class CaseReward:
+    """``of`` says what is rewarded: the `digits` of a text; `steps` (process rewards); `few`: only some groups have a learning
+    signal; `none`: no group has one; `fails`: the reward fails on some completions."""
 
     of: str = "digits"
     name: str = "r"
     weight: float = 1.0
 
     def score(self, group: Group) -> list[Result]:
-        return [self._one(group, completion) for completion in group.completions]
+        return [self._score(group, completion) for completion in group.completions]
 
-    def _one(self, group: Group, completion: Completion) -> Result:
+    def _score(self, group: Group, completion: Completion) -> Result:
         if self.of == "steps":
             ends = [t for t, token in enumerate(completion.token_ids.tolist()) if token % 3 == 0]
             return Score(None, steps=tuple((t, float(t % 5)) for t in ends))
         if self.of == "none" or (self.of == "few" and (group.prompt.text or "")[0] not in "01"):
             return Score(1.0)
         if self.of == "fails" and len(completion.token_ids) % 3 == 0:
-            return ValueError("a length that it does not like")
+            return ValueError("unsupported length")
         return Score(float(sum(c.isdigit() for c in completion.text)))
 
 
@@ -70,8 +70,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @dataclass(frozen=True)
-class Taken:
-    """A step: the gradient of its last update, the weights after it, what was sampled and graded, and its metrics."""
+class StepOutcome:
+    """A step: the gradient of its last update, the weights after it, its samples and advantages, and its metrics."""
 
     gradient: np.ndarray
     weights: np.ndarray
@@ -79,116 +79,116 @@ class Taken:
     advantages: np.ndarray
     metrics: dict[str, float]
     stats: int
-    """Completions of which per-token figures are known."""
+    """Completions with per-token statistics."""
     written: str = ""
-    """What the stage keeps in files of the run."""
+    """What the stage wrote to files of the run."""
 
 
-def steps(world: World, names: list[str]) -> dict[str, Taken]:
+def steps(world: World, names: list[str]) -> dict[str, StepOutcome]:
     return {name: step(world, name) for name in names}
 
 
-def steps_layer_by_layer(world: World, names: list[str]) -> dict[str, Taken]:
+def steps_layer_by_layer(world: World, names: list[str]) -> dict[str, StepOutcome]:
     return {name: step(world, name, gather=False) for name in names}
 
 
-def step(world: World, name: str, dtype: str = "float32", by_modules: bool = False, gather: bool = True) -> Taken:
-    """``by_modules``: through the model's own modules, as shards of weights are."""
-    pupil = policy(dtype=dtype)
+def step(world: World, name: str, dtype: str = "float32", by_modules: bool = False, gather: bool = True) -> StepOutcome:
+    """``by_modules``: without the fast backbone, as sharded weights run."""
+    trained = policy(dtype=dtype)
     if by_modules:
-        pupil.fast_backbone = None
-    return step_of(world, name, pupil, gather)
+        trained.fast_backbone = None
+    return step_of(world, name, trained, gather)
 
 
-def step_of(world: World, name: str, pupil: Policy, gather: bool = True, **more: Any) -> Taken:
+def step_of(world: World, name: str, trained: Policy, gather: bool = True, **more: Any) -> StepOutcome:
     of, options = CASES[name]
-    made = stage(**{"prompts_per_step": 5, "sampling": {"max_new_tokens": 8}, **options, **more})
-    asked = recipe() if gather else recipe("scale.shard=full", "scale.gather=false", "scale.ranks=2")
-    engine = NativeEngine(shard_policy(pupil, asked, world), Engine(slots=16))
-    loop = GrpoLoop(made, 0, PROMPTS, engine, RewardMix([Rewarded(of)]), world)
-    return taken(world, loop.step(1), engine.policy, [loop.learner.optimiser])
+    section = stage(**{"prompts_per_step": 5, "sampling": {"max_new_tokens": 8}, **options, **more})
+    run = recipe() if gather else recipe("scale.shard=full", "scale.gather=false", "scale.ranks=2")
+    engine = NativeEngine(shard_policy(trained, run, world), Engine(slots=16))
+    loop = GrpoLoop(section, 0, PROMPTS, engine, RewardMix([CaseReward(of)]), world)
+    return outcome_of(world, loop.step(1), engine.policy, [loop.learner.optimiser])
 
 
-def taken(
-    world: World, report: StepReport, policy: Policy, optimisers: list[Optimiser], beside: nn.Module | None = None
-) -> Taken:
-    """``beside``: a model that was trained beside the policy, or in its place."""
-    slopes = [whole_gradient(world, optimiser) for optimiser in optimisers]
+def outcome_of(
+    world: World, report: StepReport, policy: Policy, optimisers: list[Optimiser], second: nn.Module | None = None
+) -> StepOutcome:
+    """``second``: a model that was trained in addition to the policy, or instead of it."""
+    gradients = [full_gradient(world, optimiser) for optimiser in optimisers]
     with policy.full_weights():
-        weights = [snapshot(model).float() for model in (policy.model, beside) if model is not None]
-    return Taken(
-        torch.cat([torch.zeros(0), *slopes]).numpy(),
+        weights = [snapshot(model).float() for model in (policy.model, second) if model is not None]
+    return StepOutcome(
+        torch.cat([torch.zeros(0), *gradients]).numpy(),
         torch.cat(weights).numpy(),
         [[c.token_ids.tolist() for c in g.group.completions] for g in report.groups],
-        np.concatenate([np.zeros(0), *(of_one for g in report.groups for of_one in g.advantages)]),
+        np.concatenate([np.zeros(0), *(a for g in report.groups for a in g.advantages)]),
         {name: value for name, value in report.metrics.items() if name not in CLOCKS},
-        sum(found is not None for row in report.stats for found in row),
+        sum(stats is not None for row in report.stats for stats in row),
     )
 
 
-def away(one: np.ndarray, other: np.ndarray) -> float:
+def relative_distance(a: np.ndarray, b: np.ndarray) -> float:
     """Relative L2 distance."""
-    return float(np.linalg.norm(one - other) / max(float(np.linalg.norm(other)), 1e-12))
+    return float(np.linalg.norm(a - b) / max(float(np.linalg.norm(b)), 1e-12))
 
 
-def whole_gradient(world: World, optimiser: Optimiser) -> Tensor:
-    """The gradient of the last update as one rank would have it, put together of pieces where ranks hold pieces."""
-    own = [torch.zeros_like(m) if m.grad is None else m.grad for m in optimiser.masters]
+def full_gradient(world: World, optimiser: Optimiser) -> Tensor:
+    """The gradient of the last update as a single process would have it, gathered if it is sharded."""
+    local = [torch.zeros_like(m) if m.grad is None else m.grad for m in optimiser.masters]
     if not isinstance(optimiser, ShardedOptimiser):
-        return torch.cat([g.flatten() for g in own])
-    mine = [(optimiser._range(w), g.numpy()) for w, g in zip(optimiser.weights, own, strict=True)]
-    wholes = [torch.full(w.shape, torch.nan) for w in optimiser.weights]
-    for parts in world.all_gather_dict({world.rank: mine}).values():
-        for whole, (at, part) in zip(wholes, parts, strict=True):
-            at.fill(whole, torch.from_numpy(part))
-    return torch.cat([whole.flatten() for whole in wholes])
+        return torch.cat([g.flatten() for g in local])
+    shards = [(optimiser._range(w), g.numpy()) for w, g in zip(optimiser.weights, local, strict=True)]
+    full = [torch.full(w.shape, torch.nan) for w in optimiser.weights]
+    for of_rank in world.all_gather_dict({world.rank: shards}).values():
+        for gradient, (elements, shard) in zip(full, of_rank, strict=True):
+            elements.fill(gradient, torch.from_numpy(shard))
+    return torch.cat([gradient.flatten() for gradient in full])
 
 
 CLOCKS = {"tokens_per_s", "cpu_seconds", "memory_mib", "sample_tokens_per_s", "update_tflops", "mfu"}
 
 
-def imitate(world: World) -> tuple[np.ndarray, list[float]]:
-    """Weights after three sft steps, and the held-out loss after each; in packs of which ranks have unequal numbers."""
-    told = ("examples=40", "heldout_share=0.3", "eval_every=1", "tokens_per_pack=64", "batch_size=7")
-    asked = recipe(*(f"sft.{key}" for key in told))
-    first = asked.stages[0]
+def run_sft(world: World) -> tuple[np.ndarray, list[float]]:
+    """Weights after three sft steps, and the held-out loss after each; ranks have unequal numbers of packs."""
+    settings = ("examples=40", "heldout_share=0.3", "eval_every=1", "tokens_per_pack=64", "batch_size=7")
+    run = recipe(*(f"sft.{setting}" for setting in settings))
+    first = run.stages[0]
     assert isinstance(first, Sft)
-    task = task_for(asked, first)
-    pupil = shard_policy(policy(alphabet=task.alphabet or ""), asked, world)
+    task = task_for(run, first)
+    trained = shard_policy(policy(alphabet=task.alphabet or ""), run, world)
     loop = SftLoop(
-        first.model_copy(update={"optimiser": first.optimiser.model_copy(update=SMOOTH)}), 0, task, pupil, None, world
+        first.model_copy(update={"optimiser": first.optimiser.model_copy(update=SMOOTH)}), 0, task, trained, None, world
     )
     losses = [loop.step(n).metrics["heldout_loss"] for n in (1, 2, 3)]
-    with pupil.full_weights():
-        return snapshot(pupil.model).numpy(), losses
+    with trained.full_weights():
+        return snapshot(trained.model).numpy(), losses
 
 
-def disagree(world: World) -> str:
-    """One rank's share can't be rewarded: what each rank hears of it."""
+def fail_on_one_rank(world: World) -> str:
+    """The rewards of one rank fail: returns the error that each rank gets."""
 
-    def own() -> list[int]:
+    def score() -> list[int]:
         if world.rank == 1:
             raise RewardError("reward 'r'", "gone", because="its endpoint does not answer", fix="start it")
         return [0]
 
     try:
-        world.all_gather_results(own)
+        world.all_gather_results(score)
     except RewardError as error:
         return f"{error} {world.all_failed('here')}"
     return "nothing"
 
 
-def exchange(world: World) -> dict[str, Any]:
-    """Every call of a world once, with ranks that have different things to say."""
-    halves = torch.full((3,), float(world.rank))
-    world.broadcast_([halves])
-    own = {"all": 1.0, f"of {world.rank}": float(world.rank)}
+def call_collectives(world: World) -> dict[str, Any]:
+    """Calls every collective once, with different arguments on each rank."""
+    tensor = torch.full((3,), float(world.rank))
+    world.broadcast_([tensor])
+    values = {"all": 1.0, f"of {world.rank}": float(world.rank)}
     return {
-        "share": world.local_prompts(list(range(7))),
-        "gathered": world.all_gather_results(lambda: [10 * i for i in world.local_prompts(list(range(7)))]),
-        "mine": world.local_indices([5, 1, 1, 1, 1, 1]),
-        "summed": world.all_reduce_sum(own),
-        "largest": world.all_reduce_max(own),
-        "together": world.all_gather_dict({world.rank: "x"}),
-        "spread": halves.tolist(),
+        "local_prompts": world.local_prompts(list(range(7))),
+        "all_gather_results": world.all_gather_results(lambda: [10 * i for i in world.local_prompts(list(range(7)))]),
+        "local_indices": world.local_indices([5, 1, 1, 1, 1, 1]),
+        "all_reduce_sum": world.all_reduce_sum(values),
+        "all_reduce_max": world.all_reduce_max(values),
+        "all_gather_dict": world.all_gather_dict({world.rank: "x"}),
+        "broadcast_": tensor.tolist(),
     }

@@ -1,4 +1,4 @@
-"""Ranks as real processes that talk by gloo: each is forked from one that has imported everything already."""
+"""Ranks as real processes over gloo, forked from a server that has already imported everything."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.training.builders import recipe as small
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["tests.distributed.stage_cases", "torch.distributed"])
-PATIENCE = 120
+TIMEOUT_S = 120
 
 
 def environment(rank: int, size: int, port: int) -> dict[str, str]:
@@ -40,33 +40,33 @@ def _rank(recipe: Recipe, environ: dict[str, str], report: Connection, work: Cal
     os.environ.update(environ)
     torch.set_num_threads(1)
     try:
-        world = join(recipe, lambda error: report.send(("spoke", str(error))))
-        found = work(world, *arguments)
+        world = join(recipe, lambda error: report.send(("printed", str(error))))
+        result = work(world, *arguments)
         world.close()
-        report.send(("done", found))
+        report.send(("done", result))
     except BaseException:
         report.send(("raised", traceback.format_exc()))
         raise
 
 
 def in_ranks(size: int, work: Callable[..., Any], *arguments: Any, recipe: Recipe | None = None) -> list[Any]:
-    """What ``work(world, …)`` returns on each of so many ranks; on one, in this process and without any torch.distributed."""
+    """The results of ``work(world, …)`` on ``size`` ranks; one rank runs in this process, without torch.distributed."""
     if size == 1:
         return [work(World(), *arguments)]
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    asked = recipe or small(f"scale.ranks={size}", "grpo.prompts_per_step=8", "scale.timeout_s=60.0")
+    run = recipe or small(f"scale.ranks={size}", "grpo.prompts_per_step=8", "scale.timeout_s=60.0")
     started = []
     for rank in range(size):
-        mine, theirs = SERVER.Pipe(duplex=False)
-        child = SERVER.Process(target=_rank, args=(asked, environment(rank, size, store.port), theirs, work, arguments))
+        receiver, sender = SERVER.Pipe(duplex=False)
+        child = SERVER.Process(target=_rank, args=(run, environment(rank, size, store.port), sender, work, arguments))
         child.start()
-        theirs.close()
-        started.append((child, mine))
-    found = [mine.recv() if mine.poll(PATIENCE) else ("silent", None) for _, mine in started]
+        sender.close()
+        started.append((child, receiver))
+    reports = [receiver.recv() if receiver.poll(TIMEOUT_S) else ("silent", None) for _, receiver in started]
     for child, _ in started:
         child.join(20)
         if child.is_alive():
             child.kill()
-    for how, what in found:
-        assert how == "done", f"{how}: {what}"
-    return [what for _, what in found]
+    for status, result in reports:
+        assert status == "done", f"{status}: {result}"
+    return [result for _, result in reports]

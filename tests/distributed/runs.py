@@ -1,4 +1,4 @@
-"""Whole runs on several ranks, as processes that can be killed for good."""
+"""Complete runs on several ranks, as processes that tests can kill."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ from tests.distributed.processes import SERVER, environment
 from tests.training.builders import recipe as small
 
 GONE_S = 10.0
-"""When a rank is killed or refused, all must be gone by then. Beside three other programs on two cores it took 3.4 s."""
+"""The time within which all ranks must end after one is killed or refused. On two busy cores it took 3.4 s."""
 
 
 def slow(completion: str) -> float:
-    """A reward that takes its time, so that a kill meets the step that it is meant for."""
+    """A slow reward, so that a kill arrives in the intended step."""
     time.sleep(0.02)
     return float(sum(c.isdigit() for c in completion))
 
 
-def asked(ranks: int, *sets: str) -> Recipe:
-    """Twelve steps with checkpoints, on the small model."""
+def run_recipe(ranks: int, *sets: str) -> Recipe:
+    """Twelve grpo steps of the small model, with checkpoints."""
     reward = f'rewards=[{{type = "python", name = "slow", function = "{Path(__file__)}:slow"}}]'
     usual = [reward, "grpo.prompts_per_step=5", "grpo.steps=12", "grpo.save_every=3", "task.heldout=5", "scale.timeout_s=60.0"]
     return small(f"scale.ranks={ranks}", "threads=1", *usual, *sets)
 
 
 def every_stage(ranks: int, folder: Path, *sets: str) -> Recipe:
-    """A stage of each type that ranks share, one after the other: what one leaves behind is what the next begins from."""
+    """A stage of each distributed type, in sequence: each starts from what the former one left."""
     pairs = folder / "pairs.jsonl"
     rows = [{"prompt": f"{i}+1=", "chosen": f"{i + 1}" * (1 + i % 3), "rejected": "=" * (1 + i % 2)} for i in range(9)]
     pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = asked(ranks).model_dump(mode="json", exclude_none=True)
+    data = run_recipe(ranks).model_dump(mode="json", exclude_none=True)
     sft, grpo = data["stages"]
     learned = {"type": "model", "model": "stage:reward_model"}
     labeller = {"type": "python", "function": f"{Path(__file__)}:slow"}
@@ -71,25 +71,25 @@ def _train(recipe: Recipe, path: Path, again: bool, sets: list[str], environ: di
     os.environ.update(environ)
     sys.stderr = log.open("a", buffering=1)
 
-    def speak(error: OncurveError) -> None:
-        print(f"{environ.get('RANK', '0')} said: {error}", file=sys.stderr)
+    def print_error(error: OncurveError) -> None:
+        print(f"rank {environ.get('RANK', '0')} printed: {error}", file=sys.stderr)
 
     world = SINGLE_PROCESS
     try:
-        world = join(recipe, speak)
+        world = join(recipe, print_error)
         done = resume(RunFolder(path), sets=sets, world=world) if again else begin(recipe, out=path, world=world)
         assert done.path.resolve() == path.resolve()
     except BaseException as error:
         world.close(error)
         if isinstance(error, OncurveError):
-            speak(error) if environ.get("RANK", "0") == "0" else report_to_rank_zero(error)
+            print_error(error) if environ.get("RANK", "0") == "0" else report_to_rank_zero(error)
             sys.exit(error.exit_code)
         raise
     world.close()
 
 
 class Started:
-    """A run's ranks. ``said`` is all that they have written."""
+    """A run's ranks. ``log_text`` is what they have written to standard error."""
 
     def __init__(self, recipe: Recipe, path: Path, *, again: bool = False, sets: list[str] | None = None) -> None:
         ranks = recipe.scale.ranks
@@ -103,11 +103,11 @@ class Started:
             self.processes.append(child)
 
     @property
-    def said(self) -> str:
+    def log_text(self) -> str:
         return self.log.read_text() if self.log.exists() else ""
 
     def wait(self, seconds: float = 120) -> list[int | None]:
-        """Exit codes of all, once they have ended; what has not by then is killed, and has none."""
+        """Waits for all ranks and returns their exit codes. A rank that does not end in time is killed, and has None."""
         deadline = time.monotonic() + seconds
         for child in self.processes:
             child.join(max(0.0, deadline - time.monotonic()))
@@ -118,31 +118,31 @@ class Started:
         return codes
 
 
-def until(what: Callable[[], object], seconds: float = 60) -> None:
+def until(condition: Callable[[], object], seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < deadline, "it did not come to pass"
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not become true"
         time.sleep(0.02)
 
 
 def last_step(path: Path, stage: str = "grpo") -> int:
     try:
         with RunReader.open(path) as store:
-            found = store.steps(stage)
-            return found[-1].step if found else 0
+            steps = store.steps(stage)
+            return steps[-1].step if steps else 0
     except OncurveError:
         return 0
 
 
-def final(path: Path, model: str = "model") -> dict[str, np.ndarray]:
+def final_weights(path: Path, model: str = "model") -> dict[str, np.ndarray]:
     return dict(load_file(path / model / "model.safetensors"))
 
 
 def same_bits(one: Path, other: Path) -> bool:
-    a, b = final(one), final(other)
+    a, b = final_weights(one), final_weights(other)
     return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
 
 
 def distance(one: Path, other: Path, model: str = "model") -> float:
-    a, b = final(one, model), final(other, model)
+    a, b = final_weights(one, model), final_weights(other, model)
     return max(float(np.linalg.norm(a[n] - b[n]) / np.linalg.norm(b[n])) for n in a)

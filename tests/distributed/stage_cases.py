@@ -1,4 +1,4 @@
-"""Steps of the stages beside `grpo`, to be taken by any number of ranks."""
+"""Steps of the stage types other than `grpo` that any number of ranks can run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from oncurve.distributed.world import World
 from oncurve.engines.native.engine import NativeEngine
 from oncurve.models import fisher
-from oncurve.models.heads.classifier import classifier_of, save
+from oncurve.models.heads.classifier import build_classifier, save
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.sections import Engine
 from oncurve.recipe.schema.stages import Dpo, Ppo, RejectionSample, RewardModel, Trpo
@@ -31,30 +31,30 @@ from oncurve.training.stages.ppo import PpoLoop
 from oncurve.training.stages.rejection_sample import RejectionLoop
 from oncurve.training.stages.reward_model import RewardModelLoop
 from oncurve.training.stages.trpo import TrpoLoop
-from tests.distributed.cases import CLOCKS, Rewarded, Taken, taken
+from tests.distributed.cases import CLOCKS, CaseReward, StepOutcome, outcome_of
 from tests.faults.test_memory_of_stages import Full, of_pack, said
 from tests.training.builders import PROMPTS, SMOOTH, policy, recipe, snapshot, stage
 
 PAIRS = [Pair(Prompt(id=str(i), text=f"{i}+1="), f"{i + 1}" * (1 + i % 4), f"{i}{i}={i}") for i in range(9)]
-"""Of uneven lengths."""
+"""Pairs of uneven lengths."""
 
 
-def dpo(world: World, folder: Path, **options: Any) -> Taken:
+def dpo(world: World, folder: Path, **options: Any) -> StepOutcome:
     return dpo_of(world, shard_policy(policy(), recipe(), world), **options)
 
 
-def dpo_loop(world: World, pupil: Policy, **options: Any) -> DpoLoop:
-    made = Dpo.model_validate({"pairs": "-", "steps": 3, "batch_size": 5, "optimiser": SMOOTH, **options})
-    return DpoLoop(made, 0, pupil, PAIRS, world)
+def dpo_loop(world: World, trained: Policy, **options: Any) -> DpoLoop:
+    section = Dpo.model_validate({"pairs": "-", "steps": 3, "batch_size": 5, "optimiser": SMOOTH, **options})
+    return DpoLoop(section, 0, trained, PAIRS, world)
 
 
-def dpo_of(world: World, pupil: Policy, **options: Any) -> Taken:
-    loop = dpo_loop(world, pupil, **options)
+def dpo_of(world: World, trained: Policy, **options: Any) -> StepOutcome:
+    loop = dpo_loop(world, trained, **options)
     reports = [loop.step(n) for n in (1, 2)]
-    return taken(world, reports[-1], loop.policy, [loop.optimiser])
+    return outcome_of(world, reports[-1], loop.policy, [loop.optimiser])
 
 
-JUDGED: dict[str, list[RewardModelExample]] = {
+EXAMPLES: dict[str, list[RewardModelExample]] = {
     "pairs": [
         RewardModelExample(p.prompt, (p.chosen, p.rejected), (1.0, (-1.0, 0.0, 1.0)[i % 3]), i / 9) for i, p in enumerate(PAIRS)
     ],
@@ -63,91 +63,93 @@ JUDGED: dict[str, list[RewardModelExample]] = {
 }
 
 
-def reward_model(world: World, folder: Path, **options: Any) -> Taken:
-    """Two updates and a measurement; two heads, of which the second has not always a say."""
+def reward_model(world: World, folder: Path, **options: Any) -> StepOutcome:
+    """Two updates and an evaluation; two heads, the second with missing labels."""
     heads = {} if options.get("kind") == "steps" else {"aspects": ("good", "short")}
     usual = {"data": "-", "steps": 2, "batch_size": 5, "optimiser": SMOOTH, **heads}
-    made = RewardModel.model_validate({**usual, **options})
-    told = JUDGED[made.kind]
-    loop = RewardModelLoop(made, 0, policy(), folder, RewardModelData(told[2:], told[:2]), world)
+    section = RewardModel.model_validate({**usual, **options})
+    examples = EXAMPLES[section.kind]
+    loop = RewardModelLoop(section, 0, policy(), folder, RewardModelData(examples[2:], examples[:2]), world)
     reports = [loop.step(n) for n in (1, 2)]
-    return taken(world, reports[-1], loop.policy, [loop.optimiser], loop.model)
+    return outcome_of(world, reports[-1], loop.policy, [loop.optimiser], loop.model)
 
 
-def ppo(world: World, folder: Path, of: str = "digits", **options: Any) -> Taken:
-    """Two steps: the second begins with a critic that expects something."""
+def ppo(world: World, folder: Path, of: str = "digits", **options: Any) -> StepOutcome:
+    """Two steps: the second starts with a trained critic."""
     usual = {"steps": 3, "prompts_per_step": 5, "group_size": 4, "optimiser": SMOOTH, "sampling": {"max_new_tokens": 8}}
-    made = Ppo.model_validate({**usual, "updates_per_step": 2, **options})
+    section = Ppo.model_validate({**usual, "updates_per_step": 2, **options})
     engine = NativeEngine(policy(), Engine(slots=16))
-    loop = PpoLoop(made, 0, PROMPTS, engine, RewardMix([Rewarded(of)]), world)
+    loop = PpoLoop(section, 0, PROMPTS, engine, RewardMix([CaseReward(of)]), world)
     reports = [loop.step(n) for n in (1, 2)]
     learner = loop.learner
-    return taken(world, reports[-1], engine.policy, [learner.optimiser, learner.critic_optimiser], learner.critic.module)
+    return outcome_of(world, reports[-1], engine.policy, [learner.optimiser, learner.critic_optimiser], learner.critic.module)
 
 
-def trpo(world: World, folder: Path, of: str = "digits", **options: Any) -> Taken:
-    """Its move stands for its gradient, which is cleared before it moves."""
+def trpo(world: World, folder: Path, of: str = "digits", **options: Any) -> StepOutcome:
+    """The change of the weights stands for the gradient, which is cleared before the update."""
     usual = {"steps": 3, "prompts_per_step": 5, "group_size": 4, "sampling": {"max_new_tokens": 8}, "fisher_share": 0.5}
-    made = Trpo.model_validate({**usual, "max_kl": 1e-3, "damping": 0.5, "cg_iterations": 5, **options})
+    section = Trpo.model_validate({**usual, "max_kl": 1e-3, "damping": 0.5, "cg_iterations": 5, **options})
     engine = NativeEngine(policy(), Engine(slots=16))
-    loop = TrpoLoop(made, 0, PROMPTS, engine, RewardMix([Rewarded(of)]), world)
+    loop = TrpoLoop(section, 0, PROMPTS, engine, RewardMix([CaseReward(of)]), world)
     start = snapshot(engine.policy.model)
     report = loop.step(1)
-    found = taken(world, report, engine.policy, [])
-    return replace(found, gradient=(snapshot(engine.policy.model) - start).numpy())
+    outcome = outcome_of(world, report, engine.policy, [])
+    return replace(outcome, gradient=(snapshot(engine.policy.model) - start).numpy())
 
 
 SHORT = {
     "gradient": (Policy, "pack_hidden", 26),
-    "products": (fisher, "all_logps", 20),
-    "search": (of_trpo, "distributions", 14),
+    "products": (fisher, "vocab_logps", 20),
+    "search": (of_trpo, "policy_distributions", 14),
 }
 
 
-def trpo_short_of_memory(world: World, folder: Path, where: str) -> Taken:
-    """The last rank has room for a part of its packs, the others for all of theirs."""
+def trpo_short_of_memory(world: World, folder: Path, where: str) -> StepOutcome:
+    """The last rank runs out of memory with packs of the usual size; the others do not."""
     if world.rank < world.size - 1:
         return trpo(world, folder, fisher_share=1.0)
     owner, name, room = SHORT[where]
     with pytest.MonkeyPatch.context() as patch, collect_notes() as notes:
         gpu = Full(patch, owner, name, of_pack, room)
-        found = trpo(world, folder, fisher_share=1.0)
+        outcome = trpo(world, folder, fisher_share=1.0)
     assert gpu.refused
     said(notes)
-    return found
+    return outcome
 
 
-def rejection(world: World, folder: Path, **options: Any) -> Taken:
+def rejection(world: World, folder: Path, **options: Any) -> StepOutcome:
     usual = {"steps": 3, "prompts_per_step": 5, "group_size": 4, "sampling": {"max_new_tokens": 12}, "at_least": 1.0, "keep": 2}
     engine = NativeEngine(shard_policy(policy(), recipe(), world), Engine(slots=16))
-    made = RejectionSample.model_validate({**usual, **options})
-    loop = RejectionLoop(made, 0, PROMPTS, engine, RewardMix([Rewarded()]), folder, world)
+    section = RejectionSample.model_validate({**usual, **options})
+    loop = RejectionLoop(section, 0, PROMPTS, engine, RewardMix([CaseReward()]), folder, world)
     reports = [loop.step(n) for n in (1, 2)]
-    return taken(world, reports[-1], engine.policy, [])
+    return outcome_of(world, reports[-1], engine.policy, [])
 
 
 def digits(completion: str) -> float:
     return float(sum(c.isdigit() for c in completion))
 
 
-def iterative(world: World, folder: Path, **options: Any) -> Taken:
-    """A round of two steps, and a step that the reward model rewards as it has learned."""
+def iterative(world: World, folder: Path, **options: Any) -> StepOutcome:
+    """A round of two steps, and a third step that the updated reward model scores."""
     judge, engine = folder / "judge", NativeEngine(policy(), Engine(slots=16))
-    heads = classifier_of(engine.policy, ["reward"], 1, by_token=False)
+    heads = build_classifier(engine.policy, ["reward"], 1, by_token=False)
     world.on_rank_zero(lambda: save(heads, engine.policy.tokenizer, judge))
     labeller = {"type": "python", "function": f"{Path(__file__)}:digits"}
     rounds = {"every": 2, "updates": 3, "batch_size": 5, "past_share": 0.2, "labeller": labeller, "optimiser": SMOOTH}
     usual = {"prompts_per_step": 5, "sampling": {"max_new_tokens": 8}, "kl": {"beta": 0.1}, "optimiser": SMOOTH}
-    made = stage(**{**usual, "advantage": {"scale": "none"}, "iterate": rounds, **options})
+    section = stage(**{**usual, "advantage": {"scale": "none"}, "iterate": rounds, **options})
     reward = RewardModelReward("model", 1.0, RewardModelOptions(model=str(judge)))
-    loop = IterativeLoop(made, recipe(), PROMPTS, engine, RewardMix([reward]), folder, world)
+    loop = IterativeLoop(section, recipe(), PROMPTS, engine, RewardMix([reward]), folder, world)
     reports = [loop.step(n) for n in (1, 2, 3)]
-    found = taken(world, reports[-1], engine.policy, [loop.learner.optimiser, loop.judge.optimiser], loop.judge.model)
-    return replace(found, metrics=found.metrics | {f"round/{k}": v for k, v in reports[1].metrics.items() if k not in CLOCKS})
+    outcome = outcome_of(world, reports[-1], engine.policy, [loop.learner.optimiser, loop.judge.optimiser], loop.judge.model)
+    return replace(
+        outcome, metrics=outcome.metrics | {f"round/{k}": v for k, v in reports[1].metrics.items() if k not in CLOCKS}
+    )
 
 
-Taking = Callable[..., Taken]
-STAGES: dict[str, tuple[Taking, dict[str, Any]]] = {
+StageCase = Callable[..., StepOutcome]
+STAGES: dict[str, tuple[StageCase, dict[str, Any]]] = {
     "dpo": (dpo, {}),
     "ipo": (dpo, {"loss": "ipo", "tokens_per_pack": 20}),
     "simpo": (dpo, {"loss": "simpo", "beta": 2.0}),
@@ -176,15 +178,15 @@ STAGES: dict[str, tuple[Taking, dict[str, Any]]] = {
 }
 
 
-def stage_steps(world: World, names: list[str]) -> dict[str, Taken]:
-    found = {}
+def stage_steps(world: World, names: list[str]) -> dict[str, StepOutcome]:
+    outcomes = {}
     for name in names:
-        take, options = STAGES[name]
-        with TemporaryDirectory() as own:
-            folder = Path(world.on_rank_zero(lambda own=own: own))  # type: ignore[misc]
-            done = take(world, folder, **options)
-            found[name] = replace(done, written=world.on_rank_zero(lambda folder=folder: _written(folder)))  # type: ignore[misc]
-    return found
+        run, options = STAGES[name]
+        with TemporaryDirectory() as temporary:
+            folder = Path(world.on_rank_zero(lambda path=temporary: path))  # type: ignore[misc]
+            outcome = run(world, folder, **options)
+            outcomes[name] = replace(outcome, written=world.on_rank_zero(lambda folder=folder: _written(folder)))  # type: ignore[misc]
+    return outcomes
 
 
 def _written(folder: Path) -> str:

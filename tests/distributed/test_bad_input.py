@@ -1,4 +1,4 @@
-"""What can be wrong before ranks work as one: one message from the first, with the fix, exit code 2, and nobody left behind."""
+"""User errors before ranks have joined: rank 0 prints one message with the fix, all exit with code 2, no process is left."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from oncurve.distributed.rank_status import read_statuses
 from oncurve.recipe.load import dump_recipe
 from oncurve.workers.processes import is_alive
 from tests.distributed.processes import SERVER, environment
-from tests.distributed.runs import GONE_S, asked, last_step, until
+from tests.distributed.runs import GONE_S, last_step, run_recipe, until
 
 HERE = Path(oncurve.__file__).parents[1]
 
 
-def written(path: Path, ranks: int, *sets: str) -> Path:
-    path.write_text(dump_recipe(asked(ranks, *sets)))
+def write_recipe(path: Path, ranks: int, *sets: str) -> Path:
+    path.write_text(dump_recipe(run_recipe(ranks, *sets)))
     return path
 
 
@@ -44,7 +44,7 @@ def _oncurve(folder: Path, arguments: tuple[str, ...], environ: dict[str, str], 
 
 
 class Process:
-    """`oncurve …` in a process of its own; ``said`` is what it wrote to standard error. ``code`` lies in another folder."""
+    """`oncurve …` in a separate process. ``code``: the folder that it takes for Oncurve's own code."""
 
     def __init__(self, folder: Path, *arguments: str, environ: dict[str, str], code: Path | None = None) -> None:
         self.log = folder / f"{time.monotonic_ns()}.log"
@@ -59,7 +59,7 @@ class Process:
         return code
 
     @property
-    def said(self) -> str:
+    def stderr(self) -> str:
         return self.log.read_text()
 
 
@@ -69,7 +69,7 @@ def store() -> TCPStore:
 
 
 def as_ranks(folder: Path, store: TCPStore, *of_rank: str, code: Path | None = None) -> list[Process]:
-    """`oncurve train RECIPE` on each rank, with a recipe for each; the last has other code, where it is told so."""
+    """`oncurve train RECIPE` on each rank, with a recipe for each; with ``code``, the last rank has other code."""
     last = len(of_rank) - 1
     return [
         Process(folder, "train", path, environ=environment(rank, len(of_rank), store.port), code=code if rank == last else None)
@@ -78,21 +78,21 @@ def as_ranks(folder: Path, store: TCPStore, *of_rank: str, code: Path | None = N
 
 
 def test_more_ranks_than_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = written(tmp_path / "r.toml", 1)
+    recipe = write_recipe(tmp_path / "r.toml", 1)
     assert main(["train", str(recipe), "--set", "scale.ranks=6", "--out", str(tmp_path / "out")]) == 2
-    said = capsys.readouterr().err
-    assert "scale.ranks: 6" in said
-    assert "use 5 ranks or fewer" in said
+    stderr = capsys.readouterr().err
+    assert "scale.ranks: 6" in stderr
+    assert "use 5 ranks or fewer" in stderr
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="it is about machines without a GPU")
-def test_gpus_where_there_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = written(tmp_path / "r.toml", 1)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests a machine without a GPU")
+def test_gpus_on_a_machine_without_any(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = write_recipe(tmp_path / "r.toml", 1)
     assert main(["train", str(recipe), "--gpus", "2", "--out", str(tmp_path / "out")]) == 2
-    said = capsys.readouterr().err
-    assert "this machine has 0 GPUs" in said
-    assert "--set scale.ranks=N" in said
+    stderr = capsys.readouterr().err
+    assert "this machine has 0 GPUs" in stderr
+    assert "--set scale.ranks=N" in stderr
 
 
 @pytest.mark.parametrize(
@@ -109,65 +109,65 @@ def test_gpus_where_there_are_none(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_sizes_that_do_not_divide(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], sets: list[str], where: str, fix: str
 ) -> None:
-    recipe = written(tmp_path / "r.toml", 1)
+    recipe = write_recipe(tmp_path / "r.toml", 1)
     assert main(["train", str(recipe), *[word for s in sets for word in ("--set", s)]]) == 2
-    said = capsys.readouterr().err
-    assert where in said
-    assert fix in said
+    stderr = capsys.readouterr().err
+    assert where in stderr
+    assert fix in stderr
 
 
-def test_what_ranks_cannot_do_together(tmp_path: Path, store: TCPStore) -> None:
-    """Asked for by a recipe that is well-formed: the first rank says so, and the other follows it out."""
+def test_a_stage_that_cannot_be_sharded(tmp_path: Path, store: TCPStore) -> None:
+    """The recipe itself is valid: rank 0 prints the error, and the other rank exits silently."""
     stage = 'stages=[{type = "ppo", steps = 1, prompts_per_step = 2, sampling.max_new_tokens = 8}]'
-    recipe = str(written(tmp_path / "r.toml", 2, "scale.shard=full", stage))
+    recipe = str(write_recipe(tmp_path / "r.toml", 2, "scale.shard=full", stage))
     first, second = as_ranks(tmp_path, store, recipe, recipe)
     assert [first.code(), second.code(GONE_S)] == [2, 2]
-    assert "scale.shard: full" in first.said
-    assert 'use scale.shard = "optimiser"' in first.said
-    assert second.said == ""
+    assert "scale.shard: full" in first.stderr
+    assert 'use scale.shard = "optimiser"' in first.stderr
+    assert second.stderr == ""
     assert not (tmp_path / "runs").exists()
 
 
-def test_ranks_with_other_recipes(tmp_path: Path, store: TCPStore) -> None:
-    one, other = written(tmp_path / "one.toml", 2), written(tmp_path / "other.toml", 2, "seed=1")
+def test_ranks_with_different_recipes(tmp_path: Path, store: TCPStore) -> None:
+    one, other = write_recipe(tmp_path / "one.toml", 2), write_recipe(tmp_path / "other.toml", 2, "seed=1")
     first, second = as_ranks(tmp_path, store, str(one), str(other))
     assert [first.code(), second.code(GONE_S)] == [2, 2]
-    assert "rank 1 on" in first.said
-    assert "has another recipe than rank 0" in first.said
-    assert "start every rank with the same recipe" in first.said
-    assert second.said == ""
+    assert "rank 1 on" in first.stderr
+    assert "has another recipe than rank 0" in first.stderr
+    assert "start every rank with the same recipe" in first.stderr
+    assert second.stderr == ""
 
 
-def test_ranks_with_other_code(tmp_path: Path, store: TCPStore) -> None:
+def test_ranks_with_different_code(tmp_path: Path, store: TCPStore) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(HERE / "oncurve", copy, ignore=shutil.ignore_patterns("__pycache__"))
     with (copy / "errors.py").open("a") as file:
         file.write("\n# another version\n")
-    recipe = str(written(tmp_path / "r.toml", 2))
+    recipe = str(write_recipe(tmp_path / "r.toml", 2))
     first, second = as_ranks(tmp_path, store, recipe, recipe, code=copy)
     assert [first.code(), second.code(GONE_S)] == [2, 2]
-    assert "has another Oncurve's code than rank 0" in first.said
-    assert second.said == ""
+    assert "has another Oncurve's code than rank 0" in first.stderr
+    assert second.stderr == ""
 
 
-def test_a_rank_that_cannot_even_begin_is_told_by_the_first(tmp_path: Path, store: TCPStore) -> None:
-    recipe = str(written(tmp_path / "r.toml", 2))
+def test_rank_zero_prints_the_error_of_a_rank_that_cannot_start(tmp_path: Path, store: TCPStore) -> None:
+    recipe = str(write_recipe(tmp_path / "r.toml", 2))
     first, second = as_ranks(tmp_path, store, recipe, str(tmp_path / "missing.toml"))
     assert [first.code(), second.code(GONE_S)] == [2, 2]
-    assert re.search(r"rank 1 on \S+: .*missing\.toml", first.said)
-    assert second.said == ""
+    assert re.search(r"rank 1 on \S+: .*missing\.toml", first.stderr)
+    assert second.stderr == ""
 
 
-def test_a_rank_that_does_not_come(tmp_path: Path, store: TCPStore) -> None:
-    recipe = str(written(tmp_path / "r.toml", 2, "scale.timeout_s=4.0"))
+def test_a_rank_that_does_not_start(tmp_path: Path, store: TCPStore) -> None:
+    recipe = str(write_recipe(tmp_path / "r.toml", 2, "scale.timeout_s=4.0"))
     alone = Process(tmp_path, "train", recipe, environ=environment(0, 2, store.port))
     assert alone.code() == 2
-    assert "rank 1 of 2: not there after 4 s" in alone.said
+    assert "rank 1 of 2: not there after 4 s" in alone.stderr
 
 
 def test_a_port_that_is_taken(tmp_path: Path) -> None:
-    """Named by the environment, for ranks that are launched here and for a first rank that others will look for."""
-    recipe = str(written(tmp_path / "r.toml", 2))
+    """MASTER_PORT is taken, for the launcher and for a rank 0 started otherwise."""
+    recipe = str(write_recipe(tmp_path / "r.toml", 2))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         launched = Process(tmp_path, "train", recipe, environ={"MASTER_PORT": str(port)})
@@ -175,18 +175,18 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
         first = Process(tmp_path, "train", recipe, environ=plain)
         for process in (launched, first):
             assert process.code() == 2
-            assert f"port {port}: already taken" in process.said
-            assert "set MASTER_PORT to a free one" in process.said
+            assert f"port {port}: already taken" in process.stderr
+            assert "set MASTER_PORT to a free one" in process.stderr
 
 
 def pids(path: Path) -> list[int]:
-    return [pulse.pid for pulse in read_statuses(path)]
+    return [status.pid for status in read_statuses(path)]
 
 
 @pytest.mark.slow
-def test_launched_ranks_go_together(tmp_path: Path) -> None:
-    """`oncurve train` starts them. One is killed: all are gone within 10 s, with one message. Then the launcher itself is."""
-    recipe = str(written(tmp_path / "r.toml", 2, "grpo.steps=2000", "grpo.save_every=0"))
+def test_launched_ranks_end_together(tmp_path: Path) -> None:
+    """One of the ranks that `oncurve train` started is killed: all end within 10 s, with one message. Then the launcher is."""
+    recipe = str(write_recipe(tmp_path / "r.toml", 2, "grpo.steps=2000", "grpo.save_every=0"))
     run = Process(tmp_path, "train", recipe, "--out", "run", environ={"PYTHONPATH": str(HERE)})
     until(lambda: last_step(tmp_path / "run") >= 2 and len(pids(tmp_path / "run")) == 2)
     _, second = pids(tmp_path / "run")
@@ -194,8 +194,8 @@ def test_launched_ranks_go_together(tmp_path: Path) -> None:
     os.kill(second, signal.SIGKILL)
     assert run.code(GONE_S) == 2
     assert time.monotonic() - began < GONE_S
-    assert run.said.count("error") == 1
-    assert "rank 1 of 2: its process" in run.said
+    assert run.stderr.count("error") == 1
+    assert "rank 1 of 2: its process" in run.stderr
 
     run = Process(tmp_path, "train", recipe, "--out", "other", environ={"PYTHONPATH": str(HERE)})
     until(lambda: last_step(tmp_path / "other") >= 2 and len(pids(tmp_path / "other")) == 2)
@@ -205,11 +205,11 @@ def test_launched_ranks_go_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_torchrun_starts_them_too(tmp_path: Path) -> None:
-    recipe = str(written(tmp_path / "r.toml", 2, "grpo.steps=2"))
-    around = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
+def test_torchrun_starts_ranks_too(tmp_path: Path) -> None:
+    recipe = str(write_recipe(tmp_path / "r.toml", 2, "grpo.steps=2"))
+    environ = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "oncurve", "train"]
-    done = subprocess.run([*command, recipe, "--out", "run"], cwd=tmp_path, env=around, capture_output=True, timeout=120)
+    done = subprocess.run([*command, recipe, "--out", "run"], cwd=tmp_path, env=environ, capture_output=True, timeout=120)
     assert done.returncode == 0, done.stderr.decode()
     assert last_step(tmp_path / "run") == 2
     assert len(pids(tmp_path / "run")) == 2

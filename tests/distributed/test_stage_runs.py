@@ -1,4 +1,4 @@
-"""Runs through every type of stage that ranks share: the same as on one, and gone on with where they were cut."""
+"""Runs through every distributed stage type: equal to a single process, and resumed exactly after a kill."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from tests.distributed.runs import GONE_S, Started, distance, every_stage, last_
 STAGES = ["reward_model", "rejection_sample", "grpo", "dpo", "ppo", "trpo"]
 
 
-def whole(recipe: Recipe, path: Path) -> Path:
+def run_all(recipe: Recipe, path: Path) -> Path:
     run = Started(recipe, path)
-    assert run.wait() == [0] * recipe.scale.ranks, run.said
+    assert run.wait() == [0] * recipe.scale.ranks, run.log_text
     return path
 
 
@@ -34,12 +34,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def one(folder: Path) -> Path:
-    return whole(every_stage(1, folder), folder / "one")
+    return run_all(every_stage(1, folder), folder / "one")
 
 
 @pytest.fixture(scope="module")
 def two(folder: Path) -> Path:
-    return whole(every_stage(2, folder), folder / "two")
+    return run_all(every_stage(2, folder), folder / "two")
 
 
 def recorded(path: Path) -> dict[str, object]:
@@ -50,13 +50,13 @@ def recorded(path: Path) -> dict[str, object]:
     return {"texts": texts} | {file.name: file.read_text().count("\n") for file in path.rglob("*.jsonl")}
 
 
-def test_two_ranks_go_through_every_stage_as_one_does(one: Path, two: Path) -> None:
+def test_two_ranks_run_every_stage_as_one_does(one: Path, two: Path) -> None:
     assert recorded(two) == recorded(one)
     assert distance(two, one) < 1e-4
     assert distance(two, one, "reward_models/grpo") < 1e-4
 
 
-def test_weights_that_no_rank_holds_are_refused_where_a_stage_needs_them(folder: Path) -> None:
+def test_sharded_weights_are_refused_if_a_stage_needs_all_of_them(folder: Path) -> None:
     recipe, refused = every_stage(2, folder, "scale.shard=full"), {}
     for stage in recipe.stages:
         try:
@@ -68,13 +68,13 @@ def test_weights_that_no_rank_holds_are_refused_where_a_stage_needs_them(folder:
     assert 'use scale.shard = "optimiser"' in refused["ppo"]
 
 
-def cut_at(recipe: Recipe, path: Path, stage: str, step: int) -> None:
-    """The last rank is killed for good in the stage, after so many of its steps."""
+def kill_last_rank(recipe: Recipe, path: Path, stage: str, step: int) -> None:
+    """Starts a run and kills its last rank in the stage, after ``step`` of its steps."""
     run = Started(recipe, path)
     until(lambda: last_step(path, stage) >= step)
     os.kill(run.processes[-1].pid or 0, signal.SIGKILL)
     assert run.wait(GONE_S)[-1] == -signal.SIGKILL
-    assert "is gone" in run.said
+    assert "is gone" in run.log_text
 
 
 @pytest.mark.slow
@@ -82,12 +82,10 @@ def cut_at(recipe: Recipe, path: Path, stage: str, step: int) -> None:
     ("stage", "step"),
     [("reward_model", 1), ("rejection_sample", 1), ("grpo", 2), ("dpo", 2), ("ppo", 2), ("ppo", 4), ("trpo", 1)],
 )
-def test_a_rank_killed_in_any_stage_and_the_run_goes_on_exactly(
-    folder: Path, two: Path, tmp_path: Path, stage: str, step: int
-) -> None:
-    cut_at(every_stage(2, folder), tmp_path / "cut", stage, step)
+def test_a_run_killed_in_any_stage_resumes_exactly(folder: Path, two: Path, tmp_path: Path, stage: str, step: int) -> None:
+    kill_last_rank(every_stage(2, folder), tmp_path / "cut", stage, step)
     again = Started(every_stage(2, folder), tmp_path / "cut", again=True)
-    assert again.wait() == [0, 0], again.said
+    assert again.wait() == [0, 0], again.log_text
     assert same_bits(tmp_path / "cut", two)
     assert recorded(tmp_path / "cut") == recorded(two)
 
@@ -95,12 +93,12 @@ def test_a_rank_killed_in_any_stage_and_the_run_goes_on_exactly(
 @pytest.mark.slow
 @pytest.mark.parametrize("shard", ["none", "optimiser"])
 @pytest.mark.parametrize("stage", ["dpo", "ppo"])
-def test_what_four_ranks_wrote_goes_on_on_two_and_on_one(
+def test_a_checkpoint_of_four_ranks_resumes_in_any_stage(
     folder: Path, one: Path, tmp_path: Path, stage: str, shard: str
 ) -> None:
-    """Moments of the policy and of the critic, the critic itself, the reference's log-probs of pairs."""
+    """The moments of policy and critic, the critic itself, the reference's log-probs of pairs."""
     sets = [f"scale.shard={shard}"]
-    cut_at(every_stage(4, folder, *sets), tmp_path / "4", stage, 3)
+    kill_last_rank(every_stage(4, folder, *sets), tmp_path / "4", stage, 3)
     last = newest_valid(tmp_path / "4" / "checkpoints", lambda path, why: None)
     assert last is not None
     assert last.stage == stage
@@ -109,5 +107,5 @@ def test_what_four_ranks_wrote_goes_on_on_two_and_on_one(
         shutil.copytree(tmp_path / "4", path)
         trust.grant(RunFolder(path))
         again = Started(every_stage(ranks, folder, *sets), path, again=True, sets=[f"scale.ranks={ranks}"])
-        assert again.wait() == [0] * ranks, again.said
+        assert again.wait() == [0] * ranks, again.log_text
         assert distance(path, one) < 1e-4

@@ -1,4 +1,4 @@
-"""Layers split over the ranks of a tensor group: a step is that of one process, however data and layers are dealt out."""
+"""Tensor parallelism: a step equals that of a single process, however data and layers are split."""
 
 from __future__ import annotations
 
@@ -31,58 +31,58 @@ from oncurve.runs.folder import RunFolder
 from oncurve.training.learner.sharded_optimiser import checkpoint_state, shard_policy
 from oncurve.training.trainer import load_weights
 from tests.distributed import runs
-from tests.distributed.cases import CASES, Taken, away, step_of
+from tests.distributed.cases import CASES, StepOutcome, relative_distance, step_of
 from tests.distributed.processes import in_ranks
 from tests.distributed.runs import GONE_S, Started, distance, until
 from tests.distributed.stage_cases import dpo_loop, dpo_of
-from tests.distributed.test_bad_input import as_ranks, store, written
+from tests.distributed.test_bad_input import as_ranks, store, write_recipe
 from tests.models.architectures import ARCHITECTURES, make_policy
 from tests.training.builders import recipe as small
 
 __all__ = ["store"]
 
 SHAPE = TinyModel(layers=2, width=32, heads=4, kv_heads=2, head_size=8, mlp_width=54, context=128)
-"""Half of the MLP's width is uneven: two ranks that share it out do not have as many rows of it."""
+"""Half of the MLP's width is odd: two ranks have shards of different sizes."""
 
 
 def tiny(dtype: Literal["float32", "bfloat16"] = "float32") -> Policy:
     return load_policy(Model(tiny=SHAPE, dtype=dtype), alphabet="0123456789+=", seed=0)
 
 
-def steps(world: World, names: list[str], gather: bool) -> dict[str, Taken]:
+def steps(world: World, names: list[str], gather: bool) -> dict[str, StepOutcome]:
     return {name: step_of(world, name, tiny(), gather) for name in names}
 
 
-def in_bfloat16(world: World) -> Taken:
-    pupil = tiny("bfloat16")
-    pupil.fast_backbone = None
-    return step_of(world, "grpo", pupil)
+def in_bfloat16(world: World) -> StepOutcome:
+    trained = tiny("bfloat16")
+    trained.fast_backbone = None
+    return step_of(world, "grpo", trained)
 
 
-def step_of_each(world: World, names: list[str]) -> dict[str, Taken]:
-    """One update: these models are steep, and rounding grows with each."""
+def step_of_each(world: World, names: list[str]) -> dict[str, StepOutcome]:
+    """One update only: these models amplify rounding with each update."""
     return {name: step_of(world, "grpo", make_policy(name), updates_per_step=1) for name in names}
 
 
-def preferred(world: World, offload: bool) -> dict[str, Taken]:
-    kept = ["scale.offload=true", "scale.shard=full"] if offload else []
-    return {"dpo": dpo_of(world, shard_policy(tiny(), small(*kept), world))}
+def run_dpo(world: World, offload: bool) -> dict[str, StepOutcome]:
+    sets = ["scale.offload=true", "scale.shard=full"] if offload else []
+    return {"dpo": dpo_of(world, shard_policy(tiny(), small(*sets), world))}
 
 
-def asked(ranks: int, tensor: int, *more: str) -> Recipe:
+def run_recipe(ranks: int, tensor: int, *more: str) -> Recipe:
     sizes = [f"scale.ranks={ranks}", f"scale.tensor={tensor}", "scale.shard=full"]
     return small(*sizes, "grpo.prompts_per_step=8", "scale.timeout_s=60.0", *more)
 
 
-def check_same(ranks: list[dict[str, Taken]], one: dict[str, Taken]) -> None:
-    for name, alone in one.items():
-        for of_rank in (found[name] for found in ranks):
-            assert of_rank.tokens == alone.tokens, name
-            assert away(of_rank.gradient, alone.gradient) < 1e-5, name
-            assert away(of_rank.weights, alone.weights) < 1e-5, name
+def check_same(ranks: list[dict[str, StepOutcome]], one: dict[str, StepOutcome]) -> None:
+    for name, expected in one.items():
+        for of_rank in (outcomes[name] for outcomes in ranks):
+            assert of_rank.tokens == expected.tokens, name
+            assert relative_distance(of_rank.gradient, expected.gradient) < 1e-5, name
+            assert relative_distance(of_rank.weights, expected.weights) < 1e-5, name
             assert np.array_equal(of_rank.weights, ranks[0][name].weights), name
-            assert of_rank.stats == alone.stats, name
-            for metric, value in alone.metrics.items():
+            assert of_rank.stats == expected.stats, name
+            for metric, value in expected.metrics.items():
                 assert np.isclose(of_rank.metrics[metric], value, rtol=1e-4, atol=1e-5), (name, metric)
 
 
@@ -98,48 +98,48 @@ FEW = ["grpo", "empty ranks", "clipped", "fewer prompts than ranks"]
         (4, 2, False),
     ],
 )
-def test_a_step_of_several_layers_split_or_not_is_that_of_one(ranks: int, tensor: int, gather: bool) -> None:
-    """Layer by layer, a group samples in step and its first rank alone rewards; else each rank samples and rewards its own."""
+def test_a_step_equals_that_of_one_process(ranks: int, tensor: int, gather: bool) -> None:
+    """With gather = false a group samples in lockstep and its first rank scores; else each rank samples and scores its own."""
     (one,) = in_ranks(1, steps, FEW, True)
     more = [] if gather else ["scale.gather=false"]
-    check_same(in_ranks(ranks, steps, FEW, gather, recipe=asked(ranks, tensor, *more)), one)
+    check_same(in_ranks(ranks, steps, FEW, gather, recipe=run_recipe(ranks, tensor, *more)), one)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "tensor"), [(2, 2), (4, 2)])
 def test_every_objective(ranks: int, tensor: int) -> None:
     (one,) = in_ranks(1, steps, list(CASES), True)
-    check_same(in_ranks(ranks, steps, list(CASES), True, recipe=asked(ranks, tensor)), one)
+    check_same(in_ranks(ranks, steps, list(CASES), True, recipe=run_recipe(ranks, tensor)), one)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_case_layer_by_layer(ranks: int) -> None:
     (one,) = in_ranks(1, steps, list(CASES), True)
-    found = in_ranks(ranks, steps, list(CASES), False, recipe=asked(ranks, 2, "scale.gather=false"))
+    found = in_ranks(ranks, steps, list(CASES), False, recipe=run_recipe(ranks, 2, "scale.gather=false"))
     check_same(found, one)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("offload", [False, True])
 def test_another_stage(offload: bool) -> None:
-    (one,) = in_ranks(1, preferred, False)
-    check_same(in_ranks(4, preferred, offload, recipe=asked(4, 2)), one)
+    (one,) = in_ranks(1, run_dpo, False)
+    check_same(in_ranks(4, run_dpo, offload, recipe=run_recipe(4, 2)), one)
 
 
 def test_models_with_a_plan() -> None:
-    """With biases, tied and untied heads, norms of heads, and plans that put split outputs together again."""
+    """With biases, tied and untied heads, norms of heads, and plans that gather split outputs."""
     names = list(ARCHITECTURES)
     (one,) = in_ranks(1, step_of_each, names)
-    check_same(in_ranks(2, step_of_each, names, recipe=asked(2, 2)), one)
+    check_same(in_ranks(2, step_of_each, names, recipe=run_recipe(2, 2)), one)
 
 
 def test_weights_in_bfloat16() -> None:
     (one,) = in_ranks(1, in_bfloat16)
-    for half in in_ranks(2, in_bfloat16, recipe=asked(2, 2)):
+    for half in in_ranks(2, in_bfloat16, recipe=run_recipe(2, 2)):
         assert half.tokens == one.tokens
-        assert away(half.gradient, one.gradient) < 3e-2
-        assert away(half.weights, one.weights) < 4e-3
+        assert relative_distance(half.gradient, one.gradient) < 3e-2
+        assert relative_distance(half.weights, one.weights) < 4e-3
 
 
 STEPS = 12
@@ -147,15 +147,15 @@ STEPS = 12
 
 def run_of(ranks: int, tensor: int, *more: str) -> Recipe:
     sets = ["model.tiny.kv_heads=2", "model.tiny.mlp_width=54", "scale.shard=full", f"scale.tensor={tensor}"]
-    return runs.asked(ranks, *sets, "grpo.kl.beta=0.04", f"grpo.steps={STEPS}", *more)
+    return runs.run_recipe(ranks, *sets, "grpo.kl.beta=0.04", f"grpo.steps={STEPS}", *more)
 
 
 def has_checkpoint(path: Path) -> bool:
-    return any(place.stage == "grpo" for place in list_checkpoints(path / "checkpoints"))
+    return any(entry.stage == "grpo" for entry in list_checkpoints(path / "checkpoints"))
 
 
-def stopped(path: Path, recipe: Recipe) -> None:
-    """A run whose last rank was killed after the first checkpoint."""
+def start_and_kill(path: Path, recipe: Recipe) -> None:
+    """Starts a run and kills its last rank after the first checkpoint."""
     run = Started(recipe, path)
     until(partial(has_checkpoint, path))
     os.kill(run.processes[-1].pid or 0, signal.SIGKILL)
@@ -163,17 +163,17 @@ def stopped(path: Path, recipe: Recipe) -> None:
     assert max(p.step for p in list_checkpoints(path / "checkpoints") if p.stage == "grpo") < STEPS
 
 
-def gone_on(path: Path, source: Path, ranks: int, tensor: int) -> Path:
+def resume_copy(path: Path, source: Path, ranks: int, tensor: int) -> Path:
     shutil.copytree(source, path)
     trust.grant(RunFolder(path))
     sets = [f"scale.ranks={ranks}", f"scale.tensor={tensor}"]
     again = Started(run_of(ranks, tensor), path, again=True, sets=sets)
-    assert again.wait() == [0] * ranks, again.said
+    assert again.wait() == [0] * ranks, again.log_text
     return path
 
 
-def reread(world: World, folder: Path) -> bool:
-    """A step, written in pieces and read again; whether another loop that begins from it goes on with the same bits."""
+def save_and_load(world: World, folder: Path) -> bool:
+    """Saves a step as shards, loads it into another loop, and returns whether both continue with the same bits."""
     first, second = (dpo_loop(world, shard_policy(tiny(), small(), world)) for _ in range(2))
     first.step(1)
     state = first.state() | {"model": {name: p.detach() for name, p in first.policy.model.named_parameters()}}
@@ -195,38 +195,38 @@ def reread(world: World, folder: Path) -> bool:
     )
 
 
-def test_pieces_of_split_layers_are_read_as_they_were_written(tmp_path: Path) -> None:
-    assert all(in_ranks(4, reread, tmp_path, recipe=asked(4, 2)))
+def test_shards_of_split_layers_are_read_as_they_were_written(tmp_path: Path) -> None:
+    assert all(in_ranks(4, save_and_load, tmp_path, recipe=run_recipe(4, 2)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "tensor"), [(1, 1), (2, 2)])
-def test_a_checkpoint_of_split_layers_goes_on_anywhere(tmp_path: Path, ranks: int, tensor: int) -> None:
-    """Weights, moments and the reference, in pieces of rows and of columns: other groups read them, and one process."""
+def test_a_checkpoint_of_split_layers_resumes_anywhere(tmp_path: Path, ranks: int, tensor: int) -> None:
+    """Weights, moments and the reference, in shards of rows and columns: other groups and a single process read them."""
     plain = Started(run_of(1, 1), tmp_path / "plain")
-    assert plain.wait() == [0], plain.said
-    stopped(tmp_path / "4", run_of(4, 2))
+    assert plain.wait() == [0], plain.log_text
+    start_and_kill(tmp_path / "4", run_of(4, 2))
     last = max(p.step for p in list_checkpoints(tmp_path / "4" / "checkpoints") if p.stage == "grpo")
     pieces = sorted(checkpoint_path(tmp_path / "4" / "checkpoints", "grpo", last).glob("pieces-*"))
     assert [f.name for f in pieces] == [f"pieces-0000{i}.safetensors" for i in range(4)]
-    checkpoint_state = [load_file(f) for f in pieces]
-    assert {name for name in checkpoint_state[0] if name not in checkpoint_state[1]}, (
-        "what a group holds alike is written by its first rank"
+    shards = [load_file(f) for f in pieces]
+    assert {name for name in shards[0] if name not in shards[1]}, (
+        "what all ranks of a group hold is write_recipe by its first rank only"
     )
     column = "model/model.layers.0.self_attn.o_proj.weight"
-    assert [of_rank[column].size for of_rank in checkpoint_state] == [32 * 32 // 4] * 4
-    assert distance(gone_on(tmp_path / "again", tmp_path / "4", ranks, tensor), tmp_path / "plain") < 1e-4
+    assert [of_rank[column].size for of_rank in shards] == [32 * 32 // 4] * 4
+    assert distance(resume_copy(tmp_path / "again", tmp_path / "4", ranks, tensor), tmp_path / "plain") < 1e-4
 
 
 @pytest.mark.slow
-def test_and_from_whole_layers_to_split_ones(tmp_path: Path) -> None:
+def test_a_checkpoint_of_unsplit_layers_resumes_on_split_ones(tmp_path: Path) -> None:
     plain = Started(run_of(1, 1), tmp_path / "plain")
-    assert plain.wait() == [0], plain.said
-    stopped(tmp_path / "2", run_of(2, 1))
+    assert plain.wait() == [0], plain.log_text
+    start_and_kill(tmp_path / "2", run_of(2, 1))
     for ranks, tensor in ((4, 2), (2, 2)):
-        assert distance(gone_on(tmp_path / f"{ranks}x{tensor}", tmp_path / "2", ranks, tensor), tmp_path / "plain") < 1e-4
-    stopped(tmp_path / "in step", run_of(2, 2, "scale.gather=false"))
-    assert distance(gone_on(tmp_path / "2x1", tmp_path / "in step", 2, 1), tmp_path / "plain") < 1e-4
+        assert distance(resume_copy(tmp_path / f"{ranks}x{tensor}", tmp_path / "2", ranks, tensor), tmp_path / "plain") < 1e-4
+    start_and_kill(tmp_path / "in step", run_of(2, 2, "scale.gather=false"))
+    assert distance(resume_copy(tmp_path / "2x1", tmp_path / "in step", 2, 1), tmp_path / "plain") < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -238,18 +238,20 @@ def test_and_from_whole_layers_to_split_ones(tmp_path: Path) -> None:
         (["model.lora.rank=4"], "scale.shard: full", 'use scale.shard = "optimiser" and scale.tensor = 1'),
     ],
 )
-def test_what_can_not_be_split(tmp_path: Path, store: TCPStore, sets: list[str], what: str, fix: str) -> None:
-    recipe = str(written(tmp_path / "r.toml", 2, "scale.shard=full", "scale.tensor=2", *sets))
+def test_models_and_settings_that_cannot_be_split(
+    tmp_path: Path, store: TCPStore, sets: list[str], what: str, fix: str
+) -> None:
+    recipe = str(write_recipe(tmp_path / "r.toml", 2, "scale.shard=full", "scale.tensor=2", *sets))
     first, second = as_ranks(tmp_path, store, recipe, recipe)
-    assert [first.code(), second.code(GONE_S)] == [2, 2], first.said
-    assert what in first.said
-    assert fix in first.said
-    assert first.said.count("error") == 1
-    assert second.said == ""
+    assert [first.code(), second.code(GONE_S)] == [2, 2], first.stderr
+    assert what in first.stderr
+    assert fix in first.stderr
+    assert first.stderr.count("error") == 1
+    assert second.stderr == ""
 
 
-def test_models_without_a_plan_that_can_be_followed() -> None:
-    """Said by name, and with what would go."""
+def test_models_without_a_usable_plan() -> None:
+    """The error names the reason and the fix."""
     policy = make_policy("llama")
     layers = policy.backbone.layers
     assert isinstance(layers, nn.ModuleList)
@@ -257,8 +259,8 @@ def test_models_without_a_plan_that_can_be_followed() -> None:
     assert tp_styles(policy, layers, 2)[1]["mlp.down_proj"] == "rowwise"
     for changed, what in (
         ({}, "has no tensor-parallel plan"),
-        ({**plan, "layers.*.mlp": "moe_tp_experts"}, "holds 'mlp' by 'moe_tp_experts'"),
-        ({**plan, "layers.*.input_layernorm": "colwise"}, "holds 'input_layernorm' by 'colwise'"),
+        ({**plan, "layers.*.mlp": "moe_tp_experts"}, "splits 'mlp' by 'moe_tp_experts'"),
+        ({**plan, "layers.*.input_layernorm": "colwise"}, "splits 'input_layernorm' by 'colwise'"),
         ({name: style for name, style in plan.items() if "k_proj" not in name}, "without 'self_attn.k_proj.weight'"),
     ):
         policy.model.config.base_model_tp_plan = changed
