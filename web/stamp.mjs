@@ -1,5 +1,5 @@
-// Writes a fingerprint of everything the page is built from beside the built files, so that a test without Node can tell
-// whether they are of one piece. tests/studio/test_static.py computes the same.
+// Writes a hash of all sources next to the built files, so that a test without Node can check that the build is current.
+// tests/studio/test_static.py computes the same hash.
 import { createHash } from "node:crypto";
 import { readdirSync, readFileSync, writeFileSync } from "node:fs";
 import { join, relative, sep } from "node:path";

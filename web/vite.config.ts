@@ -1,7 +1,7 @@
 import { svelte } from "@sveltejs/vite-plugin-svelte";
 import { defineConfig, type Plugin } from "vite";
 
-/** The faces that our formulas use; KaTeX brings twenty, each in three formats, and a browser of today needs one. */
+/** The fonts that our formulas use. KaTeX ships twenty, each in three formats; a current browser needs only woff2. */
 const FACES = /KaTeX_(Main-Regular|Math-Italic|AMS-Regular|Size[1-4]-Regular)\.woff2/;
 
 function fewerFonts(): Plugin {
@@ -18,7 +18,7 @@ function fewerFonts(): Plugin {
   };
 }
 
-// Everything is a file of its own: the page's Content-Security-Policy allows no inline code, style or data: font.
+// Everything is a separate file: the page's Content-Security-Policy allows no inline code, inline style or data: fonts.
 export default defineConfig({
   plugins: [fewerFonts(), svelte()],
   build: {
@@ -29,7 +29,7 @@ export default defineConfig({
     reportCompressedSize: false,
     target: "es2022",
     rollupOptions: {
-      // The formulas are an entry of their own, so that a test can load them by themselves.
+      // The formulas are a separate entry, so that a test can load only them.
       input: { index: "index.html", formulas: "src/formulas/index.ts" },
       preserveEntrySignatures: "strict",
     },

@@ -1,1 +1,1 @@
-"""The examples run, and say the same as the core."""
+"""The examples run and agree with the library."""

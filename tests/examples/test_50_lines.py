@@ -1,4 +1,4 @@
-"""The 50 lines are GRPO as the core has it: same gradient, from the algorithms alone and through the learner."""
+"""The 50-line example is the same algorithm as the library: same gradient as `oncurve.algos`, and as the learner."""
 
 from __future__ import annotations
 
