@@ -1,1 +1,1 @@
-"""A run on disk: its folder, its database, its checkpoints, and what its metrics mean."""
+"""A run on disk: its folder, database, checkpoints and feedback, and what its metrics mean."""

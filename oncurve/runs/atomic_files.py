@@ -1,4 +1,4 @@
-"""Writing files so that a kill or a full disk leaves the old state or the new one, never half of either."""
+"""Atomic writes: a kill or a full disk leaves the old file or the new one, never half of either. And the disk's errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NO_PERMISSION = frozenset({errno.EACCES, errno.EPERM})
 
 
 def free_bytes(path: Path) -> int | None:
-    """Room left on the disk that ``path`` is, or will be, on; None where the system does not say."""
+    """Free space on the disk that holds, or will hold, ``path``; None if the system does not say."""
     while not path.exists() and path != path.parent:
         path = path.parent
     try:
@@ -31,41 +31,41 @@ def mebibytes(count: int | None) -> str:
 
 
 def disk_error(path: Path, number: int | None, text: str, needed: int | None = None) -> DiskError:
-    """The error a user sees when the system refused to read or write ``path`` with errno ``number``."""
+    """The user's error for a read or write of ``path`` that failed with errno ``number``."""
     if number in NO_ROOM:
-        wanted = "" if needed is None else f"{mebibytes(needed)} needed, "
-        what = f"no room: {wanted}{mebibytes(free_bytes(path))} free ({text})"
+        required = "" if needed is None else f"{mebibytes(needed)} needed, "
+        what = f"no space left: {required}{mebibytes(free_bytes(path))} free ({text})"
         return DiskError(
             str(path),
             what,
-            because="the disk, a quota or a file size limit is full; what was there before is intact",
-            fix="free some room, or put the run on another disk with --out, then go on with --resume",
+            because="the disk, a quota or a file size limit is full; earlier files are intact",
+            fix="free some space and continue with --resume, or put a new run on another disk with --out",
         )
     if number in NO_PERMISSION:
         return DiskError(
             str(path),
             f"not allowed ({text})",
-            because="this user may not read or write there",
-            fix="mend the folder's owner or mode, or choose another place with --out",
+            because="this user has no permission to read or write there",
+            fix="change the folder's owner or mode, or choose another folder with --out",
         )
     if number == errno.EROFS:
         return DiskError(
             str(path),
             f"read-only ({text})",
             because="the disk is mounted read-only",
-            fix="remount it writable, or choose another place with --out",
+            fix="remount it writable, or choose another folder with --out",
         )
     return DiskError(
         str(path),
         text,
         because="the system refused to read or write it",
-        fix="check the disk and the path; a run that was stopped by it goes on with --resume",
+        fix="check the disk and the path, then continue the run with --resume",
     )
 
 
 @contextlib.contextmanager
 def disk_errors(path: Path, needed: int | None = None) -> Iterator[None]:
-    """Turns an OSError of the body into a DiskError about ``path``."""
+    """Turns an OSError in the body into a DiskError about ``path``."""
     try:
         yield
     except OSError as error:
@@ -73,12 +73,12 @@ def disk_errors(path: Path, needed: int | None = None) -> Iterator[None]:
 
 
 def sync(path: Path) -> None:
-    """Waits until a file's bytes, or a folder's list of names, are on the disk."""
+    """Waits until a file's bytes, or a folder's entries, are on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     except OSError as error:
-        # Some network file systems can't sync a folder; their renames are durable by themselves or not at all.
+        # Some network file systems can't sync a folder; there is nothing more to do for their renames.
         if error.errno != errno.EINVAL:
             raise
     finally:
@@ -86,7 +86,7 @@ def sync(path: Path) -> None:
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Writes a file and waits for the disk. Raises OSError: the caller knows what it was writing, and says so."""
+    """Writes a file and waits until it is on disk. Raises OSError, which the caller turns into a message."""
     with path.open("wb") as file:
         file.write(content)
         file.flush()
@@ -94,27 +94,27 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Writes ``path`` aside and renames it: a reader sees the old content or the new one, whole."""
-    aside = path.with_name(f".writing-{path.name}-{os.getpid()}")
+    """Writes a temporary file and renames it to ``path``: a reader sees the complete old content or the complete new one."""
+    temporary = path.with_name(f".writing-{path.name}-{os.getpid()}")
     with disk_errors(path, len(content)):
         try:
-            write_durably(aside, content)
-            os.replace(aside, path)
+            write_durably(temporary, content)
+            os.replace(temporary, path)
         except OSError:
-            aside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             raise
         sync(path.parent)
 
 
 def write_file_atomically(path: Path, content: bytes) -> None:
-    """The same in a folder that is made where it is not there yet."""
+    """`replace_file`, which also creates the folder."""
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, content)
 
 
 def partial_writes(folder: Path) -> list[Path]:
-    """What writers that are gone have left half-written anywhere in a folder: the names above, and those of `put_whole`."""
+    """Temporary files and folders anywhere in a folder whose writers are dead."""
 
     def is_written_now(path: Path) -> bool:
         pid = path.name.rpartition("-")[2]
@@ -124,7 +124,7 @@ def partial_writes(folder: Path) -> list[Path]:
 
 
 def clear_partial_writes(folder: Path) -> None:
-    """Takes that away; for a run's one writer."""
+    """Removes them. Only a run's one writer may call this."""
     for path in partial_writes(folder):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
@@ -133,18 +133,20 @@ def clear_partial_writes(folder: Path) -> None:
 
 
 def write_folder_atomically(target: Path, write: Callable[[Path], object]) -> None:
-    """A folder as ``write`` makes it, there whole or not at all; one that was there before is replaced. Whoever may read the
-    folder may read its files: safetensors makes its own for their owner alone."""
-    aside = target.with_name(f".writing-{target.name}")
+    """Writes a folder by ``write(temporary)`` and renames it to ``target``, replacing an existing one.
+
+    Files get the folder's permissions: safetensors creates its own with read permission for the owner only.
+    """
+    temporary = target.with_name(f".writing-{target.name}")
     with disk_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         try:
-            write(aside)
-            for file in aside.rglob("*"):
+            write(temporary)
+            for file in temporary.rglob("*"):
                 if file.is_file():
-                    file.chmod(aside.stat().st_mode & 0o666)
+                    file.chmod(temporary.stat().st_mode & 0o666)
             shutil.rmtree(target, ignore_errors=True)
-            aside.rename(target)
+            temporary.rename(target)
         finally:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)

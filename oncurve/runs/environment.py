@@ -1,4 +1,4 @@
-"""Where a run is executed: versions of all that its bits depend on."""
+"""The software a run depends on: versions of Python, Oncurve and the packages that determine its bits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import platform
 from importlib import metadata
 
 PACKAGES = ("torch", "transformers", "numpy", "safetensors", "triton", "vllm")
-"""Packages whose versions may change a run's bits, or its files."""
+"""Packages whose versions may change a run's bits or files."""
 
 
 def version_of(package: str) -> str | None:
@@ -21,11 +21,11 @@ def oncurve_version() -> str:
 
 
 def environment() -> dict[str, str]:
-    """Versions of all that a run's bits depend on, without importing any of it."""
-    found = {package: version_of(package) for package in PACKAGES}
+    """Versions of everything that a run's bits depend on, read without importing it."""
+    versions = {package: version_of(package) for package in PACKAGES}
     return {
         "oncurve": oncurve_version(),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        **{package: version for package, version in found.items() if version is not None},
+        **{package: version for package, version in versions.items() if version is not None},
     }

@@ -1,4 +1,4 @@
-"""A run's folder: what lies where, which runs there are, and how each of them stands.
+"""A run's folder: its files, its status, and the list of runs.
 
 runs/<name>/recipe.toml   run.json   run.db   checkpoints/   model/
 """
@@ -31,7 +31,7 @@ STATUSES = ("running", "interrupted", "finished", "failed")
 
 @dataclass(frozen=True, slots=True)
 class Parent:
-    """The run and step that a fork went on from, and what it changed: dotted keys to new values."""
+    """The run and step that a fork started from, and what it changed: dotted keys to new values."""
 
     run: str
     stage: str
@@ -41,10 +41,10 @@ class Parent:
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """``run.json``: the little that must be known of a run without opening its database.
+    """``run.json``: what must be known of a run without opening its database.
 
-    ``pid`` on ``host`` trains it, and ``pid_started`` (clock ticks since boot) tells that process from a later one of the same
-    number.
+    ``pid`` on ``host`` is the process that trains it. ``pid_started`` (clock ticks since boot) distinguishes that process from
+    a later one with the same pid.
     """
 
     name: str
@@ -60,7 +60,7 @@ class RunState:
 
     @classmethod
     def started(cls, name: str, parent: Parent | None = None) -> RunState:
-        """The state of a run that this process begins now."""
+        """The state of a run that this process starts now."""
         pid = os.getpid()
         return cls(
             name=name,
@@ -75,15 +75,15 @@ class RunState:
 
     @property
     def current_status(self) -> Status:
-        """The status as it really is: a run whose process is gone without a word was interrupted."""
-        here = self.host == socket.gethostname()
-        gone = self.status == "running" and here and not is_alive(self.pid, self.pid_started)
-        return "interrupted" if gone else self.status
+        """The status, with "running" corrected to "interrupted" if the process on this machine is dead."""
+        is_local = self.host == socket.gethostname()
+        is_dead = self.status == "running" and is_local and not is_alive(self.pid, self.pid_started)
+        return "interrupted" if is_dead else self.status
 
 
 @dataclass(frozen=True, slots=True)
 class RunEntry:
-    """A folder among the runs. ``status`` is 'broken' where it can't be read as one, and ``reason`` says why."""
+    """A folder in the list of runs. ``status`` is 'broken' if it can't be read as a run; ``reason`` says why."""
 
     name: str
     path: Path
@@ -104,7 +104,7 @@ class RunFolder:
 
     @property
     def recipe(self) -> Path:
-        """What was asked, fully resolved."""
+        """The resolved recipe."""
         return self.path / "recipe.toml"
 
     @property
@@ -117,7 +117,7 @@ class RunFolder:
 
     @property
     def tokenizer(self) -> Path:
-        """The policy's tokenizer, there from before the first step on."""
+        """The policy's tokenizer, written before the first step."""
         return self.path / "tokenizer"
 
     @property
@@ -127,7 +127,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, runs_dir: Path, name: str, *, parent: Parent | None = None) -> RunFolder:
-        """A new folder ``<name>-<number>``, numbered on from the largest. Two processes never get the same: mkdir decides."""
+        """Creates ``<name>-<number>`` with the next number. mkdir is atomic, so two processes never get the same folder."""
         label = re.sub(r"[^\w.-]+", "-", name).strip(".-") or "run"
         with disk_errors(runs_dir):
             runs_dir.mkdir(parents=True, exist_ok=True)
@@ -138,22 +138,22 @@ class RunFolder:
                     path.mkdir()
                     break
                 number += 1
-        return cls(path)._begin(parent)
+        return cls(path)._start(parent)
 
     @classmethod
     def create_at(cls, path: Path, *, parent: Parent | None = None) -> RunFolder:
-        """A new folder just there, for ``--out``; one that exists is refused."""
-        refuse_taken(path)
+        """Creates a folder at this path, for ``--out``. Refuses an existing one."""
+        refuse_existing(path)
         try:
             with disk_errors(path.parent):
                 path.parent.mkdir(parents=True, exist_ok=True)
             path.mkdir()
         except OSError as error:
-            refuse_taken(path)
+            refuse_existing(path)
             raise disk_error(path, error.errno, error.strerror or str(error)) from error
-        return cls(path)._begin(parent)
+        return cls(path)._start(parent)
 
-    def _begin(self, parent: Parent | None) -> RunFolder:
+    def _start(self, parent: Parent | None) -> RunFolder:
         try:
             self.write_state(RunState.started(self.name, parent))
         except OncurveError:
@@ -163,8 +163,7 @@ class RunFolder:
 
     @classmethod
     def find(cls, name_or_path: str | Path, runs_dir: Path) -> RunFolder | None:
-        """A run by its name among ``runs_dir``, or by its path; None where there is none. Its state has been read and
-        understood."""
+        """A run by its name in ``runs_dir`` or by its path; None if there is none. Raises if its run.json can't be read."""
         for path in (runs_dir / name_or_path, Path(name_or_path)):
             if (path / STATE).exists():
                 run = cls(path)
@@ -174,23 +173,19 @@ class RunFolder:
 
     @classmethod
     def open(cls, name_or_path: str | Path, runs_dir: Path) -> RunFolder:
-        """The same; where there is none, an error that says so."""
-        found = cls.find(name_or_path, runs_dir)
-        if found is not None:
-            return found
+        """A run by its name or path. Raises a RunError if there is none."""
+        run = cls.find(name_or_path, runs_dir)
+        if run is not None:
+            return run
         for path in (runs_dir / name_or_path, Path(name_or_path)):
             if path.exists():
-                raise RunError(
-                    str(path), "not a run", because=f"it has no {STATE}", fix="`oncurve runs` lists the runs there are"
-                )
+                raise RunError(str(path), "not a run", because=f"it has no {STATE}", fix="`oncurve runs` lists all runs")
         known = [entry.name for entry in list_runs(runs_dir) if entry.status != "broken"]
         raise RunError(
             str(name_or_path),
             "no such run" + did_you_mean(str(name_or_path), known),
             because=f"neither {runs_dir / name_or_path} nor that path exists",
-            fix="`oncurve runs` lists the runs there are"
-            if known
-            else f"there is no run in {runs_dir} yet: start one with `oncurve train`",
+            fix="`oncurve runs` lists all runs" if known else f"{runs_dir} has no runs yet: start one with `oncurve train`",
         )
 
     def state(self) -> RunState:
@@ -200,7 +195,7 @@ class RunFolder:
         replace_file(self.path / STATE, json.dumps(dataclasses.asdict(state), indent=2).encode() + b"\n")
 
     def set_status(self, status: Status) -> RunState:
-        """Writes down how the run stands; 'running' claims it for this process."""
+        """Writes the run's status; 'running' also records this process as the one that trains it."""
         state = dataclasses.replace(self.state(), status=status)
         if status == "running":
             now = RunState.started(self.name)
@@ -214,30 +209,32 @@ class RunFolder:
         replace_file(self.recipe, text.encode())
 
 
-def check_place(runs_dir: Path, out: Path | None) -> None:
-    """Refuses where no run could begin, before anything is loaded for it."""
+def check_destination(runs_dir: Path, out: Path | None) -> None:
+    """Refuses a destination in which no run can start, before anything is loaded."""
     if out is not None:
-        refuse_taken(out)
+        refuse_existing(out)
     elif runs_dir.exists() and not runs_dir.is_dir():
-        raise RunError(f"--runs {runs_dir}", "a file", because="runs lie in a folder", fix="name a folder, or leave it out")
-
-
-def refuse_taken(path: Path) -> None:
-    """A run begins where nothing is yet, and in folders alone."""
-    if path.exists():
-        resume = "go on with it by --resume, or " if (path / STATE).exists() else ""
         raise RunError(
-            f"--out {path}", "already there", because="a run never writes over anything", fix=f"{resume}choose another name"
+            f"--runs {runs_dir}", "a file", because="runs are stored in a folder", fix="name a folder, or leave --runs out"
         )
-    above = next(folder for folder in path.absolute().parents if folder.exists())
-    if not above.is_dir():
+
+
+def refuse_existing(path: Path) -> None:
+    """Refuses a path that exists, or that lies below a file."""
+    if path.exists():
+        resume = "continue it with --resume, or " if (path / STATE).exists() else ""
         raise RunError(
-            f"--out {path}", f"{above} is a file", because="a run is a folder, in a folder", fix="choose another name"
+            f"--out {path}", "already exists", because="a run never overwrites anything", fix=f"{resume}choose another name"
+        )
+    parent = next(folder for folder in path.absolute().parents if folder.exists())
+    if not parent.is_dir():
+        raise RunError(
+            f"--out {path}", f"{parent} is a file", because="a run needs a folder to be created in", fix="choose another name"
         )
 
 
 def list_runs(runs_dir: Path) -> list[RunEntry]:
-    """Every folder among the runs, newest first, and last those that can't be read as one. Never raises for one of them."""
+    """Every folder in ``runs_dir``: runs, newest first, then folders that can't be read as one, as 'broken' entries."""
     if not runs_dir.is_dir():
         return []
     with disk_errors(runs_dir):
@@ -267,20 +264,20 @@ def _number(folder: str, label: str) -> int:
 
 def _read_state(path: Path) -> RunState:
     try:
-        found = json.loads(path.read_bytes())
-        newer = int(found["format"]) > FORMAT
-        state = None if newer else _state_from(found)
+        data = json.loads(path.read_bytes())
+        is_newer = int(data["format"]) > FORMAT
+        state = None if is_newer else _state_from(data)
     except FileNotFoundError as error:
         raise RunError(
-            str(path.parent), "not a run", because=f"it has no {STATE}", fix="`oncurve runs` lists the runs there are"
+            str(path.parent), "not a run", because=f"it has no {STATE}", fix="`oncurve runs` lists all runs"
         ) from error
     except OSError as error:
         raise disk_error(path, error.errno, error.strerror or str(error)) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        because = f"it is not what a run writes there ({type(error).__name__}: {error})"
+        because = f"it is not a run.json that Oncurve wrote ({type(error).__name__}: {error})"
         raise RunError(str(path), "unreadable", because=because, fix="restore it from a copy, or start a new run") from error
     if state is None:
-        theirs = f"its format is {found['format']}, by Oncurve {found.get('oncurve', '?')}"
+        theirs = f"its format is {data['format']}, by Oncurve {data.get('oncurve', '?')}"
         because = f"{theirs}; this is Oncurve {oncurve_version()}, which reads formats up to {FORMAT}"
         raise RunError(
             str(path.parent), "made by a newer version", because=because, fix="upgrade Oncurve: pip install -U oncurve"
@@ -288,11 +285,12 @@ def _read_state(path: Path) -> RunState:
     return state
 
 
-def _state_from(found: Mapping[str, Any]) -> RunState:
-    """Strict about what is relied on: anything wrong raises ValueError, KeyError or TypeError. The rest is passed over."""
-    parent = None if found["parent"] is None else Parent(**found["parent"])
-    known = {key: value for key, value in found.items() if key in RunState.__slots__}
-    state = RunState(**{**known, "parent": parent, "created": float(found["created"]), "pid": int(found["pid"])})
+def _state_from(data: Mapping[str, Any]) -> RunState:
+    """Parses run.json. A required key that is missing or wrong raises ValueError, KeyError or TypeError; unknown keys are
+    ignored."""
+    parent = None if data["parent"] is None else Parent(**data["parent"])
+    known = {key: value for key, value in data.items() if key in RunState.__slots__}
+    state = RunState(**{**known, "parent": parent, "created": float(data["created"]), "pid": int(data["pid"])})
     if state.status not in STATUSES:
         raise ValueError(f"status '{state.status}'")
     return state

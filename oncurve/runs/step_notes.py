@@ -1,6 +1,7 @@
-"""What a step wants the log to say, from however deep: an update left out, memory that ran out, how far a measurement is.
+"""Log lines and progress from deep inside a step: a skipped update, an out-of-memory retry, the progress of an evaluation.
 
-Whoever runs a step collects, or watches; whoever notices something notes it. Without a collector a note goes nowhere.
+`note` adds a line to the current step's log and `collect_notes` returns them; `report_progress` and `watch_progress` do the
+same for progress. Outside of a step, notes and progress are dropped.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """One line for the log, with the kind of event that it becomes."""
+    """One line for the log, and the kind of event that it is recorded as."""
 
     kind: str
     message: str
@@ -31,7 +32,7 @@ def note(kind: str, message: str) -> None:
 
 @contextmanager
 def collect_notes() -> Iterator[list[Note]]:
-    """The notes of the body, in order."""
+    """Collects the notes made in the body, in order."""
     notes: list[Note] = []
     before = _collected.set(notes)
     try:
@@ -41,7 +42,7 @@ def collect_notes() -> Iterator[list[Note]]:
 
 
 def report_progress(share: float) -> None:
-    """So much of a measurement on held-out data is done: for whoever shows it while it goes on."""
+    """Reports which share of an evaluation is done, for the display."""
     watcher = _watcher.get()
     if watcher is not None:
         watcher(share)
@@ -49,7 +50,7 @@ def report_progress(share: float) -> None:
 
 @contextmanager
 def watch_progress(watcher: Callable[[float], None]) -> Iterator[None]:
-    """Hears how far measurements of the body are."""
+    """Calls ``watcher`` with the progress of evaluations in the body."""
     before = _watcher.set(watcher)
     try:
         yield

@@ -70,7 +70,7 @@ def test_what_the_disk_refused_in_the_background_is_raised_in_front(tmp_path: Pa
     monkeypatch.setattr(files, "free_bytes", lambda path: 10)
     saver = CheckpointWriter(tmp_path)
     saver.save(CheckpointRequest("grpo", 1, {}, keep=3), {"model": {"w": torch.ones(100)}})
-    with pytest.raises(DiskError, match="no room"):
+    with pytest.raises(DiskError, match="no space left"):
         saver.wait()
     saver.close()
 

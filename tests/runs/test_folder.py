@@ -77,17 +77,17 @@ def test_where_things_lie(tmp_path: Path) -> None:
 def test_an_out_that_exists_is_refused(tmp_path: Path) -> None:
     run = RunFolder.create_at(tmp_path / "deep" / "mine")
     assert run.state().name == "mine"
-    with pytest.raises(RunError, match=r"already there(.|\n)*--resume"):
+    with pytest.raises(RunError, match=r"already exists(.|\n)*--resume"):
         RunFolder.create_at(run.path)
     (tmp_path / "file").write_text("x")
-    with pytest.raises(RunError, match=r"already there(.|\n)*choose another name"):
+    with pytest.raises(RunError, match=r"already exists(.|\n)*choose another name"):
         RunFolder.create_at(tmp_path / "file")
     with pytest.raises(RunError, match="file is a file"):
         RunFolder.create_at(tmp_path / "file" / "below" / "it")
 
 
 def test_opening_says_what_there_is(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"no such run\n(.|\n)*there is no run in"):
+    with pytest.raises(RunError, match=r"no such run\n(.|\n)*has no runs yet"):
         RunFolder.open("arithmetic-1", tmp_path / "runs")
     run = RunFolder.create(tmp_path / "runs", "arithmetic")
     assert RunFolder.open("arithmetic-1", tmp_path / "runs") == run
@@ -179,9 +179,9 @@ def test_the_status_moves_and_running_claims(tmp_path: Path) -> None:
 
 def test_no_folder_stays_behind_where_its_state_can_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(atomic_files, "write_durably", lambda path, content: Path("/dev/full").write_bytes(content))
-    with pytest.raises(DiskError, match="no room"):
+    with pytest.raises(DiskError, match="no space left"):
         RunFolder.create(tmp_path / "runs", "x")
-    with pytest.raises(DiskError, match="no room"):
+    with pytest.raises(DiskError, match="no space left"):
         RunFolder.create_at(tmp_path / "runs" / "mine")
     assert list((tmp_path / "runs").iterdir()) == []
 

@@ -1,1 +1,1 @@
-"""Checkpoints on disk: files, shards of several ranks, and the list of what there is."""
+"""Checkpoints on disk: their files, the shards of several ranks, and the list of checkpoints."""

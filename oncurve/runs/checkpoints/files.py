@@ -1,9 +1,8 @@
-"""``checkpoints/<stage>-<step>/``: safetensors and JSON, checksummed, written aside and renamed. No pickle anywhere.
+"""``checkpoints/<stage>-<step>/``: safetensors and JSON with checksums, written atomically. No pickle.
 
-A checkpoint is there whole or not at all: its files are written into ``.writing-<name>``, each is synced, then the folder,
-which is renamed, and the rename is synced. ``manifest.json`` lists every file with its size and SHA-256, and has one of its
-own; ``load`` checks them all. Tensors that are one (tied embeddings) are written once and listed as aliases, and come back
-as one.
+A checkpoint is complete or absent: its files are written to ``.writing-<name>`` and synced, the folder is synced and renamed,
+and the rename is synced. ``manifest.json`` lists every file with its size and SHA-256, and is itself protected by
+a SHA-256; ``load`` checks them all. Tied tensors (embeddings) are written once, listed as aliases, and loaded as one tensor.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint that was read and found whole. Tied tensors are the same object under each of their names."""
+    """A checkpoint that was read and verified. Tied tensors are the same object under each of their names."""
 
     path: Path
     stage: str
@@ -54,13 +53,13 @@ def save(
     step: int,
     tensors: Mapping[str, Tensors],
     documents: Mapping[str, Any],
-    pieces: Collection[Path] = (),
+    shards: Collection[Path] = (),
 ) -> Path:
-    """Writes a checkpoint whole, or raises and leaves everything as it was. ``pieces`` are files that ranks have written for it
-    (`oncurve.runs.checkpoints.shards`): they are moved into it.
+    """Writes a complete checkpoint, or raises and changes nothing.
 
-    ``tensors`` and ``documents`` map the name of a file, with or without its ending, to its content. A checkpoint of the same
-    step is replaced. Only a run's one writer may call this: it sweeps what a killed save left behind.
+    ``tensors`` and ``documents`` map a file name, with or without its extension, to its content. ``shards`` are files that
+    ranks have written for it (`oncurve.runs.checkpoints.shards`); they are moved into the checkpoint. An existing checkpoint of
+    the same step is replaced. Only a run's one writer may call this: it removes what a killed save left behind.
     """
     contents = {_file_name(name, ".json"): (name, to_json(document)) for name, document in documents.items()}
     needed = sum(len(text) for _, text in contents.values()) + sum(_bytes_of(group) for group in tensors.values())
@@ -68,29 +67,29 @@ def save(
     with disk_errors(target, needed):
         folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(folder)
-        _need_room(target, needed)
-        aside = folder / f"{WRITING}{target.name}"
+        _check_space(target, needed)
+        temporary = folder / f"{WRITING}{target.name}"
         try:
-            aside.mkdir()
-            files = {file: _write_document(aside / file, name, text) for file, (name, text) in contents.items()}
+            temporary.mkdir()
+            files = {file: _write_document(temporary / file, name, text) for file, (name, text) in contents.items()}
             for name, group in tensors.items():
                 file = _file_name(name, ".safetensors")
-                files[file] = _write_tensors(aside / file, name, group)
-            for piece in pieces:
-                piece.rename(aside / piece.name)
-                files[piece.name] = {"name": piece.stem, **_measure(aside / piece.name), "piece": True}
-            number = 1 + max((number_of(place.path) for place in list_checkpoints(folder)), default=0)
-            _write_manifest(aside, {"stage": stage, "step": step, "number": number, "files": files})
-            sync(aside)
-            _move_into_place(aside, target)
+                files[file] = _write_tensors(temporary / file, name, group)
+            for shard in shards:
+                shard.rename(temporary / shard.name)
+                files[shard.name] = {"name": shard.stem, **_measure(temporary / shard.name), "piece": True}
+            number = 1 + max((number_of(entry.path) for entry in list_checkpoints(folder)), default=0)
+            _write_manifest(temporary, {"stage": stage, "step": step, "number": number, "files": files})
+            sync(temporary)
+            _rename_over(temporary, target)
         except BaseException:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
             raise
     return target
 
 
 def load(path: Path) -> Checkpoint:
-    """Reads a checkpoint and checks every byte of it. Raises CheckpointError naming the file that is damaged."""
+    """Reads a checkpoint and verifies every file. Raises a CheckpointError that names a damaged file."""
     manifest = _read_manifest(path)
     tensors: dict[str, Tensors] = {}
     documents: dict[str, Any] = {}
@@ -103,20 +102,20 @@ def load(path: Path) -> Checkpoint:
             documents[entry["name"]] = json.loads((path / file).read_bytes())
     for group, names in documents.get(INDEX, {}).items():
         for file in {part[0] for entry in names.values() for part in entry["parts"]} - manifest["files"].keys():
-            raise _damaged(path / MANIFEST, f"'{file}' is no file of it", "its index names it")
+            raise _damaged(path / MANIFEST, f"'{file}' is not listed", "the index of shards refers to it")
         tensors[group] = MergedTensors(tensors.get(group, {}), ShardedTensors(path, group, names))
     return Checkpoint(path, manifest["stage"], manifest["step"], tensors, documents)
 
 
 def newest_valid(folder: Path, on_damaged: Callable[[Path, str], None]) -> Checkpoint | None:
-    """The newest checkpoint that is whole, or None. Each damaged one passed over is told to ``on_damaged``, with the reason.
+    """The newest undamaged checkpoint, or None. Calls ``on_damaged`` with each damaged one that is skipped, and the reason.
 
-    Newest is by the number in the manifest: times do not survive a copy. One whose manifest can't be read counts as
-    newest of all, so that it is always told of. Where the disk refused to read one and none is whole, that is raised: a run
-    must not begin again because it may not see what it has.
+    Newest is by the number in the manifest, because file times do not survive a copy. A checkpoint whose manifest can't be read
+    counts as the newest, so that it is always reported. If the disk refused to read a checkpoint and none is intact, that error
+    is raised: a run must not start over because it lacks permission to read its checkpoints.
     """
     refused: DiskError | None = None
-    for path in sorted((place.path for place in list_checkpoints(folder)), key=_age):
+    for path in sorted((entry.path for entry in list_checkpoints(folder)), key=_age):
         try:
             return load(path)
         except CheckpointError as error:
@@ -130,21 +129,22 @@ def newest_valid(folder: Path, on_damaged: Callable[[Path, str], None]) -> Check
 
 
 def prune(folder: Path, stage: str, keep: int, protect: Collection[int]) -> list[Path]:
-    """Deletes all but the ``keep`` last checkpoints of a stage; returns those. Steps in ``protect`` stay, and don't count."""
+    """Deletes all but the last ``keep`` checkpoints of a stage and returns the deleted ones. Steps in ``protect`` stay, and
+    don't count."""
     remove_leftovers(folder)
-    mine = [place for place in list_checkpoints(folder) if place.stage == stage and place.step not in protect]
-    gone = [place.path for place in mine[: max(0, len(mine) - keep)]]
-    for path in gone:
-        # Renamed first: a kill half-way through leaves something to sweep, not something to mistake for a checkpoint.
-        doomed = folder / f"{WRITING}{path.name}"
+    entries = [entry for entry in list_checkpoints(folder) if entry.stage == stage and entry.step not in protect]
+    deleted = [entry.path for entry in entries[: max(0, len(entries) - keep)]]
+    for path in deleted:
+        # Renamed first: a kill in between leaves a leftover to remove, not a folder that looks like a checkpoint.
+        renamed = folder / f"{WRITING}{path.name}"
         with disk_errors(path):
-            path.rename(doomed)
-            shutil.rmtree(doomed)
-    return gone
+            path.rename(renamed)
+            shutil.rmtree(renamed)
+    return deleted
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Clears what a killed save left: half-written folders go; one that was being replaced comes back, unless it was."""
+    """Cleans up after a killed save: removes partial folders, and restores a checkpoint whose replacement was not finished."""
     with disk_errors(folder):
         for leftover in folder.glob(f"{WRITING}*"):
             shutil.rmtree(leftover)
@@ -160,10 +160,10 @@ def to_json(value: Any, indent: int | None = None) -> bytes:
     return json.dumps(value, indent=indent).encode()
 
 
-def _file_name(name: str, ending: str) -> str:
-    file = name if name.endswith(ending) else name + ending
-    assert "/" not in file, f"not a file's name: {name}"
-    assert file != MANIFEST, "the manifest is written last, by itself"
+def _file_name(name: str, extension: str) -> str:
+    file = name if name.endswith(extension) else name + extension
+    assert "/" not in file, f"not a file name: {name}"
+    assert file != MANIFEST, "the manifest is written separately, last"
     return file
 
 
@@ -171,8 +171,8 @@ def _bytes_of(tensors: Tensors) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
-def _need_room(target: Path, needed: int) -> None:
-    """Refuses before a byte is written where the disk plainly has no room."""
+def _check_space(target: Path, needed: int) -> None:
+    """Raises before anything is written if the disk has too little space."""
     free = free_bytes(target.parent)
     if free is not None and free < needed:
         raise disk_error(target, errno.ENOSPC, "refused before writing", needed)
@@ -184,19 +184,19 @@ def _write_document(path: Path, name: str, text: bytes) -> dict[str, Any]:
 
 
 def _write_tensors(path: Path, name: str, tensors: Tensors) -> dict[str, Any]:
-    apart, aliases = _untie(tensors)
+    untied, aliases = _untie(tensors)
     try:
-        save_file(apart, path)
+        save_file(untied, path)
     except SafetensorError as error:
         _raise_os_error(error)
-    # safetensors makes its files private; a run is as readable as the folder it lies in.
+    # safetensors creates files that only the owner may read; a checkpoint has the permissions of its folder.
     path.chmod(path.parent.stat().st_mode & 0o666)
     sync(path)
     return {"name": name, **_measure(path), "aliases": aliases}
 
 
 def _raise_os_error(error: SafetensorError) -> NoReturn:
-    """safetensors has its own exception for what the system said; the number in its text is the system's."""
+    """safetensors wraps the system's errors in its own exception; the errno is in its text."""
     number = re.search(r"os error (\d+)", str(error))
     if number is None:
         raise error
@@ -204,8 +204,8 @@ def _raise_os_error(error: SafetensorError) -> NoReturn:
 
 
 def _untie(tensors: Tensors) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Each tensor once, in memory of its own, and which other names it has: safetensors refuses memory that is shared."""
-    apart: dict[str, torch.Tensor] = {}
+    """Each tensor once, in separate memory, and the aliases of tied ones: safetensors refuses shared memory."""
+    untied: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
     first: dict[tuple[Any, ...], str] = {}
     storages: set[int] = set()
@@ -221,8 +221,8 @@ def _untie(tensors: Tensors) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         if storage.data_ptr() in storages or storage.nbytes() != plain.numel() * plain.element_size():
             plain = plain.clone()
         storages.add(plain.untyped_storage().data_ptr())
-        apart[name] = plain
-    return apart, aliases
+        untied[name] = plain
+    return untied, aliases
 
 
 def _measure(path: Path) -> dict[str, Any]:
@@ -230,16 +230,16 @@ def _measure(path: Path) -> dict[str, Any]:
         return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-def _move_into_place(aside: Path, target: Path) -> None:
-    """A folder can't be renamed onto another, so the old one is moved aside first.
+def _rename_over(source: Path, target: Path) -> None:
+    """Renames a folder to ``target``. A folder can't be renamed onto another, so an existing one is renamed first.
 
-    If the process is killed in between, ``remove_leftovers`` moves it back.
+    If the process is killed in between, ``remove_leftovers`` restores the old one.
     """
     old = target.with_name(f"{REPLACED}{target.name}")
     if target.exists():
         target.rename(old)
     try:
-        aside.rename(target)
+        source.rename(target)
     except OSError:
         remove_leftovers(target.parent)
         raise
@@ -247,8 +247,8 @@ def _move_into_place(aside: Path, target: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _write_manifest(folder: Path, told: Mapping[str, Any]) -> None:
-    manifest = {"format": FORMAT, "oncurve": oncurve_version(), **told}
+def _write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
+    manifest = {"format": FORMAT, "oncurve": oncurve_version(), **content}
     write_durably(folder / MANIFEST, to_json({**manifest, "sha256": _digest(manifest)}, indent=2))
 
 
@@ -260,34 +260,36 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     file = path / MANIFEST
     try:
         manifest = json.loads(file.read_bytes())
-        made, whole = int(manifest["format"]), manifest["sha256"] == _digest(manifest)
+        version, is_intact = int(manifest["format"]), manifest["sha256"] == _digest(manifest)
     except FileNotFoundError as error:
         raise _damaged(file, f"{MANIFEST} is missing", "every checkpoint has one") from error
     except IsADirectoryError as error:
-        raise _damaged(file, f"{MANIFEST} is a folder", "every checkpoint has a file of that name") from error
+        raise _damaged(file, f"{MANIFEST} is a folder", "it must be a file") from error
     except OSError as error:
         raise disk_error(file, error.errno, str(error)) from error
     except (ValueError, KeyError, TypeError) as error:
         raise _damaged(file, f"{MANIFEST} is damaged", f"it can't be read ({error})") from error
-    if made > FORMAT:
-        because = f"its format is {made}, and this is Oncurve {oncurve_version()}, which reads up to {FORMAT}"
+    if version > FORMAT:
+        because = f"its format is {version}, and this is Oncurve {oncurve_version()}, which reads up to {FORMAT}"
         raise CheckpointError(
             str(path), "made by a newer version", because=because, fix="upgrade Oncurve: pip install -U oncurve"
         )
-    if not whole:
-        raise _damaged(file, f"{MANIFEST} is damaged", "its bytes are not those that were written (SHA-256 differs)")
+    if not is_intact:
+        raise _damaged(file, f"{MANIFEST} is damaged", "its SHA-256 differs from the recorded one")
     return dict(manifest)
 
 
 def _check_name(path: Path, file: str) -> None:
-    """A manifest may have been written by anyone: it names files of its own folder, of the two kinds that hold data."""
+    """A manifest may come from anyone: it may only name safetensors and JSON files in its own folder."""
     if Path(file).name != file or not file.endswith((".json", ".safetensors")):
-        raise _damaged(path / MANIFEST, f"'{file}' is no file of a checkpoint", "it has safetensors and JSON, side by side")
+        raise _damaged(
+            path / MANIFEST, f"'{file}' is not a checkpoint file", "a checkpoint has safetensors and JSON files in one folder"
+        )
 
 
 def _damaged(file: Path, what: str, because: str) -> CheckpointError:
     return CheckpointError(
-        str(file), what, because=because, fix="use an earlier checkpoint: --resume goes back to the last whole one"
+        str(file), what, because=because, fix="use an earlier checkpoint: --resume takes the last intact one"
     )
 
 
@@ -295,11 +297,11 @@ def _verify(path: Path, entry: Mapping[str, Any]) -> None:
     if not path.is_file():
         raise _damaged(path, f"{path.name} is missing", "the manifest lists it")
     with disk_errors(path):
-        found = _measure(path)
-    if found["size"] != entry["size"]:
-        raise _damaged(path, f"{path.name} is damaged", f"it has {found['size']} bytes instead of {entry['size']}")
-    if found["sha256"] != entry["sha256"]:
-        raise _damaged(path, f"{path.name} is damaged", "its bytes are not those that were written (SHA-256 differs)")
+        actual = _measure(path)
+    if actual["size"] != entry["size"]:
+        raise _damaged(path, f"{path.name} is damaged", f"it has {actual['size']} bytes instead of {entry['size']}")
+    if actual["sha256"] != entry["sha256"]:
+        raise _damaged(path, f"{path.name} is damaged", "its SHA-256 differs from the recorded one")
 
 
 def _read_tensors(path: Path, aliases: Mapping[str, str]) -> dict[str, torch.Tensor]:
@@ -308,7 +310,7 @@ def _read_tensors(path: Path, aliases: Mapping[str, str]) -> dict[str, torch.Ten
 
 
 def number_of(path: Path) -> int:
-    """The order in which checkpoints were written; 0 for one that can't say."""
+    """A checkpoint's number in the order of writing; 0 if its manifest can't be read."""
     try:
         return int(_read_manifest(path)["number"])
     except OncurveError:

@@ -1,8 +1,8 @@
-"""Tensors in pieces: what each rank writes of a checkpoint by itself, and how any number of ranks reads it again.
+"""Sharded tensors of a checkpoint: each rank writes its own shards, and any number of ranks can read them.
 
-A piece is a contiguous range of a tensor's numbers, in the order of its rows; or, where rows are cut too, some columns of them.
-Each rank's pieces are one safetensors file; the index (`pieces.json`) says of each tensor its shape and which file holds which
-numbers of it. Reading takes what is asked for, a tensor at a time, whoever wrote it.
+A shard is a contiguous range of a tensor's elements in row-major order, optionally limited to some columns. Each rank writes
+its shards to one safetensors file. The index (`pieces.json`) has each tensor's shape, and the file and range of its shards.
+Tensors are read one at a time, when they are needed.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from oncurve.runs.atomic_files import disk_errors, sync
 from oncurve.tensor_range import ElementRange
 
 INDEX = "pieces"
-"""The document of a checkpoint that says where its pieces are."""
+"""The document of a checkpoint that lists its shards."""
 Index = dict[str, dict[str, dict[str, Any]]]
-"""Group of tensors, name, and what is known of it: `shape`, and `parts` as [file, first number, one past the last], with the
-first column and one past the last behind them where a part has only some of its rows."""
+"""Group of tensors → tensor name → `shape` and `parts`. A part is [file, first element, one past the last], followed by
+the first column and one past the last if it has only some columns."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorShard:
-    """Numbers of a tensor of this shape, flat, and which they are."""
+    """Some elements of a tensor of this shape, flat, and their range."""
 
     flat: Tensor
     at: ElementRange
@@ -39,14 +39,14 @@ class TensorShard:
 
 
 def write_shards(folder: Path, rank: int, groups: Mapping[str, Mapping[str, TensorShard]]) -> Index:
-    """Writes a rank's pieces to a file in the folder, and returns its part of the index."""
+    """Writes a rank's shards to a file in the folder, and returns their index."""
     file = folder / f"pieces-{rank:05d}.safetensors"
     index: Index = {}
     tensors = {}
-    for group, pieces in groups.items():
-        for name, piece in pieces.items():
-            index.setdefault(group, {})[name] = {"shape": list(piece.shape), "parts": [[file.name, *_written(piece.at)]]}
-            tensors[f"{group}/{name}"] = piece.flat.detach().cpu().clone(memory_format=torch.contiguous_format)
+    for group, shards in groups.items():
+        for name, shard in shards.items():
+            index.setdefault(group, {})[name] = {"shape": list(shard.shape), "parts": [[file.name, *_range_to_list(shard.at)]]}
+            tensors[f"{group}/{name}"] = shard.flat.detach().cpu().clone(memory_format=torch.contiguous_format)
     with disk_errors(file):
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, file)
@@ -55,50 +55,49 @@ def write_shards(folder: Path, rank: int, groups: Mapping[str, Mapping[str, Tens
     return index
 
 
-def _written(at: ElementRange) -> list[int]:
-    """As the index has it."""
+def _range_to_list(at: ElementRange) -> list[int]:
     return [at.start, at.stop, *(at.columns or ())]
 
 
-def _read(place: Sequence[int]) -> ElementRange:
-    start, stop, *columns = place
+def _range_from_list(numbers: Sequence[int]) -> ElementRange:
+    start, stop, *columns = numbers
     return ElementRange(start, stop, (columns[0], columns[1]) if columns else None)
 
 
-def merged_index(parts: Sequence[Index]) -> Index:
-    """One index of all ranks' pieces, each tensor's in order."""
-    whole: Index = {}
+def merge_indexes(parts: Sequence[Index]) -> Index:
+    """The index of all ranks' shards, each tensor's shards in order."""
+    merged: Index = {}
     for part in parts:
         for group, names in part.items():
             for name, entry in names.items():
-                found = whole.setdefault(group, {}).setdefault(name, {"shape": entry["shape"], "parts": []})
-                found["parts"] = sorted([*found["parts"], *entry["parts"]], key=lambda of: of[1:])
-    return whole
+                tensor = merged.setdefault(group, {}).setdefault(name, {"shape": entry["shape"], "parts": []})
+                tensor["parts"] = sorted([*tensor["parts"], *entry["parts"]], key=lambda part: part[1:])
+    return merged
 
 
 class ShardedTensors(Mapping[str, Tensor]):
-    """A group of tensors of a checkpoint that lies in pieces. A tensor is read when it is asked for, and whole."""
+    """A group of sharded tensors in a checkpoint. A complete tensor is read from its shards when it is accessed."""
 
     def __init__(self, folder: Path, group: str, index: Mapping[str, Mapping[str, Any]]) -> None:
         self.folder, self.group, self.index = folder, group, index
 
     def __getitem__(self, name: str) -> Tensor:
         entry = self.index[name]
-        ranges = [(file, _read(place)) for file, *place in entry["parts"]]
+        ranges = [(file, _range_from_list(numbers)) for file, *numbers in entry["parts"]]
         parts = [(self._part(name, file), at) for file, at in ranges if at.stop > at.start]
         if sum(part.numel() for part, _ in parts) != math.prod(entry["shape"]):
             raise CheckpointError(
-                str(self.folder), f"'{name}' is not all there", because="its pieces do not make a whole",
-                fix="use an earlier checkpoint: --resume goes back to the last whole one",
+                str(self.folder), f"'{name}' is incomplete", because="its shards do not cover all of its elements",
+                fix="use an earlier checkpoint: --resume takes the last intact one",
             )  # fmt: skip
-        whole = torch.empty(entry["shape"], dtype=parts[0][0].dtype if parts else torch.float32)
+        full = torch.empty(entry["shape"], dtype=parts[0][0].dtype if parts else torch.float32)
         for part, at in parts:
-            at.fill(whole, part)
-        return whole
+            at.fill(full, part)
+        return full
 
     def _part(self, name: str, file: str) -> Tensor:
-        with disk_errors(self.folder / file), safe_open(self.folder / file, framework="pt") as opened:
-            tensor: Tensor = opened.get_tensor(f"{self.group}/{name}")
+        with disk_errors(self.folder / file), safe_open(self.folder / file, framework="pt") as shards:
+            tensor: Tensor = shards.get_tensor(f"{self.group}/{name}")
             return tensor
 
     def __iter__(self) -> Iterator[str]:
@@ -109,17 +108,17 @@ class ShardedTensors(Mapping[str, Tensor]):
 
 
 class MergedTensors(Mapping[str, Tensor]):
-    """Tensors of one group, some of them whole and some in pieces."""
+    """The tensors of one group, some of them stored complete and some sharded."""
 
-    def __init__(self, whole: Mapping[str, Tensor], pieces: Mapping[str, Tensor]) -> None:
-        self.whole, self.pieces = whole, pieces
+    def __init__(self, complete: Mapping[str, Tensor], sharded: Mapping[str, Tensor]) -> None:
+        self.complete, self.sharded = complete, sharded
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.whole[name] if name in self.whole else self.pieces[name]
+        return self.complete[name] if name in self.complete else self.sharded[name]
 
     def __iter__(self) -> Iterator[str]:
-        yield from self.whole
-        yield from (name for name in self.pieces if name not in self.whole)
+        yield from self.complete
+        yield from (name for name in self.sharded if name not in self.complete)
 
     def __len__(self) -> int:
-        return len({*self.whole, *self.pieces})
+        return len({*self.complete, *self.sharded})

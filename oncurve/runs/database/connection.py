@@ -1,4 +1,4 @@
-"""Opening ``run.db``, by its one writer or by any number of readers, and saying in words what SQLite says in codes."""
+"""Opens ``run.db`` for its one writer or any number of readers, and turns SQLite's error codes into messages."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from oncurve.runs.environment import oncurve_version
 
 DATABASE = "run.db"
 LOCK = "run.lock"
-PATIENCE_S = 30.0
-"""How long to wait for another connection's lock: far longer than any transaction of ours."""
+LOCK_TIMEOUT_S = 30.0
+"""How long to wait for another connection's lock: far longer than any of our transactions."""
 
 ERRNO_OF = {
     sqlite3.SQLITE_FULL: errno.ENOSPC,
@@ -32,9 +32,9 @@ ERRNO_OF = {
 }
 
 
-def refusal(path: Path, error: sqlite3.Error) -> OncurveError | None:
-    """The user's error for one of SQLite's; None where the mistake is ours and the traceback is what helps."""
-    # The low byte is the kind of error; the higher ones say more than a user can use.
+def user_error(path: Path, error: sqlite3.Error) -> OncurveError | None:
+    """The user's error for a SQLite error; None if it is a bug of ours, which keeps its traceback."""
+    # The low byte is the kind of error; the higher ones are details.
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     if code in ERRNO_OF:
         return disk_error(path, ERRNO_OF[code], str(error))
@@ -42,14 +42,14 @@ def refusal(path: Path, error: sqlite3.Error) -> OncurveError | None:
         return RunError(
             str(path),
             "locked",
-            because=f"another program has held it for over {PATIENCE_S:.0f} s",
-            fix="close whatever else has the database open for writing, then go on with --resume",
+            because=f"another program has locked it for over {LOCK_TIMEOUT_S:.0f} s",
+            fix="close the program that has the database open for writing, then continue with --resume",
         )
     if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
         return RunError(
             str(path),
             f"unreadable ({error})",
-            because="it is not a run's database, was cut short, or was changed by hand",
+            because="it is not a run's database, is truncated, or was changed by hand",
             fix="restore it from a copy; the run's checkpoints do not depend on it",
         )
     return None
@@ -60,16 +60,16 @@ def database_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as error:
-        clear = refusal(path, error)
-        if clear is None:
+        readable = user_error(path, error)
+        if readable is None:
             raise
-        raise clear from error
+        raise readable from error
 
 
 def take_lock(folder: Path) -> IO[bytes]:
-    """Claims a run for this process until the file is closed or the process ends, however it ends.
+    """Locks a run for this process until the file is closed or the process ends, even by a kill.
 
-    A POSIX record lock: it works on network disks, and children made by fork do not hold it on.
+    A POSIX record lock: it works on network disks, and forked children do not inherit it.
     """
     path = folder / LOCK
     with disk_errors(path):
@@ -90,13 +90,13 @@ def take_lock(folder: Path) -> IO[bytes]:
 
 
 def create_database(path: Path) -> sqlite3.Connection:
-    """A new database with empty tables; ``path`` must not exist. Nothing stays behind where this fails."""
+    """Creates a database with empty tables; ``path`` must not exist. Leaves nothing behind if it fails."""
     if path.exists():
         raise RunError(
             str(path),
-            "already there",
-            because="a run's database is never written over",
-            fix="go on with --resume, or choose another --out",
+            "already exists",
+            because="a run's database is never overwritten",
+            fix="continue the run with --resume, or choose another --out",
         )
     try:
         with database_errors(path):
@@ -118,10 +118,10 @@ def create_database(path: Path) -> sqlite3.Connection:
 
 
 def open_database(path: Path, read_only: bool) -> sqlite3.Connection:
-    """An existing database. A reader's connection can't write, whatever is asked of it."""
+    """Opens an existing database. A read-only connection can't write at all."""
     if not path.is_file():
         raise RunError(
-            str(path), "not there", because="every run keeps its steps in it", fix="check the run's name with `oncurve runs`"
+            str(path), "missing", because="a run records its steps in it", fix="check the run's name with `oncurve runs`"
         )
     with database_errors(path):
         connection = _connect(path, _read_mode(path) if read_only else "rw")
@@ -136,17 +136,17 @@ def open_database(path: Path, read_only: bool) -> sqlite3.Connection:
 
 
 def _read_mode(path: Path) -> str:
-    """Readers of a WAL database keep a small file beside it. Where they can't make one, and no writer can either, the
-    file is taken as it is."""
-    writable = os.access(path.parent, os.W_OK)
-    return "ro" if writable or path.with_name(path.name + "-wal").exists() else "ro&immutable=1"
+    """Readers of a WAL database need a small file next to it. If the folder is not writable, no writer can be active either,
+    and the database is opened as immutable."""
+    is_writable = os.access(path.parent, os.W_OK)
+    return "ro" if is_writable or path.with_name(path.name + "-wal").exists() else "ro&immutable=1"
 
 
 def _connect(path: Path, mode: str) -> sqlite3.Connection:
     address = f"file:{quote(str(path.absolute()))}?mode={mode}"
-    connection = sqlite3.connect(address, uri=True, timeout=PATIENCE_S, isolation_level=None)
+    connection = sqlite3.connect(address, uri=True, timeout=LOCK_TIMEOUT_S, isolation_level=None)
     connection.row_factory = sqlite3.Row
-    # NORMAL leaves the wait for the disk to `flush`: a step then costs milliseconds, and a killed process loses nothing.
+    # With NORMAL only `flush` waits for the disk: a commit takes milliseconds, and a killed process still loses nothing.
     connection.executescript("PRAGMA foreign_keys = ON; PRAGMA synchronous = NORMAL; PRAGMA temp_store = MEMORY;")
     return connection
 
@@ -156,15 +156,15 @@ def _check_format(path: Path, connection: sqlite3.Connection) -> None:
         raise RunError(
             str(path),
             "not a run's database",
-            because="its header does not carry Oncurve's mark",
-            fix="check the path; `oncurve runs` lists the runs there are",
+            because="its header does not have Oncurve's application id",
+            fix="check the path; `oncurve runs` lists all runs",
         )
-    made = connection.execute("SELECT format, oncurve FROM meta").fetchone()
-    if made is None or made["format"] > FORMAT:
-        said = "unknown" if made is None else f"{made['format']}, by Oncurve {made['oncurve']}"
+    meta = connection.execute("SELECT format, oncurve FROM meta").fetchone()
+    if meta is None or meta["format"] > FORMAT:
+        theirs = "unknown" if meta is None else f"{meta['format']}, by Oncurve {meta['oncurve']}"
         raise RunError(
             str(path),
-            f"made by a newer version (format {said})",
+            f"made by a newer version (format {theirs})",
             because=f"this is Oncurve {oncurve_version()}, which reads formats up to {FORMAT}",
             fix="upgrade Oncurve: pip install -U oncurve",
         )

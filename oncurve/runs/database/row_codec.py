@@ -1,4 +1,4 @@
-"""Records to rows of ``oncurve.runs.database.schema`` and back, bit for bit."""
+"""Converts records to rows of ``oncurve.runs.database.schema`` and back, bit for bit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def floats(blob: bytes) -> Floats:
 
 
 def int_blob(values: Ints) -> bytes:
-    """Token ids as 32-bit numbers: half the room, and no vocabulary comes near 2³¹."""
+    """Token ids as 32-bit integers: half the size, and no vocabulary has 2³¹ entries."""
     return np.asarray(values, dtype="<i4").tobytes()
 
 
@@ -54,7 +54,7 @@ def bools(blob: bytes) -> Bools:
 
 
 def text_cell(text: str | None) -> str | bytes | None:
-    """Text as SQLite takes it. A lone surrogate, which UTF-8 can't hold, makes it a blob: kept as it is, not mended."""
+    """Text for SQLite. A text with a lone surrogate, which UTF-8 can't encode, is stored unchanged as a blob."""
     if text is None or text.isascii():
         return text
     try:
@@ -73,7 +73,7 @@ def to_json(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON lacks: numpy's numbers and arrays become Python's, mappings dicts, anything else (a date, bytes) its text."""
+    """For types that JSON lacks: numpy numbers and arrays become Python's, mappings dicts, the rest (a date, bytes) text."""
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
     if isinstance(value, Mapping):
@@ -83,7 +83,7 @@ def _plain(value: Any) -> Any:
 
 @dataclass(slots=True)
 class StepRows:
-    """The rows of a step's (or a measurement's) groups, gathered so that each table is written in one go."""
+    """The rows of a step's or an evaluation's groups, by table, so that each table is written with one statement."""
 
     groups: list[Row] = field(default_factory=list)
     completions: list[Row] = field(default_factory=list)
@@ -99,21 +99,21 @@ Stats = Sequence[TokenStats | None]
 def group_rows(
     stage: str, step: int, groups: Sequence[Graded], stats: Sequence[Stats], last_group: int, last_completion: int
 ) -> StepRows:
-    """Rows for ``groups``, numbered on from the last ids. A ScoredGroup, of a measurement, has no advantages."""
+    """Rows for ``groups``, with ids that follow the last ones. A ScoredGroup, of an evaluation, has no advantages."""
     rows = StepRows()
     for position, (graded, group_stats) in enumerate(zip(groups, stats, strict=True)):
         group_id = last_group + 1 + position
         rows.groups.append(_group_row(group_id, stage, step, position, graded))
         scored = graded.scored.scored if isinstance(graded, GradedGroup) else graded.scored
-        for index, (one, seen) in enumerate(zip(scored, group_stats, strict=True)):
+        for index, (completion, token_stats) in enumerate(zip(scored, group_stats, strict=True)):
             last_completion += 1
             advantages = graded.advantages[index] if isinstance(graded, GradedGroup) else None
             is_graded = int(graded.graded[index]) if isinstance(graded, GradedGroup) else None
-            rows.completions.append(_completion_row(last_completion, group_id, index, one, is_graded, advantages))
-            rows.aspects += [_aspect_row(last_completion, place, aspect) for place, aspect in enumerate(one.aspects)]
-            rows.tokens.append(_token_row(last_completion, one.completion, advantages, seen))
-            if one.completion.versions is not None:
-                rows.versions.append((last_completion, to_json(one.completion.versions)))
+            rows.completions.append(_completion_row(last_completion, group_id, index, completion, is_graded, advantages))
+            rows.aspects += [_aspect_row(last_completion, i, aspect) for i, aspect in enumerate(completion.aspects)]
+            rows.tokens.append(_token_row(last_completion, completion.completion, advantages, token_stats))
+            if completion.completion.versions is not None:
+                rows.versions.append((last_completion, to_json(completion.completion.versions)))
     return rows
 
 
@@ -121,45 +121,46 @@ def _group_row(group_id: int, stage: str, step: int, position: int, graded: Grad
     group, prompt = graded.group, graded.group.prompt
     kind, signal = ("train", int(graded.has_signal)) if isinstance(graded, GradedGroup) else ("eval", None)
     messages = None if prompt.messages is None else to_json([dict(m) for m in prompt.messages])
-    shown = (text_cell(prompt.id), text_cell(prompt.text), messages, to_json(dict(prompt.columns)))
-    return (group_id, stage, step, kind, position, *shown, int_blob(group.prompt_ids), signal)
+    prompt_cells = (text_cell(prompt.id), text_cell(prompt.text), messages, to_json(dict(prompt.columns)))
+    return (group_id, stage, step, kind, position, *prompt_cells, int_blob(group.prompt_ids), signal)
 
 
 def _completion_row(
-    row_id: int, group_id: int, position: int, one: ScoredCompletion, graded: int | None, advantages: Floats | None
+    row_id: int, group_id: int, position: int, scored: ScoredCompletion, graded: int | None, advantages: Floats | None
 ) -> Row:
-    completion, failure = one.completion, one.failure
-    told = (text_cell(completion.text), completion.stop, completion.length)
-    return (row_id, group_id, position, *told, one.total, graded, text_cell(failure), _mean_advantage(completion, advantages))
+    completion = scored.completion
+    sampled = (text_cell(completion.text), completion.stop, completion.length)
+    advantage = _mean_advantage(completion, advantages)
+    return (row_id, group_id, position, *sampled, scored.total, graded, text_cell(scored.failure), advantage)
 
 
 def _mean_advantage(completion: Completion, advantages: Floats | None) -> float | None:
-    """Mean over the tokens that the policy wrote, in float64; None without any. A constant is itself: no rounding."""
+    """Mean over the tokens that the policy sampled, in float64; None if there are none. A constant is returned unrounded."""
     if advantages is None:
         return None
-    written = np.asarray(advantages)[completion.loss_mask]
-    if not written.size:
+    sampled = np.asarray(advantages)[completion.loss_mask]
+    if not sampled.size:
         return None
-    first = float(written[0])
-    return first if bool((written == written[0]).all()) else float(written.mean(dtype=np.float64))
+    first = float(sampled[0])
+    return first if bool((sampled == sampled[0]).all()) else float(sampled.mean(dtype=np.float64))
 
 
 def _aspect_row(completion_id: int, position: int, aspect: Aspect) -> Row:
     steps = None if aspect.steps is None else to_json(aspect.steps)
-    verdict = (aspect.value, aspect.weight, text_cell(aspect.failure), text_cell(aspect.reason), steps)
-    return (completion_id, position, aspect.name, *verdict)
+    result = (aspect.value, aspect.weight, text_cell(aspect.failure), text_cell(aspect.reason), steps)
+    return (completion_id, position, aspect.name, *result)
 
 
-def _token_row(completion_id: int, completion: Completion, advantages: Floats | None, seen: TokenStats | None) -> Row:
+def _token_row(completion_id: int, completion: Completion, advantages: Floats | None, stats: TokenStats | None) -> Row:
     logps = float_blob(completion.logps)
     mask = None if completion.loss_mask.all() else bool_blob(completion.loss_mask)
     sampled, raw = _unless_same(completion.sampled_logps, logps), _unless_same(completion.raw_logps, logps)
     graded = None if advantages is None else _constant_or_all(float_blob(advantages))
     sampler = (int_blob(completion.token_ids), mask, logps, sampled, raw, graded)
-    if seen is None:
+    if stats is None:
         return (completion_id, *sampler, None, None, None, None, None)
-    kl = None if seen.kl is None else float_blob(seen.kl)
-    learner = (float_blob(seen.logps), float_blob(seen.ratio), float_blob(seen.entropy), bool_blob(seen.clipped), kl)
+    kl = None if stats.kl is None else float_blob(stats.kl)
+    learner = (float_blob(stats.logps), float_blob(stats.ratio), float_blob(stats.entropy), bool_blob(stats.clipped), kl)
     return (completion_id, *sampler, *learner)
 
 
@@ -180,7 +181,7 @@ def prompt_of(row: sqlite3.Row) -> Prompt:
 
 
 def completion_of(row: sqlite3.Row) -> Completion:
-    """The completion as it was sampled; where nothing sets its log-probs apart they are one array again."""
+    """The completion as sampled. Log-probs that are equal share one array, as they did then."""
     ids, logps = ints(row["token_ids"]), floats(row["logps"])
     return Completion(
         token_ids=ids,
@@ -195,8 +196,14 @@ def completion_of(row: sqlite3.Row) -> Completion:
 
 def aspect_of(row: sqlite3.Row) -> Aspect:
     steps = None if row["steps"] is None else tuple((int(token), float(reward)) for token, reward in json.loads(row["steps"]))
-    told = {"failure": text_of(row["failure"]), "reason": text_of(row["reason"])}
-    return Aspect(name=row["name"], value=row["value"], weight=row["weight"], steps=steps, **told)
+    return Aspect(
+        name=row["name"],
+        value=row["value"],
+        weight=row["weight"],
+        failure=text_of(row["failure"]),
+        reason=text_of(row["reason"]),
+        steps=steps,
+    )
 
 
 def advantages_of(row: sqlite3.Row) -> Floats:

@@ -1,17 +1,17 @@
 """The tables of ``run.db``. Plain SQLite: any tool can read a run, with or without Oncurve.
 
-- Ids are dense and in the order of recording, so that the number of rows is the largest id, that a page of a million
-  completions is a range scan, and that a resumed run gives the same ids as one never stopped.
-- Times stand in columns called ``created``, ``started``, ``finished``, ``seconds`` and in ``events``: all else is the same for
-  two identical runs, up to the metrics that measure a machine (``oncurve.runs.metrics``: ``repeatable``).
-- Token arrays are little-endian blobs, one row per completion, apart from the texts: a list of completions reads none of
-  them. NULL stands for what is usual: no ``loss_mask`` means all True; no ``sampled_logps`` or ``raw_logps`` means equal to
-  ``logps``; one number in ``advantages`` means that number at every token. An eval without ``accuracy`` is one without a rule
-  that says what is right: its mean reward stands in its ``metrics``.
-- ``replies`` holds what rewards that look outside the run answered about the groups of a step, those that dynamic sampling
-  threw away included. They are not forgotten on resume: a step done again gets the same answers.
-- ``versions`` has a row only where weights may have changed while a completion was written (asynchronous runs): JSON, pairs of
-  the first token and the updates that the weights had seen which wrote it and what follows.
+- Ids are dense and in the order of recording: the number of rows is the largest id, a page of a million completions is a range
+  scan, and a resumed run assigns the same ids as an uninterrupted one.
+- Times are only in columns called ``created``, ``started``, ``finished``, ``seconds`` and in ``events``. Everything else is the
+  same for two identical runs, except metrics that measure the machine (``oncurve.runs.metrics``: ``repeatable``).
+- Token arrays are little-endian blobs, one row per completion, in a table of their own, so that lists of completions don't read
+  them. NULL stands for the usual value: no ``loss_mask`` means all True; no ``sampled_logps`` or ``raw_logps`` means equal to
+  ``logps``; one number in ``advantages`` means that number at every token. An eval without ``accuracy`` had no verifiable
+  reward; its mean reward is in its ``metrics``.
+- ``replies`` holds the results of non-deterministic rewards for the groups of a step, including groups that dynamic sampling
+  dropped. They survive a resume, so that a repeated step gets the same rewards.
+- ``versions`` has a row only if the weights may have changed while a completion was sampled (asynchronous runs): JSON pairs of
+  the first token and the number of updates of the weights that sampled it and the tokens after it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FORMAT = 1
 """Version of these tables. A reader refuses a larger one."""
 
 APPLICATION_ID = 0x4F6E6376
-"""'Oncv' in the file's header: tells a run's database from any other."""
+"""'Oncv' in the file's header: identifies a run's database."""
 
 TABLES = """
 CREATE TABLE meta (
@@ -80,4 +80,4 @@ CREATE TABLE IF NOT EXISTS versions (
     completion_id INTEGER PRIMARY KEY REFERENCES completions(id) ON DELETE CASCADE, versions TEXT NOT NULL
 );
 """
-"""Tables that came after the first runs: made where a writer finds them missing."""
+"""Tables that are newer than the first runs. A writer creates them if they are missing."""

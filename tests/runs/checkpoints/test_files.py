@@ -202,7 +202,7 @@ def test_a_disk_that_fills_up_leaves_the_last_good_state(tmp_path: Path) -> None
         from pathlib import Path
         import torch
         from oncurve.errors import DiskError
-        from oncurve.runs.checkpoints import save
+        from oncurve.runs.checkpoints.files import save
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
         for tensors, documents in (({"model": {"w": torch.zeros(100_000)}}, {}), ({}, {"big": "x" * 200_000})):
             try:
@@ -211,22 +211,22 @@ def test_a_disk_that_fills_up_leaves_the_last_good_state(tmp_path: Path) -> None
                 print(error)
     """
     told = finish(start(code, tmp_path))
-    assert told.count("grpo-000002: no room: 0.4 MiB needed, ") == 1
-    assert told.count("no room: 0.2 MiB needed, ") == 1
-    assert told.count("what was there before is intact") == 2
+    assert told.count("grpo-000002: no space left: 0.4 MiB needed, ") == 1
+    assert told.count("no space left: 0.2 MiB needed, ") == 1
+    assert told.count("earlier files are intact") == 2
     assert [path.name for path in tmp_path.iterdir()] == ["grpo-000001"]
     assert newest_valid(tmp_path, no_damage) is not None
 
 
 def test_no_room_is_noticed_before_a_byte_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "free_bytes", lambda path: 10)
-    with pytest.raises(DiskError, match="no room"):
+    with pytest.raises(DiskError, match="no space left"):
         write(tmp_path, "grpo", 1)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    ("number", "message"), [(errno.EACCES, "not allowed"), (errno.EROFS, "read-only"), (errno.ENOSPC, "no room")]
+    ("number", "message"), [(errno.EACCES, "not allowed"), (errno.EROFS, "read-only"), (errno.ENOSPC, "no space left")]
 )
 def test_every_refusal_of_the_disk_is_clear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, message: str) -> None:
     def refuse(path: Path, content: bytes) -> None:

@@ -226,9 +226,9 @@ def test_a_killed_writer_leaves_whole_steps_only(tmp_path: Path) -> None:
     code = """
         import sys
         from pathlib import Path
-        from oncurve.runs.database.writer import Store
+        from oncurve.runs.database.writer import RunWriter
         from tests.runs.samples import step_report
-        store = Store.create(Path(sys.argv[1]))
+        store = RunWriter.create(Path(sys.argv[1]))
         store.begin_stage("grpo", "grpo", 0, 10**6)
         for step in range(1, 10**6):
             store.record_step(step_report("grpo", step))
@@ -248,16 +248,16 @@ def test_a_kill_inside_a_transaction_undoes_it_and_frees_the_run(tmp_path: Path)
     code = """
         import sys, time
         from pathlib import Path
-        from oncurve.runs import rows
-        from oncurve.runs.database.writer import Store
+        from oncurve.runs.database import row_codec
+        from oncurve.runs.database.writer import RunWriter
         from tests.runs.samples import step_report
-        store = Store.create(Path(sys.argv[1]))
+        store = RunWriter.create(Path(sys.argv[1]))
         store.begin_stage("grpo", "grpo", 0, 10)
         store.record_step(step_report("grpo", 1))
         def stuck(*arguments):
             print("ready", flush=True)
             time.sleep(60)
-        rows.group_rows = stuck
+        row_codec.group_rows = stuck
         store.record_step(step_report("grpo", 2))
     """
     kill_when_ready(start(code, tmp_path))
@@ -284,9 +284,9 @@ def test_one_writer_at_a_time(store: RunWriter, tmp_path: Path) -> None:
         import sys
         from pathlib import Path
         from oncurve.errors import RunError
-        from oncurve.runs.database.writer import Store
+        from oncurve.runs.database.writer import RunWriter
         try:
-            Store.open(Path(sys.argv[1]), read_only=False)
+            RunWriter.open(Path(sys.argv[1]))
         except RunError as error:
             print(error)
     """
@@ -299,10 +299,10 @@ def test_a_finished_run_is_readable_where_nothing_can_be_written() -> None:
     code = """
         import os, sys
         from pathlib import Path
-        from oncurve.runs.database.writer import Store
+        from oncurve.runs.database.reader import RunReader
         if os.geteuid() == 0:
             os.setuid(65534)
-        with Store.open(Path(sys.argv[1])) as reader:
+        with RunReader.open(Path(sys.argv[1])) as reader:
             print(os.access(sys.argv[1], os.W_OK), len(reader.steps()))
     """
     with tempfile.TemporaryDirectory() as name:
@@ -326,7 +326,7 @@ def test_a_newer_format_is_refused(store: RunWriter, tmp_path: Path) -> None:
 
 
 def test_what_is_no_database_is_said_so(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="not there"):
+    with pytest.raises(RunError, match="missing"):
         RunReader.open(tmp_path)
     path = tmp_path / "run.db"
     for content, message in ((b"not a database at all" * 100, "unreadable"), (b"", "not a run's database")):
@@ -352,7 +352,7 @@ def test_a_truncated_database_is_said_so(store: RunWriter, tmp_path: Path) -> No
 
 def test_a_database_is_never_written_over(store: RunWriter, tmp_path: Path) -> None:
     store.close()
-    with pytest.raises(RunError, match="already there"):
+    with pytest.raises(RunError, match="already exists"):
         RunWriter.create(tmp_path)
     with RunReader.open(tmp_path) as reader:
         assert len(reader.stages()) == 2
@@ -362,7 +362,7 @@ def test_a_full_disk_keeps_the_steps_before_it(store: RunWriter, tmp_path: Path)
     store.record_step(step_report("grpo", 1))
     pages = store._connection.execute("PRAGMA page_count").fetchone()[0]
     store._connection.execute(f"PRAGMA max_page_count = {pages + 4}")
-    with pytest.raises(DiskError, match=r"no room(.|\n)*--resume"):
+    with pytest.raises(DiskError, match=r"no space left(.|\n)*--resume"):
         store.record_step(step_report("grpo", 2, prompts=16))
     assert same(store.step("grpo", 1), step_report("grpo", 1))
     assert len(store.steps()) == 1
@@ -375,10 +375,10 @@ def test_a_file_size_limit_keeps_the_steps_before_it(tmp_path: Path) -> None:
         import resource, sys
         from pathlib import Path
         from oncurve.errors import DiskError
-        from oncurve.runs.database.writer import Store
+        from oncurve.runs.database.writer import RunWriter
         from tests.runs.samples import step_report
         resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, 400_000))
-        with Store.create(Path(sys.argv[1])) as store:
+        with RunWriter.create(Path(sys.argv[1])) as store:
             store.begin_stage("grpo", "grpo", 0, 10**6)
             try:
                 for step in range(1, 10**6):
@@ -396,7 +396,7 @@ def test_a_database_locked_by_another_program(store: RunWriter, tmp_path: Path) 
     store._connection.execute("PRAGMA busy_timeout = 10")
     with closing(sqlite3.connect(tmp_path / "run.db", isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
-        with pytest.raises(RunError, match=r"locked(.|\n)*close whatever else"):
+        with pytest.raises(RunError, match=r"locked(.|\n)*close the program"):
             store.record_step(step_report("grpo", 1))
     store.record_step(step_report("grpo", 1))
 
