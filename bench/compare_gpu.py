@@ -32,7 +32,7 @@ from oncurve.plan.model_shape import ModelShape
 from oncurve.plan.model_table import find_shape
 from oncurve.plan.request import PlanOverrides, job_for
 from oncurve.recipe.load import parse_recipe
-from oncurve.recipe.variants import passes_of, with_algorithm
+from oncurve.recipe.variants import learning_passes, with_algorithm
 
 RESULTS = Path(__file__).resolve().parent / "results" / "compare_gpu.json"
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "compare.md"
@@ -107,7 +107,7 @@ def run(algorithm: str, gpu: Gpu, tiny: bool) -> Compared:
     held = sum(p.numel() for p in learner.policy.model.parameters())
     critic = sum(p.numel() for p in learner.critic.module.parameters()) if algorithm == "ppo" else 0
     tries = report.metrics.get("line_search_tries", 1.0)
-    passes = passes_of(stage, tries)
+    passes = learning_passes(stage, tries)
     return Compared(
         algorithm, tuple(rewards), statistics.median(times),
         {name: statistics.median(p.get(name, 0.0) for p in phases) for name in ("sample", "score", "grade", "update")},

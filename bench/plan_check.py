@@ -137,11 +137,11 @@ def planned(setting: Setting, job: Job) -> Checked:
 
 def check(setting: Setting, gpu: Gpu, tiny: bool, steps: int = STEPS) -> Checked:
     """Plan and measure a setting. A missing stage or a failed run is recorded; it never passes silently."""
-    from oncurve.recipe.keys import STAGES
+    from oncurve.recipe.schema.stages import STAGE_CLASSES
 
     job = setting.job(gpu, tiny)
     plan = planned(setting, job)
-    if setting.algorithm not in STAGES:
+    if setting.algorithm not in STAGE_CLASSES:
         return replace(plan, said=f"there is no stage '{setting.algorithm}' yet")
     try:
         return measured(plan, job, 1 if plan.planned_seconds > LONG else steps)

@@ -29,7 +29,7 @@ from oncurve.operations.compare import ArmResult, Point, is_finished, outcome_of
 from oncurve.recipe.load import dump_recipe, load_recipe
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.recipe.schema.stages import RolloutStage
-from oncurve.recipe.variants import with_algorithm, with_constant_rate
+from oncurve.recipe.variants import with_algorithm, with_budget
 from oncurve.runs.folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -86,7 +86,7 @@ def sweep(asked: Asked, name: str) -> None:
 
 def variant(asked: Asked, label: str, sets: Sequence[str], seed: int, tokens: int) -> Recipe:
     """The recipe's last stage from the shared start, with one change, until it has sampled the given number of tokens."""
-    recipe = with_constant_rate(with_algorithm(load_recipe(str(ROOT / asked.recipe), list(sets)), "grpo"), tokens=tokens)
+    recipe = with_budget(with_algorithm(load_recipe(str(ROOT / asked.recipe), list(sets)), "grpo"), tokens=tokens)
     model = recipe.model.model_copy(update={"source": str(_start(asked).resolve())})
     return recipe.model_copy(update={"name": _plain(label), "seed": seed, "stages": recipe.stages[-1:], "model": model})
 

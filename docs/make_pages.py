@@ -12,7 +12,8 @@ from pathlib import Path
 
 from oncurve.algos.objectives import OBJECTIVES
 from oncurve.objective_specs import OBJECTIVE_SPECS
-from oncurve.recipe.keys import STAGES, Entry, entries_of
+from oncurve.recipe.keys import RecipeKey, section_keys
+from oncurve.recipe.schema.stages import STAGE_CLASSES
 from oncurve.recipe.schema.base import Section
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.recipe.trl.options import TRL_OPTIONS
@@ -55,22 +56,22 @@ def _literal(text: str) -> str:
 def recipes_page() -> str:
     kinds = [("task", name, kind.options) for name, kind in TASKS.items()]
     kinds += [("rewards", name, kind.options) for name, kind in REWARDS.items()]
-    parts = [NOTE, "# Recipes: every key", RECIPES_HEAD, keys_table(entries_of(Recipe, ""))]
-    for name, stage in STAGES.items():
-        parts += [f"## Stages of type `{name}`", doc_of(stage), keys_table(entries_of(stage, f"{name}."))]
+    parts = [NOTE, "# Recipes: every key", RECIPES_HEAD, keys_table(section_keys(Recipe, ""))]
+    for name, stage in STAGE_CLASSES.items():
+        parts += [f"## Stages of type `{name}`", doc_of(stage), keys_table(section_keys(stage, f"{name}."))]
     for place, name, options in kinds:
         what = "Task" if place == "task" else "Reward"
-        entries = list(entries_of(options, ""))
+        entries = list(section_keys(options, ""))
         parts += [f"## {what} `{name}`", doc_of(options), keys_table(entries) if entries else "No options."]
     return "\n\n".join(parts) + "\n"
 
 
-def keys_table(entries: Iterable[Entry]) -> str:
+def keys_table(entries: Iterable[RecipeKey]) -> str:
     rows = ((f"`{entry.key}`", entry.kind, _default(entry), entry.doc) for entry in entries)
     return table(("key", "takes", "default", "meaning"), rows)
 
 
-def _default(entry: Entry) -> str:
+def _default(entry: RecipeKey) -> str:
     if entry.default == "section":
         return "as below"
     return entry.default if entry.default in ("required", "unset") else f"`{entry.default}`"

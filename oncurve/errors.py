@@ -109,10 +109,19 @@ def pip_install(extra: str) -> str:
     return f"{pip} install 'oncurve[{extra}]'"
 
 
+def closest(word: str, known: Iterable[str], count: int = 1, cutoff: float = 0.6) -> list[str]:
+    """The known names most similar to a word, best first, in any case. Names with the same letters come first, because swapped
+    letters are a common typo: for `gpro`, `grpo` comes before `gspo`."""
+    names = {name.lower(): name for name in known}
+    matches = difflib.get_close_matches(word.lower(), names, n=max(count, 3), cutoff=cutoff)
+    matches.sort(key=lambda match: sorted(match) != sorted(word.lower()))
+    return [names[match] for match in matches[:count]]
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """' (did you mean X?)' for the closest known word, or nothing."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f" (did you mean '{close[0]}'?)" if close else ""
+    """' (did you mean 'X'?)' for the closest known name; empty if none is close."""
+    names = closest(word, known)
+    return f" (did you mean '{names[0]}'?)" if names else ""
 
 
 def no_such(where: str, kind: str, name: str, known: Iterable[str]) -> RecipeError:

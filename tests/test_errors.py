@@ -13,7 +13,17 @@ from pathlib import Path
 import pytest
 
 from oncurve import errors
-from oncurve.errors import CheckpointError, OncurveError, RecipeError, ScaleError, error_from_json, error_to_json, pip_install
+from oncurve.errors import (
+    CheckpointError,
+    OncurveError,
+    RecipeError,
+    ScaleError,
+    closest,
+    did_you_mean,
+    error_from_json,
+    error_to_json,
+    pip_install,
+)
 
 ERRORS = [cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, OncurveError)]
 
@@ -64,3 +74,16 @@ def test_the_tree_at_the_top_of_the_file_names_every_error() -> None:
             line for line in (errors.__doc__ or "").splitlines() if line.lstrip("│├└─ ").split(" ")[:1] == [cls.__name__]
         )
         assert len(line) - len(line.lstrip("│├└─ ")) == 4 * depth
+
+
+@pytest.mark.parametrize(
+    ("word", "names"),
+    [("gpro", ["grpo"]), ("GRPO", ["grpo"]), ("h100", ["H100"]), ("qqq", [])],
+)
+def test_the_closest_name_in_any_case(word: str, names: list[str]) -> None:
+    assert closest(word, ["gspo", "grpo", "H100"]) == names
+    assert did_you_mean(word, ["gspo", "grpo", "H100"]) == (f" (did you mean '{names[0]}'?)" if names else "")
+
+
+def test_more_than_one_close_name() -> None:
+    assert closest("gspo", ["gspo_token", "gspo", "grpo"], count=2) == ["gspo", "grpo"]

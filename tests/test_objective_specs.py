@@ -26,7 +26,7 @@ from oncurve.objective_specs import (
 )
 from oncurve.recipe.defaults import advantage_settings, kl_settings
 from oncurve.recipe.explain import explain
-from oncurve.recipe.keys import tree
+from oncurve.recipe.keys import recipe_keys
 from oncurve.recipe.schema.stages import Grpo
 from oncurve.recipe.trl.config import TRL_OBJECTIVES, TrlConfig
 from oncurve.recipe.variants import ALGORITHMS
@@ -73,7 +73,7 @@ def test_defaults_and_checks_of_a_recipe(name: ObjectiveName) -> None:
 
 
 def test_the_key_takes_every_name() -> None:
-    (entry,) = (entry for entry in tree() if entry.key == "grpo.objective")
+    (entry,) = (entry for entry in recipe_keys() if entry.key == "grpo.objective")
     assert entry.allowed == NAMES
 
 

@@ -25,7 +25,7 @@ from oncurve.errors import RecipeError, RunError
 from oncurve.recipe.load import dump_recipe, parse_recipe
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.recipe.schema.stages import RolloutStage
-from oncurve.recipe.variants import base_stage, passes_of, with_algorithm, with_constant_rate
+from oncurve.recipe.variants import base_stage, learning_passes, with_algorithm, with_budget
 from oncurve.runs.atomic_files import write_file_atomically
 from oncurve.runs.checkpoints.listing import list_checkpoints
 from oncurve.runs.database.reader import RunReader
@@ -152,7 +152,7 @@ class Comparison:
         by_tokens = self.request.budget == "tokens"
         tokens = None if spent is None or not by_tokens else round(spent.tokens)
         seconds = None if spent is None or by_tokens else spent.seconds
-        recipe = with_constant_rate(recipe, tokens=tokens, seconds=seconds)
+        recipe = with_budget(recipe, tokens=tokens, seconds=seconds)
         # The start has become whole, with the adapter that it began from.
         began = {} if start is None else {"source": str(start.resolve()), "adapter": None}
         model = recipe.model.model_copy(update=began)
@@ -251,7 +251,7 @@ def outcome_of(run: RunFolder, stage: RolloutStage, algorithm: str, seed: int, b
     )
     if before is not None:
         curve = (Point(0, 0, 0.0, 0.0, before), *curve)
-    passes = passes_of(stage, float(np.mean(tries)) if tries else 1.0)
+    passes = learning_passes(stage, float(np.mean(tries)) if tries else 1.0)
     held, trained = sizes(run)
     return ArmResult(
         algorithm=algorithm,

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from oncurve.errors import ModelError
+from oncurve.errors import ModelError, closest
 from oncurve.plan.model_shape import ModelShape, read_config
 
 
@@ -113,8 +112,8 @@ def nearest(word: str, known: Iterable[str], count: int = 3) -> list[str]:
     for short, name in whole.items():
         stems.setdefault(short.partition("-")[0], name)  # H100 for H100-80GB
     names = stems | whole
-    close = difflib.get_close_matches(_short(word), names, n=2 * count, cutoff=0.3)
-    return list(dict.fromkeys(names[short] for short in close))[:count] or list(whole.values())[:count]
+    matches = closest(_short(word), names, 2 * count, cutoff=0.3)
+    return list(dict.fromkeys(names[short] for short in matches))[:count] or list(whole.values())[:count]
 
 
 def hub_folder() -> Path:

@@ -1,4 +1,4 @@
-"""`oncurve recipe explain [KEY]`: the schema's own docstrings, as a list of every key or one key in full."""
+"""`oncurve recipe explain [KEY]`: a list of every key, or one key in full, from the docstrings of the schema."""
 
 from __future__ import annotations
 
@@ -10,86 +10,86 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from oncurve.errors import RecipeError
+from oncurve.errors import RecipeError, closest
 from oncurve.objective_specs import OBJECTIVE_SPECS
-from oncurve.recipe.error_messages import closest_name
-from oncurve.recipe.keys import STAGES, Entry, entries_of, tree
+from oncurve.recipe.keys import RecipeKey, recipe_keys, section_keys
 from oncurve.recipe.schema.base import Section
+from oncurve.recipe.schema.stages import STAGE_CLASSES
 
 Extensions = Mapping[str, type[Section]]
 
 
 def explain(key: str | None = None, extensions: Extensions | None = None) -> RenderableType:
-    """Every key in a list, or one key, section or objective in full. ``extensions`` are the options of task and reward types,
-    as `task.arithmetic` or `rewards.answer`."""
+    """A list of every key, or one key or section in full. ``extensions`` are the options of task and reward types by
+    `task.arithmetic` or `rewards.answer`."""
     extensions = extensions or {}
     if key is None:
-        return _list(tree(extensions))
-    if key in STAGES:
-        return _section(key, STAGES[key], list(entries_of(STAGES[key], f"{key}.")))
+        return _key_list(recipe_keys(extensions))
+    if key in STAGE_CLASSES:
+        return _section(key, STAGE_CLASSES[key], list(section_keys(STAGE_CLASSES[key], f"{key}.")))
     if key in extensions:
-        return _section(key, extensions[key], list(entries_of(extensions[key], f"{as_set(key)}.")))
-    entry = find_entry(key, extensions)
-    return _stages(entry) if entry.key == "stages" else _entry(entry, extensions)
+        return _section(key, extensions[key], list(section_keys(extensions[key], f"{set_key(key)}.")))
+    entry = find_key(key, extensions)
+    return _stages(entry) if entry.key == "stages" else _key(entry, extensions)
 
 
-def find_entry(key: str, extensions: Extensions | None = None) -> Entry:
-    """The entry of a key, written as in `--set`. A stage's own task and rewards have the keys of the recipe's."""
-    known = {entry.key: entry for entry in tree(extensions)}
+def find_key(key: str, extensions: Extensions | None = None) -> RecipeKey:
+    """The key of a name as `--set` spells it. A stage's `task` and `rewards` have the keys of the recipe's."""
+    known = {entry.key: entry for entry in recipe_keys(extensions)}
     parts = key.split(".")
-    if parts[0] in STAGES and len(parts) > 2 and parts[1] in ("task", "rewards"):
+    if parts[0] in STAGE_CLASSES and len(parts) > 2 and parts[1] in ("task", "rewards"):
         parts = parts[1:]
     for name in (key, ".".join(parts), ".".join([parts[0], *parts[2:]])):
         if name in known:
             return known[name]
-    close = closest_name(key, known) or next((name for name in known if name.endswith(f".{parts[-1]}")), None)
-    fix = f"try `oncurve recipe explain {close}`" if close else "`oncurve recipe explain` lists every key"
-    raise RecipeError(key, "unknown key", because="no recipe has such a key", fix=fix)
+    similar = closest(key, known) or [name for name in known if name.endswith(f".{parts[-1]}")]
+    fix = f"try `oncurve recipe explain {similar[0]}`" if similar else "`oncurve recipe explain` lists every key"
+    raise RecipeError(key, "unknown key", because="no recipe has this key", fix=fix)
 
 
-def _list(entries: list[Entry]) -> Group:
-    """Two lines for each key, so that a key stays whole, to be found and copied, in a narrow window and in a pipe."""
-    return Group(*(part for entry in entries for part in (_head(entry), _under(entry.summary))))
+def _key_list(keys: list[RecipeKey]) -> Group:
+    """Two lines per key, so that a key is never wrapped and can be copied from a narrow window or a pipe."""
+    return Group(*(part for key in keys for part in (_headline(key), _indented(key.summary))))
 
 
-def _under(words: str) -> Padding:
-    return Padding(Text(words), (0, 0, 0, 4))
+def _indented(text: str) -> Padding:
+    return Padding(Text(text), (0, 0, 0, 4))
 
 
-def _head(entry: Entry) -> Text:
-    kind = "one of …" if len(entry.allowed) > 4 else entry.kind
-    default = {"section": "", "unset": "  unset", "required": "  required"}.get(entry.default, f" = {entry.default}")
-    return Text.assemble((entry.key, "bold"), default, (f"  {kind}", "dim"))
+def _headline(key: RecipeKey) -> Text:
+    kind = "one of …" if len(key.allowed) > 4 else key.kind
+    default = {"section": "", "unset": "  unset", "required": "  required"}.get(key.default, f" = {key.default}")
+    return Text.assemble((key.key, "bold"), default, (f"  {kind}", "dim"))
 
 
-def _section(key: str, section: type[Section], entries: list[Entry]) -> Group:
-    return Group(Text(key, "bold"), *(Text(words) for words in _paragraphs(section)), Text(), _list(entries))
+def _section(name: str, section: type[Section], keys: list[RecipeKey]) -> Group:
+    return Group(Text(name, "bold"), *(Text(text) for text in _paragraphs(section)), Text(), _key_list(keys))
 
 
 def _paragraphs(section: type[Section]) -> list[str]:
-    return [" ".join(words.split()) for words in inspect.cleandoc(section.__doc__ or "").split("\n\n")]
+    return [" ".join(text.split()) for text in inspect.cleandoc(section.__doc__ or "").split("\n\n")]
 
 
-def _stages(entry: Entry) -> Group:
-    rows = [part for name, cls in STAGES.items() for part in (Text(name, "bold"), _under(_paragraphs(cls)[0]))]
+def _stages(key: RecipeKey) -> Group:
+    rows = [part for name, cls in STAGE_CLASSES.items() for part in (Text(name, "bold"), _indented(_paragraphs(cls)[0]))]
     advice = Text("Each [[stages]] has a type; `oncurve recipe explain TYPE` lists its keys:")
-    return Group(Text(entry.key, "bold"), Text(entry.doc), Text(), advice, *rows)
+    return Group(Text(key.key, "bold"), Text(key.doc), Text(), advice, *rows)
 
 
-def _entry(entry: Entry, extensions: Extensions) -> Group:
+def _key(key: RecipeKey, extensions: Extensions) -> Group:
     facts = Table.grid(padding=(0, 2))
-    facts.add_row(Text("takes", "dim"), Text(entry.kind))
-    facts.add_row(Text("default", "dim"), Text("see below" if entry.default == "section" else entry.default))
-    if not entry.inside:
-        facts.add_row(Text("example", "dim"), Text(f"--set {example(entry, extensions)}"))
-    parts: list[RenderableType] = [Text(entry.key, "bold"), Text(entry.doc), Text(), facts]
-    if entry.name == "objective":
+    facts.add_row(Text("takes", "dim"), Text(key.kind))
+    facts.add_row(Text("default", "dim"), Text("see below" if key.default == "section" else key.default))
+    if not key.inside:
+        facts.add_row(Text("example", "dim"), Text(f"--set {set_example(key, extensions)}"))
+    parts: list[RenderableType] = [Text(key.key, "bold"), Text(key.doc), Text(), facts]
+    if key.name == "objective":
         parts += [Text(), _objectives()]
-    for section in entry.inside:
-        parts += [Text(), _list(list(entries_of(section, f"{entry.key}.")))]
-    options = [name for name in extensions if name.startswith(f"{entry.key.partition('.')[0]}.")]
-    if options and entry.name in ("task", "rewards", "type"):
-        parts += [Text(), Text(f"Types, each with options of its own: {', '.join(options)}")]
+    for section in key.inside:
+        parts += [Text(), _key_list(list(section_keys(section, f"{key.key}.")))]
+    types = [name for name in extensions if name.startswith(f"{key.key.partition('.')[0]}.")]
+    if types and key.name in ("task", "rewards", "type"):
+        parts += [Text(), Text(f"Types, each with its own options: {', '.join(types)}")]
     return Group(*parts)
 
 
@@ -97,29 +97,28 @@ def _objectives() -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("objective", "what it is", "baseline", "scale", "KL in"):
         table.add_column(name, overflow="fold")
-    for name, spec in OBJECTIVE_SPECS.items():
-        table.add_row(name, f"{spec.sentence} ({spec.paper})", spec.baseline, spec.scale, spec.kl_place)
+    for objective, spec in OBJECTIVE_SPECS.items():
+        table.add_row(objective, f"{spec.sentence} ({spec.paper})", spec.baseline, spec.scale, spec.kl_place)
     return table
 
 
-def as_set(key: str) -> str:
-    """A key below `task.TYPE` or `rewards.TYPE` as `--set` takes it, where a task has no name and a reward its own."""
+def set_key(key: str) -> str:
+    """A key below `task.TYPE` or `rewards.TYPE` as `--set` takes it: a reward has a name of its own, a task has none."""
     first, _, *inner = key.split(".")
     return ".".join(["rewards.NAME" if first == "rewards" else first, *inner])
 
 
-def example(entry: Entry, extensions: Extensions | None = None) -> str:
-    """A `--set` line that this key takes: another choice than the default, or the default itself."""
-    key = entry.key
-    if any(key.startswith(f"{name}.") for name in extensions or {}):
-        key = as_set(key)
-    elif key.startswith("rewards."):
-        key = key.replace("rewards.", "rewards.NAME.", 1)
-    others = [choice for choice in entry.allowed if f'"{choice}"' != entry.default]
+def set_example(key: RecipeKey, extensions: Extensions | None = None) -> str:
+    """A `--set` argument that this key takes: a choice other than the default, or the default itself."""
+    name = key.key
+    if any(name.startswith(f"{extension}.") for extension in extensions or {}):
+        name = set_key(name)
+    elif name.startswith("rewards."):
+        name = name.replace("rewards.", "rewards.NAME.", 1)
+    others = [choice for choice in key.allowed if f'"{choice}"' != key.default]
     if others:
-        return f"{key}={others[0]}"
-    if entry.default not in ("required", "unset", "section"):
-        value = entry.default.strip('"')
-        return f"'{key}={value}'" if set(value) & set(' []{}"') else f"{key}={value}"
-    kind = entry.kind
-    return f"{key}=" + ("16" if kind.startswith("whole") else "0.5" if kind.startswith("number") else "VALUE")
+        return f"{name}={others[0]}"
+    if key.default not in ("required", "unset", "section"):
+        value = key.default.strip('"')
+        return f"'{name}={value}'" if set(value) & set(' []{}"') else f"{name}={value}"
+    return f"{name}=" + ("16" if key.kind.startswith("integer") else "0.5" if key.kind.startswith("number") else "VALUE")

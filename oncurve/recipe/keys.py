@@ -1,4 +1,4 @@
-"""The schema as a tree of keys: what each may hold, in words. Error messages, `recipe explain` and the docs read it here."""
+"""Every key of a recipe with its type, default and documentation. Error messages, `recipe explain` and the docs read it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,10 @@ from pydantic.fields import FieldInfo
 
 from oncurve.recipe.schema.base import Section, types_in
 from oncurve.recipe.schema.recipe import Recipe
-from oncurve.recipe.schema.stages import Stage
+from oncurve.recipe.schema.stages import STAGE_CLASSES
 
-STAGES: dict[str, type[Section]] = {
-    cls.model_fields["type"].default: cls for cls in get_args(get_args(Stage)[0]) if issubclass(cls, Section)
-}
-"""Stage classes by `type`."""
-
-WORDS = {
-    int: "whole number",
+TYPE_NAMES = {
+    int: "integer",
     float: "number",
     bool: "true or false",
     str: "text",
@@ -32,36 +27,36 @@ WORDS = {
 }
 
 
-def kind_of(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
-    """What may be written, in words: `whole number, 1 or more`, `one of k1, k2, k3`."""
+def describe_type(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
+    """The values that an annotation allows, in words: `integer, 1 or more`, `one of k1, k2, k3`."""
     if get_origin(annotation) is Annotated:
         base, *more = get_args(annotation)
-        return kind_of(base, (*more, *metadata))
+        return describe_type(base, (*more, *metadata))
     if get_origin(annotation) is Literal:
         return "one of " + ", ".join(map(str, get_args(annotation)))
     if get_origin(annotation) is tuple:
-        return _list_kind(get_args(annotation))
+        return _describe_list(get_args(annotation))
     if get_origin(annotation) is dict:
         return "table"
     inner = [part for part in get_args(annotation) if part is not NoneType]
     if inner:
-        return " or ".join(kind_of(part, metadata) for part in inner)
+        return " or ".join(describe_type(part, metadata) for part in inner)
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return "section"
-    return WORDS.get(annotation, getattr(annotation, "__name__", str(annotation))) + _limits(annotation, metadata)
+    return TYPE_NAMES.get(annotation, getattr(annotation, "__name__", str(annotation))) + _describe_limits(annotation, metadata)
 
 
-def _list_kind(items: tuple[Any, ...]) -> str:
+def _describe_list(items: tuple[Any, ...]) -> str:
     if any(issubclass(cls, Section) for item in items for cls in types_in(item) if isinstance(cls, type)):
         return "list of sections"
     count = "" if Ellipsis in items else f"{len(items)}, each a "
-    return f"list of {count}{kind_of(items[0])}"
+    return f"list of {count}{describe_type(items[0])}"
 
 
-def _limits(base: Any, metadata: tuple[Any, ...]) -> str:
-    """The range, for numbers: whole numbers above 0 are '1 or more'."""
+def _describe_limits(base: Any, metadata: tuple[Any, ...]) -> str:
+    """The range of a number. For integers, above 0 is '1 or more'."""
     parts: list[str] = []
-    for item in _flat(metadata):
+    for item in _constraints(metadata):
         match item:
             case limits.Ge(ge=low):
                 parts.append(f"{low} or more")
@@ -74,7 +69,7 @@ def _limits(base: Any, metadata: tuple[Any, ...]) -> str:
     return ", " + " and ".join(part.replace(".0 ", " ").removesuffix(".0") for part in parts) if parts else ""
 
 
-def _flat(metadata: tuple[Any, ...]) -> Iterator[Any]:
+def _constraints(metadata: tuple[Any, ...]) -> Iterator[Any]:
     for item in metadata:
         if isinstance(item, FieldInfo):
             yield from item.metadata
@@ -82,40 +77,43 @@ def _flat(metadata: tuple[Any, ...]) -> Iterator[Any]:
             yield item
 
 
-def sections_in(annotation: Any) -> list[type[Section]]:
-    """The sections that a field may hold, lists and unions looked through."""
+def nested_sections(annotation: Any) -> list[type[Section]]:
+    """The sections that an annotation may hold, also inside lists and unions."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return [annotation]
-    return [cls for part in get_args(annotation) for cls in sections_in(part)]
+    return [cls for part in get_args(annotation) for cls in nested_sections(part)]
 
 
 def toml_key(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml(key)
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml_value(key)
 
 
-def toml(value: object) -> str:
-    """A value as TOML writes it, on one line."""
+def toml_value(value: object) -> str:
+    """A value as TOML, on one line."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{toml_key(str(key))} = {toml(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{toml_key(str(key))} = {toml_value(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(toml, value)) + "]"
+        return "[" + ", ".join(map(toml_value, value)) + "]"
     try:
         return tomli_w.dumps({"v": value}).removeprefix("v = ").strip()
     except TypeError:
         return repr(value)
 
 
-def toml_text(value: object) -> str:
-    """A value for a table or a message: not too long, None as 'unset'."""
+def short_toml(value: object) -> str:
+    """A value for a table or a message: at most 80 characters, None as 'unset'."""
     if value is None:
         return "unset"
-    text = "section" if isinstance(value, Section) else toml(value)
+    text = "section" if isinstance(value, Section) else toml_value(value)
     return text if len(text) <= 80 else text[:79] + "…"
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """One key of the tree. ``owner`` is the section it stands in, ``inside`` the sections that its value may be."""
+class RecipeKey:
+    """One key of a recipe. ``owner`` is the section that it belongs to, ``inside`` the sections that its value may be.
+
+    Example: ``find_key("grpo.group_size").kind == "integer, 1 or more"``
+    """
 
     key: str
     field: FieldInfo
@@ -127,15 +125,15 @@ class Entry:
 
     @property
     def kind(self) -> str:
-        return kind_of(self.field.annotation, tuple(self.field.metadata))
+        return describe_type(self.field.annotation, tuple(self.field.metadata))
 
     @property
-    def required(self) -> bool:
+    def is_required(self) -> bool:
         return self.field.is_required()
 
     @property
     def default(self) -> str:
-        return "required" if self.required else toml_text(self.field.get_default(call_default_factory=True))
+        return "required" if self.is_required else short_toml(self.field.get_default(call_default_factory=True))
 
     @property
     def allowed(self) -> tuple[str, ...]:
@@ -143,7 +141,7 @@ class Entry:
 
     @property
     def inside(self) -> list[type[Section]]:
-        return sections_in(self.field.annotation)
+        return nested_sections(self.field.annotation)
 
     @property
     def doc(self) -> str:
@@ -161,42 +159,41 @@ def _choices(annotation: Any) -> tuple[str, ...]:
     return tuple(choice for part in get_args(annotation) for choice in _choices(part))
 
 
-def entries_of(section: type[Section], prefix: str) -> Iterator[Entry]:
-    """A section's keys, each followed by those inside it. A stage's own task and rewards are as the recipe's: not repeated."""
+def section_keys(section: type[Section], prefix: str) -> Iterator[RecipeKey]:
+    """A section's keys, each followed by those inside it. A stage's `task` and `rewards` have the recipe's keys, which are not
+    repeated."""
     for name, field in section.model_fields.items():
-        entry = Entry(f"{prefix}{name}", field, section)
-        yield entry
+        key = RecipeKey(f"{prefix}{name}", field, section)
+        yield key
         if prefix and name in ("task", "rewards"):
             continue
-        for inner in entry.inside if name != "stages" else ():
-            yield from entries_of(inner, f"{prefix}{name}.")
+        for inner in key.inside if name != "stages" else ():
+            yield from section_keys(inner, f"{prefix}{name}.")
 
 
-def tree(extensions: Mapping[str, type[Section]] | None = None) -> list[Entry]:
-    """Every key, top-level ones first, then each stage type's as `grpo.…`, then the options of task and reward types.
+def recipe_keys(extensions: Mapping[str, type[Section]] | None = None) -> list[RecipeKey]:
+    """Every key: the top-level ones, then each stage type's as `grpo.…`, then the options of task and reward types.
 
-    ``extensions`` maps `task.TYPE` or `rewards.TYPE` to the options of that type: they are known above this package.
+    ``extensions`` maps `task.TYPE` or `rewards.TYPE` to the options of that type, which packages above this one define.
     """
-    found = list(entries_of(Recipe, ""))
-    for name, stage in STAGES.items():
-        found += entries_of(stage, f"{name}.")
-    for name, options in (extensions or {}).items():
-        found += entries_of(options, f"{name}.")
-    return found
+    keys = list(section_keys(Recipe, ""))
+    for name, section in {**STAGE_CLASSES, **(extensions or {})}.items():
+        keys += section_keys(section, f"{name}.")
+    return keys
 
 
-def field_at(model: type[Section], loc: tuple[int | str, ...]) -> tuple[FieldInfo | None, list[type[Section]]]:
-    """The field that a pydantic location leads to, and the sections one may stand in there."""
-    field, here = None, [model]
+def field_at_location(model: type[Section], loc: tuple[int | str, ...]) -> tuple[FieldInfo | None, list[type[Section]]]:
+    """The field at a pydantic location, and the sections whose keys may follow there."""
+    field, sections = None, [model]
     for part in loc:
         if isinstance(part, int):
             continue
-        owner = next((cls for cls in here if part in cls.model_fields), None)
+        owner = next((cls for cls in sections if part in cls.model_fields), None)
         if owner is not None:
             field = owner.model_fields[part]
-            here = sections_in(field.annotation)
-        elif part in STAGES and STAGES[part] in here:
-            here = [STAGES[part]]
+            sections = nested_sections(field.annotation)
+        elif part in STAGE_CLASSES and STAGE_CLASSES[part] in sections:
+            sections = [STAGE_CLASSES[part]]
         else:
             return None, []
-    return field, here
+    return field, sections

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from oncurve.errors import OncurveError
-from oncurve.recipe.load import flat, load_recipe
+from oncurve.recipe.load import flatten, load_recipe
 from oncurve.recipe.schema.stages import SAMPLED_TYPES
 from oncurve.records import GradedGroup
 from oncurve.runs.database.reader import RunReader, StageRow
@@ -134,7 +134,7 @@ def _changes(parent: Parent, folder: RunFolder) -> Table:
 def _values(recipe: Path) -> dict[str, Any]:
     """Every dotted key of a resolved recipe, stages and rewards by name; empty if the recipe can't be read."""
     try:
-        return flat(load_recipe(recipe))
+        return flatten(load_recipe(recipe))
     except OncurveError:
         return {}
 

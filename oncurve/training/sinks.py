@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from oncurve.errors import MissingPackage, pip_install
-from oncurve.recipe.load import flat
+from oncurve.recipe.load import flatten
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.recipe.schema.sections import Sink
 from oncurve.records import EvalReport, StepReport
@@ -114,7 +114,7 @@ class WandbSink(SinkListener):
     def open(self, recipe: Recipe, folder: Path, resumed_at: int | None) -> None:
         self.run = self.door.init(
             project=self.sink.project, name=folder.name, id=f"{folder.name}-{_mark(folder)}", resume="allow", dir=str(folder),
-            config=dict(flat(recipe)), mode="offline" if self.sink.offline else None,
+            config=dict(flatten(recipe)), mode="offline" if self.sink.offline else None,
             settings=self.door.Settings(console="off", silent=True),
         )  # fmt: skip
 
@@ -134,7 +134,7 @@ class TrackioSink(SinkListener):
         name = f"{folder.name}-{_mark(folder)}"
         with contextlib.redirect_stdout(io.StringIO()):
             self.run = self.door.init(
-                project=self.sink.project, name=name, resume="allow", config=dict(flat(recipe)), embed=False,
+                project=self.sink.project, name=name, resume="allow", config=dict(flatten(recipe)), embed=False,
                 auto_log_cpu=False, auto_log_gpu=False,
             )  # fmt: skip
 

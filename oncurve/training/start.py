@@ -21,7 +21,7 @@ from oncurve.models.llama.c_build import load_library
 from oncurve.models.loading.load import choose_device
 from oncurve.models.policy import Policy
 from oncurve.recipe.defaults import task_for_stage, with_importance_cap
-from oncurve.recipe.load import changes, dump_recipe, flat, load_recipe, parse_recipe
+from oncurve.recipe.load import changed_keys, dump_recipe, flatten, load_recipe, parse_recipe
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.recipe.schema.sections import Task as TaskConfig
 from oncurve.recipe.schema.stages import RejectionSample, RolloutStage, Stage
@@ -29,7 +29,7 @@ from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.registry import build_stage_rewards
 from oncurve.runs.checkpoints.listing import CheckpointEntry, check_metric, list_checkpoints
 from oncurve.runs.database.writer import RunWriter
-from oncurve.runs.folder import Parent, RunFolder, check_place
+from oncurve.runs.folder import Parent, RunFolder, check_destination
 from oncurve.runs.secrets import holds_secret, redact
 from oncurve.tasks.base import Task
 from oncurve.tasks.registry import build_task
@@ -62,7 +62,7 @@ def begin(
         return run_worker_rank(world, lambda recipe: build_tasks_and_rewards(recipe, task, rewards), policy)
     check_world_size(recipe, world)
     recipe = with_machine_defaults(recipe)
-    check_place(runs_dir, out)
+    check_destination(runs_dir, out)
     prepared = build_tasks_and_rewards(
         recipe, task, rewards
     )  # before the folder is made: a recipe that can't run leaves nothing behind
@@ -142,7 +142,7 @@ def with_machine_overrides(run: RunFolder, sets: Sequence[str]) -> Recipe:
     if not sets:
         return before
     recipe = parse_recipe(before.model_dump(mode="json", exclude_none=True), sets)
-    for key, value in changes(before, recipe).items():
+    for key, value in changed_keys(before, recipe).items():
         if not MACHINE_KEYS.fullmatch(key):
             raise RecipeError(
                 "--set",
@@ -172,11 +172,11 @@ def fork(
     before = load_recipe(parent.recipe)
     recipe = with_machine_defaults(parse_recipe(before.model_dump(mode="json", exclude_none=True), sets))
     check_world_size(recipe, world)
-    check_place(runs_dir, out)
+    check_destination(runs_dir, out)
     place = _checkpoint_at(parent, recipe, stage, step)
     prepared = build_tasks_and_rewards(recipe)
     policy = load_policy_for(recipe, prepared[0], listeners) if world.size == 1 else None
-    origin = Parent(parent.name, place.stage, place.step, changes(before, recipe))
+    origin = Parent(parent.name, place.stage, place.step, changed_keys(before, recipe))
     run = RunFolder.create_at(out, parent=origin) if out else RunFolder.create(runs_dir, recipe.name, parent=origin)
     try:
         run.write_recipe(dump_recipe(recipe))
@@ -223,7 +223,7 @@ def rewards_for(recipe: Recipe, stage: Stage) -> RewardMix:
 
 def refuse_secrets(recipe: Recipe) -> None:
     """A run writes its recipe down, for anyone to read who may read the run."""
-    for key, value in flat(recipe).items():
+    for key, value in flatten(recipe).items():
         if isinstance(value, str) and holds_secret(value):
             raise RecipeError(
                 key,

@@ -25,8 +25,8 @@ from hypothesis import strategies as st
 from oncurve import trust
 from oncurve.cli.app import main
 from oncurve.errors import OncurveError
-from oncurve.recipe.explain import find_entry
-from oncurve.recipe.keys import tree
+from oncurve.recipe.explain import find_key
+from oncurve.recipe.keys import recipe_keys
 from oncurve.recipe.load import dump_recipe, parse_recipe, parse_toml
 from oncurve.runs.checkpoints.files import load, newest_valid
 from oncurve.runs.folder import RunFolder
@@ -96,7 +96,7 @@ ODD = st.recursive(
 )
 """What no one would write on purpose."""
 PLAIN: dict[str, Any] = tomllib.loads(dump_recipe(recipe(SFT, GRPO)))
-KEYS = sorted({entry.key for entry in tree()})
+KEYS = sorted({entry.key for entry in recipe_keys()})
 
 
 @st.composite
@@ -279,7 +279,7 @@ def try_words(words: list[str]) -> None:
 
 
 def try_explain(key: str) -> None:
-    clear(lambda: find_entry(key))
+    clear(lambda: find_key(key))
 
 
 @many(60)

@@ -18,7 +18,7 @@ from oncurve.models.policy import Policy
 from oncurve.operations.compare import ArmResult, Comparison, ComparisonRequest, ComparisonStopped, Point, request_of
 from oncurve.recipe.load import load_recipe
 from oncurve.recipe.schema.stages import Grpo, Ppo, RolloutStage, Trpo
-from oncurve.recipe.variants import ALGORITHMS, Passes, passes_of, with_algorithm, with_constant_rate
+from oncurve.recipe.variants import ALGORITHMS, PassCounts, learning_passes, with_algorithm, with_budget
 from oncurve.runs.folder import STATE, RunFolder
 from oncurve.terminal.comparison import as_markdown, comparison_data, render_comparison, rows_of
 from oncurve.terminal.comparison_plots import draw
@@ -93,7 +93,7 @@ def test_a_recipe_that_an_algorithm_can_not_serve_is_refused_by_the_algorithms_n
 
 
 def test_rates_are_constant_and_budgets_take_the_place_of_steps() -> None:
-    made = with_constant_rate(recipe("grpo.optimiser.schedule=linear"), tokens=500)
+    made = with_budget(recipe("grpo.optimiser.schedule=linear"), tokens=500)
     stage = made.stages[-1]
     assert isinstance(stage, Grpo)
     assert (stage.optimiser.schedule, stage.tokens, stage.steps) == ("constant", 500, 200)
@@ -260,20 +260,20 @@ def test_plots_are_the_same_bytes_each_time_and_the_data_is_json(tmp_path: Path)
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({}, Passes(1, 1)),
-        ({"updates_per_step": 2}, Passes(2, 2)),
-        ({"minibatches": 2}, Passes(2, 1)),
-        ({"kl": {"beta": 0.1}}, Passes(2, 1)),
-        ({"kl": {"beta": 0.1, "where": "reward"}}, Passes(4, 1)),
+        ({}, PassCounts(1, 1)),
+        ({"updates_per_step": 2}, PassCounts(2, 2)),
+        ({"minibatches": 2}, PassCounts(2, 1)),
+        ({"kl": {"beta": 0.1}}, PassCounts(2, 1)),
+        ({"kl": {"beta": 0.1, "where": "reward"}}, PassCounts(4, 1)),
     ],
 )
-def test_passes_are_those_that_are_made(options: dict[str, Any], expected: Passes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_are_those_that_are_made(options: dict[str, Any], expected: PassCounts, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted in a real step, in units of the step's tokens: a mini-batch of half of them is half a pass."""
     loop = loop_for(options | {"no_signal": "keep"}, digits)
-    assert passes_of(loop.stage) == expected
+    assert learning_passes(loop.stage) == expected
     assert _counted(loop, monkeypatch) == pytest.approx((expected.forward, expected.backward))
     critic = ppo_loop_for(options)
-    counted = passes_of(critic.ppo)
+    counted = learning_passes(critic.ppo)
     assert counted.backward == 2 * expected.backward
     assert _counted(critic, monkeypatch) == pytest.approx((counted.forward, counted.backward))
 

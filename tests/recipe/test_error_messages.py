@@ -8,7 +8,7 @@ import pytest
 from pydantic import PositiveInt
 
 from oncurve.errors import RecipeError
-from oncurve.recipe.error_messages import closest_name, read_section
+from oncurve.recipe.error_messages import read_section
 from oncurve.recipe.schema.base import Section
 
 from .recipes import base, refusal
@@ -26,8 +26,8 @@ WRONG = [
     ("grpo.group_size=0", "grpo.group_size", "use 1 or more (the default is 8)"),
     ("grpo.group_size='8'", "grpo.group_size", "write group_size = 8, without quotes"),
     ("grpo.group_size=8.0", "grpo.group_size", "write group_size = 8"),
-    ("grpo.group_size=8.5", "grpo.group_size", "takes a whole number, 1 or more"),
-    ("grpo.group_size=true", "grpo.group_size", "takes a whole number, 1 or more"),
+    ("grpo.group_size=8.5", "grpo.group_size", "takes an integer, 1 or more"),
+    ("grpo.group_size=true", "grpo.group_size", "takes an integer, 1 or more"),
     ("grpo.group_size=many", "grpo.group_size", "group_size = 8"),
     ("grpo.objective=gpro", "grpo.objective", 'did you mean objective = "grpo"'),
     ("grpo.objective=ppo", "grpo.objective", 'the default is "grpo"'),
@@ -52,7 +52,7 @@ WRONG = [
     ("grpo.clip=0.2", "grpo.clip", "grpo.clip.low, grpo.clip.high, grpo.clip.dual"),
     ("model=tiny", "model", "set one of its keys: model.source"),
     ("model.tiny.kv_heads=3", "model.tiny.kv_heads", "use a divisor of 4"),
-    ("threads=0", "threads", "use 1 or more, or leave it out"),
+    ("threads=0", "threads", "use 1 or more, or remove it"),
     ("seed=-1", "seed", "use 0 or more"),
     ("stages=[]", "stages", 'type = "grpo"'),
     ("stages=3", "stages", "[[stages]]"),
@@ -95,7 +95,7 @@ def test_a_wrong_shape(text: str, where: str, words: str) -> None:
 def test_a_key_of_another_stage_is_taken_for_the_one_that_is_missing() -> None:
     data = base()
     data["stages"].append({"type": "dpo", "data": "pairs.jsonl"})
-    assert refusal(data=data).fix == "write it as dpo.pairs, which is needed here and missing"
+    assert refusal(data=data).fix == "write it as dpo.pairs, which is required and missing"
     data["stages"][-1]["pairs"] = "pairs.jsonl"
     assert refusal(data=data).fix == "write it as sft.data or reward_model.data"
 
@@ -119,12 +119,6 @@ def test_what_was_found_is_shown_as_toml_and_not_too_long() -> None:
     assert len(str(refusal(f"grpo.objective={'x' * 500}").what)) == 80
 
 
-def test_swapped_letters_win_among_equally_close_words() -> None:
-    assert closest_name("gpro", ["gspo", "grpo"]) == "grpo"
-    assert closest_name("GRPO", ["gspo", "grpo"]) == "grpo"
-    assert closest_name("qqq", ["gspo", "grpo"]) is None
-
-
 class Options(Section):
     """Options of a made-up task."""
 
@@ -140,7 +134,7 @@ def test_options_of_a_task_are_read_with_the_same_words() -> None:
         ({"digits": 0}, "task.digits", "use 1 or more"),
         ({"digist": 1}, "task.digist", "did you mean 'digits'"),
         ({}, "task.digits", "how many digits"),
-        ({"digits": 1, "levels": 3}, "task.levels", "list of whole number"),
+        ({"digits": 1, "levels": 3}, "task.levels", "list of integer"),
     ]:
         with pytest.raises(RecipeError) as caught:
             read_section(Options, options, "task")

@@ -8,8 +8,8 @@ from pydantic import PositiveInt
 from rich.console import Console
 
 from oncurve.errors import RecipeError
-from oncurve.recipe.explain import example, explain, find_entry
-from oncurve.recipe.keys import tree
+from oncurve.recipe.explain import explain, find_key, set_example
+from oncurve.recipe.keys import recipe_keys
 from oncurve.recipe.schema.base import Section
 
 from .recipes import recipe
@@ -41,12 +41,12 @@ def shown(key: str | None, width: int = 160) -> str:
 def test_keys_stay_whole_and_sentences_too_in_a_narrow_window() -> None:
     lines = shown(None, width=60).splitlines()
     heads = {line.split(" ")[0] for line in lines}
-    assert [entry.key for entry in tree(EXTENSIONS) if entry.key not in heads] == []
+    assert [entry.key for entry in recipe_keys(EXTENSIONS) if entry.key not in heads] == []
     assert "(DoRA, Liu et al. 2024)" in " ".join(" ".join(lines).split())
 
 
 def test_every_key_is_documented() -> None:
-    assert [entry.key for entry in tree() if not entry.doc] == []
+    assert [entry.key for entry in recipe_keys() if not entry.doc] == []
 
 
 def test_without_a_key_the_whole_tree_is_shown() -> None:
@@ -61,7 +61,7 @@ def test_without_a_key_the_whole_tree_is_shown() -> None:
     [
         (
             "grpo.group_size",
-            ["G: completions of each prompt. More give", "whole number, 1 or more", "8", "--set grpo.group_size=8"],
+            ["G: completions of each prompt. More give", "integer, 1 or more", "8", "--set grpo.group_size=8"],
         ),
         ("grpo.kl", ["The pull toward the reference.", "grpo.kl.beta", "k1, k2, k3"]),
         (
@@ -75,7 +75,7 @@ def test_without_a_key_the_whole_tree_is_shown() -> None:
         ("stages", ["sft\n    Supervised training", "grpo\n    Group relative"]),
         ("grpo", ["Group relative policy optimisation", "grpo.overlong.buffer"]),
         ("model.lora.dora", ["(DoRA, Liu et al. 2024); slower."]),
-        ("task.arithmetic", ["Sums of made-up numbers.", "task.digits = 3  whole number", "    Digits of each number."]),
+        ("task.arithmetic", ["Sums of made-up numbers.", "task.digits = 3  integer", "    Digits of each number."]),
         ("task.arithmetic.digits", ["More are harder.", "--set task.digits=3"]),
         ("rewards.answer.take", ["--set rewards.NAME.take=boxed"]),
         ("task.type", ["task.arithmetic"]),
@@ -98,4 +98,4 @@ def test_an_unknown_key_points_at_a_known_one() -> None:
     "key", ["grpo.group_size", "model.dtype", "grpo.sampling.stop", "grpo.optimiser.betas", "threads", "seed"]
 )
 def test_the_example_can_be_typed(key: str) -> None:
-    recipe(example(find_entry(key)).strip("'"))
+    recipe(set_example(find_key(key)).strip("'"))

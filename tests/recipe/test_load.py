@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 
 from oncurve.errors import RecipeError
 from oncurve.recipe import load
-from oncurve.recipe.load import builtin_recipes, dump_recipe, find_recipe, load_recipe, parse_recipe, parse_toml
+from oncurve.recipe.load import (
+    builtin_recipes,
+    changed_keys,
+    dump_recipe,
+    find_recipe,
+    flatten,
+    load_recipe,
+    parse_recipe,
+    parse_toml,
+)
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.recipe.schema.stages import Grpo, Sft
 
@@ -138,8 +147,29 @@ def test_a_missing_file_names_the_nearest(checkout: Path) -> None:
     for name, words in [
         ("arithmetc", "did you mean arithmetic?"),
         ("mina.toml", "mine.toml"),
-        ("x/arithmetic.toml", "'arithmetic' alone"),
+        ("x/arithmetic.toml", "only 'arithmetic'"),
     ]:
         with pytest.raises(RecipeError) as caught:
             load_recipe(name)
         assert words in caught.value.fix
+
+
+DATA = {
+    "task": {"type": "arithmetic"},
+    "rewards": [{"type": "answer"}],
+    "stages": [{"type": "sft"}, {"type": "grpo", "steps": 7}],
+}
+
+
+def test_keys_are_those_of_set() -> None:
+    keys = flatten(parse_recipe(DATA))
+    assert keys["grpo.steps"] == 7
+    assert keys["rewards.answer.weight"] == 1.0
+    assert keys["sft.optimiser.learning_rate"] == 1e-3
+    assert keys["model.tiny.layers"] == 4
+
+
+def test_changes_are_what_was_set() -> None:
+    before, after = parse_recipe(DATA), parse_recipe(DATA, ["grpo.steps=9", "rewards.answer.weight=0.5"])
+    assert changed_keys(before, after) == {"grpo.steps": 9, "rewards.answer.weight": 0.5}
+    assert changed_keys(before, before) == {}

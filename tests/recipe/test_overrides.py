@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oncurve.errors import RecipeError
-from oncurve.recipe.keys import toml
+from oncurve.recipe.keys import toml_value
 from oncurve.recipe.overrides import apply_sets, read_value
 from oncurve.recipe.schema.recipe import Recipe
 
@@ -41,8 +41,8 @@ scalars = st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.floats(a
 
 @given(scalars.filter(lambda v: v is not None) | st.lists(st.integers(-9, 9)) | st.dictionaries(st.text(), st.integers(-9, 9)))
 def test_what_toml_writes_is_read_back(value: object) -> None:
-    assert read_value(toml(value)) == value
-    assert tomllib.loads(f"v = {toml(value)}")["v"] == value
+    assert read_value(toml_value(value)) == value
+    assert tomllib.loads(f"v = {toml_value(value)}")["v"] == value
 
 
 def test_sections_stages_rewards_and_plain_keys() -> None:

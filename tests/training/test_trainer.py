@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from oncurve.errors import DataError, ModelError, OncurveError, RecipeError, RewardError, RunError
-from oncurve.recipe.load import changes, load_recipe
+from oncurve.recipe.load import changed_keys, load_recipe
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.records import EvalReport, StepReport
 from oncurve.rewards.mix import RewardMix
@@ -184,7 +184,7 @@ def test_a_fork_names_the_checkpoints_there_are(tmp_path: Path) -> None:
 
 def test_changes_are_told_by_dotted_keys() -> None:
     before, after = recipe(), recipe("grpo.group_size=6", "rewards.format.weight=0.5", "seed=3")
-    assert changes(before, after) == {"grpo.group_size": 6, "rewards.format.weight": 0.5, "seed": 3}
+    assert changed_keys(before, after) == {"grpo.group_size": 6, "rewards.format.weight": 0.5, "seed": 3}
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,10 @@
 """The stages of a recipe, one class each. A stage's traits (does it sample, does it use or update the policy) are class
-attributes, so that no other module has to list stage types."""
+attributes, so that no other module has to list stage types.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
@@ -112,10 +113,6 @@ class Sft(StageBase):
     @property
     def time_limit_s(self) -> float | None:
         return self.seconds
-
-
-SAMPLED_TYPES = ("grpo", "ppo", "trpo")
-"""The types of such stages, for readers that have a run's tables and no recipe."""
 
 
 class RolloutStage(StageBase):
@@ -451,3 +448,11 @@ class TrainingFree(RolloutStage):
 
 
 Stage = Annotated[Sft | Grpo | Ppo | Trpo | Dpo | RewardModel | RejectionSample | TrainingFree, Field(discriminator="type")]
+
+STAGE_CLASSES: dict[str, type[StageBase]] = {
+    cls.model_fields["type"].default: cls for cls in get_args(get_args(Stage)[0]) if issubclass(cls, StageBase)
+}
+"""Stage classes by `type`."""
+
+SAMPLED_TYPES = tuple(name for name, cls in STAGE_CLASSES.items() if cls.samples and cls.updates_policy)
+"""Types of the stages that train the policy on its own samples, for readers that have a run's tables and no recipe."""

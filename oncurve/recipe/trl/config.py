@@ -1,47 +1,20 @@
-"""A TRL GRPOConfig as read from YAML: what the file says, what TRL 1.16 assumes otherwise, and what follows from both."""
+"""A TRL GRPOConfig read from YAML: the options of the file, TRL 1.16's defaults, and the quantities derived from them."""
 
 from __future__ import annotations
 
 import math
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from oncurve.errors import DataError
 from oncurve.objective_specs import OBJECTIVE_SPECS, ObjectiveName
 
-TRL_DEFAULTS: dict[str, Any] = {
-    "per_device_train_batch_size": 8,
-    "gradient_accumulation_steps": 1,
-    "num_generations": 8,
-    "num_iterations": 1,
-    "max_steps": -1,
-    "max_completion_length": 512,
-    "temperature": 1.0,
-    "loss_type": "dapo",
-    "importance_sampling_level": "token",
-    "epsilon": 0.2,
-    "beta": 0.0,
-    "scale_rewards": "group",
-    "use_bias_correction_kl": True,
-    "sync_ref_model": False,
-    "ref_model_mixup_alpha": 0.6,
-    "ref_model_sync_steps": 512,
-    "learning_rate": 1e-6,
-    "lr_scheduler_type": "linear",
-    "seed": 42,
-    "fp16": False,
-    "save_strategy": "steps",
-    "save_steps": 500,
-    "eval_strategy": "no",
-    "logging_steps": 10,
-    "use_vllm": False,
-    "vllm_importance_sampling_correction": True,
-    "vllm_importance_sampling_mode": "sequence_mask",
-    "num_train_epochs": 3.0,
-    "lora_r": 16,
-}
-"""Defaults of TRL 1.16's GRPOConfig that differ from the recipe's, or that other options are read by."""
+TRL_TABLE: dict[str, Any] = tomllib.loads(Path(__file__).with_name("options.toml").read_text(encoding="utf-8"))
+
+TRL_DEFAULTS: dict[str, Any] = TRL_TABLE["defaults"]
 
 TRL_OBJECTIVES: dict[tuple[str, str], ObjectiveName] = {
     spec.trl: name for name, spec in OBJECTIVE_SPECS.items() if spec.trl is not None
@@ -50,20 +23,20 @@ TRL_OBJECTIVES: dict[tuple[str, str], ObjectiveName] = {
 
 
 class NoCounterpart(Exception):
-    """An option that can't be carried over; the message says why and what happens instead."""
+    """An option that cannot be converted. The message gives the reason and what the recipe has instead."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrlConfig:
-    """The options of one file, with the quantities that TRL derives from several of them. ``processes`` is its world size."""
+    """The options of one file, and the quantities that TRL derives from them. ``processes`` is TRL's world size."""
 
-    said: Mapping[str, Any]
+    options: Mapping[str, Any]
     processes: int = 1
 
     def value(self, option: str) -> Any:
-        """What the file says, else TRL's default (None for options whose default does not matter here)."""
-        found = self.said.get(option)
-        return TRL_DEFAULTS.get(option) if found is None else found
+        """The file's value, else TRL's default; None for options whose default does not matter here."""
+        value = self.options.get(option)
+        return TRL_DEFAULTS.get(option) if value is None else value
 
     def number(self, option: str) -> float:
         """YAML 1.1 reads `1e-6` as text, so text that is a number counts as one."""
@@ -75,38 +48,38 @@ class TrlConfig:
                 option, value, because="TRL takes a number here", fix=f"write {option}: NUMBER in the YAML"
             ) from None
 
-    def whole(self, option: str) -> int:
+    def integer(self, option: str) -> int:
         number = self.number(option)
         if number != int(number):
-            raise DataError(option, self.value(option), because="TRL takes a whole number here", fix=f"round {option}")
+            raise DataError(option, self.value(option), because="TRL takes an integer here", fix=f"round {option}")
         return int(number)
 
-    def truth(self, option: str) -> bool:
+    def boolean(self, option: str) -> bool:
         return str(self.value(option)).lower() in ("true", "1", "yes")
 
     @property
     def update_completions(self) -> int:
-        """Completions in one optimiser update: TRL's batch sizes count completions, not prompts."""
-        return self.whole("per_device_train_batch_size") * self.processes * self.whole("gradient_accumulation_steps")
+        """Completions of one optimiser update: TRL's batch sizes count completions, not prompts."""
+        return self.integer("per_device_train_batch_size") * self.processes * self.integer("gradient_accumulation_steps")
 
     @property
     def step_completions(self) -> int:
-        """Completions sampled at once: one step here."""
+        """Completions that TRL samples at once: those of one step here."""
         if self.value("generation_batch_size") is not None:
-            return self.whole("generation_batch_size")
+            return self.integer("generation_batch_size")
         if self.value("steps_per_generation") is not None:
-            return self.whole("per_device_train_batch_size") * self.processes * self.whole("steps_per_generation")
+            return self.integer("per_device_train_batch_size") * self.processes * self.integer("steps_per_generation")
         return self.update_completions
 
     @property
     def prompts(self) -> int:
         """Prompts of a step: its completions come in groups of `num_generations`."""
-        group = self.whole("num_generations")
+        group = self.integer("num_generations")
         if group < 1 or self.step_completions % group:
             raise DataError(
                 "num_generations",
                 group,
-                because=f"TRL samples {self.step_completions} completions at once, which is no whole number of groups",
+                because=f"TRL samples {self.step_completions} completions at once, which is not a multiple of the group size",
                 fix="make per_device_train_batch_size × steps_per_generation a multiple of num_generations",
             )
         return self.step_completions // group
@@ -118,29 +91,31 @@ class TrlConfig:
 
     @property
     def updates(self) -> int:
-        """Optimiser updates per step: TRL counts its steps in these."""
-        return self.minibatches * self.whole("num_iterations")
+        """Optimiser updates per step: the unit in which TRL counts its steps."""
+        return self.minibatches * self.integer("num_iterations")
 
     def in_steps(self, option: str) -> int:
-        """A number of TRL's steps (updates) as steps here; below 1 it is a share of `max_steps`."""
+        """A number of TRL steps (updates) as steps here; below 1 it is a fraction of `max_steps`."""
         return math.ceil(self.in_updates(option) / self.updates)
 
     def in_updates(self, option: str) -> float:
         number = self.number(option)
         if not 0 < number < 1:
             return number
-        if self.whole("max_steps") <= 0:
-            raise NoCounterpart("it is a share of the run's length, which TRL knows from the data set; set it by hand")
-        return number * self.whole("max_steps")
+        if self.integer("max_steps") <= 0:
+            raise NoCounterpart("it is a fraction of the run's length, which TRL derives from the data set; set it by hand")
+        return number * self.integer("max_steps")
+
+    @property
+    def loss(self) -> tuple[str, str]:
+        """(loss_type, importance_sampling_level)."""
+        return str(self.value("loss_type")), str(self.value("importance_sampling_level"))
 
     @property
     def objective(self) -> ObjectiveName:
-        """The same loss, else the nearest: the sequence ratio decides before the reduction does."""
-        loss, level = str(self.value("loss_type")), str(self.value("importance_sampling_level"))
-        if (loss, level) in TRL_OBJECTIVES:
-            return TRL_OBJECTIVES[loss, level]
-        return "gspo" if level == "sequence" else "grpo"
+        """The objective with the same loss, else the nearest: the one with the same kind of ratio."""
+        return TRL_OBJECTIVES.get(self.loss) or ("gspo" if self.loss[1] == "sequence" else "grpo")
 
     @property
-    def same_objective(self) -> bool:
-        return (str(self.value("loss_type")), str(self.value("importance_sampling_level"))) in TRL_OBJECTIVES
+    def has_same_objective(self) -> bool:
+        return self.loss in TRL_OBJECTIVES

@@ -9,7 +9,7 @@ import pytest
 
 from oncurve.errors import DataError
 from oncurve.recipe.defaults import advantage_settings
-from oncurve.recipe.keys import tree
+from oncurve.recipe.keys import recipe_keys
 from oncurve.recipe.load import parse_recipe, parse_toml
 from oncurve.recipe.schema.model import Lora
 from oncurve.recipe.schema.recipe import Recipe
@@ -234,9 +234,9 @@ def test_nothing_is_dropped_in_silence(tmp_path: Path) -> None:
     [
         ("- a", "a mapping of options"),
         ("a: [", "not YAML"),
-        ("num_generations: 3", "no whole number of groups"),
+        ("num_generations: 3", "not a multiple of the group size"),
         ("learning_rate: fast", "takes a number"),
-        ("num_generations: 2.5", "takes a whole number"),
+        ("num_generations: 2.5", "takes an integer"),
         ("reward_funcs: [a.b]\nreward_weights: [1, 2]", "one weight per reward"),
     ],
 )
@@ -300,5 +300,5 @@ def test_trls_defaults_are_as_installed() -> None:
 
 
 def test_every_recipe_key_of_the_table_exists() -> None:
-    known = {entry.key for entry in tree()} | {"task.path"}
+    known = {entry.key for entry in recipe_keys()} | {"task.path"}
     assert {option.key.replace("NAME.", "") for option in TRL_OPTIONS.values() if option.key} - known == set()
