@@ -41,7 +41,6 @@ class Registry(Mapping[str, T], Generic[T]):
 
     def __init__(self, noun: str, built_in: Mapping[str, T], check: Callable[[object], str | None]) -> None:
         self.noun, self.built_in, self._check = noun, dict(built_in), check
-        self._plugins: dict[EntryPoint, T] = {}
 
     @property
     def group(self) -> str:
@@ -76,18 +75,16 @@ class Registry(Mapping[str, T], Generic[T]):
         return self[name]
 
     def _load(self, declared: EntryPoint) -> T:
-        if declared not in self._plugins:
-            try:
-                plugin = declared.load()
-            except (Exception, SystemExit) as error:  # importing runs the package's code, which may raise anything
-                because = f"importing {declared.value} failed: {type(error).__name__}: {error}"
-                raise self._error(declared, because, "fix, update or uninstall {it}") from error
-            fault = self._check(plugin)
-            if fault is not None:
-                because = f"{declared.value} is no {self.noun}: {fault}"
-                raise self._error(declared, because, f"fix the entry point `{declared.name}`, or uninstall {{it}}")
-            self._plugins[declared] = plugin
-        return self._plugins[declared]
+        try:
+            plugin: T = declared.load()
+        except (Exception, SystemExit) as error:  # importing runs the package's code, which may raise anything
+            because = f"importing {declared.value} failed: {type(error).__name__}: {error}"
+            raise self._error(declared, because, "fix, update or uninstall {it}") from error
+        fault = self._check(plugin)
+        if fault is not None:
+            because = f"{declared.value} is no {self.noun}: {fault}"
+            raise self._error(declared, because, f"fix the entry point `{declared.name}`, or uninstall {{it}}")
+        return plugin
 
     def _error(self, declared: EntryPoint, because: str, fix: str) -> PluginError:
         package = _package(declared)

@@ -31,33 +31,37 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 StopReason = Literal["end", "stop_string", "length"]
-"""Why a completion stopped: the model's end token, a stop string of the recipe, or the length limit (a *cut* completion)."""
+"""Why a completion ended: the model's end token, a stop string of the recipe, or the length limit (it is *truncated*)."""
 STOPPED: Mapping[StopReason, str] = {"end": "ended", "stop_string": "stop string", "length": "cut"}
-"""The same as a person reads it."""
+"""Stop reasons as the terminal and the studio show them."""
 
 
 class Environment(Protocol):
-    """The other side of a task of several turns: a tool that answers, a player that moves.
+    """Replies to the policy in a multi-turn task: a tool that returns a result, an opponent that moves.
 
-    A turn of the policy ends with its end token, or with one of ``calls`` (`</tool>`, a question mark). Then `reply` is asked,
-    and what it says goes into the context and stays out of the loss. It must be a pure function of its arguments, so that a run
-    can be repeated: ``turns`` holds what was said, the policy's and the environment's by turns, the policy's first and last;
-    ``dice`` is a function of (seed, step, prompt, sample, turn), for environments that throw some.
+    A turn of the policy ends with its end token or with one of ``calls`` (`</tool>`, a question mark). `reply` then returns
+    text that is appended to the context and masked out of the loss.
+
+    `reply` must be a pure function of its arguments, or runs can't be repeated. ``turns`` alternates between policy and
+    environment, starting and ending with the policy. ``dice`` is a random generator that depends only on (seed, step, prompt,
+    sample, turn).
+
+    Example: the calculator replies ``"85"`` to ``turns = ("<think>[38+47]",)``, and ``None`` to a turn without a call
     """
 
     @property
     def calls(self) -> tuple[str, ...]: ...
 
     def reply(self, prompt: Prompt, turns: Sequence[str], dice: np.random.Generator) -> str | None:
-        """What the environment says now; None where there is nothing more to say, and the completion ends."""
+        """The reply to the last turn; None ends the completion."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What the model is asked, with the columns that its rewards need. Where an ``environment`` answers back, it goes on.
+    """What the model is given, with the columns that its rewards need; several turns if it has an ``environment``.
 
-    ``id`` is stable and unique within a task: random numbers and the studio's 'follow one prompt' hang on it. Exactly one
-    of ``text`` (sent as it is) and ``messages`` (sent through the chat template) is set.
+    ``id`` is stable and unique within a task: random numbers and the studio's 'follow one prompt' depend on it. Exactly one
+    of ``text`` (used as is) and ``messages`` (formatted by the chat template) is set.
 
     Example: ``Prompt(id="arithmetic/train/17", text="12+34=", columns={"answer": "46", "difficulty": "2 digits"})``
     """
@@ -70,31 +74,30 @@ class Prompt:
 
     @property
     def difficulty(self) -> str | None:
-        """The level under which held-out accuracy is reported, where the task has levels."""
+        """The level under which held-out accuracy is reported; None if the task has no levels."""
         value = self.columns.get("difficulty")
         return None if value is None else str(value)
 
     @property
     def calls(self) -> tuple[str, ...]:
-        """What ends a turn of the policy beside its end token."""
+        """Texts that end a turn of the policy, besides its end token."""
         return () if self.environment is None else self.environment.calls
 
     @property
     def shown(self) -> str:
-        """The prompt as a person reads it."""
+        """The prompt as one text, for people: chat messages as `role: content` lines."""
         if self.text is not None:
             return self.text
         return "\n".join(f"{m['role']}: {m['content']}" for m in self.messages or ())
 
     @property
     def written(self) -> str | list[dict[str, str]]:
-        """The prompt as data files and TRL's reward functions have it: its text, or its messages."""
+        """The prompt as data files and TRL's reward functions represent it: a text, or a list of messages."""
         return self.text if self.text is not None else [dict(message) for message in self.messages or ()]
 
 
 def is_text(value: str) -> bool:
-    """Whether a string can be written down. JSON may spell halves of characters (`"\\ud83d"`), which no tokenizer and no file
-    takes."""
+    """Whether a string can be encoded. JSON can hold lone surrogates (`"\\ud83d"`), which no tokenizer or file accepts."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -104,10 +107,12 @@ def is_text(value: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A worked example for supervised training: a prompt and the completion to imitate.
+    """A demonstration for supervised training: a prompt and the completion to imitate.
 
-    Where an environment takes part, ``turns`` is the same completion cut where the speaker changes, the policy's part first:
-    what the environment says is not imitated.
+    With an environment, ``turns`` is the same completion split between policy and environment, the policy first. Only the
+    policy's turns are in the loss.
+
+    Example: ``Example(prompt, "[38+47]85</think><answer>85</answer>", ("[38+47]", "85", "</think><answer>85</answer>"))``
     """
 
     prompt: Prompt
@@ -117,13 +122,16 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One sampled answer. Every array has length T, the end token (where the model wrote one) included.
+    """One sampled completion. Every array has length T, including the end token if the model sampled one.
 
-    ``logps`` is the log-prob of each token in the temperature-scaled, untruncated distribution: what the learner computes too,
-    so that the two can be compared. ``sampled_logps`` is that of the distribution really drawn from (after top-k, top-p,
-    min-p) and ``raw_logps`` that at temperature 1; they are the same array where nothing sets them apart, and NaN where a
-    sampler does not tell them. ``loss_mask`` is False on tokens that an environment wrote. ``versions`` says by which weights
-    it was written, where they may have changed on the way: (first token, updates that those weights had seen), in order.
+    ``logps`` are log-probs under the temperature-scaled, untruncated distribution, as the learner computes them too, so that
+    the two can be compared. ``sampled_logps`` are those of the distribution that was sampled from (after top-k, top-p, min-p),
+    and ``raw_logps`` those at temperature 1. They are the same array if the settings make no difference, and NaN if a sampler
+    does not return them. ``loss_mask`` is False on tokens of an environment. ``versions`` lists the weights that sampled it, if
+    they can change during a rollout: (first token, number of updates of those weights), in order.
+
+    Example: a completion "46" of two tokens, of which the second is the end token, has ``token_ids = [31, 2]``, ``text =
+    "46"``, ``stop = "end"``, three arrays of 2 log-probs and ``loss_mask = [True, True]``
     """
 
     token_ids: Ints
@@ -137,7 +145,7 @@ class Completion:
 
     @property
     def length(self) -> int:
-        """How many tokens the policy itself wrote: |o_i| of the formulas."""
+        """Tokens that the policy sampled: |o_i| of the formulas."""
         return int(self.loss_mask.sum())
 
     @property
@@ -156,10 +164,12 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Aspect:
-    """What one reward said of one completion.
+    """One reward's result for one completion.
 
-    ``value`` is None where the reward does not apply here, or failed: then ``failure`` says why. A failure is never a number.
+    ``value`` is None if the reward does not apply, or if it failed: ``failure`` then says why. A failure is never a number.
     ``steps`` holds step rewards as (token index of the step's last token, reward), for process supervision.
+
+    Example: ``Aspect("answer", 1.0, reason="'46' is right")``, ``Aspect("judge", None, failure="TimeoutError: …")``
     """
 
     name: str
@@ -172,14 +182,17 @@ class Aspect:
 
 @dataclass(frozen=True, slots=True)
 class ScoredCompletion:
-    """A completion with its reward by aspect."""
+    """A completion with one aspect per reward.
+
+    Example: with aspects ``answer`` = 1 (weight 1) and ``format`` = 0.5 (weight 0.2), ``total`` is 1.1
+    """
 
     completion: Completion
     aspects: tuple[Aspect, ...]
 
     @property
     def failure(self) -> str | None:
-        """Why this completion has no reward: the first failed aspect that counts, or that no reward applied."""
+        """Why this completion has no reward: the first failed aspect of nonzero weight, or that no reward applied."""
         for aspect in self.aspects:
             if aspect.failure is not None and aspect.weight != 0:
                 return f"{aspect.name}: {aspect.failure}"
@@ -190,7 +203,7 @@ class ScoredCompletion:
 
     @property
     def total(self) -> float | None:
-        """The weighted sum of its aspects; None where it failed. Aspects of weight 0 are watched, not counted."""
+        """The weighted sum of its aspects; None if it has a `failure`. Aspects of weight 0 are recorded only."""
         if self.failure is not None:
             return None
         return float(sum(a.weight * a.value for a in self.aspects if a.value is not None and a.weight != 0))
@@ -198,7 +211,7 @@ class ScoredCompletion:
 
 @dataclass(frozen=True, slots=True)
 class ScoredGroup:
-    """A group whose completions have been rewarded (or have failed to be)."""
+    """A group with the rewards of its completions."""
 
     group: Group
     scored: tuple[ScoredCompletion, ...]
@@ -210,10 +223,12 @@ class ScoredGroup:
 
 @dataclass(frozen=True, slots=True)
 class GradedGroup:
-    """A scored group graded on its own curve: one advantage per token of each completion.
+    """A scored group with advantages, relative to the group: one per token of each completion.
 
-    ``advantages[i]`` has the length of completion i. ``graded[i]`` is False where completion i has no reward, or was masked
-    (a cut completion, where the recipe says so): it then takes no part in the loss or its totals.
+    ``advantages[i]`` has the length of completion i. ``graded[i]`` is False if completion i has no reward or is masked (a
+    truncated completion with `mask_cut`): it is then excluded from the loss and its denominators.
+
+    Example: rewards (1, 0) without scaling give ``advantages = ([0.5, 0.5, 0.5], [-0.5, -0.5])`` for 3 and 2 tokens
     """
 
     scored: ScoredGroup
@@ -226,20 +241,20 @@ class GradedGroup:
 
     @property
     def has_signal(self) -> bool:
-        """Whether any graded token has an advantage: a group of equal rewards teaches nothing."""
+        """Whether any graded token has a nonzero advantage: a group of equal rewards has no gradient."""
         return any(bool(np.any(a != 0)) for a, g in zip(self.advantages, self.graded, strict=True) if g)
 
-    def advantage_of(self, place: int) -> float | None:
-        """A completion's advantage, the mean over its tokens where they differ; None where it takes no part in the loss."""
-        values = self.advantages[place]
-        return float(np.mean(values)) if self.graded[place] and len(values) else None
+    def advantage_of(self, index: int) -> float | None:
+        """A completion's advantage, averaged over its tokens; None if it is excluded from the loss."""
+        values = self.advantages[index]
+        return float(np.mean(values)) if self.graded[index] and len(values) else None
 
     @property
     def best_first(self) -> list[int]:
-        """Places of the completions by their advantage; those that take no part last."""
+        """Indices of the completions by advantage, highest first; those excluded from the loss last."""
 
-        def key(place: int) -> tuple[bool, float]:
-            value = self.advantage_of(place)
+        def key(index: int) -> tuple[bool, float]:
+            value = self.advantage_of(index)
             return value is None, -(value or 0.0)
 
         return sorted(range(len(self.graded)), key=key)
@@ -247,7 +262,7 @@ class GradedGroup:
 
 @dataclass(frozen=True, slots=True)
 class TokenStats:
-    """What the learner saw at each token of one completion, at the last update of the step. All of length T."""
+    """The learner's statistics for each token of one completion, at the last update of the step. All of length T."""
 
     logps: Floats
     ratio: Floats
@@ -258,11 +273,13 @@ class TokenStats:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """One optimiser-visible step of a stage, as it is stored and shown.
+    """One step of a stage, as run.db stores it.
 
-    ``metrics`` are plain numbers by name (``oncurve.runs.metrics`` explains each); ``seconds`` is time by phase. ``stats`` runs
-    parallel to ``groups`` and their completions, and is None where a completion was not forwarded (a group without signal);
-    nothing at all where the stage forwards none.
+    ``metrics`` are numbers by name (``oncurve.runs.metrics`` explains each); ``seconds`` is time by phase. ``stats[i][j]``
+    belongs to completion j of ``groups[i]``, and is None if the learner did not forward it (a group without signal). It is
+    empty if the stage forwards no completions.
+
+    Example: ``StepReport("grpo", 17, {"reward": 0.61, "kl": 0.002}, {"sample": 1.9, "update": 0.8, "update/forward": 0.3})``
     """
 
     stage: str
@@ -274,16 +291,18 @@ class StepReport:
 
     @property
     def took(self) -> float:
-        """Seconds of the whole step: a phase called ``update/forward`` is a part of ``update``, and not counted again."""
+        """Seconds of the complete step. A phase such as ``update/forward`` is part of ``update`` and not added again."""
         return sum(value for phase, value in self.seconds.items() if "/" not in phase)
 
 
 @dataclass(frozen=True, slots=True)
 class EvalReport:
-    """A measurement on held-out prompts: greedy by default, so that it is the same each time.
+    """An evaluation on held-out prompts: greedy by default, so that it gives the same result each time.
 
-    ``accuracy`` is the share of held-out prompts solved, and None where no rule says what is right: then ``reward`` is the
-    measure. ``by_difficulty`` maps a level to (solved, asked). ``groups`` keeps what was answered.
+    ``accuracy`` is the fraction of held-out prompts answered correctly, or None if no verifiable reward defines it; ``reward``
+    is then the measure. ``asked`` is the number of prompts, and ``by_difficulty`` maps a level to (correct, asked).
+
+    Example: ``EvalReport("grpo", 200, 0.87, 200, {"1 digit": (40, 40), "2 digits": (134, 160)}, {"reward": 0.91})``
     """
 
     stage: str
@@ -296,5 +315,5 @@ class EvalReport:
 
     @property
     def reward(self) -> float | None:
-        """The mean total reward; None where no answer could be graded."""
+        """The mean total reward; None if no completion could be graded."""
         return self.metrics.get("reward")

@@ -1,4 +1,4 @@
-"""Which of a tensor's numbers: how a rank's part of it is named, in memory and on a disk."""
+"""An element range of a tensor: identifies a rank's shard in memory and in a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,22 +11,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ElementRange:
-    """From ``start`` to ``stop`` in the order of a tensor's rows; of each row only some ``columns``, where they are named."""
+    """Elements ``start`` to ``stop`` of the flattened tensor, restricted to the ``columns`` [first, last) of each row if set.
+
+    Example: ``ElementRange(6, 12, columns=(0, 2))`` of a 4×3 tensor is the first two columns of its rows 2 and 3
+    """
 
     start: int
     stop: int
     columns: tuple[int, int] | None = None
 
-    def of(self, whole: Tensor) -> Tensor:
-        """Those numbers of a whole tensor, flat."""
-        return self.within(whole.contiguous()).reshape(-1)
+    def of(self, tensor: Tensor) -> Tensor:
+        """The elements of a complete tensor, flattened; a copy unless they are contiguous."""
+        return self.within(tensor.contiguous()).reshape(-1)
 
-    def within(self, whole: Tensor) -> Tensor:
-        """Those numbers, in the memory of the whole tensor."""
-        numbers = whole.view(-1)[self.start : self.stop]
-        return numbers if self.columns is None else numbers.view(-1, whole.numel() // len(whole))[:, slice(*self.columns)]
+    def within(self, tensor: Tensor) -> Tensor:
+        """The elements as a view of the complete tensor."""
+        elements = tensor.view(-1)[self.start : self.stop]
+        return elements if self.columns is None else elements.view(-1, tensor.numel() // len(tensor))[:, slice(*self.columns)]
 
-    def fill(self, whole: Tensor, part: Tensor) -> None:
-        """Puts numbers, in whatever shape, where they belong in the whole tensor."""
-        own = self.within(whole)
-        own.copy_(part.view(own.shape))
+    def fill(self, tensor: Tensor, elements: Tensor) -> None:
+        """Copies the elements, of any shape, into their position of the complete tensor."""
+        view = self.within(tensor)
+        view.copy_(elements.view(view.shape))

@@ -122,7 +122,7 @@ def _a_step(device: str) -> tuple[Ints, float]:
 
 def _sandbox() -> Check:
     try:
-        return Check("sandbox", "ok", find_sandbox("rewards.code", count=1).described.removeprefix("sandbox: "))
+        return Check("sandbox", "ok", find_sandbox("rewards.code", count=1).description.removeprefix("sandbox: "))
     except OncurveError as error:
         return Check("sandbox", "note", f"none, so no reward `code`: {error.because}; {error.fix}")
 

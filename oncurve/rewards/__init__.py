@@ -1,1 +1,1 @@
-"""What grades a completion: rewards, the mix that sums them, and how those of a recipe are built."""
+"""Rewards: they score completions; a mix sums them, and the registry builds those that a recipe names."""

@@ -1,18 +1,18 @@
-"""Any Python function as a reward. Functions written for TRL run unchanged.
+"""The reward `python`: any Python function. Functions written for TRL run unchanged.
 
-A function with a parameter `completions`, `prompts` or `completion_ids` is called once per group, as TRL calls it, with lists
-and by keyword:
+A function with a parameter `completions`, `prompts` or `completion_ids` is called once per group, like TRL's: with lists, by
+keyword.
 
     f(prompts, completions, completion_ids, **columns) -> list of numbers
 
-Any other is called for each completion: its first parameter, whatever its name, is the completion's text, `prompt` the prompt,
-and others are columns:
+Any other function is called for each completion. Its first parameter, whatever its name, is the completion's text; `prompt` is
+the prompt, and the others are columns.
 
     f(completion, prompt, answer) -> number
 
-Only what the signature names is passed, unless it ends in `**columns`. For a chat the prompt is its list of messages and
-TRL-style completions are lists with one assistant message. Sync or async; None says 'does not apply'. TRL calls once per batch
-and not per group, and NaN means None to it; here NaN is a failure.
+Only arguments in the signature are passed, or all if it ends in `**columns`. For a chat, the prompt is its list of messages,
+and TRL-style completions are lists with one assistant message. The function may be async. None means that the reward does not
+apply. Two differences from TRL: it calls once per batch, not per group, and treats NaN as None; here NaN is a failure.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from oncurve.workers.pool import Workers, python_workers, shared
 
 Function = Callable[..., Any]
 
-_GROUP_NAMES = frozenset({"prompts", "completions", "completion_ids"})
+_GROUP_PARAMETERS = frozenset({"prompts", "completions", "completion_ids"})
 
 
 class PythonOptions(Section):
-    """Options of the reward `python`."""
+    """Any function; those written for TRL run unchanged."""
 
     function: str
     """`module:function` or `path/to/file.py:function`."""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """Passed to every call by keyword, over columns of the same name."""
+    """Passed to every call by keyword; they take precedence over columns of the same name."""
     seconds: PositiveFloat | None = None
-    """Time limit of a call. With one, calls run in worker processes, which are killed and replaced when it is used up: only
-    what JSON can write reaches the function. Unset: calls run in the trainer's process and nothing can stop them."""
+    """Time limit of a call. If set, calls run in worker processes, which are killed and replaced if they exceed it, and only
+    JSON values reach the function. Unset: calls run in the trainer's process and can't be stopped."""
     workers: PositiveInt = 2
-    """With `seconds`: worker processes."""
+    """Number of worker processes, if `seconds` is set."""
 
 
 @dataclass(frozen=True)
@@ -65,16 +65,16 @@ class FunctionReward:
 
     @property
     def is_async(self) -> bool:
-        """Whether it is asynchronous: then its work is done in other threads, or elsewhere."""
+        """Whether the function is a coroutine function."""
         return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(type(self.function).__call__)
 
     @property
     def is_nondeterministic(self) -> bool:
-        """A function may look at anything: a clock, a file, a server. What it said is kept with the run."""
+        """Always true: a function may read a clock, a file or a server, so its results are stored with the run."""
         return True
 
     def score(self, group: Group) -> Sequence[Result]:
-        """What the function returns; the mix checks it."""
+        """What the function returns; `RewardMix` validates it."""
         if self._per_group:
             (scores,) = run_coroutine([result_or_error(self._call, (), _group_values(group))])
             if isinstance(scores, BaseException):
@@ -89,59 +89,58 @@ class FunctionReward:
 
     @property
     def _per_group(self) -> bool:
-        return not _GROUP_NAMES.isdisjoint(self._parameters)
+        return not _GROUP_PARAMETERS.isdisjoint(self._parameters)
 
     def call(self, first: Any, values: Mapping[str, Any]) -> Any:
-        """One call with a first argument and, of the values, those that the signature asks for; awaited where it must be."""
+        """Calls the function with a first argument and the values in its signature, and awaits it if it is async."""
         (result,) = run_coroutine([result_or_error(self._call, (first,), values)])
         if isinstance(result, BaseException):
             raise result
         return result
 
     def _call(self, first: tuple[Any, ...], values: Mapping[str, Any]) -> Any:
-        """Calls with those of the values that the signature asks for."""
-        offered = {**values, **self.arguments}
+        available = {**values, **self.arguments}
         parameters = list(self._parameters.values())
         named = [p for p in parameters[len(first) :] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        missing = [p.name for p in named if p.default is p.empty and p.name not in offered]
+        missing = [p.name for p in named if p.default is p.empty and p.name not in available]
         if missing:
             raise TypeError(f"the function needs '{missing[0]}', and the prompt's columns are: {', '.join(values) or 'none'}")
         if any(p.kind is p.VAR_KEYWORD for p in parameters):
-            taken = {p.name for p in parameters[: len(first)]}
-            return self.function(*first, **{name: value for name, value in offered.items() if name not in taken})
-        return self.function(*first, **{p.name: offered[p.name] for p in named if p.name in offered})
+            positional = {p.name for p in parameters[: len(first)]}
+            return self.function(*first, **{name: value for name, value in available.items() if name not in positional})
+        return self.function(*first, **{p.name: available[p.name] for p in named if p.name in available})
 
 
 def _group_values(group: Group) -> dict[str, Any]:
-    """Everything TRL passes by keyword. Its two loggers are there to be called, and keep nothing."""
+    """Everything that TRL passes by keyword. Its two logging functions can be called, but do nothing."""
     size = len(group.completions)
     columns = {name: [value] * size for name, value in group.prompt.columns.items()}
     return {
         **columns,
         "prompts": [group.prompt.written for _ in range(size)],
-        "completions": [_answered(group.prompt, completion) for completion in group.completions],
+        "completions": [_trl_completion(group.prompt, completion) for completion in group.completions],
         "completion_ids": [completion.token_ids.tolist() for completion in group.completions],
-        "log_extra": _keep_nothing,
-        "log_metric": _keep_nothing,
+        "log_extra": _ignore,
+        "log_metric": _ignore,
     }
 
 
-def _answered(prompt: Prompt, completion: Completion) -> str | list[dict[str, str]]:
+def _trl_completion(prompt: Prompt, completion: Completion) -> str | list[dict[str, str]]:
     return completion.text if prompt.text is not None else [{"role": "assistant", "content": completion.text}]
 
 
-def _keep_nothing(name: str, value: object) -> None:
+def _ignore(name: str, value: object) -> None:
     pass
 
 
 def run_coroutine(results: Sequence[Any]) -> list[Any]:
-    """The results with those that are awaitable awaited, all at once; an error takes the place of its own result alone."""
-    waiting = [place for place, result in enumerate(results) if inspect.isawaitable(result)]
-    if not waiting:
+    """Awaits every awaitable among the results concurrently; an exception replaces its own result only."""
+    awaitable = [index for index, result in enumerate(results) if inspect.isawaitable(result)]
+    if not awaitable:
         return list(results)
-    gathered = asyncio.run_coroutine_threadsafe(_gather([results[place] for place in waiting]), _loop()).result()
-    answers = dict(zip(waiting, gathered, strict=True))
-    return [answers.get(place, result) for place, result in enumerate(results)]
+    gathered = asyncio.run_coroutine_threadsafe(_gather([results[index] for index in awaitable]), _loop()).result()
+    awaited = dict(zip(awaitable, gathered, strict=True))
+    return [awaited.get(index, result) for index, result in enumerate(results)]
 
 
 async def _gather(awaitables: Sequence[Any]) -> list[Any]:
@@ -150,14 +149,14 @@ async def _gather(awaitables: Sequence[Any]) -> list[Any]:
 
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """One event loop in a thread of its own: a notebook's is busy, and clients stay tied to the loop they first ran in."""
+    """One event loop in its own thread: a notebook's loop is busy, and clients stay tied to the loop that they first ran in."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="oncurve-rewards", daemon=True).start()
     return loop
 
 
 def as_reward(reward: Reward | Function) -> Reward:
-    """A reward as it is, or a plain function under its own name with weight 1."""
+    """A reward unchanged, or a function as a reward with its own name and weight 1."""
     if isinstance(getattr(reward, "name", None), str) and callable(getattr(reward, "score", None)):
         return reward  # type: ignore[return-value]
     if not callable(reward):
@@ -165,7 +164,7 @@ def as_reward(reward: Reward | Function) -> Reward:
             "rewards",
             repr(reward),
             because="a reward is a function, or an object with name, weight and score",
-            fix="give one of these",
+            fix="pass one of these",
         )
     return FunctionReward(reward, name=getattr(reward, "__name__", type(reward).__name__))
 
@@ -183,15 +182,14 @@ def python_reward(name: str, weight: float, options: PythonOptions) -> FunctionR
 
 
 class WorkerReward:
-    """A function that runs in worker processes, with a time limit on every call. Called, it gives something to be awaited."""
+    """A function that runs in worker processes, with a time limit on every call. Calling it returns an awaitable."""
 
     def __init__(self, signature: inspect.Signature, seconds: float, workers: Workers) -> None:
         self.__signature__ = signature
         self._seconds, self._workers = seconds, workers
 
     async def __call__(self, *arguments: Any, **named: Any) -> Any:
-        sent = {name: value for name, value in named.items() if not callable(value)}
-        job = {"arguments": arguments, "named": sent}
+        job = {"arguments": arguments, "named": {name: value for name, value in named.items() if not callable(value)}}
         return await asyncio.to_thread(self._workers.ask, job, self._seconds)
 
 

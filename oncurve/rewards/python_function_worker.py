@@ -1,4 +1,4 @@
-"""Calls a reward function inside a worker process (`python -m oncurve.rewards.python_function_worker FILE:NAME`)."""
+"""Calls a reward function in a worker process (`python -m oncurve.rewards.python_function_worker FILE:NAME`)."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from oncurve.workers.child import serve
 
 
 def call(function: Callable[..., Any], job: dict[str, Any]) -> Any:
-    """What the function returns, awaited where it must be, as JSON has it: arrays and tensors become lists."""
+    """What the function returns, awaited if it is a coroutine, as JSON values: arrays and tensors become lists."""
     result = function(*job["arguments"], **job["named"])
     if inspect.isawaitable(result):
-        result = asyncio.run(_awaited(result))
-    return _plain(result)
+        result = asyncio.run(_await(result))
+    return _to_json(result)
 
 
-async def _awaited(result: Any) -> Any:
+async def _await(result: Any) -> Any:
     return await result
 
 
-def _plain(result: Any) -> Any:
+def _to_json(result: Any) -> Any:
     if hasattr(result, "tolist"):
         return result.tolist()
-    return [_plain(part) for part in result] if isinstance(result, list | tuple) else result
+    return [_to_json(part) for part in result] if isinstance(result, list | tuple) else result
 
 
 if __name__ == "__main__":
-    loaded = load_function(sys.argv[1], "rewards.python.function")
-    serve(partial(call, loaded), memory=1 << 45)  # a function of the user's may map what it likes; its time is what is limited
+    function = load_function(sys.argv[1], "rewards.python.function")
+    serve(partial(call, function), memory=1 << 45)  # only its time is limited: a user's function may map as much as it likes

@@ -1,7 +1,7 @@
-"""What came from outside the run, kept: a judge, a worker's clock or any function may answer otherwise when asked again.
+"""Cache of nondeterministic reward results (judges, timeouts, user functions), so that a repeated step gets the same rewards.
 
-A reward that is `outside` is asked once about each group of a step. Its answer is kept with the run, and a step that is done
-again (after a kill, by `oncurve replay`) gets the answer that was kept, failures and timeouts included.
+A nondeterministic reward is called once for each group of a step. Its results are stored in run.db, and a step that is repeated
+(after a kill, by `oncurve replay`) reads them, failures and timeouts included.
 """
 
 from __future__ import annotations
@@ -19,44 +19,44 @@ AskReward = Callable[[], list[Aspect]]
 
 
 def is_nondeterministic(reward: Reward) -> bool:
-    """Whether its answer may be another one next time."""
-    return bool(getattr(reward, "outside", False) or getattr(reward, "waits", False))
+    """Whether a second call may return something else."""
+    return bool(getattr(reward, "is_nondeterministic", False) or getattr(reward, "is_async", False))
 
 
 class ReplyCache:
-    """The replies of one place in a run (a step, a measurement) at a time. Rewards ask from several threads."""
+    """The results of one step or evaluation at a time. Thread-safe: asynchronous rewards call it from several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._known: dict[str, str] = {}
-        self._fresh: dict[str, str] = {}
+        self._new: dict[str, str] = {}
 
     def load(self, known: Mapping[str, str]) -> None:
-        """Turns to another place, with the replies that were kept for it."""
+        """Switches to another step or evaluation, with the results that are stored for it."""
         with self._lock:
-            self._known, self._fresh = dict(known), {}
+            self._known, self._new = dict(known), {}
 
     @property
     def new_replies(self) -> dict[str, str]:
-        """The replies that came in since `at`, to be kept."""
+        """The results since `load`, to be stored."""
         with self._lock:
-            return dict(self._fresh)
+            return dict(self._new)
 
     def get_or_ask(self, reward: Reward, group: Group, ask: AskReward) -> list[Aspect]:
-        """What was answered about the group, else what is answered now. Where two ask the same, the first answer counts."""
+        """The stored result for a group, else that of ``ask``. If two threads ask for the same, the first result counts."""
         key = _key(reward.name, group)
         with self._lock:
-            kept = self._known.get(key)
-        if kept is None:
-            fresh = _written(ask())
+            reply = self._known.get(key)
+        if reply is None:
+            new_reply = _encode(ask())
             with self._lock:
-                kept = self._known.setdefault(key, fresh)
-                self._fresh.setdefault(key, kept)
-        return _read(kept, reward)
+                reply = self._known.setdefault(key, new_reply)
+                self._new.setdefault(key, reply)
+        return _decode(reply, reward)
 
 
 def _key(name: str, group: Group) -> str:
-    """A group by what was asked and what was written, token by token."""
+    """A hash of the reward's name, the prompt's id and every completion's tokens."""
     digest = hashlib.sha256(json.dumps([name, group.prompt.id]).encode())
     for completion in group.completions:
         digest.update(len(completion.token_ids).to_bytes(8, "little"))
@@ -64,13 +64,13 @@ def _key(name: str, group: Group) -> str:
     return digest.hexdigest()
 
 
-def _written(aspects: list[Aspect]) -> str:
-    """JSON writes floats so that they come back bit for bit."""
+def _encode(aspects: list[Aspect]) -> str:
+    """JSON, which restores floats bit for bit."""
     return json.dumps([[a.value, a.failure, a.reason, a.steps] for a in aspects], separators=(",", ":"))
 
 
-def _read(text: str, reward: Reward) -> list[Aspect]:
-    rows: list[tuple[float | None, str | None, str | None, Any]] = json.loads(text)
+def _decode(reply: str, reward: Reward) -> list[Aspect]:
+    rows: list[tuple[float | None, str | None, str | None, Any]] = json.loads(reply)
     return [Aspect(reward.name, value, reward.weight, failure, reason, _steps(steps)) for value, failure, reason, steps in rows]
 
 

@@ -1,33 +1,52 @@
-"""Environments that a recipe can name, for prompts from files: the calculator, or a class of your own."""
+"""Environments that a recipe can name for a task: built in, from a plug-in, or a class of the user's."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
-from oncurve.errors import RecipeError
-from oncurve.plugins import load_function
+from oncurve.errors import RecipeError, did_you_mean
+from oncurve.plugins import Registry, load_function
 from oncurve.records import Environment
 from oncurve.tasks.puzzles.calculator import Calculator
 
+EnvironmentType = Callable[[], Environment]
+
+
+def _environment_fault(plugin: object) -> str | None:
+    if isinstance(plugin, type) and callable(getattr(plugin, "reply", None)):
+        return None
+    return "an environment is a class with `calls`, a tuple of texts, and a method `reply(prompt, turns, dice)`"
+
+
+ENVIRONMENTS: Registry[EnvironmentType] = Registry("environment", {"calculator": Calculator}, _environment_fault)
+"""Every environment by its name in `task.environment`; each is created without arguments."""
+
 
 def load_environment(name: str | None, where: str) -> Environment | None:
-    """`calculator`, or `file.py:Class`: a class that can be made without arguments, with `calls` and `reply`."""
+    """The environment that a recipe names under ``where``: one of `ENVIRONMENTS`, or `file.py:Class`."""
     if name is None:
         return None
-    if name == "calculator":
-        return Calculator()
-    made: Any = load_function(name, where)
+    if name in ENVIRONMENTS:
+        environment_type = ENVIRONMENTS[name]
+    elif ":" in name:
+        environment_type = load_function(name, where)
+    else:
+        raise RecipeError(
+            where,
+            f"there is no environment '{name}'{did_you_mean(name, ENVIRONMENTS)}",
+            because=f"there are: {', '.join(ENVIRONMENTS)}",
+            fix="name one of them, or a class of yours as file.py:Class",
+        )
     try:
-        environment = made()
-    except Exception as error:  # making one runs the user's code, which may raise anything
+        environment = environment_type()
+    except Exception as error:  # creating one runs the user's code, which may raise anything
         raise RecipeError(
             where,
             name,
-            because=f"it can't be made: {type(error).__name__}: {error}",
-            fix="give a class that needs no arguments",
+            because=f"creating it failed: {type(error).__name__}: {error}",
+            fix="give a class that takes no arguments",
         ) from error
-    calls = getattr(environment, "calls", None)
-    if not callable(getattr(environment, "reply", None)) or not isinstance(calls, tuple):
+    if not callable(getattr(environment, "reply", None)) or not isinstance(getattr(environment, "calls", None), tuple):
         because = "an environment has `calls`, a tuple of texts, and a method `reply(prompt, turns, dice)`"
-        raise RecipeError(where, name, because=because, fix="give it both")
-    return environment  # type: ignore[no-any-return]
+        raise RecipeError(where, name, because=because, fix="add what is missing")
+    return environment

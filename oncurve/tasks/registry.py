@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from oncurve.errors import no_such
+from oncurve.plugins import Registry, check_instance
 from oncurve.recipe.error_messages import read_section
 from oncurve.recipe.schema import sections
 from oncurve.tasks.base import Task, TaskType
@@ -14,20 +14,23 @@ from oncurve.tasks.puzzles.countdown import Countdown, CountdownOptions
 from oncurve.tasks.puzzles.guess import GuessOptions, GuessTask
 from oncurve.tasks.reasoning_gym import ReasoningGymOptions, ReasoningGymTask
 
-TASKS: dict[str, TaskType] = {
-    "arithmetic": TaskType(ArithmeticOptions, Arithmetic),
-    "countdown": TaskType(CountdownOptions, Countdown),
-    "calculator": TaskType(CalculatorOptions, CalculatorTask),
-    "guess": TaskType(GuessOptions, GuessTask),
-    "file": TaskType(FileOptions, build_file_task),
-    "reasoning_gym": TaskType(ReasoningGymOptions, ReasoningGymTask),
-    **{name: TaskType(PublicDatasetOptions, build) for name, build in builders().items()},
-}
+TASKS: Registry[TaskType] = Registry(
+    "task",
+    {
+        "arithmetic": TaskType(ArithmeticOptions, Arithmetic),
+        "countdown": TaskType(CountdownOptions, Countdown),
+        "calculator": TaskType(CalculatorOptions, CalculatorTask),
+        "guess": TaskType(GuessOptions, GuessTask),
+        "file": TaskType(FileOptions, build_file_task),
+        "reasoning_gym": TaskType(ReasoningGymOptions, ReasoningGymTask),
+        **{name: TaskType(PublicDatasetOptions, build) for name, build in builders().items()},
+    },
+    check_instance(TaskType),
+)
+"""Every task by its `type` in a recipe. A new one is a module with its options and its class, and a row here."""
 
 
 def build_task(config: sections.Task, where: str = "task") -> Task:
-    """The task of a recipe, or of a stage that has its own (then `where` is `NAME.task`)."""
-    kind = TASKS.get(config.type)
-    if kind is None:
-        raise no_such(f"{where}.type", "task", config.type, TASKS)
+    """The task of a recipe, or of a stage that has its own (``where`` is then `NAME.task`)."""
+    kind = TASKS.find(config.type, f"{where}.type")
     return kind.build(config, read_section(kind.options, config.options, where))

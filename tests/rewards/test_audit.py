@@ -92,7 +92,7 @@ def test_an_aspect_that_rises_alone() -> None:
 
 def test_a_reward_of_moods() -> None:
     made = history(lambda step, n: [(thought(0, n, i), {"answer": float(i % 2), "judge": (step + i) % 3}) for i in range(4)])
-    assert "a reward of moods" in names(made)
+    assert "inconsistent reward" in names(made)
 
 
 def test_a_run_too_short_to_speak_of_change() -> None:

@@ -170,13 +170,13 @@ def test_what_counts_as_solved(rewards: list[Says], decider: str | None, solved:
     assert mix.is_correct(scored.scored[0]) is solved
 
 
-def test_only_rules_decide_where_rules_are_named() -> None:
+def test_only_the_named_rewards_define_accuracy() -> None:
     rewards = [Says([5.0], "model"), Says([1.0], "countdown", 0.5)]
     assert RewardMix(rewards).accuracy_reward == "model"
-    assert RewardMix(rewards, rules=["countdown"]).accuracy_reward == "countdown"
-    assert RewardMix(rewards, rules=[]).accuracy_reward is None
+    assert RewardMix(rewards, accuracy_names=["countdown"]).accuracy_reward == "countdown"
+    assert RewardMix(rewards, accuracy_names=[]).accuracy_reward is None
     (scored,) = RewardMix(rewards).score([group("a")])
-    assert not RewardMix(rewards, rules=[]).is_correct(scored.scored[0])
+    assert not RewardMix(rewards, accuracy_names=[]).is_correct(scored.scored[0])
 
 
 @settings(deadline=None)
@@ -194,7 +194,7 @@ class Meets:
     party: threading.Barrier
     name: str = "meets"
     weight: float = 1.0
-    waits: bool = True
+    is_async: bool = True
 
     def score(self, group: Group) -> Any:
         self.party.wait(timeout=20)
@@ -248,5 +248,5 @@ def test_a_failure_in_a_group_begun_is_that_group_s_alone() -> None:
 
 def test_what_rewards_say_of_themselves() -> None:
     loud = Says([1.0], "loud")
-    loud.remarks = ["loud: here"]  # type: ignore[attr-defined]
+    loud.log_lines = ["loud: here"]  # type: ignore[attr-defined]
     assert RewardMix([loud, Says([1.0])]).log_lines == ["loud: here"]

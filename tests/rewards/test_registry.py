@@ -44,7 +44,7 @@ def test_python(tmp_path: Path) -> None:
         ({"type": "anser"}, "rewards.anser.type", "did you mean 'answer'?"),
         ({"type": "answer", "takes": "tag"}, "rewards.answer.takes", "did you mean 'take'?"),
         ({"type": "answer", "name": "gold", "take": "tags"}, "rewards.gold.take", "one of tag, boxed, hashes"),
-        ({"type": "format", "pattern": "("}, "rewards.format.pattern", "no regular expression"),
+        ({"type": "format", "pattern": "("}, "rewards.format.pattern", "not a valid regular expression"),
         ({"type": "overlong", "buffer": 3}, "rewards.overlong.limit", "missing"),
         ({"type": "overlong", "buffer": 3, "limit": 2}, "rewards.overlong", "above the limit"),
         ({"type": "countdown", "closeness": 1}, "rewards.countdown", "must stay below 1"),

@@ -1,1 +1,1 @@
-"""Rewards given by models: reward models, judges, process supervision."""
+"""Rewards by models: reward models, LLM judges, process supervision."""

@@ -1,13 +1,10 @@
-"""A judge as the source of step rewards: one question for all steps of a completion, one score for each.
+"""The reward `process` (process supervision): a reward for each reasoning step, assigned to the step's last token.
 
-    r_k = (s_k − low) / (high − low)
+The step rewards of a group are normalised together, and a token's advantage is the sum of those of the steps that end at or
+after it (`algos.advantages.process_advantages`). If no step can be judged, the reward does not apply.
 
-The steps are fenced like everything that a judge reads (`judge`); a reply with another number of scores is refused.
-
-Process supervision: a reward for each reasoning step, mapped to the step's last token.
-
-Every step reward of a group is normalised together, and a token's advantage is the sum of those of the steps that end at or
-after it (`algos.advantages.process_advantages`). Where no step can be judged, the reward does not apply.
+A judge as source gets one request for all steps of a completion and returns one score each, r_k = (s_k − low) / (high − low).
+The steps are fenced like everything that a judge reads (`judge.py`); a reply with another number of scores is rejected.
 """
 
 from __future__ import annotations
@@ -23,11 +20,11 @@ from oncurve.plugins import load_function
 from oncurve.recipe.schema.base import Section
 from oncurve.records import Completion, Group, Prompt
 from oncurve.rewards.base import Result, Score, score_concurrently
-from oncurve.rewards.models.judge import JudgeOptions, client_for, parse_reply, request, share
+from oncurve.rewards.models.judge import JudgeOptions, build_request, client_for, parse_reply, rescale
 from oncurve.rewards.models.judge_client import JudgeReplyError
-from oncurve.rewards.models.reward_model import StepModel, step_model
-from oncurve.rewards.models.step_spans import SPLITTERS, Decode, Span, Split, checked_spans, last_tokens
-from oncurve.rewards.python_function import run_coroutine
+from oncurve.rewards.models.reward_model import StepModel, load_step_model
+from oncurve.rewards.models.step_spans import SPLITTERS, Decode, Span, Split, last_tokens, validate_spans
+from oncurve.rewards.python_function import FunctionReward, run_coroutine
 from oncurve.tasks.puzzles.expression import ExpressionError, parse
 
 SHAPE = (
@@ -36,67 +33,67 @@ SHAPE = (
 )
 
 
-class _Steps(Section):
+class _StepsReply(Section):
     scores: tuple[float, ...]
     reason: str = ""
 
 
 class StepJudge:
-    """Asks about the steps of one completion at a time."""
+    """A judge that scores the steps of one completion per request."""
 
     def __init__(self, options: JudgeOptions, where: str) -> None:
         self.options, self._client = options, client_for(options, where)
 
     def score(self, prompt: Prompt, steps: Sequence[str]) -> list[float]:
-        """One reward per step; raises what keeps the judge from answering."""
+        """One reward per step. Raises if the judge fails."""
         if not steps:
             return []
         titles = [f"Step {n}" for n in range(1, len(steps) + 1)]
         shape = SHAPE.format(low=self.options.scale[0], high=self.options.scale[1], count=len(steps))
-        asked = request(self.options, prompt, titles, steps, shape)
-        (scores,) = run_coroutine([self._client.ask(asked, lambda reply: self._read(reply, len(steps)))])
+        request = build_request(self.options, prompt, titles, steps, shape)
+        (scores,) = run_coroutine([self._client.ask(request, lambda reply: self._read(reply, len(steps)))])
         if isinstance(scores, BaseException):
             raise scores
         return list(scores)
 
     def _read(self, reply: str, count: int) -> list[float]:
-        scores = parse_reply(_Steps, reply).scores
+        scores = parse_reply(_StepsReply, reply).scores
         if len(scores) != count:
             raise JudgeReplyError(f"the judge scored {len(scores)} steps of {count}")
-        return [share(score, self.options.scale) for score in scores]
+        return [rescale(score, self.options.scale) for score in scores]
 
 
-_CLAIM = re.compile(r"([0-9(][-+*/×·÷−0-9() ]*[-+*/×·÷−][-+*/×·÷−0-9() ]*)=\s*([-−]?[0-9]+(?:/[0-9]+)?)(?![0-9/]|\.[0-9])")
+_EQUATION = re.compile(r"([0-9(][-+*/×·÷−0-9() ]*[-+*/×·÷−][-+*/×·÷−0-9() ]*)=\s*([-−]?[0-9]+(?:/[0-9]+)?)(?![0-9/]|\.[0-9])")
 
 StepRewards = list[float | None]
 
 
 class ProcessOptions(Section):
-    """Options of the reward `process`."""
+    """A number for each reasoning step: arithmetic that is checked, a function, a process reward model, or a judge."""
 
     source: Literal["arithmetic", "python", "model", "judge"] = "arithmetic"
-    """`arithmetic`: 1 for a step whose sums (`12*3 = 36`) are all true, 0 where one is false, nothing where it has none;
-    `python`: a function; `model`: a process reward model; `judge`: a language model, asked about all steps at once."""
+    """`arithmetic`: 1 for a step whose equations (`12*3 = 36`) are all true, 0 if one is false, nothing if it has none;
+    `python`: a function; `model`: a process reward model; `judge`: a language model, one request for all steps."""
     split: Split = "lines"
     """What a step is: `lines`, `numbered` (from one `Step n` to the next), `sentences`, or `tags` (`<step>…</step>`)."""
     splitter: str | None = None
-    """A function in place of `split`: `file.py:name`, which takes the text and gives (first, last + 1) character pairs."""
+    """A function instead of `split`: `file.py:name`, which takes the text and returns (first, last + 1) character pairs."""
     function: str | None = None
-    """With `python`: `file.py:name`, which takes the list of steps (texts) and gives a number or None for each. Columns and
-    `prompt` are passed where it names them."""
+    """For `python`: `file.py:name`, which takes the list of steps (texts) and returns a number or None for each. Columns and
+    `prompt` are passed if they are in its signature."""
     model: str | None = None
-    """With `model`: a folder or hub id with a token-classification head."""
+    """For `model`: a folder or hub id of a token-classification model."""
     label: int = 1
-    """With `model`: the label that means a good step; the reward is its probability at the step's last token."""
+    """For `model`: the label of a good step; the reward is its probability at the step's last token."""
     device: str = "cpu"
-    """With `model`: where it runs."""
+    """For `model`: the device that it runs on."""
     judge: JudgeOptions | None = None
-    """With `judge`: which model is asked and how, as in the reward `judge`; its `mode` and `rubric` are not used."""
+    """For `judge`: the model and endpoint, as in the reward `judge`; `mode` and `rubric` are not used."""
 
 
 @dataclass(frozen=True)
 class ProcessReward:
-    """Step rewards by one source. `set_decoder` gives it the policy's tokenizer, which alone knows where tokens end."""
+    """Step rewards from one source. It needs the policy's tokenizer (`set_decoder`) to find each step's last token."""
 
     name: str
     weight: float
@@ -117,7 +114,7 @@ class ProcessReward:
 
     @property
     def log_lines(self) -> list[str]:
-        return [] if self._judge is None else [f"{self.name}: steps {self._judge.options.described}"]
+        return [] if self._judge is None else [f"{self.name}: steps {self._judge.options.description}"]
 
     def set_decoder(self, decode: Decode) -> None:
         self._decode[:] = [decode]
@@ -128,18 +125,18 @@ class ProcessReward:
 
     def _score(self, completion: Completion, prompt: Prompt) -> Score:
         if not self._decode:
-            raise RuntimeError("no tokenizer was given to find the steps' tokens with")
+            raise RuntimeError("the steps' tokens can't be found without a tokenizer")
         spans = self._splitter(completion.text)
         rewards = self._rewards(completion.text, spans, prompt)
         if len(rewards) != len(spans):
             raise ValueError(f"returned {len(rewards)} rewards for {len(spans)} steps")
-        judged = [(span, reward) for span, reward in zip(spans, rewards, strict=True) if reward is not None]
-        if not judged:
+        rewarded = [(span, reward) for span, reward in zip(spans, rewards, strict=True) if reward is not None]
+        if not rewarded:
             return Score(None, "no step can be judged")
-        ends = last_tokens(completion.token_ids, completion.text, [span for span, _ in judged], self._decode[0])
-        good = sum(reward > 0.5 for _, reward in judged)
-        steps = tuple((end, float(reward)) for end, (_, reward) in zip(ends, judged, strict=True))
-        return Score(None, f"{good} of {len(judged)} steps are good", steps)
+        ends = last_tokens(completion.token_ids, completion.text, [span for span, _ in rewarded], self._decode[0])
+        good = sum(reward > 0.5 for _, reward in rewarded)
+        steps = tuple((end, float(reward)) for end, (_, reward) in zip(ends, rewarded, strict=True))
+        return Score(None, f"{good} of {len(rewarded)} steps are good", steps)
 
     def _rewards(self, text: str, spans: Sequence[Span], prompt: Prompt) -> StepRewards:
         texts = [text[begin:end] for begin, end in spans]
@@ -149,29 +146,27 @@ class ProcessReward:
             return list(self._model.score(prompt, text, spans))
         if self._judge is not None:
             return list(self._judge.score(prompt, texts))
-        return [arithmetic(step) for step in texts]
+        return [check_arithmetic(step) for step in texts]
 
     @cached_property
     def _splitter(self) -> Callable[[str], list[Span]]:
         if self.options.splitter is None:
             return SPLITTERS[self.options.split]
-        own = load_function(self.options.splitter, f"rewards.{self.name}.splitter")
-        return lambda text: checked_spans(own(text), text)
+        splitter = load_function(self.options.splitter, f"rewards.{self.name}.splitter")
+        return lambda text: validate_spans(splitter(text), text)
 
     @cached_property
     def _function(self) -> Callable[[list[str], Prompt], Any] | None:
         if self.options.function is None:
             return None
-        from oncurve.rewards.python_function import FunctionReward
-
-        own = FunctionReward(load_function(self.options.function, f"rewards.{self.name}.function"), self.name)
-        return lambda texts, prompt: own.call(texts, {**prompt.columns, "prompt": prompt.shown})
+        function = FunctionReward(load_function(self.options.function, f"rewards.{self.name}.function"), self.name)
+        return lambda texts, prompt: function.call(texts, {**prompt.columns, "prompt": prompt.shown})
 
     @cached_property
     def _model(self) -> StepModel | None:
         if self.options.source != "model" or self.options.model is None:
             return None
-        return step_model(self.options.model, self.options.label, self.options.device, f"rewards.{self.name}.model")
+        return load_step_model(self.options.model, self.options.label, self.options.device, f"rewards.{self.name}.model")
 
     @cached_property
     def _judge(self) -> StepJudge | None:
@@ -180,19 +175,19 @@ class ProcessReward:
         return StepJudge(self.options.judge, f"rewards.{self.name}.judge")
 
 
-def arithmetic(step: str) -> float | None:
-    """1 where every sum written out in a step is true, 0 where one is false, None where there is none to check.
+def check_arithmetic(step: str) -> float | None:
+    """1 if every equation in a step is true, 0 if one is false, None if it has none.
 
-    `3*4 = 12` and `(1+2)/3 = 1` are sums; `x = 4` and `12 = 12` are not. Nothing is evaluated but by our own parser.
+    `3*4 = 12` and `(1+2)/3 = 1` are equations; `x = 4` and `12 = 12` are not. Our own parser evaluates them.
     """
-    verdicts = [verdict for left, right in _CLAIM.findall(step) if (verdict := _true(left, right)) is not None]
+    verdicts = [verdict for left, right in _EQUATION.findall(step) if (verdict := _is_true(left, right)) is not None]
     return None if not verdicts else float(all(verdicts))
 
 
-def _true(left: str, right: str) -> bool | None:
-    negative = right[0] in "-−"
+def _is_true(left: str, right: str) -> bool | None:
+    is_negative = right[0] in "-−"
     try:
-        claimed = parse(right.lstrip("-−")).value
-        return parse(left.strip()).value == (-claimed if negative else claimed)
+        value = parse(right.lstrip("-−")).value
+        return parse(left.strip()).value == (-value if is_negative else value)
     except ExpressionError:
         return None

@@ -1,1 +1,1 @@
-"""Where programs of a model run: one process each, without network, home, environment or a way to reach another process."""
+"""Sandbox for programs that a model wrote: one process each, without network, files or access to other processes."""

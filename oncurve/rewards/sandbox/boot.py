@@ -1,4 +1,4 @@
-"""Starts a zygote by this file's path. In a sandbox only this folder can be read: the packages above it are stood in for."""
+"""Starts a zygote by this file's path. A sandbox can read this folder only, so empty modules replace its parent packages."""
 
 from __future__ import annotations
 

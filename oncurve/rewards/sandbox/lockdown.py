@@ -1,11 +1,11 @@
-"""What a child process takes from itself before it runs a program it does not trust. Standard library and ctypes only.
+"""Restricts a child process before it runs an untrusted program. Standard library and ctypes only.
 
     limits       CPU time, address space, open files, file size, no core dump (setrlimit)
-    capabilities all dropped, and none can come back (no_new_privs)
+    capabilities all dropped, and none can be regained (no_new_privs)
     files        read the standard library, write the scratch folder, nothing else (Landlock)
-    system calls no new process, no program, no network, no signal or tracing of others, no mounts … (seccomp)
+    system calls no new process, no exec, no network, no signals to or tracing of others, no mounts … (seccomp)
 
-Each is a promise that the kernel keeps for the rest of the process's life; none can be taken back from inside.
+The kernel enforces each for the rest of the process's life; the process itself can't undo them.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ READ = (1 << 2) | (1 << 3)
 
 
 def set_limits(cpu_seconds: float, memory: int, file_size: int, open_files: int) -> None:
-    """Hard limits: they can be lowered and never raised. Past its CPU time a process is killed."""
+    """Sets hard limits, which a process can't raise again. A process that exceeds its CPU time is killed."""
     seconds = max(1, int(cpu_seconds + 0.999))
-    wanted = {
+    limits = {
         resource.RLIMIT_CPU: seconds,
         resource.RLIMIT_AS: memory,
         resource.RLIMIT_FSIZE: file_size,
         resource.RLIMIT_NOFILE: open_files,
         resource.RLIMIT_CORE: 0,
     }
-    for kind, value in wanted.items():
+    for kind, value in limits.items():
         hard = resource.getrlimit(kind)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (value, value))
@@ -51,14 +51,14 @@ def die_with_parent() -> None:
 
 
 def lock(readable: Iterable[str], scratch: str, need_landlock: bool) -> None:
-    """Everything but the limits. Raises OSError where the kernel can't promise it."""
+    """Applies every restriction but the limits. Raises OSError if the kernel does not support one."""
     drop_capabilities()
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     if landlock_version() > 0:
         restrict_files(readable, scratch)
     elif need_landlock:
         raise OSError(errno.ENOSYS, "this kernel has no Landlock")
-    filter_calls()
+    install_syscall_filter()
 
 
 def _prctl(option: int, value: int, third: object = 0) -> None:
@@ -67,26 +67,26 @@ def _prctl(option: int, value: int, third: object = 0) -> None:
 
 
 def drop_capabilities() -> None:
-    """Root without capabilities is an ordinary user with many files; a process that has none may do this too."""
+    """Drops all capabilities: root becomes an ordinary user. A process without capabilities may call this too."""
     header = struct.pack("=Ii", 0x20080522, 0)
     if _LIBC.capset(header, struct.pack("=6I", 0, 0, 0, 0, 0, 0)) != 0:
         raise OSError(ctypes.get_errno(), "capset")
 
 
 def landlock_version() -> int:
-    """0 where the kernel has none."""
+    """The kernel's Landlock version; 0 if it has none."""
     return max(0, int(_LIBC.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint32(1))))
 
 
 def restrict_files(readable: Iterable[str], scratch: str) -> None:
-    """Reading beneath `readable`, reading and writing beneath `scratch`, and nothing else, symbolic links followed or not."""
+    """Allows reading below ``readable``, reading and writing below ``scratch``, and nothing else, symlinks included."""
     version = landlock_version()
     rights = (1 << 13) - 1 | ((1 << 13) if version >= 2 else 0) | ((1 << 14) if version >= 3 else 0)
     rules = ctypes.create_string_buffer(struct.pack("=Q", rights), 8)
     ruleset = _LIBC.syscall(_LANDLOCK_CREATE, rules, ctypes.c_size_t(8), ctypes.c_uint32(0))
     if ruleset < 0:
         raise OSError(ctypes.get_errno(), "landlock_create_ruleset")
-    special = (1 << 0) | (1 << 6) | (1 << 9) | (1 << 11)  # run a program, make a device or socket
+    special = (1 << 0) | (1 << 6) | (1 << 9) | (1 << 11)  # execute a program, create a device or a socket
     for path in readable:
         _allow(ruleset, path, READ)
     _allow(ruleset, scratch, rights & ~special)
@@ -109,33 +109,33 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
 # Classic BPF, as seccomp takes it: (code, jump if true, jump if false, constant).
 _LOAD, _EQUAL, _GREATER, _AND, _RETURN = 0x20, 0x15, 0x25, 0x54, 0x06
 _ALLOW, _KILL = 0x7FFF0000, 0x80000000
-_REFUSE, _UNKNOWN = 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
+_REFUSE, _NO_SUCH_CALL = 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
 _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
 
 Instruction = tuple[int, int, int, int]
 
 
-def calls_program(own_pid: int) -> list[Instruction]:
-    """The filter: a call of a foreign architecture kills; a refused one fails with EPERM, an unknown one with ENOSYS."""
+def syscall_filter(own_pid: int) -> list[Instruction]:
+    """The filter: a call of another architecture kills the process; a refused one fails with EPERM, a newer one with ENOSYS."""
     column, architecture = _ARCHITECTURES[platform.machine()]
     program: list[Instruction] = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_EQUAL, 1, 0, architecture),
         (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, _NUMBER),
-        (_GREATER, 0, 1, syscalls.NEWEST),  # the x32 calls of x86-64 are higher still
-        (_RETURN, 0, 0, _UNKNOWN),
-        *_returns(syscalls.CLONE3[column], _UNKNOWN),  # its flags lie in memory: glibc then falls back to clone
+        (_GREATER, 0, 1, syscalls.NEWEST),  # the x32 calls of x86-64 are higher
+        (_RETURN, 0, 0, _NO_SUCH_CALL),
+        *_returns(syscalls.CLONE3[column], _NO_SUCH_CALL),  # its flags are in memory, out of reach; glibc falls back to clone
     ]
     for numbers in syscalls.REFUSED.values():
         number = numbers[column]
         program += [] if number is None else _returns(number, _REFUSE)
     flags: list[Instruction] = [(_LOAD, 0, 0, _FIRST_ARGUMENT), (_AND, 0, 0, _CLONE_THREAD)]
-    program += _when(syscalls.CLONE[column], [*flags, (_EQUAL, 0, 1, _CLONE_THREAD)])
+    program += _allow_if(syscalls.CLONE[column], [*flags, (_EQUAL, 0, 1, _CLONE_THREAD)])
     for call in (syscalls.KILL, syscalls.TGKILL):
-        program += _when(call[column], [(_LOAD, 0, 0, _FIRST_ARGUMENT), (_EQUAL, 0, 1, own_pid)])
-    program += _when(syscalls.PRLIMIT64[column], [(_LOAD, 0, 0, _FIRST_ARGUMENT), (_EQUAL, 0, 1, 0)])
-    program += _unless(syscalls.PRCTL[column], [(_LOAD, 0, 0, _FIRST_ARGUMENT), (_EQUAL, 0, 1, _PR_SET_PDEATHSIG)])
+        program += _allow_if(call[column], [(_LOAD, 0, 0, _FIRST_ARGUMENT), (_EQUAL, 0, 1, own_pid)])
+    program += _allow_if(syscalls.PRLIMIT64[column], [(_LOAD, 0, 0, _FIRST_ARGUMENT), (_EQUAL, 0, 1, 0)])
+    program += _refuse_if(syscalls.PRCTL[column], [(_LOAD, 0, 0, _FIRST_ARGUMENT), (_EQUAL, 0, 1, _PR_SET_PDEATHSIG)])
     return [*program, (_RETURN, 0, 0, _ALLOW)]
 
 
@@ -143,18 +143,18 @@ def _returns(number: int, verdict: int) -> list[Instruction]:
     return [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, verdict)]
 
 
-def _when(number: int, test: list[Instruction]) -> list[Instruction]:
-    """The call is allowed where the test holds; its last instruction falls through if so and jumps over one if not."""
+def _allow_if(number: int, test: list[Instruction]) -> list[Instruction]:
+    """Allows the call if the test is true: its last instruction then falls through, and otherwise skips one."""
     return [(_EQUAL, 0, len(test) + 2, number), *test, (_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _REFUSE)]
 
 
-def _unless(number: int, test: list[Instruction]) -> list[Instruction]:
+def _refuse_if(number: int, test: list[Instruction]) -> list[Instruction]:
     return [(_EQUAL, 0, len(test) + 2, number), *test, (_RETURN, 0, 0, _REFUSE), (_RETURN, 0, 0, _ALLOW)]
 
 
-def filter_calls() -> None:
-    """Installs the filter for this process and every thread it will start."""
-    program = calls_program(os.getpid())
+def install_syscall_filter() -> None:
+    """Installs the filter for this process and every thread that it starts."""
+    program = syscall_filter(os.getpid())
     code = b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
     buffer = ctypes.create_string_buffer(code, len(code))
     pointer = struct.pack("@HP", len(program), ctypes.addressof(buffer))

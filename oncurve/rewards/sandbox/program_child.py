@@ -1,8 +1,8 @@
-"""What a locked child does: runs a program on its input, serves a program's functions, or runs tests against them.
+"""What a locked child runs: a program on its input, a server for a program's functions, or tests that call them.
 
-Tests and program live in two processes. The tests' process holds stand-ins for the program's functions and classes, and only
-plain values come back (`values`): a program can say what its functions return, and nothing else. It can't end the tests early,
-pass them itself, or return an object that equals everything.
+Tests and program run in two processes. The tests' process has proxies of the program's functions and classes, and only plain
+values come back (`json_values`): a program can choose what its functions return, and nothing else. It can't end the tests
+early, pass them itself, or return an object that equals everything.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from typing import Any, BinaryIO
 
 from oncurve.rewards.sandbox import json_values
 
-LONGEST_REPLY = 16 << 20
-MOST_ITEMS = 1_000_000
+MAX_REPLY_BYTES = 16 << 20
+MAX_ITEMS = 1_000_000
 
 
-def fresh_streams() -> None:
-    """Python's own streams again on the descriptors 0, 1 and 2: the zygote's objects belong to other files."""
+def open_streams() -> None:
+    """Opens Python's standard streams on the descriptors 0, 1 and 2; the zygote's stream objects belong to other files."""
     sys.stdin = io.TextIOWrapper(io.FileIO(0, closefd=False), encoding="utf-8", errors="replace")
     sys.stdout = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w", closefd=False)), encoding="utf-8", errors="replace")
     sys.stderr = io.TextIOWrapper(io.FileIO(2, "w", closefd=False), encoding="utf-8", errors="replace", write_through=True)
@@ -36,7 +36,7 @@ def fresh_streams() -> None:
 
 
 def execute(program: str, name: str = "__main__") -> dict[str, Any]:
-    """Runs a program's text as a module of its own, and gives its names."""
+    """Runs a program as a module and returns its names."""
     module = types.ModuleType(name)
     sys.modules[name] = module
     exec(compile(program, "<program>", "exec"), vars(module))
@@ -44,7 +44,7 @@ def execute(program: str, name: str = "__main__") -> dict[str, Any]:
 
 
 def run_program(program: str) -> int:
-    """Runs a program as Python would run a script; its exit code."""
+    """Runs a program as a script and returns its exit code."""
     try:
         execute(program)
         return 0
@@ -62,51 +62,46 @@ class _Handles:
     """Objects that can't leave their process, by number."""
 
     def __init__(self) -> None:
-        self.kept: list[Any] = []
+        self.objects: list[Any] = []
 
-    def keep(self, value: Any) -> int:
-        self.kept.append(value)
-        return len(self.kept) - 1
+    def add(self, value: Any) -> int:
+        self.objects.append(value)
+        return len(self.objects) - 1
 
 
 def serve_program(program: str, requests: int, replies: int) -> int:
-    """Runs the program, says which names it has, then answers calls until the tests are done."""
-    asked, told, handles = os.fdopen(requests, "rb"), os.fdopen(replies, "wb"), _Handles()
+    """Runs the program, sends the names that it defines, then serves calls until the tests end."""
+    request_lines, reply_stream, handles = os.fdopen(requests, "rb"), os.fdopen(replies, "wb"), _Handles()
     names: dict[str, Any] = {}
-
-    def say(reply: dict[str, Any]) -> None:
-        told.write(json_values.line(reply))
-        told.flush()
-
     try:
         names = execute(program)
-        say({"names": _offered(names, handles)})
+        _send(reply_stream, {"names": _exported_names(names, handles)})
     except BaseException as error:  # a program may raise anything, SystemExit included
-        say({"error": _error_fields(error)})
+        _send(reply_stream, {"error": _error_fields(error)})
         return 1
-    for line in asked:
+    for line in request_lines:
         try:
-            say(_serve(json.loads(line), names, handles))
+            _send(reply_stream, _serve(json.loads(line), names, handles))
         except BaseException as error:  # what a function of the program raises is its result
-            say({"error": _error_fields(error)})
+            _send(reply_stream, {"error": _error_fields(error)})
     return 0
 
 
-def _offered(names: dict[str, Any], handles: _Handles) -> dict[str, Any]:
-    offered: dict[str, Any] = {}
+def _exported_names(names: dict[str, Any], handles: _Handles) -> dict[str, Any]:
+    exported: dict[str, Any] = {}
     for name, value in list(names.items()):
         if isinstance(value, types.ModuleType):
-            offered[name] = {"module": value.__name__}
+            exported[name] = {"module": value.__name__}
         elif callable(value):
-            offered[name] = {"call": True}
+            exported[name] = {"call": True}
         elif not name.startswith("__"):
-            offered[name] = {"value": json_values.encode(value, handles.keep)}
-    return offered
+            exported[name] = {"value": json_values.encode(value, handles.add)}
+    return exported
 
 
 def _serve(request: dict[str, Any], names: dict[str, Any], handles: _Handles) -> dict[str, Any]:
     def resolve(number: int) -> Any:
-        return handles.kept[number]
+        return handles.objects[number]
 
     target = names[request["name"]] if "name" in request else resolve(request["handle"])
     if "value" in request:
@@ -114,138 +109,137 @@ def _serve(request: dict[str, Any], names: dict[str, Any], handles: _Handles) ->
         return {}
     if "attribute" in request:
         value = getattr(target, request["attribute"])
-        return {"call": handles.keep(value)} if callable(value) else {"result": json_values.encode(value, handles.keep)}
+        return {"call": handles.add(value)} if callable(value) else {"result": json_values.encode(value, handles.add)}
     if "items" in request:
-        listed = [item for item, _ in zip(target, range(MOST_ITEMS), strict=False)]
-        return {"result": json_values.encode(listed, handles.keep)}
+        items = [item for item, _ in zip(target, range(MAX_ITEMS), strict=False)]
+        return {"result": json_values.encode(items, handles.add)}
     arguments = json_values.decode(request["arguments"], resolve)
     named = json_values.decode(request["named"], resolve)
-    result = json_values.encode(target(*arguments, **named), handles.keep)
-    return {"result": result, "arguments": json_values.encode(arguments, handles.keep)}
+    result = json_values.encode(target(*arguments, **named), handles.add)
+    return {"result": result, "arguments": json_values.encode(arguments, handles.add)}
 
 
 def _error_fields(error: BaseException) -> list[str]:
     return [type(error).__name__, str(error)[:500]]
 
 
-class Remote:
-    """The tests' end of the line to a program."""
+class RemoteProgram:
+    """The tests' connection to the program's process."""
 
     def __init__(self, requests: int, replies: int) -> None:
-        self._asked, self._told = os.fdopen(requests, "wb"), os.fdopen(replies, "rb")
+        self._requests, self._replies = os.fdopen(requests, "wb"), os.fdopen(replies, "rb")
 
-    def reply(self) -> dict[str, Any]:
-        line = self._told.readline(LONGEST_REPLY)
+    def read_reply(self) -> dict[str, Any]:
+        line = self._replies.readline(MAX_REPLY_BYTES)
         if not line.endswith(b"\n"):
-            raise RuntimeError("the program ended" if len(line) < LONGEST_REPLY else "the program returned too much")
+            raise RuntimeError("the program ended" if len(line) < MAX_REPLY_BYTES else "the program returned too much")
         reply = json.loads(line)
         if "error" in reply:
             kind, message = reply["error"]
             raise _error(str(kind), str(message))
         return dict(reply)
 
-    def ask(self, **request: Any) -> dict[str, Any]:
-        self._asked.write(json_values.line(request))
-        self._asked.flush()
-        return self.reply()
+    def request(self, **request: Any) -> dict[str, Any]:
+        _send(self._requests, request)
+        return self.read_reply()
 
-    def plain(self, data: Any) -> Any:
-        return json_values.decode(data, lambda number: Opaque(self, number))
+    def decode(self, data: Any) -> Any:
+        return json_values.decode(data, lambda number: RemoteObject(self, number))
 
     def call(self, target: dict[str, Any], arguments: Sequence[Any], named: dict[str, Any]) -> Any:
-        """Calls, and lets changes that the program made to lists and dicts it was given be seen here too."""
-        sent = [json_values.encode(list(arguments), _handle_of), json_values.encode(named, _handle_of)]
-        reply = self.ask(**target, arguments=sent[0], named=sent[1])
-        for mine, theirs in zip(arguments, self.plain(reply["arguments"]), strict=True):
-            _follow(mine, theirs)
-        return self.plain(reply["result"])
+        """Calls a function, and applies the changes that it made to its list and dict arguments."""
+        positional, keywords = json_values.encode(list(arguments), _handle_of), json_values.encode(named, _handle_of)
+        reply = self.request(**target, arguments=positional, named=keywords)
+        for argument, changed in zip(arguments, self.decode(reply["arguments"]), strict=True):
+            _apply_changes(argument, changed)
+        return self.decode(reply["result"])
 
     def function(self, **target: Any) -> Callable[..., Any]:
         return lambda *arguments, **named: self.call(target, arguments, named)
 
 
-class Opaque:
-    """Stands for an object of the program: its attributes and items can be asked for, but never whether it equals something."""
+class RemoteObject:
+    """Proxy of an object of the program: it has its attributes and items, but compares by identity here."""
 
-    def __init__(self, remote: Remote, number: int) -> None:
+    def __init__(self, remote: RemoteProgram, number: int) -> None:
         self.__dict__.update(_remote=remote, _number=number)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        reply = self._remote.ask(handle=self._number, attribute=name)
-        return self._remote.function(handle=reply["call"]) if "call" in reply else self._remote.plain(reply["result"])
+        reply = self._remote.request(handle=self._number, attribute=name)
+        return self._remote.function(handle=reply["call"]) if "call" in reply else self._remote.decode(reply["result"])
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self._remote.ask(handle=self._number, attribute=name, value=json_values.encode(value, _handle_of))
+        self._remote.request(handle=self._number, attribute=name, value=json_values.encode(value, _handle_of))
 
     def __iter__(self) -> Any:
-        return iter(self._remote.plain(self._remote.ask(handle=self._number, items=True)["result"]))
+        return iter(self._remote.decode(self._remote.request(handle=self._number, items=True)["result"]))
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         return self._remote.call({"handle": self._number}, arguments, named)
 
 
 def _handle_of(value: Any) -> int:
-    if isinstance(value, Opaque):
+    if isinstance(value, RemoteObject):
         return int(value._number)
     raise TypeError(f"an argument of type {type(value).__name__} can't be passed to the program")
 
 
-def _follow(mine: Any, theirs: Any) -> None:
-    if isinstance(mine, list) and isinstance(theirs, list) and mine != theirs:
-        mine[:] = theirs
-    elif isinstance(mine, dict) and isinstance(theirs, dict) and mine != theirs:
-        mine.clear()
-        mine.update(theirs)
+def _apply_changes(argument: Any, changed: Any) -> None:
+    if isinstance(argument, list) and isinstance(changed, list) and argument != changed:
+        argument[:] = changed
+    elif isinstance(argument, dict) and isinstance(changed, dict) and argument != changed:
+        argument.clear()
+        argument.update(changed)
 
 
 def _error(kind: str, message: str) -> BaseException:
-    """An exception as the program raised it, where Python has one of that name; tests may ask for it."""
-    known = getattr(builtins, kind, None)
-    if isinstance(known, type) and issubclass(known, Exception):
+    """The program's exception, if it is a built-in one, because tests may expect it; else a RuntimeError with its name."""
+    builtin = getattr(builtins, kind, None)
+    if isinstance(builtin, type) and issubclass(builtin, Exception):
         with contextlib.suppress(TypeError):
-            return known(message)
+            return builtin(message)
     return RuntimeError(f"{kind}: {message}")
 
 
 def run_tests(job: dict[str, Any], requests: int, replies: int, results: int) -> int:
-    """Runs setup and tests against a program served elsewhere; one line of JSON per test goes to `results`."""
+    """Runs setup and tests against a program in another process; one line of JSON per test goes to ``results``."""
     out = os.fdopen(results, "wb")
-    remote = Remote(requests, replies)
+    remote = RemoteProgram(requests, replies)
     try:
-        offered = remote.reply()["names"]
+        exported = remote.read_reply()["names"]
     except Exception as error:
-        _say(out, {"broken": f"the program did not load: {_short(error)}"})
+        _send(out, {"broken": f"the program did not load: {_short(error)}"})
         return 1
-    names = _names(remote, offered)
+    names = _names(remote, exported)
     try:
         exec(compile(job.get("setup") or "", "<setup>", "exec"), names)
         tests = _tests(job, names)
     except Exception as error:
-        _say(out, {"broken": f"the tests did not load: {_short(error)}", "fault": "tests"})
+        _send(out, {"broken": f"the tests did not load: {_short(error)}", "fault": "tests"})
         return 1
     for title, test in tests:
-        _say(out, _outcome(title, test))
+        _send(out, _run_test(title, test))
     return 0
 
 
-def _names(remote: Remote, offered: dict[str, Any]) -> dict[str, Any]:
-    """The program's names as the tests see them. Modules are imported afresh, and only those of the standard library."""
+def _names(remote: RemoteProgram, exported: dict[str, Any]) -> dict[str, Any]:
+    """The program's names for the tests. Modules are imported anew, and only those of the standard library."""
     names: dict[str, Any] = {"__name__": "tests", "__builtins__": builtins}
-    for name, what in offered.items():
-        if "call" in what:
+    for name, export in exported.items():
+        if "call" in export:
             names[name] = remote.function(name=name)
-        elif "value" in what:
-            names[name] = remote.plain(what["value"])
-        elif str(what.get("module", "")).partition(".")[0] in sys.stdlib_module_names:
+        elif "value" in export:
+            names[name] = remote.decode(export["value"])
+        elif str(export.get("module", "")).partition(".")[0] in sys.stdlib_module_names:
             with contextlib.suppress(ImportError):
-                names[name] = importlib.import_module(what["module"])
+                names[name] = importlib.import_module(export["module"])
     return names
 
 
 def _tests(job: dict[str, Any], names: dict[str, Any]) -> list[tuple[str, Callable[[], Any]]]:
-    """The tests of a job: snippets, and those of a text: its `test_…` functions, its `check` of the entry point, or itself."""
+    """The tests of a job: its snippets, and the `test_…` functions of its test module, else `check`, else the module."""
     snippets = [(text, _snippet(text, names)) for text in job.get("tests") or ()]
     text = job.get("test_code")
     if not text:
@@ -253,12 +247,12 @@ def _tests(job: dict[str, Any], names: dict[str, Any]) -> list[tuple[str, Callab
     entry = str(job.get("entry_point") or "")
     tree = ast.parse(text)
     defined = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
-    wanted = [name for name in defined if name.startswith("test")]
-    if not wanted and not ("check" in defined and entry):
+    functions = [name for name in defined if name.startswith("test")]
+    if not functions and not ("check" in defined and entry):
         return [*snippets, ("the tests", _snippet(text, names))]
     exec(compile(tree, "<tests>", "exec"), names)
-    if wanted:
-        return [*snippets, *((name, names[name]) for name in wanted)]
+    if functions:
+        return [*snippets, *((name, names[name]) for name in functions)]
     return [*snippets, ("check", lambda: names["check"](names[entry]))]
 
 
@@ -266,7 +260,7 @@ def _snippet(text: str, names: dict[str, Any]) -> Callable[[], None]:
     return lambda: exec(compile(text, "<test>", "exec"), names)
 
 
-def _outcome(title: str, test: Callable[[], Any]) -> dict[str, Any]:
+def _run_test(title: str, test: Callable[[], Any]) -> dict[str, Any]:
     try:
         test()
     except Exception as error:
@@ -278,6 +272,6 @@ def _short(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:200]
 
 
-def _say(out: BinaryIO, data: dict[str, Any]) -> None:
-    out.write(json_values.line(data))
-    out.flush()
+def _send(stream: BinaryIO, data: dict[str, Any]) -> None:
+    stream.write(json_values.to_line(data))
+    stream.flush()

@@ -1,10 +1,10 @@
-"""Which walls this machine can put around a program, and a sandbox behind the best of them that really holds.
+"""The sandbox of the strongest isolation level that works on this machine.
 
-    bubblewrap   own user, mount, network, pid and ipc namespaces, an empty file system, and the lock of `seccomp` inside
-    seccomp      limits, no capabilities, files by Landlock, system calls by seccomp; no namespaces
-    trusted      limits on time, memory and output alone; only where the recipe says `trusted = true`
+    bubblewrap   own user, mount, network, pid and ipc namespaces, an empty file system, and everything of `seccomp` inside
+    seccomp      limits, no capabilities, files restricted by Landlock, system calls by seccomp; no namespaces
+    trusted      limits on time, memory and output only; needs `trusted = true` in the recipe
 
-A level counts only after a program was seen to be refused what it must be refused (`SELF_TEST`).
+A level is used only after a self-test: a program in it tries what must be refused, and is refused (`SELF_TEST`).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from oncurve.workers.pool import WorkerDiedError, WorkerFailedError, Workers
 Level = Literal["bubblewrap", "seccomp", "trusted"]
 
 GRACE = 1.5
-"""Seconds beyond its own limit that a zygote has to report before it is taken to be stuck and replaced."""
+"""Seconds after a program's time limit within which its zygote must reply; otherwise it is replaced."""
 SCRATCH_SIZE = 256 << 20
 ENVIRONMENT = {"PYTHONHASHSEED": "0"}
-"""Of zygotes: a program that prints a set prints it in the same order each time. Programs themselves have none of it."""
+"""Environment of zygotes: sets are printed in the same order each time. The programs' own environment does not have it."""
 _BOOT = Path(__file__).with_name("boot.py")
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib")
 
@@ -56,15 +56,15 @@ print([refused(attempt) for attempt in attempts].count(False), os.environ.get("U
 SELF_TEST_ANSWER = "0 None x\n"
 
 DESCRIPTIONS = {
-    "bubblewrap": "own namespaces by bubblewrap, system calls by seccomp",
+    "bubblewrap": "namespaces by bubblewrap, system calls by seccomp",
     "seccomp": "files by Landlock, system calls by seccomp; bubblewrap is not installed or does not work here",
-    "trusted": "NOT isolated: limits on time, memory and output alone, as the recipe says trusted = true",
+    "trusted": "NOT isolated: only time, memory and output are limited, because the recipe sets trusted = true",
 }
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may use."""
+    """The resources that one program may use; sizes in bytes."""
 
     seconds: float = 5.0
     memory: int = 1 << 30
@@ -73,77 +73,77 @@ class Limits:
     open_files: int = 64
 
     def job(self, **more: Any) -> dict[str, Any]:
-        cpu = self.seconds + 1  # the wall clock decides for one thread; this is for many, and for a zygote that is gone
-        mine = {"seconds": self.seconds, "cpu": cpu, "memory": self.memory, "output": self.output}
-        return {**mine, "file_size": self.file_size, "open_files": self.open_files, **more}
+        cpu = self.seconds + 1  # wall time limits one thread; CPU time limits many, and children of a dead zygote
+        limits = {"seconds": self.seconds, "cpu": cpu, "memory": self.memory, "output": self.output}
+        return {**limits, "file_size": self.file_size, "open_files": self.open_files, **more}
 
 
 @dataclass(frozen=True)
 class Sandbox:
-    """Runs programs at one level. `workers` are zygotes: each runs one program at a time."""
+    """Runs programs at one level. ``workers`` are zygotes; each runs one program at a time."""
 
     level: Level
     workers: Workers = field(repr=False)
 
     @property
-    def described(self) -> str:
+    def description(self) -> str:
         return f"sandbox: {self.level} ({DESCRIPTIONS[self.level]})"
 
     def run(self, job: dict[str, Any], limits: Limits) -> Any:
-        """What the zygote says of a job; TimeoutError or WorkerDiedError where it is stuck or gone, and then replaced."""
+        """The zygote's reply to a job. Raises TimeoutError or WorkerDiedError if it hangs or dies; it is then replaced."""
         return self.workers.ask(limits.job(**job), limits.seconds + GRACE)
 
 
-_FOUND: dict[Any, Sandbox] = {}
+_SANDBOXES: dict[Any, Sandbox] = {}
 _LOCK = threading.Lock()
 
 
 def find_sandbox(where: str, *, trusted: bool = False, count: int | None = None, package: str | None = None) -> Sandbox:
-    """The best sandbox of this machine, made once; RewardError where there is none and the recipe does not do without.
+    """The strongest sandbox of this machine, started once. Raises RewardError if there is none and ``trusted`` is false.
 
-    Programs have the standard library; with `package`, that package too, imported before they are forked.
+    Programs can import the standard library, and ``package`` if it is set; zygotes import it before they fork.
     """
     count = count or min(8, os.cpu_count() or 1)
     with _LOCK:
         key = (trusted, count, package)
-        if key not in _FOUND:
-            _FOUND[key] = _find(where, trusted, count, package)
-        return _FOUND[key]
+        if key not in _SANDBOXES:
+            _SANDBOXES[key] = _find(where, trusted, count, package)
+        return _SANDBOXES[key]
 
 
 def _find(where: str, trusted: bool, count: int, package: str | None) -> Sandbox:
-    tried: list[str] = []
+    faults: list[str] = []
     for level in ("bubblewrap", "seccomp"):
-        sandbox, fault = make_sandbox(level, count, package)
+        sandbox, fault = build_sandbox(level, count, package)
         if sandbox is not None:
             return sandbox
-        tried.append(f"{level}: {fault}")
+        faults.append(f"{level}: {fault}")
     if trusted:
-        return _build_sandbox("trusted", count, package)
+        return _start_sandbox("trusted", count, package)
     raise RewardError(
         where,
-        "programs of the model can't be run safely here",
-        because="; ".join(tried),
-        fix="install bubblewrap (apt install bubblewrap), or set `trusted = true` on a machine that holds nothing of value",
+        "programs that the model writes can't be run safely on this machine",
+        because="; ".join(faults),
+        fix="install bubblewrap (apt install bubblewrap), or set `trusted = true` on a machine with nothing of value on it",
     )
 
 
-def make_sandbox(level: Level, count: int, package: str | None = None) -> tuple[Sandbox | None, str]:
-    """A sandbox of this level that passed the self-test, or why there is none."""
+def build_sandbox(level: Level, count: int, package: str | None = None) -> tuple[Sandbox | None, str]:
+    """A sandbox of this level that passed the self-test, or None and the reason."""
     if not sys.platform.startswith("linux"):
         return None, "only Linux has it"
     if level == "bubblewrap" and shutil.which("bwrap") is None:
         return None, "bwrap is not installed"
-    sandbox = _build_sandbox(level, count, package)
-    fault = _fault(sandbox)
+    sandbox = _start_sandbox(level, count, package)
+    fault = _run_self_test(sandbox)
     if fault is None:
         return sandbox, ""
     sandbox.workers.close()
     return None, fault
 
 
-def _build_sandbox(level: Level, count: int, package: str | None) -> Sandbox:
-    """Without a file system of its own a sandbox gets a folder, which goes with it, whatever a killed zygote left inside."""
+def _start_sandbox(level: Level, count: int, package: str | None) -> Sandbox:
+    """Without bubblewrap's file system, zygotes get a temporary folder, which is removed with the sandbox."""
     if level == "bubblewrap":
         return Sandbox(level, Workers(command(level, "/scratch", package), count, ENVIRONMENT))
     scratch = tempfile.mkdtemp(prefix="oncurve-sandbox-")
@@ -152,13 +152,14 @@ def _build_sandbox(level: Level, count: int, package: str | None) -> Sandbox:
     return Sandbox(level, workers)
 
 
-def _fault(sandbox: Sandbox) -> str | None:
+def _run_self_test(sandbox: Sandbox) -> str | None:
+    """What is wrong with the sandbox; None if it refuses everything that it must."""
     try:
-        seen = sandbox.run({"kind": "program", "program": SELF_TEST}, Limits(seconds=10.0))
+        outcome = sandbox.run({"kind": "program", "program": SELF_TEST}, Limits(seconds=10.0))
     except (TimeoutError, WorkerDiedError, WorkerFailedError) as error:
         return str(error)
-    if seen["ended"] != "exit 0" or seen["output"] != SELF_TEST_ANSWER:
-        return f"the self-test ended in {seen['ended']}: {seen['output'].strip()[-200:]!r}"
+    if outcome["ended"] != "exit 0" or outcome["output"] != SELF_TEST_ANSWER:
+        return f"the self-test ended in {outcome['ended']}: {outcome['output'].strip()[-200:]!r}"
     return None
 
 
@@ -179,16 +180,16 @@ def command(level: Level, scratch: str, package: str | None = None) -> list[str]
 
 
 def readable_paths() -> list[str]:
-    """What a program may read: the standard library, shared libraries, and the sandbox's own code."""
-    own = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), str(Path(sys.base_prefix) / "lib")]
-    paths = [*_LIBRARIES, *own, str(_BOOT.parent)]
+    """What a program may read: the standard library, shared libraries, and the sandbox's code."""
+    standard_library = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), str(Path(sys.base_prefix) / "lib")]
+    paths = [*_LIBRARIES, *standard_library, str(_BOOT.parent)]
     return list(dict.fromkeys(path for path in paths if Path(path).is_dir()))
 
 
 def _bubblewrap(readable: Sequence[str]) -> list[str]:
-    """An empty file system with what is readable, no capability, and every namespace of its own."""
+    """bubblewrap's command line: all namespaces, no capabilities, and a file system of the readable folders only."""
     binds = [word for path in readable for word in ("--ro-bind", path, path)]
-    walls = ["--unshare-all", "--as-pid-1", "--cap-drop", "ALL", "--clearenv", "--hostname", "sandbox"]
-    walls += [word for name, value in ENVIRONMENT.items() for word in ("--setenv", name, value)]
+    isolation = ["--unshare-all", "--as-pid-1", "--cap-drop", "ALL", "--clearenv", "--hostname", "sandbox"]
+    isolation += [word for name, value in ENVIRONMENT.items() for word in ("--setenv", name, value)]
     scratch = ["--size", str(SCRATCH_SIZE), "--tmpfs", "/scratch", "--chdir", "/scratch"]
-    return [shutil.which("bwrap") or "bwrap", *walls, *binds, *scratch]
+    return [shutil.which("bwrap") or "bwrap", *isolation, *binds, *scratch]

@@ -1,13 +1,13 @@
 """Numbers of the system calls that a sandboxed program may not make, on x86-64 and on 64-bit ARM (None: it has no such call).
 
-A list of what is refused, not of what is allowed: the standard library of each Python version asks for other harmless calls.
-What is newer than the newest call known here is refused too (`NEWEST`).
+This is a list of refused calls, not of allowed ones, because the standard library of each Python version uses other harmless
+ones. Calls newer than the newest known here are refused too (`NEWEST`).
 """
 
 from __future__ import annotations
 
 NEWEST = 450
-"""set_mempolicy_home_node, of Linux 5.17: higher numbers are answered as an older kernel would, by ENOSYS."""
+"""set_mempolicy_home_node, of Linux 5.17. Higher numbers fail with ENOSYS, as on an older kernel."""
 
 REFUSED: dict[str, tuple[int | None, int | None]] = {
     # Other processes: starting, tracing, signalling.
@@ -45,7 +45,7 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
     "open_tree": (428, 428),
     "move_mount": (429, 429),
     "mount_setattr": (442, 442),
-    # Wide doors into the kernel.
+    # Large attack surfaces of the kernel.
     "bpf": (321, 280),
     "perf_event_open": (298, 241),
     "keyctl": (250, 219),
@@ -78,7 +78,7 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
     "syslog": (103, 116),
     "vhangup": (153, 58),
     "fanotify_init": (300, 262),
-    # Files by the back door.
+    # Files and memory by other means.
     "open_by_handle_at": (304, None),
     "name_to_handle_at": (303, None),
     "lookup_dcookie": (212, 18),
@@ -86,7 +86,7 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
     "uselib": (134, None),
     "modify_ldt": (154, None),
     "personality": (135, 92),
-    # Memory that no limit sees.
+    # Memory that no limit counts.
     "shmget": (29, 194),
     "shmat": (30, 196),
     "shmctl": (31, 195),
@@ -115,7 +115,7 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
     "process_mrelease": (448, 448),
     "migrate_pages": (256, 238),
     "move_pages": (279, 239),
-    # What Landlock leaves alone: modes, owners, times, attributes, hard links.
+    # What Landlock does not cover: modes, owners, times, attributes, hard links.
     "chmod": (90, None),
     "fchmod": (91, 52),
     "fchmodat": (268, 53),
@@ -138,7 +138,7 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
     "linkat": (265, 37),
     "mknod": (133, None),
     "mknodat": (259, 33),
-    # Who one is.
+    # Users and capabilities.
     "setuid": (105, 146),
     "setgid": (106, 144),
     "setreuid": (113, 145),
@@ -151,7 +151,7 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
     "capset": (126, 91),
 }
 
-# Looked at by their arguments.
+# Decided by their arguments.
 CLONE, CLONE3 = (56, 220), (435, 435)
 KILL, TGKILL = (62, 129), (234, 131)
 PRCTL, PRLIMIT64 = (157, 167), (302, 261)

@@ -1,8 +1,8 @@
-"""The process that forks a locked child for every program: standard library loaded once, so that a child costs a fork.
+"""The zygote: a process that forks a locked child for every program, so that the standard library is loaded only once.
 
-It speaks JSON lines with the trainer (`workers.Worker`), holds nothing worth stealing, and keeps time: each child gets its
-scratch folder, its limits and its lock, is watched while it runs, killed when its time or its output is used up, and its
-folder removed. Runs inside bubblewrap where that is the level, else as a plain process.
+It exchanges JSON lines with the trainer (`workers/pool.py`) and holds no secrets. Each child gets a scratch folder, limits and
+the lock of `lockdown`. The zygote watches it, kills it if it exceeds its time or output, and removes its folder. It runs inside
+bubblewrap at that level, else as a plain process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PRELOADED = (
 
 @dataclass(frozen=True)
 class Settings:
-    """How this zygote locks its children; from the command line, as JSON."""
+    """How a zygote locks its children; passed on the command line as JSON."""
 
     locked: bool
     need_landlock: bool
@@ -42,20 +42,21 @@ class Settings:
     scratch: str
     libraries: list[str]
     package: str | None
-    """A package beside the standard library, and the folders where it lies."""
+    """A package to import besides the standard library; ``libraries`` are the folders that it is in."""
 
 
 @dataclass
 class Child:
-    """A running child: what it has written, and how it ended."""
+    """A child process, its output so far, and how it ended."""
 
     pid: int
-    handle: int
+    pidfd: int
     output: int
     folder: str
-    room: int
+    output_left: int
+    """Bytes that it may still print."""
     locked: int
-    """Where the child says, by one byte, that its lock holds."""
+    """A pipe on which the child sends one byte once it is locked."""
     written: list[bytes] = field(default_factory=list)
     ended: str | None = None
     """`exit 0`, `signal 9`, `time`, `output`; None while it runs."""
@@ -67,9 +68,9 @@ def main(arguments: str) -> None:
     for name in (*PRELOADED.split(), *([settings.package] if settings.package else [])):
         importlib.import_module(name)
     jobs, answers = os.dup(0), os.dup(1)
-    quiet = os.open(os.devnull, os.O_RDWR) if os.path.exists(os.devnull) else os.pipe()[0]
+    null = os.open(os.devnull, os.O_RDWR) if os.path.exists(os.devnull) else os.pipe()[0]
     for descriptor in (0, 1):
-        os.dup2(quiet, descriptor)
+        os.dup2(null, descriptor)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.collect()
     gc.freeze()
@@ -88,31 +89,31 @@ class Zygote:
 
     def answer(self, line: bytes) -> None:
         try:
-            told = {"answer": self.run(json.loads(line)["job"])}
-        except Exception as error:  # a fault of ours: the trainer hears of it, and this process goes on
-            told = {"error": f"{type(error).__name__}: {error}"[:500]}  # type: ignore[dict-item]
-        data = json.dumps(told).encode() + b"\n"
+            reply: dict[str, Any] = {"answer": self.run(json.loads(line)["job"])}
+        except Exception as error:  # a bug of ours: the trainer reports it, and this process continues
+            reply = {"error": f"{type(error).__name__}: {error}"[:500]}
+        data = json.dumps(reply).encode() + b"\n"
         while data:
             data = data[os.write(self._answers, data) :]
 
     def run(self, job: dict[str, Any]) -> dict[str, Any]:
-        return self._program(job) if job["kind"] == "program" else self._tests(job)
+        return self._run_program(job) if job["kind"] == "program" else self._run_tests(job)
 
-    def _program(self, job: dict[str, Any]) -> dict[str, Any]:
-        """One run of a program on an input: what it printed and how it ended."""
-        began = time.monotonic()
+    def _run_program(self, job: dict[str, Any]) -> dict[str, Any]:
+        """Runs a program on an input: its output and how it ended."""
+        started = time.monotonic()
         with _input(job.get("stdin", "")) as stdin:
             child = self._fork(job, lambda: program_child.run_program(job["program"]), stdin, keep=())
             self._watch([child], child, job["seconds"])
         text = b"".join(child.written).decode("utf-8", "replace")
-        return {"ended": child.ended, "output": text, "seconds": time.monotonic() - began}
+        return {"ended": child.ended, "output": text, "seconds": time.monotonic() - started}
 
-    def _tests(self, job: dict[str, Any]) -> dict[str, Any]:
-        """A program and its tests, each in a child of its own; one verdict per test."""
+    def _run_tests(self, job: dict[str, Any]) -> dict[str, Any]:
+        """Runs a program and its tests in a child each; one verdict per test."""
         to_program, from_tests = os.pipe()
         to_tests, from_program = os.pipe()
-        results, told = os.pipe()
-        ends = (to_program, from_tests, to_tests, from_program, told)
+        results, to_results = os.pipe()
+        ends = (to_program, from_tests, to_tests, from_program, to_results)
         program = self._fork(
             job,
             lambda: program_child.serve_program(job["program"], to_program, from_program),
@@ -120,42 +121,45 @@ class Zygote:
             keep=(to_program, from_program),
         )
         tests = self._fork(
-            job, lambda: program_child.run_tests(job, from_tests, to_tests, told), None, keep=(from_tests, to_tests, told)
+            job,
+            lambda: program_child.run_tests(job, from_tests, to_tests, to_results),
+            None,
+            keep=(from_tests, to_tests, to_results),
         )
         for end in ends:
             os.close(end)
-        verdicts = _Collector(results)
+        verdicts = _JsonLines(results)
         self._watch([program, tests], tests, job["seconds"], verdicts)
         return {"ended": tests.ended, "program": program.ended, "verdicts": verdicts.lines()}
 
     def _fork(self, job: dict[str, Any], body: Callable[[], int], stdin: int | None, keep: tuple[int, ...]) -> Child:
         folder = tempfile.mkdtemp(prefix="oncurve-", dir=self.settings.scratch)
         output, written = os.pipe()
-        locked, say_locked = os.pipe()
+        locked, to_locked = os.pipe()
         pid = os.fork()
         if pid == 0:
-            self._become(job, body, stdin, written, folder, (*keep, say_locked))
+            self._run_child(job, body, stdin, written, folder, (*keep, to_locked))
         os.close(written)
-        os.close(say_locked)
+        os.close(to_locked)
         os.set_blocking(output, False)
         return Child(pid, os.pidfd_open(pid), output, folder, job["output"], locked)
 
-    def _become(
+    def _run_child(
         self, job: dict[str, Any], body: Callable[[], int], stdin: int | None, out: int, folder: str, keep: tuple[int, ...]
     ) -> NoReturn:
-        """The child's way from fork to program: nothing of the zygote stays open, then the lock falls."""
+        """The child from fork to exit: closes everything of the zygote's, locks itself, and runs the body."""
         code = 70
         try:
             os.setsid()
             lockdown.die_with_parent()
-            _only_these_open(stdin, out, keep)
+            _close_all_but(stdin, out, keep)
             os.chdir(folder)
             os.environ.clear()
             os.environ.update(PATH="", HOME=folder, TMPDIR=folder, LANG="C.UTF-8")
             tempfile.tempdir = folder
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE):
                 signal.signal(number, signal.SIG_DFL)
-            program_child.fresh_streams()
+            program_child.open_streams()
             lockdown.set_limits(job["cpu"], job["memory"], job["file_size"], job["open_files"])
             if self.settings.locked:
                 lockdown.lock(self.settings.readable, folder, self.settings.need_landlock)
@@ -168,13 +172,13 @@ class Zygote:
         finally:
             os._exit(code & 0xFF)
 
-    def _watch(self, all_: list[Child], main: Child, seconds: float, verdicts: _Collector | None = None) -> None:
-        """Waits for the main child to end, then ends the others. The trainer hanging up ends everything."""
+    def _watch(self, children: list[Child], main: Child, seconds: float, verdicts: _JsonLines | None = None) -> None:
+        """Waits for the main child to end, then kills the others. If the trainer closes the pipe, the zygote exits."""
         deadline = time.monotonic() + seconds
         poll = select.poll()
         poll.register(self._jobs, 0)
-        for child in all_:
-            poll.register(child.handle, select.POLLIN)
+        for child in children:
+            poll.register(child.pidfd, select.POLLIN)
             poll.register(child.output, select.POLLIN)
         if verdicts is not None:
             poll.register(verdicts.source, select.POLLIN)
@@ -184,34 +188,34 @@ class Zygote:
                 ready = dict(poll.poll(max(left, 0) * 1000))
                 if self._jobs in ready:
                     os._exit(0)
-                for child in all_:
-                    _look(child, ready, poll)
+                for child in children:
+                    _read_child(child, ready, poll)
                 if verdicts is not None and verdicts.source in ready and not verdicts.read():
                     poll.unregister(verdicts.source)
                 if left <= 0 and main.ended is None:
                     main.ended = "time"
         finally:
-            for child in (main, *(child for child in all_ if child is not main)):  # tests must not see their program killed
+            for child in (main, *(child for child in children if child is not main)):  # tests must not see their program killed
                 _finish(child)
             if verdicts is not None:
                 verdicts.close()
 
 
-def _look(child: Child, ready: dict[int, int], poll: select.poll) -> None:
+def _read_child(child: Child, ready: dict[int, int], poll: select.poll) -> None:
     if child.output in ready:
         data = os.read(child.output, 1 << 16)
         if not data:
             poll.unregister(child.output)
-        child.room -= len(data)
+        child.output_left -= len(data)
         child.written.append(data)
-        if child.room < 0 and child.ended is None:
+        if child.output_left < 0 and child.ended is None:
             child.ended = "output"
-    if child.handle in ready and child.ended is None:
-        child.ended = _how(child)
-        poll.unregister(child.handle)
+    if child.pidfd in ready and child.ended is None:
+        child.ended = _exit_status(child)
+        poll.unregister(child.pidfd)
 
 
-def _how(child: Child) -> str:
+def _exit_status(child: Child) -> str:
     result = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert result is not None
     if result.si_code == os.CLD_EXITED:
@@ -220,26 +224,26 @@ def _how(child: Child) -> str:
 
 
 def _finish(child: Child) -> None:
-    """Ends a child with its whole process group, reads what it still had written, waits for it, and removes its folder."""
-    for kill in (os.killpg, os.kill):  # the group is there only once the child has made it
+    """Kills a child and its process group, waits for it, reads the rest of its output, and removes its folder."""
+    for kill in (os.killpg, os.kill):  # the group exists only once the child has created it
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(child.pid, signal.SIGKILL)
     os.waitpid(child.pid, 0)
-    held = os.read(child.locked, 1)
+    was_locked = os.read(child.locked, 1)
     os.close(child.locked)
     with contextlib.suppress(BlockingIOError):
-        while child.room > 0 and (data := os.read(child.output, 1 << 16)):
-            child.room -= len(data)
+        while child.output_left > 0 and (data := os.read(child.output, 1 << 16)):
+            child.output_left -= len(data)
             child.written.append(data)
     os.close(child.output)
-    os.close(child.handle)
+    os.close(child.pidfd)
     shutil.rmtree(child.folder, ignore_errors=True)
-    if not held:
-        said = b"".join(child.written).decode("utf-8", "replace")
-        raise OSError(f"the child could not be locked: {said[-200:]}")
+    if not was_locked:
+        output = b"".join(child.written).decode("utf-8", "replace")
+        raise OSError(f"the child could not be locked: {output[-200:]}")
 
 
-class _Collector:
+class _JsonLines:
     """Lines of JSON from a child."""
 
     def __init__(self, source: int) -> None:
@@ -259,13 +263,13 @@ class _Collector:
         os.close(self.source)
 
     def lines(self) -> list[Any]:
-        whole = self._data[: self._data.rfind(b"\n") + 1]
-        return [json.loads(line) for line in whole.splitlines()]
+        complete = self._data[: self._data.rfind(b"\n") + 1]
+        return [json.loads(line) for line in complete.splitlines()]
 
 
 @contextlib.contextmanager
 def _input(text: str) -> Iterator[int]:
-    """Standard input as a file in memory that can't be changed."""
+    """Standard input as a sealed file in memory."""
     descriptor = os.memfd_create("input", os.MFD_ALLOW_SEALING)
     data = text.encode("utf-8", "surrogatepass")
     while data:
@@ -278,8 +282,8 @@ def _input(text: str) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _only_these_open(stdin: int | None, out: int, keep: tuple[int, ...]) -> None:
-    """0 is the input (or empty), 1 and 2 the output; of the rest only `keep` stays."""
+def _close_all_but(stdin: int | None, out: int, keep: tuple[int, ...]) -> None:
+    """Makes the input (or nothing) descriptor 0 and the output 1 and 2; closes all others except ``keep``."""
     if stdin is None:
         empty, end = os.pipe()
         os.close(end)

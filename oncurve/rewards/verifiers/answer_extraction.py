@@ -1,4 +1,4 @@
-"""Finds the answer in a completion. What is thought is not said: text between think tags is left out first."""
+"""Extracts the answer from a completion. Text between think tags is removed first."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _FENCE = re.compile(r"```[ \t]*([A-Za-z0-9+_-]*)[^\n]*\n(.*?)(?:\n```|\Z)", re.D
 
 
 def without_thinking(text: str) -> str:
-    """The text without its thinking. Thinking that is not closed lasts to the end; where the prompt had opened it already,
-    the first `</think>` ends it."""
+    """The text without its think blocks. A block that is not closed lasts to the end. If the prompt already opened one, the
+    first `</think>` closes it."""
     opened, closed = text.find("<think>"), text.find("</think>")
     if closed >= 0 and (opened < 0 or closed < opened):
         text = text[closed + len("</think>") :]
@@ -25,28 +25,27 @@ def without_thinking(text: str) -> str:
 
 
 def extract_tagged(text: str) -> str | None:
-    """What the last closed `<answer>…</answer>` holds."""
+    """The content of the last closed `<answer>…</answer>`."""
     end = text.rfind("</answer>")
     start = text.rfind("<answer>", 0, max(end, 0))
     return text[start + len("<answer>") : end] if end >= 0 and start >= 0 else None
 
 
 def extract_boxed(text: str) -> str | None:
-    r"""What the last `\boxed{…}` holds, its own braces balanced."""
+    r"""The content of the last `\boxed{…}`, with balanced braces."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None
     depth, begin = 1, start + len("\\boxed{")
-    for place in range(begin, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
+    for index in range(begin, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[index], 0)
         if depth == 0:
-            return text[begin:place]
+            return text[begin:index]
     return None
 
 
 def extract_fenced(text: str, languages: tuple[str, ...] | None = None) -> str | None:
-    """What the last block between lines of three backticks holds, of one of the languages where they are named; the end of
-    the text closes one too."""
+    """The content of the last fenced code block, of one of ``languages`` if set. The end of the text closes a block too."""
     blocks = [body for language, body in _FENCE.findall(text) if languages is None or language.lower() in languages]
     return blocks[-1] if blocks else None
 
@@ -58,12 +57,12 @@ def extract_hashed(text: str) -> str | None:
 
 
 def last_number(text: str) -> str | None:
-    """The last number written in ASCII digits. Of `5-3` it is 3: a sign after a digit is an operation."""
+    """The last number in ASCII digits. In `5-3` it is 3: a sign after a digit is an operator."""
     last = deque(_NUMBER.finditer(text), maxlen=1)
     return last[0].group() if last else None
 
 
-SOURCES: dict[str, Callable[[str], str | None]] = {
+EXTRACTORS: dict[str, Callable[[str], str | None]] = {
     "tag": extract_tagged,
     "boxed": extract_boxed,
     "hashes": extract_hashed,
@@ -72,8 +71,8 @@ SOURCES: dict[str, Callable[[str], str | None]] = {
 
 
 def answer_in(text: str, take: Take) -> str | None:
-    """The answer of a completion, from where the recipe says; `any` tries tag, box, hashes and last number in this order."""
-    spoken = without_thinking(text)
-    sources = SOURCES.values() if take == "any" else (SOURCES[take],)
-    found = (source(spoken) for source in sources)
-    return next((answer.strip() for answer in found if answer is not None), None)
+    """The answer of a completion, or None; `any` tries tag, box, hashes and last number in this order."""
+    visible = without_thinking(text)
+    extractors = EXTRACTORS.values() if take == "any" else (EXTRACTORS[take],)
+    answers = (extract(visible) for extract in extractors)
+    return next((answer.strip() for answer in answers if answer is not None), None)

@@ -6,8 +6,9 @@ Three kinds of tests, by the prompt's columns:
     tests               a list of snippets, usually `assert f(2) == 4` (MBPP)
     test_code           functions `test_…`, `check(candidate)` with the column `entry_point` (HumanEval), or code that raises
 
-Tests never run in the program's process: all that a program can do is return values (`sandbox/program_child.py`). A program that
-is wrong, crashes, or exceeds its time or memory fails the test, which is a score. If the sandbox itself fails, the reward fails.
+Tests never run in the program's process: all that a program can do is return values (`sandbox/program_child.py`). A program
+that is wrong, crashes, or exceeds its time or memory fails the test, which is a score. If the sandbox itself fails, the reward
+has failed.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class CodeReward:
 
     @property
     def log_lines(self) -> list[str]:
-        return [f"{self.name}: {self.sandbox.described}"]
+        return [f"{self.name}: {self.sandbox.description}"]
 
     def score(self, group: Group) -> list[Result]:
         tests = read_tests(group.prompt.columns, self.options.most_tests)

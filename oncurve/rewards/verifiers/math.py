@@ -140,7 +140,7 @@ def fraction(text: str) -> Fraction | None:
 
 
 def words(text: str) -> str:
-    r"""A text normalised for comparison: lower case, without `\text{}`, dollar signs, and the brackets or stop of one letter."""
+    r"""A text normalised for comparison: lower case, without `\text{}`, dollar signs, and brackets around one letter."""
     text = _PLAIN_TEXT.sub(r"\1", text).strip().strip("$").strip()
     letter = _LETTER.fullmatch(text)
     return " ".join((letter[1] if letter else text).lower().rstrip(".").split())

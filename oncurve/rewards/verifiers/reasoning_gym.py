@@ -1,8 +1,8 @@
-"""Answers to problems of reasoning-gym: by checks of our own, else by the package's scorer inside the sandbox.
+"""The reward `reasoning_gym`: answers are scored by our own checks, else by the package's scorer inside of the sandbox.
 
-Its scorers are not safe: some execute the answer (`__import__("os").system(…)`), some never end (`9**9**9`). In the sandbox
-neither does harm; but a scorer that executes an answer can be told by it what to say. So answers that call what a program needs
-are wrong before a scorer sees them, and families with checks of our own (`gym_checks`) never come there.
+The package's scorers are not safe: some execute the answer (`__import__("os").system(…)`), some never return (`9**9**9`). The
+sandbox contains both, but an answer that is executed can still choose its own score. So an answer that contains what such code
+needs is wrong without being scored, and families with our own checks (`reasoning_gym_checks`) never use a scorer.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from oncurve.rewards.verifiers.answer import short
 from oncurve.rewards.verifiers.answer_extraction import Take, answer_in
 from oncurve.rewards.verifiers.reasoning_gym_checks import CHECKS, equal
 
-LONGEST = 5000
+MAX_LENGTH = 5000
+"""Characters of an answer; a longer one is wrong."""
 _CODE = re.compile(
     r"__|\blambda\b[^\n]*:|\b(?:eval|exec|compile|open|print|exit|quit|globals|locals|vars|dir|getattr|setattr|delattr|hasattr"
     r"|breakpoint|input|type|object|super|help|memoryview|sympify|S|N|parse_expr|lambdify|preview|source)\s*\("
 )
-"""What no answer to a puzzle has, and a text that wants to choose its own score needs."""
+"""Matches what code needs to choose its own score, and what no answer to a puzzle contains."""
 
 SCORER = """
 import json, sys
@@ -43,23 +44,23 @@ print(json.dumps({"score": float(score)}))
 
 
 class GymRewardOptions(Section):
-    """Options of the reward `reasoning_gym`."""
+    """1 for the right answer to a problem of the task `reasoning_gym`, else 0."""
 
     take: Take = "tag"
-    """Where the answer is written: `tag`, `boxed`, `hashes`, `number`, or `any`, the first of these that is there."""
+    """Where the answer is read from: `tag`, `boxed`, `hashes`, `number`, or `any`, the first of these that is present."""
     partial: bool = False
-    """Count what the package's own scorers give for answers that are not right; off: such answers get 0."""
+    """Use the partial credit of the package's scorers for wrong answers; if false, they get 0."""
     seconds: PositiveFloat = 10.0
-    """Time limit of one scorer; an answer that takes longer is wrong."""
+    """Time limit of a scorer; an answer that exceeds it is wrong."""
     memory_mb: PositiveInt = 4096
     """Address space of a scorer."""
     workers: PositiveInt | None = None
-    """Scorers that run at once; unset: one per core, at most 8."""
+    """Scorers that run concurrently; unset: one per core, at most 8."""
 
 
 @dataclass(frozen=True)
 class ReasoningGymReward:
-    """1 for a right answer, else 0. Does not apply to prompts that are not of the task `reasoning_gym`."""
+    """1 for the right answer, else 0. Does not apply to prompts of other tasks."""
 
     name: str
     weight: float
@@ -68,7 +69,7 @@ class ReasoningGymReward:
 
     @cached_property
     def sandbox(self) -> Sandbox:
-        """Started when the first family without a check of our own comes up: it imports much."""
+        """Started for the first family without our own check, because importing the package takes long."""
         return find_sandbox(f"rewards.{self.name}", count=self.options.workers, package="reasoning_gym")
 
     def score(self, group: Group) -> list[Result]:
@@ -84,22 +85,23 @@ class ReasoningGymReward:
         if answer is None:
             return Score(0.0, "no answer found")
         if check is not None:
-            right = len(answer) <= LONGEST and check(answer, columns)
+            right = len(answer) <= MAX_LENGTH and check(answer, columns)
             return Score(float(right), f"{short(answer)} is {'right' if right else 'not right'}")
-        if len(answer) > LONGEST or _CODE.search(answer):
+        if len(answer) > MAX_LENGTH or _CODE.search(answer):
             return Score(0.0, f"{short(answer)} is too long, or a program")
-        return self._by_its_scorer(answer, columns)
+        return self._run_package_scorer(answer, columns)
 
-    def _by_its_scorer(self, answer: str, columns: Any) -> Score:
-        asked = columns["gym"]
-        job = {"family": columns["family"], "seed": asked["seed"], "index": asked["index"], "settings": asked["settings"]}
+    def _run_package_scorer(self, answer: str, columns: Any) -> Score:
+        problem = columns["gym"]
+        job = {"family": columns["family"], "seed": problem["seed"], "index": problem["index"], "settings": problem["settings"]}
         limits = Limits(self.options.seconds, self.options.memory_mb << 20)
-        told = json.dumps({**job, "answer": answer})
-        seen = self.sandbox.run({"kind": "program", "program": SCORER, "stdin": told}, limits)
-        if seen["ended"] == "time":
+        stdin = json.dumps({**job, "answer": answer})
+        outcome = self.sandbox.run({"kind": "program", "program": SCORER, "stdin": stdin}, limits)
+        ended, output = outcome["ended"], outcome["output"].strip()
+        if ended == "time":
             return Score(0.0, f"{short(answer)} takes more than {self.options.seconds:g} s to judge")
-        if seen["ended"] != "exit 0":
-            raise RuntimeError(f"the scorer of {columns['family']} ended in {seen['ended']}: {seen['output'].strip()[-200:]}")
-        value = float(json.loads(seen["output"].strip().rpartition("\n")[2])["score"])
+        if ended != "exit 0":
+            raise RuntimeError(f"the scorer of {columns['family']} ended in {ended}: {output[-200:]}")
+        value = float(json.loads(output.rpartition("\n")[2])["score"])
         counted = value if self.options.partial or value >= 1 else 0.0
         return Score(min(1.0, max(0.0, counted)), f"{short(answer)} scores {value:g}")

@@ -1,7 +1,6 @@
-"""Checks of our own for the common families of reasoning-gym: nothing of an answer is ever executed, and none is half right.
+"""Our own checks for common families of reasoning-gym. No part of an answer is executed, and there is no partial credit.
 
-Where the package's scorer is lenient (a list of numbers that is 1 off, a text that holds the right answer among others) these
-are not.
+They are stricter than the package's scorers, which accept numbers that are 1 off, and texts that contain the right answer.
 """
 
 from __future__ import annotations
@@ -28,24 +27,24 @@ def equal_without_case(answer: str, columns: Columns) -> bool:
 
 
 def expression(answer: str, columns: Columns) -> bool:
-    """Countdown: every number once, and the target."""
+    """Countdown: uses every number once and makes the target."""
     try:
-        made = parse(answer)
+        parsed = parse(answer)
     except ExpressionError:
         return False
-    return Counter(made.numbers) == Counter(int(n) for n in columns["numbers"]) and made.value == int(columns["target"])
+    return Counter(parsed.numbers) == Counter(int(n) for n in columns["numbers"]) and parsed.value == int(columns["target"])
 
 
 def items(text: str) -> list[str]:
-    """The parts of a list, however it is written: brackets, quotes, commas or spaces."""
+    """The items of a list in any notation: with brackets, quotes, commas or spaces."""
     bare = re.sub(r"[\[\]()'\"]", " ", text)
     return [part.strip() for part in (bare.split(",") if "," in bare else bare.split())]
 
 
-def listed(answer: str, columns: Columns) -> bool:
-    """The same parts in the same order, as numbers or texts."""
-    given, wanted = items(answer), items(str(columns["answer"]))
-    return len(given) == len(wanted) and all(map(answers_equal, given, wanted))
+def equal_lists(answer: str, columns: Columns) -> bool:
+    """The same items in the same order, as numbers or texts."""
+    answer_items, gold_items = items(answer), items(str(columns["answer"]))
+    return len(answer_items) == len(gold_items) and all(map(answers_equal, answer_items, gold_items))
 
 
 def factors(answer: str, columns: Columns) -> bool:
@@ -57,26 +56,26 @@ def factors(answer: str, columns: Columns) -> bool:
 
 
 def lowest_terms(answer: str, columns: Columns) -> bool:
-    """The very fraction, and not another one of its value."""
-    found = _FRACTION.fullmatch(answer.strip())
-    if found is None:
+    """The fraction in lowest terms; an equal one with other terms is wrong."""
+    match = _FRACTION.fullmatch(answer.strip())
+    if match is None:
         return False
-    top, bottom = [group for group in found.groups() if group is not None]
+    top, bottom = [group for group in match.groups() if group is not None]
     return (top, bottom) == (str(columns["simplified_numerator"]), str(columns["simplified_denominator"]))
 
 
 def palindrome(answer: str, columns: Columns) -> bool:
-    """The same forwards and backwards, of exactly the given letters."""
+    """A palindrome of exactly the given letters."""
     word = answer.strip().lower()
     return word == word[::-1] and Counter(word) == Counter(columns["letters"])
 
 
 def hexadecimal(answer: str, columns: Columns) -> bool:
-    """The same whole number, written with or without 0x."""
-    given, wanted = (re.fullmatch(r"(-?)(?:0x)?([0-9a-f]{1,40})", text.strip().lower()) for text in (answer, columns["answer"]))
-    if given is None or wanted is None:
+    """The same integer, with or without 0x."""
+    number, gold = (re.fullmatch(r"(-?)(?:0x)?([0-9a-f]{1,40})", text.strip().lower()) for text in (answer, columns["answer"]))
+    if number is None or gold is None:
         return False
-    return given[1] == wanted[1] and int(given[2], 16) == int(wanted[2], 16)
+    return number[1] == gold[1] and int(number[2], 16) == int(gold[2], 16)
 
 
 CHECKS: dict[str, Callable[[str, Columns], bool]] = {
@@ -90,13 +89,13 @@ CHECKS: dict[str, Callable[[str, Columns], bool]] = {
     "gsm_symbolic": equal,
     "letter_jumble": equal_without_case,
     "needle_haystack": equal_without_case,
-    "number_sorting": listed,
+    "number_sorting": equal_lists,
     "palindrome_generation": palindrome,
     "prime_factorization": factors,
     "products": equal,
     "spell_backward": equal_without_case,
-    "spiral_matrix": listed,
+    "spiral_matrix": equal_lists,
     "string_insertion": equal,
-    "word_sorting": listed,
+    "word_sorting": equal_lists,
 }
-"""By family. A family that is not here and has no scorer of its own (gcd, lcm, leg_counting, basic_arithmetic …) is `equal`."""
+"""By family. One that is not listed and has no scorer of its own (gcd, lcm, leg_counting, basic_arithmetic …) uses `equal`."""

@@ -270,8 +270,8 @@ def test_a_judge_of_single_steps(judge: Judge) -> None:
     [
         ('{"scores": [1]}', "scored 1 steps of 2"),
         ('{"scores": [1, 9]}', "the judge gave 9, and the scale is 0 to 4"),
-        ('{"scores": [1, "2"]}', "not the asked JSON"),
-        ("Both steps are fine: 4, 4", "not the asked JSON"),
+        ('{"scores": [1, "2"]}', "not the required JSON"),
+        ("Both steps are fine: 4, 4", "not the required JSON"),
     ],
 )
 def test_a_judge_of_steps_that_says_something_else_has_failed(judge: Judge, reply: str, why: str) -> None:
@@ -286,7 +286,7 @@ def test_a_judge_of_steps_is_told_who_is_asked(judge: Judge) -> None:
         sections.Reward.model_validate({"type": "process", "source": "judge", "judge": {"model": "m", "base_url": judge.url}})
     )
     assert RewardMix([made]).log_lines == [f"process: steps judged by m at {judge.url}"]
-    assert getattr(made, "waits", False)
+    assert getattr(made, "is_async", False)
     with pytest.raises(RecipeError) as caught:
         build_reward(sections.Reward.model_validate({"type": "process", "source": "judge"}))
     assert caught.value.where == "rewards.process.judge"

@@ -13,8 +13,8 @@ from oncurve.algos.advantages import grade
 from oncurve.errors import RecipeError
 from oncurve.records import Ints
 from oncurve.rewards.mix import RewardMix
-from oncurve.rewards.models.process import ProcessOptions, ProcessReward, arithmetic
-from oncurve.rewards.models.step_spans import SPLITTERS, Split, checked_spans, last_tokens
+from oncurve.rewards.models.process import ProcessOptions, ProcessReward, check_arithmetic
+from oncurve.rewards.models.step_spans import SPLITTERS, Split, last_tokens, validate_spans
 from tests.rewards.builders import group
 
 
@@ -50,10 +50,10 @@ def test_splitters(split: Split, text: str, steps: list[str]) -> None:
 
 
 def test_a_splitter_of_one_s_own_is_checked() -> None:
-    assert checked_spans([[0, 1], (2, 3)], "abc") == [(0, 1), (2, 3)]
+    assert validate_spans([[0, 1], (2, 3)], "abc") == [(0, 1), (2, 3)]
     for spans in ([(0, 9)], [(2, 1)], [(0, 2), (1, 3)], [(-1, 1)]):
         with pytest.raises(ValueError, match="empty, out of the text"):
-            checked_spans(spans, "abc")
+            validate_spans(spans, "abc")
 
 
 @settings(deadline=None)
@@ -91,7 +91,7 @@ def test_tokens_that_are_of_another_text() -> None:
     ],
 )
 def test_arithmetic_lines(step: str, reward: float | None) -> None:
-    assert arithmetic(step) == reward
+    assert check_arithmetic(step) == reward
 
 
 def scored(reward: ProcessReward, *texts: str) -> list[tuple[tuple[tuple[int, float], ...] | None, str | None]]:
@@ -142,6 +142,6 @@ def test_functions_for_steps_and_for_splitting(tmp_path: Path) -> None:
 
 def test_without_a_tokenizer_and_without_a_source() -> None:
     (one,) = RewardMix([ProcessReward("s", 1.0)]).score([group("1+1=2")])
-    assert one.scored[0].failure == "s: RuntimeError: no tokenizer was given to find the steps' tokens with"
+    assert one.scored[0].failure == "s: RuntimeError: the steps' tokens can't be found without a tokenizer"
     with pytest.raises(RecipeError, match="function"):
         ProcessReward("s", 1.0, ProcessOptions(source="python"))

@@ -16,7 +16,7 @@ from transformers import (
 from oncurve.errors import ModelError
 from oncurve.records import Prompt
 from oncurve.rewards.mix import aspects_of
-from oncurve.rewards.models.reward_model import RewardModelOptions, RewardModelReward, batches, conversation, step_model
+from oncurve.rewards.models.reward_model import RewardModelOptions, RewardModelReward, batches, conversation, load_step_model
 from tests.rewards.builders import group
 
 SHAPE = {
@@ -106,7 +106,7 @@ def test_batches_by_length() -> None:
 
 
 def test_a_process_reward_model(tmp_path: Path) -> None:
-    model = step_model(save(tmp_path, Qwen3ForTokenClassification, 2), 1, "cpu", "here")
+    model = load_step_model(save(tmp_path, Qwen3ForTokenClassification, 2), 1, "cpu", "here")
     good = model.score(Prompt("p", text="2+2?"), "abc\nde", [(0, 3), (4, 6)])
     whole = model.tokenizer("2+2?abc\nde", return_tensors="pt", return_token_type_ids=False)
     expected = model.model(**whole).logits[0].softmax(-1)[:, 1]
@@ -121,5 +121,5 @@ def test_a_model_that_is_none(tmp_path: Path) -> None:
 def test_a_language_model_is_no_reward_model(tmp_path: Path) -> None:
     """transformers loads one as a classifier, with a head that it draws at random."""
     folder = save(tmp_path, Qwen3ForCausalLM, 1)
-    with pytest.raises(ModelError, match=r"no such model\n.*score\.weight.*drawn at random"):
+    with pytest.raises(ModelError, match=r"not a trained reward model\n.*score\.weight.*initialised at random"):
         RewardModelReward("model", 1.0, RewardModelOptions(model=folder, heads={"LABEL_0": 1.0}))

@@ -17,7 +17,7 @@ import pytest
 
 from oncurve.errors import RewardError
 from oncurve.rewards.sandbox import sandbox as levels
-from oncurve.rewards.sandbox.sandbox import Limits, Sandbox, make_sandbox
+from oncurve.rewards.sandbox.sandbox import Limits, Sandbox, build_sandbox
 from oncurve.workers.pool import WorkerDiedError
 
 QUICK = Limits(seconds=2.0, memory=300 << 20, output=64 << 10, file_size=1 << 20)
@@ -25,7 +25,7 @@ CANARY, KEPT = Path("/tmp/oncurve-canary-7f3a"), Path("/tmp/oncurve-canary-kept"
 
 
 LEVELS: tuple[levels.Level, ...] = ("bubblewrap", "seccomp")
-MADE = {level: make_sandbox(level, 1) for level in LEVELS}
+MADE = {level: build_sandbox(level, 1) for level in LEVELS}
 SANDBOXES = {level: sandbox for level, (sandbox, _) in MADE.items() if sandbox is not None}
 
 
@@ -209,7 +209,7 @@ def test_programs_leave_nothing_for_the_next(sandbox: Sandbox) -> None:
 
 def test_a_killed_zygote_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    made, fault = make_sandbox("seccomp", 1)
+    made, fault = build_sandbox("seccomp", 1)
     assert made is not None, fault
     (pid,) = made.workers.pids
     threading.Timer(0.3, os.killpg, (pid, 9)).start()
@@ -344,14 +344,14 @@ def test_a_zygote_that_is_killed_is_replaced(sandbox: Sandbox) -> None:
 
 
 def test_no_level_and_no_trust(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(levels, "make_sandbox", lambda *_: (None, "not here"))
-    monkeypatch.setattr(levels, "_FOUND", {})
-    with pytest.raises(RewardError, match="can't be run safely here") as caught:
+    monkeypatch.setattr(levels, "build_sandbox", lambda *_: (None, "not here"))
+    monkeypatch.setattr(levels, "_SANDBOXES", {})
+    with pytest.raises(RewardError, match="can't be run safely on this machine") as caught:
         levels.find_sandbox("rewards.code")
     assert "trusted = true" in caught.value.fix
     trusted = levels.find_sandbox("rewards.code", trusted=True, count=1)
     assert trusted.level == "trusted"
-    assert "NOT isolated" in trusted.described
+    assert "NOT isolated" in trusted.description
     assert trusted.run({"kind": "program", "program": "print(2)"}, QUICK)["output"] == "2\n"  # starts it: takes its time
     assert run(trusted, "while True: pass", Limits(seconds=0.3))["ended"] == "time"
     trusted.workers.close()
@@ -361,6 +361,6 @@ def test_a_wall_that_does_not_hold_is_no_level(monkeypatch: pytest.MonkeyPatch) 
     """The self-test is what decides: without its lock a sandbox is none."""
     unlocked = levels.command
     monkeypatch.setattr(levels, "command", lambda level, scratch, package: unlocked("trusted", scratch))
-    sandbox, fault = make_sandbox("seccomp", 1)
+    sandbox, fault = build_sandbox("seccomp", 1)
     assert sandbox is None
     assert "self-test" in fault

@@ -61,5 +61,5 @@ def test_japanese_words_stay_whole() -> None:
 
 
 def test_a_language_that_is_no_code() -> None:
-    with pytest.raises(RecipeError, match="two or three small letters"):
+    with pytest.raises(RecipeError, match="two or three lower-case letters"):
         LanguageReward("language", 1.0, LanguageOptions(language="English"))

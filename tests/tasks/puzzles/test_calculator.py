@@ -108,7 +108,7 @@ def test_a_file_s_prompts_may_have_an_environment(tmp_path: Path) -> None:
     shop = environment(f"{folder}/mine.py:Shop")
     assert shop is not None
     assert shop.reply(Prompt("p", "", columns={"answer": "4"}), ("?",), DICE) == "4"
-    for name, because in [("Mute", "`calls`, a tuple"), ("Needy", "can't be made"), ("Shup", "did you mean 'Shop'?")]:
+    for name, because in [("Mute", "`calls`, a tuple"), ("Needy", "creating it failed"), ("Shup", "did you mean 'Shop'?")]:
         with pytest.raises(RecipeError) as caught:
             environment(f"{folder}/mine.py:{name}")
         assert caught.value.where == "task.environment"

@@ -12,10 +12,10 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from oncurve.errors import DataError
-from oncurve.models.heads.classifier import logits
+from oncurve.models.heads.classifier import classify
 from oncurve.recipe.schema.stages import RewardModel
 from oncurve.records import Completion, Group, Prompt
-from oncurve.rewards.models.reward_model import RewardModelOptions, RewardModelReward, step_model
+from oncurve.rewards.models.reward_model import RewardModelOptions, RewardModelReward, load_step_model
 from oncurve.tasks.data.reward_model_data import read_reward_model_data
 from oncurve.training.stages.reward_model import RewardModelLoop
 from tests.training.builders import policy
@@ -39,7 +39,7 @@ def loop(data: str, folder: Path, **options: Any) -> RewardModelLoop:
 def test_the_loss_is_minus_log_sigma_of_the_gap(tmp_path: Path) -> None:
     made = loop(write(tmp_path / "p.jsonl", pairs()), tmp_path, batch_size=2)
     with torch.no_grad():
-        gaps = [logits(made.model, [c.rows[0]])[0, 0] - logits(made.model, [c.rows[1]])[0, 0] for c in made.train[:2]]
+        gaps = [classify(made.model, [c.rows[0]])[0, 0] - classify(made.model, [c.rows[1]])[0, 0] for c in made.train[:2]]
     wanted = float(-torch.stack(gaps).sigmoid().log().mean())
     metrics = made.update(made.train[:2])
     assert metrics["loss"] == pytest.approx(wanted, abs=1e-5)
@@ -61,13 +61,13 @@ def test_it_learns_what_is_preferred_on_prompts_it_has_not_seen_and_is_saved_as_
     ids = made.heldout[0].rows
     with torch.no_grad():
         seen = theirs(input_ids=torch.tensor([ids[0]])).logits
-        assert torch.allclose(seen, logits(made.model, [ids[0]]), atol=1e-5)
+        assert torch.allclose(seen, classify(made.model, [ids[0]]), atol=1e-5)
     assert theirs.config.num_labels == 1
     empty = np.zeros(1, np.float32)
     texts = ["39", "30"]
     rows = tuple(Completion(np.zeros(1, np.int64), t, "end", empty, empty, empty, np.ones(1, bool)) for t in texts)
     reward = RewardModelReward("rm", 1.0, RewardModelOptions(model="stage:reward_model"))
-    reward.find_in(tmp_path)
+    reward.set_run_folder(tmp_path)
     good, bad = (s.value for s in reward.score(Group(Prompt(id="p", text="3+"), np.zeros(1, np.int64), rows)))  # type: ignore[union-attr]
     assert good > bad  # type: ignore[operator]
     assert words.eos_token == made.policy.tokenizer.eos_token
@@ -84,7 +84,7 @@ def test_aspects_have_heads_of_their_own(tmp_path: Path) -> None:
         metrics = made.step(n).metrics
     assert metrics["pair_accuracy"] > 0.9
     with torch.no_grad():
-        nine, zero = logits(made.model, made.train[0].rows)
+        nine, zero = classify(made.model, made.train[0].rows)
     assert nine[0] > zero[0]
     assert nine[1] < zero[1]
     assert made.model.config.id2label == {0: "kind", 1: "short"}
@@ -103,10 +103,10 @@ def test_steps_are_judged_at_their_last_tokens_and_the_reward_reads_them_so(tmp_
     assert made.train[3].ends == (5, 6)  # "3=" is 2 tokens, "3+1=" 4 more, "9" the last
     for n in range(1, 31):
         made.step(n)
-    reward = step_model(str(tmp_path / "reward_models" / "reward_model"), 1, "cpu", "here")
+    reward = load_step_model(str(tmp_path / "reward_models" / "reward_model"), 1, "cpu", "here")
     right = reward.score(Prompt(id="p", text="3="), "3+1=9", [(0, 4), (4, 5)])
     with torch.no_grad():
-        wanted = logits(made.model, [made.train[3].rows[0]])[0].softmax(-1)[[5, 6], 1]
+        wanted = classify(made.model, [made.train[3].rows[0]])[0].softmax(-1)[[5, 6], 1]
     assert right == pytest.approx(wanted.tolist(), abs=1e-5)
 
 

@@ -54,7 +54,7 @@ def endpoint() -> Iterator[Judge]:
 
 def test_without_a_rule_the_library_is_measured_by_reward(endpoint: Judge, tmp_path: Path) -> None:
     made = loop(endpoint, tmp_path, steps=1)
-    made.rewards = RewardMix([FunctionReward(lambda completion: 0.5 * completion.count("<"), "marks")], rules=())
+    made.rewards = RewardMix([FunctionReward(lambda completion: 0.5 * completion.count("<"), "marks")], accuracy_names=())
     metrics = made.step(1).metrics
     assert "accuracy" not in metrics
     assert "heldout_with" not in metrics
