@@ -1,7 +1,4 @@
-"""Messages by a chat template, and one clear word where it refuses them.
-
-Turns as tokens: what an environment says, as the model reads it, and worked examples in which one takes part.
-"""
+"""Chat templates: messages as text, and the turns of environments and demonstrations as tokens."""
 
 from __future__ import annotations
 
@@ -16,53 +13,57 @@ from oncurve.records import Bools, Example, Ints, Prompt
 if TYPE_CHECKING:
     from oncurve.models.policy import Policy
 
-FIX = "give messages of the roles that the template knows, or mend chat_template in the model's folder"
+TEMPLATE_FIX = "use roles that the template knows, or fix chat_template in the model's folder"
+PROBE = "oncurve mark"
+"""A text that no template writes by itself: if it is missing from the output, the template dropped the message."""
+_ASSISTANT_PROBE, _USER_PROBE = "oncurve first mark", "oncurve second mark"
 
 
-def by_template(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], where: str, whose: str = "the model's", /, **how: Any
+def apply_chat_template(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], where: str, whose: str = "the model's", /, **options: Any
 ) -> Any:
-    """What the tokenizer's ``apply_chat_template`` gives; ``where`` and ``whose`` are for the error."""
+    """The tokenizer's ``apply_chat_template``, with one clear error if it fails, which names ``where`` and ``whose``."""
     try:
-        return tokenizer.apply_chat_template(messages, **how)
-    except Exception as error:  # a template is a program of the model's maker, and may raise anything
-        said = f"{type(error).__name__}: {str(error)[:200]}"
-        raise ModelError(where, f"{whose} chat template can't write it", because=said, fix=FIX) from error
+        return tokenizer.apply_chat_template(messages, **options)
+    except Exception as error:  # a template is a program by the model's author and may raise anything
+        reason = f"{type(error).__name__}: {str(error)[:200]}"
+        raise ModelError(where, f"{whose} chat template can't write it", because=reason, fix=TEMPLATE_FIX) from error
 
 
-_MARKS = ("oncurve first mark", "oncurve second mark")
-"""Stand in for what was said, to find out what a chat template writes around it."""
+def encode_reply(policy: Policy, prompt: Prompt, reply: str, *, ended: bool) -> list[int]:
+    """An environment's reply as the tokens that follow the policy's turn.
 
-
-def reply_ids(policy: Policy, prompt: Prompt, reply: str, *, ended: bool) -> list[int]:
-    """What follows the policy's turn: the reply as it is, or the user's next message of a chat whose turn was ``ended`` by the
-    model's end token."""
-    text = _as_message(policy, prompt, reply) if ended and prompt.messages is not None else reply
+    In a chat whose turn the model ``ended`` with its end token, the reply is the next user message; otherwise it is plain text.
+    """
+    text = _format_user_turn(policy, prompt, reply) if ended and prompt.messages is not None else reply
     ids: list[int] = policy.tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids
 
 
-def _as_message(policy: Policy, prompt: Prompt, reply: str) -> str:
-    """What the chat template writes from the end of an assistant's turn (its end token is there already) to the next.
+def _format_user_turn(policy: Policy, prompt: Prompt, reply: str) -> str:
+    """The text that the template writes after an assistant turn's end token, up to the start of the next assistant turn.
 
-    It is read off a dummy chat: templates may leave out parts of earlier turns, and the real one's are in the context already.
+    It is taken from a dummy chat, because templates may drop parts of earlier turns that are already in the real context.
     """
-    said, told = _MARKS
-    messages = [*map(dict, prompt.messages or ()), {"role": "assistant", "content": said}, {"role": "user", "content": told}]
-    how = {"add_generation_prompt": True, "tokenize": False, **policy.template_options}
-    whole = by_template(policy.tokenizer, messages, prompt.id, **how)
-    after = str(whole).rpartition(said)[2]
-    endings = [policy.tokenizer.decode([i], skip_special_tokens=False) for i in policy.eos_ids]
-    closed = next((ending for ending in endings if after.startswith(ending)), "")
-    return after[len(closed) :].replace(told, reply)
+    messages = [
+        *map(dict, prompt.messages or ()),
+        {"role": "assistant", "content": _ASSISTANT_PROBE},
+        {"role": "user", "content": _USER_PROBE},
+    ]
+    options = {"add_generation_prompt": True, "tokenize": False, **policy.template_options}
+    text = apply_chat_template(policy.tokenizer, messages, prompt.id, **options)
+    after = str(text).rpartition(_ASSISTANT_PROBE)[2]
+    end_tokens = [policy.tokenizer.decode([i], skip_special_tokens=False) for i in policy.eos_ids]
+    end_token = next((token for token in end_tokens if after.startswith(token)), "")
+    return after[len(end_token) :].replace(_USER_PROBE, reply)
 
 
-def example_ids(policy: Policy, example: Example) -> tuple[Ints, Bools]:
-    """A worked completion as token ids, closed by the end token; and which of them the policy is to write itself."""
+def encode_example(policy: Policy, example: Example) -> tuple[Ints, Bools]:
+    """A demonstration as token ids with the end token, and a mask of the tokens that the policy writes (and imitates)."""
     if not example.turns:
         ids = policy.encode_completion(example.completion)
         return ids, np.ones(len(ids), bool)
-    parts = [reply_ids(policy, example.prompt, turn, ended=False) for turn in example.turns]
-    wrote = [np.full(len(part), place % 2 == 0) for place, part in enumerate(parts)]
-    joined = [token for part in parts for token in part]
-    return np.asarray([*joined, policy.eos_ids[0]], np.int64), np.concatenate((*wrote, np.ones(1, bool)))
+    turns = [encode_reply(policy, example.prompt, turn, ended=False) for turn in example.turns]
+    masks = [np.full(len(turn), index % 2 == 0) for index, turn in enumerate(turns)]
+    ids = np.asarray([*(token for turn in turns for token in turn), policy.eos_ids[0]], np.int64)
+    return ids, np.concatenate((*masks, np.ones(1, bool)))

@@ -1,9 +1,9 @@
-"""LoRA by peft: small trained matrices beside frozen weights. W' = W + s·B·A, s = α/r, or α/√r (rsLoRA).
+"""LoRA by peft: small trained matrices next to frozen weights. W' = W + s·B·A, s = α/r, or α/√r (rsLoRA).
 
-The adapter is put into the transformers model itself, so sampler and learner go through its modules as ever, adapter on, or
-read its matrices where they lie (gpu_lora.py). A is drawn from the run's seed and B is 0, so a fresh adapter changes no bit of
-what the model says. Sources: LoRA, Hu et al. 2021; rsLoRA, Kalajdzievski 2023; DoRA, Liu et al. 2024; QLoRA, Dettmers et al.
-2023. The only file that imports peft.
+peft injects the adapter into the transformers model, so sampler and learner run its modules with the adapter enabled, or read
+its matrices directly (llama/cuda_lora.py). A is initialised from the run's seed and B is 0, so a new adapter does not change
+the model's output. Sources: LoRA, Hu et al. 2021; rsLoRA, Kalajdzievski 2023; DoRA, Liu et al. 2024; QLoRA, Dettmers et al.
+2023. This is the only module that imports peft.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ ALL_LINEAR = "all-linear"
 
 
 def is_attached(model: nn.Module) -> bool:
-    """Whether a model carries an adapter."""
+    """Whether a model has an adapter."""
     return bool(getattr(model, "peft_config", None))
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """Plain LoRA of one linear layer, y += scale · (x Aᵀ) Bᵀ: the parameters themselves, and whose they are."""
+    """Plain LoRA of one linear layer, y += scale · (x Aᵀ) Bᵀ: peft's layer and its parameters."""
 
     layer: Any
     a: nn.Parameter
@@ -44,40 +44,40 @@ class Adapter:
     scale: float
 
     @property
-    def on(self) -> bool:
+    def is_enabled(self) -> bool:
         return not self.layer.disable_adapters
 
 
 def adapter_of(layer: Any) -> Adapter | None:
-    """The adapter of a layer that ``is_plain``; None of one that has none."""
-    if not _is_layer(layer):
+    """The adapter of a layer for which ``is_plain`` holds, or None."""
+    if not _is_adapted(layer):
         return None
     return Adapter(layer, layer.lora_A["default"].weight, layer.lora_B["default"].weight, layer.scaling["default"])
 
 
 def base_linear(layer: Any) -> nn.Linear:
-    """The linear layer itself, or the one within an adapted layer."""
-    linear: nn.Linear = layer.base_layer if _is_layer(layer) else layer
+    """The linear layer itself, or the one that an adapter wraps."""
+    linear: nn.Linear = layer.base_layer if _is_adapted(layer) else layer
     return linear
 
 
 def is_plain(layer: Any) -> bool:
-    """Whether a layer is linear, with no adapter or with plain LoRA: no DoRA, no dropout, no quantised weight."""
-    if not _is_layer(layer):
+    """Whether a layer is linear with no adapter or plain LoRA: no DoRA, dropout, LoRA bias or quantised weight."""
+    if not _is_adapted(layer):
         return type(layer) is nn.Linear
     base = layer.base_layer
     if type(base) is not nn.Linear or list(layer.lora_A) != ["default"] or list(layer.active_adapters) != ["default"]:
         return False
     a, b = layer.lora_A["default"], layer.lora_B["default"]
-    odd = (
+    is_special = (
         layer.merged or layer.lora_variant or layer.fan_in_fan_out or not isinstance(layer.lora_dropout["default"], nn.Identity)
     )
-    return not odd and b.bias is None and a.weight.dtype == b.weight.dtype == base.weight.dtype
+    return not is_special and b.bias is None and a.weight.dtype == b.weight.dtype == base.weight.dtype
 
 
 def attach(model: Any, settings: Lora, seed: int, base: str) -> None:
-    """Puts a fresh adapter into the model and freezes all else. The precision is the model's own."""
-    peft = _peft("model.lora")
+    """Add a new adapter to the model, in its precision, and freeze everything else."""
+    peft = _import_peft("model.lora")
     targets = ALL_LINEAR if settings.targets == (ALL_LINEAR,) else list(settings.targets)
     config = peft.LoraConfig(
         task_type="CAUSAL_LM", r=settings.rank, lora_alpha=settings.alpha, target_modules=targets,
@@ -89,52 +89,52 @@ def attach(model: Any, settings: Lora, seed: int, base: str) -> None:
 
 
 def load(model: Any, folder: Path) -> None:
-    """Puts a saved adapter into the model: its rank, targets and weights are the folder's."""
-    peft = _peft("model.adapter")
+    """Add a saved adapter to the model, with the rank, targets and weights of its folder."""
+    peft = _import_peft("model.adapter")
     if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
         raise ModelError(
-            str(folder), "not a LoRA adapter", because=f"{CONFIG} or {WEIGHTS} is missing", fix="name a folder that peft saved"
+            str(folder), "not a LoRA adapter", because=f"{CONFIG} or {WEIGHTS} is missing", fix="give a folder saved by peft"
         )
     try:
         config = peft.PeftConfig.from_pretrained(folder)
         tensors = peft.load_peft_weights(str(folder), device="cpu")
     except (ValueError, TypeError, KeyError, SafetensorError) as error:
-        raise ModelError(str(folder), "an adapter that can't be read", because=str(error), fix="save it again") from error
+        raise ModelError(str(folder), "the adapter can't be read", because=str(error), fix="save it again") from error
     if not isinstance(config, peft.LoraConfig):
         raise ModelError(
-            str(folder), f"an adapter of kind {config.peft_type}", because="only LoRA is trained here", fix="use a LoRA adapter"
+            str(folder), f"an adapter of type {config.peft_type}", because="only LoRA is supported", fix="use a LoRA adapter"
         )
     _check_base(model, folder)
     config.inference_mode = False
     _inject(model, config, str(folder), "its targets")
-    _fill(model, tensors, folder)
+    _copy_weights(model, tensors, folder)
 
 
 def adapter_base(folder: Path) -> str | None:
-    """The base model that an adapter's folder names; None where the folder holds no adapter."""
+    """The base model named in an adapter's folder; None if the folder has no adapter."""
     if not (folder / CONFIG).is_file():
         return None
-    named = _json(folder / CONFIG).get("base_model_name_or_path")
-    if not named:
+    base = _read_json(folder / CONFIG).get("base_model_name_or_path")
+    if not base:
         raise ModelError(
-            str(folder), "an adapter that names no base", because="base_model_name_or_path is empty",
+            str(folder), "an adapter without a base model", because="base_model_name_or_path is empty",
             fix="set model.source to the base and model.adapter to this folder",
         )  # fmt: skip
-    return str(named)
+    return str(base)
 
 
-def _json(file: Path) -> dict[str, Any]:
+def _read_json(file: Path) -> dict[str, Any]:
     try:
-        told = json.loads(file.read_bytes())
+        data = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:
-        fix = "save the adapter again, or fetch it again"
+        fix = "save or download the adapter again"
         raise ModelError(str(file), "can't be read", because=str(error), fix=fix) from error
-    return told if isinstance(told, dict) else {}
+    return data if isinstance(data, dict) else {}
 
 
 def save(model: Any, folder: Path) -> None:
-    """The adapter alone, as peft and vLLM load it; beside it, what its base was."""
-    peft = _peft("model.lora")
+    """Write the adapter in peft's format, which vLLM loads too, and a fingerprint of its base."""
+    peft = _import_peft("model.lora")
     folder.mkdir(parents=True, exist_ok=True)
     config = model.peft_config["default"]
     config.save_pretrained(folder)
@@ -145,32 +145,35 @@ def save(model: Any, folder: Path) -> None:
     from safetensors.torch import save_file
 
     save_file({name: t.detach().cpu() for name, t in tensors.items()}, folder / WEIGHTS, metadata={"format": "pt"})
-    (folder / WEIGHTS).chmod(folder.stat().st_mode & 0o666)  # safetensors makes its files for their owner alone
+    (folder / WEIGHTS).chmod(folder.stat().st_mode & 0o666)  # safetensors makes its files readable by their owner only
     (folder / BASE).write_text(json.dumps({"fingerprint": fingerprint(model)}, indent=2) + "\n")
 
 
 def disable_weight_repacking(model: nn.Module) -> None:
-    """On some CPUs a 4-bit layer of bitsandbytes repacks its weights at the first pass without gradient, into a form that
-    none flows through any more, without a word; not here."""
+    """Keep gradients flowing through 4-bit layers of bitsandbytes on a CPU.
+
+    On some CPUs they repack their weights at the first pass without gradient into a form through which no gradient flows,
+    silently.
+    """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010
 
 
 def adapter_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """The adapter's own weights, by the names of the model's parameters."""
+    """The adapter's parameters by name."""
     return {name: p for name, p in model.named_parameters() if "lora_" in name}
 
 
 def is_zero(model: nn.Module) -> bool:
-    """Whether the adapter changes nothing yet: every B is 0. (DoRA's magnitudes then are those of the weights.)"""
+    """Whether the adapter changes nothing: every B is 0. (DoRA's magnitudes then equal those of the weights.)"""
     return not any(bool(p.any()) for name, p in model.named_parameters() if "lora_B" in name)
 
 
 @contextmanager
 def adapter_disabled(model: nn.Module) -> Iterator[None]:
-    """Within, the model is its base."""
-    layers = list(_layers(model))
+    """Within this context the model is its base model."""
+    layers = list(_adapted_layers(model))
     for layer in layers:
         layer.enable_adapters(False)
     try:
@@ -181,47 +184,46 @@ def adapter_disabled(model: nn.Module) -> Iterator[None]:
 
 
 def merge_copy(model: Any) -> Any:
-    """A copy on the CPU in which the adapter has become part of the weights: a plain model."""
-    alone = copy.deepcopy(model)
-    merge(alone)
-    return alone.to("cpu")
+    """A plain model: a copy on the CPU with the adapter merged into its weights."""
+    merged = copy.deepcopy(model)
+    merge(merged)
+    return merged.to("cpu")
 
 
 @torch.no_grad()
 def merge(model: Any) -> None:
-    """The adapter becomes part of the model's weights, in place; what it was is gone."""
-    for name, layer in [(n, m) for n, m in model.named_modules() if _is_layer(m)]:
+    """Merge the adapter into the model's weights, in place, and remove it."""
+    for name, layer in [(n, m) for n, m in model.named_modules() if _is_adapted(m)]:
         base = layer.get_base_layer()
         if _is_quantised(base):
             delta = layer.get_delta_weight("default")
-            base = _unquantised(base, delta.dtype)
+            base = _dequantise(base, delta.dtype)
             base.weight.add_(delta)
         else:
             layer.merge(safe_merge=True)
         _replace(model, name, base)
     for name, module in [(n, m) for n, m in model.named_modules() if _is_quantised(m)]:
-        _replace(model, name, _unquantised(module, model.dtype))
-    _forget_quantiser(model)
+        _replace(model, name, _dequantise(module, model.dtype))
+    _remove_quantiser(model)
     model.peft_config = {}
     model._hf_peft_config_loaded = False
     model.requires_grad_(True)
 
 
 def _replace(model: Any, name: str, module: nn.Module) -> None:
-    parent, _, own = name.rpartition(".")
-    setattr(model.get_submodule(parent), own, module)
+    parent, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(parent), attribute, module)
 
 
 def _is_quantised(module: nn.Module) -> bool:
-    return type(module).__name__ in ("Linear4bit", "Linear8bitLt") and not _is_layer(module)
+    return type(module).__name__ in ("Linear4bit", "Linear8bitLt") and not _is_adapted(module)
 
 
-def _unquantised(module: Any, dtype: torch.dtype) -> nn.Linear:
-    """A linear layer of 4 or 8 bits as a plain one: what the adapter was trained beside, and not the weights before they were
-    quantised."""
+def _dequantise(module: Any, dtype: torch.dtype) -> nn.Linear:
+    """A 4- or 8-bit linear layer as a plain one, with the values that the adapter was trained with, not the original ones."""
     from peft.utils.integrations import dequantize_module_weight
 
-    module.state_dict()  # puts back in order what bitsandbytes lays out otherwise for a CPU
+    module.state_dict()  # restores the layout that bitsandbytes changes on a CPU
     weight = dequantize_module_weight(module).detach().to(dtype)
     plain = nn.Linear(weight.shape[1], weight.shape[0], bias=module.bias is not None, device=weight.device, dtype=dtype)
     plain.weight.copy_(weight)
@@ -230,15 +232,15 @@ def _unquantised(module: Any, dtype: torch.dtype) -> nn.Linear:
     return plain
 
 
-def _forget_quantiser(model: Any) -> None:
-    """A model that carries one can't be moved or saved as a plain one."""
+def _remove_quantiser(model: Any) -> None:
+    """A model with a quantiser can't be moved or saved as a plain one."""
     vars(model.config).pop("quantization_config", None)
     for name in ("hf_quantizer", "quantization_method", "is_loaded_in_4bit", "is_loaded_in_8bit", "is_quantized"):
         vars(model).pop(name, None)
 
 
 def fingerprint(model: nn.Module) -> str:
-    """A digest of the base's weights, coarse enough to be the same in float32 and bfloat16: whose adapter it is."""
+    """A digest of the base's weights that identifies an adapter's base; the same in float32 and bfloat16."""
     digest = hashlib.sha256()
     for name, p in sorted(model.named_parameters()):
         if "lora_" not in name and p.is_floating_point():
@@ -249,31 +251,31 @@ def fingerprint(model: nn.Module) -> str:
 def _check_base(model: Any, folder: Path) -> None:
     if not (folder / BASE).is_file():
         return
-    if _json(folder / BASE).get("fingerprint") != fingerprint(model):
+    if _read_json(folder / BASE).get("fingerprint") != fingerprint(model):
         raise ModelError(
             str(folder),
             "an adapter for another base",
-            because="the weights it was trained beside are not those of this model",
+            because="it was trained on a base with other weights than this model",
             fix=f"set model.source to its base ({adapter_base(folder)})",
         )
 
 
 def _inject(model: Any, config: Any, where: str, targets: str) -> None:
-    peft = _peft(where)
+    peft = _import_peft(where)
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*tie_word_embeddings")  # such a target is refused below
+            warnings.filterwarnings("ignore", ".*tie_word_embeddings")  # such a target is an error, below
             peft.inject_adapter_in_model(config, model)
     except ValueError as error:
         head = model.get_output_embeddings()
-        layers = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head]
-        linear = sorted({name.rpartition(".")[2] for name, _ in layers})
+        names = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head]
+        linear = sorted({name.rpartition(".")[2] for name in names})
         raise ModelError(
-            where, targets, because=str(error).strip().partition("\n")[0], fix=f"name some of: {', '.join(linear)}"
+            where, targets, because=str(error).strip().partition("\n")[0], fix=f"choose from: {', '.join(linear)}"
         ) from error
-    if _is_layer(model.get_output_embeddings()) or _is_layer(model.get_input_embeddings()):
+    if _is_adapted(model.get_output_embeddings()) or _is_adapted(model.get_input_embeddings()):
         raise ModelError(
-            where, targets, because="sampler and learner read the embedding and the head as plain matrices",
+            where, targets, because="sampler and learner use the embedding and the head as plain matrices",
             fix="leave the embedding and the head out of the targets",
         )  # fmt: skip
     model.peft_config = {"default": config}
@@ -282,37 +284,35 @@ def _inject(model: Any, config: Any, where: str, targets: str) -> None:
 
 
 @torch.no_grad()
-def _fill(model: Any, tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """The saved weights into the adapter just made; a name or shape that does not fit means another base."""
-    peft = _peft("model.adapter")
-    plain = {name.removeprefix("base_model.model."): t for name, t in tensors.items()}
-    mine = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
-    wrong = next((n for n in {**mine, **plain} if n not in mine or n not in plain or mine[n].shape != plain[n].shape), None)
+def _copy_weights(model: Any, tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Copy saved weights into a new adapter. A name or shape that does not match means another base."""
+    peft = _import_peft("model.adapter")
+    saved = {name.removeprefix("base_model.model."): t for name, t in tensors.items()}
+    new = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+    wrong = next((n for n in {**new, **saved} if n not in new or n not in saved or new[n].shape != saved[n].shape), None)
     if wrong is not None:
-        shapes = [tuple(side[wrong].shape) if wrong in side else "nothing" for side in (plain, mine)]
+        shapes = [tuple(side[wrong].shape) if wrong in side else "nothing" for side in (saved, new)]
         raise ModelError(
             str(folder),
             "an adapter for another base",
-            because=f"it holds {shapes[0]} for {wrong}, where this model has {shapes[1]}",
+            because=f"{wrong} has shape {shapes[0]} in the adapter, and {shapes[1]} in this model",
             fix=f"set model.source to its base ({adapter_base(folder)})",
         )
-    for name, tensor in plain.items():
-        mine[name].copy_(tensor)
+    for name, tensor in saved.items():
+        new[name].copy_(tensor)
 
 
-def _layers(model: nn.Module) -> Iterator[Any]:
-    return (module for module in model.modules() if _is_layer(module))
+def _adapted_layers(model: nn.Module) -> Iterator[Any]:
+    return (module for module in model.modules() if _is_adapted(module))
 
 
-def _is_layer(module: nn.Module | None) -> bool:
+def _is_adapted(module: nn.Module | None) -> bool:
     return hasattr(module, "lora_A")
 
 
-def _peft(where: str) -> Any:
+def _import_peft(where: str) -> Any:
     try:
         import peft
     except ImportError:
-        raise MissingPackage(
-            where, "peft is not installed", because="LoRA adapters are made with it", fix=pip_install("lora")
-        ) from None
+        raise MissingPackage(where, "peft is not installed", because="LoRA needs it", fix=pip_install("lora")) from None
     return peft

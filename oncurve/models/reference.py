@@ -1,8 +1,8 @@
-"""The reference: the frozen anchor of the KL term, the policy as it was, refreshed when a recipe asks for it.
+"""The reference policy of the KL term: a frozen snapshot of the policy, refreshed if the recipe asks for it.
 
-Of a fully trained policy it is a copy, or, to spare a GPU's memory, weights that wait on the CPU and take the policy's place
-for their pass. Under LoRA no second model is held: it is the same model with the adapter off, or, where
-the adapter already meant something when the stage began, with the adapter's weights of that moment put in.
+For a fully trained policy it is a copy of all weights or, to save GPU memory, weights on the CPU that are swapped into the
+policy for a forward pass. With LoRA there is no second model: the reference is the same model with the adapter disabled or, if
+the adapter was already trained when the stage began, with a snapshot of its weights swapped in.
 """
 
 from __future__ import annotations
@@ -15,69 +15,69 @@ from torch import Tensor
 
 from oncurve.models import lora
 from oncurve.models.packing import Pack
-from oncurve.models.parallel.dtensor import copy_from_full, is_shard
+from oncurve.models.parallel.dtensor import copy_from_full, is_dtensor
 from oncurve.models.policy import Policy
 
 OFF = "adapter_off"
 
 
 class Reference:
-    """The policy as it was when this was made, or last refreshed."""
+    """The policy as it was when this was created or last refreshed."""
 
     def __init__(self, policy: Policy, on_cpu: bool = False) -> None:
-        self._held: _Copy | _Adapter | _Waiting
-        if lora.is_on(policy.model):
-            self._held = _Adapter(policy)
-        elif is_shard(next(policy.model.parameters())):
-            self._held = _Waiting(policy, _copy)
+        self._snapshot: _FrozenCopy | _AdapterSnapshot | _SwappedWeights
+        if lora.is_attached(policy.model):
+            self._snapshot = _AdapterSnapshot(policy)
+        elif is_dtensor(next(policy.model.parameters())):
+            self._snapshot = _SwappedWeights(policy, _clone)
         else:
-            self._held = _Waiting(policy, _on_host) if on_cpu else _Copy(policy)
-        self._at_hand: Policy | None = None
+            self._snapshot = _SwappedWeights(policy, _clone_to_cpu) if on_cpu else _FrozenCopy(policy)
+        self._loaded: Policy | None = None
 
     @contextmanager
     def loaded(self) -> Iterator[None]:
-        """For the passes of several packs: weights that are elsewhere are brought over once. The policy rests meanwhile."""
-        with self._held.policy_as_it_was() as policy:
-            self._at_hand = policy
+        """Load the reference once for several packs. The policy must not be used within this context."""
+        with self._snapshot.reference_policy() as policy:
+            self._loaded = policy
             try:
                 yield
             finally:
-                self._at_hand = None
+                self._loaded = None
 
     @torch.no_grad()
     def logps(self, pack: Pack, temperature: float) -> Tensor:
         """The reference's log-prob of each predicted token of a pack, [M]."""
-        if self._at_hand is not None:
-            return self._at_hand.pack_logps(pack, temperature)[0]
-        with self._held.policy_as_it_was() as policy:
+        if self._loaded is not None:
+            return self._loaded.pack_logps(pack, temperature)[0]
+        with self._snapshot.reference_policy() as policy:
             return policy.pack_logps(pack, temperature)[0]
 
     def refresh(self, policy: Policy) -> None:
-        """Iterative GRPO: the reference becomes the policy."""
-        self._held.refresh(policy)
+        """Take a new snapshot of the policy (iterative GRPO)."""
+        self._snapshot.refresh(policy)
 
     def state(self) -> dict[str, Tensor]:
-        return self._held.state()
+        return self._snapshot.state()
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        self._held.load_state(state)
+        self._snapshot.load_state(state)
 
 
-class _Copy:
-    """A frozen copy of all weights."""
+class _FrozenCopy:
+    """A second model with a frozen copy of all weights."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy.copy()
         self._policy.model.requires_grad_(False)
 
     @contextmanager
-    def policy_as_it_was(self) -> Iterator[Policy]:
+    def reference_policy(self) -> Iterator[Policy]:
         yield self._policy
 
     @torch.no_grad()
     def refresh(self, policy: Policy) -> None:
-        for mine, theirs in zip(self._policy.model.parameters(), policy.model.parameters(), strict=True):
-            mine.copy_(theirs)
+        for copied, current in zip(self._policy.model.parameters(), policy.model.parameters(), strict=True):
+            copied.copy_(current)
 
     def state(self) -> dict[str, Tensor]:
         return {name: p.detach() for name, p in self._policy.model.named_parameters()}
@@ -88,85 +88,85 @@ class _Copy:
             p.copy_(state[name])
 
 
-class _Waiting:
-    """Weights in the CPU's memory, or, of weights that ranks share out, this rank's shards. For a pass they are exchanged with
-    the policy's own, which come back bit for bit."""
+class _SwappedWeights:
+    """Weights in CPU memory (or this rank's shards) that replace the policy's for a pass. The policy's return bit for bit."""
 
-    def __init__(self, policy: Policy, copy: Callable[[Tensor], Tensor]) -> None:
-        self._policy, self._copy = policy, copy
-        self._kept = {name: copy(p) for name, p in policy.model.named_parameters()}
+    def __init__(self, policy: Policy, clone: Callable[[Tensor], Tensor]) -> None:
+        self._policy, self._clone = policy, clone
+        self._weights = {name: clone(p) for name, p in policy.model.named_parameters()}
 
     @contextmanager
-    def policy_as_it_was(self) -> Iterator[Policy]:
-        with _exchanged(dict(self._policy.model.named_parameters()), self._kept, self._copy):
+    def reference_policy(self) -> Iterator[Policy]:
+        with _swap_weights(dict(self._policy.model.named_parameters()), self._weights, self._clone):
             yield self._policy
 
     def refresh(self, policy: Policy) -> None:
-        self._kept = {name: self._copy(p) for name, p in policy.model.named_parameters()}
+        self._weights = {name: self._clone(p) for name, p in policy.model.named_parameters()}
 
     def state(self) -> dict[str, Tensor]:
-        return dict(self._kept)
+        return dict(self._weights)
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        for name, kept in self._kept.items():
-            copy_from_full(kept, state[name])
+        for name, weight in self._weights.items():
+            copy_from_full(weight, state[name])
 
 
-@contextmanager
-def _exchanged(live: Mapping[str, Tensor], kept: Mapping[str, Tensor], copy: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """The kept weights in place of the live ones, which come back afterwards from the copies that ``copy`` makes."""
-    now = {name: copy(p) for name, p in live.items()}
-    _put(live, kept)
-    try:
-        yield
-    finally:
-        _put(live, now)
-
-
-@torch.no_grad()
-def _put(live: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
-    for name, p in live.items():
-        p.copy_(weights[name], non_blocking=True)  # waits for nothing where the weights lie in pinned memory
-
-
-def _on_host(weight: Tensor) -> Tensor:
-    """A copy in the CPU's memory; of a GPU's tensor in pinned memory, which the way back is faster from."""
-    pinned = weight.device.type == "cuda"
-    out = torch.empty(weight.shape, dtype=weight.dtype, pin_memory=pinned)
-    return out.copy_(weight.detach())
-
-
-class _Adapter:
-    """The live model, with the adapter off (``kept`` is None) or with the adapter weights that were kept."""
+class _AdapterSnapshot:
+    """The policy's own model with the adapter disabled (no snapshot), or with a snapshot of the adapter's weights."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._kept: dict[str, Tensor] | None = None if lora.is_zero(policy.model) else _copies(policy)
+        self._weights: dict[str, Tensor] | None = None if lora.is_zero(policy.model) else _clone_adapter(policy)
 
     @contextmanager
-    def policy_as_it_was(self) -> Iterator[Policy]:
-        if self._kept is None:
+    def reference_policy(self) -> Iterator[Policy]:
+        if self._weights is None:
             with lora.adapter_disabled(self._policy.model):
                 yield self._policy
             return
-        with _exchanged(lora.adapter_parameters(self._policy.model), self._kept, _copy):
+        with _swap_weights(lora.adapter_parameters(self._policy.model), self._weights, _clone):
             yield self._policy
 
     def refresh(self, policy: Policy) -> None:
-        self._kept = _copies(policy)
+        self._weights = _clone_adapter(policy)
 
     def state(self) -> dict[str, Tensor]:
-        return {OFF: torch.tensor(self._kept is None), **(self._kept or {})}
+        return {OFF: torch.tensor(self._weights is None), **(self._weights or {})}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         device = self._policy.device
-        kept = {name: tensor.to(device) for name, tensor in state.items() if name != OFF}
-        self._kept = None if bool(state[OFF]) else kept
+        weights = {name: tensor.to(device) for name, tensor in state.items() if name != OFF}
+        self._weights = None if bool(state[OFF]) else weights
 
 
-def _copy(weight: Tensor) -> Tensor:
+@contextmanager
+def _swap_weights(
+    live: Mapping[str, Tensor], replacement: Mapping[str, Tensor], clone: Callable[[Tensor], Tensor]
+) -> Iterator[None]:
+    """Replace the live weights within this context, and restore them from clones."""
+    original = {name: clone(p) for name, p in live.items()}
+    _copy_weights(live, replacement)
+    try:
+        yield
+    finally:
+        _copy_weights(live, original)
+
+
+@torch.no_grad()
+def _copy_weights(live: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+    for name, p in live.items():
+        p.copy_(weights[name], non_blocking=True)  # asynchronous if the source is in pinned memory
+
+
+def _clone_to_cpu(weight: Tensor) -> Tensor:
+    """A copy in CPU memory; of a GPU tensor in pinned memory, which is faster to copy back."""
+    out = torch.empty(weight.shape, dtype=weight.dtype, pin_memory=weight.device.type == "cuda")
+    return out.copy_(weight.detach())
+
+
+def _clone(weight: Tensor) -> Tensor:
     return weight.detach().clone()
 
 
-def _copies(policy: Policy) -> dict[str, Tensor]:
-    return {name: _copy(p) for name, p in lora.adapter_parameters(policy.model).items()}
+def _clone_adapter(policy: Policy) -> dict[str, Tensor]:
+    return {name: _clone(p) for name, p in lora.adapter_parameters(policy.model).items()}

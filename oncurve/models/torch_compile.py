@@ -1,8 +1,8 @@
-"""Norms and gated units compiled by torch, for families that have no kernels of ours.
+"""Compiles norms and MLPs with torch.compile, for families without kernels of ours.
 
-Only the learner goes through them: a sampler's step has few tokens, and is captured as a graph, where nothing may be compiled.
-What is compiled is a class's ``forward``, once for all layers, with sizes left open. Attention stays as it is, and so do layers
-of experts, whose path depends on the tokens.
+Only the learner uses the compiled form: a decode step has few tokens and is captured as a CUDA graph, in which nothing may be
+compiled. A class's ``forward`` is compiled once for all layers, with dynamic sizes. Attention is left alone, and so are layers
+with experts, whose path depends on the tokens.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from torch import nn
 
 
 def compile_blocks(backbone: nn.Module) -> int:
-    """Puts the compiled form beside the plain one in each layer; how many modules got it."""
-    found = [child for layer in getattr(backbone, "layers", ()) for child in layer.children() if _is_plain(child)]
-    for child in found:
-        child.forward = partial(_either, child)
-    return len(found)
+    """Give each layer's norms and MLP a compiled form for training. Returns the number of modules."""
+    modules = [child for layer in getattr(backbone, "layers", ()) for child in layer.children() if _is_compilable(child)]
+    for module in modules:
+        module.forward = partial(_forward, module)
+    return len(modules)
 
 
-def _is_plain(child: nn.Module) -> bool:
-    """A norm, or a unit of linear layers: no attention, no experts."""
-    name = type(child).__name__.lower()
-    return "norm" in name or ("mlp" in name and not any(hasattr(child, part) for part in ("experts", "router")))
+def _is_compilable(module: nn.Module) -> bool:
+    """Whether a module is a norm or an MLP without experts."""
+    name = type(module).__name__.lower()
+    return "norm" in name or ("mlp" in name and not any(hasattr(module, part) for part in ("experts", "router")))
 
 
 @cache
-def _quick(forward: Callable[..., Any]) -> Callable[..., Any]:
-    quick: Callable[..., Any] = torch.compile(forward, dynamic=True)
-    return quick
+def _compile(forward: Callable[..., Any]) -> Callable[..., Any]:
+    compiled: Callable[..., Any] = torch.compile(forward, dynamic=True)
+    return compiled
 
 
-def _either(module: nn.Module, *given: Any, **named: Any) -> Any:
-    """The module is an argument, so that a copy of the model has its own."""
+def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Compiled if gradients are enabled. The module is an argument, so a copy of the model uses its own weights."""
     forward = type(module).forward
-    return (_quick(forward) if torch.is_grad_enabled() else forward)(module, *given, **named)
+    return (_compile(forward) if torch.is_grad_enabled() else forward)(module, *args, **kwargs)

@@ -18,6 +18,7 @@ import math
 from dataclasses import dataclass
 from math import ceil
 
+from oncurve.model_families import FUSED_FAMILIES
 from oncurve.plan.job import Job
 from oncurve.plan.model_shape import ModelShape
 
@@ -61,8 +62,6 @@ HEAD_CPU_BYTES = 20
 """On a CPU, bytes of each logit: itself, log-prob, probability, gradient, and one more in passing."""
 GRADIENT_BYTES = 4
 """Sums of gradients over packs, in float32."""
-FUSED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Families whose layers the learner runs on a GPU by kernels of its own, which keep less for the backward pass."""
 SAMPLED_LOGIT_BYTES_CPU = 24
 """On a CPU, bytes of each logit of a decode step: itself, log-prob, probability, their float64 running sum, and in passing."""
 INT8_MOMENT_BYTES = 2 * (1 + 4 / 128)

@@ -159,9 +159,9 @@ def test_nothing_at_all_is_left_of_a_run_whose_model_does_not_do(oncurve: Oncurv
     file = recipe(tmp_path, GRPO, [ASKED], model(tmp_path / "m"), model__lora__targets=["nothing"])
     assert_told(oncurve("train", file, "--runs", tmp_path / "runs"), "model.lora.targets", "q_proj")
     assert_told(oncurve("train", file, "--out", tmp_path / "deep" / "run"), "model.lora.targets", "q_proj")
-    assert_told(oncurve("train", file, "--out", tmp_path / "m"), "already there")
+    assert_told(oncurve("train", file, "--out", tmp_path / "m"), "already exists")
     assert_told(oncurve("train", file, "--out", file / "run"), "is a file")
-    assert_told(oncurve("train", file, "--runs", file), "runs lie in a folder")
+    assert_told(oncurve("train", file, "--runs", file), "runs are stored in a folder")
     assert {path.name for path in tmp_path.iterdir()} == {"m", "rows.jsonl", "bad.toml"}
 
 
@@ -176,8 +176,8 @@ def test_an_adapter_for_another_base(oncurve: Oncurve, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "target", "words"),
     [
-        (["eval"], "rows.jsonl", ["a file, and no GGUF file", "oncurve models"]),
-        (["serve", "--port", "0"], "bad.toml", ["a file, and no GGUF file", "oncurve models"]),
+        (["eval"], "rows.jsonl", ["a file that is not GGUF", "oncurve models"]),
+        (["serve", "--port", "0"], "bad.toml", ["a file that is not GGUF", "oncurve models"]),
         (["serve", "--port", "0"], "m@grpo-3", ["not a run", "grpo-3", "oncurve runs"]),
         (["chat"], "m@grpo-3", ["not a run", "grpo-3", "oncurve runs"]),
     ],

@@ -141,7 +141,7 @@ def test_a_natural_gradient_step_is_the_same(where: str, monkeypatch: pytest.Mon
     before = snapshot(whole.policy.model)
     expected = whole.update(groups).metrics
     owner = {"gradient": Policy, "fisher": fisher, "search": trpo}[where]
-    name = {"gradient": "pack_hidden", "fisher": "all_logps", "search": "distributions"}[where]
+    name = {"gradient": "pack_hidden", "fisher": "vocab_logps", "search": "policy_distributions"}[where]
     gpu = Full(monkeypatch, owner, name, of_pack, 40)
     with collect_notes() as notes:
         found = small.update(groups).metrics
@@ -156,7 +156,7 @@ def test_a_search_that_finds_no_room_leaves_the_policy_to_the_bit(monkeypatch: p
     """The device fills up only when the policy has been moved."""
     dice = np.random.default_rng(0)
     learner = TrpoLearner(policy(), test_trpo.stage(max_kl=1e-3, cg_iterations=4))
-    before, calls, real = snapshot(learner.policy.model), [0], fisher.distributions
+    before, calls, real = snapshot(learner.policy.model), [0], fisher.policy_distributions
 
     def ever_fuller(*arguments: Any) -> Tensor:
         calls[0] += 1
@@ -164,7 +164,7 @@ def test_a_search_that_finds_no_room_leaves_the_policy_to_the_bit(monkeypatch: p
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return real(*arguments)
 
-    monkeypatch.setattr(trpo, "distributions", ever_fuller)
+    monkeypatch.setattr(trpo, "policy_distributions", ever_fuller)
     with pytest.raises(Exception, match="out of memory at"):
         learner.update([graded_group(dice, 6, [9, 7, 8, 5], name="a")])
     assert torch.equal(snapshot(learner.policy.model), before)

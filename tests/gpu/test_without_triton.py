@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from oncurve import kernels
-from oncurve.models.packing import PackAttention, build_pack
+from oncurve.models.pack_attention import PackAttention
+from oncurve.models.packing import build_pack
 from oncurve.recipe.schema.sections import Sampling
 from tests.gpu.test_engine import BOTH, assert_near, engine_of, errors, model_of, sample
 from tests.gpu.test_learner import gradient_of, groups, learner_on

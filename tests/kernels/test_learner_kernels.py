@@ -15,8 +15,9 @@ from oncurve.kernels import lm_head, pack_attention, rms_norm, rope, swiglu
 from oncurve.models.gradient_buffers import GradAccumulator
 from oncurve.models.heads import lm_head_cuda
 from oncurve.models.heads.lm_head import Head, token_logps
+from oncurve.models.pack_attention import PackAttention
 from oncurve.models.pack_attention_cuda import CudaPackAttention
-from oncurve.models.packing import PackAttention, PrefixGroup, build_pack
+from oncurve.models.packing import PrefixGroup, build_pack
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 WITHIN = 2e-6
@@ -105,7 +106,7 @@ def test_statistics_of_logits(scale: float, softcap: float | None, temperature: 
 @pytest.mark.parametrize("trained", [True, False])
 def test_the_head_in_chunks(rows: int, trained: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the CPU's head in float64. A frozen weight gets no gradient, from autograd or in the sums."""
-    monkeypatch.setattr(lm_head_cuda, "chunk_rows", lambda _: rows)
+    monkeypatch.setattr(lm_head_cuda, "gpu_chunk_tokens", lambda _: rows)
     M, D, V = 7, 5, 37
     hidden, weight, bias = random(M, D), random(V, D, seed=1), random(V, seed=2)
     target, g, h = torch.arange(M) * 5, random(M, seed=3), random(M, seed=4)
@@ -118,7 +119,7 @@ def test_the_head_in_chunks(rows: int, trained: bool, monkeypatch: pytest.Monkey
         loss = (found[0] * low(g)).sum() + (found[1] * low(h)).sum()
         of = torch.autograd.grad(loss, ours if trained and sums is None else ours[:1])
         if sums is not None:
-            assert sums.allocated == trained
+            assert sums.is_allocated == trained
             of += tuple(sums.buffer_for(x) for x in ours[1:]) if trained else ()
         for one, other in zip((*found, *of), (*values, *expected), strict=False):
             assert apart(one, other) < WITHIN
@@ -155,7 +156,7 @@ def test_attention_in_a_pack(
     H, K = heads
     q, k, v = (random(1, n, pack.tokens, size, seed=i).requires_grad_() for i, n in enumerate((H, K, K)))
     weigh = random(1, pack.tokens, H, size, seed=5)
-    expected = plain._by_scores(q, k, v, 0.3, window, softcap)
+    expected = plain.attend_by_scores(q, k, v, 0.3, window, softcap)
     gradients = torch.autograd.grad((expected * weigh).sum(), (q, k, v))
     layout = on_gpu(pack_of(shape))
     ours = tuple(low(x.detach()).requires_grad_() for x in (q, k, v))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from oncurve.models.activation_checkpointing import SPARE, checkpoint_layers, kept_bytes, layers_to_checkpoint
+from oncurve.models.activation_checkpointing import MAX_FRACTION, checkpoint_layers, layers_to_checkpoint, saved_bytes_per_token
 from oncurve.models.packing import build_pack
 from oncurve.models.policy import Policy
 from tests.models.architectures import make_model, tokenizer
@@ -35,10 +35,10 @@ def test_the_gradient_is_the_same_with_any_number_of_layers(name: str) -> None:
 def test_as_few_layers_as_fit() -> None:
     """A layer of 2 keeps 40 tokens × kept bytes; checkpointed it keeps 40 × the residual alone."""
     policy = Policy(make_model("llama"), tokenizer())
-    each, residual = 40 * kept_bytes(policy), 40 * 4 * policy.model.config.hidden_size
-    assert layers_to_checkpoint(policy, 40, int(2 * each / SPARE) + 2) == 0
-    assert layers_to_checkpoint(policy, 40, int((each + residual) / SPARE) + 2) == 1
-    assert layers_to_checkpoint(policy, 40, int(2 * residual / SPARE) + 2) == 2
+    each, residual = 40 * saved_bytes_per_token(policy), 40 * 4 * policy.model.config.hidden_size
+    assert layers_to_checkpoint(policy, 40, int(2 * each / MAX_FRACTION) + 2) == 0
+    assert layers_to_checkpoint(policy, 40, int((each + residual) / MAX_FRACTION) + 2) == 1
+    assert layers_to_checkpoint(policy, 40, int(2 * residual / MAX_FRACTION) + 2) == 2
     assert layers_to_checkpoint(policy, 40, 0) == 2
 
 
@@ -48,4 +48,4 @@ def test_what_the_fast_path_keeps_by_hand() -> None:
     config = policy.model.config
     d = config.hidden_size // config.num_attention_heads
     wide = 2 * config.hidden_size + (2 * config.num_attention_heads + 2 * config.num_key_value_heads) * d
-    assert kept_bytes(policy) == 4 * (wide + 2 * config.intermediate_size) + 4 * config.num_attention_heads
+    assert saved_bytes_per_token(policy) == 4 * (wide + 2 * config.intermediate_size) + 4 * config.num_attention_heads

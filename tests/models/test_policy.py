@@ -162,7 +162,7 @@ def test_the_reference_stays_until_it_is_refreshed() -> None:
     kept = {name: value.clone() for name, value in reference.state().items()}
     reference.refresh(policy)
     assert torch.equal(reference.logps(pack, 1.0), moved)
-    assert not any(p.requires_grad for p in reference._held._policy.model.parameters())
+    assert not any(p.requires_grad for p in reference._snapshot._policy.model.parameters())
     reference.load_state(kept)
     assert torch.equal(reference.logps(pack, 1.0), start)
     assert torch.equal(policy.pack_logps(pack)[0].detach(), moved), "the policy's own weights are not the reference's"

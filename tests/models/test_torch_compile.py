@@ -21,13 +21,13 @@ from tests.models.test_pack_forward import bundles_of, far_apart, gradients, wei
 def passed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Which classes were run in their compiled form."""
     seen: list[str] = []
-    real = torch_compile._quick
+    real = torch_compile._compile
 
     def quick(forward: Callable[..., Any]) -> Any:
         seen.append(forward.__qualname__)
         return real(forward)
 
-    monkeypatch.setattr(torch_compile, "_quick", quick)
+    monkeypatch.setattr(torch_compile, "_compile", quick)
     return seen
 
 
@@ -76,6 +76,6 @@ def test_experts_and_attention_stay_as_they_are() -> None:
     class SomeAttention(nn.Module):
         pass
 
-    assert not torch_compile._is_plain(SomeMLP())
-    assert not torch_compile._is_plain(SomeAttention())
-    assert torch_compile._is_plain(nn.RMSNorm(4))
+    assert not torch_compile._is_compilable(SomeMLP())
+    assert not torch_compile._is_compilable(SomeAttention())
+    assert torch_compile._is_compilable(nn.RMSNorm(4))

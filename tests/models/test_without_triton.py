@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from oncurve import kernels
+from oncurve.models.pack_attention import PackAttention
 from oncurve.models.pack_attention_cuda import CudaPackAttention
-from oncurve.models.packing import PackAttention, PrefixGroup, build_pack
+from oncurve.models.packing import PrefixGroup, build_pack
 
 
 @pytest.fixture

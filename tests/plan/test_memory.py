@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from oncurve.models.loading.tiny import make_tokenizer
+from oncurve.models.loading.tiny import build_tokenizer
 from oncurve.models.packing import PrefixGroup, build_pack
 from oncurve.models.policy import Policy
 from oncurve.plan.hardware import GIB, this_cpu
@@ -213,7 +213,7 @@ def _kept_by_autograd(layers: int, *, lora: bool) -> tuple[int, int]:
         hidden_size=64, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
         intermediate_size=96, vocab_size=64, tie_word_embeddings=True,
     )  # fmt: skip
-    policy = Policy(Qwen3ForCausalLM(config).to(torch.bfloat16), make_tokenizer("0123456789"))
+    policy = Policy(Qwen3ForCausalLM(config).to(torch.bfloat16), build_tokenizer("0123456789"))
     policy.fast_backbone = None  # transformers' own modules, as on a GPU for what our kernels do not run
     ids = np.arange(64, dtype=np.int64) % 17
     pack = build_pack([PrefixGroup(ids, tuple(ids for _ in range(4)), tuple(range(4)))], policy.device)

@@ -18,8 +18,8 @@ from torch.nn import functional
 
 from oncurve.engines.cuda.virtual_memory import OutOfDeviceMemory, VirtualRange
 from oncurve.kernels.decode_layers import store
-from oncurve.models.activation_checkpointing import free_bytes
 from oncurve.models.attention_interface import apply_softcap, causal_mask
+from oncurve.models.device_memory import free_memory
 from oncurve.models.policy import Policy
 
 log = logging.getLogger("oncurve.engine")
@@ -89,7 +89,7 @@ class PagedKVCache:
     def open(self, first: int, most: int, share: float) -> None:
         """Room for ``first`` pages now and ``most`` later, or for as many as ``share`` of the free memory holds."""
         if self.device.type == "cuda":
-            most = min(most, max(1, int(free_bytes(self.device) * share) // self.shape.page_bytes))
+            most = min(most, max(1, int(free_memory(self.device) * share) // self.shape.page_bytes))
         self.limit, self.there, self.free = most, 0, []
         if self.stretch is None:
             self._allocate(most)

@@ -24,7 +24,10 @@ from oncurve.records import Floats, Ints
 
 class _Layer(ctypes.Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("before", "qkv", "qkv_bias", "q_norm", "k_norm", "out", "out_bias", "between")),
+        *(
+            (name, c_void_p)
+            for name in ("input_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "out", "out_bias", "post_attention_norm")
+        ),
         *((name, c_void_p) for name in ("gate_up", "down", "prompt_k", "prompt_v", "suffix_k", "suffix_v")),
         ("window", c_int64),
     ]
@@ -34,12 +37,12 @@ class _Model(ctypes.Structure):
     _fields_ = [
         *((name, c_int64) for name in ("layers", "D", "H", "K", "d", "I", "V")),
         *((name, c_float) for name in ("eps", "head_eps", "scale", "logit_scale", "softcap")),
-        *((name, c_void_p) for name in ("words", "last", "head", "head_bias", "cos", "sin")),
+        *((name, c_void_p) for name in ("embedding", "final_norm", "head", "head_bias", "cos", "sin")),
         ("layer", POINTER(_Layer)),
-        *((name, c_int64) for name in ("N", "R", "T", "min_new", "ends")),
-        ("end_ids", c_void_p),
+        *((name, c_int64) for name in ("N", "R", "T", "min_new", "eos_count")),
+        ("eos_ids", c_void_p),
         ("temperature", c_float),
-        *((name, c_void_p) for name in ("token", "suffix_length", "prompt_length", "uniform", "drawn", "logp")),
+        *((name, c_void_p) for name in ("token", "suffix_length", "prompt_length", "uniform", "sampled", "logp")),
     ]
 
 
@@ -102,7 +105,7 @@ class CDecoder:
     def decode(self, slots: Ints, steps: int) -> tuple[Ints, Floats]:
         """Up to ``steps`` tokens for each slot: tokens [steps, S] and their three log-probs [steps, S, 3]."""
         drawn, logp = np.zeros((steps, self.pool.slots), np.int64), np.zeros((steps, self.pool.slots, 3), np.float32)
-        self.model.drawn, self.model.logp = drawn.ctypes.data, logp.ctypes.data
+        self.model.sampled, self.model.logp = drawn.ctypes.data, logp.ctypes.data
         shares = [part.copy() for part in np.array_split(slots, self.threads) if len(part)]
         run_in_threads(lambda part: self._decode(part, steps), shares)
         return drawn, logp
@@ -126,10 +129,10 @@ class CDecoder:
             I=first.down.in_features, V=head.weight_VD.shape[0],
             eps=last.variance_epsilon, head_eps=0.0 if first.q_norm is None else first.q_norm.variance_epsilon,
             scale=fused.scale, logit_scale=head.scale, softcap=head.softcap or 0.0,
-            words=address_of(fused.backbone.embed_tokens.weight), last=address_of(last.weight),
+            embedding=address_of(fused.backbone.embed_tokens.weight), final_norm=address_of(last.weight),
             head_bias=address_of(head.bias_V), cos=address_of(fused.cos), sin=address_of(fused.sin), layer=self.layers,
             N=pool.blocks, R=pool.rows, T=how.max_new_tokens, min_new=how.min_new_tokens,
-            ends=len(ends), end_ids=ends.ctypes.data, temperature=how.temperature,
+            eos_count=len(ends), eos_ids=ends.ctypes.data, temperature=how.temperature,
             token=address_of(state.token_S), suffix_length=address_of(state.suffix_length_S),
             prompt_length=address_of(state.prompt_length_S), uniform=address_of(state.uniform_ST),
         )  # fmt: skip
@@ -137,7 +140,10 @@ class CDecoder:
     def _fill(self, number: int, layer: _Layer, block: Block) -> None:
         self.pool.make_suffixes(number, *self._like())
         layer.suffix_k, layer.suffix_v = (x.data_ptr() for x in self.pool.suffixes[number])
-        layer.before, layer.between = address_of(block.input_norm.weight), address_of(block.post_attention_norm.weight)
+        layer.input_norm, layer.post_attention_norm = (
+            address_of(block.input_norm.weight),
+            address_of(block.post_attention_norm.weight),
+        )
         layer.qkv_bias, layer.out_bias = address_of(block.qkv.bias), address_of(block.out.bias)
         layer.q_norm, layer.k_norm = (None if x is None else address_of(x.weight) for x in (block.q_norm, block.k_norm))
         layer.window = block.window or 0

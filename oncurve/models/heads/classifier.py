@@ -1,7 +1,7 @@
-"""A backbone with a head in place of the vocabulary: transformers' own sequence or token classifier, made from a policy.
+"""Reward-model classifiers: transformers' sequence or token classifier with the backbone of a policy.
 
-The new head is drawn from the seed with variance 1/(D + 1) (Stiennon et al. 2020). Padding is on the right; the score of a
-text is read at its last token that is not padding, as transformers does itself, so that what was trained is what others load.
+The new head is initialised from the seed with variance 1/(D + 1) (Stiennon et al. 2020). Padding is on the right, and the score
+of a text is read at its last token that is not padding, as transformers does, so other programs load what was trained.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from oncurve.models.loading.load import check_source
 from oncurve.models.policy import Policy
 
 
-def classifier_of(policy: Policy, heads: Sequence[str], seed: int, *, by_token: bool) -> Any:
-    """A classifier with the policy's backbone, in tensors of its own, and a fresh head."""
-    model = _empty(policy, heads, by_token=by_token)
-    source = lora.merged_copy(policy.model) if lora.is_on(policy.model) else policy.model
+def build_classifier(policy: Policy, heads: Sequence[str], seed: int, *, by_token: bool) -> Any:
+    """A classifier with a copy of the policy's backbone and a new head."""
+    model = _build_empty(policy, heads, by_token=by_token)
+    source = lora.merge_copy(policy.model) if lora.is_attached(policy.model) else policy.model
     model.to(device=policy.device, dtype=policy.model.dtype)
     model.base_model.load_state_dict(source.base_model.state_dict())
-    _draw_head(model, seed)
+    _init_head(model, seed)
     return model.eval()
 
 
-def _empty(policy: Policy, heads: Sequence[str], *, by_token: bool) -> Any:
-    """A classifier of the policy's architecture, its weights yet to be filled."""
+def _build_empty(policy: Policy, heads: Sequence[str], *, by_token: bool) -> Any:
+    """A classifier of the policy's architecture, with uninitialised weights."""
     config = copy.deepcopy(policy.model.config)
     config.num_labels = len(heads)
     config.id2label = dict(enumerate(heads))
@@ -51,32 +51,34 @@ def _empty(policy: Policy, heads: Sequence[str], *, by_token: bool) -> Any:
 
 
 def check_classifier(policy: Policy, source: str | None, *, by_token: bool, where: str) -> None:
-    """Raises where the policy's architecture has no classifier, or where ``source`` is no model, or one whose tokens are not
-    the policy's: texts are written in those. No weight is read."""
+    """Raise if the policy's architecture has no classifier, or if ``source`` is not a model with the policy's tokens.
+
+    Reads no weights.
+    """
     if source is None:
         with torch.device("meta"):
-            _empty(policy, ("reward",), by_token=by_token)
+            _build_empty(policy, ("reward",), by_token=by_token)
         return
     check_source(source)
     try:
-        words = AutoTokenizer.from_pretrained(source, trust_remote_code=False).get_vocab()
+        vocabulary = AutoTokenizer.from_pretrained(source, trust_remote_code=False).get_vocab()
         AutoConfig.from_pretrained(source, trust_remote_code=False)
-    except Exception as error:  # a damaged folder makes its readers raise errors of every kind
-        raise _unloadable(source, error) from error
-    if words != policy.tokenizer.get_vocab():
+    except Exception as error:  # a damaged folder can raise any kind of error
+        raise _load_error(source, error) from error
+    if vocabulary != policy.tokenizer.get_vocab():
         raise ModelError(
-            where, source, because="its tokens are not the policy's, and it would be trained on texts in those",
+            where, source, because="its tokens are not the policy's, in which its training texts are encoded",
             fix="name a model of the policy's family, leave `source` out, or set model.source to this one",
         )  # fmt: skip
 
 
-def _unloadable(source: str, error: Exception) -> ModelError:
+def _load_error(source: str, error: Exception) -> ModelError:
     because = f"{str(error).strip().partition(chr(10))[0]} ({type(error).__name__})"
     return ModelError(source, "can't be loaded as a classifier", because=because, fix="name a model's folder or hub id")
 
 
 def load_classifier(source: str, heads: Sequence[str], like: Policy, *, by_token: bool) -> Any:
-    """A classifier that was saved, or another model's backbone with a fresh head where it has another number of outputs."""
+    """A saved classifier, or a model's backbone with a new head if its number of outputs differs."""
     kind = AutoModelForTokenClassification if by_token else AutoModelForSequenceClassification
     names = {"num_labels": len(heads), "id2label": dict(enumerate(heads)), "label2id": {n: i for i, n in enumerate(heads)}}
     try:
@@ -90,21 +92,21 @@ def load_classifier(source: str, heads: Sequence[str], like: Policy, *, by_token
             **names,
         )
     except (OSError, ValueError, KeyError) as error:
-        raise _unloadable(source, error) from error
+        raise _load_error(source, error) from error
     model.config.pad_token_id = pad_id(like.tokenizer)
     return model.to(like.device).eval()
 
 
 def pad_id(tokenizer: Any) -> int:
-    """The padding token, or the end token where there is none."""
+    """The padding token, or the end token if there is none."""
     return int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
 
 
-def logits(model: Any, rows: Sequence[Sequence[int]]) -> Tensor:
-    """[rows, heads], or [rows, tokens, labels] of a token classifier; float32."""
-    longest, padding = max(map(len, rows)), model.config.pad_token_id
-    ids = torch.tensor([[*row, *[padding] * (longest - len(row))] for row in rows], device=model.device)
-    mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=model.device)
+def classify(model: Any, rows: Sequence[Sequence[int]]) -> Tensor:
+    """Logits in float32: [rows, heads], or [rows, tokens, labels] for a token classifier."""
+    max_length, padding = max(map(len, rows)), model.config.pad_token_id
+    ids = torch.tensor([[*row, *[padding] * (max_length - len(row))] for row in rows], device=model.device)
+    mask = torch.tensor([[1] * len(row) + [0] * (max_length - len(row)) for row in rows], device=model.device)
     out: Tensor = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
     return out.float()
 
@@ -115,10 +117,11 @@ def save(model: Any, tokenizer: Any, folder: Path) -> None:
 
 
 @torch.no_grad()
-def _draw_head(model: Any, seed: int) -> None:
-    inner = {id(p) for p in model.base_model.parameters()}
-    dice = torch.Generator().manual_seed(seed)
+def _init_head(model: Any, seed: int) -> None:
+    backbone = {id(p) for p in model.base_model.parameters()}
+    generator = torch.Generator().manual_seed(seed)
     for p in model.parameters():
-        if id(p) not in inner:
-            drawn = torch.randn(p.shape, generator=dice) / (p.shape[-1] + 1) ** 0.5 if p.dim() > 1 else torch.zeros(p.shape)
-            p.copy_(drawn)
+        if id(p) not in backbone:
+            p.copy_(
+                torch.randn(p.shape, generator=generator) / (p.shape[-1] + 1) ** 0.5 if p.dim() > 1 else torch.zeros(p.shape)
+            )

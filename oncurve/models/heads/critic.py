@@ -1,7 +1,8 @@
-"""The critic: a backbone of the policy's size with one number in place of a vocabulary. PPO's estimate of what is to come.
+"""The critic of PPO: a backbone of the policy's size with a scalar head, which estimates the return.
 
-V(s_t) is read from the hidden state from which token t is predicted, so a pack gives the values of all its tokens in one pass,
-the prompt shared as for the policy. The value of the state *after* a completion is that of one more token: see ``with_next``.
+V(s_t) is read from the hidden state from which token t is predicted, so one pass over a pack gives the values of all its
+tokens, with shared prompts as for the policy. The value of the state *after* a completion needs one more token:
+``append_placeholder``.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ from oncurve.records import Ints
 
 
 class Critic:
-    """``trunk``: a copy of the policy's backbone, trained for itself, or the policy's own (``shared``), trained by both losses.
+    """``trunk`` is a copy of the policy's backbone with its own training, or with ``shared`` the policy's, trained by both
+    losses.
 
-    The head begins at 0, so the first values are 0 and the first advantages are plain rewards. It is in float32 whatever the
-    backbone is in.
+    The head starts at 0, so the first values are 0 and the first advantages are the rewards. It is at least float32, whatever
+    the backbone's precision.
     """
 
     def __init__(self, policy: Policy, *, shared: bool = False) -> None:
         self.shared = shared
-        self.trunk = policy if shared else _headless(policy.copy())
+        self.trunk = policy if shared else _drop_lm_head(policy.copy())
         width = policy.head.weight_VD.shape[1]
         self.head = nn.Linear(width, 1, device=policy.device, dtype=torch.promote_types(policy.model.dtype, torch.float32))
         nn.init.zeros_(self.head.weight)
@@ -51,14 +53,14 @@ class Critic:
             p.copy_(state[name])
 
 
-def _headless(policy: Policy) -> Policy:
-    """Without its LM head, where that is not the embedding itself: it would be held and never used."""
+def _drop_lm_head(policy: Policy) -> Policy:
+    """Free the LM head, which is never used, unless it is tied to the embedding."""
     layer = policy.model.get_output_embeddings()
     if layer.weight is not policy.model.get_input_embeddings().weight:
         layer.weight = nn.Parameter(layer.weight.new_zeros(0, layer.weight.shape[1]), requires_grad=False)
     return policy
 
 
-def with_next(token_ids: Ints) -> Ints:
-    """The completion with one more token to predict, whichever: a pack of it has the state after the last token too."""
+def append_placeholder(token_ids: Ints) -> Ints:
+    """The completion with one arbitrary token appended, so that its pack also has the state after the last token."""
     return np.append(token_ids, token_ids[-1:] if len(token_ids) else [0])

@@ -1,9 +1,7 @@
-"""The LM head in chunks: log-prob and entropy of each token with no [tokens × vocabulary] tensor ever held.
+"""The LM head in chunks: log-prob and entropy of each token without a [tokens × vocabulary] tensor.
 
 For logits z (after the model's own scaling and soft cap, divided by the temperature): logp = z_y − lse(z), and H = lse(z) − Σ
-p·z. The backward pass computes each chunk's logits again: d logp/dz = 1_y − p and dH/dz = −p·(log p + H).
-
-Legend: ``M`` predicted tokens, ``D`` hidden size, ``V`` vocabulary.
+p·z. The backward pass recomputes each chunk's logits: d logp/dz = 1_y − p and dH/dz = −p·(log p + H).
 """
 
 from __future__ import annotations
@@ -16,18 +14,17 @@ from torch import Tensor
 from oncurve import kernels
 from oncurve.models.gradient_buffers import GradAccumulator
 
-CHUNK_ELEMENTS = 1 << 22
-"""Logits held at once: 16 MiB in float32, which stays near the caches of a CPU."""
-
-
-GPU_ELEMENTS = 132 * 16 * 151_936
-"""The same on a GPU: 1.2 GiB in float32. Of Qwen's vocabulary 2112 rows, whose product with the weight of a model 1024 wide
-has a tile of 128 × 128 for every multiprocessor of an H200."""
+CPU_CHUNK_LOGITS = 1 << 22
+"""Logits held at once on a CPU: 16 MiB in float32, about the size of its caches."""
+GPU_CHUNK_LOGITS = 132 * 16 * 151_936
+"""Logits held at once on a GPU: 1.2 GiB in float32. With Qwen's vocabulary that is 2112 tokens, whose weight gradient in a
+model of
+width 1024 has a 128 × 128 tile for every multiprocessor of an H200."""
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What lies between the last hidden state and the logits: softcap · tanh(scale · (W h + b) / softcap)."""
+    """From the last hidden state to logits: softcap · tanh(scale · (W h + b) / softcap)."""
 
     weight_VD: Tensor
     bias_V: Tensor | None = None
@@ -35,50 +32,50 @@ class Head:
     softcap: float | None = None
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits at temperature 1, in float32 at least."""
+        """Logits at temperature 1, in at least float32."""
         z = torch.nn.functional.linear(hidden, self.weight_VD, self.bias_V)
         z = z if z.dtype == torch.float64 else z.float()
         z = z if self.scale == 1.0 else z * self.scale
         return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
 
 
-def chunk_rows(vocabulary: int) -> int:
-    """Tokens whose logits a GPU holds at once."""
-    return max(1024, GPU_ELEMENTS // vocabulary // 64 * 64)
+def gpu_chunk_tokens(vocabulary: int) -> int:
+    """Tokens whose logits are held at once on a GPU."""
+    return max(1024, GPU_CHUNK_LOGITS // vocabulary // 64 * 64)
 
 
 def head_chunk_tokens(weight_VD: Tensor) -> int:
-    """Tokens whose logits the head holds at once where its weight lies."""
+    """Tokens whose logits the head holds at once on its device."""
     vocabulary = len(weight_VD)
-    return chunk_rows(vocabulary) if weight_VD.device.type == "cuda" else max(1, CHUNK_ELEMENTS // vocabulary)
+    return gpu_chunk_tokens(vocabulary) if weight_VD.device.type == "cuda" else max(1, CPU_CHUNK_LOGITS // vocabulary)
 
 
 def token_logps(
-    head: Head, hidden_MD: Tensor, target_M: Tensor, temperature: float = 1.0, sums: GradAccumulator | None = None
+    head: Head, hidden_MD: Tensor, target_M: Tensor, temperature: float = 1.0, accumulator: GradAccumulator | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(log-prob of each target, entropy of its distribution), both [M], in float32 at least, and differentiable.
+    """(log-prob of each target, entropy of its distribution), both [M], in at least float32, and differentiable.
 
-    ``sums``: where a GPU's head collects its gradient; elsewhere, and where it is None, autograd has it.
+    On a GPU the head's weight gradient is added to ``accumulator`` if there is one; otherwise it goes to autograd.
     """
     if kernels.can_run_kernels(hidden_MD.device):
-        return _on_gpu(head, hidden_MD, target_M, temperature, sums)
+        return _token_logps_cuda(head, hidden_MD, target_M, temperature, accumulator)
     out: tuple[Tensor, Tensor] = _ChunkedHead.apply(hidden_MD, head.weight_VD, head.bias_V, target_M, head, temperature)  # type: ignore[no-untyped-call]
     return out
 
 
-def _on_gpu(
-    head: Head, hidden_MD: Tensor, target_M: Tensor, temperature: float, sums: GradAccumulator | None
+def _token_logps_cuda(
+    head: Head, hidden_MD: Tensor, target_M: Tensor, temperature: float, accumulator: GradAccumulator | None
 ) -> tuple[Tensor, Tensor]:
     from oncurve.kernels.lm_head import HeadShape
     from oncurve.models.heads.lm_head_cuda import CudaHead  # needs Triton
 
     shape = HeadShape(head.scale, head.softcap, temperature, head.bias_V)
-    out: tuple[Tensor, Tensor] = CudaHead.apply(hidden_MD, head.weight_VD, head.bias_V, target_M, shape, sums)  # type: ignore[no-untyped-call]
+    out: tuple[Tensor, Tensor] = CudaHead.apply(hidden_MD, head.weight_VD, head.bias_V, target_M, shape, accumulator)  # type: ignore[no-untyped-call]
     return out
 
 
 class _ChunkedHead(torch.autograd.Function):
-    """Where all tokens fit one chunk, its probabilities are kept for the backward pass; else each chunk is computed again."""
+    """With one chunk, its probabilities are saved for the backward pass; with several, each chunk is recomputed."""
 
     @staticmethod
     def forward(ctx, hidden_MD, weight_VD, bias_V, target_M, head: Head, temperature: float):  # type: ignore[no-untyped-def]
@@ -90,14 +87,14 @@ class _ChunkedHead(torch.autograd.Function):
             logps.append(logp_all.gather(1, target_M[rows, None])[:, 0])
             entropies.append(-torch.linalg.vecdot(p, logp_all))
         logp_M, entropy_M = torch.cat(logps), torch.cat(entropies)
-        kept = p if len(chunks) == 1 and head.softcap is None else None
-        ctx.save_for_backward(hidden_MD, weight_VD, bias_V, target_M, entropy_M, kept)
+        saved = p if len(chunks) == 1 and head.softcap is None else None
+        ctx.save_for_backward(hidden_MD, weight_VD, bias_V, target_M, entropy_M, saved)
         ctx.head, ctx.temperature = head, temperature
         return logp_M, entropy_M
 
     @staticmethod
     def backward(ctx, grad_logp_M, grad_entropy_M):  # type: ignore[no-untyped-def]
-        hidden_MD, weight_VD, bias_V, target_M, entropy_M, kept = ctx.saved_tensors
+        hidden_MD, weight_VD, bias_V, target_M, entropy_M, saved = ctx.saved_tensors
         head, temperature = ctx.head, ctx.temperature
         with_entropy = bool(grad_entropy_M.any())
         grad_hidden = torch.empty_like(hidden_MD)
@@ -106,8 +103,8 @@ class _ChunkedHead(torch.autograd.Function):
             for i, x in ((1, weight_VD), (2, bias_V))
         )
         for rows in _chunks(hidden_MD.shape[0], weight_VD.shape[0]):
-            z = head.logits(hidden_MD[rows]) if kept is None else None
-            p = kept if z is None else _scaled(z, temperature).softmax(-1)
+            z = head.logits(hidden_MD[rows]) if saved is None else None
+            p = saved if z is None else _scaled(z, temperature).softmax(-1)
             grad = p * -grad_logp_M[rows, None]
             grad.scatter_add_(1, target_M[rows, None], grad_logp_M[rows, None])
             if with_entropy:
@@ -131,5 +128,5 @@ def _scaled(z: Tensor, temperature: float) -> Tensor:
 
 
 def _chunks(rows: int, vocabulary: int) -> list[slice]:
-    size = max(1, CHUNK_ELEMENTS // vocabulary)
+    size = max(1, CPU_CHUNK_LOGITS // vocabulary)
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)] or [slice(0, 0)]

@@ -1,16 +1,15 @@
 /* The decoder layers over a pack, forward and backward, for the learner on a CPU.
 
-A group's prompt and completions look at no other group, so a thread takes whole groups from the first layer to the last, with
-everything it touches near its caches, and adds its part of the weights' gradient to a buffer of its own. The caller adds those
-up in the order of the threads.
+Groups do not attend to each other, so a thread takes complete groups from the first layer to the last, which keeps its data in
+cache, and adds their weight gradients to a buffer of its own. The caller sums the buffers in thread order.
 
-Legend: n tokens of a group, D hidden size, H/K query/key heads, d head size, I size of the gated unit, Q = (H + 2K) d the
-columns of q, k and v together, L keys that a segment (the prompt, or a completion) sees: A of the prompt and T of its own. */
+Shape letters: n tokens of a group, D hidden size, H/K query/KV heads, d head size, I MLP size, Q = (H + 2K) d columns of q, k and v
+together. A segment is a prompt or a completion: T tokens that attend to L keys, A of the prompt and T of their own, both padded. */
 
 #include "vectors.h"
 
 typedef struct {
-    const float *before, *between, *q_norm, *k_norm, *qkv_bias, *out_bias;
+    const float *input_norm, *post_attention_norm, *q_norm, *k_norm, *qkv_bias, *out_bias;
     const float *qkv, *out, *gate_up, *down;         /* packed, for x W^T */
     const float *qkv_t, *out_t, *gate_up_t, *down_t; /* packed, for dy W */
 } BackboneLayer;
@@ -18,46 +17,46 @@ typedef struct {
 typedef struct {
     int64_t layers, D, H, K, d, I, tokens;
     float eps, head_eps, scale;
-    const float *cos, *sin; /* [positions, d], the sine's first half negated */
+    const float *cos, *sin; /* [positions, d], with the first half of sin negated */
     const int64_t *position; /* [tokens] */
     const BackboneLayer *layer;
-    float *kept; /* what the backward pass needs of every layer: see kept_of */
+    float *saved; /* activations of every layer for the backward pass: see saved_of */
 } Backbone;
 
-/* A group's tokens lie one after another: its prompt, then its completions, whose lengths follow. */
+/* A group's tokens are contiguous: its prompt, then its completions of these lengths. */
 typedef struct { int64_t first, prompt, completions; const int64_t *length; } Group;
 
-/* Of one layer, each [tokens, …]: its input, q k v as projected, q k normed and turned, what attention gave, the stream in the
-middle, gate and up; and the reciprocals of the norms, and the log-sum-exps. */
-typedef struct { float *x, *qkv, *turned, *attended, *middle, *both, *r_before, *r_between, *r_heads, *lse; } Kept;
+/* Saved activations of one layer, each [tokens, …]: input, projected q k v, normed and rotated q k, attention output, residual
+stream after attention, gate and up; the reciprocal norms, and the log-sum-exps. */
+typedef struct { float *x, *qkv, *rotated, *attended, *middle, *gate_up, *r_input, *r_post_attention, *r_heads, *lse; } Saved;
 
 static int64_t columns(const Backbone *m) { return (m->H + 2 * m->K) * m->d; }
 
-int64_t kept_size(const Backbone *m) { /* floats of one layer, with slack for tiles that reach past the end */
+int64_t saved_size(const Backbone *m) { /* floats of one layer, with slack for tiles that read past the end */
     int64_t wide = m->D + columns(m) + (m->H + m->K) * m->d + m->H * m->d + m->D + 2 * m->I + 2 + (m->H + m->K) + m->H;
     return (m->tokens + MR) * wide;
 }
 
-static Kept kept_of(const Backbone *m, int64_t l, int64_t first) {
-    float *at = m->kept + l * kept_size(m);
-    Kept k;
+static Saved saved_of(const Backbone *m, int64_t l, int64_t first) {
+    float *at = m->saved + l * saved_size(m);
+    Saved k;
 #define FIELD(name, width) k.name = at + first * (width), at += (m->tokens + MR) * (width)
     FIELD(x, m->D);
     FIELD(qkv, columns(m));
-    FIELD(turned, (m->H + m->K) * m->d);
+    FIELD(rotated, (m->H + m->K) * m->d);
     FIELD(attended, m->H * m->d);
     FIELD(middle, m->D);
-    FIELD(both, 2 * m->I);
-    FIELD(r_before, 1);
-    FIELD(r_between, 1);
+    FIELD(gate_up, 2 * m->I);
+    FIELD(r_input, 1);
+    FIELD(r_post_attention, 1);
     FIELD(r_heads, m->H + m->K);
     FIELD(lse, m->H);
     return k;
 }
 
-/* Scratch of a thread, for its longest group (rows) and longest segment. */
+/* Scratch memory of a thread, sized for its longest group (rows) and longest segment. */
 typedef struct {
-    float *h, *dx, *dh, *dqkv, *dattended, *both, *packed; /* [rows, …] */
+    float *h, *dx, *dh, *dqkv, *dattended, *gate_up, *packed; /* [rows, …] */
     float *k_panels, *v_rows, *v_panels, *k_rows, *q_rows, *o_rows, *s, *ds;
 } Scratch;
 
@@ -77,7 +76,7 @@ static int64_t tokens_of(const Group *group) {
     return n;
 }
 
-static int take(const Backbone *m, const Group *groups, int64_t count, Scratch *w) {
+static int allocate(const Backbone *m, const Group *groups, int64_t count, Scratch *w) {
     int64_t rows = 0, T = segment_rows(groups, count), L = 2 * padded(T), D = m->D, Q = columns(m), I = m->I, d = padded(m->d);
     for (int64_t g = 0; g < count; g++) rows = tokens_of(groups + g) > rows ? tokens_of(groups + g) : rows;
     rows += MR;
@@ -91,12 +90,12 @@ static int take(const Backbone *m, const Group *groups, int64_t count, Scratch *
     return ready;
 }
 
-static void give_back(Scratch *w) {
+static void release(Scratch *w) {
     for (int i = 0; i < 15; i++) free(((float **)w)[i]);
 }
 
-/* Scores of a segment's T queries (row length `ld`) of one head, as probabilities: with `lse` given, by it; else it is found. */
-static void weights_of(int64_t T, int64_t A, int64_t L, int64_t d, const float *q, int64_t ld, const float *k_panels, float scale,
+/* Attention probabilities of a segment's T queries (row length `ld`) in one head. Computes `lse`, or uses it if `known`. */
+static void probabilities(int64_t T, int64_t A, int64_t L, int64_t d, const float *q, int64_t ld, const float *k_panels, float scale,
                        float *s, float *lse, int64_t by_lse, int known) {
     int64_t own = padded(A);
     multiply(T, d, L, q, ld, 1, k_panels, d, 0, 0, s, L);
@@ -105,7 +104,7 @@ static void weights_of(int64_t T, int64_t A, int64_t L, int64_t d, const float *
         for (int64_t j = 0; j < L; j += VL) *(vec *)(row + j) *= scale;
         for (int64_t j = A; j < own; j++) row[j] = -1e30f;
         for (int64_t j = own + i + 1; j < L; j++) row[j] = -1e30f;
-        float top = known ? lse[i * by_lse] : top_of(row, L);
+        float top = known ? lse[i * by_lse] : max_of(row, L);
         float sum = (float)exp_all(row, L, top, 1.0f), by = known ? 1.0f : 1.0f / sum;
         if (!known) lse[i * by_lse] = top + logf(sum);
         for (int64_t j = 0; j < own + i + 1; j++) row[j] *= by;
@@ -114,14 +113,14 @@ static void weights_of(int64_t T, int64_t A, int64_t L, int64_t d, const float *
     }
 }
 
-typedef struct { int64_t start, T, A; } Segment; /* within the group; A: keys of the prompt that it sees */
+typedef struct { int64_t start, T, A; } Segment; /* start within the group; A: length of the prompt it attends to, 0 for the prompt itself */
 
 static Segment segment_of(const Group *group, int64_t number, int64_t start) {
     if (number == 0) return (Segment){0, group->prompt, 0};
     return (Segment){start, group->length[number - 1], group->prompt};
 }
 
-/* Keys (or values) of the prompt and of the segment itself, [L, d], as panels over the keys or over d, zeros between. */
+/* Keys (or values) of the prompt and of the segment, [L, d], as panels over the keys or over d, zero-padded between the two. */
 static void gather(const float *x, int64_t ld, Segment at, int64_t d, float *panels, float *rows) {
     int64_t own = padded(at.A), L = own + padded(at.T);
     if (panels) {
@@ -135,17 +134,17 @@ static void gather(const float *x, int64_t ld, Segment at, int64_t d, float *pan
     }
 }
 
-static void attention(const Backbone *m, const Group *group, Kept *k, Scratch *w) {
+static void attention(const Backbone *m, const Group *group, Saved *k, Scratch *w) {
     int64_t H = m->H, K = m->K, d = m->d, ldt = (H + K) * d, ldq = columns(m), start = 0;
     for (int64_t number = 0; number <= group->completions; number++) {
         Segment at = segment_of(group, number, start);
         start += at.T;
         int64_t L = padded(at.A) + padded(at.T);
         for (int64_t g = 0; g < K && at.T; g++) {
-            gather(k->turned + (H + g) * d, ldt, at, d, w->k_panels, 0);
+            gather(k->rotated + (H + g) * d, ldt, at, d, w->k_panels, 0);
             gather(k->qkv + (H + K + g) * d, ldq, at, d, 0, w->v_rows);
             for (int64_t h = g * (H / K); h < (g + 1) * (H / K); h++) {
-                weights_of(at.T, at.A, L, d, k->turned + at.start * ldt + h * d, ldt, w->k_panels, m->scale, w->s,
+                probabilities(at.T, at.A, L, d, k->rotated + at.start * ldt + h * d, ldt, w->k_panels, m->scale, w->s,
                            k->lse + at.start * H + h, H, 0);
                 multiply(at.T, L, d, w->s, L, 1, w->v_rows, L, 0, 0, k->attended + at.start * H * d + h * d, H * d);
             }
@@ -153,21 +152,21 @@ static void attention(const Backbone *m, const Group *group, Kept *k, Scratch *w
     }
 }
 
-/* With P the weights, O their values' sum and g its gradient: dV = P^T g, dS = P (g V^T - g·O) scale, dQ = dS K, dK = dS^T Q. */
-static void attention_back(const Backbone *m, const Group *group, Kept *k, Scratch *w) {
+/* With P the probabilities, O = P V and g the gradient of O: dV = P^T g, dS = P (g V^T - g·O) scale, dQ = dS K, dK = dS^T Q. */
+static void attention_backward(const Backbone *m, const Group *group, Saved *k, Scratch *w) {
     int64_t H = m->H, K = m->K, d = m->d, ldt = (H + K) * d, ldq = columns(m), ldo = H * d, start = 0;
     for (int64_t number = 0; number <= group->completions; number++) {
         Segment at = segment_of(group, number, start);
         start += at.T;
         int64_t own = padded(at.A), L = own + padded(at.T);
         for (int64_t g = 0; g < K && at.T; g++) {
-            gather(k->turned + (H + g) * d, ldt, at, d, w->k_panels, w->k_rows);
+            gather(k->rotated + (H + g) * d, ldt, at, d, w->k_panels, w->k_rows);
             gather(k->qkv + (H + K + g) * d, ldq, at, d, w->v_panels, 0);
             float *dk = w->dqkv + (H + g) * d, *dv = w->dqkv + (H + K + g) * d;
             for (int64_t h = g * (H / K); h < (g + 1) * (H / K); h++) {
-                const float *q = k->turned + at.start * ldt + h * d, *grad = w->dattended + at.start * ldo + h * d;
+                const float *q = k->rotated + at.start * ldt + h * d, *grad = w->dattended + at.start * ldo + h * d;
                 const float *out = k->attended + at.start * ldo + h * d;
-                weights_of(at.T, at.A, L, d, q, ldt, w->k_panels, m->scale, w->s, k->lse + at.start * H + h, H, 1);
+                probabilities(at.T, at.A, L, d, q, ldt, w->k_panels, m->scale, w->s, k->lse + at.start * H + h, H, 1);
                 multiply(at.T, d, L, grad, ldo, 1, w->v_panels, d, 0, 0, w->ds, L);
                 for (int64_t i = 0; i < at.T; i++) {
                     float delta = dot(grad + i * ldo, out + i * ldo, d);
@@ -188,10 +187,10 @@ static void attention_back(const Backbone *m, const Group *group, Kept *k, Scrat
     }
 }
 
-static void gated(const float *both, int64_t n, int64_t I, float *out) {
+static void swiglu(const float *gate_up, int64_t n, int64_t I, float *out) {
     for (int64_t i = 0; i < n; i++)
         for (int64_t j = 0; j < I; j += VL) {
-            vec gate = *(const vec *)(both + i * 2 * I + j), up = *(const vec *)(both + i * 2 * I + I + j);
+            vec gate = *(const vec *)(gate_up + i * 2 * I + j), up = *(const vec *)(gate_up + i * 2 * I + I + j);
             *(vec *)(out + i * I + j) = gate / (1.0f + exp_of(-gate)) * up;
         }
 }
@@ -201,16 +200,16 @@ static void forward_group(const Backbone *m, const Group *group, const float *in
     size_t stream = (size_t)(n * D) * sizeof(float);
     for (int64_t l = 0; l < m->layers; l++) {
         const BackboneLayer *layer = m->layer + l;
-        Kept k = kept_of(m, l, group->first);
-        float *next = l + 1 < m->layers ? kept_of(m, l + 1, group->first).x : out + group->first * D;
+        Saved k = saved_of(m, l, group->first);
+        float *next = l + 1 < m->layers ? saved_of(m, l + 1, group->first).x : out + group->first * D;
         if (!l) memcpy(k.x, in + group->first * D, stream);
-        for (int64_t i = 0; i < n; i++) k.r_before[i] = rms_norm(k.x + i * D, layer->before, D, m->eps, w->h + i * D);
+        for (int64_t i = 0; i < n; i++) k.r_input[i] = rms_norm(k.x + i * D, layer->input_norm, D, m->eps, w->h + i * D);
         product(n, D, Q, w->h, D, layer->qkv, layer->qkv_bias, 0, k.qkv, Q);
         for (int64_t i = 0; i < n; i++) {
             const float *cos = m->cos + m->position[group->first + i] * d, *sin = m->sin + m->position[group->first + i] * d;
             for (int64_t g = 0; g < H + K; g++) {
                 const float *from = k.qkv + i * Q + g * d, *weight = g < H ? layer->q_norm : layer->k_norm;
-                float *to = k.turned + (i * (H + K) + g) * d;
+                float *to = k.rotated + (i * (H + K) + g) * d;
                 if (weight)
                     k.r_heads[i * (H + K) + g] = rms_norm(from, weight, d, m->head_eps, to);
                 else
@@ -221,11 +220,11 @@ static void forward_group(const Backbone *m, const Group *group, const float *in
         attention(m, group, &k, w);
         memcpy(k.middle, k.x, stream);
         product(n, H * d, D, k.attended, H * d, layer->out, layer->out_bias, 1, k.middle, D);
-        for (int64_t i = 0; i < n; i++) k.r_between[i] = rms_norm(k.middle + i * D, layer->between, D, m->eps, w->h + i * D);
-        product(n, D, 2 * I, w->h, D, layer->gate_up, 0, 0, k.both, 2 * I);
-        gated(k.both, n, I, w->both);
+        for (int64_t i = 0; i < n; i++) k.r_post_attention[i] = rms_norm(k.middle + i * D, layer->post_attention_norm, D, m->eps, w->h + i * D);
+        product(n, D, 2 * I, w->h, D, layer->gate_up, 0, 0, k.gate_up, 2 * I);
+        swiglu(k.gate_up, n, I, w->gate_up);
         memcpy(next, k.middle, stream);
-        product(n, I, D, w->both, I, layer->down, 0, 1, next, D);
+        product(n, I, D, w->gate_up, I, layer->down, 0, 1, next, D);
     }
 }
 
@@ -240,8 +239,8 @@ static void add_rows(const float *x, int64_t n, int64_t width, float *sum) {
         for (int64_t j = 0; j < width; j++) sum[j] += x[i * width + j];
 }
 
-/* y = w x r, r = (mean x^2 + eps)^-1/2: dx = r (g w - xr mean(g w xr)), dw = g xr; dx is written, or added. */
-INLINE void rms_norm_back(const float *x, float r, const float *w, const float *g, int64_t n, int add, float *dx, float *dw) {
+/* y = w x r, r = (mean x^2 + eps)^-1/2: dx = r (g w - xr mean(g w xr)), dw = g xr. Overwrites dx, or adds to it if `add`. */
+INLINE void rms_norm_backward(const float *x, float r, const float *w, const float *g, int64_t n, int add, float *dx, float *dw) {
     vec sum = {0};
     for (int64_t i = 0; i < n; i += VL) {
         vec normal = *(const vec *)(x + i) * r, grad = *(const vec *)(g + i);
@@ -255,13 +254,13 @@ INLINE void rms_norm_back(const float *x, float r, const float *w, const float *
     }
 }
 
-static void rms_norms_again(const float *x, const float *r, const float *w, int64_t n, int64_t D, float *out) {
+static void recompute_norms(const float *x, const float *r, const float *w, int64_t n, int64_t D, float *out) {
     for (int64_t i = 0; i < n; i++)
         for (int64_t j = 0; j < D; j += VL) *(vec *)(out + i * D + j) = *(const vec *)(x + i * D + j) * r[i] * *(const vec *)(w + j);
 }
 
-/* A layer's gradients lie one after another in this order. */
-typedef struct { float *before, *qkv, *qkv_bias, *q_norm, *k_norm, *out, *out_bias, *between, *gate_up, *down; } Gradients;
+/* A layer's gradients are stored in this order; c_backbone.py splits them. */
+typedef struct { float *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *out, *out_bias, *post_attention_norm, *gate_up, *down; } Gradients;
 
 int64_t gradient_size(const Backbone *m) {
     int64_t D = m->D, Q = columns(m);
@@ -272,46 +271,46 @@ static Gradients gradients_of(const Backbone *m, int64_t l, float *at) {
     int64_t D = m->D, Q = columns(m);
     at += l * gradient_size(m);
     Gradients g;
-    g.before = at, at += D;
+    g.input_norm = at, at += D;
     g.qkv = at, at += Q * D;
     g.qkv_bias = at, at += Q;
     g.q_norm = at, at += m->d;
     g.k_norm = at, at += m->d;
     g.out = at, at += D * m->H * m->d;
     g.out_bias = at, at += D;
-    g.between = at, at += D;
+    g.post_attention_norm = at, at += D;
     g.gate_up = at, at += 2 * m->I * D;
     g.down = at;
     return g;
 }
 
-static void gated_back(const float *both, const float *g, int64_t n, int64_t I, float *out) {
+static void swiglu_backward(const float *gate_up, const float *g, int64_t n, int64_t I, float *out) {
     for (int64_t i = 0; i < n; i++)
         for (int64_t j = 0; j < I; j += VL) {
-            vec gate = *(const vec *)(both + i * 2 * I + j), up = *(const vec *)(both + i * 2 * I + I + j);
+            vec gate = *(const vec *)(gate_up + i * 2 * I + j), up = *(const vec *)(gate_up + i * 2 * I + I + j);
             vec grad = *(const vec *)(g + i * I + j), s = 1.0f / (1.0f + exp_of(-gate));
             *(vec *)(out + i * 2 * I + j) = grad * up * s * (1.0f + gate * (1.0f - s));
             *(vec *)(out + i * 2 * I + I + j) = grad * gate * s;
         }
 }
 
-static void heads_back(const Backbone *m, const Group *group, const BackboneLayer *layer, Kept *k, Gradients *G, Scratch *w) {
+static void heads_backward(const Backbone *m, const Group *group, const BackboneLayer *layer, Saved *k, Gradients *G, Scratch *w) {
     int64_t n = tokens_of(group), H = m->H, K = m->K, d = m->d, Q = columns(m);
-    float turned_back[d + MR];
+    float unrotated[d + MR];
     for (int64_t i = 0; i < n; i++) {
         const float *cos = m->cos + m->position[group->first + i] * d, *sin = m->sin + m->position[group->first + i] * d;
         for (int64_t g = 0; g < H + K; g++) {
             float *grad = w->dqkv + i * Q + g * d;
             const float *weight = g < H ? layer->q_norm : layer->k_norm;
             for (int64_t j = 0; j < d / 2; j++) {
-                turned_back[j] = grad[j] * cos[j] + grad[j + d / 2] * sin[j + d / 2];
-                turned_back[j + d / 2] = grad[j + d / 2] * cos[j + d / 2] + grad[j] * sin[j];
+                unrotated[j] = grad[j] * cos[j] + grad[j + d / 2] * sin[j + d / 2];
+                unrotated[j + d / 2] = grad[j + d / 2] * cos[j + d / 2] + grad[j] * sin[j];
             }
             if (weight)
-                rms_norm_back(k->qkv + i * Q + g * d, k->r_heads[i * (H + K) + g], weight, turned_back, d, 0, grad,
+                rms_norm_backward(k->qkv + i * Q + g * d, k->r_heads[i * (H + K) + g], weight, unrotated, d, 0, grad,
                               g < H ? G->q_norm : G->k_norm);
             else
-                memcpy(grad, turned_back, (size_t)d * sizeof(float));
+                memcpy(grad, unrotated, (size_t)d * sizeof(float));
         }
     }
 }
@@ -322,48 +321,48 @@ static void backward_group(const Backbone *m, const Group *group, const float *g
     memcpy(w->dx, grad_out + group->first * D, stream);
     for (int64_t l = m->layers - 1; l >= 0; l--) {
         const BackboneLayer *layer = m->layer + l;
-        Kept k = kept_of(m, l, group->first);
+        Saved k = saved_of(m, l, group->first);
         Gradients G = gradients_of(m, l, gradients);
-        gated(k.both, n, I, w->both);
-        weight_gradient(n, D, I, w->dx, w->both, I, w->packed, G.down);
-        float *dgated = w->packed; /* free again, and wide enough */
-        product(n, D, I, w->dx, D, layer->down_t, 0, 0, dgated, I);
-        gated_back(k.both, dgated, n, I, w->both);
-        rms_norms_again(k.middle, k.r_between, layer->between, n, D, w->h);
-        weight_gradient(n, 2 * I, D, w->both, w->h, D, w->packed, G.gate_up);
-        product(n, 2 * I, D, w->both, 2 * I, layer->gate_up_t, 0, 0, w->dh, D);
+        swiglu(k.gate_up, n, I, w->gate_up);
+        weight_gradient(n, D, I, w->dx, w->gate_up, I, w->packed, G.down);
+        float *dswiglu = w->packed; /* no longer needed, and wide enough */
+        product(n, D, I, w->dx, D, layer->down_t, 0, 0, dswiglu, I);
+        swiglu_backward(k.gate_up, dswiglu, n, I, w->gate_up);
+        recompute_norms(k.middle, k.r_post_attention, layer->post_attention_norm, n, D, w->h);
+        weight_gradient(n, 2 * I, D, w->gate_up, w->h, D, w->packed, G.gate_up);
+        product(n, 2 * I, D, w->gate_up, 2 * I, layer->gate_up_t, 0, 0, w->dh, D);
         for (int64_t i = 0; i < n; i++)
-            rms_norm_back(k.middle + i * D, k.r_between[i], layer->between, w->dh + i * D, D, 1, w->dx + i * D, G.between);
+            rms_norm_backward(k.middle + i * D, k.r_post_attention[i], layer->post_attention_norm, w->dh + i * D, D, 1, w->dx + i * D, G.post_attention_norm);
         weight_gradient(n, D, H * d, w->dx, k.attended, H * d, w->packed, G.out);
         if (layer->out_bias) add_rows(w->dx, n, D, G.out_bias);
         product(n, D, H * d, w->dx, D, layer->out_t, 0, 0, w->dattended, H * d);
         memset(w->dqkv, 0, (size_t)(n * Q) * sizeof(float));
-        attention_back(m, group, &k, w);
-        heads_back(m, group, layer, &k, &G, w);
-        rms_norms_again(k.x, k.r_before, layer->before, n, D, w->h);
+        attention_backward(m, group, &k, w);
+        heads_backward(m, group, layer, &k, &G, w);
+        recompute_norms(k.x, k.r_input, layer->input_norm, n, D, w->h);
         weight_gradient(n, Q, D, w->dqkv, w->h, D, w->packed, G.qkv);
         if (layer->qkv_bias) add_rows(w->dqkv, n, Q, G.qkv_bias);
         product(n, Q, D, w->dqkv, Q, layer->qkv_t, 0, 0, w->dh, D);
         for (int64_t i = 0; i < n; i++)
-            rms_norm_back(k.x + i * D, k.r_before[i], layer->before, w->dh + i * D, D, 1, w->dx + i * D, G.before);
+            rms_norm_backward(k.x + i * D, k.r_input[i], layer->input_norm, w->dh + i * D, D, 1, w->dx + i * D, G.input_norm);
     }
     memcpy(grad_in + group->first * D, w->dx, stream);
 }
 
-/* Some groups through all layers: in, out [tokens, D]. Returns 0, or 1 where there is no memory. */
+/* Run some groups through all layers: in, out [tokens, D]. Returns 0, or 1 if memory could not be allocated. */
 int forward(const Backbone *m, const Group *groups, int64_t count, const float *in, float *out) {
     Scratch w;
-    int ready = take(m, groups, count, &w);
+    int ready = allocate(m, groups, count, &w);
     for (int64_t g = 0; g < count && ready; g++) forward_group(m, groups + g, in, out, &w);
-    give_back(&w);
+    release(&w);
     return !ready;
 }
 
-/* The same backwards; `gradients` is this call's own, [layers, gradient_size], and is added to. */
+/* The backward pass; adds to `gradients`, [layers, gradient_size], which is the calling thread's own. */
 int backward(const Backbone *m, const Group *groups, int64_t count, const float *grad_out, float *grad_in, float *gradients) {
     Scratch w;
-    int ready = take(m, groups, count, &w);
+    int ready = allocate(m, groups, count, &w);
     for (int64_t g = 0; g < count && ready; g++) backward_group(m, groups + g, grad_out, grad_in, gradients, &w);
-    give_back(&w);
+    release(&w);
     return !ready;
 }

@@ -1,4 +1,4 @@
-"""The functions in C: built once, in seconds, and kept in the user's cache under a name made of source, compiler, processor."""
+"""Builds the C functions: compiled once, in seconds, and cached per source, compiler and processor."""
 
 from __future__ import annotations
 
@@ -22,40 +22,41 @@ Work = TypeVar("Work")
 SOURCES = [Path(__file__).with_name(name) for name in ("decode.c", "backbone.c", "vectors.h")]
 FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-ffp-contract=fast", "-fno-math-errno")
 LANES = 16
-"""Hidden and head sizes must be multiples of the widest vector, so that every sum is made of whole ones."""
+"""Hidden and head sizes must be multiples of the widest SIMD vector, so that no sum has a remainder loop."""
 
 
 @lru_cache(maxsize=1)
-def library() -> ctypes.CDLL | None:
-    """The functions, compiled for this processor; None where that can't be done."""
+def load_library() -> ctypes.CDLL | None:
+    """The functions, compiled for this processor; None if there is no compiler or it fails."""
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         return None
     native = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
     try:
-        return ctypes.CDLL(str(_built([*compiler.split(), native, *FLAGS])))
+        return ctypes.CDLL(str(_build([*compiler.split(), native, *FLAGS])))
     except (OSError, subprocess.SubprocessError):
         return None
 
 
-def _built(command: list[str]) -> Path:
+def _build(command: list[str]) -> Path:
     version = subprocess.run([command[0], "--version"], capture_output=True, check=True, timeout=60).stdout
-    name = hashlib.sha256(
-        b"\0".join([*(source.read_bytes() for source in SOURCES), version, " ".join(command).encode(), _processor()])
+    digest = hashlib.sha256(
+        b"\0".join([*(source.read_bytes() for source in SOURCES), version, " ".join(command).encode(), _processor_features()])
     ).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "oncurve"
-    if not (folder / f"functions-{name}.so").exists():
+    library = folder / f"functions-{digest}.so"
+    if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as aside:
-            made = Path(aside, "functions.so")
+        with tempfile.TemporaryDirectory(dir=folder) as temporary:
+            output = Path(temporary, "functions.so")
             sources = [str(source) for source in SOURCES if source.suffix == ".c"]
-            subprocess.run([*command, *sources, "-o", str(made), "-lm"], capture_output=True, check=True, timeout=120)
-            made.replace(folder / f"functions-{name}.so")
-    return folder / f"functions-{name}.so"
+            subprocess.run([*command, *sources, "-o", str(output), "-lm"], capture_output=True, check=True, timeout=120)
+            output.replace(library)
+    return library
 
 
-def _processor() -> bytes:
-    """What this processor can do: a cache that is shared between machines must not hand one the other's instructions."""
+def _processor_features() -> bytes:
+    """Identifies the instruction set: machines that share a cache folder must not load each other's builds."""
     try:
         lines = Path("/proc/cpuinfo").read_bytes().splitlines()
     except OSError:
@@ -64,32 +65,32 @@ def _processor() -> bytes:
 
 
 @lru_cache(maxsize=1)
-def _workers(threads: int) -> ThreadPoolExecutor:
+def _thread_pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="compiled")
 
 
-def side_by_side(call: Callable[[Work], int], parts: Sequence[Work]) -> None:
-    """One call of a compiled function for each part. Calls leave Python, so that threads run side by side."""
-    if any(_workers(torch.get_num_threads()).map(call, parts)):
-        raise MemoryError("a compiled function found no memory")
+def run_in_threads(call: Callable[[Work], int], items: Sequence[Work]) -> None:
+    """Call a C function for each item, in parallel: ctypes releases the GIL."""
+    if any(_thread_pool(torch.get_num_threads()).map(call, items)):
+        raise MemoryError("a C function could not allocate memory")
 
 
-def address(x: Tensor | None) -> int | None:
-    if x is None:
+def address_of(tensor: Tensor | None) -> int | None:
+    if tensor is None:
         return None
-    assert x.is_contiguous(), "C reads memory in order"
-    return x.data_ptr()
+    assert tensor.is_contiguous(), "C reads contiguous memory"
+    return tensor.data_ptr()
 
 
-def packed(weight: Tensor, *, transposed: bool = False) -> Tensor:
-    """A linear layer's weight, [columns, rows], in the panels that the products read: for x Wᵀ, or for y W."""
-    found = library()
-    assert found is not None
+def pack_weight(weight: Tensor, *, transposed: bool = False) -> Tensor:
+    """A linear layer's weight, [columns, rows], in the panels that the C matrix products read: for x Wᵀ, or for y W."""
+    library = load_library()
+    assert library is not None
     columns, rows = weight.shape
-    panel = int(found.panel())
-    wide, deep = (rows, columns) if transposed else (columns, rows)
-    out = torch.empty(-(-wide // panel) * panel * deep)
-    (found.pack_transposed if transposed else found.pack)(
-        ctypes.c_void_p(address(weight)), ctypes.c_int64(columns), ctypes.c_int64(rows), ctypes.c_void_p(out.data_ptr())
+    panel = int(library.panel())
+    width, depth = (rows, columns) if transposed else (columns, rows)
+    out = torch.empty(-(-width // panel) * panel * depth)
+    (library.pack_transposed if transposed else library.pack)(
+        ctypes.c_void_p(address_of(weight)), ctypes.c_int64(columns), ctypes.c_int64(rows), ctypes.c_void_p(out.data_ptr())
     )
     return out

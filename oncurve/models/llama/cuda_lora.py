@@ -1,12 +1,12 @@
-"""LoRA within the fast path: the adapters of one input's linear layers (q, k, v; gate and up; one alone) as two products.
+"""LoRA in the GPU fast path: the adapters of fused linear layers (q, k, v; gate, up; or one layer) as two products.
 
-A's rows lie in one storage below the rows of the frozen weights, so that one product has x Wᵀ and u = x Aᵀ of all adapters
-beside each other, and one launch more adds s · u Bᵀ. B's rows lie side by side too. All are the adapter's own parameters: an
-optimiser's update is seen with no call, and no merged weight is ever held.
+The A matrices follow the frozen weights in one storage, so that one product gives x Wᵀ and u = x Aᵀ of all adapters side by
+side, and one more kernel adds s · u Bᵀ. The B matrices share a storage too. Both are the adapter's own parameters: optimiser
+updates need no copy, and no merged weight exists.
 
-With g the gradient of y = x Wᵀ + s · u Bᵀ: du = s · g B, dx = g W + du A, dA = duᵀ x, dB = s · gᵀ u. W gets none.
+With g the gradient of y = x Wᵀ + s · u Bᵀ: du = s · g B, dx = g W + du A, dA = duᵀ x, dB = s · gᵀ u. W is frozen.
 
-Legend: ``N`` tokens, ``I``/``O`` columns of input and output, ``r`` rank, ``R`` ranks of all adapters.
+Local shape letters: ``I``/``O`` input and output columns, ``r`` rank of an adapter, ``R`` ranks of all adapters together.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ from oncurve.models.lora import Adapter
 
 
 class JointLora:
-    """``whole`` is [O + R, I]: the weights' rows, then A's; ``b`` is [Σ O of adapted layers, r]."""
+    """The adapters of fused linear layers. ``weight`` is [O + R, I]: rows of W, then of A. ``b`` is [Σ O adapted, r]."""
 
-    def __init__(self, sizes: Sequence[int], adapters: Sequence[Adapter | None], whole: Tensor, b: Tensor) -> None:
-        self.whole, self.b, self.columns = whole, b, sum(sizes)
-        self.a = whole[self.columns :]
+    def __init__(self, sizes: Sequence[int], adapters: Sequence[Adapter | None], weight: Tensor, b: Tensor) -> None:
+        self.weight, self.b, self.columns = weight, b, sum(sizes)
+        self.a = weight[self.columns :]
         self.first = next(adapter for adapter in adapters if adapter is not None)
         self.scale, rank = self.first.scale, b.shape[1]
-        has = [adapter is not None for adapter in adapters]
-        self.all_tiles, self.own_tiles = (LoraTiles.of(sizes, has, rank, whole.device, every=every) for every in (True, False))
+        has_adapter = [adapter is not None for adapter in adapters]
+        self.all_tiles, self.adapted_tiles = (
+            LoraTiles.of(sizes, has_adapter, rank, weight.device, every=every) for every in (True, False)
+        )
         self.parts: list[tuple[slice, slice, Tensor]] = []
-        """Of each adapter: its columns of the product, its columns of u, its B."""
+        """Per adapter: its columns of y, its columns of u, its B."""
         column, row = 0, 0
         for size, adapter in zip(sizes, adapters, strict=True):
             if adapter is not None:
@@ -43,36 +45,36 @@ class JointLora:
             column += size
 
     def __bool__(self) -> bool:
-        """False while adapters are switched off: the model is its base then, as one without any."""
-        return self.first.on
+        """False while the adapters are disabled, so that callers use the frozen weights only."""
+        return self.first.is_enabled
 
     def product(self, x_NI: Tensor, bias_O: Tensor | None, launch: Mapping[str, Any] = AFTER) -> tuple[Tensor, Tensor]:
-        """(y, u): y in rows of its own, u beside what is not needed any more."""
-        both = x_NI @ self.whole.t()
+        """(y, u), with y in a tensor of its own."""
+        joint = x_NI @ self.weight.t()
         out = torch.empty(len(x_NI), self.columns, dtype=x_NI.dtype, device=x_NI.device)
-        expand(both, both[:, self.columns :], self.b, self.scale, self.all_tiles, bias_O, out, launch)
-        return out, both[:, self.columns :]
+        expand(joint, joint[:, self.columns :], self.b, self.scale, self.all_tiles, bias_O, out, launch)
+        return out, joint[:, self.columns :]
 
-    def wide(self, x_NI: Tensor, bias_O: Tensor | None) -> Tensor:
+    def joint_product(self, x_NI: Tensor, bias_O: Tensor | None) -> Tensor:
         """[y | u], [N, O + R]."""
-        both = x_NI @ self.whole.t()
-        tiles = self.own_tiles if bias_O is None else self.all_tiles
-        expand(both, both[:, self.columns :], self.b, self.scale, tiles, bias_O, both)
-        return both
+        joint = x_NI @ self.weight.t()
+        tiles = self.adapted_tiles if bias_O is None else self.all_tiles
+        expand(joint, joint[:, self.columns :], self.b, self.scale, tiles, bias_O, joint)
+        return joint
 
-    def wide_gradient(self, grad_NO: Tensor) -> Tensor:
-        """[g | du], [N, O + R]: times ``whole`` it is the gradient of x. ``grad`` may have the columns for du already."""
-        wide = grad_NO
+    def joint_gradient(self, grad_NO: Tensor) -> Tensor:
+        """[g | du], [N, O + R]: times ``weight`` it is the gradient of x. In place if ``grad`` has the columns of du."""
+        joint = grad_NO
         if grad_NO.shape[1] == self.columns:
-            wide = torch.empty(len(grad_NO), len(self.whole), dtype=grad_NO.dtype, device=grad_NO.device)
-            wide[:, : self.columns] = grad_NO
-        d_low = wide[:, self.columns :]
+            joint = torch.empty(len(grad_NO), len(self.weight), dtype=grad_NO.dtype, device=grad_NO.device)
+            joint[:, : self.columns] = grad_NO
+        d_low = joint[:, self.columns :]
         for columns, low, b in self.parts:
-            torch.addmm(d_low[:, low], wide[:, columns], b, beta=0, alpha=self.scale, out=d_low[:, low])
-        return wide
+            torch.addmm(d_low[:, low], joint[:, columns], b, beta=0, alpha=self.scale, out=d_low[:, low])
+        return joint
 
-    def add_gradients(self, sums: GradAccumulator, wide: Tensor, low_NR: Tensor, x_NI: Tensor) -> None:
-        """A's and B's, of a wide gradient, u and x."""
-        add_product(sums.buffer_for(self.a), wide[:, self.columns :], x_NI)
+    def add_gradients(self, accumulator: GradAccumulator, joint_grad: Tensor, low_NR: Tensor, x_NI: Tensor) -> None:
+        """Add the gradients of A and B, from [g | du], u and x."""
+        add_product(accumulator.buffer_for(self.a), joint_grad[:, self.columns :], x_NI)
         for columns, low, b in self.parts:
-            add_product(sums.buffer_for(b), wide[:, columns], low_NR[:, low], self.scale)
+            add_product(accumulator.buffer_for(b), joint_grad[:, columns], low_NR[:, low], self.scale)

@@ -1,6 +1,6 @@
-/* What the compiled functions share: vectors, products of packed matrices, exponentials, norms.
+/* Shared by the C functions: SIMD vectors, products with packed matrices, exponentials, norms.
 
-Plain C11 with GCC's vector types, which Clang has too. */
+Plain C11 with the vector extensions of GCC and Clang. */
 
 #include <math.h>
 #include <stdint.h>
@@ -14,9 +14,9 @@ Plain C11 with GCC's vector types, which Clang has too. */
 #else
 #define VL 4
 #endif
-#define NV (VL == 4 ? 4 : 2)  /* vectors of a panel */
-#define NR (VL * NV)          /* columns of a panel */
-#define MR (VL == 16 ? 8 : 6) /* rows of a tile: MR * NV accumulators stay in registers */
+#define NV (VL == 4 ? 4 : 2)  /* vectors per panel row */
+#define NR (VL * NV)          /* columns per panel */
+#define MR (VL == 16 ? 8 : 6) /* rows per tile: MR * NV accumulators stay in registers */
 
 #define INLINE static inline __attribute__((always_inline))
 typedef float vec __attribute__((vector_size(VL * 4), aligned(4)));
@@ -24,8 +24,8 @@ typedef int32_t ivec __attribute__((vector_size(VL * 4), aligned(4)));
 
 static int64_t padded(int64_t columns) { return (columns + NR - 1) / NR * NR; }
 
-/* Panels of NR columns, [columns / NR][rows][NR], of the matrix whose element (row, column) lies at row * by_row + column *
-by_column; columns past the end are zeros. `rows_of_panel` leaves room between panels. */
+/* Pack a matrix into panels of NR columns, [columns / NR][rows][NR]. Element (row, column) is at b[row * by_row + column * by_column];
+columns past the end are zeros. Panels start `rows_of_panel` rows apart. */
 INLINE void pack_any(const float *b, int64_t rows, int64_t columns, int64_t by_row, int64_t by_column, int64_t rows_of_panel,
                      float *out) {
     for (int64_t p = 0; p < columns; p += NR, out += rows_of_panel * NR)
@@ -34,8 +34,8 @@ INLINE void pack_any(const float *b, int64_t rows, int64_t columns, int64_t by_r
                 out[k * NR + j] = p + j < columns ? b[k * by_row + (p + j) * by_column] : 0.0f;
 }
 
-/* c = a b (+ c, where add; + bias). a: [M, K] with strides am, ak; b: K rows in panels `rows_of_panel` apart; c: [M, N] of row
-length ldc. MR rows of a are read at a time: past the last there must be memory, whatever it holds. */
+/* c = a b (+ c if `add`; + bias if not null). a: [M, K] with strides am, ak; b: K rows in panels `rows_of_panel` apart; c: [M, N]
+with row length ldc. Reads MR rows of a at a time, so the memory past the last row must be readable. */
 INLINE void multiply(int64_t M, int64_t K, int64_t N, const float *a, int64_t am, int64_t ak, const float *b,
                      int64_t rows_of_panel, const float *bias, int add, float *c, int64_t ldc) {
     for (int64_t p = 0; p < N; p += NR, b += rows_of_panel * NR)
@@ -73,16 +73,16 @@ static void product(int64_t M, int64_t K, int64_t N, const float *a, int64_t am,
     multiply(M, K, N, a, am, 1, b, K, bias, add, c, ldc);
 }
 
-INLINE vec of(float x) { return (vec){0} + x; }
-INLINE vec choose(ivec mask, vec a, vec b) { return (vec)(((ivec)a & mask) | ((ivec)b & ~mask)); }
+INLINE vec splat(float x) { return (vec){0} + x; }
+INLINE vec select_lanes(ivec mask, vec a, vec b) { return (vec)(((ivec)a & mask) | ((ivec)b & ~mask)); }
 
-/* e^x for |x| <= 87, and clamped beyond: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2]; within 2 units in the last place. */
+/* e^x, with x clamped to |x| <= 87: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2]; error at largest 2 ulp. */
 INLINE vec exp_of(vec x) {
-    x = choose(x < of(-87.0f), of(-87.0f), choose(x > of(87.0f), of(87.0f), x));
-    vec shifted = x * 1.44269504f + 12582912.0f; /* the sum's low bits are the nearest integer */
+    x = select_lanes(x < splat(-87.0f), splat(-87.0f), select_lanes(x > splat(87.0f), splat(87.0f), x));
+    vec shifted = x * 1.44269504f + 12582912.0f; /* the low bits of the sum are the nearest integer */
     vec n = shifted - 12582912.0f;
     vec r = x - n * 0.693359375f - n * -2.12194440e-4f;
-    vec p = of(1.9875691500e-4f);
+    vec p = splat(1.9875691500e-4f);
     p = p * r + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
     p = p * r + 4.1665795894e-2f;
@@ -100,15 +100,15 @@ INLINE float sum_of(vec v) {
     return t[0];
 }
 
-INLINE float top_of(const float *x, int64_t n) { /* n: whole vectors */
-    vec most = *(const vec *)x;
-    for (int64_t i = VL; i < n; i += VL) most = choose(*(const vec *)(x + i) > most, *(const vec *)(x + i), most);
-    float top = most[0];
-    for (int l = 1; l < VL; l++) top = most[l] > top ? most[l] : top;
+INLINE float max_of(const float *x, int64_t n) { /* n: a multiple of VL */
+    vec largest = *(const vec *)x;
+    for (int64_t i = VL; i < n; i += VL) largest = select_lanes(*(const vec *)(x + i) > largest, *(const vec *)(x + i), largest);
+    float top = largest[0];
+    for (int l = 1; l < VL; l++) top = largest[l] > top ? largest[l] : top;
     return top;
 }
 
-/* x -> e^((x - top) * by) in place; returns the sum, in double where it is long. n: whole vectors. */
+/* x -> e^((x - top) * by) in place; returns the sum, accumulated in double every 64 vectors. n: a multiple of VL. */
 INLINE double exp_all(float *x, int64_t n, float top, float by) {
     double sum = 0;
     for (int64_t i = 0; i < n;) {

@@ -1,1 +1,1 @@
-"""Loading a model: local folders, the Hugging Face Hub, GGUF files, the built-in tiny model."""
+"""Loading models: local folders, the Hugging Face Hub, GGUF files, the built-in tiny model."""

@@ -1,6 +1,7 @@
-"""Names on a hub: found out at once where they can't be had, for the hub's own library goes on trying for half a minute.
+"""Checks before a model is loaded: is the Hugging Face Hub reachable, and is a model folder safe to open?
 
-A model folder from elsewhere is data: what would make loading it read other files is refused before it is opened.
+The hub's client would retry for 30 s, so an unreachable hub fails fast here. A model folder from elsewhere is untrusted data:
+weights in pickles, and settings that make loading read files outside of the folder, are refused before anything is opened.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from huggingface_hub.errors import HFValidationError
 from oncurve.errors import ModelError
 
 
-def check_reachable(source: str) -> None:
-    """Refuses a name that is neither a folder nor cached, where the hub's address can't even be looked up.
+def check_hub_reachable(source: str) -> None:
+    """Refuse a name that is neither a folder nor cached if the hub's host name does not resolve.
 
-    Behind a proxy it is the proxy that looks addresses up, so nothing is said there.
+    Skipped behind a proxy, because the proxy resolves names.
     """
     if Path(source).exists() or constants.HF_HUB_OFFLINE or getproxies() or _is_cached(source):
         return
@@ -31,16 +32,16 @@ def check_reachable(source: str) -> None:
     except OSError as error:
         raise ModelError(
             source,
-            "no such folder, and no model of that name in the hub's cache",
-            because=f"it could only be fetched, and {host} can't be reached from here ({error.strerror or error})",
-            fix="check the path, or see `oncurve models` for what is on this machine",
+            "no such folder, and no such model in the Hugging Face cache",
+            because=f"{host} can't be reached to download it ({error.strerror or error})",
+            fix="check the path, or run `oncurve models` to list the models on this machine",
         ) from None
 
 
 def _is_cached(source: str) -> bool:
     try:
         return isinstance(try_to_load_from_cache(source, "config.json"), str)
-    except HFValidationError:  # no name that a hub could have: loading tells of it
+    except HFValidationError:  # not a valid hub name: loading reports it
         return True
 
 
@@ -49,41 +50,41 @@ PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 
 def check_folder(source: str) -> None:
-    """Refuses settings that name a file outside of the folder, whose content would end up in the vocabulary, and pickles."""
+    """Refuse pickled weights, and settings that name a file outside of the folder: its content would enter the vocabulary."""
     folder = Path(source)
     _check_weights(folder)
     for name in SETTINGS if folder.is_dir() else ():
-        for key, value in _read(folder / name).items():
+        for key, value in _read_settings(folder / name).items():
             if key.endswith("_file") and isinstance(value, str) and _is_outside(value):
                 raise ModelError(
                     f"{folder / name}: {key}",
                     value,
-                    because="it names a file outside of the model's folder",
-                    fix="remove the key, or give the file's name within the folder",
+                    because="it points outside of the model's folder",
+                    fix="remove the key, or use a file name within the folder",
                 )
 
 
 def _check_weights(folder: Path) -> None:
-    """Weights are read from safetensors alone: opening a pickle runs what it holds."""
+    """Only safetensors are read: opening a pickle runs the code in it."""
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     pickles = [name for name in names if name.endswith(PICKLES)]
     if pickles and not any(name.endswith(".safetensors") for name in names):
         raise ModelError(
             str(folder),
             f"weights in {pickles[0]}, and no .safetensors file",
-            because="such a file is a pickle, and opening one runs whatever code it holds",
+            because="the file is a pickle, and opening a pickle runs the code in it",
             fix="if you trust it, convert it once in Python: transformers.AutoModelForCausalLM.from_pretrained(FOLDER)"
             ".save_pretrained(NEW), and its AutoTokenizer likewise; NEW holds safetensors",
         )
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """What a settings file says; nothing where it can't be read, which loading will tell of."""
+def _read_settings(path: Path) -> dict[str, Any]:
+    """A settings file; empty if it can't be read, which loading reports."""
     try:
-        found = json.loads(path.read_bytes())
+        settings = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return settings if isinstance(settings, dict) else {}
 
 
 def _is_outside(name: str) -> bool:

@@ -1,9 +1,8 @@
-"""GGUF files: de-quantised by transformers, written once as a folder in Hugging Face format, and found there ever after.
+"""GGUF files: dequantised by transformers and converted once to a cached folder in Hugging Face format.
 
-Three things are mended on the way. Embedding and head of a tied model lie apart in such a file, quantised in two ways: the
-head, kept in more bits, becomes both again. The quantiser is taken off, for a model that carries one can't be saved. And every
-token that ends a turn or a text is named as an end token: the file names one, and a model that writes the other would never
-stop.
+The conversion fixes three things. A file stores embedding and head of a tied model separately, with different quantisation: the
+head, which has more bits, is used for both. The quantiser is removed, because a model with one can't be saved. And every token
+that ends a turn or a text becomes an end token: the file names only one, and a model that writes another would never stop.
 """
 
 from __future__ import annotations
@@ -23,21 +22,21 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerBase
 
 from oncurve.errors import DiskError, MissingPackage, ModelError, pip_install
-from oncurve.models.loading.local_models import ORIGIN, cache_folder, gguf_head
+from oncurve.models.loading.local_models import ORIGIN, cache_folder, read_gguf_metadata
 
 SAME_MATRIX = 0.2
-"""Head and embedding of a tied model, quantised apart, differ by 4 to 7 % (relative norm); those of an untied one by 100 %."""
+"""Relative norm of head − embedding below which they are one matrix. Tied models: 4 to 7 %; untied ones: about 100 %."""
 END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<end_of_turn>", "<|end|>", "</s>", "<eos>")
-"""What chat models close a turn or a text with; GGUF names only one of them."""
+"""Tokens with which chat models end a turn or a text; a GGUF file names only one of them."""
 
 
 def is_gguf(source: str) -> bool:
     return source.endswith(".gguf")
 
 
-def cached_conversion(file: Path, dtype: str) -> Path:
-    """The folder of a GGUF file in the cache, converted first if need be. Named by content: a new file is a new folder."""
-    _check(file)
+def convert_to_cache(file: Path, dtype: str) -> Path:
+    """The cached folder of a GGUF file, converted if it is missing. It is named by the file's content."""
+    _check_file(file)
     folder = cache_folder() / "models" / f"{file.stem}-{_digest(file)[:12]}-{dtype}"
     if not (folder / "config.json").is_file():
         convert(file, folder, dtype)
@@ -45,110 +44,112 @@ def cached_conversion(file: Path, dtype: str) -> Path:
 
 
 def convert(file: Path, folder: Path, dtype: str) -> None:
-    """Writes the model as a folder that transformers, vLLM and recipes load; it is there whole or not at all."""
-    _check(file)
-    _check_place(folder)
-    model, tokenizer = _read(file, getattr(torch, dtype))
-    _tie(model)
+    """Write the model as a folder that transformers, vLLM and recipes can load, atomically."""
+    _check_file(file)
+    _check_target(folder)
+    model, tokenizer = _load(file, getattr(torch, dtype))
+    _tie_embeddings(model)
     model.hf_quantizer = None
     vars(model.config).pop("quantization_config", None)
-    model.generation_config.eos_token_id = end_tokens(tokenizer)
+    model.generation_config.eos_token_id = find_end_tokens(tokenizer)
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.generation_config.eos_token_id[0])
-    aside = folder.with_name(f".writing-{folder.name}-{os.getpid()}")
+    temporary = folder.with_name(f".writing-{folder.name}-{os.getpid()}")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        model.save_pretrained(aside)
-        for weights in aside.glob("*.safetensors"):
-            weights.chmod(aside.stat().st_mode & 0o666)  # safetensors makes its files for their owner alone
-        tokenizer.save_pretrained(aside)
+        model.save_pretrained(temporary)
+        for weights in temporary.glob("*.safetensors"):
+            weights.chmod(temporary.stat().st_mode & 0o666)  # safetensors makes its files readable by their owner only
+        tokenizer.save_pretrained(temporary)
         origin = {"file": file.name, "sha256": _digest(file), "dtype": dtype}
-        (aside / ORIGIN).write_text(json.dumps(origin, indent=2) + "\n")
-        if not folder.exists():  # two runs that begin together convert the same file
-            aside.rename(folder)
+        (temporary / ORIGIN).write_text(json.dumps(origin, indent=2) + "\n")
+        if not folder.exists():  # another run may have converted the same file meanwhile
+            temporary.rename(folder)
     except (OSError, SafetensorError) as error:
-        raise _unwritable(folder, str(error)) from error
+        raise _write_error(folder, str(error)) from error
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _check_place(folder: Path) -> None:
-    """Asked before the file is read, which takes its time."""
+def _check_target(folder: Path) -> None:
+    """Called before the file is read, which is slow."""
     if folder.exists():
-        raise ModelError(str(folder), "already there", because="nothing is written over", fix="choose another name")
-    above = next(path for path in folder.absolute().parents if path.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK):
-        raise _unwritable(folder, f"{above} is a file" if above.is_file() else f"this user may not write in {above}")
+        raise ModelError(
+            str(folder), "already there", because="existing folders are never overwritten", fix="choose another name"
+        )
+    parent = next(path for path in folder.absolute().parents if path.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise _write_error(folder, f"{parent} is a file" if parent.is_file() else f"no permission to write in {parent}")
 
 
-def _unwritable(folder: Path, because: str) -> DiskError:
-    return DiskError(str(folder), "can't be written", because=because, fix="choose another place, or make room there")
+def _write_error(folder: Path, because: str) -> DiskError:
+    return DiskError(str(folder), "can't be written", because=because, fix="choose another folder, or free disk space")
 
 
-def end_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokenizer's own end token, then every other known one that is special there (`</s>` may be a word like any other).
+def find_end_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokenizer's end token, then every other known end token that it marks as special (`</s>` may be an ordinary word).
 
-    A token that begins texts is not taken for one that ends them, as some readers of GGUF files do, unless no other is known.
+    Some GGUF readers report the begin-of-text token as the end token; it counts as one only if no other is known.
     """
     special = {str(token): i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     known = [special[token] for token in END_TOKENS if token in special]
-    own = tokenizer.eos_token_id
-    begins = own is not None and own == tokenizer.bos_token_id and own not in known
-    ids = known if known and begins else [own, *known]
+    eos = tokenizer.eos_token_id
+    is_bos = eos is not None and eos == tokenizer.bos_token_id and eos not in known
+    ids = known if known and is_bos else [eos, *known]
     return list(dict.fromkeys(i for i in ids if i is not None))
 
 
-def _check(file: Path) -> None:
+def _check_file(file: Path) -> None:
     if file.is_dir():
-        fix = "name a .gguf file; a folder in Hugging Face format is used as it is: model.source takes it"
+        fix = "give a .gguf file; a folder in Hugging Face format needs no conversion: set model.source to it"
         raise ModelError(str(file), "not a GGUF file", because="it is a folder", fix=fix)
     if not file.is_file():
-        raise ModelError(str(file), "no such file", because="nothing is at this path", fix="check the path")
-    gguf_head(file)
+        raise ModelError(str(file), "no such file", because="the path does not exist", fix="check the path")
+    read_gguf_metadata(file)
     if importlib.util.find_spec("gguf") is None:
-        raise MissingPackage(str(file), "gguf is not installed", because="GGUF files are read with it", fix=pip_install("gguf"))
+        raise MissingPackage(str(file), "gguf is not installed", because="reading GGUF files needs it", fix=pip_install("gguf"))
 
 
 def _digest(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _read(file: Path, dtype: torch.dtype) -> tuple[Any, Any]:
-    place = {"gguf_file": file.name}
-    whole = GgufConfig(dequantize=True)  # some architectures could stay in their blocks, which nothing can train
+def _load(file: Path, dtype: torch.dtype) -> tuple[Any, Any]:
+    name = {"gguf_file": file.name}
+    dequantise = GgufConfig(dequantize=True)  # some architectures could stay quantised, which can't be trained
     try:
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, trust_remote_code=False, **place)
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, trust_remote_code=False, **name)
         model = AutoModelForCausalLM.from_pretrained(
-            file.parent, dtype=dtype, quantization_config=whole, trust_remote_code=False, **place
+            file.parent, dtype=dtype, quantization_config=dequantise, trust_remote_code=False, **name
         )
     except (ValueError, KeyError, OSError, IndexError, struct.error, NotImplementedError) as error:
-        architecture, known = gguf_head(file).get("general.architecture"), architectures()
+        architecture, supported = read_gguf_metadata(file).get("general.architecture"), supported_architectures()
         raise ModelError(
             str(file),
-            f"a GGUF file of architecture '{architecture}' that can't be read",
+            f"can't read this GGUF file of architecture '{architecture}'",
             because=str(error).strip().partition("\n")[0] or type(error).__name__,
-            fix="fetch the file again: it may be cut off"
-            if architecture in known
-            else f"use a file of one of these architectures: {', '.join(known)}",
+            fix="download the file again: it may be truncated"
+            if architecture in supported
+            else f"use a file of one of these architectures: {', '.join(supported)}",
         ) from error
     return model, tokenizer
 
 
-def architectures() -> list[str]:
-    """The architectures that transformers de-quantises."""
+def supported_architectures() -> list[str]:
+    """The architectures that transformers can dequantise."""
     from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 
     return sorted(set(GGUF_SUPPORTED_ARCHITECTURES) - {"general", "tokenizer"})
 
 
 @torch.no_grad()
-def _tie(model: Any) -> None:
-    """Where head and embedding are one matrix quantised twice, both become the head's."""
-    head, words = model.get_output_embeddings(), model.get_input_embeddings()
-    if head is None or head.weight is words.weight or head.weight.shape != words.weight.shape:
+def _tie_embeddings(model: Any) -> None:
+    """If head and embedding are one matrix quantised twice, use the head's values for both."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or head.weight is embedding.weight or head.weight.shape != embedding.weight.shape:
         return
-    apart = (head.weight.float() - words.weight.float()).norm() / words.weight.float().norm()
-    if apart < SAME_MATRIX:
-        words.weight = nn.Parameter(head.weight.detach())
+    distance = (head.weight.float() - embedding.weight.float()).norm() / embedding.weight.float().norm()
+    if distance < SAME_MATRIX:
+        embedding.weight = nn.Parameter(head.weight.detach())
         model.config.tie_word_embeddings = True
         model.tie_weights()

@@ -1,4 +1,4 @@
-"""The models on this machine and how a recipe names them. Only heads of files are read: neither torch nor transformers is."""
+"""Lists the models on this machine and how a recipe refers to them. Reads only file headers, without torch or transformers."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from oncurve.plan.model_table import hub_folder
 
 MAGIC = b"GGUF"
 ORIGIN = "oncurve-origin.json"
-"""Lies in a folder converted from a GGUF file: the file it was made from."""
-DEPTH = 3
-"""Folders below the current one that are looked through."""
-PASSED_OVER = {"node_modules", "checkpoints", "__pycache__", "site-packages"}
+"""Present in a folder converted from a GGUF file: names that file."""
+MAX_DEPTH = 3
+"""Levels of subfolders that are searched."""
+SKIPPED_FOLDERS = {"node_modules", "checkpoints", "__pycache__", "site-packages"}
 
 Kind = Literal["folder", "gguf", "adapter", "converted", "run", "hub"]
 
 
 @dataclass(frozen=True, slots=True)
 class LocalModel:
-    """A model: ``name`` is what `model.source` takes. What its files do not tell is None."""
+    """A model. ``name`` is what `model.source` takes; fields that its files do not contain are None."""
 
     name: str
     kind: Kind
@@ -37,22 +37,22 @@ class LocalModel:
 
 
 def cache_folder() -> Path:
-    """`$ONCURVE_CACHE`, else `oncurve` in the user's cache."""
-    own = os.environ.get("ONCURVE_CACHE")
-    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "oncurve"
+    """`$ONCURVE_CACHE`, else `oncurve` in the user's cache folder."""
+    configured = os.environ.get("ONCURVE_CACHE")
+    return Path(configured) if configured else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "oncurve"
 
 
 def list_local_models(start: Path, runs_dir: Path) -> list[LocalModel]:
-    """Below ``start``, among the runs, converted GGUF files, and the hub's cache."""
-    found = [*_below(start, Path(), runs_dir.resolve()), *_runs(runs_dir), *_converted(), *_hub()]
-    return list({place.name: place for place in found}.values())
+    """Models below ``start``, of runs, converted from GGUF files, and in the Hugging Face cache."""
+    models = [*_search(start, Path(), runs_dir.resolve()), *_run_models(runs_dir), *_converted_models(), *_hub_models()]
+    return list({model.name: model for model in models}.values())
 
 
-def _below(start: Path, path: Path, runs_dir: Path) -> Iterator[LocalModel]:
+def _search(start: Path, path: Path, runs_dir: Path) -> Iterator[LocalModel]:
     here = start / path
-    place = read_model_folder(here, str(path))
-    if place is not None:
-        yield place
+    model = describe_folder(here, str(path))
+    if model is not None:
+        yield model
         return
     try:
         entries = sorted(here.iterdir())
@@ -60,93 +60,93 @@ def _below(start: Path, path: Path, runs_dir: Path) -> Iterator[LocalModel]:
         return
     for entry in entries:
         if entry.suffix == ".gguf" and entry.is_file():
-            yield read_gguf(entry, str(path / entry.name))
-        hidden = entry.name.startswith(".") or entry.name in PASSED_OVER or entry.resolve() == runs_dir
-        if entry.is_dir() and not hidden and len(path.parts) < DEPTH:
-            yield from _below(start, path / entry.name, runs_dir)
+            yield describe_gguf(entry, str(path / entry.name))
+        hidden = entry.name.startswith(".") or entry.name in SKIPPED_FOLDERS or entry.resolve() == runs_dir
+        if entry.is_dir() and not hidden and len(path.parts) < MAX_DEPTH:
+            yield from _search(start, path / entry.name, runs_dir)
 
 
-def _runs(runs_dir: Path) -> Iterator[LocalModel]:
-    for model in sorted(runs_dir.glob("*/model")):
-        place = read_model_folder(model, str(model), "run")
-        if place is not None:
-            yield place
+def _run_models(runs_dir: Path) -> Iterator[LocalModel]:
+    for folder in sorted(runs_dir.glob("*/model")):
+        model = describe_folder(folder, str(folder), "run")
+        if model is not None:
+            yield model
 
 
-def _converted() -> Iterator[LocalModel]:
+def _converted_models() -> Iterator[LocalModel]:
     for folder in sorted((cache_folder() / "models").glob("[!.]*")):
-        place = read_model_folder(folder, str(folder), "converted")
-        if place is not None:
-            yield place
+        model = describe_folder(folder, str(folder), "converted")
+        if model is not None:
+            yield model
 
 
-def _hub() -> Iterator[LocalModel]:
+def _hub_models() -> Iterator[LocalModel]:
     for repository in sorted(hub_folder().glob("models--*")):
         for snapshot in sorted(repository.glob("snapshots/*"))[-1:]:
-            place = read_model_folder(snapshot, repository.name.removeprefix("models--").replace("--", "/"), "hub")
-            if place is not None:
-                yield place
+            model = describe_folder(snapshot, repository.name.removeprefix("models--").replace("--", "/"), "hub")
+            if model is not None:
+                yield model
 
 
-def read_model_folder(folder: Path, name: str, kind: Kind | None = None) -> LocalModel | None:
-    """A folder as a model or an adapter; None where it is neither."""
+def describe_folder(folder: Path, name: str, kind: Kind | None = None) -> LocalModel | None:
+    """A folder as a model or an adapter; None if it is neither."""
     weights = sorted(folder.glob("*.safetensors"))
-    config = _json(folder / "adapter_config.json") or _json(folder / "config.json")
+    config = _read_json(folder / "adapter_config.json") or _read_json(folder / "config.json")
     if config is None or not weights:
         return None
-    counted = [_safetensors(file) for file in weights]
-    adapter = (folder / "adapter_config.json").is_file()
-    architecture = f"adapter on {config.get('base_model_name_or_path')}" if adapter else _architecture(config)
+    headers = [_read_safetensors_header(file) for file in weights]
+    is_adapter = (folder / "adapter_config.json").is_file()
+    architecture = f"adapter on {config.get('base_model_name_or_path')}" if is_adapter else _architecture(config)
     origin: Kind = "converted" if (folder / ORIGIN).is_file() else "folder"
     return LocalModel(
         name=name,
-        kind="adapter" if adapter else kind or origin,
+        kind="adapter" if is_adapter else kind or origin,
         architecture=architecture,
-        parameters=sum(count for count, _ in counted),
-        dtype=next((dtype for _, dtype in counted if dtype), None),
+        parameters=sum(count for count, _ in headers),
+        dtype=next((dtype for _, dtype in headers if dtype), None),
         bytes=sum(file.stat().st_size for file in weights),
     )
 
 
 def _architecture(config: dict[str, Any]) -> str | None:
-    named = config.get("architectures") or [config.get("model_type")]
-    return None if named[0] is None else str(named[0])
+    names = config.get("architectures") or [config.get("model_type")]
+    return None if names[0] is None else str(names[0])
 
 
-def _json(path: Path) -> dict[str, Any] | None:
+def _read_json(path: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads(path.read_bytes())
+        data = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return data if isinstance(data, dict) else None
 
 
-def _safetensors(file: Path) -> tuple[int, str | None]:
-    """(numbers, type of most of them) by the file's head: its length in 8 bytes, then JSON."""
+def _read_safetensors_header(file: Path) -> tuple[int, str | None]:
+    """(number of elements, most frequent dtype) from the file's header: its length in 8 bytes, then JSON."""
     try:
-        with file.open("rb") as opened:
-            head = json.loads(opened.read(struct.unpack("<Q", opened.read(8))[0]))
+        with file.open("rb") as stream:
+            header = json.loads(stream.read(struct.unpack("<Q", stream.read(8))[0]))
     except (OSError, ValueError, struct.error, MemoryError):
         return 0, None
-    tensors = [t for name, t in head.items() if name != "__metadata__"]
+    tensors = [t for name, t in header.items() if name != "__metadata__"]
     sizes: dict[str, int] = {}
     for tensor in tensors:
         sizes[tensor["dtype"]] = sizes.get(tensor["dtype"], 0) + math.prod(tensor["shape"])
     return sum(sizes.values()), max(sizes, key=lambda d: sizes[d]) if sizes else None
 
 
-def read_gguf(file: Path, name: str) -> LocalModel:
+def describe_gguf(file: Path, name: str) -> LocalModel:
     try:
-        told = gguf_head(file)
+        metadata = read_gguf_metadata(file)
     except ModelError:
-        told = {}
-    architecture = told.get("general.architecture")
-    parameters = _labelled(str(told.get("general.size_label", "")))
+        metadata = {}
+    architecture = metadata.get("general.architecture")
+    parameters = _parse_size_label(str(metadata.get("general.size_label", "")))
     return LocalModel(name, "gguf", None if architecture is None else str(architecture), parameters, None, file.stat().st_size)
 
 
-def _labelled(label: str) -> int | None:
-    """`0.5B` and `135M` as numbers."""
+def _parse_size_label(label: str) -> int | None:
+    """`0.5B` or `135M` as a number."""
     unit = {"K": 1e3, "M": 1e6, "B": 1e9}.get(label[-1:])
     try:
         return None if unit is None else round(float(label[:-1]) * unit)
@@ -158,31 +158,31 @@ _SIZES = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?"
 _LIST = 9
 
 
-def gguf_head(file: Path) -> dict[str, Any]:
-    """What a GGUF file says of itself, up to its first list (the vocabulary): magic, version, counts, then keys and values."""
+def read_gguf_metadata(file: Path) -> dict[str, Any]:
+    """A GGUF file's metadata up to its first list (the vocabulary): magic, version, counts, then key-value pairs."""
     try:
-        with file.open("rb") as opened:
-            if opened.read(4) != MAGIC:
+        with file.open("rb") as stream:
+            if stream.read(4) != MAGIC:
                 raise ModelError(
-                    str(file), "not a GGUF file", because="its first four bytes are not GGUF", fix="fetch the file again"
+                    str(file), "not a GGUF file", because="its first four bytes are not GGUF", fix="download the file again"
                 )
-            _, _, keys = struct.unpack("<IQQ", opened.read(20))
-            return dict(_pairs(opened, keys))
+            _, _, keys = struct.unpack("<IQQ", stream.read(20))
+            return dict(_read_pairs(stream, keys))
     except (struct.error, UnicodeDecodeError) as error:
-        raise ModelError(str(file), "a GGUF file that ends early", because=str(error), fix="fetch the file again") from error
+        raise ModelError(str(file), "a truncated GGUF file", because=str(error), fix="download the file again") from error
 
 
-def _pairs(opened: BinaryIO, count: int) -> Iterator[tuple[str, Any]]:
+def _read_pairs(stream: BinaryIO, count: int) -> Iterator[tuple[str, Any]]:
     for _ in range(count):
-        key, kind = _text(opened), struct.unpack("<I", opened.read(4))[0]
+        key, kind = _read_text(stream), struct.unpack("<I", stream.read(4))[0]
         if kind == _LIST:
             return
         form = _SIZES.get(kind)
-        yield key, _text(opened) if form is None else struct.unpack(form, opened.read(struct.calcsize(form)))[0]
+        yield key, _read_text(stream) if form is None else struct.unpack(form, stream.read(struct.calcsize(form)))[0]
 
 
-def _text(opened: BinaryIO) -> str:
-    length = struct.unpack("<Q", opened.read(8))[0]
+def _read_text(stream: BinaryIO) -> str:
+    length = struct.unpack("<Q", stream.read(8))[0]
     if length > 1 << 20:
         raise struct.error(f"a text of {length} bytes")
-    return opened.read(length).decode()
+    return stream.read(length).decode()

@@ -1,4 +1,4 @@
-"""The built-in model: a small Qwen3 decoder with random weights, and a character tokenizer made from the task's alphabet."""
+"""The built-in model: a small Qwen3 decoder with random weights, and a character tokenizer for the task's alphabet."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def build_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
 
 
 def build_model(shape: TinyModel, tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
-    """A Qwen3 decoder of the recipe's shape; its weights are a function of ``seed`` alone."""
+    """A Qwen3 decoder of the recipe's shape. Its weights depend only on ``seed``."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=shape.width,

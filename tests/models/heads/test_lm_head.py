@@ -39,7 +39,7 @@ def test_values_and_every_gradient(
     bias: bool, scale: float, softcap: float | None, temperature: float, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunks of one row, of four (the last one short), and all at once."""
-    monkeypatch.setattr(lm_head, "CHUNK_ELEMENTS", rows * V)
+    monkeypatch.setattr(lm_head, "CPU_CHUNK_LOGITS", rows * V)
     hidden_MD, weight_VD, bias_V, target_M = tensors(bias)
     head = Head(weight_VD, bias_V, scale, softcap)
     leaves = [x for x in (hidden_MD, weight_VD, bias_V) if x is not None]

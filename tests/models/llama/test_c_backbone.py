@@ -63,7 +63,7 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], within: 
 def test_values_and_gradients_are_those_of_torch_in_float64(name: str) -> None:
     model = make_model(name)
     policy = Policy(copy.deepcopy(model), tokenizer())
-    assert policy.compiled
+    assert policy.uses_c
     logp_M, entropy_M, gradients = values(policy, bundles_of(SHAPE))
     expected_logp_M, expected_entropy_M, expected = values(exact(model), bundles_of(SHAPE))
     assert float((logp_M - expected_logp_M).abs().max()) < 3e-5
@@ -117,5 +117,5 @@ def test_a_window_that_hides_tokens_goes_through_torch() -> None:
 def test_a_model_made_double_later_is_torch_s() -> None:
     policy = Policy(make_model("qwen3"), tokenizer())
     policy.model.double()
-    assert not policy.compiled
+    assert not policy.uses_c
     assert values(policy, bundles_of(SHAPE))[0].dtype == torch.float64

@@ -96,7 +96,7 @@ def test_what_is_no_gguf_file_is_told(tmp_path: Path) -> None:
         with pytest.raises(ModelError):
             gguf.convert(tmp_path / name, tmp_path / "out", "float32")
         assert not (tmp_path / "out").exists()
-    with pytest.raises(ModelError, match="fetch the file again: it may be cut off"):
+    with pytest.raises(ModelError, match="download the file again: it may be truncated"):
         gguf.convert(tmp_path / "cut.gguf", tmp_path / "out", "float32")
     with pytest.raises(ModelError, match="it is a folder"):
         gguf.convert(tmp_path, tmp_path / "out", "float32")

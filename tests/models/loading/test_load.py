@@ -43,7 +43,7 @@ def test_system_prompts_go_before_prompts_that_have_none(tmp_path: Path) -> None
     assert text_of(Model(source=source, system_prompt="Be brief"), own) == "[system]am[user]1[assistant]"
 
 
-@pytest.mark.parametrize(("template", "why"), [(DROPS, "leaves system messages out"), (REFUSES, "System role not supported")])
+@pytest.mark.parametrize(("template", "why"), [(DROPS, "drops system messages"), (REFUSES, "System role not supported")])
 def test_a_template_without_the_system_role(template: str, why: str, tmp_path: Path) -> None:
     source = saved(tmp_path / "m", template)
     with pytest.raises(RecipeError, match=why):

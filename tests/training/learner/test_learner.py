@@ -67,8 +67,8 @@ def test_a_pack_in_parts_has_the_gradient_of_the_whole_and_no_logits_are_compute
         computed[0] += len(hidden)
         return plain(head, hidden)
 
-    for elements in (lm_head.CHUNK_ELEMENTS, 6 * len(policy().head.weight_VD)):
-        monkeypatch.setattr(lm_head, "CHUNK_ELEMENTS", elements)
+    for elements in (lm_head.CPU_CHUNK_LOGITS, 6 * len(policy().head.weight_VD)):
+        monkeypatch.setattr(lm_head, "CPU_CHUNK_LOGITS", elements)
         learner = Learner(policy(), stage(updates_per_step=2, optimiser=MOVING, **options))
         monkeypatch.setattr(lm_head.Head, "logits", counted)
         computed[0] = 0

@@ -1,0 +1,96 @@
+"""Tiny models with random weights of every causal decoder family that the installed transformers registers.
+
+Families are found in transformers' own registry. Sizes are set through whichever of the usual attribute names a config has; the
+few families that need more than that are in SPECIAL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+VOCABULARY, WINDOW = 64, 24
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "attention_hidden_size"), 32),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "decoder_ffn_dim", "encoder_ffn_dim"), 48),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers", "encoder_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
+    **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads"), 4),
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx"), 512),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    "num_experts_per_tok": 2,
+    **dict.fromkeys(("sliding_window", "attention_window", "window_size"), WINDOW),
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+    "rotary_dim": 4,
+    "state_size": 8,
+    "conv_kernel": 4,
+    "n_groups": 1,
+    "num_kv_shared_layers": 0,
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8),
+    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace"), 1),
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
+}
+LATENT = {"num_key_value_heads": 4}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8}
+PER_LAYER_INPUT = {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8}
+SPECIAL: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"), LATENT),
+    **dict.fromkeys(("longcat_flash", "minicpm3", "youtu"), LATENT),
+    **dict.fromkeys(("bamba", "granitemoehybrid"), MAMBA),
+    **dict.fromkeys(("gemma3n_text", "gemma4_text"), PER_LAYER_INPUT),
+    "cwm": {"bos_token_id": 2},
+    "modernbert-decoder": {"bos_token_id": 2, "global_attn_every_n_layers": 2},
+    "falcon": {"head_dim": None},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mamba2": {"num_heads": 4, "head_dim": 16},
+    "xlstm": {"v_head_dim": None},
+    "zaya": {"num_experts_per_tok": 1},
+    "dots1": {"n_shared_experts": 1},
+}
+"""Settings beyond SIZES; None leaves an attribute at the family's own value."""
+
+
+def families() -> list[str]:
+    """Every model type with a causal LM class, text configs of multimodal models included."""
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def tiny_config(family: str) -> PreTrainedConfig:
+    config = CONFIG_MAPPING[family]()
+    with contextlib.suppress(ValueError):  # several text configs: the model's own one
+        config = config.get_text_config()
+    sizes = {}
+    for name, value in (SIZES | SPECIAL.get(family, {})).items():
+        with contextlib.suppress(AttributeError):
+            getattr(config, name)
+            sizes[name] = value
+    special = SPECIAL.get(family, {})
+    sizes |= special
+    kept = {name: value for name, value in sizes.items() if value is not None or name == "bos_token_id"}
+    return type(config)(**kept)
+
+
+def tiny_model(family: str, seed: int = 0) -> PreTrainedModel:
+    """In float32, with weights large enough that its next-token distributions differ clearly from uniform."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(tiny_config(family)).float().eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() >= 2:
+                    parameter.normal_(0.0, 1.5 / parameter.shape[-1] ** 0.5)
+    return model
