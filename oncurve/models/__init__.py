@@ -1,1 +1,1 @@
-"""The model: loading it, packing tokens for it, and what it says of each token."""
+"""The policy and everything around a transformers model: loading, packing, heads, LoRA, fast paths, sharding."""

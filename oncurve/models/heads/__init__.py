@@ -1,1 +1,1 @@
-"""What stands on top of the backbone: LM head, critic, classifier."""
+"""Heads on the backbone: LM head, critic, classifier."""

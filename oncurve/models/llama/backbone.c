@@ -3,8 +3,9 @@
 Groups do not attend to each other, so a thread takes complete groups from the first layer to the last, which keeps its data in
 cache, and adds their weight gradients to a buffer of its own. The caller sums the buffers in thread order.
 
-Shape letters: n tokens of a group, D hidden size, H/K query/KV heads, d head size, I MLP size, Q = (H + 2K) d columns of q, k and v
-together. A segment is a prompt or a completion: T tokens that attend to L keys, A of the prompt and T of their own, both padded. */
+Shape letters: n tokens of a group, D hidden size, H/K query/KV heads, d head size, I MLP size, Q = (H + 2K) d columns of q, k
+and v together. A segment is a prompt or a completion: T tokens that attend to L keys, A of the prompt and T of their own, both
+padded. */
 
 #include "vectors.h"
 
@@ -95,8 +96,8 @@ static void release(Scratch *w) {
 }
 
 /* Attention probabilities of a segment's T queries (row length `ld`) in one head. Computes `lse`, or uses it if `known`. */
-static void probabilities(int64_t T, int64_t A, int64_t L, int64_t d, const float *q, int64_t ld, const float *k_panels, float scale,
-                       float *s, float *lse, int64_t by_lse, int known) {
+static void probabilities(int64_t T, int64_t A, int64_t L, int64_t d, const float *q, int64_t ld, const float *k_panels,
+                          float scale, float *s, float *lse, int64_t by_lse, int known) {
     int64_t own = padded(A);
     multiply(T, d, L, q, ld, 1, k_panels, d, 0, 0, s, L);
     for (int64_t i = 0; i < T; i++) {
@@ -113,7 +114,7 @@ static void probabilities(int64_t T, int64_t A, int64_t L, int64_t d, const floa
     }
 }
 
-typedef struct { int64_t start, T, A; } Segment; /* start within the group; A: length of the prompt it attends to, 0 for the prompt itself */
+typedef struct { int64_t start, T, A; } Segment; /* A: length of the prompt it attends to; 0: it is the prompt */
 
 static Segment segment_of(const Group *group, int64_t number, int64_t start) {
     if (number == 0) return (Segment){0, group->prompt, 0};
@@ -152,7 +153,7 @@ static void attention(const Backbone *m, const Group *group, Saved *k, Scratch *
     }
 }
 
-/* With P the probabilities, O = P V and g the gradient of O: dV = P^T g, dS = P (g V^T - g·O) scale, dQ = dS K, dK = dS^T Q. */
+/* With P the probabilities, O = P V and g its gradient: dV = P^T g, dS = P (g V^T - g·O) scale, dQ = dS K, dK = dS^T Q. */
 static void attention_backward(const Backbone *m, const Group *group, Saved *k, Scratch *w) {
     int64_t H = m->H, K = m->K, d = m->d, ldt = (H + K) * d, ldq = columns(m), ldo = H * d, start = 0;
     for (int64_t number = 0; number <= group->completions; number++) {
@@ -220,7 +221,8 @@ static void forward_group(const Backbone *m, const Group *group, const float *in
         attention(m, group, &k, w);
         memcpy(k.middle, k.x, stream);
         product(n, H * d, D, k.attended, H * d, layer->out, layer->out_bias, 1, k.middle, D);
-        for (int64_t i = 0; i < n; i++) k.r_post_attention[i] = rms_norm(k.middle + i * D, layer->post_attention_norm, D, m->eps, w->h + i * D);
+        for (int64_t i = 0; i < n; i++)
+            k.r_post_attention[i] = rms_norm(k.middle + i * D, layer->post_attention_norm, D, m->eps, w->h + i * D);
         product(n, D, 2 * I, w->h, D, layer->gate_up, 0, 0, k.gate_up, 2 * I);
         swiglu(k.gate_up, n, I, w->gate_up);
         memcpy(next, k.middle, stream);
@@ -229,7 +231,8 @@ static void forward_group(const Backbone *m, const Group *group, const float *in
 }
 
 /* grad [M, N] += a^T b over n tokens; a: [n, M], b: [n, N]. */
-static void weight_gradient(int64_t n, int64_t M, int64_t N, const float *a, const float *b, int64_t ldb, float *packed, float *grad) {
+static void weight_gradient(int64_t n, int64_t M, int64_t N, const float *a, const float *b, int64_t ldb, float *packed,
+                            float *grad) {
     pack_any(b, n, N, ldb, 1, n, packed);
     multiply(M, n, N, a, 1, M, packed, n, 0, 1, grad, N);
 }
@@ -239,8 +242,9 @@ static void add_rows(const float *x, int64_t n, int64_t width, float *sum) {
         for (int64_t j = 0; j < width; j++) sum[j] += x[i * width + j];
 }
 
-/* y = w x r, r = (mean x^2 + eps)^-1/2: dx = r (g w - xr mean(g w xr)), dw = g xr. Overwrites dx, or adds to it if `add`. */
-INLINE void rms_norm_backward(const float *x, float r, const float *w, const float *g, int64_t n, int add, float *dx, float *dw) {
+/* y = w x r, r = (mean x^2 + eps)^-1/2: dx = r (g w - xr mean(g w xr)), dw = g xr. Writes dx, or adds to it if `add`. */
+INLINE void rms_norm_backward(const float *x, float r, const float *w, const float *g, int64_t n, int add, float *dx,
+                              float *dw) {
     vec sum = {0};
     for (int64_t i = 0; i < n; i += VL) {
         vec normal = *(const vec *)(x + i) * r, grad = *(const vec *)(g + i);
@@ -256,11 +260,14 @@ INLINE void rms_norm_backward(const float *x, float r, const float *w, const flo
 
 static void recompute_norms(const float *x, const float *r, const float *w, int64_t n, int64_t D, float *out) {
     for (int64_t i = 0; i < n; i++)
-        for (int64_t j = 0; j < D; j += VL) *(vec *)(out + i * D + j) = *(const vec *)(x + i * D + j) * r[i] * *(const vec *)(w + j);
+        for (int64_t j = 0; j < D; j += VL)
+            *(vec *)(out + i * D + j) = *(const vec *)(x + i * D + j) * r[i] * *(const vec *)(w + j);
 }
 
 /* A layer's gradients are stored in this order; c_backbone.py splits them. */
-typedef struct { float *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *out, *out_bias, *post_attention_norm, *gate_up, *down; } Gradients;
+typedef struct {
+    float *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *out, *out_bias, *post_attention_norm, *gate_up, *down;
+} Gradients;
 
 int64_t gradient_size(const Backbone *m) {
     int64_t D = m->D, Q = columns(m);
@@ -294,7 +301,9 @@ static void swiglu_backward(const float *gate_up, const float *g, int64_t n, int
         }
 }
 
-static void heads_backward(const Backbone *m, const Group *group, const BackboneLayer *layer, Saved *k, Gradients *G, Scratch *w) {
+/* Gradients of projected q and k from those of normed and rotated q and k, in place. */
+static void heads_backward(const Backbone *m, const Group *group, const BackboneLayer *layer, Saved *k, Gradients *G,
+                           Scratch *w) {
     int64_t n = tokens_of(group), H = m->H, K = m->K, d = m->d, Q = columns(m);
     float unrotated[d + MR];
     for (int64_t i = 0; i < n; i++) {
@@ -315,7 +324,8 @@ static void heads_backward(const Backbone *m, const Group *group, const Backbone
     }
 }
 
-static void backward_group(const Backbone *m, const Group *group, const float *grad_out, float *grad_in, float *gradients, Scratch *w) {
+static void backward_group(const Backbone *m, const Group *group, const float *grad_out, float *grad_in, float *gradients,
+                           Scratch *w) {
     int64_t n = tokens_of(group), D = m->D, H = m->H, d = m->d, I = m->I, Q = columns(m);
     size_t stream = (size_t)(n * D) * sizeof(float);
     memcpy(w->dx, grad_out + group->first * D, stream);
@@ -332,7 +342,8 @@ static void backward_group(const Backbone *m, const Group *group, const float *g
         weight_gradient(n, 2 * I, D, w->gate_up, w->h, D, w->packed, G.gate_up);
         product(n, 2 * I, D, w->gate_up, 2 * I, layer->gate_up_t, 0, 0, w->dh, D);
         for (int64_t i = 0; i < n; i++)
-            rms_norm_backward(k.middle + i * D, k.r_post_attention[i], layer->post_attention_norm, w->dh + i * D, D, 1, w->dx + i * D, G.post_attention_norm);
+            rms_norm_backward(k.middle + i * D, k.r_post_attention[i], layer->post_attention_norm, w->dh + i * D, D, 1,
+                              w->dx + i * D, G.post_attention_norm);
         weight_gradient(n, D, H * d, w->dx, k.attended, H * d, w->packed, G.out);
         if (layer->out_bias) add_rows(w->dx, n, D, G.out_bias);
         product(n, D, H * d, w->dx, D, layer->out_t, 0, 0, w->dattended, H * d);

@@ -1,13 +1,13 @@
 /* Decoding on a CPU: several tokens for several slots in one call, with token sampling.
 
-A tiny model spends its time between operations: one decode step is about 350 of them in torch. Here it is one function. Slots do not
-attend to each other, so threads divide the slots and synchronise only when the call returns. Each slot's numbers are computed in an
-order that does not depend on the other slots of the call.
+A tiny model spends its time between operations: one decode step is about 350 of them in torch. Here it is one function. Slots
+do not attend to each other, so threads divide the slots and synchronise only when the call returns. Each slot's numbers are
+computed in an order that does not depend on the other slots of the call.
 
 If this file cannot be compiled, torch decodes.
 
-Shape letters: S slots = N blocks x R slots per block, M tokens of this step, D hidden size, H/K query/KV heads, d head size, I MLP
-size, V vocabulary, T max new tokens. */
+Shape letters: S slots = N blocks x R slots per block, M tokens of this step, D hidden size, H/K query/KV heads, d head size, I
+MLP size, V vocabulary, T max new tokens. */
 
 #include "vectors.h"
 
@@ -23,7 +23,8 @@ typedef struct {
 typedef struct {
     int64_t layers, D, H, K, d, I, V;
     float eps, head_eps, scale, logit_scale, softcap; /* softcap 0: no soft cap */
-    const float *embedding, *final_norm, *head, *head_bias, *cos, *sin; /* cos, sin: [positions, d], with the first half of sin negated */
+    const float *embedding, *final_norm, *head, *head_bias;
+    const float *cos, *sin; /* [positions, d], with the first half of sin negated */
     const Layer *layer;
     int64_t N, R, T, min_new, eos_count;
     const int64_t *eos_ids;
@@ -31,7 +32,7 @@ typedef struct {
     int64_t *token, *suffix_length;   /* [S], updated */
     const int64_t *prompt_length;     /* [S] */
     const double *uniform;            /* [S, T] */
-    int64_t *sampled;                   /* [steps, S] */
+    int64_t *sampled;                 /* [steps, S] */
     float *logp;                      /* [steps, S, 3]: scaled by temperature; of the sampled distribution; at temperature 1 */
 } Model;
 
@@ -43,8 +44,8 @@ void pack_transposed(const float *w, int64_t columns, int64_t rows, float *out) 
     pack_any(w, columns, rows, rows, 1, columns, out);
 }
 
-/* A new token: its block, its slot within the block (-1: it is part of the prompt), the cached prompt positions it attends to, and
-its position. */
+/* A new token: its block, its slot within the block (-1: it is part of the prompt), the cached prompt positions it attends to,
+and its position. */
 typedef struct { int64_t block, slot, prompt, position; } Token;
 
 /* Index of the page that holds position j for KV head g, among the pages of prompts or of suffixes. */
@@ -66,7 +67,8 @@ INLINE void score_page(const float *q, const float *k, int64_t d, float scale, i
 }
 
 /* Attention of one new token to its block's prompt and its own suffix, page by page. nv = d / VL. */
-INLINE void attend_as(const Model *m, const Layer *layer, const Token *token, const float *q, float *out, float *s, int64_t nv) {
+INLINE void attend_as(const Model *m, const Layer *layer, const Token *token, const float *q, float *out, float *s,
+                      int64_t nv) {
     int64_t d = nv * VL, rep = m->H / m->K, total = token->position + 1, hidden = layer->window ? total - layer->window : 0;
     for (int64_t h = 0; h < m->H; h++, q += d, out += d) {
         float *at = s;
@@ -75,8 +77,8 @@ INLINE void attend_as(const Model *m, const Layer *layer, const Token *token, co
         for (int own = 0; own < 2; own++) { /* hidden: positions outside the window */
             int64_t length = own ? total - token->prompt : token->prompt, skip = own ? hidden - token->prompt : hidden;
             for (int64_t j = skip > 0 ? skip / PAGE * PAGE : 0; j < length; j += PAGE, at += PAGE)
-                score_page(q, (own ? layer->suffix_k : layer->prompt_k) + page_of(m, token, h / rep, j, own) * PAGE * d, d, m->scale,
-                           skip > j ? skip - j : 0, length - j < PAGE ? length - j : PAGE, at);
+                score_page(q, (own ? layer->suffix_k : layer->prompt_k) + page_of(m, token, h / rep, j, own) * PAGE * d, d,
+                           m->scale, skip > j ? skip - j : 0, length - j < PAGE ? length - j : PAGE, at);
         }
         float by = (float)(1.0 / exp_all(s, at - s, max_of(s, at - s), 1.0f));
         at = s;
@@ -108,8 +110,8 @@ static int is_eos(const Model *m, int64_t token) {
     return 0;
 }
 
-/* Sample one token from logits z by inverting the cumulative distribution at u; greedy if the temperature is 0. End tokens are banned
-before the minimum length. z is padded with -1e30 to a multiple of VL; p is scratch of the same size. */
+/* Sample one token from logits z by inverting the cumulative distribution at u; greedy if the temperature is 0. End tokens are
+banned before the minimum length. z is padded with -1e30 to a multiple of VL; p is scratch of the same size. */
 static int64_t sample_token(const Model *m, const float *z, double u, int64_t at, float *p, float *logp) {
     int64_t V = m->V, wide = (V + VL - 1) / VL * VL, token = -1;
     int ban = at < m->min_new;
@@ -131,13 +133,13 @@ static int64_t sample_token(const Model *m, const float *z, double u, int64_t at
         return token;
     }
     for (int64_t i = 0; ban && i < m->eos_count; i++) p[m->eos_ids[i]] = 0;
-    double kept = 0, sum = 0;
-    for (int64_t i = 0; i < V; i++) kept += p[i];
+    double allowed = 0, sum = 0;
+    for (int64_t i = 0; i < V; i++) allowed += p[i];
     for (token = 0; token < V - 1; token++)
-        if ((sum += p[token]) > u * kept) break;
+        if ((sum += p[token]) > u * allowed) break;
     while (token && p[token] == 0) token--; /* if u rounds to 1 and the last tokens are banned */
     logp[0] = (z[token] - top) * by - scaled;
-    logp[1] = ban ? (z[token] - top) * by - (float)log(kept) : logp[0];
+    logp[1] = ban ? (z[token] - top) * by - (float)log(allowed) : logp[0];
     logp[2] = z[token] - top - raw;
     return token;
 }
@@ -163,7 +165,8 @@ static void decoder_layer(const Model *m, const Layer *layer, int64_t M, int kv_
             int64_t page = page_of(m, token, g, at, own) * PAGE * d;
             float *k = (own ? layer->suffix_k : layer->prompt_k) + page + at % PAGE;
             for (int64_t j = 0; j < d; j++) k[j * PAGE] = q[(H + g) * d + j];
-            memcpy((own ? layer->suffix_v : layer->prompt_v) + page + at % PAGE * d, q + (H + K + g) * d, (size_t)d * sizeof(float));
+            memcpy((own ? layer->suffix_v : layer->prompt_v) + page + at % PAGE * d, q + (H + K + g) * d,
+                   (size_t)d * sizeof(float));
         }
     }
     if (kv_only) return;
@@ -223,8 +226,8 @@ static void release(Scratch *w) {
     free(w->tokens);
 }
 
-/* Decode up to `steps` tokens for each of `count` slots. A slot stops at an end token past the minimum length, or at its last token.
-Overwrites `slots`. Returns 0, or 1 if memory could not be allocated. */
+/* Decode up to `steps` tokens for each of `count` slots. A slot stops at an end token past the minimum length, or at its last
+token. Overwrites `slots`. Returns 0, or 1 if memory could not be allocated. */
 int decode(const Model *m, int64_t *slots, int64_t count, int64_t steps) {
     int64_t longest = 0;
     for (int64_t i = 0; i < count; i++)

@@ -24,8 +24,8 @@ typedef int32_t ivec __attribute__((vector_size(VL * 4), aligned(4)));
 
 static int64_t padded(int64_t columns) { return (columns + NR - 1) / NR * NR; }
 
-/* Pack a matrix into panels of NR columns, [columns / NR][rows][NR]. Element (row, column) is at b[row * by_row + column * by_column];
-columns past the end are zeros. Panels start `rows_of_panel` rows apart. */
+/* Pack a matrix into panels of NR columns, [columns / NR][rows][NR]. Element (row, column) is at b[row * by_row + column *
+by_column]; columns past the end are zeros. Panels start `rows_of_panel` rows apart. */
 INLINE void pack_any(const float *b, int64_t rows, int64_t columns, int64_t by_row, int64_t by_column, int64_t rows_of_panel,
                      float *out) {
     for (int64_t p = 0; p < columns; p += NR, out += rows_of_panel * NR)
@@ -34,8 +34,8 @@ INLINE void pack_any(const float *b, int64_t rows, int64_t columns, int64_t by_r
                 out[k * NR + j] = p + j < columns ? b[k * by_row + (p + j) * by_column] : 0.0f;
 }
 
-/* c = a b (+ c if `add`; + bias if not null). a: [M, K] with strides am, ak; b: K rows in panels `rows_of_panel` apart; c: [M, N]
-with row length ldc. Reads MR rows of a at a time, so the memory past the last row must be readable. */
+/* c = a b (+ c if `add`; + bias if not null). a: [M, K] with strides am, ak; b: K rows in panels `rows_of_panel` apart; c: [M,
+N] with row length ldc. Reads MR rows of a at a time, so the memory past the last row must be readable. */
 INLINE void multiply(int64_t M, int64_t K, int64_t N, const float *a, int64_t am, int64_t ak, const float *b,
                      int64_t rows_of_panel, const float *bias, int add, float *c, int64_t ldc) {
     for (int64_t p = 0; p < N; p += NR, b += rows_of_panel * NR)
@@ -102,7 +102,10 @@ INLINE float sum_of(vec v) {
 
 INLINE float max_of(const float *x, int64_t n) { /* n: a multiple of VL */
     vec largest = *(const vec *)x;
-    for (int64_t i = VL; i < n; i += VL) largest = select_lanes(*(const vec *)(x + i) > largest, *(const vec *)(x + i), largest);
+    for (int64_t i = VL; i < n; i += VL) {
+        vec next = *(const vec *)(x + i);
+        largest = select_lanes(next > largest, next, largest);
+    }
     float top = largest[0];
     for (int l = 1; l < VL; l++) top = largest[l] > top ? largest[l] : top;
     return top;

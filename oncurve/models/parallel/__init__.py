@@ -1,1 +1,1 @@
-"""Weights over several ranks: FSDP2 and tensor parallelism."""
+"""Weights sharded over ranks: FSDP2 and tensor parallelism."""
