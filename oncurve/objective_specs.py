@@ -202,3 +202,14 @@ OBJECTIVE_SPECS: Mapping[ObjectiveName, ObjectiveSpec] = {
         kl_place="reward",
     ),
 }
+
+
+def defaults_in_words(trait: Literal["baseline", "scale", "kl_place"]) -> str:
+    """A trait of all objectives in one phrase: `none for dr_grpo, rloo, reinforce; whiten for reinforce_pp; group for the
+    others`."""
+    usual: str = getattr(OBJECTIVE_SPECS["grpo"], trait)
+    names: dict[str, list[str]] = {}
+    for name, spec in OBJECTIVE_SPECS.items():
+        names.setdefault(getattr(spec, trait), []).append(name)
+    parts = [f"{value} for {', '.join(group)}" for value, group in names.items() if value != usual]
+    return "; ".join([*parts, f"{usual} for the others"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import runpy
 from pathlib import Path
 from typing import get_args
@@ -23,6 +24,7 @@ from oncurve.objective_specs import (
     RatioName,
     ReductionName,
     SurrogateName,
+    defaults_in_words,
 )
 from oncurve.recipe.defaults import advantage_settings, kl_settings
 from oncurve.recipe.explain import explain
@@ -70,6 +72,18 @@ def test_defaults_and_checks_of_a_recipe(name: ObjectiveName) -> None:
         else:
             with pytest.raises(RecipeError):
                 recipe(f"grpo.objective={name}", change)
+
+
+DEFAULT_KEYS = {"baseline": "grpo.advantage.baseline", "scale": "grpo.advantage.scale", "kl_place": "grpo.kl.where"}
+
+
+def test_the_defaults_of_all_objectives_in_words() -> None:
+    assert defaults_in_words("scale") == "none for dr_grpo, rloo, reinforce; whiten for reinforce_pp; group for the others"
+    docs = {key.key: key.doc for key in recipe_keys()}
+    for trait, key in DEFAULT_KEYS.items():
+        for name, spec in OBJECTIVE_SPECS.items():
+            differs = getattr(spec, trait) != getattr(OBJECTIVE_SPECS["grpo"], trait)
+            assert bool(re.search(rf"\b{name}\b", docs[key].rpartition("which is")[2])) == differs
 
 
 def test_the_key_takes_every_name() -> None:

@@ -11,7 +11,7 @@ from rich.text import Text
 from oncurve.cli.options import (
     RecipeName,
     Sets,
-    say,
+    output,
 )
 from oncurve.errors import RecipeError
 from oncurve.recipe.load import dump_recipe, load_recipe
@@ -34,7 +34,7 @@ def explain_key(
 
     options = {f"task.{name}": kind.options for name, kind in TASKS.items()}
     options |= {f"rewards.{name}": kind.options for name, kind in REWARDS.items()}
-    say(explain(key, options))
+    output(explain(key, options))
 
 
 @recipes.command("show", epilog="Example: oncurve recipe show arithmetic --set seed=1")
@@ -69,4 +69,4 @@ def convert(
         raise RecipeError(
             str(out), "already there", because="no file is written over", fix="choose another name with -o"
         ) from None
-    say(Text(f"{out}: look through it, then oncurve train {out}"))
+    output(Text(f"{out}: look through it, then oncurve train {out}"))

@@ -1,1 +1,1 @@
-"""What a recipe can say, as pydantic models: every key, its default, and the reason for that default."""
+"""The recipe schema as pydantic models: every key, its default, and the reason for the default."""

@@ -1,4 +1,4 @@
-"""TODO"""
+"""The section `[model]`: the model that is trained, its adapter, and the shape of the built-in model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from oncurve.recipe.schema.base import Section, conflict
 
 
 class TinyModel(Section):
-    """The built-in model: a small Qwen3 decoder with random weights and a tokenizer made from the task's own characters."""
+    """The built-in model: a small Qwen3 decoder with random weights, and a tokenizer built from the task's characters."""
 
     layers: PositiveInt = 4
     """Decoder layers."""
@@ -23,66 +23,67 @@ class TinyModel(Section):
     head_size: PositiveInt = 32
     """Size of one head."""
     mlp_width: PositiveInt = 384
-    """Width of the gated MLP: 3 × `width` is usual for small models."""
+    """Width of the gated MLP; 3 × `width` is usual for small models."""
     context: PositiveInt = 512
-    """Positions the model can address."""
+    """Maximum number of positions."""
 
     @model_validator(mode="after")
-    def _heads_divide(self) -> TinyModel:
+    def _check_heads(self) -> TinyModel:
         if self.heads % self.kv_heads:
-            because = f"every key and value head serves the same number of query heads, and heads is {self.heads}"
+            because = f"every KV head serves the same number of query heads, and heads is {self.heads}"
             raise conflict("kv_heads", self.kv_heads, because=because, fix=f"use a divisor of {self.heads}")
         return self
 
 
 class Lora(Section):
-    """A LoRA adapter (Hu et al. 2021): beside each target W a trained s·B·A of small rank, everything else left alone."""
+    """A LoRA adapter (Hu et al. 2021): each target W gets a trained low-rank term s·B·A, and all other weights are frozen."""
 
     rank: PositiveInt = 16
     """r: the rank of the trained matrices. RL needs little: 8 to 32 comes close to full fine-tuning."""
     alpha: PositiveFloat = 32.0
-    """α: the adapter counts with weight s = α/r."""
+    """α: the adapter is scaled by s = α/r."""
     targets: Annotated[tuple[str, ...], Field(min_length=1)] = ("all-linear",)
-    """Which linear layers, by the ends of their names (`q_proj`, `v_proj` …); `all-linear` takes all but the head."""
+    """Linear layers that get an adapter, by the ends of their names (`q_proj`, `v_proj` …). `all-linear`: all of them except
+    the LM head."""
     rslora: bool = False
-    """s = α/√r in place of α/r (Kalajdzievski 2023): higher ranks do not learn more slowly."""
+    """Scale by s = α/√r instead of α/r (Kalajdzievski 2023), so that higher ranks do not learn more slowly."""
     dora: bool = False
-    """Train each column's length apart from its direction (DoRA, Liu et al. 2024); slower."""
+    """Train the magnitude of each column separately from its direction (DoRA, Liu et al. 2024); slower."""
 
 
 class Model(Section):
-    """Which model is trained, and in what precision."""
+    """The model that is trained, and its precision."""
 
     source: str = "tiny"
     """`tiny` for the built-in model, a folder in Hugging Face format, a hub id, a `.gguf` file, or the folder of a LoRA
-    adapter. `oncurve models` lists what is on this machine."""
+    adapter. `oncurve models` lists the models on this machine."""
     lora: Lora | None = None
-    """Train a LoRA adapter in place of all weights. The reference of a KL term is then the same model with the adapter off."""
+    """Train a LoRA adapter instead of all weights. The reference of a KL term is then the same model with the adapter off."""
     adapter: str | None = None
-    """Folder of a saved LoRA adapter, put on top of `source`: trained further where `lora` is set (its rank and targets are
-    then the folder's own), else merged into the weights."""
+    """Folder of a saved LoRA adapter for `source`. If `lora` is set, the adapter is trained further, with the rank and targets
+    of the folder; otherwise it is merged into the weights."""
     quantise: Literal["nf4", "int8"] | None = None
-    """QLoRA: hold the frozen base in 4 or 8 bits (bitsandbytes); needs `lora`."""
+    """QLoRA: hold the frozen base model in 4 or 8 bits (bitsandbytes); needs `lora`."""
     tiny: TinyModel = TinyModel()
-    """The shape of the built-in model; read only when `source` is `tiny`."""
+    """The shape of the built-in model; used only if `source` is `tiny`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of the weights that sampler and learner share. With bfloat16 the optimiser keeps float32 master weights."""
+    """Precision of the weights, which sampler and learner share. With bfloat16 the optimiser keeps float32 master weights."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto` takes a GPU where there is one."""
+    """`auto` uses a GPU if there is one."""
     compiled: bool = True
-    """On a CPU, sample and learn by functions compiled for the processor, where the machine has a C compiler and the model is a
-    Llama, Mistral or Qwen in float32. Sampling with top-k, top-p or min-p is torch's all the same. What was found is frozen
-    into the run."""
+    """On a CPU, sample and learn with C functions compiled for this processor, if the machine has a C compiler and the model is
+    a Llama, Mistral or Qwen in float32. Sampling with top-k, top-p or min-p uses torch in any case. A new run records whether
+    they are used."""
     compile_blocks: bool = False
-    """Learn through norms and gated units compiled by torch, in families that have no kernels of ours (Gemma, Phi, OLMo …). The
-    first update waits for the compiler, up to a minute."""
+    """Run norms and gated MLPs through torch.compile when learning, for model families without fused kernels (Gemma, Phi, OLMo
+    …). The first update waits up to a minute for the compiler."""
     system_prompt: str | None = None
-    """Put before every prompt of a task as a system message (chat models only)."""
+    """System message put before every prompt of a task (chat models only)."""
     template_options: dict[str, Any] = Field(default={})
     """Extra variables for the chat template, such as `enable_thinking = false`."""
     trust_remote_code: bool = False
-    """Run Python code that lies in the model's folder. Off: such a model is refused."""
+    """Run Python code from the model's folder. If false, a model that needs it is refused."""
 
     def at(self, source: str) -> Model:
-        """The same settings for a whole model that lies there: with no adapter on top, and not quantised."""
+        """The same settings for a complete model at another source: no adapter, not quantised."""
         return self.model_copy(update={"source": source, "lora": None, "adapter": None, "quantise": None})

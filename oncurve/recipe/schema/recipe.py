@@ -1,11 +1,4 @@
-"""The section `[scale]`: over how many processes a run is spread, and who does what in them. Everything else stays as it is.
-
-Everything a recipe can say: the stages, and the recipe that lists them. Sections are in sections.py and sampled.py.
-
-A default lives in its section and nowhere else, with its reason in the docstring under the field.
-
-The section of a recipe that names where else a run's numbers go. The run's own database has everything in any case.
-"""
+"""The recipe: everything that one run needs to know."""
 
 from __future__ import annotations
 
@@ -23,37 +16,39 @@ from oncurve.recipe.schema.stages import (
 
 
 class Recipe(Section):
-    """One run, from the first weight to the last: the model, what is asked, what is rewarded, and the stages in order."""
+    """One complete run: the model, the task, the rewards, and the stages in order."""
 
     name: str = "run"
-    """Runs are called by it: `runs/NAME-1`, `runs/NAME-2` …"""
+    """Prefix of the run folders: `runs/NAME-1`, `runs/NAME-2` …"""
     seed: Count = 0
     """Every random number of the run is a pure function of it."""
     model: Model = Model()
-    """Which model is trained."""
+    """The model that is trained."""
     task: Task
-    """What is asked."""
+    """The source of prompts."""
     rewards: tuple[Reward, ...] = ()
-    """What is rewarded: the total is the weighted sum. The first reward of weight above 0 decides what counts as solved, unless
-    one is named `answer`."""
+    """The rewards; the total is their weighted sum. Accuracy is defined by the reward named `answer`, else by the first
+    verifiable one with a weight above 0."""
     stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
-    """The stages, each starting from the one before."""
+    """The stages, each of which starts from the result of the one before."""
     evaluation: Evaluation = Evaluation()
-    """How held-out accuracy, or reward where no rule says what is right, is measured."""
+    """How the held-out split is evaluated: accuracy, or mean reward if there is no verifiable reward."""
     engine: Engine = Engine()
-    """The native engine's settings."""
+    """Settings of the native sampling engine."""
     scale: Scale = Scale()
-    """Over how many processes and machines the run is spread."""
+    """Processes and machines that the run uses."""
     deterministic: bool = False
-    """On a GPU: use only algorithms that give the same bits each time, and print what they cost. A CPU does so anyway."""
+    """On a GPU: use only deterministic algorithms, which give the same bits every time, and print what they cost. A CPU always
+    does."""
     threads: PositiveInt | None = None
-    """CPU threads; unset: the machine's cores, frozen into the run."""
+    """CPU threads. Unset: the number of cores when a new run starts, recorded in it."""
     sinks: tuple[Sink, ...] = ()
-    """Where else the curves go: TensorBoard, Weights & Biases, trackio. The run's own database has everything in any case."""
+    """Loggers that also get the curves: TensorBoard, Weights & Biases, trackio. The run's own database always has
+    everything."""
 
     @property
     def uses_policy(self) -> bool:
-        """Whether any stage needs the model; where none does it is neither loaded nor written."""
+        """Whether any stage needs the model. If none does, the model is neither loaded nor saved."""
         return any(stage.uses_policy for stage in self.stages)
 
     @property

@@ -1,8 +1,4 @@
-"""The sections that recipes are made of. A default lives in its section and nowhere else, with its reason under the field.
-
-The docstrings are read by `oncurve recipe explain`, by the command line's help and by the documentation's table. Models are
-strict (a key that doesn't exist is an error) and frozen. This module imports neither torch nor transformers.
-"""
+"""The sections of a recipe other than the model and the stages."""
 
 from __future__ import annotations
 
@@ -10,31 +6,33 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
-from oncurve.objective_specs import AdvantageScale, Baseline, KlEstimator, KlPlace
+from oncurve.objective_specs import AdvantageScale, Baseline, KlEstimator, KlPlace, defaults_in_words
 from oncurve.recipe.schema.base import Count, NonNegative, Section, Share, conflict
 
 
 class Task(Section):
-    """What is asked. `type` picks a task; the other keys are that task's own options, checked when it is built."""
+    """The source of prompts. `type` picks a task; the other keys are that task's options, which are checked when it is
+    built."""
 
     model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
 
     type: str
-    """`arithmetic`, `countdown`; `calculator`, `guess` (in several turns); `gsm8k`, `math`, `mbpp`, `humaneval`, `hh`;
-    `reasoning_gym`; or `file` (JSONL or Parquet); `oncurve recipe explain task.TYPE` lists a task's options."""
+    """`arithmetic`, `countdown`; `calculator`, `guess` (several turns); `gsm8k`, `math`, `mbpp`, `humaneval`, `hh`;
+    `reasoning_gym`; or `file` (JSONL or Parquet). `oncurve recipe explain task.TYPE` lists a task's options."""
     heldout: PositiveInt = 200
-    """Problems kept aside for measuring: none of them ever occurs in training."""
+    """Size of the held-out split: prompts for evaluation, none of which is trained on."""
     seed: Count = 0
-    """Seed of the problems, apart from the run's seed, so that runs with other seeds are measured on the same ones."""
+    """Seed of the generated problems. It is separate from the run's seed, so that runs with other seeds are evaluated on the
+    same prompts."""
 
     @property
     def options(self) -> dict[str, Any]:
-        """The keys beyond those above, for the task's own schema."""
+        """The task's own keys, for its schema."""
         return dict(self.model_extra or {})
 
 
 class Reward(Section):
-    """One reward. `type` picks it; keys beyond those here are the reward's own options, checked when it is built."""
+    """One reward. `type` picks it; keys other than those below are the reward's options, which are checked when it is built."""
 
     model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
 
@@ -42,9 +40,9 @@ class Reward(Section):
     """`answer`, `math`, `code`, `countdown`, `columns`, `guess`, `reasoning_gym`; `format`, `json`, `language`, `length`,
     `cosine`, `overlong`, `repetition`; `process`, `model`, `judge`; or `python` (any function: `function = "file.py:name"`)."""
     name: str | None = None
-    """What the aspect is called in tables and in `--set rewards.NAME.key=value`; its type when unset."""
+    """Name of the aspect in tables and in `--set rewards.NAME.key=value`. Unset: its type."""
     weight: float = 1.0
-    """Its weight in the total. 0: watched, not trained on."""
+    """Weight in the total. 0: recorded, not trained on."""
 
     @property
     def label(self) -> str:
@@ -52,205 +50,217 @@ class Reward(Section):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The keys beyond those above, for the reward's own schema."""
+        """The reward's own keys, for its schema."""
         return dict(self.model_extra or {})
 
 
 class Sampling(Section):
-    """How completions are drawn."""
+    """How completions are sampled."""
 
     temperature: NonNegative = 1.0
-    """1 samples the policy itself, which is what the formulas assume. 0 is greedy, for evaluation only."""
+    """1 samples the policy itself, which the formulas assume. 0 is greedy, for evaluation only."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Nucleus: keep the likeliest tokens up to this mass. 1 keeps all; training on a truncated distribution is biased."""
+    """Nucleus sampling: keep the most likely tokens up to this probability mass. 1 keeps all; training on a truncated
+    distribution is biased."""
     top_k: Count = 0
-    """Keep the k likeliest tokens; 0 keeps all."""
+    """Keep the k most likely tokens; 0 keeps all."""
     min_p: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    """Drop tokens less likely than this share of the likeliest; 0 drops none."""
+    """Drop tokens less likely than this fraction of the most likely one; 0 drops none."""
     max_new_tokens: PositiveInt = 256
-    """Length limit of a completion; one that reaches it is *cut*."""
+    """Length limit of a completion. A completion that reaches it is truncated (metrics and keys call it *cut*)."""
     min_new_tokens: Count = 0
-    """No end token before this many tokens."""
+    """No end token is sampled before this many tokens."""
     stop: tuple[str, ...] = ()
-    """Strings that end a completion once it contains one of them."""
+    """Strings that end a completion as soon as it contains one of them."""
 
     @model_validator(mode="after")
-    def _lengths(self) -> Sampling:
+    def _check_lengths(self) -> Sampling:
         if self.min_new_tokens > self.max_new_tokens:
-            because = f"a completion is cut at max_new_tokens, {self.max_new_tokens}, before it may end"
+            because = f"max_new_tokens is {self.max_new_tokens}, so no completion could end"
             raise conflict("min_new_tokens", self.min_new_tokens, because=because, fix=f"use {self.max_new_tokens} or less")
         return self
 
     @property
     def truncates(self) -> bool:
-        """Whether unlikely tokens are left out."""
+        """Whether top-k, top-p or min-p truncate the distribution."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 class Engine(Section):
-    """The native engine's own settings. Changing one may change rounding, never the random numbers."""
+    """Settings of the native sampling engine. They may change rounding, but never the random numbers."""
 
     slots: PositiveInt | None = None
-    """Completions decoded at once. Unset: chosen for the machine and the step's size, then frozen into the run."""
+    """Sequences decoded at the same time. Unset: chosen for the machine and the size of a step when a new run starts, and
+    recorded in it."""
     check_every: PositiveInt = 4
-    """Finished completions are noticed and their slots refilled every so many tokens."""
+    """Finished sequences are detected and their slots refilled every N tokens."""
     pool_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.8
-    """On a GPU, the most of its free memory that keys and values may take while sampling; the learner has it afterwards."""
+    """On a GPU: largest fraction of the free memory that the KV cache may use while sampling. The learner gets it back
+    afterwards."""
 
 
 class Guard(Section):
-    """Updates that are left out: a NaN always, and a spike. Their batches are kept: `oncurve show RUN --bad`."""
+    """Skips bad updates: those with a NaN, and spikes. Their batches are kept: `oncurve show RUN --bad`."""
 
     spike: NonNegative = 100.0
-    """An update is left out where its gradient norm, loss, KL or mean reward lies more than so many usual deviations (median
-    absolute deviation, at least a tenth of the median) from the median of the last `window`; 0: only NaN and infinity are.
-    100 is far outside of healthy training: clipping already bounds what a lesser spike can do."""
+    """Skip an update if its gradient norm, loss, KL or mean reward is more than this many deviations from the median of the
+    last `window` updates. One deviation is the median absolute deviation, but at least a tenth of the median. 0: skip only NaN
+    and infinity. 100 is far outside of healthy training: gradient clipping already limits smaller spikes."""
     window: PositiveInt = 50
-    """How many updates back are looked at. Before 8 of them are known nothing counts as a spike."""
+    """Number of past updates that a spike is measured against. With fewer than 8, nothing counts as a spike."""
     rollback_after: Count = 0
-    """After so many steps in a row with an update left out, go back to the last checkpoint and on with other samples; 0:
-    never."""
+    """After this many consecutive steps with a skipped update, return to the last checkpoint and continue with other samples;
+    0: never."""
 
 
 class Optimiser(Section):
-    """AdamW, its schedule, and gradient clipping."""
+    """AdamW, its learning-rate schedule, and gradient clipping."""
 
     learning_rate: PositiveFloat = 1e-6
-    """Peak learning rate. 1e-6 suits full fine-tuning of a pretrained model; small models from scratch take 1e-4 to 3e-3."""
+    """Peak learning rate. 1e-6 suits full fine-tuning of a pretrained model; small models trained from scratch need 1e-4 to
+    3e-3."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """What follows the warm-up; linear and cosine go down to `final_share` of the peak at the stage's last step."""
+    """Schedule after the warm-up. `linear` and `cosine` decay to `final_share` of the peak at the stage's last step."""
     final_share: Share = 0.0
-    """Where linear and cosine schedules end, as a share of the peak."""
+    """Final learning rate of the linear and cosine schedules, as a fraction of the peak."""
     warmup_steps: Count = 0
-    """Updates over which the rate rises linearly from 0."""
+    """Updates over which the learning rate rises linearly from 0."""
     betas: tuple[Share, Share] = (0.9, 0.999)
     """Adam's decay rates."""
     eps: PositiveFloat = 1e-8
     """Adam's epsilon."""
     weight_decay: NonNegative = 0.0
-    """Decoupled weight decay, on matrices only."""
+    """Decoupled weight decay, applied to matrices only."""
     max_grad_norm: NonNegative = 1.0
-    """Gradients longer than this are scaled down to it; 0 leaves them."""
+    """Clip the gradient to this norm; 0 does not clip."""
     moments: Literal["float32", "int8"] = "float32"
-    """Precision of Adam's moments. `int8`: in blocks of 128 with a scale each, a quarter of the memory and a little noise."""
+    """Precision of Adam's moments. `int8` stores blocks of 128 with one scale each: a quarter of the memory, and a little
+    noise."""
     on_cpu: bool = False
-    """Keep master weights and moments in the CPU's memory: a GPU then holds only weights and gradients, and an update waits for
-    the way there and back."""
+    """Keep master weights and moments in CPU memory. The GPU then holds only weights and gradients, and each update waits for
+    the transfer."""
     guard: Guard = Guard()
-    """Which updates are left out."""
+    """Which updates are skipped."""
 
 
 class SftOptimiser(Optimiser):
-    """AdamW with the habits of supervised training: a higher rate, going down."""
+    """AdamW for supervised training: a higher learning rate that decays."""
 
     learning_rate: PositiveFloat = 1e-3
-    """Peak learning rate. 1e-3 suits the built-in model; pretrained ones take 1e-5 to 1e-4."""
+    """Peak learning rate. 1e-3 suits the built-in model; pretrained models need 1e-5 to 1e-4."""
     schedule: Literal["constant", "linear", "cosine"] = "linear"
-    """What follows the warm-up; linear and cosine go down to `final_share` of the peak at the stage's last step."""
+    """Schedule after the warm-up. `linear` and `cosine` decay to `final_share` of the peak at the stage's last step."""
 
 
 class RewardModelOptimiser(Optimiser):
-    """AdamW with the habits of reward models: few passes over the data, at a low rate that goes down."""
+    """AdamW for reward models: a low learning rate that decays, for few passes over the data."""
 
     learning_rate: PositiveFloat = 1e-5
-    """Peak learning rate. 1e-5 suits pretrained models; the built-in one takes 1e-3."""
+    """Peak learning rate. 1e-5 suits pretrained models; the built-in one needs 1e-3."""
     schedule: Literal["constant", "linear", "cosine"] = "linear"
-    """What follows the warm-up; linear and cosine go down to `final_share` of the peak at the stage's last step."""
+    """Schedule after the warm-up. `linear` and `cosine` decay to `final_share` of the peak at the stage's last step."""
 
 
 class Clip(Section):
-    """An override of the objective's own clip range."""
+    """A clip range instead of the objective's own."""
 
     low: NonNegative
-    """ε_low: ratios under 1 − low are clipped where the advantage is negative."""
+    """ε_low: ratios below 1 − low are clipped if the advantage is negative."""
     high: NonNegative
-    """ε_high: ratios over 1 + high are clipped where the advantage is positive."""
+    """ε_high: ratios above 1 + high are clipped if the advantage is positive."""
     dual: PositiveFloat | None = None
-    """Two-sided clip: an upper bound on the ratio itself where the advantage is negative (TRL's `delta`); above 1 + high."""
+    """Two-sided clip: an upper bound on the ratio if the advantage is negative (TRL's `delta`); must be above 1 + high."""
 
 
 class Kl(Section):
-    """The pull toward the reference."""
+    """The KL penalty toward the reference."""
 
     beta: NonNegative = 0.0
-    """Weight of the KL term. 0: no reference is held and no pass is spent on it."""
+    """Weight of the KL term. 0: there is no reference, and no forward pass for it."""
     estimator: KlEstimator | None = None
-    """Schulman's estimators of KL(π_θ‖π_ref) from samples; k3 is never negative. Unset: k3 in the loss, k1 in the reward, where
-    the sum over a completion is then exactly its log-ratio."""
-    where: KlPlace | None = None
-    """In the loss (GRPO), or subtracted from each completion's reward (RLOO, PPO). Unset: the objective's own, which is the
-    reward for rloo, reinforce, reinforce_pp and the stage ppo, and the loss for the others."""
+    """Schulman's estimators of KL(π_θ‖π_ref) from samples. Unset: k3 in the loss, where it is never negative; k1 in the reward,
+    where its sum over a completion is exactly the log-ratio."""
+    where: KlPlace | None = Field(
+        default=None,
+        description="In the loss (GRPO), or subtracted from each completion's reward (RLOO, PPO). Unset: the reward in ppo; "
+        f"in grpo the objective's default, which is {defaults_in_words('kl_place')}.",
+    )
     ratio_weighted: bool = False
-    """Weight each token's KL by its ratio: unbiased also when μ > 1."""
+    """Weight each token's KL by its ratio, which makes it unbiased also for μ > 1."""
     refresh_every: Count = 0
-    """Iterative GRPO: every so many steps the reference becomes the policy; 0: never."""
+    """Iterative GRPO: the reference becomes the current policy every N steps; 0: never."""
     on_cpu: bool = False
-    """Keep the reference's weights in the CPU's memory and put them into the policy's place for its pass: no second copy on a
-    GPU, for the way there and back in each step. Under LoRA there is no second copy anyway."""
+    """Keep the reference's weights in CPU memory, and swap them with the policy's for its forward pass. This saves a second
+    copy on the GPU and costs two transfers per step. With LoRA there is no second copy anyway."""
 
 
 class Advantage(Section):
     """How a group is graded."""
 
-    scale: AdvantageScale | None = None
-    """Divide by the group's std (GRPO), by one std over the batch, or by nothing (Dr. GRPO); or `whiten`: shift and divide, so
-    that the step's tokens have mean 0 and std 1 (REINFORCE++). Unset: the objective's own, which is none for dr_grpo, rloo and
-    reinforce, whiten for reinforce_pp and group for the others."""
-    baseline: Baseline | None = None
-    """Subtract the group's mean, the mean of the others (RLOO), or nothing (REINFORCE). Unset: the objective's own, which is
-    leave_one_out for rloo, none for reinforce and reinforce_pp, and mean for the others."""
+    scale: AdvantageScale | None = Field(
+        default=None,
+        description="Divide by the group's std (GRPO), by one std over the batch, or by nothing (Dr. GRPO). `whiten` "
+        "normalises the advantages of all tokens of the step to mean 0 and std 1 (REINFORCE++). Unset: the objective's default, "
+        f"which is {defaults_in_words('scale')}.",
+    )
+    baseline: Baseline | None = Field(
+        default=None,
+        description="Subtract the group's mean, the mean of the others in the group (RLOO), or nothing (REINFORCE). Unset: the "
+        f"objective's default, which is {defaults_in_words('baseline')}.",
+    )
     eps: PositiveFloat = 1e-4
     """Added to the std."""
 
 
 class Overlong(Section):
-    """DAPO's soft overlong punishment: a length beyond limit − buffer is punished linearly, down to −1 at the limit."""
+    """DAPO's soft overlong penalty: it grows linearly from 0 at a length of limit − buffer to −1 at the limit."""
 
     buffer: PositiveInt
-    """Tokens before the limit over which the punishment grows."""
+    """Tokens before the limit over which the penalty grows."""
     weight: float = 1.0
     """Its weight in the total reward."""
 
 
 class Scale(Section):
-    """Past one GPU: learner processes, what they share out, and, on a Ray cluster, samplers and reward workers apart from
-    them. The gradient of a step is that of one process within 1e-5, whatever stands here."""
+    """Training on more than one GPU: learner ranks and what they shard, and, on a Ray cluster, separate samplers and reward
+    workers. The gradient of a step equals that of one process within 1e-5, whatever is set here."""
 
     ranks: PositiveInt = 1
-    """Learner processes, one for each GPU (or, on a CPU, each with its share of the threads). Every rank samples its share of a
-    step's prompts with its own weights. `oncurve train --gpus N` sets it."""
+    """Learner processes, one per GPU (on a CPU, each with its share of the threads). Every rank samples its share of a step's
+    prompts with its own weights. `oncurve train --gpus N` sets it."""
     shard: Literal["none", "optimiser", "full"] = "none"
-    """What the ranks share out in place of each holding all of it. `optimiser`: master weights and moments, with whole weights
-    and gradients on each rank and all fast paths kept. `full`: weights and gradients too, by FSDP2; the model goes through its
-    own modules, and weights are gathered for sampling. With one rank there is nothing to share out."""
+    """What the ranks shard instead of each holding a copy. `optimiser`: master weights and moments; each rank keeps complete
+    weights and gradients, and all fast paths work. `full`: weights and gradients too (FSDP2); the model runs through its own
+    modules, and weights are gathered for sampling. With one rank nothing is sharded."""
     tensor: PositiveInt = 1
-    """With `shard = "full"`: ranks that split each layer between them (tensor parallel, by the plan that transformers has for
-    the model), and learn from the same groups. Must divide `ranks`, and the model's heads, key heads and widths."""
+    """With `shard = "full"`: number of ranks that split each layer between them (tensor parallel, by transformers' plan for the
+    model) and learn from the same groups. Must divide `ranks`, and the model's heads, KV heads and widths."""
     offload: bool = False
-    """With `shard = "full"`: keep shards of weights and moments in the CPU's memory, for GPUs without room; slower."""
+    """With `shard = "full"`: keep the shards of weights and moments in CPU memory, for GPUs with too little of it; slower."""
     gather: bool = True
-    """With `shard = "full"`: gather all weights once for sampling. Without it every token gathers them anew, a layer at a time:
-    many times slower, and the only way where the weights alone are larger than a GPU."""
+    """With `shard = "full"`: gather all weights once for sampling. If false, every token gathers them again, layer by layer:
+    many times slower, and the only way if the weights alone do not fit on a GPU."""
     engine: Literal["native", "vllm"] = "native"
-    """What samples. `native`: with the learner's own weights, none of them copied. `vllm`: vLLM, in a process of its own, to
-    which new weights are pushed after each step."""
+    """The sampling engine. `native` samples with the learner's own weights, without a copy. `vllm` runs vLLM in a separate
+    process, which gets the new weights after each step."""
     vllm_tensor: PositiveInt = 1
-    """With `engine = "vllm"`: GPUs over which vLLM splits each layer, for models that one does not hold beside the learner. The
-    learner's own is the first of them; with Ray, each sampler has so many."""
+    """With `engine = "vllm"`: GPUs over which vLLM splits each layer, for models that do not fit on one next to the learner.
+    The learner's GPU is the first of them; on Ray, each sampler has this many."""
     samplers: Count = 0
-    """With Ray: sampling processes apart from the learners; 0: the learners sample."""
+    """On Ray: sampling processes separate from the learners; 0: the learners sample."""
     reward_workers: Count = 0
-    """With Ray: processes that compute rewards, anywhere with CPUs; 0: those that sample do."""
+    """On Ray: processes that compute rewards, on any node with CPUs; 0: the sampling processes do."""
     max_staleness: Count = 0
-    """With `samplers`: how many updates the weights that wrote a completion may be older than those that learn from it. 0:
-    synchronous, and exact."""
+    """With `samplers`: how many updates the weights that sampled a completion may be behind those that learn from it. 0:
+    synchronous and exact."""
     timeout_s: PositiveFloat = 600.0
-    """The longest that a collective or a remote call may take. Then the run stops and says which rank waited for whom."""
+    """The longest time that a collective or a remote call may take. After that the run stops and reports which rank waited for
+    which."""
 
     @model_validator(mode="after")
-    def _fits_together(self) -> Scale:
+    def _check_combinations(self) -> Scale:
         if self.ranks % self.tensor:
-            because = f"{self.tensor} ranks hold one copy of the model together, and ranks is {self.ranks}"
+            because = f"{self.tensor} ranks hold one copy of the model, and ranks is {self.ranks}"
             raise conflict(
                 "tensor",
                 self.tensor,
@@ -258,55 +268,55 @@ class Scale(Section):
                 fix=f"use a divisor of {self.ranks}, or a multiple of {self.tensor} for ranks",
             )
         if self.tensor > 1 and self.shard != "full":
-            because = f'layers are split where weights are shared out, and shard is "{self.shard}"'
-            raise conflict("tensor", self.tensor, because=because, fix='use shard = "full", or leave it out')
+            because = f'layers are split only if weights are sharded, and shard is "{self.shard}"'
+            raise conflict("tensor", self.tensor, because=because, fix='use shard = "full", or remove it')
         if self.offload and self.shard != "full":
-            because = f'only shards of weights are kept there, and shard is "{self.shard}"'
+            because = f'only sharded weights can be offloaded, and shard is "{self.shard}"'
             fix = 'use shard = "full", or optimiser.on_cpu in the stage'
             raise conflict("offload", "true", because=because, fix=fix)
         if not self.gather and (self.shard != "full" or self.engine == "vllm"):
             because = (
-                "vLLM samples with whole weights"
+                "vLLM samples with complete weights"
                 if self.engine == "vllm"
-                else f'weights are whole where shard is "{self.shard}"'
+                else f'each rank has complete weights if shard is "{self.shard}"'
             )
-            raise conflict("gather", "false", because=because, fix='use shard = "full" and engine = "native", or leave it out')
+            raise conflict("gather", "false", because=because, fix='use shard = "full" and engine = "native", or remove it')
         if self.vllm_tensor > 1 and self.engine != "vllm":
-            because, fix = "the native engine samples with the learner's own weights", 'use engine = "vllm", or leave it out'
+            because, fix = "the native engine samples with the learner's own weights", 'use engine = "vllm", or remove it'
             raise conflict("vllm_tensor", self.vllm_tensor, because=because, fix=fix)
         if self.vllm_tensor > 1 and self.ranks > 1 and not self.samplers:
-            because = f"each of the {self.ranks} ranks has a vLLM of its own on its GPU, and the next GPU is the next rank's"
-            fix = "use ranks = 1, or samplers apart from the learners (Ray)"
+            because = f"each of the {self.ranks} ranks runs its own vLLM on its GPU, and the next GPU belongs to the next rank"
+            fix = "use ranks = 1, or separate samplers (Ray)"
             raise conflict("vllm_tensor", self.vllm_tensor, because=because, fix=fix)
         if self.max_staleness and not self.samplers:
-            because = "the learners sample themselves, with the weights that they have"
-            raise conflict("max_staleness", self.max_staleness, because=because, fix="set samplers (Ray), or leave it out")
+            because = "the learners sample themselves, with their current weights"
+            raise conflict("max_staleness", self.max_staleness, because=because, fix="set samplers (Ray), or remove it")
         return self
 
     @property
     def copies(self) -> int:
-        """Whole copies of the model among the ranks: each samples its own share of the prompts."""
+        """Complete copies of the model among the ranks. Each samples its own share of the prompts."""
         return self.ranks // self.tensor
 
 
 class Sink(Section):
-    """One more place for the curves, for those who live there already. A sink that fails never stops a run."""
+    """A logger that also gets the run's curves. A sink that fails never stops a run."""
 
     type: Literal["tensorboard", "wandb", "trackio"]
-    """`tensorboard` writes RUN/tensorboard; `wandb` (Weights & Biases) and `trackio` go to their own projects. Each needs its
-    package: `pip install 'oncurve[TYPE]'`."""
+    """`tensorboard` writes to RUN/tensorboard; `wandb` (Weights & Biases) and `trackio` log to their own projects. Each needs
+    its package: `pip install 'oncurve[TYPE]'`."""
     project: str = "oncurve"
-    """The project of wandb or trackio; the run is called there as it is here."""
+    """Project in wandb or trackio. The run has the same name there."""
     offline: bool = False
-    """With wandb: keep everything in RUN/wandb, for `wandb sync` later. trackio and tensorboard are local anyway."""
+    """With wandb: write to RUN/wandb for a later `wandb sync`. trackio and tensorboard are always local."""
 
 
 class Evaluation(Section):
-    """How held-out accuracy, or reward where no rule says what is right, is measured."""
+    """How the held-out split is evaluated: accuracy, or mean reward if there is no verifiable reward."""
 
     temperature: NonNegative = 0.0
-    """0: greedy, the same each time."""
+    """0: greedy, with the same result every time."""
     samples: PositiveInt = 1
-    """Completions of each held-out problem."""
+    """Completions per held-out prompt."""
     max_new_tokens: PositiveInt | None = None
-    """Length limit; unset: the stage's own, or 256."""
+    """Length limit. Unset: the stage's own, or 256."""

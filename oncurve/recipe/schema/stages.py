@@ -25,39 +25,39 @@ from oncurve.recipe.schema.sections import (
 
 
 class StageBase(Section):
-    """What every stage has."""
+    """The keys of every stage."""
 
     type: str
     """The stage's type."""
     name: str | None = None
-    """Unique name of the stage, used in `--set NAME.key=value`; its type when unset."""
+    """Unique name of the stage, for `--set NAME.key=value`. Unset: its type."""
     task: Task | None = None
-    """A task of this stage's own; unset: the recipe's."""
+    """A task for this stage only. Unset: the recipe's."""
     optimiser: Optimiser = Optimiser()
     """AdamW and its schedule."""
     tokens_per_pack: PositiveInt = 16384
-    """Tokens forwarded at once (a micro-batch). Memory grows with it; the gradient does not depend on it."""
+    """Tokens per forward pass (one micro-batch). It sets the memory; the gradient does not depend on it."""
     checkpointing: Literal["auto", "on", "off"] = "auto"
-    """Compute activations again in the backward pass instead of keeping them: less memory, about a third more time. `auto`: on
-    a GPU, for as many layers as memory asks for. The gradient is the same."""
+    """Activation checkpointing: recompute activations in the backward pass instead of keeping them, for less memory and about a
+    third more time. `auto`: on a GPU, for as many layers as the memory requires. The gradient is the same."""
     eval_every: Count = 0
-    """Measure on held-out problems every so many steps, besides the stage's end; 0: only at the end. Where no rule says what is
-    right, the mean reward is the measure, and is taken before the first step too."""
+    """Evaluate on the held-out split every N steps, in addition to the end of the stage; 0: only at the end. Without a
+    verifiable reward the mean reward is measured, and before the first step too."""
     save_every: Count = 0
-    """Write a checkpoint every so many steps, besides the stage's end; 0: only at the end."""
+    """Write a checkpoint every N steps, in addition to the end of the stage; 0: only at the end."""
     keep_checkpoints: PositiveInt = 3
-    """How many checkpoints of a stage are kept, the newest first. The stage's last is always kept."""
+    """Number of checkpoints to keep per stage: the newest ones. The last one of a stage is always kept."""
     keep_best: str | None = None
-    """Keep also the checkpoint with the best value of this metric: `heldout_accuracy` (measured at its step: see `eval_every`;
-    the held-out reward where no rule says what is right), `reward`, or any other that the stage records; of losses, KLs and
-    shares of failures the lowest is best. Unset: none."""
+    """Also keep the checkpoint with the best value of this metric: `heldout_accuracy` (measured every `eval_every` steps; the
+    held-out reward if there is no verifiable reward), `reward`, or any other metric of the stage. For losses, KLs and failure
+    shares the lowest value is best. Unset: none."""
 
     samples: ClassVar[bool] = False
-    """Each step samples groups of completions and rewards them (a `RolloutStage`)."""
+    """Each step samples groups of completions and scores them (a `RolloutStage`)."""
     uses_policy: ClassVar[bool] = True
     """The stage needs the recipe's model."""
     updates_policy: ClassVar[bool] = True
-    """The stage changes the policy. Only then is the policy measured on held-out prompts."""
+    """The stage changes the policy. Only then is the policy evaluated on the held-out split."""
     runs_on_all_ranks: ClassVar[bool] = True
     """If false, rank 0 runs the stage and broadcasts the result."""
 
@@ -87,26 +87,25 @@ class StageBase(Section):
 
 
 class Sft(StageBase):
-    """Supervised training on worked examples: loss on the completion's tokens only."""
+    """Supervised fine-tuning on demonstrations, with the loss on the completion's tokens only."""
 
     type: Literal["sft"] = "sft"
     """The stage's type."""
     data: str | None = None
-    """A file of worked examples, with the columns `prompt` and `completion` or whole chats; or `stage:NAME` for what a stage
-    of type `rejection_sample` kept. Unset: the task's own."""
+    """A file of demonstrations with the columns `prompt` and `completion`, or with complete chats; or `stage:NAME` for the
+    samples that a `rejection_sample` stage kept. Unset: the task's own demonstrations."""
     examples: PositiveInt | None = None
-    """Use only the first so many worked examples; unset: all there are."""
+    """Use only the first N demonstrations. Unset: all."""
     steps: PositiveInt = 200
     """Optimiser updates."""
     batch_size: PositiveInt = 32
-    """Examples in an update. Drawn in epochs, each shuffled by (seed, epoch)."""
+    """Examples per update. They come in epochs, each shuffled by (seed, epoch)."""
     seconds: PositiveFloat | None = None
     """Stop after this many seconds even if steps are left (for comparisons at equal time; such a run is not repeatable)."""
     heldout_share: Share = 0.0
-    """Share of the examples kept aside: their loss is measured every `eval_every` steps and at the end (`heldout_loss`)."""
+    """Fraction of the examples held out: their loss is measured every `eval_every` steps and at the end (`heldout_loss`)."""
     patience: PositiveInt | None = None
-    """Stop early where `heldout_loss` has not fallen below its lowest for so many measurements; needs `heldout_share` and
-    `eval_every`."""
+    """Stop early if `heldout_loss` has not improved for this many evaluations; needs `heldout_share` and `eval_every`."""
     optimiser: SftOptimiser = SftOptimiser()
     """AdamW and its schedule."""
 
@@ -116,28 +115,29 @@ class Sft(StageBase):
 
 
 class RolloutStage(StageBase):
-    """A stage whose every step samples groups of completions and rewards them."""
+    """The keys of every stage that samples groups of completions and scores them."""
 
     steps: PositiveInt = 100
-    """Steps: each samples, scores, grades and updates."""
+    """Steps, each of which samples, scores, grades and updates."""
     tokens: PositiveInt | None = None
-    """Stop after the step in which this many tokens have been sampled, even if steps are left: for comparisons at like cost."""
+    """Stop after the step in which this many tokens have been sampled, even if steps are left (for comparisons at equal
+    cost)."""
     seconds: PositiveFloat | None = None
     """Stop after the step in which this many seconds of training have passed (such a run is not repeatable)."""
     prompts_per_step: PositiveInt = 16
-    """P: prompts asked in a step."""
+    """P: prompts per step."""
     group_size: Annotated[int, Field(ge=1)] = 8
-    """G: completions of each prompt. More give a better baseline and more cost; 8 to 64 is usual."""
+    """G: completions of each prompt. Larger groups give a better baseline and cost more; 8 to 64 is usual."""
     rewards: tuple[Reward, ...] | None = None
-    """Rewards of this stage's own; unset: the recipe's."""
+    """Rewards for this stage only. Unset: the recipe's."""
     mask_cut: bool = False
-    """Leave cut completions out of the loss (DAPO's overlong filtering)."""
+    """Leave truncated completions out of the loss (DAPO's overlong filtering)."""
     overlong: Overlong | None = None
-    """Soft punishment of completions near the length limit."""
+    """Soft penalty for completions close to the length limit."""
     max_failure_share: Share = 0.5
-    """The run stops, with a checkpoint, when more than this share of a step's completions could not be rewarded."""
+    """Write a checkpoint and stop the run if more than this fraction of a step's completions could not be scored."""
     sampling: Sampling = Sampling()
-    """How completions are drawn while training."""
+    """How completions are sampled while training."""
     samples: ClassVar[bool] = True
 
     @property
@@ -150,24 +150,24 @@ class RolloutStage(StageBase):
 
 
 class PolicyGradientStage(RolloutStage):
-    """A sampling stage that climbs a clipped surrogate by AdamW: what grpo and ppo have in common."""
+    """The keys of the stages that maximise a clipped surrogate with AdamW: grpo and ppo."""
 
     clip: Clip | None = None
-    """Overrides the objective's own clip range."""
+    """A clip range instead of the objective's own."""
     kl: Kl = Kl()
-    """The pull toward the reference."""
+    """The KL penalty toward the reference."""
     updates_per_step: PositiveInt = 1
-    """μ: passes over a step's samples. 1 is on-policy, and needs no pass for old log-probs."""
+    """μ: passes over a step's samples. 1 is on-policy and needs no extra forward pass for the old log-probs."""
     minibatches: PositiveInt = 1
-    """Optimiser updates per pass: the step's groups are split into so many mini-batches."""
+    """Optimiser updates per pass: the step's groups are split into this many mini-batches."""
     entropy_bonus: float = 0.0
-    """Weight of the mean token entropy, added to the objective."""
+    """Weight of the mean token entropy in the objective."""
     mismatch_limit: Annotated[float, Field(gt=1.0)] | None = None
-    """Leave a completion out of the surrogate where sampler and learner disagree on it: where the geometric mean of
-    π_learner/π_sampler over its tokens lies outside 1/limit … limit. It still counts in the totals. Unset: off."""
+    """Leave a completion out of the surrogate if sampler and learner disagree on it: if the geometric mean of
+    π_learner/π_sampler over its tokens is outside 1/limit … limit. It still counts in the totals. Unset: off."""
     importance_cap: PositiveFloat | None = None
-    """Truncated importance sampling: weight each token by min(π_learner/π_sampler, cap). Unset: off where the learner samples
-    itself; 2 with `scale.engine = "vllm"` or staleness, unless `mismatch_limit` is set."""
+    """Truncated importance sampling: weight each token by min(π_learner/π_sampler, cap). Unset: off if the learner itself
+    samples; 2 with `scale.engine = "vllm"` or staleness, unless `mismatch_limit` is set."""
 
     @property
     def updates_in_step(self) -> int:
@@ -175,49 +175,50 @@ class PolicyGradientStage(RolloutStage):
 
 
 class Iteration(Section):
-    """Iterative GRPO with a reward model that keeps up (DeepSeekMath, 2024, algorithm 1).
+    """Iterative GRPO with a reward model that follows the policy (DeepSeekMath, 2024, algorithm 1).
 
-    Each step's groups are judged by the labeller, the best completion against the worst; every `every` steps the reward model
-    is updated on these comparisons, mixed with earlier ones, and the reference of the KL term becomes the policy. Comparisons
-    are kept in `comparisons/NAME.jsonl` of the run.
+    In each step the labeller compares the best completion of every group with the worst. After each round of `every` steps the
+    reward model is updated on these comparisons, mixed with earlier ones, and the reference of the KL term becomes the policy.
+    The comparisons are written to `comparisons/NAME.jsonl` in the run's folder.
     """
 
     every: PositiveInt
-    """Steps of a round."""
+    """Steps per round."""
     reward: str = "model"
     """Name of the stage's reward of type `model` that is trained."""
     labeller: Reward | None = None
-    """Who judges: any reward (a rule such as `math`, a `judge` for AI feedback, a `python` function). Unset: people, by the
-    rankings they gave in the studio; then a round without rankings trains nothing."""
+    """The reward that labels the comparisons: a verifiable one such as `math`, a `judge` for AI feedback, or a `python`
+    function. Unset: people, by their rankings in the studio; a round without rankings then trains nothing."""
     updates: PositiveInt = 8
-    """Optimiser updates of the reward model in a round."""
+    """Optimiser updates of the reward model per round."""
     batch_size: PositiveInt = 32
-    """Comparisons in an update."""
+    """Comparisons per update."""
     past_share: Share = 0.1
-    """Share of each update's comparisons that comes from earlier rounds, and from the data that the reward model first learned
-    from where an earlier stage trained it."""
+    """Fraction of each update's comparisons that comes from earlier rounds, and from the reward model's first training data if
+    an earlier stage trained it."""
     optimiser: RewardModelOptimiser = RewardModelOptimiser(schedule="constant")
-    """AdamW of the reward model; its moments last over all rounds."""
+    """AdamW of the reward model. Its moments are kept across rounds."""
 
 
 class Grpo(PolicyGradientStage):
-    """Group relative policy optimisation (DeepSeekMath, 2024) and its relatives."""
+    """Group relative policy optimisation (DeepSeekMath, 2024) and its variants."""
 
     type: Literal["grpo"] = "grpo"
     """The stage's type."""
     objective: ObjectiveName = "grpo"
-    """A composition of ratio, surrogate and reduction; `oncurve recipe explain grpo.objective` shows the table."""
+    """A combination of ratio, surrogate and reduction; `oncurve recipe explain grpo.objective` shows the table."""
     advantage: Advantage = Advantage()
     """How a group is graded."""
     no_signal: Literal["drop", "keep", "resample"] = "drop"
-    """Groups of equal rewards: not forwarded (`drop`; they still count in the totals), forwarded anyway (`keep`), or replaced
-    by fresh prompts until the step is full (`resample`: DAPO's dynamic sampling)."""
+    """What to do with groups of equal rewards. `drop`: do not forward them, but count them in the totals. `keep`: forward them
+    anyway. `resample`: replace them by fresh prompts until the step is full (DAPO's dynamic sampling)."""
     max_resample_rounds: PositiveInt = 4
-    """With `resample`: rounds of fresh prompts before the step goes on with what it has."""
+    """With `resample`: rounds of fresh prompts before the step continues with the groups that it has."""
     length_budget: PositiveInt | None = None
-    """The constant that dr_grpo divides by; unset: `sampling.max_new_tokens`."""
+    """The constant that dr_grpo divides by. Unset: `sampling.max_new_tokens`."""
     iterate: Iteration | None = None
-    """Iterative GRPO with a reward model that learns from fresh comparisons as the policy changes. Unset: it stays as it is."""
+    """Iterative GRPO: a reward model that learns from fresh comparisons as the policy changes. Unset: reward models are not
+    trained in this stage."""
 
     @property
     def unsharded_reason(self) -> str | None:
@@ -225,153 +226,160 @@ class Grpo(PolicyGradientStage):
 
 
 class Critic(Section):
-    """The network that guesses the reward to come, and how it is trained."""
+    """The value network, and how it is trained."""
 
     trunk: Literal["separate", "shared"] = "separate"
-    """A backbone of the policy's size for itself, or the policy's own with one more head: less memory, but two masters."""
+    """`separate`: a backbone of the policy's size for the critic alone. `shared`: the policy's backbone with a value head,
+    which saves memory but trains one backbone for two losses."""
     learning_rate: PositiveFloat | None = None
-    """Unset: as the policy's. A critic starts from nothing, so five to ten times as much is usual."""
+    """Unset: the policy's. The value head starts at 0, so five to ten times the policy's is usual."""
     clip: NonNegative = 0.2
-    """A value moves at most this far in one step before its loss is cut off; 0: no bound. In units of reward."""
+    """Clip range of the value loss around the old value, in units of reward; 0: no clip."""
     loss_weight: PositiveFloat = 0.5
-    """Weight of the value loss beside the policy's in a shared trunk."""
+    """Weight of the value loss relative to the policy loss in a shared trunk."""
     warmup_steps: Count = 0
-    """The stage's first steps that train the critic alone, so that the policy is not led by a critic that knows nothing."""
+    """First steps of the stage that train only the critic, so that the policy does not learn from an untrained one."""
 
 
 class Ppo(PolicyGradientStage):
-    """Proximal policy optimisation (Schulman et al. 2017): advantages from a learned critic instead of the group."""
+    """Proximal policy optimisation (Schulman et al. 2017): advantages come from a learned critic instead of the group."""
 
     type: Literal["ppo"] = "ppo"
     """The stage's type."""
     gamma: Share = 1.0
-    """γ: discount of later rewards by token. 1 is usual for completions, which end by themselves."""
+    """γ: discount per token. 1 is usual for completions, which have an end."""
     gae_lambda: Share = 0.95
-    """λ of generalised advantage estimation: 1 trusts rewards (no bias), 0 trusts the critic (little variance)."""
+    """λ of generalised advantage estimation. 1 uses rewards only (no bias); 0 relies on the critic (low variance)."""
     whiten: bool = True
-    """Shift and divide advantages so that the step's tokens have mean 0 and std 1."""
+    """Normalise advantages so that the step's tokens have mean 0 and std 1."""
     reduction: Literal["tokens", "completions"] = "tokens"
-    """The loss is a mean over all tokens of the step, or over completions of their means (as GRPO's)."""
+    """The loss is a mean over all tokens of the step (`tokens`), or over completions of their means (`completions`, as
+    GRPO's)."""
     critic: Critic = Critic()
-    """The network that guesses the reward to come."""
+    """The value network."""
 
     @property
     def unsharded_reason(self) -> str:
         return "trains a second model next to the policy"
 
     @model_validator(mode="after")
-    def _some_steps_train_the_policy(self) -> Ppo:
+    def _check_critic_warmup(self) -> Ppo:
         if self.critic.warmup_steps >= self.steps:
-            because = f"the stage has {self.steps} steps, and none would train the policy"
+            because = f"the stage has {self.steps} steps, so none would train the policy"
             raise conflict("critic.warmup_steps", self.critic.warmup_steps, because=because, fix=f"use less than {self.steps}")
         return self
 
 
 class Trpo(RolloutStage):
-    """Trust region policy optimisation (Schulman et al. 2015) on group advantages: a natural gradient step of bounded KL."""
+    """Trust region policy optimisation (Schulman et al. 2015) with group advantages: a natural gradient step with bounded
+    KL."""
 
     type: Literal["trpo"] = "trpo"
     """The stage's type."""
     advantage: Advantage = Advantage()
     """How a group is graded."""
     max_kl: PositiveFloat = 0.01
-    """δ: mean KL(π_old‖π_new) per token that a step may cost. It takes the place of a learning rate."""
+    """δ: largest mean KL(π_old‖π_new) per token of a step. It replaces the learning rate."""
     cg_iterations: PositiveInt = 10
-    """Iterations of conjugate gradient for (F + damping) x = g. More come nearer to the natural gradient; each is a pass."""
+    """Conjugate gradient iterations for (F + damping) x = g. More iterations come closer to the natural gradient; each costs a
+    pass."""
     damping: NonNegative = 0.1
-    """Added to the Fisher matrix's diagonal: directions that it knows nothing of are not followed without bound."""
+    """Added to the diagonal of the Fisher matrix, which bounds the step along directions of little curvature."""
     fisher_share: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
-    """Share of a step's groups that the Fisher matrix is measured on: the paper's. The KL bound is checked on all of them."""
+    """Fraction of a step's groups that the Fisher matrix is computed on (the paper uses 0.1). The KL bound is checked on all of
+    them."""
     backtracks: PositiveInt = 10
-    """How often the line search may shorten the step before the step is given up."""
+    """Number of times that the line search may shorten the step before the step is skipped."""
     backtrack_by: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
-    """By how much each time."""
+    """Factor of each shortening."""
 
     @property
     def unsharded_reason(self) -> str:
-        return "differentiates the whole model twice"
+        return "differentiates the complete model twice"
 
     @model_validator(mode="after")
-    def _no_optimiser(self) -> Trpo:
+    def _check_no_optimiser(self) -> Trpo:
         if self.optimiser != Optimiser(guard=self.optimiser.guard):
-            because = "a trpo step is as long as its KL bound allows: there is no learning rate, no moment, no schedule"
-            raise conflict("optimiser", "set", because=because, fix="leave all but its guard out, and set max_kl instead")
+            because = "max_kl sets the size of a trpo step: there is no learning rate, no moment and no schedule"
+            raise conflict("optimiser", "set", because=because, fix="remove all but its guard, and set max_kl instead")
         return self
 
 
 class Dpo(StageBase):
-    """Direct preference optimisation (Rafailov et al. 2023) on pairs from a file, offline; IPO and SimPO as its variants."""
+    """Direct preference optimisation (Rafailov et al. 2023), offline on pairs from a file; IPO and SimPO are variants of its
+    loss."""
 
     type: Literal["dpo"] = "dpo"
     """The stage's type."""
     pairs: str
-    """The file of pairs: `.jsonl`, `.json` (either with `.gz`) or `.parquet`, a row for each."""
+    """The file of pairs, one per row: `.jsonl`, `.json` (either with `.gz`) or `.parquet`."""
     prompt: str = "prompt"
-    """Column of the prompt: a text or a list of messages. Pairs without it may be whole dialogues that differ in the last
-    answer, as messages or as `Human: … Assistant: …`."""
+    """Column of the prompt: text or a list of messages. Without this column the pairs may be complete dialogues that differ in
+    the last answer, as messages or as `Human: … Assistant: …`."""
     chosen: str = "chosen"
-    """Column of the better completion: a text, or one message."""
+    """Column of the better completion: text or one message."""
     rejected: str = "rejected"
-    """Column of the worse completion: a text, or one message."""
+    """Column of the worse completion: text or one message."""
     chat: bool = False
-    """Send text prompts as a user's message through the model's chat template, not as they are."""
+    """Send text prompts as a user message through the model's chat template; if false, as plain text."""
     steps: PositiveInt = 200
     """Optimiser updates."""
     batch_size: PositiveInt = 32
-    """Pairs in an update. Drawn in epochs, each shuffled by (seed, epoch)."""
+    """Pairs per update. They come in epochs, each shuffled by (seed, epoch)."""
     loss: Literal["dpo", "ipo", "simpo"] = "dpo"
-    """`dpo`; `ipo`, whose squared loss stops at a margin of 1/(2β) instead of pushing on; or `simpo`, without a reference."""
+    """`dpo`; `ipo`, whose squared loss aims at a margin of 1/(2β) and not beyond; or `simpo`, which has no reference."""
     beta: PositiveFloat = 0.1
-    """How dear it is to leave the reference: small moves further. simpo's is 2 or more."""
+    """Strength of the pull toward the reference: smaller values let the policy move further. simpo needs 2 or more."""
     margin: NonNegative = 0.5
-    """γ, of simpo alone: how much better per token the chosen one must be, in units of 1/β."""
+    """γ, for simpo only: how much better per token the chosen completion must be, in units of 1/β."""
 
 
 class RewardModel(StageBase):
-    """A reward model by the policy's side: its backbone with a head in place of the vocabulary. The policy itself stays as it
-    is.
+    """Trains a reward model: the policy's backbone with a scalar head instead of the LM head. The policy itself does not
+    change.
 
-    The result lies in the run's folder under `reward_models/NAME` and loads in transformers and TRL. A later stage rewards with
-    it by `type = "model"` and `model = "stage:NAME"`.
+    The result is written to `reward_models/NAME` in the run's folder, and loads in transformers and TRL. A later stage uses it
+    as a reward with `type = "model"` and `model = "stage:NAME"`.
     """
 
     type: Literal["reward_model"] = "reward_model"
     """The stage's type."""
     kind: Literal["pairs", "ratings", "steps"] = "pairs"
-    """What the data say: which of two completions is better (Bradley–Terry), how good one is (regression), or which of its
-    steps are right (a process reward model)."""
+    """What the data contain: which of two completions is better (`pairs`, Bradley–Terry), how good one is (`ratings`,
+    regression), or which of its steps are right (`steps`, a process reward model)."""
     data: str
     """The file: `.jsonl`, `.json` (either with `.gz`) or `.parquet`."""
     prompt: str = "prompt"
-    """Column of the prompt: a text or a list of messages. Pairs without it may be whole dialogues that differ in the last
-    answer, as messages or as `Human: … Assistant: …`."""
+    """Column of the prompt: text or a list of messages. Without this column the pairs may be complete dialogues that differ in
+    the last answer, as messages or as `Human: … Assistant: …`."""
     chosen: str = "chosen"
     """Pairs: column of the better completion."""
     rejected: str = "rejected"
     """Pairs: column of the worse completion."""
     margin: str | None = None
-    """Pairs: column of how much better the chosen one is, 0 or more; unset: 0."""
+    """Pairs: column of how much better the chosen completion is, 0 or more. Unset: 0."""
     completion: str = "completion"
     """Ratings: column of the completion."""
     completions: str = "completions"
-    """Steps: column of the list of steps, each a text."""
+    """Steps: column of the list of steps, each of them text."""
     labels: str = "labels"
-    """Steps: column of the list of whether each step is right, true or false."""
+    """Steps: column of the list of labels, true for each step that is right."""
     aspects: Annotated[tuple[str, ...], Field(max_length=32)] = ()
-    """One head for each, by the column of its name: for ratings the number; for pairs above 0 where the chosen one is better in
-    it, below 0 where the rejected one is, 0 or missing where neither. Unset: one head for all."""
+    """One head per aspect, each with a column of this name. For ratings the column holds the number. For pairs it is above 0 if
+    the chosen completion is better in this aspect, below 0 if the rejected one is, and 0 or missing if neither. Unset: one
+    head."""
     chat: bool = False
-    """Send text prompts as a user's message through the model's chat template, not as they are."""
+    """Send text prompts as a user message through the model's chat template; if false, as plain text."""
     source: str | None = None
-    """Begin from this folder or hub id (a reward model or a language model); unset: from the policy as the stage finds it."""
+    """Start from this folder or hub id (a reward model or a language model). Unset: from the current policy."""
     heldout_share: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.2
-    """Share of the prompts kept aside: accuracy and calibration are measured on their rows. No prompt is on both sides."""
+    """Fraction of the prompts held out: accuracy and calibration are measured on their rows. No prompt is in both splits."""
     max_tokens: PositiveInt = 2048
-    """Rows with a longer text are left out, and counted."""
+    """Rows with a longer text are left out and counted."""
     steps: PositiveInt = 200
     """Optimiser updates."""
     batch_size: PositiveInt = 32
-    """Rows in an update. Drawn in epochs, each shuffled by (seed, epoch)."""
+    """Rows per update. They come in epochs, each shuffled by (seed, epoch)."""
     optimiser: RewardModelOptimiser = RewardModelOptimiser()
     """AdamW and its schedule."""
 
@@ -388,55 +396,55 @@ class RewardModel(StageBase):
 
 
 class RejectionSample(RolloutStage):
-    """Samples groups and keeps what was rewarded well, in `samples/NAME.jsonl` of the run; the policy stays as it is.
+    """Samples groups and writes the best completions to `samples/NAME.jsonl` in the run's folder. The policy does not change.
 
-    An sft stage imitates what was kept by `data = "stage:NAME"`. With all of it imitated at once this is rejection-sampled
-    fine-tuning, or one round of expert iteration.
+    An sft stage with `data = "stage:NAME"` trains on them. Together they are rejection-sampled fine-tuning, or one round of
+    expert iteration.
     """
 
     type: Literal["rejection_sample"] = "rejection_sample"
     """The stage's type."""
     at_least: float | None = None
-    """Total reward from which a completion may be kept; unset: those that count as solved, for which a rule must say what is
-    right."""
+    """Smallest total reward of a completion to keep. Unset: only solved completions, which needs a verifiable reward."""
     keep: PositiveInt = 1
-    """How many of a group are kept at most: the best rewarded, the shorter where rewards are equal; equal texts once."""
+    """Largest number of completions to keep per group: those with the highest reward, shorter ones first on ties, without
+    duplicates."""
 
     updates_policy: ClassVar[bool] = False
 
 
 class TrainingFree(RolloutStage):
-    """Training-Free GRPO (Cai et al. 2025): no weight moves. Groups are sampled through an OpenAI-compatible endpoint and
-    rewarded; what set the better answers of a group apart from the worse is put into words, and these experiences go into the
-    prompt.
+    """Training-Free GRPO (Cai et al. 2025): no weights change. Groups are sampled from an OpenAI-compatible endpoint and
+    scored. A teacher model then describes what the better answers of a group did differently, and these experiences are added
+    to the prompt.
 
-    The library of experiences lies in `experience/NAME.md` of the run, to be read, edited and used elsewhere.
+    The library of experiences is `experience/NAME.md` in the run's folder. It can be read, edited and used elsewhere.
     """
 
     type: Literal["training_free"] = "training_free"
     """The stage's type."""
     model: str
-    """The model's name at its endpoint."""
+    """Name of the model at its endpoint."""
     base_url: str | None = None
-    """An OpenAI-compatible endpoint, such as that of `oncurve serve`: `http://localhost:8000/v1`; unset: OpenAI's own."""
+    """An OpenAI-compatible endpoint, such as that of `oncurve serve`: `http://localhost:8000/v1`. Unset: OpenAI's."""
     key_env: str = "OPENAI_API_KEY"
-    """Environment variable of the key. The key itself is never written in a recipe, and never logged."""
+    """Environment variable that holds the API key. The key itself is never written to a recipe or a log."""
     teacher: str | None = None
-    """The model that puts experiences into words, at the same endpoint; unset: the same."""
+    """The model that writes experiences, at the same endpoint. Unset: `model`."""
     library: str | None = None
-    """Begin with the experiences of this file; unset: with none."""
+    """Start with the experiences in this file. Unset: with none."""
     most: PositiveInt = 24
-    """Experiences kept at most: one more takes the place of the oldest."""
+    """Largest number of experiences; a new one then replaces the oldest."""
     measure: bool = True
-    """Ask the held-out problems with and without the library, at the end and every `eval_every` steps."""
+    """Evaluate the held-out split with and without the library, at the end and every `eval_every` steps."""
     reply_tokens: PositiveInt = 512
-    """Length limit of what the teacher says."""
+    """Length limit of the teacher's replies."""
     request_seconds: PositiveFloat = 120.0
     """Time limit of a request."""
     retries: Count = 4
-    """Tries after a failed request, each after a longer wait."""
+    """Retries of a failed request, with growing delays."""
     at_once: Annotated[int, Field(ge=1)] = 16
-    """Requests under way at the same time."""
+    """Number of concurrent requests."""
 
     uses_policy: ClassVar[bool] = False
     updates_policy: ClassVar[bool] = False

@@ -14,9 +14,9 @@ from oncurve.recipe.load import parse_recipe, parse_toml
 from oncurve.recipe.schema.model import Lora
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.recipe.schema.stages import Grpo
-from oncurve.recipe.trl.config import TRL_DEFAULTS
+from oncurve.recipe.trl.config import TRL_DEFAULTS, TRL_TABLE
 from oncurve.recipe.trl.convert import Note, from_trl
-from oncurve.recipe.trl.options import TRL_OPTIONS
+from oncurve.recipe.trl.options import CONVERSIONS, TRL_OPTIONS
 
 
 def translate(tmp_path: Path, yaml: str, processes: int = 1) -> tuple[Recipe, Grpo, list[Note]]:
@@ -297,6 +297,10 @@ def test_trls_defaults_are_as_installed() -> None:
     assert {name: fields[name] for name in TRL_DEFAULTS if fields[name] is not None} == {
         name: value for name, value in TRL_DEFAULTS.items() if fields[name] is not None
     }
+
+
+def test_every_kind_of_the_table_is_a_conversion() -> None:
+    assert {row["kind"] for row in TRL_TABLE["options"].values() if "kind" in row} == set(CONVERSIONS)
 
 
 def test_every_recipe_key_of_the_table_exists() -> None:
