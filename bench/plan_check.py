@@ -38,7 +38,7 @@ from oncurve.plan.job import Job
 from oncurve.plan.memory import memory_of
 from oncurve.plan.model_shape import ModelShape
 from oncurve.plan.model_table import find_shape
-from oncurve.plan.request import PlanOverrides, job_for, usual_rank
+from oncurve.plan.request import default_lora_rank, job_for
 from oncurve.plan.step_time import seconds_of
 
 RESULTS = Path(__file__).resolve().parent / "results" / "plan_check.json"
@@ -66,16 +66,15 @@ class Setting:
     group_size: int = 8
 
     def job(self, gpu: Gpu, tiny: bool) -> Job:
-        wishes = PlanOverrides(
-            algorithm=self.algorithm, prompts=self.prompts, group_size=self.group_size, prompt_tokens=self.prompt_tokens,
-            new_tokens=self.new_tokens, tokens_per_pack=self.tokens_per_pack, lora_rank=usual_rank() if self.lora else None,
-        )  # fmt: skip
+        settings = {
+            "algorithm": self.algorithm, "prompts": self.prompts, "group_size": self.group_size,
+            "prompt_tokens": self.prompt_tokens, "new_tokens": self.new_tokens, "tokens_per_pack": self.tokens_per_pack,
+            "lora_rank": default_lora_rank() if self.lora else None,
+        }  # fmt: skip
         if not tiny:
-            return job_for(find_shape(self.model), gpu, wishes)
-        small = replace(
-            wishes, prompts=2, group_size=4, prompt_tokens=self.prompt_tokens // 32, new_tokens=self.new_tokens // 32
-        )
-        return job_for(SMALL, gpu, small)
+            return job_for(find_shape(self.model), gpu, **settings)
+        lengths = {"prompt_tokens": self.prompt_tokens // 32, "new_tokens": self.new_tokens // 32}
+        return job_for(SMALL, gpu, **{**settings, "prompts": 2, "group_size": 4, **lengths})
 
 
 SETTINGS = (
@@ -254,8 +253,8 @@ def metered_loop(stage: Any, job: Job, steps: int, rewarding: Callable[..., list
     task = PromptList.of(prompt_texts(job, job.prompts * steps))
     kind = {"grpo": GrpoLoop, "ppo": PpoLoop, "trpo": TrpoLoop}[stage.type]
     loop: Any = kind(stage, 0, task, engine, RewardMix([as_reward(rewarding)]))
-    if meter.on_gpu and engine.gpu is not None:
-        meter.watch(engine.gpu.pool)
+    if meter.on_gpu and engine.graph_decoder is not None:
+        meter.watch(engine.graph_decoder.cache)
     meter.around(loop, "sample", "sample")
     meter.around(loop.learner, "update", "update")
     meter.around(loop, "grade", "grade")

@@ -223,7 +223,7 @@ def profile(work: Work, sampler: Oncurve, tokens: int = 40) -> list[tuple[str, f
     from torch.profiler import ProfilerActivity
 
     sampler.run(work)
-    gpu = sampler.engine.gpu
+    gpu = sampler.engine.graph_decoder
     seen = {"tokens": 0, "traced": 0}
     trace = torch.profiler.profile(activities=[ProfilerActivity.CUDA])
     decode = gpu.decode

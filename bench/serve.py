@@ -100,7 +100,7 @@ def measure(pool: ProcessPoolExecutor, port: int, case: Case, new_tokens: int) -
 
 def serve(model: str, dtype: str, slots: int, by_torch: bool) -> None:
     """The server process: prints its port, and exits when its input closes."""
-    from oncurve.engines.native.session import TorchSession, open_session
+    from oncurve.engines.native.session import open_session, torch_session
     from oncurve.local_http import listen
     from oncurve.models.loading.load import load_policy
     from oncurve.recipe.schema.model import Model
@@ -110,7 +110,7 @@ def serve(model: str, dtype: str, slots: int, by_torch: bool) -> None:
 
     policy = load_policy(Model.model_validate({"source": model, "dtype": dtype}), alphabet=None, seed=0)
     policy.eos_ids = ()
-    session = TorchSession(policy, slots, 1024) if by_torch else open_session(policy, slots, 1024)
+    session = torch_session(policy, slots, 1024) if by_torch else open_session(policy, slots, 1024)
     with listen("127.0.0.1", 0) as listening:
         worker = EngineThread(session)
         server = CompletionServer(ServedModel(NAME, policy, worker))

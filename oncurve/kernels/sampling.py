@@ -1,9 +1,9 @@
 """From logits to a token on the GPU, in two passes: statistics by tile of the vocabulary, then one tile per slot.
 
-A token is drawn by inverting the cumulative distribution at the slot's uniform, as in ``oncurve/engines/token_sampling.py``:
+A token is sampled_ring by inverting the cumulative distribution at the slot's uniform, as in ``oncurve/engines/token_sampling.py``:
 tiles are added in float64, and within the tile in which the uniform falls tokens are added in float32. The uniform is the
 one of ``oncurve/rng.py``, computed here from the slot's key and position. Log-probs are float32: at the
-sampling temperature, as drawn from (end tokens barred before the minimum length), and at temperature 1.
+sampling temperature, as sampled_ring from (end tokens banned before the minimum length), and at temperature 1.
 
 Legend: ``S`` slots, ``V`` vocabulary, ``C`` tokens between two looks of the host. A slot of suffix length −1 is idle.
 """
@@ -28,23 +28,23 @@ TILE = 4096
 class Slots:
     """What a draw reads and changes, by slot; tensors on the device that keep their addresses.
 
-    ``token`` was drawn last, ``suffix_length`` counts the tokens before it (−1: idle), ``limit`` is the most tokens,
-    ``key`` seeds the slot's random numbers. ``drawn`` [C, S] and ``logps`` [C, 3, S] are rings: position p is written at
-    p mod C. ``given`` [S, T] holds tokens that are not drawn but read, −1 where there is none; T is 0 where there never are.
+    ``token`` was sampled_ring last, ``suffix_length`` counts the tokens before it (−1: idle), ``limit`` is the most tokens,
+    ``key`` seeds the slot's random numbers. ``sampled_ring`` [C, S] and ``logps`` [C, 3, S] are rings: position p is written at
+    p mod C. ``forced`` [S, T] holds tokens that are not sampled_ring but read, −1 where there is none; T is 0 where there never are.
     """
 
     token: Tensor
     suffix_length: Tensor
     limit: Tensor
     key: Tensor
-    drawn: Tensor
+    sampled: Tensor
     logps: Tensor
-    given: Tensor
+    forced: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingRule:
-    """How tokens are drawn: temperature (0: the likeliest), minimum length, and the model's own scale and soft cap of
+    """How tokens are sampled_ring: temperature (0: the likeliest), minimum length, and the model's own scale and soft cap of
     logits."""
 
     temperature: float = 1.0
@@ -84,10 +84,10 @@ def _logits(logits, n, V, scale, softcap, SCALE: tl.constexpr, SOFTCAP: tl.const
 
 
 @triton.jit
-def _statistics(logits, suffix_length, is_end, tops, kept, full, raw, best, best_at, V, heat, min_tokens, scale, softcap,
-                TILE: tl.constexpr, TILES: tl.constexpr, GREEDY: tl.constexpr, HOT: tl.constexpr, MIN: tl.constexpr,
+def _statistics(logits, suffix_length, is_end, tops, kept, full, raw, best, best_at, V, inv_temperature, min_tokens, scale, softcap,
+                TILE: tl.constexpr, TILES: tl.constexpr, GREEDY: tl.constexpr, SCALED: tl.constexpr, MIN: tl.constexpr,
                 SCALE: tl.constexpr, SOFTCAP: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
-    """Of one tile: its maximum, and sums of e^((z − max)·heat) over what may be drawn, over all, and of e^(z − max)."""
+    """Of one tile: its maximum, and sums of e^((z − max)·inv_temperature) over what may be sampled_ring, over all, and of e^(z − max)."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
     slot, tile = tl.program_id(0), tl.program_id(1)
@@ -100,12 +100,12 @@ def _statistics(logits, suffix_length, is_end, tops, kept, full, raw, best, best
         tl.store(tops + at, top)
         e = tl.exp(z - top)
         tl.store(raw + at, tl.sum(e, 0))
-        p = tl.exp((z - top) * heat) if HOT else e
+        p = tl.exp((z - top) * inv_temperature) if SCALED else e
         if MIN:
             tl.store(full + at, tl.sum(p, 0))
-            barred = tl.load(is_end + n, mask=n < V, other=0).to(tl.int1) & (own < min_tokens)
-            p = tl.where(barred, 0.0, p)
-            z = tl.where(barred, float("-inf"), z)
+            banned = tl.load(is_end + n, mask=n < V, other=0).to(tl.int1) & (own < min_tokens)
+            p = tl.where(banned, 0.0, p)
+            z = tl.where(banned, float("-inf"), z)
         tl.store(kept + at, tl.sum(p, 0))
         if GREEDY:
             tl.store(best + at, tl.max(z, 0))
@@ -117,9 +117,9 @@ def _write_token(
     token_S,
     suffix_length,
     limit,
-    drawn,
+    sampled_ring,
     logps,
-    given,
+    forced,
     is_end,
     slot,
     slots,
@@ -130,30 +130,30 @@ def _write_token(
     raw,
     min_tokens,
     C: tl.constexpr,
-    GIVEN: tl.constexpr,
+    FORCED: tl.constexpr,
 ):
-    """Write a drawn token down, or the one that is given for its place, and go on or end."""
+    """Write a sampled_ring token down, or the one that is forced for its place, and go on or end."""
     ring = own % C
-    if GIVEN:
-        told = tl.load(given + slot * GIVEN + own)
-        token = tl.where(told >= 0, told.to(token.dtype), token)
-    tl.store(drawn + ring * slots + slot, token.to(tl.int32))
+    if FORCED:
+        forced_token = tl.load(forced + slot * FORCED + own)
+        token = tl.where(forced_token >= 0, forced_token.to(token.dtype), token)
+    tl.store(sampled_ring + ring * slots + slot, token.to(tl.int32))
     tl.store(logps + (ring * 3) * slots + slot, logp)
     tl.store(logps + (ring * 3 + 1) * slots + slot, sampled)
     tl.store(logps + (ring * 3 + 2) * slots + slot, raw)
     tl.store(token_S + slot, token.to(token_S.dtype.element_ty))
     ended = (tl.load(is_end + token) != 0) & (own >= min_tokens)
-    if GIVEN:
-        ended = ended & (told < 0)
+    if FORCED:
+        ended = ended & (forced_token < 0)
     ended = ended | (own + 1 >= tl.load(limit + slot))
     tl.store(suffix_length + slot, tl.where(ended, -1, own + 1))
 
 
 @triton.jit
-def _sample_tokens(logits, tops, kept, full, raw, best, best_at, token_S, suffix_length, limit, key, drawn, logps, given,
-          is_end, slots, V, heat, min_tokens, scale, softcap,
-          C: tl.constexpr, GIVEN: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, GREEDY: tl.constexpr,
-          HOT: tl.constexpr, MIN: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+def _sample_tokens(logits, tops, kept, full, raw, best, best_at, token_S, suffix_length, limit, key, sampled_ring, logps, forced,
+          is_end, slots, V, inv_temperature, min_tokens, scale, softcap,
+          C: tl.constexpr, FORCED: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, GREEDY: tl.constexpr,
+          SCALED: tl.constexpr, MIN: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     if EARLY:
         tl.extra.cuda.gdc_wait()
     slot = tl.program_id(0)
@@ -175,9 +175,9 @@ def _sample_tokens(logits, tops, kept, full, raw, best, best_at, token_S, suffix
                 token_S,
                 suffix_length,
                 limit,
-                drawn,
+                sampled_ring,
                 logps,
-                given,
+                forced,
                 is_end,
                 slot,
                 slots,
@@ -188,10 +188,10 @@ def _sample_tokens(logits, tops, kept, full, raw, best, best_at, token_S, suffix
                 logp,
                 min_tokens,
                 C,
-                GIVEN,
+                FORCED,
             )
         else:
-            shrink_T = tl.exp((top_T - top) * heat)
+            shrink_T = tl.exp((top_T - top) * inv_temperature)
             mass_T = (tl.load(kept + where, mask=there, other=0.0) * shrink_T).to(tl.float64)
             sum_T = tl.cumsum(mass_T, 0)
             total = tl.sum(mass_T, 0)
@@ -201,27 +201,27 @@ def _sample_tokens(logits, tops, kept, full, raw, best, best_at, token_S, suffix
             rest = (target - tl.sum(tl.where(t < tile, mass_T, 0.0), 0)).to(tl.float32)
             n = tile * TILE + tl.arange(0, TILE)
             z_n = _logits(base, n, V, scale, softcap, SCALE, SOFTCAP)
-            p = tl.exp((z_n - top) * heat)
+            p = tl.exp((z_n - top) * inv_temperature)
             if MIN:
-                barred = tl.load(is_end + n, mask=n < V, other=0).to(tl.int1) & (own < min_tokens)
-                p = tl.where(barred, 0.0, p)
+                banned = tl.load(is_end + n, mask=n < V, other=0).to(tl.int1) & (own < min_tokens)
+                p = tl.where(banned, 0.0, p)
             last_n = tl.max(tl.where(p > 0, n, 0), 0)
             token = tl.minimum(tile * TILE + tl.sum((tl.cumsum(p, 0) <= rest).to(tl.int32), 0), last_n)
             z = tl.max(tl.where(n == token, z_n, float("-inf")), 0)
-            sampled = (z - top) * heat - tl.log(total.to(tl.float32))
+            sampled = (z - top) * inv_temperature - tl.log(total.to(tl.float32))
             logp = sampled
             if MIN:
-                logp = (z - top) * heat - tl.log(tl.sum(tl.load(full + where, mask=there, other=0.0) * shrink_T, 0))
+                logp = (z - top) * inv_temperature - tl.log(tl.sum(tl.load(full + where, mask=there, other=0.0) * shrink_T, 0))
             raw_logp = sampled
-            if HOT or MIN:
+            if SCALED or MIN:
                 raw_logp = z - top - tl.log(raw_total)
             _write_token(
                 token_S,
                 suffix_length,
                 limit,
-                drawn,
+                sampled_ring,
                 logps,
-                given,
+                forced,
                 is_end,
                 slot,
                 slots,
@@ -232,21 +232,21 @@ def _sample_tokens(logits, tops, kept, full, raw, best, best_at, token_S, suffix
                 raw_logp,
                 min_tokens,
                 C,
-                GIVEN,
+                FORCED,
             )
 
 
 @triton.jit
-def _write_tokens(token, logp, token_S, suffix_length, limit, drawn, logps, given, is_end, slots, min_tokens, C: tl.constexpr,
-                GIVEN: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+def _write_tokens(token, logp, token_S, suffix_length, limit, sampled_ring, logps, forced, is_end, slots, min_tokens, C: tl.constexpr,
+                FORCED: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     if EARLY:
         tl.extra.cuda.gdc_wait()
     slot = tl.program_id(0)
     own = tl.load(suffix_length + slot)
     if own >= 0:
-        _write_token(token_S, suffix_length, limit, drawn, logps, given, is_end, slot, slots, tl.load(token + slot), own,
+        _write_token(token_S, suffix_length, limit, sampled_ring, logps, forced, is_end, slot, slots, tl.load(token + slot), own,
                 tl.load(logp + slot), tl.load(logp + slots + slot), tl.load(logp + 2 * slots + slot), min_tokens,
-                C, GIVEN)  # fmt: skip
+                C, FORCED)  # fmt: skip
 
 
 def sample_tokens(logits_SV: Tensor, slots: Slots, is_end_V: Tensor, rule: SamplingRule) -> None:
@@ -258,18 +258,18 @@ def sample_tokens(logits_SV: Tensor, slots: Slots, is_end_V: Tensor, rule: Sampl
     tops, kept, full, raw, best = torch.empty((5, S, padded), dtype=torch.float32, device=logits_SV.device)
     best_at = torch.empty((S, padded), dtype=torch.int32, device=logits_SV.device)
     greedy = rule.temperature == 0
-    heat = 1.0 if greedy else 1.0 / rule.temperature
+    inv_temperature = 1.0 if greedy else 1.0 / rule.temperature
     flags = {
-        "TILE": tile, "TILES": padded, "GREEDY": greedy, "HOT": heat != 1.0, "MIN": rule.min_tokens > 0,
+        "TILE": tile, "TILES": padded, "GREEDY": greedy, "SCALED": inv_temperature != 1.0, "MIN": rule.min_tokens > 0,
         "SCALE": rule.scale != 1.0, "SOFTCAP": rule.softcap is not None, **pdl_options(logits_SV.device),
     }  # fmt: skip
-    numbers = (heat, rule.min_tokens, rule.scale, rule.softcap or 0.0)
+    numbers = (inv_temperature, rule.min_tokens, rule.scale, rule.softcap or 0.0)
     _statistics[(S, tiles)](
         logits_SV, slots.suffix_length, is_end_V, tops, kept, full, raw, best, best_at, V, *numbers, **flags, num_warps=4
     )
     _sample_tokens[(S,)](
-        logits_SV, tops, kept, full, raw, best, best_at, slots.token, slots.suffix_length, slots.limit, slots.key, slots.drawn,
-        slots.logps, slots.given, is_end_V, S, V, *numbers, C=slots.drawn.shape[0], GIVEN=slots.given.shape[1], **flags,
+        logits_SV, tops, kept, full, raw, best, best_at, slots.token, slots.suffix_length, slots.limit, slots.key, slots.sampled,
+        slots.logps, slots.forced, is_end_V, S, V, *numbers, C=slots.sampled.shape[0], FORCED=slots.forced.shape[1], **flags,
         num_warps=4,
     )  # fmt: skip
 
@@ -283,9 +283,9 @@ def uniforms(slots: Slots) -> Tensor:
 
 
 def write_tokens(token_S: Tensor, logp_3S: Tensor, slots: Slots, is_end_V: Tensor, min_tokens: int) -> None:
-    """Write tokens down that were drawn elsewhere, with their three log-probs."""
+    """Write tokens down that were sampled_ring elsewhere, with their three log-probs."""
     _write_tokens[(len(token_S),)](
-        token_S, logp_3S, slots.token, slots.suffix_length, slots.limit, slots.drawn, slots.logps, slots.given,
-        is_end_V, len(token_S), min_tokens, C=slots.drawn.shape[0], GIVEN=slots.given.shape[1],
+        token_S, logp_3S, slots.token, slots.suffix_length, slots.limit, slots.sampled, slots.logps, slots.forced,
+        is_end_V, len(token_S), min_tokens, C=slots.sampled.shape[0], FORCED=slots.forced.shape[1],
         num_warps=1, **pdl_options(token_S.device),
     )  # fmt: skip

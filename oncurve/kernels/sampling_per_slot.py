@@ -30,9 +30,9 @@ MANY = tl.constexpr(1 << 30)
 
 @dataclass(frozen=True, slots=True)
 class SlotSamplingParams:
-    """How each slot's tokens are drawn; tensors on the device that keep their addresses.
+    """How each slot's tokens are sampled_ring; tensors on the device that keep their addresses.
 
-    ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 keep all. ``top`` likeliest tokens are told at each
+    ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 keep all. ``top`` likeliest tokens are forced_token at each
     place, in ``top_ids`` and ``top_logps`` [C, S, most], rings as in ``Slots``.
     """
 
@@ -47,11 +47,11 @@ class SlotSamplingParams:
 
 
 @triton.jit
-def _allowed(logits, is_end, n, V, bar, scale, softcap, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
-    """Logits, −inf where an end token is barred."""
+def _allowed(logits, is_end, n, V, ban, scale, softcap, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
+    """Logits, −inf where an end token is banned."""
     z = _logits(logits, n, V, scale, softcap, SCALE, SOFTCAP)
-    barred = tl.load(is_end + n, mask=(n < V) & bar, other=0).to(tl.int1)  # not read at all where none is barred
-    return tl.where(barred, float("-inf"), z)
+    banned = tl.load(is_end + n, mask=(n < V) & ban, other=0).to(tl.int1)  # not read at all where none is banned
+    return tl.where(banned, float("-inf"), z)
 
 
 @triton.jit
@@ -63,21 +63,21 @@ def _inv_temperature(temperature):
 def _sums(logits, suffix_length, is_end, temperature, min_tokens, tops, full, raw, kept, best, best_at, lowest, V, scale,
           softcap, TILE: tl.constexpr, TILES: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
           EARLY: tl.constexpr):  # fmt: skip
-    """Of one tile: its maximum, sums of e^((z − max)·heat) over all and over what may be drawn, and of e^(z − max); the
-    likeliest token that may be drawn, and the lowest logit of such."""
+    """Of one tile: its maximum, sums of e^((z − max)·inv_temperature) over all and over what may be sampled_ring, and of e^(z − max); the
+    likeliest token that may be sampled_ring, and the lowest logit of such."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
     slot, tile = tl.program_id(0), tl.program_id(1)
     own = tl.load(suffix_length + slot)
     if own >= 0:
-        heat = _inv_temperature(tl.load(temperature + slot))
+        inv_temperature = _inv_temperature(tl.load(temperature + slot))
         n = tile * TILE + tl.arange(0, TILE)
         base = logits + slot.to(tl.int64) * V
         z = _logits(base, n, V, scale, softcap, SCALE, SOFTCAP)
         may = _allowed(base, is_end, n, V, own < tl.load(min_tokens + slot), scale, softcap, SCALE, SOFTCAP)
         at = slot * TILES + tile
         top = tl.max(z, 0)
-        p = tl.exp((z - top) * heat)
+        p = tl.exp((z - top) * inv_temperature)
         tl.store(tops + at, top)
         tl.store(full + at, tl.sum(p, 0))
         tl.store(raw + at, tl.sum(tl.exp(z - top), 0))
@@ -88,7 +88,7 @@ def _sums(logits, suffix_length, is_end, temperature, min_tokens, tops, full, ra
 
 
 @triton.jit
-def _above(logits, is_end, V, bar, middle, top, heat, scale, softcap, WIDE: tl.constexpr, SCALE: tl.constexpr,
+def _above(logits, is_end, V, ban, middle, top, inv_temperature, scale, softcap, WIDE: tl.constexpr, SCALE: tl.constexpr,
            SOFTCAP: tl.constexpr):  # fmt: skip
     """Of the tokens above a logit: how many, their mass, and the lowest; and the highest of the others."""
     count = tl.zeros([WIDE], tl.int32)
@@ -96,10 +96,10 @@ def _above(logits, is_end, V, bar, middle, top, heat, scale, softcap, WIDE: tl.c
     lowest = tl.full([WIDE], float("inf"), tl.float32)
     highest = tl.full([WIDE], float("-inf"), tl.float32)
     for start in range(0, V, WIDE):
-        z = _allowed(logits, is_end, start + tl.arange(0, WIDE), V, bar, scale, softcap, SCALE, SOFTCAP)
+        z = _allowed(logits, is_end, start + tl.arange(0, WIDE), V, ban, scale, softcap, SCALE, SOFTCAP)
         over = z > middle
         count += over.to(tl.int32)
-        mass += tl.where(over, tl.exp((z - top) * heat), 0.0)
+        mass += tl.where(over, tl.exp((z - top) * inv_temperature), 0.0)
         lowest = tl.minimum(lowest, tl.where(over, z, float("inf")))
         highest = tl.maximum(highest, tl.where(over, float("-inf"), z))
     return tl.sum(count, 0), tl.sum(mass, 0), tl.min(lowest, 0), tl.max(highest, 0)
@@ -116,20 +116,20 @@ def _cut(logits, suffix_length, is_end, temperature, top_p, min_p, top_k, min_to
     slot = tl.program_id(0)
     own = tl.load(suffix_length + slot)
     if own >= 0:
-        warm, k = tl.load(temperature + slot), tl.load(top_k + slot)
+        temp, k = tl.load(temperature + slot), tl.load(top_k + slot)
         p, floor = tl.load(top_p + slot), tl.load(min_p + slot)
-        if (warm > 0) & ((k > 0) | (p < 1.0) | (floor > 0.0)):
-            heat, bar = _inv_temperature(warm), own < tl.load(min_tokens + slot)
+        if (temp > 0) & ((k > 0) | (p < 1.0) | (floor > 0.0)):
+            inv_temperature, ban = _inv_temperature(temp), own < tl.load(min_tokens + slot)
             base = logits + slot.to(tl.int64) * V
             t = tl.arange(0, TILES)
             there = t < (V + TILE - 1) // TILE
             where = slot * TILES + t
             top_T = tl.load(tops + where, mask=there, other=float("-inf"))
             top = tl.max(top_T, 0)
-            total = tl.sum(tl.load(full + where, mask=there, other=0.0) * tl.exp((top_T - top) * heat), 0)
+            total = tl.sum(tl.load(full + where, mask=there, other=0.0) * tl.exp((top_T - top) * inv_temperature), 0)
             high = tl.max(tl.load(best + where, mask=there, other=float("-inf")), 0)
             low = tl.min(tl.load(lowest + where, mask=there, other=float("inf")), 0)
-            at_least = high + tl.log(tl.maximum(floor, 1e-38)) / heat
+            at_least = high + tl.log(tl.maximum(floor, 1e-38)) / inv_temperature
             wanted = tl.where(p < 1.0, p * total, float("inf"))
             most = tl.where(k > 0, k, MANY)
             if (k == 0) & (p >= 1.0):
@@ -137,23 +137,25 @@ def _cut(logits, suffix_length, is_end, temperature, top_p, min_p, top_k, min_to
             while low < high:
                 middle = low + (high - low) * 0.5
                 middle = tl.where(middle >= high, low, middle)
-                count, mass, over, under = _above(base, is_end, V, bar, middle, top, heat, scale, softcap, WIDE, SCALE,
+                count, mass, over, under = _above(base, is_end, V, ban, middle, top, inv_temperature, scale, softcap, WIDE, SCALE,
                                                   SOFTCAP)  # fmt: skip
                 enough = (count >= most) | (mass >= wanted)
                 low = tl.where(enough, over, low)
                 high = tl.where(enough, high, under)
-            count, mass, over, under = _above(base, is_end, V, bar, low, top, heat, scale, softcap, WIDE, SCALE, SOFTCAP)
-            by_mass = tl.ceil(tl.minimum((wanted - mass) / tl.exp((low - top) * heat), 1e9)).to(tl.int32)
+            count, mass, over, under = _above(
+                base, is_end, V, ban, low, top, inv_temperature, scale, softcap, WIDE, SCALE, SOFTCAP
+            )
+            by_mass = tl.ceil(tl.minimum((wanted - mass) / tl.exp((low - top) * inv_temperature), 1e9)).to(tl.int32)
             ties = tl.maximum(tl.minimum(most - count, by_mass), 1)
             ties = tl.where(at_least > low, MANY, ties)
             low = tl.maximum(low, at_least)
             seen, last = 0, -1
             for tile in range((V + TILE - 1) // TILE):
                 n = tile * TILE + tl.arange(0, TILE)
-                z = _allowed(base, is_end, n, V, bar, scale, softcap, SCALE, SOFTCAP)
+                z = _allowed(base, is_end, n, V, ban, scale, softcap, SCALE, SOFTCAP)
                 same = z == low
                 tied = same & (tl.cumsum(same.to(tl.int32), 0) + seen <= ties)
-                left = tl.exp((z - tl.load(tops + slot * TILES + tile)) * heat)
+                left = tl.exp((z - tl.load(tops + slot * TILES + tile)) * inv_temperature)
                 tl.store(kept + slot * TILES + tile, tl.sum(tl.where((z > low) | tied, left, 0.0), 0))
                 last = tl.maximum(last, tl.max(tl.where(tied, n, -1), 0))
                 seen += tl.sum(same.to(tl.int32), 0)
@@ -196,8 +198,8 @@ def _likeliest(logits, suffix_length, wanted, tops, raw, top_ids, top_logps, slo
 
 @triton.jit
 def _sample_per_slot(logits, temperature, min_of, tops, full, raw, kept, best, best_at, cut, cut_at, token_S, suffix_length,
-            limit, key, drawn, logps, given, is_end, slots, V, scale, softcap,
-            C: tl.constexpr, GIVEN: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, SCALE: tl.constexpr,
+            limit, key, sampled_ring, logps, forced, is_end, slots, V, scale, softcap,
+            C: tl.constexpr, FORCED: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, SCALE: tl.constexpr,
             SOFTCAP: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """As ``_pick`` of sampling.py, among what is kept."""
     if EARLY:
@@ -205,8 +207,8 @@ def _sample_per_slot(logits, temperature, min_of, tops, full, raw, kept, best, b
     slot = tl.program_id(0)
     own = tl.load(suffix_length + slot)
     if own >= 0:
-        warm, min_tokens = tl.load(temperature + slot), tl.load(min_of + slot)
-        heat = _inv_temperature(warm)
+        temp, min_tokens = tl.load(temperature + slot), tl.load(min_of + slot)
+        inv_temperature = _inv_temperature(temp)
         t = tl.arange(0, TILES)
         there = t < (V + TILE - 1) // TILE
         where = slot * TILES + t
@@ -214,7 +216,7 @@ def _sample_per_slot(logits, temperature, min_of, tops, full, raw, kept, best, b
         top_T = tl.load(tops + where, mask=there, other=float("-inf"))
         top = tl.max(top_T, 0)
         raw_total = tl.sum(tl.load(raw + where, mask=there, other=0.0) * tl.exp(top_T - top), 0)
-        shrink_T = tl.exp((top_T - top) * heat)
+        shrink_T = tl.exp((top_T - top) * inv_temperature)
         all_total = tl.sum(tl.load(full + where, mask=there, other=0.0) * shrink_T, 0)
         mass_T = (tl.load(kept + where, mask=there, other=0.0) * shrink_T).to(tl.float64)
         total = tl.sum(mass_T, 0)
@@ -226,25 +228,25 @@ def _sample_per_slot(logits, temperature, min_of, tops, full, raw, kept, best, b
         z_n = _allowed(base, is_end, n, V, own < min_tokens, scale, softcap, SCALE, SOFTCAP)
         edge = tl.load(cut + slot)
         stays = (z_n > edge) | ((z_n == edge) & (n <= tl.load(cut_at + slot)))
-        p = tl.where(stays, tl.exp((z_n - top) * heat), 0.0)
+        p = tl.where(stays, tl.exp((z_n - top) * inv_temperature), 0.0)
         last_n = tl.max(tl.where(p > 0, n, 0), 0)
         token = tl.minimum(tile * TILE + tl.sum((tl.cumsum(p, 0) <= rest).to(tl.int32), 0), last_n)
         z = tl.max(tl.where(n == token, z_n, float("-inf")), 0)
         best_T = tl.load(best + where, mask=there, other=float("-inf"))
         likeliest = tl.load(best_at + slot * TILES + tl.argmax(best_T, 0, tie_break_left=True))
-        token = tl.where(warm > 0, token, likeliest)
-        z = tl.where(warm > 0, z, tl.max(best_T, 0))
+        token = tl.where(temp > 0, token, likeliest)
+        z = tl.where(temp > 0, z, tl.max(best_T, 0))
         raw_logp = z - top - tl.log(raw_total)
-        logp = tl.where(warm > 0, (z - top) * heat - tl.log(all_total), raw_logp)
-        sampled = tl.where(warm > 0, (z - top) * heat - tl.log(total.to(tl.float32)), 0.0)
-        _write_token(token_S, suffix_length, limit, drawn, logps, given, is_end, slot, slots, token, own, logp, sampled,
-                raw_logp, min_tokens, C, GIVEN)  # fmt: skip
+        logp = tl.where(temp > 0, (z - top) * inv_temperature - tl.log(all_total), raw_logp)
+        sampled = tl.where(temp > 0, (z - top) * inv_temperature - tl.log(total.to(tl.float32)), 0.0)
+        _write_token(token_S, suffix_length, limit, sampled_ring, logps, forced, is_end, slot, slots, token, own, logp, sampled,
+                raw_logp, min_tokens, C, FORCED)  # fmt: skip
 
 
 def sample_tokens_per_slot(
-    logits_SV: Tensor, slots: Slots, wishes: SlotSamplingParams, is_end_V: Tensor, rule: SamplingRule
+    logits_SV: Tensor, slots: Slots, params: SlotSamplingParams, is_end_V: Tensor, rule: SamplingRule
 ) -> None:
-    """Draw a token for every slot that is not idle, as it wishes, and write it down. Of ``rule`` only the model's scale and
+    """Draw a token for every slot that is not idle, as it params, and write it down. Of ``rule`` only the model's scale and
     soft cap are used."""
     S, V = logits_SV.shape
     device, tile = logits_SV.device, min(TILE, triton.next_power_of_2(V))
@@ -256,22 +258,22 @@ def sample_tokens_per_slot(
     flags = {
         "TILE": tile, "TILES": padded, "SCALE": rule.scale != 1.0, "SOFTCAP": rule.softcap is not None, **pdl_options(device),
     }  # fmt: skip
-    model, ring = (rule.scale, rule.softcap or 0.0), slots.drawn.shape[0]
+    model, ring = (rule.scale, rule.softcap or 0.0), slots.sampled.shape[0]
     _sums[(S, tiles)](
-        logits_SV, slots.suffix_length, is_end_V, wishes.temperature, wishes.min_tokens, tops, full, raw, kept, best, best_at,
+        logits_SV, slots.suffix_length, is_end_V, params.temperature, params.min_tokens, tops, full, raw, kept, best, best_at,
         lowest, V, *model, **flags, num_warps=4,
     )  # fmt: skip
     _cut[(S,)](
-        logits_SV, slots.suffix_length, is_end_V, wishes.temperature, wishes.top_p, wishes.min_p, wishes.top_k,
-        wishes.min_tokens, tops, full, kept, best, lowest, cut, cut_at, V, *model,
+        logits_SV, slots.suffix_length, is_end_V, params.temperature, params.top_p, params.min_p, params.top_k,
+        params.min_tokens, tops, full, kept, best, lowest, cut, cut_at, V, *model,
         WIDE=min(WIDE, triton.next_power_of_2(V)), **flags, num_warps=16,
     )  # fmt: skip
     _likeliest[(S,)](
-        logits_SV, slots.suffix_length, wishes.top, tops, raw, wishes.top_ids, wishes.top_logps, S, V,
-        wishes.top_ids.shape[2], *model, C=ring, **flags, num_warps=4,
+        logits_SV, slots.suffix_length, params.top, tops, raw, params.top_ids, params.top_logps, S, V,
+        params.top_ids.shape[2], *model, C=ring, **flags, num_warps=4,
     )  # fmt: skip
     _sample_per_slot[(S,)](
-        logits_SV, wishes.temperature, wishes.min_tokens, tops, full, raw, kept, best, best_at, cut, cut_at, slots.token,
-        slots.suffix_length, slots.limit, slots.key, slots.drawn, slots.logps, slots.given, is_end_V, S, V, *model,
-        C=ring, GIVEN=slots.given.shape[1], **flags, num_warps=4,
+        logits_SV, params.temperature, params.min_tokens, tops, full, raw, kept, best, best_at, cut, cut_at, slots.token,
+        slots.suffix_length, slots.limit, slots.key, slots.sampled, slots.logps, slots.forced, is_end_V, S, V, *model,
+        C=ring, FORCED=slots.forced.shape[1], **flags, num_warps=4,
     )  # fmt: skip

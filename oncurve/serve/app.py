@@ -19,7 +19,8 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from oncurve.engines.native.session import SampledToken, SampleRequest
+from oncurve.engines.base import SampleRequest
+from oncurve.engines.native.session import SampledToken, served_request
 from oncurve.errors import ModelError
 from oncurve.local_http import rejection_reason
 from oncurve.models.policy import Policy
@@ -51,7 +52,7 @@ class ServedModel:
 
     def sample_request(self, prompt_ids: Ints, body: ChatBody | TextBody, seed: int) -> SampleRequest:
         """The engine's request. Raises ApiError if prompt and completion don't fit."""
-        limit, context = self.engine.session.limit, self.engine.session.context
+        limit, context = self.engine.session.max_new_tokens, self.engine.session.context
         room = context - len(prompt_ids)
         if room < 1 or room < (body.limit or 1):
             if context == self.policy.max_positions:
@@ -67,7 +68,7 @@ class ServedModel:
         if (body.limit or 1) > limit:
             message = f"{body.limit} tokens: this server generates at most {limit} (oncurve serve --max-tokens)"
             raise ApiError(400, message, "max_tokens")
-        return SampleRequest(prompt_ids, body.samples, body.sampling(body.limit or min(limit, room)), seed, body.top)
+        return served_request(prompt_ids, body.samples, body.sampling(body.limit or min(limit, room)), seed, body.top)
 
     def encode_chat(self, body: ChatBody) -> Ints:
         prompt = Prompt("messages", messages=tuple(message.for_template() for message in body.messages))
@@ -104,7 +105,7 @@ def make_app(served: ServedModel, key: str | None) -> ASGIApp:
     install_error_handlers(app)
     session = served.engine.session
     card = {"id": served.name, "object": "model", "created": served.created, "owned_by": "oncurve"}
-    card |= {"context": session.context, "max_tokens": session.limit, "chat": served.has_chat_template}
+    card |= {"context": session.context, "max_tokens": session.max_new_tokens, "chat": served.has_chat_template}
 
     @app.get("/v1/models")
     def models() -> dict[str, Any]:
@@ -169,7 +170,9 @@ class CompletionCall:
         self, served: ServedModel, requests: Sequence[SampleRequest], with_usage: bool, formatter: ResponseFormatter
     ) -> None:
         self.served, self.requests, self.with_usage, self.formatter = served, requests, with_usage, formatter
-        self.texts = [StreamedText(served.decode, request.how.stop) for request in requests for _ in range(request.samples)]
+        self.texts = [
+            StreamedText(served.decode, request.sampling.stop) for request in requests for _ in range(request.samples)
+        ]
 
     @property
     def usage(self) -> dict[str, int]:

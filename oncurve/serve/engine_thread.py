@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from oncurve.engines.native.session import SampledToken, SampleRequest, Session
+from oncurve.engines.base import SampleRequest
+from oncurve.engines.native.session import SampledToken, Session
 
 Item = tuple[int, list[SampledToken] | Exception]
 """The index of a request in its call, and its new tokens or an error."""
@@ -100,7 +101,7 @@ class EngineThread:
 
     def _handle_commands(self) -> bool:
         """Handles all commands that have arrived, and waits for one if nothing decodes. False once the thread must end."""
-        wait = not self.session.asks
+        wait = not self.session.requests
         while True:
             try:
                 command = self._commands.get(block=wait)
@@ -116,11 +117,11 @@ class EngineThread:
                 for number in self._requests_of.get(command.call, ()):
                     self.session.cancel(number)
                 self._forget_ended()
-            wait = not self.session.asks
+            wait = not self.session.requests
 
     def _forget_ended(self) -> None:
         """Forgets requests that have ended in the session."""
-        for number in [number for number in self._subscribers if number not in self.session.asks]:
+        for number in [number for number in self._subscribers if number not in self.session.requests]:
             del self._subscribers[number]
         for call in [c for c, numbers in self._requests_of.items() if not any(n in self._subscribers for n in numbers)]:
             del self._requests_of[call]

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 
-from oncurve.engines.cuda.decode_step import step_of
-from oncurve.engines.native.engine import NativeEngine, SampleKey
+from oncurve.engines.base import SampleKey
+from oncurve.engines.cuda.decode_step import build_step
+from oncurve.engines.native.engine import NativeEngine
 from oncurve.kernels.decode_matmul import block_for
 from oncurve.models import lora
 from oncurve.models.policy import Policy
@@ -91,8 +92,8 @@ def bits(completions: tuple[Completion, ...]) -> list[tuple[bytes, ...]]:
 def test_logps_are_those_of_a_full_forward_in_float32(name: str, dtype: torch.dtype) -> None:
     own = engine(name, dtype)
     found = errors(own, sample(own, LENGTHS, 3, Sampling(temperature=0.8, max_new_tokens=70)), 0.8)
-    assert own.gpu is not None
-    assert own.gpu.by_graph
+    assert own.graph_decoder is not None
+    assert own.graph_decoder.use_cuda_graphs
     assert_near(found, dtype)
 
 
@@ -188,39 +189,39 @@ def test_the_gpu_draws_what_the_cpu_draws(how: Sampling) -> None:
 def test_a_pool_too_small_for_all_makes_completions_wait_and_changes_no_bit() -> None:
     own, how = engine_of(model_of("qwen3"), torch.float32), Sampling(max_new_tokens=600)
     free = sample(own, (1, 300), 8, how)
-    assert own.gpu is not None
-    room = own.gpu.pool.open
-    own.gpu.pool.open = lambda first, most, share: room(min(first, 5), min(most, 5), share)  # type: ignore[method-assign]
+    assert own.graph_decoder is not None
+    room = own.graph_decoder.cache.open
+    own.graph_decoder.cache.open = lambda first, most, share: room(min(first, 5), min(most, 5), share)  # type: ignore[method-assign]
     assert [bits(g.completions) for g in sample(own, (1, 300), 8, how)] == [bits(g.completions) for g in free]
 
 
 def test_after_sampling_the_memory_of_the_pool_is_free_and_graphs_are_kept() -> None:
     own, how = engine_of(model_of("llama"), torch.bfloat16, 64), Sampling(max_new_tokens=1024, min_new_tokens=1000)
     sample(own, (300,), 64, how)
-    assert own.gpu is not None
-    graphs = dict(own.gpu.graphs)
+    assert own.graph_decoder is not None
+    graphs = dict(own.graph_decoder.graphs)
     torch.cuda.synchronize()
     before = torch.cuda.mem_get_info()[0]
     sample(own, (300,), 64, how, step=2)
     torch.cuda.synchronize()
     assert abs(torch.cuda.mem_get_info()[0] - before) < 64 << 20
-    assert own.gpu.graphs == graphs
-    assert own.gpu.pool.stretch is not None
-    assert own.gpu.pool.stretch.mapped == 0
+    assert own.graph_decoder.graphs == graphs
+    assert own.graph_decoder.cache.stretch is not None
+    assert own.graph_decoder.cache.stretch.mapped == 0
 
 
 @pytest.mark.parametrize("dtype", BOTH)
 def test_weights_that_an_optimiser_changes_are_seen_with_no_call(dtype: torch.dtype) -> None:
     own, how = engine_of(model_of("qwen3"), dtype), Sampling(temperature=0.8, max_new_tokens=20)
     before = sample(own, LENGTHS, 2, how)
-    assert own.gpu is not None
-    graphs = dict(own.gpu.graphs)
+    assert own.graph_decoder is not None
+    graphs = dict(own.graph_decoder.graphs)
     optimiser = torch.optim.SGD(own.policy.model.parameters(), lr=0.05)
     for parameter in own.policy.model.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimiser.step()
     after = sample(own, LENGTHS, 2, how)
-    assert graphs.items() <= own.gpu.graphs.items(), "what was captured before the update is used after it"
+    assert graphs.items() <= own.graph_decoder.graphs.items(), "what was captured before the update is used after it"
     assert [bits(g.completions) for g in before] != [bits(g.completions) for g in after]
     found = errors(own, after, 0.8)
     assert_near(found, dtype)
@@ -232,7 +233,7 @@ def test_environments_answer_as_on_a_cpu(how: Sampling) -> None:
     plain = episodes.policy()
     there = NativeEngine(plain, Engine(slots=8))
     here = NativeEngine(Policy(copy.deepcopy(plain.model).to("cuda"), plain.tokenizer), Engine(slots=8))
-    assert here.gpu is not None
+    assert here.graph_decoder is not None
     found = []
     for own in (here, there):
         prompts = [episodes.asked("one", episodes.Echo()), episodes.asked("two", episodes.Echo(calls=()))]
@@ -260,8 +261,8 @@ def test_lora_layers_are_active(options: dict[str, object], dtype: torch.dtype) 
     groups = sample(own, LENGTHS, 3, Sampling(max_new_tokens=30))
     found = errors(own, groups, 1.0)
     assert_near(found, dtype)
-    assert own.gpu is not None
-    assert own.gpu.by_graph
+    assert own.graph_decoder is not None
+    assert own.graph_decoder.use_cuda_graphs
     base = sample(engine("qwen3", dtype), LENGTHS, 3, Sampling(max_new_tokens=30))
     assert [bits(g.completions) for g in groups] != [bits(g.completions) for g in base]
 
@@ -270,8 +271,8 @@ def test_lora_by_the_fast_path_draws_what_the_modules_draw() -> None:
     """Texts part at near ties only, which are rare."""
     fast, slow = adapted_engine(torch.float32), adapted_engine(torch.float32)
     slow.policy.fast_backbone = None
-    assert slow.gpu is not None
-    slow.gpu.step = step_of(slow.policy)
+    assert slow.graph_decoder is not None
+    slow.graph_decoder.step = build_step(slow.policy)
     found = [[c for g in sample(own, LENGTHS, 4, Sampling(max_new_tokens=30)) for c in g.completions] for own in (fast, slow)]
     same = [(a, b) for a, b in zip(*found, strict=True) if a.token_ids.tolist() == b.token_ids.tolist()]
     assert len(same) >= len(found[0]) - 1
@@ -282,14 +283,14 @@ def test_lora_by_the_fast_path_draws_what_the_modules_draw() -> None:
 def test_lora_weights_that_an_optimiser_changes_are_seen_with_no_call(dtype: torch.dtype) -> None:
     own, how = adapted_engine(dtype), Sampling(temperature=0.8, max_new_tokens=20)
     before = sample(own, LENGTHS, 2, how)
-    assert own.gpu is not None
-    graphs = dict(own.gpu.graphs)
+    assert own.graph_decoder is not None
+    graphs = dict(own.graph_decoder.graphs)
     trained = list(lora.adapter_parameters(own.policy.model).values())
     for parameter in trained:
         parameter.grad = torch.randn_like(parameter)
     torch.optim.SGD(trained, lr=0.1).step()
     after = sample(own, LENGTHS, 2, how)
-    assert graphs.items() <= own.gpu.graphs.items(), "what was captured before the update is used after it"
+    assert graphs.items() <= own.graph_decoder.graphs.items(), "what was captured before the update is used after it"
     assert [bits(g.completions) for g in before] != [bits(g.completions) for g in after]
     found = errors(own, after, 0.8)
     assert_near(found, dtype)
@@ -310,8 +311,8 @@ def test_a_mixture_of_experts_is_sampled_faithfully(caplog: pytest.LogCaptureFix
     with caplog.at_level(logging.WARNING, "oncurve.engine"):
         groups = sample(own, LENGTHS, 3, Sampling(max_new_tokens=20))
     assert float(errors(own, groups, 1.0).max()) < 1e-4
-    assert own.gpu is not None
-    assert own.gpu.by_graph or "without CUDA graphs" in caplog.text
+    assert own.graph_decoder is not None
+    assert own.graph_decoder.use_cuda_graphs or "without CUDA graphs" in caplog.text
 
 
 def test_a_step_that_cannot_be_captured_runs_without_graphs_and_says_so(caplog: pytest.LogCaptureFixture) -> None:

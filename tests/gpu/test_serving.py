@@ -18,9 +18,10 @@ import numpy as np
 import pytest
 import torch
 
+from oncurve.engines.base import SampleRequest
 from oncurve.engines.cuda.paged_kv_cache import PagedKVCache
-from oncurve.engines.cuda.session import CudaSession
-from oncurve.engines.native.session import SampledToken, SampleRequest, TorchSession, open_session
+from oncurve.engines.cuda.per_slot import PerSlotCudaRunner
+from oncurve.engines.native.session import SampledToken, Session, open_session, served_request, torch_session
 from oncurve.local_http import listen
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.sections import Sampling
@@ -50,21 +51,26 @@ def policy(name: str, dtype: torch.dtype, device: str = "cuda") -> Policy:
     return Policy(copy.deepcopy(model_of(name)).to(device, dtype), tokenizer())
 
 
+def runner_of(session: Session) -> PerSlotCudaRunner:
+    assert isinstance(session.runner, PerSlotCudaRunner)
+    return session.runner
+
+
 @contextmanager
-def opened(name: str, dtype: torch.dtype, slots: int = SLOTS) -> Iterator[CudaSession]:
+def opened(name: str, dtype: torch.dtype, slots: int = SLOTS) -> Iterator[Session]:
     session = open_session(policy(name, dtype), slots, LIMIT)
-    assert isinstance(session, CudaSession)
+    runner = runner_of(session)
     yield session
-    assert session.sampler.by_graph
-    assert not any(session.row_in)
-    assert not session.prompt_pages
-    assert session.pool.left == session.pool.limit
+    assert runner.decoder.use_cuda_graphs
+    assert not any(session.running)
+    assert not runner.prompt_pages
+    assert runner.cache.left == runner.cache.limit
     session.close()
 
 
 def ask(place: int, name: str = "qwen3") -> SampleRequest:
     ids = policy(name, torch.float32).encode(long_prompt(LENGTHS[place % 5]))
-    return SampleRequest(ids, 1 + place % 3, SETTINGS[(place * 2 + place // 5) % 5], seed=place, top=(0, 5, 20)[place % 3])
+    return served_request(ids, 1 + place % 3, SETTINGS[(place * 2 + place // 5) % 5], seed=place, top=(0, 5, 20)[place % 3])
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma2"])
@@ -74,7 +80,7 @@ def test_the_gpu_serves_what_torch_serves(name: str) -> None:
     with opened(name, torch.float32) as session:
         numbers = [session.submit(ask(place, name)) for place in range(10)]
         here = finish(session)
-    plain = TorchSession(policy(name, torch.float32, "cpu"), SLOTS, LIMIT)
+    plain = torch_session(policy(name, torch.float32, "cpu"), SLOTS, LIMIT)
     again = [plain.submit(ask(place, name)) for place in range(10)]
     there = finish(plain)
     parted = 0
@@ -109,7 +115,7 @@ def test_a_request_gets_the_same_bits_whatever_comes_and_goes_beside_it(name: st
 
 def test_where_the_pool_is_full_requests_wait_and_nothing_is_told_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     how = Sampling(max_new_tokens=LIMIT, min_new_tokens=LIMIT)
-    asks = [SampleRequest(policy("qwen3", torch.float32).encode(long_prompt(n)), 2, how, seed=n) for n in (1, 300, 530)]
+    asks = [served_request(policy("qwen3", torch.float32).encode(long_prompt(n)), 2, how, seed=n) for n in (1, 300, 530)]
     found: list[list[Any]] = []
     for most in (24, 5):
         room = PagedKVCache.open
@@ -121,10 +127,10 @@ def test_where_the_pool_is_full_requests_wait_and_nothing_is_told_twice(monkeypa
 
 
 @contextmanager
-def opened_with(patched: pytest.MonkeyPatch, room: Any, most: int) -> Iterator[CudaSession]:
+def opened_with(patched: pytest.MonkeyPatch, room: Any, most: int) -> Iterator[Session]:
     patched.setattr(PagedKVCache, "open", lambda self, first, all_, share: room(self, min(first, most), min(all_, most), share))
     with opened("qwen3", torch.float32) as session:
-        assert session.pool.limit == most
+        assert runner_of(session).cache.limit == most
         yield session
 
 
@@ -133,14 +139,14 @@ def test_few_graphs_serve_all_there_is() -> None:
         for place in range(60):
             session.submit(ask(place))
         finish(session)
-        assert len(session.sampler.graphs) <= 12
+        assert len(runner_of(session).decoder.graphs) <= 12
 
 
 # Over HTTP, by the standard library's own client.
 
 
 @contextmanager
-def served(slots: int = SLOTS) -> Iterator[tuple[int, CudaSession]]:
+def served(slots: int = SLOTS) -> Iterator[tuple[int, Session]]:
     model = policy("qwen3", torch.bfloat16)
     with opened("qwen3", torch.bfloat16, slots) as session, listen("127.0.0.1", 0) as listening:
         worker = EngineThread(session)
@@ -192,7 +198,7 @@ def test_many_clients_at_once_are_answered_as_each_would_be_alone() -> None:
         assert alone[2][0] == alone[2][1]
         assert len(set(alone[0])) == 3
         assert not any(stop in text for text in alone[3] for stop in ("7", "qu"))
-        assert not session.asks
+        assert not session.requests
 
 
 def test_a_client_that_leaves_frees_its_slots() -> None:
@@ -201,9 +207,9 @@ def test_a_client_that_leaves_frees_its_slots() -> None:
         assert answer.readline().startswith(b"data: ")
         answer.close()
         until = time.monotonic() + 5
-        while session.asks and time.monotonic() < until:
+        while session.requests and time.monotonic() < until:
             time.sleep(0.005)
-        assert not session.asks
+        assert not session.requests
         assert texts(port, False, prompt="abc", seed=0)[0]
 
 

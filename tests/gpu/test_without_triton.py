@@ -27,7 +27,7 @@ def no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_torch_decodes_and_says_so(dtype: torch.dtype) -> None:
     own = engine_of(model_of("qwen3"), dtype)
     assert own.policy.fast_backbone is None
-    assert own.gpu is None
+    assert own.graph_decoder is None
     assert "Triton is not installed" in own.log_lines[0]
     assert_near(errors(own, sample(own, (1, 3, 64), 2, Sampling(max_new_tokens=12)), 1.0), dtype)
 

@@ -64,7 +64,7 @@ def test_tokens_and_logps_are_those_of_the_plain_path(V: int, how: Sampling) -> 
     uniform = torch.tensor([sampling_uniforms(0, 1, "p", s, n + 1)[n] for s, n in enumerate(lengths)])
     want = sample_tokens(z.double().cpu(), uniform, how, barred if how.min_new_tokens else None)
     ring = torch.arange(len(lengths))
-    found = slots.drawn.cpu()[at % C, ring]
+    found = slots.sampled.cpu()[at % C, ring]
     same = found == want.token_S
     assert int(same.sum()) >= len(lengths) - 1, "float32 sums may part from float64 ones at a boundary, not more often"
     assert bool(((found - want.token_S).abs() <= 1).all())
@@ -98,12 +98,12 @@ def test_idle_slots_draw_nothing_and_limits_end() -> None:
     slots = slots_of([-1, 8, 9], limit=10)
     kernels.sample_tokens(logits(3, 50), slots, ends(50), kernels.SamplingRule())
     assert slots.suffix_length.tolist() == [-1, 9, -1]
-    assert bool((slots.drawn[:, 0] == -7).all())
+    assert bool((slots.sampled[:, 0] == -7).all())
     token, logp = torch.tensor([1, 2, 3], device=DEVICE), torch.arange(9.0, device=DEVICE).view(3, 3)
     again = slots_of([-1, 8, 9], limit=10)
     kernels.write_tokens(token, logp, again, ends(50, 2), 0)
     assert again.suffix_length.tolist() == [-1, -1, -1]
-    assert again.drawn[0, 1] == 2
+    assert again.sampled[0, 1] == 2
     assert again.logps[0, :, 1].tolist() == [1.0, 4.0, 7.0]
 
 

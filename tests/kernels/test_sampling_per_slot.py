@@ -57,7 +57,7 @@ def barred_for(how: Sampling, length: int, V: int, *ids: int) -> Tensor | None:
 
 
 def state(slots: Slots, wishes: kernels.SlotSamplingParams, slot: int) -> list[object]:
-    values = (slots.drawn[:, slot], slots.logps[:, :, slot], wishes.top_ids[:, slot], wishes.top_logps[:, slot])
+    values = (slots.sampled[:, slot], slots.logps[:, :, slot], wishes.top_ids[:, slot], wishes.top_logps[:, slot])
     return [*(x.nan_to_num(7).tolist() for x in values), int(slots.suffix_length[slot])]
 
 
@@ -72,7 +72,7 @@ def test_each_slot_draws_what_the_plain_path_draws_for_it(V: int) -> None:
         row = z[s : s + 1].double().cpu()
         uniform = torch.tensor([sampling_uniforms(0, 1, "p", s, at + 1)[at]])
         want = sample_tokens(row, uniform, how, barred_for(how, at, V, 5, 2))
-        token = int(slots.drawn[at % C, s])
+        token = int(slots.sampled[at % C, s])
         if token == int(want.token_S[0]):
             same += 1
             for i, logp in enumerate((want.logp_S, want.sampled_logp_S, want.raw_logp_S)):

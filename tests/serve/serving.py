@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import openai
 
-from oncurve.engines.native.session import Session, TorchSession
+from oncurve.engines.native.session import Session, torch_session
 from oncurve.local_http import listen
 from oncurve.models.policy import Policy
 from oncurve.serve.app import ServedModel
@@ -44,7 +44,7 @@ def endpoint(
     policy: Policy, slots: int = 4, limit: int = 400, key: str | None = None, session: Session | None = None
 ) -> Iterator[Endpoint]:
     with listen("127.0.0.1", 0) as listening:
-        engine = EngineThread(session or TorchSession(policy, slots, limit))
+        engine = EngineThread(session or torch_session(policy, slots, limit))
         server = CompletionServer(ServedModel(MODEL, policy, engine), key)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])), daemon=True)
         thread.start()

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from oncurve.engines.cuda.session import CudaSession
-from oncurve.engines.native.session import Session, TorchSession
+from oncurve.engines.cuda.per_slot import PerSlotCudaRunner
+from oncurve.engines.native.session import Session, torch_session
 from tests.serve.serving import MODEL, Endpoint, chatting_policy, endpoint
 
 REQUESTS: list[dict[str, Any]] = [
@@ -36,9 +36,9 @@ def streamed(served: Endpoint, request: dict[str, Any]) -> list[str]:
 @pytest.mark.slow
 def test_concurrent_requests_are_answered_as_by_torch_streamed_or_complete() -> None:
     policy = chatting_policy()
-    captured = CudaSession.over(policy, 3, 16)
-    assert captured is not None
-    sessions: list[Session] = [captured, TorchSession(policy, 3, 16)]
+    runner = PerSlotCudaRunner.open(policy, 3, 16)
+    assert runner is not None
+    sessions = [Session(policy, runner), torch_session(policy, 3, 16)]
     answers: list[list[Answer]] = []
     for session in sessions:
         with endpoint(policy, session=session) as served, ThreadPoolExecutor(len(REQUESTS)) as threads:
@@ -46,7 +46,7 @@ def test_concurrent_requests_are_answered_as_by_torch_streamed_or_complete() -> 
             assert [[text for text, _, _ in answer] for answer in answers[-1]] == list(
                 threads.map(lambda request: streamed(served, request), REQUESTS)
             )
-            assert not session.asks
+            assert not session.requests
     for ours, theirs in zip(*answers, strict=True):
         for a, b in zip(ours, theirs, strict=True):
             assert a[:2] == b[:2]

@@ -38,7 +38,7 @@ def becomes_idle(served: Endpoint, seconds: float = 20.0) -> bool:
     """Whether every slot is free again within the time."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if not served.engine.session.asks:
+        if not served.engine.session.requests:
             return True
         time.sleep(0.02)
     return False
@@ -187,7 +187,7 @@ def test_requests_beyond_capacity_wait(served: Endpoint) -> None:
     def watch() -> None:
         nonlocal peak
         while not done.is_set():
-            peak = max(peak, sum(row is not None for row in served.engine.session.row_in))
+            peak = max(peak, sum(row is not None for row in served.engine.session.running))
             time.sleep(0.001)
 
     watcher = threading.Thread(target=watch)

@@ -31,21 +31,21 @@ from oncurve.recipe.schema.sections import Sampling
 
 @dataclass(frozen=True, slots=True)
 class BufferSizes:
-    """The sizes that a board is made for; ``given``: places for tokens that an environment says, 0 where none does."""
+    """The sizes that a buffers is made for; ``given``: places for tokens that an environment says, 0 where none does."""
 
     slots: int
     members: int
     prompt_pages: int
     suffix_pages: int
     ring: int
-    given: int = 0
+    forced_tokens: int = 0
 
 
 class DecodeBuffers:
-    """All that a step reads and writes besides weights and pool: fixed tensors at fixed addresses."""
+    """All that a step reads and writes besides weights and cache: fixed tensors at fixed addresses."""
 
-    def __init__(self, limits: BufferSizes, shape: KVShape, vocabulary: int, device: torch.device) -> None:
-        S, parts = limits.slots, limits.prompt_pages + limits.suffix_pages
+    def __init__(self, sizes: BufferSizes, shape: KVShape, vocabulary: int, device: torch.device) -> None:
+        S, parts = sizes.slots, sizes.prompt_pages + sizes.suffix_pages
 
         def ints(*size: int, fill: int = 0, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.full(size, fill, dtype=dtype, device=device)
@@ -53,18 +53,18 @@ class DecodeBuffers:
         def floats(*size: int) -> Tensor:
             return torch.zeros(size, dtype=torch.float32, device=device)
 
-        self.limits = limits
+        self.sizes = sizes
         self.tables = PageTables(
-            ints(S, limits.members, fill=-1),
-            ints(S, limits.prompt_pages),
-            ints(S, limits.suffix_pages),
-            ints(S * limits.suffix_pages, fill=-1),
+            ints(S, sizes.members, fill=-1),
+            ints(S, sizes.prompt_pages),
+            ints(S, sizes.suffix_pages),
+            ints(S * sizes.suffix_pages, fill=-1),
             ints(S),
             ints(S, fill=-1),
         )
         self.slots = kernels.Slots(
-            ints(S, dtype=torch.long), self.tables.suffix_length, ints(S), ints(S, dtype=torch.long), ints(limits.ring, S),
-            floats(limits.ring, 3, S), ints(S, limits.given, fill=-1),
+            ints(S, dtype=torch.long), self.tables.suffix_length, ints(S), ints(S, dtype=torch.long), ints(sizes.ring, S),
+            floats(sizes.ring, 3, S), ints(S, sizes.forced_tokens, fill=-1),
         )  # fmt: skip
         H, d = shape.heads, shape.head_size
         self.parts = PartialSoftmax(floats(parts, S, H, d), floats(parts, S, H), floats(parts, S, H))
@@ -73,7 +73,7 @@ class DecodeBuffers:
     def clear(self, end_ids: tuple[int, ...]) -> None:
         """Every slot idle, and these the tokens that end."""
         self.tables.suffix_length.fill_(-1)
-        self.slots.given.fill_(-1)
+        self.slots.forced.fill_(-1)
         self.is_end_V.zero_()
         self.is_end_V[torch.tensor(end_ids, dtype=torch.long, device=self.is_end_V.device)] = 1
 
@@ -81,16 +81,18 @@ class DecodeBuffers:
 class PagedDecode:
     """The layout of a decode step, for models that run through their own modules."""
 
-    def __init__(self, board: DecodeBuffers, pool: Tensor, reach: LaunchShape) -> None:
-        self.board, self.pool, self.reach = board, pool, reach
-        self.end_S = board.tables.suffix_length + 1
+    def __init__(self, buffers: DecodeBuffers, cache: Tensor, launch: LaunchShape) -> None:
+        self.buffers, self.cache, self.launch = buffers, cache, launch
+        self.end_S = buffers.tables.suffix_length + 1
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
-        tables = self.board.tables
-        store(k, v, self.pool, layer, tables.suffix_page, tables.suffix_length, self.end_S)
-        out = attend(q[:, :, 0].contiguous(), self.pool, layer, tables, self.reach, self.board.parts, scale, window, softcap)
+        tables = self.buffers.tables
+        store(k, v, self.cache, layer, tables.suffix_page, tables.suffix_length, self.end_S)
+        out = attend(
+            q[:, :, 0].contiguous(), self.cache, layer, tables, self.launch, self.buffers.parts, scale, window, softcap
+        )
         return out[:, None]
 
 
@@ -105,13 +107,13 @@ class FusedStep:
         half = decoder.head_size // 2
         self.turns = (cos[0, :, :half].float().contiguous(), sin[0, :, :half].float().contiguous())
 
-    def hidden(self, board: DecodeBuffers, pool: Tensor, reach: LaunchShape) -> Tensor:
+    def hidden(self, buffers: DecodeBuffers, cache: Tensor, launch: LaunchShape) -> Tensor:
         """The last hidden state of every slot's newest token, [S, D]."""
-        decoder, tables = self.decoder, board.tables
+        decoder, tables = self.decoder, buffers.tables
         words, last, blocks = decoder.backbone.embed_tokens.weight, decoder.backbone.norm, decoder.blocks
         first = blocks[0].input_norm
-        residual = torch.empty((len(board.slots.token), words.shape[1]), dtype=torch.float32, device=words.device)
-        h = embed_norm(board.slots.token, words, first.weight, first.variance_epsilon, residual)
+        residual = torch.empty((len(buffers.slots.token), words.shape[1]), dtype=torch.float32, device=words.device)
+        h = embed_norm(buffers.slots.token, words, first.weight, first.variance_epsilon, residual)
         for i, block in enumerate(blocks):
             norms = (
                 (block.q_norm.weight, block.k_norm.weight) if block.q_norm is not None and block.k_norm is not None else None
@@ -119,9 +121,9 @@ class FusedStep:
             eps = block.q_norm.variance_epsilon if block.q_norm is not None else 0.0
             qkv = _linear(h, block.qkv.weight, block.qkv.bias, block.qkv.lora)
             q = rotate_store(
-                qkv, pool, i, tables.suffix_page, tables.prompt_length, tables.suffix_length, self.turns, norms, eps
+                qkv, cache, i, tables.suffix_page, tables.prompt_length, tables.suffix_length, self.turns, norms, eps
             )
-            a = attend(q, pool, i, tables, reach, board.parts, decoder.scale, block.window, None)
+            a = attend(q, cache, i, tables, launch, buffers.parts, decoder.scale, block.window, None)
             o = _linear(a.flatten(1), block.out.weight, block.out.bias, block.out_lora)
             h = add_norm(o, block.post_attention_norm.weight, block.post_attention_norm.variance_epsilon, residual)
             h = _gated(h, block.gate_up.weight, block.gate_up.lora)
@@ -155,33 +157,33 @@ class ModuleStep:
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
 
-    def hidden(self, board: DecodeBuffers, pool: Tensor, reach: LaunchShape) -> Tensor:
-        tables = board.tables
+    def hidden(self, buffers: DecodeBuffers, cache: Tensor, launch: LaunchShape) -> Tensor:
+        tables = buffers.tables
         positions = (tables.prompt_length + tables.suffix_length.clamp(min=0)).long()
-        return self.policy.hidden(board.slots.token[:, None], positions[:, None], PagedDecode(board, pool, reach))[:, 0]
+        return self.policy.hidden(buffers.slots.token[:, None], positions[:, None], PagedDecode(buffers, cache, launch))[:, 0]
 
 
-def step_of(policy: Policy) -> FusedStep | ModuleStep:
+def build_step(policy: Policy) -> FusedStep | ModuleStep:
     """The fast way where the policy has one, else the model's modules."""
     return ModuleStep(policy) if policy.fast_backbone is None else FusedStep(policy.fast_backbone, policy.device)
 
 
-def sample_step(head: Head, hidden_SD: Tensor, board: DecodeBuffers, how: Sampling) -> None:
-    """A token for every slot that is not idle. Truncated distributions are sorted by torch, all others drawn by our kernels."""
-    if how.temperature == 0 or not how.truncates:
-        rule = kernels.SamplingRule(how.temperature, how.min_new_tokens, head.scale, head.softcap)
-        kernels.sample_tokens(products(head, hidden_SD), board.slots, board.is_end_V, rule)
+def sample_step(head: Head, hidden_SD: Tensor, buffers: DecodeBuffers, sampling: Sampling) -> None:
+    """A token for every slot that is not idle. Truncated distributions are sorted by torch, all others sampled by our kernels."""
+    if sampling.temperature == 0 or not sampling.truncates:
+        rule = kernels.SamplingRule(sampling.temperature, sampling.min_new_tokens, head.scale, head.softcap)
+        kernels.sample_tokens(product_logits(head, hidden_SD), buffers.slots, buffers.is_end_V, rule)
         return
-    logits_SV, barred_SV = head.logits(hidden_SD), None
-    if how.min_new_tokens:
-        early_S = board.tables.suffix_length < how.min_new_tokens
-        barred_SV = early_S[:, None] & (board.is_end_V != 0)
-    drawn = token_sampling.sample_tokens(logits_SV, kernels.uniforms(board.slots), how, barred_SV)
-    logps = torch.stack((drawn.logp_S, drawn.sampled_logp_S, drawn.raw_logp_S)).float()
-    kernels.write_tokens(drawn.token_S, logps, board.slots, board.is_end_V, how.min_new_tokens)
+    logits_SV, banned_SV = head.logits(hidden_SD), None
+    if sampling.min_new_tokens:
+        before_min_length_S = buffers.tables.suffix_length < sampling.min_new_tokens
+        banned_SV = before_min_length_S[:, None] & (buffers.is_end_V != 0)
+    sampled = token_sampling.sample_tokens(logits_SV, kernels.uniforms(buffers.slots), sampling, banned_SV)
+    logps = torch.stack((sampled.logp_S, sampled.sampled_logp_S, sampled.raw_logp_S)).float()
+    kernels.write_tokens(sampled.token_S, logps, buffers.slots, buffers.is_end_V, sampling.min_new_tokens)
 
 
-def products(head: Head, hidden_SD: Tensor) -> Tensor:
+def product_logits(head: Head, hidden_SD: Tensor) -> Tensor:
     """W h + b in float32: the sums of the product as they are, not rounded to 16 bits."""
     if hidden_SD.dtype == torch.float32 or hidden_SD.device.type != "cuda":
         return torch.nn.functional.linear(hidden_SD, head.weight_VD, head.bias_V).float()

@@ -1,179 +1,181 @@
-"""The native engine on a GPU: one captured graph per token, nothing between the steps.
+"""Decode steps as CUDA graphs: one graph per token, with no work for the host between steps.
 
-A graph holds a whole decode step, sampling included, for one *reach* (tables of members, pages of prompts and suffixes). Graphs
-are kept from call to call: weights change in place, the pool keeps its addresses, and so a training run captures each once.
+A graph holds a complete decode step, sampling included, for one set of buffers, one `Sampling` and one `LaunchShape`. Graphs
+are kept from call to call: weights change in place and the KV cache keeps its addresses, so a training run captures each once.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from typing import Any, Self
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Self
 
 import torch
 
-from oncurve.engines.base import WeightSource
-from oncurve.engines.cuda.decode_step import BufferSizes, DecodeBuffers, sample_step, step_of
+from oncurve.engines.base import SampleRequest
+from oncurve.engines.cuda.decode_step import BufferSizes, DecodeBuffers, build_step, sample_step
 from oncurve.engines.cuda.paged_kv_cache import KVShape, PagedKVCache, pages_for, shape_of
-from oncurve.engines.cuda.scheduler import CudaSampleRequest, CudaScheduler, bucket
-from oncurve.engines.cuda.turns import CudaTurnScheduler
-from oncurve.engines.native.engine import completion_of
 from oncurve.kernels.decode_attention import LaunchShape
 from oncurve.models import lora
 from oncurve.models.parallel.dtensor import is_dtensor
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.sections import Engine as EngineSettings
 from oncurve.recipe.schema.sections import Sampling
-from oncurve.records import Completion
 
 log = logging.getLogger("oncurve.engine")
 
 TILE_ROWS = 32
-"""Most queries that a program of the attention kernel holds against a prompt: completions × query heads per key head."""
+"""Queries that a program of the attention kernel holds against a prompt: completions × query heads per KV head."""
+
+
+class GraphKey(NamedTuple):
+    """What a graph was captured for. The sampling settings themselves are part of it: a setting can't be forgotten."""
+
+    buffers: DecodeBuffers
+    sampling: Sampling
+    launch: LaunchShape
 
 
 class GraphDecoder:
-    """What lasts from call to call: the pool's addresses, the boards, the captured graphs.
+    """What lasts from call to call: the KV cache's addresses, the buffers and the captured graphs.
 
-    There is a board for each number of slots and members: training and evaluation, whose groups differ, keep theirs.
+    There are buffers for each number of slots and members: training and evaluation, whose groups differ, keep theirs.
     """
 
     def __init__(self, policy: Policy, settings: EngineSettings, shape: KVShape) -> None:
         self.policy, self.settings, self.shape = policy, settings, shape
-        self.pool = PagedKVCache(shape, policy.device)
-        self.boards: dict[tuple[int, int, int, bool], DecodeBuffers] = {}
-        self.board: DecodeBuffers | None = None
-        self.graphs: dict[tuple[Any, ...], torch.cuda.CUDAGraph] = {}
-        self.memory: Any = None
+        self.cache = PagedKVCache(shape, policy.device)
+        self.buffers_by_kind: dict[tuple[int, int, int, bool], DecodeBuffers] = {}
+        self.buffers: DecodeBuffers | None = None
+        self.graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
+        self.graph_memory: Any = None
         self.addresses: tuple[int, ...] = ()
-        # Weights that are gathered for each call lie elsewhere in the next, and a graph reads where they were.
-        self.by_graph = policy.device.type == "cuda" and not is_dtensor(next(policy.model.parameters()))
-        self.crowded = False  # whether this call found no memory to capture a step
-        self.step = step_of(policy)
-        self.exchange: WeightSource | None = None
+        # FSDP gathers weights to new addresses in each call, and a graph would read the old ones.
+        self.use_cuda_graphs = policy.device.type == "cuda" and not is_dtensor(next(policy.model.parameters()))
+        self.capture_oom = False  # whether this call had no memory to capture a step
+        self.step = build_step(policy)
 
     @classmethod
     @torch.inference_mode()
-    def of(cls, policy: Policy, settings: EngineSettings) -> Self | None:
-        """The fast engine for this policy, or None (and the log says why) where its layers don't fit pages."""
+    def build(cls, policy: Policy, settings: EngineSettings) -> Self | None:
+        """The decoder for this policy; None, with a warning in the log, if the model's layers do not fit a paged KV cache."""
         shape = shape_of(policy)
         if isinstance(shape, str):
-            log.warning("%s decodes by plain torch: %s", type(policy.model).__name__, shape)
+            log.warning("%s decodes with plain torch, which is slower: %s", type(policy.model).__name__, shape)
             return None
         if policy.fast_backbone is None:
             what = "adapter (DoRA, dropout, quantised weights or another family)" if lora.is_attached(policy.model) else "class"
             log.info("%s decodes through its own modules: no fused path for this %s", type(policy.model).__name__, what)
         return cls(policy, settings, shape)
 
-    def prepare(self, ask: CudaSampleRequest, slots: int) -> tuple[DecodeBuffers, PagedKVCache]:
-        """A board large enough for this call, room in the pool, and no graph that reads where nothing is any more."""
-        longest = max(len(ids) - 1 for ids in ask.prompt_ids)
-        own = pages_for(ask.how.max_new_tokens)
+    def prepare(self, requests: Sequence[SampleRequest], slots: int) -> DecodeBuffers:
+        """Open the KV cache for a call, find or make buffers that are large enough, and drop graphs with stale addresses."""
+        longest = max(len(request.prompt_ids) - 1 for request in requests)
+        limit, forces = requests[0].sampling.max_new_tokens, requests[0].prompt.environment is not None
+        own = pages_for(limit)
         rep = self.shape.heads // self.shape.key_heads
-        members = min(ask.group_size, max(1, TILE_ROWS // rep))
-        pages, every, given = bucket(max(1, pages_for(longest))), self.settings.check_every, len(ask.prompts) > 0
-        needed = BufferSizes(slots, members, pages, bucket(own), every, ask.how.max_new_tokens if given else 0)
-        kind = (slots, members, every, given)
-        board = self.boards.get(kind)
-        if board is None or not _holds(board.limits, needed):
-            board = DecodeBuffers(needed, self.shape, self.policy.head.weight_VD.shape[0], self.policy.device)
-            self._forget(self.boards.get(kind))
-            self.boards[kind] = board
-        self.board, self.crowded = board, False
-        board.clear(self.policy.eos_ids)
-        prompts = sum(pages_for(len(ids) - 1) for ids in ask.prompt_ids)
-        self.pool.open(prompts + slots, prompts + slots * own, self.settings.pool_share)
-        self._see_addresses()
-        return board, self.pool
+        members = min(requests[0].samples, max(1, TILE_ROWS // rep))
+        every = self.settings.check_every
+        needed = BufferSizes(slots, members, bucket(max(1, pages_for(longest))), bucket(own), every, limit if forces else 0)
+        kind = (slots, members, every, forces)
+        buffers = self.buffers_by_kind.get(kind)
+        if buffers is None or not _are_enough(buffers.sizes, needed):
+            new = DecodeBuffers(needed, self.shape, self.policy.head.weight_VD.shape[0], self.policy.device)
+            self._drop_graphs(buffers)
+            self.buffers_by_kind[kind] = buffers = new
+        self.buffers, self.capture_oom = buffers, False
+        buffers.clear(self.policy.eos_ids)
+        prompts = sum(pages_for(len(request.prompt_ids) - 1) for request in requests)
+        self.cache.open(prompts + slots, prompts + slots * own, self.settings.pool_share)
+        self._check_addresses()
+        return buffers
 
-    def _see_addresses(self) -> None:
-        """Where weights or the pool were moved, what was captured reads the old place."""
-        assert self.pool.data is not None
+    def _check_addresses(self) -> None:
+        """Drop all graphs if weights or the KV cache have moved: a graph would read the old addresses."""
         if self.policy.fast_backbone is not None and not self.policy.fast_backbone.blocks[0].qkv.is_fused:
-            shape_of(self.policy)  # somebody moved the parameters: a forward pass lays them side by side again
-        addresses = (self.pool.data.data_ptr(), *(p.data_ptr() for p in self.policy.model.parameters()))
+            shape_of(self.policy)  # the parameters were moved: a forward pass lays them side by side again
+        addresses = (self.cache.data.data_ptr(), *(p.data_ptr() for p in self.policy.model.parameters()))
         if addresses != self.addresses:
-            for board in self.boards.values():
-                self._forget(board)
-            self.addresses, self.step = addresses, step_of(self.policy)
+            for buffers in self.buffers_by_kind.values():
+                self._drop_graphs(buffers)
+            self.addresses, self.step = addresses, build_step(self.policy)
 
-    def _forget(self, board: DecodeBuffers | None) -> None:
-        """Drop what was captured for a board. Graphs share memory of their own, which ends with the last of them."""
-        self.graphs = {key: graph for key, graph in self.graphs.items() if key[0] is not board}
-        if self.by_graph and not self.graphs:
-            self.memory = torch.cuda.graph_pool_handle()
+    def _drop_graphs(self, buffers: DecodeBuffers | None) -> None:
+        """Drop the graphs over these buffers. Graphs share a memory pool, which ends with the last of them."""
+        self.graphs = {key: graph for key, graph in self.graphs.items() if key.buffers is not buffers}
+        if self.use_cuda_graphs and not self.graphs:
+            self.graph_memory = torch.cuda.graph_pool_handle()
 
-    def completions(self, ask: CudaSampleRequest, slots: int) -> Iterator[tuple[int, tuple[Completion, ...]]]:
-        """Each group's number and completions, as soon as it is whole; the texts of a round are decoded together."""
-        batch = CudaTurnScheduler(self, ask, slots) if ask.prompts else CudaScheduler(self, ask, slots)
-        for whole in batch.run():
-            rows = [row for group in whole for row in batch.rows[group]]
-            texts = iter(self.policy.decode_all([row.text_ids for row in rows]))
-            for group in whole:
-                yield group, tuple(completion_of(row, next(texts)) for row in batch.rows[group])
-
-    def decode(self, reach: LaunchShape, how: Sampling, tokens: int) -> None:
+    def decode(self, launch: LaunchShape, sampling: Sampling, tokens: int) -> None:
         """``tokens`` steps for every slot."""
-        graph = self._graph(reach, how) if self.by_graph and not self.crowded else None
+        graph = self._graph(launch, sampling) if self.use_cuda_graphs and not self.capture_oom else None
         for _ in range(tokens):
             if graph is None:
-                self._step(reach, how)
+                self._step(launch, sampling)
             else:
                 graph.replay()
 
-    def _step(self, reach: LaunchShape, how: Sampling) -> None:
-        assert self.board is not None
-        assert self.pool.data is not None
-        hidden = self.step.hidden(self.board, self.pool.data, reach)
-        sample_step(self.policy.head, hidden, self.board, how)
+    def _step(self, launch: LaunchShape, sampling: Sampling) -> None:
+        assert self.buffers is not None
+        hidden = self.step.hidden(self.buffers, self.cache.data, launch)
+        sample_step(self.policy.head, hidden, self.buffers, sampling)
 
-    def _graph(self, reach: LaunchShape, how: Sampling) -> torch.cuda.CUDAGraph | None:
-        """The step for this reach as a graph, captured when first asked for; short of memory, the next call tries again."""
-        key = (self.board, how.temperature, how.top_k, how.top_p, how.min_p, how.min_new_tokens, reach)
+    def _graph(self, launch: LaunchShape, sampling: Sampling) -> torch.cuda.CUDAGraph | None:
+        """The step as a graph, captured when first needed. None if it can't be; if memory was short, the next call tries again."""
+        assert self.buffers is not None
+        key = GraphKey(self.buffers, sampling, launch)
         if key not in self.graphs:
             if not any(known[:-1] == key[:-1] for known in self.graphs):
-                self._warm(reach, how)
+                self._warm_up(launch, sampling)
             try:
-                self.graphs[key] = self._capture(reach, how)
+                self.graphs[key] = self._capture(launch, sampling)
             except RuntimeError as error:
                 torch.cuda.synchronize()
-                self.crowded = isinstance(error, torch.OutOfMemoryError) or isinstance(
+                self.capture_oom = isinstance(error, torch.OutOfMemoryError) or isinstance(
                     error.__context__, torch.OutOfMemoryError
                 )
-                self.by_graph = self.crowded
+                self.use_cuda_graphs = self.capture_oom
                 log.warning(
-                    "%s decodes without CUDA graphs%s, and slower: a step can't be captured (%s)",
+                    "%s decodes without CUDA graphs%s, which is slower: a step could not be captured (%s)",
                     type(self.policy.model).__name__,
-                    " until memory is free" if self.crowded else "",
+                    " until memory is free" if self.capture_oom else "",
                     str(error).splitlines()[0],
                 )
                 return None
         return self.graphs[key]
 
-    def _warm(self, reach: LaunchShape, how: Sampling) -> None:
+    def _warm_up(self, launch: LaunchShape, sampling: Sampling) -> None:
         """One step with every slot idle: kernels are compiled, libraries make their plans, and nothing is written."""
-        assert self.board is not None
-        kept = self.board.tables.suffix_length.clone()
-        self.board.tables.suffix_length.fill_(-1)
-        self._step(reach, how)
-        self.board.tables.suffix_length.copy_(kept)
+        assert self.buffers is not None
+        suffix_length = self.buffers.tables.suffix_length.clone()
+        self.buffers.tables.suffix_length.fill_(-1)
+        self._step(launch, sampling)
+        self.buffers.tables.suffix_length.copy_(suffix_length)
 
-    def _capture(self, reach: LaunchShape, how: Sampling) -> torch.cuda.CUDAGraph:
+    def _capture(self, launch: LaunchShape, sampling: Sampling) -> torch.cuda.CUDAGraph:
         graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            graph.capture_begin(pool=self.memory, capture_error_mode="thread_local")
+            graph.capture_begin(pool=self.graph_memory, capture_error_mode="thread_local")
             try:
-                self._step(reach, how)
+                self._step(launch, sampling)
             finally:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(side)
         return graph
 
 
-def _holds(have: BufferSizes, needed: BufferSizes) -> bool:
-    return all(x >= y for x, y in zip(_sizes(have), _sizes(needed), strict=True))
+def _are_enough(sizes: BufferSizes, needed: BufferSizes) -> bool:
+    return (
+        sizes.prompt_pages >= needed.prompt_pages
+        and sizes.suffix_pages >= needed.suffix_pages
+        and sizes.forced_tokens >= needed.forced_tokens
+    )
 
 
-def _sizes(limits: BufferSizes) -> tuple[int, ...]:
-    return limits.prompt_pages, limits.suffix_pages, limits.given
+def bucket(count: int) -> int:
+    """Up to 4 as it is, then the next of 6, 8, 12, 16, 24, 32 …: few graphs, and at most half of a launch does nothing."""
+    if count <= 4:
+        return count
+    power = 1 << (count - 1).bit_length()
+    return power * 3 // 4 if count <= power * 3 // 4 else power

@@ -72,7 +72,7 @@ class PagedKVCache:
     def __init__(self, shape: KVShape, device: torch.device) -> None:
         self.shape, self.device = shape, device
         self.stretch: VirtualRange | None = None
-        self.data: Tensor | None = None
+        self._data: Tensor | None = None
         self.free: list[int] = []
         self.limit = self.there = 0
         self._closing: Future[None] | None = None
@@ -97,6 +97,12 @@ class PagedKVCache:
             raise torch.OutOfMemoryError(f"no memory for {min(first, most)} pages of keys and values")
 
     @property
+    def data(self) -> Tensor:
+        """The pages: [pages, layers, 2, K, PAGE, d]."""
+        assert self._data is not None, "the cache has not been opened"
+        return self._data
+
+    @property
     def left(self) -> int:
         """Pages that can still be taken."""
         return len(self.free) + self.limit - self.there
@@ -118,16 +124,16 @@ class PagedKVCache:
                 torch.cuda.empty_cache()
                 if attempt:
                     return False
-        if self.data is None:
-            self.data = self.stretch.tensor(self._tensor_shape(self.stretch.size // self.shape.page_bytes), self.shape.dtype)
+        if self._data is None:
+            self._data = self.stretch.tensor(self._tensor_shape(self.stretch.size // self.shape.page_bytes), self.shape.dtype)
         self.free.extend(range(pages - 1, self.there - 1, -1))
         self.there = pages
         return True
 
     def _allocate(self, pages: int) -> None:
-        if self.data is None or len(self.data) < pages:
-            self.data = None
-            self.data = torch.zeros(self._tensor_shape(pages), dtype=self.shape.dtype, device=self.device)
+        if self._data is None or len(self._data) < pages:
+            self._data = None
+            self._data = torch.zeros(self._tensor_shape(pages), dtype=self.shape.dtype, device=self.device)
         self.free, self.there = list(range(pages - 1, -1, -1)), pages
 
     def begin_to_close(self) -> None:

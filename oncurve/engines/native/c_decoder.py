@@ -6,7 +6,7 @@ Where there is no compiler, or the model, its precision or the sampling settings
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections import abc
 from ctypes import POINTER, c_float, c_int64, c_void_p
 from typing import NamedTuple
 
@@ -14,7 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from oncurve.engines.base import SampleRequest
 from oncurve.engines.native.kv_cache import KVCache
+from oncurve.engines.native.scheduler import RoundResult
+from oncurve.engines.native.torch_runner import HostRound, TorchRunner
 from oncurve.models.llama.c_build import address_of, load_library, pack_weight, run_in_threads
 from oncurve.models.llama.fused import Block
 from oncurve.models.policy import Policy
@@ -84,7 +87,7 @@ class CDecoder:
             layer.gate_up, layer.down = self._packed(block.gate_up.weight), self._packed(block.down.weight)
         self.model.head = self._packed(self.head.weight_VD)
 
-    def prefill(self, seats: Sequence[tuple[int, int]], prompt_ids: Mapping[int, Ints]) -> None:
+    def prefill(self, seats: abc.Sequence[tuple[int, int]], prompt_ids: abc.Mapping[int, Ints]) -> None:
         """Prompts, all but their last tokens, into the blocks they are seated at: (block, number of the prompt)."""
         longest = max(len(prompt_ids[g]) - 1 for _, g in seats)
         if not longest:
@@ -152,3 +155,23 @@ class CDecoder:
         out = pack_weight(weight)
         self.packed += [weight, out]
         return out.data_ptr()
+
+
+class CRunner(TorchRunner):
+    """Prefills and decodes by the C functions."""
+
+    def __init__(self, policy: Policy, cache: KVCache, sampling: Sampling, round_tokens: int) -> None:
+        super().__init__(policy, cache, sampling, round_tokens)
+        state = SlotState(self.token_S, self.prompt_length_S, self.suffix_length_S, self.uniform_ST)
+        self.decoder = CDecoder(policy, cache, sampling, state)
+
+    def weights_changed(self) -> None:
+        self.decoder.pack_weights()
+
+    def _prefill_blocks(self, requests: abc.Mapping[int, tuple[int, SampleRequest]]) -> None:
+        prompts = {group: request.prompt_ids for group, request in requests.values()}
+        self.decoder.prefill([(block, group) for block, (group, _) in requests.items()], prompts)
+
+    def decode(self, live: abc.Sequence[int], tokens: int) -> RoundResult:
+        self._apply_updates()
+        return HostRound(*self.decoder.decode(np.asarray(live, np.int64), tokens))

@@ -34,7 +34,7 @@ from pathlib import Path
 
 import torch
 
-from oncurve.engines.base import SampleKey, WeightSource, encode_prompts, slots_for
+from oncurve.engines.base import SampleKey, SampleRequest, WeightSource, encode_prompts, slots_for
 from oncurve.engines.vllm.messages import (
     Abort,
     Adapter,
@@ -49,7 +49,7 @@ from oncurve.engines.vllm.messages import (
     Working,
 )
 from oncurve.engines.vllm.process import VllmProcess, VllmProcessLost
-from oncurve.engines.vllm.requests import PendingRequests, logprobs_for, truncated_logps
+from oncurve.engines.vllm.requests import PendingRequests, has_truncated_logps, logprobs_for
 from oncurve.engines.vllm.weights import named_weights, room_for, size_of, via_cuda_ipc, via_shared_memory, write_model
 from oncurve.errors import EngineError, MissingPackage, ModelError, RecipeError
 from oncurve.models import lora
@@ -125,9 +125,10 @@ class VllmEngine:
         prompt_ids = encode_prompts(self.policy, prompts, sampling)
         check_sampling(sampling)
         version = None if self.weight_source is None else self.weight_source.version
-        self._asked = PendingRequests(self.policy, prompts, prompt_ids, group_size, sampling, key, on_group, version)
+        requests = [SampleRequest(p, ids, group_size, sampling, key) for p, ids in zip(prompts, prompt_ids, strict=True)]
+        self._asked = PendingRequests(self.policy, requests, on_group, version)
         try:
-            return self._with_restarts(self._asked)
+            return self._with_restarts(self._asked, sampling)
         except Exception:
             self._forget()
             raise
@@ -137,10 +138,10 @@ class VllmEngine:
         finally:
             self._asked = None
 
-    def _with_restarts(self, asked: PendingRequests) -> list[Group]:
+    def _with_restarts(self, asked: PendingRequests, sampling: Sampling) -> list[Group]:
         for left in range(RESTARTS, -1, -1):
             try:
-                self._ready_for(asked)
+                self._ready_for(asked, sampling)
                 self._collect(asked)
                 self._rest()
                 break
@@ -150,7 +151,7 @@ class VllmEngine:
                     because, fix = "without a sampler the run can't go on", "go on with: oncurve train --resume RUN"
                     raise EngineError("scale.engine", lost, because=because, fix=f"read {lost.log}; {fix}") from None
                 note("engine", f"{lost}; it was started again (its log: {lost.log})")
-        return [asked.groups[g] for g in range(len(asked.prompts))]
+        return [asked.groups[g] for g in range(len(asked.requests))]
 
     def _forget(self) -> None:
         """What was asked is not wanted any more."""
@@ -161,15 +162,15 @@ class VllmEngine:
         except VllmProcessLost:
             self.close()
 
-    def _ready_for(self, asked: PendingRequests) -> None:
+    def _ready_for(self, asked: PendingRequests, sampling: Sampling) -> None:
         """Running, awake, with the policy's weights, and telling the log-probs that are wanted."""
-        wanted = logprobs_for(asked.how)
+        wanted = logprobs_for(sampling)
         if self.process is not None and wanted not in (None, self._logprobs):
             self.close()
         self._logprobs = wanted or self._logprobs
         if self.process is None:
             self._start()
-        longest = max(map(len, asked.prompt_ids), default=0) + asked.how.max_new_tokens
+        longest = max((len(request.prompt_ids) for request in asked.requests), default=0) + sampling.max_new_tokens
         if longest > self.context:
             raise ModelError(
                 "scale.engine", f"prompts and completions of up to {longest} tokens",
@@ -180,13 +181,13 @@ class VllmEngine:
 
     def _collect(self, asked: PendingRequests) -> None:
         assert self.process is not None
-        requests = asked.requests()
+        requests = asked.turn_requests()
         if requests:
             self.process.send(SampleBatch(requests))
-        while asked.rows:
+        while asked.pending:
             if self.weight_source is not None and self.weight_source():
                 asked.version = self.weight_source.version  # what is asked from here on comes after the push
-                asked.go_on_from(self._push())
+                asked.mark_version(self._push())
             else:
                 self._hear("sampling")
 
@@ -306,7 +307,7 @@ NATIVE = 'use scale.engine = "native"'
 
 def check_sampling(how: Sampling, where: str = "sampling") -> None:
     """Refuses what vLLM can't do as the recipe means it."""
-    if how.temperature not in (0, 1) and truncated_logps(how):
+    if how.temperature not in (0, 1) and has_truncated_logps(how):
         raise RecipeError(
             f"{where}.temperature", how.temperature,
             because="top_k, top_p, min_p or min_new_tokens is set too: vLLM tells a log-prob before temperature or after "

@@ -37,18 +37,18 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class TurnRequest:
     """Go on from ``token_ids``: one completion, or one turn of it."""
 
     key: str
     token_ids: tuple[int, ...]
-    how: Sampling
+    sampling: Sampling
     seed: int | None
-    most: int
-    least: int
+    max_tokens: int
+    min_tokens: int
     stop: tuple[str, ...]
-    end_ids: tuple[int, ...]
-    counted: bool
+    eos_ids: tuple[int, ...]
+    counts_tokens: bool
     """Whether a push of weights on the way should say how many tokens are there."""
 
 
@@ -56,7 +56,7 @@ class Request:
 class SampleBatch:
     """Answered by Answers until all are; in between by Working."""
 
-    requests: tuple[Request, ...]
+    requests: tuple[TurnRequest, ...]
 
 
 @dataclass(frozen=True, slots=True)

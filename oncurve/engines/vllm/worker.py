@@ -38,10 +38,10 @@ from oncurve.engines.vllm.messages import (
     FromFile,
     FromGpu,
     Ready,
-    Request,
     SampleBatch,
     Sleep,
     Start,
+    TurnRequest,
     Wake,
     Working,
 )
@@ -214,16 +214,16 @@ def _cpu_room(start: Start) -> int:
     return max(min(start.cpu_kv_bytes, free) // start.tensor, 64 << 20)
 
 
-def _parameters(request: Request) -> Any:
+def _parameters(request: TurnRequest) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    how = request.how
+    sampling = request.sampling
     return SamplingParams(
-        temperature=how.temperature, top_p=how.top_p, top_k=how.top_k, min_p=how.min_p, seed=request.seed,
-        max_tokens=request.most, min_tokens=request.least, stop=list(request.stop), include_stop_str_in_output=True,
-        stop_token_ids=list(request.end_ids), ignore_eos=True, logprobs=0, detokenize=bool(request.stop),
-        output_kind=RequestOutputKind.DELTA if request.counted else RequestOutputKind.FINAL_ONLY,
+        temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p, seed=request.seed,
+        max_tokens=request.max_tokens, min_tokens=request.min_tokens, stop=list(request.stop), include_stop_str_in_output=True,
+        stop_token_ids=list(request.eos_ids), ignore_eos=True, logprobs=0, detokenize=bool(request.stop),
+        output_kind=RequestOutputKind.DELTA if request.counts_tokens else RequestOutputKind.FINAL_ONLY,
     )  # fmt: skip
 
 

@@ -9,15 +9,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from oncurve.engines.cuda import decode_step, paged_kv_cache, scheduler
-from oncurve.engines.cuda.graph_decoder import GraphDecoder
-from oncurve.engines.cuda.scheduler import CudaSampleRequest, bucket
+from oncurve.engines.base import SampleKey, SampleRequest
+from oncurve.engines.cuda import decode_step, paged_kv_cache, runner
+from oncurve.engines.cuda.graph_decoder import GraphDecoder, bucket
+from oncurve.engines.cuda.runner import CudaRunner
+from oncurve.engines.native.scheduler import Scheduler
 from oncurve.errors import ModelError
 from oncurve.kernels.decode_attention import LaunchShape
 from oncurve.kernels.decode_matmul import Block
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.sections import Engine, Sampling
-from oncurve.records import Completion
+from oncurve.records import Completion, Prompt
 from tests.engines.native.plain import assert_logps, prompt_of
 from tests.models.architectures import make_model, tokenizer
 
@@ -27,23 +29,33 @@ HOW = Sampling(temperature=0.8, max_new_tokens=5)
 @pytest.fixture(autouse=True)
 def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that short texts cross pages, buckets and chunks."""
-    for module in (scheduler, paged_kv_cache):
+    for module in (runner, paged_kv_cache):
         monkeypatch.setattr(module, "PAGE", 4)
-    monkeypatch.setattr(scheduler, "BUCKET", 4)
+    monkeypatch.setattr(runner, "BUCKET", 4)
     for name in ("PREFILL_TOKENS", "PREFILL_TOKENS_SMALL"):
-        monkeypatch.setattr(scheduler, name, 8)
+        monkeypatch.setattr(runner, name, 8)
 
 
 @torch.inference_mode()
 def sample(policy: Policy, lengths: tuple[int, ...], how: Sampling = HOW, pages: int = 99) -> list[list[Completion]]:
     """Two completions of each prompt over three slots, looked at every other token."""
-    sampler = GraphDecoder.of(policy, Engine(check_every=2))
-    assert sampler is not None
-    room = sampler.pool.open
-    sampler.pool.open = lambda first, most, share: room(first, min(most, pages), share)  # type: ignore[method-assign]
-    prompts = [prompt_of(n) for n in lengths]
-    ask = CudaSampleRequest([policy.encode(p) for p in prompts], [p.id for p in prompts], 2, how, 0, 1)
-    return [list(c) for _, c in sorted(sampler.completions(ask, 3), key=lambda found: found[0])]
+    decoder = GraphDecoder.build(policy, Engine(check_every=2))
+    assert decoder is not None
+    open_cache = decoder.cache.open
+    decoder.cache.open = lambda first, most, share: open_cache(first, min(most, pages), share)  # type: ignore[method-assign]
+    return [
+        list(completions) for completions in complete(decoder, requests_for(policy, [prompt_of(n) for n in lengths], how), 3)
+    ]
+
+
+def requests_for(policy: Policy, prompts: list[Prompt], how: Sampling) -> list[SampleRequest]:
+    return [SampleRequest(prompt, policy.encode(prompt), 2, how, SampleKey(0, 1)) for prompt in prompts]
+
+
+def complete(decoder: GraphDecoder, requests: list[SampleRequest], slots: int) -> list[tuple[Completion, ...]]:
+    """Each request's completions."""
+    scheduler = Scheduler(decoder.policy, CudaRunner.build(decoder, requests, slots), requests)
+    return [completions for _, completions in sorted(scheduler.completions(), key=lambda group: group[0])]
 
 
 def bits(completions: list[Completion]) -> list[tuple[bytes, ...]]:
@@ -88,25 +100,53 @@ def test_where_the_pool_is_full_completions_wait_and_come_out_the_same() -> None
 @torch.inference_mode()
 def test_where_memory_is_too_short_to_capture_the_next_call_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = Policy(make_model("qwen3"), tokenizer())
-    sampler = GraphDecoder.of(policy, Engine())
-    assert sampler is not None
-    sampler.by_graph, tries = True, 0
+    decoder = GraphDecoder.build(policy, Engine())
+    assert decoder is not None
+    decoder.use_cuda_graphs, tries = True, 0
 
-    def capture(reach: LaunchShape, how: Sampling) -> SimpleNamespace:
+    def capture(launch: LaunchShape, sampling: Sampling) -> SimpleNamespace:
         nonlocal tries
         tries += 1
         if tries == 1:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return SimpleNamespace(replay=partial(sampler._step, reach, how))
+        return SimpleNamespace(replay=partial(decoder._step, launch, sampling))
 
-    monkeypatch.setattr(sampler, "_capture", capture)
+    monkeypatch.setattr(decoder, "_capture", capture)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    ask = CudaSampleRequest([policy.encode(prompt_of(3))], ["p"], 2, HOW, 0, 1)
-    found = [bits([*next(iter(sampler.completions(ask, 2)))[1]]) for _ in range(2)]
+    found = [bits(list(complete(decoder, requests_for(policy, [prompt_of(3)], HOW), 2)[0])) for _ in range(2)]
     assert tries > 1
-    assert sampler.graphs
+    assert decoder.graphs
     assert found[0] == found[1]
+
+
+OTHER: dict[str, object] = {
+    "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "max_new_tokens": 4, "min_new_tokens": 2, "stop": ("x",),
+}  # fmt: skip
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", list(Sampling.model_fields))
+def test_every_sampling_setting_has_a_graph_of_its_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that was captured for another setting would sample by that one, and nothing would tell."""
+    policy = Policy(make_model("qwen3"), tokenizer())
+    decoder = GraphDecoder.build(policy, Engine())
+    assert decoder is not None
+    decoder.use_cuda_graphs = True
+    replayed: list[Sampling] = []
+
+    def capture(launch: LaunchShape, sampling: Sampling) -> SimpleNamespace:
+        return SimpleNamespace(replay=lambda: replayed.append(sampling))
+
+    monkeypatch.setattr(decoder, "_capture", capture)
+    monkeypatch.setattr(decoder, "_warm_up", lambda launch, sampling: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    decoder.prepare(requests_for(policy, [prompt_of(3)], HOW), 2)
+    launch, other = LaunchShape(1, 1, 1), HOW.model_copy(update={name: OTHER[name]})
+    for sampling in (HOW, other, HOW, other):
+        decoder.decode(launch, sampling, 1)
+    assert replayed == [HOW, other, HOW, other]
+    assert len(decoder.graphs) == 2
 
 
 def test_a_stop_string_ends_a_completion_where_it_is_complete() -> None:

@@ -7,10 +7,10 @@ from functools import cache
 import numpy as np
 import pytest
 
-from oncurve.engines.cuda import paged_kv_cache, scheduler
-from oncurve.engines.cuda import session as cuda_session
-from oncurve.engines.cuda.session import CudaSession
-from oncurve.engines.native.session import SampledToken, SampleRequest, Session, TorchSession
+from oncurve.engines.base import SampleRequest
+from oncurve.engines.cuda import paged_kv_cache, per_slot, runner
+from oncurve.engines.cuda.per_slot import PerSlotCudaRunner
+from oncurve.engines.native.session import SampledToken, Session, served_request, torch_session
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.sections import Sampling
 from tests.engines.native.plain import prompt_of
@@ -28,12 +28,12 @@ SETTINGS = (
 @pytest.fixture(autouse=True)
 def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that short texts cross pages, buckets and chunks; and rounds of one, two and four tokens."""
-    for module in (scheduler, paged_kv_cache, cuda_session):
+    for module in (runner, paged_kv_cache):
         monkeypatch.setattr(module, "PAGE", 4)
-    monkeypatch.setattr(scheduler, "BUCKET", 4)
-    for module in (scheduler, cuda_session):
+    monkeypatch.setattr(runner, "BUCKET", 4)
+    for module in (runner, per_slot):
         monkeypatch.setattr(module, "PREFILL_TOKENS", 8)
-    monkeypatch.setattr(CudaSession, "_round", lambda self, live: {1: 1, 2: 2}.get(live, 4))
+    monkeypatch.setattr(PerSlotCudaRunner, "round_tokens", lambda self, live: {1: 1, 2: 2}.get(live, 4))
 
 
 @cache
@@ -44,27 +44,27 @@ def policy() -> Policy:
     return made
 
 
-def opened(slots: int = SLOTS, pages: int | None = None, monkeypatch: pytest.MonkeyPatch | None = None) -> CudaSession:
+def opened(slots: int = SLOTS, pages: int | None = None, monkeypatch: pytest.MonkeyPatch | None = None) -> Session:
     if pages is not None:
         assert monkeypatch is not None
         room = paged_kv_cache.PagedKVCache.open
         monkeypatch.setattr(
             paged_kv_cache.PagedKVCache, "open", lambda self, first, most, share: room(self, first, min(most, pages), share)
         )
-    session = CudaSession.over(policy(), slots, LIMIT)
-    assert session is not None
-    return session
+    runner = PerSlotCudaRunner.open(policy(), slots, LIMIT)
+    assert runner is not None
+    return Session(policy(), runner)
 
 
 def ask(place: int) -> SampleRequest:
     ids = policy().encode(prompt_of((1, 9, 5, 10)[place % 4]))
-    return SampleRequest(ids, 1 + place % 2, SETTINGS[place % 4], seed=place, top=(0, 3, 0, 5)[place % 4])
+    return served_request(ids, 1 + place % 2, SETTINGS[place % 4], seed=place, top=(0, 3, 0, 5)[place % 4])
 
 
 def finish(session: Session, found: dict[int, list[SampledToken]] | None = None) -> dict[int, list[SampledToken]]:
     """Decodes to the end; every request's tokens by its number."""
     found = {} if found is None else found
-    while session.asks:
+    while session.requests:
         for token in session.step():
             found.setdefault(token.request, []).append(token)
     return found
@@ -97,7 +97,7 @@ def alone(place: int) -> list[list[tuple[object, ...]]]:
 
 def test_mixed_requests_are_answered_as_by_torch() -> None:
     """Six completions of four requests with settings of their own, over three slots."""
-    sessions: list[Session] = [opened(), TorchSession(policy(), SLOTS, LIMIT)]
+    sessions = [opened(), torch_session(policy(), SLOTS, LIMIT)]
     told = []
     for session in sessions:
         numbers = [session.submit(ask(place)) for place in range(4)]
@@ -119,7 +119,7 @@ def test_a_request_gets_the_same_bits_whatever_comes_and_goes_beside_it() -> Non
         for token in session.step():
             found.setdefault(token.request, []).append(token)
     how = Sampling(max_new_tokens=LIMIT, min_new_tokens=LIMIT)
-    leaver, last = session.submit(SampleRequest(policy().encode(prompt_of(3)), 1, how, seed=0)), session.submit(ask(2))
+    leaver, last = session.submit(served_request(policy().encode(prompt_of(3)), 1, how, seed=0)), session.submit(ask(2))
     while leaver not in found:
         for token in session.step():
             found.setdefault(token.request, []).append(token)
@@ -133,18 +133,20 @@ def test_a_request_gets_the_same_bits_whatever_comes_and_goes_beside_it() -> Non
     assert_nothing_is_left(session)
 
 
-def assert_nothing_is_left(session: CudaSession) -> None:
-    assert not session.asks
-    assert not session.rows
-    assert not session.prompt_pages
-    assert not any(session.row_in)
-    assert session.pool.left == session.pool.limit
+def assert_nothing_is_left(session: Session) -> None:
+    assert not session.requests
+    assert not session.sequences
+    assert not any(session.running)
+    assert isinstance(session.runner, PerSlotCudaRunner)
+    assert not session.runner.prompt_pages
+    assert session.runner.growth == 0
+    assert session.runner.cache.left == session.runner.cache.limit
 
 
 def test_beyond_capacity_requests_wait_and_one_taken_back_frees_its_slots() -> None:
     session = opened(slots=2)
     how = Sampling(max_new_tokens=LIMIT, stop=("never",), min_new_tokens=LIMIT)
-    first = session.submit(SampleRequest(policy().encode(prompt_of(9)), 2, how, seed=0))
+    first = session.submit(served_request(policy().encode(prompt_of(9)), 2, how, seed=0))
     second = session.submit(ask(1))
     session.step()
     assert len(session.waiting) == 2
@@ -159,21 +161,21 @@ def test_where_the_pool_is_full_requests_wait_and_nothing_is_told_twice(monkeypa
     """Four pages of four positions: one for each prompt but the shortest, two for a completion of six. What has to start
     again goes on where it was."""
     how = Sampling(max_new_tokens=6, min_new_tokens=6)
-    asks = [SampleRequest(policy().encode(prompt_of(n)), 1, how, seed=n) for n in (1, 5, 4)]
+    asks = [served_request(policy().encode(prompt_of(n)), 1, how, seed=n) for n in (1, 5, 4)]
     free = opened()
     numbers = [free.submit(one) for one in asks]
     expected = finish(free)
     full = opened(pages=4, monkeypatch=monkeypatch)
-    send_back, sent_back = full._preempt, list[int]()
+    preempt, preempted = full._preempt, list[int]()
 
     def watched(slot: int) -> None:
-        sent_back.append(slot)
-        send_back(slot)
+        preempted.append(slot)
+        preempt(slot)
 
-    monkeypatch.setattr(full, "_send_back", watched)
+    monkeypatch.setattr(full, "_preempt", watched)
     again = [full.submit(one) for one in asks]
     found = finish(full)
-    assert sent_back, "the pool was large enough for all"
+    assert preempted, "the pool was large enough for all"
     assert [bits(found[b]) for b in again] == [bits(expected[a]) for a in numbers]
     assert full.context == 12
     assert_nothing_is_left(full)
@@ -182,10 +184,10 @@ def test_where_the_pool_is_full_requests_wait_and_nothing_is_told_twice(monkeypa
 def test_a_stop_string_over_two_tokens() -> None:
     ids, how = policy().encode(prompt_of(9)), Sampling(max_new_tokens=8, min_new_tokens=8)
     session = opened()
-    number = session.submit(SampleRequest(ids, 1, how, seed=3))
+    number = session.submit(served_request(ids, 1, how, seed=3))
     whole = policy().decode(np.array([t.token_id for t in finish(session)[number]]))
     stop = whole[2:4]
-    number = session.submit(SampleRequest(ids, 1, how.model_copy(update={"stop": (stop, "never")}), seed=3))
+    number = session.submit(served_request(ids, 1, how.model_copy(update={"stop": (stop, "never")}), seed=3))
     tokens = finish(session)[number]
     assert tokens[-1].stop == "stop_string"
     assert policy().decode(np.array([t.token_id for t in tokens])) == whole[: whole.index(stop) + 2]
@@ -194,14 +196,15 @@ def test_a_stop_string_over_two_tokens() -> None:
 
 def test_completions_of_one_request_share_the_pages_of_its_prompt() -> None:
     session = opened()
-    session.submit(SampleRequest(policy().encode(prompt_of(10)), 3, Sampling(max_new_tokens=4), seed=1))
+    session.submit(served_request(policy().encode(prompt_of(10)), 3, Sampling(max_new_tokens=4), seed=1))
     session.step()
-    assert session.pool.limit - session.pool.left == 3 + 3, "three for the prompt, and one for each completion"
+    assert isinstance(session.runner, PerSlotCudaRunner)
+    assert session.runner.cache.limit - session.runner.cache.left == 3 + 3, "three for the prompt, and one for each completion"
     session.cancel(0)
     assert_nothing_is_left(session)
 
 
 def test_warming_leaves_nothing_behind() -> None:
     session = opened()
-    session.warm()
+    session.warm_up()
     assert_nothing_is_left(session)

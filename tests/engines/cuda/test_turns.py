@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from oncurve.engines.cuda import paged_kv_cache, scheduler
+from oncurve.engines.cuda import paged_kv_cache, runner
 from oncurve.engines.cuda.graph_decoder import GraphDecoder
-from oncurve.engines.cuda.scheduler import CudaSampleRequest
 from oncurve.recipe.schema.sections import Engine, Sampling
 from oncurve.records import Completion, Prompt
+from tests.engines.cuda.test_graph_decoder import complete, requests_for
 from tests.engines.native.test_turns import Echo, asked, policy
 from tests.engines.native.test_turns import sample as plain
 
@@ -20,19 +20,18 @@ HOW = Sampling(max_new_tokens=24)
 @pytest.fixture(autouse=True)
 def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that turns cross pages."""
-    for module in (scheduler, paged_kv_cache):
+    for module in (runner, paged_kv_cache):
         monkeypatch.setattr(module, "PAGE", 8)
-    monkeypatch.setattr(scheduler, "PREFILL_TOKENS_SMALL", 128)
+    monkeypatch.setattr(runner, "PREFILL_TOKENS_SMALL", 128)
 
 
 @torch.inference_mode()
 def sample(prompts: list[Prompt], how: Sampling, pages: int = 99, check_every: int = 2) -> list[tuple[Completion, ...]]:
-    sampler = GraphDecoder.of(policy(), Engine(check_every=check_every))
-    assert sampler is not None
-    room = sampler.pool.open
-    sampler.pool.open = lambda first, most, share: room(first, min(most, pages), share)  # type: ignore[method-assign]
-    ask = CudaSampleRequest([policy().encode(p) for p in prompts], [p.id for p in prompts], 2, how, 0, 1, prompts)
-    return [c for _, c in sorted(sampler.completions(ask, 3), key=lambda found: found[0])]
+    decoder = GraphDecoder.build(policy(), Engine(check_every=check_every))
+    assert decoder is not None
+    open_cache = decoder.cache.open
+    decoder.cache.open = lambda first, most, share: open_cache(first, min(most, pages), share)  # type: ignore[method-assign]
+    return complete(decoder, requests_for(policy(), prompts, how), 3)
 
 
 def bits(groups: list[tuple[Completion, ...]]) -> list[tuple[bytes, ...]]:

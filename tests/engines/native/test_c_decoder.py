@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
-from oncurve.engines.base import SampleKey
-from oncurve.engines.native.c_decoder import can_decode
-from oncurve.engines.native.c_scheduler import CScheduler
-from oncurve.engines.native.engine import NativeEngine, Scheduler
+from oncurve.engines.base import SampleKey, SampleRequest
+from oncurve.engines.native.c_decoder import CRunner, can_decode
+from oncurve.engines.native.engine import NativeEngine
+from oncurve.engines.native.torch_runner import TorchRunner
 from oncurve.models.llama.c_build import load_library
 from oncurve.models.policy import Policy
 from oncurve.recipe.load import parse_recipe
@@ -56,8 +56,13 @@ def pair(request: pytest.FixtureRequest) -> tuple[PreTrainedModel, Policy]:
 
 def run(policy: Policy, how: Sampling, *, compiled: bool = True, group_size: int = 3, slots: int = 6) -> list[Group]:
     engine = NativeEngine(policy if compiled else _by_torch(policy), Engine(slots=slots))
-    assert engine._batch_type(PROMPTS, how) is (CScheduler if compiled else Scheduler)
+    assert runner_type(engine, PROMPTS, how) is (CRunner if compiled else TorchRunner)
     return engine.sample(PROMPTS, group_size, how, SampleKey(0, 1))
+
+
+def runner_type(engine: NativeEngine, prompts: list[Prompt], how: Sampling) -> type:
+    requests = [SampleRequest(p, engine.policy.encode(p), 1, how, SampleKey(0, 1)) for p in prompts]
+    return type(engine._build_runner(requests))
 
 
 def _by_torch(policy: Policy) -> Policy:
@@ -159,7 +164,7 @@ def test_without_a_compiler_torch_decodes_and_the_run_says_so(no_compiler: None)
     policy = Policy(make_model("qwen3"), tokenizer())
     assert load_library() is None
     engine = NativeEngine(policy, Engine())
-    assert engine._batch_type([Prompt("p", text="1+1=")], Sampling()) is Scheduler
+    assert runner_type(engine, [Prompt("p", text="1+1=")], Sampling()) is TorchRunner
     assert "no C compiler" in engine.log_lines[0]
     recipe = parse_recipe({"task": {"type": "arithmetic"}, "stages": [{"type": "sft"}]})
     assert recipe.model.compiled

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oncurve.engines.native.session import SampledToken, SampleRequest, Session, TorchSession
+from oncurve.engines.base import SampleRequest
+from oncurve.engines.native.session import SampledToken, Session, served_request, torch_session
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.sections import Sampling
 from tests.engines.native.plain import next_logits, prompt_of
@@ -32,13 +33,13 @@ def policy() -> Policy:
 
 def ask(place: int) -> SampleRequest:
     ids = policy().encode(prompt_of((1, 9, 17, 70, 33)[place % 5]))
-    return SampleRequest(ids, 1 + place % 3, SETTINGS[place % 4], seed=place, top=place % 2)
+    return served_request(ids, 1 + place % 3, SETTINGS[place % 4], seed=place, top=place % 2)
 
 
 def told(session: Session, numbers: dict[int, int]) -> dict[int, list[SampledToken]]:
     """Decodes to the end; the tokens of each request, by the place it was made from."""
     found: dict[int, list[SampledToken]] = {place: [] for place in numbers.values()}
-    while session.asks:
+    while session.requests:
         for token in session.step():
             found[numbers[token.request]].append(token)
     return found
@@ -46,7 +47,7 @@ def told(session: Session, numbers: dict[int, int]) -> dict[int, list[SampledTok
 
 @cache
 def alone(place: int) -> tuple[tuple[object, ...], ...]:
-    session = TorchSession(policy(), SLOTS, 32)
+    session = torch_session(policy(), SLOTS, 32)
     return tuple(map(tuple, by_sample(told(session, {session.submit(ask(place)): place})[place])))
 
 
@@ -59,7 +60,7 @@ def by_sample(tokens: list[SampledToken]) -> list[list[tuple[object, ...]]]:
 @given(order=st.permutations(range(8)), late=st.integers(0, 7))
 def test_a_request_gets_the_same_bits_whatever_is_queued_beside_it(order: list[int], late: int) -> None:
     """Some are there from the start, others come while those are being decoded."""
-    session = TorchSession(policy(), SLOTS, 32)
+    session = torch_session(policy(), SLOTS, 32)
     numbers = {session.submit(ask(place)): place for place in order[: late + 1]}
     found: dict[int, list[SampledToken]] = {place: [] for place in order}
     for place in order[late + 1 :]:
@@ -76,8 +77,8 @@ def test_log_probs_are_those_of_a_full_forward() -> None:
     """At temperature 1 and untruncated, whatever the settings that a token was drawn under; likeliest tokens too."""
     for place in (3, 1, 2):
         asked = ask(place)
-        session = TorchSession(policy(), SLOTS, 32)
-        number = session.submit(SampleRequest(asked.prompt_ids, 1, asked.how, asked.seed, top=5))
+        session = torch_session(policy(), SLOTS, 32)
+        number = session.submit(served_request(asked.prompt_ids, 1, asked.sampling, asked.key.seed, top=5))
         tokens = told(session, {number: 0})[0]
         ids = np.array([t.token_id for t in tokens])
         logps_TV = next_logits(make_model("qwen3"), asked.prompt_ids, ids).log_softmax(-1)
@@ -88,17 +89,17 @@ def test_log_probs_are_those_of_a_full_forward() -> None:
 
 
 def test_greedy_takes_the_likeliest() -> None:
-    session = TorchSession(policy(), SLOTS, 32)
+    session = torch_session(policy(), SLOTS, 32)
     tokens = told(session, {session.submit(ask(1)): 0})[0]
     assert all(token.token_id == token.top[0][0] for token in tokens)
 
 
 def test_a_request_beyond_capacity_waits_and_one_taken_back_frees_its_slots() -> None:
-    session = TorchSession(policy(), 2, 32)
+    session = torch_session(policy(), 2, 32)
     how = Sampling(max_new_tokens=32, stop=("never",))
-    first = session.submit(SampleRequest(policy().encode(prompt_of(9)), 2, how, seed=0))
-    second = session.submit(SampleRequest(policy().encode(prompt_of(17)), 1, SETTINGS[1], seed=0))
-    third = session.submit(SampleRequest(policy().encode(prompt_of(18)), 1, SETTINGS[1], seed=0))
+    first = session.submit(served_request(policy().encode(prompt_of(9)), 2, how, seed=0))
+    second = session.submit(served_request(policy().encode(prompt_of(17)), 1, SETTINGS[1], seed=0))
+    third = session.submit(served_request(policy().encode(prompt_of(18)), 1, SETTINGS[1], seed=0))
     assert {t.request for t in session.step()} == {first}
     assert len(session.waiting) == 2
     session.cancel(first)
@@ -108,29 +109,28 @@ def test_a_request_beyond_capacity_waits_and_one_taken_back_frees_its_slots() ->
     ended = told(session, {second: second, third: third})
     assert ended[third] == []
     assert ended[second][-1].stop is not None
-    assert not session.asks
-    assert not session.rows
-    assert not session.prompt_ids
+    assert not session.requests
+    assert not session.sequences
 
 
 def test_how_a_completion_stops() -> None:
-    session = TorchSession(policy(), SLOTS, 32)
+    session = torch_session(policy(), SLOTS, 32)
     ids = policy().encode(prompt_of(9))
-    free = told(session, {session.submit(SampleRequest(ids, 1, Sampling(max_new_tokens=30), seed=3)): 0})[0]
+    free = told(session, {session.submit(served_request(ids, 1, Sampling(max_new_tokens=30), seed=3)): 0})[0]
     text = policy().decode(np.array([t.token_id for t in free]))
     stop = text[3:5]
-    number = session.submit(SampleRequest(ids, 1, Sampling(max_new_tokens=30, stop=(stop,)), seed=3))
+    number = session.submit(served_request(ids, 1, Sampling(max_new_tokens=30, stop=(stop,)), seed=3))
     stopped = told(session, {number: 0})[0]
     assert stopped[-1].stop == "stop_string"
     assert stop in policy().decode(np.array([t.token_id for t in stopped]))
-    cut = told(session, {session.submit(SampleRequest(ids, 1, Sampling(max_new_tokens=2), seed=3)): 0})[0]
+    cut = told(session, {session.submit(served_request(ids, 1, Sampling(max_new_tokens=2), seed=3)): 0})[0]
     assert [t.stop for t in cut] == [None, "length"]
 
 
 def test_training_is_not_disturbed() -> None:
     """A session over the same policy leaves its weights and its grad mode alone."""
     before = [p.detach().clone() for p in policy().model.parameters()]
-    session = TorchSession(policy(), SLOTS, 32)
+    session = torch_session(policy(), SLOTS, 32)
     told(session, {session.submit(ask(0)): 0})
     assert torch.is_grad_enabled()
     assert all(torch.equal(a, b) for a, b in zip(before, policy().model.parameters(), strict=True))

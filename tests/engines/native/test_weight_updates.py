@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from oncurve.engines.base import SampleKey
+from oncurve.engines.base import SampleKey, SampleRequest
 from oncurve.engines.cuda.graph_decoder import GraphDecoder
-from oncurve.engines.cuda.scheduler import CudaSampleRequest
+from oncurve.engines.cuda.runner import CudaRunner
 from oncurve.engines.native.engine import NativeEngine
+from oncurve.engines.native.scheduler import Scheduler
 from oncurve.models.packing import PrefixGroup, build_pack
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.sections import Engine, Sampling
@@ -80,11 +81,13 @@ def test_the_engine_of_a_gpu_takes_new_weights_between_rounds() -> None:
 
     def drawn(exchange: bool) -> list[Completion]:
         policy = make_policy()
-        sampler = GraphDecoder.of(policy, Engine(check_every=2))
-        assert sampler is not None
-        sampler.exchange = After(policy, rounds=3, scale=0.5) if exchange else None
-        ask = CudaSampleRequest([policy.encode(PROMPTS[0])], ["1"], 2, Sampling(max_new_tokens=8, min_new_tokens=8), 0, 1)
-        return [c for _, group in sampler.completions(ask, 2) for c in group]
+        decoder = GraphDecoder.build(policy, Engine(check_every=2))
+        assert decoder is not None
+        sampling = Sampling(max_new_tokens=8, min_new_tokens=8)
+        requests = [SampleRequest(PROMPTS[0], policy.encode(PROMPTS[0]), 2, sampling, SampleKey(0, 1))]
+        source = After(policy, rounds=3, scale=0.5) if exchange else None
+        scheduler = Scheduler(policy, CudaRunner.build(decoder, requests, 2), requests, source)
+        return [completion for _, group in scheduler.completions() for completion in group]
 
     for a, b in zip(drawn(exchange=False), drawn(exchange=True), strict=True):
         assert a.versions is None

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from oncurve.engines.base import SampleKey, check_engine
+from oncurve.engines.base import SampleKey, SampleRequest, check_engine
 from oncurve.engines.vllm.engine import check_vllm
 from oncurve.engines.vllm.messages import Answer, Start
 from oncurve.engines.vllm.process import VllmProcess, VllmProcessLost, environment, visible
@@ -197,20 +197,19 @@ def test_a_turn_that_was_begun_by_a_lost_process_is_asked_for_again_from_its_sta
 
     policy = make_policy("qwen3")
     prompts = [prompt_of(3), prompt_of(4)]
-    asked = PendingRequests(
-        policy, prompts, [policy.encode(p) for p in prompts], 2, Sampling(max_new_tokens=3), SampleKey(0, 1), whole, 4
-    )
-    first = {request.key: request for request in asked.requests()}
-    assert [request.most for request in first.values()] == [3] * 4
+    requests = [SampleRequest(p, policy.encode(p), 2, Sampling(max_new_tokens=3), SampleKey(0, 1)) for p in prompts]
+    asked = PendingRequests(policy, requests, whole, 4)
+    first = {request.key: request for request in asked.turn_requests()}
+    assert [request.max_tokens for request in first.values()] == [3] * 4
     for key in ("0/0", "0/1", "1/1"):
         asked.take(Answer(key, (5, 6, 7), (-1.0, -2.0, -3.0), "length"))
     assert told == [0]
     asked.version = 5
-    asked.go_on_from({"1/0": 2})
-    assert asked.rows["1/0"].versions == {0: 4, 2: 5}
-    (again,) = asked.requests()
+    asked.mark_version({"1/0": 2})
+    assert asked.pending["1/0"].versions == {0: 4, 2: 5}
+    (again,) = asked.turn_requests()
     assert again == first["1/0"]
-    assert asked.rows["1/0"].versions == {0: 5}
+    assert asked.pending["1/0"].versions == {0: 5}
     asked.take(Answer("1/0", (5, policy.eos_ids[0]), (-1.0, -2.0), "end"))
     assert told == [0, 1]
     ended = asked.groups[1].completions

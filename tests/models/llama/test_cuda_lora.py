@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from oncurve.engines.base import SampleKey, SampleRequest
 from oncurve.engines.cuda.graph_decoder import GraphDecoder
 from oncurve.engines.cuda.paged_kv_cache import PAGE, PagedPrefill
-from oncurve.engines.cuda.scheduler import CudaSampleRequest
 from oncurve.kernels.lora import LoraTiles, expand
 from oncurve.models import lora
 from oncurve.models.gradient_buffers import GradAccumulator
@@ -28,7 +28,7 @@ from oncurve.models.reference import Reference
 from oncurve.recipe.schema.model import Lora
 from oncurve.recipe.schema.sections import Engine, Sampling
 from oncurve.records import Completion
-from tests.engines.cuda.test_graph_decoder import bits, sample, small_pages  # noqa: F401 (a fixture that goes with ``sample``)
+from tests.engines.cuda.test_graph_decoder import bits, complete, sample, small_pages  # noqa: F401 (a fixture that goes with ``sample``)
 from tests.engines.native.plain import assert_logps, prompt_of
 from tests.kernels.test_learner_kernels import on_gpu, pack_of
 from tests.models.architectures import adapted, make_model, shake, tokenizer
@@ -158,24 +158,24 @@ def test_sampling_draws_what_the_modules_draw(name: str, kind: dict[str, Any]) -
 
 
 @torch.inference_mode()
-def drawn(sampler: GraphDecoder) -> list[Completion]:
+def drawn(decoder: GraphDecoder) -> list[Completion]:
     prompt = prompt_of(3)
-    ask = CudaSampleRequest([sampler.policy.encode(prompt)], [prompt.id], 1, HOW, 0, 1)
-    return [c for _, group in sampler.completions(ask, 1) for c in group]
+    request = SampleRequest(prompt, decoder.policy.encode(prompt), 1, HOW, SampleKey(0, 1))
+    return list(complete(decoder, [request], 1)[0])
 
 
 def test_an_update_of_the_adapter_is_seen_with_no_call() -> None:
     """By the sampler as it stands: what it read before is where the new numbers are."""
     policy = fast(adapted(make_model("qwen3")))
-    sampler = GraphDecoder.of(policy, Engine(check_every=2))
-    assert sampler is not None
-    before, addresses = drawn(sampler), sampler.addresses
+    decoder = GraphDecoder.build(policy, Engine(check_every=2))
+    assert decoder is not None
+    before, addresses = drawn(decoder), decoder.addresses
     trained = list(lora.adapter_parameters(policy.model).values())
     for p in trained:
         p.grad = torch.ones_like(p)
     torch.optim.SGD(trained, lr=0.1).step()
-    after = drawn(sampler)
-    assert sampler.addresses == addresses
+    after = drawn(decoder)
+    assert decoder.addresses == addresses
     assert bits(after) != bits(before)
     merged = lora.merge_copy(policy.model)
     merged.set_attn_implementation("eager")
