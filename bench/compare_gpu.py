@@ -30,7 +30,7 @@ from oncurve.plan.hardware import GIB, Gpu
 from oncurve.plan.job import Job
 from oncurve.plan.model_shape import ModelShape
 from oncurve.plan.model_table import find_shape
-from oncurve.plan.request import PlanOverrides, job_for
+from oncurve.plan.request import job_for
 from oncurve.recipe.load import parse_recipe
 from oncurve.recipe.variants import learning_passes, with_algorithm
 
@@ -82,10 +82,10 @@ def stage_of(algorithm: str, steps: int, tokens_per_pack: int) -> Any:
 
 
 def job_of(algorithm: str, gpu: Gpu, tiny: bool) -> Job:
-    wishes = PlanOverrides(
+    return job_for(
+        SMALL if tiny else find_shape("Qwen/Qwen3-0.6B"), gpu,
         algorithm=algorithm, prompts=PROMPTS, group_size=GROUP, prompt_tokens=PROMPT_TOKENS, new_tokens=NEW_TOKENS,
     )  # fmt: skip
-    return job_for(SMALL if tiny else find_shape("Qwen/Qwen3-0.6B"), gpu, wishes)
 
 
 def run(algorithm: str, gpu: Gpu, tiny: bool) -> Compared:

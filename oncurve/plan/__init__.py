@@ -1,5 +1,5 @@
-"""Memory and time of a run, before anything is started: no weights, no torch, no GPU.
+"""Memory and time of a run before anything starts: no weights, no torch, no GPU.
 
-`shapes` and `gpus` say what there is, `job` what is asked, `memory` and `seconds` what it takes, `fixes` what would make it
-fit, and `planned` puts them together. `cluster` goes on from one GPU's measured times to many GPUs.
+`model_shape` and `model_table` describe models, `hardware` GPUs, `job` what is planned. `memory` and `step_time` compute it,
+`fixes` searches for changes that make it fit, `plan` combines them. `cluster_simulation` extends one GPU's times to many GPUs.
 """

@@ -1,14 +1,13 @@
-"""The cheapest change that makes a job fit, found by search.
+"""Searches for the cheapest change that makes a job fit.
 
-Every change is one step away from the job as asked; combinations of up to three different ones are tried. Among those that fit,
-and that need all of their parts, the cheapest is the one whose dearest part is of the lowest tier, then the one that takes the
-fewest GPU-seconds a step.
+Each change alters one setting of the job; combinations of up to three are tried. Of those that fit and need all of their parts,
+the cheapest is the one whose most expensive part has the lowest tier, then the one with the fewest GPU-seconds per step.
 
-| tier | what it costs |
+| tier | cost |
 |---|---|
 | 0 | time only: the result is the same up to rounding |
-| 1 | moments in 8 bits: an update a little less exact |
-| 2 | the optimiser on the CPU: every update waits for the link |
+| 1 | 8-bit moments: slightly less exact updates |
+| 2 | the optimiser on the CPU: every update waits for the host link |
 | 3 | LoRA: another, smaller set of weights is trained |
 | 4 | more GPUs |
 | 5 | shorter completions: another task |
@@ -22,30 +21,34 @@ from functools import partial
 from itertools import combinations
 from typing import Any
 
-from oncurve.plan.job import Job
+from oncurve.plan.job import RECIPE_KEYS, Job, recipe_setting
 from oncurve.plan.memory import memory_limit, memory_of
 from oncurve.plan.step_time import seconds_of
 
-PACKS = (8192, 4096, 2048, 1024)
+PACK_TOKENS = (8192, 4096, 2048, 1024)
 SLOTS = (128, 64, 32, 16)
 GPU_COUNTS = (2, 4, 8, 16, 32, 64)
 SHARDED = {"optimiser": "a sharded optimiser", "full": "everything sharded"}
 NOT_WITH_FULL = {"moments", "optimiser", "lora"}
-"""Families that a recipe refuses beside `scale.shard = "full"`."""
-MOST_PARTS = 3
-SHORTEST = 64
+"""Families that a recipe refuses together with `scale.shard = "full"`."""
+MAX_CHANGES = 3
+MIN_NEW_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One change: its family (two of a family exclude each other), its tier, and what it sets."""
+    """One change: its family (two of a family exclude each other), its tier, and the job's settings that it changes."""
 
     family: str
     tier: int
     words: str
     sets: dict[str, Any]
-    key: str | None = None
-    """How a recipe says it, `STAGE` standing for the stage's name; None where a recipe can't yet."""
+    needs_more_gpus: bool = False
+
+    @property
+    def recipe_settings(self) -> list[str]:
+        """The change as `--set` takes it, ``STAGE`` being the stage's name."""
+        return [recipe_setting(name, value) for name, value in self.sets.items() if name in RECIPE_KEYS]
 
     def apply(self, job: Job) -> Job:
         return replace(job, **self.sets)
@@ -53,7 +56,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Fix:
-    """Changes that together make a job fit, with what the job then takes."""
+    """Changes that together make a job fit, with the memory and time of the changed job."""
 
     changes: tuple[Change, ...]
     job: Job
@@ -75,62 +78,53 @@ def fits(job: Job) -> bool:
 
 
 def find_fixes(job: Job, lora_rank: int, count: int = 4) -> list[Fix]:
-    """The cheapest changes that make a job fit, cheapest first; none where it fits, or where nothing tried helps."""
+    """The cheapest changes that make a job fit, cheapest first. Empty if it fits already, or if no change helps."""
     if fits(job):
         return []
-    found: list[tuple[Change, ...]] = []
+    sufficient: list[tuple[Change, ...]] = []
     for chosen in _combinations(list(changes(job, lora_rank))):
-        needed = not any(set(map(id, part)) < set(map(id, chosen)) for part in found)
-        if needed and fits(_applied(job, chosen)):
-            found.append(chosen)
-    fixes = sorted((_fix(job, chosen) for chosen in found), key=lambda fix: fix.cost)
+        is_minimal = not any(set(map(id, part)) < set(map(id, chosen)) for part in sufficient)
+        if is_minimal and fits(_apply_all(job, chosen)):
+            sufficient.append(chosen)
+    fixes = sorted((_fix(job, chosen) for chosen in sufficient), key=lambda fix: fix.cost)
     return _distinct(fixes, count)
 
 
 def changes(job: Job, lora_rank: int) -> Iterator[Change]:
-    """Every single change that makes sense for the job."""
-    one = partial(Change, tier=0)
-    for tokens in (n for n in PACKS if n < job.pack_tokens):
-        yield one(
-            "packs",
-            words=f"tokens_per_pack = {tokens}",
-            sets={"tokens_per_pack": tokens},
-            key=f"STAGE.tokens_per_pack={tokens}",
-        )
+    """Every single change that is possible for the job."""
+    free = partial(Change, tier=0)
+    for tokens in (n for n in PACK_TOKENS if n < job.pack_tokens):
+        yield free("packs", words=f"tokens_per_pack = {tokens}", sets={"tokens_per_pack": tokens})
     if job.checkpointing == "off":
-        yield one(
-            "checkpointing", words="gradient checkpointing", sets={"checkpointing": "auto"}, key="STAGE.checkpointing=auto"
-        )
+        yield free("checkpointing", words="gradient checkpointing", sets={"checkpointing": "auto"})
     for slots in (n for n in SLOTS if job.does.samples and n < min(job.slots, job.rows)):
-        yield one("slots", words=f"{slots} slots", sets={"slots": slots}, key=f"engine.slots={slots}")
+        yield free("slots", words=f"{slots} slots", sets={"slots": slots})
     if job.holds_reference and not job.reference_on_cpu:
-        yield one("reference", words="the reference on the CPU", sets={"reference_on_cpu": True}, key="STAGE.kl.on_cpu=true")
+        yield free("reference", words="the reference on the CPU", sets={"reference_on_cpu": True})
     if job.moments == "float32" and not job.does.curvature:
-        yield Change("moments", 1, "8-bit moments", {"moments": "int8"}, "STAGE.optimiser.moments=int8")
+        yield Change("moments", 1, "8-bit moments", {"moments": "int8"})
     if not job.optimiser_on_cpu and not job.does.curvature:
-        key = "STAGE.optimiser.on_cpu=true"
-        yield Change("optimiser", 2, "the optimiser on the CPU", {"optimiser_on_cpu": True}, key)
+        yield Change("optimiser", 2, "the optimiser on the CPU", {"optimiser_on_cpu": True})
     if job.lora_rank is None:
-        yield Change("lora", 3, f"LoRA of rank {lora_rank}", {"lora_rank": lora_rank}, f"model.lora.rank={lora_rank}")
-    whole = job.does.critic or job.does.curvature or job.lora_rank is not None  # these need all weights on each rank
-    shards = {shard: words for shard, words in SHARDED.items() if shard == "optimiser" or not whole}
+        yield Change("lora", 3, f"LoRA of rank {lora_rank}", {"lora_rank": lora_rank})
+    needs_all_weights = job.does.critic or job.does.curvature or job.lora_rank is not None
+    shards = {shard: words for shard, words in SHARDED.items() if shard == "optimiser" or not needs_all_weights}
     if job.gpus > 1 and job.sharding == "none" and not job.gpu.is_cpu:
         for shard, words in shards.items():
-            yield one("gpus", words=f"{words} (scale.shard)", sets={"sharding": shard}, key=f"scale.shard={shard}")
+            yield free("gpus", words=f"{words} (scale.shard)", sets={"sharding": shard})
     for gpus in (n for n in GPU_COUNTS if n > job.gpus and not job.gpu.is_cpu):
         for shard, words in shards.items():
-            yield Change("gpus", 4, f"{gpus} GPUs with {words}", {"gpus": gpus, "sharding": shard})
+            sets = {"gpus": gpus, "sharding": shard}
+            yield Change("gpus", 4, f"{gpus} GPUs with {words}", sets, needs_more_gpus=True)
     tokens = job.new_tokens // 2
-    while tokens >= SHORTEST:
-        mean = min(job.mean_tokens, tokens)
-        sets = {"new_tokens": tokens, "mean_tokens": mean}
-        key = f"STAGE.sampling.max_new_tokens={tokens}"
-        yield Change("length", 5, f"completions of at most {tokens} tokens", sets, key)
+    while tokens >= MIN_NEW_TOKENS:
+        shorter = {"new_tokens": tokens, "mean_tokens": min(job.mean_tokens, tokens)}
+        yield Change("length", 5, f"completions of at most {tokens} tokens", shorter)
         tokens //= 2
 
 
 def _combinations(single: list[Change]) -> Iterator[tuple[Change, ...]]:
-    for size in range(1, MOST_PARTS + 1):
+    for size in range(1, MAX_CHANGES + 1):
         for chosen in combinations(single, size):
             families = {change.family for change in chosen}
             full = any(change.sets.get("sharding") == "full" for change in chosen)
@@ -138,20 +132,20 @@ def _combinations(single: list[Change]) -> Iterator[tuple[Change, ...]]:
                 yield chosen
 
 
-def _applied(job: Job, chosen: tuple[Change, ...]) -> Job:
+def _apply_all(job: Job, chosen: tuple[Change, ...]) -> Job:
     for change in chosen:
         job = change.apply(job)
     return job
 
 
 def _fix(job: Job, chosen: tuple[Change, ...]) -> Fix:
-    changed = _applied(job, chosen)
+    changed = _apply_all(job, chosen)
     memory = memory_of(changed)
     return Fix(chosen, changed, memory.peak.total, memory.host, seconds_of(changed).step)
 
 
 def _distinct(fixes: list[Fix], count: int) -> list[Fix]:
-    """The cheapest of each set of families: 8192 and 4096 tokens a pack are one idea."""
+    """The cheapest fix of each set of families: packs of 8192 and of 4096 tokens count as one idea."""
     best: dict[frozenset[str], Fix] = {}
     for fix in fixes:
         best.setdefault(frozenset(change.family for change in fix.changes), fix)

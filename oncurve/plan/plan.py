@@ -1,4 +1,4 @@
-"""A plan: what a job takes by phase, whether it fits, what would make it fit, and how it grows. And the same as JSON."""
+"""A plan: memory and time of a job by phase, whether it fits, what would make it fit, and how it scales. Also as JSON."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from oncurve.plan.memory import PARTS, Memory, memory_limit, memory_of
 from oncurve.plan.model_table import MODELS
 from oncurve.plan.step_time import Seconds, seconds_of
 
-GROWTH_MODELS = ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B", "Qwen/Qwen3-4B", "Qwen/Qwen3-8B", "Qwen/Qwen3-14B", "Qwen/Qwen3-32B")
-LONGEST = 16384
-MOST_LAYERS = 4096
+SCALING_MODELS = ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B", "Qwen/Qwen3-4B", "Qwen/Qwen3-8B", "Qwen/Qwen3-14B", "Qwen/Qwen3-32B")
+MAX_NEW_TOKENS = 16384
+MAX_LAYERS = 4096
 MARGIN = 0.10
-"""How far plan and measurement may lie apart: a run is stopped only where the plan says more than this above the device."""
+"""Accuracy of a plan: a run is refused only if the plan exceeds the device's memory by more than this."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a job takes."""
+    """A job's memory, time and possible fixes."""
 
     job: Job
     memory: Memory
@@ -38,17 +38,17 @@ class Plan:
         return self.memory.peak.total <= self.limit
 
     @property
-    def impossible(self) -> bool:
-        """Too large even if the plan is too high by its margin."""
+    def is_impossible(self) -> bool:
+        """Whether the job is too large even if the plan is too high by `MARGIN`."""
         return self.memory.peak.total / (1 + MARGIN) > self.job.gpu.memory
 
     @property
     def resident_parameters(self) -> int:
         """Parameters in memory: policy, adapter, reference, critic, reward model."""
         job, critic = self.job, self.job.critic_shape
-        held = job.shape.parameters * (2 if job.holds_reference else 1) + job.adapters
-        held += job.reward_model.parameters if job.reward_model else 0
-        return held + (critic.parameters + self._critic_adapters if critic else 0)
+        count = job.shape.parameters * (2 if job.holds_reference else 1) + job.adapters
+        count += job.reward_model.parameters if job.reward_model else 0
+        return count + (critic.parameters + self._critic_adapters if critic else 0)
 
     @property
     def trained(self) -> int:
@@ -64,12 +64,12 @@ class Plan:
 
     @property
     def least(self) -> int:
-        """The peak with every layer's activations computed again: what it needs, where `auto` takes what there is."""
+        """The peak with every layer checkpointed: what the job needs, while `auto` uses the memory there is."""
         return memory_of(replace(self.job, checkpointing="on")).peak.total
 
     @property
     def largest(self) -> int | None:
-        """Parameters of the largest model of its width that would fit, where an algorithm is for small ones."""
+        """Parameters of the largest model of this width that would fit; only for algorithms with a natural gradient."""
         return largest_model(self.job) if self.job.does.curvature else None
 
     @property
@@ -79,64 +79,63 @@ class Plan:
     @property
     def verdict(self) -> str:
         """One line: whether it fits, the peak and its phase, and the time of a step."""
-        return f"{self.room}, about {shown_seconds(self.seconds.step)} a step"
+        return f"{self.memory_verdict}, about {seconds_text(self.seconds.step)} a step"
 
     @property
-    def room(self) -> str:
+    def memory_verdict(self) -> str:
         """Whether it fits, and the peak and its phase."""
         job, peak = self.job, self.memory.peak
-        where = (
-            "this machine" if job.gpu.is_cpu else (f"an {job.gpu.name}" if job.gpu.name[0] in "AHLRM" else f"a {job.gpu.name}")
-        )
-        where += f", {job.gpus} of them" if job.gpus > 1 else ""
-        word = "fits" if self.fits else "does not fit"
+        article = "an" if job.gpu.name[0] in "AHLRM" else "a"
+        device = "this machine" if job.gpu.is_cpu else f"{article} {job.gpu.name}"
+        device += f", {job.gpus} of them" if job.gpus > 1 else ""
+        fits = "fits" if self.fits else "does not fit"
         sizes = f"{peak.total / GIB:.1f} of {job.gpu.memory / GIB:.1f} GiB at the worst moment ({peak.name})"
-        return f"{word} {where}: {sizes}"
+        return f"{fits} {device}: {sizes}"
 
 
-def shown_seconds(seconds: float) -> str:
+def seconds_text(seconds: float) -> str:
     if seconds < 1:
         return f"{seconds:.2f} s"
     return f"{seconds:.1f} s" if seconds < 60 else (f"{seconds / 60:.1f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h")
 
 
 def make_plan(job: Job, lora_rank: int) -> Plan:
-    """The plan of one job; ``lora_rank`` is the rank that a change to LoRA would take."""
+    """The plan of one job; ``lora_rank`` is the rank of a proposed LoRA adapter."""
     return Plan(job, memory_of(job), seconds_of(job), tuple(find_fixes(job, lora_rank)))
 
 
 def side_by_side(job: Job, lora_rank: int) -> list[Plan]:
-    """GRPO and PPO, full and with LoRA, and the job's own algorithm where it is another: all else as asked."""
+    """Plans of GRPO, PPO and the job's own algorithm, full and with LoRA, with all other settings equal."""
     algorithms = dict.fromkeys(("grpo", "ppo", job.algorithm))
     ranks = (None, job.lora_rank or lora_rank)
     return [make_plan(replace(job, algorithm=a, lora_rank=rank), lora_rank) for rank in ranks for a in algorithms]
 
 
 def smallest_gpus(job: Job) -> list[str]:
-    """The GPUs of the table that hold the job, as many as were asked for, smallest memory first.
+    """The GPUs of the table on which the job fits, with the same number of them, smallest memory first.
 
-    Each is planned for: a smaller one has less for its pool, and more layers are computed again there.
+    Each is planned separately: a smaller one has a smaller KV cache and checkpoints more layers.
     """
-    held = [gpu for gpu in GPUS.values() if fits(replace(job, gpu=gpu))]
-    return [gpu.name for gpu in sorted(held, key=lambda gpu: gpu.memory)]
+    fitting = [gpu for gpu in GPUS.values() if fits(replace(job, gpu=gpu))]
+    return [gpu.name for gpu in sorted(fitting, key=lambda gpu: gpu.memory)]
 
 
 def largest_model(job: Job) -> int:
-    """Parameters of the deepest model of the job's width that would fit; 0 where not even one layer does."""
+    """Parameters of the deepest model of the job's width that would fit; 0 if not even one layer does."""
 
-    def deep(layers: int) -> Job:
+    def with_layers(layers: int) -> Job:
         return replace(job, shape=replace(job.shape, layers=layers))
 
-    low, high = 0, MOST_LAYERS
+    low, high = 0, MAX_LAYERS
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(deep(middle)) else (low, middle - 1)
-    return deep(low).shape.parameters if low else 0
+        low, high = (middle, high) if fits(with_layers(middle)) else (low, middle - 1)
+    return with_layers(low).shape.parameters if low else 0
 
 
 @dataclass(frozen=True, slots=True)
 class ScalingPoint:
-    """The job with one thing changed."""
+    """The job with one setting changed. ``asked``: the job's own value. Fields are JSON keys."""
 
     what: str
     value: str
@@ -147,36 +146,38 @@ class ScalingPoint:
 
 
 def scaling_points(job: Job) -> list[ScalingPoint]:
-    """How memory and time grow with the group, the length, and the model: each alone, all else as asked."""
-    return [_grown(what, value, changed, changed == job) for what, value, changed in _variants(job)]
+    """How memory and time scale with group size, length and model, one at a time."""
+    return [_scaling_point(what, value, changed, changed == job) for what, value, changed in _variants(job)]
 
 
 def _variants(job: Job) -> Iterator[tuple[str, str, Job]]:
     if job.does.samples:
         for size in sorted({4, 8, 16, 32, 64, job.group_size}):
             yield "group size", str(size), replace(job, group_size=size)
-    share = job.mean_tokens / job.new_tokens
-    room = (job.shape.context or LONGEST) - job.prompt_tokens
-    for tokens in sorted({256, 1024, 4096, LONGEST, job.new_tokens}):
+    mean_fraction = job.mean_tokens / job.new_tokens
+    room = (job.shape.context or MAX_NEW_TOKENS) - job.prompt_tokens
+    for tokens in sorted({256, 1024, 4096, MAX_NEW_TOKENS, job.new_tokens}):
         if tokens > room:
             continue
-        longer = replace(job, new_tokens=tokens, mean_tokens=job.mean_tokens if tokens == job.new_tokens else share * tokens)
+        longer = replace(
+            job, new_tokens=tokens, mean_tokens=job.mean_tokens if tokens == job.new_tokens else mean_fraction * tokens
+        )
         yield "new tokens", str(tokens), longer
     if job.gpu.is_cpu:
         return
-    shapes = {name: MODELS[name] for name in GROWTH_MODELS} | {job.shape.name: job.shape}
+    shapes = {name: MODELS[name] for name in SCALING_MODELS} | {job.shape.name: job.shape}
     for name, shape in sorted(shapes.items(), key=lambda item: item[1].parameters):
         yield "model", name.rpartition("/")[2], replace(job, shape=shape)
 
 
-def _grown(what: str, value: str, job: Job, asked: bool) -> ScalingPoint:
-    took = seconds_of(job)
-    return ScalingPoint(what, value, asked, memory_of(job).peak.total, took.step, took.samples_per_day)
+def _scaling_point(what: str, value: str, job: Job, asked: bool) -> ScalingPoint:
+    seconds = seconds_of(job)
+    return ScalingPoint(what, value, asked, memory_of(job).peak.total, seconds.step, seconds.samples_per_day)
 
 
 def plan_data(plan: Plan) -> dict[str, Any]:
     """A plan as JSON: bytes and seconds, parts in the order of the bars."""
-    peak, took = plan.memory.peak, plan.seconds
+    peak, seconds = plan.memory.peak, plan.seconds
     return {
         "algorithm": plan.job.algorithm,
         "lora_rank": plan.job.lora_rank,
@@ -190,7 +191,7 @@ def plan_data(plan: Plan) -> dict[str, Any]:
             "limit": plan.limit,
             "fits": plan.fits,
         },
-        "time": {"phases": took.phases, "step": took.step, "samples_per_day": took.samples_per_day},
+        "time": {"phases": seconds.phases, "step": seconds.step, "samples_per_day": seconds.samples_per_day},
         "verdict": plan.verdict,
         "fixes": [_fix_data(fix) for fix in plan.fixes],
         "fits_on": smallest_gpus(plan.job),
@@ -203,25 +204,25 @@ def _fix_data(fix: Fix) -> dict[str, Any]:
     return {"words": fix.words, "sets": sets, "tier": fix.cost[0], "peak": fix.peak, "host": fix.host, "step": fix.step_seconds}
 
 
-def asked_data(job: Job) -> dict[str, Any]:
-    """What was asked, as JSON."""
+def job_data(job: Job) -> dict[str, Any]:
+    """The job as JSON."""
     shape, gpu = job.shape, job.gpu
-    own = {f.name: getattr(job, f.name) for f in fields(job) if f.name not in ("shape", "gpu", "reward_model", "critic")}
+    settings = {f.name: getattr(job, f.name) for f in fields(job) if f.name not in ("shape", "gpu", "reward_model", "critic")}
     return {
         "model": {"name": shape.name, "parameters": shape.parameters, "layers": shape.layers, "width": shape.width},
         "gpu": {"name": gpu.name, "memory": gpu.memory, "flops": gpu.flops, "bandwidth": gpu.bandwidth},
-        **own,
+        **settings,
         "reward_model": job.reward_model.name if job.reward_model else None,
     }
 
 
 def report_data(job: Job, plans: list[Plan]) -> dict[str, Any]:
-    """All that `oncurve plan --json` prints."""
-    own = next(p for p in plans if p.job.algorithm == job.algorithm and p.job.lora_rank == job.lora_rank)
+    """What `oncurve plan --json` prints."""
+    plan_of_job = next(p for p in plans if p.job.algorithm == job.algorithm and p.job.lora_rank == job.lora_rank)
     return {
-        "asked": asked_data(job),
+        "asked": job_data(job),
         "parts": list(PARTS),
-        "plan": plan_data(own),
+        "plan": plan_data(plan_of_job),
         "side_by_side": [plan_data(plan) for plan in plans],
         "growth": [asdict(row) for row in scaling_points(job)],
     }

@@ -1,16 +1,16 @@
-"""From a recipe's stage, or from a few words on the command line, to the planner's question.
+"""From a recipe's stage, or from flags of the command line, to a job for the planner.
 
-What is not said is as the recipe's sections have it. Lengths that only data can tell are the caller's to give.
+Settings that are not given have the defaults of the recipe schema. Lengths that depend on the data come from the caller.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from typing import Any
 
 from oncurve.errors import ModelError, RecipeError
 from oncurve.plan.hardware import Gpu
-from oncurve.plan.job import ALGORITHMS, DTYPE_BYTES, Job, find_algorithm
+from oncurve.plan.job import ALGORITHMS, RECIPE_KEYS, Job, allowed_values, check_algorithm
 from oncurve.plan.model_shape import ModelShape, tiny_shape
 from oncurve.plan.model_table import find_shape
 from oncurve.recipe.defaults import rewards_for_stage
@@ -19,94 +19,56 @@ from oncurve.recipe.schema.recipe import Recipe
 from oncurve.recipe.schema.stages import Dpo, Grpo, PolicyGradientStage, Ppo, RewardModel, RolloutStage, Sft, Stage
 
 PROMPT_TOKENS = 256
-"""Tokens of a prompt where neither a task nor the user says."""
+"""Tokens of a prompt if neither the task nor the user gives a length."""
 SLOTS = {"cpu": 128, "gpu": 512}
-"""Most completions that the engine decodes at once where a recipe leaves it open."""
+"""The engine's maximum number of slots if the recipe does not set one."""
 PRINTABLE = 96
-"""Characters of the built-in model's vocabulary where its task does not list them: ASCII and the line break."""
+"""Characters in the built-in model's vocabulary if its task does not list them: printable ASCII and the line break."""
 TINY_TOKENS = 7
-"""Tokens of the built-in model beside its characters: four tags, padding, end, unknown."""
+"""Further tokens of the built-in model: four tags, padding, end, unknown."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlanOverrides:
-    """Changes to a job by the names of its fields; None leaves a field as it is."""
-
-    gpus: int | None = None
-    algorithm: str | None = None
-    prompts: int | None = None
-    group_size: int | None = None
-    prompt_tokens: int | None = None
-    new_tokens: int | None = None
-    mean_tokens: float | None = None
-    tokens_per_pack: int | None = None
-    updates: int | None = None
-    minibatches: int | None = None
-    beta: float | None = None
-    dtype: str | None = None
-    slots: int | None = None
-    lora_rank: int | None = None
-    checkpointing: bool | str | None = None
-    """auto, on or off; True is on."""
-    moments: str | None = None
-    optimiser_on_cpu: bool | None = None
-    reference_on_cpu: bool | None = None
-    sharding: str | None = None
-    quantise: str | None = None
-    reward_model: ModelShape | None = None
-    critic: ModelShape | None = None
-
-    @property
-    def as_dict(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
+def job_for(shape: ModelShape, gpu: Gpu, **settings: Any) -> Job:
+    """A job without a recipe: what ``settings`` leave out is as in a grpo stage with all defaults."""
+    base = _of_policy_gradient(Grpo(), shape, gpu, PROMPT_TOKENS)
+    return with_settings(replace(base, dtype="float32" if gpu.is_cpu else "bfloat16"), **settings)
 
 
-CHOICES = {
-    "checkpointing": ("auto", "on", "off"),
-    "dtype": tuple(DTYPE_BYTES),
-    "moments": ("float32", "int8"),
-    "sharding": ("none", "optimiser", "full"),
-    "quantise": ("nf4", "int8"),
-}
+def with_settings(job: Job, **settings: Any) -> Job:
+    """The job with settings changed, by the names of its fields; None leaves a field unchanged.
 
-
-def job_for(shape: ModelShape, gpu: Gpu, wishes: PlanOverrides) -> Job:
-    """A job without a recipe: what is not wished for is as in a grpo stage with nothing set."""
-    base = _of_surrogate(Grpo(), shape, gpu, PROMPT_TOKENS)
-    return with_overrides(replace(base, dtype="float32" if gpu.is_cpu else "bfloat16"), wishes)
-
-
-def with_overrides(job: Job, wishes: PlanOverrides) -> Job:
-    """The job with the wishes put in, checked."""
-    said = wishes.as_dict
-    if isinstance(said.get("checkpointing"), bool):
-        said["checkpointing"] = "on" if said["checkpointing"] else "off"
-    for key, allowed in CHOICES.items():
-        if key in said and said[key] not in allowed:
-            raise RecipeError(f"--{key}", said[key], because=f"{key} is one of {', '.join(allowed)}", fix="name one of them")
-    if "algorithm" in said:
-        find_algorithm(said["algorithm"])
-    if "new_tokens" in said and "mean_tokens" not in said:
-        said["mean_tokens"] = float(said["new_tokens"])
-    return _checked(replace(job, **said))
+    Values are checked as the recipe would check them. ``checkpointing`` may be a bool.
+    """
+    changes = {name: value for name, value in settings.items() if value is not None}
+    if isinstance(changes.get("checkpointing"), bool):
+        changes["checkpointing"] = "on" if changes["checkpointing"] else "off"
+    for name, value in changes.items():
+        allowed = allowed_values(name) if name in RECIPE_KEYS else ()
+        if allowed and value not in allowed:
+            raise RecipeError(f"--{name}", value, because=f"{name} is one of {', '.join(allowed)}", fix="choose one of them")
+    if "algorithm" in changes:
+        check_algorithm(changes["algorithm"])
+    if "new_tokens" in changes and "mean_tokens" not in changes:
+        changes["mean_tokens"] = float(changes["new_tokens"])
+    return _checked(replace(job, **changes))
 
 
 def _checked(job: Job) -> Job:
     if job.mean_tokens > job.new_tokens:
-        because = f"completions are cut at {job.new_tokens} tokens"
+        because = f"completions are truncated at {job.new_tokens} tokens"
         raise RecipeError("--mean-tokens", job.mean_tokens, because=because, fix=f"use {job.new_tokens} or less")
     room = job.shape.context
     if room and job.prompt_tokens + job.new_tokens > room:
         raise ModelError(
             job.shape.name,
-            f"{job.prompt_tokens} tokens of prompt and {job.new_tokens} new ones",
-            because=f"it addresses {room} positions",
-            fix="ask for fewer tokens, or name a model with a longer context",
+            f"a prompt of {job.prompt_tokens} tokens and {job.new_tokens} new ones don't fit",
+            because=f"the model addresses {room} positions",
+            fix="use fewer tokens, or a model with a longer context",
         )
     if job.quantise is not None and job.lora_rank is None:
         raise RecipeError("--quantise", job.quantise, because="quantised weights stay frozen", fix="add --lora")
     if job.sharding != "none" and job.gpus == 1:
-        raise RecipeError("--sharding", job.sharding, because="there is one GPU to share with", fix="use --gpus 2 or more")
+        raise RecipeError("--sharding", job.sharding, because="there is only one GPU", fix="use --gpus 2 or more")
     return job
 
 
@@ -128,33 +90,33 @@ def _adapter(model: Model) -> dict[str, Any]:
 
 
 def shape_of_model(model: Model, alphabet: str | None) -> ModelShape:
-    """The shape of the model that a recipe names."""
+    """The shape of a recipe's model."""
     if model.source == "tiny":
         return tiny_shape(model.tiny, TINY_TOKENS + (PRINTABLE if alphabet is None else len(set(alphabet))))
     return find_shape(model.source)
 
 
 def job_of(stage: Stage, shape: ModelShape, gpu: Gpu, prompt_tokens: int) -> Job:
-    """A stage as a job; stages that neither sample nor learn from sequences have no plan."""
+    """A stage as a job. The stage must be one of `plannable`."""
     if isinstance(stage, PolicyGradientStage):
-        return _of_surrogate(stage, shape, gpu, prompt_tokens)
+        return _of_policy_gradient(stage, shape, gpu, prompt_tokens)
     if isinstance(stage, RolloutStage):
-        return _of_sampled(stage, shape, gpu, prompt_tokens)
+        return _of_rollout(stage, shape, gpu, prompt_tokens)
     assert isinstance(stage, Sft | Dpo), stage
     return _of_examples(stage, shape, gpu, prompt_tokens)
 
 
 def plannable(recipe: Recipe) -> list[Stage]:
-    """The stages that the planner knows."""
+    """The stages that the planner supports."""
     return [stage for stage in recipe.stages if algorithm_of(stage) in ALGORITHMS]
 
 
 def algorithm_of(stage: Stage) -> str:
-    """The stage's type; for grpo its objective, where that is an algorithm of its own name."""
+    """The stage's type, or the objective of a grpo stage if the planner lists it as an algorithm."""
     return stage.objective if isinstance(stage, Grpo) and stage.objective in ALGORITHMS else stage.type
 
 
-def _of_sampled(stage: RolloutStage, shape: ModelShape, gpu: Gpu, prompt_tokens: int) -> Job:
+def _of_rollout(stage: RolloutStage, shape: ModelShape, gpu: Gpu, prompt_tokens: int) -> Job:
     return Job(
         shape=shape,
         gpu=gpu,
@@ -177,9 +139,9 @@ def _of_sampled(stage: RolloutStage, shape: ModelShape, gpu: Gpu, prompt_tokens:
     )
 
 
-def _of_surrogate(stage: Grpo | Ppo, shape: ModelShape, gpu: Gpu, prompt_tokens: int) -> Job:
+def _of_policy_gradient(stage: Grpo | Ppo, shape: ModelShape, gpu: Gpu, prompt_tokens: int) -> Job:
     return replace(
-        _of_sampled(stage, shape, gpu, prompt_tokens),
+        _of_rollout(stage, shape, gpu, prompt_tokens),
         algorithm=algorithm_of(stage),
         updates=stage.updates_per_step,
         minibatches=stage.minibatches,
@@ -189,10 +151,10 @@ def _of_surrogate(stage: Grpo | Ppo, shape: ModelShape, gpu: Gpu, prompt_tokens:
 
 
 def _of_examples(stage: Sft | Dpo, shape: ModelShape, gpu: Gpu, prompt_tokens: int) -> Job:
-    """Worked examples or pairs: a batch is an update. Completions are taken to be as long as prompts until the data tells."""
-    like = _of_sampled(Grpo(prompts_per_step=stage.batch_size), shape, gpu, prompt_tokens)
+    """Demonstrations or pairs: a batch is an update. Assumes completions as long as prompts; the data may say otherwise."""
+    rollout = _of_rollout(Grpo(prompts_per_step=stage.batch_size), shape, gpu, prompt_tokens)
     return replace(
-        like,
+        rollout,
         algorithm=stage.type,
         tokens_per_pack=stage.tokens_per_pack,
         checkpointing=stage.checkpointing,
@@ -205,22 +167,21 @@ def _of_examples(stage: Sft | Dpo, shape: ModelShape, gpu: Gpu, prompt_tokens: i
 
 
 def _reward_model(recipe: Recipe, stage: Stage, policy: ModelShape) -> ModelShape | None:
-    """The largest learned reward model of a stage that lies on the GPU."""
+    """The largest reward model of a stage that is on the GPU."""
     if not isinstance(stage, RolloutStage):
         return None
     rewards = [r for r in rewards_for_stage(recipe, stage) if r.type == "model" and r.options.get("device", "cpu") != "cpu"]
-    shapes = [_judge(recipe, str(r.options["model"]), policy) for r in rewards if "model" in r.options]
+    shapes = [_reward_model_shape(recipe, str(r.options["model"]), policy) for r in rewards if "model" in r.options]
     return max(shapes, key=lambda shape: shape.parameters, default=None)
 
 
-def _judge(recipe: Recipe, name: str, policy: ModelShape) -> ModelShape:
-    """The shape of a learned reward; one that a stage of the recipe trains has the policy's, unless the stage names another."""
+def _reward_model_shape(recipe: Recipe, name: str, policy: ModelShape) -> ModelShape:
+    """The shape of a reward model. One that a stage of the recipe trains has the policy's, unless the stage names another."""
     trained = next((s for s in recipe.stages if isinstance(s, RewardModel) and name == f"stage:{s.label}"), None)
     if trained is None:
         return find_shape(name)
     return policy if trained.source is None else find_shape(trained.source)
 
 
-def usual_rank() -> int:
-    """The rank of a LoRA adapter where nobody says."""
+def default_lora_rank() -> int:
     return Lora().rank

@@ -14,7 +14,7 @@ from oncurve.plan.job import ALGORITHMS, Job
 from oncurve.plan.memory import memory_limit, memory_of
 from oncurve.plan.model_table import MODELS, find_shape
 from oncurve.plan.plan import make_plan, plan_data, report_data, side_by_side
-from oncurve.plan.request import PROMPT_TOKENS, PlanOverrides, job_for, job_of_stage, plannable, usual_rank, with_overrides
+from oncurve.plan.request import PROMPT_TOKENS, default_lora_rank, job_for, job_of_stage, plannable, with_settings
 from oncurve.runs.folder import RunFolder
 from oncurve.studio.open_run import find_run, open_reader, recipe_of
 
@@ -53,9 +53,10 @@ class PlannerRequest(BaseModel):
     sharding: Literal["none", "optimiser", "full"] | None = None
 
     @property
-    def overrides(self) -> PlanOverrides:
-        chosen = self.model_dump(exclude={"run", "stage", "model", "gpu"}, exclude_none=True)
-        return PlanOverrides(**{name: value for name, value in chosen.items() if value is not False})
+    def settings(self) -> dict[str, Any]:
+        """The job's settings that the form sets; a box that is not ticked sets nothing."""
+        values = self.model_dump(exclude={"run", "stage", "model", "gpu"}, exclude_none=True)
+        return {name: value for name, value in values.items() if value is not False}
 
 
 @planner.get("/known")
@@ -63,7 +64,7 @@ def known() -> dict[str, Any]:
     """What the form offers: models, GPUs, algorithms, and the default LoRA rank."""
     gpus = [{"name": gpu.name, "memory": gpu.memory} for gpu in GPUS.values()]
     models = [{"name": name, "parameters": shape.parameters} for name, shape in MODELS.items()]
-    return {"models": models, "gpus": gpus, "algorithms": list(ALGORITHMS), "lora_rank": usual_rank()}
+    return {"models": models, "gpus": gpus, "algorithms": list(ALGORITHMS), "lora_rank": default_lora_rank()}
 
 
 @planner.post("")
@@ -71,13 +72,13 @@ def plan(request: Request, body: PlannerRequest) -> dict[str, Any]:
     """The same data as `oncurve plan --json`."""
     gpu = find_gpu(body.gpu)
     job = _job_of_run(find_run(request.app.state.runs_dir, body.run), body, gpu) if body.run else _job_of_model(body, gpu)
-    return report_data(job, side_by_side(job, usual_rank()))
+    return report_data(job, side_by_side(job, default_lora_rank()))
 
 
 def _job_of_model(body: PlannerRequest, gpu: Gpu) -> Job:
     if body.model is None:
         raise RecipeError("model", "missing", because="a plan needs a run or a model", fix="choose one")
-    return job_for(find_shape(body.model), gpu, body.overrides)
+    return job_for(find_shape(body.model), gpu, **body.settings)
 
 
 def _job_of_run(run: RunFolder, body: PlannerRequest, gpu: Gpu) -> Job:
@@ -90,7 +91,7 @@ def _job_of_run(run: RunFolder, body: PlannerRequest, gpu: Gpu) -> Job:
         )
     with open_reader(run) as store:
         longest = store.longest_prompt()
-    return with_overrides(job_of_stage(recipe, stages[-1], gpu, longest or PROMPT_TOKENS), body.overrides)
+    return with_settings(job_of_stage(recipe, stages[-1], gpu, longest or PROMPT_TOKENS), **body.settings)
 
 
 class MemoryRequest(BaseModel):
@@ -109,14 +110,14 @@ class MemoryRequest(BaseModel):
 def compare(settings: Annotated[MemoryRequest, Query()]) -> dict[str, Any]:
     """PPO and GRPO on the same job, on as many GPUs as PPO needs."""
     shape = find_shape(settings.model)
-    overrides = PlanOverrides(
+    base = job_for(
+        shape, GPUS[DEMO_GPU],
         prompts=64, group_size=settings.group_size, prompt_tokens=512, new_tokens=1024, checkpointing=True,
-        beta=0.04 if settings.reference else 0.0, lora_rank=usual_rank() if settings.lora else None,
+        beta=0.04 if settings.reference else 0.0, lora_rank=default_lora_rank() if settings.lora else None,
         reward_model=find_shape(DEMO_REWARD) if settings.reward_model else None,
     )  # fmt: skip
-    base = job_for(shape, GPUS[DEMO_GPU], overrides)
     job = _on_enough_gpus(replace(base, algorithm="ppo"))
-    plans = {name: plan_data(make_plan(replace(job, algorithm=name), usual_rank())) for name in ("ppo", "grpo")}
+    plans = {name: plan_data(make_plan(replace(job, algorithm=name), default_lora_rank())) for name in ("ppo", "grpo")}
     return {"gpu": job.gpu.name, "gpus": job.gpus, "parameters": shape.parameters, **plans}
 
 

@@ -13,7 +13,7 @@ from oncurve.plan.fixes import Fix
 from oncurve.plan.hardware import GIB
 from oncurve.plan.job import Job
 from oncurve.plan.memory import PARTS, Phase
-from oncurve.plan.plan import Plan, ScalingPoint, scaling_points, shown_seconds, smallest_gpus
+from oncurve.plan.plan import Plan, ScalingPoint, scaling_points, seconds_text, smallest_gpus
 from oncurve.terminal.text import number, percent
 from oncurve.terminal.text import size as count
 
@@ -84,7 +84,7 @@ def _verdict(plan: Plan) -> RenderableType:
 
 def _fix_line(fix: Fix, lead: tuple[str, str]) -> Text:
     host = f", {fix.host / GIB:.0f} in the CPU's memory" if fix.host else ""
-    return Text.assemble(lead, f"{fix.words}: {fix.peak / GIB:.1f} GiB{host}, {shown_seconds(fix.step_seconds)} a step")
+    return Text.assemble(lead, f"{fix.words}: {fix.peak / GIB:.1f} GiB{host}, {seconds_text(fix.step_seconds)} a step")
 
 
 class Bars:
@@ -207,5 +207,5 @@ def _growth(rows: Sequence[ScalingPoint]) -> RenderableType:
     for row in rows:
         table.add_column(row.value.removeprefix(family), justify="right", style="bold" if row.asked else "")
     table.add_row("peak, GiB", *(_gib(row.peak) for row in rows))
-    table.add_row("a step", *(shown_seconds(row.step_seconds) for row in rows))
+    table.add_row("a step", *(seconds_text(row.step_seconds) for row in rows))
     return table

@@ -17,9 +17,10 @@ from oncurve.models.heads import lm_head
 from oncurve.plan import memory, request
 from oncurve.plan.fixes import find_fixes, fits
 from oncurve.plan.hardware import GIB, GPUS, find_gpu
+from oncurve.plan.job import RECIPE_KEYS, recipe_setting
 from oncurve.plan.model_table import MODELS
 from oncurve.plan.plan import make_plan, plan_data, report_data, scaling_points, side_by_side, smallest_gpus
-from oncurve.plan.request import PlanOverrides, job_for, job_of_stage, plannable, with_overrides
+from oncurve.plan.request import job_for, job_of_stage, plannable, with_settings
 from oncurve.recipe.load import load_recipe, parse_recipe
 from oncurve.recipe.schema.stages import Grpo
 from tests.plan.jobs import job
@@ -64,7 +65,7 @@ def test_gpus_that_are_there_share_before_more_are_asked_for() -> None:
     asked_for = job("7B", "H100-80GB", gpus=8)
     best = find_fixes(asked_for, 16)[0]
     assert (best.job, best.cost[0]) == (replace(asked_for, sharding="optimiser"), 0)
-    assert [change.key for change in best.changes] == ["scale.shard=optimiser"]
+    assert [change.recipe_settings for change in best.changes] == [["scale.shard=optimiser"]]
 
 
 @pytest.mark.parametrize(("model", "options"), [("14B", {"algorithm": "ppo"}), ("32B", {"lora_rank": 16})], ids=["ppo", "LoRA"])
@@ -95,7 +96,7 @@ def test_nothing_helps_where_even_one_layer_is_too_large() -> None:
     plan = make_plan(replace(job("70B"), gpu=tiny_card), 16)
     assert plan.fixes == ()
     assert not plan.fits
-    assert plan.impossible
+    assert plan.is_impossible
 
 
 def test_only_what_is_surely_too_large_is_impossible() -> None:
@@ -104,7 +105,7 @@ def test_only_what_is_surely_too_large_is_impossible() -> None:
     near = replace(LARGE, gpu=replace(LARGE.gpu, memory=int(peak * 0.95)))
     far = replace(LARGE, gpu=replace(LARGE.gpu, memory=int(peak * 0.85)))
     assert [make_plan(x, 16).fits for x in (near, far)] == [False, False]
-    assert [make_plan(x, 16).impossible for x in (near, far)] == [False, True]
+    assert [make_plan(x, 16).is_impossible for x in (near, far)] == [False, True]
 
 
 def test_the_verdict_is_one_line() -> None:
@@ -164,7 +165,7 @@ def test_json_says_it_all() -> None:
 
 
 def test_what_is_unsaid_is_as_in_the_recipe() -> None:
-    made = job_for(MODELS["7B"], GPUS["H200"], PlanOverrides())
+    made = job_for(MODELS["7B"], GPUS["H200"])
     stage = Grpo()
     assert (made.prompts, made.group_size, made.new_tokens) == (stage.prompts_per_step, stage.group_size, 256)
     assert made.tokens_per_pack == stage.tokens_per_pack
@@ -223,26 +224,64 @@ def test_adapters_and_reward_models_of_a_recipe() -> None:
     assert job_of_stage(on_cpu, on_cpu.stages[0], GPUS["H200"], 50).reward_model is None
 
 
+SETTINGS: dict[str, dict[str, Any]] = {
+    "gpus": {"gpus": 2},
+    "sharding": {"gpus": 2, "sharding": "optimiser"},
+    "dtype": {"dtype": "bfloat16"},
+    "lora_rank": {"lora_rank": 8},
+    "quantise": {"lora_rank": 8, "quantise": "nf4"},
+    "slots": {"slots": 64},
+    "prompts": {"prompts": 8},
+    "group_size": {"group_size": 4},
+    "new_tokens": {"new_tokens": 100},
+    "tokens_per_pack": {"tokens_per_pack": 4096},
+    "updates": {"updates": 3},
+    "minibatches": {"minibatches": 2},
+    "beta": {"beta": 0.1},
+    "checkpointing": {"checkpointing": "on"},
+    "moments": {"moments": "int8"},
+    "optimiser_on_cpu": {"optimiser_on_cpu": True},
+    "reference_on_cpu": {"beta": 0.1, "reference_on_cpu": True},
+}
+
+
+@pytest.mark.parametrize("name", RECIPE_KEYS)
+def test_a_flag_means_its_recipe_key(name: str) -> None:
+    """The flags of `oncurve plan` give the job that the same values in a recipe give."""
+    data = {
+        "model": {"source": "Qwen/Qwen3-0.6B"},
+        "task": {"type": "arithmetic"},
+        "rewards": [{"type": "answer"}],
+        "stages": [{"type": "grpo"}],
+    }
+    plain = parse_recipe(data)
+    sets = [recipe_setting(key, value).replace("STAGE", "grpo") for key, value in SETTINGS[name].items()]
+    recipe = parse_recipe(data, sets)
+    by_flags = with_settings(job_of_stage(plain, plain.stages[0], GPUS["H200"], 50), **SETTINGS[name])
+    assert by_flags == job_of_stage(recipe, recipe.stages[0], GPUS["H200"], 50)
+    assert by_flags != job_of_stage(plain, plain.stages[0], GPUS["H200"], 50)
+
+
 @pytest.mark.parametrize(
-    ("wishes", "word"),
+    ("settings", "word"),
     [
-        (PlanOverrides(algorithm="gpro"), "grpo"),
-        (PlanOverrides(dtype="fp8"), "bfloat16"),
-        (PlanOverrides(sharding="some"), "optimiser"),
-        (PlanOverrides(sharding="full"), "--gpus"),
-        (PlanOverrides(mean_tokens=300.0), "256"),
-        (PlanOverrides(quantise="nf4"), "--lora"),
+        ({"algorithm": "gpro"}, "grpo"),
+        ({"dtype": "fp8"}, "bfloat16"),
+        ({"sharding": "some"}, "optimiser"),
+        ({"sharding": "full"}, "--gpus"),
+        ({"mean_tokens": 300.0}, "256"),
+        ({"quantise": "nf4"}, "--lora"),
     ],
 )
-def test_impossible_wishes_are_refused_with_their_fix(wishes: PlanOverrides, word: str) -> None:
+def test_impossible_settings_are_refused_with_their_fix(settings: dict[str, Any], word: str) -> None:
     with pytest.raises(RecipeError) as error:
-        with_overrides(job(new_tokens=256, mean_tokens=256.0), wishes)
+        with_settings(job(new_tokens=256, mean_tokens=256.0), **settings)
     assert word in str(error.value)
 
 
 def test_more_tokens_than_positions_are_refused() -> None:
     with pytest.raises(ModelError, match="4096 positions"):
-        with_overrides(job("7B"), PlanOverrides(new_tokens=5000))
+        with_settings(job("7B"), new_tokens=5000)
 
 
 def test_smaller_gpus_are_planned_for_with_layers_computed_again() -> None:

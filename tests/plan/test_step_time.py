@@ -16,7 +16,7 @@ from oncurve.plan.job import Job
 from oncurve.plan.memory import memory_of
 from oncurve.plan.model_shape import ModelShape
 from oncurve.plan.model_table import MODELS
-from oncurve.plan.request import PlanOverrides, job_for
+from oncurve.plan.request import job_for
 from oncurve.plan.step_time import Rates, Seconds, decode_seconds, decode_steps, pass_seconds, seconds_of
 from tests.plan.jobs import job
 
@@ -140,10 +140,10 @@ RESULTS = Path(__file__).parents[2] / "bench" / "results"
 def on_h200(model: str, prompt: int, new: int, beta: float = 0.0, rank: int | None = None) -> tuple[Seconds, float]:
     """The plan of 32 × 8 with packs of whole groups, and GiB of learning without the driver's context and the sampler's."""
     group = prompt + 8 * new
-    told = PlanOverrides(prompts=32, group_size=8, prompt_tokens=prompt, new_tokens=new, beta=beta, lora_rank=rank)
-    asked = replace(job_for(MODELS[model], GPUS["H200"], told), tokens_per_pack=16384 // group * group)
-    (parts,) = (phase.parts for phase in memory_of(asked).phases if phase.name == "update")
-    return seconds_of(asked), (sum(parts.values()) - parts["cuda context"] - parts["sampling"]) / GIB
+    settings = {"prompts": 32, "group_size": 8, "prompt_tokens": prompt, "new_tokens": new, "beta": beta, "lora_rank": rank}
+    planned = job_for(MODELS[model], GPUS["H200"], **settings, tokens_per_pack=16384 // group * group)
+    (parts,) = (phase.parts for phase in memory_of(planned).phases if phase.name == "update")
+    return seconds_of(planned), (sum(parts.values()) - parts["cuda context"] - parts["sampling"]) / GIB
 
 
 @pytest.mark.parametrize("place", [0, 1], ids=["without a reference", "with one"])
@@ -194,9 +194,9 @@ def test_a_cpu_step_as_it_was_measured(place: int) -> None:
     found = json.loads((RESULTS / "step_cpu.json").read_text())["results"][place]
     work, measured = found["work"], found["medians"]["oncurve"]
     shape = ModelShape("bench", 4, 128, 4, 2, 32, 384, 512, 4096, tied=True, family="qwen3")
-    told = PlanOverrides(**{name: work[name] for name in ("prompts", "group_size", "prompt_tokens", "new_tokens")})
+    settings = {name: work[name] for name in ("prompts", "group_size", "prompt_tokens", "new_tokens")}
     cpu = replace(this_cpu(), flops=2 * CPU_CORE_FLOPS, float32=2 * CPU_CORE_FLOPS)
-    planned = seconds_of(job_for(shape, cpu, told))
+    planned = seconds_of(job_for(shape, cpu, **settings))
     assert planned.step == pytest.approx(measured["step"], rel=0.15)
     assert planned.phases["sample"] == pytest.approx(measured["sample"], rel=0.3)
     assert planned.phases["update"] + planned.phases["optimiser"] == pytest.approx(measured["update"], rel=0.3)

@@ -11,7 +11,7 @@ from oncurve.plan.hardware import GPUS
 from oncurve.plan.memory import memory_limit, memory_of
 from oncurve.plan.model_table import find_shape
 from oncurve.plan.plan import make_plan, plan_data, report_data, side_by_side
-from oncurve.plan.request import PlanOverrides, job_for, usual_rank
+from oncurve.plan.request import default_lora_rank, job_for
 from tests.studio.serving import Served
 
 
@@ -22,11 +22,10 @@ def said(studio: Served, **asked: Any) -> Any:
 
 
 def test_the_page_s_plan_is_the_planner_s(studio: Served) -> None:
-    job = job_for(
-        find_shape("Qwen/Qwen3-4B"), GPUS["A100-80GB"], PlanOverrides(group_size=16, new_tokens=2048, lora_rank=16, beta=0.1)
-    )
-    told = said(studio, model="Qwen/Qwen3-4B", gpu="A100-80GB", group_size=16, new_tokens=2048, lora_rank=16, beta=0.1)
-    assert told == report_data(job, side_by_side(job, usual_rank()))
+    settings = {"group_size": 16, "new_tokens": 2048, "lora_rank": 16, "beta": 0.1}
+    job = job_for(find_shape("Qwen/Qwen3-4B"), GPUS["A100-80GB"], **settings)
+    told = said(studio, model="Qwen/Qwen3-4B", gpu="A100-80GB", **settings)
+    assert told == report_data(job, side_by_side(job, default_lora_rank()))
 
 
 def test_what_is_not_ticked_is_not_wished_for(studio: Served) -> None:
@@ -57,16 +56,16 @@ def test_bad_questions(studio: Served, asked: dict[str, Any], status: int) -> No
 @pytest.mark.parametrize("group_size", [1, 8, 64])
 def test_the_demo_s_numbers_are_the_planner_s(studio: Served, model: str, lora: bool, group_size: int) -> None:
     told = studio.ask(f"/api/plan/compare?model={model}&group_size={group_size}&lora={lora}&reward_model=true").json
-    shape, rank = find_shape(model), usual_rank() if lora else None
-    wishes = PlanOverrides(
+    shape, rank = find_shape(model), default_lora_rank() if lora else None
+    job = job_for(
+        shape, GPUS["B200"],
         prompts=64, group_size=group_size, prompt_tokens=512, new_tokens=1024, checkpointing=True, beta=0.04, lora_rank=rank,
         reward_model=find_shape("7B"),
     )  # fmt: skip
-    job = job_for(shape, GPUS["B200"], wishes)
     if told["gpus"] > 1:
         job = replace(job, gpus=told["gpus"], sharding="full")
     for name in ("ppo", "grpo"):
-        assert told[name] == plan_data(make_plan(replace(job, algorithm=name), usual_rank()))
+        assert told[name] == plan_data(make_plan(replace(job, algorithm=name), default_lora_rank()))
     assert told["grpo"]["memory"]["peak"]["total"] < told["ppo"]["memory"]["peak"]["total"]
     ppo = replace(job, algorithm="ppo")
     assert memory_of(ppo).peak.total <= memory_limit(ppo), "the demo's machine holds PPO"
