@@ -1,1 +1,1 @@
-"""Tests of loading, packing and the chunked LM head."""
+"""Tests of the policy, loading, packing, heads and fast paths."""

@@ -1,7 +1,7 @@
-"""Tiny decoders with random weights, one per architecture (Llama twice) that the engine and the learner must run faithfully.
+"""Tiny decoders with random weights, one per architecture (Llama twice) that engine and learner must run exactly.
 
-What sets an architecture apart is made to matter at the lengths of the tests: windows are shorter than the text, layers of both
-kinds alternate, SmolLM3 has a layer without positions, Gemma 2 its soft caps, Granite its multipliers.
+Each architecture's special features matter at the lengths of the tests: windows are shorter than the text, both kinds of layers
+alternate, SmolLM3 has a layer without positions, Gemma 2 its soft caps, Granite its multipliers.
 """
 
 from __future__ import annotations
@@ -83,33 +83,33 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(name: str, seed: int = 0, **shape: Any) -> PreTrainedModel:
-    """A model whose weights are large enough for its texts to vary (and tied ones small enough not to repeat their input).
+    """A model with weights large enough for its texts to vary, and tied ones small enough not to repeat the input.
 
-    Attention is transformers' plain one, until a Policy opens the model.
+    Attention is transformers' eager one until a Policy wraps the model.
     """
     kind, special = ARCHITECTURES[name]
-    words = tokenizer()
+    tokens = tokenizer()
     common = {
-        "vocab_size": len(words),
+        "vocab_size": len(tokens),
         "hidden_size": 32,
         "intermediate_size": 48,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 512,
         "bos_token_id": None,
-        "eos_token_id": words.eos_token_id,
-        "pad_token_id": words.pad_token_id,
+        "eos_token_id": tokens.eos_token_id,
+        "pad_token_id": tokens.pad_token_id,
         "tie_word_embeddings": False,
     }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(kind(**common | special | shape), attn_implementation="eager")
-        _enliven(model)
+        _randomise(model)
     return model.float().eval()
 
 
 @torch.no_grad()
-def _enliven(model: PreTrainedModel) -> None:
+def _randomise(model: PreTrainedModel) -> None:
     head = model.get_output_embeddings()
     for module in model.modules():
         if isinstance(module, nn.Linear):
@@ -123,7 +123,7 @@ def _enliven(model: PreTrainedModel) -> None:
 
 
 def adapted(model: PreTrainedModel, **options: Any) -> PreTrainedModel:
-    """With an adapter that means something."""
+    """The model with a random (non-zero) adapter."""
     lora.attach(model, Lora.model_validate({"rank": 4, **options}), 0, "base")
     shake(model)
     return model
@@ -131,11 +131,11 @@ def adapted(model: PreTrainedModel, **options: Any) -> PreTrainedModel:
 
 @torch.no_grad()
 def shake(model: nn.Module, seed: int = 0) -> None:
-    """Adds noise to every A and B of its adapter."""
-    dice = torch.Generator().manual_seed(seed)
+    """Add noise to every A and B of the adapter."""
+    generator = torch.Generator().manual_seed(seed)
     for name, p in lora.adapter_parameters(model).items():
         if "lora_A" in name or "lora_B" in name:
-            p.add_((0.1 * torch.randn(p.shape, generator=dice)).to(p))
+            p.add_((0.1 * torch.randn(p.shape, generator=generator)).to(p))
 
 
 def make_policy(name: str, seed: int = 0) -> Policy:

@@ -1,4 +1,4 @@
-"""Gradient checkpointing: the same gradient, and as few layers as memory asks for."""
+"""Activation checkpointing: the same gradient, and as few layers as fit into memory."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from oncurve.models.activation_checkpointing import MAX_FRACTION, checkpoint_lay
 from oncurve.models.packing import build_pack
 from oncurve.models.policy import Policy
 from tests.models.architectures import make_model, tokenizer
-from tests.models.test_pack_forward import bundles_of, far_apart, gradients, weighted
+from tests.models.test_pack_attention import far_apart, gradients, groups_of, weighted
 
 
 @pytest.mark.parametrize("name", ["gemma2", "qwen3"])
 def test_the_gradient_is_the_same_with_any_number_of_layers(name: str) -> None:
     policy = Policy(make_model(name), tokenizer())
-    policy.fast_backbone = None  # through the modules, which any architecture can go
-    pack = build_pack(bundles_of("ragged"), policy.device)
+    policy.fast_backbone = None  # through transformers' modules, which every architecture has
+    pack = build_pack(groups_of("ragged"), policy.device)
     layer: Any = policy.backbone.layers[0]  # type: ignore[index]
     calls: list[bool] = []
     layer.register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
@@ -32,8 +32,8 @@ def test_the_gradient_is_the_same_with_any_number_of_layers(name: str) -> None:
         assert all(far_apart(a, b) < 1e-6 for a, b in zip(other, results[0], strict=True))
 
 
-def test_as_few_layers_as_fit() -> None:
-    """A layer of 2 keeps 40 tokens × kept bytes; checkpointed it keeps 40 × the residual alone."""
+def test_as_few_layers_as_possible_are_checkpointed() -> None:
+    """Each of 2 layers saves 40 tokens × saved bytes; a checkpointed one saves only 40 × the residual."""
     policy = Policy(make_model("llama"), tokenizer())
     each, residual = 40 * saved_bytes_per_token(policy), 40 * 4 * policy.model.config.hidden_size
     assert layers_to_checkpoint(policy, 40, int(2 * each / MAX_FRACTION) + 2) == 0
@@ -42,7 +42,7 @@ def test_as_few_layers_as_fit() -> None:
     assert layers_to_checkpoint(policy, 40, 0) == 2
 
 
-def test_what_the_fast_path_keeps_by_hand() -> None:
+def test_saved_bytes_of_the_fast_path_by_hand() -> None:
     """Two residuals, q, k, v and attention's output, gate and up in float32, and a log-sum-exp per head."""
     policy = Policy(make_model("llama"), tokenizer())
     config = policy.model.config

@@ -1,4 +1,4 @@
-"""LoRA: what is trained, what the reference is, and that saving, loading, merging and resuming lose nothing."""
+"""LoRA: what is trained, what the reference is, and that saving, loading, merging and resuming are exact."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def shaken(changed: Policy, seed: int = 1) -> Policy:
 
 
 @torch.no_grad()
-def logps(asked: Policy) -> Tensor:
-    return asked.pack_logps(pack())[0]
+def logps(policy: Policy) -> Tensor:
+    return policy.pack_logps(pack())[0]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_only_the_adapter_has_a_gradient_and_a_fresh_one_changes_nothing(kind: dict[str, Any]) -> None:
+def test_only_the_adapter_has_a_gradient_and_a_new_one_changes_nothing(kind: dict[str, Any]) -> None:
     adapted = policy(**kind)
     assert torch.allclose(logps(adapted), logps(plain()), atol=1e-6)
     adapted.pack_logps(pack())[0].sum().backward()  # type: ignore[no-untyped-call]
@@ -68,13 +68,13 @@ def test_the_scale_is_alpha_over_rank_or_over_its_root() -> None:
     for rslora, scale in ((False, 8.0), (True, 16.0)):
         adapted = shaken(policy(rslora=rslora))
         layer = adapted.model.get_submodule("model.layers.1.mlp.down_proj")
-        wanted = layer.base_layer.weight + scale * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+        expected = layer.base_layer.weight + scale * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
         merged = lora.merge_copy(adapted.model).get_submodule("model.layers.1.mlp.down_proj").weight
-        assert torch.allclose(merged, wanted, atol=1e-6)
+        assert torch.allclose(merged, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_the_reference_is_the_model_with_the_adapter_off(kind: dict[str, Any]) -> None:
+def test_the_reference_is_the_model_with_the_adapter_disabled(kind: dict[str, Any]) -> None:
     adapted = policy(**kind)
     reference = Reference(adapted)
     before = logps(adapted)
@@ -99,15 +99,15 @@ def test_a_reference_of_a_trained_adapter_is_that_adapter_and_can_be_refreshed()
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_a_saved_adapter_is_small_comes_back_whole_and_loads_in_peft(kind: dict[str, Any], tmp_path: Path) -> None:
+def test_a_saved_adapter_is_small_complete_and_loads_in_peft(kind: dict[str, Any], tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     base = plain()
     base.save(tmp_path / "base")
     settings = Lora.model_validate({"rank": 4, **kind})
     adapted = shaken(load_policy(Model(source=str(tmp_path / "base"), lora=settings), alphabet=None, seed=0))
     lora.save(adapted.model, tmp_path / "adapter")
-    kept = (tmp_path / "adapter" / lora.WEIGHTS).stat().st_size
-    assert kept < (tmp_path / "base" / "model.safetensors").stat().st_size
+    size = (tmp_path / "adapter" / lora.WEIGHTS).stat().st_size
+    assert size < (tmp_path / "base" / "model.safetensors").stat().st_size
     for config in (
         Model(source=str(tmp_path / "base"), adapter=str(tmp_path / "adapter"), lora=Lora()),
         Model(source=str(tmp_path / "adapter"), lora=Lora()),
@@ -135,33 +135,33 @@ def test_an_export_is_a_plain_model(tmp_path: Path) -> None:
     assert lora.is_attached(adapted.model)
 
 
-def test_the_engine_samples_with_the_adapter_on() -> None:
-    """Its log-probs are the learner's own, which differ from the base's."""
+def test_the_engine_samples_with_the_adapter() -> None:
+    """Its log-probs are those of the learner and differ from the base's."""
     adapted = shaken(policy())
     prompt = Prompt(id="p", text="1+2=")
     engine = NativeEngine(adapted, Engine(slots=4))
     (group,) = engine.sample([prompt], 4, Sampling(max_new_tokens=6), SampleKey(0, 1))
     for completion in group.completions:
-        seen = build_pack([PrefixGroup(group.prompt_ids, (completion.token_ids,), (0,))], torch.device("cpu"))
+        packed = build_pack([PrefixGroup(group.prompt_ids, (completion.token_ids,), (0,))], torch.device("cpu"))
         with torch.no_grad():
-            mine = adapted.pack_logps(seen)[0].numpy()
-            base = plain().pack_logps(seen)[0].numpy()
-        assert np.allclose(mine, completion.logps, atol=1e-4)
+            ours = adapted.pack_logps(packed)[0].numpy()
+            base = plain().pack_logps(packed)[0].numpy()
+        assert np.allclose(ours, completion.logps, atol=1e-4)
         assert not np.allclose(base, completion.logps, atol=1e-3)
 
 
-def test_a_fresh_adapter_is_a_function_of_the_seed() -> None:
+def test_a_new_adapter_depends_only_on_the_seed() -> None:
     one, two, other = (lora.adapter_parameters(policy(seed=s).model) for s in (3, 3, 4))
     assert all(torch.equal(one[n], two[n]) for n in one)
     assert not all(torch.equal(one[n], other[n]) for n in one)
 
 
-def test_what_was_found_tells_the_trained_share() -> None:
-    found = ModelSummary.of(policy(rank=2))
-    assert found.architecture == "Qwen3ForCausalLM"
-    assert 0 < found.trained < found.parameters / 4
-    assert "LoRA" in str(found)
-    assert "no chat template" in str(found)
+def test_the_summary_has_the_number_of_trained_parameters() -> None:
+    summary = ModelSummary.of(policy(rank=2))
+    assert summary.architecture == "Qwen3ForCausalLM"
+    assert 0 < summary.trained < summary.parameters / 4
+    assert "LoRA" in str(summary)
+    assert "no chat template" in str(summary)
 
 
 def test_an_adapter_for_another_base_is_refused(tmp_path: Path) -> None:
@@ -174,12 +174,12 @@ def test_an_adapter_for_another_base_is_refused(tmp_path: Path) -> None:
     for other in ("other", "wide"):
         with pytest.raises(ModelError, match="another base"):
             load_policy(Model(source=str(tmp_path / other), adapter=str(tmp_path / "adapter")), alphabet=None, seed=0)
-    (tmp_path / "adapter" / lora.BASE).unlink()  # as peft itself writes adapters
+    (tmp_path / "adapter" / lora.BASE).unlink()  # as in adapters written by peft itself
     with pytest.raises(ModelError, match=r"in the adapter, and .* in this model"):
         load_policy(Model(source=str(tmp_path / "wide"), adapter=str(tmp_path / "adapter")), alphabet=None, seed=0)
 
 
-def test_an_adapter_that_is_damaged_is_told(tmp_path: Path) -> None:
+def test_a_damaged_adapter_is_reported(tmp_path: Path) -> None:
     plain().save(tmp_path / "base")
     adapted = load_policy(Model(source=str(tmp_path / "base"), lora=Lora(rank=2)), alphabet=None, seed=0)
     for name in (lora.BASE, lora.CONFIG):
@@ -190,14 +190,14 @@ def test_an_adapter_that_is_damaged_is_told(tmp_path: Path) -> None:
 
 
 def test_targets_that_do_not_exist_or_reach_the_head_are_refused() -> None:
-    with pytest.raises(ModelError, match="q_proj") as told:
+    with pytest.raises(ModelError, match="q_proj") as error:
         policy(targets=("query",))
-    assert "lm_head" not in told.value.fix
+    assert "lm_head" not in error.value.fix
     with pytest.raises(ModelError, match="leave the embedding and the head out"):
         policy(targets=("lm_head",))
 
 
-def test_a_quantised_base_needs_lora_and_weights_that_mean_something(tmp_path: Path) -> None:
+def test_a_quantised_base_needs_lora_and_pretrained_weights(tmp_path: Path) -> None:
     plain().save(tmp_path / "base")
     with pytest.raises(RecipeError, match="starts with random weights"):
         load_policy(Model(tiny=SMALL, quantise="nf4", lora=Lora()), alphabet=None, seed=0)

@@ -1,4 +1,4 @@
-"""Splitting into packs: every completion once, within the budget; and what a pack says of itself."""
+"""Packs: every completion once, within the token budget, with correct positions, sources and targets."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from oncurve.models.packing import PrefixGroup, build_pack, predicting_states, s
 CPU = torch.device("cpu")
 
 
-def bundles_of(shape: list[tuple[int, list[int]]]) -> list[PrefixGroup]:
-    """Bundles of these prompt and completion lengths, all of whose tokens differ."""
+def groups_of(shape: list[tuple[int, list[int]]]) -> list[PrefixGroup]:
+    """Groups with these prompt and completion lengths and distinct tokens."""
     out, token, key = [], 0, 0
     for prompt, completions in shape:
         ids = [np.arange(token + sum(completions[:i]), token + sum(completions[: i + 1])) for i in range(len(completions))]
@@ -23,9 +23,9 @@ def bundles_of(shape: list[tuple[int, list[int]]]) -> list[PrefixGroup]:
     return out
 
 
-def unshared(bundles: list[PrefixGroup]) -> list[PrefixGroup]:
-    """Every completion with a prompt of its own: the plain layout."""
-    return [PrefixGroup(b.prompt_ids, (c,), (k,)) for b in bundles for c, k in zip(b.completion_ids, b.keys, strict=True)]
+def unshared(groups: list[PrefixGroup]) -> list[PrefixGroup]:
+    """Every completion with its own copy of the prompt."""
+    return [PrefixGroup(b.prompt_ids, (c,), (k,)) for b in groups for c, k in zip(b.completion_ids, b.keys, strict=True)]
 
 
 SHAPES = st.lists(st.tuples(st.integers(1, 12), st.lists(st.integers(1, 9), min_size=1, max_size=6)), min_size=1, max_size=6)
@@ -36,18 +36,18 @@ SHAPES = st.lists(st.tuples(st.integers(1, 12), st.lists(st.integers(1, 9), min_
 def test_every_completion_once_in_order_with_its_own_prompt_and_within_the_budget(
     shape: list[tuple[int, list[int]]], budget: int
 ) -> None:
-    bundles = bundles_of(shape)
-    packs = split_by_budget(bundles, budget)
-    where = {
-        key: (b.prompt_ids.tolist(), ids.tolist()) for b in bundles for key, ids in zip(b.keys, b.completion_ids, strict=True)
+    groups = groups_of(shape)
+    packs = split_by_budget(groups, budget)
+    expected = {
+        key: (b.prompt_ids.tolist(), ids.tolist()) for b in groups for key, ids in zip(b.keys, b.completion_ids, strict=True)
     }
-    found = [
+    packed = [
         (key, (b.prompt_ids.tolist(), ids.tolist()))
         for p in packs
         for b in p
         for key, ids in zip(b.keys, b.completion_ids, strict=True)
     ]
-    assert found == list(where.items())
+    assert packed == list(expected.items())
     for pack in packs:
         assert sum(b.tokens for b in pack) <= budget or (len(pack) == 1 and len(pack[0].keys) == 1)
 
@@ -55,18 +55,18 @@ def test_every_completion_once_in_order_with_its_own_prompt_and_within_the_budge
 @settings(deadline=None)
 @given(shape=SHAPES)
 def test_a_pack_predicts_each_token_from_the_one_before_it(shape: list[tuple[int, list[int]]]) -> None:
-    bundles = bundles_of(shape)
-    pack = build_pack(bundles, CPU)
-    assert pack.tokens == sum(b.tokens for b in bundles)
-    assert pack.keys == tuple(k for b in bundles for k in b.keys)
-    rows = [(b.prompt_ids, c) for b in bundles for c in b.completion_ids]
+    groups = groups_of(shape)
+    pack = build_pack(groups, CPU)
+    assert pack.tokens == sum(b.tokens for b in groups)
+    assert pack.keys == tuple(k for b in groups for k in b.keys)
+    rows = [(b.prompt_ids, c) for b in groups for c in b.completion_ids]
     assert pack.lengths == tuple(len(c) for _, c in rows)
     before = np.concatenate([np.concatenate((prompt[-1:], c[:-1])) for prompt, c in rows])
     assert pack.input_ids[0, pack.predicted_from_M].tolist() == before.tolist()
     assert pack.target_M.tolist() == np.concatenate([c for _, c in rows]).tolist()
     assert pack.row_M.tolist() == [r for r, (_, c) in enumerate(rows) for _ in c]
-    places = np.concatenate([np.arange(len(prompt) - 1, len(prompt) + len(c) - 1) for prompt, c in rows])
-    assert pack.position_ids[0, pack.predicted_from_M].tolist() == places.tolist()
+    positions = np.concatenate([np.arange(len(prompt) - 1, len(prompt) + len(c) - 1) for prompt, c in rows])
+    assert pack.position_ids[0, pack.predicted_from_M].tolist() == positions.tolist()
 
 
 def test_by_hand() -> None:
@@ -85,8 +85,8 @@ def test_by_hand() -> None:
     assert [[p.keys for p in part] for part in split_by_budget([a, b], 1)] == [[(0,)], [(1,)], [(2,)]]
 
 
-def test_the_gradient_of_a_prompts_last_token_is_added_up_in_the_completions_order() -> None:
-    """Threads that come by in another order, on a busy machine, would give other bits."""
+def test_the_gradient_of_a_prompts_last_token_is_summed_in_the_order_of_completions() -> None:
+    """If the order depended on threads, a busy machine would give other bits."""
     rows, threads = 20_000, torch.get_num_threads()
     grad_MD = torch.from_numpy(np.random.default_rng(0).normal(size=(rows, 64)).astype(np.float32))
     expected = torch.zeros(64)

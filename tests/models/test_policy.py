@@ -1,4 +1,4 @@
-"""The policy: prompts in, text out, faithful heads, saving; and the reference beside it."""
+"""The policy: encoding, decoding, checks of attention and head, saving; and its reference."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ def small(**options: object) -> Policy:
 
 
 def test_the_tiny_tokenizer_has_one_token_per_character_and_tag() -> None:
-    words = build_tokenizer("0123456789+=")
+    tiny_tokenizer = build_tokenizer("0123456789+=")
     text = "12+30=<think>5</think><answer>42</answer>"
-    ids = words(text)["input_ids"]
+    ids = tiny_tokenizer(text)["input_ids"]
     assert len(ids) == len("12+30=") + len("542") + len(TAGS)
-    assert words.decode(ids) == text
-    assert words("1x2")["input_ids"][1] == words.unk_token_id
+    assert tiny_tokenizer.decode(ids) == text
+    assert tiny_tokenizer("1x2")["input_ids"][1] == tiny_tokenizer.unk_token_id
 
 
-def test_the_tiny_model_is_a_function_of_its_seed_and_leaves_the_global_one_alone() -> None:
-    words = build_tokenizer("01")
+def test_the_tiny_model_depends_only_on_its_seed_and_leaves_the_global_generator_unchanged() -> None:
+    tiny_tokenizer = build_tokenizer("01")
     torch.manual_seed(5)
     before = torch.random.get_rng_state()
-    one, two, other = (build_model(SMALL, words, seed).state_dict() for seed in (1, 1, 2))
+    one, two, other = (build_model(SMALL, tiny_tokenizer, seed).state_dict() for seed in (1, 1, 2))
     assert torch.equal(before, torch.random.get_rng_state())
     assert all(torch.equal(one[key], two[key]) for key in one)
     assert not torch.equal(one["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
 
 
-def test_text_is_sent_as_it_is_and_completions_are_closed() -> None:
+def test_text_is_encoded_unchanged_and_completions_get_the_end_token() -> None:
     policy = small()
     ids = policy.encode(Prompt(id="p", text="1+2="))
     assert policy.decode(ids) == "1+2="
@@ -63,13 +63,13 @@ def test_text_is_sent_as_it_is_and_completions_are_closed() -> None:
 
 def test_messages_go_through_the_template_with_the_system_prompt_and_options() -> None:
     policy = small(system_prompt="be", template_options={"extra": "5"})
-    asked = Prompt(id="p", messages=({"role": "user", "content": "12"},))
+    prompt = Prompt(id="p", messages=({"role": "user", "content": "12"},))
     with pytest.raises(ModelError, match=r"(?s)without a chat template.*by its columns"):
-        policy.encode(asked)
+        policy.encode(prompt)
     policy.tokenizer.chat_template = TEMPLATE
-    assert policy.decode(policy.encode(asked)) == "sbe u12 a5"
-    own = Prompt(id="p", messages=({"role": "system", "content": "c"}, {"role": "user", "content": "1"}))
-    assert policy.decode(policy.encode(own)) == "sc u1 a5"
+    assert policy.decode(policy.encode(prompt)) == "sbe u12 a5"
+    with_system = Prompt(id="p", messages=({"role": "system", "content": "c"}, {"role": "user", "content": "1"}))
+    assert policy.decode(policy.encode(with_system)) == "sc u1 a5"
 
 
 def test_a_saved_policy_loads_in_transformers_and_here(tmp_path: Path) -> None:
@@ -88,17 +88,17 @@ def test_a_saved_policy_loads_in_transformers_and_here(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "message"),
     [("{}/nowhere/at/all", "no such folder"), ("{}", "without config.json"), ("{}/broken", "can't be loaded")],
 )
-def test_a_folder_that_is_no_model_is_refused(source: str, said: str, tmp_path: Path) -> None:
+def test_a_folder_that_is_no_model_is_refused(source: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text("{ not json")
-    with pytest.raises(ModelError, match=said):
+    with pytest.raises(ModelError, match=message):
         load_policy(Model(source=source.format(tmp_path)), alphabet=None, seed=0)
 
 
-def test_a_gpu_that_is_not_there_is_refused() -> None:
+def test_a_missing_gpu_is_refused() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(ModelError, match="no CUDA GPU"):
             choose_device("cuda")
@@ -106,34 +106,36 @@ def test_a_gpu_that_is_not_there_is_refused() -> None:
 
 
 def test_attention_sinks_are_refused_by_name() -> None:
-    words = tokenizer()
+    tokens = tokenizer()
     config = GptOssConfig(
-        vocab_size=len(words), hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        vocab_size=len(tokens), hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, head_dim=16, num_local_experts=2, num_experts_per_tok=1, eos_token_id=1, pad_token_id=0,
     )  # fmt: skip
     with pytest.raises(ModelError, match="attention sinks"):
-        Policy(GptOssForCausalLM(config), words)
+        Policy(GptOssForCausalLM(config), tokens)
 
 
 def test_learned_positions_restart_after_the_prompt_too() -> None:
-    """GPT-2 knows places by an embedding, not by rotation: completions have the places after their shared prompt."""
-    words = tokenizer()
-    config = GPT2Config(vocab_size=len(words), n_embd=32, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=1)
+    """GPT-2 has learned position embeddings: each completion continues at the position after its prompt."""
+    tokens = tokenizer()
+    config = GPT2Config(vocab_size=len(tokens), n_embd=32, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=1)
     plain = GPT2LMHeadModel(config).eval()
-    policy = Policy(copy.deepcopy(plain), words)
+    policy = Policy(copy.deepcopy(plain), tokens)
     ids = np.arange(3, 20)
     pack = build_pack([PrefixGroup(ids[:6], (ids[6:10], ids[10:]), (0, 1))], policy.device)
     with torch.no_grad():
         ours = policy.pack_logps(pack)[0]
         theirs = [
-            plain(torch.from_numpy(np.concatenate((ids[:6], own)))[None]).logits[0, 5:-1].log_softmax(-1)[range(len(own)), own]
-            for own in (ids[6:10], ids[10:])
+            plain(torch.from_numpy(np.concatenate((ids[:6], completion)))[None])
+            .logits[0, 5:-1]
+            .log_softmax(-1)[range(len(completion)), completion]
+            for completion in (ids[6:10], ids[10:])
         ]
     torch.testing.assert_close(ours, torch.cat(theirs), rtol=1e-4, atol=1e-4)
 
 
 def test_a_head_that_does_more_than_scale_and_cap_is_refused() -> None:
-    """A hidden factor between head and logits would train on wrong numbers in silence."""
+    """An undetected factor between head and logits would silently train on wrong numbers."""
     model = make_architecture("llama")
     plain = type(model).forward
 
@@ -148,7 +150,7 @@ def test_a_head_that_does_more_than_scale_and_cap_is_refused() -> None:
         Policy(model, tokenizer())
 
 
-def test_the_reference_stays_until_it_is_refreshed() -> None:
+def test_the_reference_changes_only_when_refreshed() -> None:
     policy = small()
     reference = Reference(policy)
     pack = build_pack([PrefixGroup(np.array([7, 8, 9]), (np.array([10, 11]),), (0,))], policy.device)
@@ -159,10 +161,10 @@ def test_the_reference_stays_until_it_is_refreshed() -> None:
         moved = policy.pack_logps(pack)[0]
     assert not torch.allclose(start, moved)
     assert torch.equal(reference.logps(pack, 1.0), start)
-    kept = {name: value.clone() for name, value in reference.state().items()}
+    state = {name: value.clone() for name, value in reference.state().items()}
     reference.refresh(policy)
     assert torch.equal(reference.logps(pack, 1.0), moved)
     assert not any(p.requires_grad for p in reference._snapshot._policy.model.parameters())
-    reference.load_state(kept)
+    reference.load_state(state)
     assert torch.equal(reference.logps(pack, 1.0), start)
     assert torch.equal(policy.pack_logps(pack)[0].detach(), moved), "the policy's own weights are not the reference's"

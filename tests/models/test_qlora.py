@@ -1,4 +1,4 @@
-"""QLoRA: a base in 4 or 8 bits that stays as it is, and an adapter beside it whose gradient is the true one."""
+"""QLoRA: a frozen base in 4 or 8 bits, and an adapter with the exact gradient."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.models.test_lora import shaken
 WIDE = TinyModel(layers=2, width=64, heads=2, kv_heads=1, head_size=32, mlp_width=128, context=64)
 KINDS = ["nf4", "int8"]
 NEAR = {"nf4": 1e-4, "int8": 0.02}
-"""4-bit products are taken in the model's own precision; 8-bit ones round their inputs to 8 bits as well."""
+"""4-bit products are computed in the model's precision; 8-bit ones also round their inputs to 8 bits."""
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +53,8 @@ def gradients(policy: Policy) -> tuple[Tensor, dict[str, Tensor]]:
     }
 
 
-def written_out(policy: Policy, folder: Path) -> Policy:
-    """The same numbers in float32: the base as its bits say it, with the same adapter beside it."""
+def dequantised(policy: Policy, folder: Path) -> Policy:
+    """The same model in float32: the dequantised base with the same adapter."""
     adapter = {name: p.detach().clone() for name, p in lora.adapter_parameters(policy.model).items()}
     with torch.no_grad():
         for p in lora.adapter_parameters(policy.model).values():
@@ -62,23 +62,23 @@ def written_out(policy: Policy, folder: Path) -> Policy:
     policy.save(folder)
     plain = load_policy(Model(source=str(folder), lora=Lora(rank=4)), alphabet=None, seed=0)
     with torch.no_grad():
-        for made in (policy, plain):
-            for name, p in lora.adapter_parameters(made.model).items():
+        for model in (policy, plain):
+            for name, p in lora.adapter_parameters(model.model).items():
                 p.copy_(adapter[name])
     return plain
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_are_those_of_the_same_numbers_written_out(kind: str, base: Path, tmp_path: Path) -> None:
+def test_gradients_are_those_of_the_dequantised_model(kind: str, base: Path, tmp_path: Path) -> None:
     policy = quantised(base, kind)
-    plain = written_out(policy, tmp_path / "plain")
+    plain = dequantised(policy, tmp_path / "plain")
     for when in ("fresh", "after it has sampled"):
         logps, grads = gradients(policy)
-        wanted_logps, wanted = gradients(plain)
-        assert torch.allclose(logps, wanted_logps, atol=NEAR[kind]), when
-        assert grads.keys() == wanted.keys() == lora.adapter_parameters(policy.model).keys()
+        expected_logps, expected = gradients(plain)
+        assert torch.allclose(logps, expected_logps, atol=NEAR[kind]), when
+        assert grads.keys() == expected.keys() == lora.adapter_parameters(policy.model).keys()
         for name, grad in grads.items():
-            assert float((grad - wanted[name]).norm() / wanted[name].norm()) < 10 * NEAR[kind], (when, name)
+            assert float((grad - expected[name]).norm() / expected[name].norm()) < 10 * NEAR[kind], (when, name)
         sample(policy)
 
 
@@ -86,15 +86,15 @@ def sample(policy: Policy) -> Tensor:
     engine = NativeEngine(policy, Engine(slots=4))
     (group,) = engine.sample([Prompt(id="p", text="1+2=")], 4, Sampling(max_new_tokens=6), SampleKey(0, 1))
     rows = tuple(c.token_ids for c in group.completions)
-    seen = build_pack([PrefixGroup(group.prompt_ids, rows, tuple(range(4)))], torch.device("cpu"))
+    packed = build_pack([PrefixGroup(group.prompt_ids, rows, tuple(range(4)))], torch.device("cpu"))
     with torch.no_grad():
-        mine = policy.pack_logps(seen)[0]
-    said = torch.from_numpy(np.concatenate([c.logps for c in group.completions]))
-    return (mine - said).abs().max()
+        learner = policy.pack_logps(packed)[0]
+    sampler = torch.from_numpy(np.concatenate([c.logps for c in group.completions]))
+    return (learner - sampler).abs().max()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_base_takes_fewer_bits_and_stays_what_it_was(kind: str, base: Path) -> None:
+def test_the_base_takes_fewer_bits_and_does_not_change(kind: str, base: Path) -> None:
     policy = quantised(base, kind)
     layer = policy.model.get_submodule("model.layers.0.mlp.up_proj").base_layer
     assert type(layer).__name__ == {"nf4": "Linear4bit", "int8": "Linear8bitLt"}[kind]
@@ -110,7 +110,7 @@ def test_the_base_takes_fewer_bits_and_stays_what_it_was(kind: str, base: Path) 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_sampler_and_learner_say_the_same_and_the_reference_is_the_base(kind: str, base: Path) -> None:
+def test_sampler_and_learner_agree_and_the_reference_is_the_base(kind: str, base: Path) -> None:
     policy = quantised(base, kind)
     assert float(sample(policy)) < NEAR[kind]
     reference = Reference(policy)
@@ -121,7 +121,7 @@ def test_sampler_and_learner_say_the_same_and_the_reference_is_the_base(kind: st
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_export_is_a_plain_model_with_the_adapter_in_its_weights(kind: str, base: Path, tmp_path: Path) -> None:
+def test_an_export_is_a_plain_model_with_the_adapter_merged(kind: str, base: Path, tmp_path: Path) -> None:
     policy = quantised(base, kind)
     policy.save(tmp_path / "model")
     again = load_policy(Model(source=str(tmp_path / "model")), alphabet=None, seed=0)

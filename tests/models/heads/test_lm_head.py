@@ -1,4 +1,4 @@
-"""The chunked LM head against plain torch, in float64, by autograd."""
+"""The chunked LM head against plain torch with autograd, in float64."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_values_and_every_gradient(
 
 
 def test_gradient_of_the_log_probs_alone() -> None:
-    """No entropy term: the backward pass takes its short way, to the same numbers."""
+    """Without an entropy term the backward pass skips it, with the same result."""
     hidden_MD, weight_VD, _, target_M = tensors(False)
     head = Head(weight_VD)
     ours, theirs = (

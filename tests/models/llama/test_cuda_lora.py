@@ -1,4 +1,4 @@
-"""LoRA by the GPU's fast path against peft's own modules: values, the gradient of every A and B, and what is left to modules.
+"""LoRA in the GPU fast path against peft's modules: values, the gradient of every A and B, and what the path supports.
 
 Without a GPU the kernels run in Triton's interpreter: float32 here, bfloat16 in tests/gpu.
 """
@@ -35,7 +35,7 @@ from tests.models.architectures import adapted, make_model, shake, tokenizer
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPE = [(5, [4, 1]), (3, [3])]
-HOW = Sampling(temperature=0.8, max_new_tokens=3)
+SAMPLING = Sampling(temperature=0.8, max_new_tokens=3)
 KINDS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {}),
     ("qwen2", {"rank": 20, "rslora": True}),
@@ -45,7 +45,7 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
 
 
 def fast(model: PreTrainedModel) -> Policy:
-    """The policy with the GPU's path, wherever the tests run."""
+    """The policy with the GPU fast path, on any device."""
     policy = Policy(model.to(DEVICE), tokenizer())
     policy.fast_backbone = CudaBackbone(policy.model)
     return policy
@@ -57,19 +57,19 @@ def modules(model: PreTrainedModel, device: torch.device = DEVICE) -> Policy:
     return policy
 
 
-def gradients(policy: Policy, sums: GradAccumulator | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+def gradients(policy: Policy, accumulator: GradAccumulator | None = None) -> tuple[Tensor, dict[str, Tensor]]:
     """The last hidden states of a pack, and each trained parameter's gradient of a sum of them."""
     plain = policy.fast_backbone is None
     pack = build_pack(pack_of(SHAPE), policy.device)
-    layout = pack.attention if plain else on_gpu(pack_of(SHAPE))
-    with policy.accumulate_into(sums):
-        hidden = policy.hidden(pack.input_ids, pack.position_ids, layout)
+    attention = pack.attention if plain else on_gpu(pack_of(SHAPE))
+    with policy.accumulate_into(accumulator):
+        hidden = policy.hidden(pack.input_ids, pack.position_ids, attention)
         weigh = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(2)).to(hidden)
         (hidden * weigh).sum().backward()  # type: ignore[no-untyped-call]
     named = dict(policy.model.named_parameters())
-    found = {n: (p.grad if sums is None else sums.buffer_for(p)) for n, p in named.items() if p.requires_grad}
-    assert all(p.grad is None for p in named.values() if not p.requires_grad or sums is not None)
-    return hidden.detach(), {name: grad for name, grad in found.items() if grad is not None}
+    grads = {n: (p.grad if accumulator is None else accumulator.buffer_for(p)) for n, p in named.items() if p.requires_grad}
+    assert all(p.grad is None for p in named.values() if not p.requires_grad or accumulator is not None)
+    return hidden.detach(), {name: grad for name, grad in grads.items() if grad is not None}
 
 
 def apart(ours: Tensor, exact: Tensor) -> float:
@@ -78,7 +78,7 @@ def apart(ours: Tensor, exact: Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "collected"),
+    ("name", "kind", "accumulated"),
     [
         (*KINDS[0], False),
         pytest.param(*KINDS[0], True, marks=pytest.mark.slow),
@@ -88,24 +88,24 @@ def apart(ours: Tensor, exact: Tensor) -> float:
     ],
     ids=str,
 )
-def test_values_and_gradients_are_those_of_the_modules(name: str, kind: dict[str, Any], collected: bool) -> None:
-    """peft's layers in float64; autograd has our gradients, or float32 sums no longer than what is trained."""
+def test_values_and_gradients_are_those_of_the_modules(name: str, kind: dict[str, Any], accumulated: bool) -> None:
+    """Against peft's layers in float64; our gradients go to autograd, or to float32 buffers of the trained size."""
     exact = modules(adapted(make_model(name), **kind), torch.device("cpu"))
     exact.model.double()
     hidden, expected = gradients(exact)
     ours = fast(adapted(make_model(name), **kind))
     trained = lora.adapter_parameters(ours.model)
-    sums = GradAccumulator([p for p in ours.model.parameters() if p.requires_grad]) if collected else None
-    own, found = gradients(ours, sums)
-    assert apart(own, hidden) < 1e-5
-    assert found.keys() == expected.keys() == trained.keys()
-    for parameter, grad in found.items():
+    accumulator = GradAccumulator([p for p in ours.model.parameters() if p.requires_grad]) if accumulated else None
+    ours_hidden, grads = gradients(ours, accumulator)
+    assert apart(ours_hidden, hidden) < 1e-5
+    assert grads.keys() == expected.keys() == trained.keys()
+    for parameter, grad in grads.items():
         assert apart(grad, expected[parameter]) < 1e-5, parameter
-    if sums is not None:
-        assert sum(len(b) for b in sums._buffers.values()) == sum(p.numel() for p in trained.values())
+    if accumulator is not None:
+        assert sum(len(b) for b in accumulator._buffers.values()) == sum(p.numel() for p in trained.values())
 
 
-def test_layers_that_keep_their_input_alone_have_the_same_gradient() -> None:
+def test_checkpointed_layers_have_the_same_gradient() -> None:
     plain, checkpointed = fast(adapted(make_model("qwen3"))), fast(adapted(make_model("qwen3")))
     assert checkpointed.fast_backbone is not None
     checkpointed.fast_backbone.checkpointed = 2
@@ -114,18 +114,18 @@ def test_layers_that_keep_their_input_alone_have_the_same_gradient() -> None:
 
 
 def test_some_weights_trained_and_some_not() -> None:
-    """Of a joint product too: each trained weight has its gradient, the others none."""
-    found = []
+    """Also within fused layers: each trained weight gets a gradient, the others none."""
+    grads = []
     for policy in (modules(make_model("qwen2")), fast(make_model("qwen2"))):
         for name, p in policy.model.named_parameters():
             p.requires_grad_("k_proj" in name or "up_proj" in name or name.endswith("0.input_layernorm.weight"))
-        found.append(gradients(policy)[1])
-    assert found[0].keys() == found[1].keys()
-    for name, grad in found[1].items():
-        assert apart(grad, found[0][name]) < 1e-5, name
+        grads.append(gradients(policy)[1])
+    assert grads[0].keys() == grads[1].keys()
+    for name, grad in grads[1].items():
+        assert apart(grad, grads[0][name]) < 1e-5, name
 
 
-def test_off_it_is_the_base_and_a_reference_needs_no_second_model() -> None:
+def test_with_the_adapter_disabled_it_is_the_base_and_the_reference() -> None:
     policy, base = fast(adapted(make_model("qwen3"))), fast(make_model("qwen3"))
     pack = build_pack(pack_of(SHAPE), DEVICE)
     with torch.no_grad():
@@ -146,41 +146,41 @@ def test_off_it_is_the_base_and_a_reference_needs_no_second_model() -> None:
 @pytest.mark.parametrize(
     ("name", "kind"), [KINDS[1], *(pytest.param(*kind, marks=pytest.mark.slow) for kind in (KINDS[0], KINDS[2]))], ids=str
 )
-def test_sampling_draws_what_the_modules_draw(name: str, kind: dict[str, Any]) -> None:
-    """The same tokens; log-probs those of a full forward of the merged model, in which no code of ours runs."""
+def test_sampled_tokens_are_those_of_the_modules(name: str, kind: dict[str, Any]) -> None:
+    """The same tokens, with the log-probs of a full forward of the merged model by plain transformers."""
     model = adapted(make_model(name), **kind)
     merged = lora.merge_copy(model)
     policy = fast(copy.deepcopy(model))
-    (ours,), (theirs,) = sample(policy, (6,), HOW), sample(modules(model), (6,), HOW)
+    (ours,), (theirs,) = sample(policy, (6,), SAMPLING), sample(modules(model), (6,), SAMPLING)
     assert [c.token_ids.tolist() for c in ours] == [c.token_ids.tolist() for c in theirs]
     for completion in ours:
-        assert_logps(merged, policy.encode(prompt_of(6)), completion, temperature=HOW.temperature)
+        assert_logps(merged, policy.encode(prompt_of(6)), completion, temperature=SAMPLING.temperature)
 
 
 @torch.inference_mode()
-def drawn(decoder: GraphDecoder) -> list[Completion]:
+def sample_once(decoder: GraphDecoder) -> list[Completion]:
     prompt = prompt_of(3)
-    request = SampleRequest(prompt, decoder.policy.encode(prompt), 1, HOW, SampleKey(0, 1))
+    request = SampleRequest(prompt, decoder.policy.encode(prompt), 1, SAMPLING, SampleKey(0, 1))
     return list(complete(decoder, [request], 1)[0])
 
 
-def test_an_update_of_the_adapter_is_seen_with_no_call() -> None:
-    """By the sampler as it stands: what it read before is where the new numbers are."""
+def test_the_sampler_reads_an_updated_adapter_in_place() -> None:
+    """An optimiser step changes the samples, and the sampler's addresses stay the same."""
     policy = fast(adapted(make_model("qwen3")))
     decoder = GraphDecoder.build(policy, Engine(check_every=2))
     assert decoder is not None
-    before, addresses = drawn(decoder), decoder.addresses
+    before, addresses = sample_once(decoder), decoder.addresses
     trained = list(lora.adapter_parameters(policy.model).values())
     for p in trained:
         p.grad = torch.ones_like(p)
     torch.optim.SGD(trained, lr=0.1).step()
-    after = drawn(decoder)
+    after = sample_once(decoder)
     assert decoder.addresses == addresses
     assert bits(after) != bits(before)
     merged = lora.merge_copy(policy.model)
     merged.set_attn_implementation("eager")
     for completion in after:
-        assert_logps(merged, policy.encode(prompt_of(3)), completion, temperature=HOW.temperature)
+        assert_logps(merged, policy.encode(prompt_of(3)), completion, temperature=SAMPLING.temperature)
 
 
 def with_config(**options: Any) -> PreTrainedModel:
@@ -190,7 +190,7 @@ def with_config(**options: Any) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize(
-    ("options", "taken"),
+    ("options", "supported"),
     [
         ({}, True),
         ({"use_rslora": True}, True),
@@ -203,20 +203,20 @@ def with_config(**options: Any) -> PreTrainedModel:
     ],
     ids=str,
 )
-def test_what_takes_the_fast_path(options: dict[str, Any], taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU no adapted model does; on a GPU plain adapters, whose joint layers have one rank."""
+def test_what_takes_the_fast_path(options: dict[str, Any], supported: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU no model with an adapter; on a GPU plain adapters, if fused layers have one rank."""
     model = with_config(**options)
     assert Policy(copy.deepcopy(model), tokenizer()).fast_backbone is None
     monkeypatch.setattr(CudaBackbone, "device", "cpu")
-    assert (CudaBackbone.of(model) is not None) == taken
+    assert (CudaBackbone.of(model) is not None) == supported
 
 
 @pytest.mark.parametrize(("sizes", "rank"), [([100, 30, 65], 1), ([128, 32, 80], 16), ([96, 48, 64], 70)])
 def test_the_kernel(sizes: list[int], rank: int) -> None:
-    """Rows that lie apart, columns that are no whole tile, a layer without an adapter in the middle."""
-    adapters, dice, O = [True, False, True], torch.Generator().manual_seed(0), sum(sizes)  # noqa: E741
+    """Rows with a stride, columns that do not fill a tile, a layer without an adapter in the middle."""
+    adapters, generator, O = [True, False, True], torch.Generator().manual_seed(0), sum(sizes)  # noqa: E741
     shapes = ((40, O + 2 * rank), (sizes[0] + sizes[2], rank), (O,))
-    both, b, bias = (torch.randn(*shape, generator=dice) for shape in shapes)
+    both, b, bias = (torch.randn(*shape, generator=generator) for shape in shapes)
     expected = (both[:, :O] + bias).double()
     expected[:, : sizes[0]] += 0.3 * both[:, O : O + rank].double() @ b[: sizes[0]].double().T
     expected[:, -sizes[2] :] += 0.3 * both[:, O + rank :].double() @ b[sizes[0] :].double().T
@@ -231,18 +231,18 @@ def test_the_kernel(sizes: list[int], rank: int) -> None:
 
 
 def test_prompts_reach_torchs_attention_in_aligned_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three adapters of rank 4 lie beside v, 24 bytes wide; kernels behind torch's attention may take 16 at once."""
+    """Three adapters of rank 4 add 24 bytes to each row of v; torch's attention kernels may load 16 bytes at once."""
     policy = fast(adapted(make_model("qwen3")).to(torch.bfloat16))
-    plain, seen = functional.scaled_dot_product_attention, list[Tensor]()
+    plain, inputs = functional.scaled_dot_product_attention, list[Tensor]()
 
-    def watched(q: Tensor, k: Tensor, v: Tensor, **more: Any) -> Tensor:
-        seen.extend((q, k, v))
+    def record(q: Tensor, k: Tensor, v: Tensor, **more: Any) -> Tensor:
+        inputs.extend((q, k, v))
         return plain(q, k, v, **more)
 
-    monkeypatch.setattr(functional, "scaled_dot_product_attention", watched)
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", record)
     pool, lengths = torch.zeros(2, 2, 2, 2, PAGE, 16, dtype=torch.bfloat16, device=DEVICE), torch.full((2,), 5, device=DEVICE)
-    layout = PagedPrefill(pool, torch.arange(2, device=DEVICE)[:, None].int(), 0, 5, lengths.int())
+    prefill = PagedPrefill(pool, torch.arange(2, device=DEVICE)[:, None].int(), 0, 5, lengths.int())
     with torch.no_grad():
-        policy.hidden(torch.arange(2, 12, device=DEVICE).view(2, 5), layout.positions.expand(2, -1), layout)
-    assert len(seen) == 6
-    assert all(step * x.itemsize % 16 == 0 for x in seen for step in x.stride()[:-1])
+        policy.hidden(torch.arange(2, 12, device=DEVICE).view(2, 5), prefill.positions.expand(2, -1), prefill)
+    assert len(inputs) == 6
+    assert all(step * x.itemsize % 16 == 0 for x in inputs for step in x.stride()[:-1])

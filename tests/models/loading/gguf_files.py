@@ -1,4 +1,4 @@
-"""Small GGUF files, written with the package gguf: a Llama of two layers whose head is or is not its embedding."""
+"""Writes small GGUF files with the gguf package: a two-layer Llama with a tied or untied head."""
 
 from __future__ import annotations
 
@@ -16,23 +16,25 @@ D, HEADS, FF, LAYERS = 32, 2, 48, 2
 
 
 def write(path: Path, *, head: str = "requantised", architecture: str = "llama") -> dict[str, np.ndarray]:
-    """``head``: `absent`, `requantised` (the embedding with 4 % of noise), or `own`. Returns embedding and head as written."""
-    dice = np.random.default_rng(0)
+    """``head``: `absent`, `requantised` (embedding with 4 % noise) or `untied`. Returns the tensors as written."""
+    generator = np.random.default_rng(0)
     file = gguf.GGUFWriter(str(path), architecture)
     _settings(file)
-    drawn = {name: (0.2 * dice.standard_normal(shape)).astype(np.float32) for name, shape in _shapes().items()}
-    words = drawn["token_embd.weight"]
+    tensors = {name: (0.2 * generator.standard_normal(shape)).astype(np.float32) for name, shape in _shapes().items()}
+    embedding = tensors["token_embd.weight"]
     if head == "requantised":
-        drawn["output.weight"] = words + 0.04 * words.std() * dice.standard_normal(words.shape).astype(np.float32)
-    elif head == "own":
-        drawn["output.weight"] = (0.2 * dice.standard_normal(words.shape)).astype(np.float32)
-    for name, tensor in drawn.items():
+        tensors["output.weight"] = embedding + 0.04 * embedding.std() * generator.standard_normal(embedding.shape).astype(
+            np.float32
+        )
+    elif head == "untied":
+        tensors["output.weight"] = (0.2 * generator.standard_normal(embedding.shape)).astype(np.float32)
+    for name, tensor in tensors.items():
         file.add_tensor(name, tensor)
     file.write_header_to_file()
     file.write_kv_data_to_file()
     file.write_tensors_to_file()
     file.close()
-    return drawn
+    return tensors
 
 
 def _settings(file: gguf.GGUFWriter) -> None:

@@ -1,4 +1,4 @@
-"""A pack with shared prompts against transformers by itself, one padded sequence at a time: values and gradients."""
+"""A pack with shared prompts against plain transformers, one sequence at a time: values and gradients."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ SHAPES = {
     "completions of one token": [(33, [1, 1]), (4, [1])],
     "equal": [(26, [20, 20])],
 }
-"""(prompt length, completion lengths): the window of 24 cuts within prompts, across, and within completions."""
+"""(prompt length, completion lengths): the window of 24 starts within prompts, at their ends, and within completions."""
 TEMPERATURE = 0.9
 
 
-def bundles_of(shape: str) -> list[PrefixGroup]:
-    dice, key, out = np.random.default_rng(3), 0, []
+def groups_of(shape: str) -> list[PrefixGroup]:
+    generator, key, out = np.random.default_rng(3), 0, []
     for prompt, completions in SHAPES[shape]:
-        ids = tuple(dice.integers(0, 47, n) for n in completions)
-        out.append(PrefixGroup(dice.integers(0, 47, prompt), ids, tuple(range(key, key + len(completions)))))
+        ids = tuple(generator.integers(0, 47, n) for n in completions)
+        out.append(PrefixGroup(generator.integers(0, 47, prompt), ids, tuple(range(key, key + len(completions)))))
         key += len(completions)
     return out
 
 
-def plain_logps(model: PreTrainedModel, bundles: list[PrefixGroup]) -> tuple[Tensor, Tensor]:
-    """One sequence at a time, no packing, no sharing: log-prob and entropy of every completion token."""
+def plain_logps(model: PreTrainedModel, groups: list[PrefixGroup]) -> tuple[Tensor, Tensor]:
+    """Log-prob and entropy of every completion token, one sequence at a time: no packing, no shared prompts."""
     logps, entropies = [], []
-    for b in bundles:
+    for b in groups:
         for ids in b.completion_ids:
             inputs = torch.from_numpy(np.concatenate((b.prompt_ids, ids)))[None]
             logits = model(input_ids=inputs, use_cache=False).logits[0, len(b.prompt_ids) - 1 : -1]
@@ -58,22 +58,22 @@ def gradients(model: PreTrainedModel, loss: Tensor) -> list[Tensor]:
 
 
 def far_apart(one: Tensor, other: Tensor) -> float:
-    """The relative L2 distance, without the tensors in the way of a failure's message."""
+    """The relative L2 distance: a float keeps failure messages short."""
     return float((one - other).detach().norm() / (other.detach().norm() + 0.05))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_values_and_gradients_are_those_of_plain_transformers(name: str, shape: str) -> None:
-    """In float64; but transformers rounds attention weights to float32 in its plain path, hence 1e-5 and not 1e-12."""
+    """In float64. transformers rounds attention weights to float32 in its eager path, hence 1e-5 and not 1e-12."""
     model = make_model(name)
     policy = Policy(copy.deepcopy(model), tokenizer())
     model.double()
     policy.model.double()
-    bundles = bundles_of(shape)
-    theirs = plain_logps(model, bundles)
+    groups = groups_of(shape)
+    theirs = plain_logps(model, groups)
     expected = gradients(model, weighted(*theirs))
-    for layout in (bundles, unshared(bundles)):
+    for layout in (groups, unshared(groups)):
         ours = policy.pack_logps(build_pack(layout, policy.device), TEMPERATURE)
         for one, other in zip(ours, theirs, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
@@ -85,9 +85,9 @@ def test_values_and_gradients_are_those_of_plain_transformers(name: str, shape: 
 def test_in_float32_too(name: str) -> None:
     model = make_model(name)
     policy = Policy(copy.deepcopy(model), tokenizer())
-    bundles = bundles_of("ragged")
+    groups = groups_of("ragged")
     with torch.no_grad():
-        ours, theirs = policy.pack_logps(build_pack(bundles, policy.device), TEMPERATURE), plain_logps(model, bundles)
+        ours, theirs = policy.pack_logps(build_pack(groups, policy.device), TEMPERATURE), plain_logps(model, groups)
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
@@ -95,8 +95,8 @@ def test_in_float32_too(name: str) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("dtype", "within"), [(torch.float64, 1e-6), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_the_generic_path_is_the_flash_path(dtype: torch.dtype, within: float, shape: str) -> None:
-    """Soft caps and windows go by full scores, the rest by the flash kernel: the same numbers where both can go."""
-    pack = build_pack(bundles_of(shape), torch.device("cpu"))
+    """Soft caps and windows use full scores, everything else the flash kernel: both give the same numbers."""
+    pack = build_pack(groups_of(shape), torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, heads, pack.tokens, 8, generator=generator).to(dtype).requires_grad_() for heads in (4, 2, 2))
     results = []
@@ -111,9 +111,9 @@ def test_the_generic_path_is_the_flash_path(dtype: torch.dtype, within: float, s
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
 def test_the_fast_path_is_the_modules_own(name: str) -> None:
-    """For the Llama family on a CPU: same values, same gradients, same parameters. Others have no fast path."""
+    """Llama family on a CPU: same values, gradients and parameters. Other families have no fast path."""
     policy = Policy(make_model(name), tokenizer())
-    pack = build_pack(bundles_of("ragged"), policy.device)
+    pack = build_pack(groups_of("ragged"), policy.device)
     fused, results = policy.fast_backbone, []
     assert fused is not None
     for path in (fused, None):
