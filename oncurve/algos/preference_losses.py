@@ -1,15 +1,13 @@
-"""Learning what is preferred: the Bradley–Terry loss of a reward model, and whether its confidence can be believed.
+"""Losses on preference pairs: DPO and its variants for a policy, Bradley–Terry for a reward model, and its calibration.
 
-Losses over preference pairs: one completion chosen over another, no reward and no sampling.
-
-Each takes log-probs summed over a completion (``N`` pairs), the reference's, and the lengths, and gives one loss per pair.
-With log-ratio h(y) = log π_θ(y) − log π_ref(y), c the chosen and r the rejected completion:
+The policy losses take log-probs summed over a completion, those of the reference, and the lengths, and return one loss per
+pair. With the log-ratio h(y) = log π_θ(y) − log π_ref(y), c the chosen and r the rejected completion:
 
     dpo     −log σ(β (h(c) − h(r)))                      (Rafailov et al. 2023, arXiv 2305.18290, eq. 7)
     ipo     (h(c)/|c| − h(r)/|r| − 1/(2β))²              (Azar et al. 2023, arXiv 2310.12036, eq. 17)
     simpo   −log σ(β (log π(c)/|c| − log π(r)/|r|) − γ)  (Meng et al. 2024, arXiv 2405.14734, eq. 6): no reference
 
-ipo's log-ratios are means over tokens, as in TRL, whose authors have that from IPO's; simpo's γ is the margin it asks for.
+ipo uses mean log-ratios per token, as TRL does on the advice of IPO's authors. γ is the margin of simpo.
 """
 
 from __future__ import annotations
@@ -22,40 +20,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-
-def bradley_terry(chosen_BA: Tensor, rejected_BA: Tensor, sign_BA: Tensor, margin_B: Tensor) -> Tensor:
-    """−log σ(s·(r_chosen − r_rejected) − m) of each pair and head, 0 where the head has no say (s = 0). [B, A]
-
-    P(chosen ≻ rejected) = σ(r_chosen − r_rejected) (Bradley and Terry 1952; Ouyang et al. 2022). s is 1 where the chosen one
-    is the better in this head, −1 where the rejected one is. The margin m asks for a greater distance where the preference
-    was a strong one (Llama 2, Touvron et al. 2023).
-    """
-    loss_BA = -functional.logsigmoid(sign_BA * (chosen_BA - rejected_BA) - margin_B[:, None])
-    return loss_BA * sign_BA.abs()
-
-
-def calibration_error(probability_B: Tensor, bins: int = 10) -> float:
-    """Expected calibration error of the probabilities given to what was really preferred (Guo et al. 2017).
-
-    A pair's confidence is max(p, 1 − p) and it is right where p > ½ (a tie is half right). Over equal bins of confidence from
-    ½ to 1: Σ (share of pairs) · |share right − mean confidence|. 0 is perfect.
-    """
-    confidence_B = torch.maximum(probability_B, 1 - probability_B).double()
-    right_B = (probability_B > 0.5).double() + 0.5 * (probability_B == 0.5).double()
-    bin_B = ((confidence_B - 0.5) * 2 * bins).long().clamp(0, bins - 1)
-    gaps = [
-        float((right_B[bin_B == b].mean() - confidence_B[bin_B == b].mean()).abs() * (bin_B == b).double().mean())
-        for b in sorted(set(bin_B.tolist()))
-    ]
-    return sum(gaps)
-
-
 PreferenceLoss = Literal["dpo", "ipo", "simpo"]
 
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """``N`` pairs: summed log-probs under policy and reference, and lengths in tokens; None where no reference is held."""
+    """B pairs: summed log-probs under policy and reference, and lengths in tokens. The reference is None for simpo."""
 
     chosen_B: Tensor
     rejected_B: Tensor
@@ -66,7 +36,7 @@ class Pairs:
 
     @property
     def ratio_B(self) -> tuple[Tensor, Tensor]:
-        """h of the chosen and of the rejected; the log-probs themselves where there is no reference."""
+        """h of the chosen and of the rejected completion; without a reference the log-probs themselves."""
         if self.chosen_ref_B is None or self.rejected_ref_B is None:
             return self.chosen_B, self.rejected_B
         return self.chosen_B - self.chosen_ref_B, self.rejected_B - self.rejected_ref_B
@@ -97,7 +67,35 @@ PREFERENCE_LOSSES: Mapping[PreferenceLoss, Callable[[Pairs, float, float], Tenso
 
 
 def implicit_rewards(pairs: Pairs, beta: float) -> tuple[Tensor, Tensor]:
-    """β h of the chosen and the rejected: the reward that the policy is optimal for (arXiv 2305.18290, section 4)."""
+    """β h of the chosen and of the rejected completion: the reward for which the policy is optimal (arXiv 2305.18290, section
+    4)."""
     with torch.no_grad():
         chosen_B, rejected_B = pairs.ratio_B
         return beta * chosen_B, beta * rejected_B
+
+
+def bradley_terry(chosen_BA: Tensor, rejected_BA: Tensor, sign_BA: Tensor, margin_B: Tensor) -> Tensor:
+    """−log σ(s·(r_chosen − r_rejected) − m) of each pair and aspect, 0 for aspects without a preference (s = 0). [B, A]
+
+    P(chosen ≻ rejected) = σ(r_chosen − r_rejected) (Bradley and Terry 1952; Ouyang et al. 2022). s is 1 if the chosen
+    completion is better in this aspect, −1 if the rejected one is. The margin m demands a larger difference for strong
+    preferences (Llama 2, Touvron et al. 2023).
+    """
+    loss_BA = -functional.logsigmoid(sign_BA * (chosen_BA - rejected_BA) - margin_B[:, None])
+    return loss_BA * sign_BA.abs()
+
+
+def calibration_error(probability_B: Tensor, bins: int = 10) -> float:
+    """Expected calibration error of the probabilities assigned to the true preferences (Guo et al. 2017).
+
+    The confidence of a pair is max(p, 1 − p), and it is right if p > ½ (a tie is half right). Over equal bins of confidence
+    from ½ to 1: Σ (fraction of pairs) · |fraction right − mean confidence|. 0 is perfect.
+    """
+    confidence_B = torch.maximum(probability_B, 1 - probability_B).double()
+    right_B = (probability_B > 0.5).double() + 0.5 * (probability_B == 0.5).double()
+    bin_B = ((confidence_B - 0.5) * 2 * bins).long().clamp(0, bins - 1)
+    gaps = [
+        float((right_B[bin_B == b].mean() - confidence_B[bin_B == b].mean()).abs() * (bin_B == b).double().mean())
+        for b in sorted(set(bin_B.tolist()))
+    ]
+    return sum(gaps)

@@ -1,4 +1,4 @@
-"""The natural gradient step: conjugate gradient, the length that a KL bound allows, and a line search that holds it to it."""
+"""The natural gradient step of TRPO: conjugate gradient, the step size that a KL bound allows, and the line search."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """x with A x ≈ b. ``residual`` is |b − A x| / |b|, ``iterations`` how many products with A it took."""
+    """x with A x ≈ b. ``residual`` is |b − A x| / |b|, ``iterations`` the number of products with A."""
 
     x: Tensor
     residual: float
@@ -19,42 +19,43 @@ class Solution:
 
 
 def conjugate_gradient(product: Callable[[Tensor], Tensor], b: Tensor, iterations: int, tolerance: float = 1e-10) -> Solution:
-    """Solves A x = b for a positive A that is known only by its products (Hestenes and Stiefel 1952), starting from 0.
+    """Solve A x = b for a positive definite A that is only known by its products (Hestenes and Stiefel 1952), starting from 0.
 
-    Ends early where |b − A x|² ≤ tolerance · |b|², and where a product shows A not to be positive along the next direction
-    (rounding, once the residual is small).
+    Stops early if |b − A x|² ≤ tolerance · |b|², or if a product shows that A is not positive along the next direction (which
+    rounding can cause once the residual is small).
     """
-    x, left, direction = torch.zeros_like(b), b.clone(), b.clone()
-    size = first = dot(left, left)
+    x, residual, direction = torch.zeros_like(b), b.clone(), b.clone()
+    norm = initial = dot(residual, residual)
     done = 0
-    while done < iterations and size > tolerance * first:
-        along = product(direction)
-        curvature = dot(direction, along)
+    while done < iterations and norm > tolerance * initial:
+        image = product(direction)
+        curvature = dot(direction, image)
         if curvature <= 0:
             break
         done += 1
-        step = size / curvature
+        step = norm / curvature
         x.add_(direction, alpha=step)
-        left.sub_(along, alpha=step)
-        size, before = dot(left, left), size
-        direction.mul_(size / before).add_(left)
-    return Solution(x, (size / first) ** 0.5 if first else 0.0, done)
+        residual.sub_(image, alpha=step)
+        norm, previous = dot(residual, residual), norm
+        direction.mul_(norm / previous).add_(residual)
+    return Solution(x, (norm / initial) ** 0.5 if initial else 0.0, done)
 
 
-def dot(one: Tensor, other: Tensor) -> float:
-    """In float64: steps hang on ratios of these."""
-    return float(torch.dot(one.double(), other.double()))
+def dot(a: Tensor, b: Tensor) -> float:
+    """The dot product in float64, because step sizes are ratios of these."""
+    return float(torch.dot(a.double(), b.double()))
 
 
-def longest_step(x: Tensor, fisher_x: Tensor, max_kl: float) -> float:
-    """√(2δ / xᵀF x): at this multiple of x the quadratic KL ½ sᵀF s is δ (TRPO, arXiv 1502.05477, appendix C); 0 for x = 0."""
+def max_step_size(x: Tensor, fisher_x: Tensor, max_kl: float) -> float:
+    """√(2δ / xᵀF x): the multiple of x at which the quadratic KL ½ sᵀF s is δ (TRPO, arXiv 1502.05477, appendix C); 0 for
+    x = 0."""
     curvature = dot(x, fisher_x)
     return (2 * max_kl / curvature) ** 0.5 if curvature > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """What the line search took: a share of the full step (0: none was good enough), its KL, its gain, and the tries."""
+class LineSearchResult:
+    """The accepted fraction of the full step (0: none was accepted), its KL, its gain, and the number of tries."""
 
     share: float
     kl: float
@@ -62,14 +63,17 @@ class Step:
     tries: int
 
 
-def line_search(try_share: Callable[[float], tuple[float, float]], max_kl: float, by: float, backtracks: int) -> Step:
-    """The longest share 1, b, b², … whose KL is within the bound and which gains. ``try_share`` gives (gain, KL) of one.
+def line_search(
+    try_share: Callable[[float], tuple[float, float]], max_kl: float, by: float, backtracks: int
+) -> LineSearchResult:
+    """The largest of the fractions 1, b, b², … whose KL is within the bound and whose gain is positive. ``try_share`` returns
+    (gain, KL) of a fraction.
 
-    The bound holds for what is measured, not for its quadratic model: the reason why there is a search at all.
+    The bound is checked on the measured KL, not on its quadratic model. That is why a search is needed at all.
     """
     for tries in range(backtracks + 1):
         share = by**tries
         gain, kl = try_share(share)
         if kl <= max_kl and gain > 0:
-            return Step(share, kl, gain, tries + 1)
-    return Step(0.0, 0.0, 0.0, backtracks + 1)
+            return LineSearchResult(share, kl, gain, tries + 1)
+    return LineSearchResult(0.0, 0.0, 0.0, backtracks + 1)

@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.text import Text
 
-from oncurve.cli.options import (
-    RecipeName,
-    Sets,
-    output,
-)
+from oncurve.cli.options import RecipeName, Sets, output
 from oncurve.errors import RecipeError
 from oncurve.recipe.load import dump_recipe, load_recipe
 from oncurve.terminal.errors import print_advice
-
-if TYPE_CHECKING:
-    pass
 
 recipes = typer.Typer(help="Explain, show and convert recipes.", no_args_is_help=True)
 
 
 @recipes.command("explain", epilog="Example: oncurve recipe explain grpo.group_size")
 def explain_key(
-    key: Annotated[str | None, typer.Argument(metavar="KEY", help="A key as in --set; unset: all of them.")] = None,
+    key: Annotated[str | None, typer.Argument(metavar="KEY", help="A key, as in --set. Without one: all keys.")] = None,
 ) -> None:
-    """What a recipe can say: every key, or one in full."""
+    """List every recipe key, or explain one in full."""
     from oncurve.recipe.explain import explain
     from oncurve.rewards.registry import REWARDS
     from oncurve.tasks.registry import TASKS
@@ -39,7 +32,7 @@ def explain_key(
 
 @recipes.command("show", epilog="Example: oncurve recipe show arithmetic --set seed=1")
 def show_recipe(recipe: RecipeName, sets: Sets = None) -> None:
-    """The recipe with every default written out, as TOML."""
+    """Print the recipe as TOML with every default written out."""
     print(dump_recipe(load_recipe(recipe, sets or [])), end="")
 
 
@@ -47,13 +40,13 @@ def show_recipe(recipe: RecipeName, sets: Sets = None) -> None:
 def convert(
     config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="A config of TRL's GRPOTrainer.")],
     out: Annotated[
-        Path | None, typer.Option("-o", "--out", metavar="FILE", help="Write it here; a file that exists is refused.")
+        Path | None, typer.Option("-o", "--out", metavar="FILE", help="Write the recipe to this file, which must not exist.")
     ] = None,
     processes: Annotated[
-        int, typer.Option("--processes", min=1, help="Devices that TRL ran on: its batch sizes are per device.")
+        int, typer.Option("--processes", min=1, help="Number of devices that TRL ran on: its batch sizes are per device.")
     ] = 1,
 ) -> None:
-    """A recipe made from a TRL config, with notes on what differs."""
+    """Convert a TRL config to a recipe, with notes on what differs."""
     from oncurve.recipe.trl.convert import from_trl
 
     text, notes = from_trl(config, processes)
@@ -67,6 +60,6 @@ def convert(
             file.write(text)
     except FileExistsError:
         raise RecipeError(
-            str(out), "already there", because="no file is written over", fix="choose another name with -o"
+            str(out), "already exists", because="from-trl never overwrites a file", fix="choose another name with -o"
         ) from None
-    output(Text(f"{out}: look through it, then oncurve train {out}"))
+    output(Text(f"{out}: check it, then run oncurve train {out}"))

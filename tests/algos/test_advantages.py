@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oncurve.algos.advantages import grade, has_spread, outcome_advantages, process_advantages
+from oncurve.algos.advantages import gradable_mask, grade, outcome_advantages, process_advantages
 from oncurve.errors import RewardError
 from oncurve.objective_specs import AdvantageScale, Baseline
 from oncurve.records import Aspect
@@ -72,9 +72,9 @@ def test_no_std_no_explosion() -> None:
 
 def test_one_reward_alone_is_graded_only_without_a_group() -> None:
     rewards_PG = torch.tensor([[1.0, NAN], [1.0, 2.0]])
-    assert has_spread(rewards_PG, "mean", "none").tolist() == [[False, False], [True, True]]
-    assert has_spread(rewards_PG, "none", "group").tolist() == [[False, False], [True, True]]
-    assert has_spread(rewards_PG, "none", "none").tolist() == [[True, False], [True, True]]
+    assert gradable_mask(rewards_PG, "mean", "none").tolist() == [[False, False], [True, True]]
+    assert gradable_mask(rewards_PG, "none", "group").tolist() == [[False, False], [True, True]]
+    assert gradable_mask(rewards_PG, "none", "none").tolist() == [[True, False], [True, True]]
     assert advantages([[1.0, NAN], [1.0, 2.0]], "mean", "none") == [[0, 0], [-0.5, 0.5]]
 
 

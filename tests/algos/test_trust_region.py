@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oncurve.algos.trust_region import Step, conjugate_gradient, line_search, longest_step
+from oncurve.algos.trust_region import LineSearchResult, conjugate_gradient, line_search, max_step_size
 from tests.algos.builders import double
 
 
@@ -32,8 +32,8 @@ def test_it_ends_early_for_nothing_and_where_there_is_no_curvature() -> None:
 
 def test_the_longest_step_by_hand() -> None:
     """x = (1, 2), F x = (2, 1): xᵀF x = 4, so δ = 0.02 allows √(0.04 / 4) = 0.1."""
-    assert longest_step(double([1.0, 2.0]), double([2.0, 1.0]), 0.02) == pytest.approx(0.1)
-    assert longest_step(double([0.0]), double([0.0]), 0.02) == 0.0
+    assert max_step_size(double([1.0, 2.0]), double([2.0, 1.0]), 0.02) == pytest.approx(0.1)
+    assert max_step_size(double([0.0]), double([0.0]), 0.02) == 0.0
 
 
 def test_the_search_takes_the_first_share_that_gains_within_the_bound() -> None:
@@ -44,6 +44,6 @@ def test_the_search_takes_the_first_share_that_gains_within_the_bound() -> None:
         tried.append(share)
         return 0.16 - (share - 0.4) ** 2, share**2
 
-    assert line_search(measure, 0.1, 0.5, 5) == Step(0.25, 0.0625, pytest.approx(0.1375), 3)  # type: ignore[arg-type]
+    assert line_search(measure, 0.1, 0.5, 5) == LineSearchResult(0.25, 0.0625, pytest.approx(0.1375), 3)  # type: ignore[arg-type]
     assert tried == [1.0, 0.5, 0.25]
-    assert line_search(lambda share: (-share, 0.0), 0.1, 0.5, 3) == Step(0.0, 0.0, 0.0, 4)
+    assert line_search(lambda share: (-share, 0.0), 0.1, 0.5, 3) == LineSearchResult(0.0, 0.0, 0.0, 4)

@@ -200,8 +200,8 @@ class Advantage(Section):
     scale: AdvantageScale | None = Field(
         default=None,
         description="Divide by the group's std (GRPO), by one std over the batch, or by nothing (Dr. GRPO). `whiten` "
-        "normalises the advantages of all tokens of the step to mean 0 and std 1 (REINFORCE++). Unset: the objective's default, "
-        f"which is {defaults_in_words('scale')}.",
+        "normalises the advantages of all tokens of the step to mean 0 and std 1 (REINFORCE++). Unset: the objective's "
+        f"default, which is {defaults_in_words('scale')}.",
     )
     baseline: Baseline | None = Field(
         default=None,

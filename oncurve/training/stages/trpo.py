@@ -19,7 +19,7 @@ from oncurve.algos.objectives import Objective
 from oncurve.algos.ratios import LOG_CAP, token_ratio
 from oncurve.algos.reductions import LossDenominators, mean_over_step_tokens
 from oncurve.algos.surrogates import Unclipped
-from oncurve.algos.trust_region import Solution, Step, conjugate_gradient, line_search, longest_step
+from oncurve.algos.trust_region import LineSearchResult, Solution, conjugate_gradient, line_search, max_step_size
 from oncurve.distributed.world import SINGLE_PROCESS, World
 from oncurve.engines.base import Engine
 from oncurve.errors import ModelError, RecipeError
@@ -108,7 +108,7 @@ class TrpoLearner(Learner):
         if rejection is not None:
             note("bad", f"update skipped: {rejection}")
             return replace(result, metrics=result.metrics | {"grad_norm": norm, "skipped_updates": 1.0})
-        taken = self._search(groups, batch, totals, step) if bool(step.any()) else Step(0.0, 0.0, 0.0, 0)
+        taken = self._search(groups, batch, totals, step) if bool(step.any()) else LineSearchResult(0.0, 0.0, 0.0, 0)
         return replace(result, metrics=result.metrics | _step_metrics(solution, taken, norm, float(step.norm())))
 
     def _solve(self, groups: Sequence[GradedGroup], gradient: Tensor) -> tuple[Solution, Tensor]:
@@ -129,7 +129,7 @@ class TrpoLearner(Learner):
             return fisher_v + self.trpo.damping * v
 
         solution = conjugate_gradient(product, gradient, self.trpo.cg_iterations)
-        return solution, solution.x * longest_step(solution.x, product(solution.x), self.trpo.max_kl)
+        return solution, solution.x * max_step_size(solution.x, product(solution.x), self.trpo.max_kl)
 
     def _fisher_packs(self, groups: Sequence[GradedGroup]) -> list[tuple[Pack, Tensor]]:
         """The packs on which the Fisher matrix is measured (``fisher_share`` of the groups), with each token's weight."""
@@ -140,7 +140,9 @@ class TrpoLearner(Learner):
         return [(micro.pack, micro.mask_M.to(micro.advantage_M.dtype) / max(tokens, 1)) for micro in batch]
 
     @torch.no_grad()
-    def _search(self, groups: Sequence[GradedGroup], batch: list[MicroBatch], totals: LossDenominators, step: Tensor) -> Step:
+    def _search(
+        self, groups: Sequence[GradedGroup], batch: list[MicroBatch], totals: LossDenominators, step: Tensor
+    ) -> LineSearchResult:
         """Moves the policy by the longest fraction of the step that passes, or restores its weights bit for bit."""
         start = flatten([p.detach() for p in self.parameters]).clone()
         packs, old = batch, list[Tensor]()
@@ -180,7 +182,7 @@ class TrpoLearner(Learner):
         return {"gain": gain, "kl": kl}
 
 
-def _step_metrics(solution: Solution, taken: Step, grad_norm: float, step_norm: float) -> dict[str, float]:
+def _step_metrics(solution: Solution, taken: LineSearchResult, grad_norm: float, step_norm: float) -> dict[str, float]:
     return {
         "grad_norm": grad_norm,
         "step_norm": taken.share * step_norm,
