@@ -1,1 +1,1 @@
-"""What is asked: the built-in puzzles, files of prompts, prompts from memory, and the order in which steps ask them."""
+"""Tasks: where prompts come from (puzzles, files, Python lists), and which of them a step uses."""

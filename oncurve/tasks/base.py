@@ -1,4 +1,4 @@
-"""What a task is: prompts to train on, prompts to measure on, and worked examples to imitate first."""
+"""The interface of a task: training prompts, held-out prompts, and demonstrations for supervised training."""
 
 from __future__ import annotations
 
@@ -11,39 +11,48 @@ from oncurve.recipe.schema.base import Section
 from oncurve.records import Example, Prompt
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-"""The tags of a worked completion, in order. The built-in tokenizer makes each of them one token."""
+"""The tags of a demonstration, in order. The built-in tokenizer encodes each as one token."""
 
 
 class Task(Protocol):
-    """Something to be asked. Whether an answer is right is the rewards' business: the prompt's columns carry what they need."""
+    """A source of prompts. Rewards decide whether an answer is correct; a prompt's columns hold what they need.
+
+    Example: ``Arithmetic(config, ArithmeticOptions()).train_prompt(0).text`` is a problem such as ``"347+085="``
+    """
 
     @property
     def train_size(self) -> int | None:
-        """How many training prompts there are; None where they never run out."""
+        """The number of training prompts; None if the task generates them without end."""
 
     @property
     def heldout(self) -> Sequence[Prompt]:
-        """Prompts for measuring; none of them is ever a training prompt or a worked example. May be empty."""
+        """The held-out split, for evaluation: none of it is a training prompt or a demonstration. May be empty."""
 
     @property
     def examples(self) -> Sequence[Example]:
-        """Worked examples for supervised training. May be empty."""
+        """Demonstrations for supervised training. May be empty."""
 
     @property
     def alphabet(self) -> str | None:
-        """Every character that prompts and worked completions are made of, `TAGS` aside; None where only the data can tell."""
+        """Every character of prompts and demonstrations besides `TAGS`, for the built-in tokenizer; None if unknown."""
 
     @property
     def default_rewards(self) -> tuple[sections.Reward, ...]:
-        """The rewards that grade this task where no recipe names any; the first decides what counts as solved."""
+        """The rewards of this task if a recipe has none; the first defines accuracy."""
 
     def train_prompt(self, index: int) -> Prompt:
-        """Training prompt number `index`, always the same: below `train_size`, or any number ≥ 0 of an endless task."""
+        """Training prompt ``index``, always the same one: below `train_size`, or any number ≥ 0 of an endless task."""
 
 
 @dataclass(frozen=True)
 class TaskType:
-    """A kind of task that a recipe can name: the schema of its own options, and how it is made from them."""
+    """One `type` of task that a recipe can name.
+
+    ``options`` is the schema of its own keys; the first paragraph of its docstring says what the task asks, and is shown by
+    `oncurve recipe explain task` and the docs. ``build`` takes (task section, options).
+
+    Example: ``TaskType(ArithmeticOptions, Arithmetic)``
+    """
 
     options: type[Section]
     build: Callable[[sections.Task, Any], Task]

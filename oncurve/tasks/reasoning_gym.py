@@ -1,7 +1,7 @@
-"""Problems of reasoning-gym: 106 families that are made, not stored, each with settings of its own.
+"""The task `reasoning_gym`: 106 families of generated problems, each with its own settings.
 
-Problems are made in a worker process, from (seed, index) alone. Answers are graded by the reward `reasoning_gym`: never by the
-package's own scorers outside of a sandbox, as some of them execute what a model wrote.
+A worker process generates problems from (seed, index) only. The reward `reasoning_gym` scores answers, and runs the package's
+scorers only inside of a sandbox, because some of them execute what a model wrote.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from oncurve.workers.pool import WorkerFailedError, Workers, python_workers, sha
 
 INSTRUCTION = "Think first, then give the final answer, and nothing else, in <answer></answer>."
 SECONDS = 120.0
-"""What making one problem may take; the slowest families need a few."""
-_TURNS = 1000
+"""Time limit of generating one problem; the slowest families need a few seconds."""
+_MAX_TRIES = 1000
 """Tries at a training problem that is not held out."""
 
 
 class ReasoningGymOptions(Section):
-    """Options of the task `reasoning_gym`."""
+    """Generated problems of 106 families (reasoning-gym)."""
 
     families: Annotated[tuple[str, ...], Field(min_length=1)]
-    """Names of families, such as `chain_sum` and `sudoku`; all are asked equally often."""
+    """Names of families, such as `chain_sum` and `sudoku`; each is used equally often."""
     settings: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """By family: settings of its own, usually how hard its problems are (`settings.chain_sum = { max_terms = 3 }`)."""
+    """Settings by family, usually for the difficulty (`settings.chain_sum = { max_terms = 3 }`)."""
     problems: PositiveInt = 10_000
-    """Different problems of each family to train on; they come again, in another order, when all were asked."""
+    """Training problems of each family; after all were used, they are repeated in another order."""
     instruction: str = INSTRUCTION
-    """Put after each question. Empty: nothing."""
+    """Appended to each question; may be empty."""
     chat: bool = True
-    """Send the question as a user's message through the chat template; else as plain text, to be gone on with."""
+    """Send the question as a user message through the chat template; if false, as plain text to continue."""
     system: str | None = None
     """A system message before each question; needs `chat`."""
 
 
 class ReasoningGymTask:
-    """The task. A training problem whose question is held out is replaced by another one of its family."""
+    """A training problem whose question is in the held-out split is replaced by another one of its family."""
 
     alphabet = None
     examples: Sequence[Example] = ()
@@ -54,15 +54,15 @@ class ReasoningGymTask:
 
     def __init__(self, config: sections.Task, options: ReasoningGymOptions) -> None:
         if find_spec("reasoning_gym") is None:
-            because = "the task `reasoning_gym` asks its problems"
+            because = "the task `reasoning_gym` generates problems with it"
             raise MissingPackage("task.type", "reasoning-gym is not installed", because=because, fix=pip_install("gym"))
         self._seed, self._options, self._heldout_size = config.seed, options, config.heldout
-        known = _maker().ask({}, SECONDS)
+        known = _worker().ask({}, SECONDS)
         for family in (*options.families, *options.settings):
             if family not in known:
                 raise no_such("task.families", "family", family, known)
         for number in range(len(options.families)):
-            self._prompt("train", number)  # settings that are none are found out here, not in mid-run
+            self._prompt("train", number)  # raises here, not in the middle of a run, if settings are invalid
 
     @property
     def train_size(self) -> int:
@@ -70,16 +70,17 @@ class ReasoningGymTask:
 
     @cached_property
     def heldout(self) -> Sequence[Prompt]:
-        kept = (self._prompt("heldout", index) for index in range(self._heldout_size))
-        return tuple({prompt.shown: prompt for prompt in kept}.values())
+        prompts = (self._prompt("heldout", index) for index in range(self._heldout_size))
+        return tuple({prompt.shown: prompt for prompt in prompts}.values())
 
     def train_prompt(self, index: int) -> Prompt:
-        prompt, turn = self._prompt("train", index), 1
+        prompt, tries = self._prompt("train", index), 1
         while prompt.shown in self._heldout_texts:
-            prompt, turn = self._prompt(f"train-{turn}", index), turn + 1
-            if turn > _TURNS:
+            prompt, tries = self._prompt(f"train-{tries}", index), tries + 1
+            if tries > _MAX_TRIES:
                 because = f"the family of problem {index} has too few different problems"
-                raise RecipeError("task.heldout", self._heldout_size, because=because, fix="hold out fewer, or set it harder")
+                fix = "hold out fewer, or raise its difficulty in task.settings"
+                raise RecipeError("task.heldout", self._heldout_size, because=because, fix=fix)
         return prompt
 
     @cached_property
@@ -87,33 +88,34 @@ class ReasoningGymTask:
         return frozenset(prompt.shown for prompt in self.heldout)
 
     def _prompt(self, purpose: str, index: int) -> Prompt:
-        place, number = divmod(index, len(self._options.families))
-        family = self._options.families[number]
+        family_index, family_number = divmod(index, len(self._options.families))
+        family = self._options.families[family_number]
         settings, seed = self._options.settings.get(family, {}), derive_seed(self._seed, f"reasoning_gym/{purpose}") % (1 << 31)
-        made = self._generate(family, seed, settings, place)
-        asked = "\n".join(filter(None, (made["question"], self._options.instruction)))
-        again = {"seed": seed, "index": place, "settings": settings, "scorer": made["scorer"]}
-        columns = {**made["kept"], "family": family, "difficulty": family, "gym": again}
-        name = f"reasoning_gym/{family}/{purpose}/{place}"
+        problem = self._generate(family, seed, settings, family_index)
+        question = "\n".join(filter(None, (problem["question"], self._options.instruction)))
+        source = {"seed": seed, "index": family_index, "settings": settings, "scorer": problem["scorer"]}
+        columns = {**problem["columns"], "family": family, "difficulty": family, "gym": source}
+        prompt_id = f"reasoning_gym/{family}/{purpose}/{family_index}"
         if not self._options.chat:
-            return Prompt(name, asked, None, columns)
+            return Prompt(prompt_id, question, None, columns)
         system = () if self._options.system is None else ({"role": "system", "content": self._options.system},)
-        return Prompt(name, None, (*system, {"role": "user", "content": asked}), columns)
+        return Prompt(prompt_id, None, (*system, {"role": "user", "content": question}), columns)
 
     def _generate(self, family: str, seed: int, settings: dict[str, Any], index: int) -> dict[str, Any]:
         try:
             return _problem(family, seed, json.dumps(settings), index)
         except WorkerFailedError as error:
             where, because = f"task.settings.{family}", f"reasoning-gym says: {error}"
-            raise RecipeError(where, settings, because=because, fix="mend these settings") from None
+            raise RecipeError(where, settings, because=because, fix="fix these settings") from None
 
 
 @lru_cache(maxsize=20_000)
 def _problem(family: str, seed: int, settings: str, index: int) -> dict[str, Any]:
-    made: dict[str, Any] = _maker().ask({"family": family, "seed": seed, "settings": settings, "index": index}, SECONDS)
-    return made
+    job = {"family": family, "seed": seed, "settings": settings, "index": index}
+    problem: dict[str, Any] = _worker().ask(job, SECONDS)
+    return problem
 
 
 @shared
-def _maker() -> Workers:
+def _worker() -> Workers:
     return python_workers("oncurve.tasks.reasoning_gym_worker", 1)

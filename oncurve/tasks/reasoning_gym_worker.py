@@ -1,7 +1,7 @@
-"""Makes problems of reasoning-gym, inside a worker process (`python -m oncurve.tasks.reasoning_gym_worker`).
+"""Generates problems of reasoning-gym in a worker process (`python -m oncurve.tasks.reasoning_gym_worker`).
 
-Five of its families go through sets of texts, whose order is another one in every process: a worker's is always the same. And
-the trainer is spared what the package imports.
+Five of its families iterate over sets of strings, whose order differs between processes; a worker's hash seed is fixed. It also
+keeps the package's imports out of the trainer.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 from oncurve.workers.child import serve
 
-KEPT = ("numbers", "target", "letters", "factors", "simplified_numerator", "simplified_denominator")
-"""What our own checks of answers need of a problem's data."""
+CHECKED_FIELDS = ("numbers", "target", "letters", "factors", "simplified_numerator", "simplified_denominator")
+"""The fields of a problem's metadata that our own checks of answers need."""
 
 
 @lru_cache(maxsize=512)
@@ -24,7 +24,7 @@ def dataset(family: str, seed: int, settings: str) -> Any:
 
 
 def answer(job: dict[str, Any]) -> Any:
-    """The names of all families, whether settings are sound, or one problem."""
+    """The names of all families if the job names none, else one problem."""
     from reasoning_gym.dataset import ProceduralDataset
     from reasoning_gym.factory import DATASETS
 
@@ -32,11 +32,11 @@ def answer(job: dict[str, Any]) -> Any:
         return sorted(DATASETS)
     data = dataset(job["family"], job["seed"], job["settings"])
     entry = data[job["index"]]
-    kept = {name: entry["metadata"][name] for name in KEPT if name in entry["metadata"]}
+    columns = {name: entry["metadata"][name] for name in CHECKED_FIELDS if name in entry["metadata"]}
     scorer = type(data).score_answer is not ProceduralDataset.score_answer
-    if entry["answer"] is not None:  # a few families have many answers, and give none
-        kept["answer"] = str(entry["answer"])
-    return {"question": str(entry["question"]), "kept": kept, "scorer": scorer}
+    if entry["answer"] is not None:  # a few families have many right answers, and give none
+        columns["answer"] = str(entry["answer"])
+    return {"question": str(entry["question"]), "columns": columns, "scorer": scorer}
 
 
 if __name__ == "__main__":

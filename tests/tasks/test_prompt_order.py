@@ -79,7 +79,7 @@ def test_an_endless_task_of_few_problems_still_fills_a_step() -> None:
 
 
 def test_no_examples_are_said_to_be_none() -> None:
-    with pytest.raises(DataError, match="no worked examples"):
+    with pytest.raises(DataError, match="no demonstrations"):
         examples_for_step([], 0, 0, 8)
 
 

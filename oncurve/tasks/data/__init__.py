@@ -1,1 +1,1 @@
-"""Tasks over data: files, public data sets, preference pairs, lists from Python."""
+"""Data: prompts from files, public data sets and Python lists; preference pairs and reward-model data."""

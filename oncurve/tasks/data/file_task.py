@@ -1,4 +1,4 @@
-"""Prompts from a file: JSONL (one object per line), one JSON list of objects, either of them gzipped, or Parquet."""
+"""The task `file`: prompts from JSONL (one object per line), a JSON list of objects, either of them gzipped, or Parquet."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ JSON_LINES = (".jsonl", ".ndjson", ".json")
 
 
 class FileOptions(Section):
-    """Options of the task `file`."""
+    """Prompts from a JSONL, JSON or Parquet file."""
 
     path: str
     """The file: `.jsonl` (one JSON object per line), `.json` (the same, or one list of objects), either with `.gz`, or
     `.parquet`."""
     heldout_path: str | None = None
-    """A file to measure on, of the same columns; `task.heldout` rows of it are used. Unset: rows of `path` are kept aside."""
+    """A file for evaluation, with the same columns; `task.heldout` rows of it are used. Unset: rows of `path` are held out."""
     heldout_share: Share = 0.2
-    """Without `heldout_path`: `task.heldout` rows are kept aside, but at most this share of the file."""
+    """Without `heldout_path`: `task.heldout` rows are held out, but at most this fraction of the file."""
     prompt: str = "prompt"
-    """Column of the prompt: a text, or a list of messages with role and content. A list that ends with an assistant's message
-    is a worked chat: its answers are imitated by an `sft` stage, and the last of them is what is asked for."""
+    """Column of the prompt: a text, or a list of messages with role and content. A list that ends with an assistant message is
+    a demonstration: an `sft` stage imitates its answers, and the prompt ends before the last of them."""
     prompt_template: str | None = None
-    """The prompt's wording, with columns as `{column}`; takes the place of `prompt`."""
+    """The prompt's text with columns as `{column}`; used instead of `prompt`."""
     answer: str = "answer"
-    """Column that rewards know as `answer`; a row may lack it."""
+    """Column that rewards read as `answer`; optional in each row."""
     completion: str = "completion"
-    """Column of worked examples for an `sft` stage; a row may lack it."""
+    """Column of demonstrations for an `sft` stage; optional in each row."""
     difficulty: str | None = None
     """Column under which held-out accuracy is reported."""
     chat: bool = False
-    """Send text prompts as a user's message through the model's chat template, not as they are."""
+    """Send text prompts as a user message through the model's chat template, instead of as plain text."""
     system: str | None = None
     """A system message before each prompt; needs `chat`, or prompts that are messages."""
     environment: str | None = None
-    """What answers back while the model writes: `calculator` (`<calc>12*3</calc>` gets its value), or `file.py:Class`, a class
-    with `calls` and `reply`. Unset: nothing does."""
+    """Replies to the model during a completion: `calculator` (`<calc>12*3</calc>` gets its value), a plug-in, or
+    `file.py:Class`, a class with `calls` and `reply`. Unset: no environment."""
 
     @property
     def reader(self) -> RowReader:
@@ -66,59 +66,60 @@ class FileOptions(Section):
 
 
 def build_file_task(config: sections.Task, options: FileOptions) -> PromptList:
-    """Reads the file, or the two, and keeps held-out rows aside by `task.seed`."""
+    """Reads one or two files and holds out rows by `task.seed`."""
     prompts, examples = read_prompts(options.path, options, "train", "task.path")
     if options.system is not None and prompts[0].text is not None:
         raise RecipeError(
             "task.system",
             options.system,
-            because="a prompt that is sent as plain text has no system message",
+            because="a prompt in plain text has no system message",
             fix="set task.chat = true",
         )
     if options.heldout_path is not None:
-        measured, _ = read_prompts(options.heldout_path, options, "heldout", "task.heldout_path")
-        return PromptList.split(prompts, _some(measured, config.heldout, config.seed), examples, options.path)
+        heldout, _ = read_prompts(options.heldout_path, options, "heldout", "task.heldout_path")
+        return PromptList.split(prompts, choose_heldout(heldout, config.heldout, config.seed), examples, options.path)
     count = min(config.heldout, int(options.heldout_share * len(prompts)))
-    return PromptList.split(prompts, _some(prompts, count, config.seed), examples, options.path)
+    return PromptList.split(prompts, choose_heldout(prompts, count, config.seed), examples, options.path)
 
 
-def _some(prompts: list[Prompt], count: int, seed: int) -> list[Prompt]:
+def choose_heldout(prompts: list[Prompt], count: int, seed: int) -> list[Prompt]:
+    """``count`` prompts at random, in the order of the file."""
     order = philox_generator(seed, "file/heldout").permutation(len(prompts))[:count]
     return [prompts[int(i)] for i in sorted(order)]
 
 
-IMITATED = "sft"
-"""The split of a file that is there to be imitated. In a task's own file a row may have a completion or not."""
+DEMONSTRATIONS = "sft"
+"""The split of a file of demonstrations, where every row needs a completion. In a task's own file it is optional."""
 
 
 def read_prompts(path: str, options: FileOptions, split: str, key: str) -> tuple[list[Prompt], list[Example]]:
-    """Every prompt of a file, which the recipe names under ``key``, and its worked examples. A prompt's id is its file and
-    line, so that people can find it."""
+    """Every prompt and demonstration of a file that the recipe names under ``key``. A prompt's id is its file and line, so that
+    people can find it."""
     reader, file = options.reader, Path(path)
     prompts: list[Prompt] = []
     examples: list[Example] = []
     for line, row in read_rows(file, key):
         where = f"{path}:{line}"
         prompts.append(reader.read(row, where, f"{file.name}/{split}/{line}"))
-        found = reader.examples(row, prompts[-1], where)
-        if split == IMITATED and not found:
+        row_examples = reader.examples(row, prompts[-1], where)
+        if split == DEMONSTRATIONS and not row_examples:
             raise DataError(
                 where,
                 f"no column '{reader.completion}', and no chat that ends with an answer",
-                because=f"every row is to be imitated; the columns found there are: {', '.join(map(str, row))}",
-                fix="give the row its completion, or leave it out",
+                because=f"every row must be a demonstration; its columns are: {', '.join(map(str, row))}",
+                fix="add a completion to the row, or remove it",
             )
-        examples += found
+        examples += row_examples
     if not prompts:
         raise DataError(path, "no rows", because="the file is empty", fix="give a file with one prompt per row")
     return prompts, examples
 
 
 def read_rows(path: Path, key: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """(line, row) of a file that the recipe names under ``key``; rows of Parquet are counted from 1 as lines are."""
+    """(line, row) of a file that the recipe names under ``key``; rows of Parquet are numbered from 1 like lines."""
     if not path.is_file():
         what = "it is a folder" if path.is_dir() else "there is no such file"
-        because = f"{key} names it" + ("" if path.is_absolute() else f", as seen from {Path.cwd()}")
+        because = f"{key} names it" + ("" if path.is_absolute() else f", relative to {Path.cwd()}")
         raise DataError(str(path), what, because=because, fix=f"give the file's path: --set {key}=FILE")
     if path.suffix == ".parquet":
         yield from _parquet_rows(path)
@@ -127,8 +128,8 @@ def read_rows(path: Path, key: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
     else:
         raise DataError(
             str(path),
-            f"a file of kind '{path.suffix}'",
-            because="only .jsonl, .json and .parquet are read",
+            f"a file of type '{path.suffix}'",
+            because="only .jsonl, .json and .parquet can be read",
             fix="convert or rename it",
         )
 
@@ -143,21 +144,21 @@ def _json_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
                 if line.strip():
                     yield number, _json_row(line, f"{path}:{number}")
     except (gzip.BadGzipFile, zlib.error, EOFError) as error:
-        raise DataError(str(path), "not a whole gzip file", because=str(error), fix="copy or write the file again") from None
+        raise DataError(str(path), "not a complete gzip file", because=str(error), fix="copy or write the file again") from None
     except OSError as error:
         raise DataError(str(path), "it can't be read", because=str(error), fix="check its permissions") from None
 
 
 def _listed_rows(data: bytes, path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """The rows of a file that is one list; they are counted from 1 as lines are."""
+    """The rows of a file that is one list, numbered from 1 like lines."""
     try:
         rows = json.loads(data)
     except ValueError as error:
         raise DataError(
-            str(path), "not valid JSON", because=str(error), fix="write the list anew, or one object per line"
+            str(path), "not valid JSON", because=str(error), fix="fix the list, or write one object per line"
         ) from None
     for number, row in enumerate(rows, start=1):
-        yield number, _checked_row(row, f"{path}:{number}")
+        yield number, _validate_row(row, f"{path}:{number}")
 
 
 def _json_row(line: bytes, where: str) -> Mapping[str, Any]:
@@ -167,10 +168,10 @@ def _json_row(line: bytes, where: str) -> Mapping[str, Any]:
         raise DataError(where, "not UTF-8", because=str(error), fix="save the file as UTF-8") from None
     except (ValueError, RecursionError) as error:
         raise DataError(where, "not valid JSON", because=str(error), fix="write one JSON object on each line") from None
-    return _checked_row(row, where)
+    return _validate_row(row, where)
 
 
-def _checked_row(row: object, where: str) -> Mapping[str, Any]:
+def _validate_row(row: object, where: str) -> Mapping[str, Any]:
     if not isinstance(row, dict):
         raise DataError(
             where,
@@ -182,8 +183,8 @@ def _checked_row(row: object, where: str) -> Mapping[str, Any]:
         raise DataError(
             where,
             "half of a character",
-            because="a lone surrogate such as \\ud83d stands for nothing",
-            fix="mend or drop the row: a text in it was cut in the midst of a character",
+            because="a lone surrogate such as \\ud83d is no character",
+            fix="fix or remove the row: a text in it was truncated in the middle of a character",
         )
     return row
 

@@ -1,4 +1,4 @@
-"""Prompts that are held in memory: given from Python, or read from a file."""
+"""A task that is a list of prompts in memory, from Python or from a file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from oncurve.records import Example, Prompt
 from oncurve.tasks.data.row_reader import RowReader
 
 Row = str | Sequence[Mapping[str, str]] | Mapping[str, Any]
-"""A prompt as Python code writes it: a text, a list of messages, or a dict with "prompt" and the columns its rewards need."""
+"""A prompt in Python code: a text, a list of messages, or a dict with "prompt" and the columns that its rewards need."""
 
 
 @dataclass(frozen=True)
@@ -29,26 +29,26 @@ class PromptList:
 
     @classmethod
     def of(cls, prompts: Iterable[Row], heldout: Iterable[Row] = (), name: str = "prompts") -> PromptList:
-        """From Python values. Rows with a "completion" become worked examples too."""
-        train, reader = [_as_row(row) for row in prompts], RowReader()
-        read = [reader.read(row, f"{name}[{i}]", f"{name}/train/{i}") for i, row in enumerate(train)]
-        kept = [reader.read(_as_row(row), f"heldout[{i}]", f"{name}/heldout/{i}") for i, row in enumerate(heldout)]
-        examples = (reader.example(row, p, f"{name}[{i}]") for i, (row, p) in enumerate(zip(train, read, strict=True)))
-        return cls.split(read, kept, [example for example in examples if example is not None], where=name)
+        """From Python values. Rows with a "completion" become demonstrations too."""
+        rows, reader = [_as_row(row) for row in prompts], RowReader()
+        train = [reader.read(row, f"{name}[{i}]", f"{name}/train/{i}") for i, row in enumerate(rows)]
+        heldout_prompts = [reader.read(_as_row(row), f"heldout[{i}]", f"{name}/heldout/{i}") for i, row in enumerate(heldout)]
+        examples = (reader.example(row, p, f"{name}[{i}]") for i, (row, p) in enumerate(zip(rows, train, strict=True)))
+        return cls.split(train, heldout_prompts, [example for example in examples if example is not None], where=name)
 
     @classmethod
     def split(cls, train: Iterable[Prompt], heldout: Sequence[Prompt], examples: Iterable[Example], where: str) -> PromptList:
-        """A list whose training side holds nothing that the held-out side asks, whatever its columns or id."""
-        kept_apart = {prompt.shown for prompt in heldout}
-        left = tuple(prompt for prompt in train if prompt.shown not in kept_apart)
-        if not left:
+        """Removes every training prompt and demonstration whose text is in the held-out split, whatever its columns or id."""
+        heldout_texts = {prompt.shown for prompt in heldout}
+        remaining = tuple(prompt for prompt in train if prompt.shown not in heldout_texts)
+        if not remaining:
             raise DataError(
                 where,
                 "no training prompts",
-                because="there are none, or each of them is asked in the held-out set too",
+                because="there are none, or all of them are in the held-out split",
                 fix="give more prompts, or hold out fewer",
             )
-        return cls(left, tuple(heldout), tuple(e for e in examples if e.prompt.shown not in kept_apart))
+        return cls(remaining, tuple(heldout), tuple(e for e in examples if e.prompt.shown not in heldout_texts))
 
     @property
     def train_size(self) -> int:
@@ -56,8 +56,8 @@ class PromptList:
 
     @property
     def default_rewards(self) -> tuple[sections.Reward, ...]:
-        answered = any(prompt.columns.get("answer") is not None for prompt in (*self.train, *self.heldout))
-        return (sections.Reward.model_validate({"type": "answer", "take": "any"}),) if answered else ()
+        have_answers = any(prompt.columns.get("answer") is not None for prompt in (*self.train, *self.heldout))
+        return (sections.Reward.model_validate({"type": "answer", "take": "any"}),) if have_answers else ()
 
     def train_prompt(self, index: int) -> Prompt:
         return self.train[index]

@@ -1,8 +1,7 @@
-"""Well-known data sets, read from the files their authors publish: GSM8K, MATH, MBPP, HumanEval, HH-RLHF. None of them is
-shipped.
+"""Public data sets: GSM8K, MATH, MBPP, HumanEval, HH-RLHF, read from the files that their authors publish. None is included.
 
-Each says where the question, the answer, the tests and a worked solution are, in what words the question is put, and which
-reward grades it. Everything else is as in the task `file`.
+Each entry maps the columns of question, answer, tests and solution, and has an instruction and a reward. Everything else is as
+in the task `file`.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from oncurve.errors import DataError
 from oncurve.recipe.schema import sections
 from oncurve.recipe.schema.base import Section, Share
 from oncurve.records import Example, Prompt
-from oncurve.rng import philox_generator
-from oncurve.tasks.data.file_task import read_rows
+from oncurve.tasks.data.file_task import choose_heldout, read_rows
 from oncurve.tasks.data.preference_pairs import dialogue_messages
 from oncurve.tasks.data.prompt_list import PromptList
 from oncurve.tasks.data.row_reader import RowReader
@@ -32,28 +30,28 @@ PROGRAM = "Write the program in a ```python block."
 
 
 class PublicDatasetOptions(Section):
-    """Options of the tasks `gsm8k`, `math`, `mbpp`, `humaneval` and `hh`."""
+    """A public data set, read from the file that its authors publish."""
 
     path: str
-    """The file to train on, as its authors publish it (`.jsonl`, `.json`, gzipped or not, or `.parquet`)."""
+    """The training file, as published (`.jsonl`, `.json`, gzipped or not, or `.parquet`)."""
     heldout_path: str | None = None
-    """The file to measure on; `task.heldout` rows of it are used. Unset: rows of `path` are kept aside."""
+    """The file for evaluation; `task.heldout` rows of it are used. Unset: rows of `path` are held out."""
     heldout_share: Share = 0.2
-    """Without `heldout_path`: `task.heldout` rows are kept aside, but at most this share of the file."""
+    """Without `heldout_path`: `task.heldout` rows are held out, but at most this fraction of the file."""
     chat: bool = True
-    """Send the question as a user's message through the chat template; else as plain text, to be gone on with."""
+    """Send the question as a user message through the chat template; if false, as plain text to continue."""
     system: str | None = None
     """A system message before each question; needs `chat`."""
     environment: str | None = None
-    """What answers back while the model writes: `calculator` (`<calc>12*3</calc>` gets its value), or `file.py:Class`, a class
-    with `calls` and `reply`. Unset: nothing does."""
+    """Replies to the model during a completion: `calculator` (`<calc>12*3</calc>` gets its value), a plug-in, or
+    `file.py:Class`, a class with `calls` and `reply`. Unset: no environment."""
     instruction: str | None = None
-    """Put after each question; unset: the data set's own. Empty: nothing."""
+    """Appended to each question; unset: the data set's own instruction. May be empty."""
 
 
 @dataclass(frozen=True)
 class PublicDataset:
-    """One data set: its rows in our words, the words after each question, and its usual reward."""
+    """One data set: how its rows become our columns, the instruction after each question, and its default reward."""
 
     name: str
     columns: Callable[[Row], dict[str, Any]]
@@ -64,7 +62,7 @@ class PublicDataset:
 
 @dataclass(frozen=True)
 class PublicDatasetTask(PromptList):
-    """A list of prompts that knows which reward grades it."""
+    """A list of prompts with the data set's default reward."""
 
     rewards: tuple[sections.Reward, ...] = ()
 
@@ -74,36 +72,36 @@ class PublicDatasetTask(PromptList):
 
 
 def gsm8k(row: Row) -> dict[str, Any]:
-    """The answer is what follows `####`; the worked solution loses its calculator notes (`<<48/2=24>>`)."""
+    """The answer is the text after `####`. Calculator annotations (`<<48/2=24>>`) are removed from the demonstration."""
     solution, _, answer = str(row["answer"]).rpartition("####")
-    worked = _CALCULATOR.sub("", solution).strip()
-    return {"prompt": row["question"], "answer": answer.strip(), "completion": f"{worked}\n\\boxed{{{answer.strip()}}}"}
+    demonstration = _CALCULATOR.sub("", solution).strip()
+    return {"prompt": row["question"], "answer": answer.strip(), "completion": f"{demonstration}\n\\boxed{{{answer.strip()}}}"}
 
 
 def math(row: Row) -> dict[str, Any]:
     level = row.get("level", row.get("difficulty"))
-    named = {} if level is None else {"difficulty": f"level {str(level).removeprefix('Level ')}"}
-    worked = {"completion": row["solution"]} if row.get("solution") else {}
-    return {"prompt": row["problem"], "answer": row["answer"], **named, **worked}
+    difficulty = {} if level is None else {"difficulty": f"level {str(level).removeprefix('Level ')}"}
+    demonstration = {"completion": row["solution"]} if row.get("solution") else {}
+    return {"prompt": row["problem"], "answer": row["answer"], **difficulty, **demonstration}
 
 
 def hh(row: Row) -> dict[str, Any]:
-    """The dialogue up to its last answer is the prompt; the answer that people preferred is the worked one."""
+    """The prompt is the dialogue up to its last answer; the answer that people preferred is the demonstration."""
     messages = dialogue_messages(str(row["chosen"]))
     return {"prompt": messages[:-1], "completion": (messages[-1]["content"] if messages else None) or None}
 
 
 def mbpp(row: Row) -> dict[str, Any]:
-    """Both published forms. The first test is shown: nothing else says what the function is to be called."""
-    asked, tests = row.get("text") or row.get("prompt"), list(row["test_list"])
+    """Both published formats. The prompt includes the first test, because nothing else gives the function's name."""
+    question, tests = row.get("text") or row.get("prompt"), list(row["test_list"])
     setup = row.get("test_setup_code") or "\n".join(row.get("test_imports") or ())
-    shown = f"{asked}\nIt must pass: {tests[0]}"
-    return {"prompt": shown, "tests": tests, "setup": setup, "completion": f"```python\n{row['code'].strip()}\n```"}
+    prompt = f"{question}\nIt must pass: {tests[0]}"
+    return {"prompt": prompt, "tests": tests, "setup": setup, "completion": f"```python\n{row['code'].strip()}\n```"}
 
 
 def humaneval(row: Row) -> dict[str, Any]:
-    tested = {"test_code": row["test"], "entry_point": row["entry_point"], "prompt_code": row["prompt"]}
-    return {"prompt": row["prompt"], **tested, "completion": row["canonical_solution"]}
+    tests = {"test_code": row["test"], "entry_point": row["entry_point"], "prompt_code": row["prompt"]}
+    return {"prompt": row["prompt"], **tests, "completion": row["canonical_solution"]}
 
 
 PUBLIC_DATASETS = {
@@ -117,54 +115,52 @@ PUBLIC_DATASETS = {
 }
 
 
-def build_public_dataset(known: PublicDataset, config: sections.Task, options: PublicDatasetOptions) -> PublicDatasetTask:
-    """Reads the file, or the two, and keeps held-out rows aside by `task.seed`."""
-    prompts, examples = read_public_dataset(known, options.path, options, "train", "task.path")
+def build_public_dataset(dataset: PublicDataset, config: sections.Task, options: PublicDatasetOptions) -> PublicDatasetTask:
+    """Reads one or two files and holds out rows by `task.seed`."""
+    prompts, examples = read_public_dataset(dataset, options.path, options, "train", "task.path")
     if options.heldout_path is not None:
-        measured, _ = read_public_dataset(known, options.heldout_path, options, "heldout", "task.heldout_path")
+        candidates, _ = read_public_dataset(dataset, options.heldout_path, options, "heldout", "task.heldout_path")
         count = config.heldout
     else:
-        measured, count = prompts, min(config.heldout, int(options.heldout_share * len(prompts)))
-    order = philox_generator(config.seed, "file/heldout").permutation(len(measured))[:count]
-    heldout = [measured[int(i)] for i in sorted(order)]
-    parts = PromptList.split(prompts, heldout, examples, options.path)
-    return PublicDatasetTask(
-        parts.train, parts.heldout, parts.examples, None, (sections.Reward.model_validate(dict(known.reward)),)
-    )
+        candidates, count = prompts, min(config.heldout, int(options.heldout_share * len(prompts)))
+    split = PromptList.split(prompts, choose_heldout(candidates, count, config.seed), examples, options.path)
+    reward = sections.Reward.model_validate(dict(dataset.reward))
+    return PublicDatasetTask(split.train, split.heldout, split.examples, None, (reward,))
 
 
 def read_public_dataset(
-    known: PublicDataset, path: str, options: PublicDatasetOptions, split: str, key: str
+    dataset: PublicDataset, path: str, options: PublicDatasetOptions, split: str, key: str
 ) -> tuple[list[Prompt], list[Example]]:
-    """Every prompt of a file, which the recipe names under ``key``, and its worked examples."""
+    """Every prompt and demonstration of a file that the recipe names under ``key``."""
     environment = load_environment(options.environment, "task.environment")
     reader = RowReader(chat=options.chat, system=options.system if options.chat else None, environment=environment)
     prompts: list[Prompt] = []
     examples: list[Example] = []
     for line, row in read_rows(Path(path), key):
         where = f"{path}:{line}"
-        made = _row(known, row, where, options)
-        prompts.append(reader.read(made, where, f"{known.name}/{split}/{line}"))
-        example = reader.example(made, prompts[-1], where)
+        columns = _columns(dataset, row, where, options)
+        prompts.append(reader.read(columns, where, f"{dataset.name}/{split}/{line}"))
+        example = reader.example(columns, prompts[-1], where)
         examples += [] if example is None else [example]
     if not prompts:
-        raise DataError(path, "no rows", because="the file is empty", fix=f"give the file of {known.name}")
+        raise DataError(path, "no rows", because="the file is empty", fix=f"give the file of {dataset.name}")
     return prompts, examples
 
 
-def _row(known: PublicDataset, row: Row, where: str, options: PublicDatasetOptions) -> dict[str, Any]:
-    missing = next((name for name in known.needed if name not in row), None)
+def _columns(dataset: PublicDataset, row: Row, where: str, options: PublicDatasetOptions) -> dict[str, Any]:
+    missing = next((name for name in dataset.needed if name not in row), None)
     if missing is not None:
         raise DataError(
             where,
             f"no column '{missing}'",
-            because=f"rows of {known.name} have {', '.join(known.needed)}; here are {', '.join(map(str, row)) or 'none'}",
+            because=f"rows of {dataset.name} have {', '.join(dataset.needed)}; this has {', '.join(map(str, row)) or 'none'}",
             fix="give the data set's own file, or use the task `file`",
         )
-    made = known.columns(row)
-    instruction = known.instruction if options.instruction is None else options.instruction
-    return {**made, "prompt": f"{made['prompt']}\n{instruction}"} if instruction else made
+    columns = dataset.columns(row)
+    instruction = dataset.instruction if options.instruction is None else options.instruction
+    return {**columns, "prompt": f"{columns['prompt']}\n{instruction}"} if instruction else columns
 
 
 def builders() -> dict[str, Callable[[sections.Task, Any], PublicDatasetTask]]:
-    return {name: partial(build_public_dataset, known) for name, known in PUBLIC_DATASETS.items()}
+    """The builder of each data set's task, by name."""
+    return {name: partial(build_public_dataset, dataset) for name, dataset in PUBLIC_DATASETS.items()}

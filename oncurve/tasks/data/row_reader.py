@@ -1,4 +1,4 @@
-"""Makes a prompt from a row of data: which column is asked, and in what words."""
+"""Converts a row of data to a prompt and demonstrations."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from oncurve.records import Environment, Example, Prompt
 
 @dataclass(frozen=True)
 class RowReader:
-    """How rows of one source are read. `answer` and `difficulty` name columns that rewards and tables know under those words.
+    """How the rows of a file are read. ``answer`` and ``difficulty`` name the columns that rewards and tables read as such.
 
-    A prompt column that holds a list of messages is a chat already; `chat` makes one of a text, `system` goes before either.
+    A prompt column with a list of messages is a chat; ``chat`` makes one of a text, and ``system`` is put before either.
+
+    Example: ``RowReader(answer="label").read({"prompt": "2+2=", "label": "4"}, "a.jsonl:1", "a/1").columns["answer"]`` is "4"
     """
 
     prompt: str = "prompt"
@@ -28,19 +30,19 @@ class RowReader:
     environment: Environment | None = None
 
     def read(self, row: Mapping[str, Any], where: str, id: str) -> Prompt:
-        """The prompt of a row; every column of it goes along, for the rewards."""
+        """The prompt of a row, with all of its columns for the rewards."""
         columns = {name: value for name, value in row.items() if name not in (self.prompt, self.completion)}
         columns |= {"answer": row[self.answer]} if self.answer in row else {}
         columns |= {"difficulty": row[self.difficulty]} if self.difficulty is not None else {}
-        asked = self._prompt_of(row, where)
-        if isinstance(asked, str) and not self.chat:
-            return Prompt(id=id, text=asked, columns=columns, environment=self.environment)
-        messages = ({"role": "user", "content": asked},) if isinstance(asked, str) else asked
+        content = self._prompt_of(row, where)
+        if isinstance(content, str) and not self.chat:
+            return Prompt(id=id, text=content, columns=columns, environment=self.environment)
+        messages = ({"role": "user", "content": content},) if isinstance(content, str) else content
         system = ({"role": "system", "content": self.system},) if self.system is not None else ()
         return Prompt(id=id, messages=(*system, *messages), columns=columns, environment=self.environment)
 
     def example(self, row: Mapping[str, Any], prompt: Prompt, where: str) -> Example | None:
-        """The worked example of a row, where it has a completion."""
+        """The demonstration of a row; None if it has no completion."""
         completion = row.get(self.completion)
         if completion is None:
             return None
@@ -49,58 +51,58 @@ class RowReader:
             raise DataError(
                 where,
                 f"column '{self.completion}' holds {_short(completion)}",
-                because="a worked example needs a text to imitate (or one message)",
-                fix="write a text there, or leave the column out of this row",
+                because="a demonstration needs a text to imitate (or one message)",
+                fix="write a text there, or remove the column from this row",
             )
         return Example(prompt, text)
 
     def examples(self, row: Mapping[str, Any], prompt: Prompt, where: str) -> list[Example]:
-        """The worked examples of a row: its completion, or each answer of a chat that ends with one."""
-        one = self.example(row, prompt, where)
-        if one is not None:
-            return [one]
-        asked = row.get(self.prompt) if self.template is None else None
-        if isinstance(asked, str) or not asked or not _is_answer(asked[-1]):
+        """The demonstrations of a row: its completion, or each answer of a chat that ends with one."""
+        example = self.example(row, prompt, where)
+        if example is not None:
+            return [example]
+        chat = row.get(self.prompt) if self.template is None else None
+        if isinstance(chat, str) or not chat or not _is_answer(chat[-1]):
             return []
-        opened = len(prompt.messages or ()) - (len(asked) - 1)  # system messages that the task adds
-        whole = (*(prompt.messages or ()), asked[-1])
-        places = [i for i, message in enumerate(whole) if i >= opened and _is_answer(message)]
+        added = len(prompt.messages or ()) - (len(chat) - 1)  # system messages that the task adds
+        messages = (*(prompt.messages or ()), chat[-1])
+        answers = [i for i, message in enumerate(messages) if i >= added and _is_answer(message)]
         return [
-            Example(replace(prompt, id=f"{prompt.id}/{i}", messages=whole[:i]), whole[i]["content"])
-            for i in places
-            if i > 0 and whole[i]["content"]
+            Example(replace(prompt, id=f"{prompt.id}/{i}", messages=messages[:i]), messages[i]["content"])
+            for i in answers
+            if i > 0 and messages[i]["content"]
         ]
 
-    def needed(self) -> list[str]:
+    def required_columns(self) -> list[str]:
         """The columns that every row must have."""
-        asked = [self.prompt] if self.template is None else template_columns(self.template)
-        return asked + ([self.difficulty] if self.difficulty is not None else [])
+        prompt = [self.prompt] if self.template is None else template_columns(self.template)
+        return prompt + ([self.difficulty] if self.difficulty is not None else [])
 
     def _prompt_of(self, row: Mapping[str, Any], where: str) -> str | tuple[Mapping[str, str], ...]:
-        missing = [name for name in self.needed() if name not in row]
+        missing = [name for name in self.required_columns() if name not in row]
         if missing:
             raise DataError(
                 where,
                 f"no column '{missing[0]}'",
                 because=f"the columns found there are: {', '.join(map(str, row)) or 'none'}",
-                fix="name the right columns in the task (prompt, prompt_template, difficulty), or mend the data",
+                fix="name the right columns in the task (prompt, prompt_template, difficulty), or fix the data",
             )
-        asked: object = row[self.prompt] if self.template is None else fill(self.template, row)
-        if isinstance(asked, str) and asked:
-            return asked
-        if isinstance(asked, Sequence) and asked and all(is_message(message) for message in asked):
-            answered = _is_answer(asked[-1]) and len(asked) > 1  # a whole chat: the last answer is what is asked for
-            return tuple({"role": m["role"], "content": m["content"]} for m in (asked[:-1] if answered else asked))
+        content: object = row[self.prompt] if self.template is None else fill(self.template, row)
+        if isinstance(content, str) and content:
+            return content
+        if isinstance(content, Sequence) and content and all(is_message(message) for message in content):
+            has_answer = _is_answer(content[-1]) and len(content) > 1  # a complete chat: the prompt ends before the last answer
+            return tuple({"role": m["role"], "content": m["content"]} for m in (content[:-1] if has_answer else content))
         raise DataError(
             where,
-            f"the prompt is {_short(asked)}",
+            f"the prompt is {_short(content)}",
             because="a prompt is a text that is not empty, or a list of messages with role and content",
-            fix=f"mend the column '{self.prompt}'",
+            fix=f"fix the column '{self.prompt}'",
         )
 
 
 def template_columns(template: str) -> list[str]:
-    """The columns a template names. Only plain `{column}` is allowed: `{a.b}` and `{a!r:>9}` could reach into objects."""
+    """The columns of a template. Only plain `{column}` is allowed: `{a.b}` and `{a!r:>9}` could reach into objects."""
     try:
         parts = [(name, spec, conversion) for _, name, spec, conversion in Formatter().parse(template) if name is not None]
     except ValueError as error:
@@ -112,17 +114,19 @@ def template_columns(template: str) -> list[str]:
 
 
 def fill(template: str, row: Mapping[str, Any]) -> str:
-    """The template with each `{column}` replaced by what the row holds there."""
+    """The template with each `{column}` replaced by the row's value."""
     parts = Formatter().parse(template)
     return "".join(literal + ("" if name is None else str(row[name])) for literal, name, _, _ in parts)
 
 
 def _template_error(template: str, because: str) -> RecipeError:
-    return RecipeError("task.prompt_template", template, because=because, fix="use {column}, and {{ or }} for a bracket itself")
+    return RecipeError(
+        "task.prompt_template", template, because=because, fix="use {column}, and {{ or }} for a literal bracket"
+    )
 
 
 def is_message(message: object) -> bool:
-    """Whether a value is a message of a chat: a role and a text."""
+    """Whether a value is a chat message: a role and a text."""
     return isinstance(message, Mapping) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
 
 
@@ -131,7 +135,7 @@ def _is_answer(message: object) -> bool:
 
 
 def _content(completion: object) -> str | None:
-    """The text of a completion, written as a text or as the one message of a chat."""
+    """The text of a completion that is a text or a list with one message."""
     if isinstance(completion, Sequence) and not isinstance(completion, str) and len(completion) == 1:
         completion = completion[0]["content"] if is_message(completion[0]) else None
     return completion if isinstance(completion, str) else None

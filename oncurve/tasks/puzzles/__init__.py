@@ -1,1 +1,1 @@
-"""Tasks that generate their own prompts: arithmetic, countdown, and games with several turns."""
+"""Tasks that generate their prompts: arithmetic, countdown, and multi-turn tasks with a calculator or a game."""

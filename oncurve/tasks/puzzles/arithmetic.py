@@ -1,13 +1,12 @@
-"""Sums, with the carries written out: a task that a tiny model learns in minutes, and whose answers can be checked.
+"""The task `arithmetic`: sums with the carries written out, which a tiny model learns in minutes.
 
     347+085=<think>75:12,48:13,30:04</think><answer>432</answer>
 
-Each step names one digit of both numbers, from the right, and after the colon what is carried on and what stays: 4 + 8 and
-the 1 from before make 13. Differences (`-`, larger first) are written the same way, with what is borrowed in place of what is
-carried. Numbers are written with as many digits as the larger, and steps have one width, so that a tiny model need not count;
-the hard part, which a few examples do not teach, is to find each column's digits in longer numbers, and a carry that is not
-written again. A level is the number of digits of the larger number: it sets how many steps there are, and reads at once in a
-table. The number of carries is kept as a column.
+Each step has one digit of both numbers, from the right, then a colon, the carry and the result digit: 4 + 8 and the carry 1
+make 13. Differences (`-`, larger number first) have the same form, with a borrow instead of a carry. Both numbers are padded
+to the digits of the larger one and all steps have the same width, so that a tiny model need not count. The hard part, which a
+few demonstrations do not teach, is to find each column's digits in longer numbers, and a carry that is not written again. The
+difficulty is the number of digits of the larger number, which is also the number of steps. The number of carries is a column.
 """
 
 from __future__ import annotations
@@ -29,29 +28,32 @@ from oncurve.tasks.puzzles.difficulty import Levels
 
 Digits = Annotated[int, Field(ge=1, le=9)]
 Key = tuple[str, int]
-"""An operation and the number of an unordered pair: the same for a+b and b+a, so that neither leaks the other."""
+"""An operation and the index of an unordered pair: the same for a+b and b+a, so that neither leaks the other."""
 
 
 class ArithmeticOptions(Section):
-    """Options of the task `arithmetic`."""
+    """Sums and differences, with the carries written out."""
 
     digits: Digits = 3
-    """Digits of the larger number, at most."""
+    """Maximum digits of the larger number."""
     min_digits: Digits = 1
-    """Digits of the larger number, at least."""
+    """Minimum digits of the larger number."""
     operations: Annotated[tuple[Literal["+", "-"], ...], Field(min_length=1)] = ("+",)
-    """What is asked: sums `+`, differences `-` (never below 0), or both, equally often."""
+    """Sums `+`, differences `-` (never below 0), or both, equally often."""
     weights: tuple[float, ...] | None = None
-    """How often each number of digits is asked, fewest digits first. Unset: each level twice as often as the one below."""
+    """How often each number of digits occurs, fewest digits first. Unset: each level twice as often as the one below."""
     example_weights: tuple[float, ...] | None = None
-    """How often each number of digits is among the worked examples. Unset: as often as it is asked."""
+    """How often each number of digits occurs among the demonstrations. Unset: as in `weights`."""
     examples: Count = 250
-    """Worked examples, all of different problems (fewer where the task has not so many). A few hundred teach the sums that they
-    show, not the longer ones."""
+    """Demonstrations, all of different problems (fewer if the task has fewer problems). A few hundred teach the lengths that
+    they show, not longer ones."""
 
 
 class ArithmeticProblem(NamedTuple):
-    """`first` operation `second`, as asked."""
+    """``first`` operation ``second``, in the order of the prompt.
+
+    Example: ``ArithmeticProblem("+", 347, 85).text`` is ``"347+085"``
+    """
 
     operation: str
     first: int
@@ -59,7 +61,7 @@ class ArithmeticProblem(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Both numbers with as many digits as the larger: columns stand under each other."""
+        """Both numbers padded to the digits of the larger one."""
         width = len(str(max(self.first, self.second)))
         return f"{self.first:0{width}}{self.operation}{self.second:0{width}}"
 
@@ -69,7 +71,7 @@ class ArithmeticProblem(NamedTuple):
 
 
 class Arithmetic:
-    """The task. Training prompts are drawn anew for each index; held-out problems are passed over, as a+b and as b+a."""
+    """An endless task. Held-out problems are never training prompts, neither as a+b nor as b+a."""
 
     train_size = None
     default_rewards = (sections.Reward(type="answer"),)
@@ -78,8 +80,8 @@ class Arithmetic:
         self._seed, self._options = config.seed, options
         self._operations = tuple(dict.fromkeys(options.operations))
         self._levels = Levels.of(options.min_digits, options.digits, options.weights, "digits")
-        shown = options.example_weights or options.weights
-        self._shown = Levels.of(options.min_digits, options.digits, shown, "digits", "task.example_weights")
+        weights = options.example_weights or options.weights
+        self._example_levels = Levels.of(options.min_digits, options.digits, weights, "digits", "task.example_weights")
         self._heldout_keys = self._choose_heldout(config.heldout)
 
     @property
@@ -93,15 +95,15 @@ class Arithmetic:
     @cached_property
     def examples(self) -> Sequence[Example]:
         taken = set(self._heldout_keys)
-        room = {level: self._size(level) - self._count(level, taken) for level in self._level_numbers}
-        keys = self._choose("examples", self._shown.quotas(self._options.examples, room), taken)
+        capacity = {level: self._size(level) - self._count(level, taken) for level in self._level_numbers}
+        keys = self._choose("examples", self._example_levels.quotas(self._options.examples, capacity), taken)
         return tuple(Example(_prompt(p), solution_text(p)) for p in self._in_random_order("examples", keys))
 
     def train_prompt(self, index: int) -> Prompt:
-        """The problem at place `index` of an endless stream that skips what is held out."""
+        """Problem ``index`` of an endless stream that skips held-out problems."""
         rng = philox_generator(self._seed, "arithmetic/train", index)
-        level = self._levels.draw(rng)
-        while (key := self._draw_key(rng, level)) in self._heldout_set:
+        level = self._levels.sample(rng)
+        while (key := self._sample_key(rng, level)) in self._heldout_set:
             pass
         return _prompt(_problem(key, rng))
 
@@ -120,42 +122,42 @@ class Arithmetic:
         return sum(_first_pair(level) <= number < pairs_below(10**level) for _, number in keys)
 
     def _choose_heldout(self, count: int) -> list[Key]:
-        """At most half of a level is held out: there are only 55 sums of two single digits, and training needs some."""
+        """Holds out at most half of a level: there are only 55 sums of two single digits, and training needs some."""
         quotas = self._levels.quotas(count, {level: self._size(level) // 2 for level in self._level_numbers})
         if sum(quotas.values()) < count:
             raise RecipeError(
                 "task.heldout",
                 count,
-                because=f"half of all problems of this task are {sum(quotas.values())}, and the rest is for training",
+                because=f"half of the task's problems are {sum(quotas.values())}, and the other half is for training",
                 fix="hold out fewer, or raise task.digits",
             )
         return self._choose("heldout", quotas, set())
 
     def _choose(self, purpose: str, quotas: dict[int, int], taken: set[Key]) -> list[Key]:
-        """So many different problems of each level, none of them `taken`."""
+        """Different problems, as many of each level as its quota, none of them in ``taken``."""
         chosen: dict[Key, None] = {}
         for level, quota in quotas.items():
             rng, start = philox_generator(self._seed, f"arithmetic/{purpose}", level), len(chosen)
             while len(chosen) < start + quota:
-                key = self._draw_key(rng, level)
+                key = self._sample_key(rng, level)
                 if key not in taken:
                     chosen[key] = None
         return list(chosen)
 
-    def _draw_key(self, rng: np.random.Generator, level: int) -> Key:
+    def _sample_key(self, rng: np.random.Generator, level: int) -> Key:
         operation = self._operations[int(rng.integers(len(self._operations)))]
         return operation, int(rng.integers(_first_pair(level), pairs_below(10**level)))
 
     def _in_random_order(self, purpose: str, keys: Sequence[Key]) -> list[ArithmeticProblem]:
-        """The first n of these are as good a sample as all: levels are mixed."""
+        """The problems of the keys, with mixed levels, so that the first n are a fair sample."""
         rng = philox_generator(self._seed, f"arithmetic/{purpose}/order")
         return [_problem(keys[int(i)], rng) for i in rng.permutation(len(keys))]
 
 
 def _problem(key: Key, rng: np.random.Generator) -> ArithmeticProblem:
-    """The problem of a key; which number of a sum comes first is drawn."""
-    operation, number = key
-    large, small = pair(number)
+    """The problem of a key; which number of a sum comes first is random."""
+    operation, index = key
+    large, small = pair(index)
     swap = operation == "+" and bool(rng.integers(2))
     return ArithmeticProblem(operation, *((small, large) if swap else (large, small)))
 
@@ -165,20 +167,20 @@ def _prompt(problem: ArithmeticProblem) -> Prompt:
     columns = {
         "answer": str(problem.answer),
         "difficulty": f"{digits} digit" if digits == 1 else f"{digits} digits",
-        "carries": sum(step.carried for step in steps(problem)),
+        "carries": sum(step.carry for step in steps(problem)),
     }
     return Prompt(id=f"arithmetic/{problem.text}", text=f"{problem.text}=", columns=columns)
 
 
 def pairs_below(bound: int) -> int:
-    """How many unordered pairs of numbers from 0 to bound − 1 there are, equal ones included."""
+    """The number of unordered pairs of numbers from 0 to bound − 1, equal ones included."""
     return bound * (bound + 1) // 2
 
 
-def pair(number: int) -> tuple[int, int]:
-    """Unordered pair `number` as (larger, smaller): the pairs counted as 0,0; 1,0; 1,1; 2,0; …, so all below 10ᵈ come first."""
-    large = (isqrt(8 * number + 1) - 1) // 2
-    return large, number - pairs_below(large)
+def pair(index: int) -> tuple[int, int]:
+    """Unordered pair ``index`` as (larger, smaller), in the order 0,0; 1,0; 1,1; 2,0; …, so all below 10ᵈ come first."""
+    large = (isqrt(8 * index + 1) - 1) // 2
+    return large, index - pairs_below(large)
 
 
 def _first_pair(level: int) -> int:
@@ -186,32 +188,32 @@ def _first_pair(level: int) -> int:
 
 
 class ColumnStep(NamedTuple):
-    """One column of the written sum: its two digits, what is carried (or borrowed), and what stays."""
+    """One column of a written sum: its two digits, the carry (or borrow), and the result digit."""
 
     first: int
     second: int
-    carried: int
-    stays: int
+    carry: int
+    digit: int
 
 
 def steps(problem: ArithmeticProblem) -> list[ColumnStep]:
     """The columns from the right, as many as the larger number has digits."""
     sign = 1 if problem.operation == "+" else -1
-    first, second, carried = problem.first, problem.second, 0
-    done: list[ColumnStep] = []
-    while first or second or not done:
+    first, second, carry = problem.first, problem.second, 0
+    result: list[ColumnStep] = []
+    while first or second or not result:
         (first, a), (second, b) = divmod(first, 10), divmod(second, 10)
-        over, stays = divmod(a + sign * (b + carried), 10)
-        done.append(ColumnStep(a, b, abs(over), stays))
-        carried = abs(over)
-    return done
+        overflow, digit = divmod(a + sign * (b + carry), 10)
+        carry = abs(overflow)
+        result.append(ColumnStep(a, b, carry, digit))
+    return result
 
 
 def columns(problem: ArithmeticProblem) -> list[str]:
-    """The steps as they are written."""
-    return [f"{step.first}{step.second}:{step.carried}{step.stays}" for step in steps(problem)]
+    """The steps as texts, such as `75:12`."""
+    return [f"{step.first}{step.second}:{step.carry}{step.digit}" for step in steps(problem)]
 
 
 def solution_text(problem: ArithmeticProblem) -> str:
-    """The completion to imitate."""
+    """The completion of a demonstration."""
     return f"<think>{','.join(columns(problem))}</think><answer>{problem.answer}</answer>"

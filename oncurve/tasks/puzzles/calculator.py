@@ -1,10 +1,10 @@
-"""Sums with a calculator at hand: the policy writes what it wants to know between brackets, and reads the answer.
+"""The task `calculator`: sums with a calculator as a tool. The policy writes an expression in brackets and reads the result.
 
     38+47-19=<think>[38+47]85[85-19]66</think><answer>66</answer>
-                           ‾‾       ‾‾  written by the calculator: in the context, out of the loss
+                           ‾‾       ‾‾  written by the calculator: in the context, masked out of the loss
 
-What is to be learned is the use of the tool: which numbers to hand over, and where to put what comes back. A level is how many
-numbers a sum has.
+The policy learns to use the tool: which numbers to pass to it, and where to put the result. The difficulty is the number of
+numbers in a sum.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ RULES = "You have a calculator: write [12+34] and it adds the result. Think firs
 
 @dataclass(frozen=True)
 class Calculator:
-    """Works out what stands between its two marks, by our own parser: no text of a model is ever executed. An expression that
-    it can't read gets a question mark."""
+    """Evaluates the expression between its two marks with our own parser; no text of a model is executed. The reply to an
+    invalid expression is a question mark."""
 
     begin: str = "<calc>"
     end: str = "</calc>"
@@ -40,45 +40,45 @@ class Calculator:
         return (self.end,)
 
     def reply(self, prompt: Prompt, turns: Sequence[str], dice: np.random.Generator) -> str | None:
-        """The value, exact; None where the policy did not ask and has ended."""
-        before, asked, _ = turns[-1].rpartition(self.end)
-        if not asked:
+        """The exact value; None if the turn ended without a call."""
+        before, end, _ = turns[-1].rpartition(self.end)
+        if not end:
             return None
-        _, opened, text = before.rpartition(self.begin)
+        _, begin, text = before.rpartition(self.begin)
         try:
-            return str(parse(text).value) if opened else "?"
+            return str(parse(text).value) if begin else "?"
         except ExpressionError:
             return "?"
 
 
 class CalculatorOptions(Section):
-    """Options of the task `calculator`."""
+    """Sums with a calculator as a tool (several turns)."""
 
     numbers: Amount = 3
-    """Numbers of a sum, at most."""
+    """Maximum count of numbers in a sum."""
     min_numbers: Amount = 2
-    """Numbers of a sum, at least."""
+    """Minimum count of numbers in a sum."""
     max_number: Annotated[int, Field(ge=2, le=9999)] = 99
-    """The largest number of a sum."""
+    """The largest number in a sum."""
     operations: Annotated[tuple[Literal["+", "-", "*"], ...], Field(min_length=1)] = ("+", "-")
-    """What is asked. No result on the way is below 0."""
+    """The operations of a sum. No intermediate result is below 0."""
     weights: tuple[float, ...] | None = None
-    """How often each amount of numbers is asked, fewest first. Unset: each level twice as often as the one below."""
+    """How often each count of numbers occurs, fewest first. Unset: each level twice as often as the one below."""
     examples: Count = 100
-    """Worked examples, all of different sums: they show the tool and the form."""
+    """Demonstrations, all of different sums; they show the tool and the format."""
     chat: bool = False
-    """Ask in words, as a user's message through the chat template."""
+    """Ask in words, as a user message through the chat template."""
 
 
 class Call(NamedTuple):
-    """One question to the calculator, and its answer."""
+    """One call of the calculator, and its result."""
 
     text: str
     value: int
 
 
 class Sum(NamedTuple):
-    """A sum as it is written."""
+    """A sum as a text, and its count of numbers."""
 
     text: str
     numbers: int
@@ -89,10 +89,10 @@ class Sum(NamedTuple):
 
 
 class CalculatorTask(GeneratedTask[Sum]):
-    """The task. Held-out sums are never asked in training."""
+    """An endless task. Held-out sums are never training prompts."""
 
     name = "calculator"
-    more = "raise task.numbers or task.max_number"
+    advice = "raise task.numbers or task.max_number"
     default_rewards = (sections.Reward(type="answer"),)
     alphabet = "0123456789=[]?+-*/"
 
@@ -102,7 +102,7 @@ class CalculatorTask(GeneratedTask[Sum]):
         self._levels = Levels.of(options.min_numbers, options.numbers, options.weights, "numbers")
 
     def generate(self, rng: np.random.Generator) -> Sum | None:
-        count, signs = self._levels.draw(rng), self._options.operations
+        count, signs = self._levels.sample(rng), self._options.operations
         text = str(rng.integers(self._options.max_number + 1))
         for _ in range(count - 1):
             text += signs[int(rng.integers(len(signs)))] + str(rng.integers(self._options.max_number + 1))
@@ -110,31 +110,31 @@ class CalculatorTask(GeneratedTask[Sum]):
 
     def prompt(self, problem: Sum) -> Prompt:
         columns = {"answer": str(parse(problem.text).value), "difficulty": f"{problem.numbers} numbers"}
-        asked = f"{problem.text}="
+        question = f"{problem.text}="
         if self._options.chat:
-            messages = ({"role": "user", "content": f"{RULES}\n{asked}"},)
+            messages = ({"role": "user", "content": f"{RULES}\n{question}"},)
             return Prompt(f"calculator/{problem.text}", None, messages, columns, self._environment)
-        return Prompt(f"calculator/{problem.text}", asked, None, columns, self._environment)
+        return Prompt(f"calculator/{problem.text}", question, None, columns, self._environment)
 
     def example(self, problem: Sum) -> Example:
-        asked = calls(problem.text)
-        turns = [part for call in asked for part in (f"[{call.text}]", str(call.value))]
+        needed_calls = calls(problem.text)
+        turns = [part for call in needed_calls for part in (f"[{call.text}]", str(call.value))]
         turns[0] = f"<think>{turns[0]}"
-        turns.append(f"</think><answer>{asked[-1].value}</answer>")
+        turns.append(f"</think><answer>{needed_calls[-1].value}</answer>")
         return Example(self.prompt(problem), "".join(turns), tuple(turns))
 
 
 def calls(text: str) -> list[Call]:
-    """A sum worked out one operation at a time: products first, then from the left."""
+    """The calls that evaluate a sum one operation at a time: products first, then from the left."""
     parts = _split(text)
-    made: list[Call] = []
+    result: list[Call] = []
     while len(parts) > 1:
-        place = parts.index("*") if "*" in parts else 1
-        left, sign, right = parts[place - 1 : place + 2]
+        index = parts.index("*") if "*" in parts else 1
+        left, sign, right = parts[index - 1 : index + 2]
         value = int(OPERATIONS[sign](parse(left).value, parse(right).value)) if left[0] != "-" else -1
-        made.append(Call(f"{left}{sign}{right}", value))
-        parts[place - 1 : place + 2] = [str(value)]
-    return made
+        result.append(Call(f"{left}{sign}{right}", value))
+        parts[index - 1 : index + 2] = [str(value)]
+    return result
 
 
 def _split(text: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Levels of difficulty: how a puzzle spreads its problems over them."""
+"""Difficulty levels: how a puzzle distributes its problems over them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ from oncurve.errors import RecipeError
 
 @dataclass(frozen=True)
 class Levels:
-    """Levels `lowest` to `highest`, each drawn in proportion to its weight."""
+    """Levels from ``lowest`` up, each sampled in proportion to its weight.
+
+    Example: ``Levels(1, (1.0, 2.0, 4.0))`` samples level 3 four times as often as level 1
+    """
 
     lowest: int
     weights: tuple[float, ...]
 
     @classmethod
     def of(cls, lowest: int, highest: int, weights: tuple[float, ...] | None, unit: str, key: str = "task.weights") -> Levels:
-        """Levels from a recipe's options; without weights each level weighs twice the one below, so that hard ones dominate."""
+        """Levels from a recipe's options. Without weights, each level has twice the weight of the one below, so hard ones
+        dominate."""
         count = highest - lowest + 1
         if count < 1:
             raise RecipeError(
@@ -34,26 +38,26 @@ class Levels:
             )
         return cls(lowest, weights)
 
-    def draw(self, rng: np.random.Generator) -> int:
-        """A level, with a chance in proportion to its weight."""
+    def sample(self, rng: np.random.Generator) -> int:
+        """A level, with a probability in proportion to its weight."""
         bounds = np.cumsum(self.weights)
         return self.lowest + int(np.searchsorted(bounds, rng.random() * bounds[-1], side="right"))
 
-    def quotas(self, count: int, room: dict[int, int]) -> dict[int, int]:
-        """How many of `count` problems come from each level: by weight, at most `room[level]`.
+    def quotas(self, count: int, capacity: dict[int, int]) -> dict[int, int]:
+        """How many of ``count`` problems come from each level: by weight, at most ``capacity[level]``.
 
-        What a full level can't take goes up to the next, and what the highest can't take comes down again. The quotas sum to
-        `count`, or to all the room there is.
+        What a full level can't take goes up to the next one, and what the highest can't take goes down again. The quotas sum to
+        ``count``, or to the total capacity.
         """
-        shares = np.floor(np.cumsum(self.weights) / sum(self.weights) * count + 0.5).astype(int)
-        wanted = np.diff(shares, prepend=0)
+        bounds = np.floor(np.cumsum(self.weights) / sum(self.weights) * count + 0.5).astype(int)
+        targets = np.diff(bounds, prepend=0)
         levels = range(self.lowest, self.lowest + len(self.weights))
         quotas, left = {}, 0
-        for level, want in zip(levels, wanted, strict=True):
-            quotas[level] = min(int(want) + left, room[level] if self.weights[level - self.lowest] else 0)
-            left += int(want) - quotas[level]
+        for level, target in zip(levels, targets, strict=True):
+            quotas[level] = min(int(target) + left, capacity[level] if self.weights[level - self.lowest] else 0)
+            left += int(target) - quotas[level]
         for level in reversed(levels):
-            more = min(left, room[level] - quotas[level]) if self.weights[level - self.lowest] else 0
-            quotas[level] += more
-            left -= more
+            extra = min(left, capacity[level] - quotas[level]) if self.weights[level - self.lowest] else 0
+            quotas[level] += extra
+            left -= extra
         return quotas

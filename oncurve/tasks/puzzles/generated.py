@@ -1,4 +1,4 @@
-"""Puzzles whose problems are drawn at random: an endless stream to train on that passes over what is held out."""
+"""Base class of tasks with random problems: an endless training stream that skips the held-out split."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from oncurve.recipe.schema import sections
 from oncurve.records import Example, Prompt
 from oncurve.rng import philox_generator
 
-_TRIES = 20_000
-"""Draws without a new problem after which a recipe is said to have too few."""
+_MAX_TRIES = 20_000
+"""Random problems without a new one after which the recipe has too few."""
 
 
 class GeneratedProblem(Protocol):
     @property
     def key(self) -> Hashable:
-        """Two problems of one key are the same, however they are put."""
+        """Problems with equal keys are the same, however they are worded."""
 
 
 P = TypeVar("P", bound=GeneratedProblem)
 
 
 class GeneratedTask(Generic[P]):
-    """What such tasks have in common. Each says how a problem is drawn, asked and worked out."""
+    """Subclasses define how a problem is generated, its prompt, and its demonstration."""
 
     train_size = None
     name: str
-    """Keys the random numbers."""
-    more: str
-    """What a recipe with too few problems should do."""
+    """Part of the key of its random numbers."""
+    advice: str
+    """How to get more problems, for the error of a recipe that has too few."""
 
     def __init__(self, config: sections.Task, examples: int) -> None:
         self._seed, self._heldout_size, self._example_count = config.seed, config.heldout, examples
 
     def generate(self, rng: np.random.Generator) -> P | None:
-        """A problem; None where what was drawn makes none."""
+        """A random problem; None if the random numbers make no valid one."""
         raise NotImplementedError
 
     def prompt(self, problem: P) -> Prompt:
@@ -57,7 +57,7 @@ class GeneratedTask(Generic[P]):
         return tuple(self.example(p) for p in self._distinct("examples", self._example_count, self._heldout_keys))
 
     def train_prompt(self, index: int) -> Prompt:
-        """The problem at place `index` of an endless stream that skips what is held out."""
+        """Problem ``index`` of an endless stream that skips held-out problems."""
         return self.prompt(next(self._stream("train", index, self._heldout_keys)))
 
     @cached_property
@@ -67,26 +67,26 @@ class GeneratedTask(Generic[P]):
     @cached_property
     def _heldout_keys(self) -> frozenset[Hashable]:
         keys = frozenset(problem.key for problem in self._heldout_problems)
-        next(self._stream("train", 0, keys))  # a recipe that leaves nothing to train on is told so here, not in mid-run
+        next(self._stream("train", 0, keys))  # raises here, not in the middle of a run, if nothing is left to train on
         return keys
 
     def _distinct(self, purpose: str, count: int, skip: frozenset[Hashable]) -> list[P]:
-        found: dict[Hashable, P] = {}
+        problems: dict[Hashable, P] = {}
         for index in range(count):
-            problem = next(self._stream(purpose, index, skip.union(found)))
-            found[problem.key] = problem
-        return list(found.values())
+            problem = next(self._stream(purpose, index, skip.union(problems)))
+            problems[problem.key] = problem
+        return list(problems.values())
 
     def _stream(self, purpose: str, index: int, skip: frozenset[Hashable]) -> Iterator[P]:
-        """Problems drawn at random that are not to be skipped."""
+        """Random problems whose keys are not in ``skip``."""
         rng = philox_generator(self._seed, f"{self.name}/{purpose}", index)
-        for _ in range(_TRIES):
+        for _ in range(_MAX_TRIES):
             problem = self.generate(rng)
             if problem is not None and problem.key not in skip:
                 yield problem
         raise RecipeError(
             "task.heldout" if purpose != "examples" else "task.examples",
             len(skip),
-            because=f"no other problem of this task was found in {_TRIES} tries",
-            fix=f"ask for fewer, or {self.more}",
+            because=f"no further problem of this task was found in {_MAX_TRIES} tries",
+            fix=f"use fewer, or {self.advice}",
         )

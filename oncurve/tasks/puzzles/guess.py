@@ -1,10 +1,10 @@
-"""Guess the number: a game of several turns. Where the answer lies is told after each guess; halving wins.
+"""The task `guess`: a multi-turn game of guessing a number, which binary search wins.
 
     1-15:4?>12?<8?          the range, a guess, `>` (it is larger), a guess, `<` (it is smaller), the number
 
-The policy writes a number and a question mark; the game answers in its place, and ends when the number is found or the guesses
-are used up. Worked examples play by the rules and no more: guesses anywhere in what is left. That halving is better is for
-the rewards to teach. A level is how many guesses halving needs.
+The policy samples a number and a question mark; the environment replies, and ends the game if the number is found or the
+guesses are used up. Demonstrations only follow the rules, with random guesses in the remaining range; that binary search is
+better is learned from the rewards. The difficulty is the number of guesses that binary search needs.
 """
 
 from __future__ import annotations
@@ -32,51 +32,51 @@ RULES = (
 
 @dataclass(frozen=True)
 class GuessEnvironment:
-    """Answers a guess, from the prompt's columns `secret` and `guesses`."""
+    """Replies to a guess, by the prompt's columns `secret` and `guesses`."""
 
     calls: tuple[str, ...] = ("?",)
 
     def reply(self, prompt: Prompt, turns: Sequence[str], dice: np.random.Generator) -> str | None:
-        """`<`, `>`, `!` for what is no guess; None where the number is found, the guesses are used up or none was made."""
+        """`<`, `>`, or `!` for an invalid guess; None if the number is found, the guesses are used up or there is no guess."""
         secret, last = int(prompt.columns["secret"]), guesses_in(turns[-1])
         if "?" not in turns[-1] or last[-1:] == [secret] or len(turns[::2]) == int(prompt.columns["guesses"]):
             return None
-        return "!" if not last else answer(secret, last[-1])
+        return "!" if not last else compare(secret, last[-1])
 
 
-def answer(secret: int, guess: int) -> str:
+def compare(secret: int, guess: int) -> str:
     return "<" if secret < guess else ">"
 
 
 def guesses_in(text: str) -> list[int]:
-    """The numbers that stand before question marks."""
-    return [int(found) for found in _GUESS.findall(text)]
+    """The numbers before question marks."""
+    return [int(number) for number in _GUESS.findall(text)]
 
 
 def halvings(size: int) -> int:
-    """Guesses that find any of so many numbers: ⌈log₂(size + 1)⌉."""
+    """Guesses with which binary search finds any of ``size`` numbers: ⌈log₂(size + 1)⌉."""
     return size.bit_length()
 
 
 class GuessOptions(Section):
-    """Options of the task `guess`."""
+    """Guess a number with `<` and `>` as replies (several turns)."""
 
     largest: Annotated[int, Field(ge=2, le=999)] = 40
-    """The largest number that may be thought of; the smallest is 1."""
+    """The largest secret number; the smallest is 1."""
     min_size: Annotated[int, Field(ge=2)] = 6
-    """Numbers in the range that is told, at least."""
+    """Minimum count of numbers in the range."""
     max_size: Annotated[int, Field(ge=2)] = 15
-    """Numbers in the range that is told, at most."""
+    """Maximum count of numbers in the range."""
     guesses: PositiveInt | None = None
-    """Guesses that are allowed; unset: as many as halving needs."""
+    """Guesses that are allowed; unset: as many as binary search needs."""
     examples: Count = 100
-    """Worked examples: games that were won by guessing at random in what was left."""
+    """Demonstrations: games won by random guesses in the remaining range."""
     chat: bool = False
-    """Tell the rules in words, as a user's message through the chat template."""
+    """State the rules in words, as a user message through the chat template."""
 
 
 class Secret(NamedTuple):
-    """The range that is told, and the number that is not."""
+    """The range in the prompt, and the secret number."""
 
     low: int
     high: int
@@ -84,15 +84,15 @@ class Secret(NamedTuple):
 
     @property
     def key(self) -> tuple[int, int]:
-        """Whole ranges are held out. Were it single numbers, training would teach never to guess them."""
+        """Complete ranges are held out. If single numbers were, the policy would learn never to guess them."""
         return self.low, self.high
 
 
 class GuessTask(GeneratedTask[Secret]):
-    """The task. A range that is held out is never played in training."""
+    """An endless task. A held-out range is never a training prompt."""
 
     name = "guess"
-    more = "raise task.largest or task.max_size"
+    advice = "raise task.largest or task.max_size"
     default_rewards = (sections.Reward(type="guess"),)
     alphabet = "0123456789-:?<>!"
 
@@ -111,11 +111,11 @@ class GuessTask(GeneratedTask[Secret]):
         needed = halvings(high - low + 1)
         guesses = self._options.guesses or needed
         columns = {"secret": secret, "guesses": guesses, "difficulty": f"{needed} halvings"}
-        name = f"guess/{low}-{high}/{secret}"
+        prompt_id = f"guess/{low}-{high}/{secret}"
         if self._options.chat:
-            told = RULES.format(low=low, high=high, guesses=guesses)
-            return Prompt(name, None, ({"role": "user", "content": told},), columns, GuessEnvironment())
-        return Prompt(name, f"{low}-{high}:", None, columns, GuessEnvironment())
+            rules = RULES.format(low=low, high=high, guesses=guesses)
+            return Prompt(prompt_id, None, ({"role": "user", "content": rules},), columns, GuessEnvironment())
+        return Prompt(prompt_id, f"{low}-{high}:", None, columns, GuessEnvironment())
 
     def example(self, problem: Secret) -> Example:
         prompt = self.prompt(problem)
@@ -127,7 +127,7 @@ class GuessTask(GeneratedTask[Secret]):
 
 
 def play(problem: Secret, guesses: int, rng: np.random.Generator) -> tuple[str, ...] | None:
-    """A game of guesses at random in what is left: the turns of one that is won, else None."""
+    """The turns of a game with random guesses in the remaining range; None if it is lost."""
     low, high, secret = problem
     turns: list[str] = []
     for _ in range(guesses):
@@ -135,6 +135,6 @@ def play(problem: Secret, guesses: int, rng: np.random.Generator) -> tuple[str, 
         turns.append(f"{guess}?")
         if guess == secret:
             return tuple(turns)
-        turns.append(answer(secret, guess))
+        turns.append(compare(secret, guess))
         low, high = (low, guess - 1) if secret < guess else (guess + 1, high)
     return None

@@ -149,7 +149,7 @@ def test_missing_columns_name_those_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "what"), [("none.jsonl", "no such file"), (".", "it is a folder"), ("x.csv", "of kind '.csv'")]
+    ("name", "what"), [("none.jsonl", "no such file"), (".", "it is a folder"), ("x.csv", "of type '.csv'")]
 )
 def test_files_that_are_none(tmp_path: Path, name: str, what: str) -> None:
     (tmp_path / "x.csv").write_text("a,b")
@@ -161,7 +161,7 @@ def test_a_missing_file_is_told_with_the_key_that_names_it(sums: Path, monkeypat
     monkeypatch.chdir(sums.parent)
     with pytest.raises(DataError) as caught:
         file_task(sums, heldout_path="none.jsonl")
-    assert caught.value.because == f"task.heldout_path names it, as seen from {Path.cwd()}"
+    assert caught.value.because == f"task.heldout_path names it, relative to {Path.cwd()}"
     assert "--set task.heldout_path=FILE" in caught.value.fix
 
 
@@ -171,7 +171,7 @@ def test_a_gzip_file_that_is_not_whole(tmp_path: Path, damage: str) -> None:
     middle = len(whole) // 2
     parts = {"cut": whole[:middle], "changed": whole[:middle] + bytes(9) + whole[middle + 9 :], "other": b"no gzip"}
     (tmp_path / "x.jsonl.gz").write_bytes(parts[damage])
-    with pytest.raises(DataError, match="not a whole gzip file"):
+    with pytest.raises(DataError, match="not a complete gzip file"):
         file_task(tmp_path / "x.jsonl.gz")
 
 

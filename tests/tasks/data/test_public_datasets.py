@@ -83,10 +83,10 @@ def test_mbpp_shows_one_test(tmp_path: Path) -> None:
 def test_files_of_another_shape(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no column 'question'") as caught:
         task(tmp_path, "gsm8k", {"prompt": "?"})
-    assert "here are prompt" in caught.value.because
+    assert "this has prompt" in caught.value.because
     (tmp_path / "bad.json").write_text("[{]")
     with pytest.raises(DataError, match="not valid JSON"):
         build_task(Task.model_validate({"type": "math", "path": str(tmp_path / "bad.json")}))
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(json.dumps(GSM8K).encode())[:-9])
-    with pytest.raises(DataError, match="not a whole gzip file"):
+    with pytest.raises(DataError, match="not a complete gzip file"):
         build_task(Task.model_validate({"type": "gsm8k", "path": str(tmp_path / "cut.jsonl.gz")}))

@@ -56,7 +56,7 @@ def test_the_steps_spell_the_answer(a: int, b: int, operation: str) -> None:
     problem = ArithmeticProblem(operation, max(a, b), min(a, b))
     columns = steps(problem)
     assert (
-        int("".join(str(column.stays) for column in reversed(columns))) + columns[-1].carried * 10 ** len(columns)
+        int("".join(str(column.digit) for column in reversed(columns))) + columns[-1].carry * 10 ** len(columns)
         == problem.answer
     )
     assert len(columns) == len(str(max(a, b)))

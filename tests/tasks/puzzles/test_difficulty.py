@@ -32,9 +32,9 @@ def test_quotas_fill_what_there_is(pairs: list[tuple[int, int]], count: int) -> 
     assert all(quotas[level] <= room[level] for level in room)
 
 
-def test_a_level_without_weight_is_never_drawn() -> None:
+def test_a_level_without_weight_is_never_sampled() -> None:
     levels, rng = Levels.of(2, 4, (0, 1, 0), "digits"), philox_generator(0, "test")
-    assert {levels.draw(rng) for _ in range(100)} == {3}
+    assert {levels.sample(rng) for _ in range(100)} == {3}
 
 
 def test_streams_are_apart() -> None:

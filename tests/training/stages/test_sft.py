@@ -60,7 +60,7 @@ def test_a_few_examples_are_learnt_by_heart() -> None:
 
 
 def test_a_task_without_examples_is_refused() -> None:
-    with pytest.raises(DataError, match="no worked examples"):
+    with pytest.raises(DataError, match="no demonstrations"):
         SftLoop(Sft(), 0, PromptList(TASK.train), policy())
 
 
@@ -93,11 +93,11 @@ def test_it_stops_early_and_a_resumed_loop_knows_how_long_it_has_waited() -> Non
     settings = {"steps": 50, "batch_size": 4, "heldout_share": 0.3, "eval_every": 1, "patience": 2}
     trained = SftLoop(Sft.model_validate({**settings, "optimiser": {"learning_rate": 0.3}}), 0, MANY, policy())
     steps = 0
-    while not trained.out_of_time and steps < 50:
+    while not trained.is_over and steps < 50:
         steps += 1
         trained.step(steps)
     assert steps < 50
     again = SftLoop(Sft.model_validate(settings), 0, MANY, policy())
     again.load_state(trained.state())
-    assert again.out_of_time
+    assert again.is_over
     assert again.best == trained.best
