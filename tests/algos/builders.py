@@ -40,7 +40,7 @@ def double(values: Sequence[float]) -> Tensor:
 
 
 def micro_batch(lengths: Sequence[int], totals: LossDenominators | None = None, **tensors: Any) -> LossInputs:
-    """Rows of the given lengths end to end, nothing masked; on-policy at log-prob −1 and advantage 1 unless told otherwise."""
+    """Rows of these lengths end to end, nothing masked. The default is on-policy, with log-prob −1 and advantage 1."""
     row_M = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.int64))
     ones_M = torch.ones(sum(lengths), dtype=torch.float64)
     fields = {"logp_new_M": -ones_M, "logp_old_M": -ones_M, "advantage_M": ones_M, "mask_M": ones_M.bool(), **tensors}

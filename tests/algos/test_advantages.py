@@ -1,4 +1,4 @@
-"""Advantages by hand: outcome, leave-one-out, process, and the grading of whole groups."""
+"""Advantages by hand: outcome, leave-one-out, process, and the grading of groups."""
 
 from __future__ import annotations
 
@@ -105,19 +105,19 @@ def test_a_factor_changes_nothing_where_the_std_divides(rewards: list[float], fa
 
 def test_process_advantages_by_hand() -> None:
     # R = {3, 0, 0}: mean 1, std sqrt((4 + 1 + 1) / 2) = sqrt(3); normalised 2, −1, −1 over sqrt(3).
-    one = 1 / 3**0.5
+    unit = 1 / 3**0.5
     first, second = process_advantages([[3.0, 0.0], [0.0]], [[1, 3], [0]], [4, 3], eps=0.0)
-    assert first.tolist() == pytest.approx([one, one, -one, -one], abs=TINY)
-    assert second.tolist() == pytest.approx([-one, 0, 0], abs=TINY)
+    assert first.tolist() == pytest.approx([unit, unit, -unit, -unit], abs=TINY)
+    assert second.tolist() == pytest.approx([-unit, 0, 0], abs=TINY)
 
 
-def test_process_advantages_without_a_curve() -> None:
+def test_process_advantages_of_equal_or_single_rewards() -> None:
     assert [a.tolist() for a in process_advantages([[0.1, 0.1], [0.1]], [[0, 1], [0]], [2, 1], 1e-4)] == [[0, 0], [0]]
     assert [a.tolist() for a in process_advantages([[7.0], []], [[1], []], [2, 1], 1e-4)] == [[0, 0], [0]]
     assert [a.tolist() for a in process_advantages([[], []], [[], []], [1, 0], 1e-4)] == [[0], []]
 
 
-def test_grade_spreads_the_outcome_over_tokens_of_ragged_groups() -> None:
+def test_grade_broadcasts_the_outcome_to_the_tokens_of_ragged_groups() -> None:
     pair = group(scored(right(1.0), length=2), scored(right(0.0), length=4))
     three = group(*(scored(right(r), length=1) for r in (1.0, 2.0, 6.0)))
     first, second = grade([pair, three], baseline="mean", scale="none", eps=1e-4, mask_cut=False)
@@ -128,7 +128,7 @@ def test_grade_spreads_the_outcome_over_tokens_of_ragged_groups() -> None:
     assert first.has_signal
 
 
-def test_grade_leaves_out_failures_and_what_has_no_company() -> None:
+def test_grade_leaves_out_failures_and_single_rewards() -> None:
     failed = group(scored(right(1.0)), scored(right(None, "timed out")), scored(right(3.0)))
     alone = group(scored(right(1.0)), scored(right(None, "timed out")), scored(right(None)))
     first, second = grade([failed, alone], baseline="mean", scale="none", eps=1e-4, mask_cut=False)
@@ -138,14 +138,14 @@ def test_grade_leaves_out_failures_and_what_has_no_company() -> None:
     assert not second.has_signal
 
 
-def test_a_cut_completion_shapes_the_curve_and_is_masked() -> None:
-    cut = group(scored(right(0.0), stop="length"), scored(right(1.0)), scored(right(2.0)))
-    (graded,) = grade([cut], baseline="mean", scale="none", eps=1e-4, mask_cut=True)
+def test_a_truncated_completion_counts_in_the_group_and_is_masked() -> None:
+    truncated = group(scored(right(0.0), stop="length"), scored(right(1.0)), scored(right(2.0)))
+    (graded,) = grade([truncated], baseline="mean", scale="none", eps=1e-4, mask_cut=True)
     assert graded.graded == (False, True, True)
     assert [a[0] for a in graded.advantages] == [0.0, 0.0, 1.0]
-    (kept,) = grade([cut], baseline="mean", scale="none", eps=1e-4, mask_cut=False)
-    assert kept.graded == (True, True, True)
-    assert kept.advantages[0][0] == -1.0
+    (unmasked,) = grade([truncated], baseline="mean", scale="none", eps=1e-4, mask_cut=False)
+    assert unmasked.graded == (True, True, True)
+    assert unmasked.advantages[0][0] == -1.0
 
 
 def steps(*pairs: tuple[int, float], weight: float = 1.0) -> Aspect:
@@ -155,9 +155,9 @@ def steps(*pairs: tuple[int, float], weight: float = 1.0) -> Aspect:
 def test_grade_adds_outcome_and_process() -> None:
     both = group(scored(right(1.0), steps((1, 3.0), (3, 0.0)), length=4), scored(right(0.0), steps((0, 0.0)), length=3))
     (graded,) = grade([both], baseline="mean", scale="none", eps=1e-9, mask_cut=False)
-    one = 1 / 3**0.5
-    assert graded.advantages[0].tolist() == pytest.approx([0.5 + one, 0.5 + one, 0.5 - one, 0.5 - one], abs=1e-6)
-    assert graded.advantages[1].tolist() == pytest.approx([-0.5 - one, -0.5, -0.5], abs=1e-6)
+    unit = 1 / 3**0.5
+    assert graded.advantages[0].tolist() == pytest.approx([0.5 + unit, 0.5 + unit, 0.5 - unit, 0.5 - unit], abs=1e-6)
+    assert graded.advantages[1].tolist() == pytest.approx([-0.5 - unit, -0.5, -0.5], abs=1e-6)
 
 
 def test_process_alone_grades_and_weights_compare_aspects() -> None:
@@ -201,9 +201,9 @@ def test_whitening_is_over_every_token_of_the_step() -> None:
     groups = [group(scored(right(1.0), length=1), scored(right(0.0), length=3)), group(scored(right(2.0), length=1))]
     graded = grade(groups, baseline="none", scale="whiten", eps=1e-4, mask_cut=False)
     std = 0.8**0.5 + 1e-4
-    found = [a.tolist() for g in graded for a in g.advantages]
-    for got, expected in zip(found, ([0.4], [-0.6] * 3, [1.4]), strict=True):
-        assert got == pytest.approx([e / std for e in expected], abs=1e-6)
+    results = [a.tolist() for g in graded for a in g.advantages]
+    for result, expected in zip(results, ([0.4], [-0.6] * 3, [1.4]), strict=True):
+        assert result == pytest.approx([e / std for e in expected], abs=1e-6)
 
 
 def test_whitening_leaves_out_what_is_not_graded_and_gives_equal_rewards_nothing() -> None:

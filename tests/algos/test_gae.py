@@ -19,14 +19,14 @@ NUMBERS = st.floats(-5, 5, allow_subnormal=False)
 
 def by_definition(rewards: Doubles, values: Doubles, after: float, gamma: float, lam: float) -> list[float]:
     """A_t = Σ_l (γλ)^l δ_{t+l}, each δ from its own two values."""
-    found = []
+    result = []
     for t in range(len(rewards)):
         total = 0.0
         for at in range(t, len(rewards)):
             following = values[at + 1] if at + 1 < len(rewards) else after
             total += (gamma * lam) ** (at - t) * (rewards[at] + gamma * following - values[at])
-        found.append(total)
-    return found
+        result.append(total)
+    return result
 
 
 @settings(max_examples=60, deadline=None)
@@ -38,8 +38,8 @@ def by_definition(rewards: Doubles, values: Doubles, after: float, gamma: float,
 )
 def test_gae_is_its_double_sum(steps: list[tuple[float, float]], after: float, gamma: float, lam: float) -> None:
     rewards, values = (np.array([pair[i] for pair in steps], dtype=np.float64) for i in (0, 1))
-    found = gae(rewards, values, after, gamma, lam)
-    assert found.tolist() == pytest.approx(by_definition(rewards, values, after, gamma, lam), abs=1e-9)
+    result = gae(rewards, values, after, gamma, lam)
+    assert result.tolist() == pytest.approx(by_definition(rewards, values, after, gamma, lam), abs=1e-9)
 
 
 def test_lambda_one_is_what_follows_and_lambda_zero_is_the_next_value() -> None:
@@ -52,8 +52,8 @@ def test_rewards_stand_at_the_policys_tokens() -> None:
     """Tokens 0 and 3 are an environment's: a step that ends there counts where the policy last wrote, or first writes."""
     mask = np.array([False, True, True, False, True])
     penalty = np.array([9.0, 0.5, 0.25, 9.0, 0.125], dtype=np.float32)
-    found = token_rewards(10.0, [(0, 1.0), (2, 2.0), (3, 4.0)], penalty, mask)
-    assert found.tolist() == [1 - 0.5, 2 + 4 - 0.25, 10 - 0.125]
+    result = token_rewards(10.0, [(0, 1.0), (2, 2.0), (3, 4.0)], penalty, mask)
+    assert result.tolist() == [1 - 0.5, 2 + 4 - 0.25, 10 - 0.125]
     assert token_rewards(1.0, [], None, np.zeros(2, bool)).tolist() == []
 
 

@@ -20,7 +20,7 @@ def test_each_estimator_by_hand() -> None:
 
 
 def test_all_agree_with_the_true_kl_on_average() -> None:
-    """Over the whole vocabulary, weighted by π: k1 and k3 give KL(π ‖ π_ref) exactly."""
+    """Over the complete vocabulary, weighted by π: k1 and k3 give KL(π ‖ π_ref) exactly."""
     p_V, q_V = double([0.5, 0.3, 0.2]), double([0.2, 0.5, 0.3])
     truth = 0.5 * math.log(2.5) + 0.3 * math.log(0.6) + 0.2 * math.log(2 / 3)
     assert (p_V * k1(p_V.log(), q_V.log())).sum().item() == pytest.approx(truth, abs=1e-12)

@@ -22,7 +22,7 @@ LENGTHS = st.lists(st.integers(1, 6), min_size=2, max_size=6)
 
 
 def step(lengths: Sequence[int], seed: int, dtype: torch.dtype = torch.float32) -> LossInputs:
-    """A whole step as one micro-batch: random log-probs, some tokens masked, rows with nothing left among them."""
+    """A complete step as one micro-batch: random log-probs, some tokens masked, some rows without any token left."""
     generator = torch.Generator().manual_seed(seed)
     noise = [torch.randn(sum(lengths), generator=generator, dtype=torch.float64).to(dtype) for _ in range(6)]
     logp_M = -noise[0].abs()
@@ -41,7 +41,7 @@ def step(lengths: Sequence[int], seed: int, dtype: torch.dtype = torch.float32) 
 
 
 def rows_of(inputs: LossInputs, rows: Sequence[int]) -> tuple[LossInputs, Tensor]:
-    """A micro-batch of these rows alone, in this order, and where its tokens stood."""
+    """A micro-batch of only these rows, in this order, and the indices of its tokens."""
     at_M = torch.cat([torch.nonzero(inputs.row_M == row).flatten() for row in rows])
     row_M = torch.cat([torch.full((int((inputs.row_M == row).sum()),), i) for i, row in enumerate(rows)])
     tokens = {name: getattr(inputs, name)[at_M] for name in PER_TOKEN}
@@ -62,10 +62,10 @@ def gradient(name: str, inputs: LossInputs) -> Tensor:
 def test_splitting_and_reordering(name: str, lengths: list[int], seed: int, data: st.DataObject) -> None:
     inputs = step(lengths, seed)
     order = data.draw(st.permutations(range(len(lengths))))
-    cut = data.draw(st.integers(1, len(lengths) - 1))
+    split = data.draw(st.integers(1, len(lengths) - 1))
     summed = torch.zeros(2, sum(lengths))
     total = 0.0
-    for rows in (order[:cut], order[cut:]):
+    for rows in (order[:split], order[split:]):
         part, at_M = rows_of(inputs, rows)
         summed[:, at_M] = gradient(name, part)
         total += OBJECTIVES[name].loss(part, SETTINGS).loss.item()
@@ -79,9 +79,9 @@ def test_splitting_and_reordering(name: str, lengths: list[int], seed: int, data
 def test_what_is_masked_is_never_read(name: str, lengths: list[int], seed: int, garbage: float) -> None:
     inputs = step(lengths, seed)
     dirty = {key: getattr(inputs, key).masked_fill(~inputs.mask_M, garbage) for key in PER_TOKEN if key != "mask_M"}
-    expected, found = gradient(name, inputs), gradient(name, replace(inputs, **dirty))
-    assert torch.equal(expected, found)
-    assert not found[:, ~inputs.mask_M].any()
+    expected, result = gradient(name, inputs), gradient(name, replace(inputs, **dirty))
+    assert torch.equal(expected, result)
+    assert not result[:, ~inputs.mask_M].any()
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)

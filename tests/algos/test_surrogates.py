@@ -15,7 +15,7 @@ ADVANTAGE_M = [2.0, 2.0, 2.0, -1.0, -1.0, -1.0]
 
 
 def at(surrogate: Surrogate) -> tuple[list[float], list[float], list[bool], list[bool]]:
-    """Value, slope in the ratio, and where each bound took hold."""
+    """Value, slope in the ratio, and the tokens clipped at each bound."""
     ratio_M = double(RATIO_M).requires_grad_()
     tokens = surrogate(ratio_M, double(ADVANTAGE_M), double([-3.0] * 6))
     (slope_M,) = torch.autograd.grad(tokens.value_M.sum() + 0 * ratio_M.sum(), ratio_M)

@@ -1,4 +1,4 @@
-"""Conjugate gradient against a dense solve, the longest step by hand, and a line search that keeps its bound."""
+"""Conjugate gradient against a dense solve, the largest step by hand, and a line search that keeps its bound."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tests.algos.builders import double
 @settings(max_examples=25, deadline=None)
 @given(size=st.integers(1, 12), seed=st.integers(0, 999))
 def test_conjugate_gradient_solves(size: int, seed: int) -> None:
-    dice = torch.Generator().manual_seed(seed)
-    root = torch.randn(size, size, generator=dice, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    root = torch.randn(size, size, generator=generator, dtype=torch.float64)
     matrix = root @ root.T + torch.eye(size, dtype=torch.float64)
-    b = torch.randn(size, generator=dice, dtype=torch.float64)
-    found = conjugate_gradient(lambda v: matrix @ v, b, 10 * size, tolerance=1e-24)
-    assert torch.allclose(found.x, torch.linalg.solve(matrix, b), atol=1e-8)
-    assert found.residual == pytest.approx(float((b - matrix @ found.x).norm() / b.norm()), abs=1e-8)
+    b = torch.randn(size, generator=generator, dtype=torch.float64)
+    solution = conjugate_gradient(lambda v: matrix @ v, b, 10 * size, tolerance=1e-24)
+    assert torch.allclose(solution.x, torch.linalg.solve(matrix, b), atol=1e-8)
+    assert solution.residual == pytest.approx(float((b - matrix @ solution.x).norm() / b.norm()), abs=1e-8)
 
 
 def test_it_ends_early_for_nothing_and_where_there_is_no_curvature() -> None:
@@ -30,7 +30,7 @@ def test_it_ends_early_for_nothing_and_where_there_is_no_curvature() -> None:
     assert (flat.x.tolist(), flat.iterations, flat.residual) == ([0.0, 0.0], 0, 1.0)
 
 
-def test_the_longest_step_by_hand() -> None:
+def test_the_max_step_size_by_hand() -> None:
     """x = (1, 2), F x = (2, 1): xᵀF x = 4, so δ = 0.02 allows √(0.04 / 4) = 0.1."""
     assert max_step_size(double([1.0, 2.0]), double([2.0, 1.0]), 0.02) == pytest.approx(0.1)
     assert max_step_size(double([0.0]), double([0.0]), 0.02) == 0.0

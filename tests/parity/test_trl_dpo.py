@@ -1,4 +1,4 @@
-"""DPO and IPO against TRL's own loss: values, and the gradient through a whole model. SimPO against TRL's CPO trainer."""
+"""DPO and IPO against TRL's own loss: values, and the gradient through a complete model. SimPO against TRL's CPO trainer."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def trl_loss(model: Any, inputs: dict[str, Tensor], loss: str, beta: float) -> T
     """TRL's _compute_loss; ``model`` gives the log-probs of the labels, as its fused LM head would."""
     trainer = _bare(DPOTrainer, {}, {**FIELDS, "loss_types": [TRL_NAMES[loss]], "beta": beta})
     trainer.accelerator.gather_for_metrics = _alone
-    found: Tensor = trainer._compute_loss(model, inputs, False)
-    return found
+    value: Tensor = trainer._compute_loss(model, inputs, False)
+    return value
 
 
 def outputs(log_probs: Tensor) -> SimpleNamespace:
@@ -62,8 +62,8 @@ def test_loss_and_slope_of_random_pairs(loss: Any, seed: int) -> None:
     sums, lengths = (logps * mask[:, 1:]).sum(1), mask.sum(1).double()
     ours = PREFERENCE_LOSSES[loss](Pairs(sums[:4], sums[4:], lengths[:4], lengths[4:], reference[:4], reference[4:]), beta, 0.0)
     assert float(ours.detach().mean()) == pytest.approx(float(theirs.detach()), rel=1e-10)
-    (expected,), (found,) = (torch.autograd.grad(x, logps) for x in (theirs, ours.mean()))
-    assert torch.allclose(found, expected, atol=1e-12)
+    (expected,), (gradient,) = (torch.autograd.grad(x, logps) for x in (theirs, ours.mean()))
+    assert torch.allclose(gradient, expected, atol=1e-12)
 
 
 @pytest.mark.parametrize("loss", TRL_NAMES)
@@ -71,9 +71,9 @@ def test_the_gradient_of_a_whole_step_is_trls(loss: Any) -> None:
     """Our packs in float32 against TRL's padded batch in float64, with a reference that is not the policy."""
     loop = DpoLoop(Dpo(pairs="-", loss=loss, batch_size=6, optimiser=STILL), 0, policy(), PAIRS)  # type: ignore[arg-type]
     loop.reference = -5 - torch.arange(12, dtype=torch.float64).view(6, 2)
-    told = loop.step(1).metrics
+    metrics = loop.step(1).metrics
     model = doubled(loop.policy.model)
-    rows = [(b.prompt_ids, b.completion_ids[side]) for side in (0, 1) for b in loop.bundles]
+    rows = [(b.prompt_ids, b.completion_ids[side]) for side in (0, 1) for b in loop.rows]
     width = max(len(p) + len(c) for p, c in rows)
     ids = torch.tensor([[*p, *c, *[0] * (width - len(p) - len(c))] for p, c in rows])
     mask = torch.tensor([[0] * len(p) + [1] * len(c) + [0] * (width - len(p) - len(c)) for p, c in rows])
@@ -86,7 +86,7 @@ def test_the_gradient_of_a_whole_step_is_trls(loss: Any) -> None:
     inputs |= {"ref_chosen_logps": loop.reference[:, 0], "ref_rejected_logps": loop.reference[:, 1]}
     theirs = trl_loss(forward, inputs, loss, loop.stage.beta)
     theirs.backward()  # type: ignore[no-untyped-call]
-    assert told["loss"] == pytest.approx(float(theirs.detach()), rel=1e-5)
+    assert metrics["loss"] == pytest.approx(float(theirs.detach()), rel=1e-5)
     assert apart(gradient(loop.policy.model).double(), gradient(model)) < 1e-5
 
 

@@ -21,7 +21,7 @@ LOW, HIGH = 0.1, 0.25
 MASK_BT = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 0, 0, 0, 0], [0, 0, 0, 0, 0], [1, 1, 0, 1, 0], [1, 1, 0, 0, 0]])
 PLAIN = LossSettings(beta=0.0, kl_estimator="k3", ratio_weighted_kl=False, entropy_bonus=0.0)
 
-# TRL's loss types on the left; our reductions, ratios and clip ranges are theirs, whatever an objective's own range is.
+# TRL's loss types on the left. Ours have the same reduction and ratio, with the clip range of the test.
 SHARED = {
     "grpo": with_clip(OBJECTIVES["grpo"], LOW, HIGH),
     "bnpo": with_clip(OBJECTIVES["bnpo"], LOW, HIGH),
@@ -46,7 +46,7 @@ class Case:
     weight_BT: Tensor
 
     @classmethod
-    def drawn(cls, seed: int, *, perturbed: bool) -> Case:
+    def random(cls, seed: int, *, perturbed: bool) -> Case:
         generator = torch.Generator().manual_seed(seed)
         shape = MASK_BT.shape
 
@@ -107,7 +107,7 @@ def test_loss_and_gradient(kind: str, level: str, perturbed: bool, beta: float) 
     if kind == "cispo":
         ours, trl["epsilon_high"] = replace(ours, surrogate=Cispo(1.0, 0.2)), 1.2
     for seed in range(3):
-        compare(Case.drawn(seed, perturbed=perturbed), ours, replace(PLAIN, beta=beta), **trl)
+        compare(Case.random(seed, perturbed=perturbed), ours, replace(PLAIN, beta=beta), **trl)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -115,7 +115,7 @@ def test_two_sided_clip(level: str) -> None:
     ours = replace(with_clip(OBJECTIVES["grpo"], LOW, HIGH, 1.3), ratio=LEVELS[level])
     for seed in range(5):
         trl: dict[str, Any] = {"loss_type": "grpo", "importance_sampling_level": level, "args": {"delta": 1.3}}
-        compare(Case.drawn(seed, perturbed=True), ours, PLAIN, **trl)
+        compare(Case.random(seed, perturbed=True), ours, PLAIN, **trl)
 
 
 @pytest.mark.parametrize(("kind", "level"), list(product(("grpo", "dapo", "cispo"), LEVELS)))
@@ -123,17 +123,17 @@ def test_kl_weighted_by_the_ratio(kind: str, level: str) -> None:
     ours = replace(SHARED[kind], ratio=LEVELS[level])
     trl: dict[str, Any] = {"loss_type": kind, "importance_sampling_level": level, "args": {"use_bias_correction_kl": True}}
     trl |= {"epsilon_high": 5.0} if kind == "cispo" else {}
-    compare(Case.drawn(0, perturbed=True), ours, replace(PLAIN, beta=0.04, ratio_weighted_kl=True), **trl)
+    compare(Case.random(0, perturbed=True), ours, replace(PLAIN, beta=0.04, ratio_weighted_kl=True), **trl)
 
 
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "dapo"])
 def test_entropy_bonus(kind: str) -> None:
-    compare(Case.drawn(0, perturbed=True), SHARED[kind], replace(PLAIN, beta=0.04, entropy_bonus=0.02), loss_type=kind)
+    compare(Case.random(0, perturbed=True), SHARED[kind], replace(PLAIN, beta=0.04, entropy_bonus=0.02), loss_type=kind)
 
 
 @pytest.mark.parametrize("kind", ["grpo", "dapo"])
 def test_importance_weights(kind: str) -> None:
-    compare(Case.drawn(0, perturbed=True), SHARED[kind], replace(PLAIN, beta=0.04), weighted=True, loss_type=kind)
+    compare(Case.random(0, perturbed=True), SHARED[kind], replace(PLAIN, beta=0.04), weighted=True, loss_type=kind)
 
 
 @pytest.mark.parametrize("name", ["gspo", "gspo_token"])
@@ -146,13 +146,13 @@ def test_gspo_with_its_own_range(name: str) -> None:
         "epsilon_high": 4e-4,
     }
     for seed, perturbed in product(range(3), (False, True)):
-        compare(Case.drawn(seed, perturbed=perturbed), OBJECTIVES[name], replace(PLAIN, beta=0.04), **trl)
+        compare(Case.random(seed, perturbed=perturbed), OBJECTIVES[name], replace(PLAIN, beta=0.04), **trl)
 
 
 def test_per_token_advantages() -> None:
     generator = torch.Generator().manual_seed(1)
     advantage_BT = torch.randn(MASK_BT.shape, generator=generator)
-    case = Case.drawn(1, perturbed=True)
+    case = Case.random(1, perturbed=True)
     for kind, level in product(("grpo", "dapo", "sapo"), LEVELS):
         leaf_BT = case.logp_BT.clone().requires_grad_()
         options: dict[str, Any] = {
@@ -175,7 +175,7 @@ def test_rloo(name: str, perturbed: bool) -> None:
     objective = OBJECTIVES[name]
     assert objective == Objective(sequence_product_ratio, Clipped(0.2, 0.2), mean_of_completion_means)
     for seed in range(5):
-        case = Case.drawn(seed, perturbed=perturbed)
+        case = Case.random(seed, perturbed=perturbed)
         leaf_BT = case.logp_BT.clone().requires_grad_()
         old_BT = case.logp_BT if case.old_BT is None else case.old_BT
         theirs = rloo_loss(leaf_BT, old_BT, case.advantage_B, MASK_BT, low=0.2, high=0.2)

@@ -1,4 +1,4 @@
-"""TRL's own rewards as oracle: the same inputs, the same numbers, where both mean the same; and where they do not, how."""
+"""TRL's own rewards as oracles: the same scores for the same inputs, and the cases in which both differ on purpose."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BOXED = MathReward("math", 1.0, MathOptions(take="boxed", column="solution", sec
 THINK = FormatReward("format", 1.0, FormatOptions(pattern=r"<think>(?!.*<think>).*?</think>.*"))
 
 
-def asked(texts: list[str], ids: list[list[int]] | None = None, **columns: object) -> Group:
+def build_group(texts: list[str], ids: list[list[int]] | None = None, **columns: object) -> Group:
     rows = []
     for text, tokens in zip(texts, ids or [[0]] * len(texts), strict=True):
         zeros = np.zeros(len(tokens), np.float32)
@@ -48,11 +48,11 @@ def ours(reward: Reward, group: Group) -> list[float | None]:
     return [aspect.value for aspect in aspects_of(reward, group)]
 
 
-def said(*texts: str) -> list[list[dict[str, str]]]:
+def messages(*texts: str) -> list[list[dict[str, str]]]:
     return [[{"role": "assistant", "content": text}] for text in texts]
 
 
-def untimed(reward: Callable[..., list[float | None]], *arguments: object) -> list[float | None]:
+def without_timeout(reward: Callable[..., list[float | None]], *arguments: object) -> list[float | None]:
     """TRL's rewards count an answer that takes more than 5 s as wrong, but off the main thread they have no clock."""
     with ThreadPoolExecutor(1) as other:
         return other.submit(reward, *arguments).result()
@@ -65,39 +65,42 @@ TOKENS = st.lists(st.lists(st.integers(0, 3), max_size=30), min_size=1, max_size
 @given(ids=TOKENS, limit=st.integers(1, 40), data=st.data())
 def test_soft_overlong_punishment(ids: list[list[int]], limit: int, data: st.DataObject) -> None:
     buffer = data.draw(st.integers(1, limit))
-    wanted = get_soft_overlong_punishment(limit, buffer)(ids)
-    assert ours(OverlongReward("o", 1.0, OverlongOptions(limit=limit, buffer=buffer)), asked([""] * len(ids), ids)) == wanted
+    expected = get_soft_overlong_punishment(limit, buffer)(ids)
+    assert (
+        ours(OverlongReward("o", 1.0, OverlongOptions(limit=limit, buffer=buffer)), build_group([""] * len(ids), ids))
+        == expected
+    )
 
 
 @settings(deadline=None)
 @given(ids=TOKENS, size=st.integers(1, 5), penalty=st.floats(-3, 0, allow_nan=False))
 def test_repetition_penalty(ids: list[list[int]], size: int, penalty: float) -> None:
-    wanted = get_repetition_penalty_reward(size, penalty)(ids)
-    found = ours(RepetitionReward("r", 1.0, RepetitionOptions(size=size, penalty=penalty)), asked([""] * len(ids), ids))
-    assert found == pytest.approx(wanted, abs=1e-12)
+    expected = get_repetition_penalty_reward(size, penalty)(ids)
+    scores = ours(RepetitionReward("r", 1.0, RepetitionOptions(size=size, penalty=penalty)), build_group([""] * len(ids), ids))
+    assert scores == pytest.approx(expected, abs=1e-12)
 
 
 @settings(deadline=None)
 @given(text=st.lists(st.sampled_from(["<think>", "</think>", "\n", "a", " "]), max_size=8).map("".join))
 def test_think_format(text: str) -> None:
-    assert ours(THINK, asked([text])) == think_format_reward(said(text))
+    assert ours(THINK, build_group([text])) == think_format_reward(messages(text))
 
 
 @pytest.mark.parametrize("length", [1, 25, 50, 99])
 def test_cosine_length(length: int) -> None:
     texts = [r"so \boxed{\frac{1}{3}}", r"so \boxed{\frac{1}{2}}"]
     ids = [[1] * length] * 2
-    wanted = get_cosine_scaled_reward(100)(said(*texts), [r"$\frac{1}{3}$"] * 2, ids)
+    expected = get_cosine_scaled_reward(100)(messages(*texts), [r"$\frac{1}{3}$"] * 2, ids)
     options = CosineOptions(limit=100, right=(1.0, 0.5), wrong=(-1.0, -0.5), take="boxed")
-    assert ours(CosineReward("c", 1.0, options), asked(texts, ids, answer=r"\frac{1}{3}")) == pytest.approx(wanted)
+    assert ours(CosineReward("c", 1.0, options), build_group(texts, ids, answer=r"\frac{1}{3}")) == pytest.approx(expected)
 
 
 def test_cosine_length_at_the_limit_differs() -> None:
     """The paper's reward of a completion that exceeds the limit is one number, right or wrong; TRL has none."""
     ids = [[1] * 100]
-    assert get_cosine_scaled_reward(100)(said(r"\boxed{1}"), ["$1$"], ids) == [0.5]
+    assert get_cosine_scaled_reward(100)(messages(r"\boxed{1}"), ["$1$"], ids) == [0.5]
     options = CosineOptions(limit=100, right=(1.0, 0.5), wrong=(-1.0, -0.5), take="boxed")
-    assert ours(CosineReward("c", 1.0, options), asked([r"\boxed{1}"], ids, answer="1")) == [-10.0]
+    assert ours(CosineReward("c", 1.0, options), build_group([r"\boxed{1}"], ids, answer="1")) == [-10.0]
 
 
 AGREED = [
@@ -120,9 +123,9 @@ AGREED = [
 
 def test_accuracy() -> None:
     texts, golds = zip(*AGREED, strict=True)
-    wanted = untimed(accuracy_reward, said(*texts), list(golds))
-    assert [ours(BOXED, asked([text], solution=gold))[0] for text, gold in AGREED] == wanted
-    assert set(wanted) == {0.0, 1.0}
+    expected = without_timeout(accuracy_reward, messages(*texts), list(golds))
+    assert [ours(BOXED, build_group([text], solution=gold))[0] for text, gold in AGREED] == expected
+    assert set(expected) == {0.0, 1.0}
 
 
 def test_reasoning_accuracy() -> None:
@@ -134,8 +137,8 @@ def test_reasoning_accuracy() -> None:
         r"<think> \boxed{\frac{1}{3}} </think> I don't know",
         r"so </think> \boxed{\frac{1}{3}}",
     ]
-    wanted = untimed(reasoning_accuracy_reward, said(*texts), [r"$\frac{1}{3}$"] * len(texts))
-    assert ours(BOXED, asked(texts, solution=r"\frac{1}{3}")) == wanted == [1.0, 0.0, 0.0, 0.0, 1.0]
+    expected = without_timeout(reasoning_accuracy_reward, messages(*texts), [r"$\frac{1}{3}$"] * len(texts))
+    assert ours(BOXED, build_group(texts, solution=r"\frac{1}{3}")) == expected == [1.0, 0.0, 0.0, 0.0, 1.0]
 
 
 DIFFER = [
@@ -149,11 +152,11 @@ DIFFER = [
 
 @pytest.mark.parametrize(("text", "gold", "theirs", "here"), DIFFER)
 def test_where_accuracy_differs(text: str, gold: str, theirs: float | None, here: float) -> None:
-    assert untimed(accuracy_reward, said(text), [gold]) == [theirs]
-    assert ours(BOXED, asked([text], solution=gold)) == [here]
+    assert without_timeout(accuracy_reward, messages(text), [gold]) == [theirs]
+    assert ours(BOXED, build_group([text], solution=gold)) == [here]
 
 
 def test_where_reasoning_differs() -> None:
     """TRL gives 0 to an answer without any thinking; here that is the business of the reward `format`."""
-    assert reasoning_accuracy_reward(said(r"\boxed{3}"), ["$3$"]) == [0.0]
-    assert ours(BOXED, asked([r"\boxed{3}"], solution="3")) == [1.0]
+    assert reasoning_accuracy_reward(messages(r"\boxed{3}"), ["$3$"]) == [0.0]
+    assert ours(BOXED, build_group([r"\boxed{3}"], solution="3")) == [1.0]

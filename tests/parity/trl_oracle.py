@@ -60,7 +60,7 @@ def _bare(kind: type, args: dict[str, Any], fields: dict[str, Any]) -> Any:
 
 
 def _batch(mask_BT: Tensor, **tensors: Tensor | None) -> dict[str, Tensor]:
-    """What a trainer's loss is given: ids are never looked at, as the forward is replaced."""
+    """The inputs of a trainer's loss. The ids are never read, because the forward pass is replaced."""
     ids_BT = torch.zeros_like(mask_BT)
     known = {"prompt_ids": ids_BT[:, :1], "prompt_mask": torch.ones_like(ids_BT[:, :1]), "completion_ids": ids_BT}
     return known | {"completion_mask": mask_BT} | {name: t for name, t in tensors.items() if t is not None}
@@ -78,7 +78,7 @@ def grpo_loss(
     args: dict[str, Any] | None = None,
     **fields: Any,
 ) -> Tensor:
-    """GRPOTrainer's loss of one batch that is the whole step. ``weight_BT`` stands for its vLLM importance weights."""
+    """GRPOTrainer's loss of one batch that is the complete step. ``weight_BT`` stands for its vLLM importance weights."""
     trainer = _bare(GRPOTrainer, GRPO_ARGS | (args or {}), GRPO_FIELDS | fields)
     trainer._entropy_bonus_enabled = trainer.entropy_coef != 0
     trainer.use_vllm = trainer.vllm_importance_sampling_correction = weight_BT is not None
@@ -104,7 +104,7 @@ def rloo_loss(logp_BT: Tensor, old_BT: Tensor, advantage_B: Tensor, mask_BT: Ten
 
 
 def _score(kind: type, rewards_PG: Tensor, generated: tuple[Any, ...], args: dict[str, Any], **fields: Any) -> Tensor:
-    """The advantages that the trainer's own generate-and-score hands to its loss, generation and rewards being given."""
+    """The advantages that the trainer's own generate-and-score computes for its loss, with fixed completions and rewards."""
     prompts = rewards_PG.numel()
     lists: dict[str, Any] = {name: [] for name in ("prompt", "completion", "advantages")}
     logs = lists | {"rewards": defaultdict(list), "extra": defaultdict(list)}

@@ -40,6 +40,6 @@ def test_a_stages_own_task_and_rewards_come_first() -> None:
     assert isinstance(stage, Grpo)
     assert task_for_stage(plain, stage) is plain.task
     assert rewards_for_stage(plain, stage) is plain.rewards
-    own = stage.model_copy(update={"task": Task(type="countdown"), "rewards": ()})
-    assert task_for_stage(plain, own).type == "countdown"
-    assert rewards_for_stage(plain, own) == ()
+    changed = stage.model_copy(update={"task": Task(type="countdown"), "rewards": ()})
+    assert task_for_stage(plain, changed).type == "countdown"
+    assert rewards_for_stage(plain, changed) == ()

@@ -1,4 +1,4 @@
-"""Every way to write a wrong recipe gives one error: the key, what was found, why, and what to write instead."""
+"""Every mistake in a recipe gives one error: the key, its value, the reason, and what to write instead."""
 
 from __future__ import annotations
 

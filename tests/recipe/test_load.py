@@ -79,14 +79,14 @@ def test_the_dump_says_every_default_and_leaves_unset_keys_out() -> None:
 
 
 def test_recipes_made_in_python_take_lists_and_are_frozen() -> None:
-    made = Recipe.model_validate({"task": {"type": "a"}, "rewards": [{"type": "answer"}], "stages": [Sft(), Grpo()]})
-    assert isinstance(made.stages, tuple)
+    recipe_object = Recipe.model_validate({"task": {"type": "a"}, "rewards": [{"type": "answer"}], "stages": [Sft(), Grpo()]})
+    assert isinstance(recipe_object.stages, tuple)
     with pytest.raises(Exception, match="frozen"):
-        made.seed = 3
+        recipe_object.seed = 3
 
 
 @pytest.mark.parametrize(
-    ("text", "place", "words"),
+    ("text", "where", "words"),
     [
         ("seed 3", "r.toml:1:6", "write key = value"),
         ("a = 1\nname = abc", "r.toml:2:8", 'put text in quotes: name = "abc"'),
@@ -99,10 +99,10 @@ def test_recipes_made_in_python_take_lists_and_are_frozen() -> None:
         ("a = 1\nx = [1,", "r.toml:2:8", "[[list]]"),
     ],
 )
-def test_bad_toml_is_told_with_line_and_column(text: str, place: str, words: str) -> None:
+def test_bad_toml_is_reported_with_line_and_column(text: str, where: str, words: str) -> None:
     with pytest.raises(RecipeError) as caught:
         parse_toml(text, "r.toml")
-    assert caught.value.where == place
+    assert caught.value.where == where
     assert words in caught.value.fix
 
 
@@ -117,7 +117,7 @@ def test_files_that_are_no_recipe(tmp_path: Path) -> None:
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkout with one built-in recipe beside the package."""
+    """A checkout with one built-in recipe next to the package."""
     (tmp_path / "recipes").mkdir()
     (tmp_path / "pyproject.toml").touch()
     (tmp_path / "recipes" / "arithmetic.toml").write_text(BASE)

@@ -23,7 +23,7 @@ def translate(tmp_path: Path, yaml: str, processes: int = 1) -> tuple[Recipe, Gr
     path = tmp_path / "config.yaml"
     path.write_text(yaml)
     text, notes = from_trl(path, processes)
-    recipe = parse_recipe(parse_toml(text, "made.toml"))
+    recipe = parse_recipe(parse_toml(text, "converted.toml"))
     stage = recipe.stages[0]
     assert isinstance(stage, Grpo)
     return recipe, stage, notes
@@ -84,8 +84,7 @@ def test_what_the_file_leaves_unsaid_is_trls_default(tmp_path: Path) -> None:
     assert (stage.clip.low, stage.clip.high) == (0.2, 0.2)
     assert (recipe.seed, recipe.model.dtype, stage.sampling.max_new_tokens) == (42, "bfloat16", 512)
     assert (stage.optimiser.schedule, stage.optimiser.learning_rate, stage.save_every) == ("linear", 1e-6, 500)
-    told = {note.option for note in notes}
-    assert told == {"max_steps", "reward_funcs", "dataset_name", "model_name_or_path", "output_dir"}
+    assert {note.option for note in notes} == {"max_steps", "reward_funcs", "dataset_name", "model_name_or_path", "output_dir"}
 
 
 def test_batch_sizes_are_per_device(tmp_path: Path) -> None:
@@ -112,8 +111,8 @@ def test_batch_sizes_are_per_device(tmp_path: Path) -> None:
 def test_loss_types(tmp_path: Path, yaml: str, objective: str, note: str | None) -> None:
     _, stage, notes = translate(tmp_path, yaml)
     assert stage.objective == objective
-    told = [n.text for n in notes if n.option == "loss_type"]
-    assert (note is None and not told) or (note is not None and note in told[0])
+    texts = [n.text for n in notes if n.option == "loss_type"]
+    assert (note is None and not texts) or (note is not None and note in texts[0])
 
 
 def test_the_clip_of_cispo_and_sapo(tmp_path: Path) -> None:
@@ -194,13 +193,13 @@ def test_an_adapter(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("yaml", "moments", "told"),
+    ("yaml", "moments", "has_note"),
     [("adamw_torch_fused", "float32", False), ("paged_adamw_8bit", "int8", False), ("adafactor", "float32", True)],
 )
-def test_optimisers(tmp_path: Path, yaml: str, moments: str, told: bool) -> None:
+def test_optimisers(tmp_path: Path, yaml: str, moments: str, has_note: bool) -> None:
     _, stage, notes = translate(tmp_path, f"optim: {yaml}")
     assert stage.optimiser.moments == moments
-    assert ("optim" in {note.option for note in notes}) is told
+    assert ("optim" in {note.option for note in notes}) is has_note
 
 
 def test_checkpointing_determinism_and_places_for_curves(tmp_path: Path) -> None:
@@ -214,19 +213,19 @@ def test_checkpointing_determinism_and_places_for_curves(tmp_path: Path) -> None
 
 def test_vllm_is_left_to_its_user(tmp_path: Path) -> None:
     recipe, _, notes = translate(tmp_path, "use_vllm: true\nvllm_tensor_parallel_size: 4")
-    told = {note.option: note.text for note in notes}
+    notes_by_option = {note.option: note.text for note in notes}
     assert recipe.scale.engine == "native"
-    assert 'scale.engine = "vllm"' in told["use_vllm"]
-    assert "scale.vllm_tensor" in told["vllm_tensor_parallel_size"]
+    assert 'scale.engine = "vllm"' in notes_by_option["use_vllm"]
+    assert "scale.vllm_tensor" in notes_by_option["vllm_tensor_parallel_size"]
 
 
 def test_nothing_is_dropped_in_silence(tmp_path: Path) -> None:
     _, _, notes = translate(tmp_path, "lora_dropout: 0.1\nlog_level: info\nbogus: 1\nnum_genrations: 4")
-    told = {note.option: note.text for note in notes}
-    assert "always off" in told["lora_dropout"]
-    assert "database" in told["log_level"]
-    assert "no such option" in told["bogus"]
-    assert "did you mean 'num_generations'" in told["num_genrations"]
+    notes_by_option = {note.option: note.text for note in notes}
+    assert "always off" in notes_by_option["lora_dropout"]
+    assert "database" in notes_by_option["log_level"]
+    assert "no such option" in notes_by_option["bogus"]
+    assert "did you mean 'num_generations'" in notes_by_option["num_genrations"]
 
 
 @pytest.mark.parametrize(
