@@ -63,8 +63,8 @@ def recipes_page() -> str:
         links = ", ".join(f"[{title}](#{title.lower().replace(' ', '-')})" for title in bases)
         table = keys_table(own_keys(stage, f"{name}."))
         parts += [f"## Stages of type `{name}`", doc_of(stage), f"These keys, and those of: {links}.", table]
-    options = [("Task", name, kind.options) for name, kind in TASKS.items()]
-    options += [("Reward", name, kind.options) for name, kind in REWARDS.items()]
+    options = [("Task", name, kind.options) for name, kind in TASKS.built_in.items()]
+    options += [("Reward", name, kind.options) for name, kind in REWARDS.built_in.items()]
     for kind, name, section in options:
         keys = list(section_keys(section, ""))
         parts += [f"## {kind} `{name}`", doc_of(section), keys_table(keys) if keys else "No options."]

@@ -64,7 +64,7 @@ class Registry(Mapping[str, T], Generic[T]):
         if name in self.built_in:
             raise self._error(declared[0], f"the {self.noun} '{name}' is built in", "rename the entry point, or uninstall {it}")
         if len(declared) > 1:
-            other = _package(declared[1])
+            other = package_name(declared[1])
             raise self._error(declared[0], f"{other} declares the same {self.noun} '{name}'", f"uninstall {{it}} or {other}")
         return self._load(declared[0])
 
@@ -87,7 +87,7 @@ class Registry(Mapping[str, T], Generic[T]):
         return plugin
 
     def _error(self, declared: EntryPoint, because: str, fix: str) -> PluginError:
-        package = _package(declared)
+        package = package_name(declared)
         what = f"the {self.noun} '{declared.name}' of the package {package} can't be used"
         return PluginError(f'entry point "{self.group}"', what, because=because, fix=fix.format(it=package))
 
@@ -123,7 +123,8 @@ def _declared(group: str, path: tuple[str, ...]) -> Mapping[str, tuple[EntryPoin
     return declared
 
 
-def _package(declared: EntryPoint) -> str:
+def package_name(declared: EntryPoint) -> str:
+    """The name and version of the package that declares an entry point."""
     distribution = declared.dist
     return "unknown" if distribution is None else f"{distribution.name} {distribution.version}"
 

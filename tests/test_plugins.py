@@ -5,17 +5,22 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from oncurve.cli.app import main
 from oncurve.errors import PluginError, RecipeError
 from oncurve.plugins import Registry, check_instance
+from oncurve.recipe.load import parse_recipe
 from oncurve.recipe.schema.sections import Reward, Task
-from oncurve.records import Prompt
+from oncurve.records import Prompt, StepReport
 from oncurve.rewards.registry import REWARDS, build_reward, can_define_accuracy
 from oncurve.rng import philox_generator
 from oncurve.tasks.environments import ENVIRONMENTS, load_environment
 from oncurve.tasks.registry import TASKS, build_task
+from oncurve.training.sinks import build_sinks
+from oncurve.trust import capabilities_of
 from tests.rewards.builders import group
 
 Install = Callable[..., None]
@@ -44,7 +49,7 @@ THANKS = RewardType(ThanksOptions, ThanksReward, is_verifiable=True)
 
 TASK = '''
 from oncurve.recipe.schema.sections import Reward, Section
-from oncurve.records import Prompt
+from oncurve.records import Prompt, StepReport
 from oncurve.tasks.base import TaskType
 
 class EchoOptions(Section):
@@ -72,6 +77,20 @@ class Shop:
 
     def reply(self, prompt, turns, dice):
         return "3 coins"
+"""
+
+SINK = """
+from oncurve.training.sinks import SinkListener
+
+class MemorySink(SinkListener):
+    def open(self, recipe, folder, resumed_at):
+        self.values = {}
+
+    def write(self, values, step):
+        self.values[step + self.sink.options["start"]] = dict(values)
+
+    def close(self, status):
+        pass
 """
 
 
@@ -135,6 +154,63 @@ def test_an_environment_of_an_installed_package(install: Install) -> None:
     with pytest.raises(RecipeError, match="did you mean 'shop'") as caught:
         load_environment("shopp", "task.environment")
     assert caught.value.where == "task.environment"
+
+
+def test_a_sink_of_an_installed_package(install: Install) -> None:
+    install("loggers", SINK, sinks="memory = loggers:MemorySink")
+    stages = [{"type": "sft", "steps": 2}]
+    sink = {"type": "memory", "options": {"start": 10}}
+    (listener,) = build_sinks(parse_recipe({"name": "s", "task": {"type": "arithmetic"}, "stages": stages, "sinks": [sink]}))
+    recipe = parse_recipe({"name": "s", "task": {"type": "arithmetic"}, "stages": stages})
+    listener.on_run_start(recipe, Path("runs/s"), 1000, None)
+    listener.on_step(StepReport("sft", 2, {"loss": 0.5}, {}))
+    assert listener.values == {12: {"sft/loss": 0.5}}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("sink", "where", "because", "fix"),
+    [
+        ({"type": "memoryy"}, "sinks.memoryy.type", "tensorboard, wandb, trackio, memory", "did you mean 'memory'"),
+        ({"type": "wandb", "options": {"a": 1}}, "sinks.wandb.options", "wandb is built in and has no options", "remove it"),
+    ],
+)
+def test_a_sink_that_can_t_be_used(sink: dict[str, Any], where: str, because: str, fix: str, install: Install) -> None:
+    install("loggers", SINK, sinks="memory = loggers:MemorySink")
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe({"name": "s", "task": {"type": "arithmetic"}, "stages": [{"type": "sft"}], "sinks": [sink]})
+    assert caught.value.where == where
+    assert because in caught.value.because
+    assert fix in caught.value.fix
+
+
+def test_explain_lists_plugins_with_what_they_do(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
+    install("polite", REWARD, rewards="gratitude = polite:THANKS")
+    assert main(["recipe", "explain", "rewards.type"]) == 0
+    assert "rewards.gratitude\n    1 if the completion holds a word of thanks." in capsys.readouterr().out
+    assert main(["recipe", "explain", "rewards.gratitude.word"]) == 0
+    assert 'default  "thanks"' in capsys.readouterr().out
+
+
+def test_a_broken_plugin_does_not_hide_the_others_from_explain(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
+    install("broken", "1 / 0", rewards="gratitude = broken:THANKS")
+    assert main(["recipe", "explain", "rewards.type"]) == 0
+    shown = capsys.readouterr()
+    assert "rewards.answer" in shown.out
+    assert "rewards.gratitude is not listed" in shown.err
+    assert main(["recipe", "explain", "rewards.gratitude"]) == 2
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_a_run_from_elsewhere_must_be_trusted_to_use_a_plugin(install: Install) -> None:
+    """Whoever wrote the recipe picks the options that the package's code gets."""
+    install("polite", REWARD, rewards="gratitude = polite:THANKS")
+    install("echoes", TASK, tasks="echo = echoes:ECHO")
+    recipe = {"name": "s", "task": {"type": "echo"}, "rewards": [{"type": "gratitude"}], "stages": [{"type": "grpo"}]}
+    assert {str(capability) for capability in capabilities_of(parse_recipe(recipe))} == {
+        "task.type runs Python of the installed package echoes 1.0: echoes:ECHO",
+        "rewards.gratitude.type runs Python of the installed package polite 1.0: polite:THANKS",
+    }
+    assert "echoes" not in sys.modules
 
 
 def test_nothing_is_imported_before_its_name_is_looked_up(install: Install) -> None:

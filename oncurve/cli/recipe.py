@@ -9,8 +9,9 @@ import typer
 from rich.text import Text
 
 from oncurve.cli.options import RecipeName, Sets, output
-from oncurve.errors import RecipeError
+from oncurve.errors import PluginError, RecipeError
 from oncurve.recipe.load import dump_recipe, load_recipe
+from oncurve.recipe.schema.base import Section
 from oncurve.terminal.errors import print_advice
 
 recipes = typer.Typer(help="Explain, show and convert recipes.", no_args_is_help=True)
@@ -25,8 +26,15 @@ def explain_key(
     from oncurve.rewards.registry import REWARDS
     from oncurve.tasks.registry import TASKS
 
-    options = {f"task.{name}": kind.options for name, kind in TASKS.items()}
-    options |= {f"rewards.{name}": kind.options for name, kind in REWARDS.items()}
+    options: dict[str, type[Section]] = {}
+    for section, registry in (("task", TASKS), ("rewards", REWARDS)):
+        for name in registry:
+            try:
+                options[f"{section}.{name}"] = registry[name].options
+            except PluginError as error:  # one broken package must not hide the rest
+                if key is not None and f"{key}.".startswith(f"{section}.{name}."):
+                    raise
+                print_advice(f"{section}.{name} is not listed: {error.what}, because {error.because}; fix: {error.fix}")
     output(explain(key, options))
 
 

@@ -89,7 +89,8 @@ def _key(key: RecipeKey, extensions: Extensions) -> Group:
         parts += [Text(), _key_list(list(section_keys(section, f"{key.key}.")))]
     types = [name for name in extensions if name.startswith(f"{key.key.partition('.')[0]}.")]
     if types and key.name in ("task", "rewards", "type"):
-        parts += [Text(), Text(f"Types, each with its own options: {', '.join(types)}")]
+        parts += [Text(), Text(f"Types; `oncurve recipe explain {types[0]}` lists the options of one:")]
+        parts += [part for name in types for part in (Text(name, "bold"), _indented(_paragraphs(extensions[name])[0]))]
     return Group(*parts)
 
 

@@ -169,7 +169,7 @@ def run_rewards(request: Request, name: str) -> dict[str, Any]:
             statistics.append({**{key: row[key] for key in keys}, "reasons": _reasons(store, since, row["name"])})
     limit = recipe.stage_to_grade().max_new_tokens
     configs = rewards.rewards_of(recipe)
-    asks = [str(power) for power in trust.powers_of_rewards(configs)]
+    asks = [str(capability) for capability in trust.capabilities_of_rewards(configs)]
     return {"rewards": configs, "asks": asks, "said": statistics, "of": last - since + 1, "max_new_tokens": limit}
 
 
@@ -199,7 +199,7 @@ def reward_types() -> dict[str, Any]:
                 for key, field in kind.options.model_fields.items()
             ],
         }
-        for name, kind in REWARDS.items()
+        for name, kind in REWARDS.built_in.items()
         if name not in ("python", "judge")
     }
 
@@ -211,13 +211,13 @@ def try_rewards(request: Request, trial: rewards.Trial, run: str | None = None, 
         recipe = recipe_of(_run(request, run))
         limit = trial.max_new_tokens or recipe.stage_to_grade().max_new_tokens
         trial = trial.model_copy(update={"rewards": rewards.rewards_of(recipe), "max_new_tokens": limit})
-    powers = trust.powers_of_rewards(trial.rewards)
-    if powers and run is None:
+    capabilities = trust.capabilities_of_rewards(trial.rewards)
+    if capabilities and run is None:
         raise RewardError(
             "rewards",
-            "; ".join(map(str, powers)),
+            "; ".join(map(str, capabilities)),
             because="a reward written on the page may not run code or send a key",
             fix="put it in a recipe: oncurve rewards try RECIPE --completion TEXT",
         )
-    check_agreed(request, powers, ticked=trusted)
+    check_agreed(request, capabilities, ticked=trusted)
     return rewards.run_trial(trial)

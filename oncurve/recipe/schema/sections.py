@@ -6,7 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
+from oncurve.errors import did_you_mean
 from oncurve.objective_specs import AdvantageScale, Baseline, KlEstimator, KlPlace, defaults_in_words
+from oncurve.plugins import declared_plugins
 from oncurve.recipe.schema.base import Count, NonNegative, Section, Share, conflict
 
 
@@ -17,8 +19,7 @@ class Task(Section):
     model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
 
     type: str
-    """`arithmetic`, `countdown`; `calculator`, `guess` (several turns); `gsm8k`, `math`, `mbpp`, `humaneval`, `hh`;
-    `reasoning_gym`; or `file` (JSONL or Parquet). `oncurve recipe explain task.TYPE` lists a task's options."""
+    """Which task, such as `arithmetic`, or `file` for your own file. `oncurve recipe explain task.type` lists all."""
     heldout: PositiveInt = 200
     """Size of the held-out split: prompts for evaluation, none of which is trained on."""
     seed: Count = 0
@@ -37,8 +38,7 @@ class Reward(Section):
     model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
 
     type: str
-    """`answer`, `math`, `code`, `countdown`, `columns`, `guess`, `reasoning_gym`; `format`, `json`, `language`, `length`,
-    `cosine`, `overlong`, `repetition`; `process`, `model`, `judge`; or `python` (any function: `function = "file.py:name"`)."""
+    """Which reward, such as `answer`, or `python` for your own function. `oncurve recipe explain rewards.type` lists all."""
     name: str | None = None
     """Name of the aspect in tables and in `--set rewards.NAME.key=value`. Unset: its type."""
     weight: float = 1.0
@@ -299,16 +299,32 @@ class Scale(Section):
         return self.ranks // self.tensor
 
 
+BUILT_IN_SINKS = ("tensorboard", "wandb", "trackio")
+
+
 class Sink(Section):
     """A logger that also gets the run's curves. A sink that fails never stops a run."""
 
-    type: Literal["tensorboard", "wandb", "trackio"]
+    type: str
     """`tensorboard` writes to RUN/tensorboard; `wandb` (Weights & Biases) and `trackio` log to their own projects. Each needs
-    its package: `pip install 'oncurve[TYPE]'`."""
+    its package: `pip install 'oncurve[TYPE]'`. Or the name of a plug-in."""
     project: str = "oncurve"
     """Project in wandb or trackio. The run has the same name there."""
     offline: bool = False
     """With wandb: write to RUN/wandb for a later `wandb sync`. trackio and tensorboard are always local."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Options of a plug-in. The built-in sinks have none."""
+
+    @model_validator(mode="after")
+    def _exists(self) -> Sink:
+        known = (*BUILT_IN_SINKS, *sorted(declared_plugins("oncurve.sinks")))
+        if self.type not in known:
+            fix = f"name one of them{did_you_mean(self.type, known)}"
+            raise conflict("type", self.type, because=f"the sinks are: {', '.join(known)}", fix=fix)
+        if self.options and self.type in BUILT_IN_SINKS:
+            because = f"the sink {self.type} is built in and has no options"
+            raise conflict("options", self.options, because=because, fix="remove it")
+        return self
 
 
 class Evaluation(Section):

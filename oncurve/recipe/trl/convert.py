@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
@@ -17,7 +17,7 @@ from oncurve.errors import DataError, did_you_mean
 from oncurve.objective_specs import OBJECTIVE_SPECS
 from oncurve.recipe.keys import field_at_location, toml_value
 from oncurve.recipe.schema.recipe import Recipe
-from oncurve.recipe.schema.sections import Sink
+from oncurve.recipe.schema.sections import BUILT_IN_SINKS
 from oncurve.recipe.trl.config import NoCounterpart, TrlConfig
 from oncurve.recipe.trl.options import TRL_OPTIONS
 
@@ -165,7 +165,7 @@ def _convert_sinks(config: TrlConfig) -> tuple[list[list[Line]], list[Note]]:
     project = [Line("project", config.options["project"], "TRL project")] if "project" in config.options else []
     sinks, notes = [], []
     for name in names:
-        if name in get_args(Sink.model_fields["type"].annotation):
+        if name in BUILT_IN_SINKS:
             kind = Line("type", name, f"TRL report_to: {name}")
             sinks.append([kind, *(project if name == "trackio" else [])])
         else:
