@@ -225,7 +225,7 @@ class Meter:
 
         def open_pool(*arguments: Any) -> Any:
             out = plain(*arguments)
-            self.mapped = max(self.mapped, 0 if pool.stretch is None else pool.stretch.mapped)
+            self.mapped = max(self.mapped, 0 if pool.range is None else pool.range.mapped)
             return out
 
         pool.open = open_pool

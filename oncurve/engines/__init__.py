@@ -1,1 +1,1 @@
-"""Engines sample completions; the native one decodes with the learner's own weights."""
+"""Engines sample completions: the native one with the learner's own weights, vLLM in its own process."""

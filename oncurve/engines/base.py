@@ -80,7 +80,8 @@ class Engine(Protocol):
         key: SampleKey,
         on_group: Callable[[int, Group], None] | None = None,
     ) -> list[Group]:
-        """Sample ``group_size`` completions of each prompt. ``on_group`` gets a prompt's index and group once it is complete."""
+        """Sample ``group_size`` completions of each prompt. ``on_group`` gets a prompt's index and group once it is
+        complete."""
 
     def close(self) -> None:
         """Release what the engine holds besides the policy."""

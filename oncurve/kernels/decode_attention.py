@@ -1,17 +1,16 @@
-"""Decode attention over a paged pool: a prompt's page is read once for all its completions, a suffix's page once.
+"""Decode attention over a paged KV cache: a prompt's page is read once for all its completions, a suffix page once.
 
-One program takes one page and one key head. A program of the prompt holds the queries of up to R completions that share
-it (a tile of R·rep rows); a program of the suffix holds the rep queries of one completion. Each leaves its part of the
-softmax: the maximum m, the sum l and the weighted values, not yet divided. ``merge`` adds a completion's parts in the
-order of their pages:
+One program takes one page and one KV head. A program of the prompt holds the queries of up to R completions that share it (a
+tile of R·rep rows, rep = H/K); a program of the suffix holds the rep queries of one completion. Each writes its part of the
+softmax: the maximum m, the sum l and the weighted values, not yet divided. ``merge`` adds a completion's parts in page order:
 
     M = max m_i,  out = Σ 2^(m_i − M)·acc_i / Σ 2^(m_i − M)·l_i          (scores are in units of log 2)
 
-What a program computes depends on its own page and queries alone, and a page that is not there is not added: a
-completion's bits depend neither on its neighbours nor on the size of the launch.
+What a program computes depends on its own page and queries alone, and a page that is not there is not added: a completion's
+bits depend neither on its neighbours nor on the size of the launch.
 
-Legend: ``S`` slots, ``N`` tables of members, ``R`` members of each, ``H``/``K`` query/key heads, ``rep = H/K``, ``d``
-head size. The pool is [pages, layers, 2, K, PAGE, d]; a slot whose suffix length is −1 is idle.
+The cache is [pages, layers, 2, K, PAGE, d]. A table lists up to R members: slots that share a prompt. A slot whose suffix
+length is −1 is idle.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
@@ -31,7 +30,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Keys that a program reads at once, and how it is run."""
+    """The keys that a program reads at once, its warps and its pipeline stages."""
 
     keys: int
     warps: int
@@ -39,19 +38,19 @@ class Tiles:
 
 
 def tiles(head_size: int, dtype: torch.dtype) -> Tiles:
-    """Small tiles and two warps: many programs on a multiprocessor keep its memory busy. Chosen by measurement on an H200."""
+    """Small tiles and two warps, so that many programs keep a multiprocessor's memory busy. Measured on an H200."""
     wide = triton.next_power_of_2(head_size) * dtype.itemsize
     return Tiles(max(16, min(64, 8192 // wide)), 2, 3)
 
 
 AHEAD = 32
-"""Keys and values that a program fetches into the cache before it waits for its queries."""
+"""Keys and values that a program prefetches into the L2 cache before it waits for its queries."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchShape:
-    """How far a launch goes: tables of members, pages of prompts and of suffixes that any slot may have; and how many pages of
-    suffixes there are in all, where that is fewer than every slot's most."""
+    """The size of a launch: tables of members, the most pages of a prompt and of a suffix, and, if ``listed``, the number of
+    suffix pages in all, which is then smaller than slots × pages."""
 
     tables: int
     prompt_pages: int
@@ -65,11 +64,11 @@ class LaunchShape:
 
 @dataclass(frozen=True, slots=True)
 class PageTables:
-    """Where everything lies, as tensors of int32 on the device that keep their addresses.
+    """Where each slot's keys and values lie: int32 tensors on the device that keep their addresses.
 
-    ``members`` [N, R]: slots that share a prompt, −1 where none; ``prompt_page`` [N, pages]; ``suffix_page`` [S, pages];
-    ``suffix_list`` [S · pages]: which of the latter are there, as slot · pages + page, then −1. ``prompt_length`` and
-    ``suffix_length`` [S] count stored positions; the new token's keys are stored at ``suffix_length``.
+    ``members`` [tables, R]: slots that share a prompt, −1 if unused; ``prompt_page`` [tables, pages]; ``suffix_page`` [S,
+    pages]; ``suffix_list`` [S · pages]: the suffix pages in use, as slot · pages + page, then −1. ``prompt_length`` and
+    ``suffix_length`` [S] count stored positions; the new token's keys and values are stored at ``suffix_length``.
     """
 
     members: Tensor
@@ -82,7 +81,7 @@ class PageTables:
 
 @dataclass(frozen=True, slots=True)
 class PartialSoftmax:
-    """What the programs leave for ``merge``: ``out`` [parts, S, H, d], ``top`` and ``total`` [parts, S, H], float32."""
+    """What the programs write for ``merge``: ``out`` [parts, S, H, d], ``top`` and ``total`` [parts, S, H], float32."""
 
     out: Tensor
     top: Tensor
@@ -90,10 +89,10 @@ class PartialSoftmax:
 
 
 @triton.jit
-def _walk(q, keys, values, first_M, low, count, scale, softcap,
+def _attend_page(q, keys, values, first_M, low, count, scale, softcap,
           D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
           PRECISION: tl.constexpr):  # fmt: skip
-    """Softmax parts of a tile of queries over keys [low, count) of one page; a query sees those from ``first_M`` on."""
+    """Softmax parts of a tile of queries over keys [low, count) of one page; a query attends to those from ``first_M`` on."""
     at = tl.arange(0, DP)
     top = tl.full([q.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([q.shape[0]], tl.float32)
@@ -108,10 +107,10 @@ def _walk(q, keys, values, first_M, low, count, scale, softcap,
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         if SOFTCAP:
             s = softcap * (1.0 - 2.0 / (tl.exp(2.0 * s / softcap) + 1.0))  # tanh
-        seen = n[None, :] < count
+        visible = n[None, :] < count
         if WINDOW:
-            seen = seen & (n[None, :] >= first_M[:, None])
-        s = tl.where(seen, s * LOG2E, float("-inf"))
+            visible = visible & (n[None, :] >= first_M[:, None])
+        s = tl.where(visible, s * LOG2E, float("-inf"))
         new = tl.maximum(top, tl.max(s, 1))
         base = tl.where(new == float("-inf"), 0.0, new)
         p = tl.exp2(s - base[:, None])
@@ -124,14 +123,14 @@ def _walk(q, keys, values, first_M, low, count, scale, softcap,
 
 
 @triton.jit
-def _leave(q, out, tops, totals, keys, values, slot_M, head_M, live_M, first_M, low, count, part, q_stride, scale, softcap,
+def _write_part(q, out, tops, totals, keys, values, slot_M, head_M, live_M, first_M, low, count, part, q_stride, scale, softcap,
            H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
            PRECISION: tl.constexpr):  # fmt: skip
-    """The part of one page for queries of these slots and heads, written down."""
+    """Compute and write the part of one page for the queries of these slots and heads."""
     at = tl.arange(0, DP)
     inside = live_M[:, None] & (at < D)[None, :]
     tile = tl.load(q + slot_M[:, None] * q_stride + head_M[:, None] * D + at[None, :], mask=inside, other=0.0)
-    acc, top, total = _walk(tile, keys, values, first_M, low, count, scale, softcap,
+    acc, top, total = _attend_page(tile, keys, values, first_M, low, count, scale, softcap,
                             D, DP, BN, WINDOW, SOFTCAP, PRECISION)  # fmt: skip
     row_M = part + slot_M * H + head_M
     tl.store(out + row_M[:, None] * D + at[None, :], acc, mask=inside)
@@ -140,21 +139,21 @@ def _leave(q, out, tops, totals, keys, values, slot_M, head_M, live_M, first_M, 
 
 
 @triton.jit(do_not_specialize=["tables", "prompt_pages", "listed", "slots"])
-def _parts(q, pool, members, prompt_page, suffix_page, suffix_list, prompt_length, suffix_length, out, tops, totals,
+def _parts(q, cache, members, prompt_page, suffix_page, suffix_list, prompt_length, suffix_length, out, tops, totals,
            tables, prompt_pages, listed, slots, page_stride, prompt_table_width, suffix_table_width, q_stride, scale,
            softcap, window,
            R: tl.constexpr, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
            BM_PROMPT: tl.constexpr, BM_SUFFIX: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-           PRECISION: tl.constexpr, LISTED: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
-    """Programs of prompts first: they are the longest. Within each kind neighbours share a page index, so that the tables of
-    one group, which point at the same pages, meet in the cache. LISTED: suffixes differ in length, and programs go by the list
-    of pages that are there; else every slot's every page has a program, which need not look it up.
+           PRECISION: tl.constexpr, LISTED: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Programs of prompts come first: they are the longest. Within each kind neighbours share a page index, so that the tables
+    of one group, which point at the same pages, meet in the cache. LISTED: suffixes differ in length, and programs go by the
+    list of pages in use; if not, every slot's every page has a program, which need not look it up.
 
-    Tables, lengths, and keys and values of earlier tokens do not change within a step: they are asked for before q is there.
+    Tables, lengths, and keys and values of earlier tokens do not change within a step: they are read before q is there.
     """
     REP: tl.constexpr = H // K
-    BYTES: tl.constexpr = pool.dtype.element_ty.primitive_bitwidth // 8
-    if EARLY:
+    BYTES: tl.constexpr = cache.dtype.element_ty.primitive_bitwidth // 8
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     n = tl.program_id(0)
     m = tl.arange(0, BM_PROMPT)
@@ -185,14 +184,14 @@ def _parts(q, pool, members, prompt_page, suffix_page, suffix_list, prompt_lengt
         number = tl.load(suffix_page + slot * suffix_table_width + page)
     start = page * PAGE
     count = tl.minimum(length - start, PAGE)
-    keys = pool + number.to(tl.int64) * page_stride + head * PAGE * D
+    keys = cache + number.to(tl.int64) * page_stride + head * PAGE * D
     values = keys + K * PAGE * D
-    if EARLY and AHEAD > 0:  # noqa: SIM102, the one is known when this is compiled
+    if PDL and AHEAD > 0:  # noqa: SIM102 (the outer condition is known at compile time)
         if count > 0:
             size = tl.minimum(count, AHEAD) * D * BYTES
             fetch(keys, size, AHEAD * D * BYTES // 64, 64)
             fetch(values, size, AHEAD * D * BYTES // 64, 64)
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
     if count > 0:
         if of_prompt:
@@ -202,7 +201,7 @@ def _parts(q, pool, members, prompt_page, suffix_page, suffix_list, prompt_lengt
             low = 0
             if WINDOW:
                 low = tl.maximum(tl.min(first_M, 0), 0) // BN * BN
-            _leave(q, out, tops, totals, keys, values, lane_M, head * REP + m % REP, live_M, first_M, low, count,
+            _write_part(q, out, tops, totals, keys, values, lane_M, head * REP + m % REP, live_M, first_M, low, count,
                    page.to(tl.int64) * slots * H, q_stride, scale, softcap,
                    H, D, DP, BN, WINDOW, SOFTCAP, PRECISION)  # fmt: skip
         else:
@@ -211,7 +210,7 @@ def _parts(q, pool, members, prompt_page, suffix_page, suffix_list, prompt_lengt
             low = 0
             if WINDOW:
                 low = tl.minimum(tl.maximum(length - window - start, 0), PAGE) // BN * BN
-            _leave(q, out, tops, totals, keys, values, slot + r * 0, head * REP + r, r < REP, first_R, low, count,
+            _write_part(q, out, tops, totals, keys, values, slot + r * 0, head * REP + r, r < REP, first_R, low, count,
                    (prompt_pages + page).to(tl.int64) * slots * H, q_stride, scale, softcap,
                    H, D, DP, BN, WINDOW, SOFTCAP, PRECISION)  # fmt: skip
 
@@ -219,10 +218,10 @@ def _parts(q, pool, members, prompt_page, suffix_page, suffix_list, prompt_lengt
 @triton.jit(do_not_specialize=["prompt_pages", "slots"])
 def _merge(out, parts, tops, totals, prompt_length, suffix_length, prompt_pages, slots,
            H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, PARTS: tl.constexpr,
-           EARLY: tl.constexpr):  # fmt: skip
-    """PARTS at a time are read at once, not one after the other; those that are not there weigh exactly nothing."""
+           PDL: tl.constexpr):  # fmt: skip
+    """PARTS parts are read at once; those that are not there have weight 0."""
     slot, head = tl.program_id(0), tl.program_id(1)
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     at, i = tl.arange(0, DP), tl.arange(0, PARTS)
     own = tl.load(suffix_length + slot) + 1
@@ -230,18 +229,18 @@ def _merge(out, parts, tops, totals, prompt_length, suffix_length, prompt_pages,
     count = of_prompt + (own + PAGE - 1) // PAGE
     skipped = prompt_pages - of_prompt
     row = slot * H + head
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
     best = float("-inf")
     acc = tl.zeros([DP], tl.float32)
     total = 0.0
     for first in range(0, count, PARTS):
         n = first + i
-        there = n < count
+        in_range = n < count
         where = tl.where(n < of_prompt, n, n + skipped).to(tl.int64) * slots * H + row
-        top_N = tl.load(tops + where, mask=there, other=float("-inf"))
-        total_N = tl.load(totals + where, mask=there, other=0.0)
-        tile = tl.load(parts + where[:, None] * D + at[None, :], mask=there[:, None] & (at < D)[None, :], other=0.0)
+        top_N = tl.load(tops + where, mask=in_range, other=float("-inf"))
+        total_N = tl.load(totals + where, mask=in_range, other=0.0)
+        tile = tl.load(parts + where[:, None] * D + at[None, :], mask=in_range[:, None] & (at < D)[None, :], other=0.0)
         new = tl.maximum(best, tl.max(top_N, 0))
         base = tl.where(new == float("-inf"), 0.0, new)
         weight_N = tl.exp2(top_N - base)
@@ -255,37 +254,38 @@ def _merge(out, parts, tops, totals, prompt_length, suffix_length, prompt_pages,
 
 def attend(
     q: Tensor,
-    pool: Tensor,
+    cache: Tensor,
     layer: int,
     tables: PageTables,
-    reach: LaunchShape,
+    launch: LaunchShape,
     parts: PartialSoftmax,
     scale: float,
     window: int | None,
     softcap: float | None,
-    how: Tiles | None = None,
+    tile: Tiles | None = None,
 ) -> Tensor:
-    """One token per slot: q [S, H, d] over its prompt and suffix, the new token included; [S, H, d] in q's precision."""
+    """Attention of one token per slot, q [S, H, d], over its prompt and suffix, the new token included; [S, H, d] in q's
+    dtype."""
     S, H, d = q.shape
-    _, _, _, K, page, _ = pool.shape
+    _, _, _, K, page, _ = cache.shape
     R, rep = tables.members.shape[1], H // K
-    how = how or tiles(d, q.dtype)
+    tile = tile or tiles(d, q.dtype)
     padded = max(16, triton.next_power_of_2(d))
-    of_suffixes = S * reach.suffix_pages if reach.listed is None else reach.listed
-    programs = (reach.tables * reach.prompt_pages + of_suffixes) * K
+    of_suffixes = S * launch.suffix_pages if launch.listed is None else launch.listed
+    programs = (launch.tables * launch.prompt_pages + of_suffixes) * K
     _parts[(programs,)](
-        q, pool[:, layer], tables.members, tables.prompt_page, tables.suffix_page, tables.suffix_list, tables.prompt_length,
-        tables.suffix_length, parts.out, parts.top, parts.total, reach.tables, reach.prompt_pages, of_suffixes, S,
-        pool.stride(0), tables.prompt_page.shape[1], tables.suffix_page.shape[1], q.stride(0), scale, softcap or 0.0,
+        q, cache[:, layer], tables.members, tables.prompt_page, tables.suffix_page, tables.suffix_list, tables.prompt_length,
+        tables.suffix_length, parts.out, parts.top, parts.total, launch.tables, launch.prompt_pages, of_suffixes, S,
+        cache.stride(0), tables.prompt_page.shape[1], tables.suffix_page.shape[1], q.stride(0), scale, softcap or 0.0,
         window or 0,
         R=R, H=H, K=K, D=d, DP=padded, PAGE=page, BM_PROMPT=max(16, triton.next_power_of_2(R * rep)),
-        BM_SUFFIX=max(16, triton.next_power_of_2(rep)), BN=how.keys, WINDOW=window is not None, SOFTCAP=softcap is not None,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=how.warps, num_stages=how.stages,
-        LISTED=reach.listed is not None, AHEAD=AHEAD if d == padded else 0, **pdl_options(q.device),
+        BM_SUFFIX=max(16, triton.next_power_of_2(rep)), BN=tile.keys, WINDOW=window is not None, SOFTCAP=softcap is not None,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=tile.warps, num_stages=tile.stages,
+        LISTED=launch.listed is not None, AHEAD=AHEAD if d == padded else 0, **pdl_options(q.device),
     )  # fmt: skip
     out = torch.empty((S, H, d), dtype=q.dtype, device=q.device)
     _merge[(S, H)](
-        out, parts.out, parts.top, parts.total, tables.prompt_length, tables.suffix_length, reach.prompt_pages, S,
+        out, parts.out, parts.top, parts.total, tables.prompt_length, tables.suffix_length, launch.prompt_pages, S,
         H=H, D=d, DP=padded, PAGE=page, PARTS=4, num_warps=1 if padded <= 128 else 2, **pdl_options(q.device),
     )  # fmt: skip
     return out

@@ -1,12 +1,11 @@
-"""Products of a decode step: y = x·Wᵀ (+ b), and silu(x·Gᵀ)·(x·Uᵀ) in one launch, of few rows and 16-bit factors.
+"""Matrix products of a decode step: y = x·Wᵀ (+ b), and silu(x·Gᵀ)·(x·Uᵀ) in one launch, for few rows and 16-bit factors.
 
-A library's product is a little faster by itself, but it begins when the kernel before it has ended, and the kernel behind it
-when it has. These take their places early, as all kernels of a step do, and what follows them adds up their parts or needs no
-launch at all. They are used where one launch fills the GPU about once; elsewhere torch's are.
+A library's product alone is slightly faster, but it starts only when the kernel before it has ended, and the next starts only
+when it has. These start early, as all kernels of a step do (``launch.py``), and what follows them sums their parts or needs no
+launch at all. They are used if one launch fills the GPU about once; if not, torch's products are.
 
-A long inner dimension is cut into parts, whose float32 sums the next kernel adds in their order: bits depend on nothing else.
-
-Legend: ``S`` rows, ``N`` outputs, ``D`` inner dimension, ``I`` width of the gated unit.
+A long inner dimension is split into parts, whose float32 sums the next kernel adds in order: bits depend on nothing else. ``N``
+is the number of outputs, ``I`` the width of the gated unit.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
@@ -25,7 +24,7 @@ from oncurve.kernels.launch import pdl_options
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A program's rows, outputs, and how much of the inner dimension it takes at once; and in how many parts that is cut."""
+    """A program's rows, outputs and step along the inner dimension, and the parts into which that is split."""
 
     rows: int
     outputs: int
@@ -35,7 +34,7 @@ class Block:
     parts: int = 1
 
     def programs(self, rows: int, outputs: int, inner: int) -> int | None:
-        """How many a launch has; None where the matrix can't be cut like this."""
+        """Programs of a launch; None if the matrix can't be split like this."""
         if outputs % self.outputs or inner % (self.parts * self.inner):
             return None
         return -(-rows // self.rows) * (outputs // self.outputs) * self.parts
@@ -44,34 +43,34 @@ class Block:
 MANY = Block(128, 64, 64, warps=4, stages=6)
 FEW = Block(64, 64, 64, warps=4, stages=8, parts=2)
 GATED = Block(128, 64, 64, warps=8, stages=5)
-"""By measurement on an H200, of 256 rows: for many outputs, for few of a long inner dimension, and for gate and up."""
+"""Measured on an H200 with 256 rows: for many outputs, for few outputs of a long inner dimension, and for gate and up."""
 
 
 @cache
 def _multiprocessors(device: torch.device) -> int:
-    """None for a launch of ours where kernels can't begin early."""
-    if not pdl_options(device)["EARLY"]:
+    """0 if the device has no PDL: then torch's products are used."""
+    if not pdl_options(device)["PDL"]:
         return 0
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def block_for(x_SD: Tensor, outputs: int, *, gated: bool = False) -> Block | None:
-    """How our product is cut, or None where torch's is the one to take."""
+    """How our product is split; None if torch's product is the better one."""
     if x_SD.dtype not in (torch.bfloat16, torch.float16):
         return None
-    there = _multiprocessors(x_SD.device)
+    count = _multiprocessors(x_SD.device)
     for block in (GATED,) if gated else (MANY, FEW):
         programs = block.programs(x_SD.shape[0], outputs, x_SD.shape[1])
-        if programs is not None and there * 2 // 3 <= programs <= there:
+        if programs is not None and count * 2 // 3 <= programs <= count:
             return block
     return None
 
 
 @triton.jit(do_not_specialize=["slots"])
 def _product(x, w, bias, out, slots, N: tl.constexpr, D: tl.constexpr, SPAN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-             BK: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
-    """Neighbours share rows of the matrix. GATED: N outputs of gate, and the N of up behind them."""
-    if EARLY:
+             BK: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Neighbouring programs share rows of the matrix. GATED: N outputs of gate, followed by N of up."""
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     tiles = tl.cdiv(slots, BM)
     pid, part = tl.program_id(0), tl.program_id(1)
@@ -82,7 +81,7 @@ def _product(x, w, bias, out, slots, N: tl.constexpr, D: tl.constexpr, SPAN: tl.
     from_w = w + n[:, None] * D + k[None, :]
     acc = tl.zeros([BM, BN], tl.float32)
     up = acc
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
     for start in range(0, SPAN, BK):
         a = tl.load(from_x + start)
@@ -98,7 +97,7 @@ def _product(x, w, bias, out, slots, N: tl.constexpr, D: tl.constexpr, SPAN: tl.
 
 
 def product(x_SD: Tensor, weight_ND: Tensor, bias_N: Tensor | None, block: Block) -> Tensor:
-    """x·Wᵀ + b: [S, N] in x's precision, or float32 [parts, S, N] which add up to it."""
+    """x·Wᵀ + b: [S, N] in x's dtype, or its float32 parts [parts, S, N]."""
     S, N = len(x_SD), len(weight_ND)
     shape, dtype = ((S, N), x_SD.dtype) if block.parts == 1 else ((block.parts, S, N), torch.float32)
     out = torch.empty(shape, dtype=dtype, device=x_SD.device)
@@ -107,7 +106,7 @@ def product(x_SD: Tensor, weight_ND: Tensor, bias_N: Tensor | None, block: Block
 
 
 def gated_product(x_SD: Tensor, weight_2ID: Tensor, block: Block) -> Tensor:
-    """silu(gate)·up of x: [S, I] in x's precision."""
+    """silu(gate)·up of x: [S, I] in x's dtype."""
     assert block.parts == 1
     out = torch.empty((len(x_SD), len(weight_2ID) // 2), dtype=x_SD.dtype, device=x_SD.device)
     _launch(x_SD, weight_2ID, None, out, out.shape[1], block, gated=True)

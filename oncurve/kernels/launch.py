@@ -1,13 +1,10 @@
-"""How the kernels of a decode step follow each other.
+"""How kernels follow each other in a decode step, and how many programs they have.
 
-On Hopper and later a kernel may be launched while the one before it is still running (programmatic dependent launch). Its
-programs take their places as soon as all of the one before have theirs, read what does not change within a step (tables,
-norms' weights), and then wait for what the one before has written. A step is some three hundred short kernels, and this hides a
-part of the time between them.
+With programmatic dependent launch (PDL, Hopper and later) a kernel starts while the one before it still runs. Its programs take
+their places, read what does not change within a step (tables, norm weights), and then wait for the former kernel's output. A
+step is about three hundred short kernels, and this hides part of the time between them.
 
-The first kernel of a step lets no other begin before it has waited itself: what a step reads early is never of the step before.
-
-How kernels are spread over a device.
+The first kernel of a step waits before it lets the next one start, so nothing that is read early belongs to the step before.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
@@ -25,15 +22,15 @@ HOPPER = 9
 
 @cache
 def pdl_options(device: torch.device) -> dict[str, Any]:
-    """Options of a launch on this device."""
+    """Launch options of a decode kernel: PDL if the device supports it."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < HOPPER:
-        return {"EARLY": False}
-    return {"EARLY": True, "launch_pdl": True}
+        return {"PDL": False}
+    return {"PDL": True, "launch_pdl": True}
 
 
 @triton.jit
 def fetch(start, size, CHUNK: tl.constexpr, COUNT: tl.constexpr):
-    """COUNT chunks of ``size`` bytes at ``start`` into the cache, in passing: nothing waits for them."""
+    """Prefetch ``size`` bytes at ``start`` into the L2 cache, as COUNT chunks; nothing waits for them."""
     address = start.to(tl.int64) + tl.minimum(tl.arange(0, COUNT) * CHUNK, size - CHUNK).to(tl.int64)
     tl.inline_asm_elementwise("cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
                               [address, tl.full([COUNT], CHUNK, tl.int32)], dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
@@ -41,15 +38,15 @@ def fetch(start, size, CHUNK: tl.constexpr, COUNT: tl.constexpr):
 
 @cache
 def processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; few in the interpreter, where programs run one after the other."""
+    """The multiprocessors of a GPU; 3 in the interpreter, which runs programs one after the other."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
 def programs(rows: int, device: torch.device, each: int = 8) -> int:
-    """Programs that share the rows among them: ``each`` for a multiprocessor, fixed by the device, so that sums keep order."""
+    """Programs that divide the rows: ``each`` per multiprocessor. Fixed by the device, so that sums keep their order."""
     return max(1, min(rows, each * processors(device)))
 
 
 def warps_for(elements: int) -> int:
-    """Warps for a program that holds so many elements of a row."""
+    """Warps of a program that holds this many elements of a row."""
     return 4 if elements <= 2048 else 8 if elements <= 8192 else 16

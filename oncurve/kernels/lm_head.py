@@ -1,9 +1,7 @@
-"""Statistics of a chunk of logits and their derivative: one pass over each row, in float32.
+"""Log-prob, entropy and log-sum-exp of a chunk of logits, and their derivative: one pass over each row, in float32.
 
-For z = soft cap of (scale · (logit + bias)), over the temperature: lse(z), z of the target, H = lse − Σ p·z. Backward, with
-gradients g of the log-prob and h of the entropy: dz = g·(1_target − p) − h·p·(log p + H), times the slope of z.
-
-Legend: ``C`` rows of a chunk, ``V`` vocabulary.
+For z = softcap(scale · (logit + bias)) / temperature: lse(z), z of the target, H = lse − Σ p·z. Backward, with gradients g of
+the log-prob and h of the entropy: dz = g·(1_target − p) − h·p·(log p + H), times dz/d(logit). ``C`` are the rows of a chunk.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
@@ -19,34 +17,34 @@ from torch import Tensor
 
 BLOCK = 2048
 LEAST = tl.constexpr(-1e30)
-"""In place of −∞ where it would be multiplied by 0 or taken from itself."""
+"""Stands for −∞ if that would be multiplied by 0 or subtracted from itself."""
 
 
 @triton.jit
-def _shaped(raw, scale, softcap, cool, SOFTCAP: tl.constexpr):
-    """z of a raw logit, and the slope dz/d(raw)."""
+def _shaped(raw, scale, softcap, inv_temperature, SOFTCAP: tl.constexpr):
+    """z of a raw logit, and its derivative dz/d(raw)."""
     z = raw * scale
     if SOFTCAP:
         t = 1.0 - 2.0 / (tl.exp(2.0 * z / softcap) + 1.0)  # tanh
         z = softcap * t
-        slope = (1.0 - t * t) * scale * cool
+        slope = (1.0 - t * t) * scale * inv_temperature
     else:
-        slope = scale * cool
-    return z * cool, slope
+        slope = scale * inv_temperature
+    return z * inv_temperature, slope
 
 
 @triton.jit
-def _z(logits, bias, at, scale, softcap, cool, V: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr):
-    """z of some places of a row; −∞ past its end."""
+def _z(logits, bias, at, scale, softcap, inv_temperature, V: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr):
+    """z of some elements of a row; −∞ past its end."""
     raw = tl.load(logits + at, mask=at < V, other=0.0).to(tl.float32)
     if BIAS:
         raw += tl.load(bias + at, mask=at < V, other=0.0).to(tl.float32)
-    z, _ = _shaped(raw, scale, softcap, cool, SOFTCAP)
+    z, _ = _shaped(raw, scale, softcap, inv_temperature, SOFTCAP)
     return tl.where(at < V, z, float("-inf"))
 
 
 @triton.jit
-def _head_forward(logits, bias, target, logp, entropy, lse, stride, scale, softcap, cool,
+def _head_forward(logits, bias, target, logp, entropy, lse, stride, scale, softcap, inv_temperature,
              V: tl.constexpr, B: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
@@ -54,14 +52,14 @@ def _head_forward(logits, bias, target, logp, entropy, lse, stride, scale, softc
     total = tl.zeros([B], tl.float32)
     mean = tl.zeros([B], tl.float32)
     for first in range(0, V, 4 * B):
-        # Four at a time: what was summed is scaled to a new maximum once for all of them.
+        # Four blocks at a time: the sums are scaled to a new maximum once for all of them.
         at = first + tl.arange(0, B)
-        z0 = _z(logits, bias, at, scale, softcap, cool, V, BIAS, SOFTCAP)
-        z1 = _z(logits, bias, at + B, scale, softcap, cool, V, BIAS, SOFTCAP)
-        z2 = _z(logits, bias, at + 2 * B, scale, softcap, cool, V, BIAS, SOFTCAP)
-        z3 = _z(logits, bias, at + 3 * B, scale, softcap, cool, V, BIAS, SOFTCAP)
+        z0 = _z(logits, bias, at, scale, softcap, inv_temperature, V, BIAS, SOFTCAP)
+        z1 = _z(logits, bias, at + B, scale, softcap, inv_temperature, V, BIAS, SOFTCAP)
+        z2 = _z(logits, bias, at + 2 * B, scale, softcap, inv_temperature, V, BIAS, SOFTCAP)
+        z3 = _z(logits, bias, at + 3 * B, scale, softcap, inv_temperature, V, BIAS, SOFTCAP)
         new = tl.maximum(m, tl.maximum(tl.maximum(z0, z1), tl.maximum(z2, z3)))
-        base = tl.maximum(new, LEAST)  # a lane past the vocabulary's end has seen nothing yet
+        base = tl.maximum(new, LEAST)  # a lane past the vocabulary's end has no maximum yet
         shrink = tl.exp(m - base)
         e0, e1, e2, e3 = tl.exp(z0 - base), tl.exp(z1 - base), tl.exp(z2 - base), tl.exp(z3 - base)
         total = total * shrink + ((e0 + e1) + (e2 + e3))
@@ -70,27 +68,28 @@ def _head_forward(logits, bias, target, logp, entropy, lse, stride, scale, softc
         m = new
     top = tl.max(m, 0)
     shrink = tl.exp(m - top)
-    whole = tl.sum(total * shrink, 0)
-    all_of_it = top + tl.log(whole)
+    row_total = tl.sum(total * shrink, 0)
+    row_lse = top + tl.log(row_total)
     chosen = tl.load(target + row)
     raw = tl.load(logits + chosen).to(tl.float32)
     if BIAS:
         raw += tl.load(bias + chosen).to(tl.float32)
-    z, _ = _shaped(raw, scale, softcap, cool, SOFTCAP)
-    tl.store(lse + row, all_of_it)
-    tl.store(logp + row, z - all_of_it)
-    tl.store(entropy + row, all_of_it - tl.sum(mean * shrink, 0) / whole)
+    z, _ = _shaped(raw, scale, softcap, inv_temperature, SOFTCAP)
+    tl.store(lse + row, row_lse)
+    tl.store(logp + row, z - row_lse)
+    tl.store(entropy + row, row_lse - tl.sum(mean * shrink, 0) / row_total)
 
 
 @triton.jit
-def _head_backward(logits, bias, target, entropy, lse, g_logp, g_entropy, out, stride, stride_out, scale, softcap, cool,
-              V: tl.constexpr, B: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr):  # fmt: skip
+def _head_backward(logits, bias, target, entropy, lse, g_logp, g_entropy, out, stride, stride_out, scale, softcap,
+              inv_temperature, V: tl.constexpr, B: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, ENTROPY:
+              tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * B + tl.arange(0, B)
     raw = tl.load(logits + row * stride + at, mask=at < V, other=0.0).to(tl.float32)
     if BIAS:
         raw += tl.load(bias + at, mask=at < V, other=0.0).to(tl.float32)
-    z, slope = _shaped(raw, scale, softcap, cool, SOFTCAP)
+    z, slope = _shaped(raw, scale, softcap, inv_temperature, SOFTCAP)
     logp = z - tl.load(lse + row)
     p = tl.exp(logp)
     g = tl.load(g_logp + row)
@@ -102,7 +101,7 @@ def _head_backward(logits, bias, target, entropy, lse, g_logp, g_entropy, out, s
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """From a product with the head's weight to z."""
+    """How z follows from a product with the head's weight."""
 
     scale: float
     softcap: float | None
@@ -134,7 +133,7 @@ def gradient(
     logits_CV: Tensor, target_C: Tensor, shape: HeadShape, known: tuple[Tensor, Tensor],
     g_logp_C: Tensor, g_entropy_C: Tensor | None, out_CV: Tensor,
 ) -> None:  # fmt: skip
-    """Writes the gradient of the raw logits into ``out_CV``, which may be the logits themselves. ``known``: entropy and lse."""
+    """Write the gradient of the raw logits into ``out_CV``, which may be the logits themselves. ``known``: entropy and lse."""
     C, V = logits_CV.shape
     bias = logits_CV if shape.bias_V is None else shape.bias_V
     _head_backward[(C, triton.cdiv(V, BLOCK))](

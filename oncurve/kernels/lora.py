@@ -1,9 +1,8 @@
 """The second half of a LoRA product: y + s · u Bᵀ, of several adapters side by side, in one launch.
 
 u [N, R] holds x Aᵀ of every adapter, B [ΣO, r] the rows of every adapter. A tile of columns belongs to one adapter, or to a
-layer without one, whose columns are only copied; a table says which.
-
-Legend: ``N`` tokens, ``O`` columns of the product, ``r`` rank, ``R`` ranks of all adapters.
+layer without one, whose columns are only copied; a table says which. ``O`` are the product's columns, ``r`` a rank, ``R`` all
+ranks.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
@@ -22,18 +21,18 @@ from torch import Tensor
 
 COLUMNS = 64
 """Columns of a tile."""
-AFTER: Mapping[str, Any] = {"EARLY": False}
-"""A launch that begins when the kernel before it has ended."""
+NO_PDL: Mapping[str, Any] = {"PDL": False}
+"""Options of a launch without PDL."""
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _expand(base, low, b, bias, out, tiles, rows, stride_base, stride_low, stride_out, scale,
             RANK: tl.constexpr, UNIT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
-            BIAS: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
-    if EARLY:
+            BIAS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    if PDL:
         tl.extra.cuda.gdc_wait()
     here = tiles + tl.program_id(0) * 4
-    # Multiples of a known unit, so that the compiler may load and store many numbers at once.
+    # Multiples of a known unit, so that the compiler can vectorise loads and stores.
     first, end = tl.load(here) * UNIT, tl.load(here + 1) * UNIT
     u_at, b_at = tl.load(here + 2) * UNIT, tl.load(here + 3) * UNIT
     row = (tl.program_id(1) * BM + tl.arange(0, BM)).to(tl.int64)
@@ -70,7 +69,7 @@ class LoraTiles:
 
     @classmethod
     def of(cls, sizes: Sequence[int], adapted: Sequence[bool], rank: int, device: torch.device, *, every: bool) -> LoraTiles:
-        """Of layers side by side, with adapters of one rank or without; ``every``: tiles of those without, too."""
+        """Tiles of layers side by side, with adapters of one rank or without. ``every``: tiles of those without, too."""
         rows, column, u_at, b_at = [], 0, 0, 0
         for size, has in zip(sizes, adapted, strict=True):
             for first in range(0, size, COLUMNS) if has or every else ():
@@ -85,10 +84,10 @@ class LoraTiles:
 
 def expand(
     base_NO: Tensor, low_NR: Tensor, b: Tensor, scale: float, tiles: LoraTiles, bias_O: Tensor | None, out_NO: Tensor,
-    launch: Mapping[str, Any] = AFTER,
+    launch: Mapping[str, Any] = NO_PDL,
 ) -> None:  # fmt: skip
-    """out = base + bias + scale · low Bᵀ in the columns of the tiles; ``out`` may be ``base``. Rows may lie apart. ``launch``:
-    how it follows the kernel before it (kernels/launch.py)."""
+    """out = base + bias + scale · low Bᵀ in the columns of the tiles; ``out`` may be ``base``, with any row strides.
+    ``launch``: the options of launch.py."""
     N, rank = len(base_NO), b.shape[1]
     BM = 32 if N <= 1024 else 128
     _expand[(len(tiles.table), triton.cdiv(N, BM))](

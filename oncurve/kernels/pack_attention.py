@@ -1,14 +1,14 @@
 """Attention inside a pack [prompt | completion 1 | … | completion G | next prompt …], forward and backward, one launch each.
 
-In pack indices a key k is seen by a query q where k ≤ q < end(k): end is the group's end for a prompt's key, and the
-completion's end for a completion's. So a query block walks over its prompt's keys and then its own, with one running softmax
-over both; a key block walks over one contiguous range of queries. A prompt's keys are stored once for all of its completions.
+In pack indices a query q attends to a key k if k ≤ q < end(k): end is the group's end for a prompt's key, and the completion's
+end for a completion's. So a query block goes over its prompt's keys and then its own, with one running softmax over both; a key
+block goes over one contiguous range of queries. A prompt's keys are stored once for all of its completions.
 
 Backward, with P = exp(S − lse) and δ = Σ dO·O: dV = Pᵀ dO, dS = P ∘ (dO Vᵀ − δ), dQ = dS K, dK = dSᵀ Q (FlashAttention-2, arXiv
-2307.08691). dQ and dK, dV are two launches, so that nothing is added by atomics.
+2307.08691). dQ and dK, dV are two launches, so that nothing is added with atomics.
 
-Legend: ``N`` tokens, ``H``/``K`` query/key heads, ``d`` head size. A row of ``query_blocks`` is (first query, end and start of
-its segment, start and end of its prompt); of ``key_blocks`` (first key, end of its segment, end of its queries).
+A row of ``query_blocks`` is (first query, end and start of its segment, start and end of its prompt); a row of ``key_blocks``
+is (first key, end of its segment, end of its queries).
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
@@ -27,7 +27,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @dataclass(frozen=True, slots=True)
 class PackTiles:
-    """Sizes of the blocks that one program works on, and how it is run."""
+    """The queries and keys of one program's block, its warps and its pipeline stages."""
 
     queries: int
     keys: int
@@ -45,7 +45,7 @@ class Tiling:
 
 
 def tiling(head_size: int, dtype: torch.dtype, keys: int) -> Tiling:
-    """Chosen by measurement on an H200 for 16-bit numbers and heads of 128, where a query sees about ``keys`` keys.
+    """Measured on an H200 for 16-bit numbers and heads of 128, by the number of keys that a query attends to.
 
     Wider numbers and larger heads take smaller tiles, to fit.
     """
@@ -58,11 +58,11 @@ def tiling(head_size: int, dtype: torch.dtype, keys: int) -> Tiling:
 
 
 LONG = 512
-"""From so many keys on, larger tiles pay."""
+"""From this many keys on, larger tiles are faster."""
 
 
 @triton.jit
-def _tile(base, rows, end, stride_row, D: tl.constexpr, DP: tl.constexpr):
+def _load_rows(base, rows, end, stride_row, D: tl.constexpr, DP: tl.constexpr):
     """Rows of a [tokens, d] matrix, zeros past ``end`` and past the head's size."""
     at = tl.arange(0, DP)
     where = base + rows.to(tl.int64)[:, None] * stride_row + at[None, :]
@@ -73,7 +73,7 @@ def _tile(base, rows, end, stride_row, D: tl.constexpr, DP: tl.constexpr):
 
 
 @triton.jit
-def _keep(base, value, rows, end, stride_row, D: tl.constexpr, DP: tl.constexpr):
+def _store_rows(base, value, rows, end, stride_row, D: tl.constexpr, DP: tl.constexpr):
     at = tl.arange(0, DP)
     where = base + rows.to(tl.int64)[:, None] * stride_row + at[None, :]
     tl.store(where, value.to(base.dtype.element_ty), mask=(rows[:, None] < end) & (at[None, :] < D))
@@ -81,22 +81,22 @@ def _keep(base, value, rows, end, stride_row, D: tl.constexpr, DP: tl.constexpr)
 
 @triton.jit
 def _visible(rows, cols, col_end, position, tokens, window, CAUSAL: tl.constexpr, ENDS: tl.constexpr, WINDOW: tl.constexpr):
-    """Which of the queries ``rows`` see which of the keys ``cols``: [rows, cols]."""
-    seen = (rows[:, None] >= 0) & (cols[None, :] >= 0)
+    """Which of the queries ``rows`` attend to which of the keys ``cols``: [rows, cols]."""
+    visible = (rows[:, None] >= 0) & (cols[None, :] >= 0)
     if ENDS:
-        seen = seen & (cols[None, :] < col_end)
+        visible = visible & (cols[None, :] < col_end)
     if CAUSAL:
-        seen = seen & (cols[None, :] <= rows[:, None])
+        visible = visible & (cols[None, :] <= rows[:, None])
     if WINDOW:
         at_rows = tl.load(position + rows, mask=rows < tokens, other=0)
         at_cols = tl.load(position + cols, mask=cols < tokens, other=0)
-        seen = seen & (at_rows[:, None] - at_cols[None, :] < window)
-    return seen
+        visible = visible & (at_rows[:, None] - at_cols[None, :] < window)
+    return visible
 
 
 @triton.jit
-def _capped(s, softcap):
-    """softcap · tanh(s / softcap), and its slope."""
+def _softcap(s, softcap):
+    """softcap · tanh(s / softcap), and its derivative."""
     t = 1.0 - 2.0 / (tl.exp(s * 2.0 / softcap) + 1.0)
     return t * softcap, 1.0 - t * t
 
@@ -109,17 +109,17 @@ def _forward_over(q, k, v, kn, vn, m, total, acc, rows, lo, hi, end, position, t
     factor = LOG2E if SOFTCAP else scale * LOG2E
     for j in range(lo, hi, BN):
         cols = j + tl.arange(0, BN)
-        s = tl.dot(q, tl.trans(_tile(k, cols, end, kn, D, DP)), input_precision=PRECISION)
+        s = tl.dot(q, tl.trans(_load_rows(k, cols, end, kn, D, DP)), input_precision=PRECISION)
         if SOFTCAP:
-            s, _ = _capped(s * scale, softcap)
+            s, _ = _softcap(s * scale, softcap)
         if CAUSAL or ENDS or WINDOW:
             s = tl.where(_visible(rows, cols, end, position, tokens, window, CAUSAL, ENDS, WINDOW), s, float("-inf"))
         new = tl.maximum(m, tl.max(s, 1) * factor)
-        # A window can hide a whole block from a query; else every query has seen a key by its first block.
+        # A window can hide a complete block from a query; without one every query attends to a key of its first block.
         base = tl.where(new == float("-inf"), 0.0, new) if WINDOW else new
         p = tl.exp2(s * factor - base[:, None])
         shrink = tl.exp2(m - base)
-        v_tile = _tile(v, cols, end, vn, D, DP)
+        v_tile = _load_rows(v, cols, end, vn, D, DP)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * shrink[:, None], input_precision=PRECISION)
         total = total * shrink + tl.sum(p, 1)
         m = new
@@ -138,22 +138,22 @@ def _attend_forward(q, k, v, out, lse, blocks, position, tokens, scale, softcap,
     rows = first + tl.arange(0, BM)
     k += (head // REP) * kh
     v += (head // REP) * vh
-    q_tile = _tile(q + head * qh, rows, end, qn, D, DP)
+    q_tile = _load_rows(q + head * qh, rows, end, qn, D, DP)
     m = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, DP], tl.float32)
-    whole = prompt + (prompt_end - prompt) // BN * BN
-    m, total, acc = _forward_over(q_tile, k, v, kn, vn, m, total, acc, rows, prompt, whole, prompt_end, position, tokens, scale,
+    full = prompt + (prompt_end - prompt) // BN * BN
+    m, total, acc = _forward_over(q_tile, k, v, kn, vn, m, total, acc, rows, prompt, full, prompt_end, position, tokens, scale,
                                   softcap, window, D, DP, BN, False, False, WINDOW, SOFTCAP, PRECISION)  # fmt: skip
-    m, total, acc = _forward_over(q_tile, k, v, kn, vn, m, total, acc, rows, whole, prompt_end, prompt_end, position, tokens,
+    m, total, acc = _forward_over(q_tile, k, v, kn, vn, m, total, acc, rows, full, prompt_end, prompt_end, position, tokens,
                                   scale, softcap, window, D, DP, BN, False, True, WINDOW, SOFTCAP, PRECISION)  # fmt: skip
-    whole = start + (first - start) // BN * BN
-    m, total, acc = _forward_over(q_tile, k, v, kn, vn, m, total, acc, rows, start, whole, end, position, tokens, scale,
+    full = start + (first - start) // BN * BN
+    m, total, acc = _forward_over(q_tile, k, v, kn, vn, m, total, acc, rows, start, full, end, position, tokens, scale,
                                   softcap, window, D, DP, BN, False, False, WINDOW, SOFTCAP, PRECISION)  # fmt: skip
-    m, total, acc = _forward_over(q_tile, k, v, kn, vn, m, total, acc, rows, whole, tl.minimum(first + BM, end), end, position,
+    m, total, acc = _forward_over(q_tile, k, v, kn, vn, m, total, acc, rows, full, tl.minimum(first + BM, end), end, position,
                                   tokens, scale, softcap, window, D, DP, BN, True, False, WINDOW, SOFTCAP,
                                   PRECISION)  # fmt: skip
-    _keep(out + head * oh, acc / total[:, None], rows, end, on, D, DP)
+    _store_rows(out + head * oh, acc / total[:, None], rows, end, on, D, DP)
     tl.store(lse + head * tokens + rows, m + tl.log2(total), mask=rows < end)
 
 
@@ -162,16 +162,16 @@ def _attend_delta(out, d_out, delta, tokens, on, oh, gn, gh,
                   H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr):  # fmt: skip
     head = tl.program_id(0) % H
     rows = (tl.program_id(0) // H) * BM + tl.arange(0, BM)
-    o = _tile(out + head * oh, rows, tokens, on, D, DP).to(tl.float32)
-    g = _tile(d_out + head * gh, rows, tokens, gn, D, DP).to(tl.float32)
+    o = _load_rows(out + head * oh, rows, tokens, on, D, DP).to(tl.float32)
+    g = _load_rows(d_out + head * gh, rows, tokens, gn, D, DP).to(tl.float32)
     tl.store(delta + head * tokens + rows, tl.sum(o * g, 1), mask=rows < tokens)
 
 
 @triton.jit
 def _weights(s, lse, scale, softcap, SOFTCAP: tl.constexpr):
-    """P = exp(S − lse) from raw scores and a log-sum-exp that broadcasts, and the slope of the scores' soft cap."""
+    """P = exp(S − lse) from raw scores and a log-sum-exp that broadcasts, and the derivative of the scores' soft cap."""
     if SOFTCAP:
-        s, slope = _capped(s * scale, softcap)
+        s, slope = _softcap(s * scale, softcap)
         p = tl.exp2(s * LOG2E - lse)
     else:
         slope = 1.0
@@ -186,11 +186,11 @@ def _queries_over(q, k, v, g, kn, vn, lse, delta, acc, rows, lo, hi, end, positi
     """dQ = Σ dS K over keys lo … hi."""
     for j in range(lo, hi, BN):
         cols = j + tl.arange(0, BN)
-        k_tile = _tile(k, cols, end, kn, D, DP)
+        k_tile = _load_rows(k, cols, end, kn, D, DP)
         p, slope = _weights(tl.dot(q, tl.trans(k_tile), input_precision=PRECISION), lse[:, None], scale, softcap, SOFTCAP)
         if CAUSAL or ENDS or WINDOW:
             p = tl.where(_visible(rows, cols, end, position, tokens, window, CAUSAL, ENDS, WINDOW), p, 0.0)
-        dp = tl.dot(g, tl.trans(_tile(v, cols, end, vn, D, DP)), input_precision=PRECISION)
+        dp = tl.dot(g, tl.trans(_load_rows(v, cols, end, vn, D, DP)), input_precision=PRECISION)
         acc = tl.dot((p * (dp - delta[:, None]) * slope).to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
     return acc
 
@@ -208,24 +208,24 @@ def _attend_backward_queries(q, k, v, d_out, lse, delta, dq, blocks, position, t
     rows = first + tl.arange(0, BM)
     k += (head // REP) * kh
     v += (head // REP) * vh
-    q_tile = _tile(q + head * qh, rows, end, qn, D, DP)
-    g = _tile(d_out + head * gh, rows, end, gn, D, DP)
+    q_tile = _load_rows(q + head * qh, rows, end, qn, D, DP)
+    g = _load_rows(d_out + head * gh, rows, end, gn, D, DP)
     lse_rows = tl.load(lse + head * tokens + rows, mask=rows < end, other=float("inf"))
     delta_rows = tl.load(delta + head * tokens + rows, mask=rows < end, other=0.0)
     acc = tl.zeros([BM, DP], tl.float32)
-    whole = prompt + (prompt_end - prompt) // BN * BN
-    acc = _queries_over(q_tile, k, v, g, kn, vn, lse_rows, delta_rows, acc, rows, prompt, whole, prompt_end, position, tokens,
+    full = prompt + (prompt_end - prompt) // BN * BN
+    acc = _queries_over(q_tile, k, v, g, kn, vn, lse_rows, delta_rows, acc, rows, prompt, full, prompt_end, position, tokens,
                         scale, softcap, window, D, DP, BN, False, False, WINDOW, SOFTCAP, PRECISION)  # fmt: skip
-    acc = _queries_over(q_tile, k, v, g, kn, vn, lse_rows, delta_rows, acc, rows, whole, prompt_end, prompt_end,
+    acc = _queries_over(q_tile, k, v, g, kn, vn, lse_rows, delta_rows, acc, rows, full, prompt_end, prompt_end,
                         position, tokens,
                         scale, softcap, window, D, DP, BN, False, True, WINDOW, SOFTCAP, PRECISION)  # fmt: skip
-    whole = start + (first - start) // BN * BN
-    acc = _queries_over(q_tile, k, v, g, kn, vn, lse_rows, delta_rows, acc, rows, start, whole, end, position, tokens,
+    full = start + (first - start) // BN * BN
+    acc = _queries_over(q_tile, k, v, g, kn, vn, lse_rows, delta_rows, acc, rows, start, full, end, position, tokens,
                         scale, softcap, window, D, DP, BN, False, False, WINDOW, SOFTCAP, PRECISION)  # fmt: skip
-    acc = _queries_over(q_tile, k, v, g, kn, vn, lse_rows, delta_rows, acc, rows, whole, tl.minimum(first + BM, end), end,
+    acc = _queries_over(q_tile, k, v, g, kn, vn, lse_rows, delta_rows, acc, rows, full, tl.minimum(first + BM, end), end,
                         position, tokens, scale, softcap, window, D, DP, BN, True, False, WINDOW, SOFTCAP,
                         PRECISION)  # fmt: skip
-    _keep(dq + head * dh, acc * scale, rows, end, dn, D, DP)
+    _store_rows(dq + head * dh, acc * scale, rows, end, dn, D, DP)
 
 
 @triton.jit
@@ -235,14 +235,14 @@ def _keys_over(q, k, v, g, qn, gn, lse, delta, dk, dv, cols, lo, hi, last, posit
     """dK = Σ dSᵀ Q and dV = Σ Pᵀ dO over queries lo … hi, of one query head."""
     for i in range(lo, hi, BM):
         rows = i + tl.arange(0, BM)
-        q_tile = _tile(q, rows, last, qn, D, DP)
+        q_tile = _load_rows(q, rows, last, qn, D, DP)
         lse_rows = tl.load(lse + rows, mask=rows < last, other=float("inf"))
         raw = tl.dot(k, tl.trans(q_tile), input_precision=PRECISION)  # keys × queries
         p, slope = _weights(raw, lse_rows[None, :], scale, softcap, SOFTCAP)
         if CAUSAL or WINDOW:
-            seen = _visible(rows, cols, last, position, tokens, window, CAUSAL, False, WINDOW)
-            p = tl.where(tl.trans(seen), p, 0.0)
-        g_tile = _tile(g, rows, last, gn, D, DP)
+            visible = _visible(rows, cols, last, position, tokens, window, CAUSAL, False, WINDOW)
+            p = tl.where(tl.trans(visible), p, 0.0)
+        g_tile = _load_rows(g, rows, last, gn, D, DP)
         dv = tl.dot(p.to(g_tile.dtype), g_tile, dv, input_precision=PRECISION)
         delta_rows = tl.load(delta + rows, mask=rows < last, other=0.0)
         ds = p * (tl.dot(v, tl.trans(g_tile), input_precision=PRECISION) - delta_rows[None, :]) * slope
@@ -259,8 +259,8 @@ def _attend_backward_keys(q, k, v, d_out, lse, delta, dk, dv, blocks, position, 
     block = blocks + (tl.program_id(0) // K) * 3
     first, end, last = tl.load(block), tl.load(block + 1), tl.load(block + 2)
     cols = first + tl.arange(0, BN)
-    k_tile = _tile(k + head * kh, cols, end, kn, D, DP)
-    v_tile = _tile(v + head * vh, cols, end, vn, D, DP)
+    k_tile = _load_rows(k + head * kh, cols, end, kn, D, DP)
+    v_tile = _load_rows(v + head * vh, cols, end, vn, D, DP)
     dk_acc = tl.zeros([BN, DP], tl.float32)
     dv_acc = tl.zeros([BN, DP], tl.float32)
     middle = tl.minimum(first + BN, last)
@@ -272,13 +272,13 @@ def _attend_backward_keys(q, k, v, d_out, lse, delta, dk, dv, blocks, position, 
         dk_acc, dv_acc = _keys_over(q + own * qh, k_tile, v_tile, d_out + own * gh, qn, gn, lse + own * tokens,
                                     delta + own * tokens, dk_acc, dv_acc, cols, middle, last, last, position, tokens, scale,
                                     softcap, window, D, DP, BM, False, WINDOW, SOFTCAP, PRECISION)  # fmt: skip
-    _keep(dk + head * dkh, dk_acc * scale, cols, end, dkn, D, DP)
-    _keep(dv + head * dvh, dv_acc, cols, end, dvn, D, DP)
+    _store_rows(dk + head * dkh, dk_acc * scale, cols, end, dkn, D, DP)
+    _store_rows(dv + head * dvh, dv_acc, cols, end, dvn, D, DP)
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionRule:
-    """How scores are made: scale, soft cap, and a window in positions."""
+    """How scores are computed: scale, soft cap, and a window in positions."""
 
     scale: float
     window: int | None = None
@@ -324,7 +324,7 @@ def backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, into: tuple[Tensor, Tensor, Tensor],
     query_blocks: Tensor, key_blocks: Tensor, position_N: Tensor, rule: AttentionRule, tiles: Tiling,
 ) -> None:  # fmt: skip
-    """Writes dq, dk and dv into the three tensors of ``into``, of any strides with a dense last axis."""
+    """Write dq, dk and dv into the three tensors of ``into``, of any strides with a dense last axis."""
     N, H, _ = q.shape
     dq, dk, dv = into
     delta = delta_of(out, d_out)

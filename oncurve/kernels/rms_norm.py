@@ -1,9 +1,7 @@
 """RMSNorm with the residual sum before it: s = x + y, n = w · s · r, r = (mean s² + eps)^−½; and its derivative.
 
 With ŝ = s·r and g the gradient of n: ds = r·(g·w − ŝ·mean(g·w·ŝ)) + the gradient that reaches s past the norm, dw = Σ g·ŝ. The
-backward pass computes r and n again, as s is read anyway: nothing but s is kept.
-
-Legend: ``N`` tokens, ``D`` width.
+backward pass recomputes r and n, as it reads s anyway: nothing but s is stored.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
@@ -28,7 +26,7 @@ def _norm_forward(x, y, weight, total, normal, eps, D: tl.constexpr, BD: tl.cons
         s += tl.load(y + row + at, mask=inside, other=0.0).to(tl.float32)
         rounded = s.to(total.dtype.element_ty)
         tl.store(total + row + at, rounded, mask=inside)
-        s = rounded.to(tl.float32)  # the norm of what is kept, so that the backward pass sees the same
+        s = rounded.to(tl.float32)  # the norm of the rounded sum, as the backward pass computes it
     r = tl.rsqrt(tl.sum(s * s, 0) / D + eps)
     w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(normal + row + at, (s * r * w).to(normal.dtype.element_ty), mask=inside)
@@ -59,7 +57,7 @@ def _norm_backward(s_in, weight, grad, past, d_in, normal, d_weight, rows, eps,
 
 
 def add_norm(x_ND: Tensor, y_ND: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(x + y, its norm); where y is None, x itself and its norm."""
+    """(x + y, its norm); if y is None, x itself and its norm."""
     N, D = x_ND.shape
     normal = torch.empty_like(x_ND)
     total = x_ND if y_ND is None else torch.empty_like(x_ND)
@@ -72,16 +70,16 @@ def add_norm(x_ND: Tensor, y_ND: Tensor | None, weight_D: Tensor, eps: float) ->
 
 
 def norm_backward(
-    s_ND: Tensor, weight_D: Tensor, eps: float, grad_ND: Tensor, past_ND: Tensor | None, again: bool = True
+    s_ND: Tensor, weight_D: Tensor, eps: float, grad_ND: Tensor, past_ND: Tensor | None, recompute: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(gradient of s, the norm computed again, gradient of the weight in float32). ``again`` off leaves the norm unwritten."""
+    """(gradient of s, the recomputed norm if ``recompute``, gradient of the weight in float32)."""
     N, D = s_ND.shape
     d_in, count = torch.empty_like(s_ND), programs(N, s_ND.device)
-    normal = torch.empty_like(s_ND) if again else d_in
+    normal = torch.empty_like(s_ND) if recompute else d_in
     d_weight = torch.empty(count, D, device=s_ND.device)
     BD = triton.next_power_of_2(D)
     _norm_backward[(count,)](
         s_ND, weight_D, grad_ND, past_ND if past_ND is not None else s_ND, d_in, normal, d_weight, N, eps,
-        D=D, BD=BD, PAST=past_ND is not None, NORMAL=again, num_warps=warps_for(BD),
+        D=D, BD=BD, PAST=past_ND is not None, NORMAL=recompute, num_warps=warps_for(BD),
     )  # fmt: skip
     return d_in, normal, d_weight.sum(0)

@@ -1,10 +1,8 @@
-"""Norm of each query and key head (Qwen3's), then the rotary embedding, of the joint product of q, k and v; and the derivative.
+"""Norm of each query and key head (Qwen3), then the rotary embedding, of the fused product of q, k and v; and the derivative.
 
-For one head x of size d: n = w · x · r (or x where the model has no such norm); its halves a and b are turned together, to
-a·cos − b·sin and b·cos + a·sin. Backward they are turned back, then comes the norm's derivative (norm.py). Tables hold the
-angles of one half.
-
-Legend: ``N`` tokens, ``J`` heads of q and k together, the first ``H`` of them q's, ``d`` head size.
+For one head x of size d: n = w · x · r (x if the model has no such norm); its halves a and b are rotated to a·cos − b·sin and
+b·cos + a·sin. The backward pass rotates back, then applies the norm's derivative (rms_norm.py). Tables hold the angles of one
+half. ``J`` counts the heads of q and k together; the first ``H`` of them are q's.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
@@ -19,12 +17,12 @@ from torch import Tensor
 from oncurve.kernels.launch import programs
 
 ROWS, ROWS_BACK = 32, 16
-"""Heads that one program turns at a time, and turns back, with four sums for each in hand."""
+"""Heads that one program rotates at a time, forward and backward; backward holds four sums for each."""
 
 
 @triton.jit
 def _halves(base, rows, total, token_stride, J: tl.constexpr, D: tl.constexpr, BH: tl.constexpr):
-    """Addresses of the first halves of heads in [tokens, heads, d] (the second lie d/2 further), and which are real."""
+    """Addresses of the first halves of heads in [tokens, heads, d] (the second lie d/2 further), and which of them exist."""
     at = tl.arange(0, BH)
     start = (rows // J).to(tl.int64) * token_stride + (rows % J) * D
     return base + start[:, None] + at[None, :], (rows < total)[:, None] & (at < D // 2)[None, :]
@@ -49,7 +47,7 @@ def _angle(table, position, rows, total, J: tl.constexpr, D: tl.constexpr, BH: t
 
 
 @triton.jit(do_not_specialize=["total"])
-def _turn_forward(qkv, out, q_weight, k_weight, cos, sin, position, total, stride_in, stride_out, eps,
+def _rope_forward(qkv, out, q_weight, k_weight, cos, sin, position, total, stride_in, stride_out, eps,
                   J: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BH: tl.constexpr, R: tl.constexpr,
                   NORM: tl.constexpr):  # fmt: skip
     rows = tl.program_id(0) * R + tl.arange(0, R)
@@ -68,10 +66,10 @@ def _turn_forward(qkv, out, q_weight, k_weight, cos, sin, position, total, strid
 
 
 @triton.jit(do_not_specialize=["total"])
-def _turn_backward(qkv, grad, d_qkv, d_weights, q_weight, k_weight, cos, sin, position, total, stride_in, stride_grad, eps,
+def _rope_backward(qkv, grad, d_qkv, d_weights, q_weight, k_weight, cos, sin, position, total, stride_in, stride_grad, eps,
                    J: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BH: tl.constexpr, R: tl.constexpr,
                    NORM: tl.constexpr):  # fmt: skip
-    # By row and summed over rows at the end: a sum over rows within the loop would wait for all warps each time.
+    # Sums are kept by row and added up at the end: a sum over rows within the loop would wait for all warps each time.
     dq_first = tl.zeros([R, BH], tl.float32)
     dq_second = tl.zeros([R, BH], tl.float32)
     dk_first = tl.zeros([R, BH], tl.float32)
@@ -112,7 +110,7 @@ def _turn_backward(qkv, grad, d_qkv, d_weights, q_weight, k_weight, cos, sin, po
 
 
 class NormedRope:
-    """What turns with a position: the norm weights of a layer (or None), cos and sin [positions, d/2], places."""
+    """A layer's norm weights (or None), cos and sin [positions, d/2], and the position of each token."""
 
     def __init__(
         self, heads: int, kv_heads: int, head_size: int, weights: tuple[Tensor, Tensor] | None, eps: float,
@@ -127,24 +125,24 @@ class NormedRope:
         return {"J": self.J, "H": self.H, "D": self.d, "BH": BH, "NORM": self.weights is not None, "num_warps": 4}
 
     def forward(self, qkv: Tensor) -> Tensor:
-        """[N, J, d]: q and k, normed and turned, of the joint product [N, (J + kv heads)·d]."""
+        """[N, J, d]: q and k, normed and rotated, of the fused product [N, (J + KV heads)·d]."""
         N = len(qkv)
         out = torch.empty(N, self.J, self.d, dtype=qkv.dtype, device=qkv.device)
         q_weight, k_weight = self.weights or (qkv, qkv)
         total = N * self.J
-        _turn_forward[(triton.cdiv(total, ROWS),)](
+        _rope_forward[(triton.cdiv(total, ROWS),)](
             qkv, out, q_weight, k_weight, *self.tables, self.position_N, total, qkv.stride(0), out.stride(0), self.eps,
             R=ROWS, **self._sizes,
         )  # fmt: skip
         return out
 
     def backward(self, qkv: Tensor, grad: Tensor, d_qkv: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Writes the gradient of q and k into their part of ``d_qkv``; returns that of the norm weights in float32."""
+        """Write the gradient of q and k into their part of ``d_qkv``; returns that of the norm weights in float32."""
         total = len(qkv) * self.J
         count = programs(triton.cdiv(total, ROWS_BACK), qkv.device)
         d_weights = torch.empty(count, 2, self.d, device=qkv.device)
         q_weight, k_weight = self.weights or (qkv, qkv)
-        _turn_backward[(count,)](
+        _rope_backward[(count,)](
             qkv, grad, d_qkv, d_weights, q_weight, k_weight, *self.tables, self.position_N, total,
             qkv.stride(0), grad.stride(0), self.eps, R=ROWS_BACK, **self._sizes,
         )  # fmt: skip

@@ -1,11 +1,9 @@
-"""From logits to a token on the GPU, in two passes: statistics by tile of the vocabulary, then one tile per slot.
+"""Token sampling on the GPU in two passes: statistics of each tile of the vocabulary, then one program per slot.
 
-A token is sampled_ring by inverting the cumulative distribution at the slot's uniform, as in ``oncurve/engines/token_sampling.py``:
-tiles are added in float64, and within the tile in which the uniform falls tokens are added in float32. The uniform is the
-one of ``oncurve/rng.py``, computed here from the slot's key and position. Log-probs are float32: at the
-sampling temperature, as sampled_ring from (end tokens banned before the minimum length), and at temperature 1.
-
-Legend: ``S`` slots, ``V`` vocabulary, ``C`` tokens between two looks of the host. A slot of suffix length −1 is idle.
+A token is sampled by inverting the cumulative distribution at the slot's uniform, as in ``oncurve/engines/token_sampling.py``:
+tiles are added in float64, and tokens within the tile in which the uniform falls in float32. The uniform is that of
+``oncurve/rng.py``, computed here from the slot's key and position. Log-probs are float32: at the sampling temperature, as
+sampled (end tokens banned before the minimum length), and at temperature 1. A slot of suffix length −1 is idle.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
@@ -21,16 +19,17 @@ from torch import Tensor
 from oncurve.kernels.launch import pdl_options
 
 TILE = 4096
-"""Most logits that one program reads."""
+"""The most logits that one program reads."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """What a draw reads and changes, by slot; tensors on the device that keep their addresses.
+    """The state of each slot that sampling reads and updates; tensors on the device that keep their addresses.
 
-    ``token`` was sampled_ring last, ``suffix_length`` counts the tokens before it (−1: idle), ``limit`` is the most tokens,
-    ``key`` seeds the slot's random numbers. ``sampled_ring`` [C, S] and ``logps`` [C, 3, S] are rings: position p is written at
-    p mod C. ``forced`` [S, T] holds tokens that are not sampled_ring but read, −1 where there is none; T is 0 where there never are.
+    ``token`` was sampled last, ``suffix_length`` counts the tokens before it (−1: idle), ``limit`` is the maximum length, and
+    ``key`` seeds the slot's random numbers. ``sampled`` [C, S] and ``logps`` [C, 3, S] are rings: position p is written at
+    p mod C. ``forced`` [S, T] holds tokens that replace the sampled one, −1 if in_range is none; T is 0 if no tokens are ever
+    forced.
     """
 
     token: Tensor
@@ -44,8 +43,7 @@ class Slots:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRule:
-    """How tokens are sampled_ring: temperature (0: the likeliest), minimum length, and the model's own scale and soft cap of
-    logits."""
+    """Temperature (0: greedy), minimum length, and the model's own scale and soft cap of logits."""
 
     temperature: float = 1.0
     min_tokens: int = 0
@@ -55,7 +53,7 @@ class SamplingRule:
 
 @triton.jit
 def _uniform(key, at):
-    """SplitMix64's number for a position: 53 bits in [0, 1)."""
+    """SplitMix64's uniform for a position: 53 bits in [0, 1)."""
     state = key.to(tl.uint64, bitcast=True) + (at + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
     state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9
     state = (state ^ (state >> 27)) * 0x94D049BB133111EB
@@ -64,8 +62,8 @@ def _uniform(key, at):
 
 
 @triton.jit
-def _uniforms(key, suffix_length, out, slots, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    if EARLY:
+def _uniforms(key, suffix_length, out, slots, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
         tl.extra.cuda.gdc_wait()
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = slot < slots
@@ -84,15 +82,16 @@ def _logits(logits, n, V, scale, softcap, SCALE: tl.constexpr, SOFTCAP: tl.const
 
 
 @triton.jit
-def _statistics(logits, suffix_length, is_end, tops, kept, full, raw, best, best_at, V, inv_temperature, min_tokens, scale, softcap,
-                TILE: tl.constexpr, TILES: tl.constexpr, GREEDY: tl.constexpr, SCALED: tl.constexpr, MIN: tl.constexpr,
-                SCALE: tl.constexpr, SOFTCAP: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
-    """Of one tile: its maximum, and sums of e^((z − max)·inv_temperature) over what may be sampled_ring, over all, and of e^(z − max)."""
-    if EARLY:
+def _statistics(logits, suffix_length, is_end, tops, kept, full, raw, best, best_at, V, inv_temperature, min_tokens, scale,
+                softcap, TILE: tl.constexpr, TILES: tl.constexpr, GREEDY: tl.constexpr, SCALED: tl.constexpr, MIN: tl.constexpr,
+                SCALE: tl.constexpr, SOFTCAP: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Of one tile: its maximum, and the sums of e^((z − max)/temperature) over what may be sampled and over all, and of
+    e^(z − max)."""
+    if PDL:
         tl.extra.cuda.gdc_wait()
     slot, tile = tl.program_id(0), tl.program_id(1)
-    own = tl.load(suffix_length + slot)
-    if own >= 0:
+    length = tl.load(suffix_length + slot)
+    if length >= 0:
         n = tile * TILE + tl.arange(0, TILE)
         z = _logits(logits + slot.to(tl.int64) * V, n, V, scale, softcap, SCALE, SOFTCAP)
         at = slot * TILES + tile
@@ -103,7 +102,7 @@ def _statistics(logits, suffix_length, is_end, tops, kept, full, raw, best, best
         p = tl.exp((z - top) * inv_temperature) if SCALED else e
         if MIN:
             tl.store(full + at, tl.sum(p, 0))
-            banned = tl.load(is_end + n, mask=n < V, other=0).to(tl.int1) & (own < min_tokens)
+            banned = tl.load(is_end + n, mask=n < V, other=0).to(tl.int1) & (length < min_tokens)
             p = tl.where(banned, 0.0, p)
             z = tl.where(banned, float("-inf"), z)
         tl.store(kept + at, tl.sum(p, 0))
@@ -113,89 +112,56 @@ def _statistics(logits, suffix_length, is_end, tops, kept, full, raw, best, best
 
 
 @triton.jit
-def _write_token(
-    token_S,
-    suffix_length,
-    limit,
-    sampled_ring,
-    logps,
-    forced,
-    is_end,
-    slot,
-    slots,
-    token,
-    own,
-    logp,
-    sampled,
-    raw,
-    min_tokens,
-    C: tl.constexpr,
-    FORCED: tl.constexpr,
-):
-    """Write a sampled_ring token down, or the one that is forced for its place, and go on or end."""
-    ring = own % C
+def _write_token(token_S, suffix_length, limit, sampled_ring, logps, forced, is_end, slot, slots, token, length, logp, sampled,
+                 raw, min_tokens, C: tl.constexpr, FORCED: tl.constexpr):  # fmt: skip
+    """Write a sampled or forced token, and advance the slot or end it."""
+    ring = length % C
     if FORCED:
-        forced_token = tl.load(forced + slot * FORCED + own)
+        forced_token = tl.load(forced + slot * FORCED + length)
         token = tl.where(forced_token >= 0, forced_token.to(token.dtype), token)
     tl.store(sampled_ring + ring * slots + slot, token.to(tl.int32))
     tl.store(logps + (ring * 3) * slots + slot, logp)
     tl.store(logps + (ring * 3 + 1) * slots + slot, sampled)
     tl.store(logps + (ring * 3 + 2) * slots + slot, raw)
     tl.store(token_S + slot, token.to(token_S.dtype.element_ty))
-    ended = (tl.load(is_end + token) != 0) & (own >= min_tokens)
+    ended = (tl.load(is_end + token) != 0) & (length >= min_tokens)
     if FORCED:
         ended = ended & (forced_token < 0)
-    ended = ended | (own + 1 >= tl.load(limit + slot))
-    tl.store(suffix_length + slot, tl.where(ended, -1, own + 1))
+    ended = ended | (length + 1 >= tl.load(limit + slot))
+    tl.store(suffix_length + slot, tl.where(ended, -1, length + 1))
 
 
 @triton.jit
-def _sample_tokens(logits, tops, kept, full, raw, best, best_at, token_S, suffix_length, limit, key, sampled_ring, logps, forced,
-          is_end, slots, V, inv_temperature, min_tokens, scale, softcap,
-          C: tl.constexpr, FORCED: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, GREEDY: tl.constexpr,
-          SCALED: tl.constexpr, MIN: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
-    if EARLY:
+def _sample_tokens(logits, tops, kept, full, raw, best, best_at, token_S, suffix_length, limit, key, sampled_ring, logps,
+                   forced, is_end, slots, V, inv_temperature, min_tokens, scale, softcap,
+                   C: tl.constexpr, FORCED: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, GREEDY: tl.constexpr,
+                   SCALED: tl.constexpr, MIN: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
+                   PDL: tl.constexpr):  # fmt: skip
+    if PDL:
         tl.extra.cuda.gdc_wait()
     slot = tl.program_id(0)
-    own = tl.load(suffix_length + slot)
-    if own >= 0:
+    length = tl.load(suffix_length + slot)
+    if length >= 0:
         t = tl.arange(0, TILES)
-        there = t < (V + TILE - 1) // TILE
-        where = slot * TILES + t
+        in_range = t < (V + TILE - 1) // TILE
+        at_T = slot * TILES + t
         base = logits + slot.to(tl.int64) * V
-        top_T = tl.load(tops + where, mask=there, other=float("-inf"))
+        top_T = tl.load(tops + at_T, mask=in_range, other=float("-inf"))
         top = tl.max(top_T, 0)
-        raw_total = tl.sum(tl.load(raw + where, mask=there, other=0.0) * tl.exp(top_T - top), 0)
+        raw_total = tl.sum(tl.load(raw + at_T, mask=in_range, other=0.0) * tl.exp(top_T - top), 0)
         if GREEDY:
-            best_T = tl.load(best + where, mask=there, other=float("-inf"))
+            best_T = tl.load(best + at_T, mask=in_range, other=float("-inf"))
             token = tl.load(best_at + slot * TILES + tl.argmax(best_T, 0, tie_break_left=True))
             z = tl.max(best_T, 0)
             logp = z - top - tl.log(raw_total)
-            _write_token(
-                token_S,
-                suffix_length,
-                limit,
-                sampled_ring,
-                logps,
-                forced,
-                is_end,
-                slot,
-                slots,
-                token,
-                own,
-                logp,
-                logp * 0.0,
-                logp,
-                min_tokens,
-                C,
-                FORCED,
-            )
+            _write_token(token_S, suffix_length, limit, sampled_ring, logps, forced, is_end, slot, slots, token, length, logp,
+                         logp * 0.0, logp, min_tokens, C, FORCED)  # fmt: skip
         else:
             shrink_T = tl.exp((top_T - top) * inv_temperature)
-            mass_T = (tl.load(kept + where, mask=there, other=0.0) * shrink_T).to(tl.float64)
+            mass_T = (tl.load(kept + at_T, mask=in_range, other=0.0) * shrink_T).to(tl.float64)
             sum_T = tl.cumsum(mass_T, 0)
             total = tl.sum(mass_T, 0)
-            target = _uniform(tl.load(key + slot), own) * total
+            target = _uniform(tl.load(key + slot), length) * total
             last = tl.max(tl.where(mass_T > 0, t, 0), 0)
             tile = tl.minimum(tl.sum((sum_T <= target).to(tl.int32), 0), last)
             rest = (target - tl.sum(tl.where(t < tile, mass_T, 0.0), 0)).to(tl.float32)
@@ -203,7 +169,7 @@ def _sample_tokens(logits, tops, kept, full, raw, best, best_at, token_S, suffix
             z_n = _logits(base, n, V, scale, softcap, SCALE, SOFTCAP)
             p = tl.exp((z_n - top) * inv_temperature)
             if MIN:
-                banned = tl.load(is_end + n, mask=n < V, other=0).to(tl.int1) & (own < min_tokens)
+                banned = tl.load(is_end + n, mask=n < V, other=0).to(tl.int1) & (length < min_tokens)
                 p = tl.where(banned, 0.0, p)
             last_n = tl.max(tl.where(p > 0, n, 0), 0)
             token = tl.minimum(tile * TILE + tl.sum((tl.cumsum(p, 0) <= rest).to(tl.int32), 0), last_n)
@@ -211,46 +177,30 @@ def _sample_tokens(logits, tops, kept, full, raw, best, best_at, token_S, suffix
             sampled = (z - top) * inv_temperature - tl.log(total.to(tl.float32))
             logp = sampled
             if MIN:
-                logp = (z - top) * inv_temperature - tl.log(tl.sum(tl.load(full + where, mask=there, other=0.0) * shrink_T, 0))
+                full_total = tl.sum(tl.load(full + at_T, mask=in_range, other=0.0) * shrink_T, 0)
+                logp = (z - top) * inv_temperature - tl.log(full_total)
             raw_logp = sampled
             if SCALED or MIN:
                 raw_logp = z - top - tl.log(raw_total)
-            _write_token(
-                token_S,
-                suffix_length,
-                limit,
-                sampled_ring,
-                logps,
-                forced,
-                is_end,
-                slot,
-                slots,
-                token,
-                own,
-                logp,
-                sampled,
-                raw_logp,
-                min_tokens,
-                C,
-                FORCED,
-            )
+            _write_token(token_S, suffix_length, limit, sampled_ring, logps, forced, is_end, slot, slots, token, length, logp,
+                         sampled, raw_logp, min_tokens, C, FORCED)  # fmt: skip
 
 
 @triton.jit
-def _write_tokens(token, logp, token_S, suffix_length, limit, sampled_ring, logps, forced, is_end, slots, min_tokens, C: tl.constexpr,
-                FORCED: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
-    if EARLY:
+def _write_tokens(token, logp, token_S, suffix_length, limit, sampled_ring, logps, forced, is_end, slots, min_tokens,
+                  C: tl.constexpr, FORCED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    if PDL:
         tl.extra.cuda.gdc_wait()
     slot = tl.program_id(0)
-    own = tl.load(suffix_length + slot)
-    if own >= 0:
-        _write_token(token_S, suffix_length, limit, sampled_ring, logps, forced, is_end, slot, slots, tl.load(token + slot), own,
-                tl.load(logp + slot), tl.load(logp + slots + slot), tl.load(logp + 2 * slots + slot), min_tokens,
-                C, FORCED)  # fmt: skip
+    length = tl.load(suffix_length + slot)
+    if length >= 0:
+        _write_token(token_S, suffix_length, limit, sampled_ring, logps, forced, is_end, slot, slots, tl.load(token + slot),
+                     length, tl.load(logp + slot), tl.load(logp + slots + slot), tl.load(logp + 2 * slots + slot),
+                     min_tokens, C, FORCED)  # fmt: skip
 
 
 def sample_tokens(logits_SV: Tensor, slots: Slots, is_end_V: Tensor, rule: SamplingRule) -> None:
-    """Draw a token for every slot that is not idle, from logits before the model's scale and soft cap, and write it down."""
+    """Sample a token for every slot that is not idle and advance it. Logits come before the model's scale and soft cap."""
     S, V = logits_SV.shape
     tile = min(TILE, triton.next_power_of_2(V))
     tiles = triton.cdiv(V, tile)
@@ -268,9 +218,9 @@ def sample_tokens(logits_SV: Tensor, slots: Slots, is_end_V: Tensor, rule: Sampl
         logits_SV, slots.suffix_length, is_end_V, tops, kept, full, raw, best, best_at, V, *numbers, **flags, num_warps=4
     )
     _sample_tokens[(S,)](
-        logits_SV, tops, kept, full, raw, best, best_at, slots.token, slots.suffix_length, slots.limit, slots.key, slots.sampled,
-        slots.logps, slots.forced, is_end_V, S, V, *numbers, C=slots.sampled.shape[0], FORCED=slots.forced.shape[1], **flags,
-        num_warps=4,
+        logits_SV, tops, kept, full, raw, best, best_at, slots.token, slots.suffix_length, slots.limit, slots.key,
+        slots.sampled, slots.logps, slots.forced, is_end_V, S, V, *numbers, C=slots.sampled.shape[0],
+        FORCED=slots.forced.shape[1], **flags, num_warps=4,
     )  # fmt: skip
 
 
@@ -283,7 +233,7 @@ def uniforms(slots: Slots) -> Tensor:
 
 
 def write_tokens(token_S: Tensor, logp_3S: Tensor, slots: Slots, is_end_V: Tensor, min_tokens: int) -> None:
-    """Write tokens down that were sampled_ring elsewhere, with their three log-probs."""
+    """Advance slots with tokens that torch sampled, and their three log-probs."""
     _write_tokens[(len(token_S),)](
         token_S, logp_3S, slots.token, slots.suffix_length, slots.limit, slots.sampled, slots.logps, slots.forced,
         is_end_V, len(token_S), min_tokens, C=slots.sampled.shape[0], FORCED=slots.forced.shape[1],

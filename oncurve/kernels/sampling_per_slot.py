@@ -1,13 +1,11 @@
-"""From logits to a token where every slot has settings of its own: what ``oncurve serve`` draws by.
+"""Token sampling with per-slot parameters, for `oncurve serve`.
 
-The same draw as in ``sampling.py``, with temperature, minimum length and truncation read from the device by slot, so that one
-captured step serves whatever is asked. A program sees its own slot alone: what one asks for changes no bit of another's.
+The same sampling as in ``sampling.py``, with temperature, minimum length and truncation read from the device by slot, so that
+one captured step serves all requests. A program reads its own slot alone: a request's settings change no bit of another's.
 
-Top-k, top-p and min-p keep a beginning of the tokens in the order of their logits. Where it ends is found without a sort: the
-last logit kept lies between two that are there, and each pass over the row halves the stretch, until one value is left. Equal
-logits are kept in the order of their ids, as a stable sort has it.
-
-Legend: ``S`` slots, ``V`` vocabulary, ``C`` tokens between two looks of the host, ``T`` tiles of the vocabulary.
+Top-k, top-p and min-p keep the first tokens in the order of their logits. The last logit that is kept is found without a sort,
+by bisection: each pass over the row halves the interval in which it lies, until one value is left. Equal logits are kept in the
+order of their ids, as a stable sort has it.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
@@ -24,16 +22,16 @@ from oncurve.kernels.launch import pdl_options
 from oncurve.kernels.sampling import TILE, SamplingRule, Slots, _logits, _uniform, _write_token
 
 WIDE = 8192
-"""Logits that the search for a cut reads at once."""
+"""Logits that the search for the threshold reads at once."""
 MANY = tl.constexpr(1 << 30)
 
 
 @dataclass(frozen=True, slots=True)
 class SlotSamplingParams:
-    """How each slot's tokens are sampled_ring; tensors on the device that keep their addresses.
+    """The sampling settings of each slot; tensors on the device that keep their addresses.
 
-    ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 keep all. ``top`` likeliest tokens are forced_token at each
-    place, in ``top_ids`` and ``top_logps`` [C, S, most], rings as in ``Slots``.
+    ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 keep all tokens. ``top`` likeliest tokens are reported
+    at each position, in ``top_ids`` and ``top_logps`` [C, S, most], which are rings as in ``Slots``.
     """
 
     temperature: Tensor
@@ -48,9 +46,9 @@ class SlotSamplingParams:
 
 @triton.jit
 def _allowed(logits, is_end, n, V, ban, scale, softcap, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
-    """Logits, −inf where an end token is banned."""
+    """Logits, with −inf for banned end tokens."""
     z = _logits(logits, n, V, scale, softcap, SCALE, SOFTCAP)
-    banned = tl.load(is_end + n, mask=(n < V) & ban, other=0).to(tl.int1)  # not read at all where none is banned
+    banned = tl.load(is_end + n, mask=(n < V) & ban, other=0).to(tl.int1)  # not read if none is banned
     return tl.where(banned, float("-inf"), z)
 
 
@@ -62,19 +60,19 @@ def _inv_temperature(temperature):
 @triton.jit
 def _sums(logits, suffix_length, is_end, temperature, min_tokens, tops, full, raw, kept, best, best_at, lowest, V, scale,
           softcap, TILE: tl.constexpr, TILES: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
-          EARLY: tl.constexpr):  # fmt: skip
-    """Of one tile: its maximum, sums of e^((z − max)·inv_temperature) over all and over what may be sampled_ring, and of e^(z − max); the
-    likeliest token that may be sampled_ring, and the lowest logit of such."""
-    if EARLY:
+          PDL: tl.constexpr):  # fmt: skip
+    """Of one tile: its maximum; the sums of e^((z − max)/temperature) over all tokens and over those that may be sampled, and
+    of e^(z − max); and of those that may be sampled the likeliest token and the lowest logit."""
+    if PDL:
         tl.extra.cuda.gdc_wait()
     slot, tile = tl.program_id(0), tl.program_id(1)
-    own = tl.load(suffix_length + slot)
-    if own >= 0:
+    length = tl.load(suffix_length + slot)
+    if length >= 0:
         inv_temperature = _inv_temperature(tl.load(temperature + slot))
         n = tile * TILE + tl.arange(0, TILE)
         base = logits + slot.to(tl.int64) * V
         z = _logits(base, n, V, scale, softcap, SCALE, SOFTCAP)
-        may = _allowed(base, is_end, n, V, own < tl.load(min_tokens + slot), scale, softcap, SCALE, SOFTCAP)
+        may = _allowed(base, is_end, n, V, length < tl.load(min_tokens + slot), scale, softcap, SCALE, SOFTCAP)
         at = slot * TILES + tile
         top = tl.max(z, 0)
         p = tl.exp((z - top) * inv_temperature)
@@ -90,7 +88,7 @@ def _sums(logits, suffix_length, is_end, temperature, min_tokens, tops, full, ra
 @triton.jit
 def _above(logits, is_end, V, ban, middle, top, inv_temperature, scale, softcap, WIDE: tl.constexpr, SCALE: tl.constexpr,
            SOFTCAP: tl.constexpr):  # fmt: skip
-    """Of the tokens above a logit: how many, their mass, and the lowest; and the highest of the others."""
+    """Of the tokens above ``middle``: their number, mass and lowest logit; and the highest logit of the others."""
     count = tl.zeros([WIDE], tl.int32)
     mass = tl.zeros([WIDE], tl.float32)
     lowest = tl.full([WIDE], float("inf"), tl.float32)
@@ -108,57 +106,57 @@ def _above(logits, is_end, V, ban, middle, top, inv_temperature, scale, softcap,
 @triton.jit
 def _cut(logits, suffix_length, is_end, temperature, top_p, min_p, top_k, min_tokens, tops, full, kept, best, lowest, cut,
          cut_at, V, scale, softcap, TILE: tl.constexpr, TILES: tl.constexpr, WIDE: tl.constexpr, SCALE: tl.constexpr,
-         SOFTCAP: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
-    """Where a slot's tokens are cut: those above ``cut`` are kept, and those equal to it up to the id ``cut_at``. Writes the
-    masses of tiles that are left."""
-    if EARLY:
+         SOFTCAP: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """The threshold of a slot's truncation: tokens above ``cut`` are kept, and those equal to it up to the id ``cut_at``.
+    Writes the mass of each tile that is left."""
+    if PDL:
         tl.extra.cuda.gdc_wait()
     slot = tl.program_id(0)
-    own = tl.load(suffix_length + slot)
-    if own >= 0:
-        temp, k = tl.load(temperature + slot), tl.load(top_k + slot)
+    length = tl.load(suffix_length + slot)
+    if length >= 0:
+        slot_temperature, k = tl.load(temperature + slot), tl.load(top_k + slot)
         p, floor = tl.load(top_p + slot), tl.load(min_p + slot)
-        if (temp > 0) & ((k > 0) | (p < 1.0) | (floor > 0.0)):
-            inv_temperature, ban = _inv_temperature(temp), own < tl.load(min_tokens + slot)
+        if (slot_temperature > 0) & ((k > 0) | (p < 1.0) | (floor > 0.0)):
+            inv_temperature, ban = _inv_temperature(slot_temperature), length < tl.load(min_tokens + slot)
             base = logits + slot.to(tl.int64) * V
             t = tl.arange(0, TILES)
-            there = t < (V + TILE - 1) // TILE
-            where = slot * TILES + t
-            top_T = tl.load(tops + where, mask=there, other=float("-inf"))
+            in_range = t < (V + TILE - 1) // TILE
+            at_T = slot * TILES + t
+            top_T = tl.load(tops + at_T, mask=in_range, other=float("-inf"))
             top = tl.max(top_T, 0)
-            total = tl.sum(tl.load(full + where, mask=there, other=0.0) * tl.exp((top_T - top) * inv_temperature), 0)
-            high = tl.max(tl.load(best + where, mask=there, other=float("-inf")), 0)
-            low = tl.min(tl.load(lowest + where, mask=there, other=float("inf")), 0)
+            total = tl.sum(tl.load(full + at_T, mask=in_range, other=0.0) * tl.exp((top_T - top) * inv_temperature), 0)
+            high = tl.max(tl.load(best + at_T, mask=in_range, other=float("-inf")), 0)
+            low = tl.min(tl.load(lowest + at_T, mask=in_range, other=float("inf")), 0)
             at_least = high + tl.log(tl.maximum(floor, 1e-38)) / inv_temperature
-            wanted = tl.where(p < 1.0, p * total, float("inf"))
+            mass_limit = tl.where(p < 1.0, p * total, float("inf"))
             most = tl.where(k > 0, k, MANY)
             if (k == 0) & (p >= 1.0):
                 high = low
             while low < high:
                 middle = low + (high - low) * 0.5
                 middle = tl.where(middle >= high, low, middle)
-                count, mass, over, under = _above(base, is_end, V, ban, middle, top, inv_temperature, scale, softcap, WIDE, SCALE,
-                                                  SOFTCAP)  # fmt: skip
-                enough = (count >= most) | (mass >= wanted)
+                count, mass, over, under = _above(base, is_end, V, ban, middle, top, inv_temperature, scale, softcap, WIDE,
+                                                  SCALE, SOFTCAP)  # fmt: skip
+                enough = (count >= most) | (mass >= mass_limit)
                 low = tl.where(enough, over, low)
                 high = tl.where(enough, high, under)
             count, mass, over, under = _above(
                 base, is_end, V, ban, low, top, inv_temperature, scale, softcap, WIDE, SCALE, SOFTCAP
             )
-            by_mass = tl.ceil(tl.minimum((wanted - mass) / tl.exp((low - top) * inv_temperature), 1e9)).to(tl.int32)
+            by_mass = tl.ceil(tl.minimum((mass_limit - mass) / tl.exp((low - top) * inv_temperature), 1e9)).to(tl.int32)
             ties = tl.maximum(tl.minimum(most - count, by_mass), 1)
             ties = tl.where(at_least > low, MANY, ties)
             low = tl.maximum(low, at_least)
-            seen, last = 0, -1
+            counted, last = 0, -1
             for tile in range((V + TILE - 1) // TILE):
                 n = tile * TILE + tl.arange(0, TILE)
                 z = _allowed(base, is_end, n, V, ban, scale, softcap, SCALE, SOFTCAP)
                 same = z == low
-                tied = same & (tl.cumsum(same.to(tl.int32), 0) + seen <= ties)
+                tied = same & (tl.cumsum(same.to(tl.int32), 0) + counted <= ties)
                 left = tl.exp((z - tl.load(tops + slot * TILES + tile)) * inv_temperature)
                 tl.store(kept + slot * TILES + tile, tl.sum(tl.where((z > low) | tied, left, 0.0), 0))
                 last = tl.maximum(last, tl.max(tl.where(tied, n, -1), 0))
-                seen += tl.sum(same.to(tl.int32), 0)
+                counted += tl.sum(same.to(tl.int32), 0)
             tl.store(cut + slot, low)
             tl.store(cut_at + slot, last)
         else:
@@ -167,31 +165,31 @@ def _cut(logits, suffix_length, is_end, temperature, top_p, min_p, top_k, min_to
 
 
 @triton.jit
-def _likeliest(logits, suffix_length, wanted, tops, raw, top_ids, top_logps, slots, V, most, scale, softcap,
+def _likeliest(logits, suffix_length, counts, tops, raw, top_ids, top_logps, slots, V, most, scale, softcap,
                C: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
-               EARLY: tl.constexpr):  # fmt: skip
-    """The likeliest tokens one after the other: each is the best of the best tile, which is then looked at again."""
-    if EARLY:
+               PDL: tl.constexpr):  # fmt: skip
+    """The likeliest tokens one after the other: each is the best of the best tile, whose maximum is then computed again."""
+    if PDL:
         tl.extra.cuda.gdc_wait()
     slot = tl.program_id(0)
-    own = tl.load(suffix_length + slot)
-    if own >= 0:
+    length = tl.load(suffix_length + slot)
+    if length >= 0:
         t = tl.arange(0, TILES)
-        there = t < (V + TILE - 1) // TILE
-        best_T = tl.load(tops + slot * TILES + t, mask=there, other=float("-inf"))
+        in_range = t < (V + TILE - 1) // TILE
+        best_T = tl.load(tops + slot * TILES + t, mask=in_range, other=float("-inf"))
         top = tl.max(best_T, 0)
-        total = tl.sum(tl.load(raw + slot * TILES + t, mask=there, other=0.0) * tl.exp(best_T - top), 0)
+        total = tl.sum(tl.load(raw + slot * TILES + t, mask=in_range, other=0.0) * tl.exp(best_T - top), 0)
         last, last_at = float("inf"), -1
-        for i in range(tl.load(wanted + slot)):
+        for i in range(tl.load(counts + slot)):
             tile = tl.argmax(best_T, 0, tie_break_left=True)
             n = tile * TILE + tl.arange(0, TILE)
             z = _logits(logits + slot.to(tl.int64) * V, n, V, scale, softcap, SCALE, SOFTCAP)
             z = tl.where((z < last) | ((z == last) & (n > last_at)), z, float("-inf"))
             last = tl.max(z, 0)
             last_at = tile * TILE + tl.argmax(z, 0, tie_break_left=True)
-            where = ((own % C) * slots + slot) * most + i
-            tl.store(top_ids + where, last_at)
-            tl.store(top_logps + where, last - top - tl.log(total))
+            at = ((length % C) * slots + slot) * most + i
+            tl.store(top_ids + at, last_at)
+            tl.store(top_logps + at, last - top - tl.log(total))
             rest = tl.max(tl.where((z < last) | ((z == last) & (n > last_at)), z, float("-inf")), 0)
             best_T = tl.where(t == tile, rest, best_T)
 
@@ -200,54 +198,54 @@ def _likeliest(logits, suffix_length, wanted, tops, raw, top_ids, top_logps, slo
 def _sample_per_slot(logits, temperature, min_of, tops, full, raw, kept, best, best_at, cut, cut_at, token_S, suffix_length,
             limit, key, sampled_ring, logps, forced, is_end, slots, V, scale, softcap,
             C: tl.constexpr, FORCED: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, SCALE: tl.constexpr,
-            SOFTCAP: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
-    """As ``_pick`` of sampling.py, among what is kept."""
-    if EARLY:
+            SOFTCAP: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """As ``_sample_tokens`` of sampling.py, among the tokens that are kept."""
+    if PDL:
         tl.extra.cuda.gdc_wait()
     slot = tl.program_id(0)
-    own = tl.load(suffix_length + slot)
-    if own >= 0:
-        temp, min_tokens = tl.load(temperature + slot), tl.load(min_of + slot)
-        inv_temperature = _inv_temperature(temp)
+    length = tl.load(suffix_length + slot)
+    if length >= 0:
+        slot_temperature, min_tokens = tl.load(temperature + slot), tl.load(min_of + slot)
+        inv_temperature = _inv_temperature(slot_temperature)
         t = tl.arange(0, TILES)
-        there = t < (V + TILE - 1) // TILE
-        where = slot * TILES + t
+        in_range = t < (V + TILE - 1) // TILE
+        at_T = slot * TILES + t
         base = logits + slot.to(tl.int64) * V
-        top_T = tl.load(tops + where, mask=there, other=float("-inf"))
+        top_T = tl.load(tops + at_T, mask=in_range, other=float("-inf"))
         top = tl.max(top_T, 0)
-        raw_total = tl.sum(tl.load(raw + where, mask=there, other=0.0) * tl.exp(top_T - top), 0)
+        raw_total = tl.sum(tl.load(raw + at_T, mask=in_range, other=0.0) * tl.exp(top_T - top), 0)
         shrink_T = tl.exp((top_T - top) * inv_temperature)
-        all_total = tl.sum(tl.load(full + where, mask=there, other=0.0) * shrink_T, 0)
-        mass_T = (tl.load(kept + where, mask=there, other=0.0) * shrink_T).to(tl.float64)
+        all_total = tl.sum(tl.load(full + at_T, mask=in_range, other=0.0) * shrink_T, 0)
+        mass_T = (tl.load(kept + at_T, mask=in_range, other=0.0) * shrink_T).to(tl.float64)
         total = tl.sum(mass_T, 0)
-        target = _uniform(tl.load(key + slot), own) * total
+        target = _uniform(tl.load(key + slot), length) * total
         last = tl.max(tl.where(mass_T > 0, t, 0), 0)
         tile = tl.minimum(tl.sum((tl.cumsum(mass_T, 0) <= target).to(tl.int32), 0), last)
         rest = (target - tl.sum(tl.where(t < tile, mass_T, 0.0), 0)).to(tl.float32)
         n = tile * TILE + tl.arange(0, TILE)
-        z_n = _allowed(base, is_end, n, V, own < min_tokens, scale, softcap, SCALE, SOFTCAP)
+        z_n = _allowed(base, is_end, n, V, length < min_tokens, scale, softcap, SCALE, SOFTCAP)
         edge = tl.load(cut + slot)
         stays = (z_n > edge) | ((z_n == edge) & (n <= tl.load(cut_at + slot)))
         p = tl.where(stays, tl.exp((z_n - top) * inv_temperature), 0.0)
         last_n = tl.max(tl.where(p > 0, n, 0), 0)
         token = tl.minimum(tile * TILE + tl.sum((tl.cumsum(p, 0) <= rest).to(tl.int32), 0), last_n)
         z = tl.max(tl.where(n == token, z_n, float("-inf")), 0)
-        best_T = tl.load(best + where, mask=there, other=float("-inf"))
+        best_T = tl.load(best + at_T, mask=in_range, other=float("-inf"))
         likeliest = tl.load(best_at + slot * TILES + tl.argmax(best_T, 0, tie_break_left=True))
-        token = tl.where(temp > 0, token, likeliest)
-        z = tl.where(temp > 0, z, tl.max(best_T, 0))
+        token = tl.where(slot_temperature > 0, token, likeliest)
+        z = tl.where(slot_temperature > 0, z, tl.max(best_T, 0))
         raw_logp = z - top - tl.log(raw_total)
-        logp = tl.where(temp > 0, (z - top) * inv_temperature - tl.log(all_total), raw_logp)
-        sampled = tl.where(temp > 0, (z - top) * inv_temperature - tl.log(total.to(tl.float32)), 0.0)
-        _write_token(token_S, suffix_length, limit, sampled_ring, logps, forced, is_end, slot, slots, token, own, logp, sampled,
-                raw_logp, min_tokens, C, FORCED)  # fmt: skip
+        logp = tl.where(slot_temperature > 0, (z - top) * inv_temperature - tl.log(all_total), raw_logp)
+        sampled = tl.where(slot_temperature > 0, (z - top) * inv_temperature - tl.log(total.to(tl.float32)), 0.0)
+        _write_token(token_S, suffix_length, limit, sampled_ring, logps, forced, is_end, slot, slots, token, length, logp,
+                     sampled, raw_logp, min_tokens, C, FORCED)  # fmt: skip
 
 
 def sample_tokens_per_slot(
     logits_SV: Tensor, slots: Slots, params: SlotSamplingParams, is_end_V: Tensor, rule: SamplingRule
 ) -> None:
-    """Draw a token for every slot that is not idle, as it params, and write it down. Of ``rule`` only the model's scale and
-    soft cap are used."""
+    """Sample a token for every slot that is not idle by its own settings, and advance the slot. Of ``rule`` only the model's
+    scale and soft cap are used."""
     S, V = logits_SV.shape
     device, tile = logits_SV.device, min(TILE, triton.next_power_of_2(V))
     tiles = triton.cdiv(V, tile)

@@ -1,8 +1,6 @@
-"""The gated unit silu(gate)·up from one [N, 2·I] product of both, and its derivative, which gives the unit's value again.
+"""The gated unit silu(gate)·up of one [N, 2·I] product of both, and its derivative, which also recomputes the unit's value.
 
-With σ = sigmoid(gate): d gate = g·up·σ·(1 + gate·(1 − σ)), d up = g·gate·σ.
-
-Legend: ``N`` tokens, ``I`` width within the MLP.
+With σ = sigmoid(gate): d gate = g·up·σ·(1 + gate·(1 − σ)), d up = g·gate·σ. ``I`` is the width of the MLP.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
@@ -42,7 +40,7 @@ def _gate_backward(both, grad, d_both, out, stride, d_stride, I: tl.constexpr, B
 
 
 def swiglu(both: Tensor) -> Tensor:
-    """silu(gate)·up, [N, I]; rows of ``both`` may lie apart."""
+    """silu(gate)·up, [N, I]; ``both`` may have any row stride."""
     N, I = both.shape[0], both.shape[1] // 2  # noqa: E741
     out = torch.empty(N, I, dtype=both.dtype, device=both.device)
     _gate_forward[(N, triton.cdiv(I, BLOCK))](both, out, both.stride(0), I=I, B=BLOCK, num_warps=4)
@@ -50,7 +48,7 @@ def swiglu(both: Tensor) -> Tensor:
 
 
 def swiglu_backward(both: Tensor, grad: Tensor, d_both: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(gradient of ``both``, written into ``d_both`` where that is given; the unit's value again)."""
+    """(gradient of ``both``, written into ``d_both`` if that is passed; the unit's value)."""
     N, I = grad.shape  # noqa: E741
     d_both = torch.empty_like(both) if d_both is None else d_both
     out = torch.empty_like(grad)

@@ -206,8 +206,8 @@ def test_after_sampling_the_memory_of_the_pool_is_free_and_graphs_are_kept() -> 
     torch.cuda.synchronize()
     assert abs(torch.cuda.mem_get_info()[0] - before) < 64 << 20
     assert own.graph_decoder.graphs == graphs
-    assert own.graph_decoder.cache.stretch is not None
-    assert own.graph_decoder.cache.stretch.mapped == 0
+    assert own.graph_decoder.cache.range is not None
+    assert own.graph_decoder.cache.range.mapped == 0
 
 
 @pytest.mark.parametrize("dtype", BOTH)

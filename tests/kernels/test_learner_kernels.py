@@ -47,7 +47,7 @@ def test_residual_sum_and_norm(width: int, added: bool) -> None:
     d_in, again, d_weight = rms_norm.norm_backward(total, low(w), 1e-3, low(g), low(past))
     for one, other in ((total, s), (ours, normal), (again, normal), (d_in, ds), (d_weight, dw)):
         assert apart(one, other) < WITHIN
-    alone, _, _ = rms_norm.norm_backward(total, low(w), 1e-3, low(g), None, again=False)
+    alone, _, _ = rms_norm.norm_backward(total, low(w), 1e-3, low(g), None, recompute=False)
     assert apart(alone, ds - past) < WITHIN
 
 

@@ -1,1 +1,1 @@
-"""The native engine on a GPU: captured CUDA graphs over Triton kernels and a paged KV cache."""
+"""The native engine on a GPU: CUDA graphs over Triton kernels and a paged KV cache."""

@@ -1,11 +1,9 @@
-"""One token for every slot: the whole decode step as kernels and products, with nothing that asks the host.
+"""One token for every slot: the complete decode step as kernels and matrix products, which never waits for the host.
 
-Two ways through the layers: the Llama family's own, over the joint weights of ``models/llama/fused.py`` (five launches of ours
-and four products a layer; four launches more where all have adapters), and any other decoder's modules, whose attention enters
-by the interface. Both read the learner's parameters where they lie, so an optimiser's update is seen by the next step, captured
-graph or not.
-
-Legend: ``S`` slots, ``C`` tokens between two looks of the host, ``V`` vocabulary.
+There are two ways through the layers: the Llama family's own, over the fused weights of ``models/llama/fused.py`` (five kernels
+of ours and four products per layer; four more kernels if all layers have adapters), and any other decoder's modules, whose
+attention goes through the attention interface. Both read the learner's parameters in place, so the next step uses an
+optimiser's update, captured graph or not.
 """
 
 from __future__ import annotations
@@ -31,7 +29,8 @@ from oncurve.recipe.schema.sections import Sampling
 
 @dataclass(frozen=True, slots=True)
 class BufferSizes:
-    """The sizes that a buffers is made for; ``given``: places for tokens that an environment says, 0 where none does."""
+    """The sizes of a set of buffers; ``forced_tokens``: positions at which an environment's tokens can be forced, 0 if none
+    is."""
 
     slots: int
     members: int
@@ -42,7 +41,7 @@ class BufferSizes:
 
 
 class DecodeBuffers:
-    """All that a step reads and writes besides weights and cache: fixed tensors at fixed addresses."""
+    """What a step reads and writes besides weights and KV cache: tensors whose addresses never change."""
 
     def __init__(self, sizes: BufferSizes, shape: KVShape, vocabulary: int, device: torch.device) -> None:
         S, parts = sizes.slots, sizes.prompt_pages + sizes.suffix_pages
@@ -70,16 +69,16 @@ class DecodeBuffers:
         self.parts = PartialSoftmax(floats(parts, S, H, d), floats(parts, S, H), floats(parts, S, H))
         self.is_end_V = ints(vocabulary, dtype=torch.int8)
 
-    def clear(self, end_ids: tuple[int, ...]) -> None:
-        """Every slot idle, and these the tokens that end."""
+    def clear(self, eos_ids: tuple[int, ...]) -> None:
+        """Make every slot idle, and mark the end tokens."""
         self.tables.suffix_length.fill_(-1)
         self.slots.forced.fill_(-1)
         self.is_end_V.zero_()
-        self.is_end_V[torch.tensor(end_ids, dtype=torch.long, device=self.is_end_V.device)] = 1
+        self.is_end_V[torch.tensor(eos_ids, dtype=torch.long, device=self.is_end_V.device)] = 1
 
 
 class PagedDecode:
-    """The layout of a decode step, for models that run through their own modules."""
+    """Attention of a decode step, for models that run through their own modules."""
 
     def __init__(self, buffers: DecodeBuffers, cache: Tensor, launch: LaunchShape) -> None:
         self.buffers, self.cache, self.launch = buffers, cache, launch
@@ -97,7 +96,7 @@ class PagedDecode:
 
 
 class FusedStep:
-    """The Llama family's decode step over the weights that ``models/llama/fused.py`` has laid side by side."""
+    """The Llama family's decode step over the fused weights of ``models/llama/fused.py``."""
 
     def __init__(self, decoder: FusedBackbone, device: torch.device) -> None:
         self.decoder = decoder
@@ -105,7 +104,7 @@ class FusedStep:
         positions = torch.arange(backbone.config.max_position_embeddings, device=device)[None]
         cos, sin = backbone.rotary_emb(torch.zeros(1, device=device), positions)  # in float32
         half = decoder.head_size // 2
-        self.turns = (cos[0, :, :half].float().contiguous(), sin[0, :, :half].float().contiguous())
+        self.rotations = (cos[0, :, :half].float().contiguous(), sin[0, :, :half].float().contiguous())
 
     def hidden(self, buffers: DecodeBuffers, cache: Tensor, launch: LaunchShape) -> Tensor:
         """The last hidden state of every slot's newest token, [S, D]."""
@@ -121,7 +120,7 @@ class FusedStep:
             eps = block.q_norm.variance_epsilon if block.q_norm is not None else 0.0
             qkv = _linear(h, block.qkv.weight, block.qkv.bias, block.qkv.lora)
             q = rotate_store(
-                qkv, cache, i, tables.suffix_page, tables.prompt_length, tables.suffix_length, self.turns, norms, eps
+                qkv, cache, i, tables.suffix_page, tables.prompt_length, tables.suffix_length, self.rotations, norms, eps
             )
             a = attend(q, cache, i, tables, launch, buffers.parts, decoder.scale, block.window, None)
             o = _linear(a.flatten(1), block.out.weight, block.out.bias, block.out_lora)
@@ -134,25 +133,25 @@ class FusedStep:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, lora: JointLora | None) -> Tensor:
-    """[S, N], or float32 parts of it [parts, S, N], which the next kernel adds up."""
+    """x·Wᵀ + b, or its float32 parts [parts, S, outputs], which the next kernel sums."""
     block = None if lora else block_for(x, len(weight))
-    return _whole(x, weight, bias, lora) if block is None else product(x, weight, bias, block)
+    return _torch_linear(x, weight, bias, lora) if block is None else product(x, weight, bias, block)
 
 
 def _gated(x: Tensor, gate_up: Tensor, lora: JointLora | None) -> Tensor:
     """silu(gate)·up, [S, I]."""
     block = None if lora else block_for(x, len(gate_up) // 2, gated=True)
-    return silu_mul(_whole(x, gate_up, None, lora)) if block is None else gated_product(x, gate_up, block)
+    return silu_mul(_torch_linear(x, gate_up, None, lora)) if block is None else gated_product(x, gate_up, block)
 
 
-def _whole(x: Tensor, weight: Tensor, bias: Tensor | None, lora: JointLora | None) -> Tensor:
+def _torch_linear(x: Tensor, weight: Tensor, bias: Tensor | None, lora: JointLora | None) -> Tensor:
     if not lora:
         return torch.nn.functional.linear(x, weight, bias)
     return lora.product(x, bias, pdl_options(x.device))[0]
 
 
 class ModuleStep:
-    """Any decoder's step through transformers' own modules."""
+    """The step of any other decoder, through transformers' own modules."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -164,12 +163,12 @@ class ModuleStep:
 
 
 def build_step(policy: Policy) -> FusedStep | ModuleStep:
-    """The fast way where the policy has one, else the model's modules."""
+    """The fused step if the policy has a fast backbone, else the step through the model's modules."""
     return ModuleStep(policy) if policy.fast_backbone is None else FusedStep(policy.fast_backbone, policy.device)
 
 
 def sample_step(head: Head, hidden_SD: Tensor, buffers: DecodeBuffers, sampling: Sampling) -> None:
-    """A token for every slot that is not idle. Truncated distributions are sorted by torch, all others sampled by our kernels."""
+    """Sample a token for every slot that is not idle: from truncated distributions with torch's sort, else with our kernels."""
     if sampling.temperature == 0 or not sampling.truncates:
         rule = kernels.SamplingRule(sampling.temperature, sampling.min_new_tokens, head.scale, head.softcap)
         kernels.sample_tokens(product_logits(head, hidden_SD), buffers.slots, buffers.is_end_V, rule)
@@ -184,7 +183,7 @@ def sample_step(head: Head, hidden_SD: Tensor, buffers: DecodeBuffers, sampling:
 
 
 def product_logits(head: Head, hidden_SD: Tensor) -> Tensor:
-    """W h + b in float32: the sums of the product as they are, not rounded to 16 bits."""
+    """W h + b in float32: the product's accumulators, not rounded to 16 bits."""
     if hidden_SD.dtype == torch.float32 or hidden_SD.device.type != "cuda":
         return torch.nn.functional.linear(hidden_SD, head.weight_VD, head.bias_V).float()
     logits = torch.mm(hidden_SD, head.weight_VD.t(), out_dtype=torch.float32)

@@ -121,7 +121,8 @@ class GraphDecoder:
         sample_step(self.policy.head, hidden, self.buffers, sampling)
 
     def _graph(self, launch: LaunchShape, sampling: Sampling) -> torch.cuda.CUDAGraph | None:
-        """The step as a graph, captured when first needed. None if it can't be; if memory was short, the next call tries again."""
+        """The step as a graph, captured when first needed. None if it can't be; if memory was short, the next call tries
+        again."""
         assert self.buffers is not None
         key = GraphKey(self.buffers, sampling, launch)
         if key not in self.graphs:

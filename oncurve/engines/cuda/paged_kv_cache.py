@@ -1,8 +1,7 @@
-"""The pool on a GPU: pages of keys and values of all layers, given out one by one, and how a prefill fills them.
+"""The paged KV cache on a GPU, and how a prefill fills it.
 
-A page holds PAGE positions of one prompt or of one suffix, for every layer: [pages, layers, 2, K, PAGE, d]. A group's
-prompt lies once in pages that all its completions read; a completion owns only the pages of its suffix, taken as it
-grows.
+A page holds PAGE positions of one prompt or of one suffix, for every layer: [pages, layers, 2, K, PAGE, d]. A group's prompt is
+stored once, in pages that all its completions read; a completion owns only the pages of its suffix, taken as it grows.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from oncurve.models.policy import Policy
 log = logging.getLogger("oncurve.engine")
 
 PAGE = 512
-"""Positions of a page, and keys that one program of the attention kernel reads: chosen by measurement on an H200."""
+"""Positions of a page, which are the keys that one program of the attention kernel reads. Measured on an H200."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """What the pool must hold: the same for every layer."""
+    """The shape of a layer's keys and values, the same for every layer."""
 
     layers: int
     heads: int
@@ -44,57 +43,57 @@ class KVShape:
 
 
 class _ShapeProbe:
-    """A layout that writes down what each layer asks for, and attends to nothing."""
+    """An attention context that records the shape of each layer's queries and keys, and returns zeros."""
 
     def __init__(self) -> None:
-        self.seen: dict[int, tuple[int, int, int, torch.dtype]] = {}
+        self.shapes: dict[int, tuple[int, int, int, torch.dtype]] = {}
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
-        self.seen[layer] = (q.shape[1], k.shape[1], k.shape[3], k.dtype)
+        self.shapes[layer] = (q.shape[1], k.shape[1], k.shape[3], k.dtype)
         return torch.zeros_like(q).transpose(1, 2)
 
 
 def shape_of(policy: Policy) -> KVShape | str:
-    """The model's shape, asked by one forward pass; or why pages can't hold it."""
-    watcher, ids = _ShapeProbe(), torch.zeros(1, 1, dtype=torch.long, device=policy.device)
-    policy.hidden(ids, ids, watcher)
-    shapes = set(watcher.seen.values())
-    if len(shapes) != 1 or sorted(watcher.seen) != list(range(len(watcher.seen))):
+    """The model's shape, found by one forward pass; or the reason why it does not fit a paged cache."""
+    probe, ids = _ShapeProbe(), torch.zeros(1, 1, dtype=torch.long, device=policy.device)
+    policy.hidden(ids, ids, probe)
+    shapes = set(probe.shapes.values())
+    if len(shapes) != 1 or sorted(probe.shapes) != list(range(len(probe.shapes))):
         return f"layers of unequal heads ({len(shapes)} kinds)"
-    return KVShape(len(watcher.seen), *shapes.pop())
+    return KVShape(len(probe.shapes), *shapes.pop())
 
 
 class PagedKVCache:
-    """Pages on the device. ``open`` makes room for a call of ``sample`` and ``close`` gives it to the learner."""
+    """Pages on the device. ``open`` takes memory for a call of ``sample``, and ``close`` returns it for the learner."""
 
     def __init__(self, shape: KVShape, device: torch.device) -> None:
         self.shape, self.device = shape, device
-        self.stretch: VirtualRange | None = None
+        self.range: VirtualRange | None = None
         self._data: Tensor | None = None
         self.free: list[int] = []
-        self.limit = self.there = 0
+        self.limit = self.mapped = 0
         self._closing: Future[None] | None = None
         if device.type == "cuda":
             try:
-                self.stretch = VirtualRange(torch.cuda.get_device_properties(device).total_memory, device)
+                self.range = VirtualRange(torch.cuda.get_device_properties(device).total_memory, device)
             except (OSError, RuntimeError, AttributeError) as error:
-                log.warning("the pool keeps its memory between steps: addresses can't be reserved here (%s)", error)
+                log.warning("the KV cache keeps its memory between steps: addresses can't be reserved on this GPU (%s)", error)
 
     def _tensor_shape(self, pages: int) -> tuple[int, ...]:
         s = self.shape
         return (pages, s.layers, 2, s.key_heads, PAGE, s.head_size)
 
     def open(self, first: int, most: int, share: float) -> None:
-        """Room for ``first`` pages now and ``most`` later, or for as many as ``share`` of the free memory holds."""
+        """Take memory for ``first`` pages now and up to ``most`` later, but at most ``share`` of the free memory."""
         if self.device.type == "cuda":
             most = min(most, max(1, int(free_memory(self.device) * share) // self.shape.page_bytes))
-        self.limit, self.there, self.free = most, 0, []
-        if self.stretch is None:
+        self.limit, self.mapped, self.free = most, 0, []
+        if self.range is None:
             self._allocate(most)
         elif not self._map(min(first, most)):
-            raise torch.OutOfMemoryError(f"no memory for {min(first, most)} pages of keys and values")
+            raise torch.OutOfMemoryError(f"no memory for {min(first, most)} pages of the KV cache")
 
     @property
     def data(self) -> Tensor:
@@ -105,56 +104,56 @@ class PagedKVCache:
     @property
     def left(self) -> int:
         """Pages that can still be taken."""
-        return len(self.free) + self.limit - self.there
+        return len(self.free) + self.limit - self.mapped
 
     def take(self) -> int:
-        """A free page; more of them are backed by memory as they are needed. Only where ``left`` is not 0."""
-        if not self.free and not self._map(min(self.limit, self.there + max(16, self.there // 4))):
-            raise torch.OutOfMemoryError("somebody else took the memory that keys and values were promised")
+        """Take a free page; pages are backed by memory as they are needed. ``left`` must not be 0."""
+        if not self.free and not self._map(min(self.limit, self.mapped + max(16, self.mapped // 4))):
+            raise torch.OutOfMemoryError("another process took the memory that was free when the KV cache was opened")
         return self.free.pop()
 
     def _map(self, pages: int) -> bool:
-        """Back so many pages with memory in all; what torch holds in its cache is asked for if need be."""
-        assert self.stretch is not None
+        """Back this many pages in all with memory, if need be with what torch's allocator holds; False if there is none."""
+        assert self.range is not None
         for attempt in range(2):
             try:
-                self.stretch.grow(pages * self.shape.page_bytes)
+                self.range.grow(pages * self.shape.page_bytes)
                 break
             except OutOfDeviceMemory:
                 torch.cuda.empty_cache()
                 if attempt:
                     return False
         if self._data is None:
-            self._data = self.stretch.tensor(self._tensor_shape(self.stretch.size // self.shape.page_bytes), self.shape.dtype)
-        self.free.extend(range(pages - 1, self.there - 1, -1))
-        self.there = pages
+            self._data = self.range.tensor(self._tensor_shape(self.range.size // self.shape.page_bytes), self.shape.dtype)
+        self.free.extend(range(pages - 1, self.mapped - 1, -1))
+        self.mapped = pages
         return True
 
     def _allocate(self, pages: int) -> None:
         if self._data is None or len(self._data) < pages:
             self._data = None
             self._data = torch.zeros(self._tensor_shape(pages), dtype=self.shape.dtype, device=self.device)
-        self.free, self.there = list(range(pages - 1, -1, -1)), pages
+        self.free, self.mapped = list(range(pages - 1, -1, -1)), pages
 
     def begin_to_close(self) -> None:
-        """As ``close``, which is still to be called, in a thread of its own: the driver takes some ms to unmap gigabytes."""
-        if self.stretch is not None and self._closing is None:
-            self._closing = self._thread.submit(self._release, self.stretch)
+        """Start to close in a thread, as the driver takes some ms to unmap gigabytes. ``close`` must still be called."""
+        if self.range is not None and self._closing is None:
+            self._closing = self._thread.submit(self._release, self.range)
 
     def close(self) -> None:
-        """Memory goes back to the driver, for the learner; addresses stay, and with them captured graphs."""
+        """Return the memory to the driver. The addresses stay reserved, so captured graphs stay valid."""
         self.begin_to_close()
         if self._closing is not None:
             closing, self._closing = self._closing, None
             closing.result()
 
-    def _release(self, stretch: VirtualRange) -> None:
+    def _release(self, virtual_range: VirtualRange) -> None:
         torch.cuda.synchronize(self.device)
-        stretch.release()
+        virtual_range.release()
 
     @cached_property
     def _thread(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(1, thread_name_prefix="oncurve-pool")
+        return ThreadPoolExecutor(1, thread_name_prefix="oncurve-kv-cache")
 
 
 def pages_for(tokens: int) -> int:
@@ -162,23 +161,23 @@ def pages_for(tokens: int) -> int:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """With rows that begin at multiples of 16 bytes. Those of v may not: an adapter's product lies beside it (gpu_lora.py), as
-    wide as its rank. Kernels behind torch's attention take 16 bytes at once, and some do not look first."""
+    """x with rows that start at multiples of 16 bytes. Those of v may not: an adapter's product lies beside it (cuda_lora.py),
+    as wide as its rank, and some attention kernels behind torch read 16 bytes at once without a check."""
     return x if all(step * x.itemsize % 16 == 0 for step in x.stride()[:-1]) else x.contiguous()
 
 
 class PagedPrefill:
-    """Chunks of prompts, [B, tokens] each from position ``start`` on: causal attention to what was stored and to themselves."""
+    """Attention of prompt chunks, [B, tokens] from position ``start`` on: causal, to the stored positions and to themselves."""
 
-    def __init__(self, pool: Tensor, table_BP: Tensor, start: int, tokens: int, length_B: Tensor) -> None:
-        self.pool, self.table_BP, self.start, self.length_B = pool, table_BP, start, length_B
+    def __init__(self, cache: Tensor, table_BP: Tensor, start: int, tokens: int, length_B: Tensor) -> None:
+        self.cache, self.table_BP, self.start, self.length_B = cache, table_BP, start, length_B
         self.start_B = torch.full_like(length_B, start)
-        self.positions = torch.arange(start + tokens, device=pool.device)
+        self.positions = torch.arange(start + tokens, device=cache.device)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
-        store(k, v, self.pool, layer, self.table_BP, self.start_B, self.length_B)
+        store(k, v, self.cache, layer, self.table_BP, self.start_B, self.length_B)
         plain = softcap is None and (window is None or window >= len(self.positions))
         if plain and not self.start:
             q, k, v = (_aligned(x) for x in (q, k, v))
@@ -196,6 +195,6 @@ class PagedPrefill:
 
     def _stored(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values before ``start``, [B, K, start, d]."""
-        pages = self.pool[:, layer][self.table_BP[:, : -(-self.start // PAGE)].long()]  # [B, pages, 2, K, PAGE, d]
+        pages = self.cache[:, layer][self.table_BP[:, : -(-self.start // PAGE)].long()]  # [B, pages, 2, K, PAGE, d]
         k, v = (pages[:, :, i].transpose(1, 2).flatten(2, 3)[:, :, : self.start] for i in (0, 1))
         return k, v

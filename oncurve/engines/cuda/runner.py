@@ -271,7 +271,8 @@ class CudaRunner:
         return self.buffers.slots.sampled, self.buffers.slots.logps
 
     def _launch_shape(self) -> LaunchShape:
-        """What the running slots need, in few sizes. Suffix pages are listed if that saves a quarter of the programs or more."""
+        """What the running slots need, in few sizes. Suffix pages are listed if that saves a quarter of the programs or
+        more."""
         used = [table for table, group in enumerate(self.table_group) if group >= 0]
         counts = [len(pages) for pages in self.own_pages]
         most, total = bucket(max(counts)), bucket(sum(counts))

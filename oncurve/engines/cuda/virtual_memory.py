@@ -1,9 +1,9 @@
-"""Device memory that keeps its address while what backs it comes and goes.
+"""GPU memory that keeps its address while physical memory is mapped and unmapped.
 
-Captured graphs hold addresses. So the pool of keys and values reserves a stretch of addresses once, as long as the whole
-card, and maps memory under it only while completions are sampled; before the learner's update the memory goes back to the
-driver and the addresses stay. CUDA's own calls for this (virtual memory management: cuMemAddressReserve, cuMemCreate,
-cuMemMap) are called through the driver's library, which is there wherever a GPU is.
+CUDA graphs hold addresses. So the KV cache reserves an address range once, as large as the GPU's memory, and maps memory into
+it only while completions are sampled; before the learner's update the memory goes back to the driver and the addresses stay.
+The calls (virtual memory management: cuMemAddressReserve, cuMemCreate, cuMemMap) go through the driver's library, which every
+machine with a GPU has.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ OUT_OF_MEMORY = 2
 
 
 class OutOfDeviceMemory(Exception):
-    """The card has no room for a mapping."""
+    """The GPU has no memory for a mapping."""
 
 
 class _Location(ctypes.Structure):
@@ -28,7 +28,7 @@ class _Location(ctypes.Structure):
 
 
 class _Properties(ctypes.Structure):
-    """CUmemAllocationProp: pinned memory of one device, no handle for other processes."""
+    """CUmemAllocationProp: pinned memory of one device, not exported to other processes."""
 
     _fields_ = (
         ("type", ctypes.c_int),
@@ -57,27 +57,27 @@ def _call(name: str, *arguments: Any) -> None:
 
 
 class VirtualRange:
-    """Reserved addresses on one GPU; the first ``mapped`` bytes of them are backed by memory."""
+    """A reserved address range on one GPU; its first ``mapped`` bytes are backed by memory."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        torch.zeros(1, device=device)  # the driver's context is there from now on
+        torch.zeros(1, device=device)  # creates the driver's context
         self.location = _Location(1, device.index if device.index is not None else torch.cuda.current_device())
         self.properties = _Properties(1, 0, self.location, None)
-        grain = ctypes.c_size_t()
-        _call("cuMemGetAllocationGranularity", ctypes.byref(grain), ctypes.byref(self.properties), 0)
-        self.grain = grain.value
-        self.size, self.mapped = self._whole(size), 0
+        granularity = ctypes.c_size_t()
+        _call("cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(self.properties), 0)
+        self.granularity = granularity.value
+        self.size, self.mapped = self._round_up(size), 0
         self.handles: list[tuple[ctypes.c_ulonglong, int, int]] = []
         self.start = ctypes.c_ulonglong()
-        none = ctypes.c_ulonglong(0)  # no alignment, no address and no flags of our own
+        none = ctypes.c_ulonglong(0)  # default alignment, address and flags
         _call("cuMemAddressReserve", ctypes.byref(self.start), ctypes.c_size_t(self.size), ctypes.c_size_t(0), none, none)
 
-    def _whole(self, size: int) -> int:
-        return -(-size // self.grain) * self.grain
+    def _round_up(self, size: int) -> int:
+        return -(-size // self.granularity) * self.granularity
 
     def grow(self, size: int) -> None:
-        """Back the first ``size`` bytes; raises NoMemory, and changes nothing, where the card has no room."""
-        more = self._whole(size) - self.mapped
+        """Back the first ``size`` bytes. Raises OutOfDeviceMemory, and changes nothing, if the GPU has too little."""
+        more = self._round_up(size) - self.mapped
         if more <= 0:
             return
         handle, at = ctypes.c_ulonglong(), ctypes.c_ulonglong(self.start.value + self.mapped)
@@ -89,15 +89,15 @@ class VirtualRange:
         self.mapped += more
 
     def release(self) -> None:
-        """Give all memory back; the addresses stay."""
+        """Return all memory; the addresses stay reserved."""
         for handle, offset, size in self.handles:
             _call("cuMemUnmap", ctypes.c_ulonglong(self.start.value + offset), ctypes.c_size_t(size))
             _call("cuMemRelease", handle)
         self.handles, self.mapped = [], 0
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The stretch as a tensor; something must be mapped when it is made."""
-        whole = {2: "<i2", 4: "<i4", 8: "<i8"}[dtype.itemsize]
-        about = {"shape": tuple(shape), "typestr": whole, "data": (self.start.value, False), "version": 3}
-        raw: Tensor = torch.as_tensor(type("Memory", (), {"__cuda_array_interface__": about})(), device="cuda")
+        """The range as a tensor. Some of it must be mapped when the tensor is made."""
+        integer = {2: "<i2", 4: "<i4", 8: "<i8"}[dtype.itemsize]
+        interface = {"shape": tuple(shape), "typestr": integer, "data": (self.start.value, False), "version": 3}
+        raw: Tensor = torch.as_tensor(type("Memory", (), {"__cuda_array_interface__": interface})(), device="cuda")
         return raw.view(dtype)

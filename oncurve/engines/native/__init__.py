@@ -1,1 +1,1 @@
-"""The native engine: it samples with the learner's own weights, on a CPU or through plain torch."""
+"""The native engine: one scheduler over torch, C and (in `cuda`) CUDA graph runners."""

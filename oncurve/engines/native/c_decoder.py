@@ -1,6 +1,6 @@
-"""Decoding on a CPU by one compiled function (models/compiled/decode.c): for the Llama family in float32.
+"""Decoding on a CPU by C functions (``models/llama/decode.c``), for the Llama family in float32.
 
-Where there is no compiler, or the model, its precision or the sampling settings are others, torch decodes.
+Torch decodes if there is no compiler, if the model or its dtype is another, or if the sampling settings truncate.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class _Model(ctypes.Structure):
     ]
 
 
-def can_decode(policy: Policy, how: Sampling) -> bool:
-    """Whether the compiled function can: a policy that has it, and no truncated distribution."""
-    return policy.uses_c and not how.truncates
+def can_decode(policy: Policy, sampling: Sampling) -> bool:
+    """Whether the C functions support the policy and the sampling settings: they do not truncate."""
+    return policy.uses_c and not sampling.truncates
 
 
 class SlotState(NamedTuple):
-    """What a decode step reads and brings up to date, by slot."""
+    """The state of each slot, which a decode step reads and updates in place."""
 
     token_S: Tensor
     prompt_length_S: Tensor
@@ -64,41 +64,41 @@ class SlotState(NamedTuple):
 
 
 class CDecoder:
-    """The compiled function with the weights, pool and state of one call of ``sample``; weights are packed once per call."""
+    """The C functions with the weights, cache and slots of one call of ``sample``. Weights are packed once per call."""
 
-    def __init__(self, policy: Policy, pool: KVCache, how: Sampling, state: SlotState) -> None:
-        found = load_library()
-        assert found is not None
+    def __init__(self, policy: Policy, cache: KVCache, sampling: Sampling, state: SlotState) -> None:
+        library = load_library()
+        assert library is not None
         assert policy.fast_backbone is not None
-        self.library, self.fused, self.head, self.pool = found, policy.fast_backbone, policy.head, pool
+        self.library, self.fused, self.head, self.cache = library, policy.fast_backbone, policy.head, cache
         self.threads = torch.get_num_threads()
-        self.kept: list[object] = [state]  # what C holds addresses of
+        self._referenced: list[object] = [state]  # C holds their addresses
         self.layers = (_Layer * len(self.fused.blocks))()
         for number, (layer, block) in enumerate(zip(self.layers, self.fused.blocks, strict=True)):
             self._fill(number, layer, block)
-        self.model = self._model(how, policy.eos_ids, state)
+        self.model = self._model(sampling, policy.eos_ids, state)
         self.pack_weights()
 
     def pack_weights(self) -> None:
-        """The matrices as they are now, in the form that the products read."""
+        """Pack the present weight matrices into the layout that the C products read."""
         self.packed: list[Tensor] = []  # C holds their addresses
         for layer, block in zip(self.layers, self.fused.blocks, strict=True):
             layer.qkv, layer.out = self._packed(block.qkv.weight), self._packed(block.out.weight)
             layer.gate_up, layer.down = self._packed(block.gate_up.weight), self._packed(block.down.weight)
         self.model.head = self._packed(self.head.weight_VD)
 
-    def prefill(self, seats: abc.Sequence[tuple[int, int]], prompt_ids: abc.Mapping[int, Ints]) -> None:
-        """Prompts, all but their last tokens, into the blocks they are seated at: (block, number of the prompt)."""
-        longest = max(len(prompt_ids[g]) - 1 for _, g in seats)
+    def prefill(self, prompts_by_block: abc.Sequence[tuple[int, int]], prompt_ids: abc.Mapping[int, Ints]) -> None:
+        """Prefill prompts, all but their last tokens, into blocks: (block, request number) each."""
+        longest = max(len(prompt_ids[g]) - 1 for _, g in prompts_by_block)
         if not longest:
             return
-        for number, layer in enumerate(self.layers):  # a longer prompt may move them
-            layer.prompt_k, layer.prompt_v = (x.data_ptr() for x in self.pool.make_prompts(number, longest, *self._like()))
-        firsts = {g: block for block, g in reversed(seats)}
-        run_in_threads(lambda seat: self._prefill(seat[1], prompt_ids[seat[0]]), list(firsts.items()))
-        for block, g in seats:
-            if block != firsts[g]:
-                self.pool.copy_prompt(firsts[g], block)
+        for number, layer in enumerate(self.layers):  # a longer prompt moves them
+            layer.prompt_k, layer.prompt_v = (x.data_ptr() for x in self.cache.allocate_prompts(number, longest, *self._like()))
+        first_blocks = {g: block for block, g in reversed(prompts_by_block)}
+        run_in_threads(lambda item: self._prefill(item[1], prompt_ids[item[0]]), list(first_blocks.items()))
+        for block, g in prompts_by_block:
+            if block != first_blocks[g]:
+                self.cache.copy_prompt(first_blocks[g], block)
 
     def _prefill(self, block: int, ids: Ints) -> int:
         return int(
@@ -107,11 +107,11 @@ class CDecoder:
 
     def decode(self, slots: Ints, steps: int) -> tuple[Ints, Floats]:
         """Up to ``steps`` tokens for each slot: tokens [steps, S] and their three log-probs [steps, S, 3]."""
-        drawn, logp = np.zeros((steps, self.pool.slots), np.int64), np.zeros((steps, self.pool.slots, 3), np.float32)
-        self.model.sampled, self.model.logp = drawn.ctypes.data, logp.ctypes.data
+        tokens, logps = np.zeros((steps, self.cache.slots), np.int64), np.zeros((steps, self.cache.slots, 3), np.float32)
+        self.model.sampled, self.model.logp = tokens.ctypes.data, logps.ctypes.data
         shares = [part.copy() for part in np.array_split(slots, self.threads) if len(part)]
         run_in_threads(lambda part: self._decode(part, steps), shares)
-        return drawn, logp
+        return tokens, logps
 
     def _decode(self, slots: Ints, steps: int) -> int:
         return int(
@@ -119,14 +119,14 @@ class CDecoder:
         )
 
     def _like(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of one position, for their shape and type."""
+        """Keys and values of one position, for their shape and dtype."""
         like = self.head.weight_VD.new_empty(self.fused.kv_heads, self.fused.head_size)
         return like, like
 
-    def _model(self, how: Sampling, end_ids: tuple[int, ...], state: SlotState) -> _Model:
-        fused, head, pool, first = self.fused, self.head, self.pool, self.fused.blocks[0]
+    def _model(self, sampling: Sampling, end_ids: tuple[int, ...], state: SlotState) -> _Model:
+        fused, head, cache, first = self.fused, self.head, self.cache, self.fused.blocks[0]
         last, ends = fused.backbone.norm, np.asarray(end_ids, np.int64)
-        self.kept.append(ends)
+        self._referenced.append(ends)
         return _Model(
             layers=len(fused.blocks), D=head.weight_VD.shape[1], H=fused.heads, K=fused.kv_heads, d=fused.head_size,
             I=first.down.in_features, V=head.weight_VD.shape[0],
@@ -134,15 +134,15 @@ class CDecoder:
             scale=fused.scale, logit_scale=head.scale, softcap=head.softcap or 0.0,
             embedding=address_of(fused.backbone.embed_tokens.weight), final_norm=address_of(last.weight),
             head_bias=address_of(head.bias_V), cos=address_of(fused.cos), sin=address_of(fused.sin), layer=self.layers,
-            N=pool.blocks, R=pool.rows, T=how.max_new_tokens, min_new=how.min_new_tokens,
-            eos_count=len(ends), eos_ids=ends.ctypes.data, temperature=how.temperature,
+            N=cache.blocks, R=cache.block_slots, T=sampling.max_new_tokens, min_new=sampling.min_new_tokens,
+            eos_count=len(ends), eos_ids=ends.ctypes.data, temperature=sampling.temperature,
             token=address_of(state.token_S), suffix_length=address_of(state.suffix_length_S),
             prompt_length=address_of(state.prompt_length_S), uniform=address_of(state.uniform_ST),
         )  # fmt: skip
 
     def _fill(self, number: int, layer: _Layer, block: Block) -> None:
-        self.pool.make_suffixes(number, *self._like())
-        layer.suffix_k, layer.suffix_v = (x.data_ptr() for x in self.pool.suffixes[number])
+        self.cache.allocate_suffixes(number, *self._like())
+        layer.suffix_k, layer.suffix_v = (x.data_ptr() for x in self.cache.suffixes[number])
         layer.input_norm, layer.post_attention_norm = (
             address_of(block.input_norm.weight),
             address_of(block.post_attention_norm.weight),
@@ -158,7 +158,7 @@ class CDecoder:
 
 
 class CRunner(TorchRunner):
-    """Prefills and decodes by the C functions."""
+    """Prefills and decodes with the C functions."""
 
     def __init__(self, policy: Policy, cache: KVCache, sampling: Sampling, round_tokens: int) -> None:
         super().__init__(policy, cache, sampling, round_tokens)

@@ -53,7 +53,8 @@ class NativeEngine:
         key: SampleKey,
         on_group: Callable[[int, Group], None] | None = None,
     ) -> list[Group]:
-        """Sample ``group_size`` completions of each prompt. ``on_group`` gets a prompt's index and group once it is complete."""
+        """Sample ``group_size`` completions of each prompt. ``on_group`` gets a prompt's index and group once it is
+        complete."""
         prompt_ids = encode_prompts(self.policy, prompts, sampling)
         requests = [SampleRequest(p, ids, group_size, sampling, key) for p, ids in zip(prompts, prompt_ids, strict=True)]
         groups: dict[int, Group] = {}

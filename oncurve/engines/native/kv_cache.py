@@ -1,11 +1,9 @@
-"""Where keys and values live while completions are sampled, and how a prefill and a decode step attend to them.
+"""The KV cache of torch and C, and how a prefill and a decode step attend to it.
 
-The pool is cut into *blocks* of R slots that share one prompt: a block's prompt is stored once and read once for its R
-completions, each of which owns only its suffix. Keys lie in pages of PAGE positions. Every matrix product has a fixed shape,
-and a page that a completion does not reach adds exact zeros: what a completion gets does not depend on what else is in the
-pool.
-
-Legend: ``S`` slots = ``N`` blocks × ``R``, ``K`` key heads, ``rep`` query heads per key head, ``d`` head size.
+The cache has *blocks* of R slots that share one prompt: a block's prompt is stored once and read once for its R completions,
+each of which owns only its suffix. Keys lie in pages of PAGE positions. Every matrix product has a fixed shape, and a page that
+a completion does not reach adds exact zeros: a completion does not depend on what else is in the cache. ``rep`` is the number
+of query heads per KV head.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ BLOCK_SLOTS = 16
 
 
 def slots_per_block(group_size: int) -> int:
-    """R, the slots that share a prompt's block: the largest divisor of the group size up to BLOCK_SLOTS, which wastes no slot."""
+    """R, the slots of a block: the largest divisor of the group size up to BLOCK_SLOTS, so that no slot is wasted."""
     return max(r for r in range(1, min(group_size, BLOCK_SLOTS) + 1) if group_size % r == 0)
 
 
@@ -37,18 +35,18 @@ class Page(NamedTuple):
 
 
 class KVCache:
-    """Keys and values of every layer: prompts by block, suffixes by slot. A layer is allocated when it first speaks."""
+    """Keys and values of every layer: prompts by block, suffixes by slot. A layer is allocated when it is first used."""
 
-    def __init__(self, blocks: int, rows: int, suffix_limit: int) -> None:
-        self.blocks, self.rows, self.slots = blocks, rows, blocks * rows
-        self.suffix_pages = -(-suffix_limit // PAGE)
-        self.prompts: dict[int, list[Tensor]] = {}  # layer -> [k, v], each [pages, N, K, PAGE, d]
-        self.suffixes: dict[int, list[Tensor]] = {}  # layer -> [k, v], each [pages, N, K, R, PAGE, d]
+    def __init__(self, blocks: int, block_slots: int, max_new_tokens: int) -> None:
+        self.blocks, self.block_slots, self.slots = blocks, block_slots, blocks * block_slots
+        self.suffix_pages = -(-max_new_tokens // PAGE)
+        self.prompts: dict[int, list[Tensor]] = {}  # layer -> [k, v], each [pages, blocks, K, PAGE, d]
+        self.suffixes: dict[int, list[Tensor]] = {}  # layer -> [k, v], each [pages, blocks, K, R, PAGE, d]
         self.shared_pages: dict[int, list[Page]] = {}  # views of the above, for the products of a decode step
         self.own_pages: dict[int, list[Page]] = {}
 
-    def make_prompts(self, layer: int, length: int, k: Tensor, v: Tensor) -> list[Tensor]:
-        """Room for prompts of so many positions in every block; k and v are those of one position, [K, d]."""
+    def allocate_prompts(self, layer: int, length: int, k: Tensor, v: Tensor) -> list[Tensor]:
+        """Allocate room for prompts of ``length`` positions in every block; k and v show the shape of one position, [K, d]."""
         pages = -(-length // PAGE)
         stored = self.prompts.get(layer) or [x.new_zeros(0, self.blocks, len(x), PAGE, x.shape[1]) for x in (k, v)]
         if stored[0].shape[0] < pages:
@@ -59,44 +57,45 @@ class KVCache:
         return stored
 
     def store_prompts(self, layer: int, blocks_n: Tensor, k: Tensor, v: Tensor) -> None:
-        """Keys and values of n prompts, [n, K, tokens, d], into the given blocks."""
-        stored = self.make_prompts(layer, k.shape[2], k[0, :, 0], v[0, :, 0])
+        """Store keys and values of n prompts, [n, K, tokens, d], in these blocks."""
+        stored = self.allocate_prompts(layer, k.shape[2], k[0, :, 0], v[0, :, 0])
         for pages_x, x in zip(stored, (k, v), strict=True):
             for page, start in enumerate(range(0, x.shape[2], PAGE)):
-                piece = x[:, :, start : start + PAGE]
-                pages_x[page, blocks_n, :, : piece.shape[2]] = piece
+                part = x[:, :, start : start + PAGE]
+                pages_x[page, blocks_n, :, : part.shape[2]] = part
 
     def copy_prompt(self, source: int, target: int) -> None:
-        """One block's prompt into another."""
+        """Copy one block's prompt to another."""
         for stored in self.prompts.values():
             for pages in stored:
                 pages[:, target] = pages[:, source]
 
-    def make_suffixes(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Room for every slot's own keys and values; k and v are those of one position, [K, d]."""
-        shape = (self.suffix_pages, self.blocks, len(k), self.rows, PAGE)
+    def allocate_suffixes(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Allocate room for every slot's suffix; k and v show the shape of one position, [K, d]."""
+        shape = (self.suffix_pages, self.blocks, len(k), self.block_slots, PAGE)
         self.suffixes[layer] = [x.new_zeros(*shape, x.shape[1]) for x in (k, v)]
         k_all, v_all = (x.flatten(1, 3) for x in self.suffixes[layer])
         self.own_pages[layer] = [Page(False, a.transpose(1, 2), b) for a, b in zip(k_all, v_all, strict=True)]
 
-    def store_tokens(self, layer: int, where_SK: Tensor, k: Tensor, v: Tensor) -> None:
-        """One new position per slot, k and v of [S, K, d]; ``where_SK`` is its row among all [pages · N · K · R · PAGE]."""
+    def store_tokens(self, layer: int, row_SK: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store one new position per slot, k and v of [S, K, d]; ``row_SK`` is its row among all [pages · blocks · K · R ·
+        PAGE]."""
         if layer not in self.suffixes:
-            self.make_suffixes(layer, k[0], v[0])
+            self.allocate_suffixes(layer, k[0], v[0])
         for pages, x in zip(self.suffixes[layer], (k, v), strict=True):
-            pages.view(-1, x.shape[2]).index_copy_(0, where_SK, x.flatten(0, 1))
+            pages.view(-1, x.shape[2]).index_copy_(0, row_SK, x.flatten(0, 1))
 
 
 class PrefillLayout:
-    """Prompts of one length bucket, padded at the end: causal attention, keys and values kept in the pool."""
+    """Attention of prompts of one length bucket, padded at the end: causal; keys and values are stored in the cache."""
 
-    def __init__(self, pool: KVCache, sources: Tensor, blocks: Tensor, positions: Tensor) -> None:
-        self.pool, self.sources, self.blocks, self.positions = pool, sources, blocks, positions
+    def __init__(self, cache: KVCache, sources: Tensor, blocks: Tensor, positions: Tensor) -> None:
+        self.cache, self.sources, self.blocks, self.positions = cache, sources, blocks, positions
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
-        self.pool.store_prompts(layer, self.blocks, k[self.sources], v[self.sources])
+        self.cache.store_prompts(layer, self.blocks, k[self.sources], v[self.sources])
         if softcap is None and (window is None or window >= len(self.positions)):
             out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
             return out.transpose(1, 2)
@@ -108,51 +107,51 @@ class PrefillLayout:
 
 
 class DecodeLayout:
-    """One token per slot: it attends to its block's prompt and to its own suffix, the new token included.
+    """Attention of one token per slot, to its block's prompt and to its own suffix, the new token included.
 
     ``prompt_length_S`` counts stored prompt positions and ``suffix_length_S`` stored suffix positions before this token.
     """
 
     def __init__(
-        self, pool: KVCache, prompt_length_S: Tensor, suffix_length_S: Tensor, prompt_pages: int, suffix_pages: int
+        self, cache: KVCache, prompt_length_S: Tensor, suffix_length_S: Tensor, prompt_pages: int, suffix_pages: int
     ) -> None:
-        self.pool, self.prompt_pages, self.suffix_pages = pool, prompt_pages, suffix_pages
+        self.cache, self.prompt_pages, self.suffix_pages = cache, prompt_pages, suffix_pages
         self.prompt_length_S, self.suffix_length_S = prompt_length_S, suffix_length_S
         self._masks: dict[int | None, Tensor] = {}
-        self._where: dict[int, Tensor] = {}
+        self._rows: dict[int, Tensor] = {}
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
-        pool = self.pool
-        pool.store_tokens(layer, self._where_new(k.shape[1]), k[:, :, 0], v[:, :, 0])
+        cache = self.cache
+        cache.store_tokens(layer, self._new_rows(k.shape[1]), k[:, :, 0], v[:, :, 0])
         S, H, _, d = q.shape
-        N, R, K = pool.blocks, pool.rows, k.shape[1]
+        N, R, K = cache.blocks, cache.block_slots, k.shape[1]
         rep = H // K
-        q_NKR = q.view(N, R, K, rep, d).transpose(1, 2).contiguous()  # rows of a block side by side, for each key head
+        q_NKR = q.view(N, R, K, rep, d).transpose(1, 2).contiguous()  # the slots of a block side by side, for each KV head
         q_own, q_block = q_NKR.view(N * K * R, rep, d), q_NKR.view(N * K, R * rep, d)
-        pages = pool.shared_pages[layer][: self.prompt_pages] if self.prompt_pages else []
-        pages = pages + pool.own_pages[layer][: self.suffix_pages]
+        pages = cache.shared_pages[layer][: self.prompt_pages] if self.prompt_pages else []
+        pages = pages + cache.own_pages[layer][: self.suffix_pages]
         parts = [torch.bmm(q_block if p.shared else q_own, p.keys).view(N, K, R, rep, PAGE) for p in pages]
         weights = self._weights(torch.cat(parts, -1), scale, window, softcap).to(v.dtype)
         by_row, by_block = weights.view(N * K * R, rep, -1), weights.view(N * K, R * rep, -1)
         out: Tensor | None = None
         for i, page in enumerate(pages):
-            chosen = (by_block if page.shared else by_row)[:, :, i * PAGE : (i + 1) * PAGE]
-            part = torch.bmm(chosen, page.values).view(N, K, R, rep, d)
+            weight = (by_block if page.shared else by_row)[:, :, i * PAGE : (i + 1) * PAGE]
+            part = torch.bmm(weight, page.values).view(N, K, R, rep, d)
             out = part if out is None else out + part  # page after page: a page of zeros changes no bit
         assert out is not None
         return out.transpose(1, 2).reshape(S, 1, H, d)
 
-    def _where_new(self, heads: int) -> Tensor:
-        """Where the new token of each slot and key head goes, [S · K]; made once per step."""
-        if heads not in self._where:
-            slot_S = torch.arange(self.pool.slots, device=self.suffix_length_S.device)
+    def _new_rows(self, heads: int) -> Tensor:
+        """The row in the cache of each slot's new token, [S · K]; computed once per step."""
+        if heads not in self._rows:
+            slot_S = torch.arange(self.cache.slots, device=self.suffix_length_S.device)
             head_K = torch.arange(heads, device=slot_S.device)
-            page_S = self.suffix_length_S // PAGE * self.pool.blocks + slot_S // self.pool.rows
-            row_SK = (page_S[:, None] * heads + head_K) * self.pool.rows + slot_S[:, None] % self.pool.rows
-            self._where[heads] = (row_SK * PAGE + self.suffix_length_S[:, None] % PAGE).flatten()
-        return self._where[heads]
+            page_S = self.suffix_length_S // PAGE * self.cache.blocks + slot_S // self.cache.block_slots
+            row_SK = (page_S[:, None] * heads + head_K) * self.cache.block_slots + slot_S[:, None] % self.cache.block_slots
+            self._rows[heads] = (row_SK * PAGE + self.suffix_length_S[:, None] % PAGE).flatten()
+        return self._rows[heads]
 
     def _weights(self, scores: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
         bias = self._bias(window, scores)
@@ -161,14 +160,14 @@ class DecodeLayout:
         return (apply_softcap(scores * scale, softcap) + bias).softmax(-1, dtype=torch.float32)
 
     def _bias(self, window: int | None, scores: Tensor) -> Tensor:
-        """0 where a key is seen and −inf where not, [N, 1, R, 1, keys]; made once per step and window."""
+        """0 for visible keys and −inf for the others, [blocks, 1, R, 1, keys]; computed once per step and window."""
         if window not in self._masks:
-            N, R, shared = self.pool.blocks, self.pool.rows, self.prompt_pages * PAGE
+            N, R, shared = self.cache.blocks, self.cache.block_slots, self.prompt_pages * PAGE
             place = torch.arange(shared + self.suffix_pages * PAGE, device=scores.device)
             length_S1 = self.prompt_length_S[:, None]
             at = torch.where(place < shared, place, place - shared + length_S1)  # positions, [S, keys]
             stored = (place >= shared) | (place < length_S1)
-            seen = stored & causal_mask(length_S1 + self.suffix_length_S[:, None], at, window)
-            bias = torch.where(seen, 0.0, -torch.inf).to(scores.dtype)
+            visible = stored & causal_mask(length_S1 + self.suffix_length_S[:, None], at, window)
+            bias = torch.where(visible, 0.0, -torch.inf).to(scores.dtype)
             self._masks[window] = bias.view(N, R, -1)[:, None, :, None]
         return self._masks[window]

@@ -302,8 +302,8 @@ class Scheduler:
     def _next_turn(self, slot: int, sequence: Sequence, end: int, stop: StopReason) -> StopReason | None:
         """Ask the environment. If it replies, the slot resumes at the turn's last token; if not, returns why the sequence ends.
 
-        A resumed slot has a new generation, so that tokens in flight are discarded. It keeps its order of admission, so that the
-        oldest sequence is never preempted and every sequence ends.
+        A resumed slot has a new generation, so that tokens in flight are discarded. It keeps its order of admission, so that
+        the oldest sequence is never preempted and every sequence ends.
         """
         turn_ids, stops = self.token_ST[slot, sequence.turn_start : end], sequence.request.sampling.stop
         if stop == "stop_string" and stops and ends_with_stop(self.policy, turn_ids, stops):

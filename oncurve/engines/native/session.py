@@ -1,4 +1,5 @@
-"""Sessions: slots that stay open while requests come and go. Tokens are streamed, settings differ by request, any can be cancelled.
+"""Sessions: slots that stay open while requests come and go. Tokens are streamed, settings differ by request, any can be
+cancelled.
 
 `oncurve serve` drives one. With the same seed a completion is the same whatever else is queued: decoding always runs over all
 slots at one fixed shape.
@@ -58,7 +59,8 @@ class Session(Scheduler):
 
     @torch.inference_mode()
     def step(self) -> list[SampledToken]:
-        """Admit what waits, launch a round and return the tokens of the oldest. An empty list may mean that some are in flight."""
+        """Admit what waits, launch a round and return the tokens of the oldest. An empty list may mean that some are in
+        flight."""
         self._sampled: list[SampledToken] = []
         self._admit()
         self._advance()

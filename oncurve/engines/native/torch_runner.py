@@ -79,7 +79,7 @@ class TorchRunner:
 
     def free_slots(self, running: abc.Sequence[Sequence | None]) -> list[int]:
         """The slots of blocks in which nothing runs."""
-        R = self.cache.rows
+        R = self.cache.block_slots
         return [
             slot for first in range(0, self.slots, R) if not any(running[first : first + R]) for slot in range(first, first + R)
         ]
@@ -140,7 +140,7 @@ class TorchRunner:
             )
         device = self.uniform_ST.device
         self.uniform_ST.index_copy_(0, torch.tensor(list(self._new), device=device), torch.from_numpy(number_nT).to(device))
-        blocks = {slot // self.cache.rows: sequence for slot, sequence in self._new.items()}
+        blocks = {slot // self.cache.block_slots: sequence for slot, sequence in self._new.items()}
         self._prefill_blocks({block: (sequence.group, sequence.request) for block, sequence in blocks.items()})
         self._new = {}
 

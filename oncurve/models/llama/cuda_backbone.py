@@ -179,7 +179,7 @@ class _BackbonePass:
     def backward(self, grad: Tensor) -> None:
         final_norm = self.decoder.backbone.norm
         grad, _, d_weight = norm_backward(
-            self.residual, final_norm.weight, final_norm.variance_epsilon, grad.contiguous(), None, again=False
+            self.residual, final_norm.weight, final_norm.variance_epsilon, grad.contiguous(), None, recompute=False
         )
         self.residual = torch.empty(0)
         self._add(final_norm.weight, d_weight)

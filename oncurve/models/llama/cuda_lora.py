@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oncurve.kernels.lora import AFTER, LoraTiles, expand
+from oncurve.kernels.lora import NO_PDL, LoraTiles, expand
 from oncurve.models.gradient_buffers import GradAccumulator, add_product
 from oncurve.models.lora import Adapter
 
@@ -48,7 +48,7 @@ class JointLora:
         """False while the adapters are disabled, so that callers use the frozen weights only."""
         return self.first.is_enabled
 
-    def product(self, x_NI: Tensor, bias_O: Tensor | None, launch: Mapping[str, Any] = AFTER) -> tuple[Tensor, Tensor]:
+    def product(self, x_NI: Tensor, bias_O: Tensor | None, launch: Mapping[str, Any] = NO_PDL) -> tuple[Tensor, Tensor]:
         """(y, u), with y in a tensor of its own."""
         joint = x_NI @ self.weight.t()
         out = torch.empty(len(x_NI), self.columns, dtype=x_NI.dtype, device=x_NI.device)
