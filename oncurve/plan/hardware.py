@@ -1,13 +1,9 @@
-"""What of a device's rates is reached: the one table of efficiencies, with where each number comes from.
+"""GPUs by name (memory, FLOP/s, bandwidth, links), and the efficiency with which Oncurve uses them.
 
-`REACHED` and the H200 belong together: about 790 of 989 TFLOP/s and 4.3 of 4.8 TB/s were measured there with large matrices and
-copies. The other shares are of those reachable rates, and of the work as this learner and this engine do it;
-`bench/plan_check.py` prints planned beside measured.
-
-GPUs by name: memory, matrix rate, bandwidth, and the links between them.
-
-Memory is what the driver reports, in GiB; rates are the makers' figures for dense bfloat16 (float16 on a T4, which has no
-bfloat16). What of them is reached in practice is in `efficiency.py`.
+Memory is what the driver reports, in GiB. Rates are the vendors' figures for dense bfloat16 (float16 on a T4, which has no
+bfloat16). `GPU_EFFICIENCY` and `CPU_EFFICIENCY` say which fraction of them is reached in practice. On an H200 about 790 of 989
+TFLOP/s and 4.3 of 4.8 TB/s were measured with large matrices and copies. The other fractions are relative to those achievable
+rates, for the work that the learner and the engine do; `bench/plan_check.py` compares plans with measurements.
 """
 
 from __future__ import annotations
@@ -18,50 +14,50 @@ import re
 from dataclasses import dataclass
 
 from oncurve.errors import RecipeError
-from oncurve.plan.model_table import nearest
+from oncurve.plan.model_table import closest_names
 
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Shares of a device's rates, and the seconds that no rate explains."""
+    """Fractions of a device's rates, and fixed costs in seconds."""
 
     matrix_rate: float
-    """Of the maker's matrix rate, with large square matrices."""
+    """Fraction of the vendor's matrix rate, with large square matrices."""
     bandwidth: float
-    """Of the maker's memory bandwidth, with long copies."""
+    """Fraction of the vendor's memory bandwidth, with large copies."""
     products: float
-    """Of the reachable matrix rate, in the learner's products over packed tokens."""
+    """Fraction of the achievable matrix rate, in the learner's matrix products over packed tokens."""
     attention: float
-    """Of the reachable matrix rate, in the learner's attention, whose parts are small."""
+    """Fraction of the achievable matrix rate, in the learner's attention, whose tiles are small."""
     traffic: float
-    """Of the reachable bandwidth, in norms, rotary embeddings and gated units, each a kernel of its own."""
+    """Fraction of the achievable bandwidth, in norms, rotary embeddings and SwiGLU, each a separate kernel."""
     decode: float
-    """Of the reachable bandwidth, in a decode step that reads weights, keys and values once."""
+    """Fraction of the achievable bandwidth, in a decode step that reads weights and KV cache once."""
     optimiser: float
-    """Of the reachable bandwidth, in the optimiser's pass over its state."""
+    """Fraction of the achievable bandwidth, in the optimiser's pass over its state."""
     decode_layer_seconds: float
-    """A layer's fixed part of a decode step: kernels too small to fill the device, one after the other."""
+    """Fixed cost of a layer in a decode step: a sequence of kernels too small to fill the device."""
     decode_module_seconds: float
-    """The same where transformers' own modules run the layer: other families, and adapters beside quantised weights."""
+    """The same if transformers' modules run the layer: other families, and adapters on quantised weights."""
     decode_adapter_seconds: float
-    """What LoRA adds to a layer where the engine's own kernels run it: four launches, and products that begin late."""
+    """What LoRA adds to a layer in the engine's kernels: four launches, and products that start later."""
     decode_step_seconds: float
-    """Sampling, bookkeeping and the rest of a decode step that does not depend on the model's depth."""
+    """Fixed cost of a decode step that does not depend on the number of layers, such as token sampling."""
     layer_seconds: float
-    """A layer's fixed part of a forward pass in the learner, twice that backward: the launch of its kernels."""
+    """Fixed cost of a layer in the learner's forward pass (launching its kernels); twice that in the backward pass."""
     step_seconds: float
-    """What a step costs apart from its tokens: the queue, packing, metrics."""
+    """Fixed cost of a step: queue, packing, metrics."""
     completion_seconds: float
-    """Decoding a completion's text, scoring it by rules, recording it."""
+    """Decoding a completion's text, scoring it by a verifiable reward, recording it."""
     host_link: float
-    """Bytes per second between the device and the CPU's memory, pinned."""
+    """Bytes per second between the device and pinned CPU memory."""
     host_adam: float
     """Bytes per second of an Adam step on the CPU."""
     network: float
-    """Of the link between GPUs, in reductions of gradients."""
+    """Fraction of the link between GPUs, in all-reduces of gradients."""
 
 
-GPU = Efficiency(
+GPU_EFFICIENCY = Efficiency(
     matrix_rate=0.80,
     bandwidth=0.90,
     products=0.75,
@@ -80,8 +76,8 @@ GPU = Efficiency(
     host_adam=20e9,
     network=0.7,
 )
-# Calibrated by bench/results/step_cpu.json: a tiny model through the compiled functions, on two cores. What lies between
-# products stays in caches there, which are faster than the memory that shares are given of.
+# Calibrated by bench/results/step_cpu.json: a tiny model on the C path, on two cores. Activations between matrix products stay
+# in caches there, which are faster than main memory: hence fractions above 1.
 CPU_EFFICIENCY = Efficiency(
     matrix_rate=0.8,
     bandwidth=0.8,
@@ -108,8 +104,8 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One device. Rates are per second; ``link`` is bytes per second from one GPU to its neighbours in the same machine.
-    ``float32`` is the rate of products that are really in float32: weights of that type are not rounded to be faster."""
+    """One device. Rates are per second; ``link`` is bytes per second between GPUs of one machine. ``float32`` is the rate
+    without TF32: float32 weights are not rounded."""
 
     name: str
     memory: int
@@ -142,11 +138,11 @@ GPUS: dict[str, Gpu] = {
 }
 CPU = "cpu"
 CPU_CORE_FLOPS, CPU_BANDWIDTH = 100e9, 20e9
-"""Float32 of one present-day core (two products of 8 and sums in a cycle, at 3 GHz), and a small machine's memory bandwidth."""
+"""Float32 FLOP/s of one core (two FMAs of 8 lanes per cycle at 3 GHz), and the memory bandwidth of a small machine."""
 
 
 def this_cpu(threads: int | None = None) -> Gpu:
-    """The machine's own processor and memory; ``threads`` of it, where a recipe says how many."""
+    """This machine's CPU and memory; with ``threads``, that number of its cores."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     cores = min(threads or math.inf, os.cpu_count() or 1)
     rate = CPU_CORE_FLOPS * cores
@@ -154,7 +150,7 @@ def this_cpu(threads: int | None = None) -> Gpu:
 
 
 def find_gpu(name: str) -> Gpu:
-    """By the table's name, however it is written, or by what a driver calls the device (`NVIDIA H100 80GB HBM3`)."""
+    """A GPU by its name in the table, in any spelling, or by the driver's name (`NVIDIA H100 80GB HBM3`)."""
     if name.lower() == CPU:
         return this_cpu()
     gpu = gpu_of_driver(name)
@@ -162,31 +158,31 @@ def find_gpu(name: str) -> Gpu:
         raise RecipeError(
             "--gpu",
             name,
-            because=f"the GPUs known are {', '.join(GPUS)}, and cpu",
-            fix=f"name {' or '.join(nearest(name, GPUS, 2))}, or one with the same memory",
+            because=f"known GPUs are {', '.join(GPUS)}, and cpu",
+            fix=f"use {' or '.join(closest_names(name, GPUS, 2))}, or one with the same memory",
         )
     return gpu
 
 
 def gpu_of_driver(name: str, memory: int | None = None) -> Gpu | None:
-    """The table's entry for a name; where it fits several (A100), the one whose memory is nearest, else the smallest."""
-    said = _letters(name)
-    found = [gpu for key, gpu in GPUS.items() if _letters(key) == said]
-    if not found:
-        found = [
+    """The table's entry for a driver's name. If several match (A100), the one with the closest memory, else the smallest."""
+    normal = _normalised(name)
+    matches = [gpu for key, gpu in GPUS.items() if _normalised(key) == normal]
+    if not matches:
+        matches = [
             gpu
             for key, gpu in GPUS.items()
-            if re.search(rf"(^|[^a-z0-9]){key.split('-')[0].lower()}([^a-z0-9]|$)", spaced(name))
+            if re.search(rf"(^|[^a-z0-9]){key.split('-')[0].lower()}([^a-z0-9]|$)", _without_prefix_space(name))
         ]
     size = re.search(r"(\d+)\s*gb", name.lower())
-    wanted = memory or (int(size[1]) * GIB if size else 0)
-    return min(found, key=lambda gpu: abs(gpu.memory - wanted), default=None)
+    target = memory or (int(size[1]) * GIB if size else 0)
+    return min(matches, key=lambda gpu: abs(gpu.memory - target), default=None)
 
 
-def _letters(name: str) -> str:
+def _normalised(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower().replace("nvidia", "").replace("geforce", "").replace("amd", ""))
 
 
-def spaced(name: str) -> str:
-    """A driver's name with the maker's prefixes joined as the table has them: `GeForce RTX 4090` gives `rtx4090`."""
+def _without_prefix_space(name: str) -> str:
+    """A driver's name with RTX and its number joined as in the table: `geforce rtx4090` for `GeForce RTX 4090`."""
     return re.sub(r"rtx (\d)", r"rtx\1", name.lower())

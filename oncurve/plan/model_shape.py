@@ -1,10 +1,10 @@
-"""The shape of a decoder: what its parameters, its keys and values, and its products count.
+"""The shape of a decoder, and the parameters, KV cache bytes and FLOPs that follow from it.
 
 Parameters of a layer: q, k, v and o of attention, gate, up and down of the MLP (or of each expert, with a router), and its
-norms. Counts equal those of transformers' own modules (a test builds them on the meta device). Biases and extra norms follow
-from the family, as `config.json` names it.
+norms. Counts equal those of transformers' modules (a test builds them on the meta device). Biases and extra norms follow from
+the family, which `config.json` names.
 
-Legend: ``D`` width, ``F`` width of the MLP, ``H``/``K`` query/key heads, ``d`` head size, ``V`` vocabulary, ``L`` layers.
+In formulas, ``F`` is the width of the MLP and ``L`` the number of layers; other letters as in records.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from oncurve.recipe.schema.model import TinyModel
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What a family of decoders adds to the plain Llama layer."""
+    """How a family of decoders differs from the plain Llama layer."""
 
     qkv_bias: bool = False
     norms: int = 2
@@ -30,7 +30,7 @@ class Family:
     wide_norm: bool = False
     """A norm over all heads of q, and one over all of k."""
     tied: bool = False
-    """What `tie_word_embeddings` means where a config leaves it out."""
+    """The default of `tie_word_embeddings` if a config leaves it out."""
 
 
 LLAMA = Family()
@@ -67,9 +67,9 @@ class ModelShape:
     tied: bool
     family: str = "llama"
     experts: int = 0
-    """Experts of each MLP; 0: a plain one."""
+    """Experts of each MLP; 0 for a plain MLP."""
     experts_active: int = 0
-    """Experts that a token goes through."""
+    """Experts per token."""
     attention_bias: bool = False
     mlp_bias: bool = False
 
@@ -93,7 +93,7 @@ class ModelShape:
 
     @property
     def mlp_matrices(self) -> tuple[tuple[int, int], ...]:
-        """(in, out) of gate, up and down, of one expert where there are several."""
+        """(in, out) of gate, up and down; of one expert if there are several."""
         return ((self.width, self.mlp_width), (self.width, self.mlp_width), (self.mlp_width, self.width))
 
     @property
@@ -113,7 +113,7 @@ class ModelShape:
 
     @property
     def head_parameters(self) -> int:
-        """The LM head; where it is tied these are the embeddings."""
+        """Parameters of the LM head; if it is tied, those of the embeddings."""
         return self.vocabulary * self.width
 
     @property
@@ -122,50 +122,52 @@ class ModelShape:
 
     @property
     def multiplied(self) -> int:
-        """Weights of the backbone that a token is multiplied with: 2 FLOPs each."""
+        """Weights of the backbone that a token is multiplied with, at 2 FLOPs each."""
         active = self.experts_active if self.experts else 1
         mlp = sum(a * b for a, b in self.mlp_matrices) * active + self.width * self.experts
         return self.layers * (sum(a * b for a, b in self.attention_matrices) + mlp)
 
     @property
     def multiplied_in_all(self) -> int:
-        """Weights of the backbone that a batch of tokens reads: those of every expert."""
+        """Weights of the backbone that a batch of tokens reads, those of every expert included."""
         mlp = sum(a * b for a, b in self.mlp_matrices) * max(self.experts, 1) + self.width * self.experts
         return self.layers * (sum(a * b for a, b in self.attention_matrices) + mlp)
 
     def adapter_parameters(self, rank: int) -> int:
-        """LoRA of a rank on every linear layer: rank · (in + out) each."""
-        ends = sum(a + b for a, b in self.attention_matrices) + sum(a + b for a, b in self.mlp_matrices) * max(self.experts, 1)
-        return self.layers * rank * ends
+        """Parameters of LoRA on every linear layer: rank · (in + out) each."""
+        widths = sum(a + b for a, b in self.attention_matrices) + sum(a + b for a, b in self.mlp_matrices) * max(
+            self.experts, 1
+        )
+        return self.layers * rank * widths
 
     def kv_bytes(self, dtype_bytes: int) -> int:
-        """Keys and values of one token in all layers."""
+        """KV cache of one token in all layers."""
         return 2 * self.layers * self.kv_width * dtype_bytes
 
 
 def tiny_shape(tiny: TinyModel, vocabulary: int) -> ModelShape:
-    """The built-in model: a Qwen3 decoder, its vocabulary made from the task's characters."""
+    """The built-in model: a Qwen3 decoder whose vocabulary comes from the task's characters."""
     return ModelShape(
         "tiny", tiny.layers, tiny.width, tiny.heads, tiny.kv_heads, tiny.head_size, tiny.mlp_width, vocabulary, tiny.context,
         tied=True, family="qwen3",
     )  # fmt: skip
 
 
-NEEDED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
+REQUIRED_KEYS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
 
 
 def shape_of_config(config: Mapping[str, Any], name: str) -> ModelShape:
-    """A shape from what `config.json` says. Models with a part for text (`text_config`) are read there."""
+    """The shape that a `config.json` describes. Multimodal models have it in `text_config`."""
     text = config.get("text_config")
     if isinstance(text, Mapping):
         config = {"tie_word_embeddings": config.get("tie_word_embeddings"), **text}
-    missing = [key for key in NEEDED if not _positive(config.get(key))]
+    missing = [key for key in REQUIRED_KEYS if not _is_positive_int(config.get(key))]
     if missing:
         raise ModelError(
             name,
-            f"a config without {', '.join(missing)}",
-            because="parameters and activations are counted from these numbers",
-            fix="name the config.json of a decoder (Llama, Qwen, Mistral, Gemma, Phi-3, OLMo 2, Granite …)",
+            f"its config lacks {', '.join(missing)}",
+            because="parameters and activations are computed from these numbers",
+            fix="use the config.json of a decoder (Llama, Qwen, Mistral, Gemma, Phi-3, OLMo 2, Granite …)",
         )
     heads, family = int(config["num_attention_heads"]), str(config.get("model_type", "llama"))
     tied = config.get("tie_word_embeddings")
@@ -189,21 +191,21 @@ def shape_of_config(config: Mapping[str, Any], name: str) -> ModelShape:
     )
 
 
-def _positive(value: object) -> bool:
+def _is_positive_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def read_config(path: Path, name: str) -> ModelShape:
-    """The shape that a config file describes."""
+    """Reads the shape from a config file."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError(
-            str(path), "can't be read as a model's config", because=str(error), fix="name a config.json in Hugging Face format"
+            str(path), "can't be read as a model's config", because=str(error), fix="use a config.json in Hugging Face format"
         ) from error
     if not isinstance(config, dict):
         raise ModelError(
-            str(path), f"a {type(config).__name__}", because="a config is a table of names and values",
-            fix="name a config.json in Hugging Face format",
+            str(path), f"holds a {type(config).__name__}", because="a config is a JSON object",
+            fix="use a config.json in Hugging Face format",
         )  # fmt: skip
     return shape_of_config(config, name)

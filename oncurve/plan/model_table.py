@@ -1,4 +1,4 @@
-"""Models by name: a table of well-known ones, any folder or `config.json`, and what the Hugging Face cache already holds."""
+"""Model shapes by name: from a table of well-known models, a folder or `config.json`, or the Hugging Face cache."""
 
 from __future__ import annotations
 
@@ -67,62 +67,62 @@ MODELS: dict[str, ModelShape] = {
         _llama2("70B", 80, 8192, 64, 8, 28672),
     )
 }
-"""As their publishers' config.json have them. The generic 7B, 13B and 70B are the Llama 2 shapes."""
+"""Shapes from the publishers' config.json. The generic 7B, 13B and 70B are those of Llama 2."""
 
-ENDINGS = ("-instruct", "-base", "-it", "-chat", "-pt")
-"""Endings of names that change the weights and not the shape."""
+SUFFIXES = ("-instruct", "-base", "-it", "-chat", "-pt")
+"""Suffixes of names that change the weights but not the shape."""
 
 
 def find_shape(name: str) -> ModelShape:
-    """By name, with or without its owner and its ending; by folder or config file; or from the Hugging Face cache."""
+    """The shape of a model: by name, with or without owner and suffix; by folder or config file; or from the HF cache."""
     path = Path(name).expanduser()
     if path.is_file() or (path / "config.json").is_file():
         return read_config(path if path.is_file() else path / "config.json", name)
-    shape = _named(name)
+    shape = _shape_in_table(name)
     if shape is not None:
         return shape
     cached = _cached_config(name)
     if cached is not None:
         return read_config(cached, name)
-    close = nearest(name, MODELS)
+    close = closest_names(name, MODELS)
     raise ModelError(
         name,
-        "no model of that name is known here",
+        "unknown model",
         because="it is not in the table, not a folder, and not in the Hugging Face cache",
-        fix=f"name {' or '.join(close)}, or the model's folder or config.json",
+        fix=f"use {' or '.join(close)}, or the model's folder or config.json",
     )
 
 
-def _named(name: str) -> ModelShape | None:
+def _shape_in_table(name: str) -> ModelShape | None:
     return next((shape for known, shape in MODELS.items() if _short(known) == _short(name)), None)
 
 
 def _short(name: str) -> str:
-    """Without owner and ending, in lower case: `Qwen/Qwen3-8B-Base` and `qwen3-8b` are one shape."""
+    """The name without owner and suffix, in lower case: `Qwen/Qwen3-8B-Base` and `qwen3-8b` are one shape."""
     short = name.lower().rpartition("/")[2].replace("meta-llama-", "llama-")
-    for ending in ENDINGS:
-        short = short.removesuffix(ending)
+    for suffix in SUFFIXES:
+        short = short.removesuffix(suffix)
     return short
 
 
-def nearest(word: str, known: Iterable[str], count: int = 3) -> list[str]:
-    """The known names most like a word; the first few where none is."""
-    whole = {_short(name): name for name in known}
+def closest_names(word: str, known: Iterable[str], count: int = 3) -> list[str]:
+    """The known names closest to a word; the first few if none is close."""
+    full = {_short(name): name for name in known}
     stems: dict[str, str] = {}
-    for short, name in whole.items():
+    for short, name in full.items():
         stems.setdefault(short.partition("-")[0], name)  # H100 for H100-80GB
-    names = stems | whole
+    names = stems | full
     matches = closest(_short(word), names, 2 * count, cutoff=0.3)
-    return list(dict.fromkeys(names[short] for short in matches))[:count] or list(whole.values())[:count]
+    return list(dict.fromkeys(names[short] for short in matches))[:count] or list(full.values())[:count]
 
 
 def hub_folder() -> Path:
-    """Where huggingface_hub keeps what it fetched."""
+    """The cache folder of huggingface_hub."""
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
     return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub")
 
 
 def _cached_config(name: str) -> Path | None:
-    """A config that a download left behind; nothing is fetched."""
-    found = sorted((hub_folder() / f"models--{name.replace('/', '--')}" / "snapshots").glob("*/config.json"))
-    return found[-1] if found else None
+    """The config of a model that was downloaded before; nothing is fetched."""
+    configs = sorted((hub_folder() / f"models--{name.replace('/', '--')}" / "snapshots").glob("*/config.json"))
+    return configs[-1] if configs else None

@@ -79,7 +79,7 @@ class Plan:
     @property
     def verdict(self) -> str:
         """One line: whether it fits, the peak and its phase, and the time of a step."""
-        return f"{self.memory_verdict}, about {seconds_text(self.seconds.step)} a step"
+        return f"{self.memory_verdict}, about {seconds_text(self.seconds.step)} per step"
 
     @property
     def memory_verdict(self) -> str:
@@ -89,7 +89,7 @@ class Plan:
         device = "this machine" if job.gpu.is_cpu else f"{article} {job.gpu.name}"
         device += f", {job.gpus} of them" if job.gpus > 1 else ""
         fits = "fits" if self.fits else "does not fit"
-        sizes = f"{peak.total / GIB:.1f} of {job.gpu.memory / GIB:.1f} GiB at the worst moment ({peak.name})"
+        sizes = f"{peak.total / GIB:.1f} of {job.gpu.memory / GIB:.1f} GiB at the peak ({peak.name})"
         return f"{fits} {device}: {sizes}"
 
 

@@ -1,8 +1,8 @@
-"""Seconds of a step by phase, from FLOPs and bytes against the device's rates.
+"""Seconds of a step by phase: its FLOPs and bytes divided by the device's rates.
 
-A token costs 2 FLOPs per weight it is multiplied with in a forward pass and 4 in a backward one (2 where weights are frozen, as
-under LoRA); checkpointing adds a forward pass. Attention costs 4·H·d FLOPs per token and key. A decode step reads weights, keys
-and values once. What of the rates is reached is in efficiency.py, and nowhere else.
+A token costs 2 FLOPs per weight that it is multiplied with in a forward pass and 4 in a backward pass (2 if weights are frozen,
+as with LoRA); checkpointing adds a forward pass. Attention costs 4·H·d FLOPs per token and key. A decode step reads weights and
+KV cache once. The fraction of the rates that is reached is in hardware.py.
 """
 
 from __future__ import annotations
@@ -12,19 +12,21 @@ from dataclasses import dataclass
 from oncurve.plan import hardware
 from oncurve.plan.hardware import Efficiency, Gpu
 from oncurve.plan.job import Job
-from oncurve.plan.memory import layer_bytes, layers_again, slots_in_flight, uses_fused_kernels
+from oncurve.plan.memory import checkpointed_layers, layer_bytes, slots_in_flight, uses_fused_kernels
 from oncurve.plan.model_shape import ModelShape
 
-CROSSINGS = {"lean": (1.7, 3.1), "modules": (7.5, 12.5)}
-"""How often what is kept of a layer crosses the memory bus between its products, forward and backward: counted kernel by kernel
-for the learner's own; for transformers' modules, where each small operation reads and writes: by bench/plan_check.py."""
-ADAPTER_CROSSINGS = 3.0
-"""By how much what LoRA moves in the learner's own kernels counts: set by one measurement (bench/results/step.json), at which
-its launches still loaded two bytes at a time."""
+MEMORY_PASSES = {"fused": (1.7, 3.1), "modules": (7.5, 12.5)}
+"""How often a layer's saved activations are read or written between its matrix products, (forward, backward). Counted kernel by
+kernel for the fused kernels; measured by bench/plan_check.py for transformers' modules, whose every small operation reads and
+writes."""
+ADAPTER_FACTOR = 3.0
+"""Factor on the bytes that LoRA moves in the fused kernels. Calibrated by one measurement (bench/results/step.json), in which
+its kernels still loaded two bytes at a time."""
 ADAM_BYTES = 46
-"""Bytes per trained parameter of an update: gradients rounded up and measured; masters, moments, weights read and written."""
+"""Bytes moved per trained parameter in an update: gradients converted and their norm measured; masters, moments and weights
+read and written."""
 CONJUGATE_STEPS = 10
-"""Products with the curvature that a natural gradient takes, each about an update's passes."""
+"""Fisher products of a natural gradient, each about as expensive as an update's passes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +47,14 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """A device's rates as they are reached."""
+    """A device's achievable rates."""
 
     gpu: Gpu
     precision: str = "bfloat16"
 
     @property
     def of(self) -> Efficiency:
-        return hardware.CPU_EFFICIENCY if self.gpu.is_cpu else hardware.GPU
+        return hardware.CPU_EFFICIENCY if self.gpu.is_cpu else hardware.GPU_EFFICIENCY
 
     @property
     def flops(self) -> float:
@@ -73,39 +75,39 @@ def seconds_of(job: Job) -> Seconds:
     if job.reward_model:
         phases["score"] += pass_seconds(job.reward_model, job, rates, backward=False)
     if job.has_reference:
-        away = job.reference_on_cpu and job.holds_reference  # there, back, and there again: the two change places
-        moved = 3 * job.dtype_bytes * job.shape.parameters / rates.of.host_link if away else 0
+        swaps = job.reference_on_cpu and job.holds_reference  # three transfers: policy and reference are swapped
+        moved = 3 * job.dtype_bytes * job.shape.parameters / rates.of.host_link if swaps else 0
         phases["reference"] = pass_seconds(job.shape, job, rates, backward=False) + moved
     phases["update"] = _update(job, rates)
     critic = job.critic_shape
     if critic:
-        once = pass_seconds(critic, job, rates, backward=True, head=False)
-        phases["critic"] = pass_seconds(critic, job, rates, backward=False, head=False) + job.updates * once
+        update = pass_seconds(critic, job, rates, backward=True, head=False)
+        phases["critic"] = pass_seconds(critic, job, rates, backward=False, head=False) + job.updates * update
     phases["optimiser"] = _optimiser(job, rates)
-    phases["between GPUs"] = _between(job, rates)
+    phases["between GPUs"] = _communication(job, rates)
     phases["rest"] = rates.of.step_seconds
     return Seconds({name: value for name, value in phases.items() if value > 0}, job.samples)
 
 
 def _update(job: Job, rates: Rates) -> float:
-    old = pass_seconds(job.shape, job, rates, backward=False) if job.minibatches > 1 else 0.0
+    old_logps = pass_seconds(job.shape, job, rates, backward=False) if job.minibatches > 1 else 0.0
     passes = job.updates * (1 + (CONJUGATE_STEPS if job.does.curvature else 0))
-    return old + passes * pass_seconds(job.shape, job, rates, backward=True)
+    return old_logps + passes * pass_seconds(job.shape, job, rates, backward=True)
 
 
 def pass_seconds(shape: ModelShape, job: Job, rates: Rates, *, backward: bool, head: bool = True) -> float:
-    """One pass of a model over a step's tokens, each prompt once."""
+    """One pass of a model over a step's tokens, each prompt once; with ``backward``, forward and backward."""
     tokens, frozen = job.step_tokens, job.lora_rank is not None
-    again = layers_again(shape, job) / shape.layers if backward else 0.0
-    times = 1.0 + ((1.0 if frozen else 2.0) if backward else 0.0) + again
+    recomputed = checkpointed_layers(shape, job) / shape.layers if backward else 0.0
+    times = 1.0 + ((1.0 if frozen else 2.0) if backward else 0.0) + recomputed
     products = 2 * shape.multiplied * tokens * times
     if head:
-        # The backward pass has one product more where the head itself learns.
+        # The backward pass has one more product if the head itself is trained.
         products += 2 * shape.head_parameters * job.rows * job.mean_tokens * (1 + ((1 if frozen else 2) if backward else 0))
-    attention = shape.layers * 4 * shape.q_width * _keys(job) * (1 + (2.5 if backward else 0) + again)
-    there, back = CROSSINGS["lean" if uses_fused_kernels(shape, job) else "modules"]
-    crossings = there * (1 + again) + (back if backward else 0)
-    traffic = shape.layers * tokens * (layer_bytes(shape, job) * crossings + _adapter_bytes(shape, job, backward, again))
+    attention = shape.layers * 4 * shape.q_width * _attended_pairs(job) * (1 + (2.5 if backward else 0) + recomputed)
+    forward_passes, backward_passes = MEMORY_PASSES["fused" if uses_fused_kernels(shape, job) else "modules"]
+    passes = forward_passes * (1 + recomputed) + (backward_passes if backward else 0)
+    traffic = shape.layers * tokens * (layer_bytes(shape, job) * passes + _adapter_bytes(shape, job, backward, recomputed))
     of = rates.of
     busy = (
         products / (rates.flops * of.products) + attention / (rates.flops * of.attention) + traffic / (rates.bytes * of.traffic)
@@ -114,19 +116,19 @@ def pass_seconds(shape: ModelShape, job: Job, rates: Rates, *, backward: bool, h
     return max(busy, packs * shape.layers * of.layer_seconds * (3 if backward else 1))
 
 
-def _adapter_bytes(shape: ModelShape, job: Job, backward: bool, again: float) -> float:
-    """What LoRA moves of one layer, per token, in the learner's own kernels: what the products give is read and written once
-    more; backward their gradients are read twice and their inputs once."""
+def _adapter_bytes(shape: ModelShape, job: Job, backward: bool, recomputed: float) -> float:
+    """Bytes that LoRA moves in one layer, per token, in the fused kernels: the outputs of the matrix products are read and
+    written once more; in the backward pass their gradients are read twice and their inputs once."""
     if job.lora_rank is None or not uses_fused_kernels(shape, job):
         return 0.0
     D, q, F = shape.width, shape.q_width, shape.mlp_width
-    given, taken = q + 2 * shape.kv_width + 2 * F + 2 * D, 2 * D + q + F
-    moved = 2 * given * (1 + again) + (2 * given + taken + 4 * D if backward else 0)
-    return ADAPTER_CROSSINGS * job.dtype_bytes * moved
+    outputs, inputs = q + 2 * shape.kv_width + 2 * F + 2 * D, 2 * D + q + F
+    moved = 2 * outputs * (1 + recomputed) + (2 * outputs + inputs + 4 * D if backward else 0)
+    return ADAPTER_FACTOR * job.dtype_bytes * moved
 
 
-def _keys(job: Job) -> float:
-    """Token–key pairs of a step: prompts see themselves, completions their prompt and themselves."""
+def _attended_pairs(job: Job) -> float:
+    """Token–key pairs of a step: prompts attend to themselves, completions to their prompt and themselves."""
     P, C = job.prompt_tokens, job.mean_tokens
     return job.rank_prompts * P * P / 2 + job.rows * C * (P + C / 2)
 
@@ -137,23 +139,23 @@ def sample_seconds(job: Job, rates: Rates) -> float:
     split = job.gpus if job.sharding == "full" else 1
     prompt = job.rank_prompts * job.prompt_tokens
     prefill = 2 * shape.multiplied * prompt / (rates.flops * of.products)
-    crossings = CROSSINGS["lean" if uses_fused_kernels(shape, job) else "modules"][0]
-    prefill += crossings * shape.layers * layer_bytes(shape, job) * prompt / (rates.bytes * of.traffic)
+    passes = MEMORY_PASSES["fused" if uses_fused_kernels(shape, job) else "modules"][0]
+    prefill += passes * shape.layers * layer_bytes(shape, job) * prompt / (rates.bytes * of.traffic)
     return prefill / split + decode_steps(job) * decode_seconds(job, rates)
 
 
 def decode_steps(job: Job) -> float:
-    """Slots are refilled as completions end; the last ones to begin run to their own end."""
+    """Decode steps until all completions have ended: slots are refilled, and the last completion runs to its end."""
     slots = slots_in_flight(job)
     return max(job.rows * job.mean_tokens / slots, float(job.new_tokens))
 
 
 def decode_seconds(job: Job, rates: Rates) -> float:
-    """One token for every slot: weights and keys read once, and what does not shrink with either."""
+    """One token for every slot: weights and KV cache read once, and the fixed costs."""
     shape, b, of = job.shape, job.dtype_bytes, rates.of
     slots = slots_in_flight(job)
-    held = min(job.rank_prompts, slots) * job.prompt_tokens + slots * job.mean_tokens / 2
-    read = b * (shape.multiplied_in_all + shape.head_parameters) + held * shape.kv_bytes(b) + slots * shape.vocabulary * 12
+    cached = min(job.rank_prompts, slots) * job.prompt_tokens + slots * job.mean_tokens / 2
+    read = b * (shape.multiplied_in_all + shape.head_parameters) + cached * shape.kv_bytes(b) + slots * shape.vocabulary * 12
     flops = 2 * slots * (shape.multiplied + shape.head_parameters)
     split = job.gpus if job.sharding == "full" else 1
     busy = max(read / (rates.bytes * of.decode), flops / (rates.flops * of.products)) / split
@@ -175,8 +177,8 @@ def _optimiser(job: Job, rates: Rates) -> float:
     return updates * trained * ADAM_BYTES / (rates.bytes * rates.of.optimiser)
 
 
-def _between(job: Job, rates: Rates) -> float:
-    """Gradients reduced by a ring, 2·(n − 1)/n of their bytes over each link; sharded weights are gathered for each pass."""
+def _communication(job: Job, rates: Rates) -> float:
+    """A ring all-reduce of gradients, 2·(n − 1)/n of their bytes over each link; sharded weights are gathered for each pass."""
     n = job.gpus
     if n == 1:
         return 0.0

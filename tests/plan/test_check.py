@@ -1,4 +1,4 @@
-"""bench/plan_check.py on a CPU with small shapes: what it plans, measures, says and writes."""
+"""bench/plan_check.py on a CPU with small shapes: what it plans, measures, reports and writes."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ BENCH = Path(__file__).parents[2] / "bench"
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[ModuleType]:
-    """As it is when it runs as a script: with its own folder to import from."""
+    """Imported as when it runs as a script, with its own folder on sys.path."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(BENCH)
         yield importlib.import_module("plan_check")
 
 
-def test_eight_settings_cover_what_was_promised(bench: ModuleType) -> None:
+def test_eight_settings_cover_sizes_algorithms_and_lengths(bench: ModuleType) -> None:
     settings = bench.SETTINGS
     assert len(settings) == 8
     sizes = [find_shape(s.model).parameters for s in settings]
@@ -53,14 +53,14 @@ def test_what_holds_and_what_does_not(bench: ModuleType) -> None:
     assert replace(base, measured_memory=95, measured_seconds=9.0, said="broken").holds is None
 
 
-def test_a_stage_that_is_not_there_is_said(bench: ModuleType) -> None:
+def test_an_unsupported_stage_is_reported(bench: ModuleType) -> None:
     setting = replace(bench.SETTINGS[0], algorithm="rloo")  # an objective, not a stage
     row = bench.check(setting, find_gpu("cpu"), tiny=True)
     assert row.said == "there is no stage 'rloo' yet"
     assert "there is no stage 'rloo' yet" in bench.table([row])
 
 
-def test_a_run_that_fails_is_said(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_run_is_reported(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> Any:
         raise RuntimeError("out of memory")
 
@@ -71,7 +71,7 @@ def test_a_run_that_fails_is_said(bench: ModuleType, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("name", ["0.1B grpo full", "0.6B ppo full"])
-def test_small_shapes_run_through(bench: ModuleType, name: str) -> None:
+def test_small_shapes_run(bench: ModuleType, name: str) -> None:
     setting = next(s for s in bench.SETTINGS if s.name == name)
     row = bench.check(setting, find_gpu("cpu"), tiny=True, steps=1)
     assert row.said is None
@@ -80,7 +80,7 @@ def test_small_shapes_run_through(bench: ModuleType, name: str) -> None:
     assert row.measured_memory is None
 
 
-def test_prompts_and_completions_have_exactly_the_asked_length(bench: ModuleType) -> None:
+def test_prompts_and_completions_have_exactly_the_planned_length(bench: ModuleType) -> None:
     job = bench.SETTINGS[0].job(find_gpu("cpu"), tiny=True)
     loop = bench.build(job, 1, bench.Meter(on_gpu=False))
     groups = loop.sample(1)
@@ -97,24 +97,24 @@ def test_results_are_written(bench: ModuleType, tmp_path: Path, monkeypatch: pyt
     assert data["settings"][0]["time_off"] == 0.0
 
 
-def test_the_meter_counts_what_the_pool_maps(bench: ModuleType) -> None:
-    class Stretch:
+def test_the_meter_counts_what_the_kv_cache_maps(bench: ModuleType) -> None:
+    class Range:
         mapped = 0
 
-    class Pool:
-        stretch = Stretch()
+    class Cache:
+        range = Range()
 
-        def open(self, wanted: int, share: float) -> int:
-            self.stretch.mapped = wanted * 10
-            return wanted
+        def open(self, pages: int, share: float) -> int:
+            self.range.mapped = pages * 10
+            return pages
 
-    pool, meter = Pool(), bench.Meter(on_gpu=True)
-    meter.watch(pool)
-    assert pool.open(7, 0.8) == 7
+    cache, meter = Cache(), bench.Meter(on_gpu=True)
+    meter.watch(cache)
+    assert cache.open(7, 0.8) == 7
     assert meter.mapped == 70
 
 
-def test_what_the_time_did_not_allow_is_said_and_the_rest_kept(
+def test_settings_beyond_the_time_limit_are_reported(
     bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench, "measured", lambda plan, job, steps: replace(plan, measured_seconds=plan.planned_seconds))
@@ -123,7 +123,7 @@ def test_what_the_time_did_not_allow_is_said_and_the_rest_kept(
     assert all("time was up" in row["said"] for row in json.loads(out.read_text())["settings"])
 
 
-def test_a_mended_plan_is_compared_with_what_was_measured(
+def test_a_changed_plan_is_compared_with_stored_measurements(
     bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench, "measured", lambda plan, job, steps: replace(plan, measured_seconds=2 * plan.planned_seconds))

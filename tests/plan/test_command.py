@@ -1,4 +1,4 @@
-"""`oncurve plan` as a user meets it, and its word before a training run."""
+"""The command `oncurve plan`, and the line that `oncurve train` prints before a run."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ def test_bars_verdict_and_tables_fit_the_terminal(plan: Plan, columns: int) -> N
         "ppo, full",
         "grpo, LoRA",
         "master weights",
-        "samples a day",
+        "samples per day",
     ):
         assert word in " ".join(out.split())
     bars = [line for line in out.splitlines() if line.startswith(("grpo, ", "ppo, ")) and "GiB" in line and "│" in line]
     assert len(bars) == 4
     assert len({line.index("│") for line in bars}) == 1  # one scale
     models = next(line for line in out.splitlines() if line.startswith("model"))
-    assert models.split() == ["model", "0.6B", "1.7B", "4B", "8B", "14B", "32B"]  # none cut off
+    assert models.split() == ["model", "0.6B", "1.7B", "4B", "8B", "14B", "32B"]  # none truncated
 
 
-def test_longer_bars_hold_more(plan: Plan) -> None:
+def test_larger_parts_have_longer_bars(plan: Plan) -> None:
     _, out, _ = plan("--model", "7B", "--gpu", "H200")
     grpo, ppo = (next(x for x in out.splitlines() if x.startswith(name)) for name in ("grpo, full", "ppo, full"))
     assert ppo.count("c") > grpo.count("c")
@@ -74,7 +74,7 @@ def test_a_recipe_on_this_machine(plan: Plan) -> None:
     assert asked["prompt_tokens"] == len("999+999=")
 
 
-def test_a_recipe_changed_on_the_way(plan: Plan) -> None:
+def test_a_recipe_with_set_and_flags(plan: Plan) -> None:
     _, out, _ = plan(
         "arithmetic", "--gpu", "T4", "--set", "grpo.group_size=16", "--new-tokens", 100, "--stage", "grpo", "--json"
     )
@@ -86,11 +86,11 @@ def test_a_reward_model_that_the_recipe_trains_has_the_policys_size(plan: Plan) 
     changes = ["--set", "model.source=HuggingFaceTB/SmolLM2-135M", "--set", "task.path=recipes/backwards.jsonl"]
     code, out, err = plan("rlhf", "--gpu", "H200", *changes, "--set", "task.type=file", "--prompt-tokens", 200, "--json")
     assert (code, err) == (0, "")
-    told = json.loads(out)
-    assert told["asked"]["reward_model"] == told["asked"]["model"]["name"] == "HuggingFaceTB/SmolLM2-135M"
+    asked = json.loads(out)["asked"]
+    assert asked["reward_model"] == asked["model"]["name"] == "HuggingFaceTB/SmolLM2-135M"
 
 
-def test_worked_examples_have_their_own_length(plan: Plan) -> None:
+def test_demonstrations_have_their_own_length(plan: Plan) -> None:
     _, out, _ = plan("arithmetic", "--stage", "sft", "--json")
     asked = json.loads(out)["asked"]
     assert asked["algorithm"] == "sft"
@@ -110,7 +110,7 @@ def test_worked_examples_have_their_own_length(plan: Plan) -> None:
         (["--model", "7B", "--sharding", "full"], "--gpus 2"),
     ],
 )
-def test_mistakes_are_told_in_one_message(plan: Plan, arguments: list[str], words: str) -> None:
+def test_user_errors_print_one_message(plan: Plan, arguments: list[str], words: str) -> None:
     code, out, err = plan(*arguments)
     assert code == 2
     assert out == ""
@@ -126,12 +126,12 @@ def test_a_config_without_its_fields(plan: Plan, tmp_path: Path) -> None:
 
 
 def test_many_gpus_are_simulated_both_ways(plan: Plan) -> None:
-    asked = ("--model", "Qwen/Qwen3-0.6B", "--gpu", "H200", "--gpus", 4, "--prompts", 8, "--new-tokens", 512)
-    code, out, _ = plan(*asked)
+    arguments = ("--model", "Qwen/Qwen3-0.6B", "--gpu", "H200", "--gpus", 4, "--prompts", 8, "--new-tokens", 512)
+    code, out, _ = plan(*arguments)
     assert code == 0
     assert max(map(len, out.splitlines())) <= 80
-    assert "many GPUs, simulated" in out
-    data = json.loads(plan(*asked, "--staleness", 2, "--json")[1])["cluster"]
+    assert "GPUs, simulated" in out
+    data = json.loads(plan(*arguments, "--staleness", 2, "--json")[1])["cluster"]
     assert [row["gpus"] for row in data["sizes"]] == [1, 4, 8, 64, 512]
     assert data["sizes"][0]["apart"] is None
     assert all(row["apart"]["staleness_max"] <= 2 for row in data["sizes"][1:])
@@ -155,62 +155,58 @@ stages = [{ type = "grpo", steps = 2, prompts_per_step = 2, group_size = 2, samp
 def test_lengths_and_times_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "small.toml").write_text(SMALL_RECIPE)
     assert main(["train", str(tmp_path / "small.toml"), "--runs", str(tmp_path)]) == 0
-    seen = plan_command.measured_run("small-1", tmp_path, find_gpu("cpu"))
-    assert len(seen.lengths) == 2 * 2 * 2
-    assert all(1 <= length <= 12 for length in seen.lengths)
-    assert seen.sample_ratio > 0
-    assert seen.update_ratio > 0
+    measured = plan_command.measured_run("small-1", tmp_path, find_gpu("cpu"))
+    assert len(measured.lengths) == 2 * 2 * 2
+    assert all(1 <= length <= 12 for length in measured.lengths)
+    assert measured.sample_ratio > 0
+    assert measured.update_ratio > 0
     with pytest.raises(RunError, match="nobody"):
         plan_command.measured_run("nobody", tmp_path, find_gpu("cpu"))
 
 
-def on(monkeypatch: pytest.MonkeyPatch, gpu: Gpu | None) -> None:
+def use_gpu(monkeypatch: pytest.MonkeyPatch, gpu: Gpu | None) -> None:
     monkeypatch.setattr(plan_command, "gpu_here", lambda recipe: gpu)
 
 
-def test_a_run_on_a_gpu_is_told_its_plan_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    on(monkeypatch, GPUS["H200"])
+def test_the_plan_of_a_run_on_a_gpu_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    use_gpu(monkeypatch, GPUS["H200"])
     monkeypatch.setenv("COLUMNS", "200")
     plan_command.print_plan(load_recipe("arithmetic"))
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert told.err.startswith("plan: grpo fits an H200: ")
-    assert told.err.count("\n") == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("plan: grpo fits an H200: ")
+    assert printed.err.count("\n") == 1
 
 
-def test_on_a_cpu_nothing_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_on_a_cpu_nothing_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     plan_command.print_plan(load_recipe("arithmetic", ["model.device=cpu"]))
     assert capsys.readouterr() == ("", "")
 
 
-def test_an_impossible_run_stops_with_what_would_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    on(monkeypatch, GPUS["A100-80GB"])
+def test_a_run_that_cannot_fit_is_refused_with_a_fix_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_gpu(monkeypatch, GPUS["A100-80GB"])
     recipe = load_recipe("arithmetic", ["model.source=Qwen/Qwen3-8B", "model.dtype=bfloat16"])
     with pytest.raises(ModelError) as error:
         plan_command.print_plan(recipe)
     assert "does not fit an A100-80GB" in str(error.value.what)
     assert "moments 61.0" in error.value.because
     sets = [word for word in error.value.fix.split() if "=" in word]
-    mended = load_recipe("arithmetic", ["model.source=Qwen/Qwen3-8B", "model.dtype=bfloat16", *sets])
-    plan_command.print_plan(mended)
+    fixed = load_recipe("arithmetic", ["model.source=Qwen/Qwen3-8B", "model.dtype=bfloat16", *sets])
+    plan_command.print_plan(fixed)
 
 
-def test_a_card_that_nobody_knows_has_a_plan_of_memory(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_gpu_has_a_plan_of_memory_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     unknown = replace(GPUS["T4"], name="Voodoo", memory=8 * GIB, flops=float("inf"), bandwidth=float("inf"), link=float("inf"))
-    on(monkeypatch, unknown)
+    use_gpu(monkeypatch, unknown)
     monkeypatch.setenv("COLUMNS", "200")
     plan_command.print_plan(load_recipe("arithmetic"))
-    assert "a step" not in capsys.readouterr().err
+    assert "per step" not in capsys.readouterr().err
 
 
-def test_a_model_that_the_table_does_not_know_is_no_obstacle(
+def test_an_unknown_model_does_not_stop_a_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    on(monkeypatch, GPUS["H200"])
+    use_gpu(monkeypatch, GPUS["H200"])
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     plan_command.print_plan(load_recipe("arithmetic", ["model.source=nobody/knows"]))
     assert "no plan: nobody/knows" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""GPUs by any of their names, and what a driver calls them."""
+"""GPUs by any spelling of their names, and by the driver's names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from oncurve.plan.step_time import Rates
 
 
 @pytest.mark.parametrize(
-    ("said", "meant"),
+    ("name", "key"),
     [
         ("H200", "H200"),
         ("h100", "H100-80GB"),
@@ -26,16 +26,16 @@ from oncurve.plan.step_time import Rates
         ("AMD Instinct MI300X", "MI300X"),
     ],
 )
-def test_a_gpu_by_any_of_its_names(said: str, meant: str) -> None:
-    assert find_gpu(said) is GPUS[meant]
+def test_a_gpu_by_any_of_its_names(name: str, key: str) -> None:
+    assert find_gpu(name) is GPUS[key]
 
 
-def test_memory_decides_where_a_name_does_not() -> None:
+def test_memory_decides_between_gpus_of_one_name() -> None:
     assert gpu_of_driver("NVIDIA A100", 80 * GIB) is GPUS["A100-80GB"]
     assert gpu_of_driver("NVIDIA A100", 40 * GIB) is GPUS["A100-40GB"]
 
 
-def test_a_gpu_that_nobody_knows_is_told_the_nearest() -> None:
+def test_the_error_for_an_unknown_gpu_names_the_closest_ones() -> None:
     with pytest.raises(RecipeError) as error:
         find_gpu("H10")
     assert "H100-80GB" in error.value.fix

@@ -1,4 +1,4 @@
-"""Memory: the known figures, examples worked out by hand, what autograd really keeps, and laws."""
+"""Memory: figures of the literature, examples by hand, what autograd really saves, and properties."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from oncurve.plan.hardware import GIB, this_cpu
 from oncurve.plan.job import Job
 from oncurve.plan.memory import (
     activation_bytes,
+    checkpointed_layers,
     kv_pool,
     layer_bytes,
-    layers_again,
     memory_of,
     slots_in_flight,
     uses_fused_kernels,
@@ -38,7 +38,7 @@ def phases(of: Job) -> dict[str, dict[str, int]]:
 
 
 def test_adam_in_mixed_precision_takes_about_16_bytes_a_parameter() -> None:
-    """2 of weights, 4 of masters, 8 of moments, and gradients: 2 as the literature has them, 4 as they are summed here."""
+    """2 of weights, 4 of masters, 8 of moments, and gradients: 2 in the literature, 4 as they are accumulated here."""
     parts, n = phases(job(BILLION))["optimiser"], BILLION.parameters
     state = parts["weights"] + parts["master weights"] + parts["moments"]
     assert state + 2 * n == 16 * n
@@ -52,7 +52,7 @@ def test_in_float32_it_is_16_exactly() -> None:
 
 
 def test_a_critic_costs_about_16_gb_for_a_billion_parameters() -> None:
-    """18 bytes a parameter, as the policy; where autograd has gradients of its own, 2 more between packs, 6 before its step."""
+    """18 bytes per parameter, like the policy; autograd's temporary gradients add 2 between packs, 6 before the update."""
     n = BILLION.parameters
     critic = {name: parts["critic"] for name, parts in phases(job(BILLION, algorithm="ppo")).items()}
     assert set(critic.values()) == {18 * n}
@@ -69,32 +69,32 @@ def test_a_critic_has_no_lm_head() -> None:
     assert one == other
 
 
-def test_the_pool_by_hand() -> None:
+def test_the_kv_cache_by_hand() -> None:
     """4 prompts of 600 tokens fill 2 pages of 512 each, once; 32 completions of 200 fill one page each.
-    A token: 2 layers × (keys and values) × 2 heads of 16 × 2 bytes = 256 bytes."""
+    A token: 2 layers × 2 (K and V) × 2 heads of 16 × 2 bytes = 256 bytes."""
     assert kv_pool(job(prompt_tokens=600)) == (4 * 2 + 32) * 512 * 256
     assert kv_pool(job(prompt_tokens=600, slots=8)) == (4 * 2 + 8) * 512 * 256
     assert kv_pool(replace(job(dtype="float32"), gpu=this_cpu())) == (4 * 2 + 32 * 4) * 64 * 512  # pages of 64, 4 bytes
 
 
-def test_the_pool_takes_a_share_of_what_is_free_and_completions_wait() -> None:
-    asked = job("Qwen/Qwen3-4B", prompts=64, group_size=8, new_tokens=8192, mean_tokens=8192.0)
-    parts = phases(asked)["sample"]
-    free = asked.gpu.memory - (sum(parts.values()) - parts["kv pool"])
+def test_the_kv_cache_takes_a_fraction_of_the_free_memory_and_completions_wait() -> None:
+    planned_job = job("Qwen/Qwen3-4B", prompts=64, group_size=8, new_tokens=8192, mean_tokens=8192.0)
+    parts = phases(planned_job)["sample"]
+    free = planned_job.gpu.memory - (sum(parts.values()) - parts["kv pool"])
     assert parts["kv pool"] == pytest.approx(0.8 * free, rel=1e-6)
     token = 36 * 2 * 8 * 128 * 2
-    assert slots_in_flight(asked) == int((0.8 * free - 64 * 512 * token) / (8192 * token))
+    assert slots_in_flight(planned_job) == int((0.8 * free - 64 * 512 * token) / (8192 * token))
     assert slots_in_flight(job()) == 32
 
 
 def test_a_layer_by_hand() -> None:
-    """Widths: D 64, q 64, kv 32, F 96. Kept by our kernels: 2·(128 + 128 + 64 + 192) + 4 heads' log-sum-exps of 4 bytes."""
+    """Widths: D 64, q 64, kv 32, F 96. The fused kernels save 2·(128 + 128 + 64 + 192) + 4 heads' log-sum-exps of 4 bytes."""
     assert layer_bytes(SMALL, job()) == 2 * (128 + 128 + 64 + 192) + 16
     assert layer_bytes(SMALL, job(lora_rank=4)) == layer_bytes(SMALL, job()) + 2 * 7 * 4
 
 
-def test_a_layer_under_autograd_by_hand() -> None:
-    """Two norms keep 4 + 2 + 2 bytes of 64; norms of heads 4 + 2 of 96; q, k, v, out 2·(128 + 64); lse 16; MLP 4 × 2 × 96."""
+def test_a_layer_with_autograd_by_hand() -> None:
+    """Two norms save 4 + 2 + 2 bytes of 64; norms of heads 4 + 2 of 96; q, k, v, out 2·(128 + 64); lse 16; MLP 4 × 2 × 96."""
     gemma = replace(SMALL, family="gemma3_text")
     assert layer_bytes(gemma, job(gemma)) == 4 * 8 * 64 + 6 * 96 + 2 * 192 + 16 + 8 * 96
     four_bits = job(lora_rank=4, quantise="nf4")
@@ -117,29 +117,31 @@ def test_packs_are_filled_to_their_budget() -> None:
     assert job(minibatches=2).pack_tokens == 3400
 
 
-def test_a_reference_is_a_copy_unless_there_is_an_adapter() -> None:
+def test_a_reference_is_a_copy_except_with_lora() -> None:
     assert phases(job(beta=0.1))["sample"]["reference"] == 2 * SMALL.parameters
     assert "reference" not in phases(job(beta=0.1, lora_rank=4))["sample"]
     assert "reference" not in phases(job())["sample"]
-    assert "reference" in phases(job(beta=0.1, lora_rank=4))  # the pass is made all the same
+    assert "reference" in phases(job(beta=0.1, lora_rank=4))  # its pass is still run
 
 
-def test_a_reference_on_the_cpu_changes_places_with_the_policy() -> None:
-    asked = job(beta=0.1, reference_on_cpu=True)
-    assert all("reference" not in parts for parts in phases(asked).values())
-    assert memory_of(asked).host == 2 * 2 * SMALL.parameters
+def test_a_reference_on_the_cpu_is_swapped_with_the_policy() -> None:
+    planned_job = job(beta=0.1, reference_on_cpu=True)
+    assert all("reference" not in parts for parts in phases(planned_job).values())
+    assert memory_of(planned_job).host == 2 * 2 * SMALL.parameters
 
 
-def test_checkpointing_as_memory_asks() -> None:
-    """Qwen3-4B keeps more of 64k tokens than an H100 has: some layers are computed again, and it fits; few tokens need none."""
-    asked = job("Qwen/Qwen3-4B", prompts=64, new_tokens=1024, mean_tokens=1024.0, tokens_per_pack=65536, optimiser_on_cpu=True)
-    auto = replace(asked, checkpointing="auto")
-    assert memory_of(asked).peak.total > asked.gpu.memory
-    assert 0 < layers_again(auto.shape, auto) <= auto.shape.layers
-    assert phases(auto)["update"]["activations"] < phases(asked)["update"]["activations"]
+def test_automatic_checkpointing() -> None:
+    """Activations of 64k tokens of Qwen3-4B exceed an H100: some layers are checkpointed, and it fits; few tokens need none."""
+    planned_job = job(
+        "Qwen/Qwen3-4B", prompts=64, new_tokens=1024, mean_tokens=1024.0, tokens_per_pack=65536, optimiser_on_cpu=True
+    )
+    auto = replace(planned_job, checkpointing="auto")
+    assert memory_of(planned_job).peak.total > planned_job.gpu.memory
+    assert 0 < checkpointed_layers(auto.shape, auto) <= auto.shape.layers
+    assert phases(auto)["update"]["activations"] < phases(planned_job)["update"]["activations"]
     assert memory_of(auto).peak.total < auto.gpu.memory
-    assert layers_again(SMALL, job(checkpointing="auto")) == 0
-    assert layers_again(SMALL, replace(job(checkpointing="auto"), gpu=this_cpu())) == 0
+    assert checkpointed_layers(SMALL, job(checkpointing="auto")) == 0
+    assert checkpointed_layers(SMALL, replace(job(checkpointing="auto"), gpu=this_cpu())) == 0
 
 
 def test_the_optimiser_on_the_cpu_leaves_weights_and_gradients() -> None:
@@ -174,15 +176,15 @@ def test_full_sharding_splits_weights_too() -> None:
     assert by_layers == pytest.approx(share + 2 * ends, rel=1e-6)
 
 
-def test_split_layers_are_gathered_and_kept_in_part() -> None:
-    """Of a layer, what lies between its split weights; residual sums and norms stay whole."""
+def test_tensor_parallel_layers_are_gathered_and_saved_in_part() -> None:
+    """A layer's inner activations are divided; residual sums and norms are not."""
     big = MODELS["70B"]
-    whole, split = (phases(job(big, gpus=64, sharding="full", checkpointing="off", tensor=t)) for t in (1, 8))
+    unsplit, split = (phases(job(big, gpus=64, sharding="full", checkpointing="off", tensor=t)) for t in (1, 8))
     layer = 2 * big.layer_parameters
-    assert whole["optimiser"]["weights"] - split["optimiser"]["weights"] == pytest.approx(2 * layer * 7 / 8, rel=1e-6)
+    assert unsplit["optimiser"]["weights"] - split["optimiser"]["weights"] == pytest.approx(2 * layer * 7 / 8, rel=1e-6)
     more = split["sample"]["weights"] - split["optimiser"]["weights"]
     assert more == pytest.approx(2 * big.parameters + big.layers * layer / 8, rel=1e-6)
-    assert whole["update"]["activations"] / 8 < split["update"]["activations"] < whole["update"]["activations"] / 2
+    assert unsplit["update"]["activations"] / 8 < split["update"]["activations"] < unsplit["update"]["activations"] / 2
 
 
 def test_quantised_bases_are_smaller() -> None:
@@ -191,14 +193,14 @@ def test_quantised_bases_are_smaller() -> None:
     assert plain - four == pytest.approx((2 - 0.5625) * shape.multiplied, rel=1e-6)
 
 
-def test_what_needs_no_sampling_has_no_pool() -> None:
+def test_algorithms_that_do_not_sample_have_no_kv_cache() -> None:
     for name in ("sft", "dpo"):
         assert next(iter(phases(job(algorithm=name)))) != "sample"
     assert "reference" in phases(job(algorithm="dpo"))
     assert "reference" not in phases(job(algorithm="sft", beta=0.1))
 
 
-def test_only_plain_layers_of_the_llama_family_on_a_gpu_are_lean() -> None:
+def test_fused_kernels_run_plain_llama_layers_on_a_gpu() -> None:
     assert uses_fused_kernels(SMALL, job())
     assert uses_fused_kernels(SMALL, job(lora_rank=8))
     assert not uses_fused_kernels(SMALL, job(lora_rank=8, quantise="nf4"))
@@ -207,23 +209,23 @@ def test_only_plain_layers_of_the_llama_family_on_a_gpu_are_lean() -> None:
     assert not uses_fused_kernels(gemma, job(gemma))
 
 
-def _kept_by_autograd(layers: int, *, lora: bool) -> tuple[int, int]:
-    """(bytes that autograd holds after a forward pass in bfloat16, tokens): parameters aside, each storage once."""
+def _saved_by_autograd(layers: int, *, lora: bool) -> tuple[int, int]:
+    """(bytes that autograd saves in a forward pass in bfloat16, tokens); without parameters, each storage once."""
     config = Qwen3Config(
         hidden_size=64, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
         intermediate_size=96, vocab_size=64, tie_word_embeddings=True,
     )  # fmt: skip
     policy = Policy(Qwen3ForCausalLM(config).to(torch.bfloat16), build_tokenizer("0123456789"))
-    policy.fast_backbone = None  # transformers' own modules, as on a GPU for what our kernels do not run
+    policy.fast_backbone = None  # transformers' modules, as on a GPU for families without fused kernels
     ids = np.arange(64, dtype=np.int64) % 17
     pack = build_pack([PrefixGroup(ids, tuple(ids for _ in range(4)), tuple(range(4)))], policy.device)
-    own = {p.untyped_storage().data_ptr() for p in policy.model.parameters()}
-    held: dict[int, torch.Tensor] = {}
+    parameters = {p.untyped_storage().data_ptr() for p in policy.model.parameters()}
+    saved: dict[int, torch.Tensor] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        where = tensor.untyped_storage().data_ptr()
-        if where not in own and tensor.is_floating_point():
-            held[where] = tensor
+        address = tensor.untyped_storage().data_ptr()
+        if address not in parameters and tensor.is_floating_point():
+            saved[address] = tensor
         return tensor
 
     if lora:
@@ -234,13 +236,13 @@ def _kept_by_autograd(layers: int, *, lora: bool) -> tuple[int, int]:
                     module.weight.requires_grad_(True)  # as an adapter's A, it needs the layer's input
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         policy.hidden(pack.input_ids, pack.position_ids, pack.attention)
-    return sum(t.untyped_storage().nbytes() for t in held.values()), pack.tokens
+    return sum(t.untyped_storage().nbytes() for t in saved.values()), pack.tokens
 
 
 @pytest.mark.parametrize("lora", [False, True])
-def test_what_autograd_really_keeps_of_a_layer(lora: bool) -> None:
-    """Two depths, so that what is not of a layer cancels out. The CPU's attention keeps its output once more, padded."""
-    (more, tokens), (less, _) = (_kept_by_autograd(n, lora=lora) for n in (4, 2))
+def test_what_autograd_really_saves_of_a_layer(lora: bool) -> None:
+    """Two depths, so that everything outside of layers cancels. The CPU's attention saves its output twice, padded."""
+    (more, tokens), (less, _) = (_saved_by_autograd(n, lora=lora) for n in (4, 2))
     measured = (more - less) / 2 / tokens - 2 * 64
     planned = layer_bytes(SMALL, replace(job(lora_rank=8 if lora else None), gpu=this_cpu()))
     assert planned == pytest.approx(measured, rel=0.08)
@@ -280,27 +282,29 @@ def totals(of: Job) -> dict[str, int]:
 @settings(max_examples=60, deadline=None)
 @given(some_job(), st.sampled_from(["prompts", "group_size", "prompt_tokens", "new_tokens", "tokens_per_pack", "slots"]),
        st.integers(1, 3000))  # fmt: skip
-def test_more_of_anything_never_takes_less(asked: Job, what: str, more: int) -> None:
-    larger = replace(asked, **{what: getattr(asked, what) + more})
-    before, after = totals(asked), totals(larger)
+def test_more_of_anything_never_takes_less_memory(planned_job: Job, what: str, more: int) -> None:
+    larger = replace(planned_job, **{what: getattr(planned_job, what) + more})
+    before, after = totals(planned_job), totals(larger)
     assert before.keys() == after.keys()
     assert all(after[name] >= before[name] for name in before)
 
 
 @settings(max_examples=40, deadline=None)
 @given(some_job(), st.sampled_from(["layers", "width", "kv_heads", "mlp_width", "vocabulary"]), st.integers(1, 4))
-def test_a_larger_model_never_takes_less(asked: Job, what: str, times: int) -> None:
-    larger = replace(asked.shape, **{what: getattr(asked.shape, what) * times})
-    before, after = totals(asked), totals(replace(asked, shape=larger))
-    rows = min(asked.pack_predicted, 4224) * asked.shape.vocabulary * 6 if what == "width" else 0  # wider: smaller head chunks
+def test_a_larger_model_never_takes_less_memory(planned_job: Job, what: str, times: int) -> None:
+    larger = replace(planned_job.shape, **{what: getattr(planned_job.shape, what) * times})
+    before, after = totals(planned_job), totals(replace(planned_job, shape=larger))
+    rows = (
+        min(planned_job.pack_predicted, 4224) * planned_job.shape.vocabulary * 6 if what == "width" else 0
+    )  # wider: smaller head chunks
     assert all(after[name] + rows >= before[name] for name in before)
 
 
 @settings(max_examples=40, deadline=None)
 @given(some_job())
-def test_an_adapter_holds_less_than_full_training(asked: Job) -> None:
-    """What stands from step to step; and everything, where both keep the same activations."""
-    full, lora = replace(asked, lora_rank=None), replace(asked, lora_rank=16)
+def test_an_adapter_holds_less_than_full_training(planned_job: Job) -> None:
+    """The state between steps; and all memory, if both save the same activations."""
+    full, lora = replace(planned_job, lora_rank=None), replace(planned_job, lora_rank=16)
     if full.shape is SMALL:  # rank 16 of a width of 64 is no small adapter
         return
     assert totals(lora)["optimiser"] <= totals(full)["optimiser"]
@@ -310,21 +314,21 @@ def test_an_adapter_holds_less_than_full_training(asked: Job) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(some_job())
-def test_saving_memory_never_costs_any(asked: Job) -> None:
-    base = replace(asked, checkpointing="off", lora_rank=None)
-    for saved in ({"checkpointing": "on"}, {"moments": "int8"}, {"optimiser_on_cpu": True}, {"reference_on_cpu": True},
+def test_memory_saving_settings_never_take_more(planned_job: Job) -> None:
+    base = replace(planned_job, checkpointing="off", lora_rank=None)
+    for setting in ({"checkpointing": "on"}, {"moments": "int8"}, {"optimiser_on_cpu": True}, {"reference_on_cpu": True},
                   {"gpus": 4, "sharding": "optimiser"}):  # fmt: skip
-        before, after = totals(base), totals(replace(base, **saved))
+        before, after = totals(base), totals(replace(base, **setting))
         assert max(after.values()) <= max(before.values())
 
 
 def test_a_small_model_in_full_by_the_sum_of_its_parts() -> None:
-    """Qwen3-0.6B, 32 × 8, 128 + 256: 18 bytes a parameter, and either a pack's activations or the pool on top."""
-    asked = job("Qwen/Qwen3-0.6B", prompts=32, prompt_tokens=128, new_tokens=256, mean_tokens=256.0)
-    found = {phase.name: phase for phase in memory_of(asked).phases}
-    state = 18 * asked.shape.parameters
-    assert all(state < phase.total == sum(phase.parts.values()) < 32 * GIB for phase in found.values())
-    assert found["sample"].parts["kv pool"] == (32 + 256) * 512 * 114_688
+    """Qwen3-0.6B, 32 × 8, 128 + 256: 18 bytes per parameter, plus either a pack's activations or the KV cache."""
+    planned_job = job("Qwen/Qwen3-0.6B", prompts=32, prompt_tokens=128, new_tokens=256, mean_tokens=256.0)
+    by_name = {phase.name: phase for phase in memory_of(planned_job).phases}
+    state = 18 * planned_job.shape.parameters
+    assert all(state < phase.total == sum(phase.parts.values()) < 32 * GIB for phase in by_name.values())
+    assert by_name["sample"].parts["kv pool"] == (32 + 256) * 512 * 114_688
 
 
 def test_a_config_of_unknown_family_counts_as_a_llama() -> None:
@@ -336,29 +340,29 @@ def test_a_config_of_unknown_family_counts_as_a_llama() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(some_job())
-def test_an_adapter_needs_less_than_full_training(asked: Job) -> None:
-    """Transformers' modules keep more of each layer than our kernels, where there is room for it; where there is none, layers
-    are computed again, and then an adapter's worst moment takes less."""
-    full, lora = (replace(asked, lora_rank=rank, checkpointing="on") for rank in (None, 16))
+def test_an_adapter_needs_less_than_full_training(planned_job: Job) -> None:
+    """Transformers' modules save more of each layer than the fused kernels if there is room. If there is none, layers are
+    checkpointed, and then an adapter's peak is lower."""
+    full, lora = (replace(planned_job, lora_rank=rank, checkpointing="on") for rank in (None, 16))
     if full.shape is SMALL or full.shape.width < 512:
         return
     assert memory_of(lora).peak.total <= memory_of(full).peak.total
 
 
 def test_a_natural_gradient_by_hand() -> None:
-    """Float32 whatever is asked: 4 bytes of weights, and 44 of gradient and vectors; whole distributions of all tokens, and
-    eight tables of a tenth of them."""
-    asked = job(BILLION, algorithm="trpo")
-    parts, n = phases(asked)["update"], BILLION.parameters
+    """Always float32: 4 bytes of weights, and 44 of gradient and vectors; the distributions of all tokens, and eight tables of
+    a tenth of them."""
+    planned_job = job(BILLION, algorithm="trpo")
+    parts, n = phases(planned_job)["update"], BILLION.parameters
     assert parts["weights"] + parts["moments"] + parts["gradients"] == (4 + 44) * n
     assert "master weights" not in parts
     assert parts["lm head"] == 4 * 128_256 * (32 * 200 + 8 * 640)
-    assert phases(replace(asked, dtype="float32")) == phases(asked)
+    assert phases(replace(planned_job, dtype="float32")) == phases(planned_job)
 
 
 @pytest.mark.parametrize("name", ["7B", "13B", "70B", "Qwen/Qwen3-8B"])
 def test_ppo_holds_twice_what_grpo_does(name: str) -> None:
-    """Policy and critic against the policy alone, all of them in training: the claim that grpo halves the state."""
+    """Policy and critic compared with only the policy, all weights trained: the claim that grpo halves the state."""
     sizes = {a: sum(phases(job(name, algorithm=a))["update"].get(part, 0) for part in STATE) for a in ("grpo", "ppo")}
     headless = 1 - (0 if MODELS[name].tied else MODELS[name].head_parameters / MODELS[name].parameters)
     assert sizes["ppo"] / sizes["grpo"] == pytest.approx(1 + headless, rel=1e-6)

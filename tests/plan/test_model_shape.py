@@ -1,4 +1,4 @@
-"""Shapes: parameters counted as transformers counts them, keys and values by hand, configs read or refused."""
+"""Shapes: parameters equal those of transformers, the KV cache by hand, configs read or refused."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PUBLISHED = {
     "13B": 13_015_864_320,
     "70B": 68_976_648_192,
 }
-"""As the publishers' checkpoints have them."""
+"""Parameter counts of the published checkpoints."""
 
 
 def transformers_config(shape: ModelShape, layers: int | None = None, **more: Any) -> Any:
@@ -56,7 +56,7 @@ def transformers_config(shape: ModelShape, layers: int | None = None, **more: An
 
 
 def count(config: Any) -> int:
-    """Parameters of the module itself, built without memory; tied weights once."""
+    """Parameters of the module, built on the meta device; tied weights count once."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     model.tie_weights()
@@ -70,7 +70,7 @@ def test_known_models_have_the_published_count(name: str) -> None:
 
 @pytest.mark.parametrize("shape", MODELS.values(), ids=MODELS)
 def test_parameters_are_those_of_transformers(shape: ModelShape) -> None:
-    """Two layers say all that eighty would: layers are alike, and the published counts hold the number of them."""
+    """Two layers are enough: all layers are equal, and the published counts check their number."""
     config = transformers_config(shape, layers=2)
     assert shape_of_config(config.to_dict(), shape.name).parameters == count(config)
 
@@ -97,7 +97,7 @@ SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "n
         ("smollm3", {}),
     ],
 )
-def test_every_family_counts_as_its_modules_do(family: str, more: dict[str, Any]) -> None:
+def test_every_family_has_the_parameters_of_its_modules(family: str, more: dict[str, Any]) -> None:
     config = AutoConfig.for_model(family, **{**SMALL, **more})
     assert shape_of_config(config.to_dict(), family).parameters == count(config)
 
@@ -108,18 +108,18 @@ def test_the_built_in_model() -> None:
     assert tiny_shape(TinyModel(), len(tokenizer)).parameters == sum(p.numel() for p in model.parameters())
 
 
-def test_adapters_as_peft_makes_them() -> None:
+def test_adapters_have_the_parameters_of_peft() -> None:
     import peft
 
     config = AutoConfig.for_model("qwen3", **SMALL, head_dim=32)
     model = AutoModelForCausalLM.from_config(config)
     peft.inject_adapter_in_model(peft.LoraConfig(task_type="CAUSAL_LM", r=3, target_modules="all-linear"), model)
-    own = sum(p.numel() for name, p in model.named_parameters() if "lora_" in name)
-    assert shape_of_config(config.to_dict(), "small").adapter_parameters(3) == own
+    expected = sum(p.numel() for name, p in model.named_parameters() if "lora_" in name)
+    assert shape_of_config(config.to_dict(), "small").adapter_parameters(3) == expected
 
 
-def test_keys_and_values_of_a_token() -> None:
-    """Qwen3-8B: 36 layers × (keys and values) × 8 heads of 128 × 2 bytes."""
+def test_kv_cache_of_a_token() -> None:
+    """Qwen3-8B: 36 layers × 2 (K and V) × 8 heads of 128 × 2 bytes."""
     assert MODELS["Qwen/Qwen3-8B"].kv_bytes(2) == 36 * 2 * 8 * 128 * 2 == 147_456
     assert MODELS["13B"].kv_bytes(2) == 40 * 2 * 40 * 128 * 2 == 819_200
 
@@ -129,7 +129,7 @@ def test_a_token_is_multiplied_with_all_but_embeddings_and_norms() -> None:
     assert shape.multiplied == shape.parameters - 2 * shape.head_parameters - shape.width - 36 * (2 * 4096 + 2 * 128)
 
 
-def test_experts_are_held_but_not_all_multiplied() -> None:
+def test_all_experts_are_in_memory_but_few_are_multiplied() -> None:
     config = {**SMALL, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
     shape = shape_of_config(config, "moe")
     expert = 3 * 64 * 96
@@ -165,7 +165,7 @@ def test_a_download_in_the_cache_is_found(tmp_path: Path, monkeypatch: pytest.Mo
     assert find_shape("some/model").width == 64
 
 
-def test_an_unknown_model_is_told_the_nearest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_error_for_an_unknown_model_names_the_closest_ones(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ModelError) as error:
         find_shape("Qwen/Qwen3-9B")
@@ -173,7 +173,7 @@ def test_an_unknown_model_is_told_the_nearest(monkeypatch: pytest.MonkeyPatch, t
 
 
 @pytest.mark.parametrize("missing", ["hidden_size", "num_hidden_layers", "vocab_size"])
-def test_a_config_without_what_is_needed_is_refused_by_name(missing: str) -> None:
+def test_a_config_that_lacks_a_key_is_refused(missing: str) -> None:
     config = {key: value for key, value in SMALL.items() if key != missing}
     with pytest.raises(ModelError, match=missing):
         shape_of_config(config, "half")

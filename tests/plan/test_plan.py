@@ -28,7 +28,7 @@ from tests.plan.jobs import job
 LARGE = job("Qwen/Qwen3-8B", prompts=32, prompt_tokens=256, new_tokens=1024, mean_tokens=1024.0)
 
 
-def test_what_fits_needs_no_change() -> None:
+def test_a_job_that_fits_needs_no_change() -> None:
     assert fits(job())
     assert find_fixes(job(), 16) == []
 
@@ -37,19 +37,19 @@ def test_the_cheapest_change_fits_and_needs_all_of_its_parts() -> None:
     best, *others = find_fixes(LARGE, 16)
     assert fits(best.job)
     assert best.peak <= memory.memory_limit(LARGE)
-    for left_out in best.changes:
+    for omitted in best.changes:
         rest = LARGE
         for change in best.changes:
-            rest = rest if change is left_out else change.apply(rest)
-        assert not fits(rest), left_out.words
+            rest = rest if change is omitted else change.apply(rest)
+        assert not fits(rest), omitted.words
     assert all(best.cost <= other.cost for other in others)
 
 
-def test_time_only_comes_before_anything_that_changes_the_result() -> None:
-    """A pack too large for the card, and nothing else: a smaller one, or checkpointing, at tier 0."""
-    asked_for = job("Qwen/Qwen3-0.6B", "RTX4090", prompts=32, prompt_tokens=128, new_tokens=256, mean_tokens=256.0)
-    assert not fits(asked_for)
-    best = find_fixes(asked_for, 16)[0]
+def test_changes_that_cost_only_time_come_first() -> None:
+    """Only the packs are too large for the GPU: smaller packs or checkpointing, tier 0, are enough."""
+    large = job("Qwen/Qwen3-0.6B", "RTX4090", prompts=32, prompt_tokens=128, new_tokens=256, mean_tokens=256.0)
+    assert not fits(large)
+    best = find_fixes(large, 16)[0]
     assert best.cost[0] == 0
     assert {change.family for change in best.changes} <= {"packs", "checkpointing", "slots"}
 
@@ -60,47 +60,47 @@ def test_a_model_beyond_one_gpu_is_sharded_or_adapted() -> None:
     assert fits(best.job)
 
 
-def test_gpus_that_are_there_share_before_more_are_asked_for() -> None:
-    """7 billion parameters on each of 8 GPUs do not fit; an optimiser shared out over the same 8 does, and costs time only."""
-    asked_for = job("7B", "H100-80GB", gpus=8)
-    best = find_fixes(asked_for, 16)[0]
-    assert (best.job, best.cost[0]) == (replace(asked_for, sharding="optimiser"), 0)
+def test_sharding_over_the_present_gpus_comes_before_more_gpus() -> None:
+    """7 billion parameters on each of 8 GPUs do not fit; with a sharded optimiser they do, at the cost of time only."""
+    large = job("7B", "H100-80GB", gpus=8)
+    best = find_fixes(large, 16)[0]
+    assert (best.job, best.cost[0]) == (replace(large, sharding="optimiser"), 0)
     assert [change.recipe_settings for change in best.changes] == [["scale.shard=optimiser"]]
 
 
 @pytest.mark.parametrize(("model", "options"), [("14B", {"algorithm": "ppo"}), ("32B", {"lora_rank": 16})], ids=["ppo", "LoRA"])
-def test_nothing_is_advised_that_a_recipe_refuses(model: str, options: dict[str, Any]) -> None:
+def test_no_fix_is_proposed_that_a_recipe_refuses(model: str, options: dict[str, Any]) -> None:
     """A critic and an adapter need all weights on each rank."""
-    found = find_fixes(job(f"Qwen/Qwen3-{model}", "H100-80GB", gpus=8, **options), 16, count=50)
-    assert found
-    assert all(fix.job.sharding != "full" for fix in found)
+    fixes = find_fixes(job(f"Qwen/Qwen3-{model}", "H100-80GB", gpus=8, **options), 16, count=50)
+    assert fixes
+    assert all(fix.job.sharding != "full" for fix in fixes)
 
 
-def test_a_model_whose_weights_alone_are_beyond_a_gpu_is_not_sampled_there() -> None:
-    """Weights that are shared out are gathered for sampling: that is where sharding ends."""
+def test_a_model_whose_weights_exceed_a_gpu_cannot_be_sampled_there() -> None:
+    """Sharded weights are gathered for sampling, so sharding does not help."""
     assert find_fixes(job("70B", "H100-80GB"), 16) == []
 
 
-def test_a_reference_on_the_cpu_is_among_what_only_costs_time() -> None:
+def test_a_reference_on_the_cpu_costs_only_time() -> None:
     base = job("Qwen/Qwen3-1.7B", "A100-40GB", beta=0.04)
     room = memory.memory_of(replace(base, beta=0.0)).peak.total / 0.97
     tight = replace(base, gpu=replace(base.gpu, memory=int(room) + GIB))
     assert not fits(tight)
-    alone = [fix for fix in find_fixes(tight, 16, count=50) if [c.family for c in fix.changes] == ["reference"]]
-    assert alone[0].cost[0] == 0
-    assert alone[0].host == 2 * 2 * base.shape.parameters
+    reference_only = [fix for fix in find_fixes(tight, 16, count=50) if [c.family for c in fix.changes] == ["reference"]]
+    assert reference_only[0].cost[0] == 0
+    assert reference_only[0].host == 2 * 2 * base.shape.parameters
 
 
-def test_nothing_helps_where_even_one_layer_is_too_large() -> None:
-    tiny_card = replace(GPUS["T4"], memory=100 << 20)
-    plan = make_plan(replace(job("70B"), gpu=tiny_card), 16)
+def test_no_fix_if_even_one_layer_is_too_large() -> None:
+    small_gpu = replace(GPUS["T4"], memory=100 << 20)
+    plan = make_plan(replace(job("70B"), gpu=small_gpu), 16)
     assert plan.fixes == ()
     assert not plan.fits
     assert plan.is_impossible
 
 
-def test_only_what_is_surely_too_large_is_impossible() -> None:
-    """The plan may be off by a tenth: a little too large is told, not stopped."""
+def test_only_a_job_that_exceeds_the_margin_is_impossible() -> None:
+    """A plan may be wrong by 10 %: a job that is slightly too large is reported, not refused."""
     peak = memory.memory_of(LARGE).peak.total
     near = replace(LARGE, gpu=replace(LARGE.gpu, memory=int(peak * 0.95)))
     far = replace(LARGE, gpu=replace(LARGE.gpu, memory=int(peak * 0.85)))
@@ -112,11 +112,11 @@ def test_the_verdict_is_one_line() -> None:
     text = make_plan(LARGE, 16).verdict
     assert "\n" not in text
     assert text.startswith("does not fit an H100-80GB: ")
-    assert "of 79.6 GiB at the worst moment (update)" in text
+    assert "of 79.6 GiB at the peak (update)" in text
     assert make_plan(job(gpu="B200"), 16).verdict.startswith("fits a B200: ")
 
 
-def test_grpo_and_ppo_side_by_side_in_full_and_with_adapters() -> None:
+def test_grpo_and_ppo_side_by_side_full_and_with_lora() -> None:
     plans = side_by_side(LARGE, 16)
     assert [p.title for p in plans] == ["grpo, full", "ppo, full", "grpo, LoRA", "ppo, LoRA"]
     grpo, ppo, grpo_lora, ppo_lora = plans
@@ -127,31 +127,31 @@ def test_grpo_and_ppo_side_by_side_in_full_and_with_adapters() -> None:
     assert ppo_lora.resident_parameters - grpo_lora.resident_parameters == critic + grpo_lora.trained
 
 
-def test_another_algorithm_stands_beside_them() -> None:
+def test_another_algorithm_is_added_to_them() -> None:
     titles = [p.title for p in side_by_side(replace(LARGE, algorithm="rloo"), 16)]
     assert titles == ["grpo, full", "ppo, full", "rloo, full", "grpo, LoRA", "ppo, LoRA", "rloo, LoRA"]
 
 
-def test_gpus_that_hold_it_smallest_first() -> None:
-    found = smallest_gpus(job("Qwen/Qwen3-1.7B", tokens_per_pack=2048))
-    assert found == sorted(found, key=lambda name: GPUS[name].memory)
-    assert "T4" not in found
-    assert "H200" in found
+def test_gpus_on_which_a_job_fits_smallest_first() -> None:
+    names = smallest_gpus(job("Qwen/Qwen3-1.7B", tokens_per_pack=2048))
+    assert names == sorted(names, key=lambda name: GPUS[name].memory)
+    assert "T4" not in names
+    assert "H200" in names
 
 
-def test_growth_changes_one_thing_at_a_time() -> None:
+def test_scaling_changes_one_setting_at_a_time() -> None:
     rows = scaling_points(LARGE)
     assert {row.what for row in rows} == {"group size", "new tokens", "model"}
     assert sum(row.asked for row in rows) == 3
     for what in ("group size", "new tokens"):
         times = [row.step_seconds for row in rows if row.what == what]
         assert times == sorted(times)
-    # A model that just fits waits for pages, so time need not grow with every size; memory does.
+    # A model that barely fits waits for KV cache pages, so time need not grow with every size; memory does.
     peaks = [row.peak for row in rows if row.what == "model"]
     assert peaks == sorted(peaks)
 
 
-def test_json_says_it_all() -> None:
+def test_json() -> None:
     data = json.loads(json.dumps(report_data(LARGE, side_by_side(LARGE, 16))))
     assert data["asked"]["model"]["parameters"] == MODELS["Qwen/Qwen3-8B"].parameters
     own = data["plan"]
@@ -164,12 +164,12 @@ def test_json_says_it_all() -> None:
     assert [p["title"] for p in data["side_by_side"]] == ["grpo, full", "ppo, full", "grpo, LoRA", "ppo, LoRA"]
 
 
-def test_what_is_unsaid_is_as_in_the_recipe() -> None:
-    made = job_for(MODELS["7B"], GPUS["H200"])
+def test_defaults_are_those_of_the_recipe() -> None:
+    planned = job_for(MODELS["7B"], GPUS["H200"])
     stage = Grpo()
-    assert (made.prompts, made.group_size, made.new_tokens) == (stage.prompts_per_step, stage.group_size, 256)
-    assert made.tokens_per_pack == stage.tokens_per_pack
-    assert made.beta == stage.kl.beta
+    assert (planned.prompts, planned.group_size, planned.new_tokens) == (stage.prompts_per_step, stage.group_size, 256)
+    assert planned.tokens_per_pack == stage.tokens_per_pack
+    assert planned.beta == stage.kl.beta
 
 
 def test_constants_are_those_of_engine_and_learner() -> None:
@@ -179,33 +179,38 @@ def test_constants_are_those_of_engine_and_learner() -> None:
     assert memory.SPARE == activation_checkpointing.MAX_FRACTION
 
 
-def test_a_recipe_says_how_memory_is_saved() -> None:
+def test_memory_saving_settings_of_a_recipe() -> None:
     sets = ["grpo.checkpointing=on", "grpo.optimiser.moments=int8", "grpo.optimiser.on_cpu=true", "grpo.kl.beta=0.1"]
     recipe = load_recipe("arithmetic", [*sets, "grpo.kl.on_cpu=true", "engine.pool_share=0.5"])
-    made = job_of_stage(recipe, recipe.stages[-1], GPUS["H200"], 8)
-    assert (made.checkpointing, made.moments, made.optimiser_on_cpu, made.reference_on_cpu) == ("on", "int8", True, True)
-    assert made.pool_share == 0.5
+    planned = job_of_stage(recipe, recipe.stages[-1], GPUS["H200"], 8)
+    assert (planned.checkpointing, planned.moments, planned.optimiser_on_cpu, planned.reference_on_cpu) == (
+        "on",
+        "int8",
+        True,
+        True,
+    )
+    assert planned.pool_share == 0.5
 
 
 def test_a_recipe_becomes_a_job() -> None:
     recipe = load_recipe("arithmetic", ["grpo.kl.beta=0.1", "model.dtype=bfloat16"])
     sft, grpo = plannable(recipe)
-    made = job_of_stage(recipe, grpo, find_gpu("H200"), 8, "0123456789+=")
-    assert (made.algorithm, made.prompts, made.group_size, made.updates) == ("grpo", 32, 8, 2)
-    assert (made.new_tokens, made.slots, made.dtype, made.beta) == (40, 256, "bfloat16", 0.1)
-    assert made.shape.vocabulary == 12 + 7
+    planned = job_of_stage(recipe, grpo, find_gpu("H200"), 8, "0123456789+=")
+    assert (planned.algorithm, planned.prompts, planned.group_size, planned.updates) == ("grpo", 32, 8, 2)
+    assert (planned.new_tokens, planned.slots, planned.dtype, planned.beta) == (40, 256, "bfloat16", 0.1)
+    assert planned.shape.vocabulary == 12 + 7
     assert job_of_stage(recipe, sft, find_gpu("H200"), 8).algorithm == "sft"
 
 
 def test_pairs_are_two_sequences_and_simpo_has_no_reference() -> None:
     data = {"task": {"type": "arithmetic"}, "stages": [{"type": "dpo", "pairs": "pairs.jsonl", "batch_size": 4}]}
-    made = job_of_stage(parse_recipe(data), parse_recipe(data).stages[0], GPUS["H200"], 50)
-    assert (made.algorithm, made.rows, made.has_reference) == ("dpo", 8, True)
+    planned = job_of_stage(parse_recipe(data), parse_recipe(data).stages[0], GPUS["H200"], 50)
+    assert (planned.algorithm, planned.rows, planned.has_reference) == ("dpo", 8, True)
     data["stages"][0]["loss"] = "simpo"  # type: ignore[index]
     assert not job_of_stage(parse_recipe(data), parse_recipe(data).stages[0], GPUS["H200"], 50).has_reference
 
 
-def test_objectives_with_a_name_of_their_own() -> None:
+def test_objectives_that_the_planner_lists() -> None:
     recipe = load_recipe("arithmetic", ["grpo.objective=rloo"])
     assert job_of_stage(recipe, recipe.stages[-1], find_gpu("H200"), 8).algorithm == "rloo"
 
@@ -217,9 +222,9 @@ def test_adapters_and_reward_models_of_a_recipe() -> None:
         "rewards": [{"type": "model", "model": "Qwen/Qwen3-0.6B", "device": "cuda"}, {"type": "format"}],
         "stages": [{"type": "grpo"}],
     }
-    made = job_of_stage(parse_recipe(data), parse_recipe(data).stages[0], GPUS["H200"], 50)
-    assert made.lora_rank == 8
-    assert made.reward_model is MODELS["Qwen/Qwen3-0.6B"]
+    planned = job_of_stage(parse_recipe(data), parse_recipe(data).stages[0], GPUS["H200"], 50)
+    assert planned.lora_rank == 8
+    assert planned.reward_model is MODELS["Qwen/Qwen3-0.6B"]
     on_cpu = parse_recipe(data | {"rewards": [{"type": "model", "model": "Qwen/Qwen3-0.6B"}]})
     assert job_of_stage(on_cpu, on_cpu.stages[0], GPUS["H200"], 50).reward_model is None
 
@@ -284,8 +289,8 @@ def test_more_tokens_than_positions_are_refused() -> None:
         with_settings(job("7B"), new_tokens=5000)
 
 
-def test_smaller_gpus_are_planned_for_with_layers_computed_again() -> None:
-    """0.6B in 4 bits with an adapter, where nothing has to be computed again on an H200, holds on cards of 24 GiB."""
+def test_smaller_gpus_are_planned_with_checkpointed_layers() -> None:
+    """0.6B in 4 bits with an adapter needs no checkpointing on an H200, and fits with it on GPUs of 24 GiB."""
     request = replace(job("Qwen/Qwen3-0.6B", prompts=32, lora_rank=16, quantise="nf4", checkpointing="auto"), gpu=GPUS["H200"])
     plan = make_plan(request, 16)
     assert plan.least < 24 * GIB < plan.memory.peak.total
@@ -293,21 +298,21 @@ def test_smaller_gpus_are_planned_for_with_layers_computed_again() -> None:
     assert plan_data(plan)["memory"]["least"] == plan.least
 
 
-def test_how_large_a_model_trpo_has_room_for() -> None:
+def test_the_largest_model_that_fits_trpo() -> None:
     request = replace(job("Qwen/Qwen3-8B", algorithm="trpo"), gpu=GPUS["H200"])
     plan = make_plan(request, 16)
     assert not plan.fits
     assert plan.largest is not None
     assert 1e9 < plan.largest < request.shape.parameters
     layers = (plan.largest - replace(request.shape, layers=0).parameters) // request.shape.layer_parameters
-    for more, holds in ((0, True), (1, False)):
+    for more, fits_ in ((0, True), (1, False)):
         deeper = replace(request, shape=replace(request.shape, layers=layers + more))
-        assert make_plan(deeper, 16).fits is holds
+        assert make_plan(deeper, 16).fits is fits_
     assert make_plan(replace(request, algorithm="grpo"), 16).largest is None
     assert make_plan(replace(request, gpu=GPUS["T4"]), 16).largest == 0
 
 
-def test_a_recipe_for_several_ranks_is_planned_for_them() -> None:
+def test_a_recipe_for_several_ranks() -> None:
     recipe = load_recipe("arithmetic", ["scale.ranks=4", "scale.shard=optimiser"])
-    asked_for = job_of_stage(recipe, recipe.stages[-1], find_gpu("H200"), 16)
-    assert (asked_for.gpus, asked_for.sharding) == (4, "optimiser")
+    large = job_of_stage(recipe, recipe.stages[-1], find_gpu("H200"), 16)
+    assert (large.gpus, large.sharding) == (4, "optimiser")
