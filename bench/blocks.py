@@ -26,6 +26,7 @@ from oncurve.models.policy import Policy
 from oncurve.models.torch_compile import compile_blocks
 from oncurve.recipe.schema.stages import Grpo
 from oncurve.training.learner.learner import Learner
+from oncurve.training.stages.grpo import grpo_learner_settings
 
 RESULTS = Path(__file__).resolve().parent / "results" / "blocks.json"
 SIZES = {
@@ -48,7 +49,7 @@ def update_of(name: str, compiled: bool, tiny: bool, tries: int) -> dict[str, An
     policy = Policy(model, make_tokenizer(shape["vocab_size"]))
     if compiled:
         compile_blocks(policy.backbone)
-    learner = Learner(policy, Grpo.model_validate({"tokens_per_pack": 16384, "optimiser": {"learning_rate": 1e-6}}))
+    learner = Learner(policy, grpo_learner_settings(Grpo.model_validate({"tokens_per_pack": 16384, "optimiser": {"learning_rate": 1e-6}})))
     groups = graded_groups(8, 8, 128, 256, shape["vocab_size"]) if not tiny else graded_groups(2, 2, 12, 16, 512)
     seconds = []
     for _ in range(tries + 1):

@@ -32,7 +32,7 @@ def state(size: int) -> dict[str, dict[str, torch.Tensor]]:
 
 def seconds(size: int, behind: bool) -> tuple[float, float]:
     """(duration of `save`, time until the checkpoint is complete) for a state of this many MiB."""
-    checkpoint_writer.BEHIND_FROM = 0 if behind else 1 << 62
+    checkpoint_writer.BACKGROUND_FROM = 0 if behind else 1 << 62
     tensors = state(size)
     with tempfile.TemporaryDirectory(dir=".") as folder:
         saver = CheckpointWriter(Path(folder))

@@ -43,8 +43,8 @@ from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.python_function import FunctionReward
 from oncurve.tasks.data.prompt_list import PromptList
 from oncurve.training.learner.learner import Learner
-from oncurve.training.stages.grpo import GrpoLoop
-from oncurve.training.timing import matrix_rate
+from oncurve.training.stages.grpo import GrpoLoop, grpo_learner_settings
+from oncurve.training.timing import matmul_rate
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "step.json"
@@ -147,7 +147,7 @@ def long_prompts(args: argparse.Namespace) -> list[Row]:
     groups = graded_groups(prompts, 16, prompt, new, words)
     rows = []
     for shared, batch in ((True, groups), (False, each_alone(groups))):
-        learner = warm(Learner(policy, stage(args, 0.0)), batch)
+        learner = warm(Learner(policy, grpo_learner_settings(stage(args, 0.0))), batch)
         rows.append({"shared": shared, "prompt": prompt, "new": new, "group": 16, **update_of(learner, batch, args.steps)})
         del learner
     rows[0]["times_faster"] = round(rows[1]["seconds"] / rows[0]["seconds"], 2)
@@ -158,7 +158,7 @@ def growth(args: argparse.Namespace) -> list[Row]:
     """1×, 2×, 4×, 8× the prompts of an eighth of a step: seconds should grow in proportion to tokens."""
     policy, words = policy_of(args.size), shape_of(args.size)["vocab_size"]
     base = max(1, args.prompts // 4)
-    learner = warm(Learner(policy, stage(args, 0.0)), graded_groups(base, args.group, args.prompt, args.new, words))
+    learner = warm(Learner(policy, grpo_learner_settings(stage(args, 0.0))), graded_groups(base, args.group, args.prompt, args.new, words))
     rows = []
     for times in (1, 2, 4, 8):
         groups = graded_groups(base * times, args.group, args.prompt, args.new, words)
@@ -181,7 +181,7 @@ def matrix_use(args: argparse.Namespace) -> list[Row]:
     for size in args.mfu_sizes.split(","):
         policy, words = policy_of(size), shape_of(size)["vocab_size"]
         prompt, new = (512, 1024) if size != "tiny" else (24, 48)
-        learner = warm(Learner(policy, stage(args, 0.0)), graded_groups(2, args.group, prompt, new, words))
+        learner = warm(Learner(policy, grpo_learner_settings(stage(args, 0.0))), graded_groups(2, args.group, prompt, new, words))
         groups = graded_groups(args.prompts, args.group, prompt, new, words)
         rows.append({"size": size, "prompt": prompt, "new": new, **update_of(learner, groups, 1)})
         del policy, learner
@@ -251,7 +251,7 @@ def environment(args: argparse.Namespace) -> Row:
 
 def _rate() -> float:
     gpu = torch.cuda.is_available()
-    return matrix_rate(torch.device("cuda" if gpu else "cpu"), torch.bfloat16 if gpu else torch.float32)
+    return matmul_rate(torch.device("cuda" if gpu else "cpu"), torch.bfloat16 if gpu else torch.float32)
 
 
 def _installed(name: str) -> bool:

@@ -98,7 +98,7 @@ class LearnerActor:
             with _joined_ranks(task, recipe, rank) as world:
                 if not world.is_rank_zero:
                     build = partial(ClusterTrainer, assignment=assignment)
-                    run_worker_rank(world, build_tasks_and_rewards, make=build)  # type: ignore[arg-type]
+                    run_worker_rank(world, build_tasks_and_rewards, build_trainer=build)
                     return None
                 self.trainer = self._build_trainer(run, recipe, assignment, world)
                 self.trainer.train(resume=run.database.exists())
@@ -247,18 +247,18 @@ class ClusterTrainer(Trainer):
         finally:
             self.board.stop()
 
-    def _stages(self, start: Checkpoint | None) -> None:
+    def _run_stages(self, start: Checkpoint | None) -> None:
         for line in self.notes:
             self._log_event(line)
         locations = self.reward_workers.locations if self.reward_workers else {}
         workers = "".join(f"; {name} on {location}" for name, location in locations.items())
         self._log_event(f"the learner is on {this_process()}; {len(self.actors.samplers)} samplers{workers}")
-        super()._stages(start)
+        super()._run_stages(start)
 
-    def loop(self, stage: Stage, detour: int, start: Checkpoint | None) -> StageLoop:
-        loop = super().loop(stage, detour, start)
+    def build_loop(self, stage: Stage, rollbacks: int, start: Checkpoint | None) -> StageLoop:
+        loop = super().build_loop(stage, rollbacks, start)
         if isinstance(self.engine, RemoteEngine):
-            seed = self.recipe.seed + detour * ROLLBACK_SEED
+            seed = self.recipe.seed + rollbacks * ROLLBACK_SEED
             self.engine.prefetch(self._prefetch(stage, seed) if isinstance(stage, RolloutStage) else None)
         return ClusterLoop(loop, self.board, stage, self.recipe.scale.max_staleness > 0)
 
@@ -277,8 +277,8 @@ class ClusterLoop:
         self.loop, self.board, self.stage, self.is_async = loop, board, stage, is_async
 
     @property
-    def out_of_time(self) -> bool:
-        return self.loop.out_of_time
+    def is_over(self) -> bool:
+        return self.loop.is_over
 
     def step(self, n: int) -> StepReport:
         self.board.set_step(self.stage.label, n)

@@ -34,10 +34,10 @@ from oncurve.records import Prompt, ScoredGroup
 from oncurve.rewards.mix import RewardMix
 from oncurve.tasks.base import Task
 from oncurve.tasks.prompt_order import prompts_for_step
-from oncurve.training.evaluate import pass_at, powers
+from oncurve.training.evaluate import pass_at, powers_of_two
 from oncurve.training.stages.grpo import GrpoLoop
 from oncurve.training.start import rewards_for, task_for
-from oncurve.training.trainer import load_weights, weights
+from oncurve.training.trainer import load_weights, trained_weights
 
 PROBE_STEP = 1 << 41
 """Probing draws its random numbers far from any training step's and any evaluation's."""
@@ -180,7 +180,7 @@ def _at(
 def _timed_step(recipe: Recipe, stage: Grpo, task: Task, engine: Engine, rewards: RewardMix) -> tuple[float, float]:
     """(sampling and scoring, update) in seconds of one real step; the weights are put back. Silent groups are forwarded too,
     so that an update has something to do."""
-    kept = {name: tensor.clone() for name, tensor in weights(engine.policy).items()}
+    kept = {name: tensor.clone() for name, tensor in trained_weights(engine.policy).items()}
     timed = stage.model_copy(update={"no_signal": "keep", "max_failure_share": 1.0})
     loop = GrpoLoop(timed, recipe.seed, task, engine, rewards)
     try:
@@ -217,7 +217,7 @@ def _report(
         prompts=len(scored),
         samples=samples,
         temperature=stage.sampling.temperature,
-        pass_at={k: _mean([pass_at(k, c, samples) for c in right]) for k in powers(samples)} if ruled else {},
+        pass_at={k: _mean([pass_at(k, c, samples) for c in right]) for k in powers_of_two(samples)} if ruled else {},
         all_right=_mean([c == samples for c in right]) if ruled else None,
         all_wrong=_mean([c == 0 for c in right]) if ruled else None,
         no_signal=1 - here,

@@ -22,7 +22,7 @@ from oncurve.runs.checkpoints.listing import list_checkpoints
 from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder
 from oncurve.training.start import build_tasks_and_rewards
-from oncurve.training.trainer import Trainer, completed_steps, load_weights, rollbacks_of
+from oncurve.training.trainer import Trainer, completed_steps, count_rollbacks, load_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ def _again(trainer: Trainer, store: RunReader, start: Checkpoint | None, name: s
     first = names.index(start.stage) if start is not None else 0
     for stage in stages[first : names.index(name) + 1]:
         begun = completed_steps(start, stage)
-        loop = trainer.loop(stage, rollbacks_of(store, stage.label, begun), start)
+        loop = trainer.build_loop(stage, count_rollbacks(store, stage.label, begun), start)
         for n in range(begun + 1, (step if stage.label == name else done[stage.label]) + 1):
-            trainer.memory.load(store.replies(stage.label, n))
+            trainer.reply_cache.load(store.replies(stage.label, n))
             yield loop.step(n)

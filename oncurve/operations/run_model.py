@@ -26,7 +26,7 @@ from oncurve.runs.checkpoints import files
 from oncurve.runs.checkpoints.listing import list_checkpoints
 from oncurve.runs.folder import RunFolder
 from oncurve.tasks.registry import TASKS
-from oncurve.training.evaluate import evaluate, usual_limit
+from oncurve.training.evaluate import default_answer_limit, evaluate
 from oncurve.training.start import rewards_for, task_for
 from oncurve.training.trainer import load_weights
 
@@ -70,7 +70,7 @@ def load_model(target: str, runs_dir: Path, model: Model | None = None) -> Loade
 
 def load_run(run: RunFolder, place: str | None = None) -> Policy:
     """The run's final model, or where it has none yet the weights of its newest whole checkpoint; ``place`` names another."""
-    trust.check(run, *trust.LOADED)
+    trust.check(run, *trust.LOADING_PARTS)
     recipe = load_recipe(run.recipe)
     if not recipe.uses_policy:
         raise RunError(
@@ -129,7 +129,7 @@ def recipe_for(task: str | None, run: RunFolder | None, sets: list[str], source:
             )
         own = load_recipe(run.recipe, sets)
         reject_python_only(own, own.stages[-1])
-        trust.check(run, *trust.GRADED)
+        trust.check(run, *trust.GRADING_PARTS)
         return own
     if task in TASKS and not Path(task).is_file():
         return parse_recipe({"name": task, "task": {"type": task}, "stages": [{"type": "sft"}]}, sets)
@@ -154,7 +154,7 @@ def evaluate_model(
         raise RecipeError("rewards", "none", because=because, fix="name a recipe with rewards by --task")
     changed = {"samples": samples, "temperature": temperature}
     settings = Evaluation.model_validate(recipe.evaluation.model_dump() | {k: v for k, v in changed.items() if v is not None})
-    limit = stage.sampling.max_new_tokens if isinstance(stage, RolloutStage) else usual_limit(opened.policy, task.heldout)
+    limit = stage.sampling.max_new_tokens if isinstance(stage, RolloutStage) else default_answer_limit(opened.policy, task.heldout)
     engine = NativeEngine(opened.policy, recipe.engine)
     report = evaluate(
         engine, rewards, task.heldout, settings, max_new_tokens=limit, seed=recipe.seed, stage=stage.label, step=0

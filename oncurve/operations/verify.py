@@ -23,7 +23,7 @@ from oncurve.runs.bad_batches import bad_batches
 from oncurve.runs.checkpoints import files
 from oncurve.runs.checkpoints.files import REPLACED, WRITING, Checkpoint
 from oncurve.runs.checkpoints.listing import list_checkpoints
-from oncurve.runs.database.connection import open_database, refusal
+from oncurve.runs.database.connection import open_database, user_error
 from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder
 
@@ -69,7 +69,7 @@ def _database(run: RunFolder) -> Iterator[Check]:
         yield Check(name, "wrong", f"{error.what}, because {error.because}")
         return
     except sqlite3.Error as error:
-        yield Check(name, "wrong", str(refusal(run.database, error) or error))
+        yield Check(name, "wrong", str(user_error(run.database, error) or error))
         return
     if said != ["ok"] or orphans:
         yield Check(name, "wrong", "; ".join(line for line in said if line != "ok") or f"{orphans} rows without their owner")

@@ -1,45 +1,86 @@
-"""Saving behind training's back: a checkpoint is copied to host memory, and a thread writes it while the next step runs.
+"""Writes checkpoints in the background: the state is copied to host memory, and a thread writes it while training continues.
 
-Training waits only for the copy; and, where it saves faster than the disk can write, for the checkpoint before. Small states
-are written at once: the copy and the thread would cost more than they save. What the disk refuses is raised on the training
-thread, at the next save or at the end.
+Training waits for the copy only, and, if it saves faster than the disk can write, for the checkpoint before. Small states are
+written at once, since the copy and the thread would cost more. A disk error is raised on the training thread, at the next
+save or at the end. If ranks hold shards, each rank writes its own first, and rank 0 adds them to the checkpoint.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from oncurve.distributed.world import World
+from oncurve.models.device_memory import free_memory
+from oncurve.models.parallel.dtensor import is_dtensor, local_elements, local_range
 from oncurve.runs.checkpoints import files
-from oncurve.training.learner.oom_retry import available
+from oncurve.runs.checkpoints.shards import INDEX, TensorShard, merge_indexes, write_shards
+from oncurve.training.learner.sharded_optimiser import is_replica
 
-BEHIND_FROM = 32 << 20
+BACKGROUND_FROM = 32 << 20
 """Bytes of state from which a checkpoint is written in the background."""
+SHARD_FOLDER = "pieces"
+"""Folder of the run to which ranks write their shards, before they are moved into the checkpoint."""
 
 Tensors = Mapping[str, Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointState:
+    """The content of a checkpoint: complete tensors, and files with the ranks' shards of the others, with their index."""
+
+    tensors: dict[str, dict[str, Tensor]]
+    shards: list[Path] = field(default_factory=list)
+    documents: dict[str, Any] = field(default_factory=dict)
+
+
+def collect_checkpoint_state(
+    world: World, folder: Path, state: Mapping[str, Mapping[str, Tensor | TensorShard]]
+) -> CheckpointState:
+    """Collective: every rank writes its shards of the state to the folder, and gets the index of all."""
+    complete: dict[str, dict[str, Tensor]] = {group: {} for group in state}
+    shards: dict[str, dict[str, TensorShard]] = {}
+    for group, tensors in state.items():
+        for name, tensor in tensors.items():
+            if isinstance(tensor, TensorShard):
+                shards.setdefault(group, {})[name] = tensor
+            elif not is_dtensor(tensor):
+                complete[group][name] = tensor
+            elif not is_replica(tensor, world):
+                shard = TensorShard(local_elements(tensor), local_range(tensor), tuple(tensor.shape))
+                shards.setdefault(group, {})[name] = shard
+    if world.shard == "none":
+        return CheckpointState(complete)
+    indexes = world.all_gather_dict({world.rank: write_shards(folder, world.rank, shards)})
+    paths = [folder / f"pieces-{rank:05d}.safetensors" for rank in range(world.size)]
+    return CheckpointState(
+        {g: t for g, t in complete.items() if t}, paths, {INDEX: merge_indexes([indexes[r] for r in range(world.size)])}
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointRequest:
-    """A checkpoint to be written, and which others of its stage stay beside it."""
+    """A checkpoint to write, and which others of its stage to keep: the ``keep`` newest, and those of steps in ``protect``."""
 
     stage: str
     step: int
     documents: Mapping[str, Any]
     keep: int
     protect: Collection[int] = ()
-    pieces: Collection[Path] = ()
+    shards: Collection[Path] = ()
     """Files that ranks have written for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavedCheckpoint:
+    """A checkpoint that is completely written."""
+
     stage: str
     step: int
     path: Path
@@ -51,37 +92,37 @@ class CheckpointWriter:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="oncurve-saving")
-        self._under_way: Future[SavedCheckpoint] | None = None
+        self._pending: Future[SavedCheckpoint] | None = None
 
-    def save(self, wanted: CheckpointRequest, tensors: Tensors) -> list[SavedCheckpoint]:
-        """Begins to write a checkpoint. Returns those that have become whole since it was last asked."""
-        done = self.wait()
+    def save(self, request: CheckpointRequest, tensors: Tensors) -> list[SavedCheckpoint]:
+        """Starts to write a checkpoint. Returns those that were completed since the last call."""
+        completed = self.wait()
         size = sum(t.numel() * t.element_size() for group in tensors.values() for t in group.values())
-        if size < BEHIND_FROM or size > _free_memory() // 2:
-            return [*done, self._write(wanted, tensors)]
-        self._under_way = self._thread.submit(self._write, wanted, on_host(tensors))
-        return done
+        if size < BACKGROUND_FROM or size > free_memory() // 2:
+            return [*completed, self._write(request, tensors)]
+        self._pending = self._thread.submit(self._write, request, copy_to_host(tensors))
+        return completed
 
-    def done(self) -> list[SavedCheckpoint]:
-        """What has become whole, without waiting."""
-        return self.wait() if self._under_way is not None and self._under_way.done() else []
+    def completed(self) -> list[SavedCheckpoint]:
+        """What was completed since the last call. Does not wait."""
+        return self.wait() if self._pending is not None and self._pending.done() else []
 
     def wait(self) -> list[SavedCheckpoint]:
-        """Waits for what is being written; raises what the disk said."""
-        under_way, self._under_way = self._under_way, None
-        return [] if under_way is None else [under_way.result()]
+        """Waits for the checkpoint that is being written. Raises its disk error."""
+        pending, self._pending = self._pending, None
+        return [] if pending is None else [pending.result()]
 
     def close(self) -> None:
         self._thread.shutdown()
 
-    def _write(self, wanted: CheckpointRequest, tensors: Tensors) -> SavedCheckpoint:
-        path = files.save(self.folder, wanted.stage, wanted.step, tensors, wanted.documents, wanted.pieces)
-        files.prune(self.folder, wanted.stage, wanted.keep, wanted.protect)
-        return SavedCheckpoint(wanted.stage, wanted.step, path)
+    def _write(self, request: CheckpointRequest, tensors: Tensors) -> SavedCheckpoint:
+        path = files.save(self.folder, request.stage, request.step, tensors, request.documents, request.shards)
+        files.prune(self.folder, request.stage, request.keep, request.protect)
+        return SavedCheckpoint(request.stage, request.step, path)
 
 
-def on_host(tensors: Tensors) -> dict[str, dict[str, Tensor]]:
-    """Copies in host memory, which training can't change; tensors that are one stay one, so that they are written once."""
+def copy_to_host(tensors: Tensors) -> dict[str, dict[str, Tensor]]:
+    """Copies in host memory, which training does not change. Tensors that share memory share their copy: it is written once."""
     copies: dict[tuple[Any, ...], Tensor] = {}
 
     def copy(tensor: Tensor) -> Tensor:
@@ -92,9 +133,3 @@ def on_host(tensors: Tensors) -> dict[str, dict[str, Tensor]]:
 
     with torch.no_grad():
         return {file: {name: copy(tensor) for name, tensor in group.items()} for file, group in tensors.items()}
-
-
-def _free_memory() -> int:
-    """Host memory that a copy may take, in bytes. Where the system does not say, as much as is needed."""
-    found = available()
-    return 1 << 62 if found is None else found

@@ -1,4 +1,4 @@
-"""Who is told what happens in a run. The loop knows none of them: the store, the live display and sinks all listen here."""
+"""Listeners hear what happens in a run: the run's database, the live display and sinks. A stage's loop knows none of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from oncurve.runs.database.writer import RunWriter
 
 
 class Listener:
-    """Override what you want to hear. Calls come in order, on the training thread."""
+    """Override the events that you need. They come in order, on the training thread."""
 
     def on_run_start(self, recipe: Recipe, folder: Path, parameters: int, resumed_from: tuple[str, int] | None) -> None: ...
 
@@ -20,7 +20,7 @@ class Listener:
     def on_step(self, report: StepReport) -> None: ...
 
     def on_measuring(self, stage: str, step: int, share: float) -> None:
-        """While a measurement on held-out data goes on: how much of it is done."""
+        """During a measurement on held-out data: the fraction that is done."""
 
     def on_eval(self, report: EvalReport) -> None: ...
 
@@ -34,50 +34,50 @@ class Listener:
 
 
 class Listeners(Listener):
-    """Several as one."""
+    """Several listeners as one."""
 
     def __init__(self, listeners: Sequence[Listener]) -> None:
         self.all = tuple(listeners)
 
     def on_run_start(self, recipe: Recipe, folder: Path, parameters: int, resumed_from: tuple[str, int] | None) -> None:
-        for one in self.all:
-            one.on_run_start(recipe, folder, parameters, resumed_from)
+        for listener in self.all:
+            listener.on_run_start(recipe, folder, parameters, resumed_from)
 
     def on_stage_start(self, stage: str, type: str, position: int, steps: int, done: int) -> None:
-        for one in self.all:
-            one.on_stage_start(stage, type, position, steps, done)
+        for listener in self.all:
+            listener.on_stage_start(stage, type, position, steps, done)
 
     def on_step(self, report: StepReport) -> None:
-        for one in self.all:
-            one.on_step(report)
+        for listener in self.all:
+            listener.on_step(report)
 
     def on_measuring(self, stage: str, step: int, share: float) -> None:
-        for one in self.all:
-            one.on_measuring(stage, step, share)
+        for listener in self.all:
+            listener.on_measuring(stage, step, share)
 
     def on_eval(self, report: EvalReport) -> None:
-        for one in self.all:
-            one.on_eval(report)
+        for listener in self.all:
+            listener.on_eval(report)
 
     def on_checkpoint(self, stage: str, step: int, path: Path) -> None:
-        for one in self.all:
-            one.on_checkpoint(stage, step, path)
+        for listener in self.all:
+            listener.on_checkpoint(stage, step, path)
 
     def on_stage_end(self, stage: str) -> None:
-        for one in self.all:
-            one.on_stage_end(stage)
+        for listener in self.all:
+            listener.on_stage_end(stage)
 
     def on_event(self, kind: str, message: str, stage: str | None = None, step: int | None = None) -> None:
-        for one in self.all:
-            one.on_event(kind, message, stage, step)
+        for listener in self.all:
+            listener.on_event(kind, message, stage, step)
 
     def on_run_end(self, status: str) -> None:
-        for one in self.all:
-            one.on_run_end(status)
+        for listener in self.all:
+            listener.on_run_end(status)
 
 
 class Recorder(Listener):
-    """Writes everything into the run's database: bet 4."""
+    """Writes everything to the run's database."""
 
     def __init__(self, store: RunWriter) -> None:
         self.store = store

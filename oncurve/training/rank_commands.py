@@ -1,7 +1,7 @@
-"""Several ranks, one trainer: the first decides, records and saves; the others do as it says, each with its part of a step.
+"""Several ranks, one trainer: rank 0 decides, records and saves, and sends commands; the others execute them.
 
-Orders go one way, so ranks can't part: where the first stops, goes back to a checkpoint or has no time left, the others hear of
-it or of nothing. A step itself is the same code on every rank.
+Commands go one way, so ranks can't diverge: if rank 0 stops, rolls back or runs out of time, the others simply get no further
+command. A step is the same code on every rank.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from oncurve.recipe.schema.recipe import Recipe
 from oncurve.recipe.schema.stages import Stage
 from oncurve.runs.checkpoints import files
 from oncurve.runs.folder import RunFolder
-from oncurve.training.stages.table import StageLoop, unsharded_reason
+from oncurve.training.stages.table import StageLoop
 from oncurve.training.trainer import RewardsOf, TaskOf, Trainer, load_weights
 
-Prepare = Callable[[Recipe], tuple[TaskOf, RewardsOf]]
+BuildTasksAndRewards = Callable[[Recipe], tuple[TaskOf, RewardsOf]]
 
 
 def check_world_size(recipe: Recipe, world: World) -> None:
-    """A recipe for several ranks needs them to be there, and must ask of them what they can do."""
+    """Raises an OncurveError if the ranks that were started are not those of the recipe, or can't run it."""
     check_scale(recipe)
     if recipe.scale.ranks != world.size:
         ranks = recipe.scale.ranks
@@ -40,73 +40,76 @@ def check_world_size(recipe: Recipe, world: World) -> None:
 
 
 def check_scale(recipe: Recipe) -> None:
-    """What ranks can't do together, said before anything is loaded."""
+    """Refuses what several ranks can't do, before anything is loaded."""
     if recipe.model.compile_blocks and recipe.scale.tensor > 1:
         raise RecipeError(
             "model.compile_blocks",
             "true",
-            because="ranks that split a layer exchange numbers in the midst of its blocks",
+            because="ranks that split a layer run collectives inside its blocks",
             fix="leave it out, or use scale.tensor = 1",
         )
     for stage in recipe.stages if recipe.scale.shard == "full" and recipe.scale.ranks > 1 else ():
-        why = unsharded_reason(stage)
-        if why is not None:
+        if stage.unsharded_reason is not None:
             raise RecipeError(
                 "scale.shard",
                 "full",
-                because=f"no rank would hold all weights, and the stage '{stage.label}' ({stage.type}) {why}",
-                fix='use scale.shard = "optimiser", or run that stage in a recipe of its own',
+                because=f"no rank would hold all weights, and stage '{stage.label}' ({stage.type}) {stage.unsharded_reason}",
+                fix='use scale.shard = "optimiser", or run that stage in a separate recipe',
             )
 
 
 def announce_run(world: World, recipe: Recipe, run: RunFolder) -> None:
-    """The first rank's first word: the recipe with everything chosen, and where the run lies."""
+    """Rank 0's first command: the recipe with all defaults resolved, and the run's folder."""
     world.publish_status(run.path)
     world.send_command("open", recipe=recipe.model_dump(mode="json", exclude_none=True), run=str(run.path.resolve()))
 
 
-def run_worker_rank(world: World, prepare: Prepare, policy: Policy | None = None, make: type[Trainer] = Trainer) -> RunFolder:
-    """What every other rank does, from the first word to the last. ``make`` is the kind of trainer that the first one is."""
+def run_worker_rank(
+    world: World,
+    build_tasks_and_rewards: BuildTasksAndRewards,
+    policy: Policy | None = None,
+    build_trainer: Callable[..., Trainer] = Trainer,
+) -> RunFolder:
+    """Executes rank 0's commands until it ends. ``build_trainer`` must be that of rank 0."""
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):  # the first rank decides when to stop
+        for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 decides when to stop
             signal.signal(number, signal.SIG_IGN)
-    orders = world.commands()
-    opened = next(orders, None)
-    if opened is None:  # the first rank could not begin, and has said why
+    commands = world.commands()
+    first = next(commands, None)
+    if first is None:  # rank 0 could not start, and has printed why
         sys.exit(2)
-    said = opened[1]
-    recipe, run = parse_recipe(said["recipe"]), RunFolder(Path(said["run"]))
+    _, arguments = first
+    recipe, run = parse_recipe(arguments["recipe"]), RunFolder(Path(arguments["run"]))
     world.publish_status(run.path)
-    trainer = make(recipe, run, *prepare(recipe), policy=policy, world=world)
+    trainer = build_trainer(recipe, run, *build_tasks_and_rewards(recipe), policy=policy, world=world)
     stage, loop = recipe.stages[0], None
-    for do, said in orders:
-        if do == "stage":
-            stage = recipe.stages[said["position"]]
-            loop = _begun(trainer, stage, said["detour"], said["start"])
-        elif do == "weights" and trainer.policy is not None:
+    for command, arguments in commands:
+        if command == "stage":
+            stage = recipe.stages[arguments["position"]]
+            loop = _build_loop(trainer, stage, arguments["rollbacks"], arguments["start"])
+        elif command == "weights" and trainer.policy is not None:
             world.broadcast_(list(trainer.policy.trainable.values()))
-        elif do == "model":
+        elif command == "model":
             trainer.save_model()
-        elif do == "measure":
-            trainer.measure(stage, said["step"], said["replies"])
-        elif loop is not None and do == "state":
+        elif command == "evaluate":
+            trainer.run_evaluation(stage, arguments["step"], arguments["replies"])
+        elif loop is not None and command == "state":
             trainer.checkpoint_state(stage, loop)
-        elif loop is not None and do == "step":
-            _step(trainer, stage, loop, said["n"], said["replies"])
+        elif loop is not None and command == "step":
+            _run_step(trainer, stage, loop, arguments["n"], arguments["replies"])
     return run
 
 
-def _begun(trainer: Trainer, stage: Stage, detour: int, start: str | None) -> StageLoop:
-    """A stage's loop, as the first rank has it: weights first, since a loop may copy them (a reference)."""
-    found = None if start is None else files.load(Path(start))
-    if found is not None and trainer.policy is not None:
-        load_weights(trainer.policy, found.tensors["model"])
-    return trainer.loop(stage, detour, found)
+def _build_loop(trainer: Trainer, stage: Stage, rollbacks: int, start: str | None) -> StageLoop:
+    """A stage's loop, as rank 0 has it. Weights are loaded first, since a loop may copy them (a reference)."""
+    checkpoint = None if start is None else files.load(Path(start))
+    if checkpoint is not None and trainer.policy is not None:
+        load_weights(trainer.policy, checkpoint.tensors["model"])
+    return trainer.build_loop(stage, rollbacks, checkpoint)
 
 
-def _step(trainer: Trainer, stage: Stage, loop: StageLoop, n: int, replies: dict[str, str]) -> None:
-    """A user's error that all ranks met is the first rank's to tell: it may save before it does. One that is this rank's alone
-    ends the run."""
+def _run_step(trainer: Trainer, stage: Stage, loop: StageLoop, n: int, replies: dict[str, str]) -> None:
+    """Rank 0 reports a user's error that all ranks met, and may save first. An error of this rank only ends the run."""
     try:
         trainer.run_step(stage, loop, n, replies)
     except OncurveError:

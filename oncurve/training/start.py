@@ -1,4 +1,4 @@
-"""Ways into a run: begin one, go on with one, fork one. The command line and Python both come through here."""
+"""Begin, resume or fork a run. The command line and the Python API both use these functions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from oncurve.recipe.defaults import task_for_stage, with_importance_cap
 from oncurve.recipe.load import changed_keys, dump_recipe, flatten, load_recipe, parse_recipe
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.recipe.schema.sections import Task as TaskConfig
-from oncurve.recipe.schema.stages import RejectionSample, RolloutStage, Stage
+from oncurve.recipe.schema.stages import Stage
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.registry import build_stage_rewards
 from oncurve.runs.checkpoints.listing import CheckpointEntry, check_metric, list_checkpoints
@@ -34,7 +34,7 @@ from oncurve.runs.secrets import holds_secret, redact
 from oncurve.tasks.base import Task
 from oncurve.tasks.registry import build_task
 from oncurve.training.listeners import Listener
-from oncurve.training.preflight import check_files
+from oncurve.training.preflight import check_stage_data
 from oncurve.training.rank_commands import announce_run, check_world_size, run_worker_rank
 from oncurve.training.trainer import RewardsOf, TaskOf, Trainer, load_policy_for
 
@@ -53,27 +53,26 @@ def begin(
     minutes: float | None = None,
     world: World = SINGLE_PROCESS,
 ) -> RunFolder:
-    """Train a recipe from its start. Python objects given here stand in for what the recipe names. Where the world has more
-    ranks than this, each of them comes here, and all but the first do as the first says.
+    """Train a recipe from its start. Python objects given here replace what the recipe names. With several ranks, every rank
+    calls this, and all but rank 0 execute rank 0's commands.
 
-    After ``minutes`` the step is finished and saved and TimeUp raised: `resume` goes on as if it had never stopped.
+    After ``minutes`` the step is finished and saved and TimeUp is raised: `resume` continues as if the run had never stopped.
     """
     if not world.is_rank_zero:
         return run_worker_rank(world, lambda recipe: build_tasks_and_rewards(recipe, task, rewards), policy)
     check_world_size(recipe, world)
     recipe = with_machine_defaults(recipe)
     check_destination(runs_dir, out)
-    prepared = build_tasks_and_rewards(
-        recipe, task, rewards
-    )  # before the folder is made: a recipe that can't run leaves nothing behind
+    # Before the folder is created: a recipe that can't run leaves nothing behind.
+    task_of, rewards_of = build_tasks_and_rewards(recipe, task, rewards)
     if world.size == 1:
-        policy = load_policy_for(recipe, prepared[0], listeners, policy)
+        policy = load_policy_for(recipe, task_of, listeners, policy)
     run = RunFolder.create_at(out) if out else RunFolder.create(runs_dir, recipe.name)
     try:
         run.write_recipe(dump_recipe(recipe))
         trust.grant(run, recipe)
         announce_run(world, recipe, run)
-        trainer = Trainer(recipe, run, *prepared, listeners, policy, minutes, world)
+        trainer = Trainer(recipe, run, task_of, rewards_of, listeners, policy, minutes, world)
     except BaseException:
         shutil.rmtree(run.path, ignore_errors=True)
         raise
@@ -92,20 +91,21 @@ def resume(
     minutes: float | None = None,
     world: World = SINGLE_PROCESS,
 ) -> RunFolder:
-    """Go on with an interrupted run: it ends in the same bits as one never stopped.
+    """Continue an interrupted run: it ends with the same bits as a run that never stopped.
 
-    ``sets`` may change what the machine decides (`movable`): then prompts and random numbers stay, and rounding may not.
+    ``sets`` may change keys that describe the machine (`MACHINE_KEYS`): prompts and random numbers stay the same, and rounding
+    may differ.
     """
     if not world.is_rank_zero:
         return run_worker_rank(world, lambda recipe: build_tasks_and_rewards(recipe, task, rewards), policy)
     check_resumable(run)
-    given = {"task": task, "rewards": rewards, "model": policy}
-    trust.check(run, *(part for part in trust.PARTS if given.get(part) is None))
+    from_python = {"task": task, "rewards": rewards, "model": policy}
+    trust.check(run, *(part for part in trust.PARTS if from_python.get(part) is None))
     recipe = with_machine_overrides(run, sets)
     check_world_size(recipe, world)
-    prepared = build_tasks_and_rewards(recipe, task, rewards)
+    task_of, rewards_of = build_tasks_and_rewards(recipe, task, rewards)
     announce_run(world, recipe, run)
-    trainer = Trainer(recipe, run, *prepared, listeners, policy, minutes, world)
+    trainer = Trainer(recipe, run, task_of, rewards_of, listeners, policy, minutes, world)
     if sets:
         run.write_recipe(dump_recipe(recipe))
     trainer.train(resume=run.database.exists())
@@ -113,16 +113,16 @@ def resume(
 
 
 def check_resumable(run: RunFolder) -> None:
-    """A run goes on where it is neither finished nor being trained."""
+    """Raises RunError if the run is finished or is being trained."""
     state = run.state()
     if state.current_status == "finished":
         raise RunError(
             run.name,
             "already finished",
-            because="all of its stages are done",
-            fix=f"`oncurve fork {run.name} --step N` goes on",
+            because="all of its stages are complete",
+            fix=f"`oncurve fork {run.name} --step N` continues from a checkpoint",
         )
-    # A run that some other machine was training has no process here to ask for; the lock on its database decides.
+    # If another machine was training the run, there is no process here to check: the lock on its database decides.
     if state.current_status == "running" and state.host == socket.gethostname():
         raise RunError(
             run.name, f"still running (process {state.pid})", because="a run has one writer", fix="stop that process first"
@@ -133,11 +133,11 @@ MACHINE_KEYS = re.compile(
     r"threads|model\.device|engine\..*|.*\.tokens_per_pack|(.*\.)?rewards\..*\.(workers|at_once|device)"
     r"|scale\.(ranks|shard|tensor|offload|gather|engine|vllm_tensor|samplers|reward_workers|timeout_s)"
 )
-"""Keys that say how a machine computes and not what: a run that goes on elsewhere may change them."""
+"""Keys that say how a machine computes, not what: a run that resumes on another machine may change them."""
 
 
 def with_machine_overrides(run: RunFolder, sets: Sequence[str]) -> Recipe:
-    """The run's recipe, with what another machine does otherwise."""
+    """The run's recipe, with changes of keys that describe the machine."""
     before = load_recipe(run.recipe)
     if not sets:
         return before
@@ -147,9 +147,9 @@ def with_machine_overrides(run: RunFolder, sets: Sequence[str]) -> Recipe:
             raise RecipeError(
                 "--set",
                 f"{key}={value}",
-                because="a run that goes on keeps its recipe, so that it ends as if never stopped; only what the machine "
-                "decides may change: threads, device, engine, scale, tokens_per_pack, workers",
-                fix=f"`oncurve fork {run.path} --step N --set {key}={value}` goes on with something changed",
+                because="a resumed run keeps its recipe, so that it ends as if it had never stopped; only keys that describe "
+                "the machine may change: threads, device, engine, scale, tokens_per_pack, workers",
+                fix=f"`oncurve fork {run.path} --step N --set {key}={value}` continues with the change",
             )
     return recipe
 
@@ -165,7 +165,7 @@ def fork(
     listeners: Sequence[Listener] = (),
     world: World = SINGLE_PROCESS,
 ) -> RunFolder:
-    """A new run that goes on from a checkpoint of another with something changed, on the same prompts and random numbers."""
+    """A new run that continues from a checkpoint of another with changes, on the same prompts and random numbers."""
     if not world.is_rank_zero:
         return run_worker_rank(world, build_tasks_and_rewards)
     trust.check(parent)
@@ -173,21 +173,21 @@ def fork(
     recipe = with_machine_defaults(parse_recipe(before.model_dump(mode="json", exclude_none=True), sets))
     check_world_size(recipe, world)
     check_destination(runs_dir, out)
-    place = _checkpoint_at(parent, recipe, stage, step)
-    prepared = build_tasks_and_rewards(recipe)
-    policy = load_policy_for(recipe, prepared[0], listeners) if world.size == 1 else None
-    origin = Parent(parent.name, place.stage, place.step, changed_keys(before, recipe))
+    checkpoint = _find_checkpoint(parent, recipe, stage, step)
+    task_of, rewards_of = build_tasks_and_rewards(recipe)
+    policy = load_policy_for(recipe, task_of, listeners) if world.size == 1 else None
+    origin = Parent(parent.name, checkpoint.stage, checkpoint.step, changed_keys(before, recipe))
     run = RunFolder.create_at(out, parent=origin) if out else RunFolder.create(runs_dir, recipe.name, parent=origin)
     try:
         run.write_recipe(dump_recipe(recipe))
         trust.grant(run, recipe)
-        shutil.copytree(place.path, run.checkpoints / place.path.name)
+        shutil.copytree(checkpoint.path, run.checkpoints / checkpoint.path.name)
         copy_database(parent.database, run.database)
         with RunWriter.open(run.path) as store:
-            store.forget_after(place.stage, place.step)
-            store.forget_replies_after(place.stage, place.step)
+            store.forget_after(checkpoint.stage, checkpoint.step)
+            store.forget_replies_after(checkpoint.stage, checkpoint.step)
         announce_run(world, recipe, run)
-        trainer = Trainer(recipe, run, *prepared, listeners, policy, world=world)
+        trainer = Trainer(recipe, run, task_of, rewards_of, listeners, policy, world=world)
     except BaseException:
         shutil.rmtree(run.path, ignore_errors=True)
         raise
@@ -196,23 +196,23 @@ def fork(
 
 
 def with_machine_defaults(recipe: Recipe) -> Recipe:
-    """The recipe with what is chosen for the machine written down, so that it stays the same when the run goes on elsewhere."""
-    ranks = recipe.scale.copies
-    rows = [math.ceil(s.prompts_per_step / ranks) * s.group_size for s in recipe.stages if isinstance(s, RolloutStage)]
-    slots = recipe.engine.slots or default_slots(choose_device(recipe.model.device), max(rows, default=0))
+    """The recipe with the choices made for this machine written down: they stay the same if the run resumes on another."""
+    completions = [math.ceil(s.prompts_per_step / recipe.scale.copies) * s.group_size for s in recipe.rollout_stages]
+    slots = recipe.engine.slots or default_slots(choose_device(recipe.model.device), max(completions, default=0))
     engine = recipe.engine.model_copy(update={"slots": slots})
     model = recipe.model.model_copy(update={"compiled": recipe.model.compiled and load_library() is not None})
-    settled = {"threads": recipe.threads or os.cpu_count() or 1, "engine": engine, "model": model}
-    return recipe.model_copy(update={**settled, "stages": with_importance_cap(recipe)})
+    resolved = {"threads": recipe.threads or os.cpu_count() or 1, "engine": engine, "model": model}
+    return recipe.model_copy(update={**resolved, "stages": with_importance_cap(recipe)})
 
 
 def task_for(recipe: Recipe, stage: Stage) -> Task:
+    """The stage's task, built once per process."""
     where = "task" if stage.task is None else f"{stage.label}.task"
-    return _built_task(task_for_stage(recipe, stage).model_dump_json(), where)
+    return _build_task(task_for_stage(recipe, stage).model_dump_json(), where)
 
 
 @lru_cache(maxsize=8)
-def _built_task(config: str, where: str) -> Task:
+def _build_task(config: str, where: str) -> Task:
     return build_task(TaskConfig.model_validate_json(config), where)
 
 
@@ -222,57 +222,45 @@ def rewards_for(recipe: Recipe, stage: Stage) -> RewardMix:
 
 
 def refuse_secrets(recipe: Recipe) -> None:
-    """A run writes its recipe down, for anyone to read who may read the run."""
+    """Raises RecipeError if the recipe holds a secret: the run's folder stores it for everyone who can read the run."""
     for key, value in flatten(recipe).items():
         if isinstance(value, str) and holds_secret(value):
             raise RecipeError(
                 key,
                 redact(value),
-                because="it holds a key or password, and a run's folder keeps the recipe as it is",
-                fix="put it in an environment variable and name that (key_env of a judge, os.environ in a function)",
+                because="it holds a key or password, and the run's folder stores the recipe unchanged",
+                fix="put it in an environment variable and name the variable (key_env of a judge, os.environ in a function)",
             )
 
 
 def build_tasks_and_rewards(
     recipe: Recipe, task: Task | None = None, rewards: RewardMix | None = None
 ) -> tuple[TaskOf, RewardsOf]:
-    """Tasks and rewards of every stage, built before anything else is touched."""
+    """The tasks and rewards of every stage, built and checked before anything is written."""
     refuse_secrets(recipe)
     check_engine(recipe)
     tasks = {s.label: task or task_for(recipe, s) for s in recipe.stages}
     mixes = {s.label: rewards or rewards_for(recipe, s) for s in recipe.stages}
     for stage in recipe.stages:
         check_metric(f"{stage.label}.keep_best", stage.keep_best)
-        _check_mark(stage, mixes[stage.label])
-        check_files(stage, tasks[stage.label])
+        check_stage_data(stage, tasks[stage.label], mixes[stage.label])
     return (lambda s: tasks[s.label]), (lambda s: mixes[s.label])
 
 
-def _check_mark(stage: Stage, rewards: RewardMix) -> None:
-    """Refuses to look for right answers where nothing says which are."""
-    if isinstance(stage, RejectionSample) and stage.at_least is None and rewards.accuracy_reward is None:
-        raise RecipeError(
-            f"{stage.label}.at_least",
-            "not set",
-            because="none of its rewards says which answers are right, so nothing would be kept",
-            fix="set the total reward from which a completion is kept, or name the reward that decides `answer`",
-        )
-
-
-def _checkpoint_at(run: RunFolder, recipe: Recipe, stage: str | None, step: int) -> CheckpointEntry:
+def _find_checkpoint(run: RunFolder, recipe: Recipe, stage: str | None, step: int) -> CheckpointEntry:
     name = stage or recipe.stages[-1].label
-    places = list_checkpoints(run.checkpoints)
-    for place in places:
-        if (place.stage, place.step) == (name, step):
-            return place
-    kept = ", ".join(f"{p.stage} {p.step}" for p in places) or "none"
+    entries = list_checkpoints(run.checkpoints)
+    for entry in entries:
+        if (entry.stage, entry.step) == (name, step):
+            return entry
+    existing = ", ".join(f"{entry.stage} {entry.step}" for entry in entries) or "none"
     raise RunError(
-        run.name, f"no checkpoint of stage {name} at step {step}", because=f"it has these: {kept}",
-        fix="choose one of them with --stage and --step; `save_every` and `keep_checkpoints` decide which there are",
+        run.name, f"no checkpoint of stage {name} at step {step}", because=f"it has these: {existing}",
+        fix="choose one of them with --stage and --step; `save_every` and `keep_checkpoints` decide which exist",
     )  # fmt: skip
 
 
 def copy_database(source: Path, target: Path) -> None:
-    """A consistent copy, even of a run that is being written."""
+    """A consistent copy of a run's database, even while the run is training."""
     with closing(sqlite3.connect(f"file:{source}?mode=ro", uri=True)) as old, closing(sqlite3.connect(target)) as new:
         old.backup(new)

@@ -1,8 +1,8 @@
-"""A run from its first weight to its last: stages in order, each step recorded, checkpoints, resume.
+"""Trains a run from its first step to its last: stages in order, each step recorded, checkpoints, resume.
 
-The trainer knows stages only as things that can step and be saved. Exactness rests on three rules: a step is a pure function
-of (weights, optimiser, reference, seed, step number) and of what came from outside, which is kept; a checkpoint holds all of
-these; on resume everything recorded after it is forgotten and done again.
+The trainer knows stages only by the `StageLoop` protocol. Exactness rests on three rules. A step is a pure function of
+(weights, optimiser, reference, seed, step number) and of replies from outside, which are stored. A checkpoint holds all of
+these. On resume everything recorded after the checkpoint is deleted and done again.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from oncurve.distributed.world import SINGLE_PROCESS, World
 from oncurve.engines.base import build_engine
 from oncurve.errors import OncurveError, RecipeError, RunError
 from oncurve.models import lora
-from oncurve.models.loading.load import ModelSummary, load_policy, loading_message
+from oncurve.models.loading.load import ModelSummary, choose_device, load_policy, loading_message
 from oncurve.models.parallel.dtensor import copy_from_full, is_dtensor
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.recipe import Recipe
-from oncurve.recipe.schema.stages import RolloutStage, Stage
+from oncurve.recipe.schema.stages import Stage
 from oncurve.records import EvalReport, Prompt, StepReport
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.models.step_spans import Decode
@@ -41,51 +41,51 @@ from oncurve.runs.database.writer import RunWriter
 from oncurve.runs.folder import RunFolder, Status
 from oncurve.runs.step_notes import Note, collect_notes, watch_progress
 from oncurve.tasks.base import Task
-from oncurve.training.checkpoint_writer import CheckpointRequest, CheckpointWriter, SavedCheckpoint
+from oncurve.training.checkpoint_writer import (
+    SHARD_FOLDER,
+    CheckpointRequest,
+    CheckpointState,
+    CheckpointWriter,
+    SavedCheckpoint,
+    collect_checkpoint_state,
+)
 from oncurve.training.collapse_watch import CollapseWatch
 from oncurve.training.determinism import enable_determinism
-from oncurve.training.evaluate import evaluate, usual_limit
+from oncurve.training.evaluate import default_answer_limit, evaluate
 from oncurve.training.learner.oom_retry import OutOfMemory
-from oncurve.training.learner.sharded_optimiser import (
-    PIECES,
-    CheckpointState,
-    checkpoint_state,
-    load_policy_for_world,
-    shard_policy,
-)
 from oncurve.training.listeners import Listener, Listeners, Recorder
-from oncurve.training.preflight import check_prompts
-from oncurve.training.sinks import sinks_of
-from oncurve.training.stages.table import StageContext, StageLoop, loop_for, runs_on_all_ranks
+from oncurve.training.preflight import check_policy
+from oncurve.training.sinks import build_sinks
+from oncurve.training.stages.table import StageContext, StageLoop, build_loop
 
-MOST_ROLLBACKS = 3
+MAX_ROLLBACKS = 3
 """Roll-backs to one checkpoint before a run gives up: other samples did not help."""
 ROLLBACK_SEED = 1_000_003
-"""Added to the seed by each roll-back: the same samples would meet the same end."""
+"""Added to the seed by each roll-back, so that other samples are drawn: the same ones would fail again."""
 
 
 class TimeUp(OncurveError):
-    """The time that this process was given has passed: the step was finished and saved. Not a failure."""
+    """The process's time limit has passed: the step was finished and saved. Not a failure."""
 
     exit_code = 0
 
     def __init__(self, run: RunFolder, minutes: float) -> None:
-        because = "that is how long it was given; the step was finished and saved"
-        go_on = f"go on with: oncurve train --resume {run.path}"
-        super().__init__(run.name, f"stopped after {minutes:g} minutes", because=because, fix=go_on)
+        because = "that is its time limit; the step was finished and saved"
+        fix = f"resume with: oncurve train --resume {run.path}"
+        super().__init__(run.name, f"stopped after {minutes:g} minutes", because=because, fix=fix)
 
 
 class Interrupted(OncurveError):
-    """The user asked the run to stop: the step was finished and saved."""
+    """The user stopped the run: the step was finished and saved."""
 
     def __init__(self, run: RunFolder, signal_number: int) -> None:
-        go_on = f"oncurve train --resume {run.path}"
-        super().__init__(run.name, "stopped by you", because="the step was finished and saved", fix=f"go on with: {go_on}")
+        fix = f"resume with: oncurve train --resume {run.path}"
+        super().__init__(run.name, "stopped by you", because="the step was finished and saved", fix=fix)
         self.exit_code = 128 + signal_number
 
 
 class RollBack(Exception):
-    """Too many updates in a row were bad: the stage goes on from its last checkpoint, on other samples."""
+    """Too many bad updates in a row: the stage returns to its last checkpoint and draws other samples."""
 
 
 TaskOf = Callable[[Stage], Task]
@@ -93,55 +93,55 @@ RewardsOf = Callable[[Stage], RewardMix]
 
 
 class Trainer:
-    """Runs a recipe in a folder. ``task_of`` and ``rewards_of`` say what each stage asks and rewards."""
+    """Runs a recipe in a folder. ``task_of`` and ``rewards_of`` return each stage's task and rewards."""
 
     def __init__(
         self, recipe: Recipe, run: RunFolder, task_of: TaskOf, rewards_of: RewardsOf, listeners: Sequence[Listener] = (),
         policy: Policy | None = None, minutes: float | None = None, world: World = SINGLE_PROCESS,
     ) -> None:  # fmt: skip
         self.recipe, self.run, self.task_of, self.rewards_of, self.world = recipe, run, task_of, rewards_of, world
-        sinks = sinks_of(recipe) if world.is_rank_zero else ()
-        self.listeners, self.minutes, self.began = (*listeners, *sinks), minutes, time.monotonic()
-        known = policy is not None and world.size == 1  # whoever begins a run loads its policy before there is a folder
-        self.policy = policy if known else load_policy_for(recipe, task_of, self.listeners, policy, world)
-        use_threads(recipe, world)
+        sinks = build_sinks(recipe) if world.is_rank_zero else ()
+        self.listeners, self.minutes, self.started = (*listeners, *sinks), minutes, time.monotonic()
+        is_ready = policy is not None and world.size == 1  # a new run loads and checks its policy before it has a folder
+        self.policy = policy if is_ready else load_policy_for(recipe, task_of, self.listeners, policy, world)
+        set_threads(recipe, world)
         self.engine = None if self.policy is None else build_engine(self.policy, recipe)
-        self.memory = ReplyCache()
+        self.reply_cache = ReplyCache()
         for stage in recipe.stages:
             rewards_of(stage).bind(self._decode, run.path)
-            rewards_of(stage).use_cache(self.memory)
-        self.remark = None if self.policy is None else enable_determinism(recipe.deterministic, self.policy)
+            rewards_of(stage).use_cache(self.reply_cache)
+        self.determinism = None if self.policy is None else enable_determinism(recipe.deterministic, self.policy)
         self.stop_signal: int | None = None
 
     def _decode(self) -> Decode:
-        """For rewards that read tokens; an endpoint gives none."""
+        """The tokenizer of rewards that read tokens."""
         if self.policy is None:
             raise RecipeError(
-                "rewards", "one that rewards single steps", because="it reads tokens, and the stages have texts of an endpoint",
-                fix="reward whole completions: answer, math, code, judge …",
+                "rewards", "one that rewards single steps", because="it reads tokens, and an endpoint returns texts",
+                fix="reward complete completions: answer, math, code, judge …",
             )  # fmt: skip
         return self.policy.decode
 
     def train(self, resume: bool = False) -> None:
-        """All stages, or those that are left. Ends with ``model/`` written and the run marked finished."""
+        """Runs all stages, or the remaining ones. At the end ``model/`` is written and the run is marked as finished."""
         with RunWriter.open(self.run.path) if resume else RunWriter.create(self.run.path) as store:
             self.store = store
             self.notify = Listeners([Recorder(store), *self.listeners])
-            self.saver, self.watch = CheckpointWriter(self.run.checkpoints), CollapseWatch()
+            self.checkpoint_writer, self.collapse_watch = CheckpointWriter(self.run.checkpoints), CollapseWatch()
             self.run.set_status("running")
-            words = self.run.tokenizer
-            if self.policy is not None and not words.exists():  # so that a live run's tokens can be shown
-                write_folder_atomically(words, self.policy.tokenizer.save_pretrained)
+            tokenizer = self.run.tokenizer
+            if self.policy is not None and not tokenizer.exists():  # so that a running run's tokens can be shown
+                write_folder_atomically(tokenizer, self.policy.tokenizer.save_pretrained)
             status: Status = "failed"
-            gc.freeze()  # what is loaded by now stays: the collector need not look through it again and again
+            gc.freeze()  # what is loaded by now stays, and the garbage collector need not scan it again
             try:
-                with graceful_shutdown(lambda: self.stop_signal is not None, self._stop):
+                with graceful_shutdown(lambda: self.stop_signal is not None, self._request_stop):
                     start = self._last_checkpoint() if resume else None
                     if resume:
                         clear_partial_writes(self.run.path)
                         self._rewind(store, start)
-                    self._stages(start)
-                    self._note_saved(self.saver.wait())
+                    self._run_stages(start)
+                    self._report_saved(self.checkpoint_writer.wait())
                     self.world.send_command("model")
                     self.save_model()
                 status = "finished"
@@ -152,121 +152,126 @@ class Trainer:
                 gc.unfreeze()
                 if self.engine is not None:
                     self.engine.close()
-                self.saver.close()
+                self.checkpoint_writer.close()
                 self.run.set_status(status)
                 self.notify.on_run_end(status)
 
-    def _stages(self, start: Checkpoint | None) -> None:
-        place = (start.stage, start.step) if start else None
+    def _run_stages(self, start: Checkpoint | None) -> None:
+        resumed_from = (start.stage, start.step) if start else None
         parameters = 0 if self.policy is None else sum(p.numel() for p in self.policy.model.parameters())
-        self.notify.on_run_start(self.recipe, self.run.path, parameters, place)
-        for remark in () if self.engine is None else self.engine.log_lines:
-            self.notify.on_event("engine", remark)
+        self.notify.on_run_start(self.recipe, self.run.path, parameters, resumed_from)
+        for line in () if self.engine is None else self.engine.log_lines:
+            self.notify.on_event("engine", line)
         if self.policy is not None and self.recipe.model.source != "tiny":
             self.notify.on_event("model", f"{self.recipe.model.source}: {ModelSummary.of(self.policy)}")
-        if self.remark is not None:
-            self.notify.on_event("deterministic", self.remark)
+        if self.determinism is not None:
+            self.notify.on_event("deterministic", self.determinism)
         names = [s.label for s in self.recipe.stages]
         first = names.index(start.stage) if start else 0
         if start and self.policy is not None:
             load_weights(self.policy, start.tensors["model"])
         for position, stage in enumerate(self.recipe.stages):
             if position >= first:
-                self._stage(position, stage, start if start and position == first else None)
+                self._run_stage(position, stage, start if start and position == first else None)
 
-    def _stage(self, position: int, stage: Stage, start: Checkpoint | None) -> None:
+    def _run_stage(self, position: int, stage: Stage, start: Checkpoint | None) -> None:
         while True:
             try:
-                return self._steps(position, stage, start)
+                return self._run_steps(position, stage, start)
             except RollBack:
                 start = self._roll_back(stage)
 
-    def _steps(self, position: int, stage: Stage, start: Checkpoint | None) -> None:
-        """The stage from its beginning, or from a checkpoint of its own."""
+    def _run_steps(self, position: int, stage: Stage, start: Checkpoint | None) -> None:
+        """Runs a stage from its beginning, or from a checkpoint of its own."""
         done = completed_steps(start, stage)
-        detour = rollbacks_of(self.store, stage.label, done)
-        self.world_of(stage).send_command("stage", position=position, detour=detour, start=str(start.path) if start else None)
-        loop = self.loop(stage, detour, start)
+        rollbacks = count_rollbacks(self.store, stage.label, done)
+        checkpoint = str(start.path) if start else None
+        self.world_of(stage).send_command("stage", position=position, rollbacks=rollbacks, start=checkpoint)
+        loop = self.build_loop(stage, rollbacks, start)
         self.notify.on_stage_start(stage.label, stage.type, position, stage.steps, done)
-        for remark in self.rewards_of(stage).log_lines:
-            self.notify.on_event("rewards", remark, stage.label)
+        for line in self.rewards_of(stage).log_lines:
+            self.notify.on_event("rewards", line, stage.label)
         if done == 0 and self.rewards_of(stage).accuracy_reward is None:
-            self._measure(stage, 0)  # a reward without a mark at which answers are right says something beside another alone
+            self._evaluate(stage, 0)  # a mean reward means little by itself: it is compared with that of the start
         last = done
         for n in range(done + 1, stage.steps + 1):
-            if loop.out_of_time:
+            if loop.is_over:
                 break
             self._step_and_record(stage, loop, n)
             last = n
         if last > done and self._is_stopping:
             self._save(stage, loop, last)
-            self._stop_if_asked()  # a measurement may take long: it is made when the run goes on
+            self._stop_if_requested()  # an evaluation may take long: it is made when the run resumes
         if not any(report.step == last for report in self.store.evals(stage.label)):
-            self._measure(stage, last)
+            self._evaluate(stage, last)
         if last > done:
             self._save(stage, loop, last)
-        if not runs_on_all_ranks(stage) and self.policy is not None:
+        if not stage.runs_on_all_ranks and self.policy is not None:
             self.world.send_command("weights")
             self.world.broadcast_(list(self.policy.trainable.values()))
         self.notify.on_stage_end(stage.label)
-        if last > done:  # a stage that was done before costs no time: a run in slices must get past it
-            self._stop_if_asked()
+        if last > done:  # a stage that was complete before takes no time: a run in slices must get past it
+            self._stop_if_requested()
 
     def world_of(self, stage: Stage) -> World:
-        """Who takes part in a stage."""
-        return self.world if runs_on_all_ranks(stage) else SINGLE_PROCESS
+        """The ranks that run a stage."""
+        return self.world if stage.runs_on_all_ranks else SINGLE_PROCESS
 
-    def loop(self, stage: Stage, detour: int, start: Checkpoint | None) -> StageLoop:
-        """A stage's loop, ready for its first step or for the one after its checkpoint ``start`` (another stage's is passed
-        over); after ``detour`` roll-backs it draws other samples."""
-        recipe = self.recipe.model_copy(update={"seed": self.recipe.seed + detour * ROLLBACK_SEED}) if detour else self.recipe
-        world = self.world_of(stage)
-        parts = StageContext(recipe, self.task_of(stage), self.engine, self.rewards_of(stage), self.run.path, world)
-        made = loop_for(stage, parts)
+    def build_loop(self, stage: Stage, rollbacks: int, start: Checkpoint | None) -> StageLoop:
+        """A stage's loop, ready for its first step or for the one after the checkpoint ``start``, if it is of this stage.
+
+        Each roll-back changes the seed, so that other samples are drawn.
+        """
+        seed = self.recipe.seed + rollbacks * ROLLBACK_SEED
+        recipe = self.recipe.model_copy(update={"seed": seed}) if rollbacks else self.recipe
+        loop = build_loop(
+            stage,
+            StageContext(recipe, self.task_of(stage), self.engine, self.rewards_of(stage), self.run.path, self.world_of(stage)),
+        )
         if start is not None and start.stage == stage.label:
-            made.load_state(start.tensors)
-        return made
+            loop.load_state(start.tensors)
+        return loop
 
     def _step_and_record(self, stage: Stage, loop: StageLoop, n: int) -> None:
-        known = self.store.replies(stage.label, n)
-        self.world_of(stage).send_command("step", n=n, replies=known)
+        known_replies = self.store.replies(stage.label, n)
+        self.world_of(stage).send_command("step", n=n, replies=known_replies)
         try:
             with collect_notes() as notes, watch_progress(partial(self.notify.on_measuring, stage.label, n)):
-                report, fresh = self.run_step(stage, loop, n, known)
+                report, new_replies = self.run_step(stage, loop, n, known_replies)
         except OncurveError as error:
-            # Memory may run out between two updates of a step, and half a step is nothing to go on from.
-            together = self.world_of(stage).all_failed(f"{stage.label}/{n}")
-            if n > 1 and together and not isinstance(error, OutOfMemory):
+            # Memory may run out between two updates of a step, and half a step can't be resumed.
+            all_failed = self.world_of(stage).all_failed(f"{stage.label}/{n}")
+            if n > 1 and all_failed and not isinstance(error, OutOfMemory):
                 self._save(stage, loop, n - 1)
-                self._note_saved(self.saver.wait())
+                self._report_saved(self.checkpoint_writer.wait())
             raise
-        self.store.record_replies(stage.label, n, "train", fresh)
+        self.store.record_replies(stage.label, n, "train", new_replies)
         self.notify.on_step(report)
-        self._note_saved(self.saver.done())
+        self._report_saved(self.checkpoint_writer.completed())
         self._handle_notes(stage, report, notes)
-        final = n == stage.steps
-        if stage.eval_every and n % stage.eval_every == 0 and not final:
-            self._measure(stage, n)
-        if stage.save_every and n % stage.save_every == 0 and not final:
+        is_last = n == stage.steps
+        if stage.eval_every and n % stage.eval_every == 0 and not is_last:
+            self._evaluate(stage, n)
+        if stage.save_every and n % stage.save_every == 0 and not is_last:
             self._save(stage, loop, n)
-        if self._is_stopping and not final:
+        if self._is_stopping and not is_last:
             self._save(stage, loop, n)
-            self._stop_if_asked()
+            self._stop_if_requested()
 
-    def run_step(self, stage: Stage, loop: StageLoop, n: int, known: Mapping[str, str]) -> tuple[StepReport, dict[str, str]]:
-        """A step as every rank that takes part does it, and what came from outside in any of them; ``known`` came before."""
-        self.memory.load(known)
+    def run_step(self, stage: Stage, loop: StageLoop, n: int, replies: Mapping[str, str]) -> tuple[StepReport, dict[str, str]]:
+        """Collective: (the step's report, the replies from outside that are new). ``replies`` were stored by an earlier try."""
+        self.reply_cache.load(replies)
         self.world_of(stage).set_step(stage.label, n)
         report = loop.step(n)
-        return report, self.world_of(stage).all_gather_dict(self.memory.new_replies)
+        return report, self.world_of(stage).all_gather_dict(self.reply_cache.new_replies)
 
     def _handle_notes(self, stage: Stage, report: StepReport, notes: Sequence[Note]) -> None:
-        """Says what a step noted, keeps a bad batch, warns of a collapse, and goes back where too many were bad in a row."""
-        for told in notes:
-            self.notify.on_event(told.kind, f"{stage.label} {report.step}: {told.message}", stage.label, report.step)
-        for warning in self.watch.check(report):
+        """Logs a step's notes, saves a bad batch, warns of a collapse, and rolls back after too many bad steps in a row."""
+        for item in notes:
+            self.notify.on_event(item.kind, f"{stage.label} {report.step}: {item.message}", stage.label, report.step)
+        for warning in self.collapse_watch.check(report):
             self.notify.on_event("warning", warning, stage.label, report.step)
-        bad = [told.message for told in notes if told.kind == "bad"]
+        bad = [item.message for item in notes if item.kind == "bad"]
         if bad:
             save_bad_batch(self.run.path, report, bad)
             patience = stage.optimiser.guard.rollback_after
@@ -275,34 +280,35 @@ class Trainer:
                 raise RollBack
 
     def _roll_back(self, stage: Stage) -> Checkpoint:
-        """The last checkpoint's weights, the steps after it forgotten. The event says so first: a kill here changes nothing."""
-        self._note_saved(self.saver.wait())
+        """Loads the last checkpoint and deletes the steps after it. The event is recorded first, so a kill changes nothing."""
+        self._report_saved(self.checkpoint_writer.wait())
         start = self._last_checkpoint()
         to = completed_steps(start, stage)
-        been = [e for e in self.store.events("rollback") if e.stage == stage.label and e.data["to"] == to]
-        if start is None or len(been) >= MOST_ROLLBACKS:
-            found = "no checkpoint to go back to" if start is None else f"{len(been)} roll-backs to step {to} did not help"
+        earlier = [e for e in self.store.events("rollback") if e.stage == stage.label and e.data["to"] == to]
+        if start is None or len(earlier) >= MAX_ROLLBACKS:
+            because = "there is no checkpoint to return to" if start is None else "other samples did not help"
+            after = "" if start is None else f" after {len(earlier)} roll-backs to step {to}"
             raise RunError(
-                self.run.name, f"updates of stage '{stage.label}' stay bad", because=found,
-                fix=f"oncurve show {self.run.path} --bad; lower optimiser.learning_rate, mend the reward, or set save_every",
+                self.run.name, f"stage '{stage.label}' keeps producing bad updates{after}", because=because,
+                fix=f"oncurve show {self.run.path} --bad; lower optimiser.learning_rate, fix the reward, or set save_every",
             )  # fmt: skip
         count = stage.optimiser.guard.rollback_after
         message = f"{stage.label}: back to {start.path.name} after {count} bad {'step' if count == 1 else 'steps in a row'}"
-        data = {"to": to, "number": rollbacks_of(self.store, stage.label, to) + 1}
+        data = {"to": to, "number": count_rollbacks(self.store, stage.label, to) + 1}
         self.store.record_event("rollback", message, stage=stage.label, step=to, data=data)
-        for one in self.listeners:
-            one.on_event("rollback", message, stage.label, to)
+        for listener in self.listeners:
+            listener.on_event("rollback", message, stage.label, to)
         self.store.forget_after(start.stage, start.step)
         if self.policy is not None:
             load_weights(self.policy, start.tensors["model"])
         return start
 
-    def _stop_if_asked(self) -> None:
+    def _stop_if_requested(self) -> None:
         if self.stop_signal is not None:
-            self._note_saved(self.saver.wait())
+            self._report_saved(self.checkpoint_writer.wait())
             raise Interrupted(self.run, self.stop_signal)
         if self.minutes is not None and self._time_is_up:
-            self._note_saved(self.saver.wait())
+            self._report_saved(self.checkpoint_writer.wait())
             raise TimeUp(self.run, self.minutes)
 
     @property
@@ -311,85 +317,86 @@ class Trainer:
 
     @property
     def _time_is_up(self) -> bool:
-        return self.minutes is not None and time.monotonic() - self.began > 60 * self.minutes
+        return self.minutes is not None and time.monotonic() - self.started > 60 * self.minutes
 
-    def _measure(self, stage: Stage, step: int) -> None:
+    def _evaluate(self, stage: Stage, step: int) -> None:
         if not self.task_of(stage).heldout or not stage.updates_policy or not self.rewards_of(stage).rewards:
             return
-        known = self.store.replies(stage.label, step, "eval")
-        self.world_of(stage).send_command("measure", step=step, replies=known)
+        known_replies = self.store.replies(stage.label, step, "eval")
+        self.world_of(stage).send_command("evaluate", step=step, replies=known_replies)
         with watch_progress(partial(self.notify.on_measuring, stage.label, step)):
-            report, fresh = self.measure(stage, step, known)
-        self.store.record_replies(stage.label, step, "eval", fresh)
+            report, new_replies = self.run_evaluation(stage, step, known_replies)
+        self.store.record_replies(stage.label, step, "eval", new_replies)
         self.notify.on_eval(report)
 
-    def measure(self, stage: Stage, step: int, known: Mapping[str, str]) -> tuple[EvalReport, dict[str, str]]:
-        """A measurement as every rank that takes part makes it."""
-        self.memory.load(known)
+    def run_evaluation(self, stage: Stage, step: int, replies: Mapping[str, str]) -> tuple[EvalReport, dict[str, str]]:
+        """Collective: measures the policy on the held-out prompts of a stage's task."""
+        self.reply_cache.load(replies)
         prompts, world = self.task_of(stage).heldout, self.world_of(stage)
         world.set_phase("measure")
-        assert self.engine is not None, "only stages that move the policy are measured here"
+        assert self.engine is not None, "only stages that update the policy are evaluated"
         report = evaluate(
             self.engine, self.rewards_of(stage), prompts, self.recipe.evaluation, world=world,
             max_new_tokens=self._answer_limit(stage, prompts), seed=self.recipe.seed, stage=stage.label, step=step,
         )  # fmt: skip
-        return report, world.all_gather_dict(self.memory.new_replies)
+        return report, world.all_gather_dict(self.reply_cache.new_replies)
 
     def _answer_limit(self, stage: Stage, prompts: Sequence[Prompt]) -> int:
-        """Tokens that a held-out answer may have: the stage's, else the most of any, else a default that fits the model."""
-        limits = [s.sampling.max_new_tokens for s in self.recipe.stages if isinstance(s, RolloutStage)]
-        if isinstance(stage, RolloutStage):
-            return stage.sampling.max_new_tokens
+        """Length limit of held-out answers: the stage's, else the largest of any stage, else a default that fits the model."""
+        if stage.max_new_tokens is not None:
+            return stage.max_new_tokens
         assert self.policy is not None
-        return max(limits) if limits else usual_limit(self.policy, prompts)
+        limits = [s.max_new_tokens for s in self.recipe.rollout_stages]
+        return max(limits) if limits else default_answer_limit(self.policy, prompts)
 
     def _save(self, stage: Stage, loop: StageLoop, step: int) -> None:
-        self._note_saved(self.saver.wait())
+        self._report_saved(self.checkpoint_writer.wait())
         self.world_of(stage).send_command("state")
-        checkpoint_state = self.checkpoint_state(stage, loop)
-        self.store.flush()  # what a checkpoint follows must be on the disk before it
+        state = self.checkpoint_state(stage, loop)
+        self.store.flush()  # the steps of a checkpoint must be on disk before it
         steps = self._saved_steps(stage) | {step}
         best = best_step(self.store, stage.label, stage.keep_best, steps)
         recent = set(sorted(steps)[-stage.keep_checkpoints :])
         protect = set() if best is None else {best} - recent
-        documents = {"state": {"stage": stage.label, "step": step}, **checkpoint_state.documents}
-        wanted = CheckpointRequest(stage.label, step, documents, stage.keep_checkpoints, protect, checkpoint_state.pieces)
-        self._note_saved(self.saver.save(wanted, checkpoint_state.tensors))
+        documents = {"state": {"stage": stage.label, "step": step}, **state.documents}
+        request = CheckpointRequest(stage.label, step, documents, stage.keep_checkpoints, protect, state.shards)
+        self._report_saved(self.checkpoint_writer.save(request, state.tensors))
 
     def checkpoint_state(self, stage: Stage, loop: StageLoop) -> CheckpointState:
-        """All that a checkpoint must hold; each rank that takes part has written its pieces of it."""
+        """Collective: everything that a checkpoint must hold. Each rank writes its shards of it."""
         world = self.world_of(stage)
         world.set_phase("save")
-        own = {} if self.policy is None else {"model": weights(self.policy)}
-        return checkpoint_state(world, self.run.path / PIECES, {**own, **loop.state()})
+        model = {} if self.policy is None else {"model": trained_weights(self.policy)}
+        return collect_checkpoint_state(world, self.run.path / SHARD_FOLDER, {**model, **loop.state()})
 
     def _saved_steps(self, stage: Stage) -> set[int]:
-        return {place.step for place in list_checkpoints(self.run.checkpoints) if place.stage == stage.label}
+        return {entry.step for entry in list_checkpoints(self.run.checkpoints) if entry.stage == stage.label}
 
-    def _note_saved(self, saved: Sequence[SavedCheckpoint]) -> None:
-        for one in saved:
-            self.notify.on_checkpoint(one.stage, one.step, one.path)
+    def _report_saved(self, saved: Sequence[SavedCheckpoint]) -> None:
+        for checkpoint in saved:
+            self.notify.on_checkpoint(checkpoint.stage, checkpoint.step, checkpoint.path)
 
     def _last_checkpoint(self) -> Checkpoint | None:
-        def damaged(path: Path, why: str) -> None:
-            self.notify.on_event("damaged", f"{path.name} is damaged ({why}); going on from the one before")
+        def report_damage(path: Path, reason: str) -> None:
+            self.notify.on_event("damaged", f"{path.name} is damaged ({reason}); resuming from the one before")
 
         files.remove_leftovers(self.run.checkpoints)
-        return files.newest_valid(self.run.checkpoints, damaged)
+        return files.newest_valid(self.run.checkpoints, report_damage)
 
     def _rewind(self, store: RunWriter, start: Checkpoint | None) -> None:
+        """Deletes what was recorded after the checkpoint."""
         if start is None:
             store.forget_after(self.recipe.stages[0].label, 0)
             return
         if start.stage not in [s.label for s in self.recipe.stages]:
             raise RunError(
-                self.run.name, f"its last checkpoint is of a stage '{start.stage}'", because="the recipe has no such stage",
+                self.run.name, f"its last checkpoint is of stage '{start.stage}'", because="the recipe has no such stage",
                 fix="resume with the run's own recipe",
             )  # fmt: skip
         store.forget_after(start.stage, start.step)
 
     def save_model(self) -> None:
-        """By the first rank; where weights are shared out, all gather them."""
+        """Collective: rank 0 writes the model; sharded weights are gathered for it."""
         policy = self.policy
         if policy is None:
             return
@@ -400,14 +407,14 @@ class Trainer:
         if lora.is_attached(policy.model):
             lora.save(policy.model, self.run.path / "adapter")
 
-    def _stop(self, number: int) -> None:
+    def _request_stop(self, number: int) -> None:
         self.stop_signal = number
-        for one in self.listeners:  # not the recorder: the signal may have come amid its transaction
-            one.on_event("signal", STOPPING)
+        for listener in self.listeners:  # not the recorder: the signal may interrupt its transaction
+            listener.on_event("signal", STOPPING)
 
 
 def completed_steps(start: Checkpoint | None, stage: Stage) -> int:
-    """How many steps of a stage a checkpoint has behind it: none where there is none, or where it is another stage's."""
+    """How many steps of a stage a checkpoint includes: 0 without one, and if it is of another stage."""
     return start.step if start is not None and start.stage == stage.label else 0
 
 
@@ -418,40 +425,57 @@ def load_policy_for(
     policy: Policy | None = None,
     world: World = SINGLE_PROCESS,
 ) -> Policy | None:
-    """The policy that was given, or the recipe's, which must be able to read what the stages will give it; None where no stage
-    uses one."""
+    """The given policy or the recipe's, checked against the prompts of all stages; None if no stage uses one."""
     if not recipe.uses_policy:
         return None
-    use_threads(recipe, world)
+    set_threads(recipe, world)
     if policy is None and recipe.model.source != "tiny":
-        for one in listeners:
-            one.on_event("loading", loading_message(recipe.model))
+        for listener in listeners:
+            listener.on_event("loading", loading_message(recipe.model))
+    # A policy that will be sharded may be too large for any GPU, and is loaded on the CPU.
+    model = recipe.model.model_copy(update={"device": "cpu"}) if recipe.scale.shard == "full" else recipe.model
     alphabet = task_of(recipe.stages[0]).alphabet
-    found = policy or load_policy(load_policy_for_world(recipe), alphabet=alphabet, seed=recipe.seed)
-    shared = shard_policy(found, recipe, world)
-    check_prompts(shared, recipe, task_of)
-    return shared
+    sharded = shard_policy(policy or load_policy(model, alphabet=alphabet, seed=recipe.seed), recipe, world)
+    check_policy(sharded, recipe, task_of)
+    return sharded
 
 
-def use_threads(recipe: Recipe, world: World) -> None:
+def shard_policy(policy: Policy, recipe: Recipe, world: World) -> Policy:
+    """The policy as the ranks hold it: with `shard = "full"`, each rank has a shard of every weight."""
+    if world.shard != "full":
+        return policy
+    if lora.is_attached(policy.model):
+        raise RecipeError(
+            "scale.shard",
+            "full",
+            because="an adapter is small: its base is frozen, and shards of it would be gathered for every pass",
+            fix='use scale.shard = "optimiser"' + (" and scale.tensor = 1" if world.tp_size > 1 else ""),
+        )
+    from oncurve.models.parallel.fsdp import ShardedPolicy  # torch's FSDP2 is slow to import
+
+    device, scale = choose_device(recipe.model.device), recipe.scale
+    return ShardedPolicy(policy, device, world.collective, offload=scale.offload, gather=scale.gather, tensor=world.tp_size)
+
+
+def set_threads(recipe: Recipe, world: World) -> None:
     torch.set_num_threads(max(1, (recipe.threads or os.cpu_count() or 1) // world.local_size))
 
 
-def rollbacks_of(store: RunReader, stage: str, step: int) -> int:
-    """How many roll-backs came before what follows ``step`` of a stage. Events are never forgotten, so a resumed run agrees."""
-    found = [e for e in store.events("rollback") if e.stage == stage and e.data["to"] <= step]
-    return max((int(e.data["number"]) for e in found), default=0)
+def count_rollbacks(store: RunReader, stage: str, step: int) -> int:
+    """The number of roll-backs before the steps after ``step``. Events are never deleted, so a resumed run counts the same."""
+    rollbacks = [e for e in store.events("rollback") if e.stage == stage and e.data["to"] <= step]
+    return max((int(e.data["number"]) for e in rollbacks), default=0)
 
 
-def weights(policy: Policy) -> dict[str, Tensor]:
-    """The policy's trained weights by name (under LoRA the adapter alone); tied ones under each of their names, or, where ranks
-    share them out, under the first."""
-    once = is_dtensor(next(policy.model.parameters()))
-    return {name: p.detach() for name, p in policy.model.named_parameters(remove_duplicate=once) if p.requires_grad}
+def trained_weights(policy: Policy) -> dict[str, Tensor]:
+    """The policy's trained weights by name; with LoRA only the adapter. Tied weights appear under each of their names, or, if
+    they are sharded, under the first."""
+    is_sharded = is_dtensor(next(policy.model.parameters()))
+    return {name: p.detach() for name, p in policy.model.named_parameters(remove_duplicate=is_sharded) if p.requires_grad}
 
 
 def load_weights(policy: Policy, tensors: Mapping[str, Tensor]) -> None:
-    """Into the very tensors that sampler and learner share."""
+    """Copies weights into the tensors that sampler and learner share."""
     for name, p in policy.model.named_parameters():
         if p.requires_grad:
             copy_from_full(p, tensors[name])

@@ -20,10 +20,11 @@ from oncurve.records import Completion, Group, StepReport
 from oncurve.rewards.base import Result, Score
 from oncurve.rewards.mix import RewardMix
 from oncurve.training.learner.optimiser import Optimiser
-from oncurve.training.learner.sharded_optimiser import ShardedOptimiser, shard_policy
+from oncurve.training.learner.sharded_optimiser import ShardedOptimiser
 from oncurve.training.stages.grpo import GrpoLoop
 from oncurve.training.stages.sft import SftLoop
 from oncurve.training.start import task_for
+from oncurve.training.trainer import shard_policy
 from tests.training.builders import PROMPTS, SMOOTH, TERMS, policy, recipe, snapshot, stage
 
 PLAIN: dict[str, Any] = {"updates_per_step": 2, "optimiser": SMOOTH}
@@ -136,7 +137,7 @@ def full_gradient(world: World, optimiser: Optimiser) -> Tensor:
     local = [torch.zeros_like(m) if m.grad is None else m.grad for m in optimiser.masters]
     if not isinstance(optimiser, ShardedOptimiser):
         return torch.cat([g.flatten() for g in local])
-    shards = [(optimiser._range(w), g.numpy()) for w, g in zip(optimiser.weights, local, strict=True)]
+    shards = [(optimiser._local_range(w), g.numpy()) for w, g in zip(optimiser.weights, local, strict=True)]
     full = [torch.full(w.shape, torch.nan) for w in optimiser.weights]
     for of_rank in world.all_gather_dict({world.rank: shards}).values():
         for gradient, (elements, shard) in zip(full, of_rank, strict=True):

@@ -23,7 +23,6 @@ from oncurve.rewards.models.reward_model import RewardModelOptions, RewardModelR
 from oncurve.runs.step_notes import collect_notes
 from oncurve.tasks.data.preference_pairs import Pair
 from oncurve.tasks.data.reward_model_data import RewardModelData, RewardModelExample
-from oncurve.training.learner.sharded_optimiser import shard_policy
 from oncurve.training.stages import trpo as of_trpo
 from oncurve.training.stages.dpo import DpoLoop
 from oncurve.training.stages.iterative_grpo import IterativeLoop
@@ -31,6 +30,7 @@ from oncurve.training.stages.ppo import PpoLoop
 from oncurve.training.stages.rejection_sample import RejectionLoop
 from oncurve.training.stages.reward_model import RewardModelLoop
 from oncurve.training.stages.trpo import TrpoLoop
+from oncurve.training.trainer import shard_policy
 from tests.distributed.cases import CLOCKS, CaseReward, StepOutcome, outcome_of
 from tests.faults.test_memory_of_stages import Full, of_pack, said
 from tests.training.builders import PROMPTS, SMOOTH, policy, recipe, snapshot, stage
@@ -71,7 +71,7 @@ def reward_model(world: World, folder: Path, **options: Any) -> StepOutcome:
     examples = EXAMPLES[section.kind]
     loop = RewardModelLoop(section, 0, policy(), folder, RewardModelData(examples[2:], examples[:2]), world)
     reports = [loop.step(n) for n in (1, 2)]
-    return outcome_of(world, reports[-1], loop.policy, [loop.optimiser], loop.model)
+    return outcome_of(world, reports[-1], loop.policy, [loop.trainer.optimiser], loop.model)
 
 
 def ppo(world: World, folder: Path, of: str = "digits", **options: Any) -> StepOutcome:
@@ -142,7 +142,7 @@ def iterative(world: World, folder: Path, **options: Any) -> StepOutcome:
     reward = RewardModelReward("model", 1.0, RewardModelOptions(model=str(judge)))
     loop = IterativeLoop(section, recipe(), PROMPTS, engine, RewardMix([reward]), folder, world)
     reports = [loop.step(n) for n in (1, 2, 3)]
-    outcome = outcome_of(world, reports[-1], engine.policy, [loop.learner.optimiser, loop.judge.optimiser], loop.judge.model)
+    outcome = outcome_of(world, reports[-1], engine.policy, [loop.learner.optimiser, loop.reward_model.optimiser], loop.reward_model.model)
     return replace(
         outcome, metrics=outcome.metrics | {f"round/{k}": v for k, v in reports[1].metrics.items() if k not in CLOCKS}
     )

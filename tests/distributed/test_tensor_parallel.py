@@ -28,8 +28,8 @@ from oncurve.recipe.schema.recipe import Recipe
 from oncurve.runs.checkpoints.listing import checkpoint_path, list_checkpoints
 from oncurve.runs.checkpoints.shards import INDEX, MergedTensors, ShardedTensors
 from oncurve.runs.folder import RunFolder
-from oncurve.training.learner.sharded_optimiser import checkpoint_state, shard_policy
-from oncurve.training.trainer import load_weights
+from oncurve.training.checkpoint_writer import collect_checkpoint_state
+from oncurve.training.trainer import load_weights, shard_policy
 from tests.distributed import runs
 from tests.distributed.cases import CASES, StepOutcome, relative_distance, step_of
 from tests.distributed.processes import in_ranks
@@ -177,7 +177,7 @@ def save_and_load(world: World, folder: Path) -> bool:
     first, second = (dpo_loop(world, shard_policy(tiny(), small(), world)) for _ in range(2))
     first.step(1)
     state = first.state() | {"model": {name: p.detach() for name, p in first.policy.model.named_parameters()}}
-    saved = checkpoint_state(world, folder, state)
+    saved = collect_checkpoint_state(world, folder, state)
     index, whole = saved.documents[INDEX], world.all_gather_dict({world.rank: saved.tensors})[0]
     assert any(len(part) == 5 for entry in index["model"].values() for part in entry["parts"]), "some columns of rows"
     read = whole | {

@@ -23,6 +23,7 @@ from oncurve.models.policy import Policy
 from oncurve.recipe.schema.stages import Grpo
 from oncurve.records import Aspect, Completion, GradedGroup, Group, Prompt, ScoredCompletion, ScoredGroup
 from oncurve.training.learner.learner import Learner
+from oncurve.training.stages.grpo import grpo_learner_settings
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "grpo_in_50_lines.py"
 P, Q, G, T, V, END = 3, 4, 5, 6, 12, 1
@@ -107,7 +108,7 @@ def test_same_gradient_as_the_learner(lines: dict[str, Any], model: LlamaForCaus
 
     trained = copy.deepcopy(model)
     stage = Grpo.model_validate({"optimiser": {"max_grad_norm": 0.0}, "sampling": {"max_new_tokens": T}})
-    Learner(Policy(trained, build_tokenizer("0123")), stage).update(batch.graded())
+    Learner(Policy(trained, build_tokenizer("0123")), grpo_learner_settings(stage)).update(batch.graded())
 
     for (name, ours), theirs in zip(trained.named_parameters(), plain.parameters(), strict=True):
         assert ours.grad is not None, name

@@ -25,7 +25,7 @@ SERVER.set_forkserver_preload(["tests.faults.children"])
 def train(path: Path, recipe: Recipe, moment: str | None, call: int, behind: bool) -> None:
     """Begins the run at ``path`` or goes on with it; with a moment, dies there. ``behind`` saves all in the background."""
     if behind:
-        checkpoint_writer.BEHIND_FROM = 0
+        checkpoint_writer.BACKGROUND_FROM = 0
     if moment is not None:
         MOMENTS[moment].arm(call)
     try:

@@ -8,7 +8,7 @@ import pytest
 
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.runs.folder import RunFolder
-from oncurve.training.stages.table import LOOPS
+from oncurve.training.stages.table import STAGES
 from oncurve.training.start import begin
 from tests.faults import children
 from tests.faults.cases import CASES
@@ -79,7 +79,7 @@ def test_every_stage_and_enough_kills_are_asked_for() -> None:
     told = {case: len(MOMENTS_OF.get(case, SAMPLED)) for case in CASES}
     assert sum(told.values()) >= 50
     covered = {stage.type for case in CASES.values() for stage in case.stages}
-    missing = {kind.model_fields["type"].default for kind in LOOPS} - covered
+    missing = {kind.model_fields["type"].default for kind in STAGES} - covered
     assert missing == {"training_free"}, "which asks an endpoint: test_kills_of_words.py"
     page = (Path(__file__).parents[2] / "docs" / "reliability.md").read_text(encoding="utf-8")
     for case, count in told.items():

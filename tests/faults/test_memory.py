@@ -9,14 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from oncurve.engines.native.engine import NativeEngine, SampleKey
+from oncurve.engines.base import SampleKey
+from oncurve.engines.native.engine import NativeEngine
 from oncurve.models.packing import Pack
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.sections import Engine, Sampling
-from oncurve.runs.database.writer import RunWriter
+from oncurve.runs.database.reader import RunReader
 from oncurve.runs.step_notes import collect_notes
 from oncurve.training.learner.learner import Learner
 from oncurve.training.learner.oom_retry import OutOfMemory, retry_on_oom, sample_with_retry
+from oncurve.training.stages.grpo import grpo_learner_settings
 from oncurve.training.start import begin
 from tests.faults.cases import GRPO, SFT, recipe
 from tests.training.builders import PROMPTS, apart, graded_group, gradient, policy, snapshot, stage
@@ -52,17 +54,17 @@ def test_the_same_gradient_from_packs_of_half_the_size(
 ) -> None:
     dice = np.random.default_rng(0)
     groups = [graded_group(dice, 6, [9, 7, 8, 5], name=str(i)) for i in range(4)]
-    whole = Learner(policy(), stage(**options))
+    whole = Learner(policy(), grpo_learner_settings(stage(**options)))
     expected = whole.update(groups)
-    monkeypatch.setattr("oncurve.training.learner.oom_retry.release", lambda: None)
+    monkeypatch.setattr("oncurve.training.learner.oom_retry.release_memory", lambda: None)
     gpu = SmallGpu(monkeypatch, room=30, backward=backward)
-    small = Learner(policy(), stage(**options))
+    small = Learner(policy(), grpo_learner_settings(stage(**options)))
     with collect_notes() as notes:
         found = small.update(groups)
     assert gpu.refused
     assert apart(gradient(small.policy.model), gradient(whole.policy.model)) < 1e-5
     assert notes[0].kind == "memory"
-    assert "tried again with tokens_per_pack" in notes[0].message
+    assert "retrying with tokens_per_pack" in notes[0].message
     for name in ("loss", "entropy", "ratio_mean", "grad_norm", "mismatch_kl"):
         assert found.metrics[name] == pytest.approx(expected.metrics[name], rel=1e-4, abs=1e-7), name
     assert small.tokens_per_pack <= 30, "later steps begin with what was enough"
@@ -74,10 +76,10 @@ def test_the_same_gradient_from_packs_of_half_the_size(
 def test_a_whole_run_goes_on_with_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = recipe({**SFT, "steps": 2, "eval_every": 0}, {**GRPO, "steps": 2, "eval_every": 0})
     whole = begin(asked, out=tmp_path / "whole")
-    monkeypatch.setattr("oncurve.training.learner.oom_retry.release", lambda: None)
+    monkeypatch.setattr("oncurve.training.learner.oom_retry.release_memory", lambda: None)
     SmallGpu(monkeypatch, room=40)
     small = begin(asked, out=tmp_path / "small")
-    with RunWriter.open(small.path) as store, RunWriter.open(whole.path) as plain:
+    with RunReader.open(small.path) as store, RunReader.open(whole.path) as plain:
         assert {e.stage for e in store.events("memory")} == {"sft", "grpo"}
         for one, other in zip(store.metric("loss", "grpo"), plain.metric("loss", "grpo"), strict=True):
             assert one[1] == pytest.approx(other[1], abs=1e-6)
@@ -85,9 +87,9 @@ def test_a_whole_run_goes_on_with_the_same_weights(tmp_path: Path, monkeypatch: 
 
 def test_a_completion_that_does_not_fit_alone_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
     dice = np.random.default_rng(0)
-    monkeypatch.setattr("oncurve.training.learner.oom_retry.release", lambda: None)
+    monkeypatch.setattr("oncurve.training.learner.oom_retry.release_memory", lambda: None)
     SmallGpu(monkeypatch, room=3)
-    learner = Learner(policy(), stage())
+    learner = Learner(policy(), grpo_learner_settings(stage()))
     before = snapshot(learner.policy.model)
     with pytest.raises(OutOfMemory, match=r"out of memory at \d+(.|\n)*2.00 GiB(.|\n)*max_new_tokens"):
         learner.update([graded_group(dice, 6, [9, 7], name="a")])
@@ -107,7 +109,7 @@ def test_the_pool_shrinks_and_the_texts_stay(monkeypatch: pytest.MonkeyPatch) ->
         return real(mine, *arguments)
 
     monkeypatch.setattr(NativeEngine, "sample", cramped)
-    monkeypatch.setattr("oncurve.training.learner.oom_retry.release", lambda: None)
+    monkeypatch.setattr("oncurve.training.learner.oom_retry.release_memory", lambda: None)
     with collect_notes() as notes:
         found = sample_with_retry(engine, prompts, 4, how, draws)
     texts = [[[c.text for c in g.completions] for g in groups] for groups in (expected, found)]
@@ -124,5 +126,5 @@ def test_halving_ends_at_the_least() -> None:
         raise torch.OutOfMemoryError("no")
 
     with pytest.raises(OutOfMemory):
-        retry_on_oom(attempt, 100, least=30, what="tokens")
+        retry_on_oom(attempt, 100, min_budget=30, name="tokens")
     assert tried == [100, 50, 30]

@@ -58,7 +58,7 @@ class Full:
             (out[0] if isinstance(out, tuple) else out).register_hook(lambda _: self.refuse())
             return out
 
-        monkeypatch.setattr("oncurve.training.learner.oom_retry.release", lambda: None)
+        monkeypatch.setattr("oncurve.training.learner.oom_retry.release_memory", lambda: None)
         monkeypatch.setattr(owner, name, cramped)
 
     def refuse(self) -> None:
@@ -72,7 +72,7 @@ def of_pack(owner: Any, pack: Any, *more: Any) -> int:
 
 def said(notes: Sequence[Note]) -> None:
     assert notes
-    assert all(n.kind == "memory" and "tried again with tokens_per_pack" in n.message for n in notes), notes
+    assert all(n.kind == "memory" and "retrying with tokens_per_pack" in n.message for n in notes), notes
 
 
 def by_critic(learner: PpoLearner) -> list[GradedGroup]:
@@ -95,7 +95,7 @@ def test_the_critics_gradient_is_the_same(
     options: dict[str, Any], warming: bool, backward: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, small = ppo_learner(options), ppo_learner(options)
-    whole.warming = small.warming = warming
+    whole.is_warming_up = small.is_warming_up = warming
     expected = whole.update(by_critic(whole)).metrics
     gpu = Full(monkeypatch, Critic, "values", of_pack, 30, backward=backward)
     with collect_notes() as notes:

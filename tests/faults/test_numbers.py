@@ -41,7 +41,7 @@ def test_a_spike_is_far_from_the_median_by_the_usual_deviation() -> None:
     for i in range(10):
         assert guard.rejection_reason({"loss": 1.0 + i / 10}) is None
     assert guard.rejection_reason({"loss": 1.45 + 3.70}) is None
-    guard.recent["loss"].pop()
+    guard.history["loss"].pop()
     assert guard.rejection_reason({"loss": 1.45 + 3.71}) == "loss is 5.16, and was 1.45 ± 0.37 over the last 10 updates"
     assert guard.rejection_reason({"loss": 1.45 - 3.72}) is not None
 
@@ -52,7 +52,7 @@ def test_what_was_left_out_is_not_remembered() -> None:
         guard.rejection_reason({"grad_norm": 1.0, "loss": 0.0})
     for bad in (math.nan, math.inf, -math.inf, 1e6):
         assert guard.rejection_reason({"grad_norm": 1.0, "loss": bad}) is not None
-    assert list(guard.recent["grad_norm"]) == [1.0] * 8
+    assert list(guard.history["grad_norm"]) == [1.0] * 8
 
 
 def test_small_numbers_are_no_spikes() -> None:
@@ -71,7 +71,7 @@ def test_the_guard_is_part_of_a_checkpoint() -> None:
         one.guard.rejection_reason({"loss": float(i) / 7})
     other = Optimiser(model, recipe(GRPO).stages[0].optimiser, 10)
     other.load_state(one.state())
-    assert other.guard.recent == one.guard.recent
+    assert other.guard.history == one.guard.history
 
 
 def mix(function: Any) -> RewardMix:
@@ -108,7 +108,7 @@ def test_a_wild_reward_moves_no_weight_and_its_batch_is_kept(tmp_path: Path, cap
     assert main(["show", str(run.path), "--bad"]) == 0
     told = capsys.readouterr().out
     assert "grpo step 10" in told
-    assert "update left out: reward is 1e+09" in " ".join(told.split())
+    assert "update skipped: reward is 1e+09" in " ".join(told.split())
     assert main(["show", str(run.path), "--bad", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["step"] == 10
 

@@ -22,7 +22,7 @@ from oncurve.runs.database import connection
 from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder
 from oncurve.training import checkpoint_writer
-from oncurve.training.checkpoint_writer import CheckpointRequest, CheckpointWriter, on_host
+from oncurve.training.checkpoint_writer import CheckpointRequest, CheckpointWriter, copy_to_host
 from oncurve.training.start import begin, resume
 from tests.faults import children
 from tests.faults.cases import CASES, GRPO, SFT, recipe
@@ -37,7 +37,7 @@ SHORT_SFT = {**SFT, "steps": 4, "save_every": 1, "eval_every": 0}
 
 def test_a_checkpoint_holds_what_was_when_it_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training goes on, and changes the very tensors, while the disk is slow."""
-    monkeypatch.setattr(checkpoint_writer, "BEHIND_FROM", 0)
+    monkeypatch.setattr(checkpoint_writer, "BACKGROUND_FROM", 0)
     real, gate = files.save, threading.Event()
     monkeypatch.setattr(files, "save", lambda *a: gate.wait(60) and real(*a))
     weight = torch.ones(1000, 100)
@@ -46,7 +46,7 @@ def test_a_checkpoint_holds_what_was_when_it_was_asked_for(tmp_path: Path, monke
     assert saver.save(CheckpointRequest("grpo", 1, {}, keep=3), {"model": {"w": weight, "tied": weight}}) == []
     blocked = time.perf_counter() - begun
     weight.zero_()
-    assert saver.done() == []
+    assert saver.completed() == []
     gate.set()
     (saved,) = saver.wait()
     saver.close()
@@ -58,7 +58,7 @@ def test_a_checkpoint_holds_what_was_when_it_was_asked_for(tmp_path: Path, monke
 
 def test_copies_are_of_their_own_and_ties_stay(tmp_path: Path) -> None:
     base = torch.arange(6.0)
-    copies = on_host({"a": {"x": base, "again": base, "part": base[:3]}, "b": {"x": base}})
+    copies = copy_to_host({"a": {"x": base, "again": base, "part": base[:3]}, "b": {"x": base}})
     base.zero_()
     assert copies["a"]["x"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
     assert copies["a"]["again"] is copies["a"]["x"] is copies["b"]["x"]
@@ -66,7 +66,7 @@ def test_copies_are_of_their_own_and_ties_stay(tmp_path: Path) -> None:
 
 
 def test_what_the_disk_refused_in_the_background_is_raised_in_front(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_writer, "BEHIND_FROM", 0)
+    monkeypatch.setattr(checkpoint_writer, "BACKGROUND_FROM", 0)
     monkeypatch.setattr(files, "free_bytes", lambda path: 10)
     saver = CheckpointWriter(tmp_path)
     saver.save(CheckpointRequest("grpo", 1, {}, keep=3), {"model": {"w": torch.ones(100)}})
@@ -78,7 +78,7 @@ def test_what_the_disk_refused_in_the_background_is_raised_in_front(tmp_path: Pa
 def test_saving_in_the_background_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = recipe({**GRPO, "steps": 5, "save_every": 1, "keep_checkpoints": 9})
     front = everything(begin(small, out=tmp_path / "front"))
-    monkeypatch.setattr(checkpoint_writer, "BEHIND_FROM", 0)
+    monkeypatch.setattr(checkpoint_writer, "BACKGROUND_FROM", 0)
     behind = begin(small, out=tmp_path / "behind")
     assert everything(behind) == front
     with RunReader.open(behind.path) as store:

@@ -28,7 +28,7 @@ from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.python_function import FunctionReward
 from oncurve.tasks.data.prompt_list import PromptList
 from oncurve.training.learner.learner import Learner
-from oncurve.training.stages.grpo import GrpoLoop
+from oncurve.training.stages.grpo import GrpoLoop, grpo_learner_settings
 from tests.kernels.test_learner_kernels import RAGGED, pack_of
 from tests.models.architectures import ARCHITECTURES, adapted, make_model, shake, tokenizer
 from tests.training.builders import apart, graded_group, snapshot, stage
@@ -47,7 +47,7 @@ def groups(seed: int = 0, masked: bool = False) -> list[GradedGroup]:
 def learner_on(device: str, model: PreTrainedModel, dtype: torch.dtype = torch.float32, **options: Any) -> Learner:
     """Of a copy of the model, in packs that split the step in three."""
     made = copy.deepcopy(model).to(device=device, dtype=dtype)
-    return Learner(Policy(made, tokenizer()), stage(tokens_per_pack=150, **options))
+    return Learner(Policy(made, tokenizer()), grpo_learner_settings(stage(tokens_per_pack=150, **options)))
 
 
 def gradient_of(learner: Learner) -> Tensor:
@@ -224,8 +224,8 @@ def test_the_host_never_waits_within_an_update() -> None:
     """Forward, loss and backward of all packs are queued without one synchronisation; tables and kernels are made before."""
     learner = learner_on("cuda", make_model("qwen3"), torch.bfloat16)
     learner.update(groups())
-    batch = learner._micro_batches(groups(), range(4))
-    totals = learner._totals(groups())
+    batch = learner._build_micro_batches(groups(), range(4))
+    totals = learner._loss_denominators(groups())
     torch.cuda.set_sync_debug_mode("error")
     try:
         learner._accumulate(batch, totals, None)
@@ -310,7 +310,7 @@ def test_a_resumed_lora_update_gives_the_same_bits(moments: str) -> None:
 def test_the_host_never_waits_within_a_lora_update() -> None:
     learner = learner_on("cuda", adapted(make_model("qwen3"), alpha=4.0), torch.bfloat16)
     learner.update(groups())
-    batch, totals = learner._micro_batches(groups(), range(4)), learner._totals(groups())
+    batch, totals = learner._build_micro_batches(groups(), range(4)), learner._loss_denominators(groups())
     torch.cuda.set_sync_debug_mode("error")
     try:
         learner._accumulate(batch, totals, None)

@@ -16,6 +16,7 @@ from oncurve.recipe.schema.model import Model, TinyModel
 from oncurve.runs.step_notes import collect_notes
 from oncurve.training.determinism import enable_determinism
 from oncurve.training.learner.learner import Learner
+from oncurve.training.stages.grpo import grpo_learner_settings
 from oncurve.training.stages.ppo import PpoLearner, grade_with_critic
 from oncurve.training.start import begin
 from tests.faults.cases import GRPO, recipe
@@ -34,7 +35,7 @@ def wide() -> Policy:
 def of_grpo() -> Tensor:
     """The gradient of a step of 66,000 tokens in one pack, if there is room for it."""
     dice = np.random.default_rng(0)
-    learner = Learner(wide(), stage(tokens_per_pack=1 << 20))
+    learner = Learner(wide(), grpo_learner_settings(stage(tokens_per_pack=1 << 20)))
     learner.update([graded_group(dice, 64, [1024] * 16, name=str(i)) for i in range(4)])
     return gradient(learner.policy.model).cpu()
 

@@ -22,8 +22,8 @@ from oncurve.recipe.variants import ALGORITHMS, PassCounts, learning_passes, wit
 from oncurve.runs.folder import STATE, RunFolder
 from oncurve.terminal.comparison import as_markdown, comparison_data, render_comparison, rows_of
 from oncurve.terminal.comparison_plots import draw
-from oncurve.training.stages.grpo import GrpoLoop
-from oncurve.training.stages.table import LOOPS
+from oncurve.training.stages.grpo import RolloutLoop
+from oncurve.training.stages.table import STAGES
 from oncurve.training.start import begin, resume
 from tests.training.builders import digits, loop_for, recipe
 from tests.training.stages.test_ppo import loop_for as ppo_loop_for
@@ -49,7 +49,7 @@ def test_every_algorithm_is_made_from_one_recipe(name: str) -> None:
     assert isinstance(stage, RolloutStage)
     assert (stage.label, stage.steps, stage.group_size, stage.sampling.max_new_tokens) == (name, 4, 4, 8)
     assert [s.type for s in made.stages[:-1]] == ["sft"]
-    assert type(stage) in LOOPS
+    assert type(stage) in STAGES
 
 
 def test_what_is_an_algorithms_own_does_not_go_over() -> None:
@@ -278,7 +278,7 @@ def test_passes_are_those_that_are_made(options: dict[str, Any], expected: PassC
     assert _counted(critic, monkeypatch) == pytest.approx((counted.forward, counted.backward))
 
 
-def _counted(loop: GrpoLoop, monkeypatch: pytest.MonkeyPatch) -> tuple[float, float]:
+def _counted(loop: RolloutLoop, monkeypatch: pytest.MonkeyPatch) -> tuple[float, float]:
     """(forward, backward) passes of a step, by the rows that the policy, the reference and the critic were given."""
     seen = {"forward": 0, "backward": 0}
 

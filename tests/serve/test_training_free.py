@@ -54,10 +54,10 @@ def teach(folder: Path) -> None:
         prompt = prompts[int(rng.integers(8))]
         pair = {"prompt": [dict(m) for m in prompt.messages or ()], "chosen": RIGHT, "rejected": WRONG}
         lessons = [
-            (loop._request(prompt, Library({}), 0, 1), RIGHT, 0.4),
-            (loop._request(prompt, Library({}), 0, 1), WRONG, 0.6),
-            (loop._request(prompt, known, 0, 1), RIGHT, 1.0),
-            (loop._lesson(pair, 1, 0), LESSON, 1.0),
+            (loop._sample_request(prompt, Library({}), 0, 1), RIGHT, 0.4),
+            (loop._sample_request(prompt, Library({}), 0, 1), WRONG, 0.6),
+            (loop._sample_request(prompt, known, 0, 1), RIGHT, 1.0),
+            (loop._teacher_request(pair, 1, 0), LESSON, 1.0),
         ]
         optimiser.zero_grad()
         for request, reply, weight in lessons:

@@ -19,7 +19,7 @@ from oncurve.runs.checkpoints import files
 from oncurve.runs.folder import RunFolder
 from oncurve.studio.playground import models_of
 from oncurve.training.start import task_for
-from oncurve.training.trainer import weights
+from oncurve.training.trainer import trained_weights
 from tests.studio.browsing import a_browser, a_page
 from tests.studio.samples import make_run
 from tests.studio.serving import Served, served
@@ -34,7 +34,7 @@ def give_model(run: RunFolder, seed: int) -> None:
     alphabet = task_for(recipe, recipe.stages[0]).alphabet
     load_policy(recipe.model, alphabet=alphabet, seed=seed).save(run.model)
     earlier = load_policy(recipe.model, alphabet=alphabet, seed=seed + 10)
-    files.save(run.checkpoints, "grpo", 2, {"model": weights(earlier)}, {"state": {"stage": "grpo", "step": 2}})
+    files.save(run.checkpoints, "grpo", 2, {"model": trained_weights(earlier)}, {"state": {"stage": "grpo", "step": 2}})
     (run.checkpoints / ".writing-grpo-000003").mkdir()
 
 

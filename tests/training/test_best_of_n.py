@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oncurve.records import Completion, Group, Prompt, ScoredCompletion, ScoredGroup
-from oncurve.training.evaluate import majority_is_right, pass_at, several
+from oncurve.training.evaluate import best_of_k_metrics, is_majority_correct, pass_at
 
 
 def group(*texts: str) -> ScoredGroup:
@@ -35,15 +35,15 @@ def test_pass_at_is_the_share_of_subsets_with_a_right_answer(marks: list[bool], 
 
 
 def test_the_majority_by_hand() -> None:
-    assert majority_is_right(["7", "8", "7.0", None], [True, False, True, False])
-    assert not majority_is_right(["7", "8", "8"], [True, False, False])
-    assert majority_is_right(["7", "8"], [True, False])  # equally often: the earlier one
-    assert not majority_is_right([None, None], [False, False])
+    assert is_majority_correct(["7", "8", "7.0", None], [True, False, True, False])
+    assert not is_majority_correct(["7", "8", "8"], [True, False, False])
+    assert is_majority_correct(["7", "8"], [True, False])  # equally often: the earlier one
+    assert not is_majority_correct([None, None], [False, False])
 
 
 def test_several_answers_of_two_problems() -> None:
     """Problem 1: 5 5 6 6 with 5 right; problem 2: 1 2 2 2 with 2 right. pass@1 = (2 + 3)/8; maj@4 takes 5 and 2."""
     groups = [group("#### 5", "#### 5", "#### 6", "#### 6"), group("#### 1", "#### 2", "#### 2", "so 2")]
-    metrics = several(groups, [[True, True, False, False], [False, True, True, True]])
+    metrics = best_of_k_metrics(groups, [[True, True, False, False], [False, True, True, True]])
     assert metrics == pytest.approx({"pass_at/1": 5 / 8, "pass_at/2": (5 / 6 + 1) / 2, "pass_at/4": 1.0, "maj_at/4": 1.0})
-    assert several(groups, [[True], [False]]) == {}
+    assert best_of_k_metrics(groups, [[True], [False]]) == {}

@@ -19,6 +19,7 @@ from oncurve.runs.folder import RunFolder
 from oncurve.tasks.data.prompt_list import PromptList
 from oncurve.training.learner.learner import Learner
 from oncurve.training.listeners import Listener
+from oncurve.training.stages.grpo import grpo_learner_settings
 from oncurve.training.stages.sft import SftLoop
 from oncurve.training.start import begin, resume
 from tests.training.builders import graded_group, policy, snapshot, stage
@@ -87,7 +88,7 @@ def test_tokens_of_an_environment_count_nowhere(objective: str) -> None:
         groups = [graded_group(dice, 3, [7, 9, 6], masked=True, name=f"p{i}") for i in range(3)]
         made = policy()
         options = {"kl": {"beta": 0.1}, "updates_per_step": 2, "importance_cap": 2.0, "optimiser": {"learning_rate": 1e-2}}
-        learner = Learner(made, stage(objective=objective, **options))
+        learner = Learner(made, grpo_learner_settings(stage(objective=objective, **options)))
         report = learner.update([with_garbage(g, dice) for g in groups] if spoil else groups)
         by_the_clock = {"update_tflops", "mfu"}
         return {name: value for name, value in report.metrics.items() if name not in by_the_clock}, snapshot(made.model)

@@ -18,7 +18,7 @@ from oncurve.records import EvalReport, StepReport
 from oncurve.runs.database.reader import RunReader
 from oncurve.training import sinks, start
 from oncurve.training.listeners import Listener
-from oncurve.training.sinks import SinkListener, sinks_of
+from oncurve.training.sinks import SinkListener, build_sinks
 from tests.training.builders import recipe as small_recipe
 
 
@@ -49,9 +49,9 @@ def test_tensorboard(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     recipe = recipe_with("tensorboard")
-    (sink,) = sinks_of(recipe)
+    (sink,) = build_sinks(recipe)
     tell(sink, recipe, tmp_path)
-    (again,) = sinks_of(recipe)
+    (again,) = build_sinks(recipe)
     tell(again, recipe, tmp_path, resumed_from=("first", 2))  # what was done after the checkpoint is done again
     found = EventAccumulator(str(tmp_path / "tensorboard"))
     found.Reload()
@@ -86,7 +86,7 @@ def test_wandb_offline(tmp_path: Path) -> None:
     from wandb.proto.wandb_internal_pb2 import Record
 
     recipe = recipe_with("wandb", offline=True, project="mine")
-    (sink,) = sinks_of(recipe)
+    (sink,) = build_sinks(recipe)
     tell(sink, recipe, tmp_path)
     assert not sink.failed
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
@@ -106,7 +106,7 @@ def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
     project = f"mine-{uuid4().hex}"  # trackio reads where it keeps things once, and may do so before this test
     recipe = recipe_with("trackio", project=project)
-    (sink,) = sinks_of(recipe)
+    (sink,) = build_sinks(recipe)
     tell(sink, recipe, tmp_path)
     assert not sink.failed
     assert capsys.readouterr().out == ""

@@ -12,7 +12,7 @@ from oncurve.models.packing import PrefixGroup, build_pack
 from oncurve.training.stages.dpo import DpoLoop
 from oncurve.training.stages.sft import SftLoop
 from oncurve.training.start import task_for
-from oncurve.training.timing import DevicePhases, matrix_rate, model_flops
+from oncurve.training.timing import DevicePhases, matmul_rate, model_flops
 from tests.faults.cases import SFT, recipe
 from tests.training.builders import policy
 from tests.training.stages import test_dpo
@@ -46,12 +46,12 @@ def test_flops_by_hand() -> None:
     assert model_flops(model, [pack, pack], forward=2, backward=1) == 2 * (2 * forward + 2 * forward)
 
 
-def test_the_matrix_rate_is_measured_once_and_changes_no_random_number() -> None:
+def test_the_matmul_rate_is_measured_once_and_changes_no_random_number() -> None:
     torch.manual_seed(0)
     before = torch.get_rng_state()
-    rate = matrix_rate(torch.device("cpu"), torch.float32)
+    rate = matmul_rate(torch.device("cpu"), torch.float32)
     assert rate > 1e8
-    assert matrix_rate(torch.device("cpu"), torch.float32) == rate
+    assert matmul_rate(torch.device("cpu"), torch.float32) == rate
     assert torch.equal(torch.get_rng_state(), before)
 
 

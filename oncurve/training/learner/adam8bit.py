@@ -1,11 +1,11 @@
-"""AdamW with moments in 8 bits: 2 bytes and a little per parameter in place of 8.
+"""AdamW with moments in 8 bits: a little over 2 bytes per parameter instead of 8.
 
-Moments are kept in blocks of 128 numbers with one float32 scale each. The first moment is linear, ±127 steps of its block's
-largest. Of the second its square root is kept, 255 steps, rounded up: where small and large gradients share a block a step can
-only become smaller by rounding, never blow up (8-bit optimisers: Dettmers et al., arXiv 2110.02861; the square root and the
-rounding up are choices of ours, in place of their dynamic code).
+Moments are stored in blocks of 128 with one float32 scale each. The first moment is quantised linearly, in steps of 1/127 of
+the block's maximum. Of the second moment the square root is stored, in steps of 1/255 and rounded up: if small and large
+gradients share a block, rounding can only make an update smaller, never blow it up. (8-bit optimisers: Dettmers et al., arXiv
+2110.02861. The square root and the rounding up replace their dynamic quantisation.)
 
-A parameter is worked on by itself, its moments widened to float32 for that moment alone.
+Parameters are updated one at a time, so only one parameter's moments exist in float32 at any time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BLOCK = 128
 
 
 class Adam8bit(torch.optim.Optimizer):
-    """The same update as torch's AdamW, from rounded moments."""
+    """The update of torch's AdamW, with quantised moments."""
 
     def __init__(self, params: Iterable[Any], lr: float, betas: tuple[float, float], eps: float) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})

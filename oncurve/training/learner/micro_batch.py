@@ -1,33 +1,50 @@
-"""A pack's loss in parts whose logits fit at once: each part goes through the head, the loss, and back, before the next begins.
+"""Micro-batches: a pack with what its loss needs, split so that the logits of a part fit at once.
 
-So no logits are computed twice. Parts are of whole completions, as objectives are over them; the sum of their losses is the
-pack's, since reductions divide by the step's totals.
-
-Legend: ``M`` predicted tokens of a pack.
+Each part goes forward through the LM head and the loss and backward before the next, so no logits are computed twice. Parts
+hold complete completions, since objectives are defined on them. Their losses sum to the pack's, since reductions divide by
+the step's totals.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from oncurve.algos.objectives import LossInputs, LossOutputs
-from oncurve.training.learner.update_stats import MicroBatch
+from oncurve.models.packing import Pack
 
 T = TypeVar("T")
+CompletionIndex = tuple[int, int]
+"""(group, completion) of a packed completion, as indices into the step's groups."""
 
 
-def split_micro_batch(micro: MicroBatch, most: int) -> Iterator[tuple[slice, MicroBatch]]:
-    """(its tokens, the part) of at most ``most`` tokens each, or of one completion that is longer than that."""
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """A pack with what the loss needs of each predicted token.
+
+    ``sampler_M`` are the sampler's log-probs. ``logp_old_M`` is None until the first update has computed it.
+    """
+
+    pack: Pack
+    indices: tuple[CompletionIndex, ...]
+    advantage_M: Tensor
+    mask_M: Tensor
+    sampler_M: Tensor
+    logp_old_M: Tensor | None
+    logp_ref_M: Tensor | None
+
+
+def split_micro_batch(micro: MicroBatch, max_tokens: int) -> Iterator[tuple[slice, MicroBatch]]:
+    """(slice of predicted tokens, part): parts of at most ``max_tokens``, or of a single longer completion."""
     lengths = micro.pack.lengths
     row = token = 0
     while row < len(lengths):
         last, end = row + 1, token + lengths[row]
-        while last < len(lengths) and end + lengths[last] - token <= most:
+        while last < len(lengths) and end + lengths[last] - token <= max_tokens:
             end += lengths[last]
             last += 1
         yield slice(token, end), _part(micro, slice(row, last), slice(token, end))
@@ -46,36 +63,36 @@ def _part(micro: MicroBatch, rows: slice, tokens: slice) -> MicroBatch:
         keys=pack.keys[rows],
         lengths=pack.lengths[rows],
     )
-    values = {name: getattr(micro, name)[tokens] for name in tensors_of(micro)}
+    values = {name: getattr(micro, name)[tokens] for name in token_fields(micro)}
     return replace(micro, pack=part, indices=micro.indices[rows], **values)
 
 
-def tensors_of(micro: MicroBatch) -> list[str]:
-    """The fields of a micro-batch, or of a stage's own kind of it, that hold one number per token."""
+def token_fields(micro: MicroBatch) -> list[str]:
+    """The fields of a micro-batch, or of a subclass, that hold one value per predicted token."""
     return [field.name for field in fields(micro) if isinstance(getattr(micro, field.name), Tensor)]
 
 
 def merge_inputs(micro: MicroBatch, parts: Sequence[LossInputs]) -> LossInputs:
-    """The loss's inputs over the whole pack."""
+    """The loss inputs of the complete pack."""
     if len(parts) == 1:
         return parts[0]
     return replace(
-        _joined(parts), advantage_M=micro.advantage_M, mask_M=micro.mask_M, row_M=micro.pack.row_M, rows=micro.pack.rows
+        _concatenate(parts), advantage_M=micro.advantage_M, mask_M=micro.mask_M, row_M=micro.pack.row_M, rows=micro.pack.rows
     )
 
 
 def merge_outputs(parts: Sequence[LossOutputs]) -> LossOutputs:
-    """What the loss gave over the whole pack; nothing of it can be differentiated any more."""
+    """The loss outputs of the complete pack, detached."""
     if len(parts) == 1:
         return parts[0]
     loss, policy_loss = (
         torch.stack([getattr(part, name).detach() for part in parts]).sum() for name in ("loss", "policy_loss")
     )
-    return replace(_joined(parts), loss=loss, policy_loss=policy_loss)
+    return replace(_concatenate(parts), loss=loss, policy_loss=policy_loss)
 
 
-def _joined(parts: Sequence[T]) -> T:
-    """Every tensor of one number per token, end to end; the rest is the first part's."""
+def _concatenate(parts: Sequence[T]) -> T:
+    """Concatenates every field with one value per token; the other fields are the first part's."""
     first = parts[0]
-    long = [f.name for f in fields(first) if isinstance(x := getattr(first, f.name), Tensor) and x.dim()]  # type: ignore[arg-type]
-    return replace(first, **{name: torch.cat([getattr(part, name).detach() for part in parts]) for name in long})  # type: ignore[type-var]
+    names = [f.name for f in fields(first) if isinstance(x := getattr(first, f.name), Tensor) and x.dim()]  # type: ignore[arg-type]
+    return replace(first, **{name: torch.cat([getattr(part, name).detach() for part in parts]) for name in names})  # type: ignore[type-var]

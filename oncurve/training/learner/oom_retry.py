@@ -1,13 +1,12 @@
-"""When a GPU runs out of memory: what was tried is tried again with half as much at once, and never a lost run for one batch.
+"""Out of memory: retry with half as much at once, so that one large batch does not end a run.
 
-Splitting changes neither the gradient (reductions divide by the step's totals) nor the random numbers: only rounding.
+The split changes neither the gradient (reductions divide by the step's totals) nor the random numbers, only rounding.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -24,47 +23,57 @@ T = TypeVar("T")
 
 
 class OutOfMemory(ModelError):
-    """Not even the smallest piece fits."""
+    """Even the smallest batch does not fit."""
 
 
-def retry_on_oom(attempt: Callable[[int], T], budget: int, *, least: int, what: str) -> tuple[T, int]:
-    """What ``attempt(budget)`` gives, with ``budget`` halved as often as memory runs out; and the budget that was enough."""
+def retry_on_oom(attempt: Callable[[int], T], budget: int, *, min_budget: int, name: str) -> tuple[T, int]:
+    """(the result of ``attempt(budget)``, the budget that fit). Each out-of-memory error halves the budget.
+
+    ``name`` is the recipe key of the budget, for messages.
+    """
     while True:
         try:
             return attempt(budget), budget
         except torch.OutOfMemoryError as error:
-            said = str(error).partition("\n")[0][:160]
-        # Outside the handler: the exception holds every frame of the attempt, and with them its tensors.
-        if budget <= least:
+            message = str(error).partition("\n")[0][:160]
+        # Outside of the handler: the exception refers to the attempt's frames, which keep its tensors alive.
+        if budget <= min_budget:
             raise OutOfMemory(
-                what,
+                name,
                 f"out of memory at {budget}",
-                because=said,
+                because=message,
                 fix="use a smaller model or shorter completions (sampling.max_new_tokens), or free the GPU",
             )
-        budget = max(budget // 2, least)
-        release()
-        note("memory", f"out of memory ({said}); tried again with {what} = {budget}")
+        budget = max(budget // 2, min_budget)
+        release_memory()
+        note("memory", f"out of memory ({message}); retrying with {name} = {budget}")
 
 
 class PackedStage:
-    """What forwards ``tokens_per_pack`` tokens at once, and fewer from where memory ran out on."""
+    """Mixin: runs packs of ``tokens_per_pack`` tokens and lowers it after an out-of-memory error."""
 
     tokens_per_pack: int
     world: World
 
-    def with_oom_retry(self, attempt: Callable[[int], T], whole: int, least: int) -> T:
-        """What ``attempt`` makes of packs of so many tokens: of half as many, as often as memory runs out in it, unless every
-        pass is one of all ranks. No pack can be smaller than ``least``."""
-        least = whole if self.world.forward_is_collective else least
-        done, enough = retry_on_oom(attempt, whole, least=least, what="tokens_per_pack")
-        if enough < whole:
-            self.tokens_per_pack = enough
-        return done
+    def with_oom_retry(self, attempt: Callable[[int], T], budget: int, min_budget: int) -> T:
+        """The result of ``attempt`` with packs of ``budget`` tokens, or of fewer, but never fewer than ``min_budget``.
+
+        If every forward is a collective (FSDP), there is no retry: the other ranks are in the middle of theirs.
+        """
+        min_budget = budget if self.world.forward_is_collective else min_budget
+        result, fitting = retry_on_oom(attempt, budget, min_budget=min_budget, name="tokens_per_pack")
+        if fitting < budget:
+            self.tokens_per_pack = fitting
+        return result
+
+    def on_local_rows(self, costs: Sequence[int], budget: int, work: Callable[[list[int], int], T]) -> T:
+        """The result of ``work(indices, budget)`` on this rank's share of rows that cost this many tokens each."""
+        local = self.world.local_indices(costs)
+        return self.with_oom_retry(lambda fitting: work(local, fitting), budget, max(costs))
 
 
-def release() -> None:
-    """Gives back what only the failed attempt held."""
+def release_memory() -> None:
+    """Returns what only the failed attempt used to the device."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -74,26 +83,17 @@ def sample_with_retry(
     engine: Engine,
     prompts: Sequence[Prompt],
     group_size: int,
-    how: Sampling,
-    draws: SampleKey,
+    sampling: Sampling,
+    key: SampleKey,
     on_group: Callable[[int, Group], None] | None = None,
 ) -> list[Group]:
-    """As ``engine.sample``; where memory runs out, with half the slots, which stay so: the pool was too large for this run."""
+    """``engine.sample``, with half the slots after an out-of-memory error. The engine keeps the lower number."""
     slots = slots_for(engine, len(prompts) * group_size)
 
     def attempt(budget: int) -> list[Group]:
         if budget != slots:
             engine.settings = engine.settings.model_copy(update={"slots": budget})
-        return engine.sample(prompts, group_size, how, draws, on_group)
+        return engine.sample(prompts, group_size, sampling, key, on_group)
 
     with engine.policy.for_sampling():
-        return retry_on_oom(attempt, slots, least=slots_per_block(group_size), what="engine.slots")[0]
-
-
-def available() -> int | None:
-    """Bytes of the machine's memory that may yet be taken, as Linux counts them; None where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration, ValueError):
-        return None
+        return retry_on_oom(attempt, slots, min_budget=slots_per_block(group_size), name="engine.slots")[0]

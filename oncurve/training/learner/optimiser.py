@@ -1,4 +1,4 @@
-"""AdamW with float32 master weights, warm-up, schedules, clipping, and no update from a batch that the guard refuses."""
+"""AdamW with float32 master weights, warm-up, schedules and gradient clipping. Updates that the guard rejects are skipped."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from oncurve.training.learner.update_guard import UpdateGuard
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What one optimiser update did. ``skipped``: the guard found a NaN or a spike, and no weight moved."""
+    """What one optimiser update did. ``skipped``: the guard found NaN or a spike, and no weight changed."""
 
     grad_norm: float
     learning_rate: float
@@ -42,7 +42,7 @@ def learning_rate_at(settings: Settings, update: int, updates: int) -> float:
 
 
 class Optimiser:
-    """AdamW over a model's parameters; where they are not float32, over float32 masters that are rounded back."""
+    """AdamW over a model's parameters; if they are not float32, over float32 master weights that are rounded to them."""
 
     def __init__(self, model: nn.Module, settings: Settings, updates: int, world: World = SINGLE_PROCESS) -> None:
         self.settings, self.updates, self.world, self.done = settings, updates, world, 0
@@ -50,21 +50,21 @@ class Optimiser:
         self.names = [name for name, p in model.named_parameters() if p.requires_grad]
         self.weights = [p for p in model.parameters() if p.requires_grad]
         self.masters = [self._master(p) for p in self.weights]
-        held = [(w, m) for w, m in zip(self.weights, self.masters, strict=True) if m.numel()]
-        matrices = [m for w, m in held if w.dim() >= 2]
-        others = [m for w, m in held if w.dim() < 2]
+        pairs = [(w, m) for w, m in zip(self.weights, self.masters, strict=True) if m.numel()]
+        matrices = [m for w, m in pairs if w.dim() >= 2]
+        others = [m for w, m in pairs if w.dim() < 2]
         groups = [{"params": ps, "weight_decay": d} for ps, d in ((matrices, settings.weight_decay), (others, 0.0))]
         self.adam: torch.optim.Optimizer = (
             Adam8bit(groups, lr=0.0, betas=settings.betas, eps=settings.eps)
             if settings.moments == "int8"
             else torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
         )
-        # On a CPU in float32 autograd's own sums are as good, and there is nothing to be had by others.
-        plain = all(p.device.type == "cpu" and p.dtype == torch.float32 for p in self.weights)
-        self.accumulator = None if plain else GradAccumulator(self.weights)
+        # On a CPU in float32 autograd's own sums are as exact and as fast.
+        autograd_sums = all(p.device.type == "cpu" and p.dtype == torch.float32 for p in self.weights)
+        self.accumulator = None if autograd_sums else GradAccumulator(self.weights)
 
     def _master(self, weight: nn.Parameter) -> nn.Parameter:
-        """The weight itself where it is float32 and where the optimiser works; else a float32 copy there."""
+        """The weight itself if it is float32 and on the optimiser's device; else a float32 copy on that device."""
         home = torch.device("cpu") if self.settings.on_cpu else weight.device
         if weight.dtype == torch.float32 and weight.device == home:
             return weight
@@ -72,10 +72,10 @@ class Optimiser:
 
     @property
     def unallocated_bytes(self) -> int:
-        """Memory of the weights' device that the first update will still take: moments, and sums of gradients."""
+        """Bytes that the first update will allocate on the weights' device: moments and gradient accumulators."""
         size, each = sum(p.numel() for p in self.weights), 2 if self.settings.moments == "int8" else 8
         moments = 0 if self.adam.state or self.settings.on_cpu else each * size
-        return moments + (0 if self.accumulator is None or self.accumulator.allocated else 4 * size)
+        return moments + (0 if self.accumulator is None or self.accumulator.is_allocated else 4 * size)
 
     def zero_grad(self) -> None:
         if self.accumulator is not None:
@@ -84,22 +84,24 @@ class Optimiser:
             weight.grad = None
 
     def add_autograd_grads(self) -> None:
-        """After a pack's backward pass: what autograd found goes into the float32 sums, where there are any."""
+        """After a pack's backward pass: moves autograd's gradients into the float32 accumulators, if there are any."""
         if self.accumulator is not None:
             self.accumulator.add_autograd_grads()
 
     @torch.no_grad()
-    def step(self, watched: Callable[[], Mapping[str, float]] = dict) -> Update:
-        """Clip, update, advance the schedule. Where the guard refuses the gradient, or what the caller has it watch (loss, kl,
-        reward), no weight moves; the schedule still advances. ``watched`` is asked last: a GPU is at work on the gradient, and
-        what the host does before it waits for that takes no time."""
+    def step(self, guarded: Callable[[], Mapping[str, float]] = dict) -> Update:
+        """Clip, update, advance the schedule.
+
+        If the guard rejects the gradient norm or one of the ``guarded`` values (loss, kl, reward), no weight changes, but the
+        schedule advances. ``guarded`` is called last: until then the GPU computes the gradient, and the host need not wait.
+        """
         self._load_gradients()
         rate = learning_rate_at(self.settings, self.done, self.updates)
         self.done += 1
         norm = self._clip(self.settings.max_grad_norm or math.inf)
-        why = self.guard.rejection_reason({"grad_norm": norm, **watched()})
-        if why is not None:
-            note("bad", f"update left out: {why}")
+        reason = self.guard.rejection_reason({"grad_norm": norm, **guarded()})
+        if reason is not None:
+            note("bad", f"update skipped: {reason}")
             return Update(norm, rate, skipped=True)
         for group in self.adam.param_groups:
             group["lr"] = rate
@@ -108,26 +110,26 @@ class Optimiser:
         return Update(norm, rate, skipped=False)
 
     def _clip(self, limit: float) -> float:
-        """Scales the gradients down to a norm of ``limit`` where it is more; the norm before."""
+        """Scales the gradients to a norm of at most ``limit``. Returns the norm before."""
         return float(nn.utils.clip_grad_norm_(self.masters, limit))
 
     def _store_weights(self) -> None:
-        """The masters, rounded, become the weights."""
+        """Rounds the master weights to the weights."""
         rounded = [(weight, master) for weight, master in zip(self.weights, self.masters, strict=True) if master is not weight]
         if rounded:
             torch._foreach_copy_([weight for weight, _ in rounded], [master for _, master in rounded])
 
     def _load_gradients(self) -> None:
-        """The sums, where there are any, become the masters' gradients; those of all ranks are added up."""
+        """The accumulated gradients, or autograd's, become the master weights' gradients, summed over ranks."""
         if self.accumulator is not None:
             self.accumulator.add_autograd_grads()
             for weight, master in zip(self.weights, self.masters, strict=True):
                 master.grad = self.accumulator.buffer_for(weight).to(master.device)
-            self.accumulator.spent = True
+            self.accumulator.consumed = True
         self.world.all_reduce_gradients(self.masters)
 
     def state(self) -> dict[str, Tensor]:
-        """Moments, step counts and masters by parameter name, for a checkpoint."""
+        """Moments, step counts and master weights by parameter name, for a checkpoint."""
         out = {"updates_done": torch.tensor(self.done), **self.guard.state()}
         for name, weight, master in zip(self.names, self.weights, self.masters, strict=True):
             if master is not weight:
@@ -144,9 +146,11 @@ class Optimiser:
             if master is not weight:
                 master.copy_(state[f"{name}/master"])
             prefix = f"{name}/"
-            own = [key for key in state if key.startswith(prefix) and not key.endswith("/master")]
-            found = {key.removeprefix(prefix): state[key] for key in own}
-            if found:
-                # AdamW's kernel reads its step count beside the weights; ours asks for it on the host.
-                here = [k for k, v in found.items() if v.dim() or not isinstance(self.adam, Adam8bit)]
-                self.adam.state[master] = {k: (v.to(master.device) if k in here else v).clone() for k, v in found.items()}
+            keys = [key for key in state if key.startswith(prefix) and not key.endswith("/master")]
+            moments = {key.removeprefix(prefix): state[key] for key in keys}
+            if moments:
+                # torch's AdamW reads its step count on the weights' device, Adam8bit on the host.
+                on_device = [k for k, v in moments.items() if v.dim() or not isinstance(self.adam, Adam8bit)]
+                self.adam.state[master] = {
+                    k: (v.to(master.device) if k in on_device else v).clone() for k, v in moments.items()
+                }

@@ -1,9 +1,9 @@
-"""Numbers that come apart: an update with a NaN or a spike is left out, so that one bad batch does not end a run.
+"""Update guard: skips updates with NaN or spikes, so that one bad batch does not end a run.
 
-A value is a spike where |value − median| > spike · max(MAD, |median| / 10, floor), over the last ``window`` updates that were
-taken; MAD is the median absolute deviation times 1.4826, which is the standard deviation of a normal distribution. Medians do
-not move for a spike as means do. Floors say what size of a change matters at all: mean rewards that rise from 0 to 1 in one
-step are what training is for.
+A value is a spike if |value − median| > spike · max(MAD, |median| / 10, floor), over the last ``window`` updates that were
+made. MAD is the median absolute deviation times 1.4826: the standard deviation, if the values are normally distributed. A spike
+moves means but not medians. The floor is the smallest change that matters: mean rewards that rise from 0 to 1 in one step are
+what training is for.
 """
 
 from __future__ import annotations
@@ -16,48 +16,48 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from oncurve.recipe.schema.sections import Guard as Settings
+from oncurve.recipe.schema.sections import Guard as GuardSettings
 
 FLOORS = {"grad_norm": 0.01, "loss": 0.1, "kl": 0.01, "reward": 1.0}
-"""What is watched, and the smallest deviation that is taken seriously."""
-TO_STD = 1.4826
-FEWEST = 8
-"""With fewer updates to compare with, nothing but NaN is a spike."""
+"""The values that are checked, with the floor of each."""
+MAD_TO_STD = 1.4826
+MIN_HISTORY = 8
+"""With fewer updates to compare with, only NaN and infinity are rejected."""
 
 
 class UpdateGuard:
-    """Judges each update before it is taken. Its memory is part of a checkpoint."""
+    """Checks each update before it is made. Its history is part of a checkpoint."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: GuardSettings) -> None:
         self.settings = settings
-        self.recent: dict[str, deque[float]] = {name: deque(maxlen=settings.window) for name in FLOORS}
+        self.history: dict[str, deque[float]] = {name: deque(maxlen=settings.window) for name in FLOORS}
 
     def rejection_reason(self, values: Mapping[str, float]) -> str | None:
-        """Why an update with these values must not be taken; None where it may, and then they are remembered."""
+        """Why an update with these values must be skipped; None if it may be made: then they enter the history."""
         for name, value in values.items():
-            why = self._why_bad(name, value)
-            if why is not None:
-                return why
+            reason = self._spike_reason(name, value)
+            if reason is not None:
+                return reason
         for name, value in values.items():
-            self.recent[name].append(value)
+            self.history[name].append(value)
         return None
 
-    def _why_bad(self, name: str, value: float) -> str | None:
+    def _spike_reason(self, name: str, value: float) -> str | None:
         if not math.isfinite(value):
             return f"{name} is {value}"
-        before = self.recent[name]
-        if not self.settings.spike or len(before) < FEWEST:
+        history = self.history[name]
+        if not self.settings.spike or len(history) < MIN_HISTORY:
             return None
-        middle = median(before)
-        spread = max(TO_STD * median(abs(v - middle) for v in before), abs(middle) / 10, FLOORS[name])
+        middle = median(history)
+        spread = max(MAD_TO_STD * median(abs(v - middle) for v in history), abs(middle) / 10, FLOORS[name])
         if abs(value - middle) <= self.settings.spike * spread:
             return None
-        return f"{name} is {value:.4g}, and was {middle:.4g} ± {spread:.2g} over the last {len(before)} updates"
+        return f"{name} is {value:.4g}, and was {middle:.4g} ± {spread:.2g} over the last {len(history)} updates"
 
     def state(self) -> dict[str, Tensor]:
-        return {f"guard/{name}": torch.tensor(list(values), dtype=torch.float64) for name, values in self.recent.items()}
+        return {f"guard/{name}": torch.tensor(list(values), dtype=torch.float64) for name, values in self.history.items()}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        for name, values in self.recent.items():
+        for name, values in self.history.items():
             values.clear()
             values.extend(state[f"guard/{name}"].tolist() if f"guard/{name}" in state else [])

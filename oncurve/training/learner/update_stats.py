@@ -1,7 +1,4 @@
-"""What a pass over a step saw: packs with what their loss needs, and what is gathered of them for metrics and for the store.
-
-Legend: ``M`` predicted tokens of a pack, ``X`` columns of a table.
-"""
+"""Statistics of a step's updates: metrics, and what each token of a completion showed, for the run's database."""
 
 from __future__ import annotations
 
@@ -14,109 +11,96 @@ from torch import Tensor
 
 from oncurve.algos.objectives import LossInputs, LossOutputs
 from oncurve.distributed.world import SINGLE_PROCESS, World
-from oncurve.models.packing import Pack
 from oncurve.records import GradedGroup, TokenStats
+from oncurve.training.learner.micro_batch import MicroBatch
 from oncurve.training.learner.optimiser import Update
-
-CompletionIndex = tuple[int, int]
-"""(group, completion): where a packed row came from."""
-
-
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """A pack with what the loss needs of each predicted token. ``logp_old_M`` is None until the first update has passed."""
-
-    pack: Pack
-    indices: tuple[CompletionIndex, ...]
-    advantage_M: Tensor
-    mask_M: Tensor
-    sampler_M: Tensor
-    logp_old_M: Tensor | None
-    logp_ref_M: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
-    """What a step's updates did: metrics by name, and per completion what was seen at each token."""
+    """What a step's updates did: metrics by name, and the token statistics of each completion (None if not forwarded)."""
 
     metrics: dict[str, float]
     stats: list[list[TokenStats | None]]
     seconds: dict[str, float] = field(default_factory=dict)
-    """Of the update, by phase: pack, old, reference, forward, backward, optimiser, idle."""
+    """Seconds of the update by phase: pack, old, reference, forward, backward, optimiser, idle."""
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """How far ``UpdateStats`` had come."""
+    """The state of an `UpdateStats`, to return to."""
 
     tokens: int
     sums: dict[str, float]
-    largest: dict[str, float]
+    maxima: dict[str, float]
     losses: dict[str, float]
     packs: int
 
 
 @dataclass(frozen=True, slots=True)
-class _Noted:
-    """What one pack showed, still on its device: numbers by name, and columns of one value per token."""
+class _PackStats:
+    """Statistics of one pack, still on its device: scalars by name, and a table with a column for each token."""
 
     micro: MicroBatch
     names: tuple[str, ...]
-    numbers: Tensor
-    columns_XM: Tensor
+    scalars: Tensor
+    token_table: Tensor
 
 
-LARGEST = ("ratio_max", "mismatch_max")
+MAXIMA = ("ratio_max", "mismatch_max")
+"""Statistics of which the largest over all tokens counts; of the others the mean does."""
 
 
 class UpdateStats:
-    """Gathers what the last pass over a step saw, for metrics and for the store.
+    """Collects the statistics of the last pass over a step.
 
-    A pack is noted without waiting for the device. What it showed is brought over when somebody looks, before the optimiser's
-    update; the values of its tokens are sorted out at the end, when the device is at work on that.
+    `add` does not wait for the device. Values are copied to the host when they are first needed, before the optimiser's update;
+    token statistics are sorted by completion at the end, while the device works on the update.
     """
 
     def __init__(self, groups: Sequence[GradedGroup], world: World = SINGLE_PROCESS) -> None:
         self.world = world
         self.stats: list[list[TokenStats | None]] = [[None] * len(g.graded) for g in groups]
         self.updates: list[Update] = []
-        self._noted: list[_Noted] = []
-        self._columns: list[np.ndarray] = []
-        """Values of tokens, [X, M], of those noted that have been brought over."""
+        self._packs: list[_PackStats] = []
+        self._token_tables: list[np.ndarray] = []
+        """The token tables that are on the host: those of the first packs of ``_packs``."""
         self.tokens = 0
         self.sums: dict[str, float] = {}
-        self.largest = dict.fromkeys(LARGEST, 0.0)
+        self.maxima = dict.fromkeys(MAXIMA, 0.0)
         self.losses = {"loss": 0.0, "policy_loss": 0.0}
         totals = [total for g in groups for total in g.scored.totals if total is not None]
         self.reward = float(np.mean(totals)) if totals else None
 
     def snapshot(self) -> Snapshot:
-        self._settle()
-        return Snapshot(self.tokens, dict(self.sums), dict(self.largest), dict(self.losses), len(self._noted))
+        self._copy_to_host()
+        return Snapshot(self.tokens, dict(self.sums), dict(self.maxima), dict(self.losses), len(self._packs))
 
-    def restore(self, mark: Snapshot) -> None:
-        """Forgets what a pass that did not come to its end has noted."""
-        del self._noted[mark.packs :], self._columns[mark.packs :]
-        self.tokens, self.sums, self.largest, self.losses = mark.tokens, dict(mark.sums), dict(mark.largest), dict(mark.losses)
+    def restore(self, before: Snapshot) -> None:
+        """Discards the packs of an attempt that failed."""
+        del self._packs[before.packs :], self._token_tables[before.packs :]
+        self.tokens, self.sums = before.tokens, dict(before.sums)
+        self.maxima, self.losses = dict(before.maxima), dict(before.losses)
 
-    def metrics_since(self, mark: Snapshot) -> dict[str, float]:
-        """What the guard looks at beside the gradient: the step's mean reward, and the loss and KL of the update just noted."""
-        self._settle()
-        watched = {} if self.reward is None else {"reward": self.reward}
-        own = {"tokens": self.tokens - mark.tokens, "loss": self.losses["loss"] - mark.losses["loss"]}
-        own |= {"kl": self.sums["kl"] - mark.sums.get("kl", 0.0)} if "kl" in self.sums else {}
-        found = self.world.all_reduce_sum(own)
-        if found["tokens"]:
-            watched["loss"] = found["loss"]
-            if "kl" in found:
-                watched["kl"] = found["kl"] / found["tokens"]
-        return watched
+    def metrics_since(self, before: Snapshot) -> dict[str, float]:
+        """What the update guard checks besides the gradient: the step's mean reward, and the loss and KL of the last update."""
+        self._copy_to_host()
+        metrics = {} if self.reward is None else {"reward": self.reward}
+        local = {"tokens": self.tokens - before.tokens, "loss": self.losses["loss"] - before.losses["loss"]}
+        local |= {"kl": self.sums["kl"] - before.sums.get("kl", 0.0)} if "kl" in self.sums else {}
+        sums = self.world.all_reduce_sum(local)
+        if sums["tokens"]:
+            metrics["loss"] = sums["loss"]
+            if "kl" in sums:
+                metrics["kl"] = sums["kl"] / sums["tokens"]
+        return metrics
 
-    def note(self, micro: MicroBatch, inputs: LossInputs, outputs: LossOutputs) -> None:
-        mask_M, new_M = inputs.mask_M, inputs.logp_new_M.detach()
+    def add(self, micro: MicroBatch, inputs: LossInputs, outputs: LossOutputs) -> None:
+        """Adds a pack."""
+        mask_M, logp_M = inputs.mask_M, inputs.logp_new_M.detach()
         assert inputs.entropy_M is not None
-        gap_M, drift_M = inputs.logp_old_M - micro.sampler_M, new_M - inputs.logp_old_M
-        found = {
+        mismatch_M, drift_M = inputs.logp_old_M - micro.sampler_M, logp_M - inputs.logp_old_M
+        by_token = {
             "tokens": mask_M,
             "entropy": inputs.entropy_M.detach(),
             "ratio_mean": outputs.ratio_M,
@@ -125,64 +109,65 @@ class UpdateStats:
             "clip_share": outputs.clipped_M,
             "kl": outputs.kl_M,
             "update_kl": drift_M.exp() - 1 - drift_M,
-            "mismatch_kl": gap_M.exp() - gap_M - 1,
+            "mismatch_kl": mismatch_M.exp() - mismatch_M - 1,
             "ratio_max": outputs.ratio_M,
-            "mismatch_max": gap_M.abs(),
+            "mismatch_max": mismatch_M.abs(),
             "mismatch_masked_share": None if inputs.weight_M is None else inputs.weight_M == 0,
         }
-        numbers = {name: _masked(x_M, mask_M, name in LARGEST) for name, x_M in found.items() if x_M is not None}
-        numbers |= {"loss": outputs.loss.detach().double(), "policy_loss": outputs.policy_loss.double()}
-        columns = [new_M, outputs.ratio_M, inputs.entropy_M.detach(), outputs.clipped_M]
-        columns += [] if outputs.kl_M is None else [outputs.kl_M]
-        table_XM = torch.stack([x_M.float() for x_M in columns])
-        self._noted.append(_Noted(micro, tuple(numbers), torch.stack(list(numbers.values())), table_XM))
+        scalars = {name: _reduce(x_M, mask_M, name in MAXIMA) for name, x_M in by_token.items() if x_M is not None}
+        scalars |= {"loss": outputs.loss.detach().double(), "policy_loss": outputs.policy_loss.double()}
+        rows = [logp_M, outputs.ratio_M, inputs.entropy_M.detach(), outputs.clipped_M]
+        rows += [] if outputs.kl_M is None else [outputs.kl_M]
+        token_table = torch.stack([x_M.float() for x_M in rows])
+        self._packs.append(_PackStats(micro, tuple(scalars), torch.stack(list(scalars.values())), token_table))
 
-    def _settle(self) -> None:
-        """Brings over all that was noted since, in two transfers."""
-        new = self._noted[len(self._columns) :]
+    def _copy_to_host(self) -> None:
+        """Copies the packs added since the last call to the host, in two transfers."""
+        new = self._packs[len(self._token_tables) :]
         if not new:
             return
-        for one, values in zip(new, torch.stack([one.numbers for one in new]).cpu().tolist(), strict=True):
-            self._add(dict(zip(one.names, values, strict=True)))
-        ends = np.cumsum([one.columns_XM.shape[1] for one in new])[:-1]
-        self._columns += np.split(torch.cat([one.columns_XM for one in new], 1).cpu().numpy(), ends, 1)
+        for pack, values in zip(new, torch.stack([pack.scalars for pack in new]).cpu().tolist(), strict=True):
+            self._add_scalars(dict(zip(pack.names, values, strict=True)))
+        ends = np.cumsum([pack.token_table.shape[1] for pack in new])[:-1]
+        self._token_tables += np.split(torch.cat([pack.token_table for pack in new], 1).cpu().numpy(), ends, 1)
 
-    def _add(self, numbers: Mapping[str, float]) -> None:
-        self.tokens += round(numbers["tokens"])
-        for name, value in numbers.items():
-            if name in LARGEST:
-                self.largest[name] = max(self.largest[name], value)
+    def _add_scalars(self, scalars: Mapping[str, float]) -> None:
+        self.tokens += round(scalars["tokens"])
+        for name, value in scalars.items():
+            if name in MAXIMA:
+                self.maxima[name] = max(self.maxima[name], value)
             elif name in self.losses:
                 self.losses[name] += value
             elif name != "tokens":
                 self.sums[name] = self.sums.get(name, 0.0) + value
 
-    def _keep_tokens(self, micro: MicroBatch, columns_XM: np.ndarray) -> None:
+    def _store_token_stats(self, micro: MicroBatch, token_table: np.ndarray) -> None:
         ends = np.cumsum(micro.pack.lengths)[:-1]
         for (g, c), (logps, ratio, entropy, clipped, *kl) in zip(
-            micro.indices, zip(*(np.split(x_M, ends) for x_M in columns_XM), strict=True), strict=True
+            micro.indices, zip(*(np.split(x_M, ends) for x_M in token_table), strict=True), strict=True
         ):
             self.stats[g][c] = TokenStats(logps, ratio, entropy, clipped > 0, kl[0] if kl else None)
 
     def result(self) -> UpdateResult:
-        self._settle()
-        for one, columns_XM in zip(self._noted, self._columns, strict=True):
-            self._keep_tokens(one.micro, columns_XM)
+        """The metrics and token statistics of all ranks."""
+        self._copy_to_host()
+        for pack, token_table in zip(self._packs, self._token_tables, strict=True):
+            self._store_token_stats(pack.micro, token_table)
         sums = self.world.all_reduce_sum({"tokens": self.tokens, **self.sums, **self.losses})
         tokens, losses = sums.pop("tokens"), {name: sums.pop(name) for name in self.losses}
-        largest = self.world.all_reduce_max(self.largest)
-        metrics = {name: total / max(tokens, 1) for name, total in sums.items()} | largest | losses
+        maxima = self.world.all_reduce_max(self.maxima)
+        metrics = {name: total / max(tokens, 1) for name, total in sums.items()} | maxima | losses
         if self.updates:
             metrics["grad_norm"] = self.updates[-1].grad_norm
             metrics["learning_rate"] = self.updates[-1].learning_rate
         metrics["skipped_updates"] = float(sum(u.skipped for u in self.updates))
-        own = {(g, c): stats for g, row in enumerate(self.stats) for c, stats in enumerate(row) if stats is not None}
-        for (g, c), stats in self.world.all_gather_dict(own).items():
+        local = {(g, c): stats for g, row in enumerate(self.stats) for c, stats in enumerate(row) if stats is not None}
+        for (g, c), stats in self.world.all_gather_dict(local).items():
             self.stats[g][c] = stats
         return UpdateResult(metrics, self.stats)
 
 
-def _masked(value_M: Tensor, mask_M: Tensor, largest: bool) -> Tensor:
-    """The sum, or the largest, over masked-in tokens, as a float64 on the device."""
-    kept_M = torch.where(mask_M, value_M.double(), 0.0)
-    return kept_M.amax() if largest and len(kept_M) else kept_M.sum()
+def _reduce(value_M: Tensor, mask_M: Tensor, is_maximum: bool) -> Tensor:
+    """The sum or the maximum over the tokens of the mask, as a float64 on the device."""
+    masked_M = torch.where(mask_M, value_M.double(), 0.0)
+    return masked_M.amax() if is_maximum and len(masked_M) else masked_M.sum()

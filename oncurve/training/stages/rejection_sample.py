@@ -1,9 +1,8 @@
-"""What steps of a stage leave behind in a file of the run: one JSON object a line, with the step that wrote it.
+"""The stage `rejection_sample`: samples groups, rewards them, and keeps the best completions that are good enough.
 
-A file is written anew with each step, aside and renamed. Lines of that step and later ones are of a process that was killed
-before its checkpoint: they go, and are written again.
-
-The stage `rejection_sample`: sample groups, reward them, keep the best that are good enough. Nothing is trained.
+Nothing is trained. What is kept is a file of the run, one JSON object per line, with the step that wrote it. The file is
+written anew with each step and renamed into place. Lines of the same or later steps are from a process that was killed before
+its checkpoint: they are dropped and written again.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from torch import Tensor
 from oncurve.algos.advantages import grade
 from oncurve.distributed.world import SINGLE_PROCESS, World
 from oncurve.engines.base import Engine, SampleKey
+from oncurve.errors import RecipeError
 from oncurve.recipe.schema.stages import RejectionSample
 from oncurve.records import ScoredCompletion, ScoredGroup, StepReport
 from oncurve.rewards.mix import RewardMix
@@ -30,33 +30,31 @@ from oncurve.training.learner.oom_retry import sample_with_retry
 from oncurve.training.stages.grpo import rollout_metrics
 from oncurve.training.timing import PhaseClock
 
+FOLDER = "samples"
 
-def lines_of(file: Path) -> list[dict[str, Any]]:
-    """All that are there; none before the first step."""
+
+def samples_file(run: Path, stage: str) -> Path:
+    """The file to which a stage of a run writes what it keeps."""
+    return run / FOLDER / f"{stage}.jsonl"
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """All lines of a file; none if it does not exist yet."""
     if not file.is_file():
         return []
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line]
 
 
-def add_lines(file: Path, rows: Iterable[Mapping[str, Any]], step: int) -> None:
-    """Puts a step's rows behind those of the steps before it."""
-    kept = [line for line in lines_of(file) if line["step"] < step] + [{**row, "step": step} for row in rows]
-    write_file_atomically(file, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept).encode())
-
-
-FOLDER = "samples"
-
-
-def samples_file(run: Path, stage: str) -> Path:
-    """Where a stage of a run keeps what it took."""
-    return run / FOLDER / f"{stage}.jsonl"
+def replace_lines(file: Path, rows: Iterable[Mapping[str, Any]], step: int) -> None:
+    """Writes a step's rows after those of earlier steps. Lines of this step and later ones are replaced."""
+    lines = [line for line in read_lines(file) if line["step"] < step] + [{**row, "step": step} for row in rows]
+    write_file_atomically(file, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode())
 
 
 class RejectionLoop:
-    """Each step adds its lines to the file, marked with the step: on resume, lines of steps to be done again go."""
+    """The loop of the stage `rejection_sample`. ``folder`` is the run's."""
 
-    out_of_time = False
-    """Its length is counted in steps alone."""
+    is_over = False
 
     def __init__(
         self, stage: RejectionSample, seed: int, task: Task, engine: Engine, rewards: RewardMix, folder: Path,
@@ -80,16 +78,17 @@ class RejectionLoop:
             )
         with clock("score"):
             scored = self.world.all_gather_results(lambda: self.rewards.score(groups))
-        kept = [row for group in scored for row in self._rows(group)]
-        self.world.on_rank_zero(lambda: add_lines(self.file, kept, n))
+        rows = [row for group in scored for row in self._best_rows(group)]
+        self.world.on_rank_zero(lambda: replace_lines(self.file, rows, n))
         self.done = n
         graded = grade(scored, baseline="mean", scale="none", eps=1.0, mask_cut=False)
-        metrics = rollout_metrics(graded, self.rewards) | {"samples_kept": float(len(kept))}
+        metrics = rollout_metrics(graded, self.rewards) | {"samples_kept": float(len(rows))}
         metrics["tokens_per_s"] = metrics["tokens"] / sum(clock.seconds.values())
         return StepReport(self.stage.label, n, metrics, clock.seconds, graded)
 
-    def _rows(self, group: ScoredGroup) -> Iterator[dict[str, Any]]:
-        good = [s for s in group.scored if s.total is not None and not s.completion.cut and self._is_good(s)]
+    def _best_rows(self, group: ScoredGroup) -> Iterator[dict[str, Any]]:
+        """The best ``keep`` completions of a group: the highest rewards, the shorter one of equals, equal texts once."""
+        good = [s for s in group.scored if s.total is not None and not s.completion.cut and self._is_good_enough(s)]
         ranked = sorted(good, key=lambda s: (-(s.total or 0.0), s.completion.length))
         best: dict[str, float | None] = {}
         for scored in ranked:
@@ -98,7 +97,18 @@ class RejectionLoop:
         for text, reward in islice(best.items(), self.stage.keep):
             yield {"prompt": group.group.prompt.written, "completion": text, "reward": reward}
 
-    def _is_good(self, scored: ScoredCompletion) -> bool:
+    def _is_good_enough(self, scored: ScoredCompletion) -> bool:
         if self.stage.at_least is None:
             return self.rewards.is_correct(scored)
         return scored.total is not None and scored.total >= self.stage.at_least
+
+
+def check_rewards(stage: RejectionSample, rewards: RewardMix) -> None:
+    """Raises RecipeError if the stage would keep correct answers, and no reward defines them."""
+    if stage.at_least is None and rewards.accuracy_reward is None:
+        raise RecipeError(
+            f"{stage.label}.at_least",
+            "not set",
+            because="none of its rewards defines correct answers, so nothing would be kept",
+            fix="set the total reward from which a completion is kept, or give the reward that defines them the name `answer`",
+        )

@@ -1,8 +1,8 @@
-"""The stage `reward_model`: one optimiser update per step on comparisons, ratings or judged steps.
+"""The stage `reward_model`: one optimiser update per step on comparisons, ratings or judged steps of reasoning.
 
-loss = mean over the update's rows of −log σ(±(r_chosen − r_rejected) − margin) for pairs, of the squared error for ratings,
-and over judged steps of the cross-entropy at each step's last token; several heads are averaged over those that have a say.
-Texts are read as the reward `model` (or `process`) will read them: through the chat template where the tokenizer has one.
+The loss is a mean over the batch: −log σ(±(r_chosen − r_rejected) − margin) for pairs, the squared error for ratings, and the
+cross-entropy at each step's last token for judged steps. With several heads it is averaged over those that have a label.
+Texts are encoded as the rewards `model` and `process` encode them: through the chat template, if the tokenizer has one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,29 +19,30 @@ from torch.nn import functional
 from oncurve.algos.preference_losses import bradley_terry, calibration_error
 from oncurve.distributed.world import SINGLE_PROCESS, World
 from oncurve.errors import DataError
-from oncurve.models.heads.classifier import build_classifier, classify, load_classifier, save
+from oncurve.models.heads.classifier import build_classifier, check_classifier, classify, load_classifier, save
 from oncurve.models.policy import Policy
+from oncurve.recipe.schema.sections import Optimiser as OptimiserSettings
 from oncurve.recipe.schema.stages import RewardModel
-from oncurve.records import StepReport
 from oncurve.rewards.models.reward_model import TRAINED, batches, conversation, step_ends
 from oncurve.runs.atomic_files import write_folder_atomically
-from oncurve.runs.step_notes import note, report_progress
-from oncurve.tasks.data.preference_pairs import left_out_text
+from oncurve.runs.step_notes import report_progress
+from oncurve.tasks.base import Task
 from oncurve.tasks.data.reward_model_data import RewardModelData, RewardModelExample, read_reward_model_data
-from oncurve.tasks.prompt_order import batch_indices
 from oncurve.training.learner.oom_retry import PackedStage
 from oncurve.training.learner.sharded_optimiser import build_optimiser
-from oncurve.training.memory_stats import peak_memory_mib
+from oncurve.training.prompt_checker import PromptChecker
+from oncurve.training.stages.offline import OfflineStage
 from oncurve.training.timing import PhaseClock
 
 T = TypeVar("T")
+Kind = Literal["pairs", "ratings", "steps"]
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizedExample:
-    """A row as token ids: one text, or the chosen and the rejected one; ``ends`` are the places of steps' last tokens."""
+    """One text, or the chosen and the rejected one, as token ids. ``ends`` are the indices of the steps' last tokens."""
 
-    rows: tuple[tuple[int, ...], ...]
+    texts: tuple[tuple[int, ...], ...]
     values: tuple[float | None, ...]
     margin: float
     ends: tuple[int, ...] = ()
@@ -49,18 +50,24 @@ class TokenizedExample:
     @property
     def length(self) -> int:
         """Tokens of the longest text."""
-        return max(map(len, self.rows))
+        return max(map(len, self.texts))
 
     @property
     def cost(self) -> int:
-        return len(self.rows) * self.length
+        """Tokens in a batch, where texts are padded to the longest."""
+        return len(self.texts) * self.length
+
+    @property
+    def label_count(self) -> int:
+        """How many terms the example adds to the loss."""
+        return sum(v is not None for v in self.values) if len(self.texts) == 1 else sum(v != 0 for v in self.values)
 
 
 @dataclass(frozen=True, slots=True)
-class ScoreSums:
-    """What the model said of some rows: their loss summed, how many numbers it is a sum of, and how often it was right.
+class BatchScores:
+    """What the model scored on a batch: the summed loss, and the number of its terms.
 
-    ``probability_B`` is what it gave to the truth, for each thing it could be right about.
+    ``probability_B`` is the probability of each label that can be right or wrong; ``gap`` sums r_chosen − r_rejected.
     """
 
     loss: Tensor
@@ -70,8 +77,8 @@ class ScoreSums:
 
 
 @dataclass(frozen=True, slots=True)
-class GlobalScores:
-    """The same of all rows of a step, whichever rank scored them."""
+class ScoreSums:
+    """`BatchScores` of several batches, on the host."""
 
     loss: float
     count: int
@@ -79,29 +86,33 @@ class GlobalScores:
     gap: float
 
 
-class RewardModelLoop(PackedStage):
-    """Trains the reward model; the policy is only where it starts from. ``folder`` is the run's own."""
-
-    out_of_time = False
-    """Its length is counted in steps alone."""
+class RewardModelTrainer(PackedStage):
+    """A reward model with its optimiser: starts from the policy's backbone, or from ``source``. It is written to ``folder``."""
 
     def __init__(
-        self, stage: RewardModel, seed: int, policy: Policy, folder: Path, judgements: RewardModelData | None = None,
-        world: World = SINGLE_PROCESS,
-    ) -> None:  # fmt: skip
-        self.stage, self.seed, self.policy, self.folder = stage, seed, policy, folder / TRAINED / stage.label
-        self.world, self.tokens_per_pack = world, stage.tokens_per_pack
-        told = judgements or read_reward_model_data(stage)
-        by_token = stage.kind == "steps"
+        self,
+        policy: Policy,
+        folder: Path,
+        *,
+        kind: Kind,
+        heads: Sequence[str],
+        source: str | None,
+        optimiser: OptimiserSettings,
+        updates: int,
+        tokens_per_pack: int,
+        seed: int,
+        world: World,
+    ) -> None:
+        self.policy, self.folder, self.kind, self.heads, self.world = policy, folder, kind, heads, world
+        self.tokens_per_pack = tokens_per_pack
+        by_token = kind == "steps"
         self.model = (
-            build_classifier(policy, stage.heads, seed, by_token=by_token)
-            if stage.source is None
-            else load_classifier(stage.source, stage.heads, policy, by_token=by_token)
+            build_classifier(policy, heads, seed, by_token=by_token)
+            if source is None
+            else load_classifier(source, heads, policy, by_token=by_token)
         )
-        world.broadcast_([p.detach() for p in self.model.parameters()])  # transformers may have drawn a head
-        self.left_out = dict(told.left_out)
-        self.train, self.heldout = self._coded(told.train), self._coded(told.heldout)
-        self.optimiser = build_optimiser(self.model, stage.optimiser, stage.steps, world)
+        world.broadcast_([p.detach() for p in self.model.parameters()])  # transformers may have initialised a head at random
+        self.optimiser = build_optimiser(self.model, optimiser, updates, world)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         weights = {name: p.detach() for name, p in self.model.named_parameters()}
@@ -113,194 +124,215 @@ class RewardModelLoop(PackedStage):
         for name, p in self.model.named_parameters():
             p.copy_(tensors["reward_model"][name])
 
-    def step(self, n: int) -> StepReport:
-        """Update number n, from 1. The last one writes the model."""
-        clock = PhaseClock(self.world.set_phase)
-        if n == 1 and self.left_out:
-            note("data", f"{left_out_text(self.left_out)} left out")
-        chosen = [self.train[i] for i in batch_indices(len(self.train), self.seed, n - 1, self.stage.batch_size)]
-        with clock("update"):
-            metrics = self.update(chosen)
-        if n == self.stage.steps or (self.stage.eval_every and n % self.stage.eval_every == 0):
-            with clock("eval"):
-                metrics |= self.measure(self.heldout)
-        if n == self.stage.steps:
-            self.write()
-        metrics |= {
-            "examples_seen": float(n * self.stage.batch_size),
-            "epoch": n * self.stage.batch_size / len(self.train),
-            "tokens_per_s": metrics["tokens"] / clock.seconds["update"],
-            "memory_mib": peak_memory_mib(self.model.device),
-        }
-        return StepReport(self.stage.label, n, metrics, clock.seconds)
+    def update(self, examples: Sequence[TokenizedExample]) -> dict[str, float]:
+        """One optimiser update. The loss is divided by the update's own count, so the split into batches changes nothing."""
+        total = sum(example.label_count for example in examples)
 
-    def update(self, chosen: Sequence[TokenizedExample]) -> dict[str, float]:
-        """One optimiser update. The split into batches and over ranks changes nothing: losses are divided by the update's own
-        count."""
-        total = sum(_count(coded) for coded in chosen)
-
-        def attempt(parts: list[list[TokenizedExample]]) -> GlobalScores:
+        def attempt(parts: list[list[TokenizedExample]]) -> ScoreSums:
             self.optimiser.zero_grad()
-            seen = []
+            sums = []
             for part in parts:
-                scored = self.score(part)
-                (scored.loss / total).backward()  # type: ignore[no-untyped-call]
+                scores = self._score(part)
+                (scores.loss / total).backward()  # type: ignore[no-untyped-call]
                 self.optimiser.add_autograd_grads()
-                seen.append(to_global(scored))
-            return merge_scores(seen)
+                sums.append(to_host(scores))
+            return add_scores(sums)
 
-        found = self._of_all(self._in_fitting_parts(chosen, attempt))
-        done = self.optimiser.step(lambda: {"loss": found.loss / total})
+        sums = self._on_fitting_batches(examples, attempt)
+        done = self.optimiser.step(lambda: {"loss": sums.loss / total})
         return {
-            "loss": found.loss / total,
-            **_right(found),
+            "loss": sums.loss / total,
+            **_pair_metrics(sums),
             **done.metrics,
-            "tokens": float(sum(len(row) for coded in chosen for row in coded.rows)),
+            "tokens": float(sum(len(text) for example in examples for text in example.texts)),
         }
 
     @torch.no_grad()
-    def measure(self, rows: Sequence[TokenizedExample]) -> dict[str, float]:
-        """Loss, accuracy and calibration on rows that were kept aside."""
-        if not rows:
+    def measure(self, examples: Sequence[TokenizedExample]) -> dict[str, float]:
+        """Loss, accuracy and calibration error on held-out examples."""
+        if not examples:
             return {}
 
-        def attempt(parts: list[list[TokenizedExample]]) -> GlobalScores:
-            seen: list[GlobalScores] = []
+        def attempt(parts: list[list[TokenizedExample]]) -> ScoreSums:
+            sums: list[ScoreSums] = []
             for part in parts:
-                report_progress(len(seen) / len(parts))
-                seen.append(to_global(self.score(part)))
-            return merge_scores(seen)
+                report_progress(len(sums) / len(parts))
+                sums.append(to_host(self._score(part)))
+            return add_scores(sums)
 
-        found = self._of_all(self._in_fitting_parts(rows, attempt))
-        told = {"heldout_loss": found.loss / found.count}
-        if len(found.probability_B):
-            told["heldout_pair_accuracy"] = _accuracy(found.probability_B)
-            told["calibration_error"] = calibration_error(found.probability_B)
-        return told
-
-    def _of_all(self, own: GlobalScores) -> GlobalScores:
-        """What all ranks heard of their rows, the same on each."""
-        parts = self.world.all_gather_dict({self.world.rank: own})
-        return merge_scores([parts[rank] for rank in sorted(parts)])
-
-    def score(self, rows: Sequence[TokenizedExample]) -> ScoreSums:
-        return SCORES[self.stage.kind](self.model, rows)
+        sums = self._on_fitting_batches(examples, attempt)
+        metrics = {"heldout_loss": sums.loss / sums.count}
+        if len(sums.probability_B):
+            metrics["heldout_pair_accuracy"] = _accuracy(sums.probability_B)
+            metrics["calibration_error"] = calibration_error(sums.probability_B)
+        return metrics
 
     def write(self) -> None:
-        """As a standard checkpoint; by the first rank."""
+        """Collective: rank 0 writes the model as a standard checkpoint."""
         self.world.on_rank_zero(
-            lambda: write_folder_atomically(self.folder, lambda aside: save(self.model, self.policy.tokenizer, aside))
+            lambda: write_folder_atomically(self.folder, lambda folder: save(self.model, self.policy.tokenizer, folder))
         )
 
-    def _in_fitting_parts(self, rows: Sequence[TokenizedExample], work: Callable[[list[list[TokenizedExample]]], T]) -> T:
-        """What ``work`` makes of this rank's part of the rows in batches."""
-        costs = [coded.cost for coded in rows]
-        own = self.world.local_indices(costs)
+    def _score(self, examples: Sequence[TokenizedExample]) -> BatchScores:
+        return SCORERS[self.kind](self.model, examples)
 
-        def attempt(budget: int) -> T:
-            return work([[rows[i] for i in part] for part in batches(own, costs, budget)])
+    def _on_fitting_batches(
+        self, examples: Sequence[TokenizedExample], work: Callable[[list[list[TokenizedExample]]], ScoreSums]
+    ) -> ScoreSums:
+        """The sum over ranks of ``work`` on each rank's share of the examples, in batches that fit into memory."""
+        costs = [example.cost for example in examples]
+        budget = max(min(self.tokens_per_pack, len(examples) * max(costs)), max(costs))
 
-        budget = max(min(self.tokens_per_pack, len(rows) * max(costs)), max(costs))
-        return self.with_oom_retry(attempt, budget, max(costs))
+        def attempt(local: list[int], fitting: int) -> ScoreSums:
+            return work([[examples[i] for i in part] for part in batches(local, costs, fitting)])
 
-    def _coded(self, judged: Sequence[RewardModelExample]) -> list[TokenizedExample]:
-        coded = [tokenize_example(self.policy.tokenizer, one, self.stage.kind) for one in judged]
-        limit = longest_example(self.stage, self.policy)
-        short = [one for one in coded if one.length <= limit]
-        if len(short) < len(coded):
-            reason = f"of more than {limit} tokens"
-            self.left_out[reason] = self.left_out.get(reason, 0) + len(coded) - len(short)
-        return short
+        sums = self.world.all_gather_dict({self.world.rank: self.on_local_rows(costs, budget, attempt)})
+        return add_scores([sums[rank] for rank in sorted(sums)])
 
 
-def longest_example(stage: RewardModel, policy: Policy) -> int:
-    """Tokens of the longest text that is learned from: as many as the stage says, and as the model addresses."""
+class RewardModelLoop(OfflineStage[RewardModel, TokenizedExample]):
+    """The loop of the stage `reward_model`: the policy is its start and does not change. ``folder`` is the run's."""
+
+    def __init__(
+        self, stage: RewardModel, seed: int, policy: Policy, folder: Path, data: RewardModelData | None = None,
+        world: World = SINGLE_PROCESS,
+    ) -> None:  # fmt: skip
+        super().__init__(stage, seed, policy, world)
+        data = data or read_reward_model_data(stage)
+        self.trainer = RewardModelTrainer(
+            policy, folder / TRAINED / stage.label, kind=stage.kind, heads=stage.heads, source=stage.source,
+            optimiser=stage.optimiser, updates=stage.steps, tokens_per_pack=stage.tokens_per_pack, seed=seed, world=world,
+        )  # fmt: skip
+        limit = max_example_tokens(stage, policy)
+        self.rows, self.heldout = (
+            tokenize_examples(policy.tokenizer, examples, stage.kind, limit) for examples in (data.train, data.heldout)
+        )
+        too_long = len(data.train) + len(data.heldout) - len(self.rows) - len(self.heldout)
+        self.left_out = {**data.left_out, **({f"of more than {limit} tokens": too_long} if too_long else {})}
+
+    @property
+    def model(self) -> Any:
+        return self.trainer.model
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        return self.trainer.state()
+
+    def load_state(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+        self.trainer.load_state(tensors)
+
+    def update(self, batch: Sequence[TokenizedExample]) -> tuple[dict[str, float], None]:
+        return self.trainer.update(batch), None
+
+    def after_update(self, n: int, clock: PhaseClock) -> dict[str, float]:
+        """Measures the held-out examples, if it is due. The last update also writes the model."""
+        metrics: dict[str, float] = {}
+        if self.is_measured(n):
+            with clock("eval"):
+                metrics = self.trainer.measure(self.heldout)
+        if n == self.stage.steps:
+            self.trainer.write()
+        return metrics
+
+
+def max_example_tokens(stage: RewardModel, policy: Policy) -> int:
+    """Tokens of the longest text that the stage trains on: the stage's limit and the model's."""
     return min(stage.max_tokens, policy.max_positions)
 
 
-def check_lengths(stage: RewardModel, policy: Policy, judged: Sequence[RewardModelExample]) -> None:
-    """Raises where every row is too long; the first that is not ends the search."""
-    limit = longest_example(stage, policy)
-    if not any(tokenize_example(policy.tokenizer, one, stage.kind).length <= limit for one in judged):
-        raise DataError(
-            stage.data,
-            "nothing to learn from",
-            because=f"all {len(judged)} rows have more than {limit} tokens: {stage.label}.max_tokens is {stage.max_tokens}, "
-            f"and the model addresses {policy.max_positions} positions",
-            fix=f"raise {stage.label}.max_tokens, use a model with a longer context, or give shorter rows",
-        )
+def tokenize_examples(tokenizer: Any, examples: Sequence[RewardModelExample], kind: Kind, limit: int) -> list[TokenizedExample]:
+    """The examples of at most ``limit`` tokens."""
+    tokenized = [tokenize_example(tokenizer, example, kind) for example in examples]
+    return [example for example in tokenized if example.length <= limit]
 
 
-def tokenize_example(tokenizer: Any, judged: RewardModelExample, kind: str) -> TokenizedExample:
-    """A row as the reward will read it."""
+def tokenize_example(tokenizer: Any, example: RewardModelExample, kind: Kind) -> TokenizedExample:
+    """An example, encoded as the reward will encode it."""
     if kind == "steps":
-        ids, ends = step_ends(tokenizer, judged.prompt, judged.texts)
-        return TokenizedExample((tuple(ids),), judged.values, 0.0, tuple(ends))
-    texts = [conversation(tokenizer, judged.prompt, text) for text in judged.texts]
-    rows = tuple(tuple(tokenizer(text, add_special_tokens=special)["input_ids"]) for text, special in texts)
-    return TokenizedExample(rows, judged.values, judged.margin)
+        ids, ends = step_ends(tokenizer, example.prompt, example.texts)
+        return TokenizedExample((tuple(ids),), example.values, 0.0, tuple(ends))
+    texts = [conversation(tokenizer, example.prompt, text) for text in example.texts]
+    ids_of_texts = tuple(tuple(tokenizer(text, add_special_tokens=special)["input_ids"]) for text, special in texts)
+    return TokenizedExample(ids_of_texts, example.values, example.margin)
 
 
-def score_pairs(model: Any, rows: Sequence[TokenizedExample]) -> ScoreSums:
-    """Both completions of a pair in one batch; heads without a say count nothing."""
-    out = classify(model, [row for coded in rows for row in coded.rows])
+def score_pairs(model: Any, examples: Sequence[TokenizedExample]) -> BatchScores:
+    """Both completions of a pair in one batch. Heads without a label do not count."""
+    out = classify(model, [text for example in examples for text in example.texts])
     chosen_BA, rejected_BA = out[0::2], out[1::2]
-    sign_BA = torch.tensor([coded.values for coded in rows], dtype=torch.float32, device=out.device)
-    margin_B = torch.tensor([coded.margin for coded in rows], device=out.device)
+    sign_BA = torch.tensor([example.values for example in examples], dtype=torch.float32, device=out.device)
+    margin_B = torch.tensor([example.margin for example in examples], device=out.device)
     loss_BA = bradley_terry(chosen_BA, rejected_BA, sign_BA, margin_B)
     gap_BA = (sign_BA * (chosen_BA - rejected_BA)).detach()
-    said_BA = sign_BA != 0
-    return ScoreSums(loss_BA.sum(), int(said_BA.sum()), torch.sigmoid(gap_BA[said_BA]).cpu(), float(gap_BA[said_BA].sum()))
+    labelled_BA = sign_BA != 0
+    gap_B = gap_BA[labelled_BA]
+    return BatchScores(loss_BA.sum(), int(labelled_BA.sum()), torch.sigmoid(gap_B).cpu(), float(gap_B.sum()))
 
 
-def score_ratings(model: Any, rows: Sequence[TokenizedExample]) -> ScoreSums:
-    out_BA = classify(model, [coded.rows[0] for coded in rows])
-    nothing = float("nan")
-    wanted = [[nothing if v is None else v for v in coded.values] for coded in rows]
-    wanted_BA = torch.tensor(wanted, dtype=torch.float32, device=out_BA.device)
-    said_BA = ~wanted_BA.isnan()
-    loss = ((out_BA - wanted_BA)[said_BA]).square().sum()
-    return ScoreSums(loss, int(said_BA.sum()), torch.empty(0))
+def score_ratings(model: Any, examples: Sequence[TokenizedExample]) -> BatchScores:
+    out_BA = classify(model, [example.texts[0] for example in examples])
+    ratings = [[float("nan") if v is None else v for v in example.values] for example in examples]
+    rating_BA = torch.tensor(ratings, dtype=torch.float32, device=out_BA.device)
+    labelled_BA = ~rating_BA.isnan()
+    loss = ((out_BA - rating_BA)[labelled_BA]).square().sum()
+    return BatchScores(loss, int(labelled_BA.sum()), torch.empty(0))
 
 
-def score_steps(model: Any, rows: Sequence[TokenizedExample]) -> ScoreSums:
-    out = classify(model, [coded.rows[0] for coded in rows])
-    at = [(i, end) for i, coded in enumerate(rows) for end in coded.ends]
-    where, ends = (torch.tensor(x, device=out.device) for x in zip(*at, strict=True))
-    labels = torch.tensor([int(v or 0) for coded in rows for v in coded.values], device=out.device)
-    picked_NL = out[where, ends]
-    probability_B = picked_NL.detach().softmax(-1).gather(1, labels[:, None])[:, 0]
-    return ScoreSums(functional.cross_entropy(picked_NL, labels, reduction="sum"), len(labels), probability_B.cpu())
+def score_steps(model: Any, examples: Sequence[TokenizedExample]) -> BatchScores:
+    out = classify(model, [example.texts[0] for example in examples])
+    positions = [(i, end) for i, example in enumerate(examples) for end in example.ends]
+    rows, ends = (torch.tensor(x, device=out.device) for x in zip(*positions, strict=True))
+    labels = torch.tensor([int(v or 0) for example in examples for v in example.values], device=out.device)
+    logits = out[rows, ends]
+    probability_B = logits.detach().softmax(-1).gather(1, labels[:, None])[:, 0]
+    return BatchScores(functional.cross_entropy(logits, labels, reduction="sum"), len(labels), probability_B.cpu())
 
 
-SCORES: dict[str, Callable[[Any, Sequence[TokenizedExample]], ScoreSums]] = {
+SCORERS: dict[Kind, Callable[[Any, Sequence[TokenizedExample]], BatchScores]] = {
     "pairs": score_pairs,
     "ratings": score_ratings,
     "steps": score_steps,
 }
 
 
-def _count(coded: TokenizedExample) -> int:
-    """How many numbers a row adds to the loss."""
-    return sum(v is not None for v in coded.values) if len(coded.rows) == 1 else sum(v != 0 for v in coded.values)
+def to_host(scores: BatchScores) -> ScoreSums:
+    return ScoreSums(float(scores.loss.detach()), scores.count, scores.probability_B, scores.gap)
 
 
-def to_global(scored: ScoreSums) -> GlobalScores:
-    return GlobalScores(float(scored.loss.detach()), scored.count, scored.probability_B, scored.gap)
-
-
-def merge_scores(parts: Sequence[GlobalScores]) -> GlobalScores:
-    """Of several parts, or of none."""
+def add_scores(parts: Sequence[ScoreSums]) -> ScoreSums:
+    """The sum of several, or of none."""
     probability_B = torch.cat([torch.empty(0), *(part.probability_B for part in parts)])
     loss, gap = sum(part.loss for part in parts), sum(part.gap for part in parts)
-    return GlobalScores(loss, sum(part.count for part in parts), probability_B, gap)
+    return ScoreSums(loss, sum(part.count for part in parts), probability_B, gap)
 
 
-def _right(found: GlobalScores) -> dict[str, float]:
-    if not len(found.probability_B):
+def _pair_metrics(sums: ScoreSums) -> dict[str, float]:
+    if not len(sums.probability_B):
         return {}
-    return {"pair_accuracy": _accuracy(found.probability_B), "pair_margin": found.gap / len(found.probability_B)}
+    return {"pair_accuracy": _accuracy(sums.probability_B), "pair_margin": sums.gap / len(sums.probability_B)}
 
 
 def _accuracy(probability_B: Tensor) -> float:
+    """The fraction of labels with more than half of the probability; ties count half."""
     return float((probability_B > 0.5).double().mean() + 0.5 * (probability_B == 0.5).double().mean())
+
+
+def check_data(stage: RewardModel) -> None:
+    read_reward_model_data(stage)
+
+
+def check_policy(stage: RewardModel, task: Task, checker: PromptChecker) -> None:
+    """Without a chat template a chat is encoded as plain text. Examples that are too long are left out, unless all are."""
+    policy, data = checker.policy, read_reward_model_data(stage)
+    check_classifier(policy, stage.source, by_token=stage.kind == "steps", where=f"{stage.label}.source")
+    for example in (*data.train, *data.heldout) if policy.tokenizer.chat_template else ():
+        if example.prompt.messages is not None and checker.has_new_roles(example.prompt):
+            policy.encode(example.prompt)
+    limit = max_example_tokens(stage, policy)
+    if not any(tokenize_example(policy.tokenizer, example, stage.kind).length <= limit for example in data.train):
+        raise DataError(
+            stage.data,
+            "nothing to learn from",
+            because=f"all {len(data.train)} rows have more than {limit} tokens: {stage.label}.max_tokens is "
+            f"{stage.max_tokens}, and the model addresses {policy.max_positions} positions",
+            fix=f"raise {stage.label}.max_tokens, use a model with a longer context, or give shorter rows",
+        )

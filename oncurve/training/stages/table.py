@@ -1,4 +1,8 @@
-"""What each type of stage does: one line in a table. The trainer knows stages only as things that can step and be saved."""
+"""The one table of stage types: how each is built and checked. The trainer knows stages only by the `StageLoop` protocol.
+
+A new stage type is a section in `recipe/schema/stages.py` (its keys, and traits such as ``updates_policy``), a module of this
+package, and a row here.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,8 @@ from oncurve.recipe.schema.stages import Dpo, Grpo, Ppo, RejectionSample, Reward
 from oncurve.records import StepReport
 from oncurve.rewards.mix import RewardMix
 from oncurve.tasks.base import Task
+from oncurve.training.prompt_checker import PromptChecker
+from oncurve.training.stages import dpo, iterative_grpo, rejection_sample, reward_model, sft, training_free, trpo
 from oncurve.training.stages.dpo import DpoLoop
 from oncurve.training.stages.grpo import GrpoLoop
 from oncurve.training.stages.iterative_grpo import IterativeLoop
@@ -29,10 +35,11 @@ from oncurve.training.stages.trpo import TrpoLoop
 
 
 class StageLoop(Protocol):
-    """What the trainer asks of a stage: steps, and all that a checkpoint must hold beside the policy's weights."""
+    """A stage as the trainer sees it: steps, and what a checkpoint must hold besides the policy's weights."""
 
     @property
-    def out_of_time(self) -> bool: ...
+    def is_over(self) -> bool:
+        """Whether the stage ends before its last step: its budget, time or patience is spent."""
 
     def step(self, n: int) -> StepReport: ...
 
@@ -43,19 +50,23 @@ class StageLoop(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StageContext:
-    """What a stage is made from, beside its own section of the recipe."""
+    """What a stage's loop is built from, besides its section of the recipe."""
 
     recipe: Recipe
     task: Task
     sampler: Engine | None
-    """None where no stage of the recipe uses the policy."""
+    """None if no stage of the recipe uses the policy."""
     rewards: RewardMix
     folder: Path
     world: World = SINGLE_PROCESS
 
     @property
+    def seed(self) -> int:
+        return self.recipe.seed
+
+    @property
     def engine(self) -> Engine:
-        assert self.sampler is not None, "a stage that uses the policy has one"
+        assert self.sampler is not None, "a stage that uses the policy has an engine"
         return self.sampler
 
     @property
@@ -63,39 +74,65 @@ class StageContext:
         return self.engine.policy
 
 
-LOOPS: dict[type[Stage], Callable[[Any, StageContext], StageLoop]] = {
-    Sft: lambda stage, parts: SftLoop(stage, parts.recipe.seed, parts.task, parts.policy, parts.folder, parts.world),
-    Grpo: lambda stage, parts: (
-        GrpoLoop(stage, parts.recipe.seed, parts.task, parts.engine, parts.rewards, parts.world)
-        if stage.iterate is None
-        else IterativeLoop(stage, parts.recipe, parts.task, parts.engine, parts.rewards, parts.folder, parts.world)
+def _no_data(stage: Any, task: Task, rewards: RewardMix) -> None:
+    """The stage reads nothing but its prompts."""
+
+
+def _no_limits(stage: Any, task: Task, checker: PromptChecker) -> None:
+    """The stage can use every policy that can read its prompts."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageType:
+    """One row of the table. ``Any`` is the stage's own section."""
+
+    build: Callable[[Any, StageContext], StageLoop]
+    """Builds the loop, ready for its first step."""
+    check_data: Callable[[Any, Task, RewardMix], None] = _no_data
+    """Raises an OncurveError for data, rewards or endpoints that the stage can't use. Needs no model."""
+    check_policy: Callable[[Any, Task, PromptChecker], None] = _no_limits
+    """Raises an OncurveError for data that the policy can't read, and for a policy that the stage can't train."""
+
+
+def _build_grpo(stage: Grpo, c: StageContext) -> StageLoop:
+    if stage.iterate is None:
+        return GrpoLoop(stage, c.seed, c.task, c.engine, c.rewards, c.world)
+    return IterativeLoop(stage, c.recipe, c.task, c.engine, c.rewards, c.folder, c.world)
+
+
+STAGES: Mapping[type[Stage], StageType] = {
+    Sft: StageType(
+        lambda stage, c: SftLoop(stage, c.seed, c.task, c.policy, c.folder, c.world),
+        check_data=lambda stage, task, rewards: sft.check_data(stage, task),
+        check_policy=sft.check_policy,
     ),
-    RejectionSample: lambda stage, parts: RejectionLoop(
-        stage, parts.recipe.seed, parts.task, parts.engine, parts.rewards, parts.folder, parts.world
+    Grpo: StageType(_build_grpo, check_data=lambda stage, task, rewards: iterative_grpo.check_data(stage)),
+    Ppo: StageType(lambda stage, c: PpoLoop(stage, c.seed, c.task, c.engine, c.rewards, c.world)),
+    Trpo: StageType(
+        lambda stage, c: TrpoLoop(stage, c.seed, c.task, c.engine, c.rewards, c.world),
+        check_policy=lambda stage, task, checker: trpo.check_memory(stage, checker.policy),
     ),
-    RewardModel: lambda stage, parts: RewardModelLoop(stage, parts.recipe.seed, parts.policy, parts.folder, world=parts.world),
-    Dpo: lambda stage, parts: DpoLoop(stage, parts.recipe.seed, parts.policy, world=parts.world),
-    TrainingFree: lambda stage, parts: TrainingFreeLoop(stage, parts.recipe.seed, parts.task, parts.rewards, parts.folder),
-    Trpo: lambda stage, parts: TrpoLoop(stage, parts.recipe.seed, parts.task, parts.engine, parts.rewards, parts.world),
-    Ppo: lambda stage, parts: PpoLoop(stage, parts.recipe.seed, parts.task, parts.engine, parts.rewards, parts.world),
+    Dpo: StageType(
+        lambda stage, c: DpoLoop(stage, c.seed, c.policy, world=c.world),
+        check_data=lambda stage, task, rewards: dpo.check_data(stage),
+        check_policy=dpo.check_policy,
+    ),
+    RewardModel: StageType(
+        lambda stage, c: RewardModelLoop(stage, c.seed, c.policy, c.folder, world=c.world),
+        check_data=lambda stage, task, rewards: reward_model.check_data(stage),
+        check_policy=reward_model.check_policy,
+    ),
+    RejectionSample: StageType(
+        lambda stage, c: RejectionLoop(stage, c.seed, c.task, c.engine, c.rewards, c.folder, c.world),
+        check_data=lambda stage, task, rewards: rejection_sample.check_rewards(stage, rewards),
+    ),
+    TrainingFree: StageType(
+        lambda stage, c: TrainingFreeLoop(stage, c.seed, c.task, c.rewards, c.folder),
+        check_data=lambda stage, task, rewards: training_free.check_data(stage),
+    ),
 }
 
 
-def runs_on_all_ranks(stage: Stage) -> bool:
-    """Whether all ranks take part in a stage. The others are the first rank's alone; the rest hear what came of them."""
-    return not isinstance(stage, TrainingFree)
-
-
-def unsharded_reason(stage: Stage) -> str | None:
-    """Why a stage can't be taken by ranks of which none holds all weights; None where it can."""
-    if not runs_on_all_ranks(stage):
-        return "is the first rank's alone"
-    if isinstance(stage, Trpo):
-        return "differentiates the whole model twice"
-    two = isinstance(stage, RewardModel | Ppo) or (isinstance(stage, Grpo) and stage.iterate is not None)
-    return "trains a second model beside the policy" if two else None
-
-
-def loop_for(stage: Stage, parts: StageContext) -> StageLoop:
+def build_loop(stage: Stage, context: StageContext) -> StageLoop:
     """The loop of a stage, ready for its first step."""
-    return LOOPS[type(stage)](stage, parts)
+    return STAGES[type(stage)].build(stage, context)

@@ -20,6 +20,7 @@ from torch import Tensor
 from oncurve.algos.objectives import OBJECTIVES
 from oncurve.records import GradedGroup, Group, ScoredGroup
 from oncurve.training.learner.learner import Learner
+from oncurve.training.stages.grpo import grpo_learner_settings
 from tests.training.builders import TERMS, apart, graded_group, gradient, policy, stage
 
 LENGTHS = st.lists(st.integers(1, 7), min_size=1, max_size=4)
@@ -36,7 +37,7 @@ def groups_of(shape: Shape, seed: int, **options: Any) -> list[GradedGroup]:
 
 
 def gradient_of(groups: Sequence[GradedGroup], objective: str, **options: Any) -> Tensor:
-    learner = Learner(policy(), stage(**{"objective": objective, **TERMS, **options}))
+    learner = Learner(policy(), grpo_learner_settings(stage(**{"objective": objective, **TERMS, **options})))
     learner.update(groups)
     return gradient(learner.policy.model)
 

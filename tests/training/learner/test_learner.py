@@ -18,6 +18,7 @@ from oncurve.models.policy import Policy
 from oncurve.records import GradedGroup
 from oncurve.training.learner.learner import Learner
 from oncurve.training.learner.optimiser import Update
+from oncurve.training.stages.grpo import grpo_learner_settings
 from tests.training.builders import apart, graded_group, gradient, policy, snapshot, stage
 
 MOVING = {"learning_rate": 0.02}
@@ -36,7 +37,7 @@ def logps_of(policy: Policy, group: GradedGroup, temperature: float = 1.0) -> li
 
 
 def test_one_update_has_ratios_of_exactly_one_and_spends_no_pass_on_old_log_probs(monkeypatch: pytest.MonkeyPatch) -> None:
-    learner = Learner(policy(), stage(optimiser=MOVING))
+    learner = Learner(policy(), grpo_learner_settings(stage(optimiser=MOVING)))
     passes = []
     plain = Policy.pack_hidden
 
@@ -69,7 +70,7 @@ def test_a_pack_in_parts_has_the_gradient_of_the_whole_and_no_logits_are_compute
 
     for elements in (lm_head.CPU_CHUNK_LOGITS, 6 * len(policy().head.weight_VD)):
         monkeypatch.setattr(lm_head, "CPU_CHUNK_LOGITS", elements)
-        learner = Learner(policy(), stage(updates_per_step=2, optimiser=MOVING, **options))
+        learner = Learner(policy(), grpo_learner_settings(stage(updates_per_step=2, optimiser=MOVING, **options)))
         monkeypatch.setattr(lm_head.Head, "logits", counted)
         computed[0] = 0
         learned = learner.update(groups())
@@ -91,7 +92,7 @@ def test_a_pack_in_parts_has_the_gradient_of_the_whole_and_no_logits_are_compute
 
 def test_old_log_probs_are_those_before_the_first_of_many_updates() -> None:
     """μ = 2 with 2 mini-batches: what the last pass saw is exp(new − old), old being of the weights the step began with."""
-    learner = Learner(policy(), stage(updates_per_step=2, minibatches=2, optimiser=MOVING))
+    learner = Learner(policy(), grpo_learner_settings(stage(updates_per_step=2, minibatches=2, optimiser=MOVING)))
     batch = groups()
     old = [logps_of(learner.policy, g) for g in batch]
     learned = learner.update(batch)
@@ -107,7 +108,7 @@ def test_old_log_probs_are_those_before_the_first_of_many_updates() -> None:
 def test_minibatches_are_updates_on_parts_of_the_step_with_totals_of_their_own() -> None:
     """The first of two updates is that of a step with the first half of the groups."""
     batch, plain = groups(), {"learning_rate": 0.02, "max_grad_norm": 0.0}
-    whole, half = (Learner(policy(), stage(minibatches=n, optimiser=plain)) for n in (2, 1))
+    whole, half = (Learner(policy(), grpo_learner_settings(stage(minibatches=n, optimiser=plain))) for n in (2, 1))
     seen: list[Tensor] = []
     step = whole.optimiser.step
 
@@ -123,14 +124,14 @@ def test_minibatches_are_updates_on_parts_of_the_step_with_totals_of_their_own()
 
 
 def test_more_minibatches_than_groups_skip_the_empty_ones() -> None:
-    learner = Learner(policy(), stage(minibatches=5, optimiser=MOVING))
+    learner = Learner(policy(), grpo_learner_settings(stage(minibatches=5, optimiser=MOVING)))
     learned = learner.update(groups(2))
     assert learner.optimiser.done == 2
     assert learned.metrics["skipped_updates"] == 0
 
 
 def test_the_temperature_of_the_samples_is_the_learners() -> None:
-    learner = Learner(policy(), stage(sampling={"temperature": 0.7}))
+    learner = Learner(policy(), grpo_learner_settings(stage(sampling={"temperature": 0.7})))
     batch = groups(1)
     expected = logps_of(learner.policy, batch[0], 0.7)
     learned = learner.update(batch)
@@ -141,7 +142,9 @@ def test_the_temperature_of_the_samples_is_the_learners() -> None:
 
 def test_kl_in_the_loss_pulls_back_to_the_reference() -> None:
     """From the reference itself the KL has no gradient; away from it, a silent group's only gradient leads back."""
-    learner = Learner(policy(), stage(kl={"beta": 1.0}, optimiser={"learning_rate": 0.003, "max_grad_norm": 0.0}))
+    learner = Learner(
+        policy(), grpo_learner_settings(stage(kl={"beta": 1.0}, optimiser={"learning_rate": 0.003, "max_grad_norm": 0.0}))
+    )
     silent = [graded_group(np.random.default_rng(0), 4, [6, 5, 7], signal=False)]
     first = learner.update(silent).metrics
     assert first["kl"] == pytest.approx(0.0, abs=1e-9)
@@ -155,7 +158,7 @@ def test_kl_in_the_loss_pulls_back_to_the_reference() -> None:
 
 
 def test_kl_inside_the_reward_is_the_sum_of_log_ratios_of_each_completion() -> None:
-    learner = Learner(policy(), stage(objective="rloo", kl={"beta": 0.1}))
+    learner = Learner(policy(), grpo_learner_settings(stage(objective="rloo", kl={"beta": 0.1})))
     batch = groups(2)
     reference = [logps_of(learner.policy, g) for g in batch]
     assert [sums == [0.0] * 3 for sums in learner.kl_sums([g.scored for g in batch])] == [True, True]
@@ -172,7 +175,7 @@ def test_the_entropy_bonus_raises_entropy_and_a_negative_one_lowers_it() -> None
     silent = [graded_group(np.random.default_rng(0), 4, [6, 5], signal=False)]
     after = {}
     for bonus in (1.0, -1.0):
-        learner = Learner(policy(), stage(entropy_bonus=bonus, optimiser={"learning_rate": 3e-3}))
+        learner = Learner(policy(), grpo_learner_settings(stage(entropy_bonus=bonus, optimiser={"learning_rate": 3e-3})))
         values = [learner.update(silent).metrics["entropy"] for _ in range(8)]
         after[bonus] = values[-1] - values[0]
     assert after[1.0] > 0.001
@@ -181,7 +184,7 @@ def test_the_entropy_bonus_raises_entropy_and_a_negative_one_lowers_it() -> None
 
 def test_importance_weights_scale_each_tokens_gradient_up_to_the_cap() -> None:
     """Where the sampler gave each token half the learner's probability the weight is 2, or the cap."""
-    learner = Learner(policy(), stage())
+    learner = Learner(policy(), grpo_learner_settings(stage()))
     batch = groups(1)
     exact = [logps_of(learner.policy, batch[0])]
     rows = [
@@ -191,7 +194,7 @@ def test_importance_weights_scale_each_tokens_gradient_up_to_the_cap() -> None:
     half = [replace(batch[0], scored=replace(batch[0].scored, scored=tuple(rows)))]
     found = {}
     for cap in (None, 1.5, 10.0):
-        one = Learner(policy(), stage(importance_cap=cap))
+        one = Learner(policy(), grpo_learner_settings(stage(importance_cap=cap)))
         metrics = one.update(half).metrics
         found[cap] = gradient(one.policy.model)
         assert metrics["mismatch_max"] == pytest.approx(math.log(2), abs=1e-4)
@@ -201,7 +204,7 @@ def test_importance_weights_scale_each_tokens_gradient_up_to_the_cap() -> None:
 
 
 def test_a_gradient_that_is_not_finite_leaves_every_weight_and_is_counted() -> None:
-    learner = Learner(policy(), stage(optimiser=MOVING))
+    learner = Learner(policy(), grpo_learner_settings(stage(optimiser=MOVING)))
     batch = groups(2)
     broken = replace(batch[0], advantages=(np.array([math.nan] * 5, np.float32), *batch[0].advantages[1:]))
     before = snapshot(learner.policy.model)
@@ -216,7 +219,7 @@ def test_what_was_not_forwarded_has_no_stats() -> None:
     dice = np.random.default_rng(0)
     loud, silent = graded_group(dice, 3, [4, 2]), graded_group(dice, 3, [4], signal=False)
     some = replace(loud, graded=(True, False))
-    learned = Learner(policy(), stage()).update([silent, some])
+    learned = Learner(policy(), grpo_learner_settings(stage())).update([silent, some])
     assert [[one is None for one in of_group] for of_group in learned.stats] == [[True], [False, True]]
     kept = learned.stats[1][0]
     assert kept is not None
@@ -225,7 +228,7 @@ def test_what_was_not_forwarded_has_no_stats() -> None:
 
 
 def test_a_step_without_any_signal_updates_nothing() -> None:
-    learner = Learner(policy(), stage(optimiser=MOVING))
+    learner = Learner(policy(), grpo_learner_settings(stage(optimiser=MOVING)))
     before = snapshot(learner.policy.model)
     learned = learner.update([graded_group(np.random.default_rng(0), 3, [4, 2], signal=False)])
     assert torch.equal(snapshot(learner.policy.model), before)
@@ -237,7 +240,9 @@ def test_the_clip_of_the_recipe_takes_the_place_of_the_objectives_own() -> None:
     batch = groups()
     shares = []
     for clip in (None, {"low": 1e-6, "high": 1e-6}):
-        learner = Learner(policy(), stage(updates_per_step=2, clip=clip, optimiser={"learning_rate": 1e-3}))
+        learner = Learner(
+            policy(), grpo_learner_settings(stage(updates_per_step=2, clip=clip, optimiser={"learning_rate": 1e-3}))
+        )
         shares.append(learner.update(batch).metrics["clip_share"])
     assert shares[0] < 0.1
     assert shares[1] > 0.2
@@ -247,10 +252,10 @@ def test_a_reference_that_waits_on_the_cpu_is_the_same_reference() -> None:
     """Its weights take the policy's place for a pass, and the policy's come back bit for bit."""
     learned = []
     for on_cpu in (False, True):
-        learner = Learner(policy(), stage(kl={"beta": 0.1, "on_cpu": on_cpu}, optimiser=MOVING))
+        learner = Learner(policy(), grpo_learner_settings(stage(kl={"beta": 0.1, "on_cpu": on_cpu}, optimiser=MOVING)))
         learner.update(groups())
         before = snapshot(learner.policy.model)
-        with learner.reference.at_hand():  # type: ignore[union-attr]
+        with learner.reference.loaded():  # type: ignore[union-attr]
             assert not torch.equal(snapshot(learner.policy.model), before) or not on_cpu
         assert torch.equal(snapshot(learner.policy.model), before)
         learned.append(learner.update(groups(seed=1)).metrics)
@@ -260,7 +265,7 @@ def test_a_reference_that_waits_on_the_cpu_is_the_same_reference() -> None:
 
 def test_completions_on_which_sampler_and_learner_disagree_are_left_out() -> None:
     """One row's sampler log-probs are off by 0.5 per token: a ratio of 1.65, outside of 1.1; the others are exact."""
-    learner = Learner(policy(), stage())
+    learner = Learner(policy(), grpo_learner_settings(stage()))
     batch = groups(1)
     exact = logps_of(learner.policy, batch[0])
     off = [0.0, 0.5, 0.0]
@@ -272,7 +277,7 @@ def test_completions_on_which_sampler_and_learner_disagree_are_left_out() -> Non
     silent = replace(told, advantages=tuple(a * (by == 0) for a, by in zip(told.advantages, off, strict=True)))
     found = []
     for limit, group in ((1.1, told), (None, silent), (2.0, told), (None, told)):
-        one = Learner(policy(), stage(mismatch_limit=limit))
+        one = Learner(policy(), grpo_learner_settings(stage(mismatch_limit=limit)))
         metrics = one.update([group]).metrics
         found.append(gradient(one.policy.model))
         share = len(exact[1]) / sum(map(len, exact)) if limit == 1.1 else 0.0
@@ -283,7 +288,7 @@ def test_completions_on_which_sampler_and_learner_disagree_are_left_out() -> Non
 
 
 def test_an_update_says_where_its_time_went_and_how_much_of_the_machine_it_used() -> None:
-    learner = Learner(policy(), stage(minibatches=2, kl={"beta": 0.1}, optimiser=MOVING))
+    learner = Learner(policy(), grpo_learner_settings(stage(minibatches=2, kl={"beta": 0.1}, optimiser=MOVING)))
     learned = learner.update(groups())
     assert set(learned.seconds) == {"pack", "old", "reference", "forward", "backward", "optimiser", "idle"}
     assert all(value >= 0 for value in learned.seconds.values())
@@ -294,7 +299,7 @@ def test_an_update_says_where_its_time_went_and_how_much_of_the_machine_it_used(
 def test_checkpointing_on_a_cpu_changes_no_gradient() -> None:
     found = []
     for how in ("off", "on"):
-        one = Learner(policy(), stage(checkpointing=how))
+        one = Learner(policy(), grpo_learner_settings(stage(checkpointing=how)))
         one.policy.fast_backbone = None
         one.update(groups())
         found.append(gradient(one.policy.model))

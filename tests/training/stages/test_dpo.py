@@ -57,8 +57,8 @@ def test_columns_have_names_and_completions_may_be_messages(tmp_path: Path) -> N
     [
         (json.dumps({"prompt": "1", "chosen": "2"}), "no column 'rejected'"),
         (json.dumps({"prompt": "1", "rejected": "2"}), "no column 'chosen'"),
-        (json.dumps({"chosen": "1", "rejected": "2"}), "name the column of prompts"),
-        (json.dumps({"chosen": [1], "rejected": [2]}), "name the column of prompts"),
+        (json.dumps({"chosen": "1", "rejected": "2"}), "name the prompt column"),
+        (json.dumps({"chosen": [1], "rejected": [2]}), "name the prompt column"),
         (json.dumps({"prompt": "1", "chosen": "2", "rejected": "2"}), "nothing to learn from\n.*1 row of equal texts left out"),
         ("", "nothing to learn from\n.*the file has no rows"),
         ("{", "not valid JSON"),

@@ -234,7 +234,7 @@ def test_rewards_that_wait_work_while_others_are_sampled(monkeypatch: pytest.Mon
         if not met:
             met.append(all(answered.acquire(timeout=20) for _ in group.completions))
 
-    monkeypatch.setattr(loop.rewards, "begin", begun)
+    monkeypatch.setattr(loop.rewards, "prefetch", begun)
     loop.step(1)
     assert met == [True]
 
@@ -249,7 +249,7 @@ def test_the_order_in_which_rewards_answer_changes_no_bit(monkeypatch: pytest.Mo
     def states(begin_early: bool) -> tuple[list[Any], Tensor]:
         loop = one_by_one(late)
         if not begin_early:
-            monkeypatch.setattr(loop, "_begin_scoring", None)
+            monkeypatch.setattr(loop, "_prefetch_rewards", None)
         reports = run(loop, 2)
         return [(g.group.prompt.id, g.scored.totals) for r in reports for g in r.groups], snapshot(loop.engine.policy.model)
 

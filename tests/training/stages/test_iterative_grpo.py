@@ -22,6 +22,7 @@ from oncurve.recipe.schema.stages import Iteration
 from oncurve.rewards.verifiers.answer_extraction import without_thinking
 from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder
+from oncurve.runs.preference_pairs import is_comparable
 from oncurve.training.stages.iterative_grpo import comparison_batch
 from oncurve.training.stages.reward_model import TokenizedExample
 from oncurve.training.start import begin, resume
@@ -125,7 +126,7 @@ def test_a_tenth_of_an_update_is_from_the_past() -> None:
     told = Iteration(every=2, batch_size=40)
     batch = comparison_batch(fresh, past, told, 0, 2, 0)
     assert len(batch) == 40
-    assert sum(coded.rows[0][0] >= 100 for coded in batch) == 4
+    assert sum(coded.texts[0][0] >= 100 for coded in batch) == 4
     assert batch == comparison_batch(fresh, past, told, 0, 2, 0) != comparison_batch(fresh, past, told, 0, 2, 1)
     assert len(comparison_batch(fresh, [], told, 0, 2, 0)) == 40
 
@@ -199,7 +200,7 @@ def test_people_rank_while_it_trains_and_each_ranking_is_learned_from_as_fresh_o
 
 
 def rank_a_group(out: Path) -> int:
-    """Ranks the first group of grpo's first step, once it is there: one text over all that differ. How many do."""
+    """Ranks the first group of grpo's first step, once it is there: one text over all that differ. Returns how many pairs."""
     with RunReader.open(out) as store:
         if not any(row.stage == "grpo" for row in store.steps()):
             return 0
@@ -208,7 +209,7 @@ def rank_a_group(out: Path) -> int:
     assert others
     ranking = {"stage": "grpo", "step": 1, "group": 0, "type": "ranking", "tiers": [[0], others]}
     (out / "feedback.jsonl").write_text(json.dumps(ranking) + '\n{"stage": "grpo", "st')
-    return len(others)
+    return sum(is_comparable(texts[0], texts[i]) for i in others)
 
 
 def test_only_a_learned_reward_can_be_trained(tmp_path: Path) -> None:

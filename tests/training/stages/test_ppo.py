@@ -14,19 +14,21 @@ import torch
 from torch import Tensor
 
 from oncurve.algos.advantages import grade
+from oncurve.algos.objectives import OBJECTIVES
 from oncurve.engines.native.engine import NativeEngine
 from oncurve.errors import RecipeError
-from oncurve.models.heads.critic import Critic, with_next
+from oncurve.models.heads.critic import Critic, append_placeholder
 from oncurve.models.packing import PrefixGroup, build_pack
 from oncurve.recipe.schema.sections import Engine
 from oncurve.recipe.schema.stages import Ppo
 from oncurve.records import Aspect, Floats, GradedGroup, Group, Ints, Prompt, ScoredCompletion, ScoredGroup
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.python_function import FunctionReward
-from oncurve.runs.database.writer import RunWriter
+from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder
 from oncurve.training.learner.learner import Learner
-from oncurve.training.stages.ppo import PpoLearner, PpoLoop, ValuedGroup, policy_side, value_completion
+from oncurve.training.stages.grpo import grpo_learner_settings
+from oncurve.training.stages.ppo import PpoLearner, PpoLoop, ValuedGroup, ppo_learner_settings, value_completion
 from oncurve.training.start import begin, resume
 from tests.training.builders import PROMPTS, apart, completion, digits, gradient, policy, recipe, snapshot, stage
 from tests.training.test_trainer import StopAfter, fingerprint
@@ -103,7 +105,7 @@ def test_loss_and_gradient_agree_with_float64_off_policy() -> None:
     shaken(loop.learner.critic.head, 3, 0.3)
     scored = [scored_group(i, [4, 6, 3], masked=True) for i in range(2)]
     graded = loop.grade(scored)
-    batch = [micro for g in range(2) for micro in loop.learner._micro_batches(graded, range(g, g + 1))]
+    batch = [micro for g in range(2) for micro in loop.learner._build_micro_batches(graded, range(g, g + 1))]
     old = [
         [logp.double() for logp in torch.split(micro.logp_old_M, list(micro.pack.lengths))]
         for micro in batch
@@ -111,11 +113,11 @@ def test_loss_and_gradient_agree_with_float64_off_policy() -> None:
     ]
     shaken(loop.learner.policy.model, 1)
     shaken(loop.learner.critic.module, 2)
-    loop.learner._accumulate(batch, loop.learner._totals(graded), None)
+    loop.learner._accumulate(batch, loop.learner._loss_denominators(graded), None)
     expected_policy, expected_critic = reference_gradients(loop.learner, graded, old)
     assert apart(gradient(loop.learner.policy.model).double(), expected_policy) < 1e-5
     assert apart(gradient(loop.learner.critic.module).double(), expected_critic) < 1e-5
-    assert 0 < loop.learner.last_values["value_clip_share"] < 1
+    assert 0 < loop.learner._last_value_sums["value_clip_share"] < 1
 
 
 def test_with_the_groups_mean_as_critic_it_is_grpo_without_scale(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +138,7 @@ def test_with_the_groups_mean_as_critic_it_is_grpo_without_scale(monkeypatch: py
     monkeypatch.setattr(loop.learner, "values", means)
     by_critic = loop.grade(ended)
     grpo = stage(advantage={"scale": "none"})
-    plain = Learner(policy(), grpo)
+    plain = Learner(policy(), grpo_learner_settings(grpo))
     by_group = grade(ended, baseline="mean", scale="none", eps=1e-4, mask_cut=False)
     for one, other in zip(by_critic, by_group, strict=True):
         for a, b in zip(one.advantages, other.advantages, strict=True):
@@ -165,7 +167,7 @@ def test_values_are_those_of_the_state_before_each_token_and_after_a_cut() -> No
     model, head = doubled(loop.learner.critic.trunk.model), copy.deepcopy(loop.learner.critic.head).double()
     for c, values in enumerate(found):
         ids = scored.scored[c].completion.token_ids
-        asked = with_next(ids) if c == 1 else ids
+        asked = append_placeholder(ids) if c == 1 else ids
         expected = head(plain_hidden(model, scored.group.prompt_ids, asked))[:, 0]
         assert len(values) == len(ids) + (c == 1)
         np.testing.assert_allclose(values, expected.detach().numpy(), atol=1e-5)
@@ -211,7 +213,7 @@ def test_value_warm_up_moves_the_critic_alone() -> None:
 def test_the_critic_learns_what_follows() -> None:
     """The same completions over and over: explained variance goes from 0 to well above half."""
     loop = loop_for({"gae_lambda": 1.0, "critic": {"learning_rate": 3e-3, "clip": 0.0}})
-    loop.learner.warming = True
+    loop.learner.is_warming_up = True
     scored = [scored_group(i, [4, 6, 3]) for i in range(3)]
     seen = [loop.learner.update(loop.grade(scored)).metrics["explained_variance"] for _ in range(60)]
     assert seen[0] == 0.0
@@ -264,7 +266,7 @@ def test_a_run_that_crashed_goes_on_in_the_same_bits(trunk: str, tmp_path: Path)
 
 def test_bfloat16_trains(tmp_path: Path) -> None:
     run = begin(recipe("model.dtype=bfloat16", *PPO_RECIPE), runs_dir=tmp_path)
-    with RunWriter.open(run.path) as store:
+    with RunReader.open(run.path) as store:
         assert store.metric("skipped_critic_updates", "ppo") == [(n, 0.0) for n in range(1, 5)]
 
 
@@ -275,6 +277,11 @@ def test_a_stage_of_warm_up_alone_is_refused() -> None:
     assert "none would train the policy" in told.value.because
 
 
-def test_the_policys_side_is_the_grpo_stage_that_it_is() -> None:
-    side = policy_side(ppo(kl={"beta": 0.1}, name="third", updates_per_step=3, critic={"warmup_steps": 1}))
-    assert (side.label, side.objective, side.steps, side.updates_per_step, side.kl.where) == ("third", "bnpo", 3, 3, "reward")
+def test_the_policy_learns_as_in_grpo_after_the_warm_up() -> None:
+    """4 steps, 1 of them for the critic only: 3 steps of 3 passes. PPO's KL is in the reward by default."""
+    settings = ppo_learner_settings(ppo(kl={"beta": 0.1}, updates_per_step=3, critic={"warmup_steps": 1}))
+    assert (settings.objective, settings.updates, settings.passes) == (OBJECTIVES["bnpo"], 9, 3)
+    assert (settings.beta, settings.kl_in_reward, settings.kl_estimator) == (0.1, True, "k1")
+    assert (settings.length_budget, settings.forward_silent_groups) == (8, True)
+    by_completion = ppo_learner_settings(ppo(reduction="completions", kl={"beta": 0.1, "where": "loss"}))
+    assert (by_completion.objective, by_completion.kl_in_reward) == (OBJECTIVES["grpo"], False)

@@ -58,7 +58,7 @@ def test_a_text_that_was_rewarded_differently_counts_by_its_best(tmp_path: Path)
     given = iter([1.0, 3.0, 2.0])
     mix = RewardMix([FunctionReward(lambda completion: next(given), "any")])
     (scored,) = mix.score([group("again", "again", "once", prompt="1+1=")])
-    (row,) = loop(tmp_path, at_least=0.0)._rows(scored)
+    (row,) = loop(tmp_path, at_least=0.0)._best_rows(scored)
     assert (row["completion"], row["reward"]) == ("again", 3.0)
 
 
@@ -103,7 +103,7 @@ def test_without_a_rule_and_a_mark_it_is_refused_before_anything_is_written(tmp_
     sampled = {"type": "rejection_sample", "steps": 1, "prompts_per_step": 2, "group_size": 2, **short}
     data |= {"task": {"type": "file", "path": str(tmp_path / "asked.jsonl")}, "rewards": [{"type": "repetition"}]}
     data["stages"] = [sampled]
-    with pytest.raises(RecipeError, match="none of its rewards says which answers are right") as told:
+    with pytest.raises(RecipeError, match="none of its rewards defines correct answers") as told:
         begin(parse_recipe(data), out=tmp_path / "run")
     assert told.value.where == "rejection_sample.at_least"
     assert not (tmp_path / "run").exists()
@@ -120,5 +120,5 @@ def test_nothing_kept_is_told_by_the_stage_that_kept_it(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="rejection_sample kept nothing") as told:
         begin(parse_recipe(data), out=tmp_path / "run")
     assert told.value.where == "again.data"
-    assert "whole" in told.value.because
+    assert "complete" in told.value.because
     assert "max_new_tokens" in told.value.fix

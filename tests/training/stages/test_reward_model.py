@@ -39,9 +39,9 @@ def loop(data: str, folder: Path, **options: Any) -> RewardModelLoop:
 def test_the_loss_is_minus_log_sigma_of_the_gap(tmp_path: Path) -> None:
     made = loop(write(tmp_path / "p.jsonl", pairs()), tmp_path, batch_size=2)
     with torch.no_grad():
-        gaps = [classify(made.model, [c.rows[0]])[0, 0] - classify(made.model, [c.rows[1]])[0, 0] for c in made.train[:2]]
+        gaps = [classify(made.model, [c.texts[0]])[0, 0] - classify(made.model, [c.texts[1]])[0, 0] for c in made.rows[:2]]
     wanted = float(-torch.stack(gaps).sigmoid().log().mean())
-    metrics = made.update(made.train[:2])
+    metrics = made.trainer.update(made.rows[:2])
     assert metrics["loss"] == pytest.approx(wanted, abs=1e-5)
 
 
@@ -58,7 +58,7 @@ def test_it_learns_what_is_preferred_on_prompts_it_has_not_seen_and_is_saved_as_
     folder = tmp_path / "reward_models" / "reward_model"
     theirs = AutoModelForSequenceClassification.from_pretrained(folder)
     words = AutoTokenizer.from_pretrained(folder)
-    ids = made.heldout[0].rows
+    ids = made.heldout[0].texts
     with torch.no_grad():
         seen = theirs(input_ids=torch.tensor([ids[0]])).logits
         assert torch.allclose(seen, classify(made.model, [ids[0]]), atol=1e-5)
@@ -79,12 +79,12 @@ def test_aspects_have_heads_of_their_own(tmp_path: Path) -> None:
         {"prompt": "9+", "chosen": "11", "rejected": "12", "kind": 0, "short": 1}
     ]
     made = loop(write(tmp_path / "p.jsonl", rows), tmp_path, aspects=["kind", "short"], heldout_share=0.0)
-    assert made.train[-1].values == (0.0, 1.0)
+    assert made.rows[-1].values == (0.0, 1.0)
     for n in range(1, 31):
         metrics = made.step(n).metrics
     assert metrics["pair_accuracy"] > 0.9
     with torch.no_grad():
-        nine, zero = classify(made.model, made.train[0].rows)
+        nine, zero = classify(made.model, made.rows[0].texts)
     assert nine[0] > zero[0]
     assert nine[1] < zero[1]
     assert made.model.config.id2label == {0: "kind", 1: "short"}
@@ -100,13 +100,13 @@ def test_ratings_by_regression(tmp_path: Path) -> None:
 def test_steps_are_judged_at_their_last_tokens_and_the_reward_reads_them_so(tmp_path: Path) -> None:
     rows = [{"prompt": f"{i}=", "completions": [f"{i % 10}+1=", "9"], "labels": [True, i % 2 == 0]} for i in range(8)]
     made = loop(write(tmp_path / "p.jsonl", rows), tmp_path, kind="steps", heldout_share=0.0)
-    assert made.train[3].ends == (5, 6)  # "3=" is 2 tokens, "3+1=" 4 more, "9" the last
+    assert made.rows[3].ends == (5, 6)  # "3=" is 2 tokens, "3+1=" 4 more, "9" the last
     for n in range(1, 31):
         made.step(n)
     reward = load_step_model(str(tmp_path / "reward_models" / "reward_model"), 1, "cpu", "here")
     right = reward.score(Prompt(id="p", text="3="), "3+1=9", [(0, 4), (4, 5)])
     with torch.no_grad():
-        wanted = classify(made.model, [made.train[3].rows[0]])[0].softmax(-1)[[5, 6], 1]
+        wanted = classify(made.model, [made.rows[3].texts[0]])[0].softmax(-1)[[5, 6], 1]
     assert right == pytest.approx(wanted.tolist(), abs=1e-5)
 
 
@@ -136,7 +136,7 @@ def test_dialogues_give_their_prompt_and_what_teaches_nothing_is_counted(tmp_pat
     (pair,) = found.train
     assert pair.texts == ("because", "no idea")
     assert [m["role"] for m in pair.prompt.messages or ()] == ["user", "assistant", "user"]
-    assert found.left_out == {"of equal texts": 1, "of dialogues that part before the last answer": 1}
+    assert found.left_out == {"of equal texts": 1, "of dialogues that differ before the last answer": 1}
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_a_pair_that_compares_no_aspect_is_left_out(tmp_path: Path) -> None:
     data = write(tmp_path / "p.jsonl", [pair | {"kind": 1}, pair | {"kind": 0}, pair])
     found = read_reward_model_data(RewardModel(data=data, aspects=("kind", "true"), heldout_share=0.0))
     assert [judged.values for judged in found.train] == [(1.0, 0.0)]
-    assert found.left_out == {"without a word on kind, true": 2}
+    assert found.left_out == {"without a label for kind, true": 2}
 
 
 def test_a_share_that_keeps_everything_aside_is_told(tmp_path: Path) -> None:

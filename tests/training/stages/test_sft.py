@@ -74,10 +74,10 @@ def test_the_held_out_loss_is_that_of_examples_which_are_never_trained_on() -> N
     trained = SftLoop(
         Sft.model_validate({"steps": 4, "batch_size": 4, "heldout_share": 0.3, "eval_every": 2}), 0, MANY, policy()
     )
-    assert (len(trained.examples), len(trained.aside)) == (7, 3)
+    assert (len(trained.rows), len(trained.heldout)) == (7, 3)
     seen = [trained.step(n).metrics for n in range(1, 5)]
     assert ["heldout_loss" in metrics for metrics in seen] == [False, True, False, True]
-    tokens = [(prompt.tolist(), own.tolist()) for prompt, own, _ in trained.aside]
+    tokens = [(prompt.tolist(), own.tolist()) for prompt, own, _ in trained.heldout]
     model = trained.policy.model
     model.set_attn_implementation("eager")
     total, count = 0.0, 0
@@ -100,4 +100,4 @@ def test_it_stops_early_and_a_resumed_loop_knows_how_long_it_has_waited() -> Non
     again = SftLoop(Sft.model_validate(settings), 0, MANY, policy())
     again.load_state(trained.state())
     assert again.is_over
-    assert again.best == trained.best
+    assert again.best_loss == trained.best_loss

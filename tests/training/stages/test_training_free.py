@@ -23,7 +23,7 @@ from oncurve.runs.folder import RunFolder
 from oncurve.studio.playground import models_of
 from oncurve.tasks.data.prompt_list import PromptList
 from oncurve.training.listeners import Listener
-from oncurve.training.stages.training_free import Change, Library, TrainingFreeLoop, read_changes
+from oncurve.training.stages.training_free import Change, Library, TrainingFreeLoop, parse_changes
 from oncurve.training.start import begin, resume
 from tests.rewards.models.test_judge import Judge
 from tests.training.test_trainer import StopAfter
@@ -95,7 +95,7 @@ def test_a_run_that_goes_on_asks_nothing_twice_and_ends_the_same(endpoint: Judge
     halfway = loop(endpoint, tmp_path / "whole")
     halfway.load_state(whole.state())
     assert halfway.library == whole.library
-    assert halfway.without == whole.without
+    assert halfway.without_library == whole.without_library
 
 
 def test_an_endpoint_that_is_down_ends_the_stage_with_a_word(endpoint: Judge, tmp_path: Path) -> None:
@@ -115,16 +115,16 @@ def test_a_teacher_that_rambles_is_left_out(endpoint: Judge, tmp_path: Path) -> 
 def test_changes_by_hand() -> None:
     library = Library({1: "a", 2: "b"}, last=2)
     changes = [Change("change", 1, "A"), Change("delete", 2), Change("add", None, "c"), Change("keep"), Change("delete", 9)]
-    assert library.apply(changes, most=5) == Library({1: "A", 3: "c"}, last=3)
-    assert library.apply([Change("add", None, "c")], most=2) == Library({2: "b", 3: "c"}, last=3)
-    assert library.apply([Change("add", None, "a")], most=5) == library
+    assert library.apply(changes, max_entries=5) == Library({1: "A", 3: "c"}, last=3)
+    assert library.apply([Change("add", None, "c")], max_entries=2) == Library({2: "b", 3: "c"}, last=3)
+    assert library.apply([Change("add", None, "a")], max_entries=5) == library
 
 
 def test_replies_of_a_teacher() -> None:
-    assert read_changes('Sure: [{"do": "change", "number": "E3", "text": "x\\ny"}]') == [Change("change", 3, "x y")]
+    assert parse_changes('Sure: [{"do": "change", "number": "E3", "text": "x\\ny"}]') == [Change("change", 3, "x y")]
     for wrong in ("nothing", '{"do": "add"}', '[{"do": "burn"}]', "[1"):
         with pytest.raises(ValueError):  # noqa: PT011
-            read_changes(wrong)
+            parse_changes(wrong)
 
 
 def test_a_library_that_is_not_there(tmp_path: Path) -> None:

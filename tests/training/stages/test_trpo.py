@@ -20,7 +20,7 @@ from oncurve.recipe.schema.stages import Trpo
 from oncurve.records import GradedGroup
 from oncurve.runs.folder import RunFolder
 from oncurve.training.stages import trpo
-from oncurve.training.stages.trpo import TrpoLearner, fits_in
+from oncurve.training.stages.trpo import TrpoLearner, parameters_that_fit
 from oncurve.training.start import begin, resume
 from tests.training.builders import apart, graded_group, policy, recipe, snapshot
 from tests.training.test_trainer import StopAfter, fingerprint
@@ -65,10 +65,10 @@ def test_products_and_the_step_agree_with_a_dense_solve() -> None:
     own = minute_policy()
     learner = TrpoLearner(own, stage(cg_iterations=400, damping=0.05, max_kl=1e-6))
     graded = groups()
-    batch = list(learner._micro_batches(graded, range(len(graded))))
-    totals = learner._totals(graded)
+    batch = list(learner._build_micro_batches(graded, range(len(graded))))
+    totals = learner._loss_denominators(graded)
     fisher, uphill = dense(own, batch, totals.tokens)
-    products = Fisher(own, learner._some(graded), 0.8)
+    products = Fisher(own, learner._fisher_packs(graded), 0.8)
     for seed in range(3):
         v = torch.randn(len(uphill), dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
         assert apart(products.product(v), fisher @ v) < 1e-6
@@ -89,7 +89,7 @@ def test_the_kl_is_within_its_bound_and_the_surrogate_rises(seed: int, max_kl: f
     own = policy(seed)
     learner = TrpoLearner(own, stage(max_kl=max_kl, damping=1e-3))
     graded = groups(seed)
-    batch = list(learner._micro_batches(graded, range(len(graded))))
+    batch = list(learner._build_micro_batches(graded, range(len(graded))))
     with torch.no_grad():
         old = [vocab_logps(own, micro.pack, 0.8) for micro in batch]
     told = learner.update(graded).metrics
@@ -120,7 +120,7 @@ def test_without_a_signal_or_a_good_step_no_weight_moves(monkeypatch: pytest.Mon
     silent = [graded_group(np.random.default_rng(0), 4, [3, 5], signal=False)]
     assert learner.update(silent).metrics["step_share"] == 0
     assert torch.equal(snapshot(learner.policy.model), before)
-    monkeypatch.setattr(learner, "_measure", lambda *_: {"gain": -100.0, "kl": 0.0})
+    monkeypatch.setattr(learner, "_measure_step", lambda *_: {"gain": -100.0, "kl": 0.0})
     seen = learner.update(groups()).metrics
     assert (seen["step_share"], seen["line_search_tries"], seen["skipped_updates"]) == (0, 11, 1)
     assert torch.equal(snapshot(learner.policy.model), before)
@@ -128,7 +128,7 @@ def test_without_a_signal_or_a_good_step_no_weight_moves(monkeypatch: pytest.Mon
 
 def test_the_fisher_matrix_is_measured_on_a_share_of_the_groups() -> None:
     learner = TrpoLearner(policy(), stage(fisher_share=0.5))
-    found = learner._some(groups(count=4))
+    found = learner._fisher_packs(groups(count=4))
     assert sum(pack.rows for pack, _ in found) == 6
     assert sum(float(weight.sum()) for _, weight in found) == pytest.approx(1.0)
 
@@ -155,8 +155,8 @@ def test_a_model_that_is_too_large_is_refused_with_how_large_would_fit(tmp_path:
     asked = bare(*TRPO_RECIPE)
     own = stage(prompts_per_step=3, group_size=4, fisher_share=0.5, sampling={"max_new_tokens": 8})
     tables = 4 * 30 * (96 + 8 * 48)
-    assert fits_in(tables + 44 * 1000, own, 30) == 1000
-    assert fits_in(10, own, 30) == 0
+    assert parameters_that_fit(tables + 44 * 1000, own, 30) == 1000
+    assert parameters_that_fit(10, own, 30) == 0
     monkeypatch.setattr(trpo, "free_memory", lambda device: 100_000)
     with pytest.raises(ModelError, match=r"trpo on a model of [\d,]+ trained parameters") as told:
         begin(asked, out=tmp_path / "large")

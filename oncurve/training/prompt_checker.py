@@ -1,0 +1,54 @@
+"""Checks that a model can read prompts and has positions for them and their completions.
+
+A token has at least one byte, so only texts with more bytes than the model has positions are tokenised, and of the chats one
+for each order of roles: a chat template may refuse a role.
+"""
+
+from __future__ import annotations
+
+from oncurve.errors import ModelError
+from oncurve.models.chat_template import encode_example
+from oncurve.models.policy import Policy
+from oncurve.records import Example, Prompt
+
+TEMPLATE_BYTES = 1024
+"""More than any chat template adds to a prompt, besides the system prompt."""
+
+
+class PromptChecker:
+    """Checks texts for one policy, and remembers the orders of roles that its chat template accepted."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self._accepted: set[tuple[str, ...] | None] = set()
+
+    def has_new_roles(self, prompt: Prompt) -> bool:
+        """Whether no prompt with the same order of roles was checked before."""
+        roles = None if prompt.messages is None else tuple(message["role"] for message in prompt.messages)
+        is_new = roles not in self._accepted
+        self._accepted.add(roles)
+        return is_new
+
+    def must_encode(self, prompt: Prompt, text: str, new_tokens: int) -> bool:
+        """Whether the text must be tokenised to know that the model can read it and has room for it."""
+        added = TEMPLATE_BYTES + len((self.policy.system_prompt or "").encode())
+        may_be_long = len(text.encode(errors="replace")) + added + new_tokens > self.policy.max_positions
+        return self.has_new_roles(prompt) | may_be_long
+
+    def check_prompt(self, prompt: Prompt, new_tokens: int) -> None:
+        if self.must_encode(prompt, prompt.shown, new_tokens):
+            self._check_length(prompt, new_tokens, "max_new_tokens")
+
+    def check_example(self, example: Example) -> None:
+        if self.must_encode(example.prompt, example.prompt.shown + example.completion, 1):
+            self._check_length(example.prompt, len(encode_example(self.policy, example)[0]), "a demonstration")
+
+    def _check_length(self, prompt: Prompt, new_tokens: int, purpose: str) -> None:
+        length = len(self.policy.encode(prompt))
+        if length + new_tokens > self.policy.max_positions:
+            raise ModelError(
+                prompt.id,
+                f"a prompt of {length} tokens with {new_tokens} for {purpose}",
+                because=f"the model addresses {self.policy.max_positions} positions",
+                fix="shorten or drop the prompt, lower sampling.max_new_tokens, or use a model with a longer context",
+            )
