@@ -113,7 +113,7 @@ def plan(
         "moments": moments, "optimiser_on_cpu": optimiser_on_cpu or None, "reference_on_cpu": reference_on_cpu or None,
         "sharding": sharding, "quantise": quantise, "reward_model": None if reward_model is None else find_shape(reward_model),
     }  # fmt: skip
-    for run in (None if measured is None else RunFolder.find(measured, runs), trust.of_recipe(recipe or "")):
+    for run in (None if measured is None else RunFolder.find(measured, runs), trust.run_of_recipe(recipe or "")):
         grant_trust(trusted, run)
     job, assumed = _build_job(recipe, model, gpu, stage, sets or [], settings)
     plans = side_by_side(job, default_lora_rank())
@@ -124,8 +124,8 @@ def plan(
         return
     from oncurve.terminal.plan import render_cluster, render_plan
 
-    own = next(p for p in plans if p.job == job)
-    output(render_plan(job, own, plans, assumed))
+    plan_of_job = next(p for p in plans if p.job == job)
+    output(render_plan(job, plan_of_job, plans, assumed))
     if sizes is not None:
         output(render_cluster(sizes, staleness, measured))
 

@@ -126,7 +126,7 @@ class LearnerActor:
             raise ClusterError(
                 str(run.path),
                 f"not visible to {this_process()}",
-                because="the learner writes the run's folder, and resumes from it on whichever node it is restarted",
+                because="the learner writes the run's folder, and after a restart on another node resumes from it",
                 fix="put runs on a disk that all nodes share: --runs or --out DIR",
             )
         if task.recipe is not None:

@@ -39,7 +39,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def required_resources(recipe: Recipe) -> tuple[dict[str, float], dict[str, float]]:
-    """(of a learner, of a sampler): a CPU, and a GPU if the recipe uses them. Where vLLM splits layers, a GPU per part."""
+    """(of a learner, of a sampler): a CPU, and a GPU if the recipe uses them; with a tensor-parallel vLLM, several."""
     device, scale = recipe.model.device.partition(":")[0], recipe.scale
     has_gpus = any(node.resources.get("GPU", 0.0) >= 1 for node in ray_client.nodes())
     if device != "cuda" and not (device == "auto" and has_gpus):

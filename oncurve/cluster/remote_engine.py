@@ -1,6 +1,6 @@
 """The learner's engine on a cluster: `sample` distributes a step's groups over the samplers, and returns them in order.
 
-A group is requested until it arrives, and counts once, whichever sampler wrote it: if a sampler dies or stops answering, its
+A group is requested until it arrives, and counts once, even if two samplers wrote it: if a sampler dies or stops answering, its
 groups go to the others. The learner polls every sampler all the time, by calls that return within a second or two, so it can
 tell a sampler that hangs from one that is busy.
 

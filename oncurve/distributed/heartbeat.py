@@ -1,4 +1,4 @@
-"""A thread beside each rank that publishes what the rank is doing, and notices ranks that died, are late or failed.
+"""A thread of each rank that publishes what the rank is doing, and notices ranks that died, are late or failed.
 
 Then all ranks end, even if their main threads are blocked in a collective, and rank 0 prints one message. Lost are the steps
 since the last checkpoint, as after a kill.

@@ -136,7 +136,7 @@ class World:
         """Names the step that this rank is in."""
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leaves the group. With ``error``, the other ranks are told why."""
+        """Leaves the group. With ``error``, the other ranks get the reason."""
 
 
 SINGLE_PROCESS = World()

@@ -325,8 +325,8 @@ def activation_bytes(shape: ModelShape, job: Job) -> float:
     """Peak activations of a pack in its backward pass, with the gradients of one layer."""
     layer, recomputed = layer_bytes(shape, job, job.tensor), checkpointed_layers(shape, job)
     inputs = recomputed * job.dtype_bytes * shape.width
-    kept = (shape.layers - recomputed) * layer + inputs + (layer if recomputed else 0)
-    return _around_layers(shape, job) + job.pack_tokens * min(kept, shape.layers * layer)
+    saved = (shape.layers - recomputed) * layer + inputs + (layer if recomputed else 0)
+    return _around_layers(shape, job) + job.pack_tokens * min(saved, shape.layers * layer)
 
 
 def _around_layers(shape: ModelShape, job: Job) -> float:
@@ -342,9 +342,9 @@ def checkpointed_layers(shape: ModelShape, job: Job) -> int:
         return shape.layers if job.checkpointing == "on" else 0
     other = sum(_resident(job).values()) + _around_layers(shape, job) + _head_chunk(job, backward=True)
     free = SPARE * max(0.0, job.gpu.memory - other)
-    kept, inputs = job.pack_tokens * layer_bytes(shape, job, job.tensor), job.pack_tokens * job.dtype_bytes * shape.width
-    excess = shape.layers * kept - free
-    return 0 if excess <= 0 else min(shape.layers, math.ceil(excess / (kept - inputs)))
+    saved, inputs = job.pack_tokens * layer_bytes(shape, job, job.tensor), job.pack_tokens * job.dtype_bytes * shape.width
+    excess = shape.layers * saved - free
+    return 0 if excess <= 0 else min(shape.layers, math.ceil(excess / (saved - inputs)))
 
 
 def forward_bytes(shape: ModelShape, job: Job) -> float:
