@@ -1,4 +1,4 @@
-"""What a run and its vLLM process say to each other: plain records, pickled through a pipe between processes of one user."""
+"""Messages between a run and its vLLM process: plain records, pickled through a pipe between processes of one user."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from oncurve.recipe.schema.sections import Sampling
 from oncurve.records import StopReason
 
 SCRATCH = "oncurve-vllm-"
-"""How the folders begin that weights come through."""
+"""Prefix of the folders through which weights are pushed."""
 
 Logprobs = Literal["raw_logprobs", "processed_logprobs"]
-"""Which log-probs vLLM tells: of the model's own distribution, or of the one that was drawn from. Settled when it starts."""
+"""Which log-probs vLLM reports: of the model's own distribution, or of the one that was sampled from. Fixed when it starts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Load the model in ``folder``. Answered by Ready."""
+    """Load the model in ``folder``. The reply is Ready."""
 
     folder: str
     scratch: str
-    """The folder that weights come through, made for this: where the run is killed, nobody else is left to remove it."""
+    """The folder through which weights are pushed. The vLLM process removes it too, in case the run is killed."""
     dtype: str
     slots: int
     logprobs: Logprobs
     lora_rank: int
     sleeps: bool
-    gpu_share: float
-    """Of the GPU's whole memory, what vLLM may take, weights included."""
+    gpu_fraction: float
+    """The fraction of the GPU's memory that vLLM may use, weights included."""
     cpu_kv_bytes: int
-    """On a CPU, what keys and values of all slots could want."""
+    """On a CPU, the size of the KV cache if all slots are full."""
     tensor: int = 1
-    """Processes that split the layers between them."""
+    """Tensor-parallel size."""
 
 
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
-    """Go on from ``token_ids``: one completion, or one turn of it."""
+    """Continue ``token_ids``: one completion, or one turn of it."""
 
     key: str
     token_ids: tuple[int, ...]
@@ -49,31 +49,32 @@ class TurnRequest:
     stop: tuple[str, ...]
     eos_ids: tuple[int, ...]
     counts_tokens: bool
-    """Whether a push of weights on the way should say how many tokens are there."""
+    """Whether the reply to a push of weights reports how many tokens this request has."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleBatch:
-    """Answered by Answers until all are; in between by Working."""
+    """Requests to sample. The replies are Answers until all have ended, and Working in between."""
 
     requests: tuple[TurnRequest, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Forget all that was asked."""
+    """Cancel all requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class FromFile:
-    """Load all weights from a safetensors file, in shared memory where there is room."""
+    """Load all weights from a safetensors file, which is in shared memory if there is room."""
 
     path: str
 
 
 @dataclass(frozen=True, slots=True)
 class FromGpu:
-    """Load all weights from the learner's own memory on the same GPU: by name, how torch opens a tensor of another process."""
+    """Load all weights from the learner's memory on the same GPU: by name, how torch opens a tensor of another process (CUDA
+    IPC)."""
 
     handles: Mapping[str, tuple[Any, tuple[Any, ...]]]
 
@@ -87,28 +88,28 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class Sleep:
-    """Give GPU memory back: 1 keeps the weights in the CPU's memory, 2 forgets them."""
+    """Release GPU memory: level 1 keeps the weights in CPU memory, level 2 drops them."""
 
     level: int
 
 
 @dataclass(frozen=True, slots=True)
 class Wake:
-    """Take memory again for some of: weights, kv_cache."""
+    """Allocate memory again for some of: weights, kv_cache."""
 
     parts: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """With the most tokens that a prompt and its completion may have."""
+    """vLLM has started. ``context``: the most tokens that a prompt and its completion may have."""
 
     context: int
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The tokens drawn, the end token among them, and one log-prob for each."""
+    """A request's tokens, the end token included, with one log-prob each."""
 
     key: str
     token_ids: tuple[int, ...]
@@ -123,19 +124,19 @@ class Answers:
 
 @dataclass(frozen=True, slots=True)
 class Working:
-    """A sign of life."""
+    """Heartbeat while tokens are sampled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What was asked is done; with the tokens written by then, where requests are counted."""
+    """The message was carried out. ``written``: tokens so far, by request, for requests that count them."""
 
     written: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """What was asked raised this; the process ends."""
+    """The message raised this error; the process ends."""
 
     kind: str
     message: str

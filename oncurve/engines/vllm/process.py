@@ -1,7 +1,7 @@
-"""The handle on a vLLM process: start it, ask it, hear what it says in time, and end it.
+"""The handle on a vLLM process: start it, send and receive messages within a time limit, and end it.
 
-Every answer has a time limit, counted from the last sign of life; a process that dies is noticed within a second. Nothing that
-happens there can hang or bring down the run: it gets `Lost`, with the reason, and decides.
+The limit counts from the last message; a process that dies is noticed within a second. Nothing that happens there can hang or
+crash the run: it gets a `VllmProcessLost` with the reason, and decides.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from oncurve.engines.vllm.messages import Failed
 
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-LOOK_EVERY = 0.5
-"""Seconds between two looks at whether the process still lives."""
-CLOSING = 1.0
-"""Seconds that it is given to leave by itself: it has nothing to save."""
+CHECK_EVERY_S = 0.5
+"""Seconds between two checks that the process is alive."""
+EXIT_S = 1.0
+"""Seconds that it has to exit by itself; it has nothing to save."""
 
 
 class VllmProcessLost(Exception):
-    """The process died, failed or fell silent. ``log`` is what it printed."""
+    """The process died, failed or stopped sending messages. ``log`` is what it printed."""
 
     def __init__(self, what: str, log: Path) -> None:
         super().__init__(what)
@@ -38,7 +38,7 @@ class VllmProcessLost(Exception):
 
 
 class VllmProcess:
-    """A running `oncurve.engines.vllm.worker`. What it prints goes to ``log``, which stays only where it was lost."""
+    """A running `oncurve.engines.vllm.worker`. Its output goes to ``log``, which is kept only if the process is lost."""
 
     def __init__(self, limit_s: float, device: torch.device, tensor: int = 1) -> None:
         self.limit_s = limit_s
@@ -66,11 +66,11 @@ class VllmProcess:
             raise self._lost("died") from None
 
     def receive(self, doing: str) -> object:
-        """The next message."""
+        """Wait for the next message."""
         since = time.monotonic()
-        while not self._is_there():
+        while not self._can_read():
             if time.monotonic() - since > self.limit_s:
-                raise self._lost(f"has said nothing for {self.limit_s:g} s while {doing}")
+                raise self._lost(f"has sent nothing for {self.limit_s:g} s while {doing}")
         try:
             message = self.connection.recv()
         except (EOFError, OSError):
@@ -79,10 +79,10 @@ class VllmProcess:
             raise self._lost(f"failed while {doing}: {message.kind}: {message.message}")
         return message
 
-    def _is_there(self) -> bool:
-        """Whether there is something to read: a message, or the end."""
+    def _can_read(self) -> bool:
+        """Whether there is a message, or the end of the pipe."""
         try:
-            return self.connection.poll(LOOK_EVERY)
+            return self.connection.poll(CHECK_EVERY_S)
         except OSError:
             return True
 
@@ -95,44 +95,44 @@ class VllmProcess:
         self.is_lost = True
         self._end()
         code = self.process.returncode
-        how = f" (signal {-code}){_last_words(self.log)}" if what.startswith("died") and code and code < 0 else ""
-        return VllmProcessLost(f"the vLLM process {self.pid} {what}{how}", self.log)
+        detail = f" (signal {-code}){_last_line(self.log)}" if what.startswith("died") and code and code < 0 else ""
+        return VllmProcessLost(f"the vLLM process {self.pid} {what}{detail}", self.log)
 
 
 def environment(device: torch.device, tensor: int = 1) -> Mapping[str, str]:
-    """That of this process, with what vLLM must see and without what is meant for this process alone."""
+    """This process's environment, with vLLM's settings and without variables meant only for this process."""
     env = {
         name: value
         for name, value in os.environ.items()
         if name not in TORCHRUN and name not in ALLOCATOR and not name.startswith("TORCHELASTIC_")
     }
     env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-    # Plugins and threads: on a CPU vLLM would tie its threads to cores that the learner uses too.
+    # On a CPU vLLM would bind its threads to cores that the learner also uses.
     env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     env.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // tensor)))
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
-        given = env.get("CUDA_VISIBLE_DEVICES")
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(visible(index + part, given) for part in range(tensor))
+        devices = env.get("CUDA_VISIBLE_DEVICES")
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(device_name(index + part, devices) for part in range(tensor))
     return env
 
 
-def visible(index: int, given: str | None) -> str:
-    """The name by which another process finds this process's GPU number ``index``."""
-    names = [name.strip() for name in given.split(",")] if given else []
+def device_name(index: int, devices: str | None) -> str:
+    """How another process names this process's GPU number ``index``, by this process's CUDA_VISIBLE_DEVICES."""
+    names = [name.strip() for name in devices.split(",")] if devices else []
     return names[index] if index < len(names) else str(index)
 
 
-def _last_words(log: Path) -> str:
+def _last_line(log: Path) -> str:
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return f"; its last words: {lines[-1].strip()[:300]}" if lines else ""
+    return f"; its last line: {lines[-1].strip()[:300]}" if lines else ""
 
 
 def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:
-    """Closing the pipe is the word to leave; one that does not is killed."""
+    """Close the pipe, upon which the process exits; kill it if it does not."""
     connection.close()
     try:
-        process.wait(CLOSING if process.poll() is None else 0)
+        process.wait(EXIT_S if process.poll() is None else 0)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()

@@ -1,8 +1,8 @@
-"""The learner's weights on their way to vLLM, under the names of a Hugging Face checkpoint: vLLM's own loader fuses, ties,
-splits and repacks them.
+"""Pushing the learner's weights to vLLM, under the names of a Hugging Face checkpoint: vLLM's own loader fuses, ties, splits
+and repacks them.
 
-On a GPU vLLM reads the policy's tensors where they lie (CUDA IPC); on a CPU they go through a safetensors file in shared
-memory. Under LoRA only the adapter goes.
+On a GPU vLLM reads the policy's tensors in place (CUDA IPC); on a CPU they go through a safetensors file in shared memory.
+Under LoRA only the adapter is pushed.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ MEMORY = Path("/dev/shm")
 
 
 def named_weights(policy: Policy) -> dict[str, Tensor]:
-    """All weights, but for an adapter's, as a checkpoint names them; tied ones once, a sharded one whole."""
-    found = {
+    """All weights but an adapter's, by their checkpoint names; tied weights once, sharded ones gathered."""
+    weights = {
         name.replace(".base_layer.", "."): p.detach() for name, p in policy.model.named_parameters() if ".lora_" not in name
     }
-    whole = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in found.items()}
-    return dict(revert_weight_conversion(policy.model, whole))
+    full = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in weights.items()}
+    return dict(revert_weight_conversion(policy.model, full))
 
 
-def room_for(size: int) -> Path:
-    """A new folder in shared memory, or on the disk where that has too little room."""
+def create_scratch_folder(size: int) -> Path:
+    """A new folder in shared memory, or on disk if shared memory has too little room."""
     fits = MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 1.1 * size
     return Path(tempfile.mkdtemp(prefix=SCRATCH, dir=MEMORY if fits else None))
 
@@ -47,7 +47,7 @@ def size_of(tensors: Mapping[str, Tensor]) -> int:
 
 @contextmanager
 def via_shared_memory(tensors: Mapping[str, Tensor], folder: Path) -> Iterator[FromFile]:
-    """A file that is there as long as the body runs."""
+    """A file that exists while the body runs."""
     file = folder / "weights.safetensors"
     try:
         save_file({name: t.cpu().contiguous() for name, t in tensors.items()}, file)
@@ -58,20 +58,20 @@ def via_shared_memory(tensors: Mapping[str, Tensor], folder: Path) -> Iterator[F
 
 @contextmanager
 def via_cuda_ipc(tensors: Mapping[str, Tensor]) -> Iterator[FromGpu]:
-    """Handles that are good as long as the body runs: what had to be copied to lie in one piece is held until then."""
-    held = {name: t.contiguous() for name, t in tensors.items()}
+    """Handles that are valid while the body runs: copies of non-contiguous tensors are kept until then."""
+    contiguous = {name: t.contiguous() for name, t in tensors.items()}
     torch.cuda.synchronize()
     try:
-        yield FromGpu({name: reduce_tensor(t) for name, t in held.items()})  # type: ignore[no-untyped-call]
+        yield FromGpu({name: reduce_tensor(t) for name, t in contiguous.items()})  # type: ignore[no-untyped-call]
     finally:
-        del held
+        del contiguous
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
 
 def write_model(policy: Policy, folder: Path) -> None:
-    """What vLLM starts from: config, tokenizer and the weights as they are now, without an adapter."""
+    """Write what vLLM starts from: config, tokenizer and the present weights, without an adapter."""
     config = copy.deepcopy(policy.model.config)
-    config.architectures = [type(policy.model).__name__]  # a model made from nothing does not say it
+    config.architectures = [type(policy.model).__name__]  # a model built from a config does not have them
     config.save_pretrained(folder)
     policy.tokenizer.save_pretrained(folder)
     save_file(

@@ -161,8 +161,8 @@ def test_a_completion_ends_with_the_end_token_or_is_cut_at_the_limit() -> None:
         end = talker().eos_ids[0]
         assert end not in c.token_ids[:-1]
         assert (c.token_ids[-1] == end) == (c.stop == "end")
-        assert c.cut == (c.stop == "length")
-        assert not c.cut or len(c.token_ids) == 12
+        assert c.is_truncated == (c.stop == "length")
+        assert not c.is_truncated or len(c.token_ids) == 12
         assert c.length == len(c.token_ids) == len(c.logps) == len(c.raw_logps) == len(c.sampled_logps)
         assert c.text == talker().decode(c.token_ids[: -1 if c.stop == "end" else None])
     assert min(ended.values()) > 5

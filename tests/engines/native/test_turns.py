@@ -136,8 +136,8 @@ def test_stop_strings_of_the_recipe_end_it_and_limits_cut_it() -> None:
     for limit in range(5, 14):
         cut = completions(sample([asked("a", Echo())], Sampling(max_new_tokens=limit), group_size=8))
         assert all(len(c.token_ids) == len(c.loss_mask) <= limit for c in cut)
-        assert all(len(c.token_ids) == limit for c in cut if c.cut)
-        amid_a_reply += sum(c.cut and not c.loss_mask[-1] for c in cut)
+        assert all(len(c.token_ids) == limit for c in cut if c.is_truncated)
+        amid_a_reply += sum(c.is_truncated and not c.loss_mask[-1] for c in cut)
     assert amid_a_reply
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from oncurve.engines.base import SampleKey, SampleRequest, check_engine
 from oncurve.engines.vllm.engine import check_vllm
 from oncurve.engines.vllm.messages import Answer, Start
-from oncurve.engines.vllm.process import VllmProcess, VllmProcessLost, environment, visible
+from oncurve.engines.vllm.process import VllmProcess, VllmProcessLost, device_name, environment
 from oncurve.engines.vllm.requests import PendingRequests, logprobs_for, seed_of
 from oncurve.engines.vllm.weights import named_weights, via_shared_memory
 from oncurve.errors import MissingPackage, RecipeError
@@ -27,7 +27,7 @@ from oncurve.records import Group
 from tests.engines.native.plain import prompt_of
 from tests.models.architectures import make_policy
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
 START = Start("nowhere", "nowhere", "float32", 8, "raw_logprobs", 0, False, 0.5, 1 << 20)
 
@@ -108,7 +108,7 @@ def test_a_process_that_falls_silent_is_given_up_and_ended() -> None:
     process = VllmProcess(1.0, CPU)
     os.kill(process.pid, signal.SIGSTOP)
     process.send(START)
-    with pytest.raises(VllmProcessLost, match="has said nothing for 1 s while starting") as caught:
+    with pytest.raises(VllmProcessLost, match="has sent nothing for 1 s while starting") as caught:
         process.receive("starting")
     caught.value.log.unlink()
     assert process.process.poll() is not None
@@ -128,7 +128,7 @@ def test_the_process_finds_its_gpu_and_none_of_torchruns_settings(monkeypatch: p
     env = environment(torch.device("cuda", 1))
     assert env["CUDA_VISIBLE_DEVICES"] == "6"
     assert not {"RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "PYTORCH_CUDA_ALLOC_CONF"} & set(env)
-    assert visible(2, None) == "2"
+    assert device_name(2, None) == "2"
 
 
 def test_seeds_are_a_function_of_seed_step_prompt_sample_and_turn() -> None:

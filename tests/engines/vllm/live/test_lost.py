@@ -50,7 +50,7 @@ def test_a_sampler_that_is_lost_is_started_again_and_no_group_is_lost_or_told_tw
             again = engine.sample(PROMPTS, 4, HOW.model_copy(update={"max_new_tokens": 200}), STEP, on_group=on_group)
         assert sorted(told) == list(range(len(PROMPTS)))
         assert engine.pid not in pids
-        assert any("started again" in n.message for n in notes), notes
+        assert any("restarted" in n.message for n in notes), notes
         assert [len(g.completions) for g in again] == [4] * len(PROMPTS)
         assert rows(engine.sample(PROMPTS, 4, HOW, STEP)) == whole
     finally:
@@ -118,13 +118,13 @@ def test_what_is_dropped_half_way_leaves_a_sampler_that_works() -> None:
 
 def test_the_sampler_goes_with_the_run_that_is_killed() -> None:
     script = textwrap.dedent("""
-        from oncurve.engines.native import Draws
+        from oncurve.engines.base import SampleKey
         from oncurve.recipe.schema.sections import Sampling
-        from tests.vllm.models import PROMPTS, engine_of, policy_of
+        from tests.engines.vllm.live.models import PROMPTS, engine_of, policy_of
         engine = engine_of(policy_of())
-        engine.sample(PROMPTS, 1, Sampling(max_new_tokens=4), Draws(0, 1))
+        engine.sample(PROMPTS, 1, Sampling(max_new_tokens=4), SampleKey(0, 1))
         print(engine.pid, engine._folder, flush=True)
-        engine.sample(PROMPTS, 64, Sampling(max_new_tokens=400), Draws(0, 1))
+        engine.sample(PROMPTS, 64, Sampling(max_new_tokens=400), SampleKey(0, 1))
     """)
     run = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert run.stdout is not None

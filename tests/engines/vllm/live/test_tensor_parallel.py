@@ -59,7 +59,7 @@ def test_a_part_that_is_lost_takes_all_with_it_and_they_are_started_again(engine
     os.kill(before[-1], signal.SIGKILL)
     with collect_notes() as notes:
         assert texts(engine.sample(PROMPTS, 1, GREEDY, STEP)) == first
-    assert any("started again" in n.message for n in notes), notes
+    assert any("restarted" in n.message for n in notes), notes
     assert not set(before) & set(parts_of(engine))
 
 
