@@ -149,7 +149,7 @@ class Completion:
         return int(self.loss_mask.sum())
 
     @property
-    def cut(self) -> bool:
+    def is_truncated(self) -> bool:
         return self.stop == "length"
 
 
@@ -290,7 +290,7 @@ class StepReport:
     stats: Sequence[Sequence[TokenStats | None]] = ()
 
     @property
-    def took(self) -> float:
+    def total_seconds(self) -> float:
         """Seconds of the complete step. A phase such as ``update/forward`` is part of ``update`` and not added again."""
         return sum(value for phase, value in self.seconds.items() if "/" not in phase)
 

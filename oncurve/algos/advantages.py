@@ -176,7 +176,7 @@ def _grade_group(group: ScoredGroup, outcome_G: Tensor, gradable_G: Tensor, eps:
 
 def is_graded(scored: ScoredCompletion, mask_cut: bool) -> bool:
     """Whether a completion is trained on: its reward did not fail, and it is not truncated if ``mask_cut`` is set."""
-    return scored.failure is None and not (mask_cut and scored.completion.cut)
+    return scored.failure is None and not (mask_cut and scored.completion.is_truncated)
 
 
 def _outcome(scored: ScoredCompletion, has_kl: bool) -> float:

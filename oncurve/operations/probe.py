@@ -1,13 +1,13 @@
-"""`oncurve probe`: what GRPO would see, before any training.
+"""`oncurve probe`: what GRPO would get to learn from, before any training.
 
-Some groups are sampled and scored, and one step is timed and taken back. From the rewards of n completions of each prompt:
+Some groups are sampled and scored, and one step is timed and undone. From the rewards of n completions of each prompt:
 
-- pass@k, unbiased: 1 − C(n−c, k)/C(n, k) with c of n right (Chen et al. 2021), averaged over prompts. Where no rule says
-  what is right, no share of right answers is known, and the mean reward stands for it.
-- Share of groups with signal at group size G ≤ n, unbiased likewise: 1 − Σ_v C(m_v, G)/C(n, G), where m_v completions got
-  reward v. For G > n the plug-in 1 − Σ_v (m_v/n)^G, or the value at n where that is larger: a reward that was never seen counts
-  as impossible, so this errs on the low side.
-- Reward noise: the std within a group (what the advantage is made of) against the std of group means (how prompts differ).
+- pass@k, unbiased: 1 − C(n−c, k)/C(n, k) if c of n are correct (Chen et al. 2021), averaged over prompts. Without a verifiable
+  reward the mean reward is reported instead.
+- The fraction of groups with signal at group size G ≤ n, unbiased likewise: 1 − Σ_v C(m_v, G)/C(n, G), where m_v completions
+  have reward v. For G > n the plug-in 1 − Σ_v (m_v/n)^G, or the value at n if that is larger. Rewards that did not occur count
+  as impossible, so this is a low estimate.
+- Reward noise: the std within a group, from which advantages are made, and the std of group means (how prompts differ).
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from oncurve.training.start import rewards_for, task_for
 from oncurve.training.trainer import load_weights, trained_weights
 
 PROBE_STEP = 1 << 41
-"""Probing draws its random numbers far from any training step's and any evaluation's."""
+"""Probing samples as if at this step, so that its random numbers differ from those of training and evaluation."""
 GROUP_SIZES = (4, 8, 16, 32, 64)
 TEMPERATURES = (0.7, 1.0, 1.3)
-WORTH = 0.05
-"""A doubled group size, or another temperature, must bring this much more of groups with signal to be worth it."""
-KEPT_ACCURACY = 0.9
-"""A temperature must keep this share of the accuracy that sampling at 1 has."""
+MIN_GAIN = 0.05
+"""A doubled group size or another temperature is worth it if the fraction of groups with signal rises by this much."""
+MIN_ACCURACY_RATIO = 0.9
+"""A temperature must keep this fraction of the accuracy at temperature 1."""
 LITTLE_SIGNAL = 0.1
-"""Under this share of groups with signal at every group size, the remedy is another model or other prompts."""
+"""With a smaller fraction of groups with signal at every group size, only another model or other prompts help."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A setting that the probe would choose, beside the recipe's, with the reason from what was measured."""
+    """A value that the probe recommends for a key, with the recipe's value and the measured reason."""
 
     key: str
     current: float
@@ -63,8 +63,8 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class AtTemperature:
-    """What sampling at one temperature gives: share right (None without a rule), share of groups with signal at the recipe's
-    group size."""
+    """Sampling at one temperature: accuracy (None without a verifiable reward), and the fraction of groups with signal at the
+    recipe's group size."""
 
     temperature: float
     pass_1: float | None
@@ -75,12 +75,12 @@ class AtTemperature:
     def is_as_good_as(self, other: AtTemperature) -> bool:
         if self.pass_1 is None or other.pass_1 is None:
             return self.reward >= other.reward
-        return self.pass_1 >= KEPT_ACCURACY * other.pass_1
+        return self.pass_1 >= MIN_ACCURACY_RATIO * other.pass_1
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeReport:
-    """All that was measured. Shares are of prompts or completions; lengths are of completions that ended by themselves."""
+    """All measurements. Shares are fractions of prompts or completions; lengths are those of completions that ended."""
 
     stage: str
     note: str | None
@@ -108,22 +108,23 @@ class ProbeReport:
 
 
 def probe(recipe: Recipe, prompts: int, *, samples: int, policy: Policy | None = None) -> ProbeReport:
-    """Probes a recipe's first grpo stage. ``policy`` is what the stage would start from; unset: the model the recipe names."""
+    """Probes a recipe's first grpo stage. ``policy`` is the stage's start; unset: the recipe's model."""
     torch.set_num_threads(recipe.threads or os.cpu_count() or 1)
     stage = grpo_stage(recipe)
     reject_python_only(recipe, stage)
     task, rewards = task_for(recipe, stage), rewards_for(recipe, stage)
-    note = None if policy is not None else untrained(recipe, stage)
+    note = None if policy is not None else start_note(recipe, stage)
     policy = policy or load_policy(recipe.model, alphabet=task_for(recipe, recipe.stages[0]).alphabet, seed=recipe.seed)
     engine = NativeEngine(policy, recipe.engine)
-    asked = prompts_for_step(task, recipe.seed, 0, prompts)
-    scored = _sampled(engine, rewards, asked, samples, stage.sampling, recipe.seed)
-    some = asked[: max(4, prompts // 2)]
-    tried = tuple(
-        _at(t, engine, rewards, some, samples, stage, recipe.seed) for t in sorted({*TEMPERATURES, stage.sampling.temperature})
+    batch = prompts_for_step(task, recipe.seed, 0, prompts)
+    scored = _sample_and_score(engine, rewards, batch, samples, stage.sampling, recipe.seed)
+    half = batch[: max(4, prompts // 2)]
+    temperatures = tuple(
+        _probe_temperature(t, engine, rewards, half, samples, stage, recipe.seed)
+        for t in sorted({*TEMPERATURES, stage.sampling.temperature})
     )
-    sample_s, update_s = _timed_step(recipe, stage, task, engine, rewards)
-    return _report(stage, note, scored, rewards, samples, tried, sample_s, update_s)
+    sample_s, update_s = _time_step(recipe, stage, task, engine, rewards)
+    return _report(stage, note, scored, rewards, samples, temperatures, sample_s, update_s)
 
 
 def grpo_stage(recipe: Recipe) -> Grpo:
@@ -131,36 +132,36 @@ def grpo_stage(recipe: Recipe) -> Grpo:
         if isinstance(stage, Grpo):
             return stage
     raise RecipeError(
-        "stages", "no grpo stage", because="the probe says what GRPO would see", fix="probe a recipe that has one"
+        "stages", "no grpo stage", because="the probe measures what GRPO learns from", fix="probe a recipe that has one"
     )
 
 
-def untrained(recipe: Recipe, stage: Grpo) -> str | None:
-    """Why these numbers are not those of the stage's start: stages before it, or a model with random weights."""
+def start_note(recipe: Recipe, stage: Grpo) -> str | None:
+    """Why the measurements are not those of the stage's start: earlier stages, or a model with random weights."""
     before = [s.label for s in recipe.stages[: recipe.stages.index(stage)]]
     if before:
         return (
-            f"this is the model before {' and '.join(before)}: the stage '{stage.label}' starts from a better one. "
-            "Probe that with --from RUN, a run of this recipe"
+            f"this is the model before {' and '.join(before)}: stage '{stage.label}' starts from a better one. "
+            "Probe that one with --from RUN, a run of this recipe"
         )
-    return "this is the built-in model with random weights: it knows nothing yet" if recipe.model.source == "tiny" else None
+    return "this is the built-in model with random weights: it has not been trained" if recipe.model.source == "tiny" else None
 
 
 def signal_at(totals: Sequence[float], size: int) -> float:
-    """Chance that a group of ``size`` of one prompt has two different rewards."""
+    """The probability that a group of ``size`` completions of one prompt has two different rewards."""
     counts, n = Counter(totals).values(), len(totals)
     if size <= n:
         return 1 - sum(math.comb(m, size) for m in counts) / math.comb(n, size)
     return max(signal_at(totals, n), 1 - sum((m / n) ** size for m in counts)) if n else 0.0
 
 
-def _sampled(
-    engine: Engine, rewards: RewardMix, prompts: Sequence[Prompt], samples: int, how: Sampling, seed: int
+def _sample_and_score(
+    engine: Engine, rewards: RewardMix, prompts: Sequence[Prompt], samples: int, sampling: Sampling, seed: int
 ) -> list[ScoredGroup]:
-    return rewards.score(engine.sample(prompts, samples, how, SampleKey(seed, PROBE_STEP)))
+    return rewards.score(engine.sample(prompts, samples, sampling, SampleKey(seed, PROBE_STEP)))
 
 
-def _at(
+def _probe_temperature(
     temperature: float,
     engine: Engine,
     rewards: RewardMix,
@@ -169,25 +170,27 @@ def _at(
     stage: Grpo,
     seed: int,
 ) -> AtTemperature:
-    how = stage.sampling.model_copy(update={"temperature": temperature})
-    scored = _sampled(engine, rewards, prompts, samples, how, seed)
-    right = None if rewards.accuracy_reward is None else _mean([rewards.is_correct(s) for g in scored for s in g.scored])
-    cut = _mean([s.completion.cut for g in scored for s in g.scored])
+    sampling = stage.sampling.model_copy(update={"temperature": temperature})
+    scored = _sample_and_score(engine, rewards, prompts, samples, sampling, seed)
+    accuracy = None if rewards.accuracy_reward is None else _mean([rewards.is_correct(s) for g in scored for s in g.scored])
+    truncated = _mean([s.completion.is_truncated for g in scored for s in g.scored])
     reward = _mean([t for g in scored for t in g.totals if t is not None])
-    return AtTemperature(temperature, right, _signal(scored, stage.group_size), cut, reward)
+    return AtTemperature(temperature, accuracy, _signal(scored, stage.group_size), truncated, reward)
 
 
-def _timed_step(recipe: Recipe, stage: Grpo, task: Task, engine: Engine, rewards: RewardMix) -> tuple[float, float]:
-    """(sampling and scoring, update) in seconds of one real step; the weights are put back. Silent groups are forwarded too,
-    so that an update has something to do."""
-    kept = {name: tensor.clone() for name, tensor in trained_weights(engine.policy).items()}
+def _time_step(recipe: Recipe, stage: Grpo, task: Task, engine: Engine, rewards: RewardMix) -> tuple[float, float]:
+    """(sampling and scoring, update) seconds of one real step. Then the weights are restored.
+
+    Groups without signal are forwarded too, so that there is always an update.
+    """
+    before = {name: tensor.clone() for name, tensor in trained_weights(engine.policy).items()}
     timed = stage.model_copy(update={"no_signal": "keep", "max_failure_share": 1.0})
     loop = GrpoLoop(timed, recipe.seed, task, engine, rewards)
     try:
         seconds = loop.step(1).seconds
     finally:
         loop.learner.optimiser.zero_grad()
-        load_weights(engine.policy, kept)
+        load_weights(engine.policy, before)
     return seconds["sample"] + seconds["score"], seconds["grade"] + seconds["update"]
 
 
@@ -197,32 +200,31 @@ def _report(
     scored: Sequence[ScoredGroup],
     rewards: RewardMix,
     samples: int,
-    tried: tuple[AtTemperature, ...],
+    temperatures: tuple[AtTemperature, ...],
     sample_s: float,
     update_s: float,
 ) -> ProbeReport:
-    ruled = rewards.accuracy_reward is not None
-    right = [sum(rewards.is_correct(s) for s in g.scored) for g in scored]
+    has_accuracy = rewards.accuracy_reward is not None
+    correct = [sum(rewards.is_correct(s) for s in g.scored) for g in scored]
     totals = [[t for t in g.totals if t is not None] for g in scored]
     completions = [s for g in scored for s in g.scored]
-    ended = [s.completion.length for s in completions if not s.completion.cut]
+    ended = [s.completion.length for s in completions if not s.completion.is_truncated]
     signal = {size: _signal(scored, size) for size in GROUP_SIZES}
-    here = _signal(scored, stage.group_size)
-    every_s = sample_s + here * update_s
+    current_signal = _signal(scored, stage.group_size)
     length_99 = float(np.percentile(ended, 99)) if ended else None
-    cut = _mean([s.completion.cut for s in completions])
+    truncated = _mean([s.completion.is_truncated for s in completions])
     return ProbeReport(
         stage=stage.label,
         note=note,
         prompts=len(scored),
         samples=samples,
         temperature=stage.sampling.temperature,
-        pass_at={k: _mean([pass_at(k, c, samples) for c in right]) for k in powers_of_two(samples)} if ruled else {},
-        all_right=_mean([c == samples for c in right]) if ruled else None,
-        all_wrong=_mean([c == 0 for c in right]) if ruled else None,
-        no_signal=1 - here,
+        pass_at={k: _mean([pass_at(k, c, samples) for c in correct]) for k in powers_of_two(samples)} if has_accuracy else {},
+        all_right=_mean([c == samples for c in correct]) if has_accuracy else None,
+        all_wrong=_mean([c == 0 for c in correct]) if has_accuracy else None,
+        no_signal=1 - current_signal,
         signal_at=signal,
-        cut_share=cut,
+        cut_share=truncated,
         failure_share=_mean([s.failure is not None for s in completions]),
         length_median=float(np.median(ended)) if ended else None,
         length_99=length_99,
@@ -231,75 +233,74 @@ def _report(
         between_std=float(np.std([np.mean(row) for row in totals if row], ddof=1)) if sum(map(bool, totals)) > 1 else 0.0,
         sample_s=sample_s,
         update_s=update_s,
-        step_s=every_s,
+        step_s=sample_s + current_signal * update_s,
         steps=stage.steps,
-        temperatures=tried,
+        temperatures=temperatures,
         choices=(
-            choose_group_size(stage.group_size, signal, _mean([c / samples for c in right]) if ruled else None),
-            choose_length(stage.sampling.max_new_tokens, length_99, cut),
-            choose_temperature(stage.sampling.temperature, tried, stage.group_size),
+            choose_group_size(stage.group_size, signal, _mean([c / samples for c in correct]) if has_accuracy else None),
+            choose_length(stage.sampling.max_new_tokens, length_99, truncated),
+            choose_temperature(stage.sampling.temperature, temperatures, stage.group_size),
         ),
     )
 
 
-def choose_group_size(current: int, signal: Mapping[int, float], solved: float | None) -> Choice:
-    """The smallest usual size whose double would bring little more signal; none where no size has any."""
+def choose_group_size(current: int, signal: Mapping[int, float], accuracy: float | None) -> Choice:
+    """The smallest usual size whose double brings little more signal; None if no size has enough."""
     key, largest = "group_size", max(GROUP_SIZES)
     if signal[largest] < LITTLE_SIGNAL:
-        cure = "warm-start it with an sft stage, or choose easier prompts"
-        if solved is None:
-            cure = "choose other prompts, or a reward with finer steps"
-        elif solved > 0.5:
-            cure = "choose harder prompts"
-        share = "" if solved is None else f" ({_percent(solved)} right)"
-        return Choice(key, current, None, f"even of {largest} completions nearly all score the same{share}: {cure}")
+        fix = "warm-start it with an sft stage, or choose easier prompts"
+        if accuracy is None:
+            fix = "choose other prompts, or a finer-grained reward"
+        elif accuracy > 0.5:
+            fix = "choose harder prompts"
+        correct = "" if accuracy is None else f" ({_percent(accuracy)} correct)"
+        return Choice(key, current, None, f"even of {largest} completions nearly all have the same reward{correct}: {fix}")
     usual = [size for size in GROUP_SIZES if size >= 8]
-    chosen = next((size for size in usual[:-1] if signal[2 * size] - signal[size] < WORTH), largest)
+    chosen = next((size for size in usual[:-1] if signal[2 * size] - signal[size] < MIN_GAIN), largest)
     if chosen == largest:
         return Choice(
             key,
             current,
             chosen,
-            f"{_percent(signal[chosen])} of groups would teach, {_percent(signal[chosen // 2])} with half as many",
+            f"{_percent(signal[chosen])} of groups have a signal, {_percent(signal[chosen // 2])} with half as many",
         )
-    told = f"{_percent(signal[chosen])} of groups would teach; with {2 * chosen} completions {_percent(signal[2 * chosen])}"
-    return Choice(key, current, chosen, told)
+    double = f"with {2 * chosen} completions {_percent(signal[2 * chosen])}"
+    return Choice(key, current, chosen, f"{_percent(signal[chosen])} of groups have a signal; {double}")
 
 
 def choose_length(current: int, length_99: float | None, cut_share: float) -> Choice:
-    """Room for 99 of 100 completions that end, and a quarter more; twice the limit where many were cut."""
+    """The length of 99 % of completions that end, and a quarter more; twice the limit if many were truncated."""
     key = "sampling.max_new_tokens"
     if length_99 is None:
-        return Choice(key, current, None, "every completion was cut: the model does not end by itself yet")
+        return Choice(key, current, None, "every completion was truncated: the model does not end its answers yet")
     if cut_share > 0.05:
-        return Choice(key, current, 2 * current, f"{_percent(cut_share)} of completions were cut at {current}")
+        return Choice(key, current, 2 * current, f"{_percent(cut_share)} of completions were truncated at {current}")
     chosen = 8 * math.ceil(1.25 * length_99 / 8)
     return Choice(
-        key, current, chosen, f"99 % of those that ended had up to {length_99:.0f} tokens; a quarter more is room to grow"
+        key, current, chosen, f"99 % of those that ended had up to {length_99:.0f} tokens; a quarter more leaves room to grow"
     )
 
 
-def choose_temperature(current: float, tried: Sequence[AtTemperature], group_size: int) -> Choice:
-    """The one with the most groups that teach; 1, which samples the policy itself, unless another is clearly better.
+def choose_temperature(current: float, measured: Sequence[AtTemperature], group_size: int) -> Choice:
+    """The temperature with the most groups with signal; 1, which samples the policy itself, unless another is clearly better.
 
-    More heat always makes rewards differ, in the end by spoiling answers: one that costs much of the accuracy is no choice,
-    nor, where there is none, one that costs reward.
+    A higher temperature always makes rewards differ more, in the end by spoiling answers. So one that costs much accuracy, or
+    reward if there is no accuracy, is not chosen.
     """
     key = "sampling.temperature"
-    plain = next(one for one in tried if one.temperature == 1.0)
-    sound = [one for one in tried if one.is_as_good_as(plain)]
-    best = max(sound, key=lambda one: one.signal)
+    at_one = next(t for t in measured if t.temperature == 1.0)
+    best = max((t for t in measured if t.is_as_good_as(at_one)), key=lambda t: t.signal)
     if best.signal < LITTLE_SIGNAL:
-        return Choice(key, current, None, "at no temperature did groups differ")
-    if best.signal - plain.signal < WORTH:
+        return Choice(key, current, None, "rewards of a group hardly differ at any temperature")
+    if best.signal - at_one.signal < MIN_GAIN:
         return Choice(
             key,
             current,
             1.0,
-            f"it samples the policy itself, and {_percent(plain.signal)} of groups of {group_size} would teach",
+            f"it samples the policy itself, and {_percent(at_one.signal)} of groups of {group_size} have a signal",
         )
-    told = f"{_percent(best.signal)} of groups of {group_size} would teach, at 1 only {_percent(plain.signal)}"
-    return Choice(key, current, best.temperature, told)
+    reason = f"{_percent(best.signal)} of groups of {group_size} have a signal, at 1 only {_percent(at_one.signal)}"
+    return Choice(key, current, best.temperature, reason)
 
 
 def _signal(scored: Sequence[ScoredGroup], size: int) -> float:

@@ -1,23 +1,22 @@
-"""One group: its completions from best to worst, with what each reward said and the advantage that came of it.
-
-What `oncurve replay` shows: the group, and whether it came out the same.
-"""
+"""One group: its completions from best to worst, each with its rewards and advantage. And the result of `oncurve replay`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from oncurve.operations.replay import ReplayResult
 from oncurve.records import STOPPED, Aspect, GradedGroup, ScoredCompletion, TokenStats
 from oncurve.terminal.text import DASH, clean, number, score, shorten, signed
 
-NOTABLE = 0.01
-"""A ratio this far from 1 is worth a word; with one update per step none is."""
+if TYPE_CHECKING:  # `oncurve show` must not import torch
+    from oncurve.operations.replay import ReplayResult
+
+NOTABLE_RATIO = 0.01
+"""A ratio at least this far from 1 is shown; with one update per step there is none."""
 Stats = Sequence[TokenStats | None]
 
 
@@ -26,7 +25,7 @@ def aspect_names(graded: GradedGroup) -> list[str]:
 
 
 class GroupTable:
-    """A group in one line per completion, the text shortened to what is left of the line."""
+    """A group with one line per completion. The text is shortened to the rest of the line."""
 
     def __init__(self, graded: GradedGroup) -> None:
         self.graded = graded
@@ -34,53 +33,53 @@ class GroupTable:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         names = aspect_names(self.graded)
         heads = ["advantage", "reward", *names, "tokens"]
-        cells = [[*self._numbers(place, names)] for place in self.graded.best_first]
+        cells = [[*self._numbers(index, names)] for index in self.graded.best_first]
         taken = sum(max(len(str(row[i])) for row in [heads, *cells]) + 2 for i in range(len(heads)))
         room = max(options.max_width - taken, 16)
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
         for head in heads:
             table.add_column(head, justify="right", no_wrap=True)
         table.add_column("completion", no_wrap=True, overflow="crop", max_width=room)
-        for place, row in zip(self.graded.best_first, cells, strict=True):
-            style = _style(self.graded.advantage_of(place))
-            shown = [Text(row[0], style), *map(Text, row[1:]), _ending(self.graded.scored.scored[place], room)]
-            table.add_row(*shown)
-        yield Text.assemble(("asked  ", "dim"), shorten(self.graded.group.prompt.shown, options.max_width - 8))
+        for index, row in zip(self.graded.best_first, cells, strict=True):
+            style = _style(self.graded.advantage_of(index))
+            table.add_row(Text(row[0], style), *map(Text, row[1:]), _text(self.graded.scored.scored[index], room))
+        yield Text.assemble(("prompt  ", "dim"), shorten(self.graded.group.prompt.shown, options.max_width - 9))
         yield table
 
-    def _numbers(self, place: int, names: Sequence[str]) -> list[str]:
-        scored = self.graded.scored.scored[place]
+    def _numbers(self, index: int, names: Sequence[str]) -> list[str]:
+        scored = self.graded.scored.scored[index]
         aspects = {a.name: a for a in scored.aspects}
         values = [_value(aspects.get(name)) for name in names]
-        return [signed(self.graded.advantage_of(place)), score(scored.total), *values, str(scored.completion.length)]
+        return [signed(self.graded.advantage_of(index)), score(scored.total), *values, str(scored.completion.length)]
 
 
 def render_group(graded: GradedGroup, stats: Stats = ()) -> RenderableType:
-    """A group in full: every completion's text as it was written, under a line with its numbers."""
-    seen = list(stats) or [None] * len(graded.graded)
+    """A group in full: every completion's complete text, under a line with its numbers."""
+    token_stats = list(stats) or [None] * len(graded.graded)
     prompt = graded.group.prompt
     parts: list[RenderableType] = [Text.assemble(("prompt  ", "dim"), (prompt.id, "dim")), Text(clean(prompt.shown), "bold")]
-    for rank, place in enumerate(graded.best_first, start=1):
-        scored = graded.scored.scored[place]
-        parts += [Text(), _headline(graded, place, rank, seen[place]), Text(clean(scored.completion.text)), *_remarks(scored)]
+    for rank, index in enumerate(graded.best_first, start=1):
+        scored = graded.scored.scored[index]
+        headline = _headline(graded, index, rank, token_stats[index])
+        parts += [Text(), headline, Text(clean(scored.completion.text)), *_reasons(scored)]
     return Group(*parts)
 
 
-def _headline(graded: GradedGroup, place: int, rank: int, seen: TokenStats | None) -> Text:
-    scored = graded.scored.scored[place]
-    advantage = graded.advantage_of(place)
+def _headline(graded: GradedGroup, index: int, rank: int, stats: TokenStats | None) -> Text:
+    scored = graded.scored.scored[index]
+    advantage = graded.advantage_of(index)
     facts = [f"reward {score(scored.total)}"]
     facts += [f"{a.name} {_value(a)}" + ("" if a.weight == 1 else f" × {a.weight:g}") for a in scored.aspects]
     facts += [f"{scored.completion.length} tokens", STOPPED[scored.completion.stop]]
-    if not graded.graded[place]:
+    if not graded.graded[index]:
         facts.append("not graded")
-    if seen is not None and len(seen.ratio) and float(abs(seen.ratio - 1).max()) > NOTABLE:
-        facts.append(f"largest ratio {number(float(seen.ratio.max()))}")
-    mark = ("advantage " + signed(advantage), _style(advantage))
-    return Text.assemble((f"{rank}. ", "dim"), mark, ("  " + " · ".join(facts), "dim"))
+    if stats is not None and len(stats.ratio) and float(abs(stats.ratio - 1).max()) > NOTABLE_RATIO:
+        facts.append(f"largest ratio {number(float(stats.ratio.max()))}")
+    label = ("advantage " + signed(advantage), _style(advantage))
+    return Text.assemble((f"{rank}. ", "dim"), label, ("  " + " · ".join(facts), "dim"))
 
 
-def _remarks(scored: ScoredCompletion) -> list[RenderableType]:
+def _reasons(scored: ScoredCompletion) -> list[RenderableType]:
     failed = [Text(f"   {a.name} failed: {a.failure}", "red") for a in scored.aspects if a.failure is not None]
     reasons = [Text(f"   {a.name}: {a.reason}", "dim") for a in scored.aspects if a.reason is not None]
     return [*failed, *reasons]
@@ -102,38 +101,36 @@ def _style(advantage: float | None) -> str:
     return "green" if advantage > 0 else "red" if advantage < 0 else ""
 
 
-def _ending(scored: ScoredCompletion, room: int) -> Text:
-    """The text, and a mark where it was cut or could not be rewarded."""
+def _text(scored: ScoredCompletion, room: int) -> Text:
+    """The completion's text, marked if it was truncated; the failure if it could not be rewarded."""
     if scored.failure is not None:
         return Text(shorten(f"! {scored.failure}", room), "red")
-    if scored.completion.cut:
-        return Text.assemble(shorten(scored.completion.text, room - 6), (" ⋯ cut", "yellow"))
+    if scored.completion.is_truncated:
+        return Text.assemble(shorten(scored.completion.text, room - 12), (" ⋯ truncated", "yellow"))
     return Text(shorten(scored.completion.text, room))
 
 
-def render_replay(found: ReplayResult, title: Text) -> RenderableType:
-    lines: list[RenderableType] = [title, GroupTable(found.now), Text(), Text(began(found), "dim")]
-    if not found.differences:
-        completions = found.now.group.completions
+def render_replay(result: ReplayResult, title: Text) -> RenderableType:
+    lines: list[RenderableType] = [title, GroupTable(result.replayed), Text(), Text(replay_start(result), "dim")]
+    if not result.differences:
+        completions = result.replayed.group.completions
         tokens = sum(len(c.token_ids) for c in completions)
-        told = (
-            f"identical: {len(completions)} completions, {tokens} tokens, their log-probs, rewards and advantages, bit for bit"
-        )
-        return Group(*lines, Text(told, "bold green"))
-    return Group(*lines, Text("not identical", "bold red"), *(Text(f"  {line}") for line in found.differences))
+        summary = f"identical: {len(completions)} completions, {tokens} tokens, log-probs, rewards and advantages, bit for bit"
+        return Group(*lines, Text(summary, "bold green"))
+    return Group(*lines, Text("not identical", "bold red"), *(Text(f"  {line}") for line in result.differences))
 
 
-def began(found: ReplayResult) -> str:
-    source = "the first weights" if found.start is None else f"the checkpoint of {found.start[0]} step {found.start[1]}"
-    return f"from {source}, {found.steps} {'step' if found.steps == 1 else 'steps'} done again"
+def replay_start(result: ReplayResult) -> str:
+    source = "the initial weights" if result.start is None else f"the checkpoint of {result.start[0]} step {result.start[1]}"
+    return f"{result.steps} {'step' if result.steps == 1 else 'steps'} repeated from {source}"
 
 
-def replay_data(found: ReplayResult) -> dict[str, Any]:
+def replay_data(result: ReplayResult) -> dict[str, Any]:
     return {
-        "stage": found.stage,
-        "step": found.step,
-        "identical": not found.differences,
-        "differences": found.differences,
-        "from": None if found.start is None else {"stage": found.start[0], "step": found.start[1]},
-        "steps_done_again": found.steps,
+        "stage": result.stage,
+        "step": result.step,
+        "identical": not result.differences,
+        "differences": result.differences,
+        "from": None if result.start is None else {"stage": result.start[0], "step": result.start[1]},
+        "steps_done_again": result.steps,
     }

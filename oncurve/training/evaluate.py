@@ -127,7 +127,7 @@ def summarise(scored: Sequence[ScoredGroup], rewards: RewardMix, stage: str, ste
     metrics = {
         **({"reward": float(np.mean(totals))} if totals else {}),
         "length_mean": float(np.mean([c.length for c in completions])),
-        "cut_share": float(np.mean([c.cut for c in completions])),
+        "cut_share": float(np.mean([c.is_truncated for c in completions])),
         **best_of_k_metrics(scored, correct),
     }
     accuracy = float(np.mean([is_correct for row in correct for is_correct in row])) if correct else None

@@ -73,7 +73,7 @@ class RunWriter(RunReader):
         metrics = {**report.metrics, **seconds}
         with self._transaction() as write:
             key = (report.stage, report.step)
-            write.execute("INSERT INTO steps VALUES (?, ?, ?, ?)", (*key, report.took, time.time()))
+            write.execute("INSERT INTO steps VALUES (?, ?, ?, ?)", (*key, report.total_seconds, time.time()))
             write.executemany("INSERT INTO metrics VALUES (?, ?, ?, ?)", [(*key, n, float(v)) for n, v in metrics.items()])
             self._write_groups(write, report.stage, report.step, report.groups, stats)
 

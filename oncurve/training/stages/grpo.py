@@ -287,7 +287,7 @@ def rollout_metrics(graded: Sequence[GradedGroup], rewards: RewardMix) -> dict[s
         "reward": float(np.mean(totals)) if totals else 0.0,
         "reward_std": float(np.mean(spreads)) if spreads else 0.0,
         "no_signal_share": float(np.mean([not g.has_signal for g in graded])) if graded else 1.0,
-        "cut_share": float(np.mean([s.completion.cut for s in scored])) if scored else 0.0,
+        "cut_share": float(np.mean([s.completion.is_truncated for s in scored])) if scored else 0.0,
         "failure_share": float(np.mean([s.failure is not None for s in scored])) if scored else 0.0,
         "length_mean": float(np.mean(lengths)) if lengths else 0.0,
         "length_min": float(min(lengths, default=0)),

@@ -121,7 +121,7 @@ def value_completion(s: ScoredCompletion, values: Floats, stage: Ppo, penalty_T:
     assert s.total is not None
     rewards_T = token_rewards(s.total, weighted_step_rewards(s), penalty_T, mask_T)
     values_T = values[: len(mask_T)].astype(np.float64)[mask_T]
-    value_after = float(values[len(mask_T)]) if s.completion.cut else 0.0
+    value_after = float(values[len(mask_T)]) if s.completion.is_truncated else 0.0
     advantages_T = gae(rewards_T, values_T, value_after, stage.gamma, stage.gae_lambda)
     reward_to_go_T = gae(rewards_T, np.zeros_like(values_T), value_after, stage.gamma, 1.0)
     return tuple(_at_loss_tokens(x_T, s) for x_T in (advantages_T, values_T, advantages_T + values_T, reward_to_go_T))
@@ -163,7 +163,7 @@ class PpoLearner(Learner):
     def _ids_to_value(self, group: ScoredGroup) -> dict[int, Ints]:
         """The graded completions, with one more token if a completion was truncated."""
         graded = {c: s.completion for c, s in enumerate(group.scored) if is_graded(s, self.ppo.mask_cut)}
-        return {c: append_placeholder(one.token_ids) if one.cut else one.token_ids for c, one in graded.items()}
+        return {c: append_placeholder(one.token_ids) if one.is_truncated else one.token_ids for c, one in graded.items()}
 
     def update(self, groups: Sequence[GradedGroup]) -> UpdateResult:
         self.value_updates, self.value_sums = [], dict.fromkeys(self.value_sums, 0.0)

@@ -88,7 +88,7 @@ class RejectionLoop:
 
     def _best_rows(self, group: ScoredGroup) -> Iterator[dict[str, Any]]:
         """The best ``keep`` completions of a group: the highest rewards, the shorter one of equals, equal texts once."""
-        good = [s for s in group.scored if s.total is not None and not s.completion.cut and self._is_good_enough(s)]
+        good = [s for s in group.scored if s.total is not None and not s.completion.is_truncated and self._is_good_enough(s)]
         ranked = sorted(good, key=lambda s: (-(s.total or 0.0), s.completion.length))
         best: dict[str, float | None] = {}
         for scored in ranked:

@@ -55,7 +55,7 @@ def test_a_step_is_what_the_formulas_say() -> None:
     assert report.metrics["reward_std"] == pytest.approx(np.mean(spreads))
     assert report.metrics["tokens"] == sum(len(a) for g in report.groups for a in g.advantages)
     assert {phase for phase in report.seconds if "/" not in phase} == {"sample", "score", "grade", "update"}
-    assert report.took == sum(report.seconds[phase] for phase in ("sample", "score", "grade", "update"))
+    assert report.total_seconds == sum(report.seconds[phase] for phase in ("sample", "score", "grade", "update"))
     assert 0 < sum(v for phase, v in report.seconds.items() if phase.startswith("update/")) <= report.seconds["update"]
     assert not torch.equal(snapshot(loop.engine.policy.model), before)
 
@@ -107,12 +107,14 @@ def test_cut_completions_leave_the_loss_where_asked_but_not_the_curve() -> None:
     cuts = 0
     for graded, stats in zip(report.groups, report.stats, strict=True):
         for c, counted, row, stat in zip(graded.group.completions, graded.graded, graded.advantages, stats, strict=True):
-            assert counted == (not c.cut)
-            assert not (c.cut and (np.any(row) or stat is not None))
-            cuts += c.cut
+            assert counted == (not c.is_truncated)
+            assert not (c.is_truncated and (np.any(row) or stat is not None))
+            cuts += c.is_truncated
     assert cuts > 0
     plain = loop_for({}, digits).step(1)
-    assert any(np.any(row) for g in plain.groups for row, c in zip(g.advantages, g.group.completions, strict=True) if c.cut)
+    assert any(
+        np.any(row) for g in plain.groups for row, c in zip(g.advantages, g.group.completions, strict=True) if c.is_truncated
+    )
 
 
 def test_silent_groups_are_replaced_by_fresh_prompts() -> None:

@@ -47,7 +47,11 @@ def test_the_best_of_each_group_that_are_good_enough_and_not_cut_are_kept(tmp_pa
     wanted = []
     for report in reports:
         for graded in report.groups:
-            good = {s.completion.text: s.total for s in graded.scored.scored if (s.total or 0) >= 2 and not s.completion.cut}
+            good = {
+                s.completion.text: s.total
+                for s in graded.scored.scored
+                if (s.total or 0) >= 2 and not s.completion.is_truncated
+            }
             best = sorted(good.values(), reverse=True)[:2]  # type: ignore[type-var]
             wanted += [(report.step, value) for value in best]
     assert sorted((r["step"], r["reward"]) for r in rows(tmp_path)) == sorted(wanted)
