@@ -161,7 +161,7 @@ class Policy:
                 self.fast_backbone.accumulator = None
 
     def encode(self, prompt: Prompt) -> Ints:
-        """A prompt as token ids: text as it is, messages through the chat template."""
+        """A prompt as token ids: text unchanged, messages through the chat template."""
         if not is_text(prompt.shown):
             raise ModelError(
                 prompt.id, "half of a character", because="a lone surrogate such as \\ud83d encodes no character",
@@ -289,7 +289,7 @@ def _check_attention(policy: Policy) -> None:
     config = policy.model.config.get_text_config()
     if config._attn_implementation != attention_interface.NAME:
         raise attention_interface.unsupported(
-            type(policy.model).__name__, "an implementation of its own, outside transformers' attention interface"
+            type(policy.model).__name__, "a custom implementation, outside of transformers' attention interface"
         )
     pack = _build_probe_pack(policy)
     attention = _CountingAttention(pack.attention)
@@ -304,7 +304,7 @@ def _check_attention(policy: Policy) -> None:
         )
         raise attention_interface.unsupported(
             type(policy.model).__name__,
-            f"layers outside transformers' attention interface, or a recurrent state ({names})",
+            f"layers outside of transformers' attention interface, or a recurrent state ({names})",
         )
     if any(count > 1 for count in attention.calls.values()) or set(attention.calls) - set(layers):
         raise attention_interface.unsupported(type(policy.model).__name__, "layers that attend more than once per token")

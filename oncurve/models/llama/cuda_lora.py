@@ -49,7 +49,7 @@ class JointLora:
         return self.first.is_enabled
 
     def product(self, x_NI: Tensor, bias_O: Tensor | None, launch: Mapping[str, Any] = NO_PDL) -> tuple[Tensor, Tensor]:
-        """(y, u), with y in a tensor of its own."""
+        """(y, u), with y in a separate tensor."""
         joint = x_NI @ self.weight.t()
         out = torch.empty(len(x_NI), self.columns, dtype=x_NI.dtype, device=x_NI.device)
         expand(joint, joint[:, self.columns :], self.b, self.scale, self.all_tiles, bias_O, out, launch)
