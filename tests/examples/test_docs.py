@@ -55,3 +55,13 @@ def test_the_design_lists_every_module_and_folder_of_the_tree() -> None:
     modules = {path.name for path in package.glob("*.py")} - {"__init__.py", "__main__.py"}
     packages = {f"{path.parent.relative_to(package)}/" for path in package.glob("*/**/__init__.py")}
     assert listed == modules | packages
+
+
+def test_the_readme_quotes_the_summary_that_training_prints() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    block = re.search(r"<!-- train-output -->\n(.*?)<!-- /train-output -->", readme, re.S)
+    assert block is not None
+    purposes = re.findall(r"^      (\S.*?)  +(oncurve \w+) runs/arithmetic-1", block[1], re.M)
+    assert [command for _, command in purposes] == ["oncurve show", "oncurve chat", "oncurve eval"]
+    source = (ROOT / "oncurve" / "terminal" / "live" / "summary.py").read_text(encoding="utf-8")
+    assert [purpose for purpose, command in purposes if f'("{purpose}", f"{command} {{run.path}}' not in source] == []
