@@ -42,10 +42,10 @@ def job_of(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     from oncurve.operations.run_model import export
     from oncurve.recipe.load import dump_recipe, find_recipe, load_recipe
     from oncurve.tasks.registry import build_task
-    from oncurve.terminal.errors import hush
+    from oncurve.terminal.errors import silence_libraries
     from oncurve.training.start import begin
 
-    hush()
+    silence_libraries()
     asked = load_recipe(find_recipe(Path(args.recipe)), tuple(args.set))
     place = next(i for i, stage in enumerate(asked.stages) if stage.type == "grpo")
     stage, start = asked.stages[place], str(work / "start")
@@ -68,7 +68,7 @@ def job_of(args: argparse.Namespace, work: Path) -> dict[str, Any]:
 def with_oncurve(job: dict[str, Any]) -> dict[str, Any]:
     from oncurve.recipe.load import load_recipe
     from oncurve.records import StepReport
-    from oncurve.terminal.errors import hush
+    from oncurve.terminal.errors import silence_libraries
     from oncurve.training.listeners import Listener
     from oncurve.training.start import begin
     from oncurve.training.trainer import TimeUp
@@ -84,7 +84,7 @@ def with_oncurve(job: dict[str, Any]) -> dict[str, Any]:
         def on_step(self, report: StepReport) -> None:
             marks.append((time.perf_counter() - began, report.metrics["reward"]))
 
-    hush()
+    silence_libraries()
     out = Path(job["folder"]) / "oncurve"
     with contextlib.suppress(TimeUp):
         begin(load_recipe(Path(job["recipe"])), out=out, listeners=[Watch()], minutes=job["seconds"] / 60)

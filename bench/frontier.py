@@ -28,7 +28,7 @@ from oncurve.recipe.load import find_recipe, load_recipe, parse_recipe
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder
-from oncurve.terminal.errors import hush
+from oncurve.terminal.errors import silence_libraries
 from oncurve.training.start import begin, resume
 from oncurve.training.trainer import TimeUp
 
@@ -146,7 +146,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1e9, help="stop after this time; the same command resumes")
     parser.add_argument("--draw", action="store_true", help="only print the table and draw the plot")
     args = parser.parse_args()
-    hush()
+    silence_libraries()
     asked, until = load_recipe(find_recipe(Path(args.recipe)), tuple(args.set)), time.monotonic() + 60 * args.minutes
     if not args.draw:
         judge = args.out / "reward-model" / "reward_models" / next(s.label for s in asked.stages if s.type == "reward_model")

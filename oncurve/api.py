@@ -1,9 +1,10 @@
-"""Oncurve from Python: `train`, `load_recipe`, and the handle of a run.
+"""The Python API: `train`, `load_recipe` and `Run`.
 
-    oncurve.train(oncurve.load_recipe("arithmetic"))
-    oncurve.train(model="tiny", prompts=["3+4=", "5+6="], rewards=[my_function], group_size=8)
+    run = oncurve.train(oncurve.load_recipe("arithmetic"))
+    run = oncurve.train(model="tiny", prompts=["3+4=", "5+6="], rewards=[my_function], group_size=8)
+    print(run.accuracy, run.metrics("reward"))
 
-Mistakes raise an `OncurveError`, which says where, what, why and how to mend it.
+A user error raises an `OncurveError`, which says where, what, why, and how to fix it.
 """
 
 from __future__ import annotations
@@ -45,17 +46,29 @@ RewardLike = Callable[..., Any] | Reward | str | tuple[Callable[..., Any] | Rewa
 """A function, an object with name, weight and score, the type of a built-in reward, or one of these with a weight."""
 Rewards = RewardMix | RewardLike | Sequence[RewardLike]
 ModelLike = Any
-"""`"tiny"`, a folder, a hub id, or a pair (model, tokenizer) of transformers' objects."""
+"""`"tiny"`, a folder, a hub id, a GGUF file, or a pair (model, tokenizer) of transformers' objects."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run on disk, while it trains or after."""
+    """A run on disk, while it trains or afterwards.
+
+    Example:
+        run = Run.open("arithmetic-1")
+        run.status                        # "finished"
+        run.accuracy                      # 0.99
+        run.metrics("reward")[-1]         # (400, 2.03): step and value
+        best = run.groups(step=400)[0].best_first[0]
+    """
 
     folder: RunFolder
 
     @classmethod
     def open(cls, name_or_path: str | Path, runs_dir: str | Path = "runs") -> Run:
+        """Opens a run by its name in ``runs_dir`` or by its path.
+
+        Example: Run.open("arithmetic-1"), Run.open("/data/runs/arithmetic-1")
+        """
         return cls(RunFolder.open(name_or_path, Path(runs_dir)))
 
     @property
@@ -68,43 +81,54 @@ class Run:
 
     @property
     def model_path(self) -> Path:
-        """The final model, in Hugging Face format."""
+        """The folder of the final model, in Hugging Face format.
+
+        Example: AutoModelForCausalLM.from_pretrained(run.model_path)
+        """
         return self.folder.model
 
     @property
     def recipe(self) -> Recipe:
+        """The resolved recipe that the run trains."""
         return load_recipe(self.folder.recipe)
 
     @property
     def status(self) -> Status:
+        """ "running", "interrupted", "finished" or "failed"."""
         return self.folder.state().current_status
 
     @property
     def evals(self) -> list[EvalReport]:
-        """Every measurement on held-out prompts, in order."""
+        """Every evaluation on held-out prompts, in order."""
         with RunReader.open(self.path) as store:
             return store.evals()
 
     @property
     def accuracy(self) -> float | None:
-        """The last held-out accuracy; None where nothing was held out, or no rule says what is right."""
-        found = self.evals
-        return found[-1].accuracy if found else None
+        """The last held-out accuracy; None if nothing was held out, or if there is no verifiable reward."""
+        evals = self.evals
+        return evals[-1].accuracy if evals else None
 
     @property
     def heldout_reward(self) -> float | None:
-        """The last mean reward on held-out prompts; None where nothing was held out."""
-        found = self.evals
-        return found[-1].reward if found else None
+        """The last mean reward on held-out prompts; None if nothing was held out."""
+        evals = self.evals
+        return evals[-1].reward if evals else None
 
     def metrics(self, name: str, stage: str | None = None) -> list[tuple[int, float]]:
-        """A metric's curve as (step, value), of a stage or of the last stage that logged it."""
+        """A metric's curve as (step, value), of a stage or of the last stage that logged it.
+
+        Example: run.metrics("reward"), run.metrics("loss", stage="sft")
+        """
         with RunReader.open(self.path) as store:
             stages = [stage] if stage is not None else [s.name for s in reversed(store.stages())]
             return next((curve for s in stages if (curve := store.metric(name, s))), [])
 
     def groups(self, step: int, stage: str | None = None) -> tuple[GradedGroup, ...]:
-        """The groups of a step, of a stage or of the last that sampled."""
+        """The groups of a step, of a stage or of the last stage that sampled.
+
+        Example: [group.group.prompt.shown for group in run.groups(step=100) if group.has_signal]
+        """
         with RunReader.open(self.path) as store:
             names = [s.name for s in store.stages() if s.type in SAMPLED_TYPES]
             name = stage or (names[-1] if names else "grpo")
@@ -129,59 +153,72 @@ def train(
     quiet: bool = False,
     **grpo_options: Any,
 ) -> Run:
-    """Train a recipe; or, without one, a single grpo stage on ``prompts`` with ``rewards``.
+    """Trains a recipe; or, without one, a single grpo stage on ``prompts`` with ``rewards``.
 
-    ``prompts`` are texts, lists of messages, or dicts with "prompt" and the columns that rewards need; ``rewards`` are
-    functions, called as `f(completion, prompt, …columns)` or as TRL calls them. ``grpo_options`` are keys of a grpo stage, as
-    ``optimiser={"learning_rate": 1e-3}``; what is unset is as in a recipe. ``model``, ``prompts`` and ``rewards`` stand in for
-    a recipe's own where both are given. ``resume`` goes on with a run, with the same prompts and rewards as before. In a script
-    that torchrun has started several times, every process comes here, and they train together.
+    ``prompts`` are texts, lists of messages, or dicts with "prompt" and the columns that rewards need. ``heldout`` are prompts
+    of the same kind for evaluation. ``rewards`` are functions, called as `f(completion, prompt, …columns)` or as TRL calls
+    them, names of built-in rewards, or pairs (reward, weight). ``grpo_options`` are keys of a grpo stage; defaults are those
+    of a recipe. With a recipe, ``model``, ``prompts`` and ``rewards`` replace the recipe's own. ``resume`` continues a run
+    with the same prompts and rewards. In a script that torchrun starts, every process calls this function, and they train
+    together.
+
+    Examples:
+        oncurve.train(oncurve.load_recipe("arithmetic", ["grpo.steps=50"]))
+
+        def short(completion):
+            return -len(completion) / 100
+
+        rows = [{"prompt": "3+4=", "answer": "7"}, {"prompt": "5+6=", "answer": "11"}]
+        oncurve.train(model="tiny", prompts=rows, rewards=["answer", (short, 0.1)], steps=100,
+                      optimiser={"learning_rate": 1e-3})
+
+        oncurve.train(resume="runs/arithmetic-1")
     """
-    from oncurve.terminal.errors import hush
+    from oncurve.terminal.errors import silence_libraries
     from oncurve.training import start
 
-    hush()
+    silence_libraries()
     options = {"group_size": group_size, "steps": steps, **grpo_options}
-    told = {key: value for key, value in options.items() if value is not None}
+    stage_keys = {key: value for key, value in options.items() if value is not None}
     mix = None if rewards is None else as_mix(rewards)
     task = None if prompts is None else PromptList.of(prompts, heldout)
     policy, source = _as_policy(model)
     began = time.monotonic()
-    given: dict[str, Any] = {"task": task, "rewards": mix, "policy": policy}
     if resume is not None:
-        _refuse_changes(told, "a run that goes on keeps its recipe", "leave it out")
+        _refuse_keys(stage_keys, "a resumed run keeps its recipe", "leave it out")
         folder = resume.folder if isinstance(resume, Run) else RunFolder.open(resume, Path(runs_dir))
-        asked = load_recipe(folder.recipe)
+        resolved = load_recipe(folder.recipe)
     else:
-        around = {"name": name, "seed": seed, "threads": threads}
-        asked = _recipe(recipe, told, task, mix, source, {key: value for key, value in around.items() if value is not None})
-    asked = with_ranks(asked)
-    with joined_ranks(asked, print_error) as world:
-        given |= {
-            "listeners": [LiveDisplay(Console(highlight=False))] if world.is_rank_zero and not quiet else [],
-            "world": world,
-        }
+        keys = {"name": name, "seed": seed, "threads": threads}
+        run_keys = {key: value for key, value in keys.items() if value is not None}
+        resolved = _build_recipe(recipe, stage_keys, task, mix, source, run_keys)
+    resolved = with_ranks(resolved)
+    with joined_ranks(resolved, print_error) as world:
+        listeners = [LiveDisplay(Console(highlight=False))] if world.is_rank_zero and not quiet else []
+        parts: dict[str, Any] = {
+            "task": task, "rewards": mix, "policy": policy, "listeners": listeners, "world": world,
+        }  # fmt: skip
         if resume is not None:
-            run = start.resume(folder, sets=[f"scale.ranks={world.size}"] if world.size > 1 else [], **given)
+            run = start.resume(folder, sets=[f"scale.ranks={world.size}"] if world.size > 1 else [], **parts)
         else:
-            run = start.begin(asked, runs_dir=Path(runs_dir), out=None if out is None else Path(out), **given)
+            run = start.begin(resolved, runs_dir=Path(runs_dir), out=None if out is None else Path(out), **parts)
     if world.is_rank_zero and not quiet:
         Console(highlight=False).print(render_summary(run, time.monotonic() - began))
     return Run(run)
 
 
-def _recipe(
+def _build_recipe(
     recipe: Recipe | None,
-    told: dict[str, Any],
+    stage_keys: dict[str, Any],
     task: PromptList | None,
     mix: RewardMix | None,
     source: str | None,
-    around: dict[str, Any],
+    run_keys: dict[str, Any],
 ) -> Recipe:
-    """The recipe as it is, with the model that was named; or one made of the keywords."""
+    """The given recipe with ``run_keys`` and the model; without one, a recipe with a single grpo stage."""
     if recipe is not None:
-        _refuse_changes(told, "the recipe says it", 'change the recipe: load_recipe(FILE, ["grpo.group_size=16"])')
-        changed = recipe.model_copy(update=around)
+        _refuse_keys(stage_keys, "it is a key of the recipe", 'change the recipe: load_recipe(FILE, ["grpo.group_size=16"])')
+        changed = recipe.model_copy(update=run_keys)
         return (
             changed
             if source is None
@@ -193,35 +230,35 @@ def _recipe(
             missing,
             "missing",
             because="without a recipe, training needs prompts and rewards",
-            fix="oncurve.train(model=…, prompts=[…], rewards=[f]), or give a recipe",
+            fix="oncurve.train(model=…, prompts=[…], rewards=[f]), or pass a recipe",
         )
-    _check_options(told)
-    # Texts in the prompts' columns stay where they are; the recipe says only that they came from Python.
-    named = [{"type": "python", "name": r.name, "weight": float(r.weight), "function": _where(r)} for r in mix.rewards]
+    _check_keys(stage_keys)
+    # The prompts are not part of the recipe, which only says that they came from Python.
+    reward_keys = [{"type": "python", "name": r.name, "weight": float(r.weight), "function": _where(r)} for r in mix.rewards]
     model = {} if source is None else {"model": {"source": source}}
-    data = {**around, **model, "task": {"type": FROM_PYTHON}, "rewards": named, "stages": [{"type": "grpo", **told}]}
-    return parse_recipe(data)
+    task_keys, stage = {"type": FROM_PYTHON}, {"type": "grpo", **stage_keys}
+    return parse_recipe({**run_keys, **model, "task": task_keys, "rewards": reward_keys, "stages": [stage]})
 
 
-def _refuse_changes(told: dict[str, Any], because: str, fix: str) -> None:
-    for key, value in told.items():
+def _refuse_keys(keys: dict[str, Any], because: str, fix: str) -> None:
+    for key, value in keys.items():
         raise RecipeError(key, value, because=because, fix=fix)
 
 
-def _check_options(told: dict[str, Any]) -> None:
-    """A keyword that is no key of a grpo stage: a slip of the pen, or a key of one of its sections."""
+def _check_keys(keys: dict[str, Any]) -> None:
+    """Refuses a keyword that is not a key of a grpo stage: a typo, or a key of one of its sections."""
     known = set(Grpo.model_fields) - {"type", "task", "rewards"}
     sections = {
         key: kind
         for key, field in Grpo.model_fields.items()
         if isinstance(kind := field.annotation, type) and issubclass(kind, Section)
     }
-    for key in told.keys() - known:
-        inside = next((name for name, kind in sections.items() if key in kind.model_fields), None)
-        fix = f"write {inside}={{{key!r}: …}}" if inside else "`oncurve recipe explain grpo` lists them all"
+    for key in keys.keys() - known:
+        section = next((name for name, kind in sections.items() if key in kind.model_fields), None)
+        fix = f"write {section}={{{key!r}: …}}" if section else "`oncurve recipe explain grpo` lists all keys"
         raise RecipeError(
             key,
-            "unknown keyword" + ("" if inside else did_you_mean(key, {*known, *KEYWORDS})),
+            "unknown keyword" + ("" if section else did_you_mean(key, {*known, *KEYWORDS})),
             because="it is neither a keyword of oncurve.train nor a key of a grpo stage",
             fix=fix,
         )
@@ -231,44 +268,44 @@ KEYWORDS = ("recipe", "model", "prompts", "rewards", "heldout", "name", "seed", 
 
 
 def as_mix(rewards: Rewards) -> RewardMix:
-    """Rewards as Python code writes them, made one; functions of the same name are told apart by a number."""
+    """Combines rewards as passed to `train` into one mix. Functions of the same name get a number."""
     if isinstance(rewards, RewardMix):
         return rewards
-    many = rewards if isinstance(rewards, list) or (isinstance(rewards, tuple) and not _weighted(rewards)) else [rewards]
-    if not many:
-        raise RewardError("rewards", "none", because="GRPO learns from rewards alone", fix="give at least one function")
+    sources = rewards if isinstance(rewards, list) or (isinstance(rewards, tuple) and not _is_weighted(rewards)) else [rewards]
+    if not sources:
+        raise RewardError("rewards", "none", because="GRPO learns only from rewards", fix="pass at least one function")
     built: list[Reward] = []
-    for reward in many:
-        built.append(_renamed(_as_reward(reward), [other.name for other in built]))
-    return RewardMix(built, [made.name for given, made in zip(many, built, strict=True) if _decides(given)])
+    for source in sources:
+        built.append(_with_unique_name(_as_reward(source), [other.name for other in built]))
+    return RewardMix(built, [reward.name for source, reward in zip(sources, built, strict=True) if _is_verifiable(source)])
 
 
-def _decides(given: Any) -> bool:
-    """Whether its 1 says that an answer is right: of a function and an object it is taken to; a name says what it is."""
-    plain = given[0] if isinstance(given, tuple) else given
-    return not isinstance(plain, str) or is_verifiable(RewardConfig(type=plain))
+def _is_verifiable(source: Any) -> bool:
+    """Whether a reward of 1 means that an answer is right: assumed of functions and objects, known of built-in rewards."""
+    reward = source[0] if isinstance(source, tuple) else source
+    return not isinstance(reward, str) or is_verifiable(RewardConfig(type=reward))
 
 
-def _weighted(value: tuple[Any, ...]) -> bool:
+def _is_weighted(value: tuple[Any, ...]) -> bool:
     return len(value) == 2 and isinstance(value[1], int | float) and not isinstance(value[1], bool)
 
 
 def _as_reward(reward: Any, weight: float | None = None) -> Reward:
     if isinstance(reward, tuple):
-        if not _weighted(reward):
+        if not _is_weighted(reward):
             raise RewardError("rewards", repr(reward), because="a pair is (reward, weight)", fix="for example (f, 0.5)")
         return _as_reward(reward[0], float(reward[1]))
     if isinstance(reward, str):
         return build_reward(RewardConfig(type=reward, weight=1.0 if weight is None else weight))
-    made = as_reward(reward)
+    built = as_reward(reward)
     if weight is None:
-        return made
-    return replace(made, weight=weight) if isinstance(made, FunctionReward) else _Reweighted(made, weight)
+        return built
+    return replace(built, weight=weight) if isinstance(built, FunctionReward) else _Reweighted(built, weight)
 
 
 @dataclass(frozen=True, slots=True)
 class _Reweighted:
-    """A reward under another weight; all else is its own."""
+    """A reward with another weight. Everything else is the inner reward's."""
 
     inner: Reward
     weight: float
@@ -284,7 +321,7 @@ class _Reweighted:
         return getattr(self.inner, name)
 
 
-def _renamed(reward: Reward, taken: Sequence[str]) -> Reward:
+def _with_unique_name(reward: Reward, taken: Sequence[str]) -> Reward:
     if not isinstance(reward, FunctionReward):
         return reward
     plain = "".join(c if c.isalnum() or c in "_-" else "" for c in reward.name) or "reward"
@@ -296,13 +333,13 @@ def _renamed(reward: Reward, taken: Sequence[str]) -> Reward:
 
 
 def _where(reward: Reward) -> str:
-    """Where a function was defined: for a person who reads the recipe later."""
+    """Where a function is defined, for readers of the stored recipe."""
     function = reward.function if isinstance(reward, FunctionReward) else type(reward)
     return f"{getattr(function, '__module__', '?')}:{getattr(function, '__qualname__', type(function).__name__)}"
 
 
 def _as_policy(model: ModelLike | None) -> tuple[Policy | None, str | None]:
-    """(policy, source): one of them for what was given, none where the recipe says it."""
+    """(policy, source): one of them is set; neither if the recipe has the model."""
     if model is None or isinstance(model, str | Path):
         return None, None if model is None else str(model)
     from oncurve.models.policy import Policy
@@ -315,5 +352,5 @@ def _as_policy(model: ModelLike | None) -> tuple[Policy | None, str | None]:
         "model",
         type(model).__name__,
         because="a model needs its tokenizer",
-        fix='give a folder, a hub id, "tiny", or (model, tokenizer)',
+        fix='pass a folder, a hub id, "tiny", or (model, tokenizer)',
     )

@@ -86,7 +86,7 @@ def test_a_recipe_trains_too(tmp_path: Path) -> None:
     run = oncurve.train(recipe, runs_dir=tmp_path, out=tmp_path / "mine", quiet=True)
     assert run.path == tmp_path / "mine"
     assert [e.stage for e in run.evals] == ["sft", "grpo"]
-    with pytest.raises(RecipeError, match="the recipe says it"):
+    with pytest.raises(RecipeError, match="it is a key of the recipe"):
         oncurve.train(recipe, group_size=4)
 
 

@@ -7,6 +7,6 @@ from collections.abc import Sequence
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    from oncurve.cli import app  # the commands are loaded only when the command line runs
+    from oncurve.cli import app  # imported here, because `oncurve.cli` is also imported for its parts
 
     return app.main(arguments)

@@ -1,4 +1,4 @@
-"""`oncurve compare`: a recipe under several algorithms, with a table and plots."""
+"""`oncurve compare`: trains a recipe with several algorithms and writes a table and plots."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from oncurve import trust
-from oncurve.cli.options import Json, RecipeName, Trust, say, trust_if_asked
+from oncurve.cli.options import Json, RecipeName, Trust, grant_trust, output
 from oncurve.errors import RecipeError
 from oncurve.recipe.load import load_recipe
 
@@ -21,35 +21,40 @@ COMPARISONS = Path("comparisons")
 def compare(
     recipe: RecipeName,
     algorithms: Annotated[
-        str, typer.Option("--algorithms", metavar="A,B,…", help="grpo and any other objective, ppo, trpo.")
+        str, typer.Option("--algorithms", metavar="A,B,…", help="grpo or any other objective, ppo, trpo.")
     ] = "grpo,ppo,rloo,reinforce,trpo",
-    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Runs of each algorithm.")] = 3,
+    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Runs per algorithm.")] = 3,
     budget: Annotated[
-        str, typer.Option("--budget", metavar="tokens|time", help="What the first algorithm used, and all others get.")
+        str, typer.Option("--budget", metavar="tokens|time", help="All algorithms get what the first one used: tokens or time.")
     ] = "tokens",
     sets: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Change the recipe; ALGORITHM.key=value changes that one's stage."),
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Change the recipe; ALGORITHM.KEY=VALUE changes one algorithm's stage."
+        ),
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="The comparison's folder.")] = None,
-    plots: Annotated[bool, typer.Option("--plots/--no-plots", help="Draw curves and bars, as SVG and PNG.")] = True,
+    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Folder of the comparison.")] = None,
+    plots: Annotated[bool, typer.Option("--plots/--no-plots", help="Draw curves and bars as SVG and PNG.")] = True,
     trusted: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """Compare algorithms on one recipe: same start, same prompts, same budget. Stopped, it goes on when asked again."""
+    """Compare algorithms on one recipe.
+
+    All get the same start, prompts and budget. Run the command again to continue an interrupted comparison.
+    """
     from oncurve.operations.compare import Comparison, request_of
     from oncurve.recipe.variants import ALGORITHMS
     from oncurve.terminal.comparison import as_markdown, comparison_data, render_comparison
 
     errors = Console(stderr=True, highlight=False)
-    trust_if_asked(trusted, trust.of_recipe(recipe))
+    grant_trust(trusted, trust.run_of_recipe(recipe))
     trust.check_recipe(recipe)
-    plain, own = _parted(recipe, sets or [], set(ALGORITHMS))
-    asked = load_recipe(recipe, plain)
-    folder = out or COMPARISONS / asked.name
-    made = Comparison.ask(folder, request_of(asked, algorithms, seeds, budget, own))
-    made.tell = lambda line: errors.print(Text(line, "dim"))
-    outcomes = made.go()
+    recipe_sets, algorithm_sets = _split_sets(recipe, sets or [], set(ALGORITHMS))
+    loaded = load_recipe(recipe, recipe_sets)
+    folder = out or COMPARISONS / loaded.name
+    comparison = Comparison.open(folder, request_of(loaded, algorithms, seeds, budget, algorithm_sets))
+    comparison.on_progress = lambda line: errors.print(Text(line, "dim"))
+    outcomes = comparison.run_all()
     data = json.dumps(comparison_data(outcomes), indent=2)
     (folder / "results.json").write_text(data, encoding="utf-8")
     (folder / "table.md").write_text(as_markdown(outcomes), encoding="utf-8")
@@ -60,15 +65,17 @@ def compare(
     if as_json:
         print(data)
         return
-    say(render_comparison(outcomes))
-    say(Text(f"\nruns, results.json, table.md{' and plots' if plots else ''} are in {folder}", "dim"))
+    output(render_comparison(outcomes))
+    output(Text(f"\nThe runs, results.json, table.md{' and the plots' if plots else ''} are in {folder}", "dim"))
 
 
-def _parted(recipe: str, sets: list[str], algorithms: set[str]) -> tuple[list[str], list[str]]:
-    """Changes of the recipe itself, and those of a single algorithm's stage: a name that the recipe has is the recipe's."""
+def _split_sets(recipe: str, sets: list[str], algorithms: set[str]) -> tuple[list[str], list[str]]:
+    """(changes of the recipe, changes of one algorithm's stage). A name that is a stage of the recipe belongs to the recipe."""
     labels = {stage.label for stage in load_recipe(recipe).stages}
-    own = [line for line in sets if (first := line.split(".", 1)[0]) in algorithms and first not in labels]
-    for line in own:
+    of_algorithm = [line for line in sets if (first := line.split(".", 1)[0]) in algorithms and first not in labels]
+    for line in of_algorithm:
         if "=" not in line:
-            raise RecipeError(f"--set {line}", "no value", because="a change has a key and a value", fix=f"--set {line}=VALUE")
-    return [line for line in sets if line not in own], own
+            raise RecipeError(
+                f"--set {line}", "no value", because="a change needs a key and a value", fix=f"--set {line}=VALUE"
+            )
+    return [line for line in sets if line not in of_algorithm], of_algorithm

@@ -1,17 +1,10 @@
-"""`oncurve doctor`: what will run on this machine, and what won't.
-
-`oncurve pairs`: preference data from a run's groups, for reward models and DPO.
-
-`oncurve replay`: a recorded group sampled again, to show that it comes out the same.
-
-`oncurve verify`: a run's folder checked end to end.
-"""
+"""Commands that inspect runs and this machine: runs, show, status, replay, verify, pairs, doctor."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -23,9 +16,9 @@ from oncurve.cli.options import (
     RunName,
     Runs,
     Trust,
-    say,
-    say_json,
-    trust_if_asked,
+    grant_trust,
+    output,
+    output_json,
 )
 from oncurve.errors import RecipeError, RunError
 from oncurve.runs.atomic_files import disk_errors
@@ -34,38 +27,43 @@ from oncurve.runs.feedback import preference_lines, read_preferences
 from oncurve.runs.folder import RunFolder, list_runs
 from oncurve.runs.preference_pairs import best_against_worst
 
-if TYPE_CHECKING:
-    pass
-
 
 def doctor(
     runs: Runs = RUNS,
     as_json: Json = False,
 ) -> None:
-    """Look at this machine: versions, GPU, a training step, the sandbox, the disk. Ends with 2 where something is wrong."""
-    with Console(stderr=True).status("looking"):
+    """Check this machine: versions, GPU, a training step, sandbox, disk.
+
+    Exits with 2 if a check fails.
+    """
+    with Console(stderr=True).status("checking"):
         from oncurve.operations import doctor
         from oncurve.terminal.checks import checks_data, render_checks
-        from oncurve.terminal.errors import hush
+        from oncurve.terminal.errors import silence_libraries
 
-        hush()
+        silence_libraries()
         checks = list(doctor.diagnose(runs))
     if as_json:
-        say_json(checks_data(checks))
+        output_json(checks_data(checks))
     else:
-        say(render_checks("this machine", checks, "Oncurve can train here"))
+        output(render_checks("this machine", checks, "Oncurve can train on this machine"))
     if any(check.mark == "wrong" for check in checks):
         raise typer.Exit(2)
 
 
 def pairs(
     run: RunName,
-    out: Annotated[Path, typer.Option("-o", "--out", metavar="FILE", help="Write here; a file that exists is refused.")],
-    stage: Annotated[str | None, typer.Option("--stage", help="Only this stage's groups; unset: all.")] = None,
-    people: Annotated[bool, typer.Option("--people", help="What people said in the studio, in place of rewards.")] = False,
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="FILE", help="File to write; must not exist.")],
+    stage: Annotated[str | None, typer.Option("--stage", help="Groups of this stage only; default: all stages.")] = None,
+    people: Annotated[
+        bool, typer.Option("--people", help="Use the labels that people gave in the studio instead of rewards.")
+    ] = False,
     runs: Runs = RUNS,
 ) -> None:
-    """Write preference pairs of a run's groups: the best completion against the worst, as JSON lines."""
+    """Write preference pairs from a run's groups.
+
+    Each pair is the best completion of a group against the worst, as a JSON line.
+    """
     folder = RunFolder.open(run, runs)
     with RunReader.open(folder.path) as store:
         if people:
@@ -73,42 +71,45 @@ def pairs(
         else:
             text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in best_against_worst(store, stage))
     if not text:
-        because = "nobody has ranked completions" if people else "no recorded group has completions of different rewards"
-        ranked = "rank groups in the studio (`oncurve studio`), or leave --people out for pairs by reward"
-        fix = ranked if people else "look at it with `oncurve show`, or name another run"
+        because = "no labels decide a pair" if people else "no recorded group has completions with different rewards"
+        rank = "rank groups in the studio (`oncurve studio`), or leave out --people for pairs by reward"
+        fix = rank if people else "look at the run with `oncurve show`, or choose another run"
         raise RunError(folder.name, "no pairs", because=because, fix=fix)
     if out.exists():
-        raise RunError(str(out), "already there", because="nothing is written over", fix="choose another name")
+        raise RunError(str(out), "already exists", because="nothing is overwritten", fix="choose another name")
     with disk_errors(out):
         out.write_text(text, encoding="utf-8")
     count = text.count("\n")
-    say(Text(f'{out}: {count} pairs; for a stage with type = "reward_model" or "dpo": prompt, chosen, rejected'))
+    output(Text(f'{out}: {count} pairs (prompt, chosen, rejected), for a stage with type = "reward_model" or "dpo"'))
 
 
 def replay(
     run: RunName,
-    step: Annotated[int, typer.Option("--step", min=1, help="The step.")],
-    group: Annotated[int, typer.Option("--group", min=0, help="The group, counted from 0.")],
-    stage: Annotated[str | None, typer.Option("--stage", help="Its stage; unset: the last that has such groups.")] = None,
+    step: Annotated[int, typer.Option("--step", min=1, help="Step of the group.")],
+    group: Annotated[int, typer.Option("--group", min=0, help="Index of the group, from 0.")],
+    stage: Annotated[str | None, typer.Option("--stage", help="Stage of the step; default: the last one with groups.")] = None,
     runs: Runs = RUNS,
     trusted: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """Sample a group again from the checkpoint before it, and show that it is identical. Ends with 2 where it is not."""
+    """Sample a recorded group again and check that it is identical.
+
+    Repeats the steps from the last checkpoint before it. Exits with 2 if it is not identical.
+    """
     folder = RunFolder.open(run, runs)
-    trust_if_asked(trusted, folder)
-    with Console(stderr=True).status("doing it again"):
+    grant_trust(trusted, folder)
+    with Console(stderr=True).status("replaying"):
         from oncurve.operations import replay
-        from oncurve.terminal.errors import hush
+        from oncurve.terminal.errors import silence_libraries
         from oncurve.terminal.group import render_replay, replay_data
 
-        hush()
-        found = replay.replay(folder, stage, step, group)
+        silence_libraries()
+        result = replay.replay(folder, stage, step, group)
     if as_json:
-        say_json({"run": folder.name, "group": group, **replay_data(found)})
+        output_json({"run": folder.name, "group": group, **replay_data(result)})
     else:
-        say(render_replay(found, Text(f"{folder.name}  {found.stage} step {step}  group {group}", "bold")))
-    if found.differences:
+        output(render_replay(result, Text(f"{folder.name}  {result.stage} step {step}  group {group}", "bold")))
+    if result.differences:
         raise typer.Exit(2)
 
 
@@ -118,69 +119,85 @@ def verify(
     trusted: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """Check a run: its database, every byte of its checkpoints, its recipe, and that its model loads. Ends with 2 where
-    something is wrong."""
+    """Check a run's database, checkpoints, recipe and model.
+
+    Exits with 2 if a check fails.
+    """
     folder = RunFolder.open(run, runs)
-    trust_if_asked(trusted, folder)
-    with Console(stderr=True).status("reading"):
+    grant_trust(trusted, folder)
+    with Console(stderr=True).status("verifying"):
         from oncurve.operations import verify
         from oncurve.terminal.checks import checks_data, render_checks
-        from oncurve.terminal.errors import hush
+        from oncurve.terminal.errors import silence_libraries
 
-        hush()
+        silence_libraries()
         checks = list(verify.verify(folder))
     if as_json:
-        say_json({"run": folder.name, **checks_data(checks)})
+        output_json({"run": folder.name, **checks_data(checks)})
     else:
-        say(render_checks(f"{folder.name}  {folder.path}", checks, "the run is whole"))
+        output(render_checks(f"{folder.name}  {folder.path}", checks, "the run is intact"))
     if any(check.mark == "wrong" for check in checks):
         raise typer.Exit(2)
 
 
-def list_all(runs: Runs = RUNS, as_json: Json = False) -> None:
-    """List the runs there are, newest first."""
+def runs(runs_dir: Runs = RUNS, as_json: Json = False) -> None:
+    """List all runs, newest first."""
     from oncurve.terminal.runs import render_runs, run_data
 
-    entries = list_runs(runs)
+    entries = list_runs(runs_dir)
     if as_json:
-        say_json([run_data(entry) for entry in entries])
+        output_json([run_data(entry) for entry in entries])
     elif entries:
-        say(render_runs(entries))
+        output(render_runs(entries))
     else:
-        say(Text(f"There is no run in {runs} yet. Start one: oncurve train arithmetic", "dim"))
+        output(Text(f"{runs_dir} has no runs yet. Start one: oncurve train arithmetic", "dim"))
 
 
 def show(
     run: RunName,
     step: Annotated[int | None, typer.Option("--step", min=1, help="Show this step's groups.")] = None,
-    group: Annotated[int | None, typer.Option("--group", min=0, help="Show this group of the step in full.")] = None,
-    stage: Annotated[
-        str | None, typer.Option("--stage", help="The step's stage; unset: the last grpo stage that has it.")
+    group: Annotated[
+        int | None, typer.Option("--group", min=0, help="Show this group of the step in full, counted from 0.")
     ] = None,
-    bad: Annotated[bool, typer.Option("--bad", help="Show the batches whose update was left out, and why.")] = False,
-    timing: Annotated[bool, typer.Option("--timing", help="Show where a step's time goes.")] = False,
+    stage: Annotated[str | None, typer.Option("--stage", help="Stage of the step; default: the last one that sampled.")] = None,
+    bad: Annotated[bool, typer.Option("--bad", help="Show batches whose update was skipped, and why.")] = False,
+    timing: Annotated[bool, typer.Option("--timing", help="Show the time of each phase of a step.")] = False,
     runs: Runs = RUNS,
     as_json: Json = False,
 ) -> None:
-    """Look at a run: its curves, a step's groups, one group in full, where its time goes, or what was left out."""
+    """Show a run's curves, a step's groups, or one group in full.
+
+    Also shows the time of each phase (--timing) and skipped updates (--bad).
+    """
     from oncurve.terminal import show
 
     folder = RunFolder.open(run, runs)
     if group is not None and step is None:
-        raise RecipeError("--group", group, because="a group is one of a step", fix="add --step N")
+        raise RecipeError("--group", group, because="a group belongs to a step", fix="add --step N")
     if bad:
-        from oncurve.terminal import bad_batches as shown
+        from oncurve.terminal.bad_batches import bad_data, render_bad
 
-        say_json(shown.bad_data(folder)) if as_json else say(shown.render_bad(folder))
+        output_json(bad_data(folder)) if as_json else output(render_bad(folder))
     elif timing:
-        from oncurve.terminal import timing as by_phase
+        from oncurve.terminal.timing import render_timing, timing_data
 
-        say_json(by_phase.timing_data(folder)) if as_json else say(by_phase.render_timing(folder))
+        output_json(timing_data(folder)) if as_json else output(render_timing(folder))
     elif as_json:
-        say_json(show.show_data(folder, stage, step, group))
+        output_json(show.show_data(folder, stage, step, group))
     elif step is None:
-        say(show.render_run(folder))
+        output(show.render_run(folder))
     elif group is None:
-        say(show.render_step(folder, stage, step))
+        output(show.render_step(folder, stage, step))
     else:
-        say(show.render_one_group(folder, stage, step, group))
+        output(show.render_one_group(folder, stage, step, group))
+
+
+def status(run: RunName, runs: Runs = RUNS, as_json: Json = False) -> None:
+    """Show a run's status and the current phase of each of its processes."""
+    from oncurve.terminal.status import render_status, status_data
+
+    folder = RunFolder.open(run, runs)
+    if as_json:
+        output_json(status_data(folder))
+    else:
+        output(render_status(folder))

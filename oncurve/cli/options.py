@@ -1,4 +1,4 @@
-"""What commands have in common: the options that many of them take, and how they answer."""
+"""Options that several commands share, and how commands print."""
 
 from __future__ import annotations
 
@@ -13,32 +13,34 @@ from oncurve import trust
 from oncurve.runs.folder import RunFolder
 
 Sets = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the recipe; may be repeated.")
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the recipe; can be repeated.")
 ]
-Runs = Annotated[Path, typer.Option("--runs", metavar="DIR", help="Where runs lie.")]
-Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="The run's folder, in place of a numbered one.")]
-Json = Annotated[bool, typer.Option("--json", help="For programs: JSON on standard output and nothing else.")]
-RunName = Annotated[str, typer.Argument(metavar="RUN", help="A run's name or folder.")]
+Runs = Annotated[Path, typer.Option("--runs", metavar="DIR", help="Folder of the runs.")]
+Out = Annotated[
+    Path | None, typer.Option("--out", metavar="DIR", help="Folder of the run, instead of a numbered one in --runs.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON only, for programs.")]
+RunName = Annotated[str, typer.Argument(metavar="RUN", help="Name or folder of a run.")]
 RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a built-in recipe.")]
 RunOrModel = Annotated[
-    str, typer.Argument(metavar="RUN|MODEL", help="A run, or a model as `oncurve models` names it, or a hub id.")
+    str, typer.Argument(metavar="RUN|MODEL", help="A run, a model as `oncurve models` lists it, or a hub id.")
 ]
 Trust = Annotated[
     bool,
-    typer.Option("--trust", help="Run the Python and send the keys that a run from elsewhere names. Remembered for that run."),
+    typer.Option("--trust", help="Allow the Python code and API keys that a run from elsewhere uses. Remembered for that run."),
 ]
 RUNS = Path("runs")
 
 
-def trust_if_asked(asked: bool, run: RunFolder | None) -> None:
-    """Records the user's --trust for a run; of a model, which runs no code, there is nothing to record."""
-    if asked and run is not None:
+def grant_trust(trusted: bool, run: RunFolder | None) -> None:
+    """Records --trust for a run. A model runs no code, so there is nothing to record for one."""
+    if trusted and run is not None:
         trust.grant(run)
 
 
-def say(what: RenderableType) -> None:
+def output(what: RenderableType) -> None:
     Console(highlight=False).print(what)
 
 
-def say_json(data: Any) -> None:
+def output_json(data: Any) -> None:
     print(json.dumps(data, ensure_ascii=False, indent=2))

@@ -60,10 +60,10 @@ class StudioGuard:
                 headers.setdefault("cache-control", "no-store")
             await send(message)
 
-        response = self._rejection_reason(scope) or self._check_token(scope)
+        response = self._refusal(scope) or self._check_token(scope)
         await (response or self.app)(scope, receive, send_guarded)
 
-    def _rejection_reason(self, scope: Scope) -> Response | None:
+    def _refusal(self, scope: Scope) -> Response | None:
         refused = rejection_reason(scope["method"], Headers(scope=scope), local_only=self.token is None)
         return None if refused is None else PlainTextResponse(refused[1], refused[0])
 

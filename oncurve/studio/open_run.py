@@ -13,7 +13,7 @@ from oncurve.recipe.load import load_recipe
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.runs.folder import RunFolder
 from oncurve.studio.queries import StudioQueries
-from oncurve.trust import Power
+from oncurve.trust import Capability
 
 if TYPE_CHECKING:
     from fastapi import Request
@@ -46,13 +46,13 @@ def recipe_of(run: RunFolder) -> Recipe:
     return load_recipe(run.recipe)
 
 
-def check_agreed(request: Request, powers: Sequence[Power], *, ticked: bool) -> None:
+def check_agreed(request: Request, capabilities: Sequence[Capability], *, ticked: bool) -> None:
     """Refuses to run code or send a key unless the studio was started with --allow-code and the user ticked the box."""
     allowed: bool = request.app.state.allow_code
-    if powers and not (allowed and ticked):
+    if capabilities and not (allowed and ticked):
         raise RewardError(
             "trust",
-            "; ".join(map(str, powers)),
+            "; ".join(map(str, capabilities)),
             because="this needs your agreement" if allowed else "this studio runs no code of a run and sends no key",
             fix="tick the box if you trust this run" if allowed else "start it with --allow-code, and tick the box on the page",
         )

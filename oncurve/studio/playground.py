@@ -26,7 +26,7 @@ from oncurve.studio import rewards
 from oncurve.studio.groups import cell_text
 from oncurve.studio.model_servers import ModelServer, ModelServers
 from oncurve.studio.open_run import check_agreed, find_run, open_reader, recipe_of
-from oncurve.trust import LOADED, Power, powers_of, powers_of_rewards
+from oncurve.trust import LOADING_PARTS, Capability, capabilities_of, capabilities_of_rewards
 
 play = APIRouter(prefix="/api/playground")
 PROMPTS = 30
@@ -65,7 +65,7 @@ def _offer(runs_dir: Path, name: str) -> dict[str, Any]:
     """A run's models, and the code that loading them would run."""
     asks: list[str] = []
     with contextlib.suppress(OncurveError):
-        asks = [str(power) for power in powers_of_model(runs_dir, name)]
+        asks = [str(capability) for capability in capabilities_of_model(runs_dir, name)]
     return {"run": name, "models": models_of(RunFolder(runs_dir / name)), "asks": asks}
 
 
@@ -91,7 +91,7 @@ def run_defaults(request: Request, name: str) -> dict[str, Any]:
     with open_reader(run) as store:
         prompts = [_prompt(row) for row in store.recent_prompts(PROMPTS)]
     configs = rewards.rewards_of(recipe)
-    asks = [str(power) for power in powers_of_rewards(configs)]
+    asks = [str(capability) for capability in capabilities_of_rewards(configs)]
     return {"prompts": prompts, "rewards": configs, "asks": asks, **_run_settings(recipe)}
 
 
@@ -125,16 +125,16 @@ class ModelTarget(BaseModel):
 def open_model(request: Request, model: ModelTarget) -> dict[str, Any]:
     """Starts the model's server if it is not running yet, and describes the model."""
     target = check_target(request.app.state.runs_dir, model.target)
-    check_agreed(request, powers_of_model(request.app.state.runs_dir, target), ticked=model.trusted)
+    check_agreed(request, capabilities_of_model(request.app.state.runs_dir, target), ticked=model.trusted)
     card = servers_of(request).open(target, trusted=model.trusted).card
     return {"target": model.target, "chat": card["chat"], "context": card["context"], "max_tokens": card["max_tokens"]}
 
 
-def powers_of_model(runs_dir: Path, target: str) -> list[Power]:
+def capabilities_of_model(runs_dir: Path, target: str) -> list[Capability]:
     """The code that loading a run's model runs. A model folder runs none: its code is refused."""
     for name in (target, target.rpartition("@")[0]):
         with contextlib.suppress(RunError):
-            return [power for power in powers_of(recipe_of(find_run(runs_dir, name))) if power.part in LOADED]
+            return [c for c in capabilities_of(recipe_of(find_run(runs_dir, name))) if c.part in LOADING_PARTS]
     return []
 
 
@@ -166,7 +166,7 @@ async def sample(request: Request, body: PlaygroundRequest) -> StreamingResponse
     """Streams JSON lines, each with new tokens of one sample. Sampling ends if the page closes the connection."""
     target = check_target(request.app.state.runs_dir, body.target)
     if target not in servers_of(request).running():
-        check_agreed(request, powers_of_model(request.app.state.runs_dir, target), ticked=False)
+        check_agreed(request, capabilities_of_model(request.app.state.runs_dir, target), ticked=False)
     server = await asyncio.to_thread(servers_of(request).open, target)
     return StreamingResponse(samples(server, body), media_type="application/x-ndjson")
 

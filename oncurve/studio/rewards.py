@@ -31,7 +31,7 @@ from oncurve.runs.views import aspect_view, finite, json_text
 from oncurve.studio.groups import EXCERPT
 from oncurve.studio.open_run import open_reader
 from oncurve.tasks.registry import build_task
-from oncurve.trust import powers_of
+from oncurve.trust import capabilities_of
 
 MAX_STEPS = 24
 MAX_COMPLETIONS = 4000
@@ -91,7 +91,7 @@ def rewards_of(recipe: Recipe) -> list[dict[str, Any]]:
     stage = recipe.stage_to_grade()
 
     def default_rewards() -> Sequence[Reward]:
-        if any(power.part == "task" for power in powers_of(recipe)):
+        if any(capability.part == "task" for capability in capabilities_of(recipe)):
             return ()  # building this task runs code, and a page must not do that unasked
         try:
             return build_task(task_for_stage(recipe, stage)).default_rewards

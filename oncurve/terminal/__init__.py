@@ -1,1 +1,1 @@
-"""What a run looks like in a terminal: the live display, summaries, tables, errors."""
+"""Terminal output: the live display, summaries, tables and errors."""

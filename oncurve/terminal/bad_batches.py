@@ -1,4 +1,4 @@
-"""`oncurve show RUN --bad`: the batches whose update was left out, and why."""
+"""`oncurve show RUN --bad`: the batches whose update was skipped, and why."""
 
 from __future__ import annotations
 
@@ -10,24 +10,23 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from oncurve.runs.bad_batches import BadBatch, bad_batches
+from oncurve.runs.bad_batches import FOLDER, BadBatch, bad_batches
 from oncurve.runs.folder import RunFolder
 from oncurve.terminal.text import number, score, shorten
 
-SHOWN = 3
-"""Groups of a batch that are shown, those with the largest rewards first; the file has all."""
+MAX_GROUPS = 3
+"""Groups of a batch that are shown, those with the largest rewards; the file has all."""
 
 
 def render_bad(run: RunFolder) -> RenderableType:
-    found = bad_batches(run.path)
-    if not found:
-        return Text(f"{run.name}: no update was left out", "green")
-    parts: list[RenderableType] = [
-        Text(f"{run.name}  {len(found)} {'batch' if len(found) == 1 else 'batches'} whose update was left out", "bold")
-    ]
-    for batch in found:
+    batches = bad_batches(run.path)
+    if not batches:
+        return Text(f"{run.name}: no update was skipped", "green")
+    count = "1 batch" if len(batches) == 1 else f"{len(batches)} batches"
+    parts: list[RenderableType] = [Text(f"{run.name}  {count} whose update was skipped", "bold")]
+    for batch in batches:
         parts += [Text(), *_batch(batch)]
-    return Group(*parts, Text(), Text(f"in full: {run.path / 'bad'}", "dim"))
+    return Group(*parts, Text(), Text(f"complete batches: {run.path / FOLDER}", "dim"))
 
 
 def _batch(batch: BadBatch) -> list[RenderableType]:
@@ -41,19 +40,19 @@ def _batch(batch: BadBatch) -> list[RenderableType]:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 2), header_style="dim")
     for name in ("reward", "tokens", "prompt", "completion"):
         table.add_column(name, justify="right" if name in ("reward", "tokens") else "left", no_wrap=True, overflow="ellipsis")
-    for group in sorted(batch.groups, key=_largest, reverse=True)[:SHOWN]:
-        best = max(group["completions"], key=lambda c: abs(c["reward"] or 0.0))
+    for group in sorted(batch.groups, key=_largest_reward, reverse=True)[:MAX_GROUPS]:
+        largest = max(group["completions"], key=lambda c: abs(c["reward"] or 0.0))
         cells = (
-            score(best["reward"]),
-            str(len(best["token_ids"])),
+            score(largest["reward"]),
+            str(len(largest["token_ids"])),
             shorten(group["prompt"], 24),
-            shorten(best["text"], 40),
+            shorten(largest["text"], 40),
         )
         table.add_row(*cells)
     return [*head, *why, table]
 
 
-def _largest(group: Mapping[str, Any]) -> float:
+def _largest_reward(group: Mapping[str, Any]) -> float:
     return max((abs(c["reward"] or 0.0) for c in group["completions"]), default=0.0)
 
 

@@ -1,7 +1,7 @@
-"""`oncurve chat`: one prompt after another, answered token by token as they are drawn.
+"""`oncurve chat`: answers one prompt after another, printing tokens as they are sampled.
 
-A single stream is what transformers' own `generate` does well, and it hands over each token as it comes; the native engine is
-built for groups. A model with a chat template is sent the whole conversation, any other goes on from each prompt by itself.
+Uses transformers' `generate`, which suits a single stream; the native engine is built for groups. A model with a chat template
+gets the complete conversation. Any other model continues each prompt on its own.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from oncurve.models.policy import Policy
 from oncurve.records import Prompt
 from oncurve.terminal.text import clean
 
-INVITE = "› "
+INPUT_PROMPT = "› "
 
 
 @dataclass(frozen=True, slots=True)
 class ChatSettings:
-    """How answers are drawn. Temperature 0 is greedy: the same each time."""
+    """How answers are sampled. Temperature 0 is greedy."""
 
     max_new_tokens: int = 512
     temperature: float = 0.0
@@ -32,22 +32,22 @@ class ChatSettings:
 
 
 class Printer(BaseStreamer):  # type: ignore[misc]
-    """Writes text as tokens come. The last character waits while it may be half of one: bytes arrive before characters do."""
+    """Prints tokens as they arrive. Holds back the end of the text while it is an incomplete UTF-8 character."""
 
     def __init__(self, policy: Policy, out: TextIO) -> None:
         self.policy, self.out = policy, out
         self.ids: list[int] = []
         self.shown = 0
-        self.prompt_seen = False
+        self.is_prompt_skipped = False
 
     @property
     def text(self) -> str:
         return clean(str(self.policy.tokenizer.decode(self.ids, skip_special_tokens=True)))
 
     def put(self, value: torch.Tensor) -> None:
-        """The prompt comes first, then a token at a time."""
-        if not self.prompt_seen:
-            self.prompt_seen = True
+        """transformers passes the prompt first, then one token at a time."""
+        if not self.is_prompt_skipped:
+            self.is_prompt_skipped = True
             return
         self.ids += value.flatten().tolist()
         text = self.text
@@ -72,55 +72,57 @@ class Chat:
         self.policy, self.settings = policy, settings
         policy.model.set_attn_implementation("eager")
         torch.manual_seed(settings.seed)
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
+        """Starts a new conversation."""
         system = self.settings.system or self.policy.system_prompt
         self.messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
 
     @property
-    def talks(self) -> bool:
+    def is_chat_model(self) -> bool:
         return bool(self.policy.tokenizer.chat_template)
 
     def ask(self, text: str, out: TextIO) -> str:
-        """Answers onto ``out`` and returns the answer."""
-        said = [*self.messages, {"role": "user", "content": text}]
-        prompt = Prompt("chat", messages=tuple(said)) if self.talks else Prompt("chat", text=text)
+        """Prints the answer to ``out`` and returns it."""
+        messages = [*self.messages, {"role": "user", "content": text}]
+        prompt = Prompt("chat", messages=tuple(messages)) if self.is_chat_model else Prompt("chat", text=text)
         ids = torch.from_numpy(self.policy.encode(prompt))[None].to(self.policy.device)
         room = self.policy.max_positions - ids.shape[1]
         if room < 1:
             raise ModelError(
                 "chat",
                 f"{ids.shape[1]} tokens",
-                because=f"the model addresses {self.policy.max_positions} positions, its answer included",
-                fix="ask something shorter, or begin anew with /new",
+                because=f"the model has {self.policy.max_positions} positions, including its answer",
+                fix="ask something shorter, or start a new conversation with /new",
             )
         printer = Printer(self.policy, out)
-        self.policy.model.generate(ids, attention_mask=torch.ones_like(ids), streamer=printer, **self._how(room))
-        if self.talks:
-            self.messages = [*said, {"role": "assistant", "content": printer.text}]
+        self.policy.model.generate(ids, attention_mask=torch.ones_like(ids), streamer=printer, **self._generation_options(room))
+        if self.is_chat_model:
+            self.messages = [*messages, {"role": "assistant", "content": printer.text}]
         return printer.text
 
-    def _how(self, room: int) -> dict[str, Any]:
+    def _generation_options(self, room: int) -> dict[str, Any]:
         settings = self.settings
-        how: dict[str, Any] = {
+        options: dict[str, Any] = {
             "max_new_tokens": min(settings.max_new_tokens, room),
             "eos_token_id": list(self.policy.eos_ids),
             "pad_token_id": self.policy.eos_ids[0],
             "do_sample": settings.temperature > 0,
         }
-        # A model's own generation config may hold sampling settings; only what was asked for here counts.
-        return how | {"temperature": settings.temperature or 1.0, "top_k": 0, "top_p": 1.0}
+        # Override the sampling settings that a model's generation config may contain.
+        return options | {"temperature": settings.temperature or 1.0, "top_k": 0, "top_p": 1.0}
 
 
 def converse(chat: Chat, lines: Iterable[str], out: TextIO, live: bool) -> None:
-    """Each line is asked in turn: one conversation at a terminal; from a pipe (``live`` is False) each a prompt of its own."""
+    """Answers each line: one conversation at a terminal; from a pipe (``live`` is False) each line is a separate prompt."""
     if live:
-        kind = "It remembers the conversation; /new begins another." if chat.talks else "It goes on from each prompt by itself."
-        out.write(f"{kind} Ctrl-D ends.\n")
+        memory = "The model sees the conversation so far; /new starts another."
+        hint = memory if chat.is_chat_model else "The model continues each prompt on its own."
+        out.write(f"{hint} Ctrl-D ends.\n")
     for line in lines:
         if line == "/new" or not live:
-            chat.forget()
+            chat.reset()
         if not line.strip() or line == "/new":
             continue
         try:
@@ -132,10 +134,10 @@ def converse(chat: Chat, lines: Iterable[str], out: TextIO, live: bool) -> None:
 
 
 def typed_lines() -> Iterator[str]:
-    """What a person types, with the line editing that `input` has, until Ctrl-D."""
+    """Lines typed at the terminal, with the line editing of `input`, until Ctrl-D."""
     while True:
         try:
-            yield input(INVITE)
+            yield input(INPUT_PROMPT)
         except EOFError:
             print()
             return

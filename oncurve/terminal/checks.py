@@ -1,4 +1,4 @@
-"""A list of checks as a table: what was looked at, how it stands, and a last line that sums up."""
+"""A list of checks as a table with a summary line, for `oncurve doctor` and `oncurve verify`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from oncurve.terminal.text import clean
 STYLES = {"ok": "green", "note": "yellow", "wrong": "bold red"}
 
 
-def render_checks(title: str, checks: Sequence[Check], all_well: str) -> RenderableType:
+def render_checks(title: str, checks: Sequence[Check], success: str) -> RenderableType:
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
@@ -24,8 +24,8 @@ def render_checks(title: str, checks: Sequence[Check], all_well: str) -> Rendera
     for check in checks:
         table.add_row(Text(check.mark, STYLES[check.mark]), Text(clean(check.name)), Text(clean(check.message)))
     wrong = sum(check.mark == "wrong" for check in checks)
-    last = Text(f"{wrong} of {len(checks)} are wrong" if wrong else all_well, "bold red" if wrong else "green")
-    return Group(Text(title, "bold"), table, last)
+    summary = Text(f"{wrong} of {len(checks)} checks failed" if wrong else success, "bold red" if wrong else "green")
+    return Group(Text(title, "bold"), table, summary)
 
 
 def checks_data(checks: Sequence[Check]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The table of a comparison: for the terminal, for a Markdown page, and as data."""
+"""The results of `oncurve compare`: a table for the terminal, Markdown, and JSON."""
 
 from __future__ import annotations
 
@@ -31,21 +31,22 @@ HEADS = (
 
 
 NOTE = (
-    "held-out: accuracy at the end; the reward where no rule says what is right. reward/1k samples: rise of mean reward. held, "
-    "trained: parameters. passes: forward/back over a step's samples, sampling aside. ±: std over seeds."
+    "held-out: final accuracy, or reward if there is no verifiable reward. reward/1k samples: rise of the mean reward. held, "
+    "trained: parameters in memory, parameters trained. passes: forward/backward per step's samples, without sampling. "
+    "±: std over seeds."
 )
 
 
 def by_algorithm(outcomes: Sequence[ArmResult]) -> dict[str, list[ArmResult]]:
-    """In the order in which they were asked for."""
-    found: dict[str, list[ArmResult]] = {}
+    """The results of each algorithm, in the order of the command line."""
+    groups: dict[str, list[ArmResult]] = {}
     for outcome in outcomes:
-        found.setdefault(outcome.algorithm, []).append(outcome)
-    return found
+        groups.setdefault(outcome.algorithm, []).append(outcome)
+    return groups
 
 
 def rows_of(outcomes: Sequence[ArmResult]) -> list[tuple[str, ...]]:
-    """One row for each algorithm: means over seeds, and ± the std over seeds (n − 1) where there are several."""
+    """One row per algorithm: means over seeds, and ± the std over seeds (n − 1) if there are several."""
     return [_row(name, runs) for name, runs in by_algorithm(outcomes).items()]
 
 
@@ -56,11 +57,11 @@ def _row(name: str, runs: Sequence[ArmResult]) -> tuple[str, ...]:
     return (
         name,
         _heldout(runs),
-        spread([r.reward_per_1k for r in runs], 3),
+        mean_and_std([r.reward_per_1k for r in runs], 3),
         f"{mean([r.samples for r in runs]):,.0f}",
         f"{mean([r.tokens for r in runs]):,.0f}",
-        spread([r.seconds for r in runs], 1),
-        spread([r.cpu_seconds for r in runs], 1),
+        mean_and_std([r.seconds for r in runs], 1),
+        mean_and_std([r.cpu_seconds for r in runs], 1),
         f"{max(r.memory_mib for r in runs):,.0f}",
         size(runs[0].held),
         size(runs[0].trained),
@@ -70,17 +71,17 @@ def _row(name: str, runs: Sequence[ArmResult]) -> tuple[str, ...]:
 
 def _heldout(runs: Sequence[ArmResult]) -> str:
     if any(math.isnan(r.accuracy) for r in runs):
-        return "reward " + spread([r.heldout_reward for r in runs], 2)
-    return spread([100 * r.accuracy for r in runs], 1) + " %"
+        return "reward " + mean_and_std([r.heldout_reward for r in runs], 2)
+    return mean_and_std([100 * r.accuracy for r in runs], 1) + " %"
 
 
-def spread(values: Sequence[float], digits: int) -> str:
+def mean_and_std(values: Sequence[float], digits: int) -> str:
     shown = f"{np.mean(values):.{digits}f}"
     return f"{shown} ± {np.std(values, ddof=1):.{digits}f}" if len(values) > 1 else shown
 
 
 def render_comparison(outcomes: Sequence[ArmResult]) -> Group:
-    """Two tables, so that they fit 80 columns: what was learned and in what time, and what it took."""
+    """Two tables, which fit 80 columns: results and time, then cost."""
     rows = rows_of(outcomes)
     return Group(_table(rows, (0, 1, 2, 5, 6)), Text(), _table(rows, (0, 3, 4, 7, 8, 9, 10)), Text(f"\n{NOTE}", "dim"))
 
@@ -100,8 +101,10 @@ def as_markdown(outcomes: Sequence[ArmResult]) -> str:
 
 
 def comparison_data(outcomes: Sequence[ArmResult]) -> list[dict[str, Any]]:
-    """Every run with its curve, and the figures that the table is made of."""
-    own = {"accuracy": None, "reward": None}
-    last = [asdict(o.curve[-1]) if o.curve else own for o in outcomes]
-    told = [{"accuracy": one["accuracy"], "heldout_reward": one["reward"]} for one in last]
-    return [asdict(o) | one | {"reward_per_1k": o.reward_per_1k} for o, one in zip(outcomes, told, strict=True)]
+    """Every run with its curve, and the figures of the table."""
+    rows = []
+    for outcome in outcomes:
+        last = outcome.curve[-1] if outcome.curve else None
+        heldout = {"accuracy": last.accuracy if last else None, "heldout_reward": last.reward if last else None}
+        rows.append(asdict(outcome) | heldout | {"reward_per_1k": outcome.reward_per_1k})
+    return rows

@@ -1,4 +1,4 @@
-"""Learning curves and memory bars of a comparison, as SVG and PNG. matplotlib enters here, and only when plots are drawn."""
+"""Learning curves and memory bars of a comparison, as SVG and PNG. The only module that imports matplotlib."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from oncurve.terminal.comparison import by_algorithm
 COLOURS = ("#1f5f8b", "#b4501e", "#2b7a4b", "#8a3f8f", "#9a7400", "#a1242b", "#3f6f76", "#5b5b8f")
 MARKS = "osD^vPX*"
 STYLE = {"svg.hashsalt": "oncurve", "font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
-"""A fixed salt: the same numbers give the same SVG, to the byte."""
+"""The fixed salt makes the SVG reproducible to the byte."""
 
 
 def draw(outcomes: Sequence[ArmResult], folder: Path) -> list[Path]:
-    """Writes the plots and names their files."""
+    """Writes the plots and returns their files."""
     plt = _pyplot()
     with plt.rc_context(STYLE):
         figures = {
@@ -41,7 +41,7 @@ def _pyplot() -> Any:
             "oncurve compare",
             "matplotlib is not installed",
             because="plots are drawn with it",
-            fix=f"{pip_install('plots')}, or ask for the table alone by --no-plots",
+            fix=f"{pip_install('plots')}, or use --no-plots",
         ) from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
@@ -55,23 +55,23 @@ def _save(figure: Any, file: Path) -> Path:
 
 
 def _curves(plt: Any, outcomes: Sequence[ArmResult], along: str, label: str) -> Any:
-    """Mean held-out accuracy over seeds, or reward where there is none, with the span of the seeds behind it."""
-    ruled = all(p.accuracy is not None for outcome in outcomes for p in outcome.curve)
+    """Mean held-out accuracy over seeds, or reward if there is no accuracy, with the range over seeds as a band."""
+    has_accuracy = all(p.accuracy is not None for outcome in outcomes for p in outcome.curve)
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     for i, (name, runs) in enumerate(by_algorithm(outcomes).items()):
         length = min(len(r.curve) for r in runs)
         if not length:
             continue
         x = np.mean([[getattr(p, along) for p in r.curve[:length]] for r in runs], axis=0)
-        y = np.array([[p.accuracy if ruled else p.reward for p in r.curve[:length]] for r in runs], float) * (
-            100 if ruled else 1
+        y = np.array([[p.accuracy if has_accuracy else p.reward for p in r.curve[:length]] for r in runs], float) * (
+            100 if has_accuracy else 1
         )
         colour = COLOURS[i % len(COLOURS)]
         axes.plot(x, y.mean(0), color=colour, marker=MARKS[i % len(MARKS)], markersize=4, label=name)
         if len(runs) > 1:
             axes.fill_between(x, y.min(0), y.max(0), color=colour, alpha=0.15, linewidth=0)
-    axes.set(xlabel=label, ylabel="held-out accuracy, %" if ruled else "held-out reward", xlim=(0, None))
-    if ruled:
+    axes.set(xlabel=label, ylabel="held-out accuracy, %" if has_accuracy else "held-out reward", xlim=(0, None))
+    if has_accuracy:
         axes.set_ylim(0, None)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
@@ -79,16 +79,16 @@ def _curves(plt: Any, outcomes: Sequence[ArmResult], along: str, label: str) -> 
 
 
 def _bars(plt: Any, outcomes: Sequence[ArmResult]) -> Any:
-    """Parameters held and trained beside the peak memory: what an algorithm adds to the model itself."""
+    """Parameters in memory and trained, next to the peak memory: what an algorithm adds to the model itself."""
     groups = by_algorithm(outcomes)
     figure, (left, right) = plt.subplots(1, 2, figsize=(8, 0.9 + 0.42 * len(groups)), layout="constrained")
-    names, places = list(groups), np.arange(len(groups))
-    left.barh(places - 0.19, [r[0].held / 1e6 for r in groups.values()], 0.36, color=COLOURS[0], label="held")
-    left.barh(places + 0.19, [r[0].trained / 1e6 for r in groups.values()], 0.36, color=COLOURS[1], label="trained")
-    left.set(xlabel="parameters, millions", yticks=places, yticklabels=names)
+    names, positions = list(groups), np.arange(len(groups))
+    left.barh(positions - 0.19, [r[0].held / 1e6 for r in groups.values()], 0.36, color=COLOURS[0], label="held")
+    left.barh(positions + 0.19, [r[0].trained / 1e6 for r in groups.values()], 0.36, color=COLOURS[1], label="trained")
+    left.set(xlabel="parameters, millions", yticks=positions, yticklabels=names)
     left.legend(frameon=False)
-    right.barh(places, [max(r.memory_mib for r in runs) for runs in groups.values()], 0.5, color=COLOURS[2])
-    right.set(xlabel="peak memory of the run, MiB", yticks=places, yticklabels=names)
+    right.barh(positions, [max(r.memory_mib for r in runs) for runs in groups.values()], 0.5, color=COLOURS[2])
+    right.set(xlabel="peak memory of the run, MiB", yticks=positions, yticklabels=names)
     for axes in (left, right):
         axes.invert_yaxis()
     return figure

@@ -1,8 +1,7 @@
-"""What is told on standard error: a user's mistake as one block (what and where, because, fix), and advice.
+"""Messages on standard error: a user error as one block (where and what, because, fix), and advice.
 
-A word that is wider than the window stays whole, so that a path or a command can be copied as it stands.
-
-Other libraries' progress bars would tear the display apart.
+Long words are never broken, so that a path or a command can be copied. And silences other libraries' progress bars, which would
+garble the live display.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from oncurve.errors import OncurveError
 
 def print_error(error: OncurveError) -> None:
     console = Console(stderr=True, highlight=False)
-    width, beside = console.width - 1, " " * 10
+    width, indent = console.width - 1, " " * 10
     head = Text(_wrapped("error ", f"{error.where}: {error.what}", width))
     head.stylize("bold red", 0, 5)
     head.stylize("bold", 6, 6 + len(error.where))
-    because = Text(_wrapped("  because ", error.because, width, beside), "dim")
-    fix = Text(_wrapped("  fix     ", error.fix, width, beside))
+    because = Text(_wrapped("  because ", error.because, width, indent), "dim")
+    fix = Text(_wrapped("  fix     ", error.fix, width, indent))
     fix.stylize("green", 0, 5)
     console.print(Text("\n").join([head, because, fix]), soft_wrap=True)
 
@@ -33,16 +32,16 @@ def print_advice(line: str) -> None:
 
 
 def _wrapped(label: str, text: str, width: int, indent: str = "") -> str:
-    """Lines of at most the width where words allow it. The label is never parted from the first word."""
-    usual = textwrap.TextWrapper(width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    """Wraps a text to the width, as far as its words allow. The label stays on the line of the first word."""
+    wrapper = textwrap.TextWrapper(width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
     first, *others = text.splitlines() or [""]
-    begun = label + usual.fill("x" * len(label) + first)[len(label) :]
-    usual.initial_indent = indent
-    return "\n".join([begun, *map(usual.fill, others)])
+    labelled = label + wrapper.fill("x" * len(label) + first)[len(label) :]
+    wrapper.initial_indent = indent
+    return "\n".join([labelled, *map(wrapper.fill, others)])
 
 
-def hush() -> None:
-    """Silences the bars and advice of transformers, its hub and bitsandbytes; their errors still come through as exceptions."""
+def silence_libraries() -> None:
+    """Silences progress bars and warnings of transformers, huggingface_hub and bitsandbytes. Their exceptions still arrive."""
     from logging import CRITICAL, ERROR, getLogger
 
     from huggingface_hub.utils import logging as hub

@@ -1,6 +1,6 @@
-"""Held-out accuracy with its uncertainty: tables for `eval`, for a run's summary, and the same as plain data.
+"""Held-out accuracy with its confidence interval: tables for `eval` and for a run's summary, and the same as JSON.
 
-Where no rule says what is right, the mean reward takes its place.
+Without a verifiable reward there is no accuracy, and the mean reward is shown instead.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Z_95 = 1.959964
 
 
 def wilson(share: float, count: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share seen in ``count`` independent trials (Wilson 1927).
+    """Wilson's 95 % interval of a share observed in ``count`` independent trials (Wilson 1927).
 
-    (p + z²/2n ± z √(p(1−p)/n + z²/4n²)) / (1 + z²/n). Unlike p ± z √(p(1−p)/n) it is sound at 0, at 1 and for few trials.
+    (p + z²/2n ± z √(p(1−p)/n + z²/4n²)) / (1 + z²/n). Unlike p ± z √(p(1−p)/n) it is valid at 0, at 1 and for few trials.
     """
     if count == 0:
         return 0.0, 1.0
@@ -35,7 +35,7 @@ def wilson(share: float, count: int) -> tuple[float, float]:
 
 
 def interval_of(solved: float, answers: int, samples: int) -> tuple[float, float]:
-    """The interval of an accuracy. Trials are prompts, not answers: several answers to one prompt are not independent."""
+    """The interval of an accuracy. Trials are prompts, not answers, because answers to one prompt are not independent."""
     return wilson(solved / answers if answers else 0.0, answers // max(samples, 1))
 
 
@@ -50,19 +50,19 @@ def reward_interval(report: EvalReport) -> tuple[float, float] | None:
 
 
 def render_eval(report: EvalReport, title: str, samples: int) -> RenderableType:
-    """`eval`'s answer: the accuracy with its interval, then by difficulty; or the mean reward with its own."""
+    """The output of `eval`: the accuracy with its interval, then by difficulty; or the mean reward with its interval."""
     metrics = report.metrics
-    facts = f"length {number(metrics.get('length_mean'))} tokens · {percent(metrics.get('cut_share'))} cut"
+    facts = f"length {number(metrics.get('length_mean'))} tokens · {percent(metrics.get('cut_share'))} truncated"
     if report.accuracy is None:
-        told = Text(f"{facts} · no rule says what is right", "dim")
-        return Group(Text(title, "bold"), told, Text(), _mean_reward(report, samples))
-    table = _table("", "accuracy", "95 % interval", "solved")
+        subtitle = Text(f"{facts} · no accuracy: no verifiable reward", "dim")
+        return Group(Text(title, "bold"), subtitle, Text(), _mean_reward(report, samples))
+    table = _table("", "accuracy", "95 % interval", "correct")
     answers = report.asked * samples
     table.add_row(*_row("all", report.accuracy * answers, answers, samples), style="bold")
     for level, (solved, asked) in report.by_difficulty.items():
         table.add_row(*_row(level, solved, asked, samples))
-    for word, share in _several(report):
-        table.add_row(*_row(word, share * report.asked, report.asked, 1), style="dim")
+    for name, share in _of_k_samples(report):
+        table.add_row(*_row(name, share * report.asked, report.asked, 1), style="dim")
     return Group(Text(title, "bold"), Text(f"reward {number(report.reward)} · {facts}", "dim"), Text(), table)
 
 
@@ -81,13 +81,13 @@ def _table(*heads: str) -> Table:
     return table
 
 
-def _several(report: EvalReport) -> list[tuple[str, float]]:
-    """pass@k and maj@k where problems were answered several times. Trials are problems; for k below the samples of each the
-    interval is wider than need be."""
-    shown = {"pass_at/": "pass@", "maj_at/": "maj@"}
+def _of_k_samples(report: EvalReport) -> list[tuple[str, float]]:
+    """pass@k and maj@k, if each problem was sampled several times. Trials are problems; for k below the number of samples the
+    interval is wider than necessary."""
+    families = {"pass_at/": "pass@", "maj_at/": "maj@"}
     return [
-        (name.replace(family, word), value)
-        for family, word in shown.items()
+        (name.replace(family, label), value)
+        for family, label in families.items()
         for name, value in report.metrics.items()
         if name.startswith(family)
     ]
@@ -96,12 +96,12 @@ def _several(report: EvalReport) -> list[tuple[str, float]]:
 def _row(name: str, solved: float, answers: int, samples: int) -> tuple[str, str, str, str]:
     low, high = interval_of(solved, answers, samples)
     share = percent(solved / answers, 1) if answers else DASH
-    counted = abs(solved - round(solved)) < 1e-6  # an estimate, such as pass@2 of 8 samples, is no count
-    return name, share, f"{100 * low:.1f} – {100 * high:.1f} %", f"{round(solved)} of {answers}" if counted else DASH
+    is_count = abs(solved - round(solved)) < 1e-6  # pass@2 of 8 samples, for one, is an estimate
+    return name, share, f"{100 * low:.1f} – {100 * high:.1f} %", f"{round(solved)} of {answers}" if is_count else DASH
 
 
 def eval_data(report: EvalReport, samples: int) -> dict[str, Any]:
-    """The same for a program. Without a rule, `accuracy` and its interval are None, and the reward is the measure."""
+    """The same as JSON. Without a verifiable reward, `accuracy` and its interval are None; the reward has its own interval."""
     levels = {
         level: {
             "solved": solved,
@@ -112,49 +112,50 @@ def eval_data(report: EvalReport, samples: int) -> dict[str, Any]:
         for level, (solved, asked) in report.by_difficulty.items()
     }
     answers = report.asked * samples
-    own = None if report.accuracy is None else list(interval_of(report.accuracy * answers, answers, samples))
+    interval = None if report.accuracy is None else list(interval_of(report.accuracy * answers, answers, samples))
     ends = reward_interval(report)
     return {
         "accuracy": report.accuracy,
-        "interval": own,
+        "interval": interval,
         "reward": report.reward,
         "reward_interval": None if ends is None else list(ends),
         "asked": report.asked,
         "samples": samples,
-        **{word: {"share": share, "interval": list(wilson(share, report.asked))} for word, share in _several(report)},
+        **{name: {"share": share, "interval": list(wilson(share, report.asked))} for name, share in _of_k_samples(report)},
         "by_difficulty": levels,
         "metrics": dict(report.metrics),
     }
 
 
 def heldout_tables(evals: Sequence[EvalReport]) -> list[RenderableType]:
-    """What a run's measurements came to: of stages with a rule the accuracy, of others the reward; an empty line after each."""
-    ruled = [report for report in evals if report.accuracy is not None]
-    free = [report for report in evals if report.accuracy is None]
-    tables = [accuracy_table(ruled)] if ruled else []
-    tables += [reward_table(free)] if free else []
+    """The results of a run's evaluations: accuracy, and reward for stages without a verifiable reward. An empty line follows
+    each table."""
+    with_accuracy = [report for report in evals if report.accuracy is not None]
+    without = [report for report in evals if report.accuracy is None]
+    tables = [accuracy_table(with_accuracy)] if with_accuracy else []
+    tables += [reward_table(without)] if without else []
     return [part for table in tables for part in (table, Text())]
 
 
 def reward_table(evals: Sequence[EvalReport]) -> Table:
-    """Of each stage the mean reward before its first step, and at its last measurement."""
+    """Each stage's mean reward before its first step and at its last evaluation."""
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
     table.add_column("held-out reward", no_wrap=True)
     by_stage: dict[str, list[EvalReport]] = {}
     for report in evals:
         by_stage.setdefault(report.stage, []).append(report)
-    shown = []
+    rewards = []
     for stage, reports in by_stage.items():
         ends = {"before": reports[0], "after": reports[-1]} if reports[0].step == 0 else {"after": reports[-1]}
         for when, report in ends.items():
             table.add_column(f"{when} {stage}", justify="right", overflow="fold", vertical="bottom")
-            shown.append(score(report.reward))
-    table.add_row("mean", *shown, style="bold")
+            rewards.append(score(report.reward))
+    table.add_row("mean", *rewards, style="bold")
     return table
 
 
 def accuracy_table(evals: Sequence[EvalReport]) -> Table:
-    """Difficulty × stage: the last measurement of each stage, in order."""
+    """Difficulty × stage: the last evaluation of each stage."""
     last = {report.stage: report for report in evals}
     levels = list(dict.fromkeys(level for report in last.values() for level in report.by_difficulty))
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")

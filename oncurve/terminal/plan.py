@@ -1,4 +1,4 @@
-"""A plan in a terminal: the verdict, algorithms side by side as bars, memory by part and phase, time, and growth."""
+"""`oncurve plan`: the verdict, memory bars of the algorithms, memory by part and phase, step time, and scaling."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from oncurve.plan.plan import Plan, ScalingPoint, scaling_points, seconds_text, 
 from oncurve.terminal.text import number, percent
 from oncurve.terminal.text import size as count
 
-LOOKS: dict[str, tuple[str, str]] = {
+PART_STYLES: dict[str, tuple[str, str]] = {
     "weights": ("w", "white on blue"),
     "adapter": ("t", "black on bright_cyan"),
     "master weights": ("M", "white on dark_blue"),
@@ -32,22 +32,22 @@ LOOKS: dict[str, tuple[str, str]] = {
     "critic": ("c", "white on red3"),
     "cuda context": ("x", "white on grey37"),
 }
-"""A letter and a colour for each part: bars are read without colours too."""
+"""A letter and a colour for each part of memory, so that bars are readable without colours."""
 
 
-def render_plan(job: Job, own: Plan, plans: Sequence[Plan], assumed: str) -> RenderableType:
-    """All of it, for the job as asked (`own`) and beside its alternatives."""
+def render_plan(job: Job, plan: Plan, plans: Sequence[Plan], assumed: str) -> RenderableType:
+    """The plan of a job, next to the plans of other algorithms."""
     return Group(
         _heading(job, assumed),
         Text(),
-        _verdict(own),
+        _verdict(plan),
         Text(),
         Bars(plans, job.gpu.memory),
-        Text(f"\n{own.title}: GiB by part at the worst moment of each phase", "bold"),
-        _by_phase(own),
-        Text("\nseconds a step by phase", "bold"),
+        Text(f"\n{plan.title}: peak memory of each phase by part, GiB", "bold"),
+        _by_phase(plan),
+        Text("\nseconds per step by phase", "bold"),
         _times(plans),
-        Text("\nhow it grows, one thing changed at a time; other models are Qwen3's", "bold"),
+        Text("\nscaling, one setting changed at a time; other models are Qwen3", "bold"),
         *_growth_tables(scaling_points(job)),
     )
 
@@ -55,10 +55,10 @@ def render_plan(job: Job, own: Plan, plans: Sequence[Plan], assumed: str) -> Ren
 def _heading(job: Job, assumed: str) -> Text:
     shape = job.shape
     name = f"{shape.name}, {count(shape.parameters)} parameters"
-    where = "this machine's CPU" if job.gpu.is_cpu else f"{job.gpus} × {job.gpu.name}"
+    device = "this machine's CPU" if job.gpu.is_cpu else f"{job.gpus} × {job.gpu.name}"
     lengths = f"{job.prompt_tokens} + {job.new_tokens} tokens"
-    asked = f"{job.prompts} prompts × {job.sequences}, {lengths}, packs of {job.pack_tokens}, {job.dtype}"
-    return Text.assemble((name, "bold"), f" on {where}\n", (asked + (f"\n{assumed}" if assumed else ""), "dim"))
+    batch = f"{job.prompts} prompts × {job.sequences}, {lengths}, packs of {job.pack_tokens}, {job.dtype}"
+    return Text.assemble((name, "bold"), f" on {device}\n", (batch + (f"\n{assumed}" if assumed else ""), "dim"))
 
 
 def _verdict(plan: Plan) -> RenderableType:
@@ -68,27 +68,25 @@ def _verdict(plan: Plan) -> RenderableType:
     lines.add_column()
     lines.add_row(Text(mark, style), Text(f"{plan.title} {plan.verdict}", style))
     if not plan.fits and not plan.fixes:
-        lines.add_row("", Text("nothing that was tried makes it fit, up to 64 GPUs", "red"))
+        lines.add_row("", Text("no change that was tried makes it fit, up to 64 GPUs", "red"))
     for i, fix in enumerate(plan.fixes):
         lines.add_row("", _fix_line(fix, ("cheapest change: ", "green") if i == 0 else ("or ", "dim")))
     if plan.largest is not None:
-        word = f"{plan.job.algorithm} has room here for {count(plan.largest)} parameters at this width"
-        lines.add_row(
-            "", Text(word if plan.fits else f"{word}, and {plan.job.shape.name} has {count(plan.job.shape.parameters)}")
-        )
-    on = smallest_gpus(plan.job)
+        text = f"{plan.job.algorithm} fits up to {count(plan.largest)} parameters here at this width"
+        lines.add_row("", Text(text if plan.fits else f"{text}; {plan.job.shape.name} has {count(plan.job.shape.parameters)}"))
+    gpus = smallest_gpus(plan.job)
     if plan.job.gpus == 1 and not plan.job.gpu.is_cpu:
-        lines.add_row("", Text(f"one GPU that holds it as asked: {', '.join(on) if on else 'none of those known'}", "dim"))
+        lines.add_row("", Text(f"single GPUs that it fits on unchanged: {', '.join(gpus) if gpus else 'none known'}", "dim"))
     return lines
 
 
 def _fix_line(fix: Fix, lead: tuple[str, str]) -> Text:
-    host = f", {fix.host / GIB:.0f} in the CPU's memory" if fix.host else ""
-    return Text.assemble(lead, f"{fix.words}: {fix.peak / GIB:.1f} GiB{host}, {seconds_text(fix.step_seconds)} a step")
+    host = f", {fix.host / GIB:.0f} GiB of CPU memory" if fix.host else ""
+    return Text.assemble(lead, f"{fix.words}: {fix.peak / GIB:.1f} GiB{host}, {seconds_text(fix.step_seconds)} per step")
 
 
 class Bars:
-    """One bar for each plan at its worst moment, drawn to one scale, with a mark where the device ends."""
+    """One bar for each plan at its peak, all to one scale, with a mark at the device's memory."""
 
     def __init__(self, plans: Sequence[Plan], device: int) -> None:
         self.plans, self.device = plans, device
@@ -104,17 +102,17 @@ class Bars:
             line.append(f" {peak.total / GIB:>7.1f} GiB ")
             line.append(f"{'✓' if plan.fits else '✗'} {peak.name}", "green" if plan.fits else "red")
             if not plan.job.gpu.is_cpu and plan.least < peak.total - GIB // 20:
-                line.append(f", {plan.least / GIB:.1f} at least", "dim")
+                line.append(f", at least {plan.least / GIB:.1f}", "dim")
             yield line
         used = {part for plan in self.plans for part in plan.memory.peak.parts}
         yield from _legend([part for part in PARTS if part in used], names + 2, options.max_width)
 
 
 def _legend(parts: Sequence[str], indent: int, width: int) -> list[Text]:
-    """Letters and what they stand for, in lines that never part the two."""
-    entries = [Text.assemble((LOOKS[part][0], LOOKS[part][1]), f" {part}") for part in parts]
+    """Letters and their parts; a line never breaks between the two."""
+    entries = [Text.assemble((PART_STYLES[part][0], PART_STYLES[part][1]), f" {part}") for part in parts]
     lines = [Text(" " * indent)]
-    for entry in (*entries, Text("│ end of the device", "dim")):
+    for entry in (*entries, Text("│ device memory", "dim")):
         if len(lines[-1]) + len(entry) > width and len(lines[-1]) > indent:
             lines.append(Text(" " * indent))
         lines[-1].append_text(entry).append("  " if len(lines[-1]) + 2 <= width else "")
@@ -122,12 +120,12 @@ def _legend(parts: Sequence[str], indent: int, width: int) -> list[Text]:
 
 
 def bar(phase: Phase, largest: int, device: int, width: int) -> Text:
-    """A phase's parts as cells of their letters. Cells are given by running totals, so that rounding never adds up."""
+    """A phase's parts as cells of their letters. Cells come from running totals, so that rounding errors don't accumulate."""
     out, done, cells = Text(), 0, 0
     for part, amount in phase.parts.items():
         done += amount
         upto = round(width * done / largest)
-        out.append(LOOKS[part][0] * (upto - cells), LOOKS[part][1])
+        out.append(PART_STYLES[part][0] * (upto - cells), PART_STYLES[part][1])
         cells = upto
     out.append(" " * (width - cells))
     end = min(round(width * device / largest), width - 1)
@@ -144,9 +142,9 @@ def _by_phase(plan: Plan) -> RenderableType:
         amounts = [phase.parts.get(part, 0) for phase in plan.memory.phases]
         if any(amounts):
             table.add_row(part, *(_gib(amount) for amount in amounts))
-    table.add_row("in all", *(_gib(phase.total) for phase in plan.memory.phases), style="bold")
+    table.add_row("total", *(_gib(phase.total) for phase in plan.memory.phases), style="bold")
     if plan.memory.host:
-        table.caption = f"and {_gib(plan.memory.host)} GiB in the CPU's memory"
+        table.caption = f"and {_gib(plan.memory.host)} GiB of CPU memory"
     return table
 
 
@@ -161,10 +159,10 @@ def _times(plans: Sequence[Plan]) -> RenderableType:
         table.add_column(plan.title, justify="right")
     for name in dict.fromkeys(name for plan in plans for name in plan.seconds.phases):
         table.add_row(name, *(_seconds(plan.seconds.phases.get(name)) for plan in plans))
-    table.add_row("a step", *(_seconds(plan.seconds.step) for plan in plans), style="bold")
-    table.add_row("samples a day", *(number(plan.seconds.samples_per_day) for plan in plans))
-    table.add_row("trained", *(count(plan.trained) for plan in plans))
-    table.add_row("held", *(count(plan.resident_parameters) for plan in plans))
+    table.add_row("step", *(_seconds(plan.seconds.step) for plan in plans), style="bold")
+    table.add_row("samples per day", *(number(plan.seconds.samples_per_day) for plan in plans))
+    table.add_row("trained parameters", *(count(plan.trained) for plan in plans))
+    table.add_row("parameters in memory", *(count(plan.resident_parameters) for plan in plans))
     return table
 
 
@@ -173,9 +171,9 @@ def _seconds(value: float | None) -> str:
 
 
 def render_cluster(sizes: Sequence[Size], staleness: int, measured: str | None) -> RenderableType:
-    """Synchronous and asynchronous by number of GPUs, and where the one stops paying."""
+    """Synchronous and asynchronous throughput by number of GPUs, and the break-even point."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for name in ("GPUs", "together/s", "idle", "apart/s", "idle", "staleness", "learners", "gain"):
+    for name in ("GPUs", "sync/s", "idle", "async/s", "idle", "staleness", "learners", "gain"):
         table.add_column(name, justify="right")
     for size in sizes:
         together, apart = size.together, size.apart
@@ -184,16 +182,16 @@ def render_cluster(sizes: Sequence[Size], staleness: int, measured: str | None) 
             stale = f"{apart.staleness_mean:.1f}, ≤ {apart.staleness_max}"
             row += [number(apart.samples_per_second), percent(apart.idle), stale, str(apart.learners), f"{size.gain:.2f} ×"]
         table.add_row(*row)
-    turning = async_break_even(sizes)
-    word = (
-        "synchronous steps pay at every size"
-        if turning is None
-        else f"from {turning} GPUs on, asynchronous sampling is worth its staleness"
+    break_even = async_break_even(sizes)
+    verdict = (
+        "synchronous steps are faster at every size"
+        if break_even is None
+        else f"from {break_even} GPUs on, asynchronous sampling is worth its staleness"
     )
-    source = f"as {measured} had them" if measured else "planned times, lengths spread about their mean"
+    source = f"times and lengths measured in {measured}" if measured else "planned times, lengths spread around their mean"
     lag = "1 step" if staleness == 1 else f"{staleness} steps"
-    title = f"\nmany GPUs, simulated: completions a second, together or apart (samples at most {lag} behind)"
-    return Group(Text(title, "bold"), table, Text(f"{word} ({source})", "dim"))
+    title = f"\nseveral GPUs, simulated: completions per second, synchronous and asynchronous (at most {lag} stale)"
+    return Group(Text(title, "bold"), table, Text(f"{verdict} ({source})", "dim"))
 
 
 def _growth_tables(rows: Sequence[ScalingPoint]) -> list[RenderableType]:
@@ -202,10 +200,10 @@ def _growth_tables(rows: Sequence[ScalingPoint]) -> list[RenderableType]:
 
 def _growth(rows: Sequence[ScalingPoint]) -> RenderableType:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    family = "Qwen3-" if rows[0].what == "model" else ""  # the heading says it, or seven names do not fit 80 columns
+    family = "Qwen3-" if rows[0].what == "model" else ""  # the heading names the family, so that seven models fit 80 columns
     table.add_column(rows[0].what, style="bold", min_width=10)
     for row in rows:
         table.add_column(row.value.removeprefix(family), justify="right", style="bold" if row.asked else "")
     table.add_row("peak, GiB", *(_gib(row.peak) for row in rows))
-    table.add_row("a step", *(seconds_text(row.step_seconds) for row in rows))
+    table.add_row("step", *(seconds_text(row.step_seconds) for row in rows))
     return table

@@ -1,4 +1,4 @@
-"""The list of runs: how each stands, how good it is, and which went on from which."""
+"""`oncurve runs`: the list of runs with status, progress, last evaluation and forks."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def run_data(entry: RunEntry) -> dict[str, Any]:
 
 def render_runs(entries: Sequence[RunEntry]) -> RenderableType:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for head in ("run", "status", "at"):
+    for head in ("run", "status", "step"):
         table.add_column(head, no_wrap=True)
     table.add_column("held-out", justify="right", no_wrap=True)
-    table.add_column("begun", justify="right", no_wrap=True)
+    table.add_column("started", justify="right", no_wrap=True)
     table.add_column("", overflow="fold")
     for entry in entries:
         data = run_data(entry)
@@ -62,7 +62,7 @@ def _remark(data: dict[str, Any]) -> str:
         return str(data["reason"])
     if data["parent"] is None:
         return ""
-    changes = ", ".join(f"{key} = {value}" for key, value in data["changes"].items()) or "nothing changed"
+    changes = ", ".join(f"{key} = {value}" for key, value in data["changes"].items()) or "no changes"
     return f"fork of {data['parent']['run']} at {data['parent']['stage']} {data['parent']['step']}: {changes}"
 
 

@@ -94,7 +94,7 @@ def test_a_model_folder_that_is_none(oncurve: Oncurve, recipe: Path, tmp_path: P
 
 def test_an_out_that_exists(oncurve: Oncurve, recipe: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
-    assert_told(oncurve("train", recipe, "--out", tmp_path / "mine"), "already there", "choose another name")
+    assert_told(oncurve("train", recipe, "--out", tmp_path / "mine"), "already exists", "choose another name")
     assert not list((tmp_path / "mine").iterdir())
 
 
@@ -133,8 +133,8 @@ def test_a_full_disk_is_a_message_wherever_it_shows(oncurve: Oncurve, monkeypatc
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "/somewhere/model.safetensors")
 
-    monkeypatch.setattr("oncurve.cli.list_runs", full)
-    assert_told(oncurve("runs"), "no room", "/somewhere/model.safetensors", "free some room")
+    monkeypatch.setattr("oncurve.cli.inspect.list_runs", full)
+    assert_told(oncurve("runs"), "no space left", "/somewhere/model.safetensors", "free some space")
 
 
 def test_a_bug_keeps_its_traceback_after_a_word_of_apology(
@@ -143,7 +143,7 @@ def test_a_bug_keeps_its_traceback_after_a_word_of_apology(
     def broken(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("oncurve.cli.list_runs", broken)
+    monkeypatch.setattr("oncurve.cli.inspect.list_runs", broken)
     with pytest.raises(ZeroDivisionError):
         oncurve("runs")
     assert "a bug in Oncurve" in capsys.readouterr().err

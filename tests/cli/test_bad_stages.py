@@ -103,10 +103,10 @@ def test_a_file_that_is_none(
 @pytest.mark.parametrize(
     ("stage", "rows", "words"),
     [
-        (SFT | {"heldout_share": 0.9}, [ASKED], ["sft.heldout_share", "no example to train on"]),
+        (SFT | {"heldout_share": 0.9}, [ASKED], ["sft.heldout_share", "no example is left to train on"]),
         (REWARD_MODEL | {"heldout_share": 0.9}, [PAIR], ["reward_model.heldout_share", "more prompts"]),
         (GRPO, [ASKED, ASKED], ["rows.jsonl", "no training prompts"]),
-        (SFT, [ASKED | {"completion": "1" * 200}], ["rows.jsonl/sft/1", "a worked completion", "128 positions"]),
+        (SFT, [ASKED | {"completion": "1" * 200}], ["rows.jsonl/sft/1", "for a demonstration", "128 positions"]),
         (DPO, [PAIR, PAIR | {"chosen": "1" * 200}], ["rows.jsonl/2", "a pair of", "128 positions"]),
         (REWARD_MODEL, [PAIR | {"chosen": "1" * 200}], ["nothing to learn from", "reward_model.max_tokens"]),
         (REWARD_MODEL | {"max_tokens": 3}, [PAIR], ["nothing to learn from", "reward_model.max_tokens"]),
@@ -220,4 +220,4 @@ def test_a_loss_that_is_no_number_moves_nothing_and_is_seen(oncurve: Oncurve, tm
     file.write_text(file.read_text() + "optimiser.learning_rate = 1e30\noptimiser.schedule = 'constant'\n")
     done = oncurve("train", file, "--runs", tmp_path / "runs")
     assert "Traceback" not in done.err + done.out
-    assert "left out" in done.out + done.err
+    assert "skipped" in done.out + done.err

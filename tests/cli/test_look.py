@@ -165,7 +165,7 @@ def test_from_trl_writes_a_recipe_and_never_over_one(oncurve: Oncurve, tmp_path:
     assert oncurve("recipe", "from-trl", config, "-o", tmp_path / "mine.toml").code == 0
     again = oncurve("recipe", "from-trl", config, "-o", tmp_path / "mine.toml")
     assert again.code == 2
-    assert "already there" in again.err
+    assert "already exists" in again.err
 
 
 def test_every_command_shows_an_example(oncurve: Oncurve) -> None:
@@ -188,7 +188,7 @@ def test_a_run_from_python_is_named_for_what_it_is(oncurve: Oncurve, runs: Path,
     for words in (["train", "--resume", run], ["probe", run]):
         result = oncurve(*words)
         assert result.code == 2
-        assert "given from Python" in result.err
+        assert "passed from Python" in result.err
 
 
 def test_show_where_the_time_goes(oncurve: Oncurve, runs: Path) -> None:
@@ -205,7 +205,7 @@ def test_show_where_the_time_goes(oncurve: Oncurve, runs: Path) -> None:
         "backward",
         "optimiser",
         "idle",
-        "a step",
+        "step  ",
         "TFLOP/s",
         "GiB",
     ):

@@ -25,7 +25,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_models_are_listed_by_the_name_that_a_recipe_takes(oncurve: Oncurve, runs: Path, here: Path) -> None:
-    assert "No model is here yet" in oncurve("models").out
+    assert "No models here yet" in oncurve("models").out
     gguf_files.write(here / "small.gguf")
     assert oncurve("models", "convert", "small.gguf", "models/mine", "--dtype", "float32").code == 0
     found = {place["name"]: place for place in json.loads(oncurve("models", "--json", "--runs", runs).out)}
@@ -63,9 +63,9 @@ def test_pairs_of_a_run(oncurve: Oncurve, runs: Path, here: Path) -> None:
     rows = [json.loads(line) for line in (here / "pairs.jsonl").read_text().splitlines()]
     assert rows
     assert all(set(row) == {"prompt", "chosen", "rejected", "margin"} and row["margin"] > 0 for row in rows)
-    assert "already there" in oncurve("pairs", "small-1", "-o", "pairs.jsonl", "--runs", runs).err
+    assert "already exists" in oncurve("pairs", "small-1", "-o", "pairs.jsonl", "--runs", runs).err
     unranked = oncurve("pairs", "small-1", "-o", "other.jsonl", "--people", "--runs", runs).err
-    assert "nobody has ranked" in unranked
+    assert "no labels decide a pair" in unranked
     assert "rank groups in the studio" in unranked
 
 

@@ -21,7 +21,7 @@ from oncurve.cli import main
 for words in (["--help"], ["runs", "--runs", sys.argv[1]], ["show", "small-1", "--runs", sys.argv[1]], ["recipe", "explain"],
               ["recipe", "show", "arithmetic"], ["train", "gone.toml"], ["version"]):
     main(words)
-heavy = [name for name in ("torch", "transformers", "trl", "datasets") if name in sys.modules]
+heavy = [name for name in ("torch", "transformers", "trl", "datasets", "fastapi", "uvicorn") if name in sys.modules]
 sys.exit(f"imported: {heavy}" if heavy else 0)
 """
 
@@ -78,7 +78,7 @@ def read(handle: int, until: str | None = None) -> str:
 LIMITED = """
 import resource, sys
 from oncurve.cli import main
-from oncurve.train import start
+from oncurve.training import start
 resource.setrlimit(resource.RLIMIT_FSIZE, (90_000, 90_000))
 sys.exit(main(sys.argv[1:]))
 """

@@ -97,7 +97,7 @@ def test_a_run_that_never_ended_is_graded_again_too(recipe: Path, tmp_path: Path
 
 def test_audit(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rewards", "audit", run.name, "--runs", str(run.path.parent)]) == 0
-    assert "Nothing stands out in 2 steps" in capsys.readouterr().out
+    assert "No signs of reward hacking in 2 steps" in capsys.readouterr().out
 
 
 def test_runs_without_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,7 +106,7 @@ def test_runs_without_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     with RunWriter.create(folder.path) as store:
         store.begin_stage("sft", "sft", 0, 2)
     assert main(["rewards", "audit", folder.name, "--runs", str(tmp_path / "runs")]) == 2
-    assert "no step of a grpo stage" in " ".join(capsys.readouterr().err.split())
+    assert "no step of a stage that trained on samples" in " ".join(capsys.readouterr().err.split())
 
 
 STEP = "steps = 1\nprompts_per_step = 2\ngroup_size = 4\nsampling = { max_new_tokens = 8 }\n"
@@ -125,7 +125,7 @@ def _replay(recipe: str, folder: Path, capsys: pytest.CaptureFixture[str], *opti
 def test_a_replay_grades_by_the_overlong_reward_of_the_stage_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Untrained completions reach the length limit, so `overlong` is −1 in their totals."""
     shown = _replay(f"{RECIPE}{STEP}overlong = {{ buffer = 4 }}\n", tmp_path, capsys)
-    assert "same reward                             100.0 %" in shown
+    assert "same reward                                100.0 %" in shown
     assert "→" not in shown
 
 

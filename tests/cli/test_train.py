@@ -54,7 +54,7 @@ def test_a_stopped_run_goes_on_however_it_is_named(
     names = {"RUN": str(stopped / "small-1"), "RECIPE": str(recipe)}
     result = oncurve("train", *(names.get(word, word) for word in words), "--runs", stopped)
     assert result.code == 0, result.err
-    assert "going on from grpo step 1" in result.out
+    assert "resuming from grpo step 1" in result.out
     assert [path.name for path in stopped.iterdir()] == ["small-1"]
     with RunReader.open(stopped / "small-1") as mine, RunReader.open(runs / "small-1") as whole:
         assert mine.fingerprint() == whole.fingerprint()
@@ -64,7 +64,7 @@ def test_out_and_resume_begin_or_go_on(oncurve: Oncurve, recipe: Path, stopped: 
     assert oncurve("train", recipe, "--out", tmp_path / "new", "--resume").code == 0
     result = oncurve("train", recipe, "--out", stopped / "small-1", "--resume", "--runs", tmp_path / "none")
     assert result.code == 0
-    assert "going on from grpo step 1" in result.out
+    assert "resuming from grpo step 1" in result.out
 
 
 def test_an_unfinished_run_of_the_same_recipe_is_named_and_a_new_one_begins(
@@ -107,10 +107,10 @@ def test_a_fork_and_its_parent_know_each_other(oncurve: Oncurve, runs: Path, tmp
     forked = oncurve("fork", "small-1", "--step", "1", "--set", "grpo.group_size=8", "--runs", folder, "--trust")
     assert forked.code == 0, forked.err
     child = oncurve("show", "small-2", "--runs", folder).out
-    assert "a fork of small-1 at grpo step 1" in child
+    assert "forked from small-1 at grpo step 1" in child
     assert ["grpo.group_size", "4", "8"] in [line.split() for line in child.splitlines()]
     assert "at the end of grpo" in child
-    assert "forked at grpo step 1 by small-2: grpo.group_size = 8" in oncurve("show", "small-1", "--runs", folder).out
+    assert "forked at grpo step 1 into small-2: grpo.group_size = 8" in oncurve("show", "small-1", "--runs", folder).out
     listed = json.loads(oncurve("runs", "--runs", folder, "--json").out)
     assert listed[0]["parent"] == {"run": "small-1", "stage": "grpo", "step": 1}
     assert listed[0]["changes"] == {"grpo.group_size": 8}

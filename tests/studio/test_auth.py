@@ -30,7 +30,7 @@ def test_not_loopback(host: str) -> None:
     assert not is_loopback(host)
 
 
-def test_host_of_headers() -> None:
+def test_host_names() -> None:
     assert [host_of_header(h) for h in ("localhost:80", "[::1]:80", "127.0.0.1")] == ["localhost", "::1", "127.0.0.1"]
 
 

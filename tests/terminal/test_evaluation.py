@@ -95,7 +95,7 @@ def test_without_a_rule_the_measure_is_the_mean_reward() -> None:
     assert json.loads(json.dumps(data)) == data
     assert shown(render_eval(report, "run-1 on hh, 3 held-out problems", 2)) == [
         "run-1 on hh, 3 held-out problems",
-        "length 5.00 tokens · 50 % cut · no rule says what is right",
+        "length 5.00 tokens · 50 % truncated · no accuracy: no verifiable reward",
         "",
         "reward 95 % interval answers",
         "mean 1.00 −1.26 – 3.26 6",

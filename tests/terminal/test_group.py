@@ -30,7 +30,7 @@ def test_a_table_has_one_line_per_completion_at_any_width(width: int) -> None:
     assert len(lines) == 2 + 4
     assert all(len(line.rstrip()) <= width for line in lines)
     assert lines[2].split()[:4] == ["+1.25", "1.00", "1.00", "3"]
-    assert lines[3].rstrip().endswith("cut short ⋯ cut")
+    assert lines[3].rstrip().endswith("cut short ⋯ truncated")
     assert "! answer: ValueError: odd" in lines[5]
     assert lines[5].split()[:4] == ["–", "–", "failed", "3"]
 

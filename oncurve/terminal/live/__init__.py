@@ -1,1 +1,1 @@
-"""The live display of a run."""
+"""The display while a run trains, and the summary at its end."""

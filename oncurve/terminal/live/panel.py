@@ -1,4 +1,4 @@
-"""The live display's picture of a run, at any width from 60 columns: header, a bar per stage, the figures."""
+"""The panel of the live display: a header, a progress bar per stage, and the figures of the current stage."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from rich.table import Table
 from rich.text import Text
 
 from oncurve.terminal.live.progress import RunProgress, StageProgress
-from oncurve.terminal.text import DASH, duration, model_size, number, or_dash, percent, sparkline
+from oncurve.terminal.text import DASH, duration, is_finite, model_size, number, percent, sparkline
 
 Figure = tuple[str, Text]
 LABEL, VALUE, GAP = 9, 10, 2
-"""Columns of a figure's name, of its number, and between two columns."""
+"""Widths of a figure's label and number, and the gap between two columns."""
 
 
 class Panel:
-    """Renders the progress as it is at the moment of rendering. Every line is cut at the width: nothing ever wraps."""
+    """Renders the current progress, for 60 columns or more. Lines are truncated at the width and never wrap."""
 
     def __init__(self, progress: RunProgress, clock: Callable[[], float] = time.monotonic) -> None:
         self.progress, self.clock = progress, clock
@@ -74,7 +74,7 @@ class Panel:
         return table
 
     def _left(self, curve: int) -> list[Figure]:
-        stage, metrics = self.progress.now_in, self.progress.now_in.metrics
+        stage, metrics = self.progress.current_stage, self.progress.current_stage.metrics
         first, values = (
             ("loss", stage.losses) if stage.type == "sft" or (stage.losses and not stage.rewards) else ("reward", stage.rewards)
         )
@@ -83,7 +83,7 @@ class Panel:
         speed = f"{tokens:,.0f} tokens/s" if tokens is not None and math.isfinite(tokens) else DASH
         third = ("KL", Text(number(metrics.get("kl", metrics.get("update_kl")))))
         if "samples_kept" in metrics:
-            third = ("kept", Text(f"{metrics['samples_kept']:.0f} of the last step"))
+            third = ("kept", Text(f"{metrics['samples_kept']:.0f} in the last step"))
         return [
             (first, latest),
             ("held-out", self._heldout(curve)),
@@ -92,34 +92,35 @@ class Panel:
         ]
 
     def _heldout(self, curve: int) -> Text:
-        if self.progress.now_in.measuring is not None:
-            return Text(f"measuring, {percent(self.progress.now_in.measuring)}")
-        found = self.progress.heldout
-        if not found:
+        if self.progress.current_stage.evaluating is not None:
+            return Text(f"evaluating, {percent(self.progress.current_stage.evaluating)}")
+        results = self.progress.heldout
+        if not results:
             return Text(DASH)
-        share = found[-1].what != "reward"
-        values, ends = [one.value for one in found], (0.0, 1.0) if share else (None, None)
-        text = _curve(found[-1].shown, values, min(curve // 2, 8), *ends)
-        if len(found) > 1:
-            change = (100 if share else 1) * (values[-1] - values[-2])
-            text.append(
-                f" {change:+.{1 if share else 2}f}".replace("-", "−"), "green" if change > 0 else "red" if change < 0 else "dim"
-            )
+        is_share = results[-1].what != "reward"
+        values, bounds = [result.value for result in results], (0.0, 1.0) if is_share else (None, None)
+        text = _curve(results[-1].shown, values, min(curve // 2, 8), *bounds)
+        if len(results) > 1:
+            change = (100 if is_share else 1) * (values[-1] - values[-2])
+            style = "green" if change > 0 else "red" if change < 0 else "dim"
+            text.append(f" {change:+.{1 if is_share else 2}f}".replace("-", "−"), style)
         return text
 
     def _right(self) -> list[Figure]:
-        metrics = self.progress.now_in.metrics
-        entropy = f"{number(metrics.get('entropy'))} nats" if or_dash(metrics.get("entropy")) else DASH
-        length = f"{number(metrics.get('length_mean'))} tokens" if or_dash(metrics.get("length_mean")) else DASH
+        metrics = self.progress.current_stage.metrics
+        entropy = f"{number(metrics.get('entropy'))} nats" if is_finite(metrics.get("entropy")) else DASH
+        length = f"{number(metrics.get('length_mean'))} tokens" if is_finite(metrics.get("length_mean")) else DASH
         if metrics.get("cut_share"):
-            length += f", {percent(metrics['cut_share'])} cut"
-        silent = percent(metrics.get("no_signal_share")) + (" of groups" if or_dash(metrics.get("no_signal_share")) else "")
-        phases = phase_shares(self.progress.now_in.seconds)
-        return [("entropy", Text(entropy)), ("length", Text(length)), ("no signal", Text(silent)), ("time", Text(phases))]
+            length += f", {percent(metrics['cut_share'])} truncated"
+        no_signal = percent(metrics.get("no_signal_share")) + (
+            " of groups" if is_finite(metrics.get("no_signal_share")) else ""
+        )
+        phases = phase_shares(self.progress.current_stage.seconds)
+        return [("entropy", Text(entropy)), ("length", Text(length)), ("no signal", Text(no_signal)), ("time", Text(phases))]
 
 
 def phase_shares(seconds: Mapping[str, float]) -> str:
-    """Where the time goes, largest first, in shares that a person cares about."""
+    """The share of time of each phase, largest first, without those below 2 %."""
     total = sum(seconds.values())
     if total <= 0:
         return DASH

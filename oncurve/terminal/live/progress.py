@@ -1,4 +1,4 @@
-"""What the display knows of a run: a few numbers per stage, brought up to date in microseconds by each step."""
+"""The progress of a run that the display shows: a few numbers per stage, updated by each step in microseconds."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from oncurve.records import EvalReport, StepReport
 from oncurve.runs.database.reader import RunReader
 from oncurve.terminal.text import percent, score
 
-PAIRS_RIGHT = "heldout_pair_accuracy"
-"""What a reward model's stage measures on what it keeps aside."""
+HELDOUT_PAIRS = "heldout_pair_accuracy"
+"""The held-out metric of a reward_model stage."""
 
 
 class Heldout(NamedTuple):
-    """A measurement on what is held out: of what, and how much."""
+    """One result on the held-out split."""
 
-    what: Literal["accuracy", "reward", "pairs right"]
+    what: Literal["accuracy", "reward", "pair accuracy"]
     value: float
 
     @property
@@ -31,7 +31,7 @@ class Heldout(NamedTuple):
 
     @classmethod
     def of(cls, report: EvalReport) -> list[Heldout]:
-        """None where no answer could be graded."""
+        """The accuracy, or the reward if there is none; nothing if no answer could be scored."""
         if report.accuracy is not None:
             return [cls("accuracy", report.accuracy)]
         return [] if report.reward is None else [cls("reward", report.reward)]
@@ -39,13 +39,13 @@ class Heldout(NamedTuple):
 
 @dataclass
 class StageProgress:
-    """One stage. ``began`` is when this process began it, at step ``skipped``: time left is judged by what was done since."""
+    """One stage. This process began it at time ``began`` after step ``skipped``; later steps give the estimate of time left."""
 
     name: str
     type: str
     steps: int
     limit_s: float | None = None
-    moves_policy: bool = True
+    updates_policy: bool = True
     done: int = 0
     skipped: int = 0
     began: float | None = None
@@ -53,7 +53,7 @@ class StageProgress:
     rewards: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     heldout: list[Heldout] = field(default_factory=list)
-    measuring: float | None = None
+    evaluating: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -61,30 +61,30 @@ class StageProgress:
         return None if self.began is None else (self.ended or now) - self.began
 
     def left(self, now: float) -> float | None:
-        """Seconds to go at the pace so far; None before the first step and after the last."""
+        """Seconds left at the pace so far; None before the first step and after the last."""
         since = self.done - self.skipped
         elapsed = self.elapsed(now)
         if self.ended is not None or elapsed is None or since < 1 or self.done >= self.steps:
             return None
-        at_this_pace = elapsed / since * (self.steps - self.done)
-        return at_this_pace if self.limit_s is None else max(0.0, min(at_this_pace, self.limit_s - elapsed))
+        estimate = elapsed / since * (self.steps - self.done)
+        return estimate if self.limit_s is None else max(0.0, min(estimate, self.limit_s - elapsed))
 
-    def take(self, report: StepReport) -> None:
-        self.done, self.metrics, self.measuring = report.step, report.metrics, None
-        if PAIRS_RIGHT in report.metrics:
-            self.heldout.append(Heldout("pairs right", report.metrics[PAIRS_RIGHT]))
+    def add_step(self, report: StepReport) -> None:
+        self.done, self.metrics, self.evaluating = report.step, report.metrics, None
+        if HELDOUT_PAIRS in report.metrics:
+            self.heldout.append(Heldout("pair accuracy", report.metrics[HELDOUT_PAIRS]))
         for curve, name in ((self.rewards, "reward"), (self.losses, "loss")):
             if name in report.metrics:
                 curve.append(report.metrics[name])
         for phase, value in report.seconds.items():
-            if "/" in phase:  # a part of another phase
+            if "/" in phase:  # part of another phase
                 continue
             self.seconds[phase] = self.seconds.get(phase, 0.0) + value
 
 
 @dataclass
 class RunProgress:
-    """A run: its stages in order, and which one is going on."""
+    """A run: its stages in order, and the index of the current one."""
 
     name: str
     path: Path
@@ -102,8 +102,8 @@ class RunProgress:
         ]
         return cls(path.name, path, parameters, recipe.task.type, stages)
 
-    def remember(self) -> None:
-        """What earlier processes recorded of a resumed or forked run, so that its curves go on. Not worth an error."""
+    def load_history(self) -> None:
+        """Loads what earlier processes recorded of a resumed or forked run, so that its curves continue. Ignores errors."""
         try:
             with RunReader.open(self.path) as store:
                 for row in store.stages():
@@ -111,8 +111,8 @@ class RunProgress:
                     stage.done = stage.skipped = row.done
                     stage.rewards = [value for _, value in store.metric("reward", row.name)]
                     stage.losses = [value for _, value in store.metric("loss", row.name)]
-                    pairs = [Heldout("pairs right", value) for _, value in store.metric(PAIRS_RIGHT, row.name)]
-                    stage.heldout = pairs + [one for report in store.evals(row.name) for one in Heldout.of(report)]
+                    pairs = [Heldout("pair accuracy", value) for _, value in store.metric(HELDOUT_PAIRS, row.name)]
+                    stage.heldout = pairs + [result for report in store.evals(row.name) for result in Heldout.of(report)]
         except OncurveError:
             return
 
@@ -120,7 +120,7 @@ class RunProgress:
         return next(s for s in self.stages if s.name == name)
 
     @property
-    def now_in(self) -> StageProgress:
+    def current_stage(self) -> StageProgress:
         return self.stages[self.current]
 
     def begin(self, name: str, position: int, steps: int, done: int) -> None:
@@ -130,14 +130,15 @@ class RunProgress:
     def end(self, name: str) -> None:
         self.stage(name).ended = time.monotonic()
 
-    def measured(self, report: EvalReport) -> None:
+    def add_eval(self, report: EvalReport) -> None:
         stage = self.stage(report.stage)
-        stage.measuring = None
+        stage.evaluating = None
         stage.heldout += Heldout.of(report)
 
     @property
     def heldout(self) -> list[Heldout]:
-        """Every measurement of the run in order that is of the same thing as the last. What a reward model gets right says
-        nothing of the policy: it is shown in that model's own stage alone."""
-        found = [one for stage in self.stages for one in stage.heldout if one.what != "pairs right" or stage is self.now_in]
-        return [one for one in found if one.what == found[-1].what]
+        """The held-out results of the run, in order, of the same kind as the last. A reward model's pair accuracy says nothing
+        about the policy, so it is shown only during the model's own stage."""
+        current = self.current_stage
+        results = [r for stage in self.stages for r in stage.heldout if r.what != "pair accuracy" or stage is current]
+        return [r for r in results if r.what == results[-1].what]

@@ -1,4 +1,4 @@
-"""What is printed when a run ends: how far it came, one group to look at, where it lies, and what to type next."""
+"""The summary that a finished run prints: held-out results, one example group, the run's folder, and next commands."""
 
 from __future__ import annotations
 
@@ -17,76 +17,79 @@ from oncurve.terminal.evaluation import heldout_tables
 from oncurve.terminal.group import GroupTable
 from oncurve.terminal.text import duration, percent, score
 
-LOOK_BACK = 20
-"""Steps from the end in which a group worth showing is looked for."""
-BESIDE = {
-    "reward_model": {"heldout_pair_accuracy": "{} of held-out pairs right", "calibration_error": "calibration error {}"},
+LAST_STEPS = 20
+"""The example group is taken from this many last steps."""
+FINAL_METRICS = {
+    "reward_model": {"heldout_pair_accuracy": "held-out pair accuracy {}", "calibration_error": "calibration error {}"},
     "training_free": {
-        "heldout_without": "held-out accuracy {} without its experiences",
+        "heldout_without": "held-out accuracy {} without the experiences",
         "heldout_with": "{} with them",
-        "heldout_reward_without": "held-out reward {} without its experiences",
+        "heldout_reward_without": "held-out reward {} without the experiences",
         "heldout_reward_with": "{} with them",
     },
 }
-"""What is worth telling of stages that leave the policy as it is."""
+"""Results of stages that do not change the policy."""
 
 
 def render_summary(run: RunFolder, seconds: float) -> RenderableType:
-    """What came of a run. ``seconds`` is the time that this process took."""
+    """The summary. ``seconds`` is the time that this process took."""
     with RunReader.open(run.path) as store:
         parts = heldout_tables(store.evals())
-        beside = [Text(line) for line in map(partial(beside_policy, store), store.stages()) if line]
-        parts += [*beside, Text()] if beside else []
-        found = characteristic_group(store)
-        if found is not None:
-            stage, step, position, graded = found
+        others = [Text(line) for line in map(partial(final_metrics, store), store.stages()) if line]
+        parts += [*others, Text()] if others else []
+        example = example_group(store)
+        first = ("look at the run", f"oncurve show {run.path}")
+        if example is not None:
+            stage, step, position, graded = example
             parts += [Text(f"group {position} of {stage} step {step}", "dim"), GroupTable(graded), Text()]
-            look = f"oncurve show {run.path} --step {step} --group {position}"
-        else:
-            look = f"oncurve show {run.path}"
+            first = ("look at this group", f"oncurve show {run.path} --step {step} --group {position}")
     parts += [
-        Text.assemble("Done in ", (duration(seconds), "bold"), ". The run is ", (str(run.path), "bold"), "."),
-        next_steps(run, look),
+        Text.assemble("Done in ", (duration(seconds), "bold"), ". The run is in ", (str(run.path), "bold"), "."),
+        next_steps(run, first),
     ]
     return Group(*parts)
 
 
-def beside_policy(store: RunReader, stage: StageRow) -> str | None:
-    """How far a stage came that moves something else than the policy: the last that it measured on what was kept aside."""
-    seen = {name: curve[-1][1] for name in BESIDE.get(stage.type, {}) if (curve := store.metric(name, stage.name))}
-    shown = {name: score(value) if name.startswith("heldout_reward") else percent(value, 1) for name, value in seen.items()}
-    said = ", ".join(BESIDE[stage.type][name].format(figure) for name, figure in shown.items())
-    return f"{stage.name}: {said}" if said else None
+def final_metrics(store: RunReader, stage: StageRow) -> str | None:
+    """The last held-out results of a stage that does not change the policy; None for any other stage."""
+    texts = []
+    for name, text in FINAL_METRICS.get(stage.type, {}).items():
+        curve = store.metric(name, stage.name)
+        if curve:
+            value = curve[-1][1]
+            texts.append(text.format(score(value) if name.startswith("heldout_reward") else percent(value, 1)))
+    return f"{stage.name}: {', '.join(texts)}" if texts else None
 
 
-def next_steps(run: RunFolder, look: str) -> Text:
+def next_steps(run: RunFolder, first: tuple[str, str]) -> Text:
+    """Commands to type next, each with what it does."""
     recipe = load_recipe(run.recipe)
-    lines = [("look at what it wrote", look)]
+    lines = [first]
     libraries = [run.path / "experience" / f"{s.label}.md" for s in recipe.stages if s.type == "training_free"]
-    lines += [("read its experiences", str(file)) for file in libraries if file.is_file()]
+    lines += [("read the experiences", str(file)) for file in libraries if file.is_file()]
     if any(s.updates_policy for s in recipe.stages):
-        lines += [("ask it something", f"oncurve chat {run.path}")]
-        lines += [] if is_from_python(recipe) else [("measure it again", f"oncurve eval {run.path}")]
-    return Text("\n").join(Text.assemble((f"  {why:<23}", "dim"), (command, "cyan")) for why, command in lines)
+        lines += [("chat with the model", f"oncurve chat {run.path}")]
+        lines += [] if is_from_python(recipe) else [("evaluate it again", f"oncurve eval {run.path}")]
+    return Text("\n").join(Text.assemble((f"  {purpose:<22}", "dim"), (command, "cyan")) for purpose, command in lines)
 
 
-def characteristic_group(store: RunReader) -> tuple[str, int, int, GradedGroup] | None:
-    """(stage, step, position, group): one with signal from late in training, the likest half right, half wrong.
+def example_group(store: RunReader) -> tuple[str, int, int, GradedGroup] | None:
+    """(stage, step, position, group): the group closest to half right, half wrong in the last step that has groups with signal.
 
-    A step is read whole, so only the last one that has such a group is; where none of the last steps has, none is shown.
+    None if none of the last steps has one. Only one step is read, because reading a step is expensive.
     """
     for stage in reversed([s for s in store.stages() if s.type in SAMPLED_TYPES]):
-        for step in range(stage.done, max(stage.done - LOOK_BACK, 0), -1):
+        for step in range(stage.done, max(stage.done - LAST_STEPS, 0), -1):
             rows = [row for row in store.groups(stage.name, step) if row.has_signal]
             if rows:
                 groups = [(row.position, store.group(stage.name, step, row.position).graded) for row in rows]
-                position, graded = max(groups, key=lambda item: _tells(item[1]))
+                position, graded = max(groups, key=lambda item: _contrast(item[1]))
                 return stage.name, step, position, graded
     return None
 
 
-def _tells(graded: GradedGroup) -> tuple[float, int]:
-    """How much a group shows: rewards on both sides of its middle, then how many different texts."""
+def _contrast(graded: GradedGroup) -> tuple[float, int]:
+    """How instructive a group is: completions on the smaller side of its middle reward, then the number of different texts."""
     totals = [t for t in graded.scored.totals if t is not None]
     middle = (min(totals) + max(totals)) / 2 if totals else 0.0
     above = sum(t > middle for t in totals)

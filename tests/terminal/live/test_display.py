@@ -61,7 +61,7 @@ def test_the_picture_says_all_that_matters_at_80() -> None:
     assert lines[1].endswith("300/300 0:41 done")
     assert lines[2].endswith("84/200 1:02 1:26 left")  # 62 s for 84 steps, 116 to go
     assert lines[4] == "reward 0.840 ▁▁▂▂▃▃▄▄▅▅▆▆▇▇██ entropy 0.212 nats"
-    assert lines[5] == "held-out 61.5 % ▄▅ +19.5 length 23.4 tokens, 2 % cut"
+    assert lines[5] == "held-out 61.5 % ▄▅ +19.5 length 23.4 tokens, 2 % truncated"
     assert lines[6] == "KL – no signal 31 % of groups"
     assert lines[7] == "speed 4,210 tokens/s time sample 60 % · update 40 %"
 
@@ -77,7 +77,7 @@ def test_a_log_gets_lines_and_no_control_codes() -> None:
     assert lines[0] == "arithmetic-1: 842k parameters, task arithmetic, in runs/arithmetic-1"
     assert lines[1].startswith("sft 1/300  loss 2.99  entropy 1.20  9,000 tokens/s")
     assert lines[2].startswith("sft 300/300")
-    assert lines[3] == "sft 300: held-out accuracy 42.0 % of 200"
+    assert lines[3] == "sft 300: held-out accuracy 42.0 % of 200 prompts"
     assert lines[4].startswith("grpo 1/200  reward 0.0100  KL –  entropy 0.212  length 23.4  no signal 31 %  4,210 tokens/s")
     assert lines[-1] == "grpo-000080 is damaged"
     assert len(lines) == 7
@@ -85,13 +85,13 @@ def test_a_log_gets_lines_and_no_control_codes() -> None:
 
 def test_a_line_says_only_what_its_stage_measures() -> None:
     stage = StageProgress("reward_model", "reward_model", 2)
-    stage.take(StepReport("reward_model", 1, {"loss": 0.7, "pair_accuracy": 0.5, "tokens_per_s": 120.0}, {"update": 0.1}))
-    assert step_line(stage, now=0.0) == "reward_model 1/2  loss 0.700  pairs right 50 %  120 tokens/s"
-    stage = StageProgress("rejection_sample", "rejection_sample", 2, moves_policy=False)
-    stage.take(StepReport("rejection_sample", 1, {"reward": 0.25, "samples_kept": 3.0, "tokens_per_s": 120.0}, {}))
+    stage.add_step(StepReport("reward_model", 1, {"loss": 0.7, "pair_accuracy": 0.5, "tokens_per_s": 120.0}, {"update": 0.1}))
+    assert step_line(stage, now=0.0) == "reward_model 1/2  loss 0.700  pair accuracy 50 %  120 tokens/s"
+    stage = StageProgress("rejection_sample", "rejection_sample", 2, updates_policy=False)
+    stage.add_step(StepReport("rejection_sample", 1, {"reward": 0.25, "samples_kept": 3.0, "tokens_per_s": 120.0}, {}))
     assert step_line(stage, now=0.0) == "rejection_sample 1/2  reward 0.250  kept 3  120 tokens/s"
     assert "KL" not in (drawn := alone(stage))
-    assert "kept 3 of the last step" in " ".join(drawn.split())
+    assert "kept 3 in the last step" in " ".join(drawn.split())
 
 
 def alone(stage: StageProgress) -> str:
@@ -106,8 +106,8 @@ def test_a_measurement_without_a_rule_is_told_by_its_reward() -> None:
     for step, reward in ((0, -1.25), (20, 0.4)):
         display.on_eval(EvalReport("grpo", step, None, 128, {}, {"reward": reward}))
     assert out.getvalue().splitlines()[1:] == [
-        "grpo 0: held-out reward −1.25, mean of 128",
-        "grpo 20: held-out reward 0.40, mean of 128",
+        "grpo 0: held-out reward −1.25, mean of 128 prompts",
+        "grpo 20: held-out reward 0.40, mean of 128 prompts",
     ]
     assert display.progress is not None
     lines = [" ".join(line.split()) for line in picture(display.progress, 80)]
@@ -120,16 +120,16 @@ def test_a_measurement_shows_how_far_it_is_until_it_is_done() -> None:
     display = LiveDisplay(Console(file=out, highlight=False), line_every_s=0.0)
     display.on_run_start(RECIPE, Path("runs/x"), 1, None)
     display.on_measuring("sft", 300, 0.25)
-    assert out.getvalue().splitlines()[-1] == "sft 300: measuring on what is held out, 25 %"
+    assert out.getvalue().splitlines()[-1] == "sft 300: evaluating on the held-out split, 25 %"
     assert display.progress is not None
-    assert "held-out measuring, 25 %" in " ".join(" ".join(picture(display.progress, 80)).split())
+    assert "held-out evaluating, 25 %" in " ".join(" ".join(picture(display.progress, 80)).split())
     display.on_eval(EvalReport("sft", 300, 0.5, 200, {}))
-    assert "measuring" not in " ".join(picture(display.progress, 80))
+    assert "evaluating" not in " ".join(picture(display.progress, 80))
     display.line_every_s = 1e9
     display.on_stage_start("grpo", "grpo", 1, 200, 0)
     for share in (0.0, 0.5):
         display.on_measuring("grpo", 0, share)
-    assert out.getvalue().splitlines()[-1] == "sft 300: held-out accuracy 50.0 % of 200", "a short one has no line"
+    assert out.getvalue().splitlines()[-1] == "sft 300: held-out accuracy 50.0 % of 200 prompts", "a short one has no line"
     display.on_step(StepReport("grpo", 1, METRICS, {}))
     assert out.getvalue().splitlines()[-1].startswith("grpo 1/200"), "nor does it take the first step's"
 
@@ -139,9 +139,9 @@ def test_what_a_reward_model_gets_right_is_shown_in_its_own_stage_alone() -> Non
     display.on_run_start(RECIPE, Path("runs/x"), 1, None)
     progress = display.progress
     assert progress is not None
-    progress.now_in.take(StepReport("sft", 1, {"loss": 0.7, "heldout_pair_accuracy": 0.625}, {}))
+    progress.current_stage.add_step(StepReport("sft", 1, {"loss": 0.7, "heldout_pair_accuracy": 0.625}, {}))
     assert "62.5 %" in " ".join(picture(progress, 80))
-    assert step_line(progress.now_in, 0.0).startswith("sft 1/300  loss 0.700  held-out pairs 62.5 %")
+    assert step_line(progress.current_stage, 0.0).startswith("sft 1/300  loss 0.700  held-out pair accuracy 62.5 %")
     progress.begin("grpo", 1, 200, 0)
     assert "62.5 %" not in " ".join(picture(progress, 80))
 
@@ -173,8 +173,8 @@ def test_a_step_costs_the_display_less_than_a_millisecond() -> None:
 def test_time_left_counts_only_what_this_process_did() -> None:
     progress = RunProgress.of(RECIPE, Path("runs/x"), 1)
     progress.begin("grpo", 1, 200, 100)
-    stage = progress.now_in
+    stage = progress.current_stage
     stage.began = 0.0
     assert stage.left(10.0) is None
-    stage.take(StepReport("grpo", 110, {}, {}))
+    stage.add_step(StepReport("grpo", 110, {}, {}))
     assert stage.left(10.0) == pytest.approx(90.0)
