@@ -17,7 +17,6 @@ from oncurve.models.policy import Policy
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.recipe.schema.sections import Engine as EngineSettings
 from oncurve.recipe.schema.sections import Sampling
-from oncurve.recipe.schema.stages import RolloutStage
 from oncurve.records import Group, Ints, Prompt
 
 SLOTS_CPU, SLOTS_GPU = 128, 512
@@ -105,9 +104,8 @@ def check_engine(recipe: Recipe) -> None:
     from oncurve.engines.vllm.engine import check_model, check_sampling, check_vllm
 
     check_model(recipe.model)
-    for stage in recipe.stages:
-        if isinstance(stage, RolloutStage):
-            check_sampling(stage.sampling, f"{stage.label}.sampling")
+    for stage in recipe.rollout_stages:
+        check_sampling(stage.sampling, f"{stage.label}.sampling")
     check_vllm()
 
 

@@ -1,4 +1,4 @@
-"""From logits to a token, on hand-made distributions."""
+"""Token sampling, on hand-made distributions."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def logp(*shares: float) -> Tensor:
     return torch.tensor([shares or SHARES], dtype=torch.float64).log()
 
 
-def kept(how: Sampling) -> set[int]:
-    return set(torch.isfinite(truncate(logp(), how))[0].nonzero().flatten().tolist())
+def kept(sampling: Sampling) -> set[int]:
+    return set(torch.isfinite(truncate(logp(), sampling))[0].nonzero().flatten().tolist())
 
 
-def drawn(uniform: list[float], how: Sampling, barred: list[int] | None = None) -> SampledTokens:
+def drawn(uniform: list[float], sampling: Sampling, banned: list[int] | None = None) -> SampledTokens:
     logits_SV = (logp() + 3.0).expand(len(uniform), -1)  # a constant changes no distribution
     bar_SV = None
-    if barred is not None:
+    if banned is not None:
         bar_SV = torch.zeros(len(uniform), 5, dtype=torch.bool)
-        bar_SV[:, barred] = True
-    return sample_tokens(logits_SV, torch.tensor(uniform, dtype=torch.float64), how, bar_SV)
+        bar_SV[:, banned] = True
+    return sample_tokens(logits_SV, torch.tensor(uniform, dtype=torch.float64), sampling, bar_SV)
 
 
 def test_the_uniform_is_inverted_in_token_order() -> None:
@@ -54,7 +54,7 @@ def test_a_token_of_no_share_is_never_drawn(weights: list[float], uniform: float
 
 
 def test_a_large_vocabulary_costs_no_accuracy() -> None:
-    """100,000 equal shares: float32 sums would drift by whole tokens."""
+    """100,000 equal shares: float32 sums would drift by more than a token."""
     probability_SV = torch.full((1, 100_000), 1e-5)
     for token in (0, 4_321, 99_999):
         assert int(invert(probability_SV, torch.tensor([(token + 0.5) * 1e-5], dtype=torch.float64))) == token
@@ -80,7 +80,8 @@ def test_min_p_drops_what_is_less_than_a_share_of_the_likeliest(share: float, ex
 
 
 def test_truncations_look_at_the_same_distribution_and_all_must_agree() -> None:
-    """Top-p is not taken of what top-k left: 0.4 + 0.25 reaches 0.6 of the whole, and 0.4 alone would of three tokens' 0.85."""
+    """Top-p is not applied to what top-k left: 0.4 + 0.25 reaches 0.6 of all, while 0.4 would reach it among three tokens'
+    0.85."""
     assert kept(Sampling(top_k=3, top_p=0.5)) == {1, 3}
     assert kept(Sampling(top_k=2, top_p=0.9, min_p=0.2)) == {1, 3}
 
@@ -122,12 +123,12 @@ def test_truncation_changes_only_the_log_prob_of_the_draw() -> None:
 
 
 def test_a_barred_token_is_not_drawn_and_its_share_goes_to_the_others() -> None:
-    got = drawn([0.0, 0.16, 0.9999], Sampling(), barred=[1, 4])
+    got = drawn([0.0, 0.16, 0.9999], Sampling(), banned=[1, 4])
     assert got.token_S.tolist() == [0, 0, 3]
     assert got.sampled_logp_S.exp().tolist() == pytest.approx([0.1 / 0.55, 0.1 / 0.55, 0.25 / 0.55])
     assert got.logp_S.exp().tolist() == pytest.approx([0.1, 0.1, 0.25])
-    assert drawn([0.5], Sampling(temperature=0.0), barred=[1]).token_S.tolist() == [3]
-    assert drawn([0.0, 0.9999], Sampling(top_k=1), barred=[1]).token_S.tolist() == [3, 3]
+    assert drawn([0.5], Sampling(temperature=0.0), banned=[1]).token_S.tolist() == [3]
+    assert drawn([0.0, 0.9999], Sampling(top_k=1), banned=[1]).token_S.tolist() == [3, 3]
 
 
 def test_greedy_takes_the_likeliest_whatever_the_uniform_and_is_certain_of_it() -> None:
@@ -138,7 +139,7 @@ def test_greedy_takes_the_likeliest_whatever_the_uniform_and_is_certain_of_it() 
 
 
 @pytest.mark.parametrize(
-    ("how", "expected"),
+    ("sampling", "expected"),
     [
         (Sampling(), SHARES),
         (Sampling(temperature=0.5), [p * p / 0.275 for p in SHARES]),
@@ -147,10 +148,10 @@ def test_greedy_takes_the_likeliest_whatever_the_uniform_and_is_certain_of_it() 
         (Sampling(min_p=0.2), [0.1 / 0.95, 0.4 / 0.95, 0.2 / 0.95, 0.25 / 0.95, 0]),
     ],
 )
-def test_tokens_come_as_often_as_they_should(how: Sampling, expected: list[float]) -> None:
+def test_tokens_come_as_often_as_they_should(sampling: Sampling, expected: list[float]) -> None:
     """χ² of 20,000 draws with our own uniforms; at most 4 degrees of freedom, so below 23.5 but once in ten thousand tables."""
     uniform_S = np.concatenate([sampling_uniforms(0, 1, "p", s, 500) for s in range(40)])
-    counts = torch.bincount(drawn(uniform_S.tolist(), how).token_S, minlength=5).double().numpy()
+    counts = torch.bincount(drawn(uniform_S.tolist(), sampling).token_S, minlength=5).double().numpy()
     wanted = np.array(expected) * uniform_S.size
     assert wanted.sum() == pytest.approx(uniform_S.size)
     assert counts[wanted == 0].sum() == 0

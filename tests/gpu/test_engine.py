@@ -57,8 +57,8 @@ def engine(name: str, dtype: torch.dtype) -> NativeEngine:
     return engine_of(model_of(name), dtype)
 
 
-def sample(engine: NativeEngine, lengths: tuple[int, ...], group_size: int, how: Sampling, step: int = 1) -> list[Group]:
-    return engine.sample([long_prompt(n) for n in lengths], group_size, how, SampleKey(seed=0, step=step))
+def sample(engine: NativeEngine, lengths: tuple[int, ...], group_size: int, sampling: Sampling, step: int = 1) -> list[Group]:
+    return engine.sample([long_prompt(n) for n in lengths], group_size, sampling, SampleKey(seed=0, step=step))
 
 
 def long_prompt(length: int) -> Prompt:
@@ -132,38 +132,38 @@ def test_products_of_our_own() -> None:
         x = torch.empty(256, 1024, dtype=torch.bfloat16, device="cuda")
         assert block_for(x, 4096) is not None
         assert block_for(x, 3072, gated=True) is not None
-    how = Sampling(max_new_tokens=30)
-    together = sample(own, LENGTHS, 4, how)
+    sampling = Sampling(max_new_tokens=30)
+    together = sample(own, LENGTHS, 4, sampling)
     assert float(errors(own, together, 1.0).mean()) < 0.02
     for length, group in zip(LENGTHS, together, strict=True):
-        assert bits(sample(own, (length,), 4, how)[0].completions) == bits(group.completions)
+        assert bits(sample(own, (length,), 4, sampling)[0].completions) == bits(group.completions)
     with torch.no_grad():
         for weight in own.policy.model.parameters():
             weight.mul_(1.1)
-    assert float(errors(own, sample(own, (65,), 2, how), 1.0).mean()) < 0.02, "weights changed in place are seen"
+    assert float(errors(own, sample(own, (65,), 2, sampling), 1.0).mean()) < 0.02, "weights changed in place are seen"
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_greedy_text_is_that_of_transformers(name: str) -> None:
-    how = Sampling(temperature=0.0, max_new_tokens=40)
-    for group in sample(engine(name, torch.float32), LENGTHS, 1, how):
-        theirs = generate(model_of(name), group.prompt_ids, how)
+    sampling = Sampling(temperature=0.0, max_new_tokens=40)
+    for group in sample(engine(name, torch.float32), LENGTHS, 1, sampling):
+        theirs = generate(model_of(name), group.prompt_ids, sampling)
         assert_same_greedy(model_of(name), group.prompt_ids, group.completions[0].token_ids, theirs)
 
 
 @pytest.mark.parametrize("dtype", BOTH)
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "smollm3"])
 def test_a_completion_is_the_same_bits_whatever_else_is_queued(name: str, dtype: torch.dtype) -> None:
-    how = Sampling(max_new_tokens=30)
-    together = sample(engine(name, dtype), LENGTHS, 4, how)
+    sampling = Sampling(max_new_tokens=30)
+    together = sample(engine(name, dtype), LENGTHS, 4, sampling)
     for length, group in zip(LENGTHS, together, strict=True):
-        assert bits(sample(engine(name, dtype), (length,), 4, how)[0].completions) == bits(group.completions)
-    backwards = sample(engine(name, dtype), LENGTHS[::-1], 4, how)
+        assert bits(sample(engine(name, dtype), (length,), 4, sampling)[0].completions) == bits(group.completions)
+    backwards = sample(engine(name, dtype), LENGTHS[::-1], 4, sampling)
     assert [bits(g.completions) for g in backwards[::-1]] == [bits(g.completions) for g in together]
 
 
 @pytest.mark.parametrize(
-    "how",
+    "sampling",
     [
         Sampling(temperature=0.8, top_p=0.9, max_new_tokens=40),
         Sampling(top_k=5, min_p=0.02, max_new_tokens=40, min_new_tokens=8),
@@ -171,12 +171,12 @@ def test_a_completion_is_the_same_bits_whatever_else_is_queued(name: str, dtype:
         Sampling(max_new_tokens=40, stop=("a", "7")),
     ],
 )
-def test_the_gpu_draws_what_the_cpu_draws(how: Sampling) -> None:
-    """Same numbers, same distributions: texts part at near ties only, which are rare."""
-    here = sample(engine("qwen3", torch.float32), LENGTHS, 4, how)
+def test_the_gpu_draws_what_the_cpu_draws(sampling: Sampling) -> None:
+    """Same numbers, same distributions: texts diverge only at near ties, which are rare."""
+    here = sample(engine("qwen3", torch.float32), LENGTHS, 4, sampling)
     there = NativeEngine(Policy(copy.deepcopy(model_of("qwen3")), tokenizer()), Engine(slots=8))
     same = 0
-    for one, two in zip(here, sample(there, LENGTHS, 4, how), strict=True):
+    for one, two in zip(here, sample(there, LENGTHS, 4, sampling), strict=True):
         for a, b in zip(one.completions, two.completions, strict=True):
             if a.token_ids.tolist() == b.token_ids.tolist():
                 same += 1
@@ -187,22 +187,22 @@ def test_the_gpu_draws_what_the_cpu_draws(how: Sampling) -> None:
 
 
 def test_a_pool_too_small_for_all_makes_completions_wait_and_changes_no_bit() -> None:
-    own, how = engine_of(model_of("qwen3"), torch.float32), Sampling(max_new_tokens=600)
-    free = sample(own, (1, 300), 8, how)
+    own, sampling = engine_of(model_of("qwen3"), torch.float32), Sampling(max_new_tokens=600)
+    free = sample(own, (1, 300), 8, sampling)
     assert own.graph_decoder is not None
     room = own.graph_decoder.cache.open
     own.graph_decoder.cache.open = lambda first, most, share: room(min(first, 5), min(most, 5), share)  # type: ignore[method-assign]
-    assert [bits(g.completions) for g in sample(own, (1, 300), 8, how)] == [bits(g.completions) for g in free]
+    assert [bits(g.completions) for g in sample(own, (1, 300), 8, sampling)] == [bits(g.completions) for g in free]
 
 
 def test_after_sampling_the_memory_of_the_pool_is_free_and_graphs_are_kept() -> None:
-    own, how = engine_of(model_of("llama"), torch.bfloat16, 64), Sampling(max_new_tokens=1024, min_new_tokens=1000)
-    sample(own, (300,), 64, how)
+    own, sampling = engine_of(model_of("llama"), torch.bfloat16, 64), Sampling(max_new_tokens=1024, min_new_tokens=1000)
+    sample(own, (300,), 64, sampling)
     assert own.graph_decoder is not None
     graphs = dict(own.graph_decoder.graphs)
     torch.cuda.synchronize()
     before = torch.cuda.mem_get_info()[0]
-    sample(own, (300,), 64, how, step=2)
+    sample(own, (300,), 64, sampling, step=2)
     torch.cuda.synchronize()
     assert abs(torch.cuda.mem_get_info()[0] - before) < 64 << 20
     assert own.graph_decoder.graphs == graphs
@@ -212,23 +212,23 @@ def test_after_sampling_the_memory_of_the_pool_is_free_and_graphs_are_kept() -> 
 
 @pytest.mark.parametrize("dtype", BOTH)
 def test_weights_that_an_optimiser_changes_are_seen_with_no_call(dtype: torch.dtype) -> None:
-    own, how = engine_of(model_of("qwen3"), dtype), Sampling(temperature=0.8, max_new_tokens=20)
-    before = sample(own, LENGTHS, 2, how)
+    own, sampling = engine_of(model_of("qwen3"), dtype), Sampling(temperature=0.8, max_new_tokens=20)
+    before = sample(own, LENGTHS, 2, sampling)
     assert own.graph_decoder is not None
     graphs = dict(own.graph_decoder.graphs)
     optimiser = torch.optim.SGD(own.policy.model.parameters(), lr=0.05)
     for parameter in own.policy.model.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimiser.step()
-    after = sample(own, LENGTHS, 2, how)
+    after = sample(own, LENGTHS, 2, sampling)
     assert graphs.items() <= own.graph_decoder.graphs.items(), "what was captured before the update is used after it"
     assert [bits(g.completions) for g in before] != [bits(g.completions) for g in after]
     found = errors(own, after, 0.8)
     assert_near(found, dtype)
 
 
-@pytest.mark.parametrize("how", [Sampling(max_new_tokens=100), Sampling(max_new_tokens=100, top_k=5)])
-def test_environments_answer_as_on_a_cpu(how: Sampling) -> None:
+@pytest.mark.parametrize("sampling", [Sampling(max_new_tokens=100), Sampling(max_new_tokens=100, top_k=5)])
+def test_environments_answer_as_on_a_cpu(sampling: Sampling) -> None:
     """The same turns, tokens and masks, but for near ties, which are rare."""
     plain = episodes.policy()
     there = NativeEngine(plain, Engine(slots=8))
@@ -237,7 +237,7 @@ def test_environments_answer_as_on_a_cpu(how: Sampling) -> None:
     found = []
     for own in (here, there):
         prompts = [episodes.asked("one", episodes.Echo()), episodes.asked("two", episodes.Echo(calls=()))]
-        found.append(episodes.completions(own.sample(prompts, 8, how, SampleKey(seed=0, step=1))))
+        found.append(episodes.completions(own.sample(prompts, 8, sampling, SampleKey(seed=0, step=1))))
     same = [(a, b) for a, b in zip(*found, strict=True) if a.token_ids.tolist() == b.token_ids.tolist()]
     assert len(same) >= len(found[0]) - 1
     for a, b in same:
@@ -268,7 +268,7 @@ def test_lora_layers_are_active(options: dict[str, object], dtype: torch.dtype) 
 
 
 def test_lora_by_the_fast_path_draws_what_the_modules_draw() -> None:
-    """Texts part at near ties only, which are rare."""
+    """Texts diverge only at near ties, which are rare."""
     fast, slow = adapted_engine(torch.float32), adapted_engine(torch.float32)
     slow.policy.fast_backbone = None
     assert slow.graph_decoder is not None
@@ -281,15 +281,15 @@ def test_lora_by_the_fast_path_draws_what_the_modules_draw() -> None:
 
 @pytest.mark.parametrize("dtype", BOTH)
 def test_lora_weights_that_an_optimiser_changes_are_seen_with_no_call(dtype: torch.dtype) -> None:
-    own, how = adapted_engine(dtype), Sampling(temperature=0.8, max_new_tokens=20)
-    before = sample(own, LENGTHS, 2, how)
+    own, sampling = adapted_engine(dtype), Sampling(temperature=0.8, max_new_tokens=20)
+    before = sample(own, LENGTHS, 2, sampling)
     assert own.graph_decoder is not None
     graphs = dict(own.graph_decoder.graphs)
     trained = list(lora.adapter_parameters(own.policy.model).values())
     for parameter in trained:
         parameter.grad = torch.randn_like(parameter)
     torch.optim.SGD(trained, lr=0.1).step()
-    after = sample(own, LENGTHS, 2, how)
+    after = sample(own, LENGTHS, 2, sampling)
     assert graphs.items() <= own.graph_decoder.graphs.items(), "what was captured before the update is used after it"
     assert [bits(g.completions) for g in before] != [bits(g.completions) for g in after]
     found = errors(own, after, 0.8)
@@ -316,13 +316,13 @@ def test_a_mixture_of_experts_is_sampled_faithfully(caplog: pytest.LogCaptureFix
 
 
 def test_a_step_that_cannot_be_captured_runs_without_graphs_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    own, how = engine_of(model_of("olmo2"), torch.float32), Sampling(max_new_tokens=20)
-    expected = sample(own, LENGTHS, 2, how)
+    own, sampling = engine_of(model_of("olmo2"), torch.float32), Sampling(max_new_tokens=20)
+    expected = sample(own, LENGTHS, 2, sampling)
     slow = engine_of(model_of("olmo2"), torch.float32)
     norm = slow.policy.backbone.norm
     assert isinstance(norm, nn.Module)
     norm.register_forward_hook(lambda module, inputs, output: output if float(output.sum()) < 1e30 else None)
     with caplog.at_level(logging.WARNING, "oncurve.engine"):
-        found = sample(slow, LENGTHS, 2, how)
+        found = sample(slow, LENGTHS, 2, sampling)
     assert "without CUDA graphs" in caplog.text
     assert [bits(g.completions) for g in found] == [bits(g.completions) for g in expected]

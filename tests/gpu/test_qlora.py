@@ -1,4 +1,4 @@
-"""QLoRA on a GPU: bitsandbytes' own kernels, the gradient beside the same numbers written out, and what a base then takes."""
+"""QLoRA on a GPU: bitsandbytes' kernels, the gradient against dequantised weights, and the base model's memory."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ def test_the_gradient_is_that_of_the_same_numbers_written_out(kind: str, base: P
 def test_the_base_takes_less_memory(kind: str, base: Path) -> None:
     torch.ones(64, 64, dtype=torch.bfloat16, device="cuda").mm(torch.ones(64, 64, dtype=torch.bfloat16, device="cuda"))
     taken = []
-    for how in (kind, None):
+    for sampling in (kind, None):
         gc.collect()
         before = torch.cuda.memory_allocated()  # libraries have their workspace by now
-        policy = loaded(base, "bfloat16", how)
+        policy = loaded(base, "bfloat16", sampling)
         gradient(policy)
         policy.model.zero_grad()
         gc.collect()

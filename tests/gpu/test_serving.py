@@ -114,8 +114,8 @@ def test_a_request_gets_the_same_bits_whatever_comes_and_goes_beside_it(name: st
 
 
 def test_where_the_pool_is_full_requests_wait_and_nothing_is_told_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    how = Sampling(max_new_tokens=LIMIT, min_new_tokens=LIMIT)
-    asks = [served_request(policy("qwen3", torch.float32).encode(long_prompt(n)), 2, how, seed=n) for n in (1, 300, 530)]
+    sampling = Sampling(max_new_tokens=LIMIT, min_new_tokens=LIMIT)
+    asks = [served_request(policy("qwen3", torch.float32).encode(long_prompt(n)), 2, sampling, seed=n) for n in (1, 300, 530)]
     found: list[list[Any]] = []
     for most in (24, 5):
         room = PagedKVCache.open

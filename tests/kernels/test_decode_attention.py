@@ -137,7 +137,7 @@ def test_sixteen_bits_round_once() -> None:
 
 
 def test_idle_slots_are_left_out_and_a_longer_launch_changes_no_bit() -> None:
-    """What a slot gets depends on its own prompt and suffix alone."""
+    """A slot's output depends only on its own prompt and suffix."""
     case = make(4, 2, 16, [40, 9], [0, 1, 0, 1], [5, -1, 33, 12])
     found = run(case, 0.3)
     assert bool((found[1] == 0).all())

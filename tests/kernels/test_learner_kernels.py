@@ -186,13 +186,13 @@ def test_blocks_cover_each_token_once_and_the_longest_work_comes_first() -> None
     queries = layout.query_blocks(16).tolist()
     covered = sorted(t for first, end, *_ in queries for t in range(first, min(first + 16, end)))
     assert covered == list(range(sum(p + sum(n - 1 for n in c) for p, c in RAGGED)))
-    assert queries[0] == [56, 69, 40, 0, 40]  # the first completion's second block: 29 keys of its own and 40 of its prompt
+    assert queries[0] == [56, 69, 40, 0, 40]  # the first completion's second block: 29 own keys and 40 of its prompt
     keys = layout.key_blocks(16).tolist()
-    assert keys[0] == [0, 40, 75]  # the first prompt's first block is seen by its whole group
+    assert keys[0] == [0, 40, 75]  # the first prompt's first block is visible to its complete group
 
 
 def test_tiles_of_the_backward_pass_fit_each_other() -> None:
-    """A key block starts its queries at its own first key, so the diagonal must be whole query blocks."""
+    """A key block starts its queries at its own first key, so the diagonal must consist of full query blocks."""
     for size in (16, 64, 128, 256):
         for dtype in (torch.float32, torch.bfloat16):
             tiles = pack_attention.tiling(size, dtype, 100).keys_backward

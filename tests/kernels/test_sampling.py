@@ -48,21 +48,21 @@ def test_uniforms_are_those_of_the_plain_path() -> None:
             assert float(found[s]) == sampling_uniforms(0, 1, "p", s, at + 1)[at]
 
 
-@pytest.mark.parametrize("how", [Sampling(), Sampling(temperature=0.6), Sampling(temperature=0.0),
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.6), Sampling(temperature=0.0),
                                  Sampling(min_new_tokens=3), Sampling(temperature=1.7, min_new_tokens=3),
                                  Sampling(temperature=0.0, min_new_tokens=3)])  # fmt: skip
 @pytest.mark.parametrize("V", [7, 4096, 9001])
-def test_tokens_and_logps_are_those_of_the_plain_path(V: int, how: Sampling) -> None:
+def test_tokens_and_logps_are_those_of_the_plain_path(V: int, sampling: Sampling) -> None:
     """End tokens are made likely: a minimum length then matters."""
     lengths = [0, 1, 2, 3, 40, 41, 42, 43]
     slots, z = slots_of(lengths), logits(len(lengths), V)
     z[:, 5] = 9.0
-    kernels.sample_tokens(z, slots, ends(V, 5, 2), kernels.SamplingRule(how.temperature, how.min_new_tokens))
+    kernels.sample_tokens(z, slots, ends(V, 5, 2), kernels.SamplingRule(sampling.temperature, sampling.min_new_tokens))
     at = torch.tensor(lengths)
-    barred = torch.zeros(len(lengths), V, dtype=torch.bool)
-    barred[:, [5, 2]] = (at < how.min_new_tokens)[:, None]
+    banned = torch.zeros(len(lengths), V, dtype=torch.bool)
+    banned[:, [5, 2]] = (at < sampling.min_new_tokens)[:, None]
     uniform = torch.tensor([sampling_uniforms(0, 1, "p", s, n + 1)[n] for s, n in enumerate(lengths)])
-    want = sample_tokens(z.double().cpu(), uniform, how, barred if how.min_new_tokens else None)
+    want = sample_tokens(z.double().cpu(), uniform, sampling, banned if sampling.min_new_tokens else None)
     ring = torch.arange(len(lengths))
     found = slots.sampled.cpu()[at % C, ring]
     same = found == want.token_S
@@ -70,7 +70,7 @@ def test_tokens_and_logps_are_those_of_the_plain_path(V: int, how: Sampling) -> 
     assert bool(((found - want.token_S).abs() <= 1).all())
     for i, logp in enumerate((want.logp_S, want.sampled_logp_S, want.raw_logp_S)):
         assert float((slots.logps.cpu()[at % C, i, ring] - logp)[same].abs().max()) < 1e-5
-    done = [(t in (5, 2) and n >= how.min_new_tokens) for t, n in zip(found.tolist(), lengths, strict=True)]
+    done = [(t in (5, 2) and n >= sampling.min_new_tokens) for t, n in zip(found.tolist(), lengths, strict=True)]
     assert slots.suffix_length.tolist() == [-1 if d else n + 1 for d, n in zip(done, lengths, strict=True)]
     assert slots.token.tolist() == found.tolist()
 

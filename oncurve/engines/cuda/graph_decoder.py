@@ -175,7 +175,8 @@ def _are_enough(sizes: BufferSizes, needed: BufferSizes) -> bool:
 
 
 def bucket(count: int) -> int:
-    """Up to 4 as it is, then the next of 6, 8, 12, 16, 24, 32 …: few graphs, and at most half of a launch does nothing."""
+    """Numbers up to 4 unchanged, others rounded up to the next of 6, 8, 12, 16, 24, 32 …: few graphs, and at most half of a
+    launch does nothing."""
     if count <= 4:
         return count
     power = 1 << (count - 1).bit_length()

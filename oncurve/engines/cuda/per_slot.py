@@ -1,8 +1,8 @@
-"""Sessions on a GPU: the captured step with sampling settings of its own for every slot.
+"""Sessions on a GPU: the captured step with separate sampling settings for every slot.
 
-Settings lie on the device by slot and are read there by the sampling kernels (``kernels/sampling_per_slot.py``), so that one
-graph serves all requests. All slots are decoded at every step, idle or not: a completion with a seed is the same bits alone and
-in a crowd. With few live slots the host reads every token, with many every few.
+Settings are stored on the device by slot and are read there by the sampling kernels (``kernels/sampling_per_slot.py``), so that
+one graph serves all requests. All slots are decoded at every step, idle or not: a completion with a seed is the same bits alone
+and in a crowd. With few live slots the host reads every token, with many every few.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from oncurve.recipe.schema.sections import Sampling
 RING = 4
 """The most tokens of a round."""
 PREFILL_TOKENS = 1024
-"""Prompts of one bucket are prefilled together up to this many tokens: fewer than in training, as one often comes alone."""
+"""Prompts of one bucket are prefilled together up to this many tokens: fewer than in training, as prompts often come singly."""
 PROMPTS_AHEAD = 32
 """Prompts that are prefilled together, while running requests wait."""
 FEW = 4

@@ -1,6 +1,6 @@
 """Prefill and decode on a GPU: the page tables of every slot, and rounds of graph replays that run ahead of the host.
 
-A slot whose sequence has ended takes the next in the queue, whichever prompt it has. The device notices an end at once (the
+A slot whose sequence has ended takes the next in the queue, of any prompt. The device notices an end at once (the
 slot goes idle), the host a round later. Which pages, which slot and which neighbours a sequence has changes none of its bits:
 see ``kernels/decode_attention.py``.
 """

@@ -75,7 +75,7 @@ class NativeEngine:
         """Decodes with CUDA graphs and our kernels, on a GPU that has Triton; None: torch decodes."""
         if self.policy.layer_by_layer or not kernels.can_run_kernels(self.policy.device):
             return None
-        from oncurve.engines.cuda.graph_decoder import GraphDecoder  # Triton may be missing where there is no GPU
+        from oncurve.engines.cuda.graph_decoder import GraphDecoder  # Triton may be missing if there is no GPU
 
         return GraphDecoder.build(self.policy, self.settings)
 

@@ -1,9 +1,9 @@
 """The KV cache of torch and C, and how a prefill and a decode step attend to it.
 
 The cache has *blocks* of R slots that share one prompt: a block's prompt is stored once and read once for its R completions,
-each of which owns only its suffix. Keys lie in pages of PAGE positions. Every matrix product has a fixed shape, and a page that
-a completion does not reach adds exact zeros: a completion does not depend on what else is in the cache. ``rep`` is the number
-of query heads per KV head.
+each of which owns only its suffix. Keys are stored in pages of PAGE positions. Every matrix product has a fixed shape, and a
+page that a completion does not reach adds exact zeros: a completion does not depend on what else is in the cache. ``rep`` is
+the number of query heads per KV head.
 """
 
 from __future__ import annotations

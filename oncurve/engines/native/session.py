@@ -112,7 +112,7 @@ class Session(Scheduler):
 def open_session(policy: Policy, slots: int, max_new_tokens: int) -> Session:
     """A session with CUDA graphs if there is a GPU with Triton and the model allows it, else with torch."""
     if kernels.can_run_kernels(policy.device):
-        from oncurve.engines.cuda.per_slot import PerSlotCudaRunner  # Triton may be missing where there is no GPU
+        from oncurve.engines.cuda.per_slot import PerSlotCudaRunner  # Triton may be missing if there is no GPU
 
         runner = PerSlotCudaRunner.open(policy, slots, max_new_tokens)
         if runner is not None:

@@ -101,7 +101,7 @@ class TorchRunner:
         self._updates[slot] = (last_token, len(sequence.request.prompt_ids) - 1, position)
 
     def release(self, slot: int) -> None:
-        """A free slot goes on decoding; at length 0 it reads the fewest pages."""
+        """A free slot continues to decode; at length 0 it reads the fewest pages."""
         self.sequence_in[slot] = None
         self._new.pop(slot, None)
         self._updates[slot] = (0, 0, 0)

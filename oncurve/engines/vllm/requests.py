@@ -1,6 +1,6 @@
 """One call of `VllmEngine.sample`: the requests that go to vLLM, and the groups that come of its answers.
 
-A turn is a vLLM request of its own: if an environment replies, the reply is in the context of the next.
+Each turn is a separate vLLM request: if an environment replies, the reply is in the context of the next.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The GPU's engine as a whole, here on a CPU: kernels by Triton's interpreter, every step run as it would be captured."""
+"""The GPU engine end to end, here on a CPU in Triton's interpreter: every step runs as it would be captured."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from oncurve.records import Completion, Prompt
 from tests.engines.native.plain import assert_logps, prompt_of
 from tests.models.architectures import make_model, tokenizer
 
-HOW = Sampling(temperature=0.8, max_new_tokens=5)
+SAMPLING = Sampling(temperature=0.8, max_new_tokens=5)
 
 
 @pytest.fixture(autouse=True)
@@ -37,19 +37,20 @@ def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @torch.inference_mode()
-def sample(policy: Policy, lengths: tuple[int, ...], how: Sampling = HOW, pages: int = 99) -> list[list[Completion]]:
-    """Two completions of each prompt over three slots, looked at every other token."""
+def sample(policy: Policy, lengths: tuple[int, ...], sampling: Sampling = SAMPLING, pages: int = 99) -> list[list[Completion]]:
+    """Two completions of each prompt over three slots, in rounds of two tokens."""
     decoder = GraphDecoder.build(policy, Engine(check_every=2))
     assert decoder is not None
     open_cache = decoder.cache.open
     decoder.cache.open = lambda first, most, share: open_cache(first, min(most, pages), share)  # type: ignore[method-assign]
     return [
-        list(completions) for completions in complete(decoder, requests_for(policy, [prompt_of(n) for n in lengths], how), 3)
+        list(completions)
+        for completions in complete(decoder, requests_for(policy, [prompt_of(n) for n in lengths], sampling), 3)
     ]
 
 
-def requests_for(policy: Policy, prompts: list[Prompt], how: Sampling) -> list[SampleRequest]:
-    return [SampleRequest(prompt, policy.encode(prompt), 2, how, SampleKey(0, 1)) for prompt in prompts]
+def requests_for(policy: Policy, prompts: list[Prompt], sampling: Sampling) -> list[SampleRequest]:
+    return [SampleRequest(prompt, policy.encode(prompt), 2, sampling, SampleKey(0, 1)) for prompt in prompts]
 
 
 def complete(decoder: GraphDecoder, requests: list[SampleRequest], slots: int) -> list[tuple[Completion, ...]]:
@@ -64,7 +65,7 @@ def bits(completions: list[Completion]) -> list[tuple[bytes, ...]]:
 
 @pytest.mark.parametrize("name", ["qwen3", pytest.param("gemma2", marks=pytest.mark.slow)])
 def test_logps_are_those_of_a_full_forward(name: str) -> None:
-    """By the family's own step and through a model's modules; a prompt of one token, and one longer than a chunk."""
+    """With the fused step and through a model's modules; a prompt of one token, and one longer than a chunk."""
     model = make_model(name)
     policy = Policy(copy.deepcopy(model), tokenizer())
     for n, group in zip((1, 10), sample(policy, (1, 10)), strict=True):
@@ -72,8 +73,9 @@ def test_logps_are_those_of_a_full_forward(name: str) -> None:
             assert_logps(model, policy.encode(prompt_of(n)), completion, temperature=0.8)
 
 
-def test_products_of_our_own_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU that they fill: q, k and v as a whole, parts that the next norm adds up, and the gated unit within."""
+def test_our_products_agree_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU that they fill: q, k and v in one product, parts that the next norm sums, and the gated unit within its
+    product."""
     taken: list[tuple[int, bool]] = []
 
     def block_for(x: torch.Tensor, outputs: int, *, gated: bool = False) -> Block:
@@ -88,8 +90,8 @@ def test_products_of_our_own_are_those_of_torch(monkeypatch: pytest.MonkeyPatch)
     assert len(set(taken)) == 3
 
 
-def test_where_the_pool_is_full_completions_wait_and_come_out_the_same() -> None:
-    """Six pages: the longer prompt's three, and three for completions that need two each. Neighbours change no bit either."""
+def test_with_a_full_cache_completions_wait_and_get_the_same_bits() -> None:
+    """Six pages: three for the longer prompt, and three for completions that need two each. Neighbours change no bit either."""
     policy = Policy(make_model("qwen3"), tokenizer())
     alone = bits(sample(policy, (10,))[0])
     assert bits(sample(policy, (1, 10), pages=6)[1]) == alone
@@ -98,7 +100,7 @@ def test_where_the_pool_is_full_completions_wait_and_come_out_the_same() -> None
 
 
 @torch.inference_mode()
-def test_where_memory_is_too_short_to_capture_the_next_call_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_an_oom_in_capture_the_next_call_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = Policy(make_model("qwen3"), tokenizer())
     decoder = GraphDecoder.build(policy, Engine())
     assert decoder is not None
@@ -114,7 +116,7 @@ def test_where_memory_is_too_short_to_capture_the_next_call_tries_again(monkeypa
     monkeypatch.setattr(decoder, "_capture", capture)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    found = [bits(list(complete(decoder, requests_for(policy, [prompt_of(3)], HOW), 2)[0])) for _ in range(2)]
+    found = [bits(list(complete(decoder, requests_for(policy, [prompt_of(3)], SAMPLING), 2)[0])) for _ in range(2)]
     assert tries > 1
     assert decoder.graphs
     assert found[0] == found[1]
@@ -141,11 +143,11 @@ def test_every_sampling_setting_has_a_graph_of_its_own(name: str, monkeypatch: p
     monkeypatch.setattr(decoder, "_capture", capture)
     monkeypatch.setattr(decoder, "_warm_up", lambda launch, sampling: None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    decoder.prepare(requests_for(policy, [prompt_of(3)], HOW), 2)
-    launch, other = LaunchShape(1, 1, 1), HOW.model_copy(update={name: OTHER[name]})
-    for sampling in (HOW, other, HOW, other):
+    decoder.prepare(requests_for(policy, [prompt_of(3)], SAMPLING), 2)
+    launch, other = LaunchShape(1, 1, 1), SAMPLING.model_copy(update={name: OTHER[name]})
+    for sampling in (SAMPLING, other, SAMPLING, other):
         decoder.decode(launch, sampling, 1)
-    assert replayed == [HOW, other, HOW, other]
+    assert replayed == [SAMPLING, other, SAMPLING, other]
     assert len(decoder.graphs) == 2
 
 
@@ -154,7 +156,7 @@ def test_a_stop_string_ends_a_completion_where_it_is_complete() -> None:
     whole = sample(policy, (10,))[0][0]
     letter = policy.decode(whole.token_ids[2:3])
     first = next(i for i in range(5) if policy.decode(whole.token_ids[i : i + 1]) == letter)
-    cut = sample(policy, (10,), HOW.model_copy(update={"stop": (letter,)}))[0][0]
+    cut = sample(policy, (10,), SAMPLING.model_copy(update={"stop": (letter,)}))[0][0]
     assert cut.stop == "stop_string"
     assert cut.token_ids.tolist() == whole.token_ids[: first + 1].tolist()
     assert cut.logps.tobytes() == whole.logps[: first + 1].tobytes()

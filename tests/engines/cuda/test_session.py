@@ -1,4 +1,4 @@
-"""Serving by captured steps, here on a CPU: kernels by Triton's interpreter, beside plain torch with the same requests."""
+"""Sessions of the GPU engine, here in Triton's interpreter, against torch with the same requests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @cache
 def policy() -> Policy:
-    """Some letters end a completion too: it is likely to end by itself, and a minimum length matters."""
+    """Some letters are end tokens too, so that completions often end and the minimum length matters."""
     made = Policy(make_model("qwen3", num_hidden_layers=1), tokenizer())
     made.eos_ids = (*made.eos_ids, *range(5, 12))
     return made
@@ -110,7 +110,7 @@ def test_mixed_requests_are_answered_as_by_torch() -> None:
     assert all(t.token_id not in policy().eos_ids for own in by_sample(told[0][3]) for t in own[:4])
 
 
-def test_a_request_gets_the_same_bits_whatever_comes_and_goes_beside_it() -> None:
+def test_a_request_gets_the_same_bits_whatever_else_is_served() -> None:
     """One is there from the start, two come later, and one of these leaves in the middle."""
     session = opened()
     first = session.submit(ask(3))
@@ -118,8 +118,8 @@ def test_a_request_gets_the_same_bits_whatever_comes_and_goes_beside_it() -> Non
     for _ in range(2):
         for token in session.step():
             found.setdefault(token.request, []).append(token)
-    how = Sampling(max_new_tokens=LIMIT, min_new_tokens=LIMIT)
-    leaver, last = session.submit(served_request(policy().encode(prompt_of(3)), 1, how, seed=0)), session.submit(ask(2))
+    sampling = Sampling(max_new_tokens=LIMIT, min_new_tokens=LIMIT)
+    leaver, last = session.submit(served_request(policy().encode(prompt_of(3)), 1, sampling, seed=0)), session.submit(ask(2))
     while leaver not in found:
         for token in session.step():
             found.setdefault(token.request, []).append(token)
@@ -127,7 +127,7 @@ def test_a_request_gets_the_same_bits_whatever_comes_and_goes_beside_it() -> Non
     told = len(found[leaver])
     assert told < LIMIT
     finish(session, found)
-    assert len(found[leaver]) == told, "nothing is told of a request that was taken back"
+    assert len(found[leaver]) == told, "a cancelled request gets no more tokens"
     assert bits(found[first]) == alone(3)
     assert bits(found[last]) == alone(2)
     assert_nothing_is_left(session)
@@ -143,25 +143,25 @@ def assert_nothing_is_left(session: Session) -> None:
     assert session.runner.cache.left == session.runner.cache.limit
 
 
-def test_beyond_capacity_requests_wait_and_one_taken_back_frees_its_slots() -> None:
+def test_requests_beyond_capacity_wait_and_a_cancelled_one_frees_its_slots() -> None:
     session = opened(slots=2)
-    how = Sampling(max_new_tokens=LIMIT, stop=("never",), min_new_tokens=LIMIT)
-    first = session.submit(served_request(policy().encode(prompt_of(9)), 2, how, seed=0))
+    sampling = Sampling(max_new_tokens=LIMIT, stop=("never",), min_new_tokens=LIMIT)
+    first = session.submit(served_request(policy().encode(prompt_of(9)), 2, sampling, seed=0))
     second = session.submit(ask(1))
     session.step()
     assert len(session.waiting) == 2
     assert {t.request for t in session.step()} == {first}
     session.cancel(first)
-    session.cancel(first)  # whoever leaves twice does no harm
+    session.cancel(first)  # cancelling twice does no harm
     assert set(finish(session)) == {second}
     assert_nothing_is_left(session)
 
 
-def test_where_the_pool_is_full_requests_wait_and_nothing_is_told_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_full_cache_requests_wait_and_no_token_is_streamed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four pages of four positions: one for each prompt but the shortest, two for a completion of six. What has to start
-    again goes on where it was."""
-    how = Sampling(max_new_tokens=6, min_new_tokens=6)
-    asks = [served_request(policy().encode(prompt_of(n)), 1, how, seed=n) for n in (1, 5, 4)]
+    again continues where it was."""
+    sampling = Sampling(max_new_tokens=6, min_new_tokens=6)
+    asks = [served_request(policy().encode(prompt_of(n)), 1, sampling, seed=n) for n in (1, 5, 4)]
     free = opened()
     numbers = [free.submit(one) for one in asks]
     expected = finish(free)
@@ -182,12 +182,12 @@ def test_where_the_pool_is_full_requests_wait_and_nothing_is_told_twice(monkeypa
 
 
 def test_a_stop_string_over_two_tokens() -> None:
-    ids, how = policy().encode(prompt_of(9)), Sampling(max_new_tokens=8, min_new_tokens=8)
+    ids, sampling = policy().encode(prompt_of(9)), Sampling(max_new_tokens=8, min_new_tokens=8)
     session = opened()
-    number = session.submit(served_request(ids, 1, how, seed=3))
+    number = session.submit(served_request(ids, 1, sampling, seed=3))
     whole = policy().decode(np.array([t.token_id for t in finish(session)[number]]))
     stop = whole[2:4]
-    number = session.submit(served_request(ids, 1, how.model_copy(update={"stop": (stop, "never")}), seed=3))
+    number = session.submit(served_request(ids, 1, sampling.model_copy(update={"stop": (stop, "never")}), seed=3))
     tokens = finish(session)[number]
     assert tokens[-1].stop == "stop_string"
     assert policy().decode(np.array([t.token_id for t in tokens])) == whole[: whole.index(stop) + 2]
@@ -204,7 +204,7 @@ def test_completions_of_one_request_share_the_pages_of_its_prompt() -> None:
     assert_nothing_is_left(session)
 
 
-def test_warming_leaves_nothing_behind() -> None:
+def test_warming_up_leaves_nothing_behind() -> None:
     session = opened()
     session.warm_up()
     assert_nothing_is_left(session)

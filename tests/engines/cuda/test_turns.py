@@ -1,4 +1,4 @@
-"""Turns on the GPU's engine, here by Triton's interpreter, beside those of the plain path."""
+"""Turns on the GPU engine, here in Triton's interpreter, against the torch runner."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.engines.cuda.test_graph_decoder import complete, requests_for
 from tests.engines.native.test_turns import Echo, asked, policy
 from tests.engines.native.test_turns import sample as plain
 
-HOW = Sampling(max_new_tokens=24)
+SAMPLING = Sampling(max_new_tokens=24)
 
 
 @pytest.fixture(autouse=True)
@@ -26,12 +26,12 @@ def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @torch.inference_mode()
-def sample(prompts: list[Prompt], how: Sampling, pages: int = 99, check_every: int = 2) -> list[tuple[Completion, ...]]:
+def sample(prompts: list[Prompt], sampling: Sampling, pages: int = 99, check_every: int = 2) -> list[tuple[Completion, ...]]:
     decoder = GraphDecoder.build(policy(), Engine(check_every=check_every))
     assert decoder is not None
     open_cache = decoder.cache.open
     decoder.cache.open = lambda first, most, share: open_cache(first, min(most, pages), share)  # type: ignore[method-assign]
-    return complete(decoder, requests_for(policy(), prompts, how), 3)
+    return complete(decoder, requests_for(policy(), prompts, sampling), 3)
 
 
 def bits(groups: list[tuple[Completion, ...]]) -> list[tuple[bytes, ...]]:
@@ -39,17 +39,17 @@ def bits(groups: list[tuple[Completion, ...]]) -> list[tuple[bytes, ...]]:
 
 
 @pytest.mark.parametrize(
-    "how",
+    "sampling",
     [
-        HOW,
-        pytest.param(HOW.model_copy(update={"top_k": 4, "min_new_tokens": 3}), marks=pytest.mark.slow),
-        pytest.param(HOW.model_copy(update={"stop": ("ba",)}), marks=pytest.mark.slow),
+        SAMPLING,
+        pytest.param(SAMPLING.model_copy(update={"top_k": 4, "min_new_tokens": 3}), marks=pytest.mark.slow),
+        pytest.param(SAMPLING.model_copy(update={"stop": ("ba",)}), marks=pytest.mark.slow),
     ],
 )
-def test_turns_tokens_and_masks_are_those_of_the_plain_path(how: Sampling) -> None:
+def test_turns_tokens_and_masks_are_those_of_the_plain_path(sampling: Sampling) -> None:
     echoes = [Echo(), Echo(), Echo(calls=()), Echo(calls=())]
-    here = sample([asked("one", echoes[0]), asked("two", echoes[2])], how)
-    there = plain([asked("one", echoes[1]), asked("two", echoes[3])], how, group_size=2)
+    here = sample([asked("one", echoes[0]), asked("two", echoes[2])], sampling)
+    there = plain([asked("one", echoes[1]), asked("two", echoes[3])], sampling, group_size=2)
     assert any(not c.loss_mask.all() for group in here for c in group), "an environment has answered"
     for ours, theirs in zip(here, there, strict=True):
         for a, b in zip(ours, theirs.completions, strict=True):
@@ -63,8 +63,8 @@ def test_turns_tokens_and_masks_are_those_of_the_plain_path(how: Sampling) -> No
 
 
 @pytest.mark.slow
-def test_neither_a_full_pool_nor_the_rounds_change_a_bit() -> None:
-    prompts, short = [asked("one", Echo()), asked("two", Echo(calls=()))], HOW.model_copy(update={"max_new_tokens": 14})
+def test_neither_a_full_cache_nor_the_round_size_changes_a_bit() -> None:
+    prompts, short = [asked("one", Echo()), asked("two", Echo(calls=()))], SAMPLING.model_copy(update={"max_new_tokens": 14})
     expected = bits(sample(prompts, short))
-    assert bits(sample(prompts, short, pages=5)) == expected, "who waits starts again with the same numbers and answers"
+    assert bits(sample(prompts, short, pages=5)) == expected, "a preempted sequence gets the same numbers and replies"
     assert bits(sample(prompts, short, check_every=5)) == expected

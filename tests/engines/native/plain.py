@@ -1,4 +1,4 @@
-"""What the engine must agree with: transformers by itself, one sequence at a time, no cache, no tricks."""
+"""The reference: transformers alone, one sequence at a time, without a KV cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SENTENCE = "the quick brown fox jumps over 1234 lazy dogs + 567 more = "
 
 
 def prompt_of(length: int, name: str = "p") -> Prompt:
-    """A prompt of so many tokens; which text it is follows from the length."""
+    """A prompt of this many tokens; the length determines the text."""
     return Prompt(id=f"{name}/{length}", text=(SENTENCE[length % 7 :] + SENTENCE * 8)[:length])
 
 
@@ -26,24 +26,24 @@ def engine_for(policy: Policy, slots: int | None, check_every: int = 4) -> Nativ
 
 
 def sample(
-    policy: Policy, prompts: list[Prompt], group_size: int, how: Sampling, *, slots: int = 8, step: int = 1
+    policy: Policy, prompts: list[Prompt], group_size: int, sampling: Sampling, *, slots: int = 8, step: int = 1
 ) -> list[Group]:
-    return engine_for(policy, slots).sample(prompts, group_size, how, SampleKey(seed=0, step=step))
+    return engine_for(policy, slots).sample(prompts, group_size, sampling, SampleKey(seed=0, step=step))
 
 
 @torch.no_grad()
 def next_logits(model: PreTrainedModel, prompt_ids: Ints, token_ids: Ints) -> Tensor:
-    """The logits from which each token of a completion is drawn, [T, V], by one full forward."""
+    """The logits from which each token of a completion is sampled, [T, V], by one full forward."""
     ids = torch.tensor([[*prompt_ids.tolist(), *token_ids.tolist()]])
     logits: Tensor = model(input_ids=ids, use_cache=False).logits[0]
     return logits[len(prompt_ids) - 1 : -1].double()
 
 
 @torch.no_grad()
-def generate(model: PreTrainedModel, prompt_ids: Ints, how: Sampling) -> list[int]:
+def generate(model: PreTrainedModel, prompt_ids: Ints, sampling: Sampling) -> list[int]:
     """transformers' own greedy text."""
     ids = torch.from_numpy(prompt_ids)[None]
-    limits = {"max_new_tokens": how.max_new_tokens, "min_new_tokens": how.min_new_tokens}
+    limits = {"max_new_tokens": sampling.max_new_tokens, "min_new_tokens": sampling.min_new_tokens}
     out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **limits)
     tokens: list[int] = out[0, ids.shape[1] :].tolist()
     return tokens
@@ -54,7 +54,7 @@ def assert_same_greedy(model: PreTrainedModel, prompt_ids: Ints, ours: Ints, the
     if ours.tolist() == theirs:
         return
     at = next((i for i, (a, b) in enumerate(zip(ours.tolist(), theirs, strict=False)) if a != b), None)
-    assert at is not None, f"one text goes on where the other ends: {len(ours)} and {len(theirs)} tokens"
+    assert at is not None, f"one text continues after the other ends: {len(ours)} and {len(theirs)} tokens"
     scores = next_logits(model, prompt_ids, ours[: at + 1])[-1]
     margin = float((scores[int(ours[at])] - scores[theirs[at]]).abs())
     assert margin < NEAR_TIE, f"token {at}: {int(ours[at])} and {theirs[at]}, {margin} apart"

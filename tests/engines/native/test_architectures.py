@@ -30,12 +30,12 @@ def test_greedy_text_is_that_of_transformers(name: str) -> None:
     """Of at least 66 tokens, so that every suffix crosses a page."""
     plain, policy = pair(name)
     prompts = [prompt_of(n) for n in LENGTHS]
-    how = Sampling(temperature=0.0, max_new_tokens=70, min_new_tokens=66)
-    groups = sample(policy, prompts, 1, how, slots=3)
+    sampling = Sampling(temperature=0.0, max_new_tokens=70, min_new_tokens=66)
+    groups = sample(policy, prompts, 1, sampling, slots=3)
     lively = 0
     for group in groups:
         ours = group.completions[0].token_ids
-        assert_same_greedy(plain, group.prompt_ids, ours, generate(plain, group.prompt_ids, how))
+        assert_same_greedy(plain, group.prompt_ids, ours, generate(plain, group.prompt_ids, sampling))
         lively = max(lively, len(set(ours.tolist())))
     assert lively > 8, "a text that repeats itself would hide mistakes"
 

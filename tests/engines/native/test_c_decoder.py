@@ -1,4 +1,4 @@
-"""Decoding by the compiled function: against full forwards of transformers, against torch, and without a compiler."""
+"""The C runner: against full forwards of transformers, against torch, and without a compiler."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ def make_model(name: str) -> PreTrainedModel:
 
 @pytest.fixture(scope="module", params=list(MODELS))
 def pair(request: pytest.FixtureRequest) -> tuple[PreTrainedModel, Policy]:
-    """A model left as it is, and the same one as a policy."""
+    """A plain model, and the same one as a policy."""
     model = make_model(request.param)
     return model, Policy(copy.deepcopy(model), tokenizer())
 
 
-def run(policy: Policy, how: Sampling, *, compiled: bool = True, group_size: int = 3, slots: int = 6) -> list[Group]:
+def run(policy: Policy, sampling: Sampling, *, compiled: bool = True, group_size: int = 3, slots: int = 6) -> list[Group]:
     engine = NativeEngine(policy if compiled else _by_torch(policy), Engine(slots=slots))
-    assert runner_type(engine, PROMPTS, how) is (CRunner if compiled else TorchRunner)
-    return engine.sample(PROMPTS, group_size, how, SampleKey(0, 1))
+    assert runner_type(engine, PROMPTS, sampling) is (CRunner if compiled else TorchRunner)
+    return engine.sample(PROMPTS, group_size, sampling, SampleKey(0, 1))
 
 
-def runner_type(engine: NativeEngine, prompts: list[Prompt], how: Sampling) -> type:
-    requests = [SampleRequest(p, engine.policy.encode(p), 1, how, SampleKey(0, 1)) for p in prompts]
+def runner_type(engine: NativeEngine, prompts: list[Prompt], sampling: Sampling) -> type:
+    requests = [SampleRequest(p, engine.policy.encode(p), 1, sampling, SampleKey(0, 1)) for p in prompts]
     return type(engine._build_runner(requests))
 
 
@@ -79,16 +79,18 @@ def test_log_probs_are_those_of_a_full_forward(pair: tuple[PreTrainedModel, Poli
 
 def test_greedy_texts_are_those_of_transformers(pair: tuple[PreTrainedModel, Policy]) -> None:
     model, policy = pair
-    how = Sampling(max_new_tokens=70, temperature=0.0)
-    for group in run(policy, how, group_size=1):
+    sampling = Sampling(max_new_tokens=70, temperature=0.0)
+    for group in run(policy, sampling, group_size=1):
         ours = group.completions[0].token_ids
-        assert_same_greedy(model, group.prompt_ids, ours, generate(model, group.prompt_ids, how))
+        assert_same_greedy(model, group.prompt_ids, ours, generate(model, group.prompt_ids, sampling))
 
 
-@pytest.mark.parametrize("how", [Sampling(max_new_tokens=50), Sampling(max_new_tokens=50, min_new_tokens=45, temperature=1.3)])
-def test_it_draws_what_torch_draws_up_to_near_ties(pair: tuple[PreTrainedModel, Policy], how: Sampling) -> None:
+@pytest.mark.parametrize(
+    "sampling", [Sampling(max_new_tokens=50), Sampling(max_new_tokens=50, min_new_tokens=45, temperature=1.3)]
+)
+def test_it_samples_what_torch_samples_up_to_near_ties(pair: tuple[PreTrainedModel, Policy], sampling: Sampling) -> None:
     model, policy = pair
-    for ours, theirs in zip(run(policy, how), run(policy, how, compiled=False), strict=True):
+    for ours, theirs in zip(run(policy, sampling), run(policy, sampling, compiled=False), strict=True):
         for a, b in zip(ours.completions, theirs.completions, strict=True):
             same = next((i for i, (x, y) in enumerate(zip(a.token_ids, b.token_ids, strict=False)) if x != y), None)
             shared = min(len(a.token_ids), len(b.token_ids)) if same is None else same
@@ -97,19 +99,21 @@ def test_it_draws_what_torch_draws_up_to_near_ties(pair: tuple[PreTrainedModel, 
             if same is None:
                 assert (len(a.token_ids), a.stop) == (len(b.token_ids), b.stop)
             else:
-                p = (next_logits(model, ours.prompt_ids, a.token_ids[: same + 1])[-1] / how.temperature).softmax(-1)
+                p = (next_logits(model, ours.prompt_ids, a.token_ids[: same + 1])[-1] / sampling.temperature).softmax(-1)
                 low, high = sorted((int(a.token_ids[same]), int(b.token_ids[same])))
                 assert float(p[low + 1 : high].sum()) < NEAR_TIE
 
 
 def test_other_slots_threads_and_neighbours_change_no_bit(pair: tuple[PreTrainedModel, Policy]) -> None:
-    """Stronger than what torch's path promises: the number of slots does not matter either."""
-    policy, how, threads = pair[1], Sampling(max_new_tokens=40), torch.get_num_threads()
-    expected = [(c.token_ids.tobytes(), c.logps.tobytes()) for g in run(policy, how) for c in g.completions]
+    """Stronger than torch's guarantee: the number of slots does not matter either."""
+    policy, sampling, threads = pair[1], Sampling(max_new_tokens=40), torch.get_num_threads()
+    expected = [(c.token_ids.tobytes(), c.logps.tobytes()) for g in run(policy, sampling) for c in g.completions]
     try:
         for slots, count in ((3, 1), (18, 3), (9, 2)):
             torch.set_num_threads(count)
-            found = [(c.token_ids.tobytes(), c.logps.tobytes()) for g in run(policy, how, slots=slots) for c in g.completions]
+            found = [
+                (c.token_ids.tobytes(), c.logps.tobytes()) for g in run(policy, sampling, slots=slots) for c in g.completions
+            ]
             assert found == expected
     finally:
         torch.set_num_threads(threads)
@@ -123,16 +127,16 @@ def test_groups_of_several_blocks_share_their_prompt(pair: tuple[PreTrainedModel
 
 
 def test_stop_strings_cut_where_they_first_occur(pair: tuple[PreTrainedModel, Policy]) -> None:
-    how = Sampling(max_new_tokens=60, stop=("q", "7"))
+    sampling = Sampling(max_new_tokens=60, stop=("q", "7"))
     plain = run(pair[1], Sampling(max_new_tokens=60))
-    for group, whole in zip(run(pair[1], how), plain, strict=True):
+    for group, whole in zip(run(pair[1], sampling), plain, strict=True):
         for cut, full in zip(group.completions, whole.completions, strict=True):
             first = next((i for i, c in enumerate(full.text) if c in "q7"), None)
             assert cut.text == (full.text if first is None else full.text[: first + 1])
             assert cut.stop == (full.stop if first is None else "stop_string")
 
 
-def test_a_changed_weight_is_seen_with_no_call() -> None:
+def test_a_changed_weight_takes_effect_without_a_call() -> None:
     policy = Policy(make_model("qwen3"), tokenizer())
     before = run(policy, Sampling(max_new_tokens=20))
     with torch.no_grad():
@@ -147,8 +151,8 @@ def test_a_changed_weight_is_seen_with_no_call() -> None:
 def test_truncated_sampling_other_precisions_and_models_go_through_torch() -> None:
     policy = Policy(make_model("qwen3"), tokenizer())
     assert can_decode(policy, Sampling())
-    for how in (Sampling(top_k=5), Sampling(top_p=0.9), Sampling(min_p=0.1)):
-        assert not can_decode(policy, how)
+    for sampling in (Sampling(top_k=5), Sampling(top_p=0.9), Sampling(min_p=0.1)):
+        assert not can_decode(policy, sampling)
     assert not can_decode(Policy(make_model("qwen3").bfloat16(), tokenizer()), Sampling())
 
 

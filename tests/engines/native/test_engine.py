@@ -1,4 +1,4 @@
-"""The native engine as a whole: what is queued beside a completion does not matter, how it stops, whose weights it reads."""
+"""The native engine end to end: a completion does not depend on the queue, how it stops, and which weights it reads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.engines.native.plain import NEAR_TIE, engine_for, prompt_of, sample
 from tests.models.architectures import make_policy, tokenizer
 
 POOL = [prompt_of(n, name) for name, n in zip("abcdefgh", (1, 2, 9, 17, 18, 40, 66, 131), strict=True)]
-HOW = Sampling(max_new_tokens=24)
+SAMPLING = Sampling(max_new_tokens=24)
 
 
 @cache
@@ -37,7 +37,7 @@ def policy_of(name: str) -> Policy:
 @cache
 def alone(name: str, prompt: int, group_size: int) -> Group:
     """A prompt's completions with nothing else queued."""
-    return sample(policy_of(name), [POOL[prompt]], group_size, HOW)[0]
+    return sample(policy_of(name), [POOL[prompt]], group_size, SAMPLING)[0]
 
 
 def bits(completion: Completion) -> tuple[bytes, ...]:
@@ -52,7 +52,7 @@ def test_a_completion_is_the_same_bits_whatever_else_is_queued(
     name: str, group_size: int, order: list[int], count: int
 ) -> None:
     chosen = order[:count]
-    groups = sample(policy_of(name), [POOL[i] for i in chosen], group_size, HOW)
+    groups = sample(policy_of(name), [POOL[i] for i in chosen], group_size, SAMPLING)
     for i, group in zip(chosen, groups, strict=True):
         assert [bits(c) for c in group.completions] == [bits(c) for c in alone(name, i, group_size).completions]
 
@@ -62,42 +62,42 @@ def test_the_built_in_model_on_several_threads_is_as_exact(threads: int) -> None
     """At the shapes of the built-in recipe, where torch picks other kernels and splits them over threads."""
     words = tokenizer()
     policy = Policy(make_tiny(TinyModel(), words, 0), words)
-    dice, how = random.Random(1), Sampling(max_new_tokens=5)
+    dice, sampling = random.Random(1), Sampling(max_new_tokens=5)
     torch.set_num_threads(threads)
     try:
-        lone = [sample(policy, [p], 8, how, slots=64)[0] for p in POOL]
+        lone = [sample(policy, [p], 8, sampling, slots=64)[0] for p in POOL]
         for _ in range(3):
             chosen = dice.sample(range(len(POOL)), dice.randint(3, len(POOL)))
-            groups = sample(policy, [POOL[i] for i in chosen], 8, how, slots=64)
+            groups = sample(policy, [POOL[i] for i in chosen], 8, sampling, slots=64)
             assert [bits(c) for g in groups for c in g.completions] == [bits(c) for i in chosen for c in lone[i].completions]
     finally:
         torch.set_num_threads(1)
 
 
 def test_the_same_call_twice_gives_the_same_bits_and_another_step_others() -> None:
-    one, two, later = (sample(policy_of("qwen3"), POOL[:3], 4, HOW, step=step) for step in (1, 1, 2))
+    one, two, later = (sample(policy_of("qwen3"), POOL[:3], 4, SAMPLING, step=step) for step in (1, 1, 2))
     rows = [[bits(c) for g in groups for c in g.completions] for groups in (one, two, later)]
     assert rows[0] == rows[1]
     assert not set(rows[0]) & set(rows[2])
 
 
 @pytest.mark.parametrize("check_every", [1, 3, 16])
-def test_how_often_the_engine_looks_changes_no_bit(check_every: int) -> None:
-    groups = engine_for(policy_of("qwen3"), 8, check_every).sample(POOL[:5], 4, HOW, SampleKey(0, 1))
+def test_the_round_size_changes_no_bit(check_every: int) -> None:
+    groups = engine_for(policy_of("qwen3"), 8, check_every).sample(POOL[:5], 4, SAMPLING, SampleKey(0, 1))
     for i, group in enumerate(groups):
         assert [bits(c) for c in group.completions] == [bits(c) for c in alone("qwen3", i, 4).completions]
 
 
 @pytest.mark.parametrize("slots", [1, 4, 20, 64])
-def test_another_number_of_slots_draws_the_same_numbers_and_parts_only_at_near_ties(slots: int) -> None:
+def test_another_number_of_slots_differs_only_at_near_ties(slots: int) -> None:
     policy = policy_of("qwen3")
-    for i, group in enumerate(sample(policy, POOL, 4, HOW, slots=slots)):
+    for i, group in enumerate(sample(policy, POOL, 4, SAMPLING, slots=slots)):
         for s, (one, two) in enumerate(zip(alone("qwen3", i, 4).completions, group.completions, strict=True)):
             assert_parts_only_at_a_near_tie(one, two, POOL[i], s)
 
 
 def assert_parts_only_at_a_near_tie(one: Completion, two: Completion, prompt: Prompt, place: int) -> None:
-    """At the first difference the uniform lies, by each side's own probabilities, next to the share it was drawn from."""
+    """At the first difference the uniform lies, by each side's own probabilities, next to the boundary of the sampled token."""
     same = min(len(one.token_ids), len(two.token_ids))
     parts = np.flatnonzero(one.token_ids[:same] != two.token_ids[:same])
     end = int(parts[0]) if len(parts) else same
@@ -127,18 +127,18 @@ def test_groups_of_any_size_share_blocks_without_waste() -> None:
     assert default_slots(torch.device("cpu"), 4096) == 128
 
 
-def test_a_weight_changed_in_place_is_seen_by_the_next_sample() -> None:
+def test_a_weight_changed_in_place_takes_effect_in_the_next_sample() -> None:
     """One set of weights: no call, no copy, no sync between an optimiser's update and the next completion."""
     words = tokenizer()
     policy = Policy(make_tiny(TinyModel(layers=1, width=32, heads=2, kv_heads=1, head_size=16, mlp_width=32), words, 0), words)
-    engine, how = engine_for(policy, 2), Sampling(temperature=0.0, max_new_tokens=4)
-    before = engine.sample([POOL[3]], 2, how, SampleKey(0, 1))[0].completions[0]
+    engine, sampling = engine_for(policy, 2), Sampling(temperature=0.0, max_new_tokens=4)
+    before = engine.sample([POOL[3]], 2, sampling, SampleKey(0, 1))[0].completions[0]
     z = words.convert_tokens_to_ids("z")
     weight = policy.model.get_output_embeddings().weight
     weight.grad = torch.zeros_like(weight)
     weight.grad[z] = -weight.detach()[z].sign()
     torch.optim.SGD([weight], lr=5.0).step()
-    after = engine.sample([Prompt(id="z", text="z")], 2, how, SampleKey(0, 1))[0].completions[0]
+    after = engine.sample([Prompt(id="z", text="z")], 2, sampling, SampleKey(0, 1))[0].completions[0]
     assert before.text != "zzzz"
     assert after.text == "zzzz"
 
@@ -150,8 +150,8 @@ def talker() -> Policy:
     return Policy(make_tiny(TinyModel(layers=1, width=32, heads=2, kv_heads=1, head_size=16, mlp_width=32), words, 0), words)
 
 
-def completions(how: Sampling, count: int = 48) -> list[Completion]:
-    return list(sample(talker(), [Prompt(id="p", text="ab")], count, how, slots=48)[0].completions)
+def completions(sampling: Sampling, count: int = 48) -> list[Completion]:
+    return list(sample(talker(), [Prompt(id="p", text="ab")], count, sampling, slots=48)[0].completions)
 
 
 def test_a_completion_ends_with_the_end_token_or_is_cut_at_the_limit() -> None:
@@ -190,7 +190,7 @@ def test_a_stop_string_ends_a_completion_once_it_is_there() -> None:
     plain, stopped = (completions(Sampling(max_new_tokens=30, stop=stop), 144) for stop in ((), ("ab", "h.", "cde")))
     seen = 0
     for free, c in zip(plain, stopped, strict=True):
-        assert free.token_ids[: len(c.token_ids)].tolist() == c.token_ids.tolist(), "the same numbers were drawn"
+        assert free.token_ids[: len(c.token_ids)].tolist() == c.token_ids.tolist(), "the random numbers are the same"
         found = [s for s in ("ab", "h.", "cde") if s in c.text]
         assert (c.stop == "stop_string") == bool(found)
         assert all(c.text.endswith(s) for s in found)
@@ -214,20 +214,20 @@ def test_sampled_log_probs_are_of_the_truncated_distribution() -> None:
 
 def test_a_prompt_longer_than_the_model_allows_is_refused_by_name() -> None:
     with pytest.raises(ModelError, match=r"p/500: a prompt of 500 tokens[\s\S]*512 positions") as caught:
-        sample(policy_of("qwen3"), [POOL[0], prompt_of(500)], 1, HOW)
+        sample(policy_of("qwen3"), [POOL[0], prompt_of(500)], 1, SAMPLING)
     assert "max_new_tokens" in caught.value.fix
 
 
 def test_no_prompts_give_no_groups() -> None:
-    assert sample(policy_of("qwen3"), [], 4, HOW) == []
+    assert sample(policy_of("qwen3"), [], 4, SAMPLING) == []
 
 
 def test_many_mixes_with_few_slots_and_refills() -> None:
-    """Two dozen random queues: blocks are handed on in every order, and never leave anything behind."""
+    """Two dozen random queues: blocks are reused in every order, and leave nothing behind."""
     dice = random.Random(0)
     for _ in range(24):
         chosen = dice.sample(range(len(POOL)), dice.randint(3, 6))
-        groups = sample(policy_of("qwen3"), [POOL[i] for i in chosen], 4, HOW)
+        groups = sample(policy_of("qwen3"), [POOL[i] for i in chosen], 4, SAMPLING)
         assert [bits(c) for g in groups for c in g.completions] == [
             bits(c) for i in chosen for c in alone("qwen3", i, 4).completions
         ]

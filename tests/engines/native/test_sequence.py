@@ -1,4 +1,4 @@
-"""Stop strings, looked for at the end of a text."""
+"""Stop strings at the end of a text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that come and go over the same slots: each gets what it would get alone, and leaves nothing behind."""
+"""Sessions with torch: each request gets what it would get without the others, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def by_sample(tokens: list[SampledToken]) -> list[list[tuple[object, ...]]]:
 
 @settings(max_examples=10, deadline=None)
 @given(order=st.permutations(range(8)), late=st.integers(0, 7))
-def test_a_request_gets_the_same_bits_whatever_is_queued_beside_it(order: list[int], late: int) -> None:
+def test_a_request_gets_the_same_bits_whatever_else_is_queued(order: list[int], late: int) -> None:
     """Some are there from the start, others come while those are being decoded."""
     session = torch_session(policy(), SLOTS, 32)
     numbers = {session.submit(ask(place)): place for place in order[: late + 1]}
@@ -94,17 +94,17 @@ def test_greedy_takes_the_likeliest() -> None:
     assert all(token.token_id == token.top[0][0] for token in tokens)
 
 
-def test_a_request_beyond_capacity_waits_and_one_taken_back_frees_its_slots() -> None:
+def test_a_request_beyond_capacity_waits_and_a_cancelled_one_frees_its_slots() -> None:
     session = torch_session(policy(), 2, 32)
-    how = Sampling(max_new_tokens=32, stop=("never",))
-    first = session.submit(served_request(policy().encode(prompt_of(9)), 2, how, seed=0))
+    sampling = Sampling(max_new_tokens=32, stop=("never",))
+    first = session.submit(served_request(policy().encode(prompt_of(9)), 2, sampling, seed=0))
     second = session.submit(served_request(policy().encode(prompt_of(17)), 1, SETTINGS[1], seed=0))
     third = session.submit(served_request(policy().encode(prompt_of(18)), 1, SETTINGS[1], seed=0))
     assert {t.request for t in session.step()} == {first}
     assert len(session.waiting) == 2
     session.cancel(first)
     assert {t.request for t in session.step()} == {second, third}
-    session.cancel(first)  # whoever leaves twice does no harm
+    session.cancel(first)  # cancelling twice does no harm
     session.cancel(third)
     ended = told(session, {second: second, third: third})
     assert ended[third] == []
@@ -128,7 +128,7 @@ def test_how_a_completion_stops() -> None:
 
 
 def test_training_is_not_disturbed() -> None:
-    """A session over the same policy leaves its weights and its grad mode alone."""
+    """A session over the same policy changes neither its weights nor the grad mode."""
     before = [p.detach().clone() for p in policy().model.parameters()]
     session = torch_session(policy(), SLOTS, 32)
     told(session, {session.submit(ask(0)): 0})

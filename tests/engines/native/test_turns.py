@@ -1,4 +1,4 @@
-"""Completions in several turns: what the environment says is in the context, out of the loss, and always the same."""
+"""Completions in several turns: the environment's replies are in the context, masked in the loss, and deterministic."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from oncurve.records import Completion, Environment, Example, Group, Prompt
 from tests.engines.native.plain import engine_for, next_logits
 
 SHAPE = TinyModel(layers=2, width=32, heads=2, kv_heads=1, head_size=16, mlp_width=48, context=256)
-HOW = Sampling(max_new_tokens=100)
+SAMPLING = Sampling(max_new_tokens=100)
 
 
 @cache
 def policy() -> Policy:
-    """A random model of ten words: each of them comes soon."""
+    """A random model with ten tokens, each of which comes soon."""
     return load_policy(Model(tiny=SHAPE), alphabet="ab?!", seed=0)
 
 
 @dataclass
 class Echo:
-    """Says how often it was asked, up to four times, and a throw of the dice."""
+    """Replies with the number of the turn, up to four times, and a random letter."""
 
     calls: tuple[str, ...] = ("?",)
     heard: list[tuple[str, ...]] = field(default_factory=list)
@@ -48,9 +48,9 @@ def asked(name: str, environment: Environment | None) -> Prompt:
 
 
 def sample(
-    prompts: list[Prompt], how: Sampling = HOW, slots: int = 8, check_every: int = 4, group_size: int = 4
+    prompts: list[Prompt], sampling: Sampling = SAMPLING, slots: int = 8, check_every: int = 4, group_size: int = 4
 ) -> list[Group]:
-    return engine_for(policy(), slots, check_every).sample(prompts, group_size, how, SampleKey(seed=0, step=1))
+    return engine_for(policy(), slots, check_every).sample(prompts, group_size, sampling, SampleKey(seed=0, step=1))
 
 
 def completions(groups: list[Group]) -> list[Completion]:
@@ -85,7 +85,7 @@ def test_turns_alternate_and_only_the_environment_s_are_masked() -> None:
     assert max(len(turns) for turns in echo.heard) > 3
 
 
-def test_the_environment_hears_what_was_said_and_nothing_decoded_beyond_it() -> None:
+def test_the_environment_gets_the_turns_and_nothing_decoded_beyond_them() -> None:
     echo = Echo()
     (c,) = completions(sample([asked("a", echo)], group_size=1, check_every=16))
     for turns in echo.heard:
@@ -93,8 +93,8 @@ def test_the_environment_hears_what_was_said_and_nothing_decoded_beyond_it() -> 
         assert c.text.startswith("".join(turns))
 
 
-def test_every_token_is_drawn_from_what_was_really_said() -> None:
-    """transformers itself, on the whole of prompt, turns and replies, gives each of the policy's tokens the same log-prob."""
+def test_every_token_is_sampled_from_the_true_context() -> None:
+    """transformers, on prompt, turns and replies together, gives each of the policy's tokens the same log-prob."""
     plain = policy().copy().model
     plain.set_attn_implementation("eager")
     for group in sample([asked(n, Echo()) for n in "ab"]):
@@ -105,7 +105,7 @@ def test_every_token_is_drawn_from_what_was_really_said() -> None:
 
 
 @pytest.mark.parametrize(("slots", "check_every"), [(8, 1), (8, 7), (4, 4), (32, 16)])
-def test_when_turns_are_looked_for_and_what_is_queued_beside_changes_no_token(slots: int, check_every: int) -> None:
+def test_neither_the_round_size_nor_the_queue_changes_a_token(slots: int, check_every: int) -> None:
     prompts = [asked(f"{n}{i}", Echo()) for i in range(2) for n in "ab"]
     usual, other = sample(prompts), sample(list(reversed(prompts)), slots=slots, check_every=check_every)
     one, two = completions(usual), completions(list(reversed(other)))
@@ -121,7 +121,7 @@ def test_prompts_without_an_environment_are_sampled_as_ever() -> None:
     assert all(c.loss_mask.all() for c in beside)
 
 
-def test_another_sample_throws_other_dice_and_the_same_one_the_same() -> None:
+def test_random_numbers_of_the_environment_differ_by_sample_and_repeat() -> None:
     texts = [c.text for c in completions(sample([asked("a", Echo())], group_size=8))]
     assert texts == [c.text for c in completions(sample([asked("a", Echo())], group_size=8))]
     assert any("!!b" in text for text in texts)
@@ -141,7 +141,7 @@ def test_stop_strings_of_the_recipe_end_it_and_limits_cut_it() -> None:
     assert amid_a_reply
 
 
-def test_an_environment_that_fails_is_told_of_in_one_message() -> None:
+def test_an_environment_that_fails_raises_one_message() -> None:
     class Broken(Echo):
         def reply(self, prompt: Prompt, turns: Sequence[str], dice: np.random.Generator) -> str | None:
             raise KeyError("rules")
@@ -169,7 +169,7 @@ def test_in_a_chat_a_reply_after_the_end_token_is_the_user_s_next_message() -> N
     assert chat.tokenizer.decode(encode_reply(chat, replace(prompt, messages=None, text="a"), "42", ended=True)) == "42"
 
 
-def test_a_template_of_single_turns_is_told_of_in_one_message() -> None:
+def test_a_single_turn_template_raises_one_message() -> None:
     chat, prompt = chat_policy(), Prompt(id="c", messages=({"role": "user", "content": "a"},))
     chat.tokenizer.chat_template = "{% if messages | length > 1 %}{{ raise_exception('one turn') }}{% endif %}?"
     with pytest.raises(ModelError, match=r"(?s)^c: the model's chat template can't write it.*one turn"):

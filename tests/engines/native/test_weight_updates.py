@@ -1,4 +1,4 @@
-"""Weights that change while completions are written: they go on with the new ones, and each token knows which drew it."""
+"""Weights that change while completions are sampled: sequences continue with the new ones and record each token's version."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from oncurve.recipe.schema.sections import Engine, Sampling
 from oncurve.records import Completion, Prompt
 from tests.training.builders import policy as make_policy
 
-HOW = Sampling(max_new_tokens=24, min_new_tokens=24)
+SAMPLING = Sampling(max_new_tokens=24, min_new_tokens=24)
 PROMPTS = [Prompt(name, text=f"{name}+1=") for name in "123"]
-DRAWS = SampleKey(3, 1)
+KEY = SampleKey(3, 1)
 
 
 class After:
-    """Puts other weights in after so many rounds."""
+    """Changes the weights after this many rounds."""
 
     def __init__(self, policy: Policy, rounds: int, scale: float) -> None:
         self.policy, self.rounds, self.scale, self.version = policy, rounds, scale, 7
@@ -52,9 +52,9 @@ def engine(policy: Policy, rounds: int, scale: float = 0.5) -> NativeEngine:
 
 @pytest.mark.parametrize("top_k", [0, 1000], ids=["compiled", "torch"])
 def test_tokens_before_the_change_are_the_old_weights_and_those_after_it_the_new(top_k: int) -> None:
-    how = HOW.model_copy(update={"top_k": top_k})
-    before = NativeEngine(make_policy(), Engine(slots=8, check_every=4)).sample(PROMPTS, 2, how, DRAWS)
-    mixed = engine(make_policy(), rounds=3).sample(PROMPTS, 2, how, DRAWS)
+    sampling = SAMPLING.model_copy(update={"top_k": top_k})
+    before = NativeEngine(make_policy(), Engine(slots=8, check_every=4)).sample(PROMPTS, 2, sampling, KEY)
+    mixed = engine(make_policy(), rounds=3).sample(PROMPTS, 2, sampling, KEY)
     for old, new in zip(before, mixed, strict=True):
         for a, b in zip(old.completions, new.completions, strict=True):
             assert b.versions == ((0, 7), (8, 8))
@@ -65,9 +65,10 @@ def test_tokens_before_the_change_are_the_old_weights_and_those_after_it_the_new
 
 @pytest.mark.parametrize("top_k", [0, 1000], ids=["compiled", "torch"])
 def test_completions_seated_after_the_change_are_wholly_the_new_weights(top_k: int) -> None:
-    """Eight slots hold two of three prompts: the third is seated when the change is over, and must show no trace of the old."""
-    how, policy = HOW.model_copy(update={"top_k": top_k}), make_policy()
-    last = engine(policy, rounds=3).sample(PROMPTS, 4, how, DRAWS)[2]
+    """Eight slots hold two of three prompts: the third is admitted after the change, and must show no trace of the old
+    weights."""
+    sampling, policy = SAMPLING.model_copy(update={"top_k": top_k}), make_policy()
+    last = engine(policy, rounds=3).sample(PROMPTS, 4, sampling, KEY)[2]
     for completion in last.completions:
         assert completion.versions == ((0, 8),)
         pack = build_pack([PrefixGroup(last.prompt_ids, (completion.token_ids,), (0,))], policy.device)
@@ -77,7 +78,7 @@ def test_completions_seated_after_the_change_are_wholly_the_new_weights(top_k: i
 
 @torch.inference_mode()
 def test_the_engine_of_a_gpu_takes_new_weights_between_rounds() -> None:
-    """Here by Triton's interpreter. The round that is under way was begun with the old weights, and the next has the new."""
+    """Here in Triton's interpreter. The round in flight has the old weights, and the next the new ones."""
 
     def drawn(exchange: bool) -> list[Completion]:
         policy = make_policy()
@@ -97,5 +98,5 @@ def test_the_engine_of_a_gpu_takes_new_weights_between_rounds() -> None:
 
 
 def test_without_an_exchange_there_are_no_versions() -> None:
-    groups = NativeEngine(make_policy(), Engine(slots=8)).sample(PROMPTS, 2, HOW, DRAWS)
+    groups = NativeEngine(make_policy(), Engine(slots=8)).sample(PROMPTS, 2, SAMPLING, KEY)
     assert all(c.versions is None for g in groups for c in g.completions)

@@ -55,8 +55,8 @@ def plain(policy: Policy) -> PreTrainedModel:
     return model
 
 
-def native(policy: Policy, prompts: list[Prompt], how: Sampling, group_size: int = 1) -> list[Group]:
-    return NativeEngine(policy, Engine(slots=32)).sample(prompts, group_size, how, SampleKey(seed=0, step=1))
+def native(policy: Policy, prompts: list[Prompt], sampling: Sampling, group_size: int = 1) -> list[Group]:
+    return NativeEngine(policy, Engine(slots=32)).sample(prompts, group_size, sampling, SampleKey(seed=0, step=1))
 
 
 def assert_agree(policy: Policy, ours: list[Group], theirs: list[Group]) -> None:

@@ -1,4 +1,4 @@
-"""A vLLM process that is killed or falls silent: it is started again, or the run is told; and it never outlives the run."""
+"""A vLLM process that is killed or hangs: it is restarted, or the run gets an error; and it never outlives the run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.engines.vllm.live.models import PROMPTS, engine_of, policy_of
 
 pytestmark = pytest.mark.vllm
 STEP = SampleKey(seed=0, step=1)
-HOW = Sampling(max_new_tokens=24)
+SAMPLING = Sampling(max_new_tokens=24)
 
 
 def rows(groups: list[Group]) -> list[list[int]]:
@@ -43,16 +43,16 @@ def test_a_sampler_that_is_lost_is_started_again_and_no_group_is_lost_or_told_tw
             os.kill(engine.pid, blow)
 
     try:
-        whole = rows(engine.sample(PROMPTS, 4, HOW, STEP))
+        whole = rows(engine.sample(PROMPTS, 4, SAMPLING, STEP))
         assert engine.process is not None
         engine.process.limit_s = 20.0
         with collect_notes() as notes:
-            again = engine.sample(PROMPTS, 4, HOW.model_copy(update={"max_new_tokens": 200}), STEP, on_group=on_group)
+            again = engine.sample(PROMPTS, 4, SAMPLING.model_copy(update={"max_new_tokens": 200}), STEP, on_group=on_group)
         assert sorted(told) == list(range(len(PROMPTS)))
         assert engine.pid not in pids
         assert any("restarted" in n.message for n in notes), notes
         assert [len(g.completions) for g in again] == [4] * len(PROMPTS)
-        assert rows(engine.sample(PROMPTS, 4, HOW, STEP)) == whole
+        assert rows(engine.sample(PROMPTS, 4, SAMPLING, STEP)) == whole
     finally:
         engine.close()
 
@@ -76,7 +76,7 @@ def test_a_sampler_that_is_lost_each_time_is_an_error_that_says_so() -> None:
     engine = engine_of(policy_of())
     engine.weight_source = killer = Killer(engine)
     with pytest.raises(EngineError, match=r"vLLM process \d+ died while sampling \(signal 9\)") as caught:
-        engine.sample(PROMPTS, 2, HOW, STEP)
+        engine.sample(PROMPTS, 2, SAMPLING, STEP)
     assert killer.killed == 3
     log = Path(caught.value.fix.split()[1].rstrip(";"))
     assert "vllm" in log.read_text().lower()
@@ -90,7 +90,7 @@ def test_a_model_that_vllm_can_not_run_is_an_error_at_once_with_its_reason() -> 
     policy.model.config.hidden_act = "tanh"
     engine = engine_of(policy)
     with pytest.raises(EngineError, match=r"failed while starting: .*tanh") as caught:
-        engine.sample(PROMPTS, 1, HOW, STEP)
+        engine.sample(PROMPTS, 1, SAMPLING, STEP)
     log = Path(caught.value.fix.split()[1])
     assert "Traceback" in log.read_text()
     log.unlink()
@@ -106,11 +106,11 @@ def test_what_is_dropped_half_way_leaves_a_sampler_that_works() -> None:
 
     engine = engine_of(policy_of())
     try:
-        whole = rows(engine.sample(PROMPTS, 4, HOW, STEP))
+        whole = rows(engine.sample(PROMPTS, 4, SAMPLING, STEP))
         before = engine.pid
         with pytest.raises(Enough):
             engine.sample(PROMPTS, 4, Sampling(max_new_tokens=300), STEP, on_group=on_group)
-        assert rows(engine.sample(PROMPTS, 4, HOW, STEP)) == whole
+        assert rows(engine.sample(PROMPTS, 4, SAMPLING, STEP)) == whole
         assert engine.pid == before
     finally:
         engine.close()

@@ -43,7 +43,7 @@ def test_after_an_update_vllm_writes_what_the_native_engine_writes(name: str) ->
 
 
 class Change:
-    """Puts other weights in after so many looks, as whoever shares them may."""
+    """Changes the weights after this many calls, as a cluster's learner may."""
 
     def __init__(self, policy: Policy, looks: int) -> None:
         self.policy, self.looks, self.version = policy, looks, 7

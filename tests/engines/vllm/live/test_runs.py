@@ -1,4 +1,5 @@
-"""A whole GRPO run that samples with vLLM: it learns, is killed and goes on, and says how far sampler and learner are apart."""
+"""A complete GRPO run that samples with vLLM: it learns, is killed and resumed, and reports the gap between sampler and
+learner."""
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ def steps_of(run: Path) -> list[int]:
 
 
 def wait(process: subprocess.Popen[str], until: int, run: Path) -> None:
-    """Until so many steps are written down."""
+    """Wait until this many steps are recorded."""
     ends = time.monotonic() + 400
     while len(steps_of(run)) < until:
         assert process.poll() is None, process.communicate()[0]

@@ -50,8 +50,8 @@ def test_greedy_texts_are_those_of_the_native_engine(engine: VllmEngine) -> None
 
 
 def test_a_group_asked_for_again_is_the_same_and_another_step_draws_others(engine: VllmEngine) -> None:
-    how = Sampling(max_new_tokens=24)
-    one, two, later = (bits(engine.sample(PROMPTS, 4, how, SampleKey(seed=0, step=step))) for step in (1, 1, 2))
+    sampling = Sampling(max_new_tokens=24)
+    one, two, later = (bits(engine.sample(PROMPTS, 4, sampling, SampleKey(seed=0, step=step))) for step in (1, 1, 2))
     assert one == two
     assert len(set(one)) == len(one), "two samples of a group share their random numbers"
     assert not set(one) & set(later)
@@ -65,13 +65,13 @@ def test_groups_are_told_of_once_each_and_in_their_places(engine: VllmEngine) ->
     assert [g.prompt.id for g in groups] == [p.id for p in PROMPTS]
 
 
-@pytest.mark.parametrize("how", [Sampling(max_new_tokens=24), Sampling(max_new_tokens=24, top_k=3, min_p=0.05, top_p=0.9)])
-def test_log_probs_of_samples_are_the_models_own(engine: VllmEngine, how: Sampling) -> None:
-    groups = engine.sample(PROMPTS, 4, how, STEP)
+@pytest.mark.parametrize("sampling", [Sampling(max_new_tokens=24), Sampling(max_new_tokens=24, top_k=3, min_p=0.05, top_p=0.9)])
+def test_log_probs_of_samples_are_the_models_own(engine: VllmEngine, sampling: Sampling) -> None:
+    groups = engine.sample(PROMPTS, 4, sampling, STEP)
     for group in groups:
         for c in group.completions:
             assert_logps(plain(engine.policy), group.prompt_ids, c, 1.0, within=1e-3)
-            assert np.isnan(c.sampled_logps).all() == (how.top_k > 0)
+            assert np.isnan(c.sampled_logps).all() == (sampling.top_k > 0)
 
 
 def test_truncated_samples_keep_to_what_is_left(engine: VllmEngine) -> None:
@@ -100,17 +100,17 @@ def test_the_first_token_is_drawn_as_the_model_would_have_it(engine: VllmEngine)
 def test_stop_strings_end_a_completion_as_in_the_native_engine(engine: VllmEngine) -> None:
     whole = native(engine.policy, PROMPTS, GREEDY)
     texts = [text for g in whole if len(text := g.completions[0].text) > 8]
-    how = GREEDY.model_copy(update={"stop": (texts[0][4:6], texts[1][5])})
-    found = engine.sample(PROMPTS, 1, how, STEP)
-    assert_agree(engine.policy, found, native(engine.policy, PROMPTS, how))
+    sampling = GREEDY.model_copy(update={"stop": (texts[0][4:6], texts[1][5])})
+    found = engine.sample(PROMPTS, 1, sampling, STEP)
+    assert_agree(engine.policy, found, native(engine.policy, PROMPTS, sampling))
     stopped = [g.completions[0] for g in found if g.completions[0].stop == "stop_string"]
     assert stopped
-    assert all(c.text.endswith(how.stop) and not any(s in c.text[:-1] for s in how.stop) for c in stopped)
+    assert all(c.text.endswith(sampling.stop) and not any(s in c.text[:-1] for s in sampling.stop) for c in stopped)
 
 
 def test_no_end_token_comes_before_its_time(engine: VllmEngine) -> None:
-    how = Sampling(max_new_tokens=40, min_new_tokens=12)
-    found = [c for g in engine.sample(PROMPTS, 8, how, STEP) for c in g.completions]
+    sampling = Sampling(max_new_tokens=40, min_new_tokens=12)
+    found = [c for g in engine.sample(PROMPTS, 8, sampling, STEP) for c in g.completions]
     ended = [c for c in found if c.stop == "end"]
     assert ended
     assert all(len(c.token_ids) > 12 and int(c.token_ids[-1]) in engine.policy.eos_ids for c in ended)
@@ -132,8 +132,8 @@ def test_what_is_too_long_is_refused_in_the_native_engines_words(engine: VllmEng
 
 def test_an_empty_completion_is_an_end_token_and_no_text(engine: VllmEngine) -> None:
     """A prompt after which the model ends at once: found by trying, as the native engine says."""
-    how = Sampling(max_new_tokens=4)
-    tried = [c for g in engine.sample(PROMPTS, 64, how, STEP) for c in g.completions]
+    sampling = Sampling(max_new_tokens=4)
+    tried = [c for g in engine.sample(PROMPTS, 64, sampling, STEP) for c in g.completions]
     empty = [c for c in tried if c.text == "" and c.stop == "end"]
     assert empty
     assert all(c.token_ids.tolist() == [c.token_ids[0]] and int(c.token_ids[0]) in engine.policy.eos_ids for c in empty)
@@ -142,11 +142,11 @@ def test_an_empty_completion_is_an_end_token_and_no_text(engine: VllmEngine) -> 
 
 def test_an_environment_answers_back(engine: VllmEngine) -> None:
     """Turn by turn as in the native engine: what it heard, what is in the loss, and the tokens."""
-    how = GREEDY.model_copy(update={"max_new_tokens": 60})
-    letter = next(c for c in native(engine.policy, PROMPTS[:1], how)[0].completions).text[3]
+    sampling = GREEDY.model_copy(update={"max_new_tokens": 60})
+    letter = next(c for c in native(engine.policy, PROMPTS[:1], sampling)[0].completions).text[3]
     ours, theirs = Echo(calls=(letter,)), Echo(calls=(letter,))
     asked = [[Prompt(id=p.id, text=p.text, environment=echo) for p in PROMPTS[:4]] for echo in (ours, theirs)]
-    found, expected = engine.sample(asked[0], 1, how, STEP), native(engine.policy, asked[1], how)
+    found, expected = engine.sample(asked[0], 1, sampling, STEP), native(engine.policy, asked[1], sampling)
     for a, b in zip(found, expected, strict=True):
         one, other = a.completions[0], b.completions[0]
         assert one.token_ids.tolist() == other.token_ids.tolist()
