@@ -42,7 +42,7 @@ def test_replay_shows_it_and_says_where_it_is_not_so(
     before = written(run)
     assert main(["replay", str(run.path), "--step", "4", "--group", "1"]) == 0
     told = " ".join(capsys.readouterr().out.split())
-    assert "from the checkpoint of grpo step 3, 1 step done again" in told
+    assert "1 step repeated from the checkpoint of grpo step 3" in told
     assert "identical: 4 completions" in told
     assert written(run) == before
     copy = RunFolder(tmp_path / "copy")
@@ -94,7 +94,7 @@ def test_replay_of_what_is_not_there(run: RunFolder, tmp_path: Path, capsys: pyt
 def test_verify_finds_a_whole_run_whole(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(run.path)]) == 0
     told = capsys.readouterr().out
-    assert "the run is whole" in told
+    assert "the run is intact" in told
     for part in ("run.json", "recipe.toml", "run.db", "stage grpo", "grpo-000003", "grpo-000005", "sft-000003", "model"):
         assert part in told
 

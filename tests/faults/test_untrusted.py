@@ -181,5 +181,5 @@ def test_a_checkpoint_from_elsewhere_is_data(tmp_path: Path) -> None:
     entry = {"name": "x", "size": 9, "sha256": "0"}
     for name in ("../../secret.json", str(tmp_path / "secret.json"), "x.pkl"):
         _write_manifest(folder, {"stage": "grpo", "step": 1, "number": 1, "files": {name: entry}})
-        with pytest.raises(OncurveError, match="no file of a checkpoint"):
+        with pytest.raises(OncurveError, match="not a checkpoint file"):
             load(folder)
