@@ -188,7 +188,8 @@ class Iteration(Section):
     """Name of the stage's reward of type `model` that is trained."""
     labeller: Reward | None = None
     """The reward that labels the comparisons: a verifiable one such as `math`, a `judge` for AI feedback, or a `python`
-    function. Unset: people, by their rankings in the studio; a round without rankings then trains nothing."""
+    function. Unset: people, by their rankings and disputed rewards in the studio; a round without labels then trains
+    nothing."""
     updates: PositiveInt = 8
     """Optimiser updates of the reward model per round."""
     batch_size: PositiveInt = 32
