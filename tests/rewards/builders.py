@@ -1,4 +1,4 @@
-"""Groups made of texts, for tests that care about nothing else."""
+"""Builds groups from texts."""
 
 from collections.abc import Mapping
 from typing import Any

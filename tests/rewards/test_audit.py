@@ -1,4 +1,4 @@
-"""Each signal on a run made to show it, and none on a healthy one."""
+"""Each sign on a run constructed to show it, and none on a healthy run."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -73,7 +73,7 @@ def changed(change: Callable[[str, int, int], str]) -> Callable[[int, int], list
         ),
     ],
 )
-def test_signals_in_the_texts(name: str, change: Callable[[str, int, int], str]) -> None:
+def test_signs_in_the_texts(name: str, change: Callable[[str, int, int], str]) -> None:
     assert name in names(history(changed(change), prompts=6))
 
 
@@ -90,10 +90,10 @@ def test_an_aspect_that_rises_alone() -> None:
     assert signal.what.startswith("'judge' went from ")
 
 
-def test_a_reward_of_moods() -> None:
+def test_an_inconsistent_reward() -> None:
     made = history(lambda step, n: [(thought(0, n, i), {"answer": float(i % 2), "judge": (step + i) % 3}) for i in range(4)])
     assert "inconsistent reward" in names(made)
 
 
-def test_a_run_too_short_to_speak_of_change() -> None:
+def test_a_run_too_short_to_measure_a_change() -> None:
     assert names(history(healthy, (0.6, 0.6), steps=3)) == set()

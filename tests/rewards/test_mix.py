@@ -20,7 +20,7 @@ from tests.rewards.builders import group
 
 @dataclass
 class Says:
-    """A reward that returns what it is told to."""
+    """A reward that returns a fixed result."""
 
     answer: Any
     name: str = "says"
@@ -97,7 +97,7 @@ def test_what_does_not(result: object, failure: str) -> None:
         (lambda _: (1 / 0 for _ in range(2)), "ZeroDivisionError: division by zero"),
     ],
 )
-def test_a_group_that_fails_as_a_whole(answer: Any, failure: str) -> None:
+def test_an_error_of_the_group_fails_every_completion(answer: Any, failure: str) -> None:
     assert only_aspects(answer, "a", "b") == [(None, failure)] * 2
 
 
@@ -120,7 +120,7 @@ def test_only_the_completion_that_raised_fails() -> None:
     assert scored.scored[1].failure == "says: ZeroDivisionError: division by zero"
 
 
-def test_long_failures_are_cut() -> None:
+def test_long_failures_are_shortened() -> None:
     ((_, failure),) = only_aspects([ValueError("x" * 10_000)], "a")
     assert failure is not None
     assert len(failure) == 300
@@ -134,7 +134,7 @@ def test_the_total_is_the_weighted_sum() -> None:
     assert scored.scored[1].aspects[2].failure == "returned nan"
 
 
-def test_where_no_reward_applies() -> None:
+def test_if_no_reward_applies() -> None:
     (scored,) = RewardMix([Says([None]), Says([1.0], "watched", 0.0)]).score([group("a")])
     assert scored.totals == (None,)
     assert scored.scored[0].failure == "no reward applies"
@@ -163,7 +163,7 @@ def test_two_rewards_of_one_name() -> None:
         ([], None, False),
     ],
 )
-def test_what_counts_as_solved(rewards: list[Says], decider: str | None, solved: bool) -> None:
+def test_which_reward_defines_accuracy(rewards: list[Says], decider: str | None, solved: bool) -> None:
     mix = RewardMix(rewards)
     (scored,) = mix.score([group("a")])
     assert mix.accuracy_reward == decider
@@ -189,7 +189,7 @@ def test_every_completion_gets_a_finite_number_none_or_a_failure(results: list[o
 
 @dataclass
 class Meets:
-    """A reward that answers only once as many groups as `party` are being scored at the same time."""
+    """A reward that returns only once as many groups as the barrier's parties are scored at the same time."""
 
     party: threading.Barrier
     name: str = "meets"
@@ -201,30 +201,30 @@ class Meets:
         return [float(completion.text) for completion in group.completions]
 
 
-def test_rewards_that_wait_do_so_together() -> None:
+def test_async_rewards_score_groups_concurrently() -> None:
     mix = RewardMix([Meets(threading.Barrier(4))])
     scored = mix.score([group(str(n), str(n + 1)) for n in range(4)])
     assert [s.totals for s in scored] == [(float(n), float(n + 1)) for n in range(4)]
 
 
-def test_groups_handed_in_one_by_one() -> None:
-    """Three groups meet before any of them is asked for; the order of the answers is that of the question."""
+def test_groups_prefetched_one_by_one() -> None:
+    """Three groups are scored concurrently before `score` is called; the results keep the order of its argument."""
     mix, groups = RewardMix([Meets(threading.Barrier(3))]), [group(str(n)) for n in range(3)]
     for one in reversed(groups):
         mix.prefetch(one)
     assert [s.totals for s in mix.score(groups)] == [(0.0,), (1.0,), (2.0,)]
 
 
-def test_what_was_begun_and_never_asked_for_is_no_one_s() -> None:
-    """Sampling may stop half way: the next step hears of its own groups alone, in whatever memory they lie."""
+def test_prefetched_groups_that_are_never_scored_are_dropped() -> None:
+    """If sampling is interrupted, the next step gets only its own groups, even if they reuse an object's id."""
     mix = RewardMix([Meets(threading.Barrier(1))])
     for n in range(20):
         mix.prefetch(group(str(n)))
     assert [s.totals for s in mix.score([group("7"), group("8")])] == [(7.0,), (8.0,)]
 
 
-def test_only_rewards_that_wait_begin_early() -> None:
-    """One that computes would take its time from the sampler, and may not be used from two threads."""
+def test_only_async_rewards_are_prefetched() -> None:
+    """A synchronous reward would slow the sampler down, and need not be thread-safe."""
     seen: list[str] = []
 
     def here(asked: Group) -> list[float]:
@@ -238,7 +238,7 @@ def test_only_rewards_that_wait_begin_early() -> None:
     assert seen == [threading.main_thread().name]
 
 
-def test_a_failure_in_a_group_begun_is_that_group_s_alone() -> None:
+def test_a_failure_in_a_prefetched_group_is_that_group_s_only() -> None:
     mix = RewardMix([Meets(threading.Barrier(1))])
     groups = [group("0.5"), group("no number")]
     for one in groups:
@@ -246,7 +246,7 @@ def test_a_failure_in_a_group_begun_is_that_group_s_alone() -> None:
     assert [s.totals for s in mix.score(groups)] == [(0.5,), (None,)]
 
 
-def test_what_rewards_say_of_themselves() -> None:
+def test_log_lines() -> None:
     loud = Says([1.0], "loud")
     loud.log_lines = ["loud: here"]  # type: ignore[attr-defined]
     assert RewardMix([loud, Says([1.0])]).log_lines == ["loud: here"]

@@ -1,4 +1,4 @@
-"""Plain functions as rewards, and TRL's own functions unchanged."""
+"""Python functions as rewards, and TRL's own functions unchanged."""
 
 import asyncio
 from pathlib import Path
@@ -108,7 +108,7 @@ def test_async_per_group() -> None:
 
 
 def test_async_inside_a_running_loop() -> None:
-    """A notebook has a loop running; the reward must not need it."""
+    """A notebook already runs an event loop; the reward must not need it."""
 
     async def reward(completion: str) -> float:
         await asyncio.sleep(0)

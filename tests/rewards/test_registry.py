@@ -1,4 +1,4 @@
-"""Rewards as a recipe names them."""
+"""Rewards that a recipe names."""
 
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ def test_python(tmp_path: Path) -> None:
         ({"type": "python", "function": "nothing"}, "rewards.python.function", "not written as"),
     ],
 )
-def test_what_is_wrong_is_said(config: dict[str, Any], where: str, hint: str) -> None:
+def test_errors_name_the_key_and_the_fix(config: dict[str, Any], where: str, hint: str) -> None:
     with pytest.raises(OncurveError) as caught:
         build(config)
     assert caught.value.where == where
@@ -64,7 +64,7 @@ def test_every_option_is_documented() -> None:
 
 
 @pytest.mark.parametrize("kind", ["arithmetic", "countdown"])
-def test_worked_examples_are_right_by_the_task_s_default_rewards(kind: str) -> None:
+def test_demonstrations_are_correct_by_the_task_s_default_rewards(kind: str) -> None:
     task = build_task(Task.model_validate({"type": kind, "heldout": 20, "examples": 30}))
     mix = build_rewards([*task.default_rewards, Reward(type="format")])
     for example in task.examples:

@@ -1,4 +1,4 @@
-"""What changes when completions are graded again."""
+"""Comparison of two scorings of the same completions."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Which prompts a step asks: a pure function of (seed, step)."""
+"""The prompts of a step are a pure function of (seed, step)."""
 
 from collections import Counter
 
@@ -71,7 +71,7 @@ def test_endless_rounds_go_on_without_twins() -> None:
 
 
 def test_an_endless_task_of_few_problems_still_fills_a_step() -> None:
-    """28 sums of two single digits are left to train on, in at most 56 spellings."""
+    """28 sums of two single digits are left for training, in at most 56 orders."""
     task = build_task(Task.model_validate({"type": "arithmetic", "digits": 1, "heldout": 27}))
     asked = ids(prompts_for_step(task, 0, 0, 100))
     assert len(set(asked)) == 100

@@ -1,4 +1,4 @@
-"""A judge behind a real HTTP server, in all its moods."""
+"""Judges behind a real HTTP server: good replies, bad replies, errors and time-outs."""
 
 import contextlib
 import json
@@ -27,7 +27,7 @@ KEY = "sk-very-secret-1234567890"
 
 
 class Judge:
-    """An OpenAI-compatible endpoint whose replies are given by a function of the request."""
+    """An OpenAI-compatible endpoint that replies by a function of the request."""
 
     def __init__(self) -> None:
         self.requests: list[dict[str, Any]] = []
@@ -107,7 +107,7 @@ def test_a_rubric(judge: Judge) -> None:
 
 
 def test_a_ranking(judge: Judge) -> None:
-    """The judge ranks by length; whatever order it was shown them in, the longest comes first."""
+    """A judge that ranks by length puts the longest first, in whatever order it reads them."""
 
     def by_length(body: dict[str, Any]) -> str:
         shown = re.findall(r"Answer (\d+):\n<<<\w+\n(.*?)\n\w+>>>", body["messages"][1]["content"])
@@ -180,7 +180,7 @@ def test_the_same_question_is_asked_once(judge: Judge, tmp_path: Path) -> None:
 
 
 def test_replies_are_kept_nowhere_where_a_recipe_says_so(judge: Judge) -> None:
-    """A TOML file has no None, and a run's recipe is one."""
+    """A run's recipe is stored as TOML, which has no None."""
     for asked in (1, 2):
         assert [a.value for a in graded(judge, "a", cache="")] == [0.7]
         assert len(judge.requests) == asked
@@ -250,7 +250,7 @@ def of_steps(judge: Judge, *texts: str) -> list[Aspect]:
 
 
 def test_a_judge_of_single_steps(judge: Judge) -> None:
-    """One request for all steps of a completion, each between the fences; a score for each, at the step's last token."""
+    """One request for all steps of a completion, each fenced; one score each, at the step's last token."""
     judge.reply = lambda body: json.dumps(
         {"scores": [4, 1, 2][: body["messages"][1]["content"].count("Step ")], "reason": "so"}
     )

@@ -1,4 +1,4 @@
-"""Steps, their rewards, and the tokens they end at."""
+"""Reasoning steps, their rewards, and their last tokens."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from tests.rewards.builders import group
 
 
 def byte_tokenizer() -> Tokenizer:
-    """One token per byte, as the worst case of byte-level BPE: a letter may take several."""
+    """One token per byte, the worst case of byte-level BPE: a character may take several."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -59,7 +59,7 @@ def test_a_splitter_of_one_s_own_is_checked() -> None:
 @settings(deadline=None)
 @given(st.lists(st.text(alphabet="ab1 .é漢🙂", min_size=1), min_size=1, max_size=6))
 def test_a_step_ends_at_the_token_of_its_last_byte(parts: list[str]) -> None:
-    """With one token per byte the place is known: the number of bytes up to the step's end."""
+    """With one token per byte the last token's index is the number of bytes up to the step's end, minus 1."""
     text = "\n".join(parts)
     ids = np.array(BYTES.encode(text).ids, dtype=np.int64)
     spans = SPLITTERS["lines"](text)

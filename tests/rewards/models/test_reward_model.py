@@ -1,4 +1,4 @@
-"""Reward models of a few thousand parameters, made here: heads, batches, templates, and what is refused."""
+"""Small random reward models: heads, batches, chat templates, and refused models."""
 
 from pathlib import Path
 
@@ -119,7 +119,7 @@ def test_a_model_that_is_none(tmp_path: Path) -> None:
 
 
 def test_a_language_model_is_no_reward_model(tmp_path: Path) -> None:
-    """transformers loads one as a classifier, with a head that it draws at random."""
+    """transformers loads a language model as a classifier with a randomly initialised head."""
     folder = save(tmp_path, Qwen3ForCausalLM, 1)
     with pytest.raises(ModelError, match=r"not a trained reward model\n.*score\.weight.*initialised at random"):
         RewardModelReward("model", 1.0, RewardModelOptions(model=folder, heads={"LABEL_0": 1.0}))

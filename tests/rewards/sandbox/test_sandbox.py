@@ -49,12 +49,12 @@ def run(sandbox: Sandbox, program: str, limits: Limits = QUICK, **job: Any) -> d
     return dict(seen)
 
 
-def test_there_is_a_level_here() -> None:
+def test_this_machine_has_a_sandbox() -> None:
     assert SANDBOXES, "install bubblewrap, or use a kernel with Landlock"
 
 
-def test_where_everything_is_tested_every_level_is() -> None:
-    """`.ci/run` installs bubblewrap: a level that is there and does not hold must not go untested."""
+def test_every_level_works_in_ci() -> None:
+    """In CI, where bubblewrap is installed, every level must work, so that none goes untested."""
     wanted = set(LEVELS) if "CI" in os.environ and shutil.which("bwrap") else set(SANDBOXES)
     assert set(SANDBOXES) == wanted, {level: fault for level, (_, fault) in MADE.items() if fault}
 
@@ -127,7 +127,7 @@ ATTACKS = {
 
 
 @pytest.mark.parametrize("attack", list(ATTACKS))
-def test_nothing_gets_out(sandbox: Sandbox, attack: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_can_t_escape(sandbox: Sandbox, attack: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ONCURVE_SECRET", "x")
     KEPT.write_text("kept")
     seen = run(sandbox, ATTACKS[attack])
@@ -357,8 +357,8 @@ def test_no_level_and_no_trust(monkeypatch: pytest.MonkeyPatch) -> None:
     trusted.workers.close()
 
 
-def test_a_wall_that_does_not_hold_is_no_level(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The self-test is what decides: without its lock a sandbox is none."""
+def test_a_sandbox_that_fails_its_self_test_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The self-test decides: a sandbox without its lock is refused."""
     unlocked = levels.command
     monkeypatch.setattr(levels, "command", lambda level, scratch, package: unlocked("trusted", scratch))
     sandbox, fault = build_sandbox("seccomp", 1)

@@ -1,4 +1,4 @@
-"""The form of completions."""
+"""The format of completions."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""JSON and JSON Schema, with texts made to break parsers."""
+"""JSON and JSON Schema, with texts that break parsers."""
 
 import time
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The share of a text in the asked language."""
+"""The fraction of a text in the required language."""
 
 import pytest
 

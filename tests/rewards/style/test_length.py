@@ -1,4 +1,4 @@
-"""Lengths in tokens."""
+"""Rewards by length in tokens and by repetition."""
 
 from dataclasses import replace
 
@@ -47,7 +47,7 @@ def test_tokens_of_an_environment_do_not_count() -> None:
 
 
 def test_cosine_length() -> None:
-    """At half the limit the cosine is 0: half way from one end to the other."""
+    """At half the limit the cosine is 0, so the reward is the mean of both ends."""
     reward = CosineReward("cosine", 1.0, CosineOptions(limit=100, take="tag"))
     texts = ["<answer>7</answer>", "<answer>8</answer>"]
     found = [

@@ -1,4 +1,4 @@
-"""Finding and comparing answers, with the texts that models really write."""
+"""Extraction and comparison of answers, with texts as models write them."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Programs graded by their tests, in the shapes of MBPP, HumanEval and contest problems."""
+"""Programs scored by their tests, in the formats of MBPP, HumanEval and contest problems."""
 
 from typing import Any
 

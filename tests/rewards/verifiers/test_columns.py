@@ -1,4 +1,4 @@
-"""Columns of written sums, counted by hand."""
+"""Partial credit for the columns of sums, computed by hand."""
 
 import pytest
 

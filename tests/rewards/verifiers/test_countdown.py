@@ -1,4 +1,4 @@
-"""Countdown's partial credit, by hand: form 0.1, numbers 0.1, closeness up to 0.3."""
+"""Countdown's partial credit, computed by hand: form 0.1, numbers 0.1, closeness up to 0.3."""
 
 import pytest
 from hypothesis import given, settings
@@ -56,7 +56,7 @@ def test_columns_that_make_no_sense_are_a_failure() -> None:
     assert aspect.failure is not None
 
 
-def test_worked_examples_get_full_marks() -> None:
+def test_demonstrations_get_1() -> None:
     task = build_task(Task.model_validate({"type": "countdown", "heldout": 10, "examples": 50, "numbers": 4}))
     for example in task.examples:
         assert values(REWARD, example.completion, **example.prompt.columns) == [1.0]

@@ -1,4 +1,4 @@
-r"""Answers compared by meaning, and each known trap of math-verify 0.9.0."""
+r"""Answers compared by meaning, and each known pitfall of math-verify 0.9.0."""
 
 import time
 from typing import Any
@@ -102,7 +102,7 @@ def test_trap_letters_and_words(gold: str, answer: str, same: bool) -> None:
     assert right(gold, answer) is same
 
 
-def test_trap_towers_are_not_worked_out() -> None:
+def test_trap_power_towers_are_not_evaluated() -> None:
     began = time.monotonic()
     assert not right("7", "9^{9^{9}}")
     assert not right("7", "(10^{9})!")
@@ -111,7 +111,7 @@ def test_trap_towers_are_not_worked_out() -> None:
 
 
 def test_a_subscript_is_dropped_by_math_verify() -> None:
-    """Documented, not mended: `11_2` reads as 11."""
+    """Documented, not fixed: `11_2` reads as 11."""
     assert right("11", "11_2")
 
 
@@ -123,7 +123,7 @@ def test_a_comparison_past_its_limit_fails_that_completion_alone() -> None:
     assert quick.value == 1.0
 
 
-def test_from_any_thread_and_with_an_alarm_of_the_trainer_s_own() -> None:
+def test_from_any_thread_and_with_an_alarm_of_the_trainer() -> None:
     import signal
     from concurrent.futures import ThreadPoolExecutor
 
@@ -176,12 +176,12 @@ def test_what_needs_no_worker() -> None:
         (r"\frac12", "1/2", None),
     ],
 )
-def test_fractions_are_settled_at_once(gold: str, answer: str, settled: bool | None) -> None:
-    """As math-verify would say; what it may round is left to it."""
+def test_fractions_need_no_worker(gold: str, answer: str, settled: bool | None) -> None:
+    """Equal to math-verify's verdict; comparisons that may involve rounding are left to it."""
     assert fast_compare(gold, answer) is settled
 
 
-def test_fractions_are_settled_as_math_verify_settles_them() -> None:
+def test_fractions_are_compared_as_by_math_verify() -> None:
     pairs = [
         (f"{a}/{b}", rf"\frac{{{c}}}{{{d}}}") for a, b, c, d in [(1, 7, 2, 14), (3, 4, 3, 5), (10, 5, 2, 1), (7, 3, 14, 6)]
     ]

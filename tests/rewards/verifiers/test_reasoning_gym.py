@@ -1,4 +1,4 @@
-"""Answers to reasoning-gym's problems: checks of our own, and its scorers behind the wall."""
+"""Answers to reasoning-gym's problems: our own checks, and the package's scorers in the sandbox."""
 
 from __future__ import annotations
 
@@ -81,17 +81,17 @@ def test_prompts_of_other_tasks_are_not_graded() -> None:
 ATTACK = '__import__("os").system("touch {path}")'
 
 
-def test_a_scorer_that_executes_the_answer_does_so_behind_the_wall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outside, the package's own scorers of these families run the command; here nothing happens, and `9**9**9` ends.
+def test_a_scorer_that_executes_the_answer_does_so_in_the_sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package's own scorers of these families run the command; here nothing runs, and `9**9**9` returns.
 
-    The guard that would refuse such answers, and our own checks, are taken away: the wall is to hold by itself.
+    Our own checks, and the pattern that refuses such answers, are disabled: the sandbox must hold by itself.
     """
     monkeypatch.setattr("oncurve.rewards.verifiers.reasoning_gym.CHECKS", {})
     monkeypatch.setattr("oncurve.rewards.verifiers.reasoning_gym._CODE", re.compile("(?!)"))
     here = tmp_path / "proof"
     data = reasoning_gym.create_dataset("string_insertion", seed=1, size=1)
     data.score_answer(ATTACK.format(path=here), data[0])
-    assert here.exists(), "the attack works where there is no wall"
+    assert here.exists(), "the attack works without a sandbox"
     here.unlink()
     reward = ReasoningGymReward("gym", 1.0, GymRewardOptions(seconds=4.0, workers=1))
     for family in ("string_insertion", "spiral_matrix", "countdown"):
@@ -108,8 +108,8 @@ def test_a_scorer_that_executes_the_answer_does_so_behind_the_wall(tmp_path: Pat
     assert values(prompt, prompt.columns["answer"], reward=reward) == [1.0], "the next one is judged as ever"
 
 
-def test_a_text_that_wants_to_choose_its_score_is_wrong_before_a_scorer_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the sandbox a scorer may be talked into anything: `print` a score and `exit`. Such answers do not get there."""
+def test_an_answer_that_contains_code_is_wrong_without_being_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scorer that executes the answer can be made to print any score and exit. Such answers are never scored."""
     nothing_to_ask = SimpleNamespace(workers=SimpleNamespace(count=1))
     monkeypatch.setattr(ReasoningGymReward, "sandbox", nothing_to_ask)
     prompt = Prompt("p", "", columns={"answer": "1", "family": "puzzle24", "gym": {"scorer": True}})
@@ -117,7 +117,7 @@ def test_a_text_that_wants_to_choose_its_score_is_wrong_before_a_scorer_sees_it(
     assert values(prompt, *texts) == [0.0] * len(texts)
 
 
-def test_partial_credit_only_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partial_credit_only_if_the_option_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = task("sudoku", heldout=1).heldout[0]
     nearly = prompt.columns["answer"][:-1] + ("1" if prompt.columns["answer"][-1] != "1" else "2")
     strict, lenient = (
@@ -155,7 +155,7 @@ def test_families_settings_and_seeds() -> None:
         ({"families": []}, "task.families"),
     ],
 )
-def test_mistakes(options: dict[str, Any], told: str) -> None:
+def test_errors(options: dict[str, Any], told: str) -> None:
     with pytest.raises(RecipeError) as caught:
         build_task(Task.model_validate({"type": "reasoning_gym", **options}))
     assert told in str(caught.value)
@@ -163,7 +163,7 @@ def test_mistakes(options: dict[str, Any], told: str) -> None:
 
 @pytest.mark.slow
 def test_every_family_can_be_asked_and_its_own_answer_is_right() -> None:
-    """But for the one that is made of others, and those that give no answer."""
+    """Except `composite`, and families that give no answer."""
     reward = ReasoningGymReward("gym", 1.0, GymRewardOptions(seconds=60.0))
     silent, wrong = set(), {}
     for family in sorted(set(reasoning_gym.factory.DATASETS) - {"composite"}):
@@ -180,7 +180,7 @@ def test_every_family_can_be_asked_and_its_own_answer_is_right() -> None:
 
 @pytest.mark.slow
 def test_problems_are_the_same_in_every_process() -> None:
-    """Of these families the package itself makes other problems under another hash seed."""
+    """The package itself generates other problems of these families under another hash seed."""
     program = (
         "from tests.rewards.verifiers.test_reasoning_gym import task\n"
         "made = task('polynomial_multiplication', 'ransom_note', 'isomorphic_strings', heldout=3)\n"

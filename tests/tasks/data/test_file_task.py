@@ -1,4 +1,4 @@
-"""Prompts from files and from memory, and every way a file can be wrong."""
+"""Prompts from files and from Python, and every error that a file can have."""
 
 import gzip
 import importlib
@@ -52,7 +52,7 @@ def test_held_out_by_share_and_by_count(sums: Path) -> None:
     assert len(file_task(sums, heldout=3).heldout) == 3
 
 
-def test_twins_of_held_out_rows_are_not_trained_on(tmp_path: Path) -> None:
+def test_duplicates_of_held_out_rows_are_not_trained_on(tmp_path: Path) -> None:
     rows = [{"prompt": f"q{i % 10}", "completion": "a"} for i in range(40)]
     task = file_task(write(tmp_path / "twins.jsonl", rows), heldout=3)
     asked = {p.text for p in task.heldout}
@@ -60,7 +60,7 @@ def test_twins_of_held_out_rows_are_not_trained_on(tmp_path: Path) -> None:
     assert asked.isdisjoint(e.prompt.text for e in task.examples)
 
 
-def test_a_file_to_measure_on(sums: Path, tmp_path: Path) -> None:
+def test_a_file_for_evaluation(sums: Path, tmp_path: Path) -> None:
     measured = write(tmp_path / "test.jsonl", [{"prompt": "0+1="}, {"prompt": "50+1="}])
     task = file_task(sums, heldout_path=str(measured))
     assert [p.id for p in task.heldout] == ["test.jsonl/heldout/1", "test.jsonl/heldout/2"]
@@ -77,7 +77,7 @@ def test_template_chat_and_system(tmp_path: Path) -> None:
     assert task.train[0].columns == {"question": "How many?", "n": 3}
 
 
-def test_messages_and_worked_examples(tmp_path: Path) -> None:
+def test_messages_and_demonstrations(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "Hi"}]
     rows = [
         {"prompt": messages, "completion": [{"role": "assistant", "content": "Hello"}]},
@@ -151,13 +151,13 @@ def test_missing_columns_name_those_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "what"), [("none.jsonl", "no such file"), (".", "it is a folder"), ("x.csv", "of type '.csv'")]
 )
-def test_files_that_are_none(tmp_path: Path, name: str, what: str) -> None:
+def test_unreadable_files(tmp_path: Path, name: str, what: str) -> None:
     (tmp_path / "x.csv").write_text("a,b")
     with pytest.raises(DataError, match=what):
         file_task(tmp_path / name)
 
 
-def test_a_missing_file_is_told_with_the_key_that_names_it(sums: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_file_is_reported_with_its_key(sums: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(sums.parent)
     with pytest.raises(DataError) as caught:
         file_task(sums, heldout_path="none.jsonl")
@@ -166,7 +166,7 @@ def test_a_missing_file_is_told_with_the_key_that_names_it(sums: Path, monkeypat
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "other"])
-def test_a_gzip_file_that_is_not_whole(tmp_path: Path, damage: str) -> None:
+def test_a_truncated_gzip_file(tmp_path: Path, damage: str) -> None:
     whole = gzip.compress(b"".join(b'{"prompt": "%d"}\n' % i for i in range(200)))
     middle = len(whole) // 2
     parts = {"cut": whole[:middle], "changed": whole[:middle] + bytes(9) + whole[middle + 9 :], "other": b"no gzip"}

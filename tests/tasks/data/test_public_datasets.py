@@ -1,4 +1,4 @@
-"""Data sets in their authors' shapes, a few records of each made here."""
+"""Public data sets in their published formats, with a few records of each."""
 
 import gzip
 import json

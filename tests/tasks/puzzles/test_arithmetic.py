@@ -1,4 +1,4 @@
-"""The built-in sums: worked by hand, and nothing held out ever leaks."""
+"""The task `arithmetic`: steps computed by hand, and a held-out split that never leaks."""
 
 import re
 
@@ -29,7 +29,7 @@ def arithmetic(heldout: int = 200, seed: int = 0, **options: object) -> Arithmet
 
 
 def problem_of(prompt: Prompt) -> tuple[str, frozenset[int]]:
-    """What is asked, whichever number comes first."""
+    """The problem, independent of the order of its numbers."""
     match = re.fullmatch(r"(\d+)([-+])(\d+)=", prompt.text or "")
     assert match is not None
     return match[2], frozenset((int(match[1]), int(match[3])))
@@ -46,7 +46,7 @@ def problem_of(prompt: Prompt) -> tuple[str, frozenset[int]]:
         (ArithmeticProblem("-", 53, 21), "<think>31:02,52:03</think><answer>32</answer>"),
     ],
 )
-def test_worked_by_hand(problem: ArithmeticProblem, completion: str) -> None:
+def test_steps_computed_by_hand(problem: ArithmeticProblem, completion: str) -> None:
     assert solution_text(problem) == completion
 
 
@@ -100,8 +100,8 @@ def test_held_out_by_construction_for_any_seed(seed: int, digits: int, heldout: 
     assert kept.isdisjoint(problem_of(example.prompt) for example in task.examples)
 
 
-def test_the_single_digits_are_shared_out() -> None:
-    """55 unordered sums: 27 may be held out, and the 28 others are all there is to show."""
+def test_single_digits_are_split() -> None:
+    """55 unordered sums: 27 may be held out, and the other 28 are the demonstrations."""
     task = arithmetic(digits=1, heldout=27, examples=400)
     assert len(task.examples) == 28
     with pytest.raises(RecipeError, match=r"task\.heldout: 28"):
@@ -122,7 +122,7 @@ def test_hard_levels_dominate_unless_weighted_otherwise() -> None:
     assert 700 < drawn.count("3 digits") < 900
 
 
-def test_worked_examples_may_be_easier_than_what_is_asked() -> None:
+def test_demonstrations_may_be_easier_than_prompts() -> None:
     task = arithmetic(examples=80, example_weights=[1, 6, 1], heldout=70)
     shown = [example.prompt.difficulty for example in task.examples]
     assert [shown.count(level) for level in ("1 digit", "2 digits", "3 digits")] == [10, 60, 10]

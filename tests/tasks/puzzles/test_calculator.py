@@ -1,4 +1,4 @@
-"""The calculator, and sums that are worked out with it."""
+"""The calculator environment, and the task `calculator`."""
 
 from pathlib import Path
 
@@ -36,18 +36,18 @@ def task(**options: object) -> AnyTask:
         ("</think><answer>3</answer>", None),
     ],
 )
-def test_what_it_answers(said: str, answer: str | None) -> None:
+def test_replies(said: str, answer: str | None) -> None:
     assert Calculator("[", "]").reply(Prompt("p", ""), (said,), DICE) == answer
 
 
-def test_sums_are_worked_out_one_operation_at_a_time() -> None:
+def test_sums_are_evaluated_one_operation_at_a_time() -> None:
     assert [tuple(call) for call in calls("38+47-19")] == [("38+47", 85), ("85-19", 66)]
     assert [tuple(call) for call in calls("2+3*4*5-6")] == [("3*4", 12), ("12*5", 60), ("2+60", 62), ("62-6", 56)]
     assert [call.value for call in calls("3-5+9")] == [-2, -1]
 
 
 def follow(prompt: Prompt, turns: tuple[str, ...]) -> None:
-    """Every second turn is what the environment says to those before it; to the whole it says nothing."""
+    """Every second turn is the environment's reply to those before it; to the complete game there is none."""
     environment = prompt.environment
     assert environment is not None
     for place in range(1, len(turns), 2):
@@ -55,7 +55,7 @@ def follow(prompt: Prompt, turns: tuple[str, ...]) -> None:
     assert environment.reply(prompt, turns, DICE) is None
 
 
-def test_worked_examples_are_what_the_calculator_would_have_said() -> None:
+def test_demonstrations_contain_the_calculator_s_replies() -> None:
     made = task(operations=["+", "-", "*"], numbers=4)
     for example in made.examples:
         follow(example.prompt, example.turns)
@@ -66,7 +66,7 @@ def test_worked_examples_are_what_the_calculator_would_have_said() -> None:
     assert levels == {"2 numbers", "3 numbers", "4 numbers"}
 
 
-def test_the_alphabet_covers_all_that_is_said_and_nothing_held_out_is_trained_on() -> None:
+def test_the_alphabet_covers_all_texts_and_nothing_held_out_is_trained_on() -> None:
     made = task()
     assert made.alphabet is not None
     for example in made.examples:

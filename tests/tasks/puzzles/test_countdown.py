@@ -1,4 +1,4 @@
-"""Countdown problems: solvable, held out exactly, and solved in the fewest steps."""
+"""The task `countdown`: solvable problems, an exact held-out split, and shortest solutions."""
 
 import re
 
@@ -34,7 +34,7 @@ def key(prompt: Prompt) -> tuple[tuple[int, ...], int]:
         ((8, 2, 16), 14, "<think>16-2=14</think><answer>16-2</answer>"),
     ],
 )
-def test_worked_by_hand(numbers: tuple[int, ...], target: int, completion: str) -> None:
+def test_steps_computed_by_hand(numbers: tuple[int, ...], target: int, completion: str) -> None:
     assert solution_text(CountdownProblem(numbers, target), ("+", "-", "*")) == completion
 
 

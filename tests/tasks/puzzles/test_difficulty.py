@@ -1,4 +1,4 @@
-"""How problems are spread over levels."""
+"""Distribution of problems over levels."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st

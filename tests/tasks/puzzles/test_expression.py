@@ -1,4 +1,4 @@
-"""The parser that stands between a model's text and arithmetic."""
+"""The parser of arithmetic that a model writes."""
 
 import time
 from fractions import Fraction

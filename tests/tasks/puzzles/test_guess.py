@@ -1,4 +1,4 @@
-"""Guess the number: the game keeps its rules, and worked games are games."""
+"""The task `guess`: the environment's rules, and valid demonstrations."""
 
 import numpy as np
 import pytest
@@ -39,7 +39,7 @@ def asked(secret: int = 8, guesses: int = 4) -> Prompt:
         (("99999999999999999999?",), "<"),
     ],
 )
-def test_what_the_game_answers(turns: tuple[str, ...], answer: str | None) -> None:
+def test_replies(turns: tuple[str, ...], answer: str | None) -> None:
     assert GuessEnvironment().reply(asked(), turns, DICE) == answer
 
 
@@ -53,7 +53,7 @@ def test_halving_finds_any_number_in_the_guesses_allowed() -> None:
     assert [halvings(size) for size in (2, 3, 4, 7, 8, 15, 16)] == [2, 2, 3, 3, 4, 4, 5]
 
 
-def test_worked_games_are_won_by_the_game_s_own_answers() -> None:
+def test_demonstrations_are_won_games() -> None:
     for example in task().examples:
         follow(example.prompt, example.turns)
         assert guesses_in(example.completion)[-1] == example.prompt.columns["secret"]
