@@ -49,7 +49,9 @@ def update_of(name: str, compiled: bool, tiny: bool, tries: int) -> dict[str, An
     policy = Policy(model, make_tokenizer(shape["vocab_size"]))
     if compiled:
         compile_blocks(policy.backbone)
-    learner = Learner(policy, grpo_learner_settings(Grpo.model_validate({"tokens_per_pack": 16384, "optimiser": {"learning_rate": 1e-6}})))
+    learner = Learner(
+        policy, grpo_learner_settings(Grpo.model_validate({"tokens_per_pack": 16384, "optimiser": {"learning_rate": 1e-6}}))
+    )
     groups = graded_groups(8, 8, 128, 256, shape["vocab_size"]) if not tiny else graded_groups(2, 2, 12, 16, 512)
     seconds = []
     for _ in range(tries + 1):

@@ -158,7 +158,9 @@ def growth(args: argparse.Namespace) -> list[Row]:
     """1×, 2×, 4×, 8× the prompts of an eighth of a step: seconds should grow in proportion to tokens."""
     policy, words = policy_of(args.size), shape_of(args.size)["vocab_size"]
     base = max(1, args.prompts // 4)
-    learner = warm(Learner(policy, grpo_learner_settings(stage(args, 0.0))), graded_groups(base, args.group, args.prompt, args.new, words))
+    learner = warm(
+        Learner(policy, grpo_learner_settings(stage(args, 0.0))), graded_groups(base, args.group, args.prompt, args.new, words)
+    )
     rows = []
     for times in (1, 2, 4, 8):
         groups = graded_groups(base * times, args.group, args.prompt, args.new, words)
@@ -181,7 +183,9 @@ def matrix_use(args: argparse.Namespace) -> list[Row]:
     for size in args.mfu_sizes.split(","):
         policy, words = policy_of(size), shape_of(size)["vocab_size"]
         prompt, new = (512, 1024) if size != "tiny" else (24, 48)
-        learner = warm(Learner(policy, grpo_learner_settings(stage(args, 0.0))), graded_groups(2, args.group, prompt, new, words))
+        learner = warm(
+            Learner(policy, grpo_learner_settings(stage(args, 0.0))), graded_groups(2, args.group, prompt, new, words)
+        )
         groups = graded_groups(args.prompts, args.group, prompt, new, words)
         rows.append({"size": size, "prompt": prompt, "new": new, **update_of(learner, groups, 1)})
         del policy, learner

@@ -16,7 +16,7 @@ from reporting import put
 from sweeps import PARTS, SWEEPS, outcomes_in
 
 from oncurve.operations.compare import ArmResult
-from oncurve.terminal.comparison import as_markdown, spread
+from oncurve.terminal.comparison import as_markdown, mean_and_std
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, IMAGES, RESULTS = ROOT / "docs" / "compare.md", ROOT / "docs" / "images", ROOT / "bench" / "results"
@@ -144,9 +144,9 @@ def swept(name: str, expected: Callable[[Runs], list[tuple[str, bool, str]]]) ->
         for label in SWEEPS[name]:
             rows = runs.get(label, [])
             if rows:
-                rewards = spread([float(np.mean(o.rewards[-10:])) for o in rows], 3)
+                rewards = mean_and_std([float(np.mean(o.rewards[-10:])) for o in rows], 3)
                 means = (np.mean([getattr(o, key) for o in rows]) for key in ("steps", "seconds", "cpu_seconds"))
-                lines.append(f"| {label} | {spread(list(accuracies(rows)), 1)} % | {rewards} | "
+                lines.append(f"| {label} | {mean_and_std(list(accuracies(rows)), 1)} % | {rewards} | "
                              + " | ".join(f"{value:.0f}" for value in means) + " |")  # fmt: skip
         whole = set(runs) == set(SWEEPS[name]) and len({len(r) for r in runs.values()}) == 1
         seeds = f"{min(map(len, runs.values()))} seeds each." if whole else "Not all of its runs are done."
