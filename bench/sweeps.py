@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from oncurve.operations.compare import ArmResult, Point, is_finished, outcome_of, run_in_process
+from oncurve.operations.compare import ArmResult, Point, is_finished, read_result, run_in_process
 from oncurve.recipe.load import dump_recipe, load_recipe
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.recipe.schema.stages import RolloutStage
@@ -107,7 +107,7 @@ def _train(folder: Path, recipe: Recipe) -> None:
 def _outcome(folder: Path, recipe: Recipe, label: str, middle: ArmResult) -> ArmResult:
     stage = recipe.stages[-1]
     assert isinstance(stage, RolloutStage)
-    return outcome_of(RunFolder(folder), stage, label, recipe.seed, middle.curve[0].accuracy)
+    return read_result(RunFolder(folder), stage, label, recipe.seed, middle.curve[0].accuracy)
 
 
 def _start(asked: Asked) -> Path:
@@ -123,7 +123,7 @@ def _middle(asked: Asked, seed: int) -> ArmResult:
     recipe = load_recipe(str(RunFolder(folder).recipe))
     stage = recipe.stages[-1]
     assert isinstance(stage, RolloutStage)
-    return outcome_of(RunFolder(folder), stage, "grpo", seed, _start_accuracy(asked))
+    return read_result(RunFolder(folder), stage, "grpo", seed, _start_accuracy(asked))
 
 
 def _start_accuracy(asked: Asked) -> float:

@@ -25,7 +25,7 @@ from oncurve.cluster.sampler_actor import SamplerActor
 from oncurve.distributed.signals import STOPPING, graceful_shutdown
 from oncurve.errors import ClusterError, OncurveError, RecipeError, error_from_json
 from oncurve.recipe.schema.recipe import Recipe
-from oncurve.recipe.schema.stages import PolicyGradientStage, RolloutStage
+from oncurve.recipe.schema.stages import PolicyGradientStage
 from oncurve.runs.folder import RunFolder
 from oncurve.training.listeners import Listener
 from oncurve.training.rank_commands import check_scale
@@ -94,7 +94,7 @@ def _check_scale(recipe: Recipe) -> None:
 def _check_staleness(recipe: Recipe) -> None:
     """Stale samples need an importance correction, which only policy-gradient stages have (`with_importance_cap`)."""
     for stage in recipe.stages if recipe.scale.max_staleness else ():
-        if isinstance(stage, RolloutStage) and not isinstance(stage, PolicyGradientStage):
+        if stage.samples and not isinstance(stage, PolicyGradientStage):
             raise RecipeError(
                 "scale.max_staleness",
                 recipe.scale.max_staleness,

@@ -1,4 +1,4 @@
-"""Something that was looked at, and how it stands: what `oncurve verify` and `oncurve doctor` are made of."""
+"""One check of `oncurve verify` or `oncurve doctor`, and its result."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ CheckStatus = Literal["ok", "note", "wrong"]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """``ok``: as it should be; ``note``: worth knowing, nothing is broken; ``wrong``: mend it."""
+    """``ok``: as it should be; ``note``: worth knowing, nothing is broken; ``wrong``: must be fixed."""
 
     name: str
     mark: CheckStatus

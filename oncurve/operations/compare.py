@@ -1,10 +1,11 @@
-"""`oncurve compare`: one recipe under several algorithms, from one start, on the same prompts, with the same budget.
+"""`oncurve compare`: one recipe with several algorithms, from the same start, on the same prompts, with the same budget.
 
-A comparison is a folder: `request.json` (what was asked), `start/` (the run of the stages before, once for all), `runs/` (one
-for each algorithm and seed), `results.json`, `table.md` and the plots. Asked again it goes on where it was: finished runs stay,
-an unfinished one is resumed. Each run is a process of its own, so that its peak memory is its own.
+A comparison is a folder: `request.json` (what is compared), `start/` (the run of the earlier stages, which all share), `runs/`
+(one for each algorithm and seed), `results.json`, `table.md` and the plots. The same command again continues it: finished runs
+stay, and an unfinished one is resumed. Each run is a separate process, so that peak memory is measured for each.
 
-The first algorithm takes the recipe's steps; what it sampled (or how long it took) is the budget of the others, seed by seed.
+The first algorithm runs the recipe's steps. The tokens that it sampled, or the time that it took, are the budget of the others,
+seed by seed.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from oncurve.runs.folder import STATE, RunFolder
 
 Budget = Literal["tokens", "time"]
 Runner = Callable[[Path, Path], None]
-"""(recipe file, run folder): trains the recipe there, or goes on with what is there."""
+"""(recipe file, run folder): trains the recipe in the folder, or resumes the run that is there."""
 
 
 @dataclass(frozen=True, slots=True)
 class ComparisonRequest:
-    """What was asked. The recipe is kept as text, fully written out, so that a changed file is noticed."""
+    """What is compared. The recipe is stored as text with all keys, so that a changed file is noticed."""
 
     recipe: str
     algorithms: tuple[str, ...]
@@ -49,7 +50,7 @@ class ComparisonRequest:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Held-out accuracy after so many samples, tokens and seconds of training; None where no rule says what is right, and then
+    """Held-out accuracy after a number of samples, tokens and seconds of training; None if there is no verifiable reward: then
     the held-out reward is the measure."""
 
     step: int
@@ -62,7 +63,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class ArmResult:
-    """What one run gave. ``rewards`` is the mean reward of each step, ``cpu_seconds`` what its process computed."""
+    """The result of one run. ``rewards`` is the mean reward of each step, ``cpu_seconds`` the CPU time of its process."""
 
     algorithm: str
     seed: int
@@ -81,7 +82,7 @@ class ArmResult:
 
     @property
     def accuracy(self) -> float:
-        """NaN where there is none."""
+        """The last held-out accuracy; NaN if there is none."""
         last = self.curve[-1].accuracy if self.curve else None
         return float("nan") if last is None else last
 
@@ -92,94 +93,92 @@ class ArmResult:
 
     @property
     def reward_per_1k(self) -> float:
-        """How far the mean reward rose from the first tenth of the steps to the last, for every thousand samples."""
+        """The rise of the mean reward from the first tenth of the steps to the last, per thousand samples."""
         tenth = max(1, len(self.rewards) // 10)
         rise = float(np.mean(self.rewards[-tenth:]) - np.mean(self.rewards[:tenth])) if self.rewards else 0.0
         return 1000 * rise / max(self.samples, 1)
 
 
 class Comparison:
-    """A comparison in its folder. ``tell`` hears of each run as it begins and ends."""
+    """A comparison in its folder. ``on_progress`` gets a line for each run that starts."""
 
     def __init__(self, folder: Path, request: ComparisonRequest, run: Runner | None = None) -> None:
         self.folder, self.request = folder, request
         self.run = run or run_in_process
-        self.tell: Callable[[str], None] = lambda line: None
+        self.on_progress: Callable[[str], None] = lambda line: None
         self.recipe = parse_recipe(tomllib.loads(request.recipe))
-        for algorithm in request.algorithms:  # every one is refused before any is run
+        for algorithm in request.algorithms:  # all are checked before any is run
             with_algorithm(self.recipe, algorithm, self._sets(algorithm))
 
     @classmethod
-    def ask(cls, folder: Path, request: ComparisonRequest, run: Runner | None = None) -> Comparison:
-        """A new comparison, or the one that lies there if it was asked the same."""
-        made = cls(folder, request, run)
+    def open(cls, folder: Path, request: ComparisonRequest, run: Runner | None = None) -> Comparison:
+        """A new comparison, or the one in the folder if it has the same request."""
+        comparison = cls(folder, request, run)
         file = folder / "request.json"
         if file.is_file():
-            _refuse_another(folder, json.loads(file.read_text()), json.loads(json.dumps(asdict(request))))
+            _check_same_request(folder, json.loads(file.read_text()), json.loads(json.dumps(asdict(request))))
         elif folder.exists() and any(folder.iterdir()):
-            raise RunError(
-                str(folder), "not empty", because="a comparison has a folder of its own", fix="name another by --out"
-            )
+            raise RunError(str(folder), "not empty", because="a comparison needs its own folder", fix="name another with --out")
         write_file_atomically(file, json.dumps(asdict(request), indent=2).encode())
-        return made
+        return comparison
 
-    def go(self) -> list[ArmResult]:
-        """Runs what is not yet run, and gives the outcome of all, algorithm by algorithm."""
-        start = self._start()
-        outcomes: dict[tuple[str, int], ArmResult] = {}
+    def run_all(self) -> list[ArmResult]:
+        """Runs what has not been run yet. Returns the results of all runs, algorithm by algorithm."""
+        start = self._train_start()
+        results: dict[tuple[str, int], ArmResult] = {}
         first = self.request.algorithms[0]
-        places = [(a, s) for a in self.request.algorithms for s in self.request.seeds]
-        for number, (algorithm, seed) in enumerate(places, start=1):
-            spent = outcomes.get((first, seed)) if algorithm != first else None
-            recipe = self._arm(algorithm, seed, start, spent)
-            self.tell(f"{algorithm}, seed {seed} ({number} of {len(places)})")
-            outcomes[algorithm, seed] = self._finished(f"{algorithm}-{seed}", recipe)
-        return list(outcomes.values())
+        arms = [(a, s) for a in self.request.algorithms for s in self.request.seeds]
+        for number, (algorithm, seed) in enumerate(arms, start=1):
+            budget = results.get((first, seed)) if algorithm != first else None
+            recipe = self._arm_recipe(algorithm, seed, start, budget)
+            self.on_progress(f"{algorithm}, seed {seed} ({number} of {len(arms)})")
+            results[algorithm, seed] = self._train_arm(f"{algorithm}-{seed}", recipe)
+        return list(results.values())
 
-    def _start(self) -> Path | None:
-        """The model that every run begins with: that of the stages before, trained once; None where there are none."""
+    def _train_start(self) -> Path | None:
+        """The model that every run starts from: that of the earlier stages, trained once; None if there are none."""
         base = base_stage(self.recipe)
         before = self.recipe.stages[: self.recipe.stages.index(base)]
         if not before:
             return None
-        self.tell(f"the start that all share: {', '.join(s.label for s in before)}")
+        self.on_progress(f"the shared start: {', '.join(s.label for s in before)}")
         recipe = self.recipe.model_copy(update={"stages": before})
         self._train(self.folder / "start", recipe)
         return RunFolder(self.folder / "start").model
 
-    def _arm(self, algorithm: str, seed: int, start: Path | None, spent: ArmResult | None) -> Recipe:
+    def _arm_recipe(self, algorithm: str, seed: int, start: Path | None, budget: ArmResult | None) -> Recipe:
+        """The recipe of one algorithm and seed, with the tokens or seconds of ``budget`` as its limit."""
         recipe = with_algorithm(self.recipe, algorithm, self._sets(algorithm))
         by_tokens = self.request.budget == "tokens"
-        tokens = None if spent is None or not by_tokens else round(spent.tokens)
-        seconds = None if spent is None or by_tokens else spent.seconds
+        tokens = None if budget is None or not by_tokens else round(budget.tokens)
+        seconds = None if budget is None or by_tokens else budget.seconds
         recipe = with_budget(recipe, tokens=tokens, seconds=seconds)
-        # The start has become whole, with the adapter that it began from.
-        began = {} if start is None else {"source": str(start.resolve()), "adapter": None}
-        model = recipe.model.model_copy(update=began)
+        # The start's model includes the adapter that it was trained from.
+        source = {} if start is None else {"source": str(start.resolve()), "adapter": None}
+        model = recipe.model.model_copy(update=source)
         return recipe.model_copy(update={"name": algorithm, "seed": seed, "stages": recipe.stages[-1:], "model": model})
 
     def _sets(self, algorithm: str) -> list[str]:
-        """The changes that are this algorithm's: those that begin with its name."""
+        """The overrides of this algorithm: those that start with its name."""
         return [line for line in self.request.sets if line.split(".", 1)[0] == algorithm]
 
     def _train(self, folder: Path, recipe: Recipe) -> None:
         if is_finished(folder):
             return
         if folder.exists() and not (folder / STATE).exists():
-            shutil.rmtree(folder)  # a run that was killed before it knew its own name
+            shutil.rmtree(folder)  # a run that was killed before it had written its state
         file = self.folder / "recipes" / f"{folder.name}.toml"
         write_file_atomically(file, dump_recipe(recipe).encode())
         self.run(file, folder)
 
-    def _finished(self, name: str, recipe: Recipe) -> ArmResult:
+    def _train_arm(self, name: str, recipe: Recipe) -> ArmResult:
         folder = self.folder / "runs" / name
         self._train(folder, recipe)
-        stage = recipe.stages[-1]
-        assert isinstance(stage, RolloutStage)
-        return outcome_of(RunFolder(folder), stage, recipe.name, recipe.seed, self._start_accuracy())
+        stage = recipe.rollout_stages[-1]
+        return read_result(RunFolder(folder), stage, recipe.name, recipe.seed, self._start_accuracy())
 
     def _start_accuracy(self) -> float | None:
-        """What the shared start was measured at; None where every run starts from the model that the recipe names."""
+        """The shared start's accuracy; None if every run starts from the recipe's model."""
         if not (self.folder / "start" / STATE).exists():
             return None
         with RunReader.open(self.folder / "start") as store:
@@ -187,15 +186,15 @@ class Comparison:
         return evals[-1].accuracy if evals else None
 
 
-def _refuse_another(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
-    for key, was in before.items():
-        if now.get(key) != was:
-            told = ", ".join(map(str, was)) if isinstance(was, list) else was
+def _check_same_request(folder: Path, stored: dict[str, Any], request: dict[str, Any]) -> None:
+    for key, value in stored.items():
+        if request.get(key) != value:
+            shown = ", ".join(map(str, value)) if isinstance(value, list) else value
             raise RunError(
                 str(folder),
-                "a comparison of another recipe" if key == "recipe" else f"a comparison with other {key}: {told}",
-                because="it goes on where it was only if it is asked the same",
-                fix="ask the same, or name another folder by --out",
+                "a comparison of another recipe" if key == "recipe" else f"a comparison with other {key}: {shown}",
+                because="a comparison can be continued only with the same request",
+                fix="use the same options, or name another folder with --out",
             )
 
 
@@ -204,16 +203,15 @@ def is_finished(folder: Path) -> bool:
 
 
 def run_in_process(recipe: Path, folder: Path) -> None:
-    """`oncurve train` in a process of its own; what it prints goes into a file beside the recipe."""
-    going_on = (folder / STATE).exists()
-    how = ["--resume", str(folder)] if going_on else [str(recipe), "--out", str(folder)]
+    """`oncurve train` in a separate process; its output goes to a file next to the recipe."""
+    arguments = ["--resume", str(folder)] if (folder / STATE).exists() else [str(recipe), "--out", str(folder)]
     log = recipe.with_suffix(".log")
     with log.open("ab") as file:
-        child = subprocess.Popen([sys.executable, "-m", "oncurve", "train", *how], stdout=file, stderr=subprocess.STDOUT)
+        child = subprocess.Popen([sys.executable, "-m", "oncurve", "train", *arguments], stdout=file, stderr=subprocess.STDOUT)
         try:
             code = child.wait()
         except KeyboardInterrupt:
-            code = child.wait()  # it got the signal too: it finishes its step and saves
+            code = child.wait()  # it got the signal too, and finishes and saves its step
             raise ComparisonStopped(folder) from None
     if code in (130, 143):
         raise ComparisonStopped(folder)
@@ -223,18 +221,18 @@ def run_in_process(recipe: Path, folder: Path) -> None:
 
 
 class ComparisonStopped(RunError):
-    """The user stopped a comparison amid a run."""
+    """The user stopped a comparison during a run."""
 
     exit_code = 130
 
     def __init__(self, folder: Path) -> None:
-        fix = "ask the same again: it goes on where it was"
+        fix = "repeat the command: it continues from there"
         super().__init__(f"run {folder.name}", "stopped by you", because="the step was finished and saved", fix=fix)
 
 
-def outcome_of(run: RunFolder, stage: RolloutStage, algorithm: str, seed: int, before: float | None) -> ArmResult:
-    """Read from the run's folder alone: its database, and the sizes of what its last checkpoint holds. ``before`` is the
-    accuracy that it started from, where that is known."""
+def read_result(run: RunFolder, stage: RolloutStage, algorithm: str, seed: int, before: float | None) -> ArmResult:
+    """The result of a finished run, from its database and the tensor sizes of its last checkpoint. ``before`` is the accuracy
+    of its start, if known."""
     with RunReader.open(run.path) as store:
 
         def column(name: str) -> list[float]:
@@ -252,7 +250,7 @@ def outcome_of(run: RunFolder, stage: RolloutStage, algorithm: str, seed: int, b
     if before is not None:
         curve = (Point(0, 0, 0.0, 0.0, before), *curve)
     passes = learning_passes(stage, float(np.mean(tries)) if tries else 1.0)
-    held, trained = sizes(run)
+    held, trained = count_parameters(run)
     return ArmResult(
         algorithm=algorithm,
         seed=seed,
@@ -271,19 +269,19 @@ def outcome_of(run: RunFolder, stage: RolloutStage, algorithm: str, seed: int, b
     )
 
 
-def sizes(run: RunFolder) -> tuple[int, int]:
+def count_parameters(run: RunFolder) -> tuple[int, int]:
     """(parameters held, parameters trained): of the policy, the reference and the critic in the last checkpoint.
 
-    Trained are those that have moments; where nothing has (trpo keeps none), the policy's.
+    Those with moments are trained; if there are no moments (trpo), the policy's are.
     """
     path = list_checkpoints(run.checkpoints)[-1].path
-    held = sum(_count(path / f"{part}.safetensors") for part in ("model", "reference", "critic"))
-    moments = sum(_count(path / f"{part}.safetensors", "/exp_avg") for part in ("optimiser", "critic_optimiser"))
-    return held, moments or _count(path / "model.safetensors")
+    held = sum(_count_elements(path / f"{part}.safetensors") for part in ("model", "reference", "critic"))
+    moments = sum(_count_elements(path / f"{part}.safetensors", "/exp_avg") for part in ("optimiser", "critic_optimiser"))
+    return held, moments or _count_elements(path / "model.safetensors")
 
 
-def _count(file: Path, ending: str = "") -> int:
-    """Numbers in a safetensors file, by its header: no tensor is read."""
+def _count_elements(file: Path, ending: str = "") -> int:
+    """Elements of the tensors of a safetensors file, by its header: no tensor is read."""
     if not file.is_file():
         return 0
     with file.open("rb") as data:
@@ -293,7 +291,7 @@ def _count(file: Path, ending: str = "") -> int:
 
 
 def request_of(recipe: Recipe, algorithms: str, seeds: int, budget: str, sets: Sequence[str]) -> ComparisonRequest:
-    """The words of the command line, checked."""
+    """The options of the command line, checked."""
     names = tuple(dict.fromkeys(name.strip() for name in algorithms.split(",") if name.strip()))
     if not names:
         raise RecipeError("--algorithms", "none", because="there is nothing to compare", fix="name some: grpo,ppo,rloo")

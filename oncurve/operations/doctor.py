@@ -1,4 +1,4 @@
-"""This machine, looked at before it is relied on: what will run here, what won't, and why. `oncurve doctor` shows it."""
+"""`oncurve doctor`: checks what will run on this machine, what won't, and why."""
 
 from __future__ import annotations
 
@@ -41,15 +41,16 @@ OPTIONAL = {
     "bitsandbytes": ("QLoRA", "qlora"),
     "gguf": ("GGUF files", "gguf"),
 }
-"""Packages that a part of Oncurve needs, with that part and its extra."""
-CLOSE = 1e-4
-"""Log-probs of sampler and learner must agree this well in float32."""
-ROOM = 2 << 30
-"""Less free disk than this is worth a word."""
-PROBE = 8 << 20
+"""Optional packages, with the feature that needs each and its extra."""
+MAX_LOGP_GAP = 1e-4
+"""Largest difference between log-probs of sampler and learner in float32."""
+MIN_FREE_DISK = 2 << 30
+"""With less free disk, the check adds a note."""
+TEST_FILE_BYTES = 8 << 20
 
 
 def diagnose(runs_dir: Path) -> Iterator[Check]:
+    """All checks, one after the other."""
     yield from _machine()
     yield from _packages()
     yield from _devices()
@@ -58,57 +59,55 @@ def diagnose(runs_dir: Path) -> Iterator[Check]:
 
 
 def _machine() -> Iterator[Check]:
-    found = environment()
-    yield Check("versions", "ok", ", ".join(f"{name} {version}" for name, version in found.items() if name != "system"))
-    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    yield Check("machine", "ok", f"{platform.platform()}, {os.cpu_count()} cores, {pages / 2**30:.1f} GiB of memory")
+    versions = {name: version for name, version in environment().items() if name != "system"}
+    yield Check("versions", "ok", ", ".join(f"{name} {version}" for name, version in versions.items()))
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    yield Check("machine", "ok", f"{platform.platform()}, {os.cpu_count()} cores, {memory / 2**30:.1f} GiB of memory")
 
 
 def _packages() -> Iterator[Check]:
-    missing = {name: part for name, part in OPTIONAL.items() if importlib.util.find_spec(name) is None}
-    there = [part for name, (part, _) in OPTIONAL.items() if name not in missing]
-    if there:
-        yield Check("optional parts", "ok", ", ".join(there))
-    for name, (part, extra) in missing.items():
-        yield Check("optional parts", "note", f"{part}: {name} is not installed: {pip_install(extra)}")
+    missing = {name: needed_for for name, needed_for in OPTIONAL.items() if importlib.util.find_spec(name) is None}
+    installed = [feature for name, (feature, _) in OPTIONAL.items() if name not in missing]
+    if installed:
+        yield Check("optional parts", "ok", ", ".join(installed))
+    for name, (feature, extra) in missing.items():
+        yield Check("optional parts", "note", f"{feature}: {name} is not installed: {pip_install(extra)}")
 
 
 def _devices() -> Iterator[Check]:
-    yield _trains("cpu", f"CPU, {torch.get_num_threads()} threads")
+    yield _check_training("cpu", f"CPU, {torch.get_num_threads()} threads")
     if not torch.cuda.is_available():
-        yield Check("GPU", "note", "none is seen: training runs on the CPU, which suits small models only")
+        yield Check("GPU", "note", "none found: training runs on the CPU, which is fast enough for small models only")
         return
     for index in range(torch.cuda.device_count()):
-        seen = torch.cuda.get_device_properties(index)
-        precise = "bfloat16" if torch.cuda.is_bf16_supported() else "no bfloat16"
-        yield Check(f"GPU {index}", "ok", f"{seen.name}, {seen.total_memory / 2**30:.0f} GiB, {precise}")
+        gpu = torch.cuda.get_device_properties(index)
+        precision = "bfloat16" if torch.cuda.is_bf16_supported() else "no bfloat16"
+        yield Check(f"GPU {index}", "ok", f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, {precision}")
     triton = version_of("triton")
-    yield Check(
-        "kernels", "ok" if triton else "note", f"Triton {triton}" if triton else "no Triton: the plain torch path is used"
-    )
-    yield _trains("cuda", "the first GPU")
+    yield Check("kernels", "ok" if triton else "note", f"Triton {triton}" if triton else "no Triton: plain torch is used")
+    yield _check_training("cuda", "the first GPU")
 
 
-def _trains(device: str, called: str) -> Check:
-    """Samples, learns, and samples again, twice over: log-probs must agree, and the second time every bit of the first."""
+def _check_training(device: str, description: str) -> Check:
+    """Samples, updates and samples again, twice: sampler and learner must agree, and both times give the same bits."""
     name = f"training on {device}"
     try:
-        (ids, gap), (again, _) = _a_step(device), _a_step(device)
+        (ids, gap), (repeated, _) = _run_steps(device), _run_steps(device)
     except (OncurveError, RuntimeError) as error:
         return Check(name, "wrong", f"{type(error).__name__}: {str(error).splitlines()[0]}")
-    if gap > CLOSE:
-        return Check(name, "wrong", f"sampler and learner are {gap:.1g} apart in log-prob, and {CLOSE:g} is the most")
-    if not np.array_equal(ids, again):
+    if gap > MAX_LOGP_GAP:
+        return Check(name, "wrong", f"log-probs of sampler and learner differ by {gap:.1g}, more than {MAX_LOGP_GAP:g}")
+    if not np.array_equal(ids, repeated):
         return Check(
             name,
             "note" if device == "cuda" else "wrong",
-            "the same step twice gave other tokens: deterministic = true mends it",
+            "the same step gave other tokens the second time: deterministic = true fixes it",
         )
-    return Check(name, "ok", f"{called}: sampler and learner agree to {gap:.1g}, and a step repeats bit for bit")
+    return Check(name, "ok", f"{description}: sampler and learner agree to {gap:.1g}, and a step repeats bit for bit")
 
 
-def _a_step(device: str) -> tuple[Ints, float]:
-    """(tokens sampled after one update, largest gap in log-prob between sampler and learner)."""
+def _run_steps(device: str) -> tuple[Ints, float]:
+    """(tokens sampled after two updates, largest difference between log-probs of sampler and learner)."""
     tiny = TinyModel(layers=2, width=64, heads=2, kv_heads=1, head_size=32, mlp_width=128, context=64)
     policy = load_policy(Model.model_validate({"tiny": tiny, "device": device}), alphabet="0123456789+=", seed=0)
     options = {"steps": 2, "prompts_per_step": 2, "group_size": 4, "sampling": {"max_new_tokens": 16}}
@@ -124,31 +123,31 @@ def _sandbox() -> Check:
     try:
         return Check("sandbox", "ok", find_sandbox("rewards.code", count=1).description.removeprefix("sandbox: "))
     except OncurveError as error:
-        return Check("sandbox", "note", f"none, so no reward `code`: {error.because}; {error.fix}")
+        return Check("sandbox", "note", f"none, so the reward `code` is not available: {error.because}; {error.fix}")
 
 
 def _disk(runs_dir: Path) -> Iterator[Check]:
-    place = runs_dir
-    while not place.exists():
-        place = place.parent
-    free = free_bytes(place)
-    low = free is not None and free < ROOM
+    folder = runs_dir
+    while not folder.exists():
+        folder = folder.parent
+    free = free_bytes(folder)
+    low = free is not None and free < MIN_FREE_DISK
     size = "an unknown amount" if free is None else f"{free / 2**30:,.1f} GiB"
-    yield Check("disk", "note" if low else "ok", f"{size} free at {place.resolve()}")
+    yield Check("disk", "note" if low else "ok", f"{size} free at {folder.resolve()}")
     try:
-        with tempfile.TemporaryDirectory(dir=place, prefix=".oncurve-doctor-") as folder:
-            yield _writes(Path(folder))
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".oncurve-doctor-") as scratch:
+            yield _check_writing(Path(scratch))
     except OSError as error:
-        yield Check("runs", "wrong", f"{place.resolve()} can't be written ({error.strerror}): choose another with --runs")
+        yield Check("runs", "wrong", f"{folder.resolve()} can't be written ({error.strerror}): choose another with --runs")
 
 
-def _writes(folder: Path) -> Check:
-    begun = time.perf_counter()
-    (folder / "probe").write_bytes(os.urandom(PROBE))
+def _check_writing(folder: Path) -> Check:
+    started = time.perf_counter()
+    (folder / "probe").write_bytes(os.urandom(TEST_FILE_BYTES))
     sync(folder / "probe")
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - started
     try:
         take_lock(folder).close()
     except OncurveError as error:
-        return Check("runs", "wrong", f"this disk has no locks, so two processes could write one run: {error.because}")
-    return Check("runs", "ok", f"{PROBE / 2**20 / seconds:,.0f} MiB/s written and synced; locks work")
+        return Check("runs", "wrong", f"no file locks on this disk, so two processes could write to one run: {error.because}")
+    return Check("runs", "ok", f"{TEST_FILE_BYTES / 2**20 / seconds:,.0f} MiB/s written and synced; locks work")

@@ -1,4 +1,4 @@
-"""A recorded step done again, from the checkpoint before it: the proof that a run is what it says it is. Nothing is written."""
+"""`oncurve replay`: does a recorded step again, from the checkpoint before it, and compares. The run is not changed."""
 
 from __future__ import annotations
 
@@ -27,85 +27,85 @@ from oncurve.training.trainer import Trainer, completed_steps, count_rollbacks, 
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """A group as it was recorded and as it comes out now. ``start`` is the checkpoint begun from; None: the first weights."""
+    """A group as recorded and as replayed. ``start`` is the checkpoint that was replayed from; None: the first weights."""
 
     stage: str
     step: int
     start: tuple[str, int] | None
     steps: int
-    was: GradedGroup
-    now: GradedGroup
+    recorded: GradedGroup
+    replayed: GradedGroup
 
     @property
     def differences(self) -> list[str]:
-        """What is not the same, in words; nothing where every bit is."""
-        if self.was.group.prompt.id != self.now.group.prompt.id:
-            return [f"another prompt: {self.was.group.prompt.id} then, {self.now.group.prompt.id} now"]
-        if len(self.was.group.completions) != len(self.now.group.completions):
+        """What differs, one line each; none if every bit is the same."""
+        if self.recorded.group.prompt.id != self.replayed.group.prompt.id:
+            return [f"another prompt: {self.recorded.group.prompt.id} recorded, {self.replayed.group.prompt.id} replayed"]
+        if len(self.recorded.group.completions) != len(self.replayed.group.completions):
             return ["another number of completions"]
-        return [line for place in range(len(self.was.group.completions)) for line in self._of_completion(place)]
+        return [line for index in range(len(self.recorded.group.completions)) for line in self._completion_differences(index)]
 
-    def _of_completion(self, place: int) -> Iterator[str]:
-        was, now = self.was.group.completions[place], self.now.group.completions[place]
-        if not np.array_equal(was.token_ids, now.token_ids):
-            shorter = min(len(was.token_ids), len(now.token_ids))
-            apart = np.flatnonzero(was.token_ids[:shorter] != now.token_ids[:shorter])
-            yield f"completion {place}: other tokens from token {int(apart[0]) if len(apart) else shorter} on"
+    def _completion_differences(self, index: int) -> Iterator[str]:
+        recorded, replayed = self.recorded.group.completions[index], self.replayed.group.completions[index]
+        if not np.array_equal(recorded.token_ids, replayed.token_ids):
+            shorter = min(len(recorded.token_ids), len(replayed.token_ids))
+            different = np.flatnonzero(recorded.token_ids[:shorter] != replayed.token_ids[:shorter])
+            yield f"completion {index}: other tokens from token {int(different[0]) if len(different) else shorter} on"
             return
-        if not np.array_equal(was.logps, now.logps):
-            yield f"completion {place}: log-probs up to {float(np.abs(was.logps - now.logps).max()):.2g} apart"
-        before, after = self.was.scored.scored[place], self.now.scored.scored[place]
+        if not np.array_equal(recorded.logps, replayed.logps):
+            yield f"completion {index}: log-probs differ by up to {float(np.abs(recorded.logps - replayed.logps).max()):.2g}"
+        before, after = self.recorded.scored.scored[index], self.replayed.scored.scored[index]
         if (before.total, before.failure) != (after.total, after.failure):
-            yield f"completion {place}: reward {before.total} then, {after.total} now"
-        elif not np.array_equal(self.was.advantages[place], self.now.advantages[place]):
-            yield f"completion {place}: another advantage"
+            yield f"completion {index}: reward {before.total} recorded, {after.total} replayed"
+        elif not np.array_equal(self.recorded.advantages[index], self.replayed.advantages[index]):
+            yield f"completion {index}: another advantage"
 
 
 def replay(run: RunFolder, stage: str | None, step: int, position: int) -> ReplayResult:
-    """Does the step again, and those between it and the last checkpoint before it, with the replies that were kept."""
+    """Does the step again, and those between the last checkpoint before it and it, with the stored replies."""
     recipe = load_recipe(run.recipe)
     reject_python_only(recipe)
     trust.check(run)
     names = [s.label for s in recipe.stages]
     with RunReader.open(run.path) as store, tempfile.TemporaryDirectory(prefix="oncurve-replay-") as scratch:
-        name = stage or _stage_with(store, run, step)
-        was = store.group(name, step, position).graded
-        trainer = Trainer(recipe, _without_weights(run, Path(scratch)), *build_tasks_and_rewards(recipe))
-        start = _before(run, names, names.index(name), step)
+        name = stage or _find_stage(store, run, step)
+        recorded = store.group(name, step, position).graded
+        trainer = Trainer(recipe, _copy_without_weights(run, Path(scratch)), *build_tasks_and_rewards(recipe))
+        start = _checkpoint_before(run, names, names.index(name), step)
         if start is not None and trainer.policy is not None:
             load_weights(trainer.policy, start.tensors["model"])
-        reports = list(_again(trainer, store, start, name, step))
-    place = None if start is None else (start.stage, start.step)
-    return ReplayResult(name, step, place, len(reports), was, reports[-1].groups[position])
+        reports = list(_replay_steps(trainer, store, start, name, step))
+    origin = None if start is None else (start.stage, start.step)
+    return ReplayResult(name, step, origin, len(reports), recorded, reports[-1].groups[position])
 
 
 HEAVY = shutil.ignore_patterns("checkpoints", "model", "run.db*", "run.lock", "bad")
 
 
-def _without_weights(run: RunFolder, scratch: Path) -> RunFolder:
-    """A copy of what stages read of a run and write into it (reward models, kept samples): the run itself stays as it is."""
+def _copy_without_weights(run: RunFolder, scratch: Path) -> RunFolder:
+    """A copy of what stages read from a run and write to it (reward models, kept samples). The run itself is not changed."""
     return RunFolder(Path(shutil.copytree(run.path, scratch / run.path.name, ignore=HEAVY)))
 
 
-def _stage_with(store: RunReader, run: RunFolder, step: int) -> str:
+def _find_stage(store: RunReader, run: RunFolder, step: int) -> str:
     for stage in reversed(store.stages()):
         if store.groups(stage.name, step):
             return stage.name
     raise RunError(
         run.name,
         f"no groups at step {step}",
-        because="no stage recorded any there",
-        fix="name a step that sampled, and --stage",
+        because="no stage recorded groups at this step",
+        fix="name a step that sampled, with --stage",
     )
 
 
-def _before(run: RunFolder, names: list[str], position: int, step: int) -> Checkpoint | None:
-    """The last whole checkpoint before a step; None where the run must be done again from its first weights."""
-    places = [p for p in list_checkpoints(run.checkpoints) if p.stage in names]
-    earlier = [p for p in places if (names.index(p.stage), p.step) < (position, step)]
-    for place in sorted(earlier, key=lambda p: (names.index(p.stage), p.step), reverse=True):
+def _checkpoint_before(run: RunFolder, names: list[str], position: int, step: int) -> Checkpoint | None:
+    """The last valid checkpoint before a step; None if the replay must start from the first weights."""
+    entries = [entry for entry in list_checkpoints(run.checkpoints) if entry.stage in names]
+    earlier = [entry for entry in entries if (names.index(entry.stage), entry.step) < (position, step)]
+    for entry in sorted(earlier, key=lambda e: (names.index(e.stage), e.step), reverse=True):
         try:
-            return files.load(place.path)
+            return files.load(entry.path)
         except CheckpointError:
             continue
     parent = run.state().parent
@@ -113,20 +113,20 @@ def _before(run: RunFolder, names: list[str], position: int, step: int) -> Check
         raise RunError(
             run.name,
             f"no checkpoint before step {step}",
-            because=f"it is a fork of {parent.run}, where its first steps were taken",
+            because=f"it is a fork of {parent.run}, which made its first steps",
             fix=f"replay them there: oncurve replay {parent.run} --step {step}",
         )
     return None
 
 
-def _again(trainer: Trainer, store: RunReader, start: Checkpoint | None, name: str, step: int) -> Iterator[StepReport]:
+def _replay_steps(trainer: Trainer, store: RunReader, start: Checkpoint | None, name: str, step: int) -> Iterator[StepReport]:
     done = {stage.name: stage.done for stage in store.stages()}
     stages: list[Stage] = list(trainer.recipe.stages)
     names = [s.label for s in stages]
     first = names.index(start.stage) if start is not None else 0
     for stage in stages[first : names.index(name) + 1]:
-        begun = completed_steps(start, stage)
-        loop = trainer.build_loop(stage, count_rollbacks(store, stage.label, begun), start)
-        for n in range(begun + 1, (step if stage.label == name else done[stage.label]) + 1):
+        completed = completed_steps(start, stage)
+        loop = trainer.build_loop(stage, count_rollbacks(store, stage.label, completed), start)
+        for n in range(completed + 1, (step if stage.label == name else done[stage.label]) + 1):
             trainer.reply_cache.load(store.replies(stage.label, n))
             yield loop.step(n)

@@ -1,5 +1,4 @@
-"""A run's folder looked at end to end: state, recipe, database, every byte of every checkpoint, and the model. Nothing is
-changed."""
+"""`oncurve verify`: checks a run's state, recipe and database, every byte of its checkpoints, and its model. Read-only."""
 
 from __future__ import annotations
 
@@ -29,41 +28,42 @@ from oncurve.runs.folder import RunFolder
 
 
 def verify(run: RunFolder) -> Iterator[Check]:
-    """Each part of a run in turn; one that is broken does not keep the others from being looked at."""
+    """Each part of a run in turn. A broken part does not prevent the check of the others."""
     state = run.state()
     yield Check("run.json", "ok", f"{state.current_status}, by Oncurve {state.oncurve}")
-    recipe = _recipe(run)
+    recipe = _load_recipe(run)
     if not isinstance(recipe, str):
         trust.check(run, "model")
-    yield Check("recipe.toml", "wrong", recipe) if isinstance(recipe, str) else Check("recipe.toml", "ok", "reads back")
-    yield from _database(run)
+    yield Check("recipe.toml", "wrong", recipe) if isinstance(recipe, str) else Check("recipe.toml", "ok", "can be loaded")
+    yield from _check_database(run)
     newest: Checkpoint | None = None
-    for place in list_checkpoints(run.checkpoints):
+    for entry in list_checkpoints(run.checkpoints):
         try:
-            found = files.load(place.path)
+            checkpoint = files.load(entry.path)
         except OncurveError as error:
-            yield Check(place.path.name, "wrong", f"{error.what}, because {error.because}")
+            yield Check(entry.path.name, "wrong", f"{error.what}, because {error.because}")
             continue
-        tensors = sum(len(group) for group in found.tensors.values())
-        yield Check(place.path.name, "ok", f"every byte as written, {tensors} tensors")
-        newest = found if newest is None or _number(found) > _number(newest) else newest
+        tensors = sum(len(group) for group in checkpoint.tensors.values())
+        yield Check(entry.path.name, "ok", f"every byte as written, {tensors} tensors")
+        newest = checkpoint if newest is None or _number(checkpoint) > _number(newest) else newest
     if not isinstance(recipe, str):
-        yield from _model(run, recipe, newest, finished=state.current_status == "finished")
-    yield from _leftovers(run)
+        yield from _check_model(run, recipe, newest, finished=state.current_status == "finished")
+    yield from _check_leftovers(run)
 
 
-def _recipe(run: RunFolder) -> Recipe | str:
+def _load_recipe(run: RunFolder) -> Recipe | str:
+    """The recipe, or why it can't be loaded."""
     try:
         return load_recipe(run.recipe)
     except OncurveError as error:
         return f"{error.where}: {error.what}, because {error.because}"
 
 
-def _database(run: RunFolder) -> Iterator[Check]:
+def _check_database(run: RunFolder) -> Iterator[Check]:
     name = run.database.name
     try:
         with closing(open_database(run.database, read_only=True)) as connection:
-            said = [row[0] for row in connection.execute("PRAGMA integrity_check(3)")]
+            problems = [row[0] for row in connection.execute("PRAGMA integrity_check(3)")]
             orphans = len(connection.execute("PRAGMA foreign_key_check").fetchall())
     except OncurveError as error:
         yield Check(name, "wrong", f"{error.what}, because {error.because}")
@@ -71,25 +71,27 @@ def _database(run: RunFolder) -> Iterator[Check]:
     except sqlite3.Error as error:
         yield Check(name, "wrong", str(user_error(run.database, error) or error))
         return
-    if said != ["ok"] or orphans:
-        yield Check(name, "wrong", "; ".join(line for line in said if line != "ok") or f"{orphans} rows without their owner")
+    if problems != ["ok"] or orphans:
+        lines = "; ".join(line for line in problems if line != "ok")
+        yield Check(name, "wrong", lines or f"{orphans} rows refer to rows that do not exist")
         return
     with RunReader.open(run.path) as store:
         summary = store.summary()
         yield Check(name, "ok", f"{summary.groups:,} groups, {summary.completions:,} completions, {summary.failures:,} failed")
         for stage in summary.stages:
             steps = [row.step for row in store.steps(stage.name)]
-            whole = steps == list(range(1, len(steps) + 1))
-            told = f"{len(steps)} of {stage.steps} steps"
-            yield Check(f"stage {stage.name}", "ok" if whole else "wrong", told if whole else f"{told}, and some are missing")
+            is_complete = steps == list(range(1, len(steps) + 1))
+            count = f"{len(steps)} of {stage.steps} steps"
+            message = count if is_complete else f"{count}, and some are missing"
+            yield Check(f"stage {stage.name}", "ok" if is_complete else "wrong", message)
 
 
-def _model(run: RunFolder, recipe: Recipe, newest: Checkpoint | None, finished: bool) -> Iterator[Check]:
+def _check_model(run: RunFolder, recipe: Recipe, newest: Checkpoint | None, finished: bool) -> Iterator[Check]:
     if not recipe.uses_policy:
         yield Check("model", "ok", "none: no stage of the recipe uses one")
         return
     if not (run.model / "config.json").is_file():
-        yield Check("model", "wrong" if finished else "note", "there is none" if finished else "not written yet")
+        yield Check("model", "wrong" if finished else "note", "missing" if finished else "not written yet")
         return
     try:
         policy = load_policy(recipe.model.at(str(run.model)), alphabet=None, seed=recipe.seed)
@@ -99,15 +101,15 @@ def _model(run: RunFolder, recipe: Recipe, newest: Checkpoint | None, finished: 
     parameters = dict(policy.model.named_parameters())
     broken = [name for name, p in parameters.items() if not bool(torch.isfinite(p).all())]
     if broken:
-        yield Check("model", "wrong", f"loads, but {broken[0]} holds numbers that are not finite")
+        yield Check("model", "wrong", f"can be loaded, but {broken[0]} has values that are not finite")
     elif newest is not None and finished and not _same_weights(run.model, newest):
-        yield Check("model", "wrong", f"loads, but its weights are not those of {newest.path.name}, the last checkpoint")
+        yield Check("model", "wrong", f"can be loaded, but its weights differ from {newest.path.name}, the last checkpoint")
     else:
-        yield Check("model", "ok", f"loads, {sum(p.numel() for p in parameters.values()):,} parameters, all finite")
+        yield Check("model", "ok", f"can be loaded, {sum(p.numel() for p in parameters.values()):,} parameters, all finite")
 
 
 def _same_weights(folder: Path, newest: Checkpoint) -> bool:
-    """Whether the written model is the last checkpoint, bit for bit. Names that only one has (tied, merged) are let be."""
+    """Whether the model is the last checkpoint, bit for bit. Names that only one of them has (tied, merged) are ignored."""
     weights = newest.tensors["model"]
     try:
         files = [load_file(path) for path in sorted(folder.glob("*.safetensors"))]
@@ -117,19 +119,19 @@ def _same_weights(folder: Path, newest: Checkpoint) -> bool:
     return all(torch.equal(written[name], weights[name].to(written[name].dtype)) for name in written.keys() & weights.keys())
 
 
-def _leftovers(run: RunFolder) -> Iterator[Check]:
-    asides = (*partial_writes(run.path), *run.checkpoints.glob(f"{WRITING}*"), *run.checkpoints.glob(f"{REPLACED}*"))
-    left = sorted({path.name for path in asides})
-    if left:
-        yield Check("leftovers", "note", f"{', '.join(left[:4])}: a save that was cut off; --resume clears it")
+def _check_leftovers(run: RunFolder) -> Iterator[Check]:
+    leftovers = (*partial_writes(run.path), *run.checkpoints.glob(f"{WRITING}*"), *run.checkpoints.glob(f"{REPLACED}*"))
+    names = sorted({path.name for path in leftovers})
+    if names:
+        yield Check("leftovers", "note", f"{', '.join(names[:4])}: an interrupted save; --resume removes it")
     try:
         bad = bad_batches(run.path)
     except OncurveError as error:
         yield Check("bad batches", "wrong", str(error.what))
         return
     if bad:
-        yield Check("bad batches", "note", f"{len(bad)} updates were left out: oncurve show {run.path} --bad")
+        yield Check("bad batches", "note", f"{len(bad)} updates were skipped: oncurve show {run.path} --bad")
 
 
-def _number(found: Checkpoint) -> int:
-    return files.number_of(found.path)
+def _number(checkpoint: Checkpoint) -> int:
+    return files.number_of(checkpoint.path)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from oncurve.errors import RecipeError
 from oncurve.objective_specs import OBJECTIVE_SPECS
@@ -32,17 +33,9 @@ def find_problems(recipe: Recipe) -> Problems:
     for check in RECIPE_CHECKS:
         yield from check(recipe)
     for stage in recipe.stages:
-        for stage_check in STAGE_CHECKS:
-            yield from stage_check(recipe, stage)
-        if isinstance(stage, RolloutStage):
-            for rollout_check in ROLLOUT_CHECKS:
-                yield from rollout_check(recipe, stage)
-        if isinstance(stage, PolicyGradientStage):
-            for policy_gradient_check in POLICY_GRADIENT_CHECKS:
-                yield from policy_gradient_check(recipe, stage)
-        if isinstance(stage, Grpo):
-            for grpo_check in GRPO_CHECKS:
-                yield from grpo_check(recipe, stage)
+        for section, checks in STAGE_CHECKS.items():
+            for stage_check in checks if isinstance(stage, section) else ():
+                yield from stage_check(recipe, stage)
 
 
 def _check_stage_names(recipe: Recipe) -> Problems:
@@ -64,8 +57,8 @@ def _check_characters(label: str, key: str) -> Problems:
 
 def _check_reward_names(recipe: Recipe) -> Problems:
     yield from _check_unique_rewards(recipe.rewards, "rewards")
-    for stage in recipe.stages:
-        if isinstance(stage, RolloutStage) and stage.rewards is not None:
+    for stage in recipe.rollout_stages:
+        if stage.rewards is not None:
             yield from _check_unique_rewards(stage.rewards, f"{stage.label}.rewards")
 
 
@@ -80,7 +73,7 @@ def _check_unique_rewards(rewards: Sequence[Reward], key: str) -> Problems:
 def _check_tiny_context(recipe: Recipe) -> Problems:
     """The prompt, at least one token, and the completion share the model's positions."""
     context = recipe.model.tiny.context
-    samplers = [stage for stage in recipe.stages if isinstance(stage, RolloutStage) and stage.uses_policy]
+    samplers = [stage for stage in recipe.rollout_stages if stage.uses_policy]
     limits = {f"{stage.label}.sampling.max_new_tokens": stage.sampling.max_new_tokens for stage in samplers}
     if recipe.evaluation.max_new_tokens is not None:
         limits["evaluation.max_new_tokens"] = recipe.evaluation.max_new_tokens
@@ -98,15 +91,15 @@ def _check_warmup(recipe: Recipe, stage: Stage) -> Problems:
         yield RecipeError(key, warmup, because=because, fix=f"use {updates} or less: --set {key}={updates}")
 
 
-def _check_patience(recipe: Recipe, stage: Stage) -> Problems:
-    if isinstance(stage, Sft) and stage.patience is not None and not (stage.heldout_share and stage.eval_every):
+def _check_patience(recipe: Recipe, stage: Sft) -> Problems:
+    if stage.patience is not None and not (stage.heldout_share and stage.eval_every):
         because = "it counts evaluations of the held-out loss, and there are none"
         fix = "set heldout_share (0.1 is usual) and eval_every"
         yield RecipeError(f"{stage.label}.patience", stage.patience, because=because, fix=fix)
 
 
-def _check_sft_data(recipe: Recipe, stage: Stage) -> Problems:
-    if isinstance(stage, Sft) and stage.data is not None and stage.data.startswith(STAGE_PREFIX):
+def _check_sft_data(recipe: Recipe, stage: Sft) -> Problems:
+    if stage.data is not None and stage.data.startswith(STAGE_PREFIX):
         yield from _check_earlier_stage(recipe, stage, stage.data, "rejection_sample", f"{stage.label}.data")
 
 
@@ -262,23 +255,21 @@ def _check_length_budget(recipe: Recipe, stage: Grpo) -> Problems:
 
 
 RECIPE_CHECKS: tuple[Callable[[Recipe], Problems], ...] = (_check_stage_names, _check_reward_names, _check_tiny_context)
-STAGE_CHECKS: tuple[Callable[[Recipe, Stage], Problems], ...] = (_check_warmup, _check_patience, _check_sft_data)
-ROLLOUT_CHECKS: tuple[Callable[[Recipe, RolloutStage], Problems], ...] = (
-    _check_has_reward,
-    _check_reward_models,
-    _check_prompts_for_ranks,
-    _check_temperature,
-    _check_overlong,
-)
-POLICY_GRADIENT_CHECKS: tuple[Callable[[Recipe, PolicyGradientStage], Problems], ...] = (_check_kl_weight, _check_minibatches)
-GRPO_CHECKS: tuple[Callable[[Recipe, Grpo], Problems], ...] = (
-    _check_group_of_one,
-    _check_kl_in_reward,
-    _check_clip,
-    _check_fixed_advantage,
-    _check_length_budget,
-    _check_iterated_reward,
-)
+STAGE_CHECKS: dict[type[StageBase], tuple[Callable[[Recipe, Any], Problems], ...]] = {
+    StageBase: (_check_warmup,),
+    Sft: (_check_patience, _check_sft_data),
+    RolloutStage: (_check_has_reward, _check_reward_models, _check_prompts_for_ranks, _check_temperature, _check_overlong),
+    PolicyGradientStage: (_check_kl_weight, _check_minibatches),
+    Grpo: (
+        _check_group_of_one,
+        _check_kl_in_reward,
+        _check_clip,
+        _check_fixed_advantage,
+        _check_length_budget,
+        _check_iterated_reward,
+    ),
+}
+"""The checks of each section, and of the sections that extend it."""
 
 
 FROM_PYTHON = "python"

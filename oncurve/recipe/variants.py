@@ -26,9 +26,8 @@ MAX_STEPS_FACTOR = 50
 
 def base_stage(recipe: Recipe) -> RolloutStage:
     """The stage that gets another algorithm: the recipe's last one that samples."""
-    for stage in reversed(recipe.stages):
-        if isinstance(stage, RolloutStage):
-            return stage
+    if recipe.rollout_stages:
+        return recipe.rollout_stages[-1]
     raise RecipeError(
         "stages",
         "no stage that samples",

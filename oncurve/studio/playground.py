@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from oncurve.errors import ModelError, OncurveError, RunError
 from oncurve.recipe.defaults import advantage_settings
 from oncurve.recipe.schema.recipe import Recipe
-from oncurve.recipe.schema.stages import Grpo, RolloutStage, Trpo
+from oncurve.recipe.schema.stages import Grpo, Trpo
 from oncurve.runs.checkpoints.listing import list_checkpoints
 from oncurve.runs.folder import STATE, RunFolder, list_runs
 from oncurve.studio import rewards
@@ -102,9 +102,9 @@ def _prompt(row: Any) -> dict[str, Any]:
 
 
 def _run_settings(recipe: Recipe) -> dict[str, Any]:
-    stage = next((s for s in reversed(recipe.stages) if isinstance(s, RolloutStage)), None)
-    if stage is None:
+    if not recipe.rollout_stages:
         return {"grading": None, "sampling": None}
+    stage = recipe.rollout_stages[-1]
     graded = (
         stage if isinstance(stage, Grpo | Trpo) else Grpo()
     )  # ppo has a critic per token; the Playground grades as GRPO would

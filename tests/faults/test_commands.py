@@ -63,9 +63,9 @@ def written(run: RunFolder) -> dict[str, int]:
 
 def test_replay_uses_the_replies_that_were_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reward that never says the same twice: what it said then is what counts."""
-    monkeypatch.setattr("oncurve.operations.replay.refuse_from_python", lambda recipe: None)
+    monkeypatch.setattr("oncurve.operations.replay.reject_python_only", lambda recipe: None)
     made = begin(recipe({**GRPO, "steps": 2, "save_every": 1, "max_failure_share": 1.0}), out=tmp_path / "run", rewards=moody())
-    monkeypatch.setattr("oncurve.operations.replay.prepare", lambda r: prepared(r))
+    monkeypatch.setattr("oncurve.operations.replay.build_tasks_and_rewards", lambda r: prepared(r))
     assert replay(made, None, 2, 0).differences == []
 
 
@@ -111,7 +111,7 @@ def hurt(run: RunFolder, name: str) -> None:
     [
         ("checkpoints/grpo-000005/optimiser.safetensors", "optimiser.safetensors is damaged"),
         ("checkpoints/sft-000003/manifest.json", "manifest.json is damaged"),
-        ("model/model.safetensors", "weights are not those of grpo-000005"),
+        ("model/model.safetensors", "weights differ from grpo-000005"),
         ("model/config.json", "model"),
         ("recipe.toml", "recipe.toml"),
     ],
@@ -134,7 +134,7 @@ def test_verify_looks_at_the_database_row_by_row(run: RunFolder, tmp_path: Path,
     with closing(sqlite3.connect(copy.database)) as store, store:
         store.execute("DELETE FROM steps WHERE stage = 'grpo' AND step = 2")
     assert main(["verify", str(copy.path)]) == 2
-    assert "rows without their owner" in " ".join(capsys.readouterr().out.split())
+    assert "rows refer to rows that do not exist" in " ".join(capsys.readouterr().out.split())
     copy.database.write_bytes(copy.database.read_bytes()[:5000])
     assert main(["verify", str(copy.path)]) == 2
     assert "wrong" in capsys.readouterr().out

@@ -201,7 +201,7 @@ def test_a_reward_models_gradient_is_the_same(backward: bool, tmp_path: Path, mo
     def padded(model: Any, rows: Sequence[Sequence[int]]) -> int:
         return len(rows) * max(map(len, rows))
 
-    gpu = Full(monkeypatch, reward_model, "logits", padded, 40, backward=backward)
+    gpu = Full(monkeypatch, reward_model, "classify", padded, 40, backward=backward)
     with collect_notes() as notes:
         found = small.step(1).metrics
     assert gpu.refused

@@ -81,7 +81,7 @@ def resume_copy(run: RunFolder, to: Path, sets: list[str]) -> RunFolder:
 def test_what_a_run_is_can_not_be_moved(cut: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     before = cut.recipe.read_text()
     for change in ("grpo.group_size=8", "seed=1", "grpo.optimiser.learning_rate=0.1", "rewards.hurried.weight=2.0"):
-        with pytest.raises(RecipeError, match="only what the machine decides may change"):
+        with pytest.raises(RecipeError, match="only keys that describe the machine may change"):
             resume(cut, sets=[change])
         assert main(["train", "--resume", str(cut.path), "--set", change]) == 2
         assert "oncurve fork" in capsys.readouterr().err

@@ -150,7 +150,7 @@ def test_a_natural_gradient_is_guarded_too(bad: str, words: str, tmp_path: Path,
     asked = recipe({**TAKING, "type": "trpo", "cg_iterations": 2, "steps": 12, "eval_every": 0, "save_every": 1})
     watcher = Weights()
     if bad == "gradient":
-        BrokenAt(monkeypatch, TrpoLearner, "_gradient", 10, watcher.break_gradient)
+        BrokenAt(monkeypatch, TrpoLearner, "_compute_gradient", 10, watcher.break_gradient)
     elif bad == "solution":
         BrokenAt(monkeypatch, trpo, "conjugate_gradient", 10, lambda found: replace(found, x=found.x * math.nan))
     rewards = wild_after(108, 120) if bad == "reward" else mix(lambda text: float(len(text)))
@@ -238,10 +238,10 @@ class DieSecond(DieAfter):
 def test_a_run_that_stays_bad_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = recipe({**BARE, "optimiser": {"learning_rate": 1e-3, "guard": {"rollback_after": 2}}})
     NanAt(monkeypatch, range(6, 1000))
-    with pytest.raises(RunError, match="3 roll-backs to step 4 did not help"):
+    with pytest.raises(RunError, match="keeps producing bad updates after 3 roll-backs to step 4"):
         begin(asked, out=tmp_path / "run")
     NanAt(monkeypatch, range(2, 1000))
-    with pytest.raises(RunError, match="no checkpoint to go back to"):
+    with pytest.raises(RunError, match="no checkpoint to return to"):
         begin(asked, out=tmp_path / "early")
 
 
@@ -256,9 +256,9 @@ def report(**metrics: float) -> StepReport:
     ("metrics", "words"),
     [
         ({"entropy": 0.001}, ["entropy is 0.001", "kl.beta", "oncurve fork"]),
-        ({"no_signal_share": 1.0}, ["0% of completions are right", "easier prompts", "group_size"]),
-        ({"no_signal_share": 1.0, "accuracy": 1.0}, ["100% of completions are right", "harder ones"]),
-        ({"cut_share": 0.95}, ["95% of completions reach the length limit", "max_new_tokens"]),
+        ({"no_signal_share": 1.0}, ["0% of completions are correct", "easier prompts", "group_size"]),
+        ({"no_signal_share": 1.0, "accuracy": 1.0}, ["100% of completions are correct", "harder ones"]),
+        ({"cut_share": 0.95}, ["95% of completions are truncated", "max_new_tokens"]),
     ],
 )
 def test_a_collapse_is_told_once_with_what_to_change(metrics: dict[str, float], words: list[str]) -> None:
@@ -277,8 +277,8 @@ def test_equal_rewards_without_a_rule_are_told_without_a_word_of_right() -> None
     free = StepReport("grpo", 1, {"no_signal_share": 1.0}, {}, report().groups)
     watch = CollapseWatch()
     (line,) = [line for _ in range(PATIENCE) for line in watch.check(free)]
-    assert "equal rewards teach nothing" in line
-    assert "right" not in line
+    assert "its rewards are all equal" in line
+    assert "correct" not in line
 
 
 def test_a_collapsed_run_has_the_warning_in_its_log(tmp_path: Path) -> None:

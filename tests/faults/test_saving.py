@@ -153,7 +153,7 @@ def cut_off(tmp_path: Path) -> Path:
 def test_a_database_locked_by_another_program_is_told_and_the_run_goes_on_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(connection, "LOCK_TIMEOUT_S", 0.05)
     path = cut_off(tmp_path)
     with closing(sqlite3.connect(path / "run.db", isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")

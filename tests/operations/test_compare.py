@@ -102,7 +102,7 @@ def test_rates_are_constant_and_budgets_take_the_place_of_steps() -> None:
 def test_a_comparison_from_one_start_with_one_budget(tmp_path: Path) -> None:
     """Two algorithms, two seeds: the same start and prompts; the second stops in the step that reaches the first's tokens."""
     asked = request("grpo,ppo", 2, "tokens", "ppo.critic.learning_rate=1e-3")
-    outcomes = Comparison.ask(tmp_path / "c", asked, here).go()
+    outcomes = Comparison.open(tmp_path / "c", asked, here).run_all()
     assert [(o.algorithm, o.seed) for o in outcomes] == [("grpo", 0), ("grpo", 1), ("ppo", 0), ("ppo", 1)]
     for grpo, ppo in zip(outcomes[:2], outcomes[2:], strict=True):
         assert grpo.steps == 3
@@ -135,14 +135,14 @@ def test_runs_from_a_shared_start_train_an_adapter_of_their_own(tmp_path: Path) 
     """The start is whole: the adapter that its stages began from is in it, and would not fit on top."""
     asked = recipe("model.lora.rank=2", "model.adapter=before/adapter")
     made = Comparison(tmp_path, request_of(asked, "grpo,ppo", 1, "tokens", ()))
-    model = made._arm("ppo", 0, tmp_path / "start" / "model", None).model
+    model = made._arm_recipe("ppo", 0, tmp_path / "start" / "model", None).model
     assert (model.source, model.adapter) == (str(tmp_path / "start" / "model"), None)
     assert model.lora == asked.model.lora
-    assert made._arm("ppo", 0, None, None).model == asked.model
+    assert made._arm_recipe("ppo", 0, None, None).model == asked.model
 
 
 def test_a_budget_of_time_stops_by_the_clock(tmp_path: Path) -> None:
-    outcomes = Comparison.ask(tmp_path / "c", request("grpo,reinforce", 1, "time"), here).go()
+    outcomes = Comparison.open(tmp_path / "c", request("grpo,reinforce", 1, "time"), here).run_all()
     assert outcomes[1].seconds >= outcomes[0].seconds
     assert len(outcomes[1].rewards) == outcomes[1].steps
 
@@ -160,29 +160,29 @@ def test_an_interrupted_comparison_goes_on_where_it_was(tmp_path: Path) -> None:
 
         return run
 
-    with pytest.raises(ComparisonStopped, match="goes on where it was"):
-        Comparison.ask(tmp_path / "c", request("grpo,rloo"), stopping(2)).go()
+    with pytest.raises(ComparisonStopped, match="repeat the command"):
+        Comparison.open(tmp_path / "c", request("grpo,rloo"), stopping(2)).run_all()
     assert done == ["start", "grpo-0"]
     (tmp_path / "c" / "runs" / "rloo-0").mkdir()  # a kill in the run's first moment leaves this
-    again = Comparison.ask(tmp_path / "c", request("grpo,rloo"), stopping(9)).go()
+    again = Comparison.open(tmp_path / "c", request("grpo,rloo"), stopping(9)).run_all()
     assert done == ["start", "grpo-0", "rloo-0"]
-    whole = Comparison.ask(tmp_path / "whole", request("grpo,rloo"), here).go()
+    whole = Comparison.open(tmp_path / "whole", request("grpo,rloo"), here).run_all()
     assert [o.rewards for o in again] == [o.rewards for o in whole]
     assert [o.accuracy for o in again] == [o.accuracy for o in whole]
 
 
 def test_another_question_in_the_same_folder_is_refused(tmp_path: Path) -> None:
-    Comparison.ask(tmp_path / "c", request(), here)
-    Comparison.ask(tmp_path / "c", request(), here)
+    Comparison.open(tmp_path / "c", request(), here)
+    Comparison.open(tmp_path / "c", request(), here)
     with pytest.raises(RunError, match="other algorithms: grpo, ppo"):
-        Comparison.ask(tmp_path / "c", request("grpo,rloo"), here)
+        Comparison.open(tmp_path / "c", request("grpo,rloo"), here)
     other = request_of(recipe("grpo.steps=9"), "grpo,ppo", 1, "tokens", [])
     with pytest.raises(RunError, match="another recipe"):
-        Comparison.ask(tmp_path / "c", other, here)
+        Comparison.open(tmp_path / "c", other, here)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").touch()
     with pytest.raises(RunError, match="not empty"):
-        Comparison.ask(tmp_path / "full", request(), here)
+        Comparison.open(tmp_path / "full", request(), here)
 
 
 @pytest.mark.parametrize(("algorithms", "budget", "where"), [("", "tokens", "--algorithms"), ("grpo", "money", "--budget")])

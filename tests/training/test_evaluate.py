@@ -57,7 +57,7 @@ def test_without_a_rule_there_is_no_accuracy_and_no_pass_at_k() -> None:
 class Beside(World):
     """A rank that samples the same prompts as the one beside it, which rewards them."""
 
-    rank, size, tensor, in_step = 1, 2, 2, True
+    rank, size, tp_size, samples_in_lockstep = 1, 2, 2, True
 
     def __init__(self, scored: Sequence[ScoredGroup]) -> None:
         self.scored = scored

@@ -10,7 +10,6 @@ from typing import Literal, NamedTuple
 
 from oncurve.errors import OncurveError
 from oncurve.recipe.schema.recipe import Recipe
-from oncurve.recipe.schema.stages import Sft
 from oncurve.records import EvalReport, StepReport
 from oncurve.runs.database.reader import RunReader
 from oncurve.terminal.text import percent, score
@@ -97,7 +96,7 @@ class RunProgress:
     @classmethod
     def of(cls, recipe: Recipe, path: Path, parameters: int) -> RunProgress:
         stages = [
-            StageProgress(s.label, s.type, s.steps, s.seconds if isinstance(s, Sft) else None, s.updates_policy)
+            StageProgress(s.label, s.type, s.steps, s.time_limit_s, s.updates_policy)
             for s in recipe.stages
         ]
         return cls(path.name, path, parameters, recipe.task.type, stages)
