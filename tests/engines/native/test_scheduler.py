@@ -1,0 +1,204 @@
+"""The scheduler by itself, over a runner that computes tokens from (request, sample, position) and has a given number of
+pages."""
+
+from __future__ import annotations
+
+from collections import abc
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from oncurve.engines.base import SampleKey, SampleRequest
+from oncurve.engines.native.scheduler import RoundResult, Scheduler
+from oncurve.engines.native.sequence import Sequence
+from oncurve.engines.native.torch_runner import HostRound
+from oncurve.errors import ModelError
+from oncurve.recipe.schema.sections import Sampling
+from oncurve.records import Completion, Ints, Prompt
+
+EOS, LETTERS, LIMIT = 0, "abcdefg", 12
+
+
+class LetterPolicy:
+    """Token i is the i-th letter; token 0 ends."""
+
+    eos_ids = (EOS,)
+
+    def tokenizer(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
+        return {"input_ids": [LETTERS.index(letter) + 1 for letter in text]}
+
+    def decode(self, ids: Ints) -> str:
+        return "".join(LETTERS[i - 1] for i in ids.tolist() if i)
+
+    def decode_all(self, completions: abc.Sequence[Ints]) -> list[str]:
+        return [self.decode(ids) for ids in completions]
+
+
+class Replies:
+    """Ends a turn at "c" and replies "ga", twice."""
+
+    calls = ("c",)
+
+    def reply(self, prompt: Prompt, turns: abc.Sequence[str], dice: np.random.Generator) -> str | None:
+        return "ga" if len(turns) < 4 else None
+
+
+def token_at(sequence: Sequence, position: int) -> int:
+    """One of eight tokens, whatever came before."""
+    return int(np.random.default_rng([int(sequence.request.prompt.id), sequence.sample, position]).integers(8))
+
+
+class PagedRunner:
+    """One page per two tokens; a slot's tokens follow from its sequence and position, unless they are forced."""
+
+    max_new_tokens, context = LIMIT, 1000
+
+    def __init__(self, slots: int, pages: int, rounds_ahead: int, tokens: int) -> None:
+        self.slots, self.pages, self.rounds_ahead, self.tokens = slots, pages, rounds_ahead, tokens
+        self.sequence_in: dict[int, Sequence] = {}
+        self.position: dict[int, int] = {}
+        self.forced: dict[int, dict[int, int]] = {}
+        self.own_pages = [0] * slots
+        self.prefilled: set[int] = set()
+        self._new: set[int] = set()
+        self.is_closed = False
+
+    def free_slots(self, running: abc.Sequence[Sequence | None]) -> list[int]:
+        return [slot for slot, sequence in enumerate(running) if sequence is None]
+
+    def can_admit(self, waiting: abc.Sequence[Sequence], *, idle: bool) -> bool:
+        return idle or sum(self.own_pages) < self.pages
+
+    def assign(self, slot: int, sequence: Sequence) -> None:
+        assert slot not in self.sequence_in
+        self._new.add(sequence.group)
+        self.sequence_in[slot], self.position[slot], self.forced[slot] = sequence, 0, {}
+
+    def resume(self, slot: int, sequence: Sequence, position: int, last_token: int, forced: abc.Sequence[int]) -> None:
+        assert self.sequence_in[slot] is sequence
+        self.position[slot] = position
+        self.forced[slot] = {position + i: token for i, token in enumerate(forced)}
+
+    def release(self, slot: int) -> None:
+        del self.sequence_in[slot]
+        self.own_pages[slot] = 0
+
+    def release_prompt(self, group: int) -> None:
+        self.prefilled.remove(group)
+
+    def prefill(self) -> None:
+        self.prefilled |= self._new
+        self._new = set()
+
+    def reserve(self, slot: int, tokens: int) -> bool:
+        more = -(-tokens // 2) - self.own_pages[slot]
+        if more > 0 and sum(self.own_pages) + more > self.pages:
+            return False
+        self.own_pages[slot] += max(more, 0)
+        return True
+
+    def no_room(self) -> ModelError:
+        return ModelError("pages", self.pages, because="a sequence does not fit", fix="more pages")
+
+    def round_tokens(self, live: int) -> int:
+        return self.tokens
+
+    def decode(self, live: abc.Sequence[int], tokens: int) -> RoundResult:
+        token_CS = np.full((tokens, self.slots), -1, np.int64)
+        for slot in live:
+            sequence, start = self.sequence_in[slot], self.position[slot]
+            assert sequence.group in self.prefilled
+            for i in range(tokens):
+                token_CS[i, slot] = self.forced[slot].get(start + i, token_at(sequence, start + i))
+            self.position[slot] = start + tokens
+        logp_CS3 = np.repeat(-token_CS[:, :, None].astype(np.float32) - 1, 3, axis=2)
+        return HostRound(token_CS, logp_CS3)
+
+    def weights_changed(self) -> None: ...
+
+    def begin_to_close(self) -> None: ...
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def expected(request: SampleRequest, sample: int) -> tuple[list[int], str, list[bool]]:
+    """The tokens, the reason to stop, and which tokens the policy sampled, one token after the other."""
+    sequence, sampling = Sequence(request, 0, sample), request.sampling
+    ids: list[int] = []
+    mask: list[bool] = []
+    replies, turn = 0, 0
+    while True:
+        ids.append(token_at(sequence, len(ids)))
+        mask.append(True)
+        text = "".join(LETTERS[i - 1] for i in ids[turn:] if i)
+        calls = request.prompt.environment is not None and text.endswith("c") and ids[-1] != EOS
+        ended = ids[-1] == EOS and len(ids) > sampling.min_new_tokens
+        stopped = bool(sampling.stop) and ids[-1] != EOS and text.endswith(sampling.stop)
+        if stopped:
+            return ids, "stop_string", mask
+        if calls or ended:
+            if request.prompt.environment is None or replies == 2:
+                return ids, "stop_string" if calls else "end", mask
+            replies += 1
+            room = LIMIT - len(ids)
+            ids += [LETTERS.index(letter) + 1 for letter in "ga"[:room]]
+            mask += [False] * min(room, 2)
+            turn = len(ids)
+        if len(ids) == LIMIT:
+            return ids, "length", mask
+
+
+SETTINGS = st.builds(
+    Sampling,
+    max_new_tokens=st.just(LIMIT),
+    min_new_tokens=st.integers(0, 5),
+    stop=st.sampled_from([(), ("fb",), ("d", "ag")]),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    groups=st.lists(st.tuples(st.integers(1, 3), SETTINGS, st.booleans()), min_size=1, max_size=5),
+    slots=st.integers(1, 5),
+    pages=st.integers(6, 20),
+    ahead=st.integers(0, 1),
+    tokens=st.integers(1, 5),
+)
+def test_completions_do_not_depend_on_slots_pages_and_rounds(
+    groups: list[tuple[int, Sampling, bool]], slots: int, pages: int, ahead: int, tokens: int
+) -> None:
+    """Sequences wait, are preempted and resumed, and end as they would one token after the other."""
+    requests = [
+        SampleRequest(
+            Prompt(str(i), text="a", environment=Replies() if replies else None),
+            np.array([1, 2]), samples, sampling, SampleKey(0, 1),
+        )
+        for i, (samples, sampling, replies) in enumerate(groups)
+    ]  # fmt: skip
+    policy: Any = LetterPolicy()
+    runner = PagedRunner(slots, pages, ahead, tokens)
+    completions: dict[int, tuple[Completion, ...]] = dict(Scheduler(policy, runner, requests).completions())
+    for i, request in enumerate(requests):
+        for sample, completion in enumerate(completions[i]):
+            ids, stop, mask = expected(request, sample)
+            assert (completion.token_ids.tolist(), completion.stop, completion.loss_mask.tolist()) == (ids, stop, mask)
+            assert completion.logps.tolist() == [
+                -float(token) - 1 if own else 0.0 for token, own in zip(ids, mask, strict=True)
+            ]
+    assert runner.is_closed
+    assert not runner.sequence_in
+    assert not runner.prefilled
+    assert sum(runner.own_pages) == 0
+
+
+def test_a_sequence_that_can_never_fit_is_an_error() -> None:
+    policy: Any = LetterPolicy()
+    request = SampleRequest(
+        Prompt("0", text="a"), np.array([1, 2]), 1, Sampling(max_new_tokens=LIMIT, min_new_tokens=LIMIT), SampleKey(0, 1)
+    )
+    with pytest.raises(ModelError, match="does not fit"):
+        list(Scheduler(policy, PagedRunner(2, 3, 1, 4), [request]).completions())
