@@ -119,7 +119,9 @@ _GRANTED: set[Path] = set()
 
 def _is_recorded(run: RunFolder, capabilities: Sequence[Capability]) -> bool:
     record = _record(run, capabilities)
-    return record in _GRANTED or record.is_file()
+    with contextlib.suppress(PermissionError):  # another user's records do not count
+        return record in _GRANTED or record.is_file()
+    return False
 
 
 def _record(run: RunFolder, capabilities: Sequence[Capability]) -> Path:

@@ -80,7 +80,8 @@ def model_flops(policy: Policy, packs: Iterable[Pack], *, forward: int, backward
     """FLOPs of the model's formulas for a number of forward and backward passes; recomputed activations do not count.
 
     A token costs 2 FLOPs for each weight that it is multiplied with, the same again for the gradient of its input, and again
-    for the gradient of the weight if it is trained. Attention costs 4·d FLOPs for each query head and key, and twice that backward.
+    for the gradient of the weight if it is trained. Attention costs 4·d FLOPs for each query head and key, and twice that in
+    the backward pass.
     """
     config = policy.model.config.get_text_config()
     head = policy.head.weight_VD

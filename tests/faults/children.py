@@ -9,6 +9,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
+from oncurve import trust
 from oncurve.errors import OncurveError
 from oncurve.models.loading.load import load_policy
 from oncurve.recipe.load import load_recipe
@@ -41,6 +42,7 @@ def train(path: Path, recipe: Recipe, moment: str | None, call: int, behind: boo
 def _as_nobody(path: Path, report: Connection) -> None:
     """Everything is loaded first: nobody may not read where it comes from."""
     load_policy(load_recipe(RunFolder(path).recipe).model, alphabet="0", seed=0)
+    trust.grant(RunFolder(path))  # to this process: nobody may not read the records of others
     os.setgid(65534)
     os.setuid(65534)
     try:
