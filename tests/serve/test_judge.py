@@ -68,7 +68,7 @@ def test_a_reply_in_the_wrong_format_is_a_failure_and_not_a_score(judge: Endpoin
     (truncated,) = aspects_of(reward(judge, max_tokens=5), group("4", prompt="2+2?"))
     assert rubric.value is None
     assert truncated.value is None
-    assert "not the asked JSON" in (truncated.failure or "")
+    assert "not the required JSON" in (truncated.failure or "")
 
 
 def test_a_missing_judge_is_a_failure_too(judge: Endpoint) -> None:

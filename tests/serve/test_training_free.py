@@ -116,6 +116,6 @@ sampling.max_new_tokens = 24
         assert metrics["heldout_with"] == {2: 1.0}
         assert metrics["accuracy"][1] < 0.8 < metrics["accuracy"][2]
         assert len(store.step("training_free", 1).groups) == 4
-    assert "held-out accuracy 0.0 % without its experiences, 100.0 % with them" in " ".join(trained.stdout.split())
+    assert "held-out accuracy 0.0 % without the experiences, 100.0 % with them" in " ".join(trained.stdout.split())
     assert "experience/training_free.md" in "".join(trained.stdout.split())
     assert "oncurve chat" not in trained.stdout, "the recipe's own model has learned nothing"
