@@ -182,7 +182,7 @@ class Trainer:
                 start = self._roll_back(stage)
 
     def _run_steps(self, position: int, stage: Stage, start: Checkpoint | None) -> None:
-        """Runs a stage from its beginning, or from a checkpoint of its own."""
+        """Runs a stage from its beginning, or from one of its checkpoints."""
         done = completed_steps(start, stage)
         rollbacks = count_rollbacks(self.store, stage.label, done)
         checkpoint = str(start.path) if start else None

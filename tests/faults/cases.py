@@ -45,7 +45,9 @@ CASES: dict[str, Recipe] = {
     "asynchronous rewards": recipe(GRPO, rewards=[PATIENT, FORMAT]),
     "rewards in workers": recipe(GRPO, rewards=[HURRIED, FORMAT]),
     "dynamic sampling": recipe({**GRPO, "no_signal": "resample", "max_resample_rounds": 2}, rewards=[SHORT]),
-    "without a rule": recipe(GRPO, task={"type": "file", "path": str(PAIRS), "heldout": 6}, rewards=[FORMAT, LENGTH]),
+    "without a verifiable reward": recipe(
+        GRPO, task={"type": "file", "path": str(PAIRS), "heldout": 6}, rewards=[FORMAT, LENGTH]
+    ),
     "environments": recipe(GRPO, task={"type": "guess", "heldout": 6}, rewards=[{"type": "guess"}, SHORT]),
     "ppo": recipe({**GRPO, "type": "ppo", "updates_per_step": 2, "kl": {"beta": 0.05}, "critic": {"warmup_steps": 2}}),
     "trpo": recipe({**TAKING, "type": "trpo", "cg_iterations": 2}),

@@ -40,7 +40,7 @@ MOMENTS_OF = {
         ("writing the model", 1),
     ],
     "dpo": TAUGHT,
-    "without a rule": [("measuring", 1), ("sampling", 2), *SAMPLED],  # it is measured before its first step too
+    "without a verifiable reward": [("measuring", 1), ("sampling", 2), *SAMPLED],  # it is measured before its first step too
     "ppo": [m for m in SAMPLED if m[0] != "grading"],  # graded by its critic
     "trpo": [m for m in SAMPLED if m[0] not in ("backward", "in an update")],  # a natural gradient has no optimiser
 }
@@ -80,7 +80,7 @@ def test_every_stage_and_enough_kills_are_asked_for() -> None:
     assert sum(told.values()) >= 50
     covered = {stage.type for case in CASES.values() for stage in case.stages}
     missing = {kind.model_fields["type"].default for kind in STAGES} - covered
-    assert missing == {"training_free"}, "which asks an endpoint: test_kills_of_words.py"
+    assert missing == {"training_free"}, "which asks an endpoint: test_kills_of_judges.py"
     page = (Path(__file__).parents[2] / "docs" / "reliability.md").read_text(encoding="utf-8")
     for case, count in told.items():
         assert f"| {case} | {count} |" in page, f"docs/reliability.md does not say that '{case}' is killed {count} times"

@@ -141,7 +141,7 @@ class PpoLearner(Learner):
     """The learner with a critic.
 
     With a separate trunk the critic has its own optimiser. With a shared trunk the value loss adds to the policy's gradient, by
-    a forward and backward pass of its own, and the critic's optimiser has the value head only.
+    a separate forward and backward pass, and the critic's optimiser has the value head only.
     """
 
     def __init__(self, policy: Policy, stage: Ppo, world: World = SINGLE_PROCESS) -> None:
@@ -171,7 +171,7 @@ class PpoLearner(Learner):
         return replace(result, metrics=result.metrics | self._value_metrics(groups))
 
     def _update_critic_only(self, groups: Sequence[GradedGroup]) -> UpdateResult:
-        """A warm-up step: the policy stays as it is, so its log-probs are not computed."""
+        """A warm-up step: the policy does not change, so its log-probs are not computed."""
         self.phases = DevicePhases(self.policy.device)
         chunks = split_evenly(len(groups), self.ppo.minibatches)
         batches = self._build_fitting_batches(groups, chunks)
