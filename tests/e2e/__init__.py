@@ -1,1 +1,1 @@
-"""Whole runs: killed, resumed, repeated, and learning."""
+"""Complete runs: killed, resumed, repeated, and learning."""

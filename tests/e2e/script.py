@@ -1,4 +1,4 @@
-"""Trains in a process of its own, which can be killed: begins the run at a path, or goes on with it.
+"""Trains in a separate process, which can be killed: begins the run at a path, or resumes it.
 
     python -m tests.e2e.script PATH [--set KEY=VALUE …]
 

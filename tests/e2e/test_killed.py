@@ -1,4 +1,4 @@
-"""Runs that are killed: resumed, they end in the same bits as one never stopped."""
+"""Runs that are killed and resumed end with the same bits as one that never stopped."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def start(path: Path, sets: list[str] = SETS) -> subprocess.Popen[str]:
 
 
 def wait_for(process: subprocess.Popen[str], lines: int) -> None:
-    """Until it has told of so many steps of its own."""
+    """Waits until the process has printed this many steps."""
     assert process.stdout is not None
     assert process.stderr is not None
     for _ in range(lines):
@@ -46,7 +46,7 @@ def finish(process: subprocess.Popen[str]) -> int:
 
 
 def kill_and_resume(path: Path, moments: list[tuple[int, float]], sets: list[str] = SETS) -> RunFolder:
-    """Kills each process of the run at its moment, (steps told, seconds after), and lets the last one finish."""
+    """Kills each process of the run at its moment (steps printed, seconds after), and lets the last one finish."""
     for steps, seconds in moments:
         process = start(path, sets)
         wait_for(process, steps)
@@ -59,7 +59,7 @@ def kill_and_resume(path: Path, moments: list[tuple[int, float]], sets: list[str
 
 
 def test_a_run_killed_three_times_ends_in_the_same_bits(tmp_path: Path) -> None:
-    """Within sft, early in grpo and late in it; where exactly within a step is left to the clock."""
+    """In sft, early in grpo and late in it; the exact point in a step is random."""
     dice = random.Random()
     moments = [
         (dice.randint(2, 10), dice.random() * 0.05),
@@ -75,7 +75,7 @@ def test_a_run_killed_three_times_ends_in_the_same_bits(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_a_run_killed_many_times_at_any_moment_ends_in_the_same_bits(seed: int, tmp_path: Path) -> None:
-    """The run is long enough for a fast machine to be still at it when the last kill comes."""
+    """The run is long enough that even a fast machine is still training at the last kill."""
     dice = random.Random(seed)
     moments = [(dice.randint(1, 6), dice.random() * 0.2) for _ in range(5)]
     sets = [*SETS, "grpo.steps=150"]
@@ -85,7 +85,7 @@ def test_a_run_killed_many_times_at_any_moment_ends_in_the_same_bits(seed: int, 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)])
 def test_a_signal_finishes_the_step_and_saves(number: signal.Signals, code: int, tmp_path: Path) -> None:
-    """Ctrl-C in the middle of grpo: the step is whole, there is a checkpoint of it, and the run goes on from there."""
+    """Ctrl-C in the middle of grpo: the step is complete, it has a checkpoint, and the run resumes from there."""
     path = tmp_path / "stopped"
     sets = [s for s in SETS if "save_every" not in s]
     process = start(path, sets)

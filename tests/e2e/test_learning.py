@@ -1,4 +1,4 @@
-"""A short run learns: held-out accuracy after grpo is clearly above what sft left, by rewards alone."""
+"""A short run learns: held-out accuracy after grpo is clearly above that after sft, from rewards only."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def asked(number: str) -> Prompt:
 
 
 def turned_or_not() -> PromptList:
-    """To write a number backwards, shown by a teacher who half of the time just copies it. Held-out numbers are never shown."""
+    """Write a number backwards, with demonstrations of which half just copy it. Held-out numbers are never shown."""
     shown = NUMBERS[100:500]
     examples = [Example(asked(n), f"<answer>{n[::-1] if i % 2 else n}</answer>") for i, n in enumerate(shown)]
     train, heldout = (tuple(map(asked, numbers)) for numbers in (NUMBERS[100:], NUMBERS[:100]))

@@ -1,4 +1,4 @@
-"""The stages that are killed: one line each. A new type of stage is added here and nowhere else."""
+"""The runs that are killed, one line each. A new stage type needs a line here."""
 
 from __future__ import annotations
 

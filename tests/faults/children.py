@@ -1,4 +1,4 @@
-"""Runs in processes of their own, to be killed for good: each is forked from one that has imported everything already."""
+"""Runs in separate processes that are killed. Each is forked from a server that has imported everything."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SERVER.set_forkserver_preload(["tests.faults.children"])
 
 
 def train(path: Path, recipe: Recipe, moment: str | None, call: int, behind: bool) -> None:
-    """Begins the run at ``path`` or goes on with it; with a moment, dies there. ``behind`` saves all in the background."""
+    """Begins or resumes the run at ``path``; with a moment, dies there. ``behind`` saves everything in the background."""
     if behind:
         checkpoint_writer.BACKGROUND_FROM = 0
     if moment is not None:
@@ -40,7 +40,7 @@ def train(path: Path, recipe: Recipe, moment: str | None, call: int, behind: boo
 
 
 def _as_nobody(path: Path, report: Connection) -> None:
-    """Everything is loaded first: nobody may not read where it comes from."""
+    """Everything is loaded first: the user `nobody` may not read the sources."""
     load_policy(load_recipe(RunFolder(path).recipe).model, alphabet="0", seed=0)
     trust.grant(RunFolder(path))  # to this process: nobody may not read the records of others
     os.setgid(65534)
@@ -53,7 +53,7 @@ def _as_nobody(path: Path, report: Connection) -> None:
 
 
 def resume_as_nobody(path: Path) -> str:
-    """What a user is told who may read the run and not write it."""
+    """The error of a user who may read the run but not write it."""
     mine, theirs = SERVER.Pipe(duplex=False)
     child: ForkServerProcess = SERVER.Process(target=_as_nobody, args=(path, theirs))
     child.start()
@@ -64,7 +64,7 @@ def resume_as_nobody(path: Path) -> str:
 
 
 def run(path: Path, recipe: Recipe, moment: str | None = None, call: int = 1, behind: bool = False) -> int:
-    """The exit code of a child that trains; −9 where it was killed."""
+    """The exit code of a training process; −9 if it was killed."""
     child: ForkServerProcess = SERVER.Process(target=train, args=(path, recipe, moment, call, behind))
     child.start()
     child.join(120)

@@ -1,4 +1,4 @@
-"""Rewards of the kinds that are killed."""
+"""Rewards of the runs that are killed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def failing(completion: str) -> float:
 
 
 def dying(completion: str) -> float:
-    """Takes its process with it for some completions, and never comes back for a few."""
+    """Ends its process for some completions, and hangs for a few."""
     if completion.startswith("77"):
         time.sleep(60)
     if completion.startswith("7"):

@@ -1,4 +1,4 @@
-"""Where in a run the kill falls. Each moment is a function of Oncurve's own, and the call of it that is the process's last."""
+"""Where in a run it is killed: at a call of one of Oncurve's functions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Moment:
     deed: Callable[..., Any]
 
     def arm(self, call: int) -> None:
-        """From now on, in this process: the call number ``call`` is the last thing that it does."""
+        """From now on, this process dies at call number ``call``."""
         module, _, path = self.target.partition(":")
         *parents, name = path.split(".")
         owner: Any = import_module(module)
@@ -53,20 +53,20 @@ def after(real: Callable[..., Any], *arguments: Any, **named: Any) -> None:
 
 
 def soon(real: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """From another thread, within the first milliseconds of the call: wherever that is."""
+    """From another thread, at a random time in the first milliseconds of the call."""
     threading.Timer(random.random() * 2e-3, die).start()
     real(*arguments, **named)
     time.sleep(60)
 
 
 def sometime(real: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """The same within a tenth of a second, in that call or in what follows it."""
+    """The same within a tenth of a second, in that call or after it."""
     threading.Timer(random.random() * 0.1, die).start()
     return real(*arguments, **named)
 
 
 def half_a_file(real: Callable[..., Any], tensors: Any, path: Path) -> None:
-    """Writes the file and cuts it in the middle, as a kill amid writing would leave it."""
+    """Writes the file and truncates it, as a kill during the write would."""
     real(tensors, path)
     os.truncate(path, path.stat().st_size // 2)
     die()

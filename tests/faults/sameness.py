@@ -1,4 +1,4 @@
-"""All that two identical runs have in common, to be compared with ==."""
+"""Everything that two identical runs have in common, to be compared with ==."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def everything(run: RunFolder) -> dict[str, str]:
 
 
 def _is_apart(file: Path) -> bool:
-    """Looked at otherwise, or of this machine and moment alone."""
+    """Compared in another way, or specific to this machine and time."""
     return (
         file.parts[0] in ("checkpoints", "bad", "run.json", "run.lock")
         or file.parts[0].startswith("run.db")

@@ -1,4 +1,4 @@
-"""`oncurve replay`, `verify` and `doctor`, as they are used."""
+"""`oncurve replay`, `verify` and `doctor` from the command line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.faults.test_exact import moody
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    """sft and grpo with dynamic sampling; checkpoints of grpo at 3 and 5. Not to be changed."""
+    """sft and grpo with dynamic sampling; checkpoints of grpo at 3 and 5. Tests must not change it."""
     sft = {**SFT, "steps": 3, "eval_every": 0}
     grpo = {**GRPO, "steps": 5, "save_every": 3, "no_signal": "resample", "updates_per_step": 2, "kl": {"beta": 0.05}}
     return begin(recipe(sft, grpo, rewards=[SHORT]), out=tmp_path_factory.mktemp("commands") / "run")
@@ -36,9 +36,7 @@ def test_a_group_comes_out_the_same(step: int, start: tuple[str, int], steps: in
         assert (found.start, found.steps) == (start, steps)
 
 
-def test_replay_shows_it_and_says_where_it_is_not_so(
-    run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_replay_shows_the_group_and_the_differences(run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = written(run)
     assert main(["replay", str(run.path), "--step", "4", "--group", "1"]) == 0
     told = " ".join(capsys.readouterr().out.split())
@@ -56,13 +54,13 @@ def test_replay_shows_it_and_says_where_it_is_not_so(
 
 
 def written(run: RunFolder) -> dict[str, int]:
-    """When each file was last written; readers of a database keep two small ones beside it."""
+    """When each file was last written, without the -wal and -shm files that readers of a database keep."""
     files = [p for p in run.path.rglob("*") if p.is_file() and not p.name.endswith(("-wal", "-shm"))]
     return {str(p): p.stat().st_mtime_ns for p in files}
 
 
 def test_replay_uses_the_replies_that_were_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reward that never says the same twice: what it said then is what counts."""
+    """With a reward that never returns the same value twice, the stored values count."""
     monkeypatch.setattr("oncurve.operations.replay.reject_python_only", lambda recipe: None)
     made = begin(recipe({**GRPO, "steps": 2, "save_every": 1, "max_failure_share": 1.0}), out=tmp_path / "run", rewards=moody())
     monkeypatch.setattr("oncurve.operations.replay.build_tasks_and_rewards", lambda r: prepared(r))
@@ -91,7 +89,7 @@ def test_replay_of_what_is_not_there(run: RunFolder, tmp_path: Path, capsys: pyt
     assert "it is a fork of run" in " ".join(capsys.readouterr().err.split())
 
 
-def test_verify_finds_a_whole_run_whole(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_accepts_an_intact_run(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(run.path)]) == 0
     told = capsys.readouterr().out
     assert "the run is intact" in told

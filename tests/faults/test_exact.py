@@ -1,4 +1,4 @@
-"""The same recipe, seed and machine give the same bits; what came from outside is kept and given again."""
+"""The same recipe, seed and machine give the same bits; replies from outside are stored and reused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.faults.sameness import everything
     "case", ["sft then grpo", "dynamic sampling", *(pytest.param(c, marks=pytest.mark.slow) for c in CASES)]
 )
 def test_two_runs_are_the_same_bits(case: str, tmp_path: Path) -> None:
-    """Weights, optimiser, reference, and every row but for times, memory and events."""
+    """Weights, optimiser, reference, and every row except times, memory and events."""
     one, two = (everything(begin(CASES[case], out=tmp_path / name)) for name in ("one", "two"))
     assert one == two
     assert {name for name in one if "optimiser" in name}
@@ -36,7 +36,7 @@ def test_another_seed_is_another_run(tmp_path: Path) -> None:
 
 
 class Die(Exception):
-    """Ends a run without a word, as a crash would."""
+    """Ends a run without a message, as a crash would."""
 
 
 class DieAfter(Listener):
@@ -49,7 +49,7 @@ class DieAfter(Listener):
 
 
 def moody() -> RewardMix:
-    """A reward that never answers the same twice, and now and then fails: a judge, a worker that is late."""
+    """A reward that never returns the same value twice and sometimes fails, like a judge or a slow worker."""
     count = itertools.count()
 
     def mood(completion: str) -> float:
@@ -63,7 +63,7 @@ def moody() -> RewardMix:
 
 @pytest.mark.parametrize("options", [{}, {"no_signal": "resample", "max_resample_rounds": 2}], ids=["plain", "resampled"])
 def test_a_step_done_again_gets_the_replies_it_had(options: dict[str, object], tmp_path: Path) -> None:
-    """The steps after the last checkpoint were recorded with one set of replies; done again, they are those steps."""
+    """The steps after the last checkpoint were recorded with their replies; done again, they are the same."""
     asked = recipe({**GRPO, "steps": 5, "save_every": 2, "eval_every": 2, **options})
     path = tmp_path / "crashed"
     rewards = moody()

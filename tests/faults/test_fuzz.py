@@ -39,7 +39,7 @@ Test = TypeVar("Test", bound=Callable[..., Any])
 
 
 def many(count: int) -> Callable[[Test], Test]:
-    """So many inputs, always the same ones: a test that fails must fail again."""
+    """``count`` inputs, always the same ones: a test that fails must fail again."""
     quiet = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
     return settings(max_examples=count, deadline=None, derandomize=True, database=None, suppress_health_check=quiet)
 
@@ -80,7 +80,7 @@ def clear(attempt: Callable[[], object]) -> None:
 
 
 class Told(Exception):
-    """A user's error, which has its reason and its fix."""
+    """A user's error, with its reason and its fix."""
 
     def __init__(self, complete: str) -> None:
         assert complete
@@ -132,7 +132,7 @@ TOML = dump_recipe(recipe(SFT, GRPO))
 
 @st.composite
 def damaged_texts(draw: st.DrawFn) -> str:
-    """A good recipe file with characters changed, lost and put in."""
+    """A good recipe file with characters changed, removed and inserted."""
     text = TOML
     for _ in range(draw(st.integers(1, 6))):
         a = draw(st.integers(0, len(text)))
@@ -161,7 +161,7 @@ ROWS = st.one_of(ODD, st.fixed_dictionaries({"prompt": ODD}, optional={"answer":
 
 @st.composite
 def data_files(draw: st.DrawFn) -> tuple[str, bytes]:
-    """A file of rows, most of them no rows, under each of the endings; now and then cut or scribbled over."""
+    """A file of rows, most of them invalid, with each of the extensions; sometimes truncated or overwritten."""
     ending = draw(st.sampled_from([".jsonl", ".json", ".jsonl.gz", ".parquet", ".csv", ""]))
     rows = draw(st.lists(ROWS, max_size=4))
     text = json.dumps(rows) if ending == ".json" else "\n".join(json.dumps(row) for row in rows)
@@ -197,7 +197,7 @@ def a_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @st.composite
 def damages(draw: st.DrawFn) -> tuple[int, str, bytes, float]:
-    """(which file, what is done to it, with what, where)."""
+    """(file, kind of damage, value, position)."""
     deed = draw(st.sampled_from(["flip", "cut", "scribble", "empty", "delete", "folder"]))
     return draw(st.integers(0, 999)), deed, draw(st.binary(min_size=1, max_size=16)), draw(st.floats(0, 1, exclude_max=True))
 
@@ -241,7 +241,7 @@ def try_folder(a_run: Path, how: tuple[int, str, bytes, float], look: tuple[str,
 
 
 def try_checkpoint(a_run: Path, how: tuple[int, str, bytes, float]) -> None:
-    """No byte of a checkpoint can change without being found; a run always has the one before."""
+    """Every changed byte of a checkpoint is found; a run then uses the checkpoint before."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "checkpoints"
         shutil.copytree(a_run / "checkpoints", copy)
@@ -377,7 +377,7 @@ def test_command_lines_many(words: list[str]) -> None:
 @many(60)
 @given(damages())
 def test_damaged_runs_are_resumed_or_refused(a_run: Path, how: tuple[int, str, bytes, float]) -> None:
-    """A run that was interrupted and then damaged, anywhere: it goes on, or says why it can't."""
+    """A run that was interrupted and then damaged anywhere: it resumes, or says why it can't."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "run"
         shutil.copytree(a_run, copy)

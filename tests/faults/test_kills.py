@@ -1,4 +1,4 @@
-"""SIGKILL at chosen moments, over every kind of stage: resumed, the run is the one that was never killed, bit for bit."""
+"""SIGKILL at chosen moments of every stage type: the resumed run equals one that was never killed, bit for bit."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ QUICK = [
 
 
 def killed(path: Path, recipe: Recipe, moments: list[tuple[str, int]]) -> RunFolder:
-    """The run, killed at each of the moments in turn, and then left to finish."""
+    """The run, killed at each of the moments in turn and then finished."""
     for moment, call in moments:
         assert children.run(path, recipe, moment, call) == -9, f"it ended before it could be killed: {moment}"
         assert RunFolder(path).state().current_status == "interrupted"
@@ -75,7 +75,7 @@ def test_kills_at_every_moment_of_every_stage_change_no_bit(case: str, tmp_path:
 
 
 def test_every_stage_and_enough_kills_are_asked_for() -> None:
-    """The promise is fifty over all stages; random ones of tests/e2e come on top."""
+    """At least fifty kills over all stages, besides the random ones of tests/e2e."""
     told = {case: len(MOMENTS_OF.get(case, SAMPLED)) for case in CASES}
     assert sum(told.values()) >= 50
     covered = {stage.type for case in CASES.values() for stage in case.stages}

@@ -45,7 +45,7 @@ def reply(body: dict[str, Any]) -> str:
 
 @pytest.fixture
 def asked(tmp_path: Path) -> Iterator[Callable[[int], Recipe]]:
-    """A recipe of so many steps."""
+    """Builds a recipe with a given number of steps, for an endpoint that replies."""
     endpoint = Judge()
     endpoint.reply = reply
     rows = [{"prompt": f"{i}-{i}=", "answer": "0"} for i in range(12)]
@@ -62,7 +62,7 @@ def asked(tmp_path: Path) -> Iterator[Callable[[int], Recipe]]:
 
 
 def replies(run: RunFolder) -> list[Any]:
-    """What was asked and answered, as the run keeps it."""
+    """Requests and replies, as the run stores them."""
     with closing(sqlite3.connect(run.path / "experience" / "training_free.sqlite")) as kept:
         return kept.execute("SELECT request, reply FROM replies ORDER BY request").fetchall()
 

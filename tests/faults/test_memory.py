@@ -1,4 +1,4 @@
-"""Memory that runs out: the step is done over smaller packs, its gradient is the same, and the log says so."""
+"""Out of memory: the step is repeated over smaller packs, its gradient is the same, and the log says so."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.training.builders import PROMPTS, apart, graded_group, gradient, poli
 
 
 class SmallGpu:
-    """A device on which a pack of more than so many tokens does not fit: forward, or in the middle of the backward pass."""
+    """A device on which a pack of more than ``room`` tokens does not fit: in the forward or in the backward pass."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, room: int, backward: bool = False) -> None:
         self.refused = 0
@@ -73,7 +73,7 @@ def test_the_same_gradient_from_packs_of_half_the_size(
     assert gpu.refused == refused
 
 
-def test_a_whole_run_goes_on_with_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_complete_run_continues_with_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = recipe({**SFT, "steps": 2, "eval_every": 0}, {**GRPO, "steps": 2, "eval_every": 0})
     whole = begin(asked, out=tmp_path / "whole")
     monkeypatch.setattr("oncurve.training.learner.oom_retry.release_memory", lambda: None)
@@ -85,7 +85,7 @@ def test_a_whole_run_goes_on_with_the_same_weights(tmp_path: Path, monkeypatch: 
             assert one[1] == pytest.approx(other[1], abs=1e-6)
 
 
-def test_a_completion_that_does_not_fit_alone_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_completion_that_does_not_fit_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     dice = np.random.default_rng(0)
     monkeypatch.setattr("oncurve.training.learner.oom_retry.release_memory", lambda: None)
     SmallGpu(monkeypatch, room=3)

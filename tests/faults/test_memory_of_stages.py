@@ -153,7 +153,7 @@ def test_a_natural_gradient_step_is_the_same(where: str, monkeypatch: pytest.Mon
 
 
 def test_a_search_that_finds_no_room_leaves_the_policy_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device fills up only when the policy has been moved."""
+    """The device runs out of memory only after the policy has changed."""
     dice = np.random.default_rng(0)
     learner = TrpoLearner(policy(), test_trpo.stage(max_kl=1e-3, cg_iterations=4))
     before, calls, real = snapshot(learner.policy.model), [0], fisher.policy_distributions

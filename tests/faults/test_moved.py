@@ -1,4 +1,4 @@
-"""A run that goes on elsewhere, with other threads, workers, slots or packs: the same prompts, random numbers and gradient."""
+"""A run that resumes with other threads, workers, slots or packs: the same prompts, random numbers and gradient."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def cut(tmp_path: Path) -> RunFolder:
 
 
 class Gradients:
-    """Notes the gradient of every update."""
+    """Records the gradient of every update."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen: list[torch.Tensor] = []
@@ -72,7 +72,7 @@ def test_the_first_gradient_after_a_move_is_the_same(
 
 
 def resume_copy(run: RunFolder, to: Path, sets: list[str]) -> RunFolder:
-    """Another disk, too."""
+    """A copy in another folder, resumed with changes."""
     shutil.copytree(run.path, to)
     trust.grant(RunFolder(to))
     return resume(RunFolder(to), sets=sets)
@@ -89,8 +89,8 @@ def test_what_a_run_is_can_not_be_moved(cut: RunFolder, capsys: pytest.CaptureFi
     assert load_recipe(cut.recipe).seed == 0
 
 
-def test_a_run_of_a_machine_that_is_gone_goes_on_here(cut: RunFolder) -> None:
-    """Its last word was 'running', somewhere else: no process of that number is asked for here, and the lock is free."""
+def test_a_run_of_a_machine_that_is_gone_resumes_here(cut: RunFolder) -> None:
+    """Its status is 'running' on another machine: no process is looked for here, and the lock is free."""
     cut.write_state(replace(cut.state(), status="running", host="gone." + socket.gethostname()))
     assert cut.state().current_status == "running"
     assert resume(cut).state().current_status == "finished"

@@ -1,4 +1,4 @@
-"""Numbers that come apart: the update is left out, the batch kept, and a run that stays bad goes back and on otherwise."""
+"""Update guard: NaN and spikes are skipped, the batch is saved, and a run that stays bad rolls back."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def mix(function: Any) -> RewardMix:
 
 
 def wild_after(calls: int, until: float = math.inf) -> RewardMix:
-    """Quiet rewards, then absurd ones, of the size that a broken reward gives."""
+    """Normal rewards, then absurdly large ones, as a broken reward gives."""
     count = [0]
 
     def wild(completion: str) -> float:
@@ -93,7 +93,7 @@ BARE = {**GRPO, "steps": 12, "eval_every": 0, "save_every": 4}
 
 
 def test_a_wild_reward_moves_no_weight_and_its_batch_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """12 calls a step; the tenth step's rewards are absurd. `show --bad` says why, with what was sampled."""
+    """12 calls in a step; the tenth step's rewards are absurd. `show --bad` gives the reason and the samples."""
     run = begin(
         recipe(BARE, task={"type": "arithmetic", "digits": 1, "heldout": 6}), out=tmp_path / "run", rewards=wild_after(108, 120)
     )
@@ -114,7 +114,7 @@ def test_a_wild_reward_moves_no_weight_and_its_batch_is_kept(tmp_path: Path, cap
 
 
 class NanAt:
-    """A learner whose gradient breaks: the loss of the updates of chosen steps is NaN."""
+    """A learner whose gradient norm is NaN in chosen updates."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, updates: range) -> None:
         self.count, self.updates, real = 0, updates, torch.nn.utils.clip_grad_norm_
@@ -128,7 +128,7 @@ class NanAt:
 
 
 class BrokenAt:
-    """A function of trpo's own that gives NaN at one of its calls."""
+    """A function of trpo that returns NaN at one of its calls."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int, nan: Callable[[Any], Any]) -> None:
         self.count, real = 0, getattr(owner, name)
@@ -146,7 +146,7 @@ class BrokenAt:
     [("reward", "reward is 1e+09"), ("gradient", "grad_norm is nan"), ("solution", "its natural gradient is not finite")],
 )
 def test_a_natural_gradient_is_guarded_too(bad: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """trpo has no Adam: its guard looks before anything is solved, and at what was solved. The other steps move the policy."""
+    """trpo has no Adam: its guard checks the gradient before the solve and the solution after it. Other steps train."""
     asked = recipe({**TAKING, "type": "trpo", "cg_iterations": 2, "steps": 12, "eval_every": 0, "save_every": 1})
     watcher = Weights()
     if bad == "gradient":
@@ -165,7 +165,7 @@ def test_a_natural_gradient_is_guarded_too(bad: str, words: str, tmp_path: Path,
 
 
 class Weights(Listener):
-    """Keeps the policy's weights after each step."""
+    """Records the policy's weights after each step."""
 
     def __init__(self) -> None:
         self.policy = load_policy(recipe(GRPO).model, alphabet="0123456789+=", seed=0)
@@ -209,8 +209,8 @@ def test_after_bad_updates_in_a_row_a_run_goes_back_and_on_with_other_samples(
     assert [b.step for b in bad_batches(run.path)] == [6, 7], "what was undone can still be looked at"
 
 
-def test_a_run_killed_after_a_roll_back_goes_on_as_if_it_had_not_been(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The roll-back is remembered with the run: the steps after it draw the other samples again."""
+def test_a_run_killed_after_a_roll_back_resumes_as_if_it_had_not_been(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The roll-back is recorded in the run: the steps after it draw the same other samples again."""
     asked = recipe({**BARE, "optimiser": {"learning_rate": 1e-3, "guard": {"rollback_after": 2}}})
     NanAt(monkeypatch, range(6, 8))
     whole = begin(asked, out=tmp_path / "whole")
@@ -261,7 +261,7 @@ def report(**metrics: float) -> StepReport:
         ({"cut_share": 0.95}, ["95% of completions are truncated", "max_new_tokens"]),
     ],
 )
-def test_a_collapse_is_told_once_with_what_to_change(metrics: dict[str, float], words: list[str]) -> None:
+def test_a_collapse_is_reported_once_with_what_to_change(metrics: dict[str, float], words: list[str]) -> None:
     watch = CollapseWatch()
     said = [line for _ in range(PATIENCE - 1) for line in watch.check(report(**metrics))]
     assert said == []
@@ -273,7 +273,7 @@ def test_a_collapse_is_told_once_with_what_to_change(metrics: dict[str, float], 
     assert [line for _ in range(PATIENCE) for line in watch.check(report(**metrics))], "once it had gone, it is told again"
 
 
-def test_equal_rewards_without_a_rule_are_told_without_a_word_of_right() -> None:
+def test_equal_rewards_without_a_verifiable_reward_are_reported_without_mentioning_accuracy() -> None:
     free = StepReport("grpo", 1, {"no_signal_share": 1.0}, {}, report().groups)
     watch = CollapseWatch()
     (line,) = [line for _ in range(PATIENCE) for line in watch.check(free)]

@@ -1,4 +1,4 @@
-"""Checkpoints behind training's back, the best of them kept, and what a disk can do to them."""
+"""Checkpoints written in the background, the best one kept, and disk errors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SHORT_SFT = {**SFT, "steps": 4, "save_every": 1, "eval_every": 0}
 
 
 def test_a_checkpoint_holds_what_was_when_it_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training goes on, and changes the very tensors, while the disk is slow."""
+    """Training continues, and changes the same tensors, while the disk is slow."""
     monkeypatch.setattr(checkpoint_writer, "BACKGROUND_FROM", 0)
     real, gate = files.save, threading.Event()
     monkeypatch.setattr(files, "save", lambda *a: gate.wait(60) and real(*a))
@@ -86,7 +86,7 @@ def test_saving_in_the_background_changes_no_bit(tmp_path: Path, monkeypatch: py
 
 
 def test_the_best_checkpoint_stays(tmp_path: Path) -> None:
-    """By loss, of which less is better, in an sft stage that gets worse with every step."""
+    """By loss (lower is better), in an sft stage that gets worse with every step."""
     asked = recipe({**SHORT_SFT, "steps": 6, "keep_checkpoints": 1, "keep_best": "loss", "optimiser": WILD})
     run = begin(asked, out=tmp_path / "run")
     with RunReader.open(run.path) as store:
@@ -112,8 +112,8 @@ def test_a_metric_that_is_none_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become nobody, and root may write anywhere")
-def test_permission_lost_is_told_and_the_run_stays_as_it_was(tmp_path: Path) -> None:
-    """The run can still be read, and no more be written."""
+def test_permission_lost_is_reported_and_the_run_stays_as_it_was(tmp_path: Path) -> None:
+    """The run can still be read, but not written."""
     with tempfile.TemporaryDirectory() as name:
         os.chmod(name, 0o755)
         path = cut_off(Path(name))
@@ -150,7 +150,7 @@ def cut_off(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_database_locked_by_another_program_is_told_and_the_run_goes_on_later(
+def test_a_database_locked_by_another_program_is_reported_and_the_run_resumes_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "LOCK_TIMEOUT_S", 0.05)
@@ -164,7 +164,7 @@ def test_a_database_locked_by_another_program_is_told_and_the_run_goes_on_later(
 
 
 def test_a_clock_that_jumps_changes_nothing_but_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A day back in the middle, as by a wrong time server: order comes from numbers, not from times."""
+    """A day back in the middle, as by a wrong time server: order comes from step numbers, not from times."""
     whole = begin(recipe(SHORT_SFT), out=tmp_path / "whole")
     real, calls = time.time, [0]
 
@@ -201,7 +201,7 @@ def test_a_read_only_checkpoint_folder_ends_the_run_with_its_last_good_state(
 
 
 def test_nothing_is_pickled() -> None:
-    """Neither written nor read, anywhere in the package: weights are safetensors, all else is JSON, TOML or SQLite."""
+    """Nothing in the package writes or reads pickle: weights are safetensors, all else is JSON, TOML or SQLite."""
     words = ("import pickle", "torch.load(", "torch.save(", "allow_pickle", "import joblib", "import dill", "import shelve")
     for path in (ROOT / "oncurve").rglob("*.py"):
         text = path.read_text()

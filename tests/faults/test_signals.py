@@ -1,4 +1,4 @@
-"""Ctrl-C, or a supervisor's SIGTERM: once finishes the step and saves, twice ends at once; and what a long run leaves."""
+"""Ctrl-C or SIGTERM: the first finishes the step and saves, the second ends at once. Also leaks over a long run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def slow(completion):
 
 
 def start(tmp_path: Path, hang: bool) -> tuple[subprocess.Popen[str], Path]:
-    """`oncurve train` in a process of its own, once its first reward has been asked; with `hang`, that reward never ends."""
+    """`oncurve train` in a separate process, once its first reward is computed; with `hang`, that reward never returns."""
     mark = tmp_path / "mark"
     (tmp_path / "slow.py").write_text(SLOW_REWARD.format(mark=str(mark)))
     if hang:
@@ -68,7 +68,7 @@ def test_one_signal_finishes_the_step_and_saves(number: signal.Signals, code: in
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_second_signal_ends_it_at_once(number: signal.Signals, code: int, tmp_path: Path) -> None:
-    """In the middle of a reward that hangs, which no step could finish."""
+    """During a reward that hangs, so that the step could never finish."""
     process, _ = start(tmp_path, hang=True)
     process.send_signal(number)
     time.sleep(1.0)
@@ -90,7 +90,7 @@ def measured() -> tuple[float, int, int]:
 
 @pytest.mark.slow
 def test_a_thousand_steps_with_failing_rewards_leave_nothing_behind(tmp_path: Path) -> None:
-    """A function that raises, and one in workers that dies or is too slow now and then: memory, files and processes stay."""
+    """A function that raises, and one in workers that sometimes dies or is too slow: memory, files, processes stay."""
     from oncurve.records import StepReport
     from oncurve.training.listeners import Listener
 

@@ -1,4 +1,4 @@
-"""What came from elsewhere runs no code, reads no file, and takes no secret with it."""
+"""Data from elsewhere runs no code, reads no file, and gets no secret."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def everything_in(folder: Path) -> bytes:
 
 
 def test_a_key_that_a_reward_lets_slip_reaches_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its error names the key, as clients' errors do. The run has the failure, without the key."""
+    """Its error contains the key, as clients' errors do. The run stores the failure without the key."""
     monkeypatch.setenv("JUDGE_API_KEY", SECRET)
 
     def slipping(completion: str) -> float:

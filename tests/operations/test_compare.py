@@ -1,4 +1,4 @@
-"""Comparisons: what each algorithm makes of a recipe, equal budgets, going on where it was, what the table and plots say."""
+"""Comparisons: each algorithm's recipe, equal budgets, continuing after a stop, the table and the plots."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.training.stages.test_ppo import loop_for as ppo_loop_for
 
 
 def here(file: Path, folder: Path) -> None:
-    """A run in this process: what a process of its own would do, in less time."""
+    """A run in this process: the same as in a separate one, in less time."""
     if (folder / STATE).exists():
         resume(RunFolder(folder))
     else:
@@ -43,7 +43,7 @@ def request(algorithms: str = "grpo,ppo", seeds: int = 1, budget: str = "tokens"
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_is_made_from_one_recipe(name: str) -> None:
-    """Sampling and start go over; the stage is called by the algorithm's name."""
+    """Sampling and earlier stages stay; the stage has the algorithm's name."""
     made = with_algorithm(recipe("grpo.clip={low=0.1, high=0.1}", "grpo.updates_per_step=2"), name)
     stage = made.stages[-1]
     assert isinstance(stage, RolloutStage)
@@ -82,7 +82,7 @@ def test_algorithms_that_can_not_be_served_are_refused_by_name(name: str, words:
 
 
 def test_a_recipe_that_an_algorithm_can_not_serve_is_refused_by_the_algorithms_name(tmp_path: Path) -> None:
-    """A group of one is reinforce's alone; nothing is run before all are looked at."""
+    """Only reinforce works with groups of one; nothing runs before all algorithms are checked."""
     lone = recipe("grpo.group_size=1", "grpo.objective=reinforce")
     with pytest.raises(RecipeError) as told:
         Comparison(tmp_path / "c", request_of(lone, "reinforce,rloo", 1, "tokens", []), here)
@@ -132,7 +132,7 @@ def _groups(run: RunFolder, label: str) -> list[Any]:
 
 
 def test_runs_from_a_shared_start_train_an_adapter_of_their_own(tmp_path: Path) -> None:
-    """The start is whole: the adapter that its stages began from is in it, and would not fit on top."""
+    """The start's model is complete: the adapter that its stages started from is merged into it."""
     asked = recipe("model.lora.rank=2", "model.adapter=before/adapter")
     made = Comparison(tmp_path, request_of(asked, "grpo,ppo", 1, "tokens", ()))
     model = made._arm_recipe("ppo", 0, tmp_path / "start" / "model", None).model
@@ -147,8 +147,8 @@ def test_a_budget_of_time_stops_by_the_clock(tmp_path: Path) -> None:
     assert len(outcomes[1].rewards) == outcomes[1].steps
 
 
-def test_an_interrupted_comparison_goes_on_where_it_was(tmp_path: Path) -> None:
-    """Stopped before its third run; asked again it runs that one only, and ends as one never stopped."""
+def test_an_interrupted_comparison_continues(tmp_path: Path) -> None:
+    """Stopped before its third run; the same command runs only that one, and the result is that of one never stopped."""
     done: list[str] = []
 
     def stopping(limit: int) -> Callable[[Path, Path], None]:
@@ -218,7 +218,7 @@ def test_the_table_by_hand() -> None:
     assert outcome("grpo", 0, 0.8, tuple(np.linspace(0, 1, 20))).reward_per_1k == pytest.approx(5 * 18 / 19)
 
 
-def test_without_a_rule_algorithms_are_compared_by_their_held_out_reward(tmp_path: Path) -> None:
+def test_without_a_verifiable_reward_algorithms_are_compared_by_their_held_out_reward(tmp_path: Path) -> None:
     free = [
         outcome("grpo", seed, 0.0, curve=tuple(Point(n, 100 * n, 900.0 * n, 2.0 * n, None, n * reward) for n in (0, 1, 2)))
         for seed, reward in ((0, -0.5), (1, -0.25))
@@ -279,7 +279,7 @@ def test_passes_are_those_that_are_made(options: dict[str, Any], expected: PassC
 
 
 def _counted(loop: RolloutLoop, monkeypatch: pytest.MonkeyPatch) -> tuple[float, float]:
-    """(forward, backward) passes of a step, by the rows that the policy, the reference and the critic were given."""
+    """(forward, backward) passes of a step, counted by the rows that policy, reference and critic get."""
     seen = {"forward": 0, "backward": 0}
 
     def watch(kind: type, name: str) -> None:

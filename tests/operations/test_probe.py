@@ -1,4 +1,4 @@
-"""The probe's estimates by hand, what it would choose, and that it leaves the model as it was."""
+"""The probe's estimates by hand, what it recommends, and that it does not change the model."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_temperature_stays_1_unless_another_is_clearly_better_and_as_right() -> 
     assert choose_temperature(1.0, [cold, plain, AtTemperature(1.3, 0.1, 0.9, 0.0)], 8).chosen == 1.0
 
 
-def test_without_a_rule_a_temperature_must_not_cost_reward() -> None:
+def test_without_a_verifiable_reward_a_temperature_must_not_cost_reward() -> None:
     cold, plain = AtTemperature(0.7, None, 0.4, 0.0, -1.0), AtTemperature(1.0, None, 0.6, 0.0, -1.5)
     assert choose_temperature(1.0, [cold, plain, AtTemperature(1.3, None, 0.8, 0.0, -1.4)], 8).chosen == 1.3
     assert choose_temperature(1.0, [cold, plain, AtTemperature(1.3, None, 0.8, 0.0, -1.6)], 8).chosen == 1.0
@@ -82,8 +82,8 @@ def test_without_a_rule_a_temperature_must_not_cost_reward() -> None:
     assert "other prompts" in hopeless.reason
 
 
-def test_a_probe_of_a_reward_without_a_rule_speaks_of_nothing_right(tmp_path: Path) -> None:
-    """Repetition has no mark at which an answer is right, and prompts without answers have no rule to be watched."""
+def test_a_probe_of_a_reward_without_a_verifiable_reward_reports_no_accuracy(tmp_path: Path) -> None:
+    """The repetition reward defines no correct answer, and prompts without answers have no verifiable reward."""
     (tmp_path / "asked.jsonl").write_text("".join(f'{{"prompt": "{n}+1="}}\n' for n in range(8)))
     grpo = {"type": "grpo", "prompts_per_step": 2, "group_size": 4, "sampling": {"max_new_tokens": 12}}
     tiny = {"layers": 1, "width": 32, "heads": 2, "kv_heads": 1, "head_size": 16, "mlp_width": 64, "context": 64}

@@ -82,7 +82,7 @@ def policy(seed: int = 0, alphabet: str = "0123456789+=", **options: Any) -> Pol
 
 
 def stage(**options: Any) -> Grpo:
-    """A grpo stage whose updates are too small to move a weight, unless told otherwise."""
+    """A grpo stage whose updates are too small to change a weight, unless the options say otherwise."""
     plain = {"steps": 4, "prompts_per_step": 4, "group_size": 4, "optimiser": {"learning_rate": 1e-9, "max_grad_norm": 0.0}}
     return Grpo.model_validate({**plain, **options})
 
@@ -102,7 +102,7 @@ def graded_group(
     masked: bool = False,
     name: str = "p",
 ) -> GradedGroup:
-    """A group of completions of these lengths, with advantages of its own for every token, or none."""
+    """A group of completions of these lengths, with a random advantage for every token, or 0."""
     rows = [completion(dice, n, masked=masked) for n in lengths]
     group = Group(Prompt(id=name, text="1"), dice.integers(3, 19, prompt), tuple(rows))
     scored = ScoredGroup(group, tuple(ScoredCompletion(c, (Aspect("a", 0.0),)) for c in rows))

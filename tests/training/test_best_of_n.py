@@ -1,4 +1,4 @@
-"""pass@k and maj@k by hand, and pass@k against counting."""
+"""pass@k and maj@k by hand, and pass@k against enumeration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training with an environment: its tokens teach nothing and count nowhere, and a run that crashed ends in the same bits."""
+"""Training with an environment: its tokens do not count in the loss or any metric, and a crashed run resumes exactly."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_run_with_an_environment_that_crashed_ends_in_the_same_bits(tmp_path: 
 
 
 def with_garbage(graded: GradedGroup, dice: np.random.Generator) -> GradedGroup:
-    """The same group, but for what the sampler said of tokens that an environment wrote, and their advantages."""
+    """The same group with other log-probs and advantages at the environment's tokens."""
 
     def spoilt(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
         return np.where(mask, values, dice.normal(size=len(values)) * 50).astype(np.float32)
@@ -99,8 +99,8 @@ def test_tokens_of_an_environment_count_nowhere(objective: str) -> None:
     assert plain["mismatch_max"] < 50
 
 
-def test_worked_examples_teach_the_policy_s_own_tokens_alone() -> None:
-    """The loss is the mean over the tokens of its turns; a model that knows them by heart need not know the game's."""
+def test_demonstrations_teach_only_the_tokens_of_the_policy() -> None:
+    """The loss is the mean over the tokens of the policy's turns; the game's tokens need not be learned."""
     prompt = Prompt("p", "1+1=")
     turns = ("12", "3456789", "00")
     made = policy()

@@ -29,7 +29,7 @@ def group(level: str | None, *values: float | None, cut: bool = False) -> Scored
 
 
 def test_accuracy_by_hand() -> None:
-    """Five of eight are solved: 1 and more count, 0.5 and a failure do not; the mean reward passes the failure over."""
+    """Five of eight are solved: 1 and more count, 0.5 and a failure do not; the mean reward ignores the failure."""
     groups = [group("easy", 1.0, 2.0), group("hard", 0.0, 1.0, cut=True), group("hard", 0.5, None), group(None, 1.0, 1.0)]
     report = summarise(groups, MIX, "grpo", 7)
     assert report.accuracy == 5 / 8
@@ -39,8 +39,8 @@ def test_accuracy_by_hand() -> None:
     assert report.metrics == {"reward": 6.5 / 7, "length_mean": 2.0, "cut_share": 0.25, **several}
 
 
-def test_without_a_rule_there_is_no_accuracy_and_no_pass_at_k() -> None:
-    """A score has no mark at which an answer is right, however high it is."""
+def test_without_a_verifiable_reward_there_is_no_accuracy_and_no_pass_at_k() -> None:
+    """No score, however high, defines a correct answer."""
     groups = [group("easy", 3.0, 2.0), group(None, -1.0, None)]
     report = summarise(groups, RewardMix(MIX.rewards, accuracy_names=()), "grpo", 7)
     assert report.accuracy == 1 / 2, "what is named `answer` decides, whatever it is"
@@ -55,7 +55,7 @@ def test_without_a_rule_there_is_no_accuracy_and_no_pass_at_k() -> None:
 
 
 class Beside(World):
-    """A rank that samples the same prompts as the one beside it, which rewards them."""
+    """A rank that samples the same prompts as its neighbour, which computes the rewards."""
 
     rank, size, tp_size, samples_in_lockstep = 1, 2, 2, True
 
@@ -67,7 +67,7 @@ class Beside(World):
 
 
 def test_of_ranks_that_sample_the_same_one_asks_for_rewards() -> None:
-    """Rewards that wait are begun as groups come: a second rank must not ask, and pay, again."""
+    """Asynchronous rewards start as groups complete: a second rank must not request, and pay for, them again."""
     asked: list[str] = []
 
     async def judged(completion: str) -> float:

@@ -1,4 +1,4 @@
-"""A run with LoRA: small checkpoints, slices of time that end in the same bits, a merged model and an adapter beside it."""
+"""A run with LoRA: small checkpoints, exact resume in time slices, a merged model and a separate adapter."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def test_a_run_with_an_adapter_ends_in_the_same_bits_and_exports_a_plain_model(t
     assert Model(source=str(tmp_path / "plain")).lora is None
 
 
-def test_a_run_that_goes_on_from_an_adapter_is_found_whole(tmp_path: Path) -> None:
-    """Its model is a plain one, and is looked at as such: the adapter that it began from was for another base."""
+def test_verify_accepts_a_run_that_started_from_an_adapter(tmp_path: Path) -> None:
+    """Its model is a plain one and is checked as such: the adapter that it started from belongs to another base."""
     short = ("model.lora.rank=2", "task.heldout=3", "sft.steps=1", "grpo.steps=1")
     first = begin(recipe(*short), out=tmp_path / "first")
     second = begin(recipe(*short, f"model.adapter={first.path / 'adapter'}"), out=tmp_path / "second")

@@ -1,4 +1,4 @@
-"""Sinks with the real packages: what was sent is read back from where they keep it."""
+"""Sinks with the real packages: what was sent is read back from their files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def recipe_with(*kinds: str, **options: Any) -> Recipe:
 def tell(
     listener: Listener, recipe: Recipe, folder: Path, resumed_from: tuple[str, int] | None = None, status: str = "finished"
 ) -> None:
-    """A run as a sink hears of it; NaN stands for a metric that has no value."""
+    """The events of a run; NaN stands for a metric that has no value."""
     listener.on_run_start(recipe, folder, 1000, resumed_from)
     if resumed_from is None:
         for step in (1, 2):
@@ -65,7 +65,7 @@ def test_tensorboard(tmp_path: Path) -> None:
 
 
 def records(file: Path) -> Iterator[bytes]:
-    """The records of a file of wandb's: after 7 bytes of its own, the log format of LevelDB, in blocks of 32 KiB."""
+    """The records of a wandb file: after a header of 7 bytes, the log format of LevelDB, in blocks of 32 KiB."""
     data, at, whole = file.read_bytes(), 7, b""
     while at + 7 <= len(data):
         room = 32768 - at % 32768
@@ -117,7 +117,9 @@ def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 
 @pytest.mark.parametrize("kind", ["tensorboard", "wandb", "trackio"])
-def test_a_missing_package_is_told_before_anything_is_begun(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported_before_anything_is_begun(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def nothing(name: str) -> None:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
@@ -138,7 +140,7 @@ class Broken(SinkListener):
         raise ConnectionError("the network went away")
 
 
-def test_a_sink_that_fails_is_told_once_and_never_stops_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sink_that_fails_is_reported_once_and_never_stops_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = recipe_with("wandb")
     sink = Broken(recipe.sinks[0])
     tell(sink, recipe, tmp_path)

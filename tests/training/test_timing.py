@@ -1,4 +1,4 @@
-"""Seconds by phase, and the FLOPs that an update's formulas ask for."""
+"""Seconds by phase, and the FLOPs of an update's formulas."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def test_the_matmul_rate_is_measured_once_and_changes_no_random_number() -> None
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_every_stage_that_updates_says_what_it_used() -> None:
-    """Tokens a second, share of the matrix rate and peak memory are metrics of worked examples and of pairs too."""
+def test_every_stage_that_updates_reports_utilisation() -> None:
+    """Tokens per second, MFU and peak memory are metrics of sft and dpo too."""
     asked = recipe(SFT)
     chosen: Any = asked.stages[0]
     written = SftLoop(chosen, 0, task_for(asked, chosen), policy(alphabet="0123456789+=<>/abcdefghijklmnopqrstuvwxyz "))

@@ -1,4 +1,4 @@
-"""Whole small runs in one process: stages, checkpoints, failures, repeats and forks."""
+"""Complete small runs in one process: stages, checkpoints, failures, repeats and forks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.training.builders import digits, recipe
 
 
 def fingerprint(run: RunFolder) -> tuple[str, bytes]:
-    """All that a run is: everything recorded, and the bytes of its model."""
+    """Everything that a run recorded, and the bytes of its model."""
     with RunReader.open(run.path) as store:
         return store.fingerprint(), (run.model / "model.safetensors").read_bytes()
 
@@ -64,7 +64,7 @@ def test_saving_and_measuring_more_often_changes_no_weight(tmp_path: Path) -> No
 
 
 def test_another_thread_can_train(tmp_path: Path) -> None:
-    """A notebook's worker, say: signals are the main thread's business."""
+    """Such as a notebook's worker: only the main thread handles signals."""
     runs: list[RunFolder] = []
     worker = threading.Thread(target=lambda: runs.append(begin(recipe(), runs_dir=tmp_path)))
     worker.start()
@@ -83,7 +83,7 @@ def test_bfloat16_trains_and_saves_bfloat16(objective: str, tmp_path: Path) -> N
 
 
 class Failing:
-    """A reward that breaks at a chosen call and works again once mended."""
+    """A reward that fails from a chosen call on, until it is fixed."""
 
     def __init__(self, at: int) -> None:
         self.calls, self.at, self.mended = 0, at, False
@@ -95,8 +95,8 @@ class Failing:
         return digits(text)
 
 
-def test_failures_stop_the_run_with_a_checkpoint_and_a_mended_reward_goes_on_in_the_same_bits(tmp_path: Path) -> None:
-    """Measured by `usual` calls: 10 after sft, then 12 in each step; the reward breaks in step 3."""
+def test_failures_stop_the_run_with_a_checkpoint_and_with_a_fixed_reward_it_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    """Counted in calls: 10 after sft, then 12 in each step; the reward fails in step 3."""
     reward = Failing(at=10 + 12 + 12)
     asked = recipe()
     with pytest.raises(RewardError, match="12 of 12"):
@@ -110,7 +110,7 @@ def test_failures_stop_the_run_with_a_checkpoint_and_a_mended_reward_goes_on_in_
 
 
 class StopAfter(Listener):
-    """Raises in the middle of things, as a crash would."""
+    """Raises in the middle of a run, as a crash would."""
 
     def __init__(self, stage: str, step: int) -> None:
         self.place = (stage, step)
@@ -121,7 +121,7 @@ class StopAfter(Listener):
 
 
 @pytest.mark.parametrize("place", [("sft", 1), ("sft", 3), ("grpo", 1), ("grpo", 3), ("grpo", 4)])
-def test_a_run_that_crashed_anywhere_goes_on_in_the_same_bits(place: tuple[str, int], tmp_path: Path) -> None:
+def test_a_run_that_crashed_anywhere_resumes_to_the_same_bits(place: tuple[str, int], tmp_path: Path) -> None:
     asked = recipe("sft.save_every=2", "grpo.save_every=2", "grpo.eval_every=1", "grpo.kl.beta=0.05", "grpo.kl.refresh_every=3")
     with pytest.raises(KeyboardInterrupt):
         begin(asked, out=tmp_path / "crashed", listeners=[StopAfter(*place)])
@@ -182,7 +182,7 @@ def test_a_fork_names_the_checkpoints_there_are(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == [parent.name]
 
 
-def test_changes_are_told_by_dotted_keys() -> None:
+def test_changes_are_listed_by_dotted_keys() -> None:
     before, after = recipe(), recipe("grpo.group_size=6", "rewards.format.weight=0.5", "seed=3")
     assert changed_keys(before, after) == {"grpo.group_size": 6, "rewards.format.weight": 0.5, "seed": 3}
 
@@ -235,7 +235,7 @@ def test_listeners_hear_everything_in_order(tmp_path: Path) -> None:
     assert heard == ["run True None", *sft, *grpo, "finished"]
 
 
-def test_a_stop_at_a_stages_end_saves_first_and_the_measurement_is_made_when_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_stop_at_a_stages_end_saves_first_and_the_evaluation_is_made_when_the_run_resumes(tmp_path: Path) -> None:
     asked = recipe("sft.steps=1", "grpo.steps=1")
     whole, run = begin(asked, runs_dir=tmp_path), RunFolder(tmp_path / "slices")
     with pytest.raises(TimeUp):

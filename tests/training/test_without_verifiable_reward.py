@@ -1,4 +1,4 @@
-"""A run in which nothing says which answers are right: measured by its reward, before and after, wherever it is told."""
+"""A run without a verifiable reward: evaluated by its mean reward, before and after, in every command."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.training.builders import RECIPE
 
 
 def recipe(folder: Path, **task: Any) -> Recipe:
-    """A reward model of what was preferred, then grpo against it, on prompts without answers; measured every two steps."""
+    """A reward model of preferences, then grpo with it, on prompts without answers; evaluated every two steps."""
     pairs, asked = folder / "pairs.jsonl", folder / "asked.jsonl"
     pairs.write_text("".join(json.dumps({"prompt": f"{i}+1=", "chosen": "12", "rejected": "="}) + "\n" for i in range(8)))
     asked.write_text("".join(json.dumps({"prompt": f"{i}+{j}="}) + "\n" for i in range(5) for j in range(4)))
@@ -66,8 +66,8 @@ def test_it_is_measured_by_its_reward_before_and_after(whole: tuple[RunFolder, M
         assert [row["accuracy"] for row in column] == [None, None, None]
 
 
-def test_both_kinds_of_measurement_tell_how_far_they_are(whole: tuple[RunFolder, Measured]) -> None:
-    """A reward model's own too, which is a part of its step."""
+def test_both_kinds_of_measurement_report_their_progress(whole: tuple[RunFolder, Measured]) -> None:
+    """Also that of a reward model, which is part of its step."""
     told: dict[tuple[str, int], list[float]] = {}
     for stage, step, share in whole[1].shares:
         told.setdefault((stage, step), []).append(share)
@@ -84,7 +84,7 @@ class StopsBeforeTheFirstStep(Listener):
 
 
 def test_interrupted_anywhere_it_ends_in_the_same_bits(whole: tuple[RunFolder, Measured], tmp_path: Path) -> None:
-    """Between the measurement before the first step, which is recorded by then, and that step; then after every step."""
+    """Between the evaluation before the first step, which is recorded by then, and that step; then after every step."""
     with pytest.raises(KeyboardInterrupt):
         begin(recipe(tmp_path), out=tmp_path / "run", listeners=[StopsBeforeTheFirstStep()])
     run = RunFolder(tmp_path / "run")
@@ -106,7 +106,7 @@ def test_the_best_checkpoint_is_that_of_the_highest_reward(whole: tuple[RunFolde
         assert best_step(store, "grpo", "heldout_accuracy", [2]) == 2
 
 
-def test_commands_speak_of_the_reward(whole: tuple[RunFolder, Measured]) -> None:
+def test_commands_show_the_reward(whole: tuple[RunFolder, Measured]) -> None:
     run = whole[0]
     runs = ["--runs", str(run.path.parent)]
     with RunReader.open(run.path) as store:
@@ -144,8 +144,8 @@ def test_a_measurement_with_nothing_to_measure_by_is_refused(whole: tuple[RunFol
         evaluate_model(opened, imitating)
 
 
-def test_a_rule_of_the_task_or_the_recipe_is_watched_beside_what_is_none(tmp_path: Path) -> None:
-    """Also where the recipe itself names a reward that is no rule; a rule of its own goes before the task's."""
+def test_a_verifiable_reward_of_the_task_or_the_recipe_is_watched_next_to_others(tmp_path: Path) -> None:
+    """Also if the recipe names other rewards; a verifiable reward of the recipe takes precedence over the task's."""
     data = tomllib.loads(RECIPE)
     grpo = parse_recipe(data).stages[-1]
     assert [r.name for r in rewards_for(parse_recipe(data), grpo).rewards] == ["format", "answer"]

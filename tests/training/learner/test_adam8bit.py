@@ -1,4 +1,4 @@
-"""Moments in 8 bits: AdamW's own path within their rounding, and never a larger step than float32 would take."""
+"""8-bit moments: follow AdamW up to rounding, and never make a larger step than float32 would."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_it_follows_adamw_down_a_valley() -> None:
     assert losses[1] < 2e-2 * before
 
 
-def test_a_small_gradient_beside_a_large_one_takes_no_larger_step() -> None:
+def test_a_small_gradient_next_to_a_large_one_takes_no_larger_step() -> None:
     """√v is rounded up: in a block with a large one the small one's divisor grows, so that its step shrinks."""
     sizes = torch.tensor([100.0, 1e-3])
     steps = {}

@@ -1,4 +1,4 @@
-"""Laws of the whole learner: a step's gradient does not move however its batch is split, packed, padded, shared or reordered.
+"""Laws of the learner: a step's gradient does not depend on how its batch is split, packed, padded, shared or reordered.
 
 Each law is checked at the second of two updates, where ratios are no longer 1, with KL, entropy bonus and importance weights.
 Adam's epsilon is large here, so that the first update is smooth in its gradient: with the usual one it follows the sign of
@@ -43,7 +43,7 @@ def gradient_of(groups: Sequence[GradedGroup], objective: str, **options: Any) -
 
 
 def alone(group: GradedGroup) -> list[GradedGroup]:
-    """Each completion as a group by itself, with the advantage it had: its prompt is no longer shared."""
+    """Each completion as its own group, with the same advantage: its prompt is no longer shared."""
     g, parts = group.group, []
     for i, scored in enumerate(group.scored.scored):
         one = ScoredGroup(Group(g.prompt, g.prompt_ids, (scored.completion,)), (scored,))
@@ -55,7 +55,7 @@ def alone(group: GradedGroup) -> list[GradedGroup]:
 @FEW
 @given(shape=SHAPES, budget=st.integers(1, 60), seed=st.integers(0, 999))
 def test_the_split_into_packs_does_not_matter(objective: str, shape: Shape, budget: int, seed: int) -> None:
-    """A pack of all pads short rows beside long ones; a pack of one pads nothing."""
+    """One pack of all groups, or one pack for each."""
     groups = groups_of(shape, seed)
     assert apart(gradient_of(groups, objective, tokens_per_pack=budget), gradient_of(groups, objective)) < 1e-5
 
@@ -74,7 +74,7 @@ def test_order_and_sharing_do_not_matter(objective: str, shape: Shape, seed: int
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_groups_without_signal_change_totals_only(objective: str) -> None:
-    """Forwarded or dropped they give the same gradient: that of the others, shared among more."""
+    """Forwarded or dropped, the gradient is the same: that of the others, divided by a larger total."""
     dice = np.random.default_rng(0)
     loud = [graded_group(dice, 5, [4, 6, 2]), graded_group(dice, 9, [3, 5])]
     silent = [graded_group(dice, 7, [5, 4, 6], signal=False), graded_group(dice, 2, [5], signal=False)]
@@ -99,7 +99,7 @@ def test_completions_that_are_not_graded_count_nowhere() -> None:
 
 
 def test_a_kl_or_an_entropy_bonus_gives_silent_groups_a_gradient() -> None:
-    """Then they are forwarded though their advantages are 0."""
+    """Then they are forwarded although their advantages are 0."""
     silent = [graded_group(np.random.default_rng(2), 4, [5, 3], signal=False)]
     assert float(gradient_of(silent, "grpo", kl={"beta": 0.0}, entropy_bonus=0.0, updates_per_step=1).norm()) == 0
     assert float(gradient_of(silent, "grpo", kl={"beta": 0.0}, entropy_bonus=0.1, updates_per_step=1).norm()) > 0

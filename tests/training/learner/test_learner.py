@@ -1,4 +1,4 @@
-"""The learner by itself: old log-probs, the terms beside the surrogate, and what it reports."""
+"""The learner: old log-probs, the terms besides the surrogate, and what it reports."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_the_entropy_bonus_raises_entropy_and_a_negative_one_lowers_it() -> None
 
 
 def test_importance_weights_scale_each_tokens_gradient_up_to_the_cap() -> None:
-    """Where the sampler gave each token half the learner's probability the weight is 2, or the cap."""
+    """If the sampler's probability of each token is half the learner's, the weight is 2, or the cap."""
     learner = Learner(policy(), grpo_learner_settings(stage()))
     batch = groups(1)
     exact = [logps_of(learner.policy, batch[0])]
@@ -249,7 +249,7 @@ def test_the_clip_of_the_recipe_takes_the_place_of_the_objectives_own() -> None:
 
 
 def test_a_reference_that_waits_on_the_cpu_is_the_same_reference() -> None:
-    """Its weights take the policy's place for a pass, and the policy's come back bit for bit."""
+    """Its weights replace the policy's for a forward pass, and the policy's are restored bit for bit."""
     learned = []
     for on_cpu in (False, True):
         learner = Learner(policy(), grpo_learner_settings(stage(kl={"beta": 0.1, "on_cpu": on_cpu}, optimiser=MOVING)))

@@ -50,7 +50,7 @@ def test_schedules_by_hand(options: dict[str, object], update: int, share: float
     assert learning_rate_at(settings, update, 10) == pytest.approx(0.01 * share, abs=1e-12)
 
 
-def test_updates_are_those_of_torch_with_decay_on_matrices_alone() -> None:
+def test_updates_are_those_of_torch_with_decay_on_matrices_only() -> None:
     settings = Settings(learning_rate=0.02, schedule="linear", weight_decay=0.1, betas=(0.8, 0.95), eps=1e-6, max_grad_norm=2.0)
     ours, theirs = model(), model()
     optimiser = Optimiser(ours, settings, updates=6)

@@ -1,4 +1,4 @@
-"""The stage dpo: pairs from files, packs, the reference as the stage found it, runs and their resume."""
+"""The stage dpo: pairs from files, packs, the reference, runs and their resume."""
 
 from __future__ import annotations
 
@@ -79,19 +79,19 @@ def test_what_teaches_nothing_is_left_out_and_counted_as_for_a_reward_model(tmp_
     assert found.left_out == judged.left_out == {"of equal texts": 1, "with an empty answer": 2}
 
 
-def test_a_missing_file_is_told_before_a_run_is_made(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported_before_a_run_is_made(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no such file\n.*dpo\.pairs names it"):
         begin(recipe("sft.type=dpo", f"dpo.pairs={tmp_path}/none.jsonl"), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_a_pair_longer_than_the_model_is_told() -> None:
+def test_a_pair_longer_than_the_model_is_refused() -> None:
     with pytest.raises(DataError, match="a pair of 137 tokens"):
         DpoLoop(stage(), 0, policy(), [Pair(Prompt(id="long", text="1+1="), "1" * 132, "2")])
 
 
 @pytest.mark.parametrize("loss", ["dpo", "ipo", "simpo"])
-def test_the_split_into_packs_does_not_matter_and_keeps_pairs_whole(loss: str) -> None:
+def test_the_split_into_packs_does_not_matter_and_never_splits_a_pair(loss: str) -> None:
     found = []
     for budget in (1, 14, 10_000):
         loop = DpoLoop(stage(loss=loss, tokens_per_pack=budget), 0, policy(), PAIRS)
@@ -103,7 +103,7 @@ def test_the_split_into_packs_does_not_matter_and_keeps_pairs_whole(loss: str) -
 
 
 def test_the_reference_is_the_policy_as_the_stage_found_it() -> None:
-    """At the first step ratios are 0 (loss log 2); it stays where it was while the policy moves; simpo holds none."""
+    """At the first step log-ratios are 0 (loss log 2); the reference stays while the policy changes; simpo has none."""
     loop = DpoLoop(stage(optimiser={"learning_rate": 1e-2}), 0, policy(), PAIRS)
     first = loop.step(1).metrics
     assert first["loss"] == pytest.approx(0.6931472, abs=1e-5)
@@ -127,7 +127,7 @@ def pairs_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_run_that_crashed_goes_on_in_the_same_bits(tmp_path: Path, pairs_file: Path) -> None:
+def test_a_run_that_crashed_resumes_to_the_same_bits(tmp_path: Path, pairs_file: Path) -> None:
     asked = recipe("sft.type=dpo", f"dpo.pairs={pairs_file}", "dpo.steps=4", "dpo.batch_size=4", "dpo.save_every=2")
     with pytest.raises(KeyboardInterrupt):
         begin(asked, out=tmp_path / "crashed", listeners=[StopAfter("dpo", 3)])

@@ -1,4 +1,4 @@
-"""Steps of the grpo stage: from prompts to an update, with everything that can happen to a group on the way."""
+"""Steps of the grpo stage: from prompts to an update, with everything that can happen to a group."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run(loop: GrpoLoop, steps: int) -> list[StepReport]:
 
 
 def test_a_step_is_what_the_formulas_say() -> None:
-    """Advantages of each group are its rewards on its own curve; the report holds all of it, and the policy has moved."""
+    """Advantages are each group's normalised rewards; the report has all of it, and the policy has changed."""
     loop = loop_for({}, digits)
     before = snapshot(loop.engine.policy.model)
     report = loop.step(1)
@@ -80,7 +80,7 @@ def test_the_gradient_is_that_of_the_formula_in_plain_transformers() -> None:
 
 
 def test_the_sampler_and_the_learner_agree_on_every_token() -> None:
-    """One set of weights: what is left between them is rounding."""
+    """They share their weights: only rounding differs."""
     for report in run(loop_for({}, digits), 3):
         assert report.metrics["mismatch_max"] < 1e-4
 
@@ -118,7 +118,7 @@ def test_cut_completions_leave_the_loss_where_asked_but_not_the_curve() -> None:
 
 
 def test_silent_groups_are_replaced_by_fresh_prompts() -> None:
-    """The reward is silent on half of the prompts; resampling finds others until all four groups speak."""
+    """The reward is constant on half of the prompts; they are replaced until all four groups have a signal."""
 
     def fussy(text: str, prompt: str) -> float:
         return digits(text) if int(prompt[0]) % 2 else 0.0
@@ -190,7 +190,7 @@ def test_the_reference_becomes_the_policy_every_so_many_steps() -> None:
 
 
 def test_kl_in_the_reward_shifts_the_advantages() -> None:
-    """With β large enough, being far from the reference costs more than the reward gives: the curve is another."""
+    """With a large β, distance from the reference costs more than the reward gives: advantages differ."""
     far: dict[str, Any] = {"kl": {"beta": 5.0, "where": "reward"}, "steps": 3}
     loop = loop_for(far, digits)
     run(loop, 2)
@@ -219,7 +219,7 @@ def test_overlong_punishment_is_one_more_aspect() -> None:
 
 
 def test_rewards_that_wait_work_while_others_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With slots for one group of four, the sampler is held after the first until its rewards have answered."""
+    """With slots for one group of four, the sampler waits after the first until its rewards have returned."""
     answered = threading.Semaphore(0)
 
     async def slow(text: str) -> float:
@@ -242,7 +242,7 @@ def test_rewards_that_wait_work_while_others_are_sampled(monkeypatch: pytest.Mon
 
 
 def test_the_order_in_which_rewards_answer_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first group answers last, and then nothing begins before all is sampled: one run."""
+    """Rewards of the first group return last; or no reward starts before all is sampled: the same run."""
 
     async def late(text: str, prompt: str) -> float:
         await asyncio.sleep(0.02 * (9 - int(prompt[0])))
@@ -262,7 +262,7 @@ def test_the_order_in_which_rewards_answer_changes_no_bit(monkeypatch: pytest.Mo
 
 
 def test_a_run_stops_at_its_first_step_if_sampler_and_learner_disagree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The learner is given other weights than the sampler, as if the model's state were lost on the way."""
+    """The learner gets other weights than the sampler, as if the model's state were lost."""
     loop = loop_for({}, digits)
     own = loop.engine.policy.pack_hidden
     monkeypatch.setattr(loop.engine.policy, "pack_hidden", lambda pack: own(pack) * 1.5)

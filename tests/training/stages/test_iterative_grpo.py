@@ -1,4 +1,4 @@
-"""Iterative GRPO over a whole recipe: comparisons, a reward model that learns, and slices of time that end in the same bits."""
+"""Iterative GRPO over a complete recipe: comparisons, training of the reward model, and exact resume in time slices."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.training.builders import RECIPE
 
 
 def recipe(folder: Path, **iterate: Any) -> Recipe:
-    """sft → reward_model → grpo against it, in rounds of two steps; more digits are better, says the rule."""
+    """sft → reward_model → grpo with it, in rounds of two steps; the labeller prefers more digits."""
     pairs = folder / "pairs.jsonl"
     pairs.write_text("".join(json.dumps({"prompt": f"{i}+1=", "chosen": "12", "rejected": "="}) + "\n" for i in range(8)))
     (folder / "rule.py").write_text("def digits(completion):\n    return sum(c.isdigit() for c in completion)\n")
@@ -103,7 +103,7 @@ def test_rounds_of_comparisons_and_slices_of_time_that_end_in_the_same_bits(tmp_
 
 
 def test_what_a_reward_model_likes_is_not_what_is_right(tmp_path: Path) -> None:
-    """A score is neither right nor wrong: the task's rule is watched, in the run and by `eval` alike."""
+    """A score does not define correctness: the task's verifiable reward is watched, in the run and by `eval`."""
     asked = recipe(tmp_path)
     asked = with_last(asked, iterate=None)
     run = begin(asked, out=tmp_path / "run")
@@ -165,7 +165,7 @@ def test_a_judge_behind_an_endpoint_compares(judge: Judge, tmp_path: Path) -> No
     assert all(digits(without_thinking(pair["chosen"])) > digits(without_thinking(pair["rejected"])) for pair in compared(run))
 
 
-def test_a_judge_that_is_out_of_order_ends_the_run_and_one_that_is_back_goes_on(judge: Judge, tmp_path: Path) -> None:
+def test_a_judge_that_is_out_of_order_ends_the_run_and_with_one_that_is_back_it_resumes(judge: Judge, tmp_path: Path) -> None:
     cache = str(tmp_path / "replies.sqlite")
     labeller = {"type": "judge", "model": "m", "base_url": judge.url, "cache": cache, "retries": 0}
     answer, judge.reply = judge.reply, lambda _: (500, "out of order")

@@ -1,4 +1,4 @@
-"""PPO: loss and gradient against float64, its tie to GRPO, cut completions, value warm-up, checkpoints."""
+"""PPO: loss and gradient against float64, its relation to GRPO, truncated completions, critic warm-up, checkpoints."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def shaken(module: torch.nn.Module, seed: int, size: float = 0.05) -> None:
 
 
 def plain_hidden(model: Any, prompt: Ints, tokens: Ints) -> Tensor:
-    """transformers by itself, in float64: the state before each token."""
+    """Plain transformers in float64: the hidden state before each token."""
     ids = torch.tensor([[*prompt.tolist(), *tokens.tolist()]])
     hidden: Tensor = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
     return hidden[len(prompt) - 1 : -1]
@@ -100,7 +100,7 @@ def reference_gradients(learner: PpoLearner, groups: Sequence[GradedGroup], old:
 
 
 def test_loss_and_gradient_agree_with_float64_off_policy() -> None:
-    """Weights moved between old and new, so that ratios and values are clipped here and there; masked tokens, one cut."""
+    """Weights differ between old and new, so that some ratios and values are clipped; masked tokens, one truncated."""
     loop = loop_for({"minibatches": 2})
     shaken(loop.learner.critic.head, 3, 0.3)
     scored = [scored_group(i, [4, 6, 3], masked=True) for i in range(2)]
@@ -121,7 +121,7 @@ def test_loss_and_gradient_agree_with_float64_off_policy() -> None:
 
 
 def test_with_the_groups_mean_as_critic_it_is_grpo_without_scale(monkeypatch: pytest.MonkeyPatch) -> None:
-    """γ = λ = 1: advantages, and the gradient of the whole step, to rounding."""
+    """γ = λ = 1: advantages, and the gradient of the complete step, up to rounding."""
     loop = loop_for({"gae_lambda": 1.0, "whiten": False, "reduction": "completions", "max_failure_share": 1.0})
     scored = [scored_group(i, [4, 6, 3]) for i in range(3)]
     ended = [
@@ -148,8 +148,8 @@ def test_with_the_groups_mean_as_critic_it_is_grpo_without_scale(monkeypatch: py
     assert apart(gradient(loop.learner.policy.model), gradient(plain.policy.model)) < 1e-5
 
 
-def test_nothing_follows_an_end_and_the_critic_speaks_for_what_was_cut() -> None:
-    """γ = 0.5, λ = 1, two tokens, reward 1, values 0: 0.5 and 1 where it ended; plus 0.25·8 and 0.5·8 where it was cut."""
+def test_an_ended_completion_has_value_0_after_it_and_a_truncated_one_the_critics() -> None:
+    """γ = 0.5, λ = 1, two tokens, reward 1, values 0: 0.5 and 1 if it ended; plus 0.25·8 and 0.5·8 if it was truncated."""
     dice = np.random.default_rng(0)
     for stop, expected in (("end", [0.5, 1.0]), ("length", [2.5, 5.0])):
         s = ScoredCompletion(completion(dice, 2, stop=stop), (Aspect("a", 1.0),))  # type: ignore[arg-type]
@@ -186,7 +186,7 @@ def test_a_critic_starts_at_zero_and_shares_no_weight_with_the_policy() -> None:
 
 
 def test_in_a_shared_trunk_the_value_loss_moves_the_policys_weights() -> None:
-    """Advantages of 0 leave the policy without a gradient of its own: what there is comes from the values, by its weight."""
+    """With advantages of 0 the policy's gradient comes from the value loss only, times its weight."""
     found = []
     for weight in (0.5, 1.0):
         loop = loop_for({"critic": {"trunk": "shared", "loss_weight": weight}})
@@ -199,7 +199,7 @@ def test_in_a_shared_trunk_the_value_loss_moves_the_policys_weights() -> None:
     assert apart(found[1], 2 * found[0]) < 1e-5
 
 
-def test_value_warm_up_moves_the_critic_alone() -> None:
+def test_value_warm_up_updates_only_the_critic() -> None:
     loop = loop_for({"critic": {"warmup_steps": 1, "learning_rate": 1e-2}, "optimiser": {"learning_rate": 1e-2}})
     before, critic = snapshot(loop.learner.policy.model), snapshot(loop.learner.critic.module)
     first = loop.step(1)
@@ -211,7 +211,7 @@ def test_value_warm_up_moves_the_critic_alone() -> None:
 
 
 def test_the_critic_learns_what_follows() -> None:
-    """The same completions over and over: explained variance goes from 0 to well above half."""
+    """On the same completions again and again, explained variance rises from 0 to well above 0.5."""
     loop = loop_for({"gae_lambda": 1.0, "critic": {"learning_rate": 3e-3, "clip": 0.0}})
     loop.learner.is_warming_up = True
     scored = [scored_group(i, [4, 6, 3]) for i in range(3)]
@@ -255,7 +255,7 @@ PPO_RECIPE = (
 
 
 @pytest.mark.parametrize("trunk", ["separate", "shared"])
-def test_a_run_that_crashed_goes_on_in_the_same_bits(trunk: str, tmp_path: Path) -> None:
+def test_a_run_that_crashed_resumes_to_the_same_bits(trunk: str, tmp_path: Path) -> None:
     asked = recipe(*PPO_RECIPE, f"ppo.critic.trunk={trunk}")
     with pytest.raises(KeyboardInterrupt):
         begin(asked, out=tmp_path / "crashed", listeners=[StopAfter("ppo", 3)])
@@ -270,7 +270,7 @@ def test_bfloat16_trains(tmp_path: Path) -> None:
         assert store.metric("skipped_critic_updates", "ppo") == [(n, 0.0) for n in range(1, 5)]
 
 
-def test_a_stage_of_warm_up_alone_is_refused() -> None:
+def test_a_stage_with_only_warm_up_steps_is_refused() -> None:
     with pytest.raises(RecipeError) as told:
         recipe("grpo.type=ppo", "ppo.critic.warmup_steps=4")
     assert told.value.where == "ppo.critic.warmup_steps"

@@ -1,4 +1,4 @@
-"""Rejection sampling: what is kept, that resuming repeats nothing, and that a later sft stage imitates it."""
+"""Rejection sampling: what is kept, exact resume, and a later sft stage that imitates it."""
 
 from __future__ import annotations
 
@@ -99,8 +99,8 @@ def test_a_recipe_imitates_what_an_earlier_stage_kept(tmp_path: Path) -> None:
         assert len(store.evals("again")) == 1
 
 
-def test_without_a_rule_and_a_mark_it_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    """No answer would ever count as right: prompts without answers, and a reward that is no rule."""
+def test_without_a_verifiable_reward_and_a_mark_it_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    """No answer could count as correct: prompts without answers, and no verifiable reward."""
     (tmp_path / "asked.jsonl").write_text("".join(f'{{"prompt": "{n}+1="}}\n' for n in range(8)))
     data = tomllib.loads(RECIPE)
     short = {"sampling": {"max_new_tokens": 12}}
@@ -115,7 +115,7 @@ def test_without_a_rule_and_a_mark_it_is_refused_before_anything_is_written(tmp_
     begin(parse_recipe(data), out=tmp_path / "run")
 
 
-def test_nothing_kept_is_told_by_the_stage_that_kept_it(tmp_path: Path) -> None:
+def test_nothing_kept_is_reported_by_the_stage_that_kept_it(tmp_path: Path) -> None:
     data = tomllib.loads(RECIPE)
     first, last = data["stages"]
     sampled = {"type": "rejection_sample", "steps": 1, "prompts_per_step": 2, "group_size": 2, "at_least": 1e6}

@@ -74,7 +74,7 @@ def test_it_learns_what_is_preferred_on_prompts_it_has_not_seen_and_is_saved_as_
 
 
 def test_aspects_have_heads_of_their_own(tmp_path: Path) -> None:
-    """Nines are better in one aspect and worse in the other; a pair without a say in an aspect does not count in it."""
+    """Nines are better in one aspect and worse in the other; a pair without a label for an aspect does not count in it."""
     rows = [{**row, "kind": 1, "short": -2} for row in pairs(16)] + [
         {"prompt": "9+", "chosen": "11", "rejected": "12", "kind": 0, "short": 1}
     ]
@@ -149,7 +149,7 @@ def test_dialogues_give_their_prompt_and_what_teaches_nothing_is_counted(tmp_pat
         ({"prompt": "1", "chosen": "2", "rejected": "3", "m": "much"}, "holds 'much'"),
     ],
 )
-def test_a_bad_row_is_told_with_its_line(row: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_a_bad_row_is_reported_with_its_line(row: dict[str, Any], words: str, tmp_path: Path) -> None:
     data = write(tmp_path / "p.jsonl", [{"prompt": "1", "chosen": "2", "rejected": "3", "m": 0.5}, row])
     stage = RewardModel(data=data, margin="m" if "m" in row else None)
     with pytest.raises(DataError, match=words) as told:
@@ -165,7 +165,7 @@ def test_a_pair_that_compares_no_aspect_is_left_out(tmp_path: Path) -> None:
     assert found.left_out == {"without a label for kind, true": 2}
 
 
-def test_a_share_that_keeps_everything_aside_is_told(tmp_path: Path) -> None:
+def test_a_share_that_holds_out_everything_is_refused(tmp_path: Path) -> None:
     data = write(tmp_path / "p.jsonl", [{"prompt": "1", "chosen": "2", "rejected": "3"}])
     with pytest.raises(DataError, match=r"heldout_share: 0\.8"):
         read_reward_model_data(RewardModel(data=data, heldout_share=0.8))

@@ -1,4 +1,4 @@
-"""The stage sft: the loss by hand, its invariance, and that it learns by heart."""
+"""The stage sft: the loss by hand, its invariance to packing, and that it can memorise."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def loop(**options: object) -> SftLoop:
 
 
 @torch.no_grad()
-def test_the_loss_is_the_mean_over_completion_tokens_alone() -> None:
-    """Of plain transformers, sequence by sequence: the prompt's tokens and the last token's own prediction do not count."""
+def test_the_loss_is_the_mean_over_completion_tokens_only() -> None:
+    """Against plain transformers, sequence by sequence: prompt tokens and the prediction after the last token do not count."""
     trained = loop()
     model, words = policy().model, trained.policy.tokenizer
     model.set_attn_implementation("eager")

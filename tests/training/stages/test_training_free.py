@@ -1,4 +1,4 @@
-"""Training-Free GRPO against a real HTTP endpoint: the library grows and helps, and a resumed run asks nothing twice."""
+"""Training-Free GRPO with a real HTTP endpoint: the library grows and helps, and a resumed run sends no request twice."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TASK = PromptList.of(ROWS[:6], ROWS[6:])
 
 @pytest.fixture
 def endpoint() -> Iterator[Judge]:
-    """Answers rightly where it was told how, else for every other seed; as the teacher, it says how."""
+    """Answers correctly if the prompt says how, else for every other seed; as the teacher, it says how."""
     made = Judge()
 
     def reply(body: dict[str, Any]) -> str:
@@ -52,7 +52,7 @@ def endpoint() -> Iterator[Judge]:
     made.server.server_close()
 
 
-def test_without_a_rule_the_library_is_measured_by_reward(endpoint: Judge, tmp_path: Path) -> None:
+def test_without_a_verifiable_reward_the_library_is_measured_by_reward(endpoint: Judge, tmp_path: Path) -> None:
     made = loop(endpoint, tmp_path, steps=1)
     made.rewards = RewardMix([FunctionReward(lambda completion: 0.5 * completion.count("<"), "marks")], accuracy_names=())
     metrics = made.step(1).metrics
@@ -83,7 +83,7 @@ def test_the_library_says_what_set_better_answers_apart_and_held_out_accuracy_ri
     assert Library.read(tmp_path / "experience" / "training_free.md").entries == made.library.entries
 
 
-def test_a_run_that_goes_on_asks_nothing_twice_and_ends_the_same(endpoint: Judge, tmp_path: Path) -> None:
+def test_a_resumed_run_sends_no_request_twice_and_ends_the_same(endpoint: Judge, tmp_path: Path) -> None:
     whole = loop(endpoint, tmp_path / "whole")
     first = [whole.step(n) for n in range(1, 4)]
     asked = len(endpoint.requests)
@@ -98,7 +98,7 @@ def test_a_run_that_goes_on_asks_nothing_twice_and_ends_the_same(endpoint: Judge
     assert halfway.without_library == whole.without_library
 
 
-def test_an_endpoint_that_is_down_ends_the_stage_with_a_word(endpoint: Judge, tmp_path: Path) -> None:
+def test_an_endpoint_that_is_down_ends_the_stage_with_an_error(endpoint: Judge, tmp_path: Path) -> None:
     endpoint.reply = lambda _: (500, "out of order")
     with pytest.raises(RewardError, match="did not answer"):
         loop(endpoint, tmp_path).step(1)
@@ -148,7 +148,7 @@ def recipe(endpoint: Judge, tmp_path: Path, **more: Any) -> Recipe:
     )
 
 
-def test_a_whole_recipe_in_which_no_weight_moves(endpoint: Judge, tmp_path: Path) -> None:
+def test_a_complete_recipe_in_which_no_weight_changes(endpoint: Judge, tmp_path: Path) -> None:
     run = begin(recipe(endpoint, tmp_path), out=tmp_path / "run")
     with RunReader.open(run.path) as store:
         assert dict(store.metric("heldout_with", "training_free")) == {2: 1.0}
@@ -166,9 +166,9 @@ class Told(Listener):
         self.kinds.add(kind)
 
 
-def test_a_recipe_of_it_alone_has_no_model(endpoint: Judge, tmp_path: Path) -> None:
-    """None is looked for, told, kept or written: `model.source` names nothing that there is. A stopped run goes on; `verify`
-    finds it whole, the studio offers no model of it, and what would ask its model says that there is none."""
+def test_a_recipe_of_this_stage_only_has_no_model(endpoint: Judge, tmp_path: Path) -> None:
+    """No model is loaded, reported or written: `model.source` does not exist. A stopped run resumes, `verify` accepts it, the
+    studio offers no model of it, and commands that need its model say that there is none."""
     told = Told()
     asked = recipe(endpoint, tmp_path, model={"source": str(tmp_path / "nothing")})
     whole = begin(asked, out=tmp_path / "whole")
@@ -186,7 +186,7 @@ def test_a_recipe_of_it_alone_has_no_model(endpoint: Judge, tmp_path: Path) -> N
         load_model(str(run.path), tmp_path)
 
 
-def test_what_the_stage_lacks_is_told_before_there_is_a_folder(
+def test_what_the_stage_lacks_is_reported_before_the_folder_is_created(
     endpoint: Judge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)

@@ -1,4 +1,4 @@
-"""TRPO: Fisher products and the whole step against a dense solve in float64; the KL bound; what is refused."""
+"""TRPO: Fisher products and the complete step against a dense solve in float64; the KL bound; what is refused."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_products_and_the_step_agree_with_a_dense_solve() -> None:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("max_kl", [1e-3, 0.3])
 def test_the_kl_is_within_its_bound_and_the_surrogate_rises(seed: int, max_kl: float) -> None:
-    """Measured here anew, over whole distributions; at 0.3 the quadratic model is far off, and the search has to shorten."""
+    """The KL is recomputed over complete distributions. At 0.3 the quadratic model is inaccurate: the search shortens."""
     own = policy(seed)
     learner = TrpoLearner(own, stage(max_kl=max_kl, damping=1e-3))
     graded = groups(seed)
@@ -114,7 +114,7 @@ def test_packs_do_not_matter() -> None:
 
 
 def test_without_a_signal_or_a_good_step_no_weight_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No advantage, no gradient; and a search in which every step is worse gives up and leaves the weights to the bit."""
+    """No advantage, no gradient. If every step is worse, the line search gives up and restores the weights bit for bit."""
     learner = TrpoLearner(policy(), stage())
     before = snapshot(learner.policy.model)
     silent = [graded_group(np.random.default_rng(0), 4, [3, 5], signal=False)]
@@ -137,11 +137,11 @@ TRPO_RECIPE = ("grpo.type=trpo", "trpo.save_every=2", "trpo.fisher_share=0.5")
 
 
 def bare(*sets: str) -> Any:
-    """The small recipe, with the optimiser that a trpo stage has no use for left as it is."""
+    """The small recipe with a default optimiser, which a trpo stage requires."""
     return recipe("grpo.optimiser={}", *sets)
 
 
-def test_a_run_that_crashed_goes_on_in_the_same_bits(tmp_path: Path) -> None:
+def test_a_run_that_crashed_resumes_to_the_same_bits(tmp_path: Path) -> None:
     asked = bare(*TRPO_RECIPE)
     with pytest.raises(KeyboardInterrupt):
         begin(asked, out=tmp_path / "crashed", listeners=[StopAfter("trpo", 3)])
@@ -151,7 +151,7 @@ def test_a_run_that_crashed_goes_on_in_the_same_bits(tmp_path: Path) -> None:
 
 
 def test_a_model_that_is_too_large_is_refused_with_how_large_would_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything is trained: the sft stage before it has not begun."""
+    """Before anything is trained: the sft stage before it has not started."""
     asked = bare(*TRPO_RECIPE)
     own = stage(prompts_per_step=3, group_size=4, fisher_share=0.5, sampling={"max_new_tokens": 8})
     tables = 4 * 30 * (96 + 8 * 48)
