@@ -52,6 +52,8 @@ class Pack:
     row_M: Tensor
     keys: tuple[int, ...]
     lengths: tuple[int, ...]
+    spans: tuple[tuple[int, int, int, int], ...]
+    """Of each completion: where its prompt starts, the prompt's length, where its own inputs start, and their number."""
     scores: int = 0
     """Query-key pairs that attention computes, per head and layer without a sliding window."""
 
@@ -135,6 +137,7 @@ def build_pack(groups: Sequence[PrefixGroup], device: torch.device) -> Pack:
         row_M=to_device(np.repeat(np.arange(len(lengths)), lengths), device),
         keys=tuple(key for group in groups for key in group.keys),
         lengths=lengths,
+        spans=tuple((*prompts[p], start, inputs) for start, inputs, p in completions),
         scores=sum(n * (n + 1) // 2 for _, n in prompts) + sum(n * prompts[p][1] + n * (n + 1) // 2 for _, n, p in completions),
     )
 

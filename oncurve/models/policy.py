@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from oncurve import kernels
 from oncurve.errors import ModelError
-from oncurve.models import attention_interface, lora
+from oncurve.models import attention_interface, general_path, lora, self_check
 from oncurve.models.attention_interface import AttentionContext
 from oncurve.models.chat_template import PROBE, TEMPLATE_FIX, apply_chat_template
 from oncurve.models.gradient_buffers import GradAccumulator
@@ -30,8 +29,9 @@ from oncurve.records import Ints, Prompt, is_text
 class Policy:
     """A causal language model split into backbone (with our attention) and chunked LM head, with its tokenizer.
 
-    The model is checked when it is wrapped: every layer must use our attention, and the LM head read from the config must give
-    the model's own logits. A model that fails either check is refused. ``compiled`` allows the C functions on a CPU.
+    The model is checked when it is wrapped (`oncurve.models.self_check`). Our attention must give the log-probs of its own
+    plain forward, else it takes the general path; the LM head read from the config must give its own logits. A model that
+    neither path computes is refused. ``compiled`` allows the C functions on a CPU.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class Policy:
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.system_prompt, self.template_options = system_prompt, template_options or {}
+        own_attention = model.config._attn_implementation
         model.set_attn_implementation(attention_interface.NAME)
         model.eval()  # with dropout, sampler and learner would disagree; GRPO trains without it
         self.backbone = _find_backbone(model)
@@ -52,9 +53,19 @@ class Policy:
         self.fast_backbone: FusedBackbone | None = None
         self._accumulator: GradAccumulator | None = None
         self._known_roles: set[str] = set()
-        _check_attention(self)
+        self.general_reason: str | None = None
+        """Why the model takes the general path (`oncurve.models.general_path`); None if it runs through our attention."""
+        self.check_is_conclusive = True
+        """False if the weights are too uniform for the self-check to tell a wrong forward from a right one."""
+        is_checked = own_attention == attention_interface.NAME  # a copy of a model that was opened before
+        reason = None if is_checked else self_check.attention_problem(self, own_attention)
+        if reason is not None:
+            self.general_reason = reason
+            model.set_attn_implementation(own_attention)
+            self_check.check_general_path(self, reason)
         _check_head(self)
-        self.fast_backbone = _build_fast_backbone(self, compiled)
+        if reason is None:
+            self.fast_backbone = _build_fast_backbone(self, compiled)
 
     def copy(self) -> Policy:
         """A policy with a copy of the weights."""
@@ -92,7 +103,20 @@ class Policy:
 
     @property
     def max_positions(self) -> int:
-        return int(getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30)
+        """Positions that the model can address.
+
+        Rope types that switch frequencies by a sequence's length (Phi-3's `longrope`, dynamic NTK) end at the switch: beyond it
+        a token's log-prob would depend on how long the sequence becomes after it.
+        """
+        config = self.model.config.get_text_config()
+        limit = int(getattr(config, "max_position_embeddings", None) or 1 << 30)
+        rope = getattr(config, "rope_parameters", None) or {}
+        by_layer_type = rope.values() if all(isinstance(value, dict) for value in rope.values()) else [rope]
+        for settings in by_layer_type:
+            if settings.get("rope_type") in ("longrope", "dynamic"):
+                switch = settings.get("original_max_position_embeddings") or limit
+                limit = min(limit, int(getattr(config, "original_max_position_embeddings", None) or switch))
+        return limit
 
     @property
     def kv_heads(self) -> int:
@@ -116,6 +140,8 @@ class Policy:
 
     def pack_hidden(self, pack: Pack) -> Tensor:
         """The hidden state from which each token of a pack is predicted, [M, D]."""
+        if self.general_reason is not None:
+            return general_path.pack_hidden(self.backbone, pack)
         return predicting_states(self.hidden(pack.input_ids, pack.position_ids, pack.attention)[0], pack.predicted_from_M)
 
     def target_logps(self, hidden_MD: Tensor, target_M: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -264,52 +290,6 @@ def _find_eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
     return tuple(ids)
 
 
-class _CountingAttention:
-    """Forwards to a pack's attention and counts the calls of each layer."""
-
-    def __init__(self, inner: AttentionContext) -> None:
-        self.inner = inner
-        self.calls: Counter[int] = Counter()
-
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
-        self.calls[layer] += 1
-        return self.inner.attend(layer, q, k, v, scale, window, softcap)
-
-
-@torch.no_grad()
-def _check_attention(policy: Policy) -> None:
-    """Refuse a model unless every layer calls our attention exactly once.
-
-    A layer that never calls it has its own attention or a recurrent state: in the learner its tokens would see the other
-    completions of their pack, and in the sampler they would see nothing before them. A layer that calls it twice would
-    overwrite its own KV cache.
-    """
-    config = policy.model.config.get_text_config()
-    if config._attn_implementation != attention_interface.NAME:
-        raise attention_interface.unsupported(
-            type(policy.model).__name__, "a custom implementation, outside of transformers' attention interface"
-        )
-    pack = _build_probe_pack(policy)
-    attention = _CountingAttention(pack.attention)
-    run_backbone(policy, pack.input_ids, pack.position_ids, attention)
-    layers = range(int(config.num_hidden_layers))
-    outside = [layer for layer in layers if not attention.calls[layer]]
-    if outside:
-        names = (
-            "every layer"
-            if len(outside) == len(layers)
-            else f"{len(outside)} of {len(layers)} layers, the first of them {outside[0]}"
-        )
-        raise attention_interface.unsupported(
-            type(policy.model).__name__,
-            f"layers outside of transformers' attention interface, or a recurrent state ({names})",
-        )
-    if any(count > 1 for count in attention.calls.values()) or set(attention.calls) - set(layers):
-        raise attention_interface.unsupported(type(policy.model).__name__, "layers that attend more than once per token")
-
-
 def _build_probe_pack(policy: Policy) -> Pack:
     ids = np.arange(3, dtype=np.int64) % policy.model.config.get_text_config().vocab_size
     return build_pack([PrefixGroup(ids, (np.zeros(1, np.int64),), (0,))], policy.device)
@@ -319,10 +299,12 @@ def _build_probe_pack(policy: Policy) -> Pack:
 def _check_head(policy: Policy) -> None:
     """Refuse a model unless the head read from its config gives its own logits: a hidden scale would train on wrong numbers."""
     pack = _build_probe_pack(policy)
-    hidden = policy.hidden(pack.input_ids, pack.position_ids, pack.attention)
-    theirs = policy.model(
-        input_ids=pack.input_ids, position_ids=pack.position_ids, use_cache=False, attention_context=pack.attention
-    ).logits.float()
+    if policy.general_reason is None:
+        hidden = policy.hidden(pack.input_ids, pack.position_ids, pack.attention)
+        inputs: dict[str, Any] = {"position_ids": pack.position_ids, "attention_context": pack.attention}
+    else:
+        hidden, inputs = policy.backbone(input_ids=pack.input_ids, use_cache=False).last_hidden_state, {}
+    theirs = policy.model(input_ids=pack.input_ids, use_cache=False, **inputs).logits.float()
     ours = policy.head.logits(hidden)
     tolerance = 1e-3 if hidden.dtype == torch.float32 else 2e-2  # the model scales and caps its logits in 16 bits, we in 32
     if not torch.allclose(theirs, ours, rtol=tolerance, atol=tolerance * float(theirs.abs().max()) + 1e-6):

@@ -1,4 +1,4 @@
-"""Models with layers outside of transformers' attention interface are refused when they are loaded."""
+"""Which models run through our attention, which take the general path, and which are refused."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from oncurve.errors import ModelError
+from oncurve.models.attention_interface import NAME
 from oncurve.models.policy import Policy
 from tests.models.architectures import tokenizer
 
 HYBRID = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
-REFUSED: dict[str, dict[str, Any]] = {
+GENERAL: dict[str, dict[str, Any]] = {
     "mamba": {},
     "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1},
     "qwen3_next": {**HYBRID, "head_dim": 8, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16},
@@ -44,14 +45,51 @@ def build(family: str, **special: Any) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape | special)).eval()
 
 
-@pytest.mark.parametrize("family", REFUSED)
-def test_a_family_outside_the_attention_interface_is_refused_by_name(family: str) -> None:
-    model = build(family, **REFUSED[family])
-    with pytest.raises(ModelError) as caught:
+@pytest.mark.parametrize("family", GENERAL)
+def test_a_family_outside_the_attention_interface_takes_the_general_path(family: str) -> None:
+    policy = Policy(build(family, **GENERAL[family]), tokenizer())
+    assert policy.general_reason is not None
+    assert policy.model.config._attn_implementation != NAME
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "qwen3_moe", "starcoder2"])
+def test_a_family_inside_it_runs_through_our_attention(family: str) -> None:
+    assert Policy(build(family), tokenizer()).general_reason is None
+
+
+def test_a_model_that_is_not_causal_is_refused() -> None:
+    model = enlivened(build("bert", is_decoder=False))
+    with pytest.raises(ModelError, match="not a causal model") as caught:
         Policy(model, tokenizer())
     assert caught.value.where == type(model).__name__
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "qwen3_moe", "starcoder2"])
-def test_a_family_inside_it_is_accepted(family: str) -> None:
-    Policy(build(family), tokenizer())
+def test_uniform_weights_are_inconclusive_and_never_passed() -> None:
+    uniform = build("llama")
+    with torch.no_grad():
+        uniform.get_output_embeddings().weight.mul_(1e-4)
+    assert not Policy(uniform, tokenizer()).check_is_conclusive
+    assert Policy(enlivened(build("llama")), tokenizer()).check_is_conclusive
+
+
+def test_a_window_that_only_the_mask_applies_is_noticed() -> None:
+    """PhiMoE's attention modules do not pass their window on; transformers applies it by its mask."""
+    policy = Policy(enlivened(build("phimoe", sliding_window=24, num_local_experts=2, num_experts_per_tok=1)), tokenizer())
+    assert policy.general_reason is not None
+    assert policy.model.config.sliding_window == 24
+
+
+@pytest.mark.parametrize("rope_type", ["longrope", "dynamic"])
+def test_positions_end_where_rope_would_switch(rope_type: str) -> None:
+    rope = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4} if rope_type == "longrope" else {}
+    policy = Policy(build("llama", max_position_embeddings=256, rope_parameters=rope | factors), tokenizer())
+    assert policy.max_positions == 64
+
+
+def enlivened(model: PreTrainedModel) -> PreTrainedModel:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() >= 2:
+                parameter.normal_(0.0, 1.5 / parameter.shape[-1] ** 0.5)
+    return model

@@ -44,7 +44,7 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
 }
 LATENT = {"num_key_value_heads": 4}
-MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8}
+MAMBA = {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8}
 PER_LAYER_INPUT = {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8}
 SPECIAL: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"), LATENT),
@@ -75,13 +75,19 @@ def tiny_config(family: str) -> PreTrainedConfig:
         config = config.get_text_config()
     sizes = {}
     for name, value in (SIZES | SPECIAL.get(family, {})).items():
-        with contextlib.suppress(AttributeError):
-            getattr(config, name)
+        if _has(config, name):
             sizes[name] = value
     special = SPECIAL.get(family, {})
     sizes |= special
     kept = {name: value for name, value in sizes.items() if value is not None or name == "bos_token_id"}
     return type(config)(**kept)
+
+
+def _has(config: PreTrainedConfig, name: str) -> bool:
+    try:
+        return hasattr(config, name)
+    except AttributeError:  # an attribute that differs between layers
+        return True
 
 
 def tiny_model(family: str, seed: int = 0) -> PreTrainedModel:

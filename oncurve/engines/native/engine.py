@@ -11,6 +11,7 @@ import torch
 from oncurve import kernels
 from oncurve.engines.base import SampleKey, SampleRequest, WeightSource, encode_prompts, slots_for
 from oncurve.engines.native.c_decoder import CRunner, can_decode
+from oncurve.engines.native.general_runner import GeneralRunner
 from oncurve.engines.native.kv_cache import KVCache, slots_per_block
 from oncurve.engines.native.scheduler import Runner, Scheduler
 from oncurve.engines.native.torch_runner import TorchRunner
@@ -36,6 +37,10 @@ class NativeEngine:
     @property
     def log_lines(self) -> tuple[str, ...]:
         """A warning if sampling is slower here than it could be."""
+        if self.policy.general_reason is not None:
+            return (
+                f"general path: transformers' own forward and cache, slower than our attention ({self.policy.general_reason})",
+            )
         if self.policy.device.type == "cpu" and self.policy.fast_backbone is not None and load_library() is None:
             return ("no C compiler was found: torch decodes, several times slower for a small model",)
         if self.policy.device.type == "cuda" and not kernels.can_run_kernels(self.policy.device):
@@ -73,7 +78,11 @@ class NativeEngine:
     @cached_property
     def graph_decoder(self) -> GraphDecoder | None:
         """Decodes with CUDA graphs and our kernels, on a GPU that has Triton; None: torch decodes."""
-        if self.policy.layer_by_layer or not kernels.can_run_kernels(self.policy.device):
+        if (
+            self.policy.general_reason is not None
+            or self.policy.layer_by_layer
+            or not kernels.can_run_kernels(self.policy.device)
+        ):
             return None
         from oncurve.engines.cuda.graph_decoder import GraphDecoder  # Triton may be missing if there is no GPU
 
@@ -93,6 +102,8 @@ class NativeEngine:
         R = slots_per_block(group_size)
         cache = KVCache(max(1, slots // R), R, sampling.max_new_tokens)
         forces = requests[0].prompt.environment is not None
+        if self.policy.general_reason is not None:
+            return GeneralRunner(self.policy, cache, sampling, self.settings.check_every, forces=forces)
         if not forces and can_decode(self.policy, sampling):
             return CRunner(self.policy, cache, sampling, self.settings.check_every)
         return TorchRunner(self.policy, cache, sampling, self.settings.check_every, forces=forces)

@@ -14,6 +14,7 @@ import torch
 
 from oncurve import kernels
 from oncurve.engines.base import SampleKey, SampleRequest
+from oncurve.engines.native.general_runner import PerSlotGeneralRunner
 from oncurve.engines.native.scheduler import RoundResult, Scheduler, TopTokens
 from oncurve.engines.native.sequence import Sequence
 from oncurve.engines.native.torch_runner import PerSlotTorchRunner
@@ -111,6 +112,8 @@ class Session(Scheduler):
 
 def open_session(policy: Policy, slots: int, max_new_tokens: int) -> Session:
     """A session with CUDA graphs if there is a GPU with Triton and the model allows it, else with torch."""
+    if policy.general_reason is not None:
+        return Session(policy, PerSlotGeneralRunner(policy, slots, max_new_tokens))
     if kernels.can_run_kernels(policy.device):
         from oncurve.engines.cuda.per_slot import PerSlotCudaRunner  # Triton may be missing if there is no GPU
 

@@ -192,17 +192,21 @@ class TorchRunner:
     def _decode_step(self) -> SampledTokens:
         """One token for every slot; free slots decode too, and are not read."""
         at_S = self.suffix_length_S
-        prompt_pages = -(-int(self.prompt_length_S.max()) // PAGE)
-        suffix_pages = int(at_S.max()) // PAGE + 1
-        layout = DecodeLayout(self.cache, self.prompt_length_S, at_S, prompt_pages, suffix_pages)
-        hidden = self.policy.hidden(self.token_S[:, None], (self.prompt_length_S + at_S)[:, None], layout)[:, 0]
-        sampled = self._sample(self.head.logits(hidden), at_S)
+        sampled = self._sample(self._next_logits(at_S), at_S)
         if self.forced_ST is not None:
             forced_S = self.forced_ST[self.slot_S, at_S]
             sampled = replace(sampled, token_S=torch.where(forced_S == NOT_FORCED, sampled.token_S, forced_S))
         self.token_S = sampled.token_S
         self.suffix_length_S = (at_S + 1).clamp(max=self.max_new_tokens - 1)
         return sampled
+
+    def _next_logits(self, at_S: Tensor) -> Tensor:
+        """The logits that follow each slot's last token, [S, V]; the token is stored at ``at_S``."""
+        prompt_pages = -(-int(self.prompt_length_S.max()) // PAGE)
+        suffix_pages = int(at_S.max()) // PAGE + 1
+        layout = DecodeLayout(self.cache, self.prompt_length_S, at_S, prompt_pages, suffix_pages)
+        hidden = self.policy.hidden(self.token_S[:, None], (self.prompt_length_S + at_S)[:, None], layout)[:, 0]
+        return self.head.logits(hidden)
 
     def _sample(self, logits_SV: Tensor, at_S: Tensor) -> SampledTokens:
         banned_SV = self._banned(logits_SV, at_S, self.sampling)

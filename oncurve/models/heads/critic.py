@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from oncurve.models.packing import Pack, predicting_states
+from oncurve.models.packing import Pack
 from oncurve.models.policy import Policy
 from oncurve.records import Ints
 
@@ -40,8 +40,7 @@ class Critic:
 
     def values(self, pack: Pack) -> Tensor:
         """V before each predicted token of a pack, [M]."""
-        hidden_ND = self.trunk.hidden(pack.input_ids, pack.position_ids, pack.attention)[0]
-        value_M1: Tensor = self.head(predicting_states(hidden_ND, pack.predicted_from_M).to(self.head.weight.dtype))
+        value_M1: Tensor = self.head(self.trunk.pack_hidden(pack).to(self.head.weight.dtype))
         return value_M1[:, 0]
 
     def state(self) -> dict[str, Tensor]:

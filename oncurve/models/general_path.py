@@ -1,0 +1,81 @@
+"""The general path: a model through transformers' own forward and cache, for families that our attention can't represent.
+
+Layers with a recurrent state (Mamba, gated delta-nets, short convolutions), attention outside of transformers' interface
+(Falcon, BLOOM, GPT-J) and masks that only transformers builds all run here. It is slower than the paths through our attention,
+and as exact: log-probs are those of the model's plain forward.
+
+- **Learner.** Each completion is forwarded with its prompt as one right-padded row. In a causal model the padding changes
+  nothing before it, so no mask is needed. The prompt is not shared between completions.
+- **Sampler.** A prompt is prefilled once, its cache or state is repeated for the R slots of a block, and the block decodes as
+  one batch of rows at the same position. No padding is involved, so a completion's bits do not depend on other prompts.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from oncurve.models.packing import Pack
+
+CACHES = ("past_key_values", "cache_params", "state")
+"""The names under which models of transformers return and accept their cache."""
+
+
+@dataclass
+class GeneralCache:
+    """Transformers' cache of some rows, all at the same position; ``value`` is None before the first token."""
+
+    name: str | None = None
+    value: Any = None
+
+    def repeat(self, rows: int) -> GeneralCache:
+        """A copy with its only row repeated."""
+        return GeneralCache(self.name, _repeat_rows(self.value, rows, {}))
+
+
+def pack_hidden(backbone: torch.nn.Module, pack: Pack) -> Tensor:
+    """The hidden state from which each token of a pack is predicted, [M, D], from one padded row per completion."""
+    rows, length = len(pack.spans), max(prompt + inputs for _, prompt, _, inputs in pack.spans)
+    source_RL, predicted = np.zeros((rows, length), np.int64), []
+    for r, ((prompt_start, prompt, start, inputs), count) in enumerate(zip(pack.spans, pack.lengths, strict=True)):
+        source_RL[r, :prompt] = np.arange(prompt_start, prompt_start + prompt)
+        source_RL[r, prompt : prompt + inputs] = np.arange(start, start + inputs)
+        predicted.append(r * length + prompt - 1 + np.arange(count))
+    device = pack.input_ids.device
+    ids_RL = pack.input_ids[0][torch.from_numpy(source_RL).to(device)]
+    hidden_RLD: Tensor = backbone(input_ids=ids_RL, use_cache=False).last_hidden_state
+    return hidden_RLD.flatten(0, 1).index_select(0, torch.from_numpy(np.concatenate(predicted)).to(device))
+
+
+def forward_cached(model: PreTrainedModel, ids_RT: Tensor, cache: GeneralCache) -> tuple[Tensor, GeneralCache]:
+    """(logits after the last token [R, V], the cache with these tokens)."""
+    past = {} if cache.name is None else {cache.name: cache.value}
+    out = model(input_ids=ids_RT, use_cache=True, **past)
+    name = next((name for name in CACHES if getattr(out, name, None) is not None), None)
+    return out.logits[:, -1].float(), GeneralCache(name, getattr(out, name) if name is not None else None)
+
+
+def _repeat_rows(value: Any, rows: int, done: dict[int, Any]) -> Any:
+    """A copy of a cache with every tensor's first dimension, the batch, repeated. Configs and scalars are shared."""
+    if id(value) in done:
+        return done[id(value)]
+    if isinstance(value, Tensor):
+        return value.repeat_interleave(rows, 0) if value.dim() > 1 else value
+    if isinstance(value, list | tuple):
+        return type(value)(_repeat_rows(item, rows, done) for item in value)
+    if isinstance(value, dict):
+        return {key: _repeat_rows(item, rows, done) for key, item in value.items()}
+    module = type(value).__module__
+    if hasattr(value, "__dict__") and module.startswith("transformers") and "configuration" not in module:
+        repeated = copy.copy(value)
+        done[id(value)] = repeated
+        for key, item in vars(value).items():
+            setattr(repeated, key, _repeat_rows(item, rows, done))
+        return repeated
+    return value

@@ -1,0 +1,67 @@
+"""Sampling on the general path: the same completions whatever is queued, environments, sessions, and a GRPO step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from oncurve.engines.base import SampleKey
+from oncurve.engines.native.engine import NativeEngine
+from oncurve.models.policy import Policy
+from oncurve.recipe.schema.sections import Engine, Sampling
+from oncurve.records import Prompt
+from oncurve.rewards.mix import RewardMix
+from oncurve.rewards.python_function import FunctionReward
+from oncurve.training.stages.grpo import GrpoLoop
+from tests.engines.native.plain import next_logits
+from tests.engines.native.test_turns import Echo
+from tests.models.architectures import tokenizer
+from tests.models.test_attention_interface import GENERAL, build, enlivened
+from tests.training.builders import PROMPTS, digits, stage
+
+FAMILIES = ("mamba2", "qwen3_next", "gptj")
+SAMPLING = Sampling(max_new_tokens=20, min_new_tokens=4)
+
+
+def policy(family: str) -> Policy:
+    made = Policy(enlivened(build(family, **GENERAL[family])), tokenizer())
+    assert made.general_reason is not None
+    return made
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_completions_do_not_depend_on_what_else_is_queued(family: str) -> None:
+    engine = NativeEngine(policy(family), Engine(slots=4))
+    prompts = [Prompt(id=str(i), text="abc" * (i + 1)) for i in range(3)]
+    together = engine.sample(prompts, 4, SAMPLING, SampleKey(0, 1))
+    alone = engine.sample(prompts[1:2], 4, SAMPLING, SampleKey(0, 1))
+    for one, other in zip(together[1].completions, alone[0].completions, strict=True):
+        np.testing.assert_array_equal(one.token_ids, other.token_ids)
+        np.testing.assert_array_equal(one.logps, other.logps)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_environment_replies_within_the_cache(family: str) -> None:
+    """Every sampled token has the log-prob of a plain forward over all that was written before it, replies included."""
+    environment = Echo(calls=("a", "b", "c", "d"))
+    opened = policy(family)
+    prompt = Prompt(id="p", text="hello", environment=environment)
+    group = NativeEngine(opened, Engine(slots=4)).sample([prompt], 4, Sampling(max_new_tokens=30), SampleKey(0, 1))[0]
+    assert any(not c.loss_mask.all() for c in group.completions)
+    for completion in group.completions:
+        logits_TV = next_logits(opened.model, group.prompt_ids, completion.token_ids)
+        expected_T = logits_TV.log_softmax(-1).gather(1, torch.from_numpy(completion.token_ids)[:, None])[:, 0]
+        mask_T = completion.loss_mask
+        np.testing.assert_allclose(completion.logps[mask_T], expected_T.numpy()[mask_T], atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_grpo_step_learns_from_what_was_sampled(family: str) -> None:
+    options = stage(sampling={"max_new_tokens": 8}, optimiser={"learning_rate": 1e-3})
+    loop = GrpoLoop(
+        options, 0, PROMPTS, NativeEngine(policy(family), Engine(slots=16)), RewardMix([FunctionReward(digits, "f")])
+    )
+    metrics = loop.step(1).metrics
+    assert 0 < metrics["mismatch_max"] < 1e-4
+    assert metrics["grad_norm"] > 0
