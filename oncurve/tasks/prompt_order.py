@@ -6,14 +6,13 @@ uses the same prompts as one that was never interrupted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
 
-from oncurve.errors import DataError
-from oncurve.records import Example, Ints, Prompt
+from oncurve.records import Ints, Prompt
 from oncurve.rng import derive_seed, philox_generator
 from oncurve.tasks.base import Task
 
@@ -39,19 +38,6 @@ def prompts_for_step(task: Task, seed: int, step: int, count: int, *, round: int
     others = (task.train_prompt(int(i)) for i in _permutation(seed, "prompts/more", step, task.train_size))
     unused = [prompt for prompt in others if prompt.id not in used]
     return unused[count * (round - 1) : count * round]
-
-
-def examples_for_step(examples: Sequence[Example], seed: int, step: int, batch_size: int) -> list[Example]:
-    """The demonstrations of update ``step``, in epochs, each shuffled by (seed, epoch)."""
-    size = len(examples)
-    if not size:
-        raise DataError(
-            "task",
-            "it has no demonstrations",
-            because="an sft stage imitates them",
-            fix="set task.examples, give the file a column of completions, or remove the sft stage",
-        )
-    return [examples[i] for i in batch_indices(size, seed, step, batch_size)]
 
 
 def batch_indices(size: int, seed: int, step: int, batch_size: int) -> list[int]:

@@ -2,15 +2,13 @@
 
 from collections import Counter
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oncurve.errors import DataError
 from oncurve.recipe.schema.sections import Task
-from oncurve.records import Example, Prompt
+from oncurve.records import Prompt
 from oncurve.tasks.data.prompt_list import PromptList
-from oncurve.tasks.prompt_order import examples_for_step, prompts_for_step
+from oncurve.tasks.prompt_order import batch_indices, prompts_for_step
 from oncurve.tasks.registry import build_task
 
 
@@ -78,15 +76,9 @@ def test_an_endless_task_of_few_problems_still_fills_a_step() -> None:
     assert any("#2" in name for name in asked)
 
 
-def test_no_examples_are_said_to_be_none() -> None:
-    with pytest.raises(DataError, match="no demonstrations"):
-        examples_for_step([], 0, 0, 8)
-
-
 @settings(deadline=None)
 @given(st.integers(1, 20), st.integers(1, 30), st.integers(0, 1000))
 def test_examples_are_laid_out_in_epochs(size: int, batch: int, seed: int) -> None:
-    examples = [Example(Prompt(id=str(i), text="?"), str(i)) for i in range(size)]
-    drawn = [example.completion for step in range(size) for example in examples_for_step(examples, seed, step, batch)]
+    drawn = [index for step in range(size) for index in batch_indices(size, seed, step, batch)]
     for epoch in range(batch):
-        assert sorted(drawn[epoch * size : (epoch + 1) * size]) == sorted(str(i) for i in range(size))
+        assert sorted(drawn[epoch * size : (epoch + 1) * size]) == list(range(size))

@@ -140,7 +140,7 @@ def read_examples(stage: Sft, task: Task, folder: Path | None = None) -> Sequenc
             "task",
             "no demonstrations",
             because="an sft stage imitates demonstrations",
-            fix="give the task examples, or drop the stage",
+            fix="set task.examples, give the file a column of completions, or remove the stage",
         )
     return task.examples[: stage.examples]
 
