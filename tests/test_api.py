@@ -1,4 +1,4 @@
-"""Oncurve from Python."""
+"""The Python API."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def small_model() -> tuple[Any, Any]:
 
 
 def train(folder: Path, **changes: Any) -> oncurve.Run:
-    told: dict[str, Any] = {"model": small_model(), "prompts": ["3+4=", "5+6="], "rewards": [short], "quiet": True, **SMALL}
-    return oncurve.train(runs_dir=folder, **(told | changes))
+    message: dict[str, Any] = {"model": small_model(), "prompts": ["3+4=", "5+6="], "rewards": [short], "quiet": True, **SMALL}
+    return oncurve.train(runs_dir=folder, **(message | changes))
 
 
 def test_a_function_and_some_prompts_are_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,7 +153,7 @@ def test_rewards_as_python_writes_them() -> None:
 
 
 def test_a_reward_under_another_weight_is_the_same_in_all_else() -> None:
-    """One that reads tokens still hears of the tokenizer, whether it was named or given as an object."""
+    """A reward that reads tokens gets the tokenizer, whether it was passed by name or as an object."""
     for steps in ("process", ProcessReward("process", 1.0)):
         mix = as_mix([(steps, 0.5)])
         mix.bind(lambda: from_letters)
@@ -163,7 +163,7 @@ def test_a_reward_under_another_weight_is_the_same_in_all_else() -> None:
 
 
 def test_a_stopped_run_goes_on_with_the_same_objects(tmp_path: Path) -> None:
-    whole = train(tmp_path / "whole")
+    uninterrupted = train(tmp_path / "whole")
 
     calls = 0
 
@@ -183,7 +183,7 @@ def test_a_stopped_run_goes_on_with_the_same_objects(tmp_path: Path) -> None:
         train(tmp_path / "stopped", resume=run)
     again = oncurve.train(model=small_model(), prompts=["3+4=", "5+6="], rewards=[short], resume=run, quiet=True)
     assert again.status == "finished"
-    with RunReader.open(whole.path) as one, RunReader.open(again.path) as other:
+    with RunReader.open(uninterrupted.path) as one, RunReader.open(again.path) as other:
         assert one.fingerprint() == other.fingerprint()
 
 
@@ -193,7 +193,7 @@ def test_a_run_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_it_works_off_the_main_thread(tmp_path: Path) -> None:
-    """As in a notebook's background thread: signal handlers can only be set in the main one."""
+    """As in a notebook's background thread: signal handlers can only be set in the main thread."""
     done: list[oncurve.Run] = []
     thread = threading.Thread(target=lambda: done.append(train(tmp_path, steps=1)))
     thread.start()

@@ -1,4 +1,4 @@
-"""A recipe so small that a whole run takes half a second, and a run of it that all tests here may read."""
+"""A recipe so small that a run takes half a second, and one finished run of it for all tests here."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def runs(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with one finished run, small-1. Not to be changed."""
+    """A folder with one finished run, small-1. Tests must not change it."""
     folder = tmp_path_factory.mktemp("work") / "runs"
     assert main(["train", str(recipe), "--runs", str(folder)]) == 0
     return folder

@@ -1,4 +1,4 @@
-"""A user's mistake gets one message with the fix, exit code 2, no traceback, and leaves nothing behind."""
+"""A user error prints one message with a fix, exits with 2, shows no traceback, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tests.cli.conftest import Oncurve, Result
 
 def assert_told(result: Result, *words: str) -> None:
     assert result.code == 2, result
-    told = " ".join(result.err.split())
-    assert told.startswith("error ")
-    assert "because" in told
-    assert "fix" in told
+    message = " ".join(result.err.split())
+    assert message.startswith("error ")
+    assert "because" in message
+    assert "fix" in message
     assert "Traceback" not in result.err + result.out
     for word in words:
-        assert word in told, told
+        assert word in message, message
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_errors_are_whole_at_any_width(oncurve: Oncurve, recipe: Path, monkeypat
 
 @pytest.mark.parametrize("columns", [40, 80])
 def test_lines_fit_the_window_and_words_stay_whole(oncurve: Oncurve, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
-    """A path that is wider than the window can still be copied from it."""
+    """A path that is wider than the terminal is not broken, so that it can be copied."""
     monkeypatch.setenv("COLUMNS", str(columns))
     path = "/nowhere/" + "deep/" * 30 + "small.toml"
     lines = oncurve("train", path).err.splitlines()

@@ -1,4 +1,4 @@
-"""Bad models and data of every stage, by the command line: one message with the fix, or a skip that is counted and seen."""
+"""Bad models and data of every stage on the command line: one message with a fix, or a skip that is counted and shown."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def recipe(folder: Path, stage: dict[str, Any], rows: list[dict[str, Any]], sour
 def test_a_template_without_a_role_that_the_data_needs(
     oncurve: Oncurve, tmp_path: Path, template: str, stage: dict[str, Any]
 ) -> None:
-    """Found in any row, before a folder is made, where every prompt is short for the model too."""
+    """A bad row is found wherever it is, before a folder is created, even if every prompt fits the model."""
     system = [{"role": "system", "content": "a"}, {"role": "user", "content": "1"}]
     rows = [PAIR | ASKED | {"prompt": prompt} for prompt in (system[1:], system[1:], system)]
     file = recipe(tmp_path, stage, rows, model(tmp_path / "m", template, context=8192))
@@ -155,7 +155,7 @@ def test_a_missing_column_is_told_with_its_line(
 
 
 def test_nothing_at_all_is_left_of_a_run_whose_model_does_not_do(oncurve: Oncurve, tmp_path: Path) -> None:
-    """Not even the folder of runs: the model is loaded and looked at before one is made."""
+    """Not even the folder of runs: the model is loaded and checked before one is created."""
     file = recipe(tmp_path, GRPO, [ASKED], model(tmp_path / "m"), model__lora__targets=["nothing"])
     assert_told(oncurve("train", file, "--runs", tmp_path / "runs"), "model.lora.targets", "q_proj")
     assert_told(oncurve("train", file, "--out", tmp_path / "deep" / "run"), "model.lora.targets", "q_proj")
@@ -214,7 +214,7 @@ def test_pairs_that_are_equal_are_counted_and_seen_and_nothing_else_is_refused(
 
 @pytest.mark.parametrize("stage", [REWARD_MODEL, SFT], ids=["reward_model", "sft"])
 def test_a_loss_that_is_no_number_moves_nothing_and_is_seen(oncurve: Oncurve, tmp_path: Path, stage: dict[str, Any]) -> None:
-    """A rate so high that the first update breaks the weights: every later loss is NaN."""
+    """A learning rate so high that the first update breaks the weights: every later loss is NaN."""
     rows = [PAIR | ASKED, PAIR | ASKED | {"prompt": "2+2="}]
     file = recipe(tmp_path, {**stage, "steps": 12}, rows)
     file.write_text(file.read_text() + "optimiser.learning_rate = 1e30\noptimiser.schedule = 'constant'\n")

@@ -1,4 +1,4 @@
-"""Commands that look at what is there: runs, show, eval, chat, export, probe, recipe, version."""
+"""Commands that inspect and use runs: runs, show, eval, chat, export, probe, recipe, version."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_a_run_from_python_is_named_for_what_it_is(oncurve: Oncurve, runs: Path,
 
 
 def test_show_where_the_time_goes(oncurve: Oncurve, runs: Path) -> None:
-    """Phases of each stage, the update's own below it, and what the machine reached; the same as JSON."""
+    """The phases of each stage, the parts of the update below it, and speed and memory; the same as JSON."""
     shown = oncurve("show", "small-1", "--timing", "--runs", runs)
     assert shown.code == 0
     for words in (

@@ -17,7 +17,7 @@ from tests.models.loading import gguf_files
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of the user's own, with empty caches."""
+    """An empty working folder, with empty caches."""
     for name in ("ONCURVE_CACHE", "HF_HUB_CACHE"):
         monkeypatch.setenv(name, str(tmp_path / ".caches" / name))
     monkeypatch.chdir(tmp_path)
@@ -28,7 +28,7 @@ def test_models_are_listed_by_the_name_that_a_recipe_takes(oncurve: Oncurve, run
     assert "No models here yet" in oncurve("models").out
     gguf_files.write(here / "small.gguf")
     assert oncurve("models", "convert", "small.gguf", "models/mine", "--dtype", "float32").code == 0
-    found = {place["name"]: place for place in json.loads(oncurve("models", "--json", "--runs", runs).out)}
+    found = {model["name"]: model for model in json.loads(oncurve("models", "--json", "--runs", runs).out)}
     assert found["small.gguf"]["kind"] == "gguf"
     assert found["models/mine"]["architecture"] == "LlamaForCausalLM"
     assert found[str(runs / "small-1" / "model")]["kind"] == "run"

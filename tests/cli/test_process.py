@@ -1,4 +1,4 @@
-"""What only a process of its own can show: what is imported, signals, pipes."""
+"""What needs a separate process to test: imports, signals, pipes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_in_a_terminal_there_is_one_picture_and_ctrl_c_finishes_the_step(tmp_pat
 
 
 def read(handle: int, until: str | None = None) -> str:
-    """What a program writes to its terminal, up to some words or to its end."""
+    """What a program writes to its terminal, up to some text or its end."""
     text = b""
     while until is None or until.encode() not in text:
         try:
@@ -85,7 +85,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 def test_no_room_is_told_and_the_run_goes_on_once_there_is(tmp_path: Path) -> None:
-    """A file size limit is a full disk for one process."""
+    """A file size limit acts as a full disk for one process."""
     recipe, out = write_recipe(tmp_path), tmp_path / "run"
     words = ["train", str(recipe), "--out", str(out), "--set", "grpo.prompts_per_step=8", "--set", "grpo.steps=8"]
     full = subprocess.run([sys.executable, "-c", LIMITED, *words], env=ENVIRONMENT, capture_output=True, text=True, check=False)

@@ -41,7 +41,7 @@ def recipe(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run(tmp_path: Path, recipe: Path) -> RunFolder:
-    """A run of two steps whose completions are right and wrong by turns."""
+    """A run of two steps whose completions are right and wrong in turn."""
     folder = RunFolder.create(tmp_path / "runs", "sums")
     folder.recipe.write_text(recipe.read_text())
     mix = RewardMix([build_reward(Reward(type="answer")), build_reward(Reward(type="format", weight=0.5))])
@@ -85,7 +85,7 @@ def test_replay(run: RunFolder, recipe: Path, tmp_path: Path, capsys: pytest.Cap
 
 
 def test_a_run_that_never_ended_is_graded_again_too(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rewards of single steps read tokens: by the run's own tokenizer, which is there before the model is."""
+    """Rewards of single reasoning steps need tokens. They use the run's tokenizer, which exists before the model does."""
     text = recipe.read_text().replace("weight = 0.0", "weight = 0.1")
     recipe.write_text(f"{text}steps = 1\nprompts_per_step = 2\ngroup_size = 4\nsampling = {{ max_new_tokens = 8 }}\n")
     assert main(["train", str(recipe), "--out", str(tmp_path / "run")]) == 0
@@ -132,7 +132,7 @@ def test_a_replay_grades_by_the_overlong_reward_of_the_stage_too(tmp_path: Path,
 def test_a_replay_grades_the_steps_of_a_stage_by_the_rewards_of_that_stage(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A later stage that samples, with rewards of its own, does not grade the steps of grpo, nor grpo its steps."""
+    """A later stage with other rewards does not grade the steps of grpo, nor the other way round."""
     strict = '[[stages.rewards]]\ntype = "format"\nweight = 3.0\n[[stages.rewards]]\ntype = "length"\ntarget = 4\n'
     sampled = f'[[stages]]\ntype = "rejection_sample"\nat_least = 0.0\n{STEP}'
     assert "100.0 %" in _replay(f"{RECIPE}{STEP}{sampled}{strict}", tmp_path, capsys)

@@ -1,4 +1,4 @@
-"""Begin, go on, fork: what a user types and what comes of it."""
+"""`oncurve train`, `--resume` and `oncurve fork`."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def test_a_stopped_run_goes_on_however_it_is_named(
     assert result.code == 0, result.err
     assert "resuming from grpo step 1" in result.out
     assert [path.name for path in stopped.iterdir()] == ["small-1"]
-    with RunReader.open(stopped / "small-1") as mine, RunReader.open(runs / "small-1") as whole:
-        assert mine.fingerprint() == whole.fingerprint()
+    with RunReader.open(stopped / "small-1") as mine, RunReader.open(runs / "small-1") as uninterrupted:
+        assert mine.fingerprint() == uninterrupted.fingerprint()
 
 
 def test_out_and_resume_begin_or_go_on(oncurve: Oncurve, recipe: Path, stopped: Path, tmp_path: Path) -> None:

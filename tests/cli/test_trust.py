@@ -1,4 +1,4 @@
-"""Runs from elsewhere: nothing of theirs runs, and no key leaves, before the user says --trust."""
+"""Runs from elsewhere: none of their code runs, and no key is sent, without --trust."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CODE_MODEL = {
 
 @pytest.fixture
 def theirs(runs: Path, tmp_path: Path) -> Callable[..., RunFolder]:
-    """A copy of a run in another place, with its recipe changed; code that it names would touch RAN."""
+    """A copy of a run in another folder with a changed recipe; code that it names would create RAN."""
 
     def make(finished: bool = True, **changed: Any) -> RunFolder:
         (tmp_path / "mine.py").write_text(MINE.replace("RAN", str(tmp_path / "ran")))
@@ -55,7 +55,7 @@ def theirs(runs: Path, tmp_path: Path) -> Callable[..., RunFolder]:
 
 
 def with_code(run: RunFolder, ran: Path) -> RunFolder:
-    """A model that brings Python, as its recipe says it may."""
+    """A model with Python code, which its recipe allows."""
     (run.model / "theirs.py").write_text(
         MARK.replace("RAN", str(ran)) + "class Config: ...\nclass Model: ...\nclass Tokenizer: ...\n"
     )
@@ -97,10 +97,10 @@ REWARDS_OF_THEIRS: dict[str, dict[str, Any]] = {
 
 
 def refused(result: Any, *words: str) -> None:
-    told = " ".join(result.err.split())
-    assert result.code == 2, told
+    output = " ".join(result.err.split())
+    assert result.code == 2, output
     for word in ("not trusted", "--trust", *words):
-        assert word in told
+        assert word in output
 
 
 def words_for(command: list[str], run: RunFolder) -> list[str]:
@@ -115,7 +115,7 @@ def test_code_of_a_model_does_not_run(command: str, oncurve: Oncurve, theirs: Ca
 
 
 def test_code_of_a_model_runs_once_it_is_trusted(oncurve: Oncurve, theirs: Callable[..., RunFolder], tmp_path: Path) -> None:
-    """The same folder: so the refusals above are what kept it from running."""
+    """The same folder runs its code, so the refusals above test something."""
     run = with_code(theirs(model={"trust_remote_code": True}), tmp_path / "ran")
     assert "not trusted" not in oncurve("chat", run.path, "--trust").err
     assert (tmp_path / "ran").exists()
@@ -181,7 +181,7 @@ def test_another_run_in_a_trusted_place_is_not_trusted(theirs: Callable[..., Run
 
 
 def test_a_run_can_not_bring_its_own_trust(theirs: Callable[..., RunFolder]) -> None:
-    """Nothing in the folder counts, and names of a stage or reward can't hide what is in it."""
+    """Nothing in the folder grants trust, and names of a stage or reward can't hide what it does."""
     reward = {**REWARDS_OF_THEIRS["function"], "name": "model"}
     stage = {"type": "grpo", "sampling": {"max_new_tokens": 16}, "rewards": [reward]}
     run = theirs(stages=[{"type": "sft"}, stage])
@@ -209,9 +209,9 @@ def test_a_plain_run_from_elsewhere_never_asks(oncurve: Oncurve, theirs: Callabl
 
 def test_the_question_can_not_rewrite_the_terminal(oncurve: Oncurve, theirs: Callable[..., RunFolder]) -> None:
     run = theirs(model={"trust_remote_code": True, "source": "\x1b[2Jall is well"})
-    told = oncurve("chat", run.path).err
-    assert "\x1b[2J" not in told
-    assert "all is well" in " ".join(told.split())
+    output = oncurve("chat", run.path).err
+    assert "\x1b[2J" not in output
+    assert "all is well" in " ".join(output.split())
 
 
 def test_without_a_home_the_answer_holds_for_the_command(
@@ -227,14 +227,14 @@ PACKAGE = Path(package.__file__).parent
 
 
 def calls(*names: str) -> list[tuple[Path, ast.Call]]:
-    """Every call of a function or method of one of these names in the package."""
+    """Every call of a function or method with one of these names in the package."""
     found = [(path, node) for path in PACKAGE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
     named = [(path, node) for path, node in found if isinstance(node, ast.Call)]
     return [(path, node) for path, node in named if getattr(node.func, "attr", getattr(node.func, "id", "")) in names]
 
 
 def test_every_key_that_loads_code_is_known() -> None:
-    """What is imported by name comes from a key that `trust` looks for."""
+    """Code that is imported by name comes from a key that `trust` checks."""
     keys = set()
     for path, call in calls("load_function", "load_environment"):
         first = call.args[0]
@@ -246,40 +246,40 @@ def test_every_key_that_loads_code_is_known() -> None:
 
 
 def test_every_address_with_a_key_is_known() -> None:
-    """Environment variables named by a recipe are read in one class, and whoever makes one has keys that `trust` looks for."""
+    """Environment variables named by a recipe are read in one class, and its users have keys that `trust` checks."""
     assert {path.name for path, _ in calls("JudgeClient")} == {"judge.py", "training_free.py"}
     readers = [path for path in PACKAGE.rglob("*.py") if "key_env)" in path.read_text()]
     assert {path.name for path in readers} <= {"judge_client.py", "judge.py", "servers.py", "server.py"}
 
 
 def test_every_model_is_loaded_with_a_word_on_code() -> None:
-    """transformers asks the terminal where nothing is said, and a pipe may answer."""
+    """Without an explicit choice transformers asks at the terminal, and a pipe may answer."""
     for path, call in calls("from_pretrained"):
-        said = {word.arg: word.value for word in call.keywords}
+        error_text = {word.arg: word.value for word in call.keywords}
         if "Peft" in ast.unparse(call.func):
             continue  # it reads JSON alone
-        assert "trust_remote_code" in said, f"{path}:{call.lineno}"
+        assert "trust_remote_code" in error_text, f"{path}:{call.lineno}"
 
 
 def schemas() -> list[type[BaseModel]]:
     queue: list[Any] = [Recipe, *(kind.options for kind in REWARDS.values()), *(kind.options for kind in TASKS.values())]
-    seen: list[type[BaseModel]] = []
+    checked: list[type[BaseModel]] = []
     while queue:
         one = queue.pop()
         queue += list(getattr(one, "__args__", ()))
-        if isinstance(one, type) and issubclass(one, BaseModel) and one not in seen:
-            seen.append(one)
+        if isinstance(one, type) and issubclass(one, BaseModel) and one not in checked:
+            checked.append(one)
             queue += [field.annotation for field in one.model_fields.values()]
-    return seen
+    return checked
 
 
 def test_every_key_that_sounds_like_code_or_an_address_is_known() -> None:
-    """By its description: a new key that names a function, an address or a key's variable has to be looked at."""
+    """Found by its description: a new key that names a function, an endpoint or a key's variable must be checked."""
     known = trust.CODE_KEYS | trust.ENDPOINT_KEYS | {"trust_remote_code", "trusted"}
     for schema in schemas():
         for key, field in schema.model_fields.items():
             if key == "type":
                 continue  # a choice among what is built in
-            said = f"{key} {field.description or ''}".lower()
-            if any(word in said for word in ("file.py:", "module:", "_url", "http://", "_env", "python code", "sandbox")):
+            error_text = f"{key} {field.description or ''}".lower()
+            if any(word in error_text for word in ("file.py:", "module:", "_url", "http://", "_env", "python code", "sandbox")):
                 assert key in known, f"{schema.__name__}.{key}"

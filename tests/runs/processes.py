@@ -1,4 +1,4 @@
-"""Running a piece of Python in a process of its own, to be killed."""
+"""Runs Python code in a separate process, which can be killed."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def start(code: str, *arguments: object) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str]) -> str:
-    """What it printed; a failure shows its traceback."""
+    """Its output; a failure shows its traceback."""
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     return out
 
 
 def kill_when_ready(process: subprocess.Popen[str]) -> None:
-    """Kills it, with no chance to clean up, once it has printed a line."""
+    """Kills it with SIGKILL once it has printed a line."""
     assert process.stdout is not None
     assert process.stderr is not None
     line = process.stdout.readline()

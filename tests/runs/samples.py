@@ -1,4 +1,4 @@
-"""Made-up steps of every shape the store must keep, and a comparison that looks at each bit."""
+"""Made-up steps of every shape that the database must store, and a comparison of every bit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from oncurve.records import (
 
 
 def completion(rng: np.random.Generator, length: int, index: int) -> Completion:
-    """Every third has log-probs that differ, every fourth holds tokens of an environment."""
+    """Every third has different log-probs, every fourth contains tokens of an environment."""
     logps = -rng.random(length, dtype=np.float32)
     apart = -rng.random(length, dtype=np.float32) if index % 3 == 0 else logps
     mask = rng.random(length) < 0.7 if index % 4 == 3 else np.ones(length, dtype=np.bool_)
@@ -56,7 +56,7 @@ def token_stats(rng: np.random.Generator, length: int, with_kl: bool) -> TokenSt
 
 
 def step_report(stage: str, step: int, *, prompts: int = 3, size: int = 8, length: int = 7) -> StepReport:
-    """Drawn from the step's number alone, so that a step done again is the same. The first group is without signal."""
+    """A function of the step's number, so that a repeated step is the same. The first group has no signal."""
     rng = np.random.default_rng(step)
     groups, stats = [], []
     for number in range(prompts):
@@ -77,7 +77,7 @@ def eval_report(stage: str, step: int, accuracy: float = 0.5) -> EvalReport:
 
 
 def same(left: Any, right: Any) -> bool:
-    """Equal in every field, array bit and type, however deep. Lists and tuples of the same things are the same sequence."""
+    """Equal in every field, array bit and type, at any depth. A list equals a tuple of the same elements."""
     if isinstance(left, np.ndarray):
         return isinstance(right, np.ndarray) and left.dtype == right.dtype and left.tobytes() == right.tobytes()
     if dataclasses.is_dataclass(left):

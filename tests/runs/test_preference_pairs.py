@@ -1,4 +1,4 @@
-"""Preference pairs from groups: the best against the worst, and nothing where there is nothing to prefer."""
+"""Preference pairs from groups: the best against the worst, and none if there is no difference."""
 
 from __future__ import annotations
 

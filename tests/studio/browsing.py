@@ -1,4 +1,4 @@
-"""A real browser, the system's own Chromium, and what every page must keep to: no error, no request to another host."""
+"""A real browser (the system's Chromium), and a check of every page: no error, no request to another host."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHOTS = Path(os.environ.get("ONCURVE_SHOTS", Path(__file__).resolve().parents[2]
 
 
 def need_chromium() -> str:
-    """Where Chromium is missing a developer's tests are skipped; the checks before a merge fail."""
+    """If Chromium is missing, a developer's tests are skipped; in the checks before a merge they fail."""
     if CHROMIUM is None:
         if os.environ.get("CI") == "true":
             pytest.fail("chromium is not installed: apt-get install chromium")
@@ -46,7 +46,7 @@ def a_browser() -> Iterator[Browser]:
 
 @dataclass
 class Watched:
-    """A page whose console and requests are written down."""
+    """A page whose console messages and requests are recorded."""
 
     page: Page
     host: str
@@ -67,13 +67,13 @@ class Watched:
         self.page.screenshot(path=SHOTS / f"{name}.png", full_page=True)
 
     def fits(self) -> bool:
-        """Whether nothing sticks out at the side."""
+        """Whether the page has no horizontal overflow."""
         return bool(self.page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth"))
 
 
 @contextmanager
 def a_page(browser: Browser, address: str, width: int = 1280, dark: bool = False) -> Iterator[Watched]:
-    """A page that is watched: after the body there must have been no error and no request to another host."""
+    """A page that must have had no error and no request to another host when the body ends."""
     context = browser.new_context(
         viewport={"width": width, "height": 900}, color_scheme="dark" if dark else "light", accept_downloads=True
     )

@@ -1,4 +1,4 @@
-"""One studio over one folder of runs for all of these tests; whoever writes to a run makes one of its own."""
+"""One studio with one folder of runs for all of these tests. A test that writes to a run makes its own."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ def runs_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def studio(runs_dir: Path) -> Iterator[Served]:
-    with served(runs_dir) as found:
-        yield found
+    with served(runs_dir) as studio_server:
+        yield studio_server

@@ -1,4 +1,4 @@
-"""Runs to look at: small ones of every kind, made in milliseconds, and folders that are none."""
+"""Small runs of every kind, made in milliseconds, and folders that are not runs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ RECIPE = {
 
 
 def completion(text: str, seed: int, stop: str = "end") -> Completion:
-    """One token per character or tag, and the end, as the built-in tokenizer has it."""
+    """One token per character or tag, and the end token, as in the built-in tokenizer."""
     rng = np.random.default_rng(seed)
     parts = re.findall(r"</?(?:think|answer)>|[\s\S]", text)
     count = len(parts) + 1
@@ -56,8 +56,8 @@ def completion(text: str, seed: int, stop: str = "end") -> Completion:
 
 
 def scored(prompt: Prompt, kinds: tuple[str, ...], seed: int) -> ScoredGroup:
-    found = []
-    for place, kind in enumerate(kinds):
+    completions = []
+    for index, kind in enumerate(kinds):
         answer, form = VALUES.get(kind, (0.0, 0.0))
         aspects: tuple[Aspect, ...] = (
             Aspect("answer", answer, 1.0, reason="'3' is right" if answer else "'4' is not '3'"),
@@ -67,10 +67,10 @@ def scored(prompt: Prompt, kinds: tuple[str, ...], seed: int) -> ScoredGroup:
             aspects = (Aspect("answer", None, 1.0, failure="ValueError: no number here"), aspects[1])
         if kind == "steps":
             aspects = (*aspects, Aspect("process", None, 1.0, steps=((2, 0.5), (5, -1.0))))
-        text = TEXTS.get(kind, f"{kind} {place}")
-        sampled = completion(text, 100 * seed + place, "length" if kind == "cut" else "end")
-        found.append(ScoredCompletion(sampled, aspects))
-    return ScoredGroup(Group(prompt, np.arange(4), tuple(s.completion for s in found)), tuple(found))
+        text = TEXTS.get(kind, f"{kind} {index}")
+        sampled = completion(text, 100 * seed + index, "length" if kind == "cut" else "end")
+        completions.append(ScoredCompletion(sampled, aspects))
+    return ScoredGroup(Group(prompt, np.arange(4), tuple(s.completion for s in completions)), tuple(completions))
 
 
 def stats(one: ScoredCompletion, seed: int, moved: float) -> TokenStats:
@@ -82,15 +82,15 @@ def stats(one: ScoredCompletion, seed: int, moved: float) -> TokenStats:
 
 
 def step_report(step: int, kinds: tuple[str, ...] = WORDS, first: int = 2) -> StepReport:
-    """Three groups: the usual one, one without signal, one with a failure, a cut completion and step rewards."""
-    asked = [Prompt(f"sums/{n}", text=f"1+{n}=", columns={"answer": str(1 + n)}) for n in (first, 2 + step, 50)]
+    """Three groups: a usual one, one without signal, one with a failure, a truncated completion and step rewards."""
+    prompts = [Prompt(f"sums/{n}", text=f"1+{n}=", columns={"answer": str(1 + n)}) for n in (first, 2 + step, 50)]
     groups = [
-        scored(asked[0], kinds, step),
-        scored(asked[1], ("wrong",) * GROUP, step + 1),
-        scored(asked[2], ("right", "failed", "cut", "steps"), step + 2),
+        scored(prompts[0], kinds, step),
+        scored(prompts[1], ("wrong",) * GROUP, step + 1),
+        scored(prompts[2], ("right", "failed", "cut", "steps"), step + 2),
     ]
     graded = grade(groups, baseline="mean", scale="group", eps=1e-4, mask_cut=False)
-    seen = [
+    token_stats = [
         [stats(one, step, 0.01 * step) for one in group.scored] if group is not groups[1] else [None] * GROUP
         for group in groups
     ]
@@ -114,7 +114,7 @@ def step_report(step: int, kinds: tuple[str, ...] = WORDS, first: int = 2) -> St
         "memory_mib": 512.0,
         "loss": math.nan if step == 2 else 0.01,
     }
-    return StepReport("grpo", step, metrics, {"sample": 0.5, "update": 0.25}, tuple(graded), tuple(map(tuple, seen)))
+    return StepReport("grpo", step, metrics, {"sample": 0.5, "update": 0.25}, tuple(graded), tuple(map(tuple, token_stats)))
 
 
 def eval_report(step: int, accuracy: float) -> EvalReport:
@@ -123,7 +123,7 @@ def eval_report(step: int, accuracy: float) -> EvalReport:
 
 
 def make_free_run(runs_dir: Path, name: str) -> RunFolder:
-    """A run without a rule: its two measurements have a reward, and no accuracy."""
+    """A run without a verifiable reward: its two evaluations have a reward and no accuracy."""
     run = make_run(runs_dir, name)
     with RunWriter.open(run.path) as store:
         for step, reward in ((0, -1.25), (4, 0.5)):
@@ -146,7 +146,7 @@ def make_run(runs_dir: Path, name: str, steps: int = 4, finished: bool = True, s
 
 
 def make_broken(runs_dir: Path) -> None:
-    """Folders that are no runs, or no longer."""
+    """Folders that are not runs, and runs that are damaged."""
     (runs_dir / "foreign").mkdir()
     (runs_dir / "foreign" / "notes.txt").write_text("not a run")
     torn = make_run(runs_dir, "torn")

@@ -1,4 +1,4 @@
-"""The studio's server in a thread, and a browser to look at it."""
+"""The studio's server in a thread, and HTTP requests to it."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Served:
         request = urllib.request.Request(self.address + path, data, {**sent, **(headers or {})}, method=method)
         opener = urllib.request.build_opener(_NoRedirect)
         try:
-            with opener.open(request, timeout=timeout) as told:
-                return Answer(told.status, {k.lower(): v for k, v in told.headers.items()}, told.read())
+            with opener.open(request, timeout=timeout) as response:
+                return Answer(response.status, {k.lower(): v for k, v in response.headers.items()}, response.read())
         except urllib.error.HTTPError as error:
             return Answer(error.code, {k.lower(): v for k, v in error.headers.items()}, error.read())
 

@@ -1,4 +1,4 @@
-"""Who may ask, and what every answer carries."""
+"""Which requests are accepted, and which headers every response has."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ TOKEN = "a-secret-of-this-test"
 
 @pytest.fixture(scope="module")
 def open_studio(runs_dir: Path) -> Iterator[Served]:
-    with served(runs_dir, TOKEN) as found:
-        yield found
+    with served(runs_dir, TOKEN) as server:
+        yield server
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.0.0.5"])

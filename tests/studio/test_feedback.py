@@ -1,4 +1,4 @@
-"""Labels: kept beside the run, the last one holds, and pairs are made of them."""
+"""The HTTP API of labels: they are stored in the run's folder, the last one holds, and they become pairs."""
 
 from __future__ import annotations
 
@@ -16,48 +16,48 @@ WHERE = {"stage": "grpo", "step": 1, "kind": "train", "group": 0}
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> Iterator[Served]:
+def studio_with_run(tmp_path: Path) -> Iterator[Served]:
     make_run(tmp_path, "mine", steps=1)
-    with served(tmp_path) as found:
-        yield found
+    with served(tmp_path) as result:
+        yield result
 
 
-def label(own: Served, **told: object) -> dict[str, object]:
-    answer = own.ask("/api/runs/mine/feedback", body={**WHERE, **told})
+def label(studio_with_run: Served, **data: object) -> dict[str, object]:
+    answer = studio_with_run.ask("/api/runs/mine/feedback", body={**WHERE, **data})
     assert answer.status == 200, answer.body
-    found: dict[str, object] = answer.json
-    return found
+    result: dict[str, object] = answer.json
+    return result
 
 
-def test_a_ranking_becomes_pairs_and_is_held_against_the_reward(own: Served) -> None:
-    """Totals are 1.1, 1.0, 0.1, 0: a person puts 1 over 0 (the reward does not) and both over 2 and 3, which are equals."""
-    told = label(own, type="ranking", tiers=[[1], [0], [2, 3]])
-    assert {key: told[key] for key in ("pairs", "agree", "disagree", "undecided")} == {
+def test_a_ranking_becomes_pairs_and_is_held_against_the_reward(studio_with_run: Served) -> None:
+    """Totals are 1.1, 1.0, 0.1, 0: a person ranks 1 over 0 (the reward does not) and both over the tier of 2 and 3."""
+    data = label(studio_with_run, type="ranking", tiers=[[1], [0], [2, 3]])
+    assert {key: data[key] for key in ("pairs", "agree", "disagree", "undecided")} == {
         "pairs": 5, "agree": 4, "disagree": 1, "undecided": 0,
     }  # fmt: skip
-    lines = own.ask("/api/runs/mine/pairs.jsonl").body.decode().splitlines()
+    lines = studio_with_run.ask("/api/runs/mine/pairs.jsonl").body.decode().splitlines()
     assert json.loads(lines[0]) == {"prompt": "1+2=", "chosen": TEXTS["plain"], "rejected": TEXTS["right"]}
     assert len(lines) == 5
 
 
-def test_the_last_label_holds_and_can_be_taken_back(own: Served) -> None:
-    label(own, type="ranking", tiers=[[0], [1]])
-    assert label(own, type="ranking", tiers=[[1], [0]])["disagree"] == 1
-    assert label(own, type="ranking", tiers=[])["labels"] == []
-    assert len((own.runs_dir / "mine" / FILE).read_text().splitlines()) == 3
+def test_the_last_label_holds_and_can_be_taken_back(studio_with_run: Served) -> None:
+    label(studio_with_run, type="ranking", tiers=[[0], [1]])
+    assert label(studio_with_run, type="ranking", tiers=[[1], [0]])["disagree"] == 1
+    assert label(studio_with_run, type="ranking", tiers=[])["labels"] == []
+    assert len((studio_with_run.runs_dir / "mine" / FILE).read_text().splitlines()) == 3
 
 
-def test_a_dispute_sets_a_completion_against_the_others(own: Served) -> None:
+def test_a_dispute_sets_a_completion_against_the_others(studio_with_run: Served) -> None:
     """Completion 3 got 0 and should have had 2: above all others, against the reward in each of the three pairs."""
-    told = label(own, type="dispute", completion=3, reward=2.0, note="it is art")
-    assert (told["pairs"], told["disagree"]) == (3, 3)
-    first = json.loads(own.ask("/api/runs/mine/pairs.jsonl").body.decode().splitlines()[0])
+    data = label(studio_with_run, type="dispute", completion=3, reward=2.0, note="it is art")
+    assert (data["pairs"], data["disagree"]) == (3, 3)
+    first = json.loads(studio_with_run.ask("/api/runs/mine/pairs.jsonl").body.decode().splitlines()[0])
     assert first["chosen"] == HOSTILE
-    assert label(own, type="dispute", completion=3, reward=None)["pairs"] == 0
+    assert label(studio_with_run, type="dispute", completion=3, reward=None)["pairs"] == 0
 
 
 @pytest.mark.parametrize(
-    "told",
+    "data",
     [
         {"type": "ranking", "tiers": [[0], [9]]},
         {"type": "ranking", "tiers": [[0], [0]]},
@@ -69,13 +69,13 @@ def test_a_dispute_sets_a_completion_against_the_others(own: Served) -> None:
         {},
     ],
 )
-def test_a_label_of_nothing_is_refused(own: Served, told: dict[str, object]) -> None:
-    assert own.ask("/api/runs/mine/feedback", body={**WHERE, **told}).status in (404, 422)
-    assert not (own.runs_dir / "mine" / FILE).exists()
+def test_a_label_of_nothing_is_refused(studio_with_run: Served, data: dict[str, object]) -> None:
+    assert studio_with_run.ask("/api/runs/mine/feedback", body={**WHERE, **data}).status in (404, 422)
+    assert not (studio_with_run.runs_dir / "mine" / FILE).exists()
 
 
-def test_lines_that_are_no_labels_are_skipped(own: Served) -> None:
-    label(own, type="ranking", tiers=[[0], [1]])
-    with (own.runs_dir / "mine" / FILE).open("ab") as file:
+def test_lines_that_are_no_labels_are_skipped(studio_with_run: Served) -> None:
+    label(studio_with_run, type="ranking", tiers=[[0], [1]])
+    with (studio_with_run.runs_dir / "mine" / FILE).open("ab") as file:
         file.write(b'not json\n[1]\n{"type": "ranking"}\n\xff\n')
-    assert own.ask("/api/runs/mine/feedback").json["pairs"] == 1
+    assert studio_with_run.ask("/api/runs/mine/feedback").json["pairs"] == 1

@@ -1,4 +1,4 @@
-"""The page's formulas against the trainer's own: both are fed the same numbers."""
+"""The page's formulas against the trainer's, on the same numbers."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_kl_estimators(page: Page) -> None:
 @pytest.mark.parametrize("beta", [0.0, 0.04])
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_loss_and_its_gradient(page: Page, seed: int, beta: float) -> None:
-    """Completions of 1 to 4 tokens, old and reference policies a little apart, so that some tokens are clipped."""
+    """Completions of 1 to 4 tokens, with old and reference policies that differ enough to clip some tokens."""
     torch.manual_seed(seed)
     lengths = [1, 2, 3, 4]
     total = sum(lengths)

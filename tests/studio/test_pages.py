@@ -1,4 +1,4 @@
-"""Every page in a real browser: what is shown, what moves, what the keyboard does."""
+"""Every page in a real browser: content, interaction and keyboard."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def test_the_update_demo_learns(studio: Served, browser: Browser) -> None:
 
 
 def test_the_memory_demo(studio: Served, browser: Browser) -> None:
-    """The numbers shown are those of the planner, whose route test_planning.py holds against it."""
+    """The numbers are the planner's; test_planner.py compares the route with the planner."""
     with a_page(browser, f"{studio.address}/#/learn/relatives") as watched:
         page = watched.page
 
@@ -281,7 +281,7 @@ def test_the_memory_demo(studio: Served, browser: Browser) -> None:
 
 
 def test_the_plan_page(studio: Served, browser: Browser) -> None:
-    """What is asked is planned at once; what does not fit says what would, and then does."""
+    """A change of the form updates the plan; for a plan that does not fit, a listed fix makes it fit."""
     with a_page(browser, f"{studio.address}/#/plan") as watched:
         page = watched.page
         expect(page.locator("[data-fits]")).to_have_attribute("data-fits", "false")
@@ -314,7 +314,7 @@ def test_the_dynamics_demo(studio: Served, browser: Browser) -> None:
 
 @pytest.mark.parametrize("name", ADDRESSES)
 def test_everyone_can_use_it(studio: Served, browser: Browser, name: str) -> None:
-    """axe-core finds nothing serious, in either colour. It is put in by the debugger, so that the page's policy stays."""
+    """axe-core finds nothing serious in either theme. The debugger injects it, so that the page's CSP is unchanged."""
     for dark in (False, True):
         with a_page(browser, f"{studio.address}/{ADDRESSES[name]}", dark=dark) as watched:
             settled(watched.page)

@@ -1,4 +1,4 @@
-"""The Playground: its server asks `oncurve serve`, started as a process; the page shows what comes of it."""
+"""The Playground with real `oncurve serve` processes: the routes and the page."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ASK: dict[str, Any] = {"prompt": "1+2=", "samples": 3, "temperature": 1.0, "top_
 
 
 def give_model(run: RunFolder, seed: int) -> None:
-    """A model that the run might have ended with, a checkpoint of other weights, and one that is being written."""
+    """A final model, a checkpoint with other weights, and a checkpoint that is being written."""
     recipe = load_recipe(run.recipe)
     alphabet = task_for(recipe, recipe.stages[0]).alphabet
     load_policy(recipe.model, alphabet=alphabet, seed=seed).save(run.model)
@@ -44,21 +44,21 @@ def playground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     for seed, name in enumerate(("one", "two")):
         give_model(make_run(folder, name, sets=SMALL), seed)
     make_run(folder, "modelless")
-    with served(folder) as found:
-        yield found
+    with served(folder) as offers:
+        yield offers
 
 
-def lines(studio: Served, asked: dict[str, Any]) -> list[dict[str, Any]]:
+def lines(studio: Served, request_body: dict[str, Any]) -> list[dict[str, Any]]:
     request = urllib.request.Request(
-        f"{studio.address}/api/playground/sample", json.dumps(asked).encode(), {"content-type": "application/json"}
+        f"{studio.address}/api/playground/sample", json.dumps(request_body).encode(), {"content-type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=300) as told:
-        return [json.loads(line) for line in told]
+    with urllib.request.urlopen(request, timeout=300) as data:
+        return [json.loads(line) for line in data]
 
 
 def test_what_is_offered(playground: Served) -> None:
-    told = playground.ask("/api/playground").json
-    models = {one["run"]: [model["target"] for model in one["models"]] for one in told["runs"]}
+    data = playground.ask("/api/playground").json
+    models = {one["run"]: [model["target"] for model in one["models"]] for one in data["runs"]}
     assert models == {"one": ["one", "one@grpo-2"], "two": ["two", "two@grpo-2"]}
     lent = playground.ask("/api/playground/runs/one").json
     assert lent["prompts"][0]["text"].startswith("9+"), "measurements first"
@@ -69,18 +69,18 @@ def test_what_is_offered(playground: Served) -> None:
 
 @pytest.mark.parametrize("target", ["nothing", "../one", "--help", "modelless@grpo-2x/..", "/", "relative/model", "owner/name"])
 def test_what_is_no_model_is_never_started(playground: Served, target: str) -> None:
-    told = playground.ask("/api/playground/open", body={"target": target})
-    assert told.status in (404, 422)
+    data = playground.ask("/api/playground/open", body={"target": target})
+    assert data.status in (404, 422)
     assert playground.ask("/api/playground").json["there"] == []
 
 
 @pytest.mark.slow
 def test_samples_come_as_they_are_drawn(playground: Served) -> None:
-    told = lines(playground, {"target": "one", **ASK})
-    assert {line["sample"] for line in told} == {0, 1, 2}
-    texts = ["".join(line["text"] for line in told if line["sample"] == n) for n in range(3)]
-    assert [sum(line["finish"] is not None for line in told if line["sample"] == n) for n in range(3)] == [1, 1, 1]
-    tokens = [token for line in told if line["sample"] == 0 for token in line["tokens"]]
+    data = lines(playground, {"target": "one", **ASK})
+    assert {line["sample"] for line in data} == {0, 1, 2}
+    texts = ["".join(line["text"] for line in data if line["sample"] == n) for n in range(3)]
+    assert [sum(line["finish"] is not None for line in data if line["sample"] == n) for n in range(3)] == [1, 1, 1]
+    tokens = [token for line in data if line["sample"] == 0 for token in line["tokens"]]
     # Tokens are shown by their names; a text leaves out those that are no part of it.
     assert "".join(text for text, _, _ in tokens if text not in ("<unk>", "<pad>", "<end>")) == texts[0]
     assert all(logp <= 0 for _, _, logp in tokens)
@@ -104,15 +104,15 @@ def test_a_model_that_can_not_be_loaded_says_why(playground: Served, tmp_path: P
     folder = tmp_path / "damaged"
     shutil.copytree(playground.runs_dir / "one" / "model", folder)
     (folder / "config.json").write_text('{"model_type": "no such thing"}')
-    told = playground.ask("/api/playground/open", body={"target": str(folder)}, timeout=300)
-    assert told.status == 422
-    assert "can't be loaded" in told.json["error"]["what"]
-    assert told.json["error"]["fix"]
+    data = playground.ask("/api/playground/open", body={"target": str(folder)}, timeout=300)
+    assert data.status == 422
+    assert "can't be loaded" in data.json["error"]["what"]
+    assert data.json["error"]["fix"]
 
 
 @pytest.mark.slow
 def test_the_page(playground: Served) -> None:
-    """Two models side by side: streamed, graded, and a group to play with; then a stop, and unloading."""
+    """Two models side by side: streamed, scored and shown as groups; then stopped and unloaded."""
     with a_browser() as browser:
         _the_page(playground, browser)
 

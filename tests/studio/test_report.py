@@ -1,4 +1,4 @@
-"""The report: one file, complete, and whatever a model wrote stays text."""
+"""The report: one self-contained file, in which text written by a model stays text."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def test_ticks_are_round() -> None:
 
 
 def test_a_chart_passes_over_what_is_no_number() -> None:
-    drawn = chart("loss", [(1, 1.0), (2, float("nan")), (3, 2.0)])
-    line = re.search(r'points="([^"]+)"', drawn)
+    charts = chart("loss", [(1, 1.0), (2, float("nan")), (3, 2.0)])
+    line = re.search(r'points="([^"]+)"', charts)
     assert line is not None
     assert len(line[1].split()) == 2
     assert "no value" in chart("loss", [(1, float("nan"))])

@@ -1,4 +1,4 @@
-"""Rewards tried on texts, in a process of their own."""
+"""Trials of rewards in a separate process, and the audit."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ ASKED = {"rewards": [], "prompt": "12+34=", "columns": {"answer": "46"}, "comple
 
 
 def test_the_rewards_of_a_run(studio: Served) -> None:
-    told = studio.ask("/api/trial?run=sums-1", body=ASKED).json["completions"]
-    assert [one["total"] for one in told] == pytest.approx([1.1, 0.0])
-    assert told[1]["aspects"][0]["reason"] == "no answer found"
+    data = studio.ask("/api/trial?run=sums-1", body=ASKED).json["completions"]
+    assert [one["total"] for one in data] == pytest.approx([1.1, 0.0])
+    assert data[1]["aspects"][0]["reason"] == "no answer found"
 
 
 def test_rewards_written_on_the_page(studio: Served) -> None:
     rewards = [{"type": "answer", "take": "number"}]
-    told = studio.ask("/api/trial", body={**ASKED, "rewards": rewards}).json["completions"]
-    assert [one["total"] for one in told] == [1.0, 1.0]
+    data = studio.ask("/api/trial", body={**ASKED, "rewards": rewards}).json["completions"]
+    assert [one["total"] for one in data] == [1.0, 1.0]
     wrong = studio.ask("/api/trial", body={**ASKED, "rewards": [{"type": "anser"}]}).json["error"]
     assert "did you mean 'answer'" in wrong["what"]
 
@@ -48,25 +48,25 @@ def test_a_reward_that_ends_the_process_is_told_of(tmp_path: Path) -> None:
 
 
 def test_what_the_rewards_said(studio: Served) -> None:
-    told = studio.ask("/api/runs/sums-1/rewards").json
-    answer = next(one for one in told["said"] if one["name"] == "answer")
+    data = studio.ask("/api/runs/sums-1/rewards").json
+    answer = next(one for one in data["said"] if one["name"] == "answer")
     assert answer["failures"] == 4
     assert answer["reasons"][0]["said"] == "ValueError: no number here"
     assert answer["reasons"][0]["example"]["step"] == 4
 
 
 def test_the_audit_of_a_run(tmp_path: Path) -> None:
-    """At each of eight steps another prompt is answered, and rewarded, with the very same text."""
+    """At each of eight steps another prompt is answered with the same text, and rewarded."""
     run = make_run(tmp_path, "long", steps=0)
     with RunWriter.open(run.path) as store:
         for step in range(1, 9):
             store.record_step(step_report(step, first=100 + step))
     make_run(tmp_path, "young", steps=0)
-    with served(tmp_path) as found:
-        told = found.ask("/api/runs/long/audit").json
-        young = found.ask("/api/runs/young/audit").json
-    assert (told["stage"], told["steps"]) == ("grpo", 8)
-    signal = next(signal for signal in told["signals"] if signal["name"] == "one string for many prompts")
+    with served(tmp_path) as signals:
+        data = signals.ask("/api/runs/long/audit").json
+        young = signals.ask("/api/runs/young/audit").json
+    assert (data["stage"], data["steps"]) == ("grpo", 8)
+    signal = next(signal for signal in data["signals"] if signal["name"] == "one string for many prompts")
     assert "different prompts" in signal["what"]
     assert signal["examples"][0]["text"] == RIGHT
     assert young["signals"] == []
@@ -78,7 +78,7 @@ def test_steps_are_spread_evenly() -> None:
 
 
 def test_the_rewards_of_a_recipe_are_all_that_training_grades_by() -> None:
-    """The stage's `overlong`, and the accuracy that is only watched; a rejection stage after it does not stand in for it."""
+    """The stage's `overlong` and the accuracy reward of weight 0; not the rewards of a later rejection_sample stage."""
     recipe = parse_recipe(
         {
             "task": {"type": "arithmetic"},

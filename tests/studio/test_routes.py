@@ -1,4 +1,4 @@
-"""What the server tells of runs: good ones, broken ones, and names that are none."""
+"""The HTTP API: intact runs, broken runs, and names that are not runs."""
 
 from __future__ import annotations
 
@@ -53,18 +53,18 @@ def test_a_name_is_never_a_path(studio: Served, name: str) -> None:
 
 
 def test_curves(studio: Served) -> None:
-    told = studio.ask("/api/runs/sums-1/curves").json
-    metrics = told["stages"][0]["metrics"]
+    data = studio.ask("/api/runs/sums-1/curves").json
+    metrics = data["stages"][0]["metrics"]
     assert metrics["kl"] == {"steps": [1, 2, 3, 4], "values": [0.01, 0.02, 0.03, 0.04]}
     assert metrics["loss"]["values"] == [0.01, None, 0.01, 0.01]
     assert metrics["seconds/sample"]["values"] == [0.5] * 4
-    assert told["evals"][0]["accuracy"] == 0.5
+    assert data["evals"][0]["accuracy"] == 0.5
 
 
 def test_a_run_without_a_rule_has_rewards_for_accuracies(tmp_path: Path) -> None:
     run = make_free_run(tmp_path, "talk")
-    told = curves(run)["evals"]
-    assert [(e["step"], e["accuracy"], e["reward"]) for e in told] == [(0, None, -1.25), (4, None, 0.5)]
+    data = curves(run)["evals"]
+    assert [(e["step"], e["accuracy"], e["reward"]) for e in data] == [(0, None, -1.25), (4, None, 0.5)]
     (listed,) = overview(tmp_path)
     assert (listed["accuracy"], listed["heldout_reward"]) == (None, 0.5)
 
@@ -72,25 +72,25 @@ def test_a_run_without_a_rule_has_rewards_for_accuracies(tmp_path: Path) -> None
 def test_thinning_keeps_the_spikes() -> None:
     points = [(step, 1.0) for step in range(10_000)]
     points[1234], points[7000] = (1234, 99.0), (7000, -99.0)
-    kept = downsample(points, 100)
-    assert len(kept) <= 100
-    assert (1234, 99.0) in kept
-    assert (7000, -99.0) in kept
-    assert kept == sorted(kept)
+    sampled = downsample(points, 100)
+    assert len(sampled) <= 100
+    assert (1234, 99.0) in sampled
+    assert (7000, -99.0) in sampled
+    assert sampled == sorted(sampled)
     assert downsample(points[:50], 100) == points[:50]
 
 
 def test_a_group_in_full(studio: Served) -> None:
-    told = studio.ask("/api/runs/sums-1/group?stage=grpo&step=2&position=0").json
-    assert told["prompt"] == {"id": "sums/2", "shown": "1+2=", "columns": {"answer": "3"}}
-    assert told["grading"] == {
+    data = studio.ask("/api/runs/sums-1/group?stage=grpo&step=2&position=0").json
+    assert data["prompt"] == {"id": "sums/2", "shown": "1+2=", "columns": {"answer": "3"}}
+    assert data["grading"] == {
         "baseline": "mean", "scale": "group", "eps": 1e-4, "mask_cut": False, "kl_in_reward": False, "group_size": 4,
     }  # fmt: skip
-    totals = [one["total"] for one in told["completions"]]
+    totals = [one["total"] for one in data["completions"]]
     assert totals == pytest.approx([1.1, 1.0, 0.1, 0.0])
     expected = (np.array(totals) - np.mean(totals)) / (np.std(totals, ddof=1) + 1e-4)
-    assert [one["advantage"] for one in told["completions"]] == pytest.approx(expected, abs=1e-6)
-    tokens = told["completions"][3]["tokens"]
+    assert [one["advantage"] for one in data["completions"]] == pytest.approx(expected, abs=1e-6)
+    tokens = data["completions"][3]["tokens"]
     assert "".join(tokens["pieces"]) == HOSTILE
     assert {len(tokens[key]) for key in ("ids", "pieces", "logp", "ratio", "entropy", "clipped", "kl", "advantage")} == {
         len(HOSTILE) + 1
@@ -98,17 +98,17 @@ def test_a_group_in_full(studio: Served) -> None:
 
 
 def test_failures_cuts_and_steps_are_shown(studio: Served) -> None:
-    told = studio.ask("/api/runs/sums-1/group?stage=grpo&step=1&position=2").json["completions"]
-    assert told[1]["failure"] == "answer: ValueError: no number here"
-    assert (told[1]["total"], told[1]["graded"]) == (None, False)
-    assert told[2]["stop"] == "length"
-    assert told[3]["aspects"][2]["steps"] == [[2, 0.5], [5, -1.0]]
+    data = studio.ask("/api/runs/sums-1/group?stage=grpo&step=1&position=2").json["completions"]
+    assert data[1]["failure"] == "answer: ValueError: no number here"
+    assert (data[1]["total"], data[1]["graded"]) == (None, False)
+    assert data[2]["stop"] == "length"
+    assert data[3]["aspects"][2]["steps"] == [[2, 0.5], [5, -1.0]]
 
 
 def test_held_out_groups_too(studio: Served) -> None:
-    told = studio.ask("/api/runs/sums-1/group?stage=grpo&step=4&position=1&kind=eval").json
-    assert told["completions"][0]["advantage"] is None
-    assert told["completions"][0]["tokens"]["ratio"] is None
+    data = studio.ask("/api/runs/sums-1/group?stage=grpo&step=4&position=1&kind=eval").json
+    assert data["completions"][0]["advantage"] is None
+    assert data["completions"][0]["tokens"]["ratio"] is None
 
 
 def test_a_prompt_through_training(studio: Served) -> None:
@@ -180,8 +180,8 @@ def test_a_live_run_is_followed(tmp_path: Path) -> None:
         with RunWriter.open(run.path) as store:
             store.record_step(step_report(2))
         assert next(line for line in lines if line.startswith("event")) == "event: step"
-        told = json.loads(next(lines).removeprefix("data: "))
-        assert (told["run"], told["stage"], told["step"], told["metrics"]["kl"]) == ("live", "grpo", 2, 0.02)
+        data = json.loads(next(lines).removeprefix("data: "))
+        assert (data["run"], data["stage"], data["step"], data["metrics"]["kl"]) == ("live", "grpo", 2, 0.02)
         assert next(line for line in lines if line.startswith("event")) == "event: state"
         with RunWriter.open(run.path) as store:
             store.forget_after("grpo", 1)
@@ -192,7 +192,7 @@ def test_no_state_counts_a_step_that_was_not_told(tmp_path: Path) -> None:
     run = make_run(tmp_path, "live", steps=1, finished=False)
 
     class Overtaken(Follower):
-        """A step is written just before the state is read."""
+        """A step is recorded just before the state is read."""
 
         def _state(self, run: RunFolder) -> str:
             if self.last:

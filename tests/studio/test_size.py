@@ -1,4 +1,4 @@
-"""A run of a million completions: every view stays quick, since none of them goes through all of it."""
+"""A run of a million completions: every request stays fast, because none scans all of it."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     run = make_run(folder, "million", steps=1)
     with closing(sqlite3.connect(run.database)) as database:
         database.executescript(f"PRAGMA synchronous = OFF; BEGIN; {FILL} COMMIT;")
-    with served(folder) as found:
-        found.ask("/api/runs")
-        yield found
+    with served(folder) as matches:
+        matches.ask("/api/runs")
+        yield matches
 
 
 def took(studio: Served, path: str) -> float:
@@ -80,16 +80,16 @@ def test_a_view_of_a_million_completions(large: Served, path: str, limit_s: floa
 
 
 def test_a_search_goes_on_to_the_end(large: Served) -> None:
-    """What is not found within the time of one view is looked for further, until all is looked through."""
-    pages, before, found = 0, None, 0
+    """A search that exceeds its time limit continues with the next request, until everything is scanned."""
+    pages, before, matches = 0, None, 0
     while True:
         asked = "/api/runs/million/search?failed=true" + (f"&before={before}" if before else "")
         page = large.ask(asked).json
-        found += len(page["completions"])
+        matches += len(page["completions"])
         pages, before = pages + 1, page["before"]
         if before is None:
             break
-    assert found == COMPLETIONS // 50_000 + 1 + 1
+    assert matches == COMPLETIONS // 50_000 + 1 + 1
     assert pages < 60
 
 

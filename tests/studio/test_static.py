@@ -1,4 +1,4 @@
-"""The built page is there, is small, and was built from the sources that lie beside it."""
+"""The built page exists, is small, and was built from the present sources."""
 
 from __future__ import annotations
 

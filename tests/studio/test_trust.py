@@ -1,4 +1,4 @@
-"""What a page may make the studio run or send: nothing, unless the studio has --allow-code and the box is ticked."""
+"""A page can make the studio run code or send keys only with --allow-code and the ticked box."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def asked(*rewards: dict[str, Any]) -> dict[str, Any]:
 
 
 def filled(reward: dict[str, Any], folder: Path, address: str = "http://127.0.0.1:9/v1") -> dict[str, Any]:
-    """The reward with a file whose import leaves a mark, and with an address."""
+    """The reward with a file whose import leaves a trace, and with an endpoint."""
     (folder / "mine.py").write_text(
         f"from pathlib import Path\nPath({str(folder / 'ran')!r}).touch()\n"
         "def f(first=None, **_):\n    return [1.0] * len(first) if isinstance(first, list) else []\n"
@@ -65,7 +65,7 @@ def filled(reward: dict[str, Any], folder: Path, address: str = "http://127.0.0.
 
 
 def run_with(folder: Path, name: str, **changed: Any) -> RunFolder:
-    """A run as if from elsewhere: nothing here has recorded it."""
+    """A run from elsewhere: not recorded as trusted."""
     run = make_run(folder, name)
     plain = load_recipe(run.recipe).model_dump(mode="json", exclude_none=True)
     run.write_recipe(dump_recipe(parse_recipe({**plain, **changed})))
@@ -74,12 +74,12 @@ def run_with(folder: Path, name: str, **changed: Any) -> RunFolder:
 
 @contextmanager
 def endpoint() -> Iterator[tuple[str, list[str]]]:
-    """An address that notes the keys it is sent."""
-    heard: list[str] = []
+    """An endpoint that records the keys it is sent."""
+    keys_sent: list[str] = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            heard.append(self.headers.get("authorization", ""))
+            keys_sent.append(self.headers.get("authorization", ""))
             self.send_response(500)
             self.end_headers()
 
@@ -88,19 +88,19 @@ def endpoint() -> Iterator[tuple[str, list[str]]]:
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}/v1", heard
+        yield f"http://127.0.0.1:{server.server_address[1]}/v1", keys_sent
         server.shutdown()
 
 
 @pytest.mark.parametrize("kind", CODE)
 def test_no_code_of_a_page_runs(kind: str, tmp_path: Path) -> None:
-    """Not even with the flag and the tick: what a page writes is no recipe of the user's."""
+    """Not even with the flag and the tick: rewards written on a page are not the user's recipe."""
     reward = filled(CODE[kind], tmp_path)
     with served(tmp_path) as plain, served(tmp_path, TOKEN, allow_code=True) as allowing:
         for path in ("/api/trial", "/api/trial?trusted=true"):
-            for told in (plain.ask(path, body=asked(reward)), allowing.ask(path, COOKIES, body=asked(reward))):
-                assert told.status == 422
-                assert "may not run code" in told.json["error"]["because"]
+            for data in (plain.ask(path, body=asked(reward)), allowing.ask(path, COOKIES, body=asked(reward))):
+                assert data.status == 422
+                assert "may not run code" in data.json["error"]["because"]
     assert not (tmp_path / "ran").exists()
 
 
@@ -113,13 +113,13 @@ def test_no_code_of_a_run_runs_without_the_flag_and_the_tick(kind: str, of_stage
     run_with(tmp_path, "theirs", rewards=[{"type": "answer"} if of_stage else reward], stages=stages)
     with served(tmp_path) as plain:
         for path in ("/api/trial?run=theirs", "/api/trial?run=theirs&trusted=true"):
-            told = plain.ask(path, body=asked())
-            assert told.status == 422
-            assert "--allow-code" in told.json["error"]["fix"]
+            data = plain.ask(path, body=asked())
+            assert data.status == 422
+            assert "--allow-code" in data.json["error"]["fix"]
     with served(tmp_path, TOKEN, allow_code=True) as allowing:
-        told = allowing.ask("/api/trial?run=theirs", COOKIES, body=asked())
-        assert told.status == 422
-        assert "tick the box" in told.json["error"]["fix"]
+        data = allowing.ask("/api/trial?run=theirs", COOKIES, body=asked())
+        assert data.status == 422
+        assert "tick the box" in data.json["error"]["fix"]
         assert allowing.ask("/api/trial?run=theirs&trusted=true", body=asked()).status == 401, "the tick alone opens nothing"
         assert allowing.ask("/api/runs/theirs/rewards", COOKIES).json["asks"], "the page says what would run"
     assert not (tmp_path / "ran").exists()
@@ -129,7 +129,7 @@ def test_no_code_of_a_run_runs_without_the_flag_and_the_tick(kind: str, of_stage
 def test_no_key_is_sent_without_the_flag_and_the_tick(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PRIVATE", SECRET)
     monkeypatch.setenv("OPENAI_API_KEY", SECRET)
-    with endpoint() as (address, heard):
+    with endpoint() as (address, keys_sent):
         reward = filled(KEYS[kind], tmp_path, address)
         run_with(tmp_path, "theirs", rewards=[reward])
         with served(tmp_path) as plain:
@@ -139,22 +139,22 @@ def test_no_key_is_sent_without_the_flag_and_the_tick(kind: str, tmp_path: Path,
         with served(tmp_path, TOKEN, allow_code=True) as allowing:
             assert allowing.ask("/api/trial?run=theirs", COOKIES, body=asked()).status == 422
             assert allowing.ask("/api/trial?trusted=true", COOKIES, body=asked(reward)).status == 422
-    assert heard == []
+    assert keys_sent == []
 
 
 def test_what_is_allowed_and_ticked_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same rewards do run, and do send, once the user agrees: the refusals above are no accident."""
+    """The same rewards run and send once the user agrees, so the refusals above test something."""
     monkeypatch.setenv("PRIVATE", SECRET)
     monkeypatch.chdir(tmp_path)
-    with endpoint() as (address, heard), served(tmp_path, TOKEN, allow_code=True) as allowing:
+    with endpoint() as (address, keys_sent), served(tmp_path, TOKEN, allow_code=True) as allowing:
         run_with(tmp_path, "theirs", rewards=[filled(CODE["a splitter"], tmp_path)])
         run_with(tmp_path, "judged", rewards=[filled(KEYS["a judge"], tmp_path, address)])
-        told = allowing.ask("/api/trial?run=theirs&trusted=true", COOKIES, body=asked(), timeout=60)
-        assert (told.status, len(told.json["completions"])) == (200, 2)
+        data = allowing.ask("/api/trial?run=theirs&trusted=true", COOKIES, body=asked(), timeout=60)
+        assert (data.status, len(data.json["completions"])) == (200, 2)
         assert (tmp_path / "ran").exists()
-        told = allowing.ask("/api/trial?run=judged&trusted=true", COOKIES, body=asked(), timeout=60)
-        assert told.status == 200
-    assert heard[0] == f"Bearer {SECRET}"
+        data = allowing.ask("/api/trial?run=judged&trusted=true", COOKIES, body=asked(), timeout=60)
+        assert data.status == 200
+    assert keys_sent[0] == f"Bearer {SECRET}"
 
 
 def test_plain_rewards_never_ask(studio: Served) -> None:
@@ -186,19 +186,19 @@ def test_no_model_with_code_is_loaded_without_the_flag_and_the_tick(kind: str, t
     with served(tmp_path) as plain, served(tmp_path, TOKEN, allow_code=True) as allowing:
         (offered,) = plain.ask("/api/playground").json["runs"]
         assert "runs Python" in offered["asks"][0], "the page says what would run"
-        for told in (
+        for data in (
             plain.ask("/api/playground/open", body={"target": target}),
             plain.ask("/api/playground/open", body={"target": target, "trusted": True}),
             plain.ask("/api/playground/sample", body=sampled),
             allowing.ask("/api/playground/open", COOKIES, body={"target": target}),
             allowing.ask("/api/playground/sample", COOKIES, body=sampled),
         ):
-            assert told.status == 422
-            assert "runs Python" in told.json["error"]["what"]
+            assert data.status == 422
+            assert "runs Python" in data.json["error"]["what"]
 
 
 def test_a_run_elsewhere_is_no_model_folder(tmp_path: Path) -> None:
-    """A folder that is both would be opened as a run, by a recipe that the studio has not looked at."""
+    """A folder that is both would be opened as a run, with a recipe that the studio has not checked."""
     run = run_with(tmp_path / "elsewhere", "theirs", model={"trust_remote_code": True})
     (run.path / "config.json").write_text("{}")
     (tmp_path / "runs").mkdir()
@@ -213,8 +213,8 @@ def test_a_model_with_code_is_loaded_once_it_is_allowed_and_ticked(tmp_path: Pat
     run = run_with(tmp_path, "theirs", model={"trust_remote_code": True, "tiny": small})
     give_model(run, 0)
     with served(tmp_path, TOKEN, allow_code=True) as allowing:
-        told = allowing.ask("/api/playground/open", COOKIES, body={"target": "theirs", "trusted": True}, timeout=300)
-        assert told.status == 200, told.json
+        data = allowing.ask("/api/playground/open", COOKIES, body={"target": "theirs", "trusted": True}, timeout=300)
+        assert data.status == 200, data.json
         assert allowing.ask("/api/playground", COOKIES).json["there"] == ["theirs"]
 
 

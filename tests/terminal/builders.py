@@ -1,4 +1,4 @@
-"""Records by hand, for what is rendered."""
+"""Hand-made records to render."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def completion(text: str, tokens: int = 3, stop: StopReason = "end") -> Completi
 def graded_group(
     texts: Sequence[str], rewards: Sequence[float | None], advantages: Sequence[float], stops: Sequence[StopReason] = ()
 ) -> GradedGroup:
-    """A group with one aspect, `answer`; a reward of None is a failure of it."""
+    """A group with one aspect, `answer`; a reward of None means that it failed."""
     stops = stops or ["end"] * len(texts)
     completions = tuple(completion(text, stop=stop) for text, stop in zip(texts, stops, strict=True))
     failures = [None if reward is not None else "ValueError: odd" for reward in rewards]

@@ -86,8 +86,8 @@ def test_half_a_character_waits_for_its_other_half() -> None:
     out = io.StringIO()
     printer = Printer(Bytes(), out)  # type: ignore[arg-type]
     printer.put(torch.tensor([[1, 2]]))
-    seen = []
+    outputs = []
     for token in "aé".encode():
         printer.put(torch.tensor([token]))
-        seen.append(out.getvalue())
-    assert seen == ["a", "a", "aé"]
+        outputs.append(out.getvalue())
+    assert outputs == ["a", "a", "aé"]

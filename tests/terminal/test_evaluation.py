@@ -50,7 +50,7 @@ def test_eval_as_data() -> None:
 
 
 def test_an_estimate_is_not_shown_as_a_count() -> None:
-    """Two problems, 1 and 0 of 4 right: pass@1 is 1/8 of them, which is no number of problems; pass@4 is one of two."""
+    """Two problems, 1 and 0 of 4 right: pass@1 is 1/8, which is not a count of problems; pass@4 is one of two."""
     report = EvalReport("grpo", 0, 0.125, 2, {}, {"pass_at/1": 0.125, "pass_at/4": 0.5})
     rows = [line.split() for line in shown(render_eval(report, "x", 4))]
     assert [row[-1] for row in rows if row[:1] == ["pass@1"]] == ["–"]

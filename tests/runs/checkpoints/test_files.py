@@ -32,20 +32,20 @@ def test_a_checkpoint_comes_back(tmp_path: Path) -> None:
     assert path.name == "grpo-000120"
     files = {"manifest.json", "model.safetensors", "optimiser.safetensors", "trainer.json"}
     assert {file.name for file in path.iterdir()} == files
-    found = load(path)
-    assert (found.path, found.stage, found.step) == (path, "grpo", 120)
-    assert found.documents == {"trainer": {"step": 120, "rate": 0.1}}
-    assert set(found.tensors) == {"model", "optimiser"}
-    assert torch.equal(found.tensors["model"]["w"], torch.full((2, 3), 120.0))
-    assert torch.equal(found.tensors["model"]["b"], torch.arange(3))
+    loaded = load(path)
+    assert (loaded.path, loaded.stage, loaded.step) == (path, "grpo", 120)
+    assert loaded.documents == {"trainer": {"step": 120, "rate": 0.1}}
+    assert set(loaded.tensors) == {"model", "optimiser"}
+    assert torch.equal(loaded.tensors["model"]["w"], torch.full((2, 3), 120.0))
+    assert torch.equal(loaded.tensors["model"]["b"], torch.arange(3))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool])
 def test_every_type_of_number_comes_back_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
     tensor = (torch.randn(5, 4, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
-    found = load(save(tmp_path, "s", 1, {"a": {"x": tensor, "none": tensor[:0], "scalar": tensor[0, 0]}}, {}))
+    loaded = load(save(tmp_path, "s", 1, {"a": {"x": tensor, "none": tensor[:0], "scalar": tensor[0, 0]}}, {}))
     for name, expected in {"x": tensor, "none": tensor[:0], "scalar": tensor[0, 0]}.items():
-        got = found.tensors["a"][name]
+        got = loaded.tensors["a"][name]
         assert got.dtype == dtype
         assert got.shape == expected.shape
         assert torch.equal(got, expected)
@@ -57,18 +57,18 @@ def test_tied_tensors_are_written_once_and_come_back_tied(tmp_path: Path) -> Non
     assert (path / "model.safetensors").stat().st_size < 1.2 * embedding.numel() * 4
     manifest = json.loads((path / "manifest.json").read_text())
     assert manifest["files"]["model.safetensors"]["aliases"] == {"head": "embed"}
-    found = load(path).tensors["model"]
-    assert found["head"] is found["embed"]
-    assert torch.equal(found["embed"], embedding)
-    assert set(found) == {"embed", "head", "other"}
+    loaded = load(path).tensors["model"]
+    assert loaded["head"] is loaded["embed"]
+    assert torch.equal(loaded["embed"], embedding)
+    assert set(loaded) == {"embed", "head", "other"}
 
 
 def test_views_of_one_memory_are_kept_apart(tmp_path: Path) -> None:
     base = torch.arange(12.0)
     views = {"all": base, "shaped": base.view(3, 4), "turned": base.view(3, 4).T, "part": base[2:5], "overlap": base[4:8]}
-    found = load(save(tmp_path, "s", 1, {"model": views}, {})).tensors["model"]
+    loaded = load(save(tmp_path, "s", 1, {"model": views}, {})).tensors["model"]
     for name, view in views.items():
-        assert torch.equal(found[name], view)
+        assert torch.equal(loaded[name], view)
 
 
 def test_a_file_s_name_may_carry_its_ending(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_any_stage_name_makes_one_folder(tmp_path: Path, stage: str) -> None:
     path = write(tmp_path, stage, 7)
     assert path.parent == tmp_path
     assert path == checkpoint_path(tmp_path, stage, 7)
-    assert [(place.stage, place.step) for place in list_checkpoints(tmp_path)] == [(stage, 7)]
+    assert [(entry.stage, entry.step) for entry in list_checkpoints(tmp_path)] == [(stage, 7)]
     assert load(path).stage == stage
 
 
@@ -93,8 +93,8 @@ def test_any_flipped_byte_is_found(tmp_path: Path, data: st.DataObject) -> None:
     path = write(tmp_path, "grpo", 1)
     file = data.draw(st.sampled_from(sorted(path.iterdir())))
     content = bytearray(file.read_bytes())
-    place = data.draw(st.integers(0, len(content) - 1))
-    content[place] ^= data.draw(st.sampled_from([0x01, 0x80, 0xFF]))
+    entry = data.draw(st.integers(0, len(content) - 1))
+    content[entry] ^= data.draw(st.sampled_from([0x01, 0x80, 0xFF]))
     file.write_bytes(content)
     with pytest.raises(CheckpointError) as caught:
         load(path)
@@ -114,12 +114,12 @@ def test_the_one_before_a_damaged_checkpoint_is_used(tmp_path: Path, file: str, 
         os.truncate(target, target.stat().st_size - 5)
     else:
         target.write_bytes(target.read_bytes() + b"x")
-    told: list[tuple[Path, str]] = []
-    found = newest_valid(tmp_path, lambda path, why: told.append((path, why)))
-    assert found is not None
-    assert (found.stage, found.step) == ("grpo", 1)
-    assert [path for path, _ in told] == [newest]
-    assert file in told[0][1]
+    output: list[tuple[Path, str]] = []
+    loaded = newest_valid(tmp_path, lambda path, why: output.append((path, why)))
+    assert loaded is not None
+    assert (loaded.stage, loaded.step) == ("grpo", 1)
+    assert [path for path, _ in output] == [newest]
+    assert file in output[0][1]
 
 
 def test_the_newest_is_the_last_written_whatever_its_stage_or_step(tmp_path: Path) -> None:
@@ -128,9 +128,9 @@ def test_the_newest_is_the_last_written_whatever_its_stage_or_step(tmp_path: Pat
         write(tmp_path, stage, step)
     shutil.copytree(tmp_path, tmp_path / "copy")
     for folder in (tmp_path, tmp_path / "copy"):
-        found = newest_valid(folder, no_damage)
-        assert found is not None
-        assert (found.stage, found.step) == ("a", 3)
+        loaded = newest_valid(folder, no_damage)
+        assert loaded is not None
+        assert (loaded.stage, loaded.step) == ("a", 3)
 
 
 def test_a_checkpoint_saved_again_is_replaced(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_pruning_keeps_the_last_and_the_protected(tmp_path: Path) -> None:
     write(tmp_path, "sft", 1)
     gone = prune(tmp_path, "grpo", keep=2, protect={1})
     assert [path.name for path in gone] == ["grpo-000002", "grpo-000003", "grpo-000004"]
-    assert [(place.stage, place.step) for place in list_checkpoints(tmp_path)] == [
+    assert [(entry.stage, entry.step) for entry in list_checkpoints(tmp_path)] == [
         ("grpo", 1),
         ("grpo", 5),
         ("grpo", 6),
@@ -189,13 +189,13 @@ def test_a_kill_while_saving_leaves_no_half_checkpoint(tmp_path: Path, moment: s
         assert leftovers == {".writing-grpo-000001", ".replaced-grpo-000001"}
     remove_leftovers(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["grpo-000001"]
-    found = newest_valid(tmp_path, no_damage)
-    assert found is not None
-    assert found.documents["trainer"]["step"] == 1
+    loaded = newest_valid(tmp_path, no_damage)
+    assert loaded is not None
+    assert loaded.documents["trainer"]["step"] == 1
 
 
 def test_a_disk_that_fills_up_leaves_the_last_good_state(tmp_path: Path) -> None:
-    """A real refusal by the system, half-way through a file: the process may write none larger than 100 kB."""
+    """A real error in the middle of a file: the process may not write files larger than 100 kB."""
     write(tmp_path, "grpo", 1)
     code = """
         import resource, sys
@@ -210,10 +210,10 @@ def test_a_disk_that_fills_up_leaves_the_last_good_state(tmp_path: Path) -> None
             except DiskError as error:
                 print(error)
     """
-    told = finish(start(code, tmp_path))
-    assert told.count("grpo-000002: no space left: 0.4 MiB needed, ") == 1
-    assert told.count("no space left: 0.2 MiB needed, ") == 1
-    assert told.count("earlier files are intact") == 2
+    output = finish(start(code, tmp_path))
+    assert output.count("grpo-000002: no space left: 0.4 MiB needed, ") == 1
+    assert output.count("no space left: 0.2 MiB needed, ") == 1
+    assert output.count("earlier files are intact") == 2
     assert [path.name for path in tmp_path.iterdir()] == ["grpo-000001"]
     assert newest_valid(tmp_path, no_damage) is not None
 

@@ -25,10 +25,10 @@ from tests.runs.samples import eval_report, same, step_report
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[RunWriter]:
-    with RunWriter.create(tmp_path) as made:
-        made.begin_stage("sft", "sft", 0, 2)
-        made.begin_stage("grpo", "grpo", 1, 10)
-        yield made
+    with RunWriter.create(tmp_path) as created:
+        created.begin_stage("sft", "sft", 0, 2)
+        created.begin_stage("grpo", "grpo", 1, 10)
+        yield created
 
 
 def one_completion(text: str, ids: np.ndarray, advantages: np.ndarray) -> StepReport:
@@ -50,22 +50,22 @@ def test_a_step_comes_back_bit_for_bit(store: RunWriter) -> None:
 def test_one_group_comes_back_with_what_the_learner_saw(store: RunWriter) -> None:
     report = step_report("grpo", 1)
     store.record_step(report)
-    kept = store.group("grpo", 1, 2)
-    assert same(kept.graded, report.groups[2])
-    assert same(kept.stats, report.stats[2])
-    assert kept.graded.scored.totals == report.groups[2].scored.totals
+    recorded = store.group("grpo", 1, 2)
+    assert same(recorded.graded, report.groups[2])
+    assert same(recorded.stats, report.stats[2])
+    assert recorded.graded.scored.totals == report.groups[2].scored.totals
     assert store.group("grpo", 1, 0).stats == (None,) * 8
-    completion = kept.graded.group.completions[1]
+    completion = recorded.graded.group.completions[1]
     assert completion.sampled_logps is completion.logps
     assert completion.raw_logps is completion.logps
 
 
 def test_what_is_usual_takes_no_room(store: RunWriter) -> None:
     store.record_step(step_report("grpo", 1))
-    found = store._connection.execute(
+    read_back = store._connection.execute(
         "SELECT loss_mask, sampled_logps, raw_logps, length(advantages) FROM tokens WHERE completion_id = 2"
     )
-    assert tuple(found.fetchone()) == (None, None, None, 4)
+    assert tuple(read_back.fetchone()) == (None, None, None, 4)
 
 
 @settings(max_examples=30, deadline=None)
@@ -97,8 +97,8 @@ def test_numbers_by_hand(store: RunWriter) -> None:
     store.record_step(one_completion("x", np.arange(4), np.array([1, 2, 3, 6], np.float32)))
     row = store._connection.execute("SELECT total, advantage, length, graded FROM completions").fetchone()
     assert tuple(row) == (1.0, 3.0, 4, 1)
-    found = store.groups("grpo", 1)
-    assert [(g.position, g.prompt_id, g.has_signal, g.completions, g.failures, g.mean_total) for g in found] == [
+    read_back = store.groups("grpo", 1)
+    assert [(g.position, g.prompt_id, g.has_signal, g.completions, g.failures, g.mean_total) for g in read_back] == [
         (0, "p", True, 1, 0, 1.0)
     ]
 
@@ -386,10 +386,10 @@ def test_a_file_size_limit_keeps_the_steps_before_it(tmp_path: Path) -> None:
             except DiskError as error:
                 print(step, len(store.steps()))
     """
-    step, kept = map(int, finish(start(code, tmp_path)).split())
-    assert kept == step - 1 > 2
+    step, recorded = map(int, finish(start(code, tmp_path)).split())
+    assert recorded == step - 1 > 2
     with RunReader.open(tmp_path) as reader:
-        assert same(reader.step("grpo", kept), step_report("grpo", kept))
+        assert same(reader.step("grpo", recorded), step_report("grpo", recorded))
 
 
 def test_a_database_locked_by_another_program(store: RunWriter, tmp_path: Path) -> None:

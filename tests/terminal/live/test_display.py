@@ -95,7 +95,7 @@ def test_a_line_says_only_what_its_stage_measures() -> None:
 
 
 def alone(stage: StageProgress) -> str:
-    """The picture of a run of one stage."""
+    """The panel of a run with one stage."""
     return "\n".join(picture(RunProgress("run", Path("runs/run"), 1, "hh", [stage]), 80))
 
 
@@ -115,7 +115,7 @@ def test_a_measurement_without_a_rule_is_told_by_its_reward() -> None:
 
 
 def test_a_measurement_shows_how_far_it_is_until_it_is_done() -> None:
-    """In a picture in place of the last one; in a log as a line now and then."""
+    """In the panel instead of the last result; in a log as a line per interval."""
     out = io.StringIO()
     display = LiveDisplay(Console(file=out, highlight=False), line_every_s=0.0)
     display.on_run_start(RECIPE, Path("runs/x"), 1, None)
