@@ -119,7 +119,7 @@ def test_no_such_run_or_model(oncurve: Oncurve, runs: Path, tmp_path: Path, comm
 
 def test_eval_of_a_model_needs_a_task(oncurve: Oncurve, tmp_path: Path) -> None:
     assert_told(oncurve("eval", tmp_path), "--task", "arithmetic, countdown, calculator")
-    assert_told(oncurve("eval", "mistyped-1"), "mistyped-1 is no run", "`oncurve runs`")
+    assert_told(oncurve("eval", "mistyped-1"), "mistyped-1 is not a run", "`oncurve runs`")
 
 
 def test_words_that_the_command_line_does_not_know(oncurve: Oncurve) -> None:

@@ -120,7 +120,7 @@ def test_export_writes_a_model_that_transformers_loads(oncurve: Oncurve, runs: P
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.hidden_size == 32
     again = oncurve("export", "small-1", tmp_path / "model", "--runs", runs)
     assert again.code == 2
-    assert "already there" in again.err
+    assert "already exists" in again.err
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
