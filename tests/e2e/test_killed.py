@@ -60,15 +60,15 @@ def kill_and_resume(path: Path, moments: list[tuple[int, float]], sets: list[str
 
 def test_a_run_killed_three_times_ends_in_the_same_bits(tmp_path: Path) -> None:
     """In sft, early in grpo and late in it; the exact point in a step is random."""
-    dice = random.Random()
+    rng = random.Random()
     moments = [
-        (dice.randint(2, 10), dice.random() * 0.05),
-        (dice.randint(4, 9), dice.random() * 0.05),
-        (dice.randint(2, 5), 0.0),
+        (rng.randint(2, 10), rng.random() * 0.05),
+        (rng.randint(4, 9), rng.random() * 0.05),
+        (rng.randint(2, 5), 0.0),
     ]
     killed = kill_and_resume(tmp_path / "killed", moments)
-    whole = begin(recipe(*SETS), out=tmp_path / "whole")
-    assert fingerprint(killed) == fingerprint(whole), moments
+    full = begin(recipe(*SETS), out=tmp_path / "whole")
+    assert fingerprint(killed) == fingerprint(full), moments
     assert killed.state().current_status == "finished"
 
 
@@ -76,8 +76,8 @@ def test_a_run_killed_three_times_ends_in_the_same_bits(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_a_run_killed_many_times_at_any_moment_ends_in_the_same_bits(seed: int, tmp_path: Path) -> None:
     """The run is long enough that even a fast machine is still training at the last kill."""
-    dice = random.Random(seed)
-    moments = [(dice.randint(1, 6), dice.random() * 0.2) for _ in range(5)]
+    rng = random.Random(seed)
+    moments = [(rng.randint(1, 6), rng.random() * 0.2) for _ in range(5)]
     sets = [*SETS, "grpo.steps=150"]
     killed = kill_and_resume(tmp_path / "killed", moments, sets)
     assert fingerprint(killed) == fingerprint(begin(recipe(*sets), out=tmp_path / "whole")), moments

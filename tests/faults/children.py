@@ -58,9 +58,9 @@ def resume_as_nobody(path: Path) -> str:
     child: ForkServerProcess = SERVER.Process(target=_as_nobody, args=(path, theirs))
     child.start()
     theirs.close()
-    told = str(mine.recv()) if mine.poll(120) else "nothing"
+    output = str(mine.recv()) if mine.poll(120) else "nothing"
     child.join(60)
-    return told
+    return output
 
 
 def run(path: Path, recipe: Recipe, moment: str | None = None, call: int = 1, behind: bool = False) -> int:

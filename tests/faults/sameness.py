@@ -17,10 +17,12 @@ TIMES = {"created", "started", "finished", "seconds"}
 
 def everything(run: RunFolder) -> dict[str, str]:
     """Digests by name: each table's rows but for times, memory and events; every other file; the checkpoints' tensors."""
-    found = dict(_tables(run.database))
-    tensors = [file for place in list_checkpoints(run.checkpoints) for file in place.path.glob("*.safetensors")]
+    result = dict(_tables(run.database))
+    tensors = [file for index in list_checkpoints(run.checkpoints) for file in index.path.glob("*.safetensors")]
     others = [file for file in run.path.rglob("*") if file.is_file() and not _is_apart(file.relative_to(run.path))]
-    return found | {str(file.relative_to(run.path)): hashlib.sha256(file.read_bytes()).hexdigest() for file in tensors + others}
+    return result | {
+        str(file.relative_to(run.path)): hashlib.sha256(file.read_bytes()).hexdigest() for file in tensors + others
+    }
 
 
 def _is_apart(file: Path) -> bool:

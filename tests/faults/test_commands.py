@@ -31,17 +31,17 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 )
 def test_a_group_comes_out_the_same(step: int, start: tuple[str, int], steps: int, run: RunFolder) -> None:
     for group in (0, 2):
-        found = replay(run, None, step, group)
-        assert found.differences == []
-        assert (found.start, found.steps) == (start, steps)
+        result = replay(run, None, step, group)
+        assert result.differences == []
+        assert (result.start, result.steps) == (start, steps)
 
 
 def test_replay_shows_the_group_and_the_differences(run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = written(run)
     assert main(["replay", str(run.path), "--step", "4", "--group", "1"]) == 0
-    told = " ".join(capsys.readouterr().out.split())
-    assert "1 step repeated from the checkpoint of grpo step 3" in told
-    assert "identical: 4 completions" in told
+    output = " ".join(capsys.readouterr().out.split())
+    assert "1 step repeated from the checkpoint of grpo step 3" in output
+    assert "identical: 4 completions" in output
     assert written(run) == before
     copy = RunFolder(tmp_path / "copy")
     shutil.copytree(run.path, copy.path)
@@ -91,10 +91,10 @@ def test_replay_of_what_is_not_there(run: RunFolder, tmp_path: Path, capsys: pyt
 
 def test_verify_accepts_an_intact_run(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(run.path)]) == 0
-    told = capsys.readouterr().out
-    assert "the run is intact" in told
+    output = capsys.readouterr().out
+    assert "the run is intact" in output
     for part in ("run.json", "recipe.toml", "run.db", "stage grpo", "grpo-000003", "grpo-000005", "sft-000003", "model"):
-        assert part in told
+        assert part in output
 
 
 def hurt(run: RunFolder, name: str) -> None:

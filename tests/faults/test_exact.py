@@ -64,11 +64,11 @@ def moody() -> RewardMix:
 @pytest.mark.parametrize("options", [{}, {"no_signal": "resample", "max_resample_rounds": 2}], ids=["plain", "resampled"])
 def test_a_step_done_again_gets_the_replies_it_had(options: dict[str, object], tmp_path: Path) -> None:
     """The steps after the last checkpoint were recorded with their replies; done again, they are the same."""
-    asked = recipe({**GRPO, "steps": 5, "save_every": 2, "eval_every": 2, **options})
+    config = recipe({**GRPO, "steps": 5, "save_every": 2, "eval_every": 2, **options})
     path = tmp_path / "crashed"
     rewards = moody()
     with pytest.raises(Die):
-        begin(asked, out=path, rewards=rewards, listeners=[DieAfter(3)])
+        begin(config, out=path, rewards=rewards, listeners=[DieAfter(3)])
     with RunReader.open(path) as store:
         before = store.step("grpo", 3)
     resume(RunFolder(path), rewards=rewards)
@@ -76,7 +76,7 @@ def test_a_step_done_again_gets_the_replies_it_had(options: dict[str, object], t
         after = store.step("grpo", 3)
         assert store.step("grpo", 5).groups
     assert [g.scored.totals for g in after.groups] == [g.scored.totals for g in before.groups]
-    told = [[s.failure for g in report.groups for s in g.scored.scored] for report in (before, after)]
-    assert told[0] == told[1]
-    assert any("was late" in failure for failure in told[0] if failure)
+    output = [[s.failure for g in report.groups for s in g.scored.scored] for report in (before, after)]
+    assert output[0] == output[1]
+    assert any("was late" in failure for failure in output[0] if failure)
     assert after.metrics["loss"] == before.metrics["loss"]

@@ -63,10 +63,10 @@ def told(*words: str) -> int:
     out, err = io.StringIO(), io.StringIO()
     with in_time(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(list(words))
-    said = out.getvalue() + err.getvalue()
-    assert code in (0, 2), (words, code, said)
-    assert code == 0 or said.strip(), words
-    assert "Traceback" not in said
+    lines = out.getvalue() + err.getvalue()
+    assert code in (0, 2), (words, code, lines)
+    assert code == 0 or lines.strip(), words
+    assert "Traceback" not in lines
     return code
 
 
@@ -176,10 +176,10 @@ def try_data(file: tuple[str, bytes]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"data{ending}"
         path.write_bytes(content)
-        asked = parse_recipe({**PLAIN, "task": {"type": "file", "path": str(path), "heldout": 1}})
+        config = parse_recipe({**PLAIN, "task": {"type": "file", "path": str(path), "heldout": 1}})
 
         def read() -> None:
-            task = build_task(asked.task, "task")
+            task = build_task(config.task, "task")
             for i in range(min(task.train_size or 0, 3)):
                 task.train_prompt(i)
 
@@ -203,11 +203,11 @@ def damages(draw: st.DrawFn) -> tuple[int, str, bytes, float]:
 
 
 def damage(folder: Path, how: tuple[int, str, bytes, float], only: str = "*") -> None:
-    which, deed, content, place = how
+    which, deed, content, index = how
     files = sorted(p for p in folder.rglob(only) if p.is_file())
     path = files[which % len(files)]
     before = path.read_bytes()
-    at = int(place * len(before))
+    at = int(index * len(before))
     if deed == "flip" and before:
         path.write_bytes(before[:at] + bytes([before[at] ^ (content[0] or 1)]) + before[at + 1 :])
     elif deed == "cut":
@@ -247,14 +247,14 @@ def try_checkpoint(a_run: Path, how: tuple[int, str, bytes, float]) -> None:
         shutil.copytree(a_run / "checkpoints", copy)
         before = {p: p.read_bytes() for p in copy.rglob("*") if p.is_file()}
         damage(copy, how)
-        for place in sorted(copy.iterdir()):
-            whole = all(p.is_file() and p.read_bytes() == content for p, content in before.items() if p.parent == place)
+        for index in sorted(copy.iterdir()):
+            full = all(p.is_file() and p.read_bytes() == content for p, content in before.items() if p.parent == index)
             try:
-                load(place)
+                load(index)
             except OncurveError:
-                assert not whole
+                assert not full
             else:
-                assert whole
+                assert full
         assert newest_valid(copy, lambda path, why: None) is not None
 
 

@@ -76,11 +76,11 @@ def test_kills_at_every_moment_of_every_stage_change_no_bit(case: str, tmp_path:
 
 def test_every_stage_and_enough_kills_are_asked_for() -> None:
     """At least fifty kills over all stages, besides the random ones of tests/e2e."""
-    told = {case: len(MOMENTS_OF.get(case, SAMPLED)) for case in CASES}
-    assert sum(told.values()) >= 50
+    settings = {case: len(MOMENTS_OF.get(case, SAMPLED)) for case in CASES}
+    assert sum(settings.values()) >= 50
     covered = {stage.type for case in CASES.values() for stage in case.stages}
     missing = {kind.model_fields["type"].default for kind in STAGES} - covered
     assert missing == {"training_free"}, "which asks an endpoint: test_kills_of_judges.py"
     page = (Path(__file__).parents[2] / "docs" / "reliability.md").read_text(encoding="utf-8")
-    for case, count in told.items():
+    for case, count in settings.items():
         assert f"| {case} | {count} |" in page, f"docs/reliability.md does not say that '{case}' is killed {count} times"

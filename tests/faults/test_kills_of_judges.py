@@ -74,9 +74,9 @@ def same(run: RunFolder, whole: RunFolder) -> None:
 
 def test_three_kills_in_one_run_change_no_bit(asked: Callable[[int], Recipe], tmp_path: Path) -> None:
     run = killed(tmp_path / "killed", asked(10), QUICK)
-    whole = begin(asked(10), out=tmp_path / "whole")
-    same(run, whole)
-    assert "Advice" in (whole.path / "experience" / "training_free.md").read_text()
+    full = begin(asked(10), out=tmp_path / "whole")
+    same(run, full)
+    assert "Advice" in (full.path / "experience" / "training_free.md").read_text()
 
 
 @pytest.mark.slow

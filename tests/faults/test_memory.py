@@ -40,6 +40,7 @@ class SmallGpu:
             hidden_MD.register_hook(lambda _: self.refuse())  # type: ignore[no-untyped-call]
             return hidden_MD
 
+        monkeypatch.setattr("oncurve.models.self_check.attention_problem", lambda *_: None)  # it needs memory too
         monkeypatch.setattr(Policy, "pack_hidden", pack_hidden)
 
     def refuse(self) -> None:
@@ -52,21 +53,21 @@ class SmallGpu:
 def test_the_same_gradient_from_packs_of_half_the_size(
     options: dict[str, Any], backward: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dice = np.random.default_rng(0)
-    groups = [graded_group(dice, 6, [9, 7, 8, 5], name=str(i)) for i in range(4)]
-    whole = Learner(policy(), grpo_learner_settings(stage(**options)))
-    expected = whole.update(groups)
+    rng = np.random.default_rng(0)
+    groups = [graded_group(rng, 6, [9, 7, 8, 5], name=str(i)) for i in range(4)]
+    full = Learner(policy(), grpo_learner_settings(stage(**options)))
+    expected = full.update(groups)
     monkeypatch.setattr("oncurve.training.learner.oom_retry.release_memory", lambda: None)
     gpu = SmallGpu(monkeypatch, room=30, backward=backward)
     small = Learner(policy(), grpo_learner_settings(stage(**options)))
     with collect_notes() as notes:
-        found = small.update(groups)
+        result = small.update(groups)
     assert gpu.refused
-    assert apart(gradient(small.policy.model), gradient(whole.policy.model)) < 1e-5
+    assert apart(gradient(small.policy.model), gradient(full.policy.model)) < 1e-5
     assert notes[0].kind == "memory"
     assert "retrying with tokens_per_pack" in notes[0].message
     for name in ("loss", "entropy", "ratio_mean", "grad_norm", "mismatch_kl"):
-        assert found.metrics[name] == pytest.approx(expected.metrics[name], rel=1e-4, abs=1e-7), name
+        assert result.metrics[name] == pytest.approx(expected.metrics[name], rel=1e-4, abs=1e-7), name
     assert small.tokens_per_pack <= 30, "later steps begin with what was enough"
     refused = gpu.refused
     small.update(groups)
@@ -74,33 +75,33 @@ def test_the_same_gradient_from_packs_of_half_the_size(
 
 
 def test_a_complete_run_continues_with_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = recipe({**SFT, "steps": 2, "eval_every": 0}, {**GRPO, "steps": 2, "eval_every": 0})
-    whole = begin(asked, out=tmp_path / "whole")
+    config = recipe({**SFT, "steps": 2, "eval_every": 0}, {**GRPO, "steps": 2, "eval_every": 0})
+    full = begin(config, out=tmp_path / "whole")
     monkeypatch.setattr("oncurve.training.learner.oom_retry.release_memory", lambda: None)
     SmallGpu(monkeypatch, room=40)
-    small = begin(asked, out=tmp_path / "small")
-    with RunReader.open(small.path) as store, RunReader.open(whole.path) as plain:
+    small = begin(config, out=tmp_path / "small")
+    with RunReader.open(small.path) as store, RunReader.open(full.path) as plain:
         assert {e.stage for e in store.events("memory")} == {"sft", "grpo"}
         for one, other in zip(store.metric("loss", "grpo"), plain.metric("loss", "grpo"), strict=True):
             assert one[1] == pytest.approx(other[1], abs=1e-6)
 
 
 def test_a_single_completion_that_does_not_fit_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    dice = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     monkeypatch.setattr("oncurve.training.learner.oom_retry.release_memory", lambda: None)
     SmallGpu(monkeypatch, room=3)
     learner = Learner(policy(), grpo_learner_settings(stage()))
     before = snapshot(learner.policy.model)
     with pytest.raises(OutOfMemory, match=r"out of memory at \d+(.|\n)*2.00 GiB(.|\n)*max_new_tokens"):
-        learner.update([graded_group(dice, 6, [9, 7], name="a")])
+        learner.update([graded_group(rng, 6, [9, 7], name="a")])
     assert torch.equal(snapshot(learner.policy.model), before)
 
 
 def test_the_pool_shrinks_and_the_texts_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [PROMPTS.train_prompt(i) for i in range(6)]
-    how, draws = Sampling(max_new_tokens=6), SampleKey(0, 1)
+    sampling, key = Sampling(max_new_tokens=6), SampleKey(0, 1)
     engine = NativeEngine(policy(), Engine(slots=24))
-    expected = engine.sample(prompts, 4, how, draws)
+    expected = engine.sample(prompts, 4, sampling, key)
     real = NativeEngine.sample
 
     def cramped(mine: NativeEngine, *arguments: Any) -> Any:
@@ -111,8 +112,8 @@ def test_the_pool_shrinks_and_the_texts_stay(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(NativeEngine, "sample", cramped)
     monkeypatch.setattr("oncurve.training.learner.oom_retry.release_memory", lambda: None)
     with collect_notes() as notes:
-        found = sample_with_retry(engine, prompts, 4, how, draws)
-    texts = [[[c.text for c in g.completions] for g in groups] for groups in (expected, found)]
+        result = sample_with_retry(engine, prompts, 4, sampling, key)
+    texts = [[[c.text for c in g.completions] for g in groups] for groups in (expected, result)]
     assert texts[0] == texts[1]
     assert engine.settings.slots == 6
     assert [n.message.rpartition(" = ")[2] for n in notes] == ["12", "6"]

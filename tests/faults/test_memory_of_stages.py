@@ -59,6 +59,7 @@ class Full:
             return out
 
         monkeypatch.setattr("oncurve.training.learner.oom_retry.release_memory", lambda: None)
+        monkeypatch.setattr("oncurve.models.self_check.attention_problem", lambda *_: None)  # it needs memory too
         monkeypatch.setattr(owner, name, cramped)
 
     def refuse(self) -> None:
@@ -94,21 +95,21 @@ def ppo_learner(options: dict[str, Any]) -> PpoLearner:
 def test_the_critics_gradient_is_the_same(
     options: dict[str, Any], warming: bool, backward: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, small = ppo_learner(options), ppo_learner(options)
-    whole.is_warming_up = small.is_warming_up = warming
-    expected = whole.update(by_critic(whole)).metrics
+    full, small = ppo_learner(options), ppo_learner(options)
+    full.is_warming_up = small.is_warming_up = warming
+    expected = full.update(by_critic(full)).metrics
     gpu = Full(monkeypatch, Critic, "values", of_pack, 30, backward=backward)
     with collect_notes() as notes:
-        found = small.update(by_critic(small)).metrics
+        result = small.update(by_critic(small)).metrics
     assert gpu.refused
     said(notes)
-    assert apart(gradient(small.critic.module), gradient(whole.critic.module)) < 1e-5
+    assert apart(gradient(small.critic.module), gradient(full.critic.module)) < 1e-5
     if not warming:
-        assert apart(gradient(small.policy.model), gradient(whole.policy.model)) < 1e-5
-    assert expected.keys() == found.keys()
+        assert apart(gradient(small.policy.model), gradient(full.policy.model)) < 1e-5
+    assert expected.keys() == result.keys()
     for name in ("value_loss", "value_clip_share", "explained_variance", "critic_grad_norm"):
-        assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
-    assert len(small.value_updates) == len(whole.value_updates)
+        assert result[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+    assert len(small.value_updates) == len(full.value_updates)
     refused = gpu.refused
     small.update(by_critic(small))
     assert gpu.refused == refused, "later steps begin with what was enough"
@@ -116,17 +117,17 @@ def test_the_critics_gradient_is_the_same(
 
 def test_the_kl_inside_the_reward_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"kl": {"beta": 0.1, "where": "reward"}}
-    whole, small = ppo_learner(options), ppo_learner(options)
+    full, small = ppo_learner(options), ppo_learner(options)
     groups = [scored_group(seed, [9, 7, 8, 5]) for seed in range(4)]
-    for learner in (whole, small):
+    for learner in (full, small):
         shaken(learner.policy.model, 3)
-    expected = whole.kl_tokens(groups)
+    expected = full.kl_tokens(groups)
     gpu = Full(monkeypatch, Policy, "pack_hidden", of_pack, 30)
     with collect_notes() as notes:
-        found = small.kl_tokens(groups)
+        result = small.kl_tokens(groups)
     assert gpu.refused
     said(notes)
-    for of_one, of_other in zip(found, expected, strict=True):
+    for of_one, of_other in zip(result, expected, strict=True):
         for a, b in zip(of_one, of_other, strict=True):
             np.testing.assert_allclose(a, b, atol=1e-6)
     assert any(np.abs(b).max() > 1e-3 for of_other in expected for b in of_other)
@@ -134,27 +135,27 @@ def test_the_kl_inside_the_reward_is_the_same(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("where", ["gradient", "fisher", "search"])
 def test_a_natural_gradient_step_is_the_same(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    dice = np.random.default_rng(0)
-    groups = [graded_group(dice, 6, [9, 7, 8, 5], name=str(i)) for i in range(4)]
+    rng = np.random.default_rng(0)
+    groups = [graded_group(rng, 6, [9, 7, 8, 5], name=str(i)) for i in range(4)]
     options: dict[str, Any] = {"max_kl": 1e-3, "cg_iterations": 4}
-    whole, small = (TrpoLearner(policy(), test_trpo.stage(**options)) for _ in range(2))
-    before = snapshot(whole.policy.model)
-    expected = whole.update(groups).metrics
+    full, small = (TrpoLearner(policy(), test_trpo.stage(**options)) for _ in range(2))
+    before = snapshot(full.policy.model)
+    expected = full.update(groups).metrics
     owner = {"gradient": Policy, "fisher": fisher, "search": trpo}[where]
     name = {"gradient": "pack_hidden", "fisher": "vocab_logps", "search": "policy_distributions"}[where]
     gpu = Full(monkeypatch, owner, name, of_pack, 40)
     with collect_notes() as notes:
-        found = small.update(groups).metrics
+        result = small.update(groups).metrics
     assert gpu.refused
     said(notes)
-    assert apart(snapshot(small.policy.model) - before, snapshot(whole.policy.model) - before) < 1e-3
+    assert apart(snapshot(small.policy.model) - before, snapshot(full.policy.model) - before) < 1e-3
     for name in ("grad_norm", "step_norm", "step_kl", "step_gain", "step_share", "loss"):
-        assert found[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-7), name
+        assert result[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-7), name
 
 
 def test_a_search_that_finds_no_room_leaves_the_policy_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device runs out of memory only after the policy has changed."""
-    dice = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     learner = TrpoLearner(policy(), test_trpo.stage(max_kl=1e-3, cg_iterations=4))
     before, calls, real = snapshot(learner.policy.model), [0], fisher.policy_distributions
 
@@ -166,7 +167,7 @@ def test_a_search_that_finds_no_room_leaves_the_policy_to_the_bit(monkeypatch: p
 
     monkeypatch.setattr(trpo, "policy_distributions", ever_fuller)
     with pytest.raises(Exception, match="out of memory at"):
-        learner.update([graded_group(dice, 6, [9, 7, 8, 5], name="a")])
+        learner.update([graded_group(rng, 6, [9, 7, 8, 5], name="a")])
     assert torch.equal(snapshot(learner.policy.model), before)
 
 
@@ -174,16 +175,16 @@ def test_a_search_that_finds_no_room_leaves_the_policy_to_the_bit(monkeypatch: p
 @pytest.mark.parametrize("loss", ["dpo", "simpo"])
 def test_pairs_give_the_same_gradient(loss: str, backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     settings: dict[str, Any] = {"loss": loss, "batch_size": 6}
-    whole, small = (DpoLoop(test_dpo.stage(**settings), 0, policy(), test_dpo.PAIRS) for _ in range(2))
-    expected = whole.step(1).metrics
+    full, small = (DpoLoop(test_dpo.stage(**settings), 0, policy(), test_dpo.PAIRS) for _ in range(2))
+    expected = full.step(1).metrics
     gpu = Full(monkeypatch, Policy, "pack_hidden", of_pack, 16, backward=backward)
     with collect_notes() as notes:
-        found = small.step(1).metrics
+        result = small.step(1).metrics
     assert gpu.refused
     said(notes)
-    assert apart(gradient(small.policy.model), gradient(whole.policy.model)) < 1e-5
+    assert apart(gradient(small.policy.model), gradient(full.policy.model)) < 1e-5
     for name in ("loss", "pair_accuracy", "pair_margin", "entropy", "grad_norm", "tokens"):
-        assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+        assert result[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
     refused = gpu.refused
     small.step(2)
     assert gpu.refused == refused
@@ -194,21 +195,21 @@ def test_a_reward_models_gradient_is_the_same(backward: bool, tmp_path: Path, mo
     rows = [{"prompt": f"{i}+", "chosen": "9" * (1 + i % 5), "rejected": f"{i % 10}0"} for i in range(12)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     still = {"learning_rate": 1e-9, "max_grad_norm": 0.0}
-    told = {"data": str(tmp_path / "pairs.jsonl"), "steps": 3, "batch_size": 8, "optimiser": still, "eval_every": 1}
-    whole, small = (RewardModelLoop(RewardModel.model_validate(told), 0, policy(), tmp_path) for _ in range(2))
-    expected = whole.step(1).metrics
+    settings = {"data": str(tmp_path / "pairs.jsonl"), "steps": 3, "batch_size": 8, "optimiser": still, "eval_every": 1}
+    full, small = (RewardModelLoop(RewardModel.model_validate(settings), 0, policy(), tmp_path) for _ in range(2))
+    expected = full.step(1).metrics
 
     def padded(model: Any, rows: Sequence[Sequence[int]]) -> int:
         return len(rows) * max(map(len, rows))
 
     gpu = Full(monkeypatch, reward_model, "classify", padded, 40, backward=backward)
     with collect_notes() as notes:
-        found = small.step(1).metrics
+        result = small.step(1).metrics
     assert gpu.refused
     said([n for n in notes if n.kind != "data"])
-    assert apart(gradient(small.model), gradient(whole.model)) < 1e-5
+    assert apart(gradient(small.model), gradient(full.model)) < 1e-5
     for name in ("loss", "pair_accuracy", "grad_norm", "heldout_loss", "heldout_pair_accuracy"):
-        assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+        assert result[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
     refused = gpu.refused
     small.step(2)
     assert gpu.refused == refused
@@ -217,9 +218,9 @@ def test_a_reward_models_gradient_is_the_same(backward: bool, tmp_path: Path, mo
 def test_the_loss_of_examples_kept_aside_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     from oncurve.training.start import task_for
 
-    asked = recipe({**SFT, "heldout_share": 0.3})
-    stage: Any = asked.stages[0]
-    loop = SftLoop(stage, 0, task_for(asked, stage), policy(alphabet="0123456789+=<>/abcdefghijklmnopqrstuvwxyz "))
+    config = recipe({**SFT, "heldout_share": 0.3})
+    stage: Any = config.stages[0]
+    loop = SftLoop(stage, 0, task_for(config, stage), policy(alphabet="0123456789+=<>/abcdefghijklmnopqrstuvwxyz "))
     expected = loop.heldout_loss()
     gpu = Full(monkeypatch, Policy, "pack_hidden", of_pack, 200)
     with collect_notes() as notes:

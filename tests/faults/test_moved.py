@@ -54,7 +54,7 @@ class Gradients:
 def test_the_first_gradient_after_a_move_is_the_same(
     sets: list[str], cut: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = begin(ASKED, out=tmp_path / "whole")
+    full = begin(ASKED, out=tmp_path / "whole")
     noted = Gradients(monkeypatch)
     resume_copy(cut, tmp_path / "stayed", [])
     stayed = noted.seen[0]
@@ -62,7 +62,7 @@ def test_the_first_gradient_after_a_move_is_the_same(
     moved = resume_copy(cut, tmp_path / "moved", sets)
     torch.set_num_threads(1)
     assert float((noted.seen[0] - stayed).norm() / stayed.norm()) < 1e-5
-    with RunReader.open(whole.path) as a, RunReader.open(moved.path) as b:
+    with RunReader.open(full.path) as a, RunReader.open(moved.path) as b:
         for step in (3, 4):
             assert [g.prompt_id for g in a.groups("grpo", step)] == [g.prompt_id for g in b.groups("grpo", step)]
         texts = [[c.text for g in store.step("grpo", 3).groups for c in g.group.completions] for store in (a, b)]
@@ -105,6 +105,6 @@ def test_a_run_in_use_elsewhere_is_left_alone(cut: RunFolder) -> None:
 def test_train_on_an_interrupted_run_names_the_flag(cut: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     cut.write_state(replace(cut.state(), status="interrupted"))
     assert main(["train", str(cut.path)]) == 2
-    told = " ".join(capsys.readouterr().err.split())
-    assert "a run (interrupted), not a recipe" in told
-    assert f"oncurve train --resume {cut.path}" in told
+    output = " ".join(capsys.readouterr().err.split())
+    assert "a run (interrupted), not a recipe" in output
+    assert f"oncurve train --resume {cut.path}" in output

@@ -106,9 +106,9 @@ def test_a_wild_reward_moves_no_weight_and_its_batch_is_kept(tmp_path: Path, cap
     assert "reward is 1e+09" in batch.why[0]
     assert all(c["reward"] > 1e8 for group in batch.groups for c in group["completions"])
     assert main(["show", str(run.path), "--bad"]) == 0
-    told = capsys.readouterr().out
-    assert "grpo step 10" in told
-    assert "update skipped: reward is 1e+09" in " ".join(told.split())
+    output = capsys.readouterr().out
+    assert "grpo step 10" in output
+    assert "update skipped: reward is 1e+09" in " ".join(output.split())
     assert main(["show", str(run.path), "--bad", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["step"] == 10
 
@@ -135,8 +135,8 @@ class BrokenAt:
 
         def broken(*arguments: Any) -> Any:
             self.count += 1
-            found = real(*arguments)
-            return nan(found) if self.count == call else found
+            result = real(*arguments)
+            return nan(result) if self.count == call else result
 
         monkeypatch.setattr(owner, name, broken)
 
@@ -147,14 +147,14 @@ class BrokenAt:
 )
 def test_a_natural_gradient_is_guarded_too(bad: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """trpo has no Adam: its guard checks the gradient before the solve and the solution after it. Other steps train."""
-    asked = recipe({**TAKING, "type": "trpo", "cg_iterations": 2, "steps": 12, "eval_every": 0, "save_every": 1})
+    config = recipe({**TAKING, "type": "trpo", "cg_iterations": 2, "steps": 12, "eval_every": 0, "save_every": 1})
     watcher = Weights()
     if bad == "gradient":
         BrokenAt(monkeypatch, TrpoLearner, "_compute_gradient", 10, watcher.break_gradient)
     elif bad == "solution":
         BrokenAt(monkeypatch, trpo, "conjugate_gradient", 10, lambda found: replace(found, x=found.x * math.nan))
     rewards = wild_after(108, 120) if bad == "reward" else mix(lambda text: float(len(text)))
-    run = begin(asked, out=tmp_path / "run", rewards=rewards, policy=watcher.policy, listeners=[watcher])
+    run = begin(config, out=tmp_path / "run", rewards=rewards, policy=watcher.policy, listeners=[watcher])
     with RunReader.open(run.path) as store:
         assert dict(store.metric("skipped_updates", "trpo"))[10] == 1.0
         assert [(e.kind, e.step) for e in store.events("bad")] == [("bad", 10)]
@@ -183,9 +183,9 @@ class Weights(Listener):
 @pytest.mark.slow
 def test_a_trpo_stage_goes_back_after_bad_updates_in_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     guard = {"optimiser": {"guard": {"rollback_after": 1}}}
-    asked = recipe({**TAKING, **guard, "type": "trpo", "cg_iterations": 2, "steps": 8, "eval_every": 0, "save_every": 2})
+    config = recipe({**TAKING, **guard, "type": "trpo", "cg_iterations": 2, "steps": 8, "eval_every": 0, "save_every": 2})
     BrokenAt(monkeypatch, trpo, "conjugate_gradient", 5, lambda found: replace(found, x=found.x * math.nan))
-    run = begin(asked, out=tmp_path / "run", rewards=mix(lambda text: float(len(text))))
+    run = begin(config, out=tmp_path / "run", rewards=mix(lambda text: float(len(text))))
     with RunReader.open(run.path) as store:
         (event,) = store.events("rollback")
         assert (event.step, event.data) == (4, {"to": 4, "number": 1})
@@ -195,11 +195,11 @@ def test_a_trpo_stage_goes_back_after_bad_updates_in_a_row(tmp_path: Path, monke
 def test_after_bad_updates_in_a_row_a_run_goes_back_and_on_with_other_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = recipe({**BARE, "optimiser": {"learning_rate": 1e-3, "guard": {"rollback_after": 2}}})
-    whole = begin(asked, out=tmp_path / "whole")
+    config = recipe({**BARE, "optimiser": {"learning_rate": 1e-3, "guard": {"rollback_after": 2}}})
+    full = begin(config, out=tmp_path / "whole")
     NanAt(monkeypatch, range(6, 8))
-    run = begin(asked, out=tmp_path / "run")
-    with RunReader.open(run.path) as store, RunReader.open(whole.path) as plain:
+    run = begin(config, out=tmp_path / "run")
+    with RunReader.open(run.path) as store, RunReader.open(full.path) as plain:
         (event,) = store.events("rollback")
         assert (event.step, event.data) == (4, {"to": 4, "number": 1})
         assert [s.step for s in store.steps("grpo")] == list(range(1, 13)), "the steps were done again"
@@ -211,15 +211,15 @@ def test_after_bad_updates_in_a_row_a_run_goes_back_and_on_with_other_samples(
 
 def test_a_run_killed_after_a_roll_back_resumes_as_if_it_had_not_been(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The roll-back is recorded in the run: the steps after it draw the same other samples again."""
-    asked = recipe({**BARE, "optimiser": {"learning_rate": 1e-3, "guard": {"rollback_after": 2}}})
+    config = recipe({**BARE, "optimiser": {"learning_rate": 1e-3, "guard": {"rollback_after": 2}}})
     NanAt(monkeypatch, range(6, 8))
-    whole = begin(asked, out=tmp_path / "whole")
+    full = begin(config, out=tmp_path / "whole")
     NanAt(monkeypatch, range(6, 8))
     with pytest.raises(Die):
-        begin(asked, out=tmp_path / "cut", listeners=[DieSecond(6)])
+        begin(config, out=tmp_path / "cut", listeners=[DieSecond(6)])
     monkeypatch.undo()
     run = resume(RunFolder(tmp_path / "cut"))
-    assert everything(run) == everything(whole)
+    assert everything(run) == everything(full)
 
 
 class DieSecond(DieAfter):
@@ -236,13 +236,13 @@ class DieSecond(DieAfter):
 
 
 def test_a_run_that_stays_bad_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = recipe({**BARE, "optimiser": {"learning_rate": 1e-3, "guard": {"rollback_after": 2}}})
+    config = recipe({**BARE, "optimiser": {"learning_rate": 1e-3, "guard": {"rollback_after": 2}}})
     NanAt(monkeypatch, range(6, 1000))
     with pytest.raises(RunError, match="keeps producing bad updates after 3 roll-backs to step 4"):
-        begin(asked, out=tmp_path / "run")
+        begin(config, out=tmp_path / "run")
     NanAt(monkeypatch, range(2, 1000))
     with pytest.raises(RunError, match="no checkpoint to return to"):
-        begin(asked, out=tmp_path / "early")
+        begin(config, out=tmp_path / "early")
 
 
 def report(**metrics: float) -> StepReport:
@@ -263,8 +263,8 @@ def report(**metrics: float) -> StepReport:
 )
 def test_a_collapse_is_reported_once_with_what_to_change(metrics: dict[str, float], words: list[str]) -> None:
     watch = CollapseWatch()
-    said = [line for _ in range(PATIENCE - 1) for line in watch.check(report(**metrics))]
-    assert said == []
+    lines = [line for _ in range(PATIENCE - 1) for line in watch.check(report(**metrics))]
+    assert lines == []
     (line,) = watch.check(report(**metrics))
     assert all(word in line for word in words), line
     assert [line for _ in range(20) for line in watch.check(report(**metrics))] == []

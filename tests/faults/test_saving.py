@@ -50,9 +50,9 @@ def test_a_checkpoint_holds_what_was_when_it_was_asked_for(tmp_path: Path, monke
     gate.set()
     (saved,) = saver.wait()
     saver.close()
-    found = load(saved.path).tensors["model"]
-    assert bool((found["w"] == 1).all())
-    assert found["tied"] is found["w"]
+    result = load(saved.path).tensors["model"]
+    assert bool((result["w"] == 1).all())
+    assert result["tied"] is result["w"]
     assert blocked < 30, "it waited for the copy, not for the disk"
 
 
@@ -87,8 +87,8 @@ def test_saving_in_the_background_changes_no_bit(tmp_path: Path, monkeypatch: py
 
 def test_the_best_checkpoint_stays(tmp_path: Path) -> None:
     """By loss (lower is better), in an sft stage that gets worse with every step."""
-    asked = recipe({**SHORT_SFT, "steps": 6, "keep_checkpoints": 1, "keep_best": "loss", "optimiser": WILD})
-    run = begin(asked, out=tmp_path / "run")
+    config = recipe({**SHORT_SFT, "steps": 6, "keep_checkpoints": 1, "keep_best": "loss", "optimiser": WILD})
+    run = begin(config, out=tmp_path / "run")
     with RunReader.open(run.path) as store:
         losses = dict(store.metric("loss", "sft"))
     best = min(losses, key=lambda step: losses[step])
@@ -97,8 +97,8 @@ def test_the_best_checkpoint_stays(tmp_path: Path) -> None:
 
 
 def test_best_by_held_out_accuracy_is_the_earliest_of_equals(tmp_path: Path) -> None:
-    asked = recipe({**SHORT_SFT, "eval_every": 1, "keep_checkpoints": 1, "keep_best": "heldout_accuracy"})
-    run = begin(asked, out=tmp_path / "run")
+    config = recipe({**SHORT_SFT, "eval_every": 1, "keep_checkpoints": 1, "keep_best": "heldout_accuracy"})
+    run = begin(config, out=tmp_path / "run")
     with RunReader.open(run.path) as store:
         measured = {e.step: e.accuracy or 0.0 for e in store.evals()}
     best = min(step for step, value in measured.items() if value == max(measured.values()))
@@ -118,9 +118,9 @@ def test_permission_lost_is_reported_and_the_run_stays_as_it_was(tmp_path: Path)
         os.chmod(name, 0o755)
         path = cut_off(Path(name))
         before = sorted(p.name for p in path.rglob("*"))
-        told = children.resume_as_nobody(path)
-        assert told.startswith("DiskError"), told
-        assert "not allowed" in told
+        output = children.resume_as_nobody(path)
+        assert output.startswith("DiskError"), output
+        assert "not allowed" in output
         assert sorted(p.name for p in path.rglob("*") if not p.name.endswith(("-wal", "-shm"))) == before
         resume(RunFolder(path))
 
@@ -165,7 +165,7 @@ def test_a_database_locked_by_another_program_is_reported_and_the_run_resumes_la
 
 def test_a_clock_that_jumps_changes_nothing_but_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A day back in the middle, as by a wrong time server: order comes from step numbers, not from times."""
-    whole = begin(recipe(SHORT_SFT), out=tmp_path / "whole")
+    full = begin(recipe(SHORT_SFT), out=tmp_path / "whole")
     real, calls = time.time, [0]
 
     def jumping() -> float:
@@ -178,7 +178,7 @@ def test_a_clock_that_jumps_changes_nothing_but_times(tmp_path: Path, monkeypatc
         begin(recipe(SHORT_SFT), out=path, listeners=[DieAfter(3)])
     run = resume(RunFolder(path))
     monkeypatch.undo()
-    assert everything(run) == everything(whole)
+    assert everything(run) == everything(full)
 
 
 def test_a_read_only_checkpoint_folder_ends_the_run_with_its_last_good_state(

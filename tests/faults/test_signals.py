@@ -94,12 +94,12 @@ def test_a_thousand_steps_with_failing_rewards_leave_nothing_behind(tmp_path: Pa
     from oncurve.records import StepReport
     from oncurve.training.listeners import Listener
 
-    seen: dict[int, tuple[float, int, int]] = {}
+    observed: dict[int, tuple[float, int, int]] = {}
 
     class Gauge(Listener):
         def on_step(self, report: StepReport) -> None:
             if report.step in (200, 600, 1000):
-                seen[report.step] = measured()
+                observed[report.step] = measured()
 
     failing = {"type": "python", "name": "failing", "function": "tests.faults.grading:failing"}
     dying = {**HURRIED, "name": "dying", "function": "tests.faults.grading:dying", "seconds": 0.5, "weight": 0.5}
@@ -116,7 +116,7 @@ def test_a_thousand_steps_with_failing_rewards_leave_nothing_behind(tmp_path: Pa
     with RunReader.open(run.path) as store:
         failures = dict(store.metric("failure_share", "grpo"))
     assert 0.02 < sum(failures.values()) / 1000 < 0.9
-    (early, files, processes), (late, files_late, processes_late) = seen[200], seen[1000]
-    assert late - early < 24, seen
-    assert files_late <= files + 2, seen
-    assert processes_late <= processes + 1, seen
+    (early, files, processes), (late, files_late, processes_late) = observed[200], observed[1000]
+    assert late - early < 24, observed
+    assert files_late <= files + 2, observed
+    assert processes_late <= processes + 1, observed

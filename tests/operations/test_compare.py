@@ -13,7 +13,6 @@ import pytest
 from rich.console import Console
 
 from oncurve.errors import RecipeError, RunError
-from oncurve.models.heads.critic import Critic
 from oncurve.models.policy import Policy
 from oncurve.operations.compare import ArmResult, Comparison, ComparisonRequest, ComparisonStopped, Point, request_of
 from oncurve.recipe.load import load_recipe
@@ -76,18 +75,18 @@ def test_what_is_an_algorithms_own_does_not_go_over() -> None:
     ],
 )
 def test_algorithms_that_can_not_be_served_are_refused_by_name(name: str, words: str) -> None:
-    with pytest.raises(RecipeError, match=words) as told:
+    with pytest.raises(RecipeError, match=words) as raised:
         with_algorithm(recipe(), name)
-    assert told.value.where == f"--algorithms {name}"
+    assert raised.value.where == f"--algorithms {name}"
 
 
 def test_a_recipe_that_an_algorithm_can_not_serve_is_refused_by_the_algorithms_name(tmp_path: Path) -> None:
     """Only reinforce works with groups of one; nothing runs before all algorithms are checked."""
     lone = recipe("grpo.group_size=1", "grpo.objective=reinforce")
-    with pytest.raises(RecipeError) as told:
+    with pytest.raises(RecipeError) as raised:
         Comparison(tmp_path / "c", request_of(lone, "reinforce,rloo", 1, "tokens", []), here)
-    assert told.value.where == "--algorithms rloo"
-    assert "group_size" in str(told.value.what)
+    assert raised.value.where == "--algorithms rloo"
+    assert "group_size" in str(raised.value.what)
     with pytest.raises(RecipeError, match="no stage that samples"):
         Comparison(tmp_path / "c", request_of(load_recipe("imitation-only"), "grpo", 1, "tokens", []), here)
 
@@ -101,8 +100,8 @@ def test_rates_are_constant_and_budgets_take_the_place_of_steps() -> None:
 
 def test_a_comparison_from_one_start_with_one_budget(tmp_path: Path) -> None:
     """Two algorithms, two seeds: the same start and prompts; the second stops in the step that reaches the first's tokens."""
-    asked = request("grpo,ppo", 2, "tokens", "ppo.critic.learning_rate=1e-3")
-    outcomes = Comparison.open(tmp_path / "c", asked, here).run_all()
+    config = request("grpo,ppo", 2, "tokens", "ppo.critic.learning_rate=1e-3")
+    outcomes = Comparison.open(tmp_path / "c", config, here).run_all()
     assert [(o.algorithm, o.seed) for o in outcomes] == [("grpo", 0), ("grpo", 1), ("ppo", 0), ("ppo", 1)]
     for grpo, ppo in zip(outcomes[:2], outcomes[2:], strict=True):
         assert grpo.steps == 3
@@ -133,12 +132,12 @@ def _groups(run: RunFolder, label: str) -> list[Any]:
 
 def test_runs_from_a_shared_start_train_an_adapter_of_their_own(tmp_path: Path) -> None:
     """The start's model is complete: the adapter that its stages started from is merged into it."""
-    asked = recipe("model.lora.rank=2", "model.adapter=before/adapter")
-    made = Comparison(tmp_path, request_of(asked, "grpo,ppo", 1, "tokens", ()))
+    config = recipe("model.lora.rank=2", "model.adapter=before/adapter")
+    made = Comparison(tmp_path, request_of(config, "grpo,ppo", 1, "tokens", ()))
     model = made._arm_recipe("ppo", 0, tmp_path / "start" / "model", None).model
     assert (model.source, model.adapter) == (str(tmp_path / "start" / "model"), None)
-    assert model.lora == asked.model.lora
-    assert made._arm_recipe("ppo", 0, None, None).model == asked.model
+    assert model.lora == config.model.lora
+    assert made._arm_recipe("ppo", 0, None, None).model == config.model
 
 
 def test_a_budget_of_time_stops_by_the_clock(tmp_path: Path) -> None:
@@ -166,9 +165,9 @@ def test_an_interrupted_comparison_continues(tmp_path: Path) -> None:
     (tmp_path / "c" / "runs" / "rloo-0").mkdir()  # a kill in the run's first moment leaves this
     again = Comparison.open(tmp_path / "c", request("grpo,rloo"), stopping(9)).run_all()
     assert done == ["start", "grpo-0", "rloo-0"]
-    whole = Comparison.open(tmp_path / "whole", request("grpo,rloo"), here).run_all()
-    assert [o.rewards for o in again] == [o.rewards for o in whole]
-    assert [o.accuracy for o in again] == [o.accuracy for o in whole]
+    full = Comparison.open(tmp_path / "whole", request("grpo,rloo"), here).run_all()
+    assert [o.rewards for o in again] == [o.rewards for o in full]
+    assert [o.accuracy for o in again] == [o.accuracy for o in full]
 
 
 def test_another_question_in_the_same_folder_is_refused(tmp_path: Path) -> None:
@@ -187,9 +186,9 @@ def test_another_question_in_the_same_folder_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("algorithms", "budget", "where"), [("", "tokens", "--algorithms"), ("grpo", "money", "--budget")])
 def test_words_that_mean_nothing_are_refused(algorithms: str, budget: str, where: str) -> None:
-    with pytest.raises(RecipeError) as told:
+    with pytest.raises(RecipeError) as raised:
         request(algorithms, 1, budget)
-    assert told.value.where == where
+    assert raised.value.where == where
 
 
 def outcome(algorithm: str, seed: int, accuracy: float, rewards: tuple[float, ...] = (0.0, 0.5), **changes: Any) -> ArmResult:
@@ -279,24 +278,23 @@ def test_passes_are_those_that_are_made(options: dict[str, Any], expected: PassC
 
 
 def _counted(loop: RolloutLoop, monkeypatch: pytest.MonkeyPatch) -> tuple[float, float]:
-    """(forward, backward) passes of a step, counted by the rows that policy, reference and critic get."""
-    seen = {"forward": 0, "backward": 0}
+    """(forward, backward) passes of a step, counted by the rows that its policies (reference and critic too) forward."""
+    observed = {"forward": 0, "backward": 0}
 
     def watch(kind: type, name: str) -> None:
         plain = getattr(kind, name)
 
         def counted(self: Any, pack: Any, *arguments: Any) -> Any:
-            found = plain(self, pack, *arguments)
-            value = found[0] if isinstance(found, tuple) else found
-            seen["forward"] += pack.rows
-            seen["backward"] += pack.rows if value.requires_grad else 0
-            return found
+            result = plain(self, pack, *arguments)
+            value = result[0] if isinstance(result, tuple) else result
+            observed["forward"] += pack.rows
+            observed["backward"] += pack.rows if value.requires_grad else 0
+            return result
 
         monkeypatch.setattr(kind, name, counted)
 
     watch(Policy, "pack_hidden")
-    watch(Critic, "values")
     loop.step(1)
     monkeypatch.undo()
     rows = loop.stage.prompts_per_step * loop.stage.group_size
-    return seen["forward"] / rows, seen["backward"] / rows
+    return observed["forward"] / rows, observed["backward"] / rows

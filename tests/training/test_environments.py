@@ -51,11 +51,11 @@ class Crash(Listener):
 
 
 def test_a_run_with_an_environment_that_crashed_ends_in_the_same_bits(tmp_path: Path) -> None:
-    whole = begin(played(), out=tmp_path / "whole")
+    full = begin(played(), out=tmp_path / "whole")
     with pytest.raises(SystemExit):
         begin(played(), out=tmp_path / "crashed", listeners=[Crash("grpo", 3)])
-    assert fingerprint(resume(RunFolder(tmp_path / "crashed"))) == fingerprint(whole)
-    with RunReader.open(whole.path) as store:
+    assert fingerprint(resume(RunFolder(tmp_path / "crashed"))) == fingerprint(full)
+    with RunReader.open(full.path) as store:
         rows = [c for n in range(3) for c in store.group("grpo", 4, n).graded.group.completions]
         measured = store.evals()[-1]
     masks = [c.loss_mask for c in rows]
@@ -84,12 +84,12 @@ def test_tokens_of_an_environment_count_nowhere(objective: str) -> None:
     """Not in the gradient, nor in any metric: mismatch, KL, ratios, entropy, clipping."""
 
     def learned(spoil: bool) -> tuple[dict[str, float], torch.Tensor]:
-        dice = np.random.default_rng(0)
-        groups = [graded_group(dice, 3, [7, 9, 6], masked=True, name=f"p{i}") for i in range(3)]
+        rng = np.random.default_rng(0)
+        groups = [graded_group(rng, 3, [7, 9, 6], masked=True, name=f"p{i}") for i in range(3)]
         made = policy()
         options = {"kl": {"beta": 0.1}, "updates_per_step": 2, "importance_cap": 2.0, "optimiser": {"learning_rate": 1e-2}}
         learner = Learner(made, grpo_learner_settings(stage(objective=objective, **options)))
-        report = learner.update([with_garbage(g, dice) for g in groups] if spoil else groups)
+        report = learner.update([with_garbage(g, rng) for g in groups] if spoil else groups)
         by_the_clock = {"update_tflops", "mfu"}
         return {name: value for name, value in report.metrics.items() if name not in by_the_clock}, snapshot(made.model)
 
@@ -108,9 +108,9 @@ def test_demonstrations_teach_only_the_tokens_of_the_policy() -> None:
     loop = SftLoop(Sft(steps=1, batch_size=1), 0, task, made)
     ids, wrote = encode_example(made, task.examples[0])
     with torch.no_grad():
-        whole = torch.from_numpy(np.concatenate((made.encode(prompt), ids)))[None]
+        full = torch.from_numpy(np.concatenate((made.encode(prompt), ids)))[None]
         made.model.set_attn_implementation("eager")
-        logp_TV = made.model(input_ids=whole).logits[0, -len(ids) - 1 : -1].log_softmax(-1)
+        logp_TV = made.model(input_ids=full).logits[0, -len(ids) - 1 : -1].log_softmax(-1)
         made.model.set_attn_implementation("oncurve")
     logps = logp_TV[torch.arange(len(ids)), torch.from_numpy(ids)].numpy()
     report = loop.step(1)

@@ -68,20 +68,20 @@ class Beside(World):
 
 def test_of_ranks_that_sample_the_same_one_asks_for_rewards() -> None:
     """Asynchronous rewards start as groups complete: a second rank must not request, and pay for, them again."""
-    asked: list[str] = []
+    requests: list[str] = []
 
     async def judged(completion: str) -> float:
-        asked.append(completion)
+        requests.append(completion)
         return 1.0
 
     engine, mix = NativeEngine(policy(), Engine(slots=8)), RewardMix([FunctionReward(judged, "answer")])
-    told: dict[str, Any] = {"max_new_tokens": 6, "seed": 0, "stage": "grpo", "step": 1}
+    settings: dict[str, Any] = {"max_new_tokens": 6, "seed": 0, "stage": "grpo", "step": 1}
     prompts = [Prompt(id=f"p{i}", text=f"{i}+1=") for i in range(3)]
-    first = evaluate(engine, mix, prompts, Evaluation(), **told)
-    assert len(asked) == 3
-    assert evaluate(engine, mix, prompts, Evaluation(), world=Beside(first.groups), **told).accuracy == first.accuracy
+    first = evaluate(engine, mix, prompts, Evaluation(), **settings)
+    assert len(requests) == 3
+    assert evaluate(engine, mix, prompts, Evaluation(), world=Beside(first.groups), **settings).accuracy == first.accuracy
     assert not mix._started
-    assert len(asked) == 3
+    assert len(requests) == 3
 
 
 def test_greedy_measurements_are_the_same_each_time_and_samples_are_not_those_of_training() -> None:

@@ -53,31 +53,31 @@ def test_tensorboard(tmp_path: Path) -> None:
     tell(sink, recipe, tmp_path)
     (again,) = build_sinks(recipe)
     tell(again, recipe, tmp_path, resumed_from=("first", 2))  # what was done after the checkpoint is done again
-    found = EventAccumulator(str(tmp_path / "tensorboard"))
-    found.Reload()
-    assert [(e.step, round(e.value, 6)) for e in found.Scalars("first/loss")] == [(1, 1.0), (2, 0.5)]
-    assert [(e.step, round(e.value, 6)) for e in found.Scalars("grpo/reward")] == [(3, 0.1), (4, 0.2), (5, 0.3)]
-    assert [(e.step, e.value) for e in found.Scalars("grpo/heldout/accuracy")] == [(5, 0.75)]
-    assert [(e.step, e.value) for e in found.Scalars("grpo/heldout/reward")] == [(4, -0.5)]
-    assert found.Scalars("grpo/heldout/1 digit")[0].value == 0.75
-    assert found.Scalars("grpo/seconds/sample")[0].value == 0.25
-    assert "grpo/kl" not in found.Tags()["scalars"]
+    result = EventAccumulator(str(tmp_path / "tensorboard"))
+    result.Reload()
+    assert [(e.step, round(e.value, 6)) for e in result.Scalars("first/loss")] == [(1, 1.0), (2, 0.5)]
+    assert [(e.step, round(e.value, 6)) for e in result.Scalars("grpo/reward")] == [(3, 0.1), (4, 0.2), (5, 0.3)]
+    assert [(e.step, e.value) for e in result.Scalars("grpo/heldout/accuracy")] == [(5, 0.75)]
+    assert [(e.step, e.value) for e in result.Scalars("grpo/heldout/reward")] == [(4, -0.5)]
+    assert result.Scalars("grpo/heldout/1 digit")[0].value == 0.75
+    assert result.Scalars("grpo/seconds/sample")[0].value == 0.25
+    assert "grpo/kl" not in result.Tags()["scalars"]
 
 
 def records(file: Path) -> Iterator[bytes]:
     """The records of a wandb file: after a header of 7 bytes, the log format of LevelDB, in blocks of 32 KiB."""
-    data, at, whole = file.read_bytes(), 7, b""
+    data, at, full = file.read_bytes(), 7, b""
     while at + 7 <= len(data):
         room = 32768 - at % 32768
         if room < 7:
             at += room
             continue
         size, kind = struct.unpack("<HB", data[at + 4 : at + 7])
-        whole += data[at + 7 : at + 7 + size]
+        full += data[at + 7 : at + 7 + size]
         at += 7 + size
         if kind in (1, 4):  # a whole record, or the last part of one
-            yield whole
-            whole = b""
+            yield full
+            full = b""
 
 
 @pytest.mark.slow
@@ -90,10 +90,10 @@ def test_wandb_offline(tmp_path: Path) -> None:
     tell(sink, recipe, tmp_path)
     assert not sink.failed
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    told = [Record.FromString(data) for data in records(file)]
-    runs = [record.run for record in told if record.WhichOneof("record_type") == "run"]
+    output = [Record.FromString(data) for data in records(file)]
+    runs = [record.run for record in output if record.WhichOneof("record_type") == "run"]
     assert {(run.project, run.display_name) for run in runs} == {("mine", tmp_path.name)}
-    rows = [{item.key or item.nested_key[0]: item.value_json for item in record.history.item} for record in told]
+    rows = [{item.key or item.nested_key[0]: item.value_json for item in record.history.item} for record in output]
     rewards = {int(row["_step"]): float(row["grpo/reward"]) for row in rows if "grpo/reward" in row}
     assert rewards == pytest.approx({3: 0.1, 4: 0.2, 5: 0.3})
     assert [row["grpo/heldout/accuracy"] for row in rows if "grpo/heldout/accuracy" in row] == ["0.75"]
@@ -151,9 +151,9 @@ def test_a_sink_that_fails_is_reported_once_and_never_stops_a_run(tmp_path: Path
 def test_a_run_with_a_sink_keeps_its_tokenizer_and_its_curves(tmp_path: Path) -> None:
     run = start.begin(small_recipe("sinks=[{type = 'tensorboard'}]"), out=tmp_path / "run")
     events = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
-    found = events.EventAccumulator(str(run.path / "tensorboard"))
-    found.Reload()
+    result = events.EventAccumulator(str(run.path / "tensorboard"))
+    result.Reload()
     with RunReader.open(run.path) as store:
         kept = store.metric("reward", "grpo")
-    assert [e.value for e in found.Scalars("grpo/reward")] == pytest.approx([value for _, value in kept])
+    assert [e.value for e in result.Scalars("grpo/reward")] == pytest.approx([value for _, value in kept])
     assert (run.path / "tokenizer" / "tokenizer.json").is_file()

@@ -57,9 +57,9 @@ def test_the_matmul_rate_is_measured_once_and_changes_no_random_number() -> None
 
 def test_every_stage_that_updates_reports_utilisation() -> None:
     """Tokens per second, MFU and peak memory are metrics of sft and dpo too."""
-    asked = recipe(SFT)
-    chosen: Any = asked.stages[0]
-    written = SftLoop(chosen, 0, task_for(asked, chosen), policy(alphabet="0123456789+=<>/abcdefghijklmnopqrstuvwxyz "))
+    config = recipe(SFT)
+    chosen: Any = config.stages[0]
+    written = SftLoop(chosen, 0, task_for(config, chosen), policy(alphabet="0123456789+=<>/abcdefghijklmnopqrstuvwxyz "))
     compared = DpoLoop(test_dpo.stage(batch_size=6), 0, policy(), test_dpo.PAIRS)
     for loop in (written, compared):
         metrics = loop.step(1).metrics

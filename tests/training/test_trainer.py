@@ -98,15 +98,15 @@ class Failing:
 def test_failures_stop_the_run_with_a_checkpoint_and_with_a_fixed_reward_it_resumes_to_the_same_bits(tmp_path: Path) -> None:
     """Counted in calls: 10 after sft, then 12 in each step; the reward fails in step 3."""
     reward = Failing(at=10 + 12 + 12)
-    asked = recipe()
+    config = recipe()
     with pytest.raises(RewardError, match="12 of 12"):
-        begin(asked, out=tmp_path / "broken", rewards=mix(reward))
+        begin(config, out=tmp_path / "broken", rewards=mix(reward))
     run = RunFolder(tmp_path / "broken")
     assert run.state().current_status == "failed"
     assert [(p.stage, p.step) for p in list_checkpoints(run.checkpoints)] == [("grpo", 2), ("sft", 3)]
     reward.mended = True
     resume(run, rewards=mix(reward))
-    assert fingerprint(run) == fingerprint(begin(asked, out=tmp_path / "whole", rewards=mix(digits)))
+    assert fingerprint(run) == fingerprint(begin(config, out=tmp_path / "whole", rewards=mix(digits)))
 
 
 class StopAfter(Listener):
@@ -122,13 +122,15 @@ class StopAfter(Listener):
 
 @pytest.mark.parametrize("place", [("sft", 1), ("sft", 3), ("grpo", 1), ("grpo", 3), ("grpo", 4)])
 def test_a_run_that_crashed_anywhere_resumes_to_the_same_bits(place: tuple[str, int], tmp_path: Path) -> None:
-    asked = recipe("sft.save_every=2", "grpo.save_every=2", "grpo.eval_every=1", "grpo.kl.beta=0.05", "grpo.kl.refresh_every=3")
+    config = recipe(
+        "sft.save_every=2", "grpo.save_every=2", "grpo.eval_every=1", "grpo.kl.beta=0.05", "grpo.kl.refresh_every=3"
+    )
     with pytest.raises(KeyboardInterrupt):
-        begin(asked, out=tmp_path / "crashed", listeners=[StopAfter(*place)])
+        begin(config, out=tmp_path / "crashed", listeners=[StopAfter(*place)])
     run = RunFolder(tmp_path / "crashed")
     assert run.state().current_status == "interrupted"
     resume(run)
-    assert fingerprint(run) == fingerprint(begin(asked, out=tmp_path / "whole"))
+    assert fingerprint(run) == fingerprint(begin(config, out=tmp_path / "whole"))
 
 
 def test_a_finished_run_is_not_resumed(tmp_path: Path) -> None:
@@ -138,16 +140,16 @@ def test_a_finished_run_is_not_resumed(tmp_path: Path) -> None:
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_the_bits_are_the_same(tmp_path: Path) -> None:
-    asked = recipe("grpo.save_every=1")
+    config = recipe("grpo.save_every=1")
     with pytest.raises(KeyboardInterrupt):
-        begin(asked, out=tmp_path / "hurt", listeners=[StopAfter("grpo", 4)])
+        begin(config, out=tmp_path / "hurt", listeners=[StopAfter("grpo", 4)])
     run = RunFolder(tmp_path / "hurt")
     newest = run.checkpoints / "grpo-000003" / "model.safetensors"
     newest.write_bytes(newest.read_bytes()[:-1] + b"x")
     resume(run)
     with RunReader.open(run.path) as store:
         assert [e.kind for e in store.events("damaged")] == ["damaged"]
-    assert fingerprint(run) == fingerprint(begin(asked, out=tmp_path / "whole"))
+    assert fingerprint(run) == fingerprint(begin(config, out=tmp_path / "whole"))
 
 
 def test_a_fork_without_a_change_is_its_parent_and_one_with_a_change_begins_like_it(tmp_path: Path) -> None:
@@ -161,8 +163,8 @@ def test_a_fork_without_a_change_is_its_parent_and_one_with_a_change_begins_like
     assert dict(origin.changes) == {"grpo.optimiser.learning_rate": 0.02}
     with RunReader.open(parent.path) as a, RunReader.open(other.path) as b:
         for step in (1, 2, 3, 4):
-            asked = [[g.prompt_id for g in store.groups("grpo", step)] for store in (a, b)]
-            assert asked[0] == asked[1], "the same prompts at every step"
+            requests = [[g.prompt_id for g in store.groups("grpo", step)] for store in (a, b)]
+            assert requests[0] == requests[1], "the same prompts at every step"
         one, two = (texts(store, 3) for store in (a, b))
         assert one == two, "the step after the fork samples with the parent's weights and random numbers"
         assert a.metrics_of("grpo", 3)["learning_rate"] != b.metrics_of("grpo", 3)["learning_rate"]
@@ -205,46 +207,46 @@ def test_an_sft_stage_stops_when_its_time_is_over(tmp_path: Path) -> None:
 
 
 def test_listeners_hear_everything_in_order(tmp_path: Path) -> None:
-    heard: list[str] = []
+    events: list[str] = []
 
     class Ear(Listener):
         def on_run_start(self, recipe: Recipe, folder: Path, parameters: int, resumed_from: tuple[str, int] | None) -> None:
-            heard.append(f"run {parameters > 0} {resumed_from}")
+            events.append(f"run {parameters > 0} {resumed_from}")
 
         def on_stage_start(self, stage: str, type: str, position: int, steps: int, done: int) -> None:
-            heard.append(f"{stage} {position} {done}/{steps}")
+            events.append(f"{stage} {position} {done}/{steps}")
 
         def on_step(self, report: StepReport) -> None:
-            heard.append(f"step {report.step}")
+            events.append(f"step {report.step}")
 
         def on_eval(self, report: EvalReport) -> None:
-            heard.append(f"eval {report.step}")
+            events.append(f"eval {report.step}")
 
         def on_checkpoint(self, stage: str, step: int, path: Path) -> None:
-            heard.append(f"saved {path.name}")
+            events.append(f"saved {path.name}")
 
         def on_stage_end(self, stage: str) -> None:
-            heard.append(f"end {stage}")
+            events.append(f"end {stage}")
 
         def on_run_end(self, status: str) -> None:
-            heard.append(status)
+            events.append(status)
 
     begin(recipe("sft.steps=1", "grpo.steps=2"), runs_dir=tmp_path, listeners=[Ear()])
     sft = ["sft 0 0/1", "step 1", "eval 1", "saved sft-000001", "end sft"]
     grpo = ["grpo 1 0/2", "step 1", "step 2", "eval 2", "saved grpo-000002", "end grpo"]
-    assert heard == ["run True None", *sft, *grpo, "finished"]
+    assert events == ["run True None", *sft, *grpo, "finished"]
 
 
 def test_a_stop_at_a_stages_end_saves_first_and_the_evaluation_is_made_when_the_run_resumes(tmp_path: Path) -> None:
-    asked = recipe("sft.steps=1", "grpo.steps=1")
-    whole, run = begin(asked, runs_dir=tmp_path), RunFolder(tmp_path / "slices")
+    config = recipe("sft.steps=1", "grpo.steps=1")
+    full, run = begin(config, runs_dir=tmp_path), RunFolder(tmp_path / "slices")
     with pytest.raises(TimeUp):
-        begin(asked, out=run.path, minutes=0)
+        begin(config, out=run.path, minutes=0)
     assert measured_and_saved(run) == ([], ["sft-000001"])
     with pytest.raises(TimeUp):
         resume(run, minutes=0)
     assert measured_and_saved(run) == (["sft"], ["grpo-000001", "sft-000001"])
-    assert fingerprint(resume(run, minutes=0)) == fingerprint(whole)
+    assert fingerprint(resume(run, minutes=0)) == fingerprint(full)
 
 
 def measured_and_saved(run: RunFolder) -> tuple[list[str], list[str]]:

@@ -28,14 +28,14 @@ from tests.training.builders import RECIPE
 
 def recipe(folder: Path, **task: Any) -> Recipe:
     """A reward model of preferences, then grpo with it, on prompts without answers; evaluated every two steps."""
-    pairs, asked = folder / "pairs.jsonl", folder / "asked.jsonl"
+    pairs, config = folder / "pairs.jsonl", folder / "asked.jsonl"
     pairs.write_text("".join(json.dumps({"prompt": f"{i}+1=", "chosen": "12", "rejected": "="}) + "\n" for i in range(8)))
-    asked.write_text("".join(json.dumps({"prompt": f"{i}+{j}="}) + "\n" for i in range(5) for j in range(4)))
+    config.write_text("".join(json.dumps({"prompt": f"{i}+{j}="}) + "\n" for i in range(5) for j in range(4)))
     data = tomllib.loads(RECIPE)
     model = {"type": "reward_model", "data": str(pairs), "steps": 2, "batch_size": 4, "heldout_share": 0.5}
     judged = {"rewards": [{"type": "model", "model": "stage:reward_model"}], "eval_every": 2, "save_every": 2}
     data["stages"] = [model, {**data["stages"][1], **judged, "keep_best": "heldout_accuracy"}]
-    data |= {"rewards": [], "task": {"type": "file", "path": str(asked), "heldout": 3, **task}}
+    data |= {"rewards": [], "task": {"type": "file", "path": str(config), "heldout": 3, **task}}
     return parse_recipe(data)
 
 
@@ -49,9 +49,9 @@ class Measured(Listener):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunFolder, Measured]:
-    heard = Measured()
+    events = Measured()
     folder = tmp_path_factory.mktemp("free")
-    return begin(recipe(folder), out=folder / "runs" / "talk", listeners=[heard]), heard
+    return begin(recipe(folder), out=folder / "runs" / "talk", listeners=[events]), events
 
 
 def test_it_is_measured_by_its_reward_before_and_after(whole: tuple[RunFolder, Measured]) -> None:
@@ -68,14 +68,14 @@ def test_it_is_measured_by_its_reward_before_and_after(whole: tuple[RunFolder, M
 
 def test_both_kinds_of_measurement_report_their_progress(whole: tuple[RunFolder, Measured]) -> None:
     """Also that of a reward model, which is part of its step."""
-    told: dict[tuple[str, int], list[float]] = {}
+    settings: dict[tuple[str, int], list[float]] = {}
     for stage, step, share in whole[1].shares:
-        told.setdefault((stage, step), []).append(share)
-    assert list(told) == [("reward_model", 2), ("grpo", 0), ("grpo", 2), ("grpo", 4)]
-    for shares in told.values():
+        settings.setdefault((stage, step), []).append(share)
+    assert list(settings) == [("reward_model", 2), ("grpo", 0), ("grpo", 2), ("grpo", 4)]
+    for shares in settings.values():
         assert shares == sorted(shares)
         assert shares[0] == 0.0
-    assert told["grpo", 0][-1] == 1.0
+    assert settings["grpo", 0][-1] == 1.0
 
 
 class StopsBeforeTheFirstStep(Listener):
@@ -136,9 +136,9 @@ def test_commands_show_the_reward(whole: tuple[RunFolder, Measured]) -> None:
 def test_a_measurement_with_nothing_to_measure_by_is_refused(whole: tuple[RunFolder, Measured], tmp_path: Path) -> None:
     opened = load_model(str(whole[0].path), tmp_path)
     free = recipe(tmp_path)
-    with pytest.raises(RewardError, match="no answer could be graded") as told:
+    with pytest.raises(RewardError, match="no answer could be graded") as raised:
         evaluate_model(LoadedModel(opened.policy, "a model"), free)
-    assert told.value.where == "rewards.model"
+    assert raised.value.where == "rewards.model"
     imitating = parse_recipe({**free.model_dump(exclude_none=True, mode="json"), "stages": [{"type": "sft"}]})
     with pytest.raises(RecipeError, match="has no default reward"):
         evaluate_model(opened, imitating)

@@ -23,7 +23,7 @@ def test_it_follows_adamw_down_a_valley() -> None:
     """A badly scaled quadratic: after 200 updates both are near its floor."""
     scale = torch.logspace(-1, 1, 3 * BLOCK + 5)
     start = torch.randn(scale.shape, generator=torch.Generator().manual_seed(0))
-    found = []
+    result = []
     for moments in ("float32", "int8"):
         net = nn.Module()
         net.x = nn.Parameter(start.clone())
@@ -32,9 +32,9 @@ def test_it_follows_adamw_down_a_valley() -> None:
             optimiser.zero_grad()
             (scale * net.x.square()).sum().backward()  # type: ignore[no-untyped-call]
             optimiser.step()
-        found.append(net.x.detach())
+        result.append(net.x.detach())
     before = float((scale * start.square()).sum())
-    losses = [float((scale * x.square()).sum()) for x in found]
+    losses = [float((scale * x.square()).sum()) for x in result]
     assert losses[0] < 1e-2 * before
     assert losses[1] < 2e-2 * before
 

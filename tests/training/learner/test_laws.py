@@ -30,9 +30,9 @@ FEW = settings(max_examples=6, deadline=None, derandomize=True)
 
 
 def groups_of(shape: Shape, seed: int, **options: Any) -> list[GradedGroup]:
-    dice = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     return [
-        graded_group(dice, prompt, lengths, masked=True, name=f"p{i}", **options) for i, (prompt, lengths) in enumerate(shape)
+        graded_group(rng, prompt, lengths, masked=True, name=f"p{i}", **options) for i, (prompt, lengths) in enumerate(shape)
     ]
 
 
@@ -75,9 +75,9 @@ def test_order_and_sharing_do_not_matter(objective: str, shape: Shape, seed: int
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_groups_without_signal_change_totals_only(objective: str) -> None:
     """Forwarded or dropped, the gradient is the same: that of the others, divided by a larger total."""
-    dice = np.random.default_rng(0)
-    loud = [graded_group(dice, 5, [4, 6, 2]), graded_group(dice, 9, [3, 5])]
-    silent = [graded_group(dice, 7, [5, 4, 6], signal=False), graded_group(dice, 2, [5], signal=False)]
+    rng = np.random.default_rng(0)
+    loud = [graded_group(rng, 5, [4, 6, 2]), graded_group(rng, 9, [3, 5])]
+    silent = [graded_group(rng, 7, [5, 4, 6], signal=False), graded_group(rng, 2, [5], signal=False)]
     bare: dict[str, Any] = {"kl": {"beta": 0.0}, "entropy_bonus": 0.0, "updates_per_step": 1, "length_budget": 10}
     without, dropped, kept = (
         gradient_of(groups, objective, no_signal=mode, **bare)
@@ -90,10 +90,10 @@ def test_groups_without_signal_change_totals_only(objective: str) -> None:
 
 def test_completions_that_are_not_graded_count_nowhere() -> None:
     """Not in the gradient, not in the totals, whatever their advantage."""
-    dice = np.random.default_rng(1)
-    whole = graded_group(dice, 6, [5, 3, 4])
-    some = replace(whole, graded=(True, False, True))
-    rest = [alone(whole)[0], alone(whole)[2]]
+    rng = np.random.default_rng(1)
+    full = graded_group(rng, 6, [5, 3, 4])
+    some = replace(full, graded=(True, False, True))
+    rest = [alone(full)[0], alone(full)[2]]
     assert apart(gradient_of([some], "grpo"), gradient_of(rest, "grpo")) < 1e-5
     assert apart(gradient_of([some], "dapo"), gradient_of(rest, "dapo")) < 1e-5
 

@@ -25,8 +25,8 @@ MOVING = {"learning_rate": 0.02}
 
 
 def groups(count: int = 4, seed: int = 0) -> list[GradedGroup]:
-    dice = np.random.default_rng(seed)
-    return [graded_group(dice, 3 + i, [5, 2 + i, 4], name=f"p{i}") for i in range(count)]
+    rng = np.random.default_rng(seed)
+    return [graded_group(rng, 3 + i, [5, 2 + i, 4], name=f"p{i}") for i in range(count)]
 
 
 @torch.no_grad()
@@ -62,7 +62,7 @@ def test_a_pack_in_parts_has_the_gradient_of_the_whole_and_no_logits_are_compute
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """μ = 2, so that the second pass has ratios that differ; parts of at most 6 tokens, and completions of up to 5."""
-    told, computed, plain = [], [0], lm_head.Head.logits
+    output, computed, plain = [], [0], lm_head.Head.logits
 
     def counted(head: lm_head.Head, hidden: Tensor) -> Tensor:
         computed[0] += len(hidden)
@@ -75,14 +75,14 @@ def test_a_pack_in_parts_has_the_gradient_of_the_whole_and_no_logits_are_compute
         computed[0] = 0
         learned = learner.update(groups())
         monkeypatch.setattr(lm_head.Head, "logits", plain)
-        told.append((gradient(learner.policy.model), learned, computed[0]))
-    (expected, whole, once), (found, parts, again) = told
-    assert apart(found, expected) < 1e-5
+        output.append((gradient(learner.policy.model), learned, computed[0]))
+    (expected, full, once), (result, parts, again) = output
+    assert apart(result, expected) < 1e-5
     assert again == once
-    assert parts.metrics.keys() == whole.metrics.keys()
-    for name in whole.metrics.keys() - {"mfu", "update_tflops"}:
-        assert parts.metrics[name] == pytest.approx(whole.metrics[name], rel=1e-4, abs=1e-6), name
-    for of_group, others in zip(parts.stats, whole.stats, strict=True):
+    assert parts.metrics.keys() == full.metrics.keys()
+    for name in full.metrics.keys() - {"mfu", "update_tflops"}:
+        assert parts.metrics[name] == pytest.approx(full.metrics[name], rel=1e-4, abs=1e-6), name
+    for of_group, others in zip(parts.stats, full.stats, strict=True):
         for one, other in zip(of_group, others, strict=True):
             assert one is not None
             assert other is not None
@@ -108,19 +108,19 @@ def test_old_log_probs_are_those_before_the_first_of_many_updates() -> None:
 def test_minibatches_are_updates_on_parts_of_the_step_with_totals_of_their_own() -> None:
     """The first of two updates is that of a step with the first half of the groups."""
     batch, plain = groups(), {"learning_rate": 0.02, "max_grad_norm": 0.0}
-    whole, half = (Learner(policy(), grpo_learner_settings(stage(minibatches=n, optimiser=plain))) for n in (2, 1))
-    seen: list[Tensor] = []
-    step = whole.optimiser.step
+    full, half = (Learner(policy(), grpo_learner_settings(stage(minibatches=n, optimiser=plain))) for n in (2, 1))
+    observed: list[Tensor] = []
+    step = full.optimiser.step
 
     def watched(values: Callable[[], Mapping[str, float]]) -> Update:
-        seen.append(gradient(whole.policy.model).clone())
+        observed.append(gradient(full.policy.model).clone())
         return step(values)
 
-    whole.optimiser.step = watched  # type: ignore[assignment, method-assign]
-    whole.update(batch)
+    full.optimiser.step = watched  # type: ignore[assignment, method-assign]
+    full.update(batch)
     half.update(batch[:2])
-    assert len(seen) == 2
-    assert apart(gradient(half.policy.model), seen[0]) < 1e-5
+    assert len(observed) == 2
+    assert apart(gradient(half.policy.model), observed[0]) < 1e-5
 
 
 def test_more_minibatches_than_groups_skip_the_empty_ones() -> None:
@@ -192,15 +192,15 @@ def test_importance_weights_scale_each_tokens_gradient_up_to_the_cap() -> None:
         for s, logp in zip(batch[0].scored.scored, exact[0], strict=True)
     ]
     half = [replace(batch[0], scored=replace(batch[0].scored, scored=tuple(rows)))]
-    found = {}
+    result = {}
     for cap in (None, 1.5, 10.0):
         one = Learner(policy(), grpo_learner_settings(stage(importance_cap=cap)))
         metrics = one.update(half).metrics
-        found[cap] = gradient(one.policy.model)
+        result[cap] = gradient(one.policy.model)
         assert metrics["mismatch_max"] == pytest.approx(math.log(2), abs=1e-4)
         assert metrics["mismatch_kl"] == pytest.approx(2 - math.log(2) - 1, abs=1e-4)
-    assert apart(found[1.5], 1.5 * found[None]) < 1e-5
-    assert apart(found[10.0], 2.0 * found[None]) < 1e-5
+    assert apart(result[1.5], 1.5 * result[None]) < 1e-5
+    assert apart(result[10.0], 2.0 * result[None]) < 1e-5
 
 
 def test_a_gradient_that_is_not_finite_leaves_every_weight_and_is_counted() -> None:
@@ -216,8 +216,8 @@ def test_a_gradient_that_is_not_finite_leaves_every_weight_and_is_counted() -> N
 
 
 def test_what_was_not_forwarded_has_no_stats() -> None:
-    dice = np.random.default_rng(0)
-    loud, silent = graded_group(dice, 3, [4, 2]), graded_group(dice, 3, [4], signal=False)
+    rng = np.random.default_rng(0)
+    loud, silent = graded_group(rng, 3, [4, 2]), graded_group(rng, 3, [4], signal=False)
     some = replace(loud, graded=(True, False))
     learned = Learner(policy(), grpo_learner_settings(stage())).update([silent, some])
     assert [[one is None for one in of_group] for of_group in learned.stats] == [[True], [False, True]]
@@ -273,18 +273,18 @@ def test_completions_on_which_sampler_and_learner_disagree_are_left_out() -> Non
         replace(s, completion=replace(s.completion, logps=(logp - by).numpy()))
         for s, logp, by in zip(batch[0].scored.scored, exact, off, strict=True)
     ]
-    told = replace(batch[0], scored=replace(batch[0].scored, scored=tuple(rows)))
-    silent = replace(told, advantages=tuple(a * (by == 0) for a, by in zip(told.advantages, off, strict=True)))
-    found = []
-    for limit, group in ((1.1, told), (None, silent), (2.0, told), (None, told)):
+    output = replace(batch[0], scored=replace(batch[0].scored, scored=tuple(rows)))
+    silent = replace(output, advantages=tuple(a * (by == 0) for a, by in zip(output.advantages, off, strict=True)))
+    result = []
+    for limit, group in ((1.1, output), (None, silent), (2.0, output), (None, output)):
         one = Learner(policy(), grpo_learner_settings(stage(mismatch_limit=limit)))
         metrics = one.update([group]).metrics
-        found.append(gradient(one.policy.model))
+        result.append(gradient(one.policy.model))
         share = len(exact[1]) / sum(map(len, exact)) if limit == 1.1 else 0.0
         assert metrics.get("mismatch_masked_share", 0.0) == pytest.approx(share)
-    assert apart(found[0], found[1]) < 1e-6
-    assert apart(found[2], found[3]) < 1e-6
-    assert apart(found[0], found[3]) > 0.01
+    assert apart(result[0], result[1]) < 1e-6
+    assert apart(result[2], result[3]) < 1e-6
+    assert apart(result[0], result[3]) > 0.01
 
 
 def test_an_update_says_where_its_time_went_and_how_much_of_the_machine_it_used() -> None:
@@ -297,10 +297,10 @@ def test_an_update_says_where_its_time_went_and_how_much_of_the_machine_it_used(
 
 
 def test_checkpointing_on_a_cpu_changes_no_gradient() -> None:
-    found = []
-    for how in ("off", "on"):
-        one = Learner(policy(), grpo_learner_settings(stage(checkpointing=how)))
+    result = []
+    for sampling in ("off", "on"):
+        one = Learner(policy(), grpo_learner_settings(stage(checkpointing=sampling)))
         one.policy.fast_backbone = None
         one.update(groups())
-        found.append(gradient(one.policy.model))
-    assert apart(found[1], found[0]) < 1e-6
+        result.append(gradient(one.policy.model))
+    assert apart(result[1], result[0]) < 1e-6

@@ -40,16 +40,16 @@ def test_pairs_are_read_from_any_kind_of_file(tmp_path: Path) -> None:
         file.write(lines)
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "pairs.parquet")
     for name in ("pairs.jsonl", "pairs.jsonl.gz", "pairs.parquet"):
-        found = read_pairs(stage(pairs=str(tmp_path / name))).rows
-        assert [(p.prompt.text, p.chosen, p.rejected) for p in found] == [(p.prompt.text, p.chosen, p.rejected) for p in PAIRS]
+        result = read_pairs(stage(pairs=str(tmp_path / name))).rows
+        assert [(p.prompt.text, p.chosen, p.rejected) for p in result] == [(p.prompt.text, p.chosen, p.rejected) for p in PAIRS]
 
 
 def test_columns_have_names_and_completions_may_be_messages(tmp_path: Path) -> None:
     row = {"q": "1+1=", "good": [{"role": "assistant", "content": "2"}], "bad": "3"}
     (tmp_path / "p.jsonl").write_text(json.dumps(row))
-    (found,) = read_pairs(stage(pairs=str(tmp_path / "p.jsonl"), prompt="q", chosen="good", rejected="bad", chat=True)).rows
-    assert (found.chosen, found.rejected) == ("2", "3")
-    assert found.prompt.messages == ({"role": "user", "content": "1+1="},)
+    (result,) = read_pairs(stage(pairs=str(tmp_path / "p.jsonl"), prompt="q", chosen="good", rejected="bad", chat=True)).rows
+    assert (result.chosen, result.rejected) == ("2", "3")
+    assert result.prompt.messages == ({"role": "user", "content": "1+1="},)
 
 
 @pytest.mark.parametrize(
@@ -73,10 +73,10 @@ def test_rows_that_teach_nothing_are_refused(text: str, words: str, tmp_path: Pa
 def test_what_teaches_nothing_is_left_out_and_counted_as_for_a_reward_model(tmp_path: Path) -> None:
     rows = [*ROWS[:2], ROWS[0] | {"rejected": ROWS[0]["chosen"]}, ROWS[0] | {"chosen": " "}, ROWS[0] | {"rejected": ""}]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = read_pairs(stage(pairs=str(tmp_path / "p.jsonl")))
+    result = read_pairs(stage(pairs=str(tmp_path / "p.jsonl")))
     judged = read_reward_model_data(RewardModel(data=str(tmp_path / "p.jsonl"), heldout_share=0.0))
-    assert [(p.chosen, p.rejected) for p in found.rows] == [j.texts for j in judged.train]
-    assert found.left_out == judged.left_out == {"of equal texts": 1, "with an empty answer": 2}
+    assert [(p.chosen, p.rejected) for p in result.rows] == [j.texts for j in judged.train]
+    assert result.left_out == judged.left_out == {"of equal texts": 1, "with an empty answer": 2}
 
 
 def test_a_missing_file_is_reported_before_a_run_is_made(tmp_path: Path) -> None:
@@ -92,14 +92,14 @@ def test_a_pair_longer_than_the_model_is_refused() -> None:
 
 @pytest.mark.parametrize("loss", ["dpo", "ipo", "simpo"])
 def test_the_split_into_packs_does_not_matter_and_never_splits_a_pair(loss: str) -> None:
-    found = []
+    result = []
     for budget in (1, 14, 10_000):
         loop = DpoLoop(stage(loss=loss, tokens_per_pack=budget), 0, policy(), PAIRS)
         loop.step(1)
-        found.append(gradient(loop.policy.model))
-    assert float(found[0].norm()) > 0
-    assert apart(found[0], found[2]) < 1e-5
-    assert apart(found[1], found[2]) < 1e-5
+        result.append(gradient(loop.policy.model))
+    assert float(result[0].norm()) > 0
+    assert apart(result[0], result[2]) < 1e-5
+    assert apart(result[1], result[2]) < 1e-5
 
 
 def test_the_reference_is_the_policy_as_the_stage_found_it() -> None:
@@ -128,19 +128,19 @@ def pairs_file(tmp_path: Path) -> Path:
 
 
 def test_a_run_that_crashed_resumes_to_the_same_bits(tmp_path: Path, pairs_file: Path) -> None:
-    asked = recipe("sft.type=dpo", f"dpo.pairs={pairs_file}", "dpo.steps=4", "dpo.batch_size=4", "dpo.save_every=2")
+    config = recipe("sft.type=dpo", f"dpo.pairs={pairs_file}", "dpo.steps=4", "dpo.batch_size=4", "dpo.save_every=2")
     with pytest.raises(KeyboardInterrupt):
-        begin(asked, out=tmp_path / "crashed", listeners=[StopAfter("dpo", 3)])
+        begin(config, out=tmp_path / "crashed", listeners=[StopAfter("dpo", 3)])
     run = RunFolder(tmp_path / "crashed")
     resume(run)
-    assert fingerprint(run) == fingerprint(begin(asked, out=tmp_path / "whole"))
+    assert fingerprint(run) == fingerprint(begin(config, out=tmp_path / "whole"))
     with RunReader.open(run.path) as store:
         assert [s.type for s in store.stages()] == ["dpo", "grpo"]
 
 
 def test_bfloat16_moves(tmp_path: Path, pairs_file: Path) -> None:
-    asked = recipe("sft.type=dpo", f"dpo.pairs={pairs_file}", "model.dtype=bfloat16", "dpo.optimiser.learning_rate=1e-3")
-    loop = DpoLoop(next(s for s in asked.stages if isinstance(s, Dpo)), 0, policy(dtype="bfloat16"))
+    config = recipe("sft.type=dpo", f"dpo.pairs={pairs_file}", "model.dtype=bfloat16", "dpo.optimiser.learning_rate=1e-3")
+    loop = DpoLoop(next(s for s in config.stages if isinstance(s, Dpo)), 0, policy(dtype="bfloat16"))
     before = snapshot(loop.policy.model)
     loop.step(1)
     assert not torch.equal(snapshot(loop.policy.model), before)

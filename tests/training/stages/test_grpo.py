@@ -199,16 +199,16 @@ def test_kl_in_the_reward_shifts_the_advantages() -> None:
     assert max(abs(s) for row in sums for s in row) > 0
     plain = [np.array(g.scored.totals, np.float64) for g in report.groups]
     by_reward_alone = [(r - r.mean()) / (r.std(ddof=1) + 1e-4) for r in plain]
-    found = [np.array([a[0] for a in g.advantages]) for g in report.groups]
-    assert max(float(np.abs(a - b).max()) for a, b in zip(found, by_reward_alone, strict=True)) > 0.01
+    result = [np.array([a[0] for a in g.advantages]) for g in report.groups]
+    assert max(float(np.abs(a - b).max()) for a, b in zip(result, by_reward_alone, strict=True)) > 0.01
 
 
 def test_overlong_punishment_is_one_more_aspect() -> None:
-    asked = recipe("grpo.overlong.buffer=4", "grpo.overlong.weight=0.5")
-    stage = asked.stages[1]
+    config = recipe("grpo.overlong.buffer=4", "grpo.overlong.weight=0.5")
+    stage = config.stages[1]
     assert isinstance(stage, Grpo)
     loop = loop_for({}, digits)
-    loop.rewards = rewards_for(asked, stage)
+    loop.rewards = rewards_for(config, stage)
     report = loop.step(1)
     for graded in report.groups:
         for scored in graded.scored.scored:

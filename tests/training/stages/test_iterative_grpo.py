@@ -82,53 +82,53 @@ def in_slices(asked: Recipe, out: Path) -> RunFolder:
 
 
 def test_rounds_of_comparisons_and_slices_of_time_that_end_in_the_same_bits(tmp_path: Path) -> None:
-    asked = recipe(tmp_path)
-    whole = begin(asked, out=tmp_path / "whole")
-    lines = [json.loads(line) for line in (whole.path / "comparisons" / "grpo.jsonl").read_text().splitlines()]
+    config = recipe(tmp_path)
+    full = begin(config, out=tmp_path / "whole")
+    lines = [json.loads(line) for line in (full.path / "comparisons" / "grpo.jsonl").read_text().splitlines()]
     assert {line["step"] for line in lines} <= {1, 2, 3, 4}
     count = sum(map(str.isdigit, lines[0]["chosen"])), sum(map(str.isdigit, lines[0]["rejected"]))
     assert count[0] > count[1]
-    with RunReader.open(whole.path) as store:
+    with RunReader.open(full.path) as store:
         rounds = dict(store.metric("comparisons", "grpo"))
         assert set(rounds) == {2, 4}
         assert rounds[4] == sum(line["step"] > 2 for line in lines)
         assert len(store.metric("heldout_pair_accuracy", "reward_model")) == 2
-    first, last = (weights(whole, "reward_models", name) for name in ("reward_model", "grpo"))
+    first, last = (weights(full, "reward_models", name) for name in ("reward_model", "grpo"))
     assert any(not torch.equal(first[name], last[name]) for name in first)
-    sliced = in_slices(asked, tmp_path / "sliced")
+    sliced = in_slices(config, tmp_path / "sliced")
     for parts in (("model",), ("reward_models", "grpo")):
-        one, other = weights(whole, *parts), weights(sliced, *parts)
+        one, other = weights(full, *parts), weights(sliced, *parts)
         assert all(torch.equal(one[name], other[name]) for name in one)
-    assert (sliced.path / "comparisons" / "grpo.jsonl").read_text() == (whole.path / "comparisons" / "grpo.jsonl").read_text()
+    assert (sliced.path / "comparisons" / "grpo.jsonl").read_text() == (full.path / "comparisons" / "grpo.jsonl").read_text()
 
 
 def test_what_a_reward_model_likes_is_not_what_is_right(tmp_path: Path) -> None:
     """A score does not define correctness: the task's verifiable reward is watched, in the run and by `eval`."""
-    asked = recipe(tmp_path)
-    asked = with_last(asked, iterate=None)
-    run = begin(asked, out=tmp_path / "run")
+    config = recipe(tmp_path)
+    config = with_last(config, iterate=None)
+    run = begin(config, out=tmp_path / "run")
     with RunReader.open(run.path) as store:
-        (told,) = store.evals("grpo")
+        (output,) = store.evals("grpo")
         aspects = store.group("grpo", 1, 0).graded.scored.scored[0].aspects
     assert [(a.name, a.weight) for a in aspects] == [("model", 1.0), ("answer", 0.0)]
     opened = load_model(str(run.path), tmp_path)
-    again = evaluate_model(opened, asked)
-    assert again.accuracy == told.accuracy == 0.0
-    assert again.metrics["reward"] == pytest.approx(told.metrics["reward"], abs=1e-4)
+    again = evaluate_model(opened, config)
+    assert again.accuracy == output.accuracy == 0.0
+    assert again.metrics["reward"] == pytest.approx(output.metrics["reward"], abs=1e-4)
     assert again.metrics["reward"] != 0
     deciding = {"type": "model", "model": "stage:reward_model", "name": "answer"}
     with pytest.raises(RewardError, match="no answer could be graded"):
-        evaluate_model(LoadedModel(opened.policy, "a model"), with_last(asked, rewards=(Reward.model_validate(deciding),)))
+        evaluate_model(LoadedModel(opened.policy, "a model"), with_last(config, rewards=(Reward.model_validate(deciding),)))
 
 
 def test_a_tenth_of_an_update_is_from_the_past() -> None:
     fresh, past = ([TokenizedExample(((i,), (i,)), (1.0,), 0.0) for i in numbers] for numbers in (range(50), range(100, 150)))
-    told = Iteration(every=2, batch_size=40)
-    batch = comparison_batch(fresh, past, told, 0, 2, 0)
+    output = Iteration(every=2, batch_size=40)
+    batch = comparison_batch(fresh, past, output, 0, 2, 0)
     assert len(batch) == 40
     assert sum(coded.texts[0][0] >= 100 for coded in batch) == 4
-    assert batch == comparison_batch(fresh, past, told, 0, 2, 0) != comparison_batch(fresh, past, told, 0, 2, 1)
-    assert len(comparison_batch(fresh, [], told, 0, 2, 0)) == 40
+    assert batch == comparison_batch(fresh, past, output, 0, 2, 0) != comparison_batch(fresh, past, output, 0, 2, 1)
+    assert len(comparison_batch(fresh, [], output, 0, 2, 0)) == 40
 
 
 @pytest.fixture
@@ -159,8 +159,8 @@ def test_a_judge_behind_an_endpoint_compares(judge: Judge, tmp_path: Path) -> No
     labeller = {"type": "judge", "model": "m", "base_url": judge.url, "cache": None, "retries": 0}
     run = begin(recipe(tmp_path, labeller=labeller), out=tmp_path / "run")
     with RunReader.open(run.path) as store:
-        asked = sum(len(g.scored.scored) for n in range(1, 5) for g in store.step("grpo", n).groups)
-        assert len(judge.requests) == asked == 4 * 3 * 4
+        count = sum(len(g.scored.scored) for n in range(1, 5) for g in store.step("grpo", n).groups)
+        assert len(judge.requests) == count == 4 * 3 * 4
         assert min(dict(store.metric("comparisons", "grpo")).values()) > 0
     assert all(digits(without_thinking(pair["chosen"])) > digits(without_thinking(pair["rejected"])) for pair in compared(run))
 
@@ -169,18 +169,18 @@ def test_a_judge_that_is_out_of_order_ends_the_run_and_with_one_that_is_back_it_
     cache = str(tmp_path / "replies.sqlite")
     labeller = {"type": "judge", "model": "m", "base_url": judge.url, "cache": cache, "retries": 0}
     answer, judge.reply = judge.reply, lambda _: (500, "out of order")
-    with pytest.raises(RewardError, match="12 of 12 completions of a step could not be judged") as told:
+    with pytest.raises(RewardError, match="12 of 12 completions of a step could not be judged") as raised:
         begin(recipe(tmp_path, labeller=labeller), out=tmp_path / "run")
-    assert told.value.where == "grpo.iterate.labeller"
+    assert raised.value.where == "grpo.iterate.labeller"
     judge.reply = answer
     run = resume(RunFolder.open(tmp_path / "run", tmp_path))
     assert {pair["step"] for pair in compared(run)} <= {1, 2, 3, 4}
 
 
 def test_people_rank_while_it_trains_and_each_ranking_is_learned_from_as_fresh_once(tmp_path: Path) -> None:
-    asked, out = recipe(tmp_path, labeller=None), tmp_path / "run"
+    config, out = recipe(tmp_path, labeller=None), tmp_path / "run"
     with contextlib.suppress(TimeUp):
-        begin(asked, out=out, minutes=0)
+        begin(config, out=out, minutes=0)
     ranked = 0
     for _ in range(20):
         ranked = ranked or rank_a_group(out)

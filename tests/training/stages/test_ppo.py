@@ -42,11 +42,11 @@ def ppo(**options: Any) -> Ppo:
 
 
 def scored_group(seed: int, lengths: Sequence[int], *, masked: bool = False) -> ScoredGroup:
-    dice = np.random.default_rng(seed)
-    rows = [completion(dice, n, masked=masked, stop="length" if i == 1 else "end") for i, n in enumerate(lengths)]
+    rng = np.random.default_rng(seed)
+    rows = [completion(rng, n, masked=masked, stop="length" if i == 1 else "end") for i, n in enumerate(lengths)]
     rows = [replace(c, loss_mask=np.ones(len(c.token_ids), bool)) if not c.loss_mask.any() else c for c in rows]
-    aspects = [Aspect("a", float(dice.normal())) for _ in rows]
-    group = Group(Prompt(id=f"p{seed}", text="1"), dice.integers(3, 19, 3 + seed), tuple(rows))
+    aspects = [Aspect("a", float(rng.normal())) for _ in rows]
+    group = Group(Prompt(id=f"p{seed}", text="1"), rng.integers(3, 19, 3 + seed), tuple(rows))
     return ScoredGroup(group, tuple(ScoredCompletion(c, (a,)) for c, a in zip(rows, aspects, strict=True)))
 
 
@@ -56,10 +56,10 @@ def loop_for(options: dict[str, Any], seed: int = 0) -> PpoLoop:
 
 
 def shaken(module: torch.nn.Module, seed: int, size: float = 0.05) -> None:
-    dice = torch.Generator().manual_seed(seed)
+    rng = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in module.parameters():
-            p.add_(torch.randn(p.shape, generator=dice), alpha=size)
+            p.add_(torch.randn(p.shape, generator=rng), alpha=size)
 
 
 def plain_hidden(model: Any, prompt: Ints, tokens: Ints) -> Tensor:
@@ -150,9 +150,9 @@ def test_with_the_groups_mean_as_critic_it_is_grpo_without_scale(monkeypatch: py
 
 def test_an_ended_completion_has_value_0_after_it_and_a_truncated_one_the_critics() -> None:
     """γ = 0.5, λ = 1, two tokens, reward 1, values 0: 0.5 and 1 if it ended; plus 0.25·8 and 0.5·8 if it was truncated."""
-    dice = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     for stop, expected in (("end", [0.5, 1.0]), ("length", [2.5, 5.0])):
-        s = ScoredCompletion(completion(dice, 2, stop=stop), (Aspect("a", 1.0),))  # type: ignore[arg-type]
+        s = ScoredCompletion(completion(rng, 2, stop=stop), (Aspect("a", 1.0),))  # type: ignore[arg-type]
         values = np.array([0.0, 0.0, 8.0] if stop == "length" else [0.0, 0.0], dtype=np.float32)
         advantages, _, returns, _ = value_completion(s, values, ppo(gamma=0.5, gae_lambda=1.0), None)
         assert advantages.tolist() == expected
@@ -163,12 +163,12 @@ def test_values_are_those_of_the_state_before_each_token_and_after_a_cut() -> No
     loop = loop_for({})
     shaken(loop.learner.critic.head, 0, 0.5)
     scored = scored_group(2, [3, 4])
-    found = loop.learner.values([scored])[0]
+    result = loop.learner.values([scored])[0]
     model, head = doubled(loop.learner.critic.trunk.model), copy.deepcopy(loop.learner.critic.head).double()
-    for c, values in enumerate(found):
+    for c, values in enumerate(result):
         ids = scored.scored[c].completion.token_ids
-        asked = append_placeholder(ids) if c == 1 else ids
-        expected = head(plain_hidden(model, scored.group.prompt_ids, asked))[:, 0]
+        config = append_placeholder(ids) if c == 1 else ids
+        expected = head(plain_hidden(model, scored.group.prompt_ids, config))[:, 0]
         assert len(values) == len(ids) + (c == 1)
         np.testing.assert_allclose(values, expected.detach().numpy(), atol=1e-5)
 
@@ -187,16 +187,16 @@ def test_a_critic_starts_at_zero_and_shares_no_weight_with_the_policy() -> None:
 
 def test_in_a_shared_trunk_the_value_loss_moves_the_policys_weights() -> None:
     """With advantages of 0 the policy's gradient comes from the value loss only, times its weight."""
-    found = []
+    result = []
     for weight in (0.5, 1.0):
         loop = loop_for({"critic": {"trunk": "shared", "loss_weight": weight}})
         shaken(loop.learner.critic.head, 0, 0.5)
         graded = loop.grade([scored_group(0, [4, 3])])
         still = [replace(g, advantages=tuple(np.zeros_like(a) for a in g.advantages)) for g in graded]
         loop.learner.update(still)
-        found.append(gradient(loop.learner.policy.model))
-    assert float(found[0].norm()) > 0
-    assert apart(found[1], 2 * found[0]) < 1e-5
+        result.append(gradient(loop.learner.policy.model))
+    assert float(result[0].norm()) > 0
+    assert apart(result[1], 2 * result[0]) < 1e-5
 
 
 def test_value_warm_up_updates_only_the_critic() -> None:
@@ -215,9 +215,9 @@ def test_the_critic_learns_what_follows() -> None:
     loop = loop_for({"gae_lambda": 1.0, "critic": {"learning_rate": 3e-3, "clip": 0.0}})
     loop.learner.is_warming_up = True
     scored = [scored_group(i, [4, 6, 3]) for i in range(3)]
-    seen = [loop.learner.update(loop.grade(scored)).metrics["explained_variance"] for _ in range(60)]
-    assert seen[0] == 0.0
-    assert max(seen) > 0.8
+    observed = [loop.learner.update(loop.grade(scored)).metrics["explained_variance"] for _ in range(60)]
+    assert observed[0] == 0.0
+    assert max(observed) > 0.8
 
 
 def test_a_kl_in_the_reward_is_paid_token_by_token() -> None:
@@ -234,14 +234,14 @@ def test_a_kl_in_the_reward_is_paid_token_by_token() -> None:
 
 
 def test_the_split_into_packs_does_not_matter() -> None:
-    found = []
+    result = []
     for budget in (5, 10_000):
         loop = loop_for({"tokens_per_pack": budget})
         shaken(loop.learner.critic.head, 3, 0.3)
         loop.learner.update(loop.grade([scored_group(i, [4, 6, 3], masked=True) for i in range(3)]))
-        found.append((gradient(loop.learner.policy.model), gradient(loop.learner.critic.module)))
-    assert apart(found[0][0], found[1][0]) < 1e-5
-    assert apart(found[0][1], found[1][1]) < 1e-5
+        result.append((gradient(loop.learner.policy.model), gradient(loop.learner.critic.module)))
+    assert apart(result[0][0], result[1][0]) < 1e-5
+    assert apart(result[0][1], result[1][1]) < 1e-5
 
 
 PPO_RECIPE = (
@@ -256,12 +256,12 @@ PPO_RECIPE = (
 
 @pytest.mark.parametrize("trunk", ["separate", "shared"])
 def test_a_run_that_crashed_resumes_to_the_same_bits(trunk: str, tmp_path: Path) -> None:
-    asked = recipe(*PPO_RECIPE, f"ppo.critic.trunk={trunk}")
+    config = recipe(*PPO_RECIPE, f"ppo.critic.trunk={trunk}")
     with pytest.raises(KeyboardInterrupt):
-        begin(asked, out=tmp_path / "crashed", listeners=[StopAfter("ppo", 3)])
+        begin(config, out=tmp_path / "crashed", listeners=[StopAfter("ppo", 3)])
     run = RunFolder(tmp_path / "crashed")
     resume(run)
-    assert fingerprint(run) == fingerprint(begin(asked, out=tmp_path / "whole"))
+    assert fingerprint(run) == fingerprint(begin(config, out=tmp_path / "whole"))
 
 
 def test_bfloat16_trains(tmp_path: Path) -> None:
@@ -271,10 +271,10 @@ def test_bfloat16_trains(tmp_path: Path) -> None:
 
 
 def test_a_stage_with_only_warm_up_steps_is_refused() -> None:
-    with pytest.raises(RecipeError) as told:
+    with pytest.raises(RecipeError) as raised:
         recipe("grpo.type=ppo", "ppo.critic.warmup_steps=4")
-    assert told.value.where == "ppo.critic.warmup_steps"
-    assert "none would train the policy" in told.value.because
+    assert raised.value.where == "ppo.critic.warmup_steps"
+    assert "none would train the policy" in raised.value.because
 
 
 def test_the_policy_learns_as_in_grpo_after_the_warm_up() -> None:

@@ -44,7 +44,7 @@ def rows(folder: Path) -> list[dict[str, object]]:
 def test_the_best_of_each_group_that_are_good_enough_and_not_cut_are_kept(tmp_path: Path) -> None:
     made = loop(tmp_path, at_least=2.0, keep=2)
     reports = [made.step(n) for n in range(1, 4)]
-    wanted = []
+    expected = []
     for report in reports:
         for graded in report.groups:
             good = {
@@ -53,9 +53,9 @@ def test_the_best_of_each_group_that_are_good_enough_and_not_cut_are_kept(tmp_pa
                 if (s.total or 0) >= 2 and not s.completion.is_truncated
             }
             best = sorted(good.values(), reverse=True)[:2]  # type: ignore[type-var]
-            wanted += [(report.step, value) for value in best]
-    assert sorted((r["step"], r["reward"]) for r in rows(tmp_path)) == sorted(wanted)
-    assert sum(r.metrics["samples_kept"] for r in reports) == len(wanted) > 0
+            expected += [(report.step, value) for value in best]
+    assert sorted((r["step"], r["reward"]) for r in rows(tmp_path)) == sorted(expected)
+    assert sum(r.metrics["samples_kept"] for r in reports) == len(expected) > 0
 
 
 def test_a_text_that_was_rewarded_differently_counts_by_its_best(tmp_path: Path) -> None:
@@ -67,9 +67,9 @@ def test_a_text_that_was_rewarded_differently_counts_by_its_best(tmp_path: Path)
 
 
 def test_steps_done_again_add_nothing_twice(tmp_path: Path) -> None:
-    whole = loop(tmp_path, at_least=1.0)
+    full = loop(tmp_path, at_least=1.0)
     for n in range(1, 4):
-        whole.step(n)
+        full.step(n)
     kept = rows(tmp_path)
     again = loop(tmp_path, at_least=1.0)
     for n in range(2, 4):
@@ -107,9 +107,9 @@ def test_without_a_verifiable_reward_and_a_mark_it_is_refused_before_anything_is
     sampled = {"type": "rejection_sample", "steps": 1, "prompts_per_step": 2, "group_size": 2, **short}
     data |= {"task": {"type": "file", "path": str(tmp_path / "asked.jsonl")}, "rewards": [{"type": "repetition"}]}
     data["stages"] = [sampled]
-    with pytest.raises(RecipeError, match="none of its rewards defines correct answers") as told:
+    with pytest.raises(RecipeError, match="none of its rewards defines correct answers") as raised:
         begin(parse_recipe(data), out=tmp_path / "run")
-    assert told.value.where == "rejection_sample.at_least"
+    assert raised.value.where == "rejection_sample.at_least"
     assert not (tmp_path / "run").exists()
     data["stages"] = [{**sampled, "at_least": 0.0}]
     begin(parse_recipe(data), out=tmp_path / "run")
@@ -121,8 +121,8 @@ def test_nothing_kept_is_reported_by_the_stage_that_kept_it(tmp_path: Path) -> N
     sampled = {"type": "rejection_sample", "steps": 1, "prompts_per_step": 2, "group_size": 2, "at_least": 1e6}
     again = {**first, "name": "again", "data": "stage:rejection_sample"}
     data["stages"] = [{**sampled, "sampling": last["sampling"]}, again]
-    with pytest.raises(DataError, match="rejection_sample kept nothing") as told:
+    with pytest.raises(DataError, match="rejection_sample kept nothing") as raised:
         begin(parse_recipe(data), out=tmp_path / "run")
-    assert told.value.where == "again.data"
-    assert "complete" in told.value.because
-    assert "max_new_tokens" in told.value.fix
+    assert raised.value.where == "again.data"
+    assert "complete" in raised.value.because
+    assert "max_new_tokens" in raised.value.fix

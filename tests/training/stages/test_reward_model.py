@@ -40,9 +40,9 @@ def test_the_loss_is_minus_log_sigma_of_the_gap(tmp_path: Path) -> None:
     made = loop(write(tmp_path / "p.jsonl", pairs()), tmp_path, batch_size=2)
     with torch.no_grad():
         gaps = [classify(made.model, [c.texts[0]])[0, 0] - classify(made.model, [c.texts[1]])[0, 0] for c in made.rows[:2]]
-    wanted = float(-torch.stack(gaps).sigmoid().log().mean())
+    expected = float(-torch.stack(gaps).sigmoid().log().mean())
     metrics = made.trainer.update(made.rows[:2])
-    assert metrics["loss"] == pytest.approx(wanted, abs=1e-5)
+    assert metrics["loss"] == pytest.approx(expected, abs=1e-5)
 
 
 def test_it_learns_what_is_preferred_on_prompts_it_has_not_seen_and_is_saved_as_others_load_it(tmp_path: Path) -> None:
@@ -60,8 +60,8 @@ def test_it_learns_what_is_preferred_on_prompts_it_has_not_seen_and_is_saved_as_
     words = AutoTokenizer.from_pretrained(folder)
     ids = made.heldout[0].texts
     with torch.no_grad():
-        seen = theirs(input_ids=torch.tensor([ids[0]])).logits
-        assert torch.allclose(seen, classify(made.model, [ids[0]]), atol=1e-5)
+        observed = theirs(input_ids=torch.tensor([ids[0]])).logits
+        assert torch.allclose(observed, classify(made.model, [ids[0]]), atol=1e-5)
     assert theirs.config.num_labels == 1
     empty = np.zeros(1, np.float32)
     texts = ["39", "30"]
@@ -106,37 +106,37 @@ def test_steps_are_judged_at_their_last_tokens_and_the_reward_reads_them_so(tmp_
     reward = load_step_model(str(tmp_path / "reward_models" / "reward_model"), 1, "cpu", "here")
     right = reward.score(Prompt(id="p", text="3="), "3+1=9", [(0, 4), (4, 5)])
     with torch.no_grad():
-        wanted = classify(made.model, [made.rows[3].texts[0]])[0].softmax(-1)[[5, 6], 1]
-    assert right == pytest.approx(wanted.tolist(), abs=1e-5)
+        expected = classify(made.model, [made.rows[3].texts[0]])[0].softmax(-1)[[5, 6], 1]
+    assert right == pytest.approx(expected.tolist(), abs=1e-5)
 
 
 def test_a_resumed_stage_ends_in_the_same_bits(tmp_path: Path) -> None:
     data = write(tmp_path / "p.jsonl", pairs())
-    whole = loop(data, tmp_path, steps=4)
+    full = loop(data, tmp_path, steps=4)
     for n in range(1, 3):
-        whole.step(n)
-    kept = {name: {k: v.clone() for k, v in group.items()} for name, group in whole.state().items()}
+        full.step(n)
+    kept = {name: {k: v.clone() for k, v in group.items()} for name, group in full.state().items()}
     again = loop(data, tmp_path, steps=4)
     again.load_state(kept)
     for n in range(3, 5):
-        whole.step(n)
+        full.step(n)
         again.step(n)
-    assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), again.model.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(full.model.parameters(), again.model.parameters(), strict=True))
 
 
 def test_dialogues_give_their_prompt_and_what_teaches_nothing_is_counted(tmp_path: Path) -> None:
-    said = "\n\nHuman: hi\n\nAssistant: hello\n\nHuman: why?\n\nAssistant: "
+    lines = "\n\nHuman: hi\n\nAssistant: hello\n\nHuman: why?\n\nAssistant: "
     rows = [
-        {"chosen": said + "because", "rejected": said + "no idea"},
-        {"chosen": said + "because", "rejected": said + "because "},
-        {"chosen": said + "because", "rejected": "\n\nHuman: hi\n\nAssistant: hello"},
+        {"chosen": lines + "because", "rejected": lines + "no idea"},
+        {"chosen": lines + "because", "rejected": lines + "because "},
+        {"chosen": lines + "because", "rejected": "\n\nHuman: hi\n\nAssistant: hello"},
     ]
     stage = RewardModel(data=write(tmp_path / "p.jsonl", rows), heldout_share=0.0)
-    found = read_reward_model_data(stage)
-    (pair,) = found.train
+    result = read_reward_model_data(stage)
+    (pair,) = result.train
     assert pair.texts == ("because", "no idea")
     assert [m["role"] for m in pair.prompt.messages or ()] == ["user", "assistant", "user"]
-    assert found.left_out == {"of equal texts": 1, "of dialogues that differ before the last answer": 1}
+    assert result.left_out == {"of equal texts": 1, "of dialogues that differ before the last answer": 1}
 
 
 @pytest.mark.parametrize(
@@ -152,17 +152,17 @@ def test_dialogues_give_their_prompt_and_what_teaches_nothing_is_counted(tmp_pat
 def test_a_bad_row_is_reported_with_its_line(row: dict[str, Any], words: str, tmp_path: Path) -> None:
     data = write(tmp_path / "p.jsonl", [{"prompt": "1", "chosen": "2", "rejected": "3", "m": 0.5}, row])
     stage = RewardModel(data=data, margin="m" if "m" in row else None)
-    with pytest.raises(DataError, match=words) as told:
+    with pytest.raises(DataError, match=words) as raised:
         read_reward_model_data(stage)
-    assert told.value.where == f"{data}:2"
+    assert raised.value.where == f"{data}:2"
 
 
 def test_a_pair_that_compares_no_aspect_is_left_out(tmp_path: Path) -> None:
     pair = {"prompt": "1", "chosen": "2", "rejected": "3"}
     data = write(tmp_path / "p.jsonl", [pair | {"kind": 1}, pair | {"kind": 0}, pair])
-    found = read_reward_model_data(RewardModel(data=data, aspects=("kind", "true"), heldout_share=0.0))
-    assert [judged.values for judged in found.train] == [(1.0, 0.0)]
-    assert found.left_out == {"without a label for kind, true": 2}
+    result = read_reward_model_data(RewardModel(data=data, aspects=("kind", "true"), heldout_share=0.0))
+    assert [judged.values for judged in result.train] == [(1.0, 0.0)]
+    assert result.left_out == {"without a label for kind, true": 2}
 
 
 def test_a_share_that_holds_out_everything_is_refused(tmp_path: Path) -> None:

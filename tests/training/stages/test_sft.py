@@ -46,10 +46,10 @@ def test_the_loss_is_the_mean_over_completion_tokens_only() -> None:
 
 
 def test_the_split_into_packs_does_not_matter() -> None:
-    whole, split = loop(), loop(tokens_per_pack=1)
-    whole.step(1)
+    full, split = loop(), loop(tokens_per_pack=1)
+    full.step(1)
     split.step(1)
-    assert apart(gradient(split.policy.model), gradient(whole.policy.model)) < 1e-5
+    assert apart(gradient(split.policy.model), gradient(full.policy.model)) < 1e-5
 
 
 def test_a_few_examples_are_learnt_by_heart() -> None:
@@ -75,8 +75,8 @@ def test_the_held_out_loss_is_that_of_examples_which_are_never_trained_on() -> N
         Sft.model_validate({"steps": 4, "batch_size": 4, "heldout_share": 0.3, "eval_every": 2}), 0, MANY, policy()
     )
     assert (len(trained.rows), len(trained.heldout)) == (7, 3)
-    seen = [trained.step(n).metrics for n in range(1, 5)]
-    assert ["heldout_loss" in metrics for metrics in seen] == [False, True, False, True]
+    observed = [trained.step(n).metrics for n in range(1, 5)]
+    assert ["heldout_loss" in metrics for metrics in observed] == [False, True, False, True]
     tokens = [(prompt.tolist(), own.tolist()) for prompt, own, _ in trained.heldout]
     model = trained.policy.model
     model.set_attn_implementation("eager")
@@ -86,7 +86,7 @@ def test_the_held_out_loss_is_that_of_examples_which_are_never_trained_on() -> N
             logps = model(torch.tensor([[*prompt, *own]])).logits[0].log_softmax(-1)
             total -= sum(float(logps[len(prompt) - 1 + t, token]) for t, token in enumerate(own))
             count += len(own)
-    assert seen[-1]["heldout_loss"] == pytest.approx(total / count, abs=1e-4)
+    assert observed[-1]["heldout_loss"] == pytest.approx(total / count, abs=1e-4)
 
 
 def test_it_stops_early_and_a_resumed_loop_knows_how_long_it_has_waited() -> None:

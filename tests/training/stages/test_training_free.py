@@ -39,12 +39,12 @@ def endpoint() -> Iterator[Judge]:
     made = Judge()
 
     def reply(body: dict[str, Any]) -> str:
-        asked = body["messages"][-1]["content"]
+        config = body["messages"][-1]["content"]
         if body["messages"][0]["role"] == "system":
             return f"Let me see. {json.dumps([{'do': 'add', 'text': HINT}, {'do': 'keep'}])}"
-        total = int(asked.rpartition("\n")[2].partition("+")[0]) + 1
+        total = int(config.rpartition("\n")[2].partition("+")[0]) + 1
         lucky = body["temperature"] > 0 and body["seed"] % 2 == 0
-        return f"<answer>{total}</answer>" if lucky or HINT in asked else str(total)
+        return f"<answer>{total}</answer>" if lucky or HINT in config else str(total)
 
     made.reply = reply
     yield made
@@ -84,18 +84,18 @@ def test_the_library_says_what_set_better_answers_apart_and_held_out_accuracy_ri
 
 
 def test_a_resumed_run_sends_no_request_twice_and_ends_the_same(endpoint: Judge, tmp_path: Path) -> None:
-    whole = loop(endpoint, tmp_path / "whole")
-    first = [whole.step(n) for n in range(1, 4)]
-    asked = len(endpoint.requests)
+    full = loop(endpoint, tmp_path / "whole")
+    first = [full.step(n) for n in range(1, 4)]
+    count = len(endpoint.requests)
     again = loop(endpoint, tmp_path / "whole")
     again.load_state(loop(endpoint, tmp_path / "whole").state())
     second = [again.step(n) for n in range(1, 4)]
-    assert len(endpoint.requests) == asked
+    assert len(endpoint.requests) == count
     assert [r.metrics["reward"] for r in first] == [r.metrics["reward"] for r in second]
     halfway = loop(endpoint, tmp_path / "whole")
-    halfway.load_state(whole.state())
-    assert halfway.library == whole.library
-    assert halfway.without_library == whole.without_library
+    halfway.load_state(full.state())
+    assert halfway.library == full.library
+    assert halfway.without_library == full.without_library
 
 
 def test_an_endpoint_that_is_down_ends_the_stage_with_an_error(endpoint: Judge, tmp_path: Path) -> None:
@@ -169,16 +169,16 @@ class Told(Listener):
 def test_a_recipe_of_this_stage_only_has_no_model(endpoint: Judge, tmp_path: Path) -> None:
     """No model is loaded, reported or written: `model.source` does not exist. A stopped run resumes, `verify` accepts it, the
     studio offers no model of it, and commands that need its model say that there is none."""
-    told = Told()
-    asked = recipe(endpoint, tmp_path, model={"source": str(tmp_path / "nothing")})
-    whole = begin(asked, out=tmp_path / "whole")
+    output = Told()
+    config = recipe(endpoint, tmp_path, model={"source": str(tmp_path / "nothing")})
+    full = begin(config, out=tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
-        begin(asked, out=tmp_path / "run", listeners=[told, StopAfter("training_free", 1)])
-    run = resume(RunFolder(tmp_path / "run"), listeners=[told])
+        begin(config, out=tmp_path / "run", listeners=[output, StopAfter("training_free", 1)])
+    run = resume(RunFolder(tmp_path / "run"), listeners=[output])
     assert (run.path / "experience" / "training_free.md").read_text() == (
-        whole.path / "experience" / "training_free.md"
+        full.path / "experience" / "training_free.md"
     ).read_text()
-    assert not told.kinds & {"loading", "model", "engine"}
+    assert not output.kinds & {"loading", "model", "engine"}
     assert not list(run.path.glob("**/model*")) + list(run.path.glob("tokenizer"))
     assert {check.mark for check in verify(run)} == {"ok"}
     assert models_of(run) == []
@@ -198,9 +198,9 @@ def test_what_the_stage_lacks_is_reported_before_the_folder_is_created(
         "can't be read": {"library": str(tmp_path)},
     }
     for words, changed in cases.items():
-        asked = {key: value for key, value in {**stage, **changed}.items() if value is not None}
+        config = {key: value for key, value in {**stage, **changed}.items() if value is not None}
         with pytest.raises((RewardError, DataError), match=words):
-            begin(recipe(endpoint, tmp_path, stages=[asked]), out=tmp_path / "run")
+            begin(recipe(endpoint, tmp_path, stages=[config]), out=tmp_path / "run")
         assert not (tmp_path / "run").exists()
 
 

@@ -42,8 +42,8 @@ def stage(**options: Any) -> Trpo:
 
 
 def groups(seed: int = 0, count: int = 3) -> list[GradedGroup]:
-    dice = np.random.default_rng(seed)
-    return [graded_group(dice, 3 + i, [5, 2 + i, 4], masked=True, name=f"p{i}") for i in range(count)]
+    rng = np.random.default_rng(seed)
+    return [graded_group(rng, 3 + i, [5, 2 + i, 4], masked=True, name=f"p{i}") for i in range(count)]
 
 
 def dense(own: Policy, batch: Sequence[Any], tokens: int) -> tuple[Tensor, Tensor]:
@@ -76,10 +76,10 @@ def test_products_and_the_step_agree_with_a_dense_solve() -> None:
     x = torch.linalg.solve(damped, uphill)
     expected = x * (2e-6 / (x @ damped @ x)) ** 0.5
     before = snapshot(own.model)
-    told = learner.update(graded).metrics
-    assert told["step_share"] == 1.0
+    metrics = learner.update(graded).metrics
+    assert metrics["step_share"] == 1.0
     assert apart(snapshot(own.model) - before, expected) < 1e-4
-    assert told["step_gain"] == pytest.approx(float(uphill @ expected), rel=1e-2)
+    assert metrics["step_gain"] == pytest.approx(float(uphill @ expected), rel=1e-2)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -92,25 +92,25 @@ def test_the_kl_is_within_its_bound_and_the_surrogate_rises(seed: int, max_kl: f
     batch = list(learner._build_micro_batches(graded, range(len(graded))))
     with torch.no_grad():
         old = [vocab_logps(own, micro.pack, 0.8) for micro in batch]
-    told = learner.update(graded).metrics
+    metrics = learner.update(graded).metrics
     with torch.no_grad():
         new = [vocab_logps(own, micro.pack, 0.8) for micro in batch]
     kls = [torch.nn.functional.kl_div(n, o, log_target=True, reduction="none").sum(-1) for n, o in zip(new, old, strict=True)]
     kl = torch.cat([k[micro.mask_M] for k, micro in zip(kls, batch, strict=True)]).double().mean()
-    assert told["step_share"] > 0
+    assert metrics["step_share"] > 0
     assert 0 < float(kl) <= max_kl
-    assert float(kl) == pytest.approx(told["step_kl"], rel=1e-3)
-    assert told["step_gain"] > 0
+    assert float(kl) == pytest.approx(metrics["step_kl"], rel=1e-3)
+    assert metrics["step_gain"] > 0
 
 
 def test_packs_do_not_matter() -> None:
-    found = []
+    result = []
     for budget in (6, 10_000):
         learner = TrpoLearner(policy(), stage(tokens_per_pack=budget, cg_iterations=5))
         before = snapshot(learner.policy.model)
         learner.update(groups())
-        found.append(snapshot(learner.policy.model) - before)
-    assert apart(found[0], found[1]) < 1e-3
+        result.append(snapshot(learner.policy.model) - before)
+    assert apart(result[0], result[1]) < 1e-3
 
 
 def test_without_a_signal_or_a_good_step_no_weight_moves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,16 +121,16 @@ def test_without_a_signal_or_a_good_step_no_weight_moves(monkeypatch: pytest.Mon
     assert learner.update(silent).metrics["step_share"] == 0
     assert torch.equal(snapshot(learner.policy.model), before)
     monkeypatch.setattr(learner, "_measure_step", lambda *_: {"gain": -100.0, "kl": 0.0})
-    seen = learner.update(groups()).metrics
-    assert (seen["step_share"], seen["line_search_tries"], seen["skipped_updates"]) == (0, 11, 1)
+    observed = learner.update(groups()).metrics
+    assert (observed["step_share"], observed["line_search_tries"], observed["skipped_updates"]) == (0, 11, 1)
     assert torch.equal(snapshot(learner.policy.model), before)
 
 
 def test_the_fisher_matrix_is_measured_on_a_share_of_the_groups() -> None:
     learner = TrpoLearner(policy(), stage(fisher_share=0.5))
-    found = learner._fisher_packs(groups(count=4))
-    assert sum(pack.rows for pack, _ in found) == 6
-    assert sum(float(weight.sum()) for _, weight in found) == pytest.approx(1.0)
+    result = learner._fisher_packs(groups(count=4))
+    assert sum(pack.rows for pack, _ in result) == 6
+    assert sum(float(weight.sum()) for _, weight in result) == pytest.approx(1.0)
 
 
 TRPO_RECIPE = ("grpo.type=trpo", "trpo.save_every=2", "trpo.fisher_share=0.5")
@@ -142,25 +142,25 @@ def bare(*sets: str) -> Any:
 
 
 def test_a_run_that_crashed_resumes_to_the_same_bits(tmp_path: Path) -> None:
-    asked = bare(*TRPO_RECIPE)
+    config = bare(*TRPO_RECIPE)
     with pytest.raises(KeyboardInterrupt):
-        begin(asked, out=tmp_path / "crashed", listeners=[StopAfter("trpo", 3)])
+        begin(config, out=tmp_path / "crashed", listeners=[StopAfter("trpo", 3)])
     run = RunFolder(tmp_path / "crashed")
     resume(run)
-    assert fingerprint(run) == fingerprint(begin(asked, out=tmp_path / "whole"))
+    assert fingerprint(run) == fingerprint(begin(config, out=tmp_path / "whole"))
 
 
 def test_a_model_that_is_too_large_is_refused_with_how_large_would_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything is trained: the sft stage before it has not started."""
-    asked = bare(*TRPO_RECIPE)
+    config = bare(*TRPO_RECIPE)
     own = stage(prompts_per_step=3, group_size=4, fisher_share=0.5, sampling={"max_new_tokens": 8})
     tables = 4 * 30 * (96 + 8 * 48)
     assert parameters_that_fit(tables + 44 * 1000, own, 30) == 1000
     assert parameters_that_fit(10, own, 30) == 0
     monkeypatch.setattr(trpo, "free_memory", lambda device: 100_000)
-    with pytest.raises(ModelError, match=r"trpo on a model of [\d,]+ trained parameters") as told:
-        begin(asked, out=tmp_path / "large")
-    assert "would fit" in told.value.because
+    with pytest.raises(ModelError, match=r"trpo on a model of [\d,]+ trained parameters") as raised:
+        begin(config, out=tmp_path / "large")
+    assert "would fit" in raised.value.because
     assert not (tmp_path / "large").exists()
 
 
