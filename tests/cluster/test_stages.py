@@ -13,7 +13,15 @@ from oncurve.recipe.schema.model import Lora, Model, TinyModel
 from tests.cluster.started import Started, same_as_in_one_process
 from tests.faults.cases import CASES
 
-KINDS = ["sft then grpo", "process rewards", "dynamic sampling", "without a verifiable reward", "environments", "ppo", "rejection sampling"]
+KINDS = [
+    "sft then grpo",
+    "process rewards",
+    "dynamic sampling",
+    "without a verifiable reward",
+    "environments",
+    "ppo",
+    "rejection sampling",
+]
 
 
 @pytest.mark.slow

@@ -142,7 +142,9 @@ def iterative(world: World, folder: Path, **options: Any) -> StepOutcome:
     reward = RewardModelReward("model", 1.0, RewardModelOptions(model=str(judge)))
     loop = IterativeLoop(section, recipe(), PROMPTS, engine, RewardMix([reward]), folder, world)
     reports = [loop.step(n) for n in (1, 2, 3)]
-    outcome = outcome_of(world, reports[-1], engine.policy, [loop.learner.optimiser, loop.reward_model.optimiser], loop.reward_model.model)
+    outcome = outcome_of(
+        world, reports[-1], engine.policy, [loop.learner.optimiser, loop.reward_model.optimiser], loop.reward_model.model
+    )
     return replace(
         outcome, metrics=outcome.metrics | {f"round/{k}": v for k, v in reports[1].metrics.items() if k not in CLOCKS}
     )

@@ -95,10 +95,7 @@ class RunProgress:
 
     @classmethod
     def of(cls, recipe: Recipe, path: Path, parameters: int) -> RunProgress:
-        stages = [
-            StageProgress(s.label, s.type, s.steps, s.time_limit_s, s.updates_policy)
-            for s in recipe.stages
-        ]
+        stages = [StageProgress(s.label, s.type, s.steps, s.time_limit_s, s.updates_policy) for s in recipe.stages]
         return cls(path.name, path, parameters, recipe.task.type, stages)
 
     def load_history(self) -> None:
