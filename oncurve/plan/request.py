@@ -5,6 +5,7 @@ Settings that are not given have the defaults of the recipe schema. Lengths that
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from oncurve.plan.model_table import find_shape
 from oncurve.recipe.defaults import rewards_for_stage
 from oncurve.recipe.schema.model import Lora, Model
 from oncurve.recipe.schema.recipe import Recipe
-from oncurve.recipe.schema.stages import Dpo, Grpo, PolicyGradientStage, Ppo, RewardModel, RolloutStage, Sft, Stage
+from oncurve.recipe.schema.stages import Dpo, Grpo, Ppo, RewardModel, RolloutStage, Sft, Stage, Trpo
 
 PROMPT_TOKENS = 256
 """Tokens of a prompt if neither the task nor the user gives a length."""
@@ -98,12 +99,7 @@ def shape_of_model(model: Model, alphabet: str | None) -> ModelShape:
 
 def job_of(stage: Stage, shape: ModelShape, gpu: Gpu, prompt_tokens: int) -> Job:
     """A stage as a job. The stage must be one of `plannable`."""
-    if isinstance(stage, PolicyGradientStage):
-        return _of_policy_gradient(stage, shape, gpu, prompt_tokens)
-    if isinstance(stage, RolloutStage):
-        return _of_rollout(stage, shape, gpu, prompt_tokens)
-    assert isinstance(stage, Sft | Dpo), stage
-    return _of_examples(stage, shape, gpu, prompt_tokens)
+    return JOBS[type(stage)](stage, shape, gpu, prompt_tokens)
 
 
 def plannable(recipe: Recipe) -> list[Stage]:
@@ -164,6 +160,16 @@ def _of_examples(stage: Sft | Dpo, shape: ModelShape, gpu: Gpu, prompt_tokens: i
         mean_tokens=float(prompt_tokens),
         reference_free=isinstance(stage, Dpo) and stage.loss == "simpo",
     )
+
+
+JOBS: Mapping[type[Stage], Callable[[Any, ModelShape, Gpu, int], Job]] = {
+    Grpo: _of_policy_gradient,
+    Ppo: _of_policy_gradient,
+    Trpo: _of_rollout,
+    Sft: _of_examples,
+    Dpo: _of_examples,
+}
+"""How each stage type becomes a job. A stage type without a row has no plan."""
 
 
 def _reward_model(recipe: Recipe, stage: Stage, policy: ModelShape) -> ModelShape | None:
