@@ -69,6 +69,8 @@ def attention_problem(policy: Policy, implementation: str) -> str | None:
     try:
         with _short_windows(policy):
             return _layers_problem(policy) or _forward_problem(policy, implementation)
+    except torch.OutOfMemoryError:
+        raise
     except ModelError as error:
         return str(error.what)
     except (RuntimeError, TypeError, ValueError, AttributeError, AssertionError, IndexError, KeyError) as error:
@@ -138,6 +140,8 @@ def check_general_path(policy: Policy, reason: str) -> None:
     name = type(policy.model).__name__
     try:
         problem = _general_problem(policy)
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, TypeError, ValueError, AttributeError, AssertionError, IndexError, KeyError) as error:
         problem = f"its forward fails ({type(error).__name__}: {str(error).splitlines()[0][:120]})"
     if problem is not None:

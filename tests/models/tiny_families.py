@@ -14,6 +14,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig,
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 VOCABULARY, WINDOW = 64, 24
+MAX_PARAMETERS = 5_000_000
+"""A family that stays larger is not built: its sizes have names of their own."""
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "attention_hidden_size"), 32),
@@ -50,7 +52,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"), LATENT),
     **dict.fromkeys(("longcat_flash", "minicpm3", "youtu"), LATENT),
     **dict.fromkeys(("bamba", "granitemoehybrid"), MAMBA),
-    **dict.fromkeys(("gemma3n_text", "gemma4_text"), PER_LAYER_INPUT),
+    **dict.fromkeys(("gemma3n", "gemma3n_text", "gemma4", "gemma4_text"), PER_LAYER_INPUT),
+    "qwen3_next": {"num_hidden_layers": 4},
     "cwm": {"bos_token_id": 2},
     "modernbert-decoder": {"bos_token_id": 2, "global_attn_every_n_layers": 2},
     "falcon": {"head_dim": None},
@@ -92,9 +95,14 @@ def _has(config: PreTrainedConfig, name: str) -> bool:
 
 def tiny_model(family: str, seed: int = 0) -> PreTrainedModel:
     """In float32, with weights large enough that its next-token distributions differ clearly from uniform."""
+    config = tiny_config(family)
+    with torch.device("meta"):
+        size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    if size > MAX_PARAMETERS:
+        raise ValueError(f"{family}: {size:,} parameters with the sizes above")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(tiny_config(family)).float().eval()
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config).float().eval()
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() >= 2:

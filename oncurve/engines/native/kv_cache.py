@@ -103,7 +103,7 @@ class PrefillLayout:
         mask = causal_mask(self.positions[:, None], self.positions[None, :], window)
         scores = apply_softcap(q @ k.repeat_interleave(rep, 1).transpose(-1, -2) * scale, softcap)
         weights = scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=torch.float32).to(v.dtype)
-        return (weights @ v.repeat_interleave(rep, 1)).transpose(1, 2)
+        return (weights @ v.repeat_interleave(rep, 1)).transpose(1, 2).contiguous()  # AFMoE views it
 
 
 class DecodeLayout:
