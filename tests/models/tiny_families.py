@@ -50,7 +50,8 @@ MAMBA = {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 16, "mam
 PER_LAYER_INPUT = {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8}
 SPECIAL: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"), LATENT),
-    **dict.fromkeys(("longcat_flash", "minicpm3", "youtu"), LATENT),
+    **dict.fromkeys(("longcat_flash", "youtu"), LATENT),
+    "minicpm3": {**LATENT, "dim_model_base": 32},
     **dict.fromkeys(("bamba", "granitemoehybrid"), MAMBA),
     **dict.fromkeys(("gemma3n", "gemma3n_text", "gemma4", "gemma4_text"), PER_LAYER_INPUT),
     "qwen3_next": {"num_hidden_layers": 4},
