@@ -64,7 +64,7 @@ def test_sharded_weights_are_refused_if_a_stage_needs_all_of_them(folder: Path) 
         except RecipeError as error:
             refused[stage.label] = str(error)
     assert list(refused) == ["reward_model", "grpo", "ppo", "trpo"]
-    assert "the stage 'ppo' (ppo) trains a second model beside the policy" in refused["ppo"]
+    assert "stage 'ppo' (ppo) trains a second model next to the policy" in refused["ppo"]
     assert 'use scale.shard = "optimiser"' in refused["ppo"]
 
 
