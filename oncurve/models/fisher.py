@@ -27,20 +27,10 @@ class _TwiceDifferentiableAttention(PackAttention):
 
     @classmethod
     def of(cls, pack: Pack) -> _TwiceDifferentiableAttention:
-        """Reconstruct the arrangement from ``predicted_from_M``: a completion's first token follows its prompt's last token."""
-        position_N, source_M = pack.position_ids[0], pack.predicted_from_M.tolist()
-        positions = position_N.tolist()
-        prompts: dict[int, tuple[int, int]] = {}
-        completions: list[tuple[int, int, int]] = []
-        first = 0
-        for length in filter(None, pack.lengths):
-            last_of_prompt = source_M[first]
-            prompt_length = positions[last_of_prompt] + 1
-            prompts.setdefault(last_of_prompt, (last_of_prompt - prompt_length + 1, prompt_length))
-            start = source_M[first + 1] if length > 1 else 0
-            completions.append((start, length - 1, list(prompts).index(last_of_prompt)))
-            first += length
-        return cls(list(prompts.values()), completions, position_N)
+        """The attention of a pack's own prompts and completions."""
+        prompts = list(dict.fromkeys((start, length) for start, length, _, _ in pack.spans))
+        completions = [(start, inputs, prompts.index((first, length))) for first, length, start, inputs in pack.spans]
+        return cls(prompts, completions, pack.position_ids[0])
 
 
 def vocab_logps(policy: Policy, pack: Pack, temperature: float) -> Tensor:

@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
 
 from oncurve.models.packing import Pack
 
@@ -39,7 +38,7 @@ class GeneralCache:
         return GeneralCache(self.name, _repeat_rows(self.value, rows, {}))
 
 
-def pack_hidden(backbone: torch.nn.Module, pack: Pack) -> Tensor:
+def pack_hidden(backbone: nn.Module, pack: Pack) -> Tensor:
     """The hidden state from which each token of a pack is predicted, [M, D], from one padded row per completion."""
     rows, length = len(pack.spans), max(prompt + inputs for _, prompt, _, inputs in pack.spans)
     source_RL, predicted = np.zeros((rows, length), np.int64), []
@@ -53,12 +52,12 @@ def pack_hidden(backbone: torch.nn.Module, pack: Pack) -> Tensor:
     return hidden_RLD.flatten(0, 1).index_select(0, torch.from_numpy(np.concatenate(predicted)).to(device))
 
 
-def forward_cached(model: PreTrainedModel, ids_RT: Tensor, cache: GeneralCache) -> tuple[Tensor, GeneralCache]:
-    """(logits after the last token [R, V], the cache with these tokens)."""
+def forward_cached(backbone: nn.Module, ids_RT: Tensor, cache: GeneralCache) -> tuple[Tensor, GeneralCache]:
+    """(the last token's hidden state [R, D], the cache with these tokens)."""
     past = {} if cache.name is None else {cache.name: cache.value}
-    out = model(input_ids=ids_RT, use_cache=True, **past)
+    out = backbone(input_ids=ids_RT, use_cache=True, **past)
     name = next((name for name in CACHES if getattr(out, name, None) is not None), None)
-    return out.logits[:, -1].float(), GeneralCache(name, getattr(out, name) if name is not None else None)
+    return out.last_hidden_state[:, -1], GeneralCache(name, None if name is None else getattr(out, name))
 
 
 def _repeat_rows(value: Any, rows: int, done: dict[int, Any]) -> Any:

@@ -63,7 +63,7 @@ class Policy:
             self.general_reason = reason
             model.set_attn_implementation(own_attention)
             self_check.check_general_path(self, reason)
-        _check_head(self)
+        self_check.check_head(self)
         if reason is None:
             self.fast_backbone = _build_fast_backbone(self, compiled)
 
@@ -262,7 +262,14 @@ class Policy:
 
 
 def run_backbone(policy: Policy, input_ids: Tensor, position_ids: Tensor, attention: AttentionContext) -> Tensor:
-    """The last hidden state by transformers' own modules, [batch, tokens, D]."""
+    """The last hidden state by transformers' own modules with our attention, [batch, tokens, D]."""
+    if policy.general_reason is not None:  # its layers would ignore the context and mix the completions of a pack
+        raise ModelError(
+            type(policy.model).__name__,
+            "a pass through our attention",
+            because=f"the model takes the general path ({policy.general_reason})",
+            fix="use another stage than trpo, or another model family",
+        )
     out = policy.backbone(input_ids=input_ids, position_ids=position_ids, use_cache=False, attention_context=attention)
     hidden: Tensor = out.last_hidden_state
     return hidden
@@ -288,27 +295,6 @@ def _find_eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
             fix="set eos_token in the tokenizer's config",
         )
     return tuple(ids)
-
-
-def _build_probe_pack(policy: Policy) -> Pack:
-    ids = np.arange(3, dtype=np.int64) % policy.model.config.get_text_config().vocab_size
-    return build_pack([PrefixGroup(ids, (np.zeros(1, np.int64),), (0,))], policy.device)
-
-
-@torch.no_grad()
-def _check_head(policy: Policy) -> None:
-    """Refuse a model unless the head read from its config gives its own logits: a hidden scale would train on wrong numbers."""
-    pack = _build_probe_pack(policy)
-    if policy.general_reason is None:
-        hidden = policy.hidden(pack.input_ids, pack.position_ids, pack.attention)
-        inputs: dict[str, Any] = {"position_ids": pack.position_ids, "attention_context": pack.attention}
-    else:
-        hidden, inputs = policy.backbone(input_ids=pack.input_ids, use_cache=False).last_hidden_state, {}
-    theirs = policy.model(input_ids=pack.input_ids, use_cache=False, **inputs).logits.float()
-    ours = policy.head.logits(hidden)
-    tolerance = 1e-3 if hidden.dtype == torch.float32 else 2e-2  # the model scales and caps its logits in 16 bits, we in 32
-    if not torch.allclose(theirs, ours, rtol=tolerance, atol=tolerance * float(theirs.abs().max()) + 1e-6):
-        raise attention_interface.unsupported(type(policy.model).__name__, "an LM head with more than a scale and a soft cap")
 
 
 @torch.no_grad()

@@ -33,6 +33,9 @@ TOLERANCE_32BIT, TOLERANCE_16BIT = 1e-3, 0.1
 SENSITIVITY = 5.0
 """If the context moves log-probs by less than this many tolerances, the weights can't reveal a difference."""
 
+FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, AssertionError, IndexError, KeyError)
+"""What a model's modules raise if they can't be called as we call them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
@@ -73,8 +76,8 @@ def attention_problem(policy: Policy, implementation: str) -> str | None:
         raise
     except ModelError as error:
         return str(error.what)
-    except (RuntimeError, TypeError, ValueError, AttributeError, AssertionError, IndexError, KeyError) as error:
-        return f"a forward that our attention breaks ({type(error).__name__}: {str(error).splitlines()[0][:120]})"
+    except FAILURES as error:
+        return f"a forward that our attention breaks ({_first_line(error)})"
 
 
 def _layers_problem(policy: Policy) -> str | None:
@@ -89,7 +92,7 @@ def _layers_problem(policy: Policy) -> str | None:
         return "attention outside of transformers' attention interface"
     pack = _probe_pack(policy)
     attention = _CountingAttention(pack.attention)
-    policy.backbone(input_ids=pack.input_ids, position_ids=pack.position_ids, use_cache=False, attention_context=attention)
+    policy.hidden(pack.input_ids, pack.position_ids, attention)
     layers = range(int(config.num_hidden_layers))
     outside = [layer for layer in layers if not attention.calls[layer]]
     if outside:
@@ -118,7 +121,7 @@ def compare_forward(policy: Policy, implementation: str) -> Comparison:
         without_prompt_M = _plain_logps(policy, pack, with_prompt=False)
     finally:
         policy.model.set_attn_implementation(present)
-    tolerance = TOLERANCE_32BIT if policy.model.dtype == torch.float32 else TOLERANCE_16BIT
+    tolerance = _tolerance(policy)
     moved = float((theirs_M - without_prompt_M).abs().mean())
     return Comparison(float((ours_M - theirs_M).abs().mean()), tolerance, moved > SENSITIVITY * tolerance)
 
@@ -142,39 +145,66 @@ def check_general_path(policy: Policy, reason: str) -> None:
         problem = _general_problem(policy)
     except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, TypeError, ValueError, AttributeError, AssertionError, IndexError, KeyError) as error:
-        problem = f"its forward fails ({type(error).__name__}: {str(error).splitlines()[0][:120]})"
+    except FAILURES as error:
+        problem = f"its forward fails ({_first_line(error)})"
     if problem is not None:
         raise ModelError(
             name,
             f"a model with {reason}",
             because=f"it can't run through our attention, and on the general path {problem}",
-            fix="choose another model family: docs/models.md lists what is supported",
+            fix="choose another model family; docs/models.md says which kinds work",
         )
 
 
 def _general_problem(policy: Policy) -> str | None:
-    pack, tolerance = _probe_pack(policy), TOLERANCE_32BIT if policy.model.dtype == torch.float32 else TOLERANCE_16BIT
+    pack, tolerance = _probe_pack(policy), _tolerance(policy)
     prompt_start, prompt, start, inputs = pack.spans[-1]
     row = torch.cat((pack.input_ids[0, prompt_start : prompt_start + prompt], pack.input_ids[0, start : start + inputs]))
 
     def logps(ids: Tensor) -> Tensor:
-        logits_LV: Tensor = policy.model(input_ids=ids[None], use_cache=False).logits[0]
-        return logits_LV.float().log_softmax(-1)
+        hidden_LD = policy.backbone(input_ids=ids[None], use_cache=False).last_hidden_state[0]
+        return policy.head.logits(hidden_LD).log_softmax(-1)
+
+    def agree(one: Tensor, other: Tensor) -> bool:
+        return float((one - other).abs().mean()) <= tolerance  # False for NaN
 
     plain_LV, changed = logps(row), row.clone()
-    changed[-3:] = changed[-3:].flip(0).roll(1)
-    if float((plain_LV[: prompt - 1] - logps(changed)[: prompt - 1]).abs().mean()) > tolerance:
+    changed[-3:] = (changed[-3:] + 1) % policy.head.weight_VD.shape[0]
+    if not agree(plain_LV[: prompt - 1], logps(changed)[: prompt - 1]):
         return "a token sees the tokens after it: it is not a causal model"
-    cache = general_path.forward_cached(policy.model, row[None, :prompt], general_path.GeneralCache())[1].repeat(2)
+    cache = general_path.forward_cached(policy.backbone, row[None, :prompt], general_path.GeneralCache())[1].repeat(2)
     for position in range(prompt, len(row)):
-        logits_RV, cache = general_path.forward_cached(policy.model, row[position].expand(2, 1), cache)
-        if not float((logits_RV.log_softmax(-1) - plain_LV[position]).abs().mean()) <= tolerance:
+        hidden_RD, cache = general_path.forward_cached(policy.backbone, row[position].expand(2, 1), cache)
+        if not agree(policy.head.logits(hidden_RD).log_softmax(-1), plain_LV[position]):
             return "decoding with its cache differs from its forward"
-    rows_M, _ = policy.pack_logps(pack)
-    if not float((rows_M - _plain_logps(policy, pack, with_prompt=True)).abs().mean()) <= tolerance:
+    if not agree(policy.pack_logps(pack)[0], _plain_logps(policy, pack, with_prompt=True)):
         return "a row's log-probs depend on the padding behind it"
     return None
+
+
+@torch.no_grad()
+def check_head(policy: Policy) -> None:
+    """Refuse a model unless the head read from its config gives its own logits: a hidden scale would train on wrong numbers."""
+    pack = _probe_pack(policy)
+    if policy.general_reason is None:
+        hidden = policy.hidden(pack.input_ids, pack.position_ids, pack.attention)
+        inputs: dict[str, Any] = {"position_ids": pack.position_ids, "attention_context": pack.attention}
+    else:
+        hidden, inputs = policy.backbone(input_ids=pack.input_ids, use_cache=False).last_hidden_state, {}
+    theirs = policy.model(input_ids=pack.input_ids, use_cache=False, **inputs).logits.float()
+    ours = policy.head.logits(hidden)
+    tolerance = 1e-3 if hidden.dtype == torch.float32 else 2e-2  # the model scales and caps its logits in 16 bits, we in 32
+    if not torch.allclose(theirs, ours, rtol=tolerance, atol=tolerance * float(theirs.abs().max()) + 1e-6):
+        raise attention_interface.unsupported(type(policy.model).__name__, "an LM head with more than a scale and a soft cap")
+
+
+def _tolerance(policy: Policy) -> float:
+    return TOLERANCE_32BIT if policy.model.dtype == torch.float32 else TOLERANCE_16BIT
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:120]}"
 
 
 def _probe_pack(policy: Policy) -> Pack:

@@ -66,6 +66,12 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "dots1": {"n_shared_experts": 1},
 }
 """Settings beyond SIZES; None leaves an attribute at the family's own value."""
+NOT_BUILT = {
+    "blt", "cohere_compass_text", "dbrx", "emu3", "gemma4", "gemma4_assistant", "gemma4_text", "gemma4_unified",
+    "gemma4_unified_assistant", "gemma4_unified_text", "git", "mllama", "musicgen", "musicgen_melody", "phi4_multimodal",
+    "prophetnet", "reformer", "roc_bert", "xlnet", "xmod", "zamba", "zamba2",
+}  # fmt: skip
+"""Types that these sizes do not turn into a tiny text decoder: they are not judged."""
 
 
 def families() -> list[str]:

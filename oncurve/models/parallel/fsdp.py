@@ -46,6 +46,13 @@ class ShardedPolicy(Policy):
         self.layer_by_layer, self._is_lockstep = not gather, False
         self.fast_backbone = None
         self.compute_dtype, self._device = policy.model.dtype, device
+        if policy.general_reason is not None:
+            raise ModelError(
+                type(policy.model).__name__,
+                "can't be sharded by FSDP2",
+                because=f"it takes the general path ({policy.general_reason}), whose passes do not run in lockstep",
+                fix='use scale.shard = "optimiser"',
+            )
         layers = getattr(self.backbone, "layers", None)
         if not isinstance(layers, nn.ModuleList):
             raise ModelError(

@@ -62,6 +62,7 @@ def _part(micro: MicroBatch, rows: slice, tokens: slice) -> MicroBatch:
         row_M=pack.row_M[tokens] - rows.start,
         keys=pack.keys[rows],
         lengths=pack.lengths[rows],
+        spans=pack.spans[rows],
     )
     values = {name: getattr(micro, name)[tokens] for name in token_fields(micro)}
     return replace(micro, pack=part, indices=micro.indices[rows], **values)

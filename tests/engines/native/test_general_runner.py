@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
 
 from oncurve.engines.base import SampleKey
 from oncurve.engines.native.engine import NativeEngine
+from oncurve.errors import ModelError
+from oncurve.models.fisher import vocab_logps
+from oncurve.models.packing import PrefixGroup, build_pack
+from oncurve.models.parallel.fsdp import ShardedPolicy
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.sections import Engine, Sampling
 from oncurve.records import Prompt
@@ -65,3 +71,17 @@ def test_a_grpo_step_learns_from_what_was_sampled(family: str) -> None:
     metrics = loop.step(1).metrics
     assert 0 < metrics["mismatch_max"] < 1e-4
     assert metrics["grad_norm"] > 0
+
+
+def test_a_pass_through_our_attention_is_refused() -> None:
+    """TRPO's Fisher products need one; the model's own layers would ignore our context and mix the completions of a pack."""
+    ids = np.arange(3, 9)
+    opened = policy("gptj")
+    pack = build_pack([PrefixGroup(ids[:2], (ids[2:4], ids[4:]), (0, 1))], opened.device)
+    with pytest.raises(ModelError, match="a pass through our attention"):
+        vocab_logps(opened, pack, 1.0)
+
+
+def test_it_is_not_sharded() -> None:
+    with pytest.raises(ModelError, match="can't be sharded by FSDP2"):
+        ShardedPolicy(policy("gptj"), torch.device("cpu"), lambda name: nullcontext(), offload=False, gather=True, tensor=1)
