@@ -58,7 +58,7 @@ def compared(file: Path) -> str:
         )
     )
     start = 100 * (runs["grpo"][0].curve[0].accuracy or 0.0)
-    return f"{table}\n{plots}\n\nThe start that all share is right in {start:.1f} % of the held-out problems.\n\n{found(runs)}"
+    return f"{table}\n{plots}\n\nThe model that all runs start from solves {start:.1f} % of the held-out problems.\n\n{found(runs)}"
 
 
 def found(runs: Runs) -> str:
@@ -73,7 +73,7 @@ def found(runs: Runs) -> str:
         ("ppo is behind at a third of the way", early < 0, f"{100 * early:+.1f} points"),
         ("… and ends near grpo", near(runs["ppo"], grpo), gap(runs["ppo"], grpo)),
         ("… for twice the parameters", runs["ppo"][0].held > 1.9 * grpo[0].held, f"{runs['ppo'][0].held / grpo[0].held:.2f} ×"),
-        ("… and more computing", seconds["ppo"] > 1.3, f"{seconds['ppo']:.1f} × the CPU seconds"),
+        ("… and more compute", seconds["ppo"] > 1.3, f"{seconds['ppo']:.1f} × the CPU seconds"),
         ("trpo is as good per sample", near(runs["trpo"], grpo), gap(runs["trpo"], grpo)),
         ("… and the most expensive", seconds["trpo"] == max(seconds.values()), f"{seconds['trpo']:.1f} × the CPU seconds"),
     ]
@@ -126,12 +126,12 @@ def baseline(file: Path) -> str:
     unbiased = all(abs(row["bias"]) <= 2 * row["its standard error"] for row in rows.values())
     pairs = rows["G = 2"]
     told = [
-        ("the group's mean has no bias", unbiased, f"{pairs['bias']:.3f} ± {pairs['its standard error']:.3f}"),
+        ("the group's mean is unbiased", unbiased, f"{pairs['bias']:.3f} ± {pairs['its standard error']:.3f}"),
         ("its variance is σ²/G", all(abs(r["variance"] / r["σ²/G"] - 1) < 0.15 for r in rows.values()),
          ", ".join(f"{r['variance'] / r['σ²/G']:.2f}" for r in rows.values()) + " of it"),
         ("an advantage keeps (G − 1)/G of a deviation", all(abs(r["slope"] - r["(G − 1)/G"]) < 0.02 for r in rows.values()),
          f"{pairs['slope']:.2f} for pairs, {rows['G = 64']['slope']:.3f} for 64"),
-        ("and all of it with leave one out", all(abs(r["slope, leave one out"] - 1) < 0.03 for r in rows.values()),
+        ("… and all of it with leave-one-out", all(abs(r["slope, leave one out"] - 1) < 0.03 for r in rows.values()),
          f"{pairs['slope, leave one out']:.2f} for pairs"),
     ]  # fmt: skip
     return "\n".join(lines) + "\n\n" + verdicts(told)
@@ -161,15 +161,15 @@ def sizes(runs: Runs) -> list[tuple[str, bool, str]]:
     return [
         ("the peak is in the middle", best not in (smallest, largest), f"at {best.partition(',')[0]}"),
         ("pairs are behind it", means[smallest] < means[best] - 1, f"{means[smallest] - means[best]:+.1f} points"),
-        ("64 of one prompt are behind it", means[largest] < means[best] - 1, f"{means[largest] - means[best]:+.1f} points"),
+        ("groups of 64 are behind it", means[largest] < means[best] - 1, f"{means[largest] - means[best]:+.1f} points"),
     ]
 
 
 def scales(runs: Runs) -> list[tuple[str, bool, str]]:
     group, batch, none = runs["`group`"], runs["`batch`"], runs["`none`"]
     return [
-        ("by the batch's std as good as by the group's", near(batch, group), gap(batch, group)),
-        ("`batch` and `none` are one", near(batch, none), gap(batch, none)),
+        ("`batch` is as good as `group`", near(batch, group), gap(batch, group)),
+        ("`batch` and `none` are equal", near(batch, none), gap(batch, none)),
     ]
 
 
