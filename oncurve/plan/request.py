@@ -109,7 +109,7 @@ def plannable(recipe: Recipe) -> list[Stage]:
 
 def algorithm_of(stage: Stage) -> str:
     """The stage's type, or the objective of a grpo stage if the planner lists it as an algorithm."""
-    return stage.objective if isinstance(stage, Grpo) and stage.objective in ALGORITHMS else stage.type
+    return stage.algorithm if stage.algorithm in ALGORITHMS else stage.type
 
 
 def _of_rollout(stage: RolloutStage, shape: ModelShape, gpu: Gpu, prompt_tokens: int) -> Job:
@@ -158,8 +158,11 @@ def _of_examples(stage: Sft | Dpo, shape: ModelShape, gpu: Gpu, prompt_tokens: i
         optimiser_on_cpu=stage.optimiser.on_cpu,
         new_tokens=prompt_tokens,
         mean_tokens=float(prompt_tokens),
-        reference_free=isinstance(stage, Dpo) and stage.loss == "simpo",
     )
+
+
+def _of_pairs(stage: Dpo, shape: ModelShape, gpu: Gpu, prompt_tokens: int) -> Job:
+    return replace(_of_examples(stage, shape, gpu, prompt_tokens), reference_free=stage.loss == "simpo")
 
 
 JOBS: Mapping[type[Stage], Callable[[Any, ModelShape, Gpu, int], Job]] = {
@@ -167,7 +170,7 @@ JOBS: Mapping[type[Stage], Callable[[Any, ModelShape, Gpu, int], Job]] = {
     Ppo: _of_policy_gradient,
     Trpo: _of_rollout,
     Sft: _of_examples,
-    Dpo: _of_examples,
+    Dpo: _of_pairs,
 }
 """How each stage type becomes a job. A stage type without a row has no plan."""
 

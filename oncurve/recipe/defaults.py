@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from oncurve.objective_specs import DEFAULT_KL_ESTIMATOR, OBJECTIVE_SPECS, AdvantageScale, Baseline, KlEstimator, KlPlace
+from oncurve.objective_specs import DEFAULT_KL_ESTIMATOR, AdvantageScale, Baseline, KlEstimator, KlPlace
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.recipe.schema.sections import Reward, Task
-from oncurve.recipe.schema.stages import Grpo, PolicyGradientStage, Ppo, RolloutStage, Stage, Trpo
+from oncurve.recipe.schema.stages import Grpo, Ppo, RolloutStage, Stage, Trpo
 
 
 def advantage_settings(stage: Grpo | Trpo) -> tuple[Baseline, AdvantageScale]:
     """The baseline and the scale of a stage's advantages: the recipe's, else the objective's. A trpo stage uses GRPO's."""
-    spec = OBJECTIVE_SPECS[stage.objective if isinstance(stage, Grpo) else "grpo"]
-    return stage.advantage.baseline or spec.baseline, stage.advantage.scale or spec.scale
+    return stage.advantage.baseline or stage.spec.baseline, stage.advantage.scale or stage.spec.scale
 
 
 def kl_settings(stage: Grpo | Ppo) -> tuple[KlPlace, KlEstimator]:
     """Where a stage's KL term goes and how it is estimated: the recipe's, else the objective's. PPO puts it in the reward."""
-    place = stage.kl.where or (OBJECTIVE_SPECS[stage.objective].kl_place if isinstance(stage, Grpo) else "reward")
-    return place, stage.kl.estimator or DEFAULT_KL_ESTIMATOR[place]
+    return stage.kl_place, stage.kl.estimator or DEFAULT_KL_ESTIMATOR[stage.kl_place]
 
 
 OFF_POLICY_IMPORTANCE_CAP = 2.0
@@ -34,13 +32,9 @@ def with_importance_cap(recipe: Recipe) -> tuple[Stage, ...]:
     if recipe.scale.engine == "native" and not recipe.scale.max_staleness:
         return recipe.stages
     return tuple(
-        stage.model_copy(update={"importance_cap": OFF_POLICY_IMPORTANCE_CAP}) if _lacks_correction(stage) else stage
+        stage.model_copy(update={"importance_cap": OFF_POLICY_IMPORTANCE_CAP}) if stage.needs_importance_cap else stage
         for stage in recipe.stages
     )
-
-
-def _lacks_correction(stage: Stage) -> bool:
-    return isinstance(stage, PolicyGradientStage) and stage.importance_cap is None and stage.mismatch_limit is None
 
 
 def task_for_stage(recipe: Recipe, stage: Stage) -> Task:

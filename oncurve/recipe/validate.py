@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from oncurve.errors import RecipeError
-from oncurve.objective_specs import OBJECTIVE_SPECS
 from oncurve.recipe.defaults import advantage_settings, kl_settings, rewards_for_stage, task_for_stage
 from oncurve.recipe.schema.base import STAGE_PREFIX
 from oncurve.recipe.schema.recipe import Recipe
@@ -220,7 +219,7 @@ def _check_kl_in_reward(recipe: Recipe, stage: Grpo) -> Problems:
 
 
 def _check_clip(recipe: Recipe, stage: Grpo) -> Problems:
-    clip, key, spec = stage.clip, f"{stage.label}.clip", OBJECTIVE_SPECS[stage.objective]
+    clip, key, spec = stage.clip, f"{stage.label}.clip", stage.spec
     if clip is None:
         return
     if spec.clip is None:
@@ -236,7 +235,7 @@ def _check_clip(recipe: Recipe, stage: Grpo) -> Problems:
 
 
 def _check_fixed_advantage(recipe: Recipe, stage: Grpo) -> Problems:
-    spec = OBJECTIVE_SPECS[stage.objective]
+    spec = stage.spec
     if not spec.fixed_advantage:
         return
     baseline, scale = advantage_settings(stage)
@@ -248,7 +247,7 @@ def _check_fixed_advantage(recipe: Recipe, stage: Grpo) -> Problems:
 
 
 def _check_length_budget(recipe: Recipe, stage: Grpo) -> Problems:
-    if stage.length_budget is not None and not OBJECTIVE_SPECS[stage.objective].uses_length_budget:
+    if stage.length_budget is not None and not stage.spec.uses_length_budget:
         because = f"only dr_grpo divides by it, and the objective is {stage.objective}"
         fix = 'remove it, or use objective = "dr_grpo"'
         yield RecipeError(f"{stage.label}.length_budget", stage.length_budget, because=because, fix=fix)

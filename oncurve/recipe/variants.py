@@ -13,11 +13,10 @@ from typing import Any
 
 from oncurve.errors import RecipeError, did_you_mean
 from oncurve.objective_specs import OBJECTIVE_SPECS, ObjectiveName
-from oncurve.recipe.defaults import kl_settings
 from oncurve.recipe.load import parse_recipe
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.recipe.schema.sections import Advantage, Optimiser
-from oncurve.recipe.schema.stages import Grpo, PolicyGradientStage, Ppo, RolloutStage, Stage, Trpo
+from oncurve.recipe.schema.stages import Grpo, PolicyGradientStage, Ppo, RolloutStage, Trpo
 from oncurve.recipe.validate import check_recipe
 
 MAX_STEPS_FACTOR = 50
@@ -67,40 +66,36 @@ def _unknown_algorithm(algorithm: str) -> RecipeError:
 
 def _shared_keys(base: RolloutStage, kind: type[RolloutStage]) -> dict[str, Any]:
     """The values of all keys that both stage types have, except those that define the algorithm."""
-    algorithm = {"type", "name", "advantage", "clip"}
+    algorithm = {"type", "name", "clip"} | (set() if kind is Trpo else {"advantage"})  # a trpo stage grades as the base does
     return {key: getattr(base, key) for key in kind.model_fields if key in type(base).model_fields and key not in algorithm}
 
 
-def _with_objective(name: ObjectiveName, **changes: Any) -> Callable[[RolloutStage], Stage]:
-    def convert(base: RolloutStage) -> Grpo:
-        if isinstance(base, Grpo) and base.objective == name and not changes:
+def _with_objective(name: ObjectiveName, **changes: Any) -> Callable[[RolloutStage], RolloutStage]:
+    def convert(base: RolloutStage) -> RolloutStage:
+        if base.algorithm == name and not changes:
             return base
         values = _shared_keys(base, Grpo) | {"objective": name, **changes}
         if not OBJECTIVE_SPECS[name].uses_ratio:  # a second update would use samples of another policy, uncorrected
             values |= {"updates_per_step": 1, "minibatches": 1}
-        if isinstance(base, PolicyGradientStage):
-            values["kl"] = base.kl.model_copy(update={"where": None, "estimator": None})
+        if "kl" in values:
+            values["kl"] = values["kl"].model_copy(update={"where": None, "estimator": None})
         return Grpo.model_validate(values | {"length_budget": None})
 
     return convert
 
 
-def _as_ppo(base: RolloutStage) -> Stage:
-    return base if isinstance(base, Ppo) else Ppo.model_validate(_shared_keys(base, Ppo))
+def _with_type(kind: type[RolloutStage], **changes: Any) -> Callable[[RolloutStage], RolloutStage]:
+    def convert(base: RolloutStage) -> RolloutStage:
+        return base if type(base) is kind else kind.model_validate(_shared_keys(base, kind) | changes)
+
+    return convert
 
 
-def _as_trpo(base: RolloutStage) -> Stage:
-    if isinstance(base, Trpo):
-        return base
-    advantage = {"advantage": base.advantage} if isinstance(base, Grpo) else {}
-    return Trpo.model_validate(_shared_keys(base, Trpo) | {"optimiser": Optimiser()} | advantage)
-
-
-ALGORITHMS: Mapping[str, Callable[[RolloutStage], Stage]] = {
+ALGORITHMS: Mapping[str, Callable[[RolloutStage], RolloutStage]] = {
     **{name: _with_objective(name) for name in OBJECTIVE_SPECS},
     "reinforce_baseline": _with_objective("reinforce", advantage=Advantage(baseline="mean")),
-    "ppo": _as_ppo,
-    "trpo": _as_trpo,
+    "ppo": _with_type(Ppo),
+    "trpo": _with_type(Trpo, optimiser=Optimiser()),
 }
 """Every algorithm by name: a function from a recipe's sampling stage to the same stage with this algorithm."""
 
@@ -114,18 +109,34 @@ class PassCounts:
 
 
 def learning_passes(stage: RolloutStage, tries: float = 1.0) -> PassCounts:
-    """The passes of a step's update. ``tries`` is the number of line-search steps of a trpo stage. Each Fisher product of trpo
-    counts as two backward passes over ``fisher_share`` of the samples."""
-    if isinstance(stage, Trpo):
-        share = stage.fisher_share
-        return PassCounts(1 + share + 1 + tries, 1 + share + 2 * share * (stage.cg_iterations + 1))
-    assert isinstance(stage, Grpo | Ppo)
+    """The passes of a step's update. ``tries`` is the number of line-search steps of a trpo stage."""
+    return LEARNING_PASSES[type(stage)](stage, tries)
+
+
+def _surrogate_passes(stage: PolicyGradientStage, tries: float) -> PassCounts:
     forward = stage.updates_per_step + (stage.minibatches > 1)
     if stage.kl.beta:
-        forward += 1 + 2 * (kl_settings(stage)[0] == "reward")
-    if isinstance(stage, Ppo):
-        return PassCounts(forward + 1 + stage.updates_per_step, 2 * stage.updates_per_step)
+        forward += 1 + 2 * (stage.kl_place == "reward")
     return PassCounts(forward, stage.updates_per_step)
+
+
+def _ppo_passes(stage: Ppo, tries: float) -> PassCounts:
+    """The critic adds a forward pass for the old values, and its own updates."""
+    policy = _surrogate_passes(stage, tries)
+    return PassCounts(policy.forward + 1 + stage.updates_per_step, 2 * policy.backward)
+
+
+def _trpo_passes(stage: Trpo, tries: float) -> PassCounts:
+    """Each Fisher product counts as two backward passes over ``fisher_share`` of the samples."""
+    share = stage.fisher_share
+    return PassCounts(1 + share + 1 + tries, 1 + share + 2 * share * (stage.cg_iterations + 1))
+
+
+LEARNING_PASSES: Mapping[type[RolloutStage], Callable[[Any, float], PassCounts]] = {
+    Grpo: _surrogate_passes,
+    Ppo: _ppo_passes,
+    Trpo: _trpo_passes,
+}
 
 
 def with_budget(recipe: Recipe, *, tokens: int | None = None, seconds: float | None = None) -> Recipe:
@@ -134,8 +145,7 @@ def with_budget(recipe: Recipe, *, tokens: int | None = None, seconds: float | N
 
     A decaying schedule needs the number of the last step, which a run that ends by its budget does not know.
     """
-    stage = recipe.stages[-1]
-    assert isinstance(stage, RolloutStage)
+    stage = base_stage(recipe)
     changes: dict[str, Any] = {"optimiser": stage.optimiser.model_copy(update={"schedule": "constant"})}
     if tokens is not None or seconds is not None:
         changes |= {"tokens": tokens, "seconds": seconds, "steps": stage.steps * MAX_STEPS_FACTOR}

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from oncurve.objective_specs import ObjectiveName
+from oncurve.objective_specs import OBJECTIVE_SPECS, KlPlace, ObjectiveName, ObjectiveSpec
 from oncurve.recipe.schema.base import Count, NonNegative, Section, Share, conflict
 from oncurve.recipe.schema.sections import (
     Advantage,
@@ -60,10 +60,22 @@ class StageBase(Section):
     """The stage changes the policy. Only then is the policy evaluated on the held-out split."""
     runs_on_all_ranks: ClassVar[bool] = True
     """If false, rank 0 runs the stage and broadcasts the result."""
+    corrects_stale_samples: ClassVar[bool] = False
+    """The stage can weight samples of older weights by their importance (`importance_cap`)."""
 
     @property
     def label(self) -> str:
         return self.name or self.type
+
+    @property
+    def algorithm(self) -> str:
+        """The name in `oncurve compare` and `oncurve plan`: the stage's type, or the objective of a grpo stage."""
+        return self.type
+
+    @property
+    def needs_importance_cap(self) -> bool:
+        """Whether the stage has no correction of its own if the sampler is not the learner."""
+        return False
 
     @property
     def unsharded_reason(self) -> str | None:
@@ -141,6 +153,11 @@ class RolloutStage(StageBase):
     samples: ClassVar[bool] = True
 
     @property
+    def spec(self) -> ObjectiveSpec:
+        """The objective whose defaults the stage has: GRPO's, unless the stage has a key for it."""
+        return OBJECTIVE_SPECS["grpo"]
+
+    @property
     def max_new_tokens(self) -> int:
         return self.sampling.max_new_tokens
 
@@ -168,6 +185,16 @@ class PolicyGradientStage(RolloutStage):
     importance_cap: PositiveFloat | None = None
     """Truncated importance sampling: weight each token by min(π_learner/π_sampler, cap). Unset: off if the learner itself
     samples; 2 with `scale.engine = "vllm"` or staleness, unless `mismatch_limit` is set."""
+    corrects_stale_samples: ClassVar[bool] = True
+
+    @property
+    def needs_importance_cap(self) -> bool:
+        return self.importance_cap is None and self.mismatch_limit is None
+
+    @property
+    def kl_place(self) -> KlPlace:
+        """Where the KL term goes: as the recipe says, else as the objective's paper does."""
+        return self.kl.where or self.spec.kl_place
 
     @property
     def updates_in_step(self) -> int:
@@ -222,6 +249,14 @@ class Grpo(PolicyGradientStage):
     trained in this stage."""
 
     @property
+    def algorithm(self) -> str:
+        return self.objective
+
+    @property
+    def spec(self) -> ObjectiveSpec:
+        return OBJECTIVE_SPECS[self.objective]
+
+    @property
     def unsharded_reason(self) -> str | None:
         return None if self.iterate is None else "trains a second model next to the policy"
 
@@ -258,6 +293,10 @@ class Ppo(PolicyGradientStage):
     GRPO's)."""
     critic: Critic = Critic()
     """The value network."""
+
+    @property
+    def kl_place(self) -> KlPlace:
+        return self.kl.where or "reward"
 
     @property
     def unsharded_reason(self) -> str:
