@@ -22,8 +22,8 @@ import torch
 from random_models import graded_groups, make_tokenizer
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, Olmo2Config
 
+from oncurve.models.loading.load import compile_blocks
 from oncurve.models.policy import Policy
-from oncurve.models.torch_compile import compile_blocks
 from oncurve.recipe.schema.stages import Grpo
 from oncurve.training.learner.learner import Learner
 from oncurve.training.stages.grpo import grpo_learner_settings

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from oncurve.models import fisher
-from oncurve.models.heads.critic import Critic
+from oncurve.models.heads.critic import ValueModel
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.stages import RewardModel
 from oncurve.records import GradedGroup
@@ -98,7 +98,7 @@ def test_the_critics_gradient_is_the_same(
     full, small = ppo_learner(options), ppo_learner(options)
     full.is_warming_up = small.is_warming_up = warming
     expected = full.update(by_critic(full)).metrics
-    gpu = Full(monkeypatch, Critic, "values", of_pack, 30, backward=backward)
+    gpu = Full(monkeypatch, ValueModel, "values", of_pack, 30, backward=backward)
     with collect_notes() as notes:
         result = small.update(by_critic(small)).metrics
     assert gpu.refused

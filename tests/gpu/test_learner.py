@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from oncurve.engines.native.engine import NativeEngine
 from oncurve.models import lora
 from oncurve.models.llama.cuda_backbone import CudaBackbone
+from oncurve.models.loading.load import compile_blocks
 from oncurve.models.pack_attention import PackAttention
 from oncurve.models.pack_attention_cuda import CudaPackAttention
 from oncurve.models.packing import build_pack
 from oncurve.models.policy import Policy
-from oncurve.models.torch_compile import compile_blocks
 from oncurve.recipe.schema.model import Lora
 from oncurve.recipe.schema.sections import Engine
 from oncurve.records import GradedGroup

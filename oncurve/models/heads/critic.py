@@ -18,7 +18,7 @@ from oncurve.models.policy import Policy
 from oncurve.records import Ints
 
 
-class Critic:
+class ValueModel:
     """``trunk`` is a copy of the policy's backbone with its own training, or with ``shared`` the policy's, trained by both
     losses.
 

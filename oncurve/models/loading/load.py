@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from oncurve.errors import MissingPackage, ModelError, OncurveError, RecipeError, pip_install
@@ -17,7 +20,6 @@ from oncurve.models.chat_template import PROBE
 from oncurve.models.loading import checks, gguf
 from oncurve.models.loading.tiny import build_model, build_tokenizer
 from oncurve.models.policy import Policy
-from oncurve.models.torch_compile import compile_blocks
 from oncurve.recipe.schema.model import Model
 
 
@@ -252,3 +254,34 @@ class ModelSummary:
             f"{self.context:,} positions, {'chat template' if self.template else 'no chat template'}, ends with "
             f"{' or '.join(self.ends)}"
         )
+
+
+def compile_blocks(backbone: nn.Module) -> int:
+    """Give each layer's norms and MLP a form that torch.compile makes, for families without kernels of ours.
+
+    Returns the number of modules. Only the learner uses the compiled form: a decode step has few tokens and is captured as a
+    CUDA graph, in which nothing may be compiled. A class's ``forward`` is compiled once for all layers, with dynamic sizes.
+    Attention is left alone, and so are layers with experts, whose path depends on the tokens.
+    """
+    modules = [child for layer in getattr(backbone, "layers", ()) for child in layer.children() if _is_compilable(child)]
+    for module in modules:
+        module.forward = partial(_compiled_forward, module)
+    return len(modules)
+
+
+def _is_compilable(module: nn.Module) -> bool:
+    """Whether a module is a norm or an MLP without experts."""
+    name = type(module).__name__.lower()
+    return "norm" in name or ("mlp" in name and not any(hasattr(module, part) for part in ("experts", "router")))
+
+
+@cache
+def _compile(forward: Callable[..., Any]) -> Callable[..., Any]:
+    compiled: Callable[..., Any] = torch.compile(forward, dynamic=True)
+    return compiled
+
+
+def _compiled_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Compiled if gradients are enabled. The module is an argument, so a copy of the model uses its own weights."""
+    forward = type(module).forward
+    return (_compile(forward) if torch.is_grad_enabled() else forward)(module, *args, **kwargs)

@@ -19,7 +19,7 @@ from oncurve.algos.gae import Doubles, explained_variance, gae, token_rewards, v
 from oncurve.algos.reductions import LossDenominators
 from oncurve.distributed.world import SINGLE_PROCESS, World
 from oncurve.engines.base import Engine
-from oncurve.models.heads.critic import Critic, append_placeholder
+from oncurve.models.heads.critic import ValueModel, append_placeholder
 from oncurve.models.packing import Pack
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.stages import Ppo
@@ -147,7 +147,7 @@ class PpoLearner(Learner):
     def __init__(self, policy: Policy, stage: Ppo, world: World = SINGLE_PROCESS) -> None:
         super().__init__(policy, ppo_learner_settings(stage), world)
         self.ppo, self.is_warming_up = stage, False
-        self.critic = Critic(policy, shared=stage.critic.trunk == "shared")
+        self.critic = ValueModel(policy, shared=stage.critic.trunk == "shared")
         rate = stage.critic.learning_rate or stage.optimiser.learning_rate
         settings = stage.optimiser.model_copy(update={"learning_rate": rate})
         self.critic_optimiser = build_optimiser(self.critic.module, settings, stage.steps * stage.updates_in_step, world)

@@ -17,7 +17,7 @@ from oncurve.algos.advantages import grade
 from oncurve.algos.objectives import OBJECTIVES
 from oncurve.engines.native.engine import NativeEngine
 from oncurve.errors import RecipeError
-from oncurve.models.heads.critic import Critic, append_placeholder
+from oncurve.models.heads.critic import ValueModel, append_placeholder
 from oncurve.models.packing import PrefixGroup, build_pack
 from oncurve.recipe.schema.sections import Engine
 from oncurve.recipe.schema.stages import Ppo
@@ -175,13 +175,13 @@ def test_values_are_those_of_the_state_before_each_token_and_after_a_cut() -> No
 
 def test_a_critic_starts_at_zero_and_shares_no_weight_with_the_policy() -> None:
     own = policy()
-    critic = Critic(own)
+    critic = ValueModel(own)
     pack = build_pack([PrefixGroup(np.array([3, 4]), (np.array([5, 6, 7]),), (0,))], own.device)
     assert not critic.values(pack).any()
     assert {p.data_ptr() for p in critic.module.parameters()}.isdisjoint({p.data_ptr() for p in own.model.parameters()})
     trunk = sum(p.numel() for p in critic.trunk.backbone.parameters())
     assert trunk == sum(p.numel() for p in own.backbone.parameters())
-    shared = Critic(own, shared=True)
+    shared = ValueModel(own, shared=True)
     assert [name for name, _ in shared.module.named_parameters()] == ["head.weight", "head.bias"]
 
 

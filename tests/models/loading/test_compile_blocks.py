@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from oncurve.models import torch_compile
+from oncurve.models.loading import load
 from oncurve.models.packing import build_pack
 from oncurve.models.policy import Policy
 from tests.models.architectures import make_model, tokenizer
@@ -21,13 +21,13 @@ from tests.models.test_pack_attention import far_apart, gradients, groups_of, we
 def compiled_forwards(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The forward methods that ran compiled."""
     forwards: list[str] = []
-    compile_forward = torch_compile._compile
+    compile_forward = load._compile
 
     def compile_and_record(forward: Callable[..., Any]) -> Any:
         forwards.append(forward.__qualname__)
         return compile_forward(forward)
 
-    monkeypatch.setattr(torch_compile, "_compile", compile_and_record)
+    monkeypatch.setattr(load, "_compile", compile_and_record)
     return forwards
 
 
@@ -37,7 +37,7 @@ def test_the_gradient_is_the_same_for_any_size(name: str, compiled_forwards: lis
     policy = Policy(make_model(name), tokenizer())
     packs = [build_pack(groups_of(kind), policy.device) for kind in ("ragged", "groups of one")]
     expected = [gradients(policy.model, weighted(*policy.pack_logps(pack, 0.9))) for pack in packs]
-    count = torch_compile.compile_blocks(policy.backbone)
+    count = load.compile_blocks(policy.backbone)
     layers: Any = policy.backbone.layers
     assert count == sum("norm" in n or n.endswith("mlp") for layer in layers for n, _ in layer.named_children())
     for pack, expected_grads in zip(packs, expected, strict=True):
@@ -48,7 +48,7 @@ def test_the_gradient_is_the_same_for_any_size(name: str, compiled_forwards: lis
 
 def test_the_sampler_keeps_the_plain_modules(compiled_forwards: list[str]) -> None:
     policy = Policy(make_model("gemma2"), tokenizer())
-    torch_compile.compile_blocks(policy.backbone)
+    load.compile_blocks(policy.backbone)
     with torch.no_grad():
         policy.pack_logps(build_pack(groups_of("ragged"), policy.device))
     assert not compiled_forwards
@@ -56,7 +56,7 @@ def test_the_sampler_keeps_the_plain_modules(compiled_forwards: list[str]) -> No
 
 def test_a_copy_has_its_own_weights() -> None:
     policy = Policy(make_model("gemma2"), tokenizer())
-    torch_compile.compile_blocks(policy.backbone)
+    load.compile_blocks(policy.backbone)
     pack = build_pack(groups_of("ragged"), policy.device)
     with torch.no_grad():
         before, _ = policy.pack_logps(pack)
@@ -76,6 +76,6 @@ def test_experts_and_attention_are_not_compiled() -> None:
     class SomeAttention(nn.Module):
         pass
 
-    assert not torch_compile._is_compilable(SomeMLP())
-    assert not torch_compile._is_compilable(SomeAttention())
-    assert torch_compile._is_compilable(nn.RMSNorm(4))
+    assert not load._is_compilable(SomeMLP())
+    assert not load._is_compilable(SomeAttention())
+    assert load._is_compilable(nn.RMSNorm(4))
