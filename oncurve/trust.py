@@ -47,7 +47,7 @@ DEFAULT_KEY = "OPENAI_API_KEY"
 class Capability:
     """One thing in a recipe that runs code or sends a secret. ``where`` is its key, ``what`` says what it does.
 
-    Example: Power("rewards", "rewards.short.function", "runs Python: reward.py:short")
+    Example: Capability("rewards", "rewards.short.function", "runs Python: reward.py:short")
     """
 
     part: Part

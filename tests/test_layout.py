@@ -35,7 +35,7 @@ TWINS = {
     "countdown", "guess", "reasoning_gym",  # a task and its reward
     "lm_head", "lora", "pack_attention",  # a part of a model and its kernels
     "registry", "base", "load",
-    "preference_pairs", "reward_model", "messages", "process", "requests", "launch",
+    "preference_pairs", "reward_model", "messages", "process", "launch",
 }  # fmt: skip
 """Further names that two modules share on purpose."""
 BANNED = {

@@ -41,7 +41,7 @@ from oncurve.training.listeners import Listener
 from oncurve.training.rank_commands import announce_run, run_worker_rank
 from oncurve.training.stages.table import StageLoop
 from oncurve.training.start import build_tasks_and_rewards, with_machine_defaults, with_machine_overrides
-from oncurve.training.trainer import ROLLBACK_SEED, RewardsOf, TaskOf, Trainer
+from oncurve.training.trainer import RewardsOf, TaskOf, Trainer
 
 LOCK_S = 20.0
 """How long to wait for a former learner to release the run's lock: Ray ends it some seconds after its driver dies."""
@@ -258,7 +258,7 @@ class ClusterTrainer(Trainer):
     def build_loop(self, stage: Stage, rollbacks: int, start: Checkpoint | None) -> StageLoop:
         loop = super().build_loop(stage, rollbacks, start)
         if isinstance(self.engine, RemoteEngine):
-            seed = self.recipe.seed + rollbacks * ROLLBACK_SEED
+            seed = self.seed_of(stage, rollbacks)
             self.engine.prefetch(self._prefetch(stage, seed) if isinstance(stage, RolloutStage) else None)
         return ClusterLoop(loop, self.board, stage, self.recipe.scale.max_staleness > 0)
 

@@ -143,7 +143,7 @@ def port_taken_error(port: str) -> ScaleError:
 
 
 def code_digest(package: Path) -> str:
-    """A digest of all source files of a package. Self-contained: Ray nodes run its source text (`cluster.node_checks`)."""
+    """A digest of all source files of a package. Self-contained: Ray nodes run its source text (`cluster.driver`)."""
     import hashlib
 
     digest = hashlib.sha256()

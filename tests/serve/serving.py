@@ -13,9 +13,8 @@ import openai
 from oncurve.engines.native.session import Session, torch_session
 from oncurve.local_http import listen
 from oncurve.models.policy import Policy
-from oncurve.serve.app import ServedModel
 from oncurve.serve.engine_thread import EngineThread
-from oncurve.serve.server import CompletionServer
+from oncurve.serve.server import CompletionServer, ServedModel
 from tests.models.architectures import make_policy
 
 MODEL = "small"

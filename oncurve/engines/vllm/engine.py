@@ -5,7 +5,7 @@
     engine.close()
 
 ``sample`` first pushes the policy's weights, so it always samples from the present ones. The first call starts vLLM (15 s or
-more). If the process dies, fails or sends nothing for ``scale.timeout_s``, it is restarted and pending for what is missing,
+more). If the process dies, fails or sends nothing for ``scale.timeout_s``, it is restarted and asked for what is missing,
 twice; after that an EngineError says what happened. ``close`` ends the process; so does the end of this one, however it comes.
 
 **On a cluster** a sampler is such an engine too, with a policy that receives the learner's weights. ``weight_source`` works as
@@ -18,45 +18,50 @@ gives the same completions up to rounding, which in vLLM may depend on what else
 **Log-probs**: vLLM reports one number per token, before temperature or after truncation, fixed when it starts. So ``logps`` is
 right at temperature 1 with any truncation, and at any temperature without; both at once are refused. What vLLM does not report
 (``sampled_logps`` of a truncated distribution, ``raw_logps`` at another temperature) is NaN.
+
+**Weights** are pushed under the names of a Hugging Face checkpoint: vLLM's own loader fuses, ties, splits and repacks them.
+On a GPU vLLM reads the policy's tensors in place (CUDA IPC); on a CPU they go through a safetensors file in shared memory.
+Under LoRA only the adapter is pushed.
 """
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import shutil
 import sys
+import tempfile
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import metadata
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
+from transformers.core_model_loading import revert_weight_conversion
 
 from oncurve.engines.base import SampleKey, SampleRequest, WeightSource, encode_prompts, slots_for
 from oncurve.engines.vllm.messages import (
+    SCRATCH,
     Abort,
-    Adapter,
     Answers,
     Done,
+    FromFile,
+    FromGpu,
+    LoadAdapter,
     Logprobs,
     Ready,
-    SampleBatch,
     Sleep,
     Start,
+    TurnBatch,
     Wake,
     Working,
 )
 from oncurve.engines.vllm.process import VllmProcess, VllmProcessLost
 from oncurve.engines.vllm.requests import PendingRequests, has_truncated_logps, logprobs_for
-from oncurve.engines.vllm.weights import (
-    create_scratch_folder,
-    named_weights,
-    size_of,
-    via_cuda_ipc,
-    via_shared_memory,
-    write_model,
-)
 from oncurve.errors import EngineError, MissingPackage, ModelError, RecipeError
 from oncurve.models import lora
 from oncurve.models.policy import Policy
@@ -190,7 +195,7 @@ class VllmEngine:
         assert self.process is not None
         requests = pending.turn_requests()
         if requests:
-            self.process.send(SampleBatch(requests))
+            self.process.send(TurnBatch(requests))
         while pending.pending:
             if self.weight_source is not None and self.weight_source():
                 pending.version = self.weight_source.version  # requests sent from here on come after the push
@@ -205,7 +210,7 @@ class VllmEngine:
         if isinstance(message, Answers) and self._pending is not None:
             turns = [turn for answer in message.answers if (turn := self._pending.take(answer)) is not None]
             if turns:
-                self.process.send(SampleBatch(tuple(turns)))
+                self.process.send(TurnBatch(tuple(turns)))
         return message
 
     # Weights.
@@ -230,7 +235,7 @@ class VllmEngine:
         self._pushes += 1
         now = self._folder / f"adapter-{self._pushes}"
         lora.save(self.policy.model, now)
-        written = self._load(nullcontext(Adapter(str(now))))
+        written = self._load(nullcontext(LoadAdapter(str(now))))
         shutil.rmtree(self._folder / f"adapter-{self._pushes - 1}", ignore_errors=True)
         return written
 
@@ -368,3 +373,61 @@ def _free_fraction(policy: Policy) -> float:
     free, total = torch.cuda.mem_get_info(policy.device)
     unallocated = 16 * sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
     return float(max(free - unallocated, 0) / total)
+
+
+MEMORY = Path("/dev/shm")
+
+
+def named_weights(policy: Policy) -> dict[str, Tensor]:
+    """All weights but an adapter's, by their checkpoint names; tied weights once, sharded ones gathered."""
+    weights = {
+        name.replace(".base_layer.", "."): p.detach() for name, p in policy.model.named_parameters() if ".lora_" not in name
+    }
+    full = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in weights.items()}
+    return dict(revert_weight_conversion(policy.model, full))
+
+
+def create_scratch_folder(size: int) -> Path:
+    """A new folder in shared memory, or on disk if shared memory has too little room."""
+    fits = MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 1.1 * size
+    return Path(tempfile.mkdtemp(prefix=SCRATCH, dir=MEMORY if fits else None))
+
+
+def size_of(tensors: Mapping[str, Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+@contextmanager
+def via_shared_memory(tensors: Mapping[str, Tensor], folder: Path) -> Iterator[FromFile]:
+    """A file that exists while the body runs."""
+    file = folder / "weights.safetensors"
+    try:
+        save_file({name: t.cpu().contiguous() for name, t in tensors.items()}, file)
+        yield FromFile(str(file))
+    finally:
+        file.unlink(missing_ok=True)
+
+
+@contextmanager
+def via_cuda_ipc(tensors: Mapping[str, Tensor]) -> Iterator[FromGpu]:
+    """Handles that are valid while the body runs: copies of non-contiguous tensors are kept until then."""
+    contiguous = {name: t.contiguous() for name, t in tensors.items()}
+    torch.cuda.synchronize()
+    try:
+        yield FromGpu({name: reduce_tensor(t) for name, t in contiguous.items()})  # type: ignore[no-untyped-call]
+    finally:
+        del contiguous
+        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+
+
+def write_model(policy: Policy, folder: Path) -> None:
+    """Write what vLLM starts from: config, tokenizer and the present weights, without an adapter."""
+    config = copy.deepcopy(policy.model.config)
+    config.architectures = [type(policy.model).__name__]  # a model built from a config does not have them
+    config.save_pretrained(folder)
+    policy.tokenizer.save_pretrained(folder)
+    save_file(
+        {name: t.cpu().contiguous() for name, t in named_weights(policy).items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )

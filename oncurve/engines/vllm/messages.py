@@ -53,7 +53,7 @@ class TurnRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class SampleBatch:
+class TurnBatch:
     """Requests to sample. The replies are Answers until all have ended, and Working in between."""
 
     requests: tuple[TurnRequest, ...]
@@ -80,7 +80,7 @@ class FromGpu:
 
 
 @dataclass(frozen=True, slots=True)
-class Adapter:
+class LoadAdapter:
     """Sample with this LoRA adapter from now on, in place of the one before."""
 
     folder: str

@@ -30,17 +30,17 @@ from safetensors import safe_open
 from oncurve.engines.vllm.messages import (
     SCRATCH,
     Abort,
-    Adapter,
     Answer,
     Answers,
     Done,
     Failed,
     FromFile,
     FromGpu,
+    LoadAdapter,
     Ready,
-    SampleBatch,
     Sleep,
     Start,
+    TurnBatch,
     TurnRequest,
     Wake,
     Working,
@@ -112,7 +112,7 @@ class VllmServer:
                 self.scratch = Path(message.scratch)
                 self.llm = _open(message)
                 self._send(Ready(self.llm.model_config.max_model_len))
-            case SampleBatch():
+            case TurnBatch():
                 self._add_requests(message)
             case Abort():
                 self.llm.llm_engine.abort_request(list(self.outputs))
@@ -121,7 +121,7 @@ class VllmServer:
             case FromFile() | FromGpu():
                 self.llm.collective_rpc("oncurve_load", args=(message,))
                 self._weights_changed()
-            case Adapter():
+            case LoadAdapter():
                 self._load_adapter(message)
                 self._weights_changed()
             case Sleep():
@@ -136,14 +136,14 @@ class VllmServer:
         self.llm.reset_prefix_cache(reset_running_requests=bool(self.outputs))
         self._send(Done({key: len(output.token_ids) for key, output in self.outputs.items()}))
 
-    def _load_adapter(self, message: Adapter) -> None:
+    def _load_adapter(self, message: LoadAdapter) -> None:
         """Replace the adapter under the same number: requests in flight continue with it."""
         from vllm.lora.request import LoRARequest
 
         self.llm.llm_engine.add_lora(LoRARequest("adapter", 1, message.folder, load_inplace=True))
         self.adapter = LoRARequest("adapter", 1, message.folder)
 
-    def _add_requests(self, batch: SampleBatch) -> None:
+    def _add_requests(self, batch: TurnBatch) -> None:
         for request in batch.requests:
             self.outputs[request.key] = PartialOutput()
             self.llm.llm_engine.add_request(

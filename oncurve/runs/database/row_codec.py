@@ -1,4 +1,4 @@
-"""Converts records to rows of ``oncurve.runs.database.schema`` and back, bit for bit."""
+"""Converts records to rows of ``oncurve.runs.database.connection`` and back, bit for bit."""
 
 from __future__ import annotations
 

@@ -13,11 +13,10 @@ import torch
 from safetensors.torch import load_file
 
 from oncurve.engines.base import SampleKey, SampleRequest, check_engine
-from oncurve.engines.vllm.engine import check_vllm
+from oncurve.engines.vllm.engine import check_vllm, named_weights, via_shared_memory
 from oncurve.engines.vllm.messages import Answer, Start
 from oncurve.engines.vllm.process import VllmProcess, VllmProcessLost, device_name, environment
 from oncurve.engines.vllm.requests import PendingRequests, logprobs_for, seed_of
-from oncurve.engines.vllm.weights import named_weights, via_shared_memory
 from oncurve.errors import MissingPackage, RecipeError
 from oncurve.recipe.defaults import with_importance_cap
 from oncurve.recipe.load import load_recipe

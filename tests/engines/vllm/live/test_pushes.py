@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from oncurve.engines.base import SampleKey
-from oncurve.engines.vllm.engine import VllmEngine
-from oncurve.engines.vllm.weights import MEMORY
+from oncurve.engines.vllm.engine import MEMORY, VllmEngine
 from oncurve.models import lora
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.sections import Sampling
