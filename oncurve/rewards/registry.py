@@ -31,10 +31,15 @@ from oncurve.rewards.style.length import (
 )
 from oncurve.rewards.verifiers.answer import AnswerOptions, AnswerReward
 from oncurve.rewards.verifiers.code import CodeOptions, CodeReward
-from oncurve.rewards.verifiers.columns import ColumnsOptions, ColumnsReward
-from oncurve.rewards.verifiers.countdown import CountdownReward, CountdownRewardOptions
-from oncurve.rewards.verifiers.guess import GuessReward, GuessRewardOptions
 from oncurve.rewards.verifiers.math import MathOptions, MathReward
+from oncurve.rewards.verifiers.puzzles import (
+    ColumnsOptions,
+    ColumnsReward,
+    CountdownReward,
+    CountdownRewardOptions,
+    GuessReward,
+    GuessRewardOptions,
+)
 from oncurve.rewards.verifiers.reasoning_gym import GymRewardOptions, ReasoningGymReward
 
 REWARDS: Registry[RewardType] = Registry(

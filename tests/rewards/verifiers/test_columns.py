@@ -2,7 +2,7 @@
 
 import pytest
 
-from oncurve.rewards.verifiers.columns import ColumnsReward
+from oncurve.rewards.verifiers.puzzles import ColumnsReward
 from tests.rewards.builders import group
 
 REWARD = ColumnsReward("columns", 1.0)

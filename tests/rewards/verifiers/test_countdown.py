@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from oncurve.recipe.schema.sections import Task
-from oncurve.rewards.verifiers.countdown import CountdownReward, CountdownRewardOptions
+from oncurve.rewards.verifiers.puzzles import CountdownReward, CountdownRewardOptions
 from oncurve.tasks.registry import build_task
 from tests.rewards.builders import aspects, values
 

@@ -6,7 +6,7 @@ import pytest
 from oncurve.errors import RecipeError
 from oncurve.recipe.schema.sections import Task
 from oncurve.records import Prompt
-from oncurve.rewards.verifiers.guess import GuessReward, GuessRewardOptions
+from oncurve.rewards.verifiers.puzzles import GuessReward, GuessRewardOptions
 from oncurve.tasks.base import Task as AnyTask
 from oncurve.tasks.puzzles.guess import GuessEnvironment, Secret, guesses_in, halvings, play
 from oncurve.tasks.registry import build_task
