@@ -59,7 +59,7 @@ def compare(
     (folder / "results.json").write_text(data, encoding="utf-8")
     (folder / "table.md").write_text(as_markdown(outcomes), encoding="utf-8")
     if plots:
-        from oncurve.terminal.comparison_plots import draw
+        from oncurve.terminal.comparison import draw
 
         draw(outcomes, folder)
     if as_json:

@@ -138,7 +138,7 @@ def probe(
     from oncurve.operations.probe import probe
     from oncurve.operations.run_model import load_model
     from oncurve.terminal.errors import silence_libraries
-    from oncurve.terminal.probe import render_probe
+    from oncurve.terminal.evaluation import render_probe
 
     silence_libraries()
     policy = load_model(source, runs, recipe.model).policy if source is not None else None

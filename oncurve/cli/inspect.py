@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
 from rich.text import Text
 
 from oncurve.cli.options import (
@@ -26,6 +29,10 @@ from oncurve.runs.database.reader import RunReader
 from oncurve.runs.feedback import preference_lines, read_preferences
 from oncurve.runs.folder import RunFolder, list_runs
 from oncurve.runs.preference_pairs import best_against_worst
+from oncurve.terminal.text import clean
+
+if TYPE_CHECKING:
+    from oncurve.operations.checks import Check
 
 
 def doctor(
@@ -38,7 +45,6 @@ def doctor(
     """
     with Console(stderr=True).status("checking"):
         from oncurve.operations import doctor
-        from oncurve.terminal.checks import checks_data, render_checks
         from oncurve.terminal.errors import silence_libraries
 
         silence_libraries()
@@ -127,7 +133,6 @@ def verify(
     grant_trust(trusted, folder)
     with Console(stderr=True).status("verifying"):
         from oncurve.operations import verify
-        from oncurve.terminal.checks import checks_data, render_checks
         from oncurve.terminal.errors import silence_libraries
 
         silence_libraries()
@@ -175,11 +180,11 @@ def show(
     if group is not None and step is None:
         raise RecipeError("--group", group, because="a group belongs to a step", fix="add --step N")
     if bad:
-        from oncurve.terminal.bad_batches import bad_data, render_bad
+        from oncurve.terminal.show import bad_data, render_bad
 
         output_json(bad_data(folder)) if as_json else output(render_bad(folder))
     elif timing:
-        from oncurve.terminal.timing import render_timing, timing_data
+        from oncurve.terminal.show import render_timing, timing_data
 
         output_json(timing_data(folder)) if as_json else output(render_timing(folder))
     elif as_json:
@@ -194,10 +199,29 @@ def show(
 
 def status(run: RunName, runs: Runs = RUNS, as_json: Json = False) -> None:
     """Show a run's status and the current phase of each of its processes."""
-    from oncurve.terminal.status import render_status, status_data
+    from oncurve.terminal.show import render_status, status_data
 
     folder = RunFolder.open(run, runs)
     if as_json:
         output_json(status_data(folder))
     else:
         output(render_status(folder))
+
+
+CHECK_STYLES = {"ok": "green", "note": "yellow", "wrong": "bold red"}
+
+
+def render_checks(title: str, checks: Sequence[Check], success: str) -> RenderableType:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for check in checks:
+        table.add_row(Text(check.mark, CHECK_STYLES[check.mark]), Text(clean(check.name)), Text(clean(check.message)))
+    wrong = sum(check.mark == "wrong" for check in checks)
+    summary = Text(f"{wrong} of {len(checks)} checks failed" if wrong else success, "bold red" if wrong else "green")
+    return Group(Text(title, "bold"), table, summary)
+
+
+def checks_data(checks: Sequence[Check]) -> dict[str, Any]:
+    return {"ok": all(check.mark != "wrong" for check in checks), "checks": [dataclasses.asdict(check) for check in checks]}

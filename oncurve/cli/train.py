@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,13 +15,13 @@ from rich.text import Text
 from oncurve import trust
 from oncurve.cli.options import RUNS, Out, RunName, Runs, Sets, Trust, grant_trust, output
 from oncurve.cli.plan import print_plan
-from oncurve.cli.train_target import TrainTarget, choose_target
-from oncurve.distributed import rendezvous
-from oncurve.distributed.rendezvous import world_size
+from oncurve.distributed.rendezvous import joined_ranks, world_size
 from oncurve.distributed.world import SINGLE_PROCESS, World
+from oncurve.errors import OncurveError, RecipeError, RunError
 from oncurve.recipe.load import load_recipe
 from oncurve.recipe.schema.recipe import Recipe
-from oncurve.runs.folder import RunFolder
+from oncurve.recipe.validate import reject_python_only
+from oncurve.runs.folder import RunFolder, list_runs
 from oncurve.terminal.errors import print_advice, print_error
 
 if TYPE_CHECKING:
@@ -55,7 +55,17 @@ def train(
     chosen = choose_target(target, overrides, out, runs, resume)
     grant_trust(trusted, chosen.run)
     if ray is not None:
-        _train_on_ray(chosen, out, runs, minutes, ray)
+        from oncurve.cluster.ray_client import check_reachable
+
+        check_reachable(ray)  # before the imports below, which take seconds
+
+        def start_on_ray(listeners: Sequence[Listener]) -> RunFolder:
+            from oncurve.cluster import driver
+
+            request = driver.TrainRequest(chosen.recipe, chosen.run, tuple(chosen.sets), runs, out, minutes)
+            return driver.train(request, ray, listeners)
+
+        _run(start_on_ray, SINGLE_PROCESS, chosen.advice)
         return
     recipe = chosen.recipe if chosen.run is None else load_recipe(chosen.run.recipe, chosen.sets)
     assert recipe is not None
@@ -63,7 +73,7 @@ def train(
     command += [*_option("--out", out), *_option("--minutes", minutes), *_flag("--trust", trusted)]
     _launch_ranks(recipe, gpus, command)
 
-    with _joined_ranks(recipe) as world:
+    with joined_ranks(recipe, print_error) as world:
 
         def start_training(listeners: Sequence[Listener]) -> RunFolder:
             from oncurve.training import start
@@ -76,20 +86,6 @@ def train(
             return start.begin(chosen.recipe, runs_dir=runs, out=out, listeners=listeners, minutes=minutes, world=world)
 
         _run(start_training, world, chosen.advice)
-
-
-def _train_on_ray(chosen: TrainTarget, out: Path | None, runs: Path, minutes: float | None, address: str) -> None:
-    from oncurve.cluster.ray_client import check_reachable
-
-    check_reachable(address)  # before the imports below, which take seconds
-
-    def start_training(listeners: Sequence[Listener]) -> RunFolder:
-        from oncurve.cluster import driver
-
-        request = driver.TrainRequest(chosen.recipe, chosen.run, tuple(chosen.sets), runs, out, minutes)
-        return driver.train(request, address, listeners)
-
-    _run(start_training, SINGLE_PROCESS, chosen.advice)
 
 
 def fork(
@@ -113,7 +109,7 @@ def fork(
     command += [*_option("--stage", stage), *_option("--out", out), *_flag("--trust", trusted)]
     _launch_ranks(recipe, None, command)
 
-    with _joined_ranks(recipe) as world:
+    with joined_ranks(recipe, print_error) as world:
 
         def start_training(listeners: Sequence[Listener]) -> RunFolder:
             from oncurve.training import start
@@ -161,10 +157,6 @@ def _launch_ranks(recipe: Recipe, gpus: int | None, command: Sequence[str]) -> N
     raise typer.Exit(launch(recipe.scale.ranks, command))
 
 
-def _joined_ranks(recipe: Recipe) -> AbstractContextManager[World]:
-    return rendezvous.joined_ranks(recipe, print_error)
-
-
 def _repeat(option: str, values: Sequence[str]) -> list[str]:
     return [word for value in values for word in (option, value)]
 
@@ -175,3 +167,105 @@ def _option(option: str, value: object) -> list[str]:
 
 def _flag(option: str, is_set: bool) -> list[str]:
     return [option] if is_set else []
+
+
+UNFINISHED = ("interrupted", "failed")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainTarget:
+    """A recipe to start or a run to continue: exactly one is set. ``sets`` apply to the run; ``advice`` is printed first."""
+
+    recipe: Recipe | None = None
+    run: RunFolder | None = None
+    sets: tuple[str, ...] = ()
+    advice: str | None = None
+
+
+def choose_target(target: str, sets: Sequence[str], out: Path | None, runs_dir: Path, resume: bool) -> TrainTarget:
+    """Without --resume, a recipe starts a new run. With --resume, continues the run that is named, the run at --out, or the
+    recipe's newest unfinished run. If --out does not exist yet, starts a run there, so that a job that is restarted again and
+    again needs only one command."""
+    run = None if Path(target).is_file() else RunFolder.find(target, runs_dir)
+    if run is not None:
+        return _named_run(target, run, sets, resume)
+    trust.check_recipe(target)
+    recipe = load_recipe(target, sets)
+    if not resume:
+        return TrainTarget(recipe=recipe, advice=None if out else _reminder(recipe, runs_dir))
+    if out is not None:
+        if not out.exists():
+            return TrainTarget(recipe=recipe, advice=f"{out} does not exist yet: starting a new run there")
+        return _run_of_recipe(recipe, [RunFolder.open(out, runs_dir)], sets, str(out))
+    return _run_of_recipe(recipe, unfinished_runs(recipe.name, runs_dir), sets, target)
+
+
+def _named_run(target: str, run: RunFolder, sets: Sequence[str], resume: bool) -> TrainTarget:
+    status = run.state().current_status
+    if not resume:
+        raise RecipeError(
+            target,
+            f"a run ({status}), not a recipe",
+            because="a new run starts from a recipe",
+            fix=f"continue it: oncurve train --resume {run.path}"
+            if status in UNFINISHED
+            else f"start another run of its recipe: oncurve train {run.recipe}",
+        )
+    reject_python_only(load_recipe(run.recipe))
+    return TrainTarget(run=run, sets=tuple(sets))
+
+
+def _run_of_recipe(recipe: Recipe, runs: Sequence[RunFolder], sets: Sequence[str], target: str) -> TrainTarget:
+    """The newest run with exactly this recipe, else the newest of its name, which keeps the recipe it started with."""
+    if not runs:
+        raise RunError(
+            target,
+            "nothing to resume",
+            because=f"there is no unfinished run of '{recipe.name}'",
+            fix="leave out --resume to start one; `oncurve runs` lists all",
+        )
+    for run in runs:
+        if same_recipe(recipe, run):
+            return TrainTarget(run=run, advice=f"continuing {run.path}")
+    if sets:
+        raise RunError(
+            str(runs[0].path),
+            f"its recipe differs from {target} with these --set",
+            because="a resumed run keeps its recipe",
+            fix=f"oncurve train --resume {runs[0].path}, or leave out --resume",
+        )
+    return TrainTarget(
+        run=runs[0],
+        advice=f"continuing {runs[0].path} with its original recipe, which differs from {target} as it is now",
+    )
+
+
+def unfinished_runs(name: str, runs_dir: Path) -> list[RunFolder]:
+    """Interrupted and failed runs of recipes of this name, newest first."""
+    entries = [entry for entry in list_runs(runs_dir) if entry.status in UNFINISHED]
+    return [RunFolder(entry.path) for entry in entries if _recipe_name(entry.path) == name]
+
+
+def _recipe_name(path: Path) -> str | None:
+    try:
+        return load_recipe(RunFolder(path).recipe).name
+    except OncurveError:
+        return None
+
+
+def same_recipe(recipe: Recipe, run: RunFolder) -> bool:
+    """Whether a run started from this recipe. Keys that the recipe leaves to the machine are ignored."""
+    try:
+        resolved = load_recipe(run.recipe)
+    except OncurveError:
+        return False
+    threads = recipe.threads or resolved.threads
+    engine = recipe.engine.model_copy(update={"slots": recipe.engine.slots or resolved.engine.slots})
+    return recipe.model_copy(update={"threads": threads, "engine": engine}) == resolved
+
+
+def _reminder(recipe: Recipe, runs_dir: Path) -> str | None:
+    for run in unfinished_runs(recipe.name, runs_dir):
+        if same_recipe(recipe, run):
+            return f"{run.path} of the same recipe is unfinished; to continue it: oncurve train --resume {run.path}"
+    return None

@@ -52,7 +52,7 @@ LITTLE_SIGNAL = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Suggestion:
     """A value that the probe recommends for a key, with the recipe's value and the measured reason."""
 
     key: str
@@ -104,7 +104,7 @@ class ProbeReport:
     step_s: float
     steps: int
     temperatures: tuple[AtTemperature, ...]
-    choices: tuple[Choice, ...]
+    choices: tuple[Suggestion, ...]
 
 
 def probe(recipe: Recipe, prompts: int, *, samples: int, policy: Policy | None = None) -> ProbeReport:
@@ -244,7 +244,7 @@ def _report(
     )
 
 
-def choose_group_size(current: int, signal: Mapping[int, float], accuracy: float | None) -> Choice:
+def choose_group_size(current: int, signal: Mapping[int, float], accuracy: float | None) -> Suggestion:
     """The smallest usual size whose double brings little more signal; None if no size has enough."""
     key, largest = "group_size", max(GROUP_SIZES)
     if signal[largest] < LITTLE_SIGNAL:
@@ -254,34 +254,34 @@ def choose_group_size(current: int, signal: Mapping[int, float], accuracy: float
         elif accuracy > 0.5:
             fix = "choose harder prompts"
         correct = "" if accuracy is None else f" ({_percent(accuracy)} correct)"
-        return Choice(key, current, None, f"even of {largest} completions nearly all have the same reward{correct}: {fix}")
+        return Suggestion(key, current, None, f"even of {largest} completions nearly all have the same reward{correct}: {fix}")
     usual = [size for size in GROUP_SIZES if size >= 8]
     chosen = next((size for size in usual[:-1] if signal[2 * size] - signal[size] < MIN_GAIN), largest)
     if chosen == largest:
-        return Choice(
+        return Suggestion(
             key,
             current,
             chosen,
             f"{_percent(signal[chosen])} of groups have a signal, {_percent(signal[chosen // 2])} with half as many",
         )
     double = f"with {2 * chosen} completions {_percent(signal[2 * chosen])}"
-    return Choice(key, current, chosen, f"{_percent(signal[chosen])} of groups have a signal; {double}")
+    return Suggestion(key, current, chosen, f"{_percent(signal[chosen])} of groups have a signal; {double}")
 
 
-def choose_length(current: int, length_99: float | None, cut_share: float) -> Choice:
+def choose_length(current: int, length_99: float | None, cut_share: float) -> Suggestion:
     """The length of 99 % of completions that end, and a quarter more; twice the limit if many were truncated."""
     key = "sampling.max_new_tokens"
     if length_99 is None:
-        return Choice(key, current, None, "every completion was truncated: the model does not end its answers yet")
+        return Suggestion(key, current, None, "every completion was truncated: the model does not end its answers yet")
     if cut_share > 0.05:
-        return Choice(key, current, 2 * current, f"{_percent(cut_share)} of completions were truncated at {current}")
+        return Suggestion(key, current, 2 * current, f"{_percent(cut_share)} of completions were truncated at {current}")
     chosen = 8 * math.ceil(1.25 * length_99 / 8)
-    return Choice(
+    return Suggestion(
         key, current, chosen, f"99 % of those that ended had up to {length_99:.0f} tokens; a quarter more leaves room to grow"
     )
 
 
-def choose_temperature(current: float, measured: Sequence[AtTemperature], group_size: int) -> Choice:
+def choose_temperature(current: float, measured: Sequence[AtTemperature], group_size: int) -> Suggestion:
     """The temperature with the most groups with signal; 1, which samples the policy itself, unless another is clearly better.
 
     A higher temperature always makes rewards differ more, in the end by spoiling answers. So one that costs much accuracy, or
@@ -291,16 +291,16 @@ def choose_temperature(current: float, measured: Sequence[AtTemperature], group_
     at_one = next(t for t in measured if t.temperature == 1.0)
     best = max((t for t in measured if t.is_as_good_as(at_one)), key=lambda t: t.signal)
     if best.signal < LITTLE_SIGNAL:
-        return Choice(key, current, None, "rewards of a group hardly differ at any temperature")
+        return Suggestion(key, current, None, "rewards of a group hardly differ at any temperature")
     if best.signal - at_one.signal < MIN_GAIN:
-        return Choice(
+        return Suggestion(
             key,
             current,
             1.0,
             f"it samples the policy itself, and {_percent(at_one.signal)} of groups of {group_size} have a signal",
         )
     reason = f"{_percent(best.signal)} of groups of {group_size} have a signal, at 1 only {_percent(at_one.signal)}"
-    return Choice(key, current, best.temperature, reason)
+    return Suggestion(key, current, best.temperature, reason)
 
 
 def _signal(scored: Sequence[ScoredGroup], size: int) -> float:

@@ -1,4 +1,4 @@
-"""Held-out accuracy with its confidence interval: tables for `eval` and for a run's summary, and the same as JSON.
+"""Held-out accuracy with its confidence interval: tables for `eval`, for a run's summary and for `probe`, and as JSON.
 
 Without a verifiable reward there is no accuracy, and the mean reward is shown instead.
 """
@@ -8,14 +8,17 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from oncurve.records import EvalReport
-from oncurve.terminal.text import DASH, number, percent, score
+from oncurve.terminal.text import DASH, duration, number, percent, score
+
+if TYPE_CHECKING:
+    from oncurve.operations.probe import AtTemperature, ProbeReport
 
 Z_95 = 1.959964
 """The normal distribution's 97.5 % point."""
@@ -166,4 +169,60 @@ def accuracy_table(evals: Sequence[EvalReport]) -> Table:
         counts = [report.by_difficulty.get(level) for report in last.values()]
         table.add_row(level, *(percent(c[0] / c[1], 1) if c and c[1] else DASH for c in counts))
     table.add_row("all", *(percent(report.accuracy, 1) for report in last.values()), style="bold")
+    return table
+
+
+def render_probe(report: ProbeReport) -> RenderableType:
+    sampled = f"{report.prompts} prompts × {report.samples} completions at temperature {report.temperature:g}"
+    parts: list[RenderableType] = [Text.assemble((f"What {report.stage} would start from  ", "bold"), (sampled, "dim"))]
+    if report.note:
+        parts.append(Text(f"Note: {report.note}.", "yellow"))
+    return Group(*parts, Text(), _results(report), Text(), _choices(report))
+
+
+def _results(report: ProbeReport) -> Table:
+    table = Table.grid(padding=(0, 3, 0, 0))
+    table.add_column(no_wrap=True, style="dim")
+    table.add_column(overflow="fold")
+    shares = "   ".join(f"{k}: {percent(v)}" for k, v in report.pass_at.items())
+    signal = "   ".join(f"{g}: {percent(v)}" for g, v in report.signal_at.items())
+    if shares:
+        table.add_row("pass@k", shares)
+    table.add_row("groups with no signal", percent(report.no_signal))
+    if report.all_right is not None:
+        table.add_row("prompts", f"{percent(report.all_right)} always solved, {percent(report.all_wrong)} never")
+    table.add_row("signal by group size", signal)
+    table.add_row("signal by temperature", "   ".join(_at_temperature(t) for t in report.temperatures))
+    table.add_row("completions", _completions(report))
+    noise = f"{number(report.reward_mean)} on average; std {number(report.within_std)} within a group"
+    table.add_row("reward", f"{noise}, {number(report.between_std)} between groups")
+    parts = f"{number(report.sample_s)} s sampling, up to {number(report.update_s)} s updating"
+    table.add_row(
+        "time per step",
+        f"{number(report.step_s)} s ({parts}); {duration(report.steps * report.step_s)} for {report.steps} steps",
+    )
+    return table
+
+
+def _at_temperature(result: AtTemperature) -> str:
+    quality = f"reward {score(result.reward)}" if result.pass_1 is None else f"{percent(result.pass_1)} correct"
+    return f"{result.temperature:g}: {percent(result.signal)} ({quality})"
+
+
+def _completions(report: ProbeReport) -> str:
+    text = f"{percent(report.cut_share)} truncated"
+    if report.length_median is not None:
+        text = f"half end within {number(report.length_median)} tokens, 99 % within {number(report.length_99)}; " + text
+    return text + (f"; {percent(report.failure_share)} could not be rewarded" if report.failure_share else "")
+
+
+def _choices(report: ProbeReport) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
+    table.add_column("setting", no_wrap=True)
+    table.add_column("recipe", justify="right", no_wrap=True)
+    table.add_column("suggested", justify="right", no_wrap=True)
+    table.add_column("because", overflow="fold")
+    for choice in report.choices:
+        chosen = Text("–" if choice.chosen is None else f"{choice.chosen:g}", "bold" if choice.chosen != choice.current else "")
+        table.add_row(choice.key, f"{choice.current:g}", chosen, choice.reason)
     return table

@@ -1,9 +1,13 @@
-"""`oncurve show`: a run at a glance, a step's groups in a table, one group in full; the same as JSON."""
+"""`oncurve show` and `oncurve status`, as tables and as JSON: a run at a glance, a step's groups, one group in full, skipped
+updates, the time of each phase, and what each process is doing."""
 
 from __future__ import annotations
 
+import dataclasses
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rich.columns import Columns
@@ -11,11 +15,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from oncurve.distributed.rank_status import RankStatus, read_statuses
 from oncurve.errors import OncurveError
 from oncurve.recipe.load import flatten, load_recipe
 from oncurve.recipe.schema.stages import SAMPLED_TYPES
 from oncurve.records import GradedGroup
-from oncurve.runs.database.reader import RunReader, StageRow
+from oncurve.runs.bad_batches import FOLDER, BadBatch, bad_batches
+from oncurve.runs.database.reader import SECONDS, RunReader, StageRow
 from oncurve.runs.folder import Parent, RunEntry, RunFolder, forks_of
 from oncurve.runs.metrics import MAIN_CURVES
 from oncurve.runs.views import completion_view, eval_view, finite_values, group_view
@@ -23,7 +29,7 @@ from oncurve.terminal.evaluation import heldout_tables
 from oncurve.terminal.group import GroupTable, render_group
 from oncurve.terminal.live.progress import Heldout
 from oncurve.terminal.runs import STYLES, ago, run_data
-from oncurve.terminal.text import DASH, duration, number, score, shorten, sparkline
+from oncurve.terminal.text import DASH, duration, number, percent, score, shorten, sparkline
 
 MAX_EVENTS = 12
 """Events of a cluster that are shown, the last ones."""
@@ -237,3 +243,172 @@ def _group_data(graded: GradedGroup) -> dict[str, Any]:
         for index in graded.best_first
     ]
     return {**group_view(graded.group, completions), "has_signal": graded.has_signal}
+
+
+MAX_GROUPS = 3
+"""Groups of a batch that are shown, those with the largest rewards; the file has all."""
+
+
+def render_bad(run: RunFolder) -> RenderableType:
+    batches = bad_batches(run.path)
+    if not batches:
+        return Text(f"{run.name}: no update was skipped", "green")
+    count = "1 batch" if len(batches) == 1 else f"{len(batches)} batches"
+    parts: list[RenderableType] = [Text(f"{run.name}  {count} whose update was skipped", "bold")]
+    for batch in batches:
+        parts += [Text(), *_batch(batch)]
+    return Group(*parts, Text(), Text(f"complete batches: {run.path / FOLDER}", "dim"))
+
+
+def _batch(batch: BadBatch) -> list[RenderableType]:
+    figures = ", ".join(
+        f"{name} {number(batch.metrics[name])}" for name in ("loss", "grad_norm", "reward", "kl") if name in batch.metrics
+    )
+    head = [Text.assemble((f"{batch.stage} step {batch.step}", "bold"), f"  {figures}")]
+    why = [Text(f"  {line}", "red") for line in batch.why]
+    if not batch.groups:
+        return [*head, *why]
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 2), header_style="dim")
+    for name in ("reward", "tokens", "prompt", "completion"):
+        table.add_column(name, justify="right" if name in ("reward", "tokens") else "left", no_wrap=True, overflow="ellipsis")
+    for group in sorted(batch.groups, key=_largest_reward, reverse=True)[:MAX_GROUPS]:
+        largest = max(group["completions"], key=lambda c: abs(c["reward"] or 0.0))
+        cells = (
+            score(largest["reward"]),
+            str(len(largest["token_ids"])),
+            shorten(group["prompt"], 24),
+            shorten(largest["text"], 40),
+        )
+        table.add_row(*cells)
+    return [*head, *why, table]
+
+
+def _largest_reward(group: Mapping[str, Any]) -> float:
+    return max((abs(c["reward"] or 0.0) for c in group["completions"]), default=0.0)
+
+
+def bad_data(run: RunFolder) -> list[dict[str, Any]]:
+    return [dataclasses.asdict(batch) for batch in bad_batches(run.path)]
+
+
+FIGURES = {
+    "tokens_per_s": ("completion tokens/s over the complete step", 1.0, ""),
+    "sample_tokens_per_s": ("while sampling", 1.0, ""),
+    "update_tflops": ("in the update", 1.0, " TFLOP/s"),
+    "mfu": ("MFU", 100.0, " %"),
+    "memory_mib": ("peak memory", 1 / 1024, " GiB"),
+}
+"""Metrics shown below the table: text, factor and unit."""
+
+
+def timing_of(store: RunReader, stage: StageRow) -> dict[str, float]:
+    """The median over a stage's steps of each phase's seconds and of the figures. The first step, which also compiles and
+    allocates, is left out if there are others."""
+    steps = [row.step for row in store.steps(stage.name)]
+    counted = set(steps[1:] or steps)
+    last = store.metrics_of(stage.name, steps[-1]) if steps else {}
+    names = [name for name in last if name.startswith(SECONDS) or name in FIGURES]
+    return {name: median(value for step, value in store.metric(name, stage.name) if step in counted) for name in names}
+
+
+def render_timing(run: RunFolder) -> RenderableType:
+    parts: list[RenderableType] = [Text(f"{run.name}  step time by phase, medians", "bold")]
+    with RunReader.open(run.path) as store:
+        for stage in store.stages():
+            medians = timing_of(store, stage)
+            if medians:
+                parts += [Text(), Text(stage.name, "bold"), _table(medians), _figures(medians)]
+    return Group(*parts)
+
+
+def _table(medians: dict[str, float]) -> Table:
+    seconds = {name.removeprefix(SECONDS): value for name, value in medians.items() if name.startswith(SECONDS)}
+    phases = {phase: value for phase, value in seconds.items() if "/" not in phase}
+    total = sum(phases.values())
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("phase")
+    table.add_column("ms", justify="right")
+    table.add_column("share", justify="right")
+    for phase, value in sorted(phases.items(), key=lambda item: -item[1]):
+        table.add_row(phase, number(1e3 * value), percent(value / total if total else None))
+        inner = {name: v for name, v in seconds.items() if name.startswith(f"{phase}/")}
+        for name, part in sorted(inner.items(), key=lambda item: -item[1]):
+            table.add_row(
+                f"  {name.partition('/')[2]}", number(1e3 * part), percent(part / total if total else None), style="dim"
+            )
+    table.add_row("step", number(1e3 * total), "", style="bold")
+    return table
+
+
+def _figures(medians: dict[str, float]) -> Text:
+    texts = [
+        f"{number(medians[name] * factor)}{unit} {text}" for name, (text, factor, unit) in FIGURES.items() if name in medians
+    ]
+    return Text(" · ".join(texts), "dim")
+
+
+def timing_data(run: RunFolder) -> dict[str, Any]:
+    with RunReader.open(run.path) as store:
+        return {stage.name: timing_of(store, stage) for stage in store.stages()}
+
+
+SILENT_S = 10.0
+"""A process writes its status twice a second. A longer silence: it is stopped or swapped out, or its machine is down."""
+
+
+def status_data(run: RunFolder) -> dict[str, Any]:
+    state, last = run.state(), _last_step(run)
+    processes = [{**dataclasses.asdict(process), "state": state_of(process)} for process in read_statuses(run.path)]
+    return {
+        "run": run.name,
+        "status": state.current_status,
+        "host": state.host,
+        "pid": state.pid,
+        "last": None if last is None else {"stage": last[0], "step": last[1]},
+        "processes": processes,
+    }
+
+
+def render_status(run: RunFolder) -> RenderableType:
+    state, last = run.state(), _last_step(run)
+    done = f", last recorded step: {last[0]} {last[1]}" if last else ", no step recorded yet"
+    head = Text(f"{run.name}: {state.current_status}{done}")
+    processes = read_statuses(run.path)
+    if not processes:
+        return Group(head, Text(f"one process: {state.pid} on {state.host}", "dim"))
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("process", "host", "pid", "step", "phase", "for", "state"):
+        table.add_column(name, justify="right" if name in ("pid", "for") else "left")
+    for process in processes:
+        step = f"{process.stage} {process.step}" if process.stage else ""
+        phase = f"{process.phase}, waiting in '{process.waiting}'" if process.waiting else process.phase
+        seconds = f"{max(process.beat - process.since, 0.0):.0f} s"
+        table.add_row(process.name, process.host, str(process.pid), step, phase, seconds, state_of(process))
+    return Group(head, Text(), table, *_events(run))
+
+
+def _events(run: RunFolder) -> list[RenderableType]:
+    try:
+        with RunReader.open(run.path) as store:
+            return event_lines(store)
+    except OncurveError:
+        return []
+
+
+def state_of(process: RankStatus) -> str:
+    """`done`, `gone`, `silent for 33 s` or `alive`."""
+    if process.phase == "done":
+        return "done"
+    if process.is_alive is False:
+        return "gone"
+    silent = time.time() - process.beat
+    return f"silent for {silent:.0f} s" if silent > SILENT_S else "alive"
+
+
+def _last_step(run: RunFolder) -> tuple[str, int] | None:
+    """The last recorded step as (stage, step)."""
+    try:
+        with RunReader.open(run.path) as store:
+            return next(((stage.name, stage.done) for stage in reversed(store.stages()) if stage.done), None)
+    except OncurveError:
+        return None

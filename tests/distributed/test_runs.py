@@ -16,7 +16,7 @@ from oncurve.distributed.rank_status import read_statuses
 from oncurve.runs.checkpoints.listing import checkpoint_path, list_checkpoints
 from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder
-from oncurve.terminal.status import state_of, status_data
+from oncurve.terminal.show import state_of, status_data
 from tests.distributed.runs import GONE_S, Started, distance, last_step, run_recipe, same_bits, until
 
 

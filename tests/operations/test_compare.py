@@ -19,8 +19,7 @@ from oncurve.recipe.load import load_recipe
 from oncurve.recipe.schema.stages import Grpo, Ppo, RolloutStage, Trpo
 from oncurve.recipe.variants import ALGORITHMS, PassCounts, learning_passes, with_algorithm, with_budget
 from oncurve.runs.folder import STATE, RunFolder
-from oncurve.terminal.comparison import as_markdown, comparison_data, render_comparison, rows_of
-from oncurve.terminal.comparison_plots import draw
+from oncurve.terminal.comparison import as_markdown, comparison_data, draw, render_comparison, rows_of
 from oncurve.training.stages.grpo import RolloutLoop
 from oncurve.training.stages.table import STAGES
 from oncurve.training.start import begin, resume

@@ -17,7 +17,7 @@ from oncurve.models.loading.load import load_policy
 from oncurve.operations.probe import AtTemperature, choose_group_size, choose_length, choose_temperature, probe, signal_at
 from oncurve.recipe.load import parse_recipe
 from oncurve.recipe.schema.recipe import Recipe
-from oncurve.terminal.probe import render_probe
+from oncurve.terminal.evaluation import render_probe
 
 
 def small(tmp_path: Path, *stages: dict[str, object]) -> Recipe:

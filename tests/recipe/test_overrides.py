@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from oncurve.errors import RecipeError
 from oncurve.recipe.keys import toml_value
-from oncurve.recipe.overrides import apply_sets, read_value
+from oncurve.recipe.load import apply_sets, read_value
 from oncurve.recipe.schema.recipe import Recipe
 
 from .recipes import base, grpo, recipe

@@ -34,7 +34,7 @@ OVERLONG = "get_soft_overlong_punishment"
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class ConversionNote:
     """An option that was not converted as it is, its value in the file (None: not in the file), and what to know about it."""
 
     option: str
@@ -54,7 +54,7 @@ class Line:
     comment: str
 
 
-def from_trl(path: Path, processes: int = 1) -> tuple[str, list[Note]]:
+def from_trl(path: Path, processes: int = 1) -> tuple[str, list[ConversionNote]]:
     """The recipe as TOML, and the notes. ``processes`` is the number of devices that TRL ran on: its batch sizes are per
     device."""
     config = TrlConfig(_read(path), processes)
@@ -81,7 +81,7 @@ def _read(path: Path) -> dict[str, Any]:
     return {str(key): value for key, value in options.items() if value is not None and value != "None"}
 
 
-def _convert_options(config: TrlConfig) -> tuple[list[Line], list[Note]]:
+def _convert_options(config: TrlConfig) -> tuple[list[Line], list[ConversionNote]]:
     """One line for each option of the table that the file sets, or whose TRL default is not the recipe's."""
     lines, notes = [], []
     for name, option in TRL_OPTIONS.items():
@@ -90,7 +90,7 @@ def _convert_options(config: TrlConfig) -> tuple[list[Line], list[Note]]:
         try:
             value = option.convert(config)
         except NoCounterpart as reason:
-            notes.append(Note(name, config.options.get(name), str(reason)))
+            notes.append(ConversionNote(name, config.options.get(name), str(reason)))
             continue
         if value is not None and (_options_in_file(option.key, config) or value != _default(option.key)):
             lines.append(Line(option.key, value, _comment(name, config)))
@@ -118,7 +118,7 @@ def _comment(name: str, config: TrlConfig) -> str:
     return f"TRL {', '.join(sources)}" + (f" ({option.remark})" if option.remark else "")
 
 
-def _convert_rewards(config: TrlConfig) -> tuple[list[list[Line]], list[Note]]:
+def _convert_rewards(config: TrlConfig) -> tuple[list[list[Line]], list[ConversionNote]]:
     """One [[rewards]] per reward function. Weights go by position, and TRL puts a reward model first."""
     names = [str(name) for name in config.options.get("reward_funcs") or ()]
     weights: list[float | None] = [float(weight) for weight in config.options.get("reward_weights") or ()]
@@ -130,7 +130,7 @@ def _convert_rewards(config: TrlConfig) -> tuple[list[list[Line]], list[Note]]:
     if not names:
         text = 'TRL takes reward functions in Python: name them in [[rewards]] as function = "FILE.py:NAME"'
         blank = Line("function", "rewards.py:reward", "put your reward function here; it takes the same arguments as in TRL")
-        return [[Line("type", "python", "a Python function"), blank]], [Note("reward_funcs", None, text)]
+        return [[Line("type", "python", "a Python function"), blank]], [ConversionNote("reward_funcs", None, text)]
     rewards, notes = [], []
     for name, weight in zip(names, weights or [None] * len(names), strict=True):
         if name == OVERLONG:
@@ -141,24 +141,26 @@ def _convert_rewards(config: TrlConfig) -> tuple[list[list[Line]], list[Note]]:
     return rewards, notes
 
 
-def _convert_reward(name: str) -> tuple[list[Line], Note | None]:
+def _convert_reward(name: str) -> tuple[list[Line], ConversionNote | None]:
     comment = f"TRL reward_funcs: {name}"
     if name in BUILT_IN_REWARDS:
         options = BUILT_IN_REWARDS[name]
-        note = Note(name, None, f"became the reward '{options['type']}'; for the differences see docs/rewards.md")
+        note = ConversionNote(name, None, f"became the reward '{options['type']}'; for the differences see docs/rewards.md")
         return [Line(key, value, comment if key == "type" else "the same as in TRL") for key, value in options.items()], note
     module, _, function = name.rpartition(".")
     path = f"{module or 'rewards'}:{function}"
     return [Line("type", "python", comment), Line("name", function, comment), Line("function", path, comment)], None
 
 
-def _convert_reward_model(model: str) -> tuple[list[Line], Note]:
+def _convert_reward_model(model: str) -> tuple[list[Line], ConversionNote]:
     comment = "TRL reward_model_name_or_path"
-    note = Note("reward_model_name_or_path", model, "became a reward of type model, which runs on the CPU unless device is set")
+    note = ConversionNote(
+        "reward_model_name_or_path", model, "became a reward of type model, which runs on the CPU unless device is set"
+    )
     return [Line("type", "model", comment), Line("model", model, comment)], note
 
 
-def _convert_sinks(config: TrlConfig) -> tuple[list[list[Line]], list[Note]]:
+def _convert_sinks(config: TrlConfig) -> tuple[list[list[Line]], list[ConversionNote]]:
     """One [[sinks]] per logger of TRL that a run can log to."""
     report_to = config.options.get("report_to") or []
     names = [str(name) for name in ([report_to] if isinstance(report_to, str) else report_to) if name != "none"]
@@ -170,64 +172,70 @@ def _convert_sinks(config: TrlConfig) -> tuple[list[list[Line]], list[Note]]:
             sinks.append([kind, *(project if name == "trackio" else [])])
         else:
             notes.append(
-                Note("report_to", name, "the run's database has everything; [[sinks]] are tensorboard, wandb, trackio")
+                ConversionNote(
+                    "report_to", name, "the run's database has everything; [[sinks]] are tensorboard, wandb, trackio"
+                )
             )
     return sinks, notes
 
 
-def _differences(config: TrlConfig) -> Iterator[Note]:
+def _differences(config: TrlConfig) -> Iterator[ConversionNote]:
     """Options that were converted but do not mean quite the same."""
     options = config.options
     surrogate = OBJECTIVE_SPECS[config.objective].surrogate
     if not config.has_same_objective:
         loss, level = config.loss
-        yield Note(
+        yield ConversionNote(
             "loss_type",
             options.get("loss_type"),
             f"{loss} with {level} ratios has no counterpart; {config.objective} is the nearest",
         )
     if config.objective == "bnpo":
-        yield Note(
+        yield ConversionNote(
             "loss_type",
             "bnpo",
             "TRL divides by the tokens of a micro-batch, Oncurve by those of the step: dapo's loss with bnpo's clip range",
         )
     if surrogate == "sapo" and {"epsilon", "epsilon_high"} & set(options):
-        yield Note("epsilon", options.get("epsilon"), "sapo has a soft gate instead of a clip, in TRL too")
+        yield ConversionNote("epsilon", options.get("epsilon"), "sapo has a soft gate instead of a clip, in TRL too")
     if surrogate == "cispo" and config.number("epsilon" if "epsilon_high" not in options else "epsilon_high") <= 1:
-        yield Note(
+        yield ConversionNote(
             "epsilon_high",
             options.get("epsilon_high"),
             "TRL would bound every ratio below 1; the recipe keeps the objective's own bound",
         )
     if config.boolean("sync_ref_model") and config.number("ref_model_mixup_alpha") != 1:
-        yield Note(
+        yield ConversionNote(
             "ref_model_mixup_alpha",
             options.get("ref_model_mixup_alpha"),
             "TRL mixes the policy into the reference; here the policy replaces it",
         )
     if config.step_completions % config.update_completions:
-        yield Note(
+        yield ConversionNote(
             "steps_per_generation",
             options.get("steps_per_generation"),
             "not a multiple of gradient_accumulation_steps: rounded down",
         )
     if OVERLONG in (options.get("reward_funcs") or ()):
         text = "set grpo.overlong.buffer = 256: it counts back from max_new_tokens, while TRL counts from 1280"
-        yield Note("reward_funcs", OVERLONG, text)
+        yield ConversionNote("reward_funcs", OVERLONG, text)
     if "model_name_or_path" not in options:
-        yield Note("model_name_or_path", None, "TRL takes the model in Python: set model.source to its folder or hub id")
+        yield ConversionNote(
+            "model_name_or_path", None, "TRL takes the model in Python: set model.source to its folder or hub id"
+        )
     if "dataset_name" not in options:
-        yield Note("dataset_name", None, "TRL takes the data set in Python: save it as JSONL and set its path in [task]")
+        yield ConversionNote(
+            "dataset_name", None, "TRL takes the data set in Python: save it as JSONL and set its path in [task]"
+        )
 
 
-def _unsupported(config: TrlConfig) -> Iterator[Note]:
+def _unsupported(config: TrlConfig) -> Iterator[ConversionNote]:
     for name, value in config.options.items():
         option = TRL_OPTIONS.get(name)
         if option is None:
-            yield Note(name, value, f"TRL 1.16 has no such option{did_you_mean(name, TRL_OPTIONS)}")
+            yield ConversionNote(name, value, f"TRL 1.16 has no such option{did_you_mean(name, TRL_OPTIONS)}")
         elif option.key is None and not (name == "multi_objective_aggregation" and value == "sum_then_normalize"):
-            yield Note(name, value, f"no counterpart: {option.remark}")
+            yield ConversionNote(name, value, f"no counterpart: {option.remark}")
 
 
 def _render(source: str, lines: list[Line], rewards: list[list[Line]], sinks: list[list[Line]]) -> Iterator[str]:

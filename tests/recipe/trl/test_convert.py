@@ -15,11 +15,11 @@ from oncurve.recipe.schema.model import Lora
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.recipe.schema.stages import Grpo
 from oncurve.recipe.trl.config import TRL_DEFAULTS, TRL_TABLE
-from oncurve.recipe.trl.convert import Note, from_trl
+from oncurve.recipe.trl.convert import ConversionNote, from_trl
 from oncurve.recipe.trl.options import CONVERSIONS, TRL_OPTIONS
 
 
-def translate(tmp_path: Path, yaml: str, processes: int = 1) -> tuple[Recipe, Grpo, list[Note]]:
+def translate(tmp_path: Path, yaml: str, processes: int = 1) -> tuple[Recipe, Grpo, list[ConversionNote]]:
     path = tmp_path / "config.yaml"
     path.write_text(yaml)
     text, notes = from_trl(path, processes)

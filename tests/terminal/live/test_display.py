@@ -9,8 +9,7 @@ from rich.console import Console
 
 from oncurve.recipe.load import load_recipe
 from oncurve.records import EvalReport, StepReport
-from oncurve.terminal.live.display import LiveDisplay, step_line
-from oncurve.terminal.live.panel import Panel
+from oncurve.terminal.live.display import LiveDisplay, Panel, step_line
 from oncurve.terminal.live.progress import RunProgress, StageProgress
 
 RECIPE = load_recipe("arithmetic", ["sft.steps=300", "grpo.steps=200"])
