@@ -32,7 +32,7 @@ PRESENTING = {"cli", "terminal", "studio", "operations"}
 VARIANTS = {"engines/native", "engines/cuda", "engines/vllm"}
 """Sibling folders that do the same by other means, with the same file names."""
 TWINS = {
-    "countdown", "guess", "reasoning_gym",  # a task and its reward
+    "reasoning_gym",  # a task and its reward
     "lm_head", "lora", "pack_attention",  # a part of a model and its kernels
     "registry", "base", "load",
     "preference_pairs", "reward_model", "messages", "process", "launch",
