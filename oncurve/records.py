@@ -32,7 +32,7 @@ Bools = NDArray[np.bool_]
 
 StopReason = Literal["end", "stop_string", "length"]
 """Why a completion ended: the model's end token, a stop string of the recipe, or the length limit (it is *truncated*)."""
-STOPPED: Mapping[StopReason, str] = {"end": "ended", "stop_string": "stop string", "length": "cut"}
+STOP_REASONS: Mapping[StopReason, str] = {"end": "ended", "stop_string": "stop string", "length": "truncated"}
 """Stop reasons as the terminal and the studio show them."""
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from html import escape
 
-from oncurve.records import STOPPED, EvalReport
+from oncurve.records import STOP_REASONS, EvalReport
 from oncurve.runs.database.reader import RecordedGroup, StageRow
 from oncurve.runs.folder import RunFolder
 from oncurve.runs.metrics import CURVES, find
@@ -190,7 +190,7 @@ def _group(recorded: RecordedGroup, where: str) -> str:
             f"{a.name} {'failed' if a.failure else '–' if a.value is None else f'{a.value:g}'}" for a in scored.aspects
         )
         total = "no reward" if scored.total is None else f"reward {scored.total:.2f}"
-        facts = f"{total} · {aspects} · {scored.completion.length} tokens · {STOPPED[scored.completion.stop]}"
+        facts = f"{total} · {aspects} · {scored.completion.length} tokens · {STOP_REASONS[scored.completion.stop]}"
         parts.append(f"<p class=small><b{tone}>{grade}</b> <span class=soft>{escape(facts)}</span></p>")
         parts.append(f"<pre>{escape(json_text(scored.completion.text))}</pre>")
         if scored.failure is not None:

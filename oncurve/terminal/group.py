@@ -9,7 +9,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from oncurve.records import STOPPED, Aspect, GradedGroup, ScoredCompletion, TokenStats
+from oncurve.records import STOP_REASONS, Aspect, GradedGroup, ScoredCompletion, TokenStats
 from oncurve.terminal.text import DASH, clean, number, score, shorten, signed
 
 if TYPE_CHECKING:  # `oncurve show` must not import torch
@@ -70,7 +70,7 @@ def _headline(graded: GradedGroup, index: int, rank: int, stats: TokenStats | No
     advantage = graded.advantage_of(index)
     facts = [f"reward {score(scored.total)}"]
     facts += [f"{a.name} {_value(a)}" + ("" if a.weight == 1 else f" × {a.weight:g}") for a in scored.aspects]
-    facts += [f"{scored.completion.length} tokens", STOPPED[scored.completion.stop]]
+    facts += [f"{scored.completion.length} tokens", STOP_REASONS[scored.completion.stop]]
     if not graded.graded[index]:
         facts.append("not graded")
     if stats is not None and len(stats.ratio) and float(abs(stats.ratio - 1).max()) > NOTABLE_RATIO:
