@@ -26,6 +26,7 @@ from oncurve.engines.native.engine import NativeEngine
 from oncurve.errors import RecipeError
 from oncurve.models.loading.load import load_policy
 from oncurve.models.policy import Policy
+from oncurve.recipe.defaults import seed_for_stage
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.recipe.schema.sections import Sampling
 from oncurve.recipe.schema.stages import Grpo
@@ -116,11 +117,12 @@ def probe(recipe: Recipe, prompts: int, *, samples: int, policy: Policy | None =
     note = None if policy is not None else start_note(recipe, stage)
     policy = policy or load_policy(recipe.model, alphabet=task_for(recipe, recipe.stages[0]).alphabet, seed=recipe.seed)
     engine = NativeEngine(policy, recipe.engine)
-    batch = prompts_for_step(task, recipe.seed, 0, prompts)
-    scored = _sample_and_score(engine, rewards, batch, samples, stage.sampling, recipe.seed)
+    seed = seed_for_stage(recipe, stage)
+    batch = prompts_for_step(task, seed, 0, prompts)
+    scored = _sample_and_score(engine, rewards, batch, samples, stage.sampling, seed)
     half = batch[: max(4, prompts // 2)]
     temperatures = tuple(
-        _probe_temperature(t, engine, rewards, half, samples, stage, recipe.seed)
+        _probe_temperature(t, engine, rewards, half, samples, stage, seed)
         for t in sorted({*TEMPERATURES, stage.sampling.temperature})
     )
     sample_s, update_s = _time_step(recipe, stage, task, engine, rewards)
@@ -185,7 +187,7 @@ def _time_step(recipe: Recipe, stage: Grpo, task: Task, engine: Engine, rewards:
     """
     before = {name: tensor.clone() for name, tensor in trained_weights(engine.policy).items()}
     timed = stage.model_copy(update={"no_signal": "keep", "max_failure_share": 1.0})
-    loop = GrpoLoop(timed, recipe.seed, task, engine, rewards)
+    loop = GrpoLoop(timed, seed_for_stage(recipe, stage), task, engine, rewards)
     try:
         seconds = loop.step(1).seconds
     finally:

@@ -21,6 +21,7 @@ from oncurve.runs.checkpoints.files import Checkpoint
 from oncurve.runs.checkpoints.listing import list_checkpoints
 from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder
+from oncurve.training.semantics import check_semantics
 from oncurve.training.start import build_tasks_and_rewards
 from oncurve.training.trainer import Trainer, completed_steps, count_rollbacks, load_weights
 
@@ -65,6 +66,7 @@ def replay(run: RunFolder, stage: str | None, step: int, position: int) -> Repla
     """Does the step again, and those between the last checkpoint before it and it, with the stored replies."""
     recipe = load_recipe(run.recipe)
     reject_python_only(recipe)
+    check_semantics(run, recipe)
     trust.check(run)
     names = [s.label for s in recipe.stages]
     with RunReader.open(run.path) as store, tempfile.TemporaryDirectory(prefix="oncurve-replay-") as scratch:

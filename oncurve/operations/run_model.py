@@ -22,10 +22,10 @@ from oncurve.recipe.validate import is_from_python, reject_python_only
 from oncurve.records import EvalReport
 from oncurve.runs.atomic_files import write_folder_atomically
 from oncurve.runs.checkpoints import files
-from oncurve.runs.checkpoints.listing import list_checkpoints
+from oncurve.runs.checkpoints.listing import CheckpointEntry, RunTarget, find_target
 from oncurve.runs.folder import RunFolder
 from oncurve.tasks.registry import TASKS
-from oncurve.training.evaluate import default_answer_limit, evaluate
+from oncurve.training.evaluate import answer_sampling, evaluate
 from oncurve.training.start import rewards_for, task_for
 from oncurve.training.trainer import load_weights
 
@@ -40,22 +40,14 @@ class LoadedModel:
 
 
 def load_model(target: str, runs_dir: Path, model: Model | None = None) -> LoadedModel:
-    """Load a run, a checkpoint of a run (RUN@STAGE-STEP), a folder or a hub id.
+    """Load a run, a checkpoint of a run (RUN@STAGE-STEP, RUN@best), a folder or a hub id.
 
     ``model`` sets the precision and device of a model that is not of a run; unset: bfloat16 on a GPU, float32 on a CPU. For a
     run its recipe sets them.
     """
-    run = RunFolder.find(target, runs_dir)
-    if run is not None:
-        return LoadedModel(load_run(run), run.name, run)
-    name, at, checkpoint = target.rpartition("@")
-    run = RunFolder.find(name, runs_dir) if at else None
-    if run is not None:
-        return LoadedModel(load_run(run, checkpoint), target, run)
-    if at and Path(name).exists():
-        raise RunError(
-            name, "not a run", because=f"only a run has a checkpoint {checkpoint}", fix="`oncurve runs` lists the runs"
-        )
+    of_run = find_target(target, runs_dir)
+    if of_run is not None:
+        return LoadedModel(load_run(of_run.run, of_run.checkpoint), of_run.name, of_run.run)
     settings = model or Model(dtype="bfloat16" if choose_device("auto").type == "cuda" else "float32")
     if target == "tiny":
         raise RunError(
@@ -67,8 +59,8 @@ def load_model(target: str, runs_dir: Path, model: Model | None = None) -> Loade
     return LoadedModel(load_policy(settings.at(target), alphabet=None, seed=0), target)
 
 
-def load_run(run: RunFolder, checkpoint: str | None = None) -> Policy:
-    """The run's final model, or if it has none yet the weights of its newest valid checkpoint. ``checkpoint`` names another."""
+def load_run(run: RunFolder, checkpoint: CheckpointEntry | None = None) -> Policy:
+    """The run's final model, or if it has none yet the weights of its newest valid checkpoint; or those of ``checkpoint``."""
     trust.check(run, *trust.LOADING_PARTS)
     recipe = load_recipe(run.recipe)
     if not recipe.uses_policy:
@@ -80,7 +72,7 @@ def load_run(run: RunFolder, checkpoint: str | None = None) -> Policy:
         )
     if checkpoint is None and (run.model / "config.json").is_file():
         return load_policy(recipe.model.at(str(run.model)), alphabet=None, seed=recipe.seed)
-    state = _load_checkpoint(run, checkpoint) if checkpoint else files.newest_valid(run.checkpoints, lambda path, why: None)
+    state = files.load(checkpoint.path) if checkpoint else files.newest_valid(run.checkpoints, lambda path, why: None)
     if state is None:
         raise RunError(
             run.name,
@@ -94,24 +86,15 @@ def load_run(run: RunFolder, checkpoint: str | None = None) -> Policy:
     return policy
 
 
-def _load_checkpoint(run: RunFolder, name: str) -> files.Checkpoint:
-    """The checkpoint named STAGE-STEP."""
-    entries = list_checkpoints(run.checkpoints)
-    for entry in entries:
-        if name in (f"{entry.stage}-{entry.step}", entry.path.name):
-            return files.load(entry.path)
-    existing = ", ".join(f"{entry.stage}-{entry.step}" for entry in entries) or "none"
-    raise RunError(f"{run.name}@{name}", "no such checkpoint", because=f"the run has {existing}", fix="name one of those")
-
-
-def export(run: RunFolder, target: Path) -> None:
-    """Writes the run's model as a folder in Hugging Face format, atomically. Refuses an existing folder."""
-    if target.exists():
-        raise RunError(str(target), "already exists", because="an export never overwrites anything", fix="choose another name")
-    if (run.model / "config.json").is_file():
-        write_folder_atomically(target, lambda folder: shutil.copytree(run.model, folder))
+def export(source: RunTarget, folder: Path) -> None:
+    """Writes the model of a run or checkpoint as a folder in Hugging Face format, atomically. Refuses an existing folder."""
+    if folder.exists():
+        raise RunError(str(folder), "already exists", because="an export never overwrites anything", fix="choose another name")
+    run = source.run
+    if source.checkpoint is None and (run.model / "config.json").is_file():
+        write_folder_atomically(folder, lambda partial: shutil.copytree(run.model, partial))
     else:
-        write_folder_atomically(target, load_run(run).save)
+        write_folder_atomically(folder, load_run(run, source.checkpoint).save)
 
 
 def recipe_for(task: str | None, run: RunFolder | None, sets: list[str], source: str) -> Recipe:
@@ -155,10 +138,11 @@ def evaluate_model(
         raise RecipeError("rewards", "none", because=because, fix="name a recipe with rewards with --task")
     overrides = {"samples": samples, "temperature": temperature}
     settings = Evaluation.model_validate(recipe.evaluation.model_dump() | {k: v for k, v in overrides.items() if v is not None})
-    limit = stage.max_new_tokens or default_answer_limit(loaded.policy, task.heldout)
+    recipe = recipe.model_copy(update={"evaluation": settings})
     engine = NativeEngine(loaded.policy, recipe.engine)
+    sampling = answer_sampling(recipe, stage, loaded.policy, task.heldout)
     report = evaluate(
-        engine, rewards, task.heldout, settings, max_new_tokens=limit, seed=recipe.seed, stage=stage.label, step=0
+        engine, rewards, task.heldout, sampling=sampling, samples=settings.samples, seed=recipe.seed, stage=stage.label, step=0
     )
     _check_graded(report, rewards.accuracy_reward)
     return report

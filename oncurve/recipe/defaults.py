@@ -6,6 +6,7 @@ from oncurve.objective_specs import DEFAULT_KL_ESTIMATOR, AdvantageScale, Baseli
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.recipe.schema.sections import Reward, Task
 from oncurve.recipe.schema.stages import Grpo, Ppo, RolloutStage, Stage, Trpo
+from oncurve.rng import derive_seed
 
 
 def advantage_settings(stage: Grpo | Trpo) -> tuple[Baseline, AdvantageScale]:
@@ -35,6 +36,17 @@ def with_importance_cap(recipe: Recipe) -> tuple[Stage, ...]:
         stage.model_copy(update={"importance_cap": OFF_POLICY_IMPORTANCE_CAP}) if stage.needs_importance_cap else stage
         for stage in recipe.stages
     )
+
+
+def seed_for_stage(recipe: Recipe, stage: Stage) -> int:
+    """The seed of a stage's prompts and samples: the recipe's, except for the second and later stages that sample, which would
+    repeat the first one's prompts and random numbers.
+
+    It depends on the stage's place and not on its name or type: `oncurve compare` gives every algorithm the same samples.
+    """
+    names = [other.label for other in recipe.rollout_stages]
+    place = names.index(stage.label) if stage.samples else 0
+    return derive_seed(recipe.seed, f"stage/{place}") if place else recipe.seed
 
 
 def task_for_stage(recipe: Recipe, stage: Stage) -> Task:

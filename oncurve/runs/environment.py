@@ -5,6 +5,8 @@ from __future__ import annotations
 import platform
 from importlib import metadata
 
+from oncurve import __version__
+
 PACKAGES = ("torch", "transformers", "numpy", "safetensors", "triton", "vllm")
 """Packages whose versions may change a run's bits or files."""
 
@@ -17,7 +19,7 @@ def version_of(package: str) -> str | None:
 
 
 def oncurve_version() -> str:
-    return version_of("oncurve") or "uninstalled"
+    return __version__
 
 
 def environment() -> dict[str, str]:

@@ -7,24 +7,36 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import re
+import shutil
 import socket
 import time
-from collections.abc import Mapping
+import uuid
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from oncurve.errors import OncurveError, RunError, did_you_mean
-from oncurve.runs.atomic_files import disk_error, disk_errors, replace_file
+from oncurve.runs.atomic_files import disk_error, disk_errors, replace_file, sync, sync_folder
 from oncurve.runs.database.connection import DATABASE
 from oncurve.runs.environment import environment, oncurve_version
 from oncurve.workers.processes import is_alive, process_start
 
 FORMAT = 1
+SEMANTICS = 2
+"""The version of what a recipe computes, raised if the same recipe gives other samples, updates or measurements. A run
+continues only as it began (`oncurve.training.semantics`)."""
 STATE = "run.json"
+UNFINISHED = ".new-"
+"""Prefix of hidden folders: runs that are being made or deleted."""
+UNFINISHED_S = 86_400.0
+"""After this time a hidden folder without a state is a leftover."""
+MAX_LABEL = 100
+"""Letters of a recipe's name that its runs' folders keep: file names have at most 255 bytes."""
 Status = Literal["running", "interrupted", "finished", "failed"]
 STATUSES = ("running", "interrupted", "finished", "failed")
 
@@ -57,6 +69,8 @@ class RunState:
     environment: Mapping[str, str] = field(default_factory=dict)
     format: int = FORMAT
     oncurve: str = field(default_factory=oncurve_version)
+    semantics: int = 1
+    """`SEMANTICS` when the run was created. Runs of before it was recorded have 1."""
 
     @classmethod
     def started(cls, name: str, parent: Parent | None = None) -> RunState:
@@ -71,6 +85,7 @@ class RunState:
             host=socket.gethostname(),
             parent=parent,
             environment=environment(),
+            semantics=SEMANTICS,
         )
 
     @property
@@ -90,6 +105,10 @@ class RunEntry:
     status: Status | Literal["broken"]
     state: RunState | None = None
     reason: str | None = None
+
+
+Fill = Callable[["RunFolder", Path], None]
+"""Writes a new run's first files into its hidden folder. The path is the one that the run is about to get."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,40 +145,59 @@ class RunFolder:
         return self.path / "model"
 
     @classmethod
-    def create(cls, runs_dir: Path, name: str, *, parent: Parent | None = None) -> RunFolder:
-        """Creates ``<name>-<number>`` with the next number. mkdir is atomic, so two processes never get the same folder."""
-        label = re.sub(r"[^\w.-]+", "-", name).strip(".-") or "run"
+    def create(cls, runs_dir: Path, name: str, *, parent: Parent | None = None, fill: Fill = lambda *_: None) -> RunFolder:
+        """Creates ``<name>-<number>`` with the next number. Two processes never get the same folder."""
+        label = re.sub(r"[^\w.-]+", "-", name).strip(".-")[:MAX_LABEL] or "run"
         with disk_errors(runs_dir):
             runs_dir.mkdir(parents=True, exist_ok=True)
             number = 1 + max((_number(path.name, label) for path in runs_dir.iterdir()), default=0)
-            while True:
-                path = runs_dir / f"{label}-{number}"
-                with contextlib.suppress(FileExistsError):
-                    path.mkdir()
-                    break
-                number += 1
-        return cls(path)._start(parent)
+        while True:
+            path = runs_dir.absolute() / f"{label}-{number}"
+            if cls._create(path, parent, fill):
+                return cls(path)
+            number += 1
 
     @classmethod
-    def create_at(cls, path: Path, *, parent: Parent | None = None) -> RunFolder:
+    def create_at(cls, path: Path, *, parent: Parent | None = None, fill: Fill = lambda *_: None) -> RunFolder:
         """Creates a folder at this path, for ``--out``. Refuses an existing one."""
         refuse_existing(path)
-        try:
-            with disk_errors(path.parent):
-                path.parent.mkdir(parents=True, exist_ok=True)
-            path.mkdir()
-        except OSError as error:
+        with disk_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        if not cls._create(path.absolute(), parent, fill):
             refuse_existing(path)
-            raise disk_error(path, error.errno, error.strerror or str(error)) from error
-        return cls(path)._start(parent)
+        return cls(path.absolute())
 
-    def _start(self, parent: Parent | None) -> RunFolder:
-        try:
-            self.write_state(RunState.started(self.name, parent))
-        except OncurveError:
-            self.path.rmdir()
-            raise
-        return self
+    @classmethod
+    def _create(cls, path: Path, parent: Parent | None, fill: Fill) -> bool:
+        """Makes the run in a hidden folder and renames it in one step, so that a kill leaves a complete run or none. False if
+        ``path`` exists by then."""
+        _remove_unfinished(path.parent)
+        hidden = cls(path.with_name(f"{UNFINISHED}{uuid.uuid4().hex}"))
+        with disk_errors(path):
+            try:
+                hidden.path.mkdir()
+                hidden.write_state(RunState.started(path.name, parent))
+                fill(hidden, path)
+                sync_folder(hidden.path)
+                if path.exists():
+                    return False
+                try:
+                    hidden.path.rename(path)
+                except OSError as error:
+                    if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                        return False
+                    raise
+                sync(path.parent)
+                return True
+            finally:
+                shutil.rmtree(hidden.path, ignore_errors=True)
+
+    def remove(self) -> None:
+        """Deletes the run. It is hidden first: a kill in between leaves no half of a run under its name."""
+        hidden = self.path.with_name(f"{UNFINISHED}{uuid.uuid4().hex}")
+        with contextlib.suppress(OSError):
+            self.path.rename(hidden)
+            shutil.rmtree(hidden, ignore_errors=True)
 
     @classmethod
     def find(cls, name_or_path: str | Path, runs_dir: Path) -> RunFolder | None:
@@ -255,6 +293,21 @@ def _entry(path: Path) -> RunEntry:
     except OncurveError as error:
         return RunEntry(path.name, path, "broken", reason=f"{error.what}: {error.because}")
     return RunEntry(path.name, path, state.current_status, state)
+
+
+def _remove_unfinished(runs_dir: Path) -> None:
+    """Removes hidden folders of processes that were killed."""
+
+    def is_leftover(folder: Path) -> bool:
+        try:
+            return _read_state(folder / STATE).current_status != "running"
+        except OncurveError:
+            return time.time() - folder.stat().st_mtime > UNFINISHED_S
+
+    for folder in runs_dir.glob(f"{UNFINISHED}*"):
+        with contextlib.suppress(OSError):  # another process may remove it at the same time
+            if is_leftover(folder):
+                shutil.rmtree(folder)
 
 
 def _number(folder: str, label: str) -> int:

@@ -20,7 +20,9 @@ import numpy as np
 from oncurve.distributed.world import SINGLE_PROCESS, World
 from oncurve.engines.base import Engine, SampleKey
 from oncurve.models.policy import Policy
-from oncurve.recipe.schema.sections import Evaluation, Sampling
+from oncurve.recipe.schema.recipe import Recipe
+from oncurve.recipe.schema.sections import Sampling
+from oncurve.recipe.schema.stages import RolloutStage, Stage
 from oncurve.records import EvalReport, Group, Prompt, ScoredGroup
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.verifiers.answer import answers_equal
@@ -77,7 +79,25 @@ def best_of_k_metrics(scored: Sequence[ScoredGroup], correct: Sequence[Sequence[
     return metrics
 
 
-def default_answer_limit(policy: Policy, prompts: Sequence[Prompt]) -> int:
+def answer_sampling(recipe: Recipe, stage: Stage, policy: Policy, prompts: Sequence[Prompt]) -> Sampling:
+    """How held-out answers are sampled: at the evaluation's temperature, and ended as the stage ends its completions, so that
+    the policy that is trained is the one that is measured.
+
+    A stage that does not sample has the stop strings and `min_new_tokens` of the recipe's last stage that does, and the largest
+    length limit of any; without such a stage, a default limit that fits the model.
+    """
+    like = next((s for s in (stage, *reversed(recipe.rollout_stages)) if isinstance(s, RolloutStage)), None)
+    limits = [s.max_new_tokens for s in ((stage,) if stage.samples else recipe.rollout_stages) if s.max_new_tokens]
+    limit = recipe.evaluation.max_new_tokens or max(limits, default=0) or _default_limit(policy, prompts)
+    return Sampling(
+        temperature=recipe.evaluation.temperature,
+        max_new_tokens=limit,
+        min_new_tokens=0 if like is None else min(like.sampling.min_new_tokens, limit),
+        stop=() if like is None else like.sampling.stop,
+    )
+
+
+def _default_limit(policy: Policy, prompts: Sequence[Prompt]) -> int:
     """The default length limit, or less if the model has fewer positions: a default must not be why a run is refused."""
     longest = max(len(policy.encode(prompt)) for prompt in prompts)
     return max(1, min(DEFAULT_ANSWER_LIMIT, policy.max_positions - longest))
@@ -87,16 +107,15 @@ def evaluate(
     engine: Engine,
     rewards: RewardMix,
     prompts: Sequence[Prompt],
-    settings: Evaluation,
     *,
-    max_new_tokens: int,
+    sampling: Sampling,
+    samples: int = 1,
     seed: int,
     stage: str,
     step: int,
     world: World = SINGLE_PROCESS,
 ) -> EvalReport:
-    """Accuracy is the fraction of correct completions: of ``settings.samples`` for each prompt."""
-    sampling = Sampling(temperature=settings.temperature, max_new_tokens=settings.max_new_tokens or max_new_tokens)
+    """Accuracy is the fraction of correct completions: of ``samples`` for each prompt."""
     local = world.local_prompts(prompts)
     done: set[int] = set()
 
@@ -108,7 +127,7 @@ def evaluate(
 
     report_progress(0.0)
     key = SampleKey(seed, EVAL_STEP + step)
-    groups = sample_with_retry(engine, local, settings.samples, sampling, key, on_group=on_group)
+    groups = sample_with_retry(engine, local, samples, sampling, key, on_group=on_group)
     scored = world.all_gather_results(lambda: rewards.score(groups))
     return summarise(scored, rewards, stage, step)
 

@@ -36,6 +36,7 @@ from oncurve.tasks.registry import build_task
 from oncurve.training.listeners import Listener
 from oncurve.training.preflight import check_stage_data
 from oncurve.training.rank_commands import announce_run, check_world_size, run_worker_rank
+from oncurve.training.semantics import check_semantics
 from oncurve.training.trainer import RewardsOf, TaskOf, Trainer, load_policy_for
 
 RUNS = Path("runs")
@@ -102,6 +103,7 @@ def resume(
     from_python = {"task": task, "rewards": rewards, "model": policy}
     trust.check(run, *(part for part in trust.PARTS if from_python.get(part) is None))
     recipe = with_machine_overrides(run, sets)
+    check_semantics(run, recipe)
     check_world_size(recipe, world)
     task_of, rewards_of = build_tasks_and_rewards(recipe, task, rewards)
     announce_run(world, recipe, run)
@@ -170,6 +172,7 @@ def fork(
         return run_worker_rank(world, build_tasks_and_rewards)
     trust.check(parent)
     before = load_recipe(parent.recipe)
+    check_semantics(parent, before)
     recipe = with_machine_defaults(parse_recipe(before.model_dump(mode="json", exclude_none=True), sets))
     check_world_size(recipe, world)
     check_destination(runs_dir, out)

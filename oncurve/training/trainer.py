@@ -25,9 +25,10 @@ from oncurve.models import lora
 from oncurve.models.loading.load import ModelSummary, choose_device, load_policy, loading_message
 from oncurve.models.parallel.dtensor import copy_from_full, is_dtensor
 from oncurve.models.policy import Policy
+from oncurve.recipe.defaults import seed_for_stage
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.recipe.schema.stages import Stage
-from oncurve.records import EvalReport, Prompt, StepReport
+from oncurve.records import EvalReport, StepReport
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.models.step_spans import Decode
 from oncurve.rewards.reply_cache import ReplyCache
@@ -51,7 +52,7 @@ from oncurve.training.checkpoint_writer import (
 )
 from oncurve.training.collapse_watch import CollapseWatch
 from oncurve.training.determinism import enable_determinism
-from oncurve.training.evaluate import default_answer_limit, evaluate
+from oncurve.training.evaluate import answer_sampling, evaluate
 from oncurve.training.learner.oom_retry import OutOfMemory
 from oncurve.training.listeners import Listener, Listeners, Recorder
 from oncurve.training.preflight import check_policy
@@ -217,13 +218,13 @@ class Trainer:
         """The ranks that run a stage."""
         return self.world if stage.runs_on_all_ranks else SINGLE_PROCESS
 
-    def build_loop(self, stage: Stage, rollbacks: int, start: Checkpoint | None) -> StageLoop:
-        """A stage's loop, ready for its first step or for the one after the checkpoint ``start``, if it is of this stage.
+    def seed_of(self, stage: Stage, rollbacks: int) -> int:
+        """The seed of a stage's samples. Each roll-back changes it, so that other samples are drawn."""
+        return seed_for_stage(self.recipe, stage) + rollbacks * ROLLBACK_SEED
 
-        Each roll-back changes the seed, so that other samples are drawn.
-        """
-        seed = self.recipe.seed + rollbacks * ROLLBACK_SEED
-        recipe = self.recipe.model_copy(update={"seed": seed}) if rollbacks else self.recipe
+    def build_loop(self, stage: Stage, rollbacks: int, start: Checkpoint | None) -> StageLoop:
+        """A stage's loop, ready for its first step or for the one after the checkpoint ``start``, if it is of this stage."""
+        recipe = self.recipe.model_copy(update={"seed": self.seed_of(stage, rollbacks)})
         loop = build_loop(
             stage,
             StageContext(recipe, self.task_of(stage), self.engine, self.rewards_of(stage), self.run.path, self.world_of(stage)),
@@ -336,18 +337,11 @@ class Trainer:
         world.set_phase("measure")
         assert self.engine is not None, "only stages that update the policy are evaluated"
         report = evaluate(
-            self.engine, self.rewards_of(stage), prompts, self.recipe.evaluation, world=world,
-            max_new_tokens=self._answer_limit(stage, prompts), seed=self.recipe.seed, stage=stage.label, step=step,
+            self.engine, self.rewards_of(stage), prompts, world=world, samples=self.recipe.evaluation.samples,
+            sampling=answer_sampling(self.recipe, stage, self.engine.policy, prompts),
+            seed=self.recipe.seed, stage=stage.label, step=step,
         )  # fmt: skip
         return report, world.all_gather_dict(self.reply_cache.new_replies)
-
-    def _answer_limit(self, stage: Stage, prompts: Sequence[Prompt]) -> int:
-        """Length limit of held-out answers: the stage's, else the largest of any stage, else a default that fits the model."""
-        if stage.max_new_tokens is not None:
-            return stage.max_new_tokens
-        assert self.policy is not None
-        limits = [s.max_new_tokens for s in self.recipe.rollout_stages]
-        return max(limits) if limits else default_answer_limit(self.policy, prompts)
 
     def _save(self, stage: Stage, loop: StageLoop, step: int) -> None:
         self._report_saved(self.checkpoint_writer.wait())

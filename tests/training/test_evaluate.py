@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from oncurve.distributed.world import World
 from oncurve.engines.native.engine import NativeEngine
-from oncurve.recipe.schema.sections import Engine, Evaluation
-from oncurve.records import Aspect, Completion, Group, Prompt, ScoredCompletion, ScoredGroup
+from oncurve.recipe.schema.sections import Engine, Evaluation, Sampling
+from oncurve.records import Aspect, Completion, EvalReport, Group, Prompt, ScoredCompletion, ScoredGroup
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.python_function import FunctionReward
-from oncurve.training.evaluate import evaluate, summarise
-from tests.training.builders import policy
+from oncurve.training.evaluate import answer_sampling, evaluate, summarise
+from oncurve.training.listeners import Listener
+from oncurve.training.start import begin
+from tests.training.builders import policy, recipe
 
 MIX = RewardMix([FunctionReward(len, "answer")])
 
@@ -75,11 +78,11 @@ def test_of_ranks_that_sample_the_same_one_asks_for_rewards() -> None:
         return 1.0
 
     engine, mix = NativeEngine(policy(), Engine(slots=8)), RewardMix([FunctionReward(judged, "answer")])
-    settings: dict[str, Any] = {"max_new_tokens": 6, "seed": 0, "stage": "grpo", "step": 1}
+    settings: dict[str, Any] = {"sampling": Sampling(temperature=0.0, max_new_tokens=6), "seed": 0, "stage": "grpo", "step": 1}
     prompts = [Prompt(id=f"p{i}", text=f"{i}+1=") for i in range(3)]
-    first = evaluate(engine, mix, prompts, Evaluation(), **settings)
+    first = evaluate(engine, mix, prompts, **settings)
     assert len(requests) == 3
-    assert evaluate(engine, mix, prompts, Evaluation(), world=Beside(first.groups), **settings).accuracy == first.accuracy
+    assert evaluate(engine, mix, prompts, world=Beside(first.groups), **settings).accuracy == first.accuracy
     assert not mix._started
     assert len(requests) == 3
 
@@ -89,7 +92,9 @@ def test_greedy_measurements_are_the_same_each_time_and_samples_are_not_those_of
     engine = NativeEngine(policy(), Engine(slots=8))
 
     def measured(settings: Evaluation, step: int) -> list[list[int]]:
-        report = evaluate(engine, MIX, prompts, settings, max_new_tokens=6, seed=0, stage="grpo", step=step)
+        measured_by = recipe("grpo.sampling.max_new_tokens=6").model_copy(update={"evaluation": settings})
+        sampling = answer_sampling(measured_by, measured_by.stages[-1], engine.policy, prompts)
+        report = evaluate(engine, MIX, prompts, sampling=sampling, samples=settings.samples, seed=0, stage="grpo", step=step)
         return [c.completion.token_ids.tolist() for g in report.groups for c in g.scored]
 
     assert measured(Evaluation(), 1) == measured(Evaluation(), 2)
@@ -98,3 +103,36 @@ def test_greedy_measurements_are_the_same_each_time_and_samples_are_not_those_of
     assert measured(drawn, 1) == measured(drawn, 1)
     assert measured(drawn, 1) != measured(drawn, 2)
     assert max(map(len, measured(Evaluation(max_new_tokens=3), 1))) <= 3
+
+
+class Evals(Listener):
+    """Keeps the reports of all evaluations."""
+
+    def __init__(self) -> None:
+        self.reports: list[EvalReport] = []
+
+    def on_eval(self, report: EvalReport) -> None:
+        self.reports.append(report)
+
+
+def test_held_out_answers_end_as_completions_do_in_training(tmp_path: Path) -> None:
+    """A stop string and `min_new_tokens` are part of the policy that is trained, so they are part of what is measured."""
+    sets = ['grpo.sampling.stop=["="]', "grpo.sampling.min_new_tokens=5", "grpo.sampling.max_new_tokens=20"]
+    evals = Evals()
+    begin(recipe(*sets, "evaluation.temperature=1.0", "evaluation.samples=4"), runs_dir=tmp_path, listeners=[evals])
+    answers = [s.completion for report in evals.reports for g in report.groups for s in g.scored]
+    assert {c.stop for c in answers} == {"stop_string", "end", "length"}, "a random model's answers end in every way"
+    assert all((c.stop == "stop_string") == ("=" in c.text) for c in answers)
+    assert all(c.stop == "stop_string" or len(c.token_ids) >= 5 for c in answers)
+
+
+def test_a_stage_that_does_not_sample_is_measured_as_the_last_one_that_does() -> None:
+    sets = ['grpo.sampling.stop=["="]', "grpo.sampling.min_new_tokens=5", "grpo.sampling.max_new_tokens=20"]
+    whole, prompts = recipe(*sets), [Prompt(id="p", text="1+1=")]
+    sampling = Sampling(temperature=0.0, max_new_tokens=20, min_new_tokens=5, stop=("=",))
+    assert whole.stages[0].type == "sft"
+    assert [answer_sampling(whole, stage, policy(), prompts) for stage in whole.stages] == [sampling, sampling]
+    short = recipe(*sets, "evaluation.max_new_tokens=3")
+    assert answer_sampling(short, short.stages[1], policy(), prompts).min_new_tokens == 3
+    offline = whole.model_copy(update={"stages": whole.stages[:1]})
+    assert answer_sampling(offline, offline.stages[0], policy(), prompts) == Sampling(temperature=0.0, max_new_tokens=124)

@@ -10,11 +10,14 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from oncurve.errors import DataError, ModelError, OncurveError, RecipeError, RewardError, RunError
-from oncurve.recipe.load import changed_keys, load_recipe
+from oncurve.recipe.defaults import seed_for_stage
+from oncurve.recipe.load import changed_keys, load_recipe, parse_recipe
 from oncurve.recipe.schema.recipe import Recipe
+from oncurve.recipe.variants import with_algorithm
 from oncurve.records import EvalReport, StepReport
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.python_function import FunctionReward
+from oncurve.rng import derive_seed
 from oncurve.runs.checkpoints.listing import list_checkpoints
 from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder
@@ -252,3 +255,40 @@ def test_a_stop_at_a_stages_end_saves_first_and_the_evaluation_is_made_when_the_
 def measured_and_saved(run: RunFolder) -> tuple[list[str], list[str]]:
     with RunReader.open(run.path) as store:
         return [report.stage for report in store.evals()], [saved.path.name for saved in list_checkpoints(run.checkpoints)]
+
+
+def two_sampling_stages(second: str = "grpo", **options: object) -> Recipe:
+    """The small recipe with a second stage that samples, both at a learning rate that changes nothing."""
+    whole = recipe("grpo.optimiser.learning_rate=1e-12", "grpo.steps=2").model_dump(mode="json", exclude_none=True)
+    grpo = whole["stages"][1]
+    keep = {"prompts_per_step", "group_size", "sampling", "steps"}
+    other = {"type": second, "name": "second", **{key: value for key, value in grpo.items() if key in keep}, **options}
+    return parse_recipe(whole | {"stages": [*whole["stages"], other]})
+
+
+@pytest.mark.parametrize("second", ["grpo", "ppo", "rejection_sample"])
+def test_a_second_sampling_stage_has_its_own_prompts_and_random_numbers(tmp_path: Path, second: str) -> None:
+    """An endless task has new prompts for every stage; of those that two stages share, the completions differ."""
+    options: dict[str, object] = {"at_least": -9.0} if second == "rejection_sample" else {}
+    options |= {"optimiser": {"learning_rate": 1e-12}} if second != "rejection_sample" else {}
+    run = begin(two_sampling_stages(second, **options), runs_dir=tmp_path)
+    with RunReader.open(run.path) as store:
+        groups = {
+            stage: {g.graded.group.prompt.id: [c.token_ids.tolist() for c in g.graded.group.completions]
+                    for n in (1, 2) for g in (store.group(stage, n, i) for i in range(3))}
+            for stage in ("grpo", "second")
+        }  # fmt: skip
+    first, later = groups["grpo"], groups["second"]
+    assert list(first) != list(later)
+    assert all(first[prompt] != later[prompt] for prompt in first.keys() & later.keys())
+
+
+def test_the_seed_of_a_stage_follows_from_its_place_among_those_that_sample() -> None:
+    whole = two_sampling_stages()
+    sft, grpo, second = whole.stages
+    assert (seed_for_stage(whole, sft), seed_for_stage(whole, grpo)) == (whole.seed, whole.seed), "as in version 1"
+    assert seed_for_stage(whole, second) == derive_seed(whole.seed, "stage/1")
+    other_seed = whole.model_copy(update={"seed": 7})
+    assert seed_for_stage(other_seed, second) not in (7, seed_for_stage(whole, second))
+    variants = [with_algorithm(whole, name) for name in ("rloo", "trpo")]
+    assert {seed_for_stage(v, v.stages[-1]) for v in variants} == {seed_for_stage(whole, second)}, "common random numbers"

@@ -73,6 +73,11 @@ class StageBase(Section):
         return self.type
 
     @property
+    def optimisers(self) -> tuple[Optimiser, ...]:
+        """The settings of every optimiser that the stage runs."""
+        return (self.optimiser,)
+
+    @property
     def needs_importance_cap(self) -> bool:
         """Whether the stage has no correction of its own if the sampler is not the learner."""
         return False
@@ -251,6 +256,10 @@ class Grpo(PolicyGradientStage):
     @property
     def algorithm(self) -> str:
         return self.objective
+
+    @property
+    def optimisers(self) -> tuple[Optimiser, ...]:
+        return (self.optimiser,) if self.iterate is None else (self.optimiser, self.iterate.optimiser)
 
     @property
     def spec(self) -> ObjectiveSpec:

@@ -1,0 +1,69 @@
+"""What a recipe computes has a version, recorded in each run (`oncurve.runs.folder.SEMANTICS`).
+
+A run continues only as it began. If a version changed what one of a run's settings means, then resume, fork and replay refuse
+the run and name the release that can do it: continuing would silently give other numbers than a run that never stopped.
+Showing, serving and evaluating a run do not depend on how it was trained, so they always work. A run that uses no changed
+setting continues to the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from oncurve.errors import RunError
+from oncurve.recipe.schema.recipe import Recipe
+from oncurve.runs.folder import SEMANTICS, RunFolder
+
+
+def _later_stages_sample(recipe: Recipe) -> bool:
+    return len(recipe.rollout_stages) > 1
+
+
+def _combines_top_k_and_top_p(recipe: Recipe) -> bool:
+    return any(stage.sampling.top_k > 0 and stage.sampling.top_p < 1 for stage in recipe.rollout_stages)
+
+
+def _has_int8_moments(recipe: Recipe) -> bool:
+    return any(optimiser.moments == "int8" for stage in recipe.stages for optimiser in stage.optimisers)
+
+
+def _ends_completions_itself(recipe: Recipe) -> bool:
+    """Evaluations are part of a run's record, and choose its best checkpoint."""
+    return any(stage.sampling.stop or stage.sampling.min_new_tokens for stage in recipe.rollout_stages)
+
+
+CHANGES: Mapping[int, Mapping[str, Callable[[Recipe], bool]]] = {
+    2: {
+        "a second sampling stage has its own prompts and random numbers": _later_stages_sample,
+        "top_p is taken of what top_k leaves": _combines_top_k_and_top_p,
+        "int8 moments are rounded to nearest": _has_int8_moments,
+        "held-out answers end at sampling.stop and not before min_new_tokens": _ends_completions_itself,
+    }
+}
+"""By version: what has changed since the version before, and whether a recipe uses it."""
+
+
+def changes_since(version: int, recipe: Recipe) -> list[str]:
+    """What a recipe uses that means something else since a version."""
+    return [text for later in CHANGES if later > version for text, uses in CHANGES[later].items() if uses(recipe)]
+
+
+def check_semantics(run: RunFolder, recipe: Recipe) -> None:
+    """Raises RunError if this release would continue or repeat the run with other results than the one that made it."""
+    state = run.state()
+    fix = f"use the release that made it: pip install oncurve=={state.oncurve}; it can be shown, served and evaluated with any"
+    if state.semantics > SEMANTICS:
+        raise RunError(
+            run.name,
+            "can't be continued by this release",
+            because=f"a newer one made it, which computes some settings differently (semantics {state.semantics})",
+            fix=fix,
+        )
+    changes = changes_since(state.semantics, recipe)
+    if changes:
+        raise RunError(
+            run.name,
+            "can't be continued or replayed by this release",
+            because=f"its recipe now computes something else: {'; '.join(changes)}",
+            fix=fix,
+        )

@@ -1,0 +1,112 @@
+"""Runs of an earlier version: what continues to the same bits, and what is refused because it would compute something else."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from oncurve.errors import RunError
+from oncurve.operations.replay import replay
+from oncurve.operations.run_model import LoadedModel, evaluate_model, load_run
+from oncurve.recipe.load import load_recipe
+from oncurve.runs.folder import SEMANTICS, RunFolder
+from oncurve.training.semantics import changes_since
+from oncurve.training.start import begin, fork, resume
+from oncurve.training.trainer import TimeUp
+from tests.training.builders import recipe
+from tests.training.test_trainer import fingerprint, two_sampling_stages
+
+CHANGED = {
+    "top_k and top_p": (["grpo.sampling.top_k=3", "grpo.sampling.top_p=0.9"], "top_p is taken of what top_k leaves"),
+    "int8 moments": (['grpo.optimiser.moments="int8"'], "int8 moments are rounded to nearest"),
+    "int8 in sft": (['sft.optimiser.moments="int8"'], "int8 moments are rounded to nearest"),
+    "stop": (['grpo.sampling.stop=["="]'], "held-out answers end at sampling.stop"),
+    "min_new_tokens": (["grpo.sampling.min_new_tokens=2"], "held-out answers end at sampling.stop"),
+}
+
+
+def made_by_version(run: RunFolder, semantics: int, release: str = "0.1.0") -> RunFolder:
+    """The run as an earlier or later release would have recorded it."""
+    run.write_state(dataclasses.replace(run.state(), semantics=semantics, oncurve=release, status="interrupted"))
+    return run
+
+
+def stopped(tmp_path: Path, *sets: str) -> RunFolder:
+    with pytest.raises(TimeUp):
+        begin(recipe("grpo.save_every=1", *sets), out=tmp_path / "run", minutes=1e-9)
+    return RunFolder(tmp_path / "run")
+
+
+def test_a_new_run_records_the_current_version(tmp_path: Path) -> None:
+    run = stopped(tmp_path)
+    assert run.state().semantics == SEMANTICS
+    resume(run)
+    assert (run.state().semantics, run.state().current_status) == (SEMANTICS, "finished")
+
+
+def test_run_json_without_the_key_is_of_version_1(tmp_path: Path) -> None:
+    run = stopped(tmp_path)
+    text = (run.path / "run.json").read_text()
+    (run.path / "run.json").write_text(text.replace(f',\n  "semantics": {SEMANTICS}', ""))
+    assert run.state().semantics == 1
+
+
+@pytest.mark.parametrize("case", CHANGED)
+def test_a_recipe_that_uses_a_changed_setting_is_recognised(case: str) -> None:
+    sets, change = CHANGED[case]
+    (found,) = changes_since(1, recipe(*sets))
+    assert found.startswith(change)
+    assert changes_since(SEMANTICS, recipe(*sets)) == []
+
+
+def test_settings_that_mean_the_same_in_every_version() -> None:
+    same = ["grpo.sampling.top_k=3", "grpo.sampling.min_p=0.1", "grpo.eval_every=1", "evaluation.max_new_tokens=3"]
+    assert changes_since(1, recipe(*same)) == []
+    assert changes_since(1, recipe("grpo.sampling.top_p=0.9")) == []
+    assert changes_since(1, two_sampling_stages()) == ["a second sampling stage has its own prompts and random numbers"]
+
+
+CONTINUE: dict[str, Callable[[RunFolder, Path], object]] = {
+    "resume": lambda run, tmp_path: resume(run),
+    "fork": lambda run, tmp_path: fork(run, 1, [], stage="sft", out=tmp_path / "fork"),
+    "replay": lambda run, tmp_path: replay(run, "grpo", 1, 0),
+}
+
+
+@pytest.mark.parametrize("action", CONTINUE)
+def test_a_run_of_an_earlier_version_is_refused_only_if_it_would_compute_something_else(tmp_path: Path, action: str) -> None:
+    run = stopped(tmp_path, "grpo.sampling.min_new_tokens=2", *(["grpo.steps=1"] if action == "replay" else []))
+    if action == "replay":
+        resume(run)
+    made_by_version(run, 1)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(RunError, match="can't be continued or replayed by this release") as refused:
+        CONTINUE[action](run, tmp_path)
+    assert "held-out answers end at sampling.stop" in refused.value.because
+    assert "pip install oncurve==0.1.0" in refused.value.fix
+    assert sorted(tmp_path.iterdir()) == before, "nothing is left behind"
+    made_by_version(run, 2)
+    CONTINUE[action](run, tmp_path)
+
+
+def test_a_refused_run_can_still_be_evaluated(tmp_path: Path) -> None:
+    run = made_by_version(stopped(tmp_path, "grpo.sampling.min_new_tokens=2"), 1)
+    report = evaluate_model(LoadedModel(load_run(run), run.name, run), load_recipe(run.recipe))
+    assert report.asked == 10
+
+
+def test_a_run_of_version_1_without_changed_settings_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    run = made_by_version(stopped(tmp_path), 1)
+    resume(run)
+    assert run.state().semantics == 1, "it stays what it was"
+    assert fingerprint(run) == fingerprint(begin(recipe("grpo.save_every=1"), out=tmp_path / "plain"))
+
+
+def test_a_run_of_a_newer_version_is_not_continued(tmp_path: Path) -> None:
+    run = made_by_version(stopped(tmp_path), SEMANTICS + 1, "9.0.0")
+    with pytest.raises(RunError, match="a newer one made it") as refused:
+        resume(run)
+    assert "oncurve==9.0.0" in refused.value.fix
