@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 import math
+import re
 import sqlite3
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from huggingface_hub import try_to_load_from_cache
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 
 from oncurve.errors import OncurveError, RunError
 from oncurve.recipe.defaults import advantage_settings, kl_settings
-from oncurve.recipe.schema.stages import Grpo
-from oncurve.records import Floats, Prompt, ScoredCompletion, TokenStats
+from oncurve.recipe.schema.stages import Grpo, Ppo, Trpo
+from oncurve.records import Aspect, Completion, Floats, Prompt, ScoredCompletion, TokenStats
 from oncurve.runs.database import row_codec
 from oncurve.runs.database.reader import Kind
 from oncurve.runs.folder import RunFolder
 from oncurve.runs.views import aspect_view, completion_view, finite, finite_values, json_text
 from oncurve.studio.open_run import open_reader, recipe_of
 from oncurve.studio.queries import CompletionFilter, CompletionPage, StudioQueries
-from oncurve.studio.token_texts import token_texts, tokenizer_of
+from oncurve.tasks.base import TAGS
 
 KL_STEPS = 5
 """Steps of highest KL that are searched for the completions of highest KL."""
 EXCERPT = 280
 """Characters of a text in a list."""
+TOKENIZER = "tokenizer.json"
+CHARACTERS = re.compile("|".join(map(re.escape, TAGS)) + r"|[\s\S]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +94,6 @@ def group_data(run: RunFolder, location: GroupLocation) -> dict[str, Any]:
                 because="it was not recorded",
                 fix="choose one from the list",
             )
-        totals = store.totals(location.stage, location.step, location.kind)
         scored, rows = group
         tokenizer = tokenizer_of(run)
         completions = [
@@ -101,8 +108,6 @@ def group_data(run: RunFolder, location: GroupLocation) -> dict[str, Any]:
         "position": location.position,
         "prompt": _prompt(scored.group.prompt),
         "completions": completions,
-        "grading": grading(run, location.stage),
-        "batch": [[finite(value) for value in group_totals] for group_totals in totals],
     }
 
 
@@ -119,12 +124,64 @@ def _completion(scored: ScoredCompletion, row: sqlite3.Row, texts: list[str] | N
         "total": finite(scored.total),
         "graded": None if row["graded"] is None else bool(row["graded"]),
         "advantage": finite(row["advantage"]),
-        "aspects": [
-            {**aspect_view(aspect), "steps": None if aspect.steps is None else [list(step) for step in aspect.steps]}
-            for aspect in scored.aspects
-        ],
+        "aspects": [aspect_with_steps(aspect) for aspect in scored.aspects],
         "tokens": _tokens(scored, texts, advantages, row_codec.stats_of(row)),
     }
+
+
+def tokenizer_of(run: RunFolder) -> Tokenizer | None:
+    """The run's tokenizer, if its file is on this machine: in the run's folder, its model's folder, or the hub's cache."""
+    for path in _tokenizer_paths(run):
+        if path.is_file():
+            return _load_tokenizer(path, path.stat().st_mtime_ns)
+    return None
+
+
+def _tokenizer_paths(run: RunFolder) -> list[Path]:
+    paths = [run.tokenizer / TOKENIZER, run.model / TOKENIZER]
+    try:
+        source = recipe_of(run).model.source
+    except OncurveError:
+        return paths
+    if source != "tiny":
+        paths.append(Path(source) / TOKENIZER)
+        cached = try_to_load_from_cache(source, TOKENIZER) if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source) else None
+        if isinstance(cached, str):
+            paths.append(Path(cached))
+    return paths
+
+
+@lru_cache(maxsize=8)
+def _load_tokenizer(path: Path, changed: int) -> Tokenizer | None:
+    """``changed`` is part of the cache key, so that a new version of the file is read again."""
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception:  # tokenizers raises plain Exception for any invalid file
+        return None
+
+
+def token_texts(completion: Completion, tokenizer: Tokenizer | None) -> list[str] | None:
+    """One text per token; None if the text can't be split into its tokens.
+
+    Without a tokenizer file, the text is split into characters and tags, as the built-in model's tokenizer does. The result is
+    used if its length matches the number of tokens; the end token has no text.
+    """
+    ids = completion.token_ids.tolist()
+    if tokenizer is not None:
+        return _decoded(tokenizer, ids)
+    texts = CHARACTERS.findall(completion.text)
+    missing = len(ids) - len(texts)
+    return texts + [""] * missing if 0 <= missing <= 1 else None
+
+
+def _decoded(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    """Decodes as a stream: a character that spans several tokens belongs to the last of them."""
+    stream: Any = DecodeStream(skip_special_tokens=False)
+    return [stream.step(tokenizer, token) or "" for token in ids]
+
+
+def aspect_with_steps(aspect: Aspect) -> dict[str, Any]:
+    return {**aspect_view(aspect), "steps": None if aspect.steps is None else [list(step) for step in aspect.steps]}
 
 
 def _tokens(
@@ -150,22 +207,48 @@ def _rounded(values: Floats, digits: int) -> list[float | None]:
     return [float(f"{v:.{digits}g}") if math.isfinite(v) else None for v in values.tolist()]
 
 
-def grading(run: RunFolder, name: str) -> dict[str, Any] | None:
-    """How a stage computes advantages, which What-if starts from. None if the recipe can't be read or the stage is not grpo."""
+def grading_data(run: RunFolder, location: GroupLocation) -> dict[str, Any]:
+    """What What-if needs: how the stage computes advantages, and the step's rewards. ``off`` says why there is no What-if."""
+    settings = grading_settings(run, location)
+    if isinstance(settings, str):
+        return {"settings": None, "off": settings, "batch": []}
+    with open_reader(run) as store:
+        groups = store.step(location.stage, location.step).groups
+    batch = [[gradable(scored) for scored in graded.scored.scored] for graded in groups]
+    return {"settings": settings, "off": None, "batch": batch}
+
+
+def grading_settings(run: RunFolder, location: GroupLocation) -> dict[str, Any] | str:
+    """The stage's advantage settings, or why What-if can't compute what the stage would."""
+    if location.kind == "eval":
+        return "Held-out completions are not trained on, so they have no advantages."
     try:
-        stage = next((s for s in recipe_of(run).stages if s.label == name), None)
-    except OncurveError:
-        return None
-    if not isinstance(stage, Grpo):
-        return None
+        stage = next((s for s in recipe_of(run).stages if s.label == location.stage), None)
+    except OncurveError as error:
+        return f"The run's recipe can't be read ({error.what}), so its advantage settings are not known."
+    if isinstance(stage, Ppo):
+        return "PPO's advantages come from its critic, and the critic's values are not recorded."
+    if not isinstance(stage, Grpo | Trpo):
+        return "This stage does not train on advantages."
+    if isinstance(stage, Grpo) and stage.kl.beta > 0 and kl_settings(stage)[0] == "reward":
+        return "This run subtracts the KL to the reference from each reward first, and these KL sums are not recorded."
     baseline, scale = advantage_settings(stage)
+    return {"baseline": baseline, "scale": scale, "eps": stage.advantage.eps, "mask_cut": stage.mask_cut}
+
+
+def gradable(scored: ScoredCompletion) -> dict[str, Any]:
+    """What `oncurve.algos.advantages.grade` reads of a completion (that module needs torch, which the studio does not load)."""
+    completion = scored.completion
+    counted = [aspect for aspect in scored.aspects if aspect.weight != 0]
+    has_outcome = any(aspect.value is not None for aspect in counted)
+    steps = [[end, aspect.weight * reward] for aspect in counted for end, reward in aspect.steps or ()]
     return {
-        "baseline": baseline,
-        "scale": scale,
-        "eps": stage.advantage.eps,
-        "mask_cut": stage.mask_cut,
-        "kl_in_reward": stage.kl.beta > 0 and kl_settings(stage)[0] == "reward",
-        "group_size": stage.group_size,
+        "reward": finite(scored.total) if has_outcome else None,
+        "failed": scored.failure is not None,
+        "truncated": completion.is_truncated,
+        "length": len(completion.token_ids),
+        "mask": None if completion.loss_mask.all() else completion.loss_mask.tolist(),
+        "steps": steps if any(aspect.steps is not None for aspect in counted) else None,
     }
 
 

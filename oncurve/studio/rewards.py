@@ -27,8 +27,8 @@ from oncurve.rewards.base import completion_by_letters, from_letters
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.registry import build_rewards, stage_reward_configs
 from oncurve.runs.folder import RunFolder
-from oncurve.runs.views import aspect_view, finite, json_text
-from oncurve.studio.groups import EXCERPT
+from oncurve.runs.views import finite, json_text
+from oncurve.studio.groups import EXCERPT, aspect_with_steps
 from oncurve.studio.open_run import open_reader
 from oncurve.tasks.registry import build_task
 from oncurve.trust import capabilities_of
@@ -133,7 +133,7 @@ def score(trial: Trial) -> dict[str, Any]:
                 "total": completion.total,
                 "failure": completion.failure,
                 "solved": mix.is_correct(completion),
-                "aspects": [aspect_view(aspect) for aspect in completion.aspects],
+                "aspects": [aspect_with_steps(aspect) for aspect in completion.aspects],
             }
             for completion in scored
         ]

@@ -83,6 +83,11 @@ def run_group(request: Request, name: str, stage: str, step: Step, position: Ste
     return groups.group_data(_run(request, name), groups.GroupLocation(stage, step, kind, position))
 
 
+@api.get("/runs/{name}/grading")
+def run_grading(request: Request, name: str, stage: str, step: Step, kind: Kind = "train") -> dict[str, Any]:
+    return groups.grading_data(_run(request, name), groups.GroupLocation(stage, step, kind, 0))
+
+
 @api.get("/runs/{name}/prompt")
 def run_prompt(request: Request, name: str, id: str) -> dict[str, Any]:
     return groups.prompt_data(_run(request, name), id)

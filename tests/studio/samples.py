@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -70,6 +71,30 @@ def scored(prompt: Prompt, kinds: tuple[str, ...], seed: int) -> ScoredGroup:
         text = TEXTS.get(kind, f"{kind} {index}")
         sampled = completion(text, 100 * seed + index, "length" if kind == "cut" else "end")
         completions.append(ScoredCompletion(sampled, aspects))
+    return ScoredGroup(Group(prompt, np.arange(4), tuple(s.completion for s in completions)), tuple(completions))
+
+
+def random_group(seed: int, size: int = 5) -> ScoredGroup:
+    """A group with every trait that a grading can have: each kind of aspect, failures, truncation, tokens of others."""
+    rng = np.random.default_rng(seed)
+    completions = []
+    for index in range(size):
+        sampled = completion("x" * int(rng.integers(4, 9)), 100 * seed + index, "length" if rng.random() < 0.3 else "end")
+        count = len(sampled.token_ids)
+        mask = np.ones(count, np.bool_)
+        mask[1] = rng.random() < 0.6
+        aspects: list[Aspect] = []
+        if seed % 3 != 1:
+            aspects.append(Aspect("answer", float(rng.integers(0, 3)), 1.0))
+        if seed % 3 != 0:
+            steps = tuple(
+                (end, float(rng.normal())) for end in sorted(rng.choice(count, int(rng.integers(0, 3)), replace=False))
+            )
+            aspects.append(Aspect("process", None, 0.5, steps=tuple((int(end), reward) for end, reward in steps)))
+        if rng.random() < 0.2:
+            aspects[0] = Aspect("answer", None, 1.0, failure="ValueError: no number here")
+        completions.append(ScoredCompletion(replace(sampled, loss_mask=mask), tuple(aspects)))
+    prompt = Prompt(f"random/{seed}", text="?")
     return ScoredGroup(Group(prompt, np.arange(4), tuple(s.completion for s in completions)), tuple(completions))
 
 

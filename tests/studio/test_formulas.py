@@ -12,12 +12,14 @@ import pytest
 import torch
 from playwright.sync_api import Browser, Page
 
-from oncurve.algos.advantages import outcome_advantages, process_advantages
+from oncurve.algos.advantages import grade, outcome_advantages, process_advantages
 from oncurve.algos.kl import k1, k2, k3
 from oncurve.algos.objectives import OBJECTIVES, LossInputs, LossSettings
 from oncurve.algos.reductions import LossDenominators
 from oncurve.objective_specs import AdvantageScale, Baseline
+from oncurve.studio.groups import gradable
 from tests.studio.browsing import a_browser, a_page
+from tests.studio.samples import random_group
 from tests.studio.serving import Served
 
 pytestmark = pytest.mark.slow
@@ -67,6 +69,24 @@ def test_process_advantages(page: Page) -> None:
     theirs = ask(page, "f.processAdvantages(x[0], x[1], 1e-4)", [steps, [7, 3, 2]])
     for one, other in zip(theirs, ours, strict=True):
         assert one == pytest.approx(other.tolist(), abs=1e-12)
+
+
+@pytest.mark.parametrize("mask_cut", [False, True])
+@pytest.mark.parametrize("scale", ["group", "batch", "whiten", "none"])
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out", "none"])
+def test_the_advantage_of_every_token(page: Page, baseline: Baseline, scale: AdvantageScale, mask_cut: bool) -> None:
+    """Steps with outcome rewards, step rewards, both, failures, truncated completions and tokens of an environment."""
+    for seed in range(6):
+        groups = [random_group(10 * seed + index) for index in range(4)]
+        ours = grade(groups, baseline=baseline, scale=scale, eps=1e-4, mask_cut=mask_cut)
+        batch = [[gradable(one) for one in group.scored] for group in groups]
+        settings = {"baseline": baseline, "scale": scale, "eps": 1e-4, "mask_cut": mask_cut}
+        theirs = ask(page, "x[0].map((_, at) => f.gradeTokens(x[0], at, x[1]))", [batch, settings])
+        for group, found in zip(ours, theirs, strict=True):
+            assert [tokens is not None for tokens in found] == list(group.graded)
+            for advantages, tokens in zip(group.advantages, found, strict=True):
+                if tokens is not None:
+                    assert tokens == pytest.approx(advantages.tolist(), rel=1e-5, abs=1e-5)
 
 
 def test_kl_estimators(page: Page) -> None:

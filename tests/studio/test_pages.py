@@ -140,7 +140,7 @@ def test_what_if_gives_the_formulas_numbers(studio: Served, browser: Browser) ->
     with a_page(browser, f"{studio.address}/#/groups/sums-1/at/grpo/2/0") as watched:
         page = watched.page
         page.get_by_role("button", name="What if").click()
-        page.get_by_label("Reward of completion 3").fill("1")
+        page.get_by_role("slider", name="Reward of completion 3").fill("1")
         rewards = np.array([1.1, 1.0, 0.1, 1.0])
         expected = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-4)
         assert shown(page, "[data-advantage]") == pytest.approx(expected, abs=0.006)

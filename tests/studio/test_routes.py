@@ -17,8 +17,8 @@ import pytest
 from oncurve.runs.database.writer import RunWriter
 from oncurve.runs.folder import RunFolder
 from oncurve.studio.curves import Follower, curves, downsample
+from oncurve.studio.groups import token_texts
 from oncurve.studio.run_list import overview
-from oncurve.studio.token_texts import token_texts
 from tests.studio.samples import HOSTILE, completion, make_free_run, make_run, step_report
 from tests.studio.serving import Served, served
 
@@ -83,9 +83,6 @@ def test_thinning_keeps_the_spikes() -> None:
 def test_a_group_in_full(studio: Served) -> None:
     data = studio.ask("/api/runs/sums-1/group?stage=grpo&step=2&position=0").json
     assert data["prompt"] == {"id": "sums/2", "shown": "1+2=", "columns": {"answer": "3"}}
-    assert data["grading"] == {
-        "baseline": "mean", "scale": "group", "eps": 1e-4, "mask_cut": False, "kl_in_reward": False, "group_size": 4,
-    }  # fmt: skip
     totals = [one["total"] for one in data["completions"]]
     assert totals == pytest.approx([1.1, 1.0, 0.1, 0.0])
     expected = (np.array(totals) - np.mean(totals)) / (np.std(totals, ddof=1) + 1e-4)
@@ -95,6 +92,20 @@ def test_a_group_in_full(studio: Served) -> None:
     assert {len(tokens[key]) for key in ("ids", "pieces", "logp", "ratio", "entropy", "clipped", "kl", "advantage")} == {
         len(HOSTILE) + 1
     }
+
+
+def test_what_if_gets_the_settings_and_rewards_of_the_step(studio: Served) -> None:
+    data = studio.ask("/api/runs/sums-1/grading?stage=grpo&step=1").json
+    assert data["settings"] == {"baseline": "mean", "scale": "group", "eps": 1e-4, "mask_cut": False}
+    assert data["off"] is None
+    assert [one["reward"] for one in data["batch"][0]] == pytest.approx([1.1, 1.0, 0.1, 0.0])
+    failed, cut, steps = data["batch"][2][1:]
+    assert (failed["reward"], failed["failed"], failed["steps"]) == (None, True, None)
+    assert (cut["truncated"], cut["failed"]) == (True, False)
+    assert steps["steps"] == [[2, 0.5], [5, -1.0]]
+    held_out = studio.ask("/api/runs/sums-1/grading?stage=grpo&step=4&kind=eval").json
+    assert held_out["settings"] is None
+    assert "Held-out" in held_out["off"]
 
 
 def test_failures_cuts_and_steps_are_shown(studio: Served) -> None:

@@ -1,13 +1,12 @@
 // The Playground's server calls: the list of models, and streamed samples.
-import { advantages } from "../formulas/advantages";
-import { ApiError, type Aspect, type Baseline, type Completion, type Group, type Scale } from "../shared/api";
+import { gradeTokens, meanAdvantage, type GradeSettings } from "../formulas/advantages";
+import { ApiError, type Aspect, type Completion, type Gradable, type Group } from "../shared/api";
 
 export interface Model { target: string; says: string }
 export interface ModelList { runs: { run: string; models: Model[]; asks: string[] }[]; there: string[] }
 export interface Message { role: string; content: string }
 export interface PlaygroundPrompt { id: string; text: string | null; messages: Message[] | null; columns: Record<string, unknown> }
-export interface GradingSettings { baseline: Baseline; scale: Scale; eps: number; mask_cut: boolean }
-export interface RunDefaults { prompts: PlaygroundPrompt[]; rewards: Record<string, unknown>[]; asks: string[]; grading: GradingSettings | null; sampling: { temperature: number; top_p: number; max_tokens: number } | null }
+export interface RunDefaults { prompts: PlaygroundPrompt[]; rewards: Record<string, unknown>[]; asks: string[]; grading: GradeSettings | null; sampling: { temperature: number; top_p: number; max_tokens: number } | null }
 export interface ModelCard { target: string; chat: boolean; context: number; max_tokens: number }
 export interface Sample { text: string; tokens: [string, number, number][]; finish: "stop" | "length" | null }
 export interface TrialScore { total: number | null; failure: string | null; solved: boolean; aspects: Aspect[] }
@@ -38,22 +37,26 @@ export async function streamSamples(body: unknown, signal: AbortSignal, onSample
 }
 
 /** The samples and their scores as a group for the Groups view. It belongs to no run, so labels can't be stored for it. */
-export function asGroup(prompt: PlaygroundPrompt, shown: string, samples: Sample[], graded: TrialScore[] | null, settings: GradingSettings): Group {
-  const totals = samples.map((_, index) => graded?.[index]?.total ?? null);
-  const curve = graded ? (advantages([totals], settings.baseline, settings.scale, settings.eps)[0] ?? []) : null;
+export function asGroup(prompt: PlaygroundPrompt, shown: string, samples: Sample[], graded: TrialScore[] | null, settings: GradeSettings): Group {
+  const batch = [samples.map((sample, index): Gradable => {
+    const one = graded?.[index];
+    const hasOutcome = one?.aspects.some((aspect) => aspect.value !== null && aspect.weight !== 0);
+    return { reward: hasOutcome ? (one?.total ?? null) : null, failed: !one || one.failure !== null, truncated: sample.finish === "length", length: sample.tokens.length, mask: null, steps: null };
+  })];
+  const stepwise = graded?.some((one) => one.aspects.some((aspect) => aspect.steps && aspect.weight !== 0));
+  const advantages = stepwise ? [] : gradeTokens(batch, 0, settings);
   const completions = samples.map((sample, index): Completion => {
     const one = graded?.[index];
-    const advantage = curve && one && one.failure === null && !(settings.mask_cut && sample.finish === "length") ? (curve[index] ?? 0) : null;
-    const logp = sample.tokens.map(([, , value]) => value);
+    const tokens = advantages[index] ?? null;
     return {
       id: index, position: index, text: sample.text, stop: sample.finish === "length" ? "length" : "end", length: sample.tokens.length,
-      total: totals[index] ?? null, graded: graded ? advantage !== null : null, failure: one?.failure ?? null, advantage, aspects: one?.aspects ?? [],
+      total: one?.total ?? null, graded: graded ? tokens !== null : null, failure: one?.failure ?? null, advantage: meanAdvantage(tokens, null), aspects: one?.aspects ?? [],
       tokens: {
-        ids: sample.tokens.map(([, id]) => id), pieces: sample.tokens.map(([text]) => text), mask: null, logp,
-        advantage: advantage === null ? null : logp.map(() => advantage), ratio: null, entropy: null, clipped: null, kl: null,
+        ids: sample.tokens.map(([, id]) => id), pieces: sample.tokens.map(([text]) => text), mask: null, logp: sample.tokens.map(([, , value]) => value),
+        advantage: tokens, ratio: null, entropy: null, clipped: null, kl: null,
       },
     };
   });
-  const grading = { ...settings, kl_in_reward: false, group_size: samples.length };
-  return { run: "", stage: "", step: 0, kind: "train", position: 0, prompt: { id: prompt.id, shown, columns: prompt.columns }, completions, grading, batch: [totals] };
+  const off = stepwise ? "One of these rewards scores single steps by token, and the Playground scores texts." : graded ? null : "These completions have no rewards.";
+  return { run: "", stage: "", step: 0, kind: "train", position: 0, prompt: { id: prompt.id, shown, columns: prompt.columns }, completions, grading: { settings, off, batch } };
 }

@@ -41,12 +41,16 @@ export interface Completion {
 }
 export type Baseline = "mean" | "leave_one_out" | "none";
 export type Scale = "group" | "batch" | "whiten" | "none";
-export interface Grading { baseline: Baseline; scale: Scale; eps: number; mask_cut: boolean; kl_in_reward: boolean; group_size: number }
+/** What the advantage formulas read of a completion. `reward` is null without an outcome reward, `steps` (last token, weighted reward) without step rewards. */
+export interface Gradable { reward: number | null; failed: boolean; truncated: boolean; length: number; mask: boolean[] | null; steps: [number, number][] | null }
+export interface Grading { settings: { baseline: Baseline; scale: Scale; eps: number; mask_cut: boolean } | null; off: string | null; batch: Gradable[][] }
 export type Kind = "train" | "eval";
 export interface Group {
   run: string; stage: string; step: number; kind: Kind; position: number;
   prompt: { id: string; shown: string; columns: Record<string, unknown> };
-  completions: Completion[]; grading: Grading | null; batch: (number | null)[][];
+  completions: Completion[];
+  /** Given for a Playground group; for a run's group it is requested when What-if opens. */
+  grading?: Grading;
 }
 export interface GroupHead {
   position: number; prompt_id: string; prompt: string; signal: boolean | null; completions: number; failures: number;

@@ -34,3 +34,9 @@ export function go(address: string, replace = false): void {
     location.hash = address;
   }
 }
+
+/** Changes keys of the address's query in place; an empty value removes a key. */
+export function setQuery(changes: Record<string, string>): void {
+  const { page, parts, query } = read();
+  go(link(page, parts, { ...Object.fromEntries(query), ...changes }), true);
+}
