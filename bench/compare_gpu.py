@@ -157,22 +157,26 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=math.inf)
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--page", action="store_true")
-    asked = parser.parse_args()
-    if asked.page:
-        told = json.loads(asked.out.read_text())
-        put(PAGE, "gpu", table([Compared(**row) for row in told["runs"]]) + f"\n\nMeasured on an {told['machine']['gpu']}.")
+    args = parser.parse_args()
+    if args.page:
+        results = json.loads(args.out.read_text())
+        put(
+            PAGE,
+            "gpu",
+            table([Compared(**row) for row in results["runs"]]) + f"\n\nMeasured on an {results['machine']['gpu']}.",
+        )
         return 0
-    gpu, begun = gpu_of_this_machine(asked.device), time.perf_counter()
+    gpu, begun = gpu_of_this_machine(args.device), time.perf_counter()
     rows: list[Compared] = []
     for algorithm in STEPS:
-        late = time.perf_counter() - begun > asked.seconds
+        late = time.perf_counter() - begun > args.seconds
         rows.append(
-            left_out(algorithm, gpu, asked.tiny, "left out: the time was up") if late else attempt(algorithm, gpu, asked.tiny)
+            left_out(algorithm, gpu, args.tiny, "left out: the time was up") if late else attempt(algorithm, gpu, args.tiny)
         )
         print(f"{algorithm} done after {time.perf_counter() - begun:.0f} s {rows[-1].said or ''}", flush=True)
-        asked.out.parent.mkdir(parents=True, exist_ok=True)
-        told = {"machine": machine(gpu), "tiny": asked.tiny, "runs": [asdict(row) for row in rows]}
-        asked.out.write_text(json.dumps(told, indent=1) + "\n")
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        results = {"machine": machine(gpu), "tiny": args.tiny, "runs": [asdict(row) for row in rows]}
+        args.out.write_text(json.dumps(results, indent=1) + "\n")
     print(table(rows))
     return 0 if all(row.said is None for row in rows) else 1
 

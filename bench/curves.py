@@ -46,21 +46,21 @@ def job_of(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     from oncurve.training.start import begin
 
     silence_libraries()
-    asked = load_recipe(find_recipe(Path(args.recipe)), tuple(args.set))
-    place = next(i for i, stage in enumerate(asked.stages) if stage.type == "grpo")
-    stage, start = asked.stages[place], str(work / "start")
+    recipe = load_recipe(find_recipe(Path(args.recipe)), tuple(args.set))
+    place = next(i for i, stage in enumerate(recipe.stages) if stage.type == "grpo")
+    stage, start = recipe.stages[place], str(work / "start")
     if place:
         print(f"training the stages before {stage.label}", flush=True)
-        export(begin(asked.model_copy(update={"stages": asked.stages[:place]}), out=work / "before"), Path(start))
-    elif asked.model.source == "tiny":
-        load_policy(asked.model, alphabet=build_task(asked.task).alphabet, seed=asked.seed).save(Path(start))
+        export(begin(recipe.model_copy(update={"stages": recipe.stages[:place]}), out=work / "before"), Path(start))
+    elif recipe.model.source == "tiny":
+        load_policy(recipe.model, alphabet=build_task(recipe.task).alphabet, seed=recipe.seed).save(Path(start))
     else:
-        start = resolve_source(asked.model).source
+        start = resolve_source(recipe.model).source
     steps = args.steps or stage.steps
     how = {"schedule": "constant", "warmup_steps": min(stage.optimiser.warmup_steps, steps)}
     changes = {"steps": steps, "optimiser": stage.optimiser.model_copy(update=how), "eval_every": 0, "save_every": 0}
-    model = asked.model.model_copy(update={"source": start})
-    alone = asked.model_copy(update={"model": model, "stages": (stage.model_copy(update=changes),)})
+    model = recipe.model.model_copy(update={"source": start})
+    alone = recipe.model_copy(update={"model": model, "stages": (stage.model_copy(update=changes),)})
     (work / "job.toml").write_text(dump_recipe(alone), encoding="utf-8")
     return {"recipe": str(work / "job.toml"), "seconds": args.seconds, "micro": args.micro, "folder": str(work)}
 
@@ -119,19 +119,24 @@ def with_trl(job: dict[str, Any]) -> dict[str, Any]:
         {"prompt": p.text if p.text is not None else [dict(m) for m in p.messages or ()], "place": i}
         for i, p in enumerate(prompts)
     ]
-    seen: list[float] = []
+    step_rewards: list[float] = []
     marks: list[tuple[float, float]] = []
     began = 0.0
 
     def reward(completions: Sequence[Any], completion_ids: Sequence[list[int]], place: Sequence[int], **_: Any) -> list[float]:
-        made = []
-        for told, ids in zip(completions, completion_ids, strict=True):
-            text, zeros = told if isinstance(told, str) else told[0]["content"], np.zeros(max(len(ids), 1), np.float32)
+        sampled = []
+        for completion, ids in zip(completions, completion_ids, strict=True):
+            text, zeros = (
+                completion if isinstance(completion, str) else completion[0]["content"],
+                np.zeros(max(len(ids), 1), np.float32),
+            )
             tokens = np.asarray(ids or [0], np.int64)
-            made.append(Completion(tokens, text, "end", zeros, zeros, zeros, np.ones(len(tokens), bool)))
-        groups = [Group(prompts[place[i]], np.zeros(1, np.int64), tuple(made[i : i + size])) for i in range(0, len(made), size)]
+            sampled.append(Completion(tokens, text, "end", zeros, zeros, zeros, np.ones(len(tokens), bool)))
+        groups = [
+            Group(prompts[place[i]], np.zeros(1, np.int64), tuple(sampled[i : i + size])) for i in range(0, len(sampled), size)
+        ]
         totals = [0.0 if s.total is None else s.total for group in mix.score(groups) for s in group.scored]
-        seen.append(float(np.mean(totals)))
+        step_rewards.append(float(np.mean(totals)))
         return totals
 
     class Watch(TrainerCallback):  # type: ignore[misc]
@@ -141,7 +146,7 @@ def with_trl(job: dict[str, Any]) -> dict[str, Any]:
 
         def on_step_end(self, _: Any, state: Any, control: Any, **__: Any) -> None:
             if state.global_step % updates == 0:
-                marks.append((time.perf_counter() - began, seen[-1]))
+                marks.append((time.perf_counter() - began, step_rewards[-1]))
             control.should_training_stop |= time.perf_counter() - began > job["seconds"]
 
     many, on_gpu, how = stage.prompts_per_step * size, torch.cuda.is_available(), stage.optimiser
@@ -169,7 +174,7 @@ WORKERS = {"Oncurve": with_oncurve, "TRL": with_trl}
 
 def alone(name: str, work: Path) -> dict[str, Any]:
     """Run one trainer in its own process, then evaluate its model on the held-out problems."""
-    told = work / f"{name}.json"
+    result_file = work / f"{name}.json"
     command = [
         sys.executable,
         str(Path(__file__).resolve()),
@@ -178,16 +183,16 @@ def alone(name: str, work: Path) -> dict[str, Any]:
         "--job",
         str(work / "job.json"),
         "--told",
-        str(told),
+        str(result_file),
     ]
     with (work / f"{name}.log").open("w") as log:
         code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
     if code:
         raise SystemExit(f"{name} failed:\n{(work / f'{name}.log').read_text()[-3000:]}")
-    found: dict[str, Any] = json.loads(told.read_text())
-    asked = [sys.executable, "-m", "oncurve", "eval", found.pop("model"), "--task", str(work / "job.toml"), "--json"]
-    measured = json.loads(subprocess.run(asked, capture_output=True, text=True, check=True).stdout)
-    return {**found, "accuracy": measured["accuracy"], "interval": measured["interval"], "asked": measured["asked"]}
+    result: dict[str, Any] = json.loads(result_file.read_text())
+    evaluation = [sys.executable, "-m", "oncurve", "eval", result.pop("model"), "--task", str(work / "job.toml"), "--json"]
+    measured = json.loads(subprocess.run(evaluation, capture_output=True, text=True, check=True).stdout)
+    return {**result, "accuracy": measured["accuracy"], "interval": measured["interval"], "asked": measured["asked"]}
 
 
 def machine() -> dict[str, Any]:
@@ -200,11 +205,11 @@ def machine() -> dict[str, Any]:
 
 def draw(name: str) -> Path:
     """Plot reward by step on the left and by second on the right."""
-    found = json.loads((HERE / "results" / f"curves-{name}.json").read_text())
+    results = json.loads((HERE / "results" / f"curves-{name}.json").read_text())
     file = HERE.parent / "docs" / "images" / f"curves-{name}.svg"
     with plot(file, 1, 2, figsize=(9, 3.6), sharey=True) as (figure, panels):
         for who, colour in COLOURS.items():
-            marks = found[who]["marks"]
+            marks = results[who]["marks"]
             rewards = [reward for _, reward in marks]
             panels[0].plot(range(1, len(marks) + 1), rewards, color=colour, label=who, linewidth=1.5)
             panels[1].plot([seconds for seconds, _ in marks], rewards, color=colour, label=who, linewidth=1.5)
@@ -213,16 +218,16 @@ def draw(name: str) -> Path:
             panel.set_xlim(left=0)
         panels[0].set_ylabel("mean reward of a step")
         panels[0].legend(frameon=False, loc="lower right")
-        figure.suptitle(f"{name}: {found['machine']['device']}, TRL {found['machine']['trl']}", fontsize=10)
+        figure.suptitle(f"{name}: {results['machine']['device']}, TRL {results['machine']['trl']}", fontsize=10)
     return file
 
 
-def show(name: str, found: dict[str, Any]) -> None:
+def show(name: str, results: dict[str, Any]) -> None:
     for who in COLOURS:
-        marks, (low, high) = found[who]["marks"], found[who]["interval"]
+        marks, (low, high) = results[who]["marks"], results[who]["interval"]
         last = sum(reward for _, reward in marks[-10:]) / len(marks[-10:])
         steps = f"{len(marks)} steps in {marks[-1][0]:.0f} s, {marks[-1][0] / len(marks):.2f} s a step"
-        right = f"{100 * found[who]['accuracy']:.1f} % ({100 * low:.1f}–{100 * high:.1f}) of {found[who]['asked']}"
+        right = f"{100 * results[who]['accuracy']:.1f} % ({100 * low:.1f}–{100 * high:.1f}) of {results[who]['asked']}"
         print(f"{who:8} {steps}; mean reward of the last ten steps {last:.3f}; held-out {right}")
     print(f"wrote bench/results/curves-{name}.json and {draw(name)}")
 
@@ -250,14 +255,14 @@ def main() -> None:
         job = job_of(args, work)
         (work / "job.json").write_text(json.dumps(job))
         recipe = (work / "job.toml").read_text().replace(f"{work}/", "")
-        found: dict[str, Any] = {"machine": machine(), "seconds": args.seconds, "recipe": recipe}
+        results: dict[str, Any] = {"machine": machine(), "seconds": args.seconds, "recipe": recipe}
         for who in COLOURS:
             print(f"training with {who}", flush=True)
-            found[who] = alone(who, work)
+            results[who] = alone(who, work)
     name = Path(args.recipe).stem
     file = HERE / "results" / f"curves-{name}.json"
-    file.write_text(json.dumps(found, indent=1) + "\n")
-    show(name, found)
+    file.write_text(json.dumps(results, indent=1) + "\n")
+    show(name, results)
 
 
 if __name__ == "__main__":

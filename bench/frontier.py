@@ -39,14 +39,14 @@ LAST = 10
 """Steps at the end of a run that its figures are the mean of."""
 
 
-def judge_of(asked: Recipe) -> Recipe:
+def judge_of(recipe: Recipe) -> Recipe:
     """A recipe with only the stage that trains the reward model."""
-    return asked.model_copy(update={"stages": tuple(s for s in asked.stages if s.type == "reward_model")})
+    return recipe.model_copy(update={"stages": tuple(s for s in recipe.stages if s.type == "reward_model")})
 
 
-def run_of(asked: Recipe, beta: float, judge: Path) -> Recipe:
+def run_of(recipe: Recipe, beta: float, judge: Path) -> Recipe:
     """A recipe with only the grpo stage, with the trained reward model and this β."""
-    data = asked.model_dump(mode="json", exclude_none=True)
+    data = recipe.model_dump(mode="json", exclude_none=True)
     (stage,) = [s for s in data["stages"] if s["type"] == "grpo"]
     stage["kl"] = {**stage.get("kl", {}), "beta": beta}
     for reward in stage["rewards"]:
@@ -59,15 +59,15 @@ def finished(folder: Path, recipe: Recipe, until: float) -> bool:
     """Start or resume a run for as long as there is time. Returns whether it is finished."""
     if is_finished(folder):
         return True
-    left = (until - time.monotonic()) / 60
-    if left <= 0:
+    minutes_left = (until - time.monotonic()) / 60
+    if minutes_left <= 0:
         return False
-    print(f"{folder.name}: {left:.1f} minutes left", flush=True)
+    print(f"{folder.name}: {minutes_left:.1f} minutes left", flush=True)
     try:
         if folder.exists():
-            resume(RunFolder.open(folder, folder.parent), minutes=left)
+            resume(RunFolder.open(folder, folder.parent), minutes=minutes_left)
         else:
-            begin(recipe, out=folder, minutes=left)
+            begin(recipe, out=folder, minutes=minutes_left)
     except TimeUp:
         return False
     return True
@@ -99,24 +99,24 @@ def trained(folder: Path) -> dict[str, Any]:
     }
 
 
-def table(found: dict[str, Any]) -> str:
-    told = found["reward_model"]
+def table(results: dict[str, Any]) -> str:
+    reward_model = results["reward_model"]
     lines = [
-        f"Reward model: {100 * told.get('heldout_pair_accuracy', 0):.1f} % of held-out pairs right, calibration error "
-        f"{told.get('calibration_error', 0):.3f}.\n",
+        f"Reward model: {100 * reward_model.get('heldout_pair_accuracy', 0):.1f} % of held-out pairs right, calibration error "
+        f"{reward_model.get('calibration_error', 0):.3f}.\n",
         "| β | steps | reward before | reward at the end | KL at the end | tokens of an answer |",
         "|---|---|---|---|---|---|",
     ]
-    for beta, run in found["runs"].items():
+    for beta, run in results["runs"].items():
         row = (run["reward_before"], run["reward_at_end"], run["kl_at_end"], run["length_mean_at_end"])
         lines.append(f"| {beta} | {run['steps']} | " + " | ".join(f"{value:.3g}" for value in row) + " |")
     return "\n".join(lines)
 
 
-def draw(found: dict[str, Any]) -> None:
+def draw(results: dict[str, Any]) -> None:
     """Plot each run as a path: KL to the right, reward upwards. The end is marked."""
     with plot(PLOT, figsize=(6, 4)) as (_, axes):
-        for colour, (beta, run) in zip(COLOURS, found["runs"].items(), strict=False):
+        for colour, (beta, run) in zip(COLOURS, results["runs"].items(), strict=False):
             kl, reward = (smoothed(run["curves"][name]) for name in ("kl", "reward"))
             axes.plot(kl, reward, color=colour, linewidth=1.2, alpha=0.6)
             axes.plot(run["kl_at_end"], run["reward_at_end"], "o", color=colour, label=f"β = {beta}")
@@ -147,18 +147,18 @@ def main() -> None:
     parser.add_argument("--draw", action="store_true", help="only print the table and draw the plot")
     args = parser.parse_args()
     silence_libraries()
-    asked, until = load_recipe(find_recipe(Path(args.recipe)), tuple(args.set)), time.monotonic() + 60 * args.minutes
+    recipe, until = load_recipe(find_recipe(Path(args.recipe)), tuple(args.set)), time.monotonic() + 60 * args.minutes
     if not args.draw:
-        judge = args.out / "reward-model" / "reward_models" / next(s.label for s in asked.stages if s.type == "reward_model")
-        done = finished(args.out / "reward-model", judge_of(asked), until) and all(
-            finished(args.out / f"beta-{beta}", run_of(asked, beta, judge), until) for beta in args.betas
+        judge = args.out / "reward-model" / "reward_models" / next(s.label for s in recipe.stages if s.type == "reward_model")
+        done = finished(args.out / "reward-model", judge_of(recipe), until) and all(
+            finished(args.out / f"beta-{beta}", run_of(recipe, beta, judge), until) for beta in args.betas
         )
         print("everything is done" if done else "time is up; give the same command again to continue", flush=True)
-    found = collect(args.out, args.betas)
-    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
-    if found["runs"]:
-        draw(found)
-        print(table(found))
+    results = collect(args.out, args.betas)
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    if results["runs"]:
+        draw(results)
+        print(table(results))
 
 
 if __name__ == "__main__":

@@ -158,13 +158,13 @@ def measured(plan: Checked, job: Job, steps: int) -> Checked:
     meter.reset()
     reports = [_step(loop, n, meter) for n in range(2, steps + 2)]
     phases = {name: statistics.median(r.get(name, 0.0) for r in reports) for name in reports[0]}
-    whole = phases.pop("step")
+    total = phases.pop("step")
     return replace(
         plan,
         measured_memory=max(meter.peaks.values(), default=None),
         measured_by_phase=dict(meter.peaks) or None,
         reserved=meter.reserved,
-        measured_seconds=whole,
+        measured_seconds=total,
         measured_seconds_by_phase=phases,
     )
 
@@ -205,8 +205,8 @@ class Meter:
         self.mapped = 0
         yield
         self.wait()
-        found = torch.cuda.max_memory_allocated() + self.mapped
-        self.peaks[name] = max(self.peaks.get(name, 0), found)
+        peak = torch.cuda.max_memory_allocated() + self.mapped
+        self.peaks[name] = max(self.peaks.get(name, 0), peak)
         self.reserved = max(self.reserved or 0, torch.cuda.max_memory_reserved() + self.mapped)
 
     def around(self, owner: Any, method: str, name: str) -> None:
@@ -333,10 +333,10 @@ def table(rows: Sequence[Checked]) -> str:
     for row in rows:
         memory = "–" if row.measured_memory is None else f"{row.measured_memory / GIB:.1f}"
         seconds = "–" if row.measured_seconds is None else f"{row.measured_seconds:.2f}"
-        word = row.said or {True: "holds", False: "DOES NOT HOLD", None: "not measured"}[row.holds]
+        verdict = row.said or {True: "holds", False: "DOES NOT HOLD", None: "not measured"}[row.holds]
         lines.append(
             f"| {row.setting} | {row.planned_memory / GIB:.1f} | {memory} | {_off(row.memory_off)} "
-            f"| {row.planned_seconds:.2f} | {seconds} | {_off(row.time_off)} | {word} |"
+            f"| {row.planned_seconds:.2f} | {seconds} | {_off(row.time_off)} | {verdict} |"
         )
     return "\n".join(lines)
 
@@ -366,11 +366,11 @@ def gpu_of_this_machine(device: str) -> Gpu:
 
     if not torch.cuda.is_available():
         raise SystemExit("no GPU found; --device cpu --tiny checks that the script works")
-    found = torch.cuda.get_device_properties(0)
-    known = gpu_of_driver(found.name, found.total_memory)
+    properties = torch.cuda.get_device_properties(0)
+    known = gpu_of_driver(properties.name, properties.total_memory)
     if known is None:
-        raise SystemExit(f"{found.name} is not in the planner's table (oncurve/plan/hardware.py), so its speed is unknown")
-    return replace(known, memory=found.total_memory)
+        raise SystemExit(f"{properties.name} is not in the planner's table (oncurve/plan/hardware.py), so its speed is unknown")
+    return replace(known, memory=properties.total_memory)
 
 
 def machine(gpu: Gpu) -> dict[str, Any]:
@@ -386,20 +386,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no setting after this time")
     parser.add_argument("--again", action="store_true", help="plan again and compare with the stored measurements")
-    asked = parser.parse_args(arguments)
-    if asked.again:
-        return again(asked.out)
-    gpu = gpu_of_this_machine(asked.device)
+    args = parser.parse_args(arguments)
+    if args.again:
+        return replan(args.out)
+    gpu = gpu_of_this_machine(args.device)
     rows: list[Checked] = []
-    about, begun = {"machine": machine(gpu), "tiny": asked.tiny}, time.perf_counter()
-    for setting in (s for s in SETTINGS if asked.only in s.name):
+    about, begun = {"machine": machine(gpu), "tiny": args.tiny}, time.perf_counter()
+    for setting in (s for s in SETTINGS if args.only in s.name):
         start = time.perf_counter()
-        if start - begun > asked.seconds:
-            rows.append(replace(planned(setting, setting.job(gpu, asked.tiny)), said="left out: the time was up"))
+        if start - begun > args.seconds:
+            rows.append(replace(planned(setting, setting.job(gpu, args.tiny)), said="left out: the time was up"))
         else:
-            rows.append(check(setting, gpu, asked.tiny))
+            rows.append(check(setting, gpu, args.tiny))
         print(f"{details(rows[-1])}\n    took {time.perf_counter() - start:.0f} s", flush=True)
-        write(asked.out, about, rows)
+        write(args.out, about, rows)
     print(table(rows))
     return 0 if all(row.holds is not False and row.said is None for row in rows) else 1
 
@@ -411,22 +411,24 @@ def write(out: Path, about: dict[str, Any], rows: Sequence[Checked]) -> None:
     out.write_text(json.dumps({**about, "settings": offs}, indent=2) + "\n")
 
 
-def again(out: Path) -> int:
+def replan(out: Path) -> int:
     """Compare the current planner with the measurements in the file."""
-    kept = json.loads(out.read_text())
-    gpu = replace(find_gpu(kept["machine"]["gpu"]), memory=kept["machine"]["memory"])
+    stored = json.loads(out.read_text())
+    gpu = replace(find_gpu(stored["machine"]["gpu"]), memory=stored["machine"]["memory"])
     by_name = {setting.name: setting for setting in SETTINGS}
     rows = []
-    for told in kept["settings"]:
-        now = planned(by_name[told["setting"]], by_name[told["setting"]].job(gpu, kept["tiny"]))
-        taken = {name: told[name] for name in told if name.startswith("measured") or name in ("reserved", "said")}
-        rows.append(replace(now, **taken))
+    for measurement in stored["settings"]:
+        now = planned(by_name[measurement["setting"]], by_name[measurement["setting"]].job(gpu, stored["tiny"]))
+        measurements = {
+            name: measurement[name] for name in measurement if name.startswith("measured") or name in ("reserved", "said")
+        }
+        rows.append(replace(now, **measurements))
         print(details(rows[-1]))
-    write(out, {name: kept[name] for name in ("machine", "tiny")}, rows)
+    write(out, {name: stored[name] for name in ("machine", "tiny")}, rows)
     print(table(rows))
-    if not kept["tiny"]:
-        told = f"{gpu.name}, torch {kept['machine']['torch']}, transformers {kept['machine']['transformers']}."
-        put(PLAN_PAGE, "plan-check", f"{table(rows)}\n\nMeasured on an {told}")
+    if not stored["tiny"]:
+        versions = f"{gpu.name}, torch {stored['machine']['torch']}, transformers {stored['machine']['transformers']}."
+        put(PLAN_PAGE, "plan-check", f"{table(rows)}\n\nMeasured on an {versions}")
     return 0 if all(row.holds is not False and row.said is None for row in rows) else 1
 
 

@@ -42,8 +42,8 @@ def measured(target: str, recipe: str, args: argparse.Namespace, file: Path, *ho
             raise SystemExit(f"{' '.join(command)}\n{done.stderr}")
         file.write_text(done.stdout)
         print(f"{file.stem}: {time.monotonic() - began:.0f} s", flush=True)
-    found: dict[str, Any] = json.loads(file.read_text())
-    return found
+    result: dict[str, Any] = json.loads(file.read_text())
+    return result
 
 
 def trained(recipe: str, args: argparse.Namespace, out: Path, minutes: float) -> bool:
@@ -72,26 +72,26 @@ def curves(out: Path) -> dict[str, Any]:
     """Curves, seconds by phase and peak memory of every stage."""
     from oncurve.runs.database.reader import RunReader
 
-    told: dict[str, Any] = {}
+    curves_by_stage: dict[str, Any] = {}
     with RunReader.open(out) as store:
         for stage in store.stages():
             names = [*CURVES, "memory_mib", *(f"seconds/{phase}" for phase in ("sample", "score", "grade", "update", "eval"))]
-            found = {name: store.metric(name, stage.name) for name in names}
-            told[stage.name] = {
+            metrics = {name: store.metric(name, stage.name) for name in names}
+            curves_by_stage[stage.name] = {
                 "steps": stage.done,
                 "minutes": round(
-                    sum(v for name, curve in found.items() if name.startswith("seconds/") for _, v in curve) / 60, 2
+                    sum(v for name, curve in metrics.items() if name.startswith("seconds/") for _, v in curve) / 60, 2
                 ),
-                "memory_gib": round(max((v for _, v in found["memory_mib"]), default=0.0) / 1024, 2),
-                "curves": {name: [[n, round(v, 5)] for n, v in found[name]] for name in CURVES if found[name]},
+                "memory_gib": round(max((v for _, v in metrics["memory_mib"]), default=0.0) / 1024, 2),
+                "curves": {name: [[n, round(v, 5)] for n, v in metrics[name]] for name in CURVES if metrics[name]},
             }
-        told["heldout"] = [[e.stage, e.step, e.accuracy, e.asked] for e in store.evals()]
-    return told
+        curves_by_stage["heldout"] = [[e.stage, e.step, e.accuracy, e.asked] for e in store.evals()]
+    return curves_by_stage
 
 
-def figures(found: dict[str, Any]) -> dict[str, Any]:
+def figures(result: dict[str, Any]) -> dict[str, Any]:
     keys = ("accuracy", "interval", "asked", "samples", "pass@1", "pass@8", "maj@8")
-    return {key: found[key] for key in keys if key in found} | {"cut_share": found["metrics"]["cut_share"]}
+    return {key: result[key] for key in keys if key in result} | {"cut_share": result["metrics"]["cut_share"]}
 
 
 def machine() -> dict[str, Any]:
@@ -101,11 +101,11 @@ def machine() -> dict[str, Any]:
     return {"device": name, **{p: metadata.version(p) for p in ("torch", "transformers")}}
 
 
-def share(found: dict[str, Any] | None) -> str:
-    if found is None:
+def share(result: dict[str, Any] | None) -> str:
+    if result is None:
         return "–"
-    low, high = found["interval"]
-    return f"{100 * found.get('share', found.get('accuracy', 0)):.1f} % ({100 * low:.1f}–{100 * high:.1f})"
+    low, high = result["interval"]
+    return f"{100 * result.get('share', result.get('accuracy', 0)):.1f} % ({100 * low:.1f}–{100 * high:.1f})"
 
 
 def table() -> str:
@@ -114,11 +114,11 @@ def table() -> str:
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for file in sorted((HERE / "results").glob("real-*.json")):
-        told = json.loads(file.read_text())
-        stages = [stage for stage in told["run"].values() if isinstance(stage, dict)]
-        between = ", ".join(f"{share(found)} after {stage}" for stage, found in told["between"].items())
-        row = [told["recipe"], str(told["seed"]), share(told.get("before")), between or "–", share(told["after"])]
-        row += [share(told.get(side, {}).get("pass@8")) for side in ("before_8", "after_8")]
+        results = json.loads(file.read_text())
+        stages = [stage for stage in results["run"].values() if isinstance(stage, dict)]
+        between = ", ".join(f"{share(result)} after {stage}" for stage, result in results["between"].items())
+        row = [results["recipe"], str(results["seed"]), share(results.get("before")), between or "–", share(results["after"])]
+        row += [share(results.get(side, {}).get("pass@8")) for side in ("before_8", "after_8")]
         row += [", ".join(f"{s['steps']}" for s in stages)]
         row += [f"{sum(s['minutes'] for s in stages):.1f}", f"{max(s['memory_gib'] for s in stages):.1f} GiB"]
         lines.append(f"| {' | '.join(row)} |")
@@ -129,11 +129,11 @@ def draw() -> None:
     """Plot the fraction of right answers among the samples of each grpo step, as means over ten steps; one line per run."""
     with plot(HERE.parent / "docs" / "images" / "real.svg", figsize=(7, 3.6)) as (_, axes):
         for n, file in enumerate(sorted((HERE / "results").glob("real-*.json"))):
-            told = json.loads(file.read_text())
-            right = [value for _, value in told["run"]["grpo"]["curves"]["reward/answer"]]
+            results = json.loads(file.read_text())
+            right = [value for _, value in results["run"]["grpo"]["curves"]["reward/answer"]]
             smooth = [100 * fmean(right[max(0, i - 9) : i + 1]) for i in range(len(right))]
             colour, line = COLOURS[n % len(COLOURS)], LINES[n // len(COLOURS) % len(LINES)]
-            name = f"{told['recipe']}, seed {told['seed']}"
+            name = f"{results['recipe']}, seed {results['seed']}"
             axes.plot(range(1, len(right) + 1), smooth, line, color=colour, label=name)
         axes.set_xlabel("step of grpo")
         axes.set_ylabel("right answers, %")
@@ -166,25 +166,25 @@ def main() -> None:
     until = time.monotonic() + 60 * args.minutes
     recipe = load_recipe(args.recipe, tuple(args.set))
     name, model = Path(args.recipe).stem, recipe.model.source
-    place, run = args.out / name, args.out / f"{name}-{args.seed}"
-    place.mkdir(parents=True, exist_ok=True)
+    folder, run = args.out / name, args.out / f"{name}-{args.seed}"
+    folder.mkdir(parents=True, exist_ok=True)
     eight = ("--samples", "8", "--temperature", "1")
-    told: dict[str, Any] = {"recipe": name, "seed": args.seed, "set": args.set, "model": model, "machine": machine()}
+    results: dict[str, Any] = {"recipe": name, "seed": args.seed, "set": args.set, "model": model, "machine": machine()}
     if not args.skip_before:
-        told["before"] = figures(measured(model, args.recipe, args, place / "before.json"))
-        told["before_8"] = figures(measured(model, args.recipe, args, place / "before-8.json", *eight))
+        results["before"] = figures(measured(model, args.recipe, args, folder / "before.json"))
+        results["before_8"] = figures(measured(model, args.recipe, args, folder / "before-8.json", *eight))
     if not trained(args.recipe, args, run, max((until - time.monotonic()) / 60, 0.0)) and not args.settle:
         print("time is up; give the same command again to continue", flush=True)
         return
-    told["between"] = {}
+    results["between"] = {}
     for stage in (s for s in recipe.stages[:-1] if s.updates_policy):
-        target, file = f"{run}@{stage.label}-{stage.steps}", place / f"{stage.label}-{args.seed}.json"
-        told["between"][stage.label] = figures(measured(target, args.recipe, args, file))
-    told["after"] = figures(measured(str(run), args.recipe, args, place / f"after-{args.seed}.json"))
-    told["after_8"] = figures(measured(str(run), args.recipe, args, place / f"after-8-{args.seed}.json", *eight))
-    told["run"] = curves(run)
+        target, file = f"{run}@{stage.label}-{stage.steps}", folder / f"{stage.label}-{args.seed}.json"
+        results["between"][stage.label] = figures(measured(target, args.recipe, args, file))
+    results["after"] = figures(measured(str(run), args.recipe, args, folder / f"after-{args.seed}.json"))
+    results["after_8"] = figures(measured(str(run), args.recipe, args, folder / f"after-8-{args.seed}.json", *eight))
+    results["run"] = curves(run)
     file = HERE / "results" / f"real-{name}-{args.seed}.json"
-    file.write_text(json.dumps(told, indent=1) + "\n")
+    file.write_text(json.dumps(results, indent=1) + "\n")
     print(table())
     print(f"wrote {file.relative_to(HERE.parent)}")
 

@@ -17,9 +17,11 @@ STYLE: Any = {"svg.hashsalt": "oncurve", "font.size": 10, "axes.spines.top": Fal
 
 def commit() -> str:
     """The measured commit, with a `+` if files had changed since. A copy without a repository sets ONCURVE_COMMIT."""
-    ask = ("git", "-C", str(HERE), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*")
-    told = subprocess.run(ask, capture_output=True, text=True, check=False).stdout.strip() if shutil.which("git") else ""
-    return told or os.environ.get("ONCURVE_COMMIT", "unknown")
+    command = ("git", "-C", str(HERE), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*")
+    description = (
+        subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() if shutil.which("git") else ""
+    )
+    return description or os.environ.get("ONCURVE_COMMIT", "unknown")
 
 
 def put(page: Path, name: str, body: str) -> None:

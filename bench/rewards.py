@@ -58,14 +58,14 @@ def plainly(pairs: list[Pair]) -> int:
 def grouped(pairs: list[Pair]) -> list[Group]:
     """Completions with eight answers per prompt."""
     zeros = np.zeros(1, np.float32)
-    made = []
+    groups = []
     for start in range(0, len(pairs), GROUP):
         gold = pairs[start][0]
         texts = [f"<answer>{answer}</answer>" for g, answer in pairs[start : start + GROUP] if g == gold]
         mask = np.ones(1, np.bool_)
-        said = tuple(Completion(np.zeros(1, np.int64), text, "end", zeros, zeros, zeros, mask) for text in texts)
-        made.append(Group(Prompt(f"p{start}", "?", columns={"answer": gold}), np.zeros(1, np.int64), said))
-    return made
+        completions = tuple(Completion(np.zeros(1, np.int64), text, "end", zeros, zeros, zeros, mask) for text in texts)
+        groups.append(Group(Prompt(f"p{start}", "?", columns={"answer": gold}), np.zeros(1, np.int64), completions))
+    return groups
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -120,8 +120,8 @@ def bench_overlap(count: int, sampling: float = 0.1) -> None:
         mix.score(groups)
 
     late, meanwhile = (timed(lambda: after(grouped(fresh[0]))), timed(lambda: beside(grouped(fresh[1]))))
-    asked = f"{count} groups of {GROUP} that take {count * sampling:.1f} s to sample"
-    print(f"sampling and grading {asked}: {late:.2f} s one after the other, {meanwhile:.2f} s overlapped")
+    workload = f"{count} groups of {GROUP} that take {count * sampling:.1f} s to sample"
+    print(f"sampling and grading {workload}: {late:.2f} s one after the other, {meanwhile:.2f} s overlapped")
 
 
 def main() -> None:

@@ -40,17 +40,17 @@ def seconds(size: int, behind: bool) -> tuple[float, float]:
         saver.save(CheckpointRequest("grpo", 1, {}, keep=1), tensors)
         waited = time.perf_counter() - begun
         saver.wait()
-        whole = time.perf_counter() - begun
+        total = time.perf_counter() - begun
         saver.close()
-    return waited, whole
+    return waited, total
 
 
 def copy_seconds(size: int) -> float:
     tensors = state(size)
     begun = time.perf_counter()
-    kept = {name: t.clone() for name, t in tensors["model"].items()}
+    copies = {name: t.clone() for name, t in tensors["model"].items()}
     took = time.perf_counter() - begun
-    assert len(kept) == size // 4
+    assert len(copies) == size // 4
     return took
 
 
@@ -67,8 +67,8 @@ def main() -> None:
     print("| state | copy in memory | training waits (background) | complete after | training waits (foreground) |")
     print("|---|---|---|---|---|")
     for row in rows:
-        told = (row[name] for name in ("copy", "behind_blocked", "behind_whole", "waiting_blocked"))
-        print(f"| {row['mib']} MiB | " + " | ".join(f"{value:.2f} s" for value in told) + " |")
+        columns = (row[name] for name in ("copy", "behind_blocked", "behind_whole", "waiting_blocked"))
+        print(f"| {row['mib']} MiB | " + " | ".join(f"{value:.2f} s" for value in columns) + " |")
     about = {"system": platform.system(), "cores": os.cpu_count(), "load": os.getloadavg()[0], "torch": torch.__version__}
     RESULTS.write_text(json.dumps({"machine": about, "medians_of": TIMES, "rows": rows}, indent=1) + "\n")
 

@@ -32,37 +32,37 @@ def run_once(ranks: int, shard: str, steps: int, folder: Path) -> dict[str, floa
         f"scale.ranks={ranks}", f"scale.shard={shard}", "threads=2", f"grpo.steps={steps}", "sft.steps=20",
         "grpo.optimiser.warmup_steps=0", "grpo.prompts_per_step=32", "task.heldout=8", "grpo.eval_every=0", "grpo.save_every=0",
     ]  # fmt: skip
-    words = [word for one in sets for word in ("--set", one)]
+    options = [option for change in sets for option in ("--set", change)]
     load = os.getloadavg()[0]
-    command = [sys.executable, "-m", "oncurve", "train", "arithmetic", *words, "--out", str(folder)]
+    command = [sys.executable, "-m", "oncurve", "train", "arithmetic", *options, "--out", str(folder)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     with RunReader.open(folder) as store:
-        kept = [store.metrics_of("grpo", n) for n in range(SKIPPED + 1, steps + 1)]
+        metrics = [store.metrics_of("grpo", n) for n in range(SKIPPED + 1, steps + 1)]
         took = [row.seconds for row in store.steps("grpo")[SKIPPED:]]
-    phases = {name: median(m[f"seconds/{name}"] for m in kept) for name in ("sample", "score", "update")}
-    return {"step": median(took), **phases, "tokens": median(m["tokens"] for m in kept), "load_before": load}
+    phases = {name: median(m[f"seconds/{name}"] for m in metrics) for name in ("sample", "score", "update")}
+    return {"step": median(took), **phases, "tokens": median(m["tokens"] for m in metrics), "load_before": load}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--rounds", type=int, default=3)
-    asked = parser.parse_args()
-    found: dict[str, list[dict[str, float]]] = {f"{ranks} {shard}": [] for ranks, shard in SETTINGS}
+    args = parser.parse_args()
+    measured: dict[str, list[dict[str, float]]] = {f"{ranks} {shard}": [] for ranks, shard in SETTINGS}
     with tempfile.TemporaryDirectory() as folder:
-        for turn in range(asked.rounds):
+        for turn in range(args.rounds):
             for ranks, shard in SETTINGS:
-                place = Path(folder) / f"{ranks}-{shard}-{turn}"
-                found[f"{ranks} {shard}"].append(run_once(ranks, shard, asked.steps, place))
-    rows = {name: {key: median(one[key] for one in runs) for key in runs[0]} for name, runs in found.items()}
-    one = rows["1 none"]["step"]
+                out = Path(folder) / f"{ranks}-{shard}-{turn}"
+                measured[f"{ranks} {shard}"].append(run_once(ranks, shard, args.steps, out))
+    rows = {name: {key: median(run[key] for run in runs) for key in runs[0]} for name, runs in measured.items()}
+    single = rows["1 none"]["step"]
     print(f"{'ranks, shard':<16}{'step s':>9}{'sample':>9}{'score':>9}{'update':>9}{'speed-up':>10}{'load':>7}")
     for name, row in rows.items():
-        row["speed_up"] = one / row["step"]
+        row["speed_up"] = single / row["step"]
         times = "".join(f"{row[key]:>9.3f}" for key in ("step", "sample", "score", "update"))
         print(f"{name:<16}{times}{row['speed_up']:>9.2f}×{row['load_before']:>7.1f}")
     RESULTS.write_text(
-        json.dumps({"cores": os.cpu_count(), "steps": asked.steps, "rounds": asked.rounds, "rows": rows}, indent=2) + "\n"
+        json.dumps({"cores": os.cpu_count(), "steps": args.steps, "rounds": args.rounds, "rows": rows}, indent=2) + "\n"
     )
     print(f"written to {RESULTS}")
 

@@ -88,8 +88,8 @@ def ask_some(port: int, case: Case, seeds: list[int], new_tokens: int) -> list[A
 def measure(pool: ProcessPoolExecutor, port: int, case: Case, new_tokens: int) -> dict[str, Any]:
     for _ in range(2):
         parts = [list(range(i, case.clients, PROCESSES)) for i in range(PROCESSES)]
-        asked = [pool.submit(ask_some, port, case, part, new_tokens) for part in parts if part]
-        answers = [answer for one in asked for answer in one.result()]
+        pending = [pool.submit(ask_some, port, case, part, new_tokens) for part in parts if part]
+        answers = [answer for future in pending for answer in future.result()]
     took = max(a.ended for a in answers) - min(a.began for a in answers)
     tokens = sum(a.tokens for a in answers)
     assert tokens == case.clients * new_tokens
@@ -134,31 +134,32 @@ def main() -> None:
     parser.add_argument("--cases", type=int, nargs="*", help="case numbers; default: all")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     parser.add_argument("--server", action="store_true", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.server:
-        serve(given.model, given.dtype, given.slots, given.torch)
+    args = parser.parse_args()
+    if args.server:
+        serve(args.model, args.dtype, args.slots, args.torch)
         return
-    command = [sys.executable, __file__, given.model, "--server", "--slots", str(given.slots), "--dtype", given.dtype]
-    command += ["--torch"] * given.torch
+    command = [sys.executable, __file__, args.model, "--server", "--slots", str(args.slots), "--dtype", args.dtype]
+    command += ["--torch"] * args.torch
     began = time.monotonic()
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdin is not None
         assert server.stdout is not None
         ready = json.loads(server.stdout.readline())
-        results: dict[str, Any] = {"session": ready["session"], "dtype": given.dtype, "slots": given.slots}
+        results: dict[str, Any] = {"session": ready["session"], "dtype": args.dtype, "slots": args.slots}
         results["start_s"] = round(time.monotonic() - began, 1)
-        print(f"{ready['session']}, {given.slots} slots, ready after {results['start_s']:.1f} s")
+        print(f"{ready['session']}, {args.slots} slots, ready after {results['start_s']:.1f} s")
         with ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
-            cases = CASES if given.cases is None else [CASES[i] for i in given.cases]
+            cases = CASES if args.cases is None else [CASES[i] for i in args.cases]
             results["cases"] = []
             for case in cases:
-                found = measure(pool, ready["port"], case, given.new_tokens)
-                results["cases"].append(found)
+                result = measure(pool, ready["port"], case, args.new_tokens)
+                results["cases"].append(result)
                 print(
-                    f"{found['case']:>24}  {found['tokens_per_second']:>9} tokens/s  first token after {found['first_ms']} ms"
+                    f"{result['case']:>24}  {result['tokens_per_second']:>9} tokens/s  "
+                    f"first token after {result['first_ms']} ms"
                 )
-                if given.out is not None:
-                    given.out.write_text(json.dumps(results, indent=1))
+                if args.out is not None:
+                    args.out.write_text(json.dumps(results, indent=1))
         server.stdin.close()
 
 

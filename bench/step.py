@@ -121,16 +121,16 @@ def whole_step(args: argparse.Namespace, beta: float, policy: Policy) -> Row:
 def update_of(learner: Learner, groups: Sequence[GradedGroup], tries: int) -> Row:
     """The update only: seconds, tokens forwarded, model FLOPs per second, peak memory."""
     fresh_peak()
-    seconds, told = [], []
+    seconds, reports = [], []
     for _ in range(tries):
-        seconds.append(timed(lambda: told.append(learner.update(groups))))
+        seconds.append(timed(lambda: reports.append(learner.update(groups))))
     best = median(seconds)
     return {
         "seconds": round(best, 4), "tries_s": [round(s, 4) for s in seconds],
-        "tflops": round(told[-1].metrics["update_tflops"], 1),
-        "mfu": round(told[-1].metrics["mfu"], 3), "peak_gib": peak_gib(),
-        "phases_s": {name: round(value, 4) for name, value in told[-1].seconds.items()},
-        "grad_norm": told[-1].metrics["grad_norm"], "skipped_updates": sum(t.metrics["skipped_updates"] for t in told),
+        "tflops": round(reports[-1].metrics["update_tflops"], 1),
+        "mfu": round(reports[-1].metrics["mfu"], 3), "peak_gib": peak_gib(),
+        "phases_s": {name: round(value, 4) for name, value in reports[-1].seconds.items()},
+        "grad_norm": reports[-1].metrics["grad_norm"], "skipped_updates": sum(t.metrics["skipped_updates"] for t in reports),
     }  # fmt: skip
 
 
@@ -220,26 +220,26 @@ def peer(args: argparse.Namespace, name: str) -> Iterator[Row]:
         "--steps", str(steps), "--betas", ",".join(map(str, betas)),
     ]  # fmt: skip
     path = os.pathsep.join(filter(None, (args.peer_path, os.environ.get("PYTHONPATH"))))
-    with tempfile.TemporaryFile("w+") as said:
+    with tempfile.TemporaryFile("w+") as output:
         begun = subprocess.Popen(
-            command + (["--vllm"] if name == "trl+vllm" else []), stdout=subprocess.PIPE, stderr=said, text=True,
+            command + (["--vllm"] if name == "trl+vllm" else []), stdout=subprocess.PIPE, stderr=output, text=True,
             env={**os.environ, "PYTHONPATH": path},
         )  # fmt: skip
         assert begun.stdout is not None
         killer = threading.Timer(args.peer_limit, begun.kill)
         killer.start()
-        told = 0
+        lines_read = 0
         for line in begun.stdout:
             if line.startswith("RESULT "):
-                told += 1
+                lines_read += 1
                 yield {"peer": name, **json.loads(line.removeprefix("RESULT "))}
         code = begun.wait()
         killer.cancel()
-        said.seek(0)
-        error = said.read()
-    if told < len(betas):
+        output.seek(0)
+        error = output.read()
+    if lines_read < len(betas):
         print(error[-4000:], file=sys.stderr)
-    for beta in betas[told:]:
+    for beta in betas[lines_read:]:
         yield {"peer": name, "beta": beta, "failed": f"exit {code}: {(error.strip().splitlines() or ['no output'])[-1][:200]}"}
 
 
@@ -268,25 +268,25 @@ def _installed(name: str) -> bool:
 
 def measure(args: argparse.Namespace) -> Iterator[Row]:
     """All results, written after each part. Parts that are not requested keep their values from the file."""
-    kept: Row = json.loads(RESULTS.read_text()) if RESULTS.exists() and args.out == RESULTS else {}
-    found: Row = {**kept, "environment": environment(args)}
-    wanted = args.only.split(",")
-    found["commits"] = kept.get("commits", {}) | dict.fromkeys(wanted, found["environment"]["commit"])
-    if "step" in wanted:
-        found["step"] = []
+    stored: Row = json.loads(RESULTS.read_text()) if RESULTS.exists() and args.out == RESULTS else {}
+    results: Row = {**stored, "environment": environment(args)}
+    selected = args.only.split(",")
+    results["commits"] = stored.get("commits", {}) | dict.fromkeys(selected, results["environment"]["commit"])
+    if "step" in selected:
+        results["step"] = []
         for beta in args.betas.split(","):
-            found["step"].append(whole_step(args, float(beta), policy_of(args.size)))
+            results["step"].append(whole_step(args, float(beta), policy_of(args.size)))
             fresh_peak()
-            yield found
+            yield results
         for name in filter(None, args.against.split(",")):
             for row in peer(args, name):
-                found["step"].append(row)
-                yield found
+                results["step"].append(row)
+                yield results
     for name, part in (("long", long_prompts), ("linear", growth), ("mfu", matrix_use), ("lora", adapters)):
-        if name in wanted:
-            found[name] = part(args)
+        if name in selected:
+            results[name] = part(args)
             fresh_peak()
-            yield found
+            yield results
 
 
 def _cells(row: Row, ours: dict[float, float]) -> tuple[object, ...]:
@@ -298,13 +298,13 @@ def _cells(row: Row, ours: dict[float, float]) -> tuple[object, ...]:
     return row["peer"], row["beta"], f"{row['step_s']} s{skipped}", f"{sample} s", f"{row['peak_gib']} GiB", times
 
 
-def tables(found: Row) -> str:
+def tables(results: Row) -> str:
     """The tables of bench/README.md."""
     lines: list[str] = []
-    if "step" in found:
+    if "step" in results:
         lines += ["| trainer | β | step | of it sampling | peak memory | ÷ Oncurve |", "|---|---|---|---|---|---|"]
-        ours = {row["beta"]: row["step_s"] for row in found["step"] if row["peer"] == "oncurve"}
-        lines += ["| " + " | ".join(map(str, _cells(row, ours))) + " |" for row in found["step"]]
+        ours = {row["beta"]: row["step_s"] for row in results["step"] if row["peer"] == "oncurve"}
+        lines += ["| " + " | ".join(map(str, _cells(row, ours))) + " |" for row in results["step"]]
         lines.append("")
     for name, columns in (
         ("long", ("shared", "prompt", "new", "group", "seconds", "tflops", "peak_gib", "times_faster")),
@@ -312,13 +312,13 @@ def tables(found: Row) -> str:
         ("mfu", ("size", "prompt", "new", "seconds", "tflops", "mfu", "peak_gib")),
         ("lora", ("trained", "rank", "step_s", "sample_s", "update_s", "mfu", "peak_gib")),
     ):
-        if name in found:
+        if name in results:
             lines += ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-            lines += ["| " + " | ".join(str(row.get(c, "")) for c in columns) + " |" for row in found[name]]
+            lines += ["| " + " | ".join(str(row.get(c, "")) for c in columns) + " |" for row in results[name]]
             lines.append("")
-    env = found["environment"]
+    env = results["environment"]
     versions = ", ".join(f"{k} {v}" for k, v in env["versions"].items())
-    commits = ", ".join(f"{found['commits'][name]} ({name})" for name in PARTS if name in found)
+    commits = ", ".join(f"{results['commits'][name]} ({name})" for name in PARTS if name in results)
     return "\n".join([*lines, f"{env['gpu']}, matrix rate {env['matrix_tflops']} TFLOP/s; {versions}; measured at {commits}."])
 
 
@@ -351,9 +351,9 @@ def main() -> None:
         write_table()
         return
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    for found in measure(args):
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
-    print(tables(found))
+    for results in measure(args):
+        args.out.write_text(json.dumps(results, indent=1) + "\n")
+    print(tables(results))
 
 
 if __name__ == "__main__":

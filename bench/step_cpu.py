@@ -149,8 +149,8 @@ def trl_worker(work: Work, pipe: Connection) -> None:
             seconds["start"] = time.perf_counter()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            whole = time.perf_counter() - seconds.pop("start")
-            pipe.send({**seconds, "update": whole - sum(seconds.values()), "step": whole})
+            total = time.perf_counter() - seconds.pop("start")
+            pipe.send({**seconds, "update": total - sum(seconds.values()), "step": total})
 
     model, tokenizer = tiny_model(work.threads)
     rows = work.prompts * work.group_size
@@ -253,18 +253,18 @@ def versions() -> dict[str, str]:
     return {"oncurve": oncurve.__version__, **peers, "python": platform.python_version()}
 
 
-def table(found: dict[str, Any]) -> str:
+def table(results: dict[str, Any]) -> str:
     """The results as a Markdown table."""
     lines = ["| prompt + completion | TRL | Oncurve | TRL ÷ Oncurve | Oncurve's phases |", "|---|---|---|---|---|"]
-    for result in found["results"]:
+    for result in results["results"]:
         ours, theirs = result["medians"]["oncurve"], result["medians"]["trl"]
         phases = ", ".join(f"{phase} {ours[phase]:.3f}" for phase in PHASES)
         steps = f"{theirs['step']:.3f} s | {ours['step']:.3f} s"
         lines.append(f"| {result['name']} | {steps} | {result['ratio']:.2f} | {phases} |")
-    of = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    count = len(found["results"][0]["steps"]["oncurve"])
-    where = f"{found['machine']['cpu']}, {found['results'][0]['work']['threads']} threads"
-    return "\n".join([*lines, "", f"Medians of {count} steps. {where}; {of}; commit {found['commit']}."])
+    of = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    count = len(results["results"][0]["steps"]["oncurve"])
+    where = f"{results['machine']['cpu']}, {results['results'][0]['work']['threads']} threads"
+    return "\n".join([*lines, "", f"Medians of {count} steps. {where}; {of}; commit {results['commit']}."])
 
 
 def fill_readme() -> None:
@@ -280,21 +280,21 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--trl-micro-batch", type=int, default=16, help="completions per TRL micro-batch")
     parser.add_argument("--table", action="store_true", help="only write the last results into bench/README.md")
-    said = parser.parse_args()
-    if said.table:
+    args = parser.parse_args()
+    if args.table:
         fill_readme()
         return
-    os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS=str(said.threads))
+    os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS=str(args.threads))
     print(" · ".join(f"{name} {version}" for name, version in versions().items()))
     results: list[dict[str, Any]] = []
-    found = {"commit": commit(), "machine": machine(), "versions": versions(), "results": results}
+    report = {"commit": commit(), "machine": machine(), "versions": versions(), "results": results}
     for prompt_tokens in (32, 192):
-        work = Work(prompt_tokens, 48, 8, 8, said.steps + said.warm_up, said.threads, said.trl_micro_batch)
-        result = summary(work, measure(work, said.warm_up))
+        work = Work(prompt_tokens, 48, 8, 8, args.steps + args.warm_up, args.threads, args.trl_micro_batch)
+        result = summary(work, measure(work, args.warm_up))
         results.append(result)
         show(result)
     RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+    RESULTS.write_text(json.dumps(report, indent=1) + "\n")
     print(f"\nwritten to {RESULTS.relative_to(HERE.parent)}")
 
 

@@ -53,7 +53,7 @@ MIDDLE = {"group_size": "G = 8, 16 prompts", "scale": "`group`", "updates": "μ 
 
 
 @dataclass(frozen=True)
-class Asked:
+class SweepRequest:
     """Where it goes, of which recipe, with how many seeds."""
 
     out: Path
@@ -61,33 +61,44 @@ class Asked:
     seeds: int
 
 
-def compare(asked: Asked) -> None:
+def compare(request: SweepRequest) -> None:
     """Run the command as a user would."""
-    told = ["--algorithms", ALGORITHMS, "--seeds", str(asked.seeds), "--set", CURVATURE, "--out", str(asked.out / "compare")]
-    subprocess.run([sys.executable, "-m", "oncurve", "compare", asked.recipe, *told], cwd=ROOT, check=True)
+    options = [
+        "--algorithms",
+        ALGORITHMS,
+        "--seeds",
+        str(request.seeds),
+        "--set",
+        CURVATURE,
+        "--out",
+        str(request.out / "compare"),
+    ]
+    subprocess.run([sys.executable, "-m", "oncurve", "compare", request.recipe, *options], cwd=ROOT, check=True)
 
 
-def sweep(asked: Asked, name: str) -> None:
+def sweep(request: SweepRequest, name: str) -> None:
     """Train every variant with every seed from the shared start, with the token budget of the middle run."""
-    found: dict[str, list[ArmResult]] = {label: [] for label in SWEEPS[name]}
-    for seed in range(asked.seeds):
-        middle = _middle(asked, seed)
+    results: dict[str, list[ArmResult]] = {label: [] for label in SWEEPS[name]}
+    for seed in range(request.seeds):
+        middle = _middle(request, seed)
         for label, sets in SWEEPS[name].items():
             if label == MIDDLE[name]:
-                found[label].append(middle)
+                results[label].append(middle)
                 continue
-            recipe = variant(asked, label, sets, seed, round(middle.tokens))
-            folder = asked.out / name / f"{_plain(label)}-{seed}"
+            recipe = variant(request, label, sets, seed, round(middle.tokens))
+            folder = request.out / name / f"{_plain(label)}-{seed}"
             _train(folder, recipe)
-            found[label].append(_outcome(folder, recipe, label, middle))
-            print(f"{name}: {label}, seed {seed}: {100 * found[label][-1].accuracy:.1f} %", flush=True)
-            _write(asked.out / f"{name}.json", {key: [told(o) for o in runs] for key, runs in found.items() if runs})
+            results[label].append(_outcome(folder, recipe, label, middle))
+            print(f"{name}: {label}, seed {seed}: {100 * results[label][-1].accuracy:.1f} %", flush=True)
+            _write(
+                request.out / f"{name}.json", {key: [outcome_data(o) for o in runs] for key, runs in results.items() if runs}
+            )
 
 
-def variant(asked: Asked, label: str, sets: Sequence[str], seed: int, tokens: int) -> Recipe:
+def variant(request: SweepRequest, label: str, sets: Sequence[str], seed: int, tokens: int) -> Recipe:
     """The recipe's last stage from the shared start, with one change, until it has sampled the given number of tokens."""
-    recipe = with_budget(with_algorithm(load_recipe(str(ROOT / asked.recipe), list(sets)), "grpo"), tokens=tokens)
-    model = recipe.model.model_copy(update={"source": str(_start(asked).resolve())})
+    recipe = with_budget(with_algorithm(load_recipe(str(ROOT / request.recipe), list(sets)), "grpo"), tokens=tokens)
+    model = recipe.model.model_copy(update={"source": str(_start(request).resolve())})
     return recipe.model_copy(update={"name": _plain(label), "seed": seed, "stages": recipe.stages[-1:], "model": model})
 
 
@@ -110,26 +121,26 @@ def _outcome(folder: Path, recipe: Recipe, label: str, middle: ArmResult) -> Arm
     return read_result(RunFolder(folder), stage, label, recipe.seed, middle.curve[0].accuracy)
 
 
-def _start(asked: Asked) -> Path:
+def _start(request: SweepRequest) -> Path:
     """The model that all runs start from; waits until the comparison has created it."""
-    _wait(asked.out / "compare" / "start")
-    return RunFolder(asked.out / "compare" / "start").model
+    _wait(request.out / "compare" / "start")
+    return RunFolder(request.out / "compare" / "start").model
 
 
-def _middle(asked: Asked, seed: int) -> ArmResult:
+def _middle(request: SweepRequest, seed: int) -> ArmResult:
     """The comparison's grpo run with this seed; waits for it."""
-    folder = asked.out / "compare" / "runs" / f"grpo-{seed}"
+    folder = request.out / "compare" / "runs" / f"grpo-{seed}"
     _wait(folder)
     recipe = load_recipe(str(RunFolder(folder).recipe))
     stage = recipe.stages[-1]
     assert isinstance(stage, RolloutStage)
-    return read_result(RunFolder(folder), stage, "grpo", seed, _start_accuracy(asked))
+    return read_result(RunFolder(folder), stage, "grpo", seed, _start_accuracy(request))
 
 
-def _start_accuracy(asked: Asked) -> float:
+def _start_accuracy(request: SweepRequest) -> float:
     from oncurve.runs.database.reader import RunReader
 
-    with RunReader.open(asked.out / "compare" / "start") as store:
+    with RunReader.open(request.out / "compare" / "start") as store:
         accuracy = store.evals()[-1].accuracy
     assert accuracy is not None
     return accuracy
@@ -140,15 +151,15 @@ def _wait(folder: Path) -> None:
         time.sleep(0.5)
 
 
-def told(outcome: ArmResult) -> dict[str, Any]:
+def outcome_data(outcome: ArmResult) -> dict[str, Any]:
     return asdict(outcome) | {"accuracy": outcome.accuracy, "last_reward": float(np.mean(outcome.rewards[-10:]))}
 
 
-def baseline(asked: Asked, prompts: int = 32, samples: int = 512) -> None:
+def baseline(request: SweepRequest, prompts: int = 32, samples: int = 512) -> None:
     """Sample many completions of each prompt once; every group size then splits the same rewards."""
-    if not (asked.out / "baseline.json").is_file():
-        rewards_PS = _rewards(asked, prompts, samples)
-        _write(asked.out / "baseline.json", {f"G = {g}": measure(rewards_PS, g) for g in SIZES})
+    if not (request.out / "baseline.json").is_file():
+        rewards_PS = _rewards(request, prompts, samples)
+        _write(request.out / "baseline.json", {f"G = {g}": measure(rewards_PS, g) for g in SIZES})
 
 
 def measure(rewards_PS: np.ndarray, size: int) -> dict[str, float]:
@@ -182,7 +193,7 @@ def measure(rewards_PS: np.ndarray, size: int) -> dict[str, float]:
     }
 
 
-def _rewards(asked: Asked, prompts: int, samples: int) -> np.ndarray:
+def _rewards(request: SweepRequest, prompts: int, samples: int) -> np.ndarray:
     """[prompts, samples] total rewards of the shared start."""
     import torch
 
@@ -192,7 +203,7 @@ def _rewards(asked: Asked, prompts: int, samples: int) -> np.ndarray:
     from oncurve.tasks.prompt_order import prompts_for_step
     from oncurve.training.start import rewards_for, task_for
 
-    recipe = variant(asked, "baseline", (), 0, 1)
+    recipe = variant(request, "baseline", (), 0, 1)
     stage = recipe.stages[-1]
     assert isinstance(stage, RolloutStage)
     torch.set_num_threads(1)
@@ -212,35 +223,35 @@ def _write(file: Path, data: Any) -> None:
 PARTS = ("compare", "baseline", *SWEEPS)
 
 
-def everything(asked: Asked) -> None:
+def everything(request: SweepRequest) -> None:
     """Run the comparison on one core and the sweeps on the other."""
     begun = time.perf_counter()
-    own = [sys.executable, __file__, str(asked.out), "--recipe", asked.recipe, "--seeds", str(asked.seeds)]
+    own = [sys.executable, __file__, str(request.out), "--recipe", request.recipe, "--seeds", str(request.seeds)]
     first = subprocess.Popen([*own, "--only", "compare"])
     codes = [subprocess.run([*own, "--only", part], check=False).returncode for part in PARTS[1:]]
     if first.wait() or any(codes):
         raise SystemExit("a part failed, see above; the same command resumes")
-    _write(asked.out / "machine.json", machine(time.perf_counter() - begun))
+    _write(request.out / "machine.json", machine(time.perf_counter() - begun))
 
 
 def machine(seconds: float) -> dict[str, Any]:
     from importlib import metadata
 
     versions = {name: metadata.version(name) for name in ("torch", "transformers")}
-    told = {"system": platform.system(), "cores": os.cpu_count(), "load": os.getloadavg()[0]}
-    return {**told, "python": platform.python_version(), **versions, "minutes": round(seconds / 60, 1)}
+    facts = {"system": platform.system(), "cores": os.cpu_count(), "load": os.getloadavg()[0]}
+    return {**facts, "python": platform.python_version(), **versions, "minutes": round(seconds / 60, 1)}
 
 
 def outcomes_in(file: Path) -> dict[str, list[ArmResult]]:
     """The stored runs of a part, by algorithm or variant."""
     data = json.loads(file.read_text(encoding="utf-8"))
     rows = [(row["algorithm"], row) for row in data] if isinstance(data, list) else list(_flat(data))
-    found: dict[str, list[ArmResult]] = {}
+    outcomes: dict[str, list[ArmResult]] = {}
     for label, row in rows:
-        kept = {name: row[name] for name in ArmResult.__dataclass_fields__}
-        kept |= {"algorithm": label, "curve": tuple(Point(**p) for p in row["curve"]), "rewards": tuple(row["rewards"])}
-        found.setdefault(label, []).append(ArmResult(**kept))
-    return found
+        fields = {name: row[name] for name in ArmResult.__dataclass_fields__}
+        fields |= {"algorithm": label, "curve": tuple(Point(**p) for p in row["curve"]), "rewards": tuple(row["rewards"])}
+        outcomes.setdefault(label, []).append(ArmResult(**fields))
+    return outcomes
 
 
 def _flat(data: dict[str, list[dict[str, Any]]]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -254,20 +265,20 @@ def main() -> None:
     parser.add_argument("--page", action="store_true", help="write docs/compare.md from the existing results")
     parser.add_argument("--recipe", default=RECIPE, help="another recipe, to check that the script works")
     parser.add_argument("--seeds", type=int, default=SEEDS)
-    told = parser.parse_args()
-    asked = Asked(told.out, told.recipe, told.seeds)
-    if told.page:
+    args = parser.parse_args()
+    request = SweepRequest(args.out, args.recipe, args.seeds)
+    if args.page:
         from sweeps_page import write_page
 
-        write_page(asked.out)
-    elif told.only == "compare":
-        compare(asked)
-    elif told.only == "baseline":
-        baseline(asked)
-    elif told.only:
-        sweep(asked, told.only)
+        write_page(request.out)
+    elif args.only == "compare":
+        compare(request)
+    elif args.only == "baseline":
+        baseline(request)
+    elif args.only:
+        sweep(request, args.only)
     else:
-        everything(asked)
+        everything(request)
 
 
 if __name__ == "__main__":

@@ -36,11 +36,11 @@ def write_page(out: Path) -> None:
         put(PAGE, "machine", about(json.loads((out / "machine.json").read_text())))
 
 
-def about(told: dict[str, Any]) -> str:
+def about(facts: dict[str, Any]) -> str:
     return (
-        f"Measured in {told['minutes']} minutes on {told['cores']} cores ({told['system']}, load {told['load']:.1f}), two runs "
-        f"side by side with one thread each; torch {told['torch']}, transformers {told['transformers']}, "
-        f"Python {told['python']}."
+        f"Measured in {facts['minutes']} minutes on {facts['cores']} cores ({facts['system']}, load {facts['load']:.1f}), "
+        f"two runs side by side with one thread each; torch {facts['torch']}, transformers {facts['transformers']}, "
+        f"Python {facts['python']}."
     )
 
 
@@ -48,24 +48,25 @@ def compared(file: Path) -> str:
     runs = outcomes_in(file)
     for name in ("by-samples", "by-seconds", "memory"):
         shutil.copy(file.parent / f"{name}.svg", IMAGES / f"sums-{name}.svg")
-    table = as_markdown([o for of_one in runs.values() for o in of_one])
+    table = as_markdown([o for results in runs.values() for o in results])
     plots = "\n\n".join(
-        f"![{words}](images/sums-{name}.svg)"
-        for name, words in (
+        f"![{caption}](images/sums-{name}.svg)"
+        for name, caption in (
             ("by-samples", "held-out accuracy by samples"),
             ("by-seconds", "and by seconds"),
             ("memory", "memory"),
         )
     )
     start = 100 * (runs["grpo"][0].curve[0].accuracy or 0.0)
-    return f"{table}\n{plots}\n\nThe model that all runs start from solves {start:.1f} % of the held-out problems.\n\n{found(runs)}"
+    start_line = f"The model that all runs start from solves {start:.1f} % of the held-out problems."
+    return f"{table}\n{plots}\n\n{start_line}\n\n{compare_verdicts(runs)}"
 
 
-def found(runs: Runs) -> str:
+def compare_verdicts(runs: Runs) -> str:
     """Each expectation with the numbers that decide it."""
     grpo = runs["grpo"]
-    seconds = {name: float(np.mean([o.cpu_seconds for o in of_one])) / float(np.mean([o.cpu_seconds for o in grpo]))
-               for name, of_one in runs.items()}  # fmt: skip
+    seconds = {name: float(np.mean([o.cpu_seconds for o in results])) / float(np.mean([o.cpu_seconds for o in grpo]))
+               for name, results in runs.items()}  # fmt: skip
     early = float(np.mean([at(o, 0.34) for o in runs["ppo"]])) - float(np.mean([at(o, 0.34) for o in grpo]))
     rows = [
         ("rloo is as good as grpo", near(runs["rloo"], grpo), gap(runs["rloo"], grpo)),
@@ -125,7 +126,7 @@ def baseline(file: Path) -> str:
         lines.append(f"| {label} | " + " | ".join(cells) + f" | {100 * row['groups without signal']:.0f} % |")
     unbiased = all(abs(row["bias"]) <= 2 * row["its standard error"] for row in rows.values())
     pairs = rows["G = 2"]
-    told = [
+    expectations = [
         ("the group's mean is unbiased", unbiased, f"{pairs['bias']:.3f} ± {pairs['its standard error']:.3f}"),
         ("its variance is σ²/G", all(abs(r["variance"] / r["σ²/G"] - 1) < 0.15 for r in rows.values()),
          ", ".join(f"{r['variance'] / r['σ²/G']:.2f}" for r in rows.values()) + " of it"),
@@ -134,12 +135,12 @@ def baseline(file: Path) -> str:
         ("… and all of it with leave-one-out", all(abs(r["slope, leave one out"] - 1) < 0.03 for r in rows.values()),
          f"{pairs['slope, leave one out']:.2f} for pairs"),
     ]  # fmt: skip
-    return "\n".join(lines) + "\n\n" + verdicts(told)
+    return "\n".join(lines) + "\n\n" + verdicts(expectations)
 
 
-def swept(name: str, expected: Callable[[Runs], list[tuple[str, bool, str]]]) -> Callable[[Path], str]:
+def sweep_table(name: str, expected: Callable[[Runs], list[tuple[str, bool, str]]]) -> Callable[[Path], str]:
     def write(file: Path) -> str:
-        runs = {label: of_one for label, of_one in outcomes_in(file).items() if of_one}
+        runs = {label: results for label, results in outcomes_in(file).items() if results}
         lines = ["| | held-out accuracy | reward, last 10 steps | steps | seconds | CPU seconds |", "|---|---|---|---|---|---|"]
         for label in SWEEPS[name]:
             rows = runs.get(label, [])
@@ -148,9 +149,9 @@ def swept(name: str, expected: Callable[[Runs], list[tuple[str, bool, str]]]) ->
                 means = (np.mean([getattr(o, key) for o in rows]) for key in ("steps", "seconds", "cpu_seconds"))
                 lines.append(f"| {label} | {mean_and_std(list(accuracies(rows)), 1)} % | {rewards} | "
                              + " | ".join(f"{value:.0f}" for value in means) + " |")  # fmt: skip
-        whole = set(runs) == set(SWEEPS[name]) and len({len(r) for r in runs.values()}) == 1
-        seeds = f"{min(map(len, runs.values()))} seeds each." if whole else "Not all of its runs are done."
-        return "\n".join(lines) + f"\n\n{seeds}" + ("\n\n" + verdicts(expected(runs)) if whole else "")
+        is_complete = set(runs) == set(SWEEPS[name]) and len({len(r) for r in runs.values()}) == 1
+        seeds = f"{min(map(len, runs.values()))} seeds each." if is_complete else "Not all of its runs are done."
+        return "\n".join(lines) + f"\n\n{seeds}" + ("\n\n" + verdicts(expected(runs)) if is_complete else "")
 
     return write
 
@@ -186,7 +187,7 @@ def updates(runs: Runs) -> list[tuple[str, bool, str]]:
 WRITERS: dict[str, Callable[[Path], str]] = {
     "compare": compared,
     "baseline": baseline,
-    "group_size": swept("group_size", sizes),
-    "scale": swept("scale", scales),
-    "updates": swept("updates", updates),
+    "group_size": sweep_table("group_size", sizes),
+    "scale": sweep_table("scale", scales),
+    "updates": sweep_table("updates", updates),
 }

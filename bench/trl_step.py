@@ -77,13 +77,13 @@ class StepClock(TrainerCallback):  # type: ignore[misc]
 
     def _tell(self) -> None:
         steps, sampled = self.steps[1:], self.sampled[1:]
-        told = {
+        report = {
             "beta": self.trainer.beta, "steps_s": [round(s, 3) for s in steps], "step_s": round(median(steps), 3),
             "gen_s": round(median(sampled), 3), "micro": MICRO,
             "versions": {name: metadata.version(name) for name in ("trl", "vllm")[: 1 + args.vllm]},
             "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if ON_GPU else None,
         }  # fmt: skip
-        print("RESULT", json.dumps(told), flush=True)
+        print("RESULT", json.dumps(report), flush=True)
 
 
 def config(folder: str) -> GRPOConfig:
