@@ -20,6 +20,7 @@ from oncurve.terminal.comparison import as_markdown, mean_and_std
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, IMAGES, RESULTS = ROOT / "docs" / "compare.md", ROOT / "docs" / "images", ROOT / "bench" / "results"
+PLOTS = {"by-samples": "held-out accuracy by samples", "by-seconds": "and by seconds", "memory": "memory"}
 Runs = dict[str, list[ArmResult]]
 
 
@@ -32,6 +33,9 @@ def write_page(out: Path) -> None:
             continue
         put(PAGE, part, WRITERS[part](file))
         shutil.copy(file, RESULTS / f"sums_{part}.json")
+        if part == "compare":
+            for name in PLOTS:
+                shutil.copy(file.parent / f"{name}.svg", IMAGES / f"sums-{name}.svg")
     if (out / "machine.json").is_file():
         put(PAGE, "machine", about(json.loads((out / "machine.json").read_text())))
 
@@ -46,17 +50,8 @@ def about(facts: dict[str, Any]) -> str:
 
 def compared(file: Path) -> str:
     runs = outcomes_in(file)
-    for name in ("by-samples", "by-seconds", "memory"):
-        shutil.copy(file.parent / f"{name}.svg", IMAGES / f"sums-{name}.svg")
     table = as_markdown([o for results in runs.values() for o in results])
-    plots = "\n\n".join(
-        f"![{caption}](images/sums-{name}.svg)"
-        for name, caption in (
-            ("by-samples", "held-out accuracy by samples"),
-            ("by-seconds", "and by seconds"),
-            ("memory", "memory"),
-        )
-    )
+    plots = "\n\n".join(f"![{caption}](images/sums-{name}.svg)" for name, caption in PLOTS.items())
     start = 100 * (runs["grpo"][0].curve[0].accuracy or 0.0)
     start_line = f"The model that all runs start from solves {start:.1f} % of the held-out problems."
     return f"{table}\n{plots}\n\n{start_line}\n\n{compare_verdicts(runs)}"
@@ -82,7 +77,7 @@ def compare_verdicts(runs: Runs) -> str:
 
 
 def verdicts(rows: Sequence[tuple[str, bool, str]]) -> str:
-    lines = [f"| {what} | {'yes' if holds else '**no**'} | {numbers} |".replace("-", "−") for what, holds, numbers in rows]
+    lines = [f"| {what} | {'yes' if holds else '**no**'} | {numbers.replace('-', '−')} |" for what, holds, numbers in rows]
     return "\n".join(["| expected | measured | |", "|---|---|---|", *lines])
 
 

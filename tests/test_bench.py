@@ -1,8 +1,10 @@
-"""The benchmarks measure real steps: their prompts have a finite gradient."""
+"""The benchmarks measure real steps, and the docs quote the results that are stored."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -31,3 +33,13 @@ def test_prompts_have_the_requested_length_and_no_special_token(random_models: M
         ids = tokenizer(text)["input_ids"]
         assert len(ids) == 128
         assert not set(ids) & set(tokenizer.all_special_ids)
+
+
+def test_the_comparison_page_has_the_tables_and_verdicts_of_the_stored_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+    writers = importlib.import_module("sweeps_page").WRITERS
+    page = (BENCH.parent / "docs" / "compare.md").read_text(encoding="utf-8")
+    for part, write in writers.items():
+        block = re.search(rf"<!-- {part} -->\n(.*?)<!-- /{part} -->", page, re.DOTALL)
+        assert block is not None
+        assert block[1].strip() == write(BENCH / "results" / f"sums_{part}.json").strip()
