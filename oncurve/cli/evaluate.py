@@ -14,7 +14,7 @@ from oncurve import trust
 from oncurve.cli.options import (
     RUNS,
     Json,
-    RunName,
+    RunOrCheckpoint,
     RunOrModel,
     Runs,
     Sets,
@@ -24,7 +24,7 @@ from oncurve.cli.options import (
     output_json,
 )
 from oncurve.recipe.load import load_recipe
-from oncurve.runs.folder import RunFolder
+from oncurve.runs.checkpoints.listing import find_target, open_target
 
 
 def evaluate(
@@ -48,7 +48,7 @@ def evaluate(
     silence_libraries()
     for run in (trust.run_of_target(target, runs), trust.run_of_recipe(task or "")):
         grant_trust(trusted, run)
-    recipe = recipe_for(task, RunFolder.find(target, runs), sets or [], target)
+    recipe = recipe_for(task, trust.run_of_target(target, runs), sets or [], target)
     run_model = load_model(target, runs, recipe.model)
     report = evaluate_model(run_model, recipe, samples=samples, temperature=temperature)
     count = samples or recipe.evaluation.samples
@@ -91,20 +91,20 @@ def chat(
 
 
 def export(
-    run: RunName,
+    run: RunOrCheckpoint,
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write; must not exist.")],
     runs: Runs = RUNS,
     trusted: Trust = False,
 ) -> None:
     """Write a run's model to a folder in Hugging Face format."""
-    source = RunFolder.open(run, runs)
-    grant_trust(trusted, source)
+    source = open_target(run, runs)
+    grant_trust(trusted, source.run)
     from oncurve.operations import run_model
     from oncurve.terminal.errors import silence_libraries
 
     silence_libraries()
     run_model.export(source, folder)
-    output(Text(f"{folder}: loads with AutoModelForCausalLM.from_pretrained"))
+    output(Text(f"{folder}: {source.name}, loads with AutoModelForCausalLM.from_pretrained"))
 
 
 def probe(
@@ -125,7 +125,8 @@ def probe(
     """
     from oncurve.recipe.validate import reject_python_only
 
-    run = RunFolder.find(target, runs)
+    of_run = find_target(target, runs)
+    run = None if of_run is None else of_run.run
     for trusted_run in (run or trust.run_of_recipe(target), None if source is None else trust.run_of_target(source, runs)):
         grant_trust(trusted, trusted_run)
     recipe = load_recipe(target if run is None else run.recipe, sets or [])

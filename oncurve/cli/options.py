@@ -22,8 +22,16 @@ Out = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON only, for programs.")]
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="Name or folder of a run.")]
 RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a built-in recipe.")]
+RunOrCheckpoint = Annotated[
+    str,
+    typer.Argument(metavar="RUN[@STAGE-STEP]", help="Name or folder of a run; RUN@STAGE-STEP or RUN@best for a checkpoint."),
+]
 RunOrModel = Annotated[
-    str, typer.Argument(metavar="RUN|MODEL", help="A run, a model as `oncurve models` lists it, or a hub id.")
+    str,
+    typer.Argument(
+        metavar="RUN|MODEL",
+        help="A run (RUN@STAGE-STEP or RUN@best for a checkpoint), a model as `oncurve models` lists it, or a hub id.",
+    ),
 ]
 Trust = Annotated[
     bool,

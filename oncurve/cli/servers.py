@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from oncurve import trust
-from oncurve.cli.options import RUNS, RunName, Runs, Trust, grant_trust
+from oncurve.cli.options import RUNS, RunName, RunOrModel, Runs, Trust, grant_trust
 from oncurve.errors import MissingPackage, RunError, pip_install
 from oncurve.runs.folder import RunFolder
 
@@ -19,10 +19,7 @@ KEY = "ONCURVE_SERVE_KEY"
 
 
 def serve(
-    target: Annotated[
-        str,
-        typer.Argument(metavar="RUN|MODEL", help="A run or RUN@STAGE-STEP, a model as `oncurve models` lists it, or a hub id."),
-    ],
+    target: RunOrModel,
     host: Annotated[
         str, typer.Option("--host", help="Address to listen on. Any but a loopback address requires a key.")
     ] = "127.0.0.1",

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from oncurve import trust
-from oncurve.cli.options import RUNS, Out, RunName, Runs, Sets, Trust, grant_trust, output
+from oncurve.cli.options import RUNS, Out, RunOrCheckpoint, Runs, Sets, Trust, grant_trust, output
 from oncurve.cli.plan import print_plan
 from oncurve.distributed.rendezvous import joined_ranks, world_size
 from oncurve.distributed.world import SINGLE_PROCESS, World
@@ -21,6 +21,7 @@ from oncurve.errors import OncurveError, RecipeError, RunError
 from oncurve.recipe.load import load_recipe
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.recipe.validate import reject_python_only
+from oncurve.runs.checkpoints.listing import open_target
 from oncurve.runs.folder import RunFolder, list_runs
 from oncurve.terminal.errors import print_advice, print_error
 
@@ -89,8 +90,8 @@ def train(
 
 
 def fork(
-    run: RunName,
-    step: Annotated[int, typer.Option("--step", help="Step of the checkpoint.")],
+    run: RunOrCheckpoint,
+    step: Annotated[int | None, typer.Option("--step", help="Step of the checkpoint, unless RUN@… names it.")] = None,
     stage: Annotated[str | None, typer.Option("--stage", help="Stage of the checkpoint; default: the last one.")] = None,
     sets: Sets = None,
     out: Out = None,
@@ -101,11 +102,20 @@ def fork(
 
     The fork sees the same prompts and random numbers as its parent.
     """
-    parent = RunFolder.open(run, runs)
+    source = open_target(run, runs)
+    parent, checkpoint = source.run, source.checkpoint
+    if (checkpoint is None) == (step is None):
+        what = "missing" if step is None else f"{step}, with a checkpoint in {run}"
+        fix = f"give --step N, or one of {parent.name}@STAGE-STEP and {parent.name}@best"
+        raise RecipeError("--step", what, because="a fork starts from one checkpoint", fix=fix)
+    if checkpoint is not None:
+        step, stage = checkpoint.step, checkpoint.stage
+    assert step is not None
     grant_trust(trusted, parent)
+    reject_python_only(load_recipe(parent.recipe))
     overrides = [*(sets or []), *_rank_overrides(None)]
     recipe = load_recipe(parent.recipe, overrides)
-    command = ["fork", run, "--step", str(step), *_repeat("--set", overrides), "--runs", str(runs)]
+    command = ["fork", str(parent.path), "--step", str(step), *_repeat("--set", overrides), "--runs", str(runs)]
     command += [*_option("--stage", stage), *_option("--out", out), *_flag("--trust", trusted)]
     _launch_ranks(recipe, None, command)
 
@@ -207,7 +217,7 @@ def _named_run(target: str, run: RunFolder, sets: Sequence[str], resume: bool) -
             target,
             f"a run ({status}), not a recipe",
             because="a new run starts from a recipe",
-            fix=f"continue it: oncurve train --resume {run.path}"
+            fix=f"continue it: oncurve train --resume {run.shown}"
             if status in UNFINISHED
             else f"start another run of its recipe: oncurve train {run.recipe}",
         )
@@ -226,17 +236,17 @@ def _run_of_recipe(recipe: Recipe, runs: Sequence[RunFolder], sets: Sequence[str
         )
     for run in runs:
         if same_recipe(recipe, run):
-            return TrainTarget(run=run, advice=f"continuing {run.path}")
+            return TrainTarget(run=run, advice=f"continuing {run.shown}")
     if sets:
         raise RunError(
-            str(runs[0].path),
+            str(runs[0].shown),
             f"its recipe differs from {target} with these --set",
             because="a resumed run keeps its recipe",
-            fix=f"oncurve train --resume {runs[0].path}, or leave out --resume",
+            fix=f"oncurve train --resume {runs[0].shown}, or leave out --resume",
         )
     return TrainTarget(
         run=runs[0],
-        advice=f"continuing {runs[0].path} with its original recipe, which differs from {target} as it is now",
+        advice=f"continuing {runs[0].shown} with its original recipe, which differs from {target} as it is now",
     )
 
 
@@ -267,5 +277,5 @@ def same_recipe(recipe: Recipe, run: RunFolder) -> bool:
 def _reminder(recipe: Recipe, runs_dir: Path) -> str | None:
     for run in unfinished_runs(recipe.name, runs_dir):
         if same_recipe(recipe, run):
-            return f"{run.path} of the same recipe is unfinished; to continue it: oncurve train --resume {run.path}"
+            return f"{run.shown} of the same recipe is unfinished; to continue it: oncurve train --resume {run.shown}"
     return None

@@ -20,7 +20,7 @@ from oncurve.errors import ModelError, OncurveError, RunError
 from oncurve.recipe.defaults import advantage_settings
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.recipe.schema.stages import Grpo, Trpo
-from oncurve.runs.checkpoints.listing import list_checkpoints
+from oncurve.runs.checkpoints.listing import BEST, best_of_run, list_checkpoints
 from oncurve.runs.folder import STATE, RunFolder, list_runs
 from oncurve.studio import rewards
 from oncurve.studio.groups import cell_text
@@ -70,7 +70,7 @@ def _offer(runs_dir: Path, name: str) -> dict[str, Any]:
 
 
 def models_of(run: RunFolder) -> list[dict[str, str]]:
-    """The final model, then the checkpoints, newest first."""
+    """The final model, then the best checkpoint, then all checkpoints, newest first."""
     labels: list[str] = []
     with contextlib.suppress(OncurveError):  # the checkpoints are listed even if the recipe can't be read
         recipe = recipe_of(run)
@@ -80,6 +80,9 @@ def models_of(run: RunFolder) -> list[dict[str, str]]:
     last = [{"target": run.name, "says": "final model"}] if (run.model / "config.json").is_file() else []
     entries = list_checkpoints(run.checkpoints)
     entries.sort(key=lambda e: (labels.index(e.stage) if e.stage in labels else -1, e.step), reverse=True)
+    with contextlib.suppress(OncurveError):
+        best = best_of_run(run, with_checkpoint=True)
+        last += [] if best is None else [{"target": f"{run.name}@{BEST}", "says": f"best: {best.stage} {best.step}"}]
     return last + [{"target": f"{run.name}@{e.stage}-{e.step}", "says": f"{e.stage} {e.step}"} for e in entries]
 
 

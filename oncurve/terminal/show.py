@@ -28,7 +28,7 @@ from oncurve.runs.views import completion_view, eval_view, finite_values, group_
 from oncurve.terminal.evaluation import heldout_tables
 from oncurve.terminal.group import GroupTable, render_group
 from oncurve.terminal.live.progress import Heldout
-from oncurve.terminal.runs import STYLES, ago, run_data
+from oncurve.terminal.runs import STYLES, ago, best_line, run_data
 from oncurve.terminal.text import DASH, duration, number, percent, score, shorten, sparkline
 
 MAX_EVENTS = 12
@@ -44,7 +44,7 @@ def render_run(run: RunFolder) -> RenderableType:
         (run.name, "bold"),
         "  ",
         (state.current_status, STYLES[state.current_status]),
-        (f"  started {ago(state.created)} · {run.path}", "dim"),
+        (f"  started {ago(state.created)} · {run.shown}", "dim"),
     )
     with RunReader.open(run.path) as store:
         parts: list[RenderableType] = [head, *_forks(run, state.parent)]
@@ -52,6 +52,9 @@ def render_run(run: RunFolder) -> RenderableType:
         parts += [line for stage in stages for line in (Text(), _stage_line(stage), _curves(store, stage))]
         if evals:
             parts += [Text(), *heldout_tables(evals)[:-1]]
+        best = best_line(run)
+        if best is not None:
+            parts += [Text(), Text(best)]
         if state.parent is not None:
             parts += _compare_with_parent(run, state.parent, store)
         parts += [*event_lines(store), Text(), _advice(run, stages)]
@@ -159,8 +162,8 @@ def _last_figures(store: RunReader, stage: str) -> dict[str, str]:
 def _advice(run: RunFolder, stages: list[StageRow]) -> Text:
     sampled = next((s for s in reversed(stages) if s.type in SAMPLED_TYPES and s.done), None)
     if sampled is None:
-        return Text(f"oncurve eval {run.path}", "dim")
-    return Text(f"a step's groups: oncurve show {run.path} --stage {sampled.name} --step {sampled.done}", "dim")
+        return Text(f"oncurve eval {run.shown}", "dim")
+    return Text(f"a step's groups: oncurve show {run.shown} --stage {sampled.name} --step {sampled.done}", "dim")
 
 
 def render_step(run: RunFolder, stage: str | None, step: int) -> RenderableType:
@@ -179,7 +182,7 @@ def render_step(run: RunFolder, stage: str | None, step: int) -> RenderableType:
     table.add_column("prompt", no_wrap=True, overflow="ellipsis")
     for position, graded in enumerate(report.groups):
         table.add_row(str(position), _reward_row(graded), _lengths(graded), shorten(graded.group.prompt.shown, 40))
-    advice = Text(f"a group in full: oncurve show {run.path} --stage {name} --step {step} --group 0", "dim")
+    advice = Text(f"a group in full: oncurve show {run.shown} --stage {name} --step {step} --group 0", "dim")
     return Group(head, metrics, Text(), table, Text(), advice)
 
 

@@ -12,6 +12,7 @@ from oncurve.models import lora
 from oncurve.operations.run_model import export, load_run
 from oncurve.operations.verify import verify
 from oncurve.recipe.schema.model import Model
+from oncurve.runs.checkpoints.listing import RunTarget
 from oncurve.training.start import begin, task_for
 from tests.training.builders import policy, recipe
 from tests.training.stages.test_iterative_grpo import in_slices
@@ -29,7 +30,7 @@ def test_a_run_with_an_adapter_ends_in_the_same_bits_and_exports_a_plain_model(t
     saved = load_file(full.path / "adapter" / lora.WEIGHTS)
     assert sum(t.numel() for t in saved.values()) == sum(t.numel() for t in kept.values())
     assert not lora.is_attached(load_run(full).model)
-    export(full, tmp_path / "plain")
+    export(RunTarget(full), tmp_path / "plain")
     assert torch.equal(load_file(tmp_path / "plain" / "model.safetensors")["model.norm.weight"], one["model.norm.weight"])
     assert Model(source=str(tmp_path / "plain")).lora is None
 

@@ -1,4 +1,5 @@
-"""The checkpoints of a run by the names of their folders, and the best of them by a recorded metric.
+"""The checkpoints of a run by the names of their folders, the best of them by a recorded metric, and what RUN@STAGE-STEP and
+RUN@best name.
 
 Needs no torch, and can run while the trainer saves another checkpoint.
 """
@@ -7,15 +8,17 @@ from __future__ import annotations
 
 import math
 import re
+import tomllib
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, unquote
 
-from oncurve.errors import RecipeError, did_you_mean
+from oncurve.errors import OncurveError, RecipeError, RunError, did_you_mean
 from oncurve.runs import metrics
 from oncurve.runs.atomic_files import disk_errors
 from oncurve.runs.database.reader import RunReader
+from oncurve.runs.folder import RunFolder
 
 HELDOUT = "heldout_accuracy"
 """Selects checkpoints by held-out accuracy, or by held-out reward if there is no verifiable reward. Not a metric of a step."""
@@ -27,15 +30,17 @@ def best_step(store: RunReader, stage: str, metric: str | None, steps: Collectio
     """The step among ``steps`` with the best value, the earliest of equals; None if no step has one."""
     if metric is None:
         return None
-    by_step = _heldout_by_step(store, stage) if metric == HELDOUT else dict(store.metric(metric, stage))
+    by_step = _values_by_step(store, stage, metric)
     sign = -1.0 if metric in LOWER_IS_BETTER else 1.0
-    values = [(sign * by_step[step], -step) for step in steps if step in by_step and not math.isnan(by_step[step])]
+    values = [(sign * by_step[step], -step) for step in steps if step in by_step]
     return -max(values)[1] if values else None
 
 
-def _heldout_by_step(store: RunReader, stage: str) -> dict[int, float]:
+def _values_by_step(store: RunReader, stage: str, metric: str) -> dict[int, float]:
+    if metric != HELDOUT:
+        return {step: value for step, value in store.metric(metric, stage) if not math.isnan(value)}
     results = {e.step: e.reward if e.accuracy is None else e.accuracy for e in store.evals(stage)}
-    return {step: value for step, value in results.items() if value is not None}
+    return {step: value for step, value in results.items() if value is not None and not math.isnan(value)}
 
 
 def check_metric(where: str, metric: str | None) -> None:
@@ -77,3 +82,112 @@ def list_checkpoints(folder: Path) -> list[CheckpointEntry]:
         matches = [(path, NAME.fullmatch(path.name)) for path in folder.iterdir() if path.is_dir()]
     entries = [CheckpointEntry(path, unquote(match["stage"]), int(match["step"])) for path, match in matches if match]
     return sorted(entries, key=lambda entry: (entry.stage, entry.step))
+
+
+BEST = "best"
+"""RUN@best names the checkpoint with the best value of its stage's `keep_best`, or the best held-out result if it is unset."""
+
+
+@dataclass(frozen=True, slots=True)
+class BestStep:
+    """The step of a run with the best value of a metric. ``entry`` is its checkpoint, None if none was kept.
+
+    Example: BestStep("grpo", 150, "held-out accuracy", 0.97, entry)
+    """
+
+    stage: str
+    step: int
+    metric: str
+    value: float
+    entry: CheckpointEntry | None
+
+
+def best_of_run(run: RunFolder, *, with_checkpoint: bool = False) -> BestStep | None:
+    """The best step of the last stage that has a value of its `keep_best`, or a held-out result if that is unset.
+    ``with_checkpoint``: of the steps whose checkpoint was kept."""
+    entries = {(entry.stage, entry.step): entry for entry in list_checkpoints(run.checkpoints)}
+    chosen = _keep_best_of(run)
+    with RunReader.open(run.path) as store:
+        for stage in reversed(store.stages()):
+            metric = chosen.get(stage.name) or HELDOUT
+            values = _values_by_step(store, stage.name, metric)
+            steps = [step for step in values if step > 0 and (not with_checkpoint or (stage.name, step) in entries)]
+            step = best_step(store, stage.name, metric, steps)
+            if step is not None:
+                has_accuracy = metric == HELDOUT and any(e.accuracy is not None for e in store.evals(stage.name))
+                shown = metric if metric != HELDOUT else f"held-out {'accuracy' if has_accuracy else 'reward'}"
+                return BestStep(stage.name, step, shown, values[step], entries.get((stage.name, step)))
+    return None
+
+
+def _keep_best_of(run: RunFolder) -> dict[str, str]:
+    """`keep_best` of the stages that set it. Reads the resolved recipe without its schema, to stay fast in a list of runs."""
+    try:
+        stages = tomllib.loads(run.recipe.read_text("utf-8"))["stages"]
+        return {str(s.get("name", s["type"])): str(s["keep_best"]) for s in stages if "keep_best" in s}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
+class RunTarget:
+    """What RUN, RUN@STAGE-STEP or RUN@best names: a run, and a checkpoint of it if one is named."""
+
+    run: RunFolder
+    checkpoint: CheckpointEntry | None = None
+
+    @property
+    def name(self) -> str:
+        """The run's name, with the checkpoint that `best` stands for.
+
+        Example: "arithmetic-1", "arithmetic-1@grpo-150"
+        """
+        return self.run.name if self.checkpoint is None else f"{self.run.name}@{_label(self.checkpoint)}"
+
+
+def find_target(target: str, runs_dir: Path) -> RunTarget | None:
+    """The run or checkpoint that a target names; None if it names no run. Raises RunError if the run has no such checkpoint."""
+    run = RunFolder.find(target, runs_dir)
+    if run is not None:
+        return RunTarget(run)
+    name, _, checkpoint = target.rpartition("@")
+    run = RunFolder.find(name, runs_dir) if name else None
+    if run is not None:
+        return RunTarget(run, find_checkpoint(run, checkpoint))
+    if name and Path(name).exists():
+        because = f"only a run has a checkpoint '{checkpoint}'"
+        raise RunError(name, "not a run", because=because, fix="`oncurve runs` lists the runs")
+    return None
+
+
+def open_target(target: str, runs_dir: Path) -> RunTarget:
+    """The same, for commands that need a run. Raises RunError if there is none."""
+    return find_target(target, runs_dir) or RunTarget(RunFolder.open(target.rpartition("@")[0] or target, runs_dir))
+
+
+def find_checkpoint(run: RunFolder, name: str) -> CheckpointEntry:
+    """The checkpoint named STAGE-STEP, or `best`."""
+    entries = list_checkpoints(run.checkpoints)
+    for entry in entries:
+        if name in (_label(entry), entry.path.name):
+            return entry
+    existing = ", ".join(map(_label, entries))
+    if name == BEST and entries:
+        try:
+            best = best_of_run(run, with_checkpoint=True)
+        except OncurveError:
+            best = None
+        if best is not None and best.entry is not None:
+            return best.entry
+        because = "no checkpoint's step was evaluated on the held-out split, and its stage has no value of `keep_best`"
+        raise RunError(f"{run.name}@{name}", "unknown", because=because, fix=f"name a checkpoint: {existing}")
+    raise RunError(
+        f"{run.name}@{name}",
+        "no such checkpoint",
+        because=f"the run has {existing or 'none'}",
+        fix="name one of those, or @best" if entries else f"name the run alone: {run.name}",
+    )
+
+
+def _label(entry: CheckpointEntry) -> str:
+    return f"{entry.stage}-{entry.step}"

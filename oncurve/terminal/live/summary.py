@@ -15,6 +15,7 @@ from oncurve.runs.database.reader import RunReader, StageRow
 from oncurve.runs.folder import RunFolder
 from oncurve.terminal.evaluation import heldout_tables
 from oncurve.terminal.group import GroupTable
+from oncurve.terminal.runs import best_line
 from oncurve.terminal.text import duration, percent, score
 
 LAST_STEPS = 20
@@ -37,14 +38,16 @@ def render_summary(run: RunFolder, seconds: float) -> RenderableType:
         parts = heldout_tables(store.evals())
         others = [Text(line) for line in map(partial(final_metrics, store), store.stages()) if line]
         parts += [*others, Text()] if others else []
+        best = best_line(run)
+        parts += [Text(best), Text()] if best is not None else []
         example = example_group(store)
-        first = ("look at the run", f"oncurve show {run.path}")
+        first = ("look at the run", f"oncurve show {run.shown}")
         if example is not None:
             stage, step, position, graded = example
             parts += [Text(f"group {position} of {stage} step {step}", "dim"), GroupTable(graded), Text()]
-            first = ("look at this group", f"oncurve show {run.path} --step {step} --group {position}")
+            first = ("look at this group", f"oncurve show {run.shown} --step {step} --group {position}")
     parts += [
-        Text.assemble("Done in ", (duration(seconds), "bold"), ". The run is in ", (str(run.path), "bold"), "."),
+        Text.assemble("Done in ", (duration(seconds), "bold"), ". The run is in ", (str(run.shown), "bold"), "."),
         next_steps(run, first),
     ]
     return Group(*parts)
@@ -68,8 +71,8 @@ def next_steps(run: RunFolder, first: tuple[str, str]) -> Text:
     libraries = [run.path / "experience" / f"{s.label}.md" for s in recipe.stages if s.type == "training_free"]
     lines += [("read the experiences", str(file)) for file in libraries if file.is_file()]
     if any(s.updates_policy for s in recipe.stages):
-        lines += [("chat with the model", f"oncurve chat {run.path}")]
-        lines += [] if is_from_python(recipe) else [("evaluate it again", f"oncurve eval {run.path}")]
+        lines += [("chat with the model", f"oncurve chat {run.shown}")]
+        lines += [] if is_from_python(recipe) else [("evaluate it again", f"oncurve eval {run.shown}")]
     return Text("\n").join(Text.assemble((f"  {purpose:<22}", "dim"), (command, "cyan")) for purpose, command in lines)
 
 

@@ -115,7 +115,8 @@ class RolloutLoop(ABC):
 
     def load_state(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
         self.learner.optimiser.load_state(tensors["optimiser"])
-        if self.learner.reference is not None:
+        if self.learner.reference is not None and "reference" in tensors:
+            # A fork may turn the KL term on: its reference is then the policy that it starts from.
             self.learner.reference.load_state(tensors["reference"])
         if "budget" in tensors:
             self.budget.load_state(tensors["budget"])

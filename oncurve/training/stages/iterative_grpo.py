@@ -89,7 +89,8 @@ class IterativeLoop(GrpoLoop):
 
     def load_state(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
         super().load_state(tensors)
-        self.reward_model.load_state({"optimiser": tensors["reward_optimiser"], "reward_model": tensors["reward_model"]})
+        if "reward_model" in tensors:  # missing if a fork turns `iterate` on: the reward model then starts from its source
+            self.reward_model.load_state({"optimiser": tensors["reward_optimiser"], "reward_model": tensors["reward_model"]})
 
     def _compare_best_and_worst(self, groups: Sequence[GradedGroup]) -> list[dict[str, Any]]:
         """The completion of each group that the labeller scores best, against the one it scores worst."""
