@@ -23,7 +23,7 @@ REWARD_MODEL = {"type": "reward_model", "data": "DATA", "steps": 2, "batch_size"
 DPO = {"type": "dpo", "pairs": "DATA", "steps": 1, "batch_size": 2}
 SFT = {"type": "sft", "data": "DATA", "steps": 3, "batch_size": 2}
 PAIR = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
-ASKED = {"prompt": "1+1=", "answer": "2", "completion": "2"}
+ROW = {"prompt": "1+1=", "answer": "2", "completion": "2"}
 NO_SYSTEM = (
     "{% for m in messages if m.role == 'system' %}{{ raise_exception('no system role') }}{% endfor %}{{ messages[0].content }}"
 )
@@ -45,8 +45,8 @@ def recipe(folder: Path, stage: dict[str, Any], rows: list[dict[str, Any]], sour
     lines = ['name = "bad"', "threads = 1", f"model.source = {json.dumps(str(source))}"]
     lines += [f"model.tiny.{key} = {value}" for key, value in json.loads(tiny).items() if value is not None]
     lines += [f"{key.replace('__', '.')} = {json.dumps(value)}" for key, value in more.items()]
-    asked = f'type = "file", path = "{data}"' if stage["type"] == "grpo" else 'type = "arithmetic", digits = 1'
-    lines += [f"task = {{ {asked}, heldout = 1 }}", 'rewards = [{ type = "answer" }]', "[[stages]]"]
+    task = f'type = "file", path = "{data}"' if stage["type"] == "grpo" else 'type = "arithmetic", digits = 1'
+    lines += [f"task = {{ {task}, heldout = 1 }}", 'rewards = [{ type = "answer" }]', "[[stages]]"]
     lines += [f"{key} = {json.dumps(value).replace('DATA', str(data))}" for key, value in stage.items()]
     (folder / "bad.toml").write_text("\n".join(lines) + "\n")
     return folder / "bad.toml"
@@ -59,7 +59,7 @@ def test_a_template_without_a_role_that_the_data_needs(
 ) -> None:
     """A bad row is found wherever it is, before a folder is created, even if every prompt fits the model."""
     system = [{"role": "system", "content": "a"}, {"role": "user", "content": "1"}]
-    rows = [PAIR | ASKED | {"prompt": prompt} for prompt in (system[1:], system[1:], system)]
+    rows = [PAIR | ROW | {"prompt": prompt} for prompt in (system[1:], system[1:], system)]
     file = recipe(tmp_path, stage, rows, model(tmp_path / "m", template, context=8192))
     assert_told(oncurve("train", file, "--runs", tmp_path / "runs"), "rows.jsonl", "3", "system")
     assert not list(tmp_path.glob("runs/*"))
@@ -94,7 +94,7 @@ def _folder(path: Path) -> None:
 def test_a_file_that_is_none(
     oncurve: Oncurve, tmp_path: Path, stage: dict[str, Any], spoil: Callable[[Path], object], words: list[str]
 ) -> None:
-    file = recipe(tmp_path, stage, [PAIR | ASKED])
+    file = recipe(tmp_path, stage, [PAIR | ROW])
     spoil(tmp_path / "rows.jsonl")
     assert_told(oncurve("train", file, "--runs", tmp_path / "runs"), *words)
     assert not list(tmp_path.glob("runs*"))
@@ -103,14 +103,14 @@ def test_a_file_that_is_none(
 @pytest.mark.parametrize(
     ("stage", "rows", "words"),
     [
-        (SFT | {"heldout_share": 0.9}, [ASKED], ["sft.heldout_share", "no example is left to train on"]),
+        (SFT | {"heldout_share": 0.9}, [ROW], ["sft.heldout_share", "no example is left to train on"]),
         (REWARD_MODEL | {"heldout_share": 0.9}, [PAIR], ["reward_model.heldout_share", "more prompts"]),
-        (GRPO, [ASKED, ASKED], ["rows.jsonl", "no training prompts"]),
-        (SFT, [ASKED | {"completion": "1" * 200}], ["rows.jsonl/sft/1", "for a demonstration", "128 positions"]),
+        (GRPO, [ROW, ROW], ["rows.jsonl", "no training prompts"]),
+        (SFT, [ROW | {"completion": "1" * 200}], ["rows.jsonl/sft/1", "for a demonstration", "128 positions"]),
         (DPO, [PAIR, PAIR | {"chosen": "1" * 200}], ["rows.jsonl/2", "a pair of", "128 positions"]),
         (REWARD_MODEL, [PAIR | {"chosen": "1" * 200}], ["nothing to learn from", "reward_model.max_tokens"]),
         (REWARD_MODEL | {"max_tokens": 3}, [PAIR], ["nothing to learn from", "reward_model.max_tokens"]),
-        (SFT | {"data": "stage:best"}, [ASKED], ["sft.data", "rejection_sample"]),
+        (SFT | {"data": "stage:best"}, [ROW], ["sft.data", "rejection_sample"]),
         (REWARD_MODEL | {"source": "nowhere/at/all"}, [PAIR], ["nowhere/at/all"]),
     ],
     ids=[
@@ -140,8 +140,8 @@ def test_a_reward_model_that_begins_from_a_model_with_other_tokens(oncurve: Oncu
     ("stage", "good", "bad", "words"),
     [
         (REWARD_MODEL, PAIR, {"prompt": "1+1=", "chosen": "2"}, ["rows.jsonl:2", "no column 'rejected'", "prompt, chosen"]),
-        (SFT, ASKED, {"prompt": "1+1=", "answer": "2"}, ["rows.jsonl:2", "completion"]),
-        (GRPO, ASKED, {"question": "1+1="}, ["rows.jsonl:2", "prompt", "question"]),
+        (SFT, ROW, {"prompt": "1+1=", "answer": "2"}, ["rows.jsonl:2", "completion"]),
+        (GRPO, ROW, {"question": "1+1="}, ["rows.jsonl:2", "prompt", "question"]),
         (DPO, PAIR, {"prompt": "1+1=", "rejected": "2"}, ["rows.jsonl:2", "chosen"]),
     ],
     ids=["reward_model", "sft", "grpo", "dpo"],
@@ -156,7 +156,7 @@ def test_a_missing_column_is_told_with_its_line(
 
 def test_nothing_at_all_is_left_of_a_run_whose_model_does_not_do(oncurve: Oncurve, tmp_path: Path) -> None:
     """Not even the folder of runs: the model is loaded and checked before one is created."""
-    file = recipe(tmp_path, GRPO, [ASKED], model(tmp_path / "m"), model__lora__targets=["nothing"])
+    file = recipe(tmp_path, GRPO, [ROW], model(tmp_path / "m"), model__lora__targets=["nothing"])
     assert_told(oncurve("train", file, "--runs", tmp_path / "runs"), "model.lora.targets", "q_proj")
     assert_told(oncurve("train", file, "--out", tmp_path / "deep" / "run"), "model.lora.targets", "q_proj")
     assert_told(oncurve("train", file, "--out", tmp_path / "m"), "already exists")
@@ -168,7 +168,7 @@ def test_nothing_at_all_is_left_of_a_run_whose_model_does_not_do(oncurve: Oncurv
 def test_an_adapter_for_another_base(oncurve: Oncurve, tmp_path: Path) -> None:
     adapted = load_policy(Model(source=str(model(tmp_path / "m")), lora=Lora(rank=2)), alphabet=None, seed=0)
     lora.save(adapted.model, tmp_path / "adapter")
-    file = recipe(tmp_path, GRPO, [ASKED], model(tmp_path / "other", seed=1), model__adapter=str(tmp_path / "adapter"))
+    file = recipe(tmp_path, GRPO, [ROW], model(tmp_path / "other", seed=1), model__adapter=str(tmp_path / "adapter"))
     assert_told(oncurve("train", file, "--runs", tmp_path / "runs"), "an adapter for another base", "model.source")
     assert not list(tmp_path.glob("runs/*"))
 
@@ -186,14 +186,14 @@ def test_an_adapter_for_another_base(oncurve: Oncurve, tmp_path: Path) -> None:
 def test_what_is_neither_a_run_nor_a_model(
     oncurve: Oncurve, tmp_path: Path, command: list[str], target: str, words: list[str]
 ) -> None:
-    file = recipe(tmp_path, GRPO, [ASKED], model(tmp_path / "m"))
+    file = recipe(tmp_path, GRPO, [ROW], model(tmp_path / "m"))
     more = ["--task", file] if command == ["eval"] else []
     assert_told(oncurve(command[0], f"{tmp_path}/{target}", *command[1:], *more), *words)
 
 
 def test_a_gguf_file_of_an_architecture_that_is_not_supported(oncurve: Oncurve, tmp_path: Path) -> None:
     gguf_files.write(tmp_path / "odd.gguf", architecture="plamo")
-    file = recipe(tmp_path, GRPO, [ASKED], tmp_path / "odd.gguf")
+    file = recipe(tmp_path, GRPO, [ROW], tmp_path / "odd.gguf")
     assert_told(oncurve("train", file, "--runs", tmp_path / "runs"), "plamo", "llama")
     assert not list(tmp_path.glob("runs/*"))
 
@@ -215,7 +215,7 @@ def test_pairs_that_are_equal_are_counted_and_seen_and_nothing_else_is_refused(
 @pytest.mark.parametrize("stage", [REWARD_MODEL, SFT], ids=["reward_model", "sft"])
 def test_a_loss_that_is_no_number_moves_nothing_and_is_seen(oncurve: Oncurve, tmp_path: Path, stage: dict[str, Any]) -> None:
     """A learning rate so high that the first update breaks the weights: every later loss is NaN."""
-    rows = [PAIR | ASKED, PAIR | ASKED | {"prompt": "2+2="}]
+    rows = [PAIR | ROW, PAIR | ROW | {"prompt": "2+2="}]
     file = recipe(tmp_path, {**stage, "steps": 12}, rows)
     file.write_text(file.read_text() + "optimiser.learning_rate = 1e30\noptimiser.schedule = 'constant'\n")
     done = oncurve("train", file, "--runs", tmp_path / "runs")

@@ -57,10 +57,10 @@ def test_show_tells_the_same_as_json(oncurve: Oncurve, runs: Path) -> None:
         (["--step", "1", "--stage", "grop"], "did you mean 'grpo'?"),
     ],
 )
-def test_show_says_what_there_is(oncurve: Oncurve, runs: Path, words: list[str], told: str) -> None:
-    result = oncurve("show", "small-1", "--runs", runs, *words)
+def test_show_says_what_there_is(oncurve: Oncurve, runs: Path, options: list[str], expected: str) -> None:
+    result = oncurve("show", "small-1", "--runs", runs, *options)
     assert result.code == 2
-    assert told in " ".join(result.err.split())
+    assert expected in " ".join(result.err.split())
 
 
 def test_eval_a_run_and_a_model(oncurve: Oncurve, runs: Path) -> None:
@@ -69,9 +69,9 @@ def test_eval_a_run_and_a_model(oncurve: Oncurve, runs: Path) -> None:
     assert "95 % interval" in shown.out
     assert "2 digits" in shown.out
     sets = ["--set", "task.heldout=6", "--set", "threads=1"]
-    told = oncurve("eval", runs / "small-1" / "model", "--task", "arithmetic", *sets, "--json")
-    assert told.code == 0, told.err
-    data = json.loads(told.out)
+    report = oncurve("eval", runs / "small-1" / "model", "--task", "arithmetic", *sets, "--json")
+    assert report.code == 0, report.err
+    data = json.loads(report.out)
     assert data["asked"] == 6
     assert data["interval"][0] <= data["accuracy"] <= data["interval"][1]
     assert sum(level["asked"] for level in data["by_difficulty"].values()) == 6
@@ -140,10 +140,10 @@ def test_probe_a_recipe_and_a_run(oncurve: Oncurve, recipe: Path, runs: Path) ->
     assert "before sft" in shown.out
     assert "--from RUN" in shown.out
     for words in (["small-1"], [recipe, "--from", "small-1"]):
-        told = json.loads(oncurve("probe", *words, "--prompts", 2, "--samples", 4, "--runs", runs, "--json").out)
-        assert told["note"] is None
-        assert set(told["pass_at"]) == {"1", "2", "4"}
-        assert [choice["key"] for choice in told["choices"]] == [
+        report = json.loads(oncurve("probe", *words, "--prompts", 2, "--samples", 4, "--runs", runs, "--json").out)
+        assert report["note"] is None
+        assert set(report["pass_at"]) == {"1", "2", "4"}
+        assert [choice["key"] for choice in report["choices"]] == [
             "group_size",
             "sampling.max_new_tokens",
             "sampling.temperature",
@@ -210,6 +210,6 @@ def test_show_where_the_time_goes(oncurve: Oncurve, runs: Path) -> None:
         "GiB",
     ):
         assert words in shown.out, words
-    told = json.loads(oncurve("show", "small-1", "--timing", "--runs", runs, "--json").out)
-    assert told["grpo"]["seconds/update/forward"] > 0
-    assert told["grpo"]["seconds/update/forward"] < told["grpo"]["seconds/update"]
+    report = json.loads(oncurve("show", "small-1", "--timing", "--runs", runs, "--json").out)
+    assert report["grpo"]["seconds/update/forward"] > 0
+    assert report["grpo"]["seconds/update/forward"] < report["grpo"]["seconds/update"]

@@ -30,10 +30,10 @@ def test_a_stage_on_a_cluster_leaves_what_it_leaves_in_one_process(cluster: Any,
     case = CASES[kind]
     scale = case.scale.model_copy(update={"samplers": 2, "reward_workers": 1})
     short = tuple(s.model_copy(update={"steps": min(s.steps, 8)}) for s in case.stages)
-    asked = case.model_copy(update={"scale": scale, "stages": short})
-    started = Started.begin(tmp_path / "ray", asked, cluster.address)
+    recipe = case.model_copy(update={"scale": scale, "stages": short})
+    started = Started.begin(tmp_path / "ray", recipe, cluster.address)
     started.end()
-    same_as_in_one_process(started.run, asked, tmp_path / "plain")
+    same_as_in_one_process(started.run, recipe, tmp_path / "plain")
 
 
 def test_with_lora_only_the_adapter_is_sent() -> None:

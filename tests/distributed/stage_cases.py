@@ -32,7 +32,7 @@ from oncurve.training.stages.reward_model import RewardModelLoop
 from oncurve.training.stages.trpo import TrpoLoop
 from oncurve.training.trainer import shard_policy
 from tests.distributed.cases import CLOCKS, CaseReward, StepOutcome, outcome_of
-from tests.faults.test_memory_of_stages import Full, of_pack, said
+from tests.faults.test_memory_of_stages import Full, check_notes, of_pack
 from tests.training.builders import PROMPTS, SMOOTH, policy, recipe, snapshot, stage
 
 PAIRS = [Pair(Prompt(id=str(i), text=f"{i}+1="), f"{i + 1}" * (1 + i % 4), f"{i}{i}={i}") for i in range(9)]
@@ -113,7 +113,7 @@ def trpo_short_of_memory(world: World, folder: Path, where: str) -> StepOutcome:
         gpu = Full(patch, owner, name, of_pack, room)
         outcome = trpo(world, folder, fisher_share=1.0)
     assert gpu.refused
-    said(notes)
+    check_notes(notes)
     return outcome
 
 

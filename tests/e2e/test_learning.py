@@ -35,15 +35,15 @@ RECIPE = {
 }
 
 
-def asked(number: str) -> Prompt:
+def prompt_of(number: str) -> Prompt:
     return Prompt(id=f"turn/{number}", text=f"{number}=", columns={"answer": number[::-1]})
 
 
 def turned_or_not() -> PromptList:
     """Write a number backwards, with demonstrations of which half just copy it. Held-out numbers are never shown."""
     shown = NUMBERS[100:500]
-    examples = [Example(asked(n), f"<answer>{n[::-1] if i % 2 else n}</answer>") for i, n in enumerate(shown)]
-    train, heldout = (tuple(map(asked, numbers)) for numbers in (NUMBERS[100:], NUMBERS[:100]))
+    examples = [Example(prompt_of(n), f"<answer>{n[::-1] if i % 2 else n}</answer>") for i, n in enumerate(shown)]
+    train, heldout = (tuple(map(prompt_of, numbers)) for numbers in (NUMBERS[100:], NUMBERS[:100]))
     return PromptList(train, heldout, tuple(examples), alphabet="0123456789=")
 
 

@@ -27,7 +27,7 @@ def kept(sampling: Sampling) -> set[int]:
     return set(torch.isfinite(truncate(logp(), sampling))[0].nonzero().flatten().tolist())
 
 
-def drawn(uniform: list[float], sampling: Sampling, banned: list[int] | None = None) -> SampledTokens:
+def sample(uniform: list[float], sampling: Sampling, banned: list[int] | None = None) -> SampledTokens:
     logits_SV = (logp() + 3.0).expand(len(uniform), -1)  # a constant changes no distribution
     bar_SV = None
     if banned is not None:
@@ -97,7 +97,7 @@ def test_nothing_is_truncated_by_default() -> None:
 
 
 def test_at_temperature_one_the_three_log_probs_are_one() -> None:
-    got = drawn([0.3], Sampling())
+    got = sample([0.3], Sampling())
     assert got.token_S.tolist() == [1]
     for logps in (got.logp_S, got.sampled_logp_S, got.raw_logp_S):
         assert float(logps) == pytest.approx(math.log(0.4))
@@ -106,7 +106,7 @@ def test_at_temperature_one_the_three_log_probs_are_one() -> None:
 def test_temperature_scales_what_is_drawn_from() -> None:
     """At temperature 2 shares go as their square roots."""
     roots = [math.sqrt(p) for p in SHARES]
-    got = drawn([(roots[0] + 0.001) / sum(roots)], Sampling(temperature=2.0))
+    got = sample([(roots[0] + 0.001) / sum(roots)], Sampling(temperature=2.0))
     assert got.token_S.tolist() == [1]
     assert float(got.logp_S) == pytest.approx(math.log(roots[1] / sum(roots)))
     assert float(got.sampled_logp_S) == float(got.logp_S)
@@ -115,7 +115,7 @@ def test_temperature_scales_what_is_drawn_from() -> None:
 
 def test_truncation_changes_only_the_log_prob_of_the_draw() -> None:
     """Top-2 leaves 0.4 and 0.25: 8/13 and 5/13 of what is drawn from, and the untruncated 0.25 for the ratio."""
-    got = drawn([0.5, 8 / 13 - 1e-6, 8 / 13 + 1e-6], Sampling(top_k=2))
+    got = sample([0.5, 8 / 13 - 1e-6, 8 / 13 + 1e-6], Sampling(top_k=2))
     assert got.token_S.tolist() == [1, 1, 3]
     assert got.sampled_logp_S.exp().tolist() == pytest.approx([8 / 13, 8 / 13, 5 / 13])
     assert got.logp_S.exp().tolist() == pytest.approx([0.4, 0.4, 0.25])
@@ -123,16 +123,16 @@ def test_truncation_changes_only_the_log_prob_of_the_draw() -> None:
 
 
 def test_a_barred_token_is_not_drawn_and_its_share_goes_to_the_others() -> None:
-    got = drawn([0.0, 0.16, 0.9999], Sampling(), banned=[1, 4])
+    got = sample([0.0, 0.16, 0.9999], Sampling(), banned=[1, 4])
     assert got.token_S.tolist() == [0, 0, 3]
     assert got.sampled_logp_S.exp().tolist() == pytest.approx([0.1 / 0.55, 0.1 / 0.55, 0.25 / 0.55])
     assert got.logp_S.exp().tolist() == pytest.approx([0.1, 0.1, 0.25])
-    assert drawn([0.5], Sampling(temperature=0.0), banned=[1]).token_S.tolist() == [3]
-    assert drawn([0.0, 0.9999], Sampling(top_k=1), banned=[1]).token_S.tolist() == [3, 3]
+    assert sample([0.5], Sampling(temperature=0.0), banned=[1]).token_S.tolist() == [3]
+    assert sample([0.0, 0.9999], Sampling(top_k=1), banned=[1]).token_S.tolist() == [3, 3]
 
 
 def test_greedy_takes_the_likeliest_whatever_the_uniform_and_is_certain_of_it() -> None:
-    got = drawn([0.0, 0.9999], Sampling(temperature=0.0))
+    got = sample([0.0, 0.9999], Sampling(temperature=0.0))
     assert got.token_S.tolist() == [1, 1]
     assert got.sampled_logp_S.tolist() == [0.0, 0.0]
     assert got.logp_S.exp().tolist() == got.raw_logp_S.exp().tolist() == pytest.approx([0.4, 0.4])
@@ -151,9 +151,9 @@ def test_greedy_takes_the_likeliest_whatever_the_uniform_and_is_certain_of_it() 
 def test_tokens_come_as_often_as_they_should(sampling: Sampling, expected: list[float]) -> None:
     """χ² of 20,000 draws with our own uniforms; at most 4 degrees of freedom, so below 23.5 but once in ten thousand tables."""
     uniform_S = np.concatenate([sampling_uniforms(0, 1, "p", s, 500) for s in range(40)])
-    counts = torch.bincount(drawn(uniform_S.tolist(), sampling).token_S, minlength=5).double().numpy()
-    wanted = np.array(expected) * uniform_S.size
-    assert wanted.sum() == pytest.approx(uniform_S.size)
-    assert counts[wanted == 0].sum() == 0
-    there = wanted > 0
-    assert float(((counts - wanted)[there] ** 2 / wanted[there]).sum()) < 23.5
+    counts = torch.bincount(sample(uniform_S.tolist(), sampling).token_S, minlength=5).double().numpy()
+    expected_counts = np.array(expected) * uniform_S.size
+    assert expected_counts.sum() == pytest.approx(uniform_S.size)
+    assert counts[expected_counts == 0].sum() == 0
+    there = expected_counts > 0
+    assert float(((counts - expected_counts)[there] ** 2 / expected_counts[there]).sum()) < 23.5

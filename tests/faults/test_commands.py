@@ -62,9 +62,9 @@ def written(run: RunFolder) -> dict[str, int]:
 def test_replay_uses_the_replies_that_were_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a reward that never returns the same value twice, the stored values count."""
     monkeypatch.setattr("oncurve.operations.replay.reject_python_only", lambda recipe: None)
-    made = begin(recipe({**GRPO, "steps": 2, "save_every": 1, "max_failure_share": 1.0}), out=tmp_path / "run", rewards=moody())
+    run = begin(recipe({**GRPO, "steps": 2, "save_every": 1, "max_failure_share": 1.0}), out=tmp_path / "run", rewards=moody())
     monkeypatch.setattr("oncurve.operations.replay.build_tasks_and_rewards", lambda r: prepared(r))
-    assert replay(made, None, 2, 0).differences == []
+    assert replay(run, None, 2, 0).differences == []
 
 
 def prepared(asked: object) -> object:

@@ -58,7 +58,7 @@ def in_time() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def told(*words: str) -> int:
+def exit_code_of(*words: str) -> int:
     """The exit code of a command, which must be a success or a refusal with its reason; anything else raises through it."""
     out, err = io.StringIO(), io.StringIO()
     with in_time(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -72,14 +72,14 @@ def told(*words: str) -> int:
 
 def clear(attempt: Callable[[], object]) -> None:
     """Succeeds, or raises the error that a user is shown, with a reason and a fix."""
-    with in_time(), contextlib.suppress(Told):
+    with in_time(), contextlib.suppress(UserErrorRaised):
         try:
             attempt()
         except OncurveError as error:
-            raise Told(error.because and error.fix) from error
+            raise UserErrorRaised(error.because and error.fix) from error
 
 
-class Told(Exception):
+class UserErrorRaised(Exception):
     """A user's error, with its reason and its fix."""
 
     def __init__(self, complete: str) -> None:
@@ -237,7 +237,7 @@ def try_folder(a_run: Path, how: tuple[int, str, bytes, float], look: tuple[str,
         copy = Path(folder) / "run"
         shutil.copytree(a_run, copy)
         damage(copy, how)
-        told(look[0], str(copy), *look[1:])
+        exit_code_of(look[0], str(copy), *look[1:])
 
 
 def try_checkpoint(a_run: Path, how: tuple[int, str, bytes, float]) -> None:
@@ -275,7 +275,7 @@ LONG_RUNNING = {"studio", "serve", "chat", "doctor"}
 def try_words(words: list[str]) -> None:
     if not LONG_RUNNING & set(words):
         with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-            told(*words)
+            exit_code_of(*words)
 
 
 def try_explain(key: str) -> None:
@@ -385,4 +385,4 @@ def test_damaged_runs_are_resumed_or_refused(a_run: Path, how: tuple[int, str, b
         (copy / "run.json").write_text(json.dumps(state | {"status": "interrupted"}))
         trust.grant(RunFolder(copy))
         damage(copy, how)
-        told("train", "--resume", str(copy))
+        exit_code_of("train", "--resume", str(copy))

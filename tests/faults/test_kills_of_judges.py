@@ -44,7 +44,7 @@ def reply(body: dict[str, Any]) -> str:
 
 
 @pytest.fixture
-def asked(tmp_path: Path) -> Iterator[Callable[[int], Recipe]]:
+def judged_recipe(tmp_path: Path) -> Iterator[Callable[[int], Recipe]]:
     """Builds a recipe with a given number of steps, for an endpoint that replies."""
     endpoint = Judge()
     endpoint.reply = reply
@@ -72,23 +72,23 @@ def same(run: RunFolder, whole: RunFolder) -> None:
     assert replies(run) == replies(whole), "nothing else was asked"
 
 
-def test_three_kills_in_one_run_change_no_bit(asked: Callable[[int], Recipe], tmp_path: Path) -> None:
-    run = killed(tmp_path / "killed", asked(10), QUICK)
-    full = begin(asked(10), out=tmp_path / "whole")
+def test_three_kills_in_one_run_change_no_bit(judged_recipe: Callable[[int], Recipe], tmp_path: Path) -> None:
+    run = killed(tmp_path / "killed", judged_recipe(10), QUICK)
+    full = begin(judged_recipe(10), out=tmp_path / "whole")
     same(run, full)
     assert "Advice" in (full.path / "experience" / "training_free.md").read_text()
 
 
 @pytest.mark.slow
-def test_kills_at_every_moment_change_no_bit(asked: Callable[[int], Recipe], tmp_path: Path) -> None:
-    run = killed(tmp_path / "killed", asked(24), EVERY)
-    same(run, begin(asked(24), out=tmp_path / "whole"))
+def test_kills_at_every_moment_change_no_bit(judged_recipe: Callable[[int], Recipe], tmp_path: Path) -> None:
+    run = killed(tmp_path / "killed", judged_recipe(24), EVERY)
+    same(run, begin(judged_recipe(24), out=tmp_path / "whole"))
 
 
 @pytest.mark.slow
-def test_kills_at_random_moments_change_no_bit(asked: Callable[[int], Recipe], tmp_path: Path) -> None:
-    run = killed(tmp_path / "killed", asked(200), [("at any moment", 1 + i % 3) for i in range(RANDOM)])
-    same(run, begin(asked(200), out=tmp_path / "whole"))
+def test_kills_at_random_moments_change_no_bit(judged_recipe: Callable[[int], Recipe], tmp_path: Path) -> None:
+    run = killed(tmp_path / "killed", judged_recipe(200), [("at any moment", 1 + i % 3) for i in range(RANDOM)])
+    same(run, begin(judged_recipe(200), out=tmp_path / "whole"))
 
 
 def test_the_page_says_how_many() -> None:

@@ -71,7 +71,7 @@ def of_pack(owner: Any, pack: Any, *more: Any) -> int:
     return int(pack.tokens)
 
 
-def said(notes: Sequence[Note]) -> None:
+def check_notes(notes: Sequence[Note]) -> None:
     assert notes
     assert all(n.kind == "memory" and "retrying with tokens_per_pack" in n.message for n in notes), notes
 
@@ -102,7 +102,7 @@ def test_the_critics_gradient_is_the_same(
     with collect_notes() as notes:
         result = small.update(by_critic(small)).metrics
     assert gpu.refused
-    said(notes)
+    check_notes(notes)
     assert apart(gradient(small.critic.module), gradient(full.critic.module)) < 1e-5
     if not warming:
         assert apart(gradient(small.policy.model), gradient(full.policy.model)) < 1e-5
@@ -126,7 +126,7 @@ def test_the_kl_inside_the_reward_is_the_same(monkeypatch: pytest.MonkeyPatch) -
     with collect_notes() as notes:
         result = small.kl_tokens(groups)
     assert gpu.refused
-    said(notes)
+    check_notes(notes)
     for of_one, of_other in zip(result, expected, strict=True):
         for a, b in zip(of_one, of_other, strict=True):
             np.testing.assert_allclose(a, b, atol=1e-6)
@@ -147,7 +147,7 @@ def test_a_natural_gradient_step_is_the_same(where: str, monkeypatch: pytest.Mon
     with collect_notes() as notes:
         result = small.update(groups).metrics
     assert gpu.refused
-    said(notes)
+    check_notes(notes)
     assert apart(snapshot(small.policy.model) - before, snapshot(full.policy.model) - before) < 1e-3
     for name in ("grad_norm", "step_norm", "step_kl", "step_gain", "step_share", "loss"):
         assert result[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-7), name
@@ -181,7 +181,7 @@ def test_pairs_give_the_same_gradient(loss: str, backward: bool, monkeypatch: py
     with collect_notes() as notes:
         result = small.step(1).metrics
     assert gpu.refused
-    said(notes)
+    check_notes(notes)
     assert apart(gradient(small.policy.model), gradient(full.policy.model)) < 1e-5
     for name in ("loss", "pair_accuracy", "pair_margin", "entropy", "grad_norm", "tokens"):
         assert result[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
@@ -206,7 +206,7 @@ def test_a_reward_models_gradient_is_the_same(backward: bool, tmp_path: Path, mo
     with collect_notes() as notes:
         result = small.step(1).metrics
     assert gpu.refused
-    said([n for n in notes if n.kind != "data"])
+    check_notes([n for n in notes if n.kind != "data"])
     assert apart(gradient(small.model), gradient(full.model)) < 1e-5
     for name in ("loss", "pair_accuracy", "grad_norm", "heldout_loss", "heldout_pair_accuracy"):
         assert result[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
@@ -226,4 +226,4 @@ def test_the_loss_of_examples_kept_aside_is_the_same(monkeypatch: pytest.MonkeyP
     with collect_notes() as notes:
         assert loop.heldout_loss() == pytest.approx(expected, rel=1e-5)
     assert gpu.refused
-    said(notes)
+    check_notes(notes)

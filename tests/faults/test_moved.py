@@ -22,14 +22,14 @@ from oncurve.training.start import begin, resume
 from tests.faults.cases import GRPO, HURRIED, recipe
 from tests.faults.test_exact import Die, DieAfter
 
-ASKED = recipe({**GRPO, "steps": 4, "save_every": 2, "eval_every": 0, "kl": {"beta": 0.05}}, rewards=[HURRIED])
+RECIPE = recipe({**GRPO, "steps": 4, "save_every": 2, "eval_every": 0, "kl": {"beta": 0.05}}, rewards=[HURRIED])
 
 
 @pytest.fixture
 def cut(tmp_path: Path) -> RunFolder:
     """A run that crashed after step 3 of 4, with a checkpoint of step 2."""
     with pytest.raises(Die):
-        begin(ASKED, out=tmp_path / "cut", listeners=[DieAfter(3)])
+        begin(RECIPE, out=tmp_path / "cut", listeners=[DieAfter(3)])
     return RunFolder(tmp_path / "cut")
 
 
@@ -54,7 +54,7 @@ class Gradients:
 def test_the_first_gradient_after_a_move_is_the_same(
     sets: list[str], cut: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    full = begin(ASKED, out=tmp_path / "whole")
+    full = begin(RECIPE, out=tmp_path / "whole")
     noted = Gradients(monkeypatch)
     resume_copy(cut, tmp_path / "stayed", [])
     stayed = noted.seen[0]

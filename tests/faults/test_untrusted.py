@@ -46,7 +46,7 @@ def changed(model: Path, to: Path, file: str, **values: Any) -> Path:
     return to
 
 
-def opened(folder: Path, **options: Any) -> Any:
+def open_model(folder: Path, **options: Any) -> Any:
     return load_policy(Model.model_validate({"source": str(folder), **options}), alphabet=None, seed=0)
 
 
@@ -74,10 +74,10 @@ def test_code_in_a_model_folder_is_not_run(file: str, names: dict[str, Any], mod
     (folder / "own.py").write_text(CODE.format(mark=tmp_path / "mark"))
     if file == "config.json":
         with pytest.raises(ModelError, match="trust_remote_code"):
-            opened(folder)
+            open_model(folder)
     else:  # a tokenizer of a known kind is opened without its maker's code; any other is refused
         with contextlib.suppress(ModelError):
-            opened(folder)
+            open_model(folder)
     assert not (tmp_path / "mark").exists()
 
 
@@ -94,7 +94,7 @@ def test_a_pickle_in_place_of_weights_is_not_opened(model: Path, tmp_path: Path)
     (tmp_path / "model" / "model.safetensors").unlink()
     (tmp_path / "model" / "pytorch_model.bin").write_bytes(pickle.dumps({"x": Bomb(tmp_path / "mark")}))
     with pytest.raises(ModelError, match="safetensors"):
-        opened(tmp_path / "model")
+        open_model(tmp_path / "model")
     assert not (tmp_path / "mark").exists()
 
 
@@ -117,7 +117,7 @@ def test_a_chat_template_can_do_nothing_but_write_text(template: str, model: Pat
     folder = changed(model, tmp_path / "model", "tokenizer_config.json", chat_template=template)
     for extra in folder.glob("chat_template*"):
         extra.unlink()
-    policy = opened(folder)
+    policy = open_model(folder)
     with pytest.raises(ModelError, match="template"):
         policy.encode(Prompt(id="p", messages=({"role": "user", "content": "0"},)))
 
@@ -126,7 +126,7 @@ def test_a_chat_template_can_do_nothing_but_write_text(template: str, model: Pat
 def test_a_tokenizer_that_names_files_elsewhere_is_refused(key: str, model: Path, tmp_path: Path) -> None:
     folder = changed(model, tmp_path / "model", "tokenizer_config.json", **{key: "/etc/passwd"})
     with pytest.raises(ModelError, match="outside"):
-        opened(folder)
+        open_model(folder)
 
 
 def everything_in(folder: Path) -> bytes:

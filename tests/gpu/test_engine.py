@@ -236,7 +236,7 @@ def test_environments_answer_as_on_a_cpu(sampling: Sampling) -> None:
     assert here.graph_decoder is not None
     found = []
     for own in (here, there):
-        prompts = [episodes.asked("one", episodes.Echo()), episodes.asked("two", episodes.Echo(calls=()))]
+        prompts = [episodes.prompt_with("one", episodes.Echo()), episodes.prompt_with("two", episodes.Echo(calls=()))]
         found.append(episodes.completions(own.sample(prompts, 8, sampling, SampleKey(seed=0, step=1))))
     same = [(a, b) for a, b in zip(*found, strict=True) if a.token_ids.tolist() == b.token_ids.tolist()]
     assert len(same) >= len(found[0]) - 1

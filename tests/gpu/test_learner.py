@@ -46,8 +46,8 @@ def groups(seed: int = 0, masked: bool = False) -> list[GradedGroup]:
 
 def learner_on(device: str, model: PreTrainedModel, dtype: torch.dtype = torch.float32, **options: Any) -> Learner:
     """Of a copy of the model, in packs that split the step in three."""
-    made = copy.deepcopy(model).to(device=device, dtype=dtype)
-    return Learner(Policy(made, tokenizer()), grpo_learner_settings(stage(tokens_per_pack=150, **options)))
+    copied = copy.deepcopy(model).to(device=device, dtype=dtype)
+    return Learner(Policy(copied, tokenizer()), grpo_learner_settings(stage(tokens_per_pack=150, **options)))
 
 
 def gradient_of(learner: Learner) -> Tensor:
@@ -72,11 +72,11 @@ def test_the_gradient_is_the_cpus(name: str, precise: None) -> None:
     model = make_model(name)
     ours, theirs = learner_on("cuda", model, entropy_bonus=0.01), learner_on("cpu", model, entropy_bonus=0.01)
     assert isinstance(ours.policy.fast_backbone, CudaBackbone) == (name in FAST)
-    told = [learner.update(groups(masked=True)) for learner in (ours, theirs)]
+    reports = [learner.update(groups(masked=True)) for learner in (ours, theirs)]
     assert apart(gradient_of(ours), gradient_of(theirs)) < 1e-5
     for key in ("loss", "entropy", "grad_norm"):
-        assert told[0].metrics[key] == pytest.approx(told[1].metrics[key], rel=1e-4, abs=1e-6)
-    for one, other in zip(*([one for of_group in t.stats for one in of_group] for t in told), strict=True):
+        assert reports[0].metrics[key] == pytest.approx(reports[1].metrics[key], rel=1e-4, abs=1e-6)
+    for one, other in zip(*([one for of_group in t.stats for one in of_group] for t in reports), strict=True):
         assert one is not None
         assert other is not None
         np.testing.assert_allclose(one.logps, other.logps, atol=1e-4)
@@ -105,10 +105,10 @@ def test_compiled_blocks_leave_the_gradient(name: str, precise: None) -> None:
             learner.update(groups(seed))
         assert apart(gradient_of(ours), gradient_of(theirs)) < 1e-5
     task = PromptList.of(["1 2 3", "4 5"])
-    asked = stage(prompts_per_step=2, group_size=2, sampling={"max_new_tokens": 8})
+    config = stage(prompts_per_step=2, group_size=2, sampling={"max_new_tokens": 8})
     rewards = RewardMix([FunctionReward(lambda completions, **_: [1.0 * (i % 2) for i in range(len(completions))], "odd")])
     rewards.bind(lambda: ours.policy.decode)
-    assert GrpoLoop(asked, 0, task, NativeEngine(ours.policy, Engine()), rewards).step(1).metrics["mismatch_kl"] < 1e-3
+    assert GrpoLoop(config, 0, task, NativeEngine(ours.policy, Engine()), rewards).step(1).metrics["mismatch_kl"] < 1e-3
 
 
 def test_attention_in_bfloat16() -> None:
@@ -141,15 +141,15 @@ def test_what_saves_memory_changes_no_gradient(precise: None) -> None:
         other = learner_on("cuda", model, torch.float32, **options)
         other.update(groups())
         assert apart(gradient_of(other), expected) < 1e-5
-    told = []
+    reports = []
     for on_cpu in (False, True):
         learner = learner_on(
             "cuda", model, torch.bfloat16, kl={"beta": 0.1, "on_cpu": on_cpu}, optimiser={"learning_rate": 0.01}
         )
         learner.update(groups())
-        told.append((learner.update(groups(1)).metrics["kl"], snapshot(learner.policy.model)))
-    assert told[0][0] == told[1][0] > 0
-    assert torch.equal(told[0][1], told[1][1])
+        reports.append((learner.update(groups(1)).metrics["kl"], snapshot(learner.policy.model)))
+    assert reports[0][0] == reports[1][0] > 0
+    assert torch.equal(reports[0][1], reports[1][1])
 
 
 @pytest.mark.parametrize("options", [{}, {"moments": "int8"}, {"on_cpu": True}])
@@ -186,7 +186,7 @@ def test_an_ordinary_step_is_taken(beta: float) -> None:
     model = AutoModelForCausalLM.from_config(make_model("qwen3").config).to(GPU, torch.bfloat16)
     policy = Policy(model, tokenizer())
     sampling = {"max_new_tokens": 24, "min_new_tokens": 24}
-    asked = stage(
+    config = stage(
         prompts_per_step=4,
         group_size=4,
         tokens_per_pack=150,
@@ -198,7 +198,7 @@ def test_an_ordinary_step_is_taken(beta: float) -> None:
     rewards = RewardMix([FunctionReward(lambda completions, **_: [dice.random() for _ in completions], "random")])
     rewards.bind(lambda: policy.decode)
     task = PromptList.of(["1 2 3", "4 5", "6 7 8 9", "3 1"])
-    loop = GrpoLoop(asked, 0, task, NativeEngine(policy, Engine()), rewards)
+    loop = GrpoLoop(config, 0, task, NativeEngine(policy, Engine()), rewards)
     before = [p.detach().clone() for p in model.parameters()]
     for n in (1, 2):
         metrics = loop.step(n).metrics
@@ -254,20 +254,20 @@ def test_the_gradient_of_lora_is_the_cpus(name: str, options: dict[str, Any], pr
     assert theirs.policy.fast_backbone is None
     for learner in (ours, theirs):
         shake(learner.policy.model)
-    told = [learner.update(groups(masked=True)) for learner in (ours, theirs)]
+    reports = [learner.update(groups(masked=True)) for learner in (ours, theirs)]
     assert apart(gradient_of(ours), gradient_of(theirs)) < 1e-5
-    assert told[0].metrics["kl"] == pytest.approx(told[1].metrics["kl"], rel=1e-4)
-    assert told[0].metrics["kl"] > 0
+    assert reports[0].metrics["kl"] == pytest.approx(reports[1].metrics["kl"], rel=1e-4)
+    assert reports[0].metrics["kl"] > 0
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama"])
 def test_the_gradient_of_lora_in_bfloat16_points_the_same_way(name: str) -> None:
     model = adapted(AutoModelForCausalLM.from_config(make_model(name).config).bfloat16(), alpha=4.0).float().eval()
     ours, theirs = learner_on("cuda", model, torch.bfloat16), learner_on("cpu", model)
-    told = [learner.update(groups()) for learner in (ours, theirs)]
+    reports = [learner.update(groups()) for learner in (ours, theirs)]
     a, b = gradient_of(ours), gradient_of(theirs)
     assert float(a @ b / (a.norm() * b.norm())) > 0.999
-    pairs = zip(*([one.logps for of_group in t.stats for one in of_group if one is not None] for t in told), strict=True)
+    pairs = zip(*([one.logps for of_group in t.stats for one in of_group if one is not None] for t in reports), strict=True)
     assert float(np.concatenate([np.abs(x - y) for x, y in pairs]).mean()) < 0.02
 
 

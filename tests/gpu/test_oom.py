@@ -69,12 +69,12 @@ def test_a_step_too_large_for_the_gpu_is_done_in_parts_with_the_same_gradient(wo
 
 
 def test_a_deterministic_run_repeats_bit_for_bit_and_says_what_it_costs(tmp_path: Path) -> None:
-    asked = recipe({**GRPO, "steps": 6}, deterministic=True)
-    asked = asked.model_copy(update={"model": asked.model.model_copy(update={"device": "cuda"})})
-    one, two = (everything(begin(asked, out=tmp_path / name)) for name in ("one", "two"))
+    config = recipe({**GRPO, "steps": 6}, deterministic=True)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"device": "cuda"})})
+    one, two = (everything(begin(config, out=tmp_path / name)) for name in ("one", "two"))
     assert one == two
     policy = load_policy(Model(tiny=WIDE, device="cuda"), alphabet="0123456789", seed=0)
-    said = enable_determinism(True, policy)
+    message = enable_determinism(True, policy)
     torch.use_deterministic_algorithms(False)
-    assert said is not None
-    assert "× as long as without them" in said
+    assert message is not None
+    assert "× as long as without them" in message

@@ -33,8 +33,8 @@ def gradient(policy: Policy) -> torch.Tensor:
 
 
 def loaded(folder: Path, dtype: str, kind: str | None = None) -> Policy:
-    told = {"source": str(folder), "dtype": dtype, "device": "cuda", "quantise": kind, "lora": {"rank": 4}}
-    return load_policy(Model.model_validate(told), alphabet=None, seed=0)
+    options = {"source": str(folder), "dtype": dtype, "device": "cuda", "quantise": kind, "lora": {"rank": 4}}
+    return load_policy(Model.model_validate(options), alphabet=None, seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +54,9 @@ def test_the_gradient_is_that_of_the_same_numbers_written_out(kind: str, base: P
         adapter = lora.adapter_parameters(policy.model)
         for name, p in lora.adapter_parameters(plain.model).items():
             p.copy_(adapter[name])
-    mine, wanted = gradient(policy), gradient(plain)
-    assert mine.shape == wanted.shape
-    assert float((mine - wanted).norm() / wanted.norm()) < NEAR[kind]
+    actual, expected = gradient(policy), gradient(plain)
+    assert actual.shape == expected.shape
+    assert float((actual - expected).norm() / expected.norm()) < NEAR[kind]
 
 
 @pytest.mark.parametrize("kind", list(SHARE))

@@ -56,7 +56,7 @@ def runner_of(session: Session) -> PerSlotCudaRunner:
 
 
 @contextmanager
-def opened(name: str, dtype: torch.dtype, slots: int = SLOTS) -> Iterator[Session]:
+def opened_session(name: str, dtype: torch.dtype, slots: int = SLOTS) -> Iterator[Session]:
     session = open_session(policy(name, dtype), slots, LIMIT)
     runner = runner_of(session)
     yield session
@@ -76,7 +76,7 @@ def ask(place: int, name: str = "qwen3") -> SampleRequest:
 def test_the_gpu_serves_what_torch_serves(name: str) -> None:
     """Ten requests with settings of their own, by the family's own step and through a model's modules: the same texts but for
     near ties, which are rare, and the same log-probs."""
-    with opened(name, torch.float32) as session:
+    with opened_session(name, torch.float32) as session:
         numbers = [session.submit(ask(place, name)) for place in range(10)]
         here = finish(session)
     plain = torch_session(policy(name, torch.float32, "cpu"), SLOTS, LIMIT)
@@ -98,7 +98,7 @@ def test_the_gpu_serves_what_torch_serves(name: str) -> None:
 @pytest.mark.parametrize("name", ["qwen3", "gemma2"])
 def test_a_request_gets_the_same_bits_whatever_comes_and_goes_beside_it(name: str, dtype: torch.dtype) -> None:
     """One is there from the start; others come, one token later each; and one of them leaves in the middle."""
-    with opened(name, dtype) as session:
+    with opened_session(name, dtype) as session:
         numbers: dict[int, int] = {}
         found: dict[int, list[SampledToken]] = {}
         for place in range(10):
@@ -114,27 +114,29 @@ def test_a_request_gets_the_same_bits_whatever_comes_and_goes_beside_it(name: st
 
 def test_where_the_pool_is_full_requests_wait_and_nothing_is_told_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     sampling = Sampling(max_new_tokens=LIMIT, min_new_tokens=LIMIT)
-    asks = [served_request(policy("qwen3", torch.float32).encode(long_prompt(n)), 2, sampling, seed=n) for n in (1, 300, 530)]
+    requests = [
+        served_request(policy("qwen3", torch.float32).encode(long_prompt(n)), 2, sampling, seed=n) for n in (1, 300, 530)
+    ]
     found: list[list[Any]] = []
     for most in (24, 5):
         room = PagedKVCache.open
         with monkeypatch.context() as patched, opened_with(patched, room, most) as session:
-            numbers = [session.submit(one) for one in asks]
-            told = finish(session)
-            found.append([bits(told[number]) for number in numbers])
+            numbers = [session.submit(one) for one in requests]
+            answers = finish(session)
+            found.append([bits(answers[number]) for number in numbers])
     assert found[0] == found[1]
 
 
 @contextmanager
 def opened_with(patched: pytest.MonkeyPatch, room: Any, most: int) -> Iterator[Session]:
     patched.setattr(PagedKVCache, "open", lambda self, first, all_, share: room(self, min(first, most), min(all_, most), share))
-    with opened("qwen3", torch.float32) as session:
+    with opened_session("qwen3", torch.float32) as session:
         assert runner_of(session).cache.limit == most
         yield session
 
 
 def test_few_graphs_serve_all_there_is() -> None:
-    with opened("qwen3", torch.bfloat16, 64) as session:
+    with opened_session("qwen3", torch.bfloat16, 64) as session:
         for place in range(60):
             session.submit(ask(place))
         finish(session)
@@ -147,7 +149,7 @@ def test_few_graphs_serve_all_there_is() -> None:
 @contextmanager
 def served(slots: int = SLOTS) -> Iterator[tuple[int, Session]]:
     model = policy("qwen3", torch.bfloat16)
-    with opened("qwen3", torch.bfloat16, slots) as session, listen("127.0.0.1", 0) as listening:
+    with opened_session("qwen3", torch.bfloat16, slots) as session, listen("127.0.0.1", 0) as listening:
         worker = EngineThread(session)
         server = CompletionServer(ServedModel("small", model, worker))
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])), daemon=True)
@@ -183,16 +185,16 @@ def texts(port: int, stream: bool, **body: Any) -> tuple[str, ...]:
 
 
 def test_many_clients_at_once_are_answered_as_each_would_be_alone() -> None:
-    asked: list[dict[str, Any]] = [
+    bodies: list[dict[str, Any]] = [
         {"prompt": "1+2=", "seed": 1, "n": 3},
         {"prompt": "the quick brown fox", "seed": 2, "temperature": 0.7, "top_p": 0.9, "logprobs": 5},
         {"prompt": "x", "temperature": 0, "n": 2},
         {"prompt": "abc " * 150, "seed": 4, "top_k": 4, "stop": ["7", "qu"]},
     ]
     with served() as (port, session):
-        alone = [texts(port, False, **body) for body in asked]
+        alone = [texts(port, False, **body) for body in bodies]
         with ThreadPoolExecutor(24) as threads:
-            crowd = list(threads.map(lambda n: texts(port, n % 3 != 0, **asked[n % 4]), range(24)))
+            crowd = list(threads.map(lambda n: texts(port, n % 3 != 0, **bodies[n % 4]), range(24)))
         assert crowd == [alone[n % 4] for n in range(24)]
         assert alone[2][0] == alone[2][1]
         assert len(set(alone[0])) == 3
@@ -214,10 +216,10 @@ def test_a_client_that_leaves_frees_its_slots() -> None:
 
 def test_log_probs_over_http_are_those_of_the_model() -> None:
     with served() as (port, _):
-        told = json.loads(post(port, prompt="2+3=", seed=4, logprobs=3, temperature=0.7, top_p=0.9).read())["choices"][0]
-    ids = np.array(told["logprobs"]["token_ids"])
+        choice = json.loads(post(port, prompt="2+3=", seed=4, logprobs=3, temperature=0.7, top_p=0.9).read())["choices"][0]
+    ids = np.array(choice["logprobs"]["token_ids"])
     logps_TV = next_logits(model_of("qwen3"), np.array(tokenizer()("2+3=")["input_ids"]), ids).log_softmax(-1)
     logps = logps_TV[torch.arange(len(ids)), torch.from_numpy(ids)]
-    found = torch.tensor(told["logprobs"]["token_logprobs"])
+    found = torch.tensor(choice["logprobs"]["token_logprobs"])
     assert float((found - logps).abs().mean()) < 0.02
-    assert all(len(top) == 3 for top in told["logprobs"]["top_logprobs"])
+    assert all(len(top) == 3 for top in choice["logprobs"]["top_logprobs"])

@@ -76,9 +76,9 @@ def run(
         max(s // PAGE + 1 for s in case.suffixes) + more,
     )
     there = int((case.tables.suffix_list >= 0).sum()) + more
-    reach = LaunchShape(S, prompt_pages, suffix_pages, there if listed else None)
-    empty = [torch.full(shape, torch.nan, device=DEVICE) for shape in ((reach.parts, S, H, d), *2 * [(reach.parts, S, H)])]
-    return attend(case.q, case.pool, 1, case.tables, reach, PartialSoftmax(*empty), scale, window, softcap, SMALL)
+    launch = LaunchShape(S, prompt_pages, suffix_pages, there if listed else None)
+    empty = [torch.full(shape, torch.nan, device=DEVICE) for shape in ((launch.parts, S, H, d), *2 * [(launch.parts, S, H)])]
+    return attend(case.q, case.pool, 1, case.tables, launch, PartialSoftmax(*empty), scale, window, softcap, SMALL)
 
 
 def expected(case: Case, slot: int, scale: float, window: int | None, softcap: float | None) -> Tensor:

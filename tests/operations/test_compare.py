@@ -42,11 +42,11 @@ def request(algorithms: str = "grpo,ppo", seeds: int = 1, budget: str = "tokens"
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_is_made_from_one_recipe(name: str) -> None:
     """Sampling and earlier stages stay; the stage has the algorithm's name."""
-    made = with_algorithm(recipe("grpo.clip={low=0.1, high=0.1}", "grpo.updates_per_step=2"), name)
-    stage = made.stages[-1]
+    variant = with_algorithm(recipe("grpo.clip={low=0.1, high=0.1}", "grpo.updates_per_step=2"), name)
+    stage = variant.stages[-1]
     assert isinstance(stage, RolloutStage)
     assert (stage.label, stage.steps, stage.group_size, stage.sampling.max_new_tokens) == (name, 4, 4, 8)
-    assert [s.type for s in made.stages[:-1]] == ["sft"]
+    assert [s.type for s in variant.stages[:-1]] == ["sft"]
     assert type(stage) in STAGES
 
 
@@ -91,8 +91,8 @@ def test_a_recipe_that_an_algorithm_can_not_serve_is_refused_by_the_algorithms_n
 
 
 def test_rates_are_constant_and_budgets_take_the_place_of_steps() -> None:
-    made = with_budget(recipe("grpo.optimiser.schedule=linear"), tokens=500)
-    stage = made.stages[-1]
+    variant = with_budget(recipe("grpo.optimiser.schedule=linear"), tokens=500)
+    stage = variant.stages[-1]
     assert isinstance(stage, Grpo)
     assert (stage.optimiser.schedule, stage.tokens, stage.steps) == ("constant", 500, 200)
 
@@ -132,11 +132,11 @@ def _groups(run: RunFolder, label: str) -> list[Any]:
 def test_runs_from_a_shared_start_train_an_adapter_of_their_own(tmp_path: Path) -> None:
     """The start's model is complete: the adapter that its stages started from is merged into it."""
     config = recipe("model.lora.rank=2", "model.adapter=before/adapter")
-    made = Comparison(tmp_path, request_of(config, "grpo,ppo", 1, "tokens", ()))
-    model = made._arm_recipe("ppo", 0, tmp_path / "start" / "model", None).model
+    comparison = Comparison(tmp_path, request_of(config, "grpo,ppo", 1, "tokens", ()))
+    model = comparison._arm_recipe("ppo", 0, tmp_path / "start" / "model", None).model
     assert (model.source, model.adapter) == (str(tmp_path / "start" / "model"), None)
     assert model.lora == config.model.lora
-    assert made._arm_recipe("ppo", 0, None, None).model == config.model
+    assert comparison._arm_recipe("ppo", 0, None, None).model == config.model
 
 
 def test_a_budget_of_time_stops_by_the_clock(tmp_path: Path) -> None:
@@ -225,9 +225,9 @@ def test_without_a_verifiable_reward_algorithms_are_compared_by_their_held_out_r
     assert row[1] == "reward -0.75 ± 0.35"
     data = json.loads(json.dumps(comparison_data(free), allow_nan=False))
     assert [(one["accuracy"], one["heldout_reward"]) for one in data] == [(None, -1.0), (None, -0.5)]
-    (drawn,) = [file for file in draw(free, tmp_path) if file.name == "by-samples.svg"]
-    assert "held-out reward" in drawn.read_text()
-    assert "accuracy" not in drawn.read_text()
+    (plot,) = [file for file in draw(free, tmp_path) if file.name == "by-samples.svg"]
+    assert "held-out reward" in plot.read_text()
+    assert "accuracy" not in plot.read_text()
 
 
 @pytest.mark.parametrize("width", [80, 120])

@@ -67,34 +67,34 @@ def test_json_and_nothing_else(plan: Plan) -> None:
 
 def test_a_recipe_on_this_machine(plan: Plan) -> None:
     code, out, _ = plan("arithmetic", "--json")
-    asked = json.loads(out)["asked"]
+    request = json.loads(out)["asked"]
     assert code == 0
-    assert asked["gpu"]["name"] == "cpu"
-    assert (asked["prompts"], asked["group_size"], asked["new_tokens"]) == (32, 8, 40)
-    assert asked["prompt_tokens"] == len("999+999=")
+    assert request["gpu"]["name"] == "cpu"
+    assert (request["prompts"], request["group_size"], request["new_tokens"]) == (32, 8, 40)
+    assert request["prompt_tokens"] == len("999+999=")
 
 
 def test_a_recipe_with_set_and_flags(plan: Plan) -> None:
     _, out, _ = plan(
         "arithmetic", "--gpu", "T4", "--set", "grpo.group_size=16", "--new-tokens", 100, "--stage", "grpo", "--json"
     )
-    asked = json.loads(out)["asked"]
-    assert (asked["group_size"], asked["new_tokens"], asked["gpu"]["name"]) == (16, 100, "T4")
+    request = json.loads(out)["asked"]
+    assert (request["group_size"], request["new_tokens"], request["gpu"]["name"]) == (16, 100, "T4")
 
 
 def test_a_reward_model_that_the_recipe_trains_has_the_policys_size(plan: Plan) -> None:
     changes = ["--set", "model.source=HuggingFaceTB/SmolLM2-135M", "--set", "task.path=recipes/backwards.jsonl"]
     code, out, err = plan("rlhf", "--gpu", "H200", *changes, "--set", "task.type=file", "--prompt-tokens", 200, "--json")
     assert (code, err) == (0, "")
-    asked = json.loads(out)["asked"]
-    assert asked["reward_model"] == asked["model"]["name"] == "HuggingFaceTB/SmolLM2-135M"
+    request = json.loads(out)["asked"]
+    assert request["reward_model"] == request["model"]["name"] == "HuggingFaceTB/SmolLM2-135M"
 
 
 def test_demonstrations_have_their_own_length(plan: Plan) -> None:
     _, out, _ = plan("arithmetic", "--stage", "sft", "--json")
-    asked = json.loads(out)["asked"]
-    assert asked["algorithm"] == "sft"
-    assert 20 < asked["new_tokens"] < 120
+    request = json.loads(out)["asked"]
+    assert request["algorithm"] == "sft"
+    assert 20 < request["new_tokens"] < 120
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,10 @@ def completion(text: str, length: int | None = None) -> Completion:
 
 
 def group(*texts: str, prompt: str | list[dict[str, str]] = "?", **columns: Any) -> Group:
-    asked = (
+    question = (
         Prompt(id="p", text=prompt, columns=columns) if isinstance(prompt, str) else Prompt("p", None, tuple(prompt), columns)
     )
-    return Group(asked, np.zeros(1, dtype=np.int64), tuple(completion(text) for text in texts))
+    return Group(question, np.zeros(1, dtype=np.int64), tuple(completion(text) for text in texts))
 
 
 def aspects(reward: Reward, *texts: str, columns: Mapping[str, Any] | None = None) -> list[Aspect]:

@@ -227,7 +227,7 @@ def test_only_async_rewards_are_prefetched() -> None:
     """A synchronous reward would slow the sampler down, and need not be thread-safe."""
     seen: list[str] = []
 
-    def here(asked: Group) -> list[float]:
+    def here(sampled: Group) -> list[float]:
         seen.append(threading.current_thread().name)
         return [2.0]
 

@@ -126,9 +126,9 @@ def test_trl_s_own_functions() -> None:
     overlong = get_soft_overlong_punishment(max_completion_len=100, soft_punish_cache=20)
     lengths = [0, 80, 81, 90, 99, 100, 101, 140]
     ours: Reward = OverlongReward("overlong", 1.0, OverlongOptions(limit=100, buffer=20))
-    asked = group(*("x" * length for length in lengths))
-    assert [a.value for a in aspects_of(ours, asked)] == pytest.approx(
-        [a.value for a in aspects_of(as_reward(overlong), asked)]
+    sampled = group(*("x" * length for length in lengths))
+    assert [a.value for a in aspects_of(ours, sampled)] == pytest.approx(
+        [a.value for a in aspects_of(as_reward(overlong), sampled)]
     )
 
 

@@ -8,9 +8,9 @@ from tests.rewards.builders import group
 
 
 def graded(*totals: float | None) -> ScoredGroup:
-    asked = group(*(f"text {i}" for i in range(len(totals))))
+    sampled = group(*(f"text {i}" for i in range(len(totals))))
     aspects = [Aspect("r", t, failure=None if t is not None else "ValueError: no") for t in totals]
-    return ScoredGroup(asked, tuple(ScoredCompletion(c, (a,)) for c, a in zip(asked.completions, aspects, strict=True)))
+    return ScoredGroup(sampled, tuple(ScoredCompletion(c, (a,)) for c, a in zip(sampled.completions, aspects, strict=True)))
 
 
 def test_nothing_changes() -> None:

@@ -24,8 +24,8 @@ def scored(*rewarded: tuple[str, float | None]) -> ScoredGroup:
 
 def test_the_best_stands_against_the_worst_and_a_failure_takes_no_part() -> None:
     pair = pair_of(scored(("a", 0.5), ("b", 2.0), ("c", None), ("d", -1.0), ("e", 2.0)))
-    asked = [{"role": "user", "content": "hi"}]
-    assert pair == {"prompt": asked, "chosen": "b", "rejected": "d", "margin": 3.0}
+    messages = [{"role": "user", "content": "hi"}]
+    assert pair == {"prompt": messages, "chosen": "b", "rejected": "d", "margin": 3.0}
 
 
 def test_no_pair_where_nothing_is_preferred() -> None:

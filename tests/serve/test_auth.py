@@ -19,14 +19,14 @@ KEY = "a-key-of-this-test"
 
 @pytest.fixture(scope="module")
 def locked() -> Iterator[Endpoint]:
-    with endpoint(chatting_policy(), slots=1, limit=8, key=KEY) as opened:
-        yield opened
+    with endpoint(chatting_policy(), slots=1, limit=8, key=KEY) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
 def unlocked() -> Iterator[Endpoint]:
-    with endpoint(chatting_policy(), slots=1, limit=8) as opened:
-        yield opened
+    with endpoint(chatting_policy(), slots=1, limit=8) as server:
+        yield server
 
 
 def status(served: Endpoint, headers: dict[str, str]) -> int:

@@ -24,14 +24,14 @@ MESSAGES: Any = [{"role": "system", "content": "add"}, {"role": "user", "content
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Endpoint]:
-    with endpoint(chatting_policy()) as opened:
-        yield opened
+    with endpoint(chatting_policy()) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
 def client(served: Endpoint) -> Iterator[openai.OpenAI]:
-    with served.client() as opened:
-        yield opened
+    with served.client() as connection:
+        yield connection
 
 
 def becomes_idle(served: Endpoint, seconds: float = 20.0) -> bool:

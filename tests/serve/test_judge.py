@@ -47,8 +47,8 @@ def judging_policy() -> Policy:
 
 @pytest.fixture(scope="module")
 def judge() -> Iterator[Endpoint]:
-    with endpoint(judging_policy(), slots=4, limit=64) as opened:
-        yield opened
+    with endpoint(judging_policy(), slots=4, limit=64) as server:
+        yield server
 
 
 def reward(served: Endpoint, **options: object) -> JudgeReward:

@@ -38,11 +38,11 @@ def page(studio: Served, browser: Browser) -> Iterator[Page]:
         yield watched.page
 
 
-def ask(page: Page, call: str, given: Any) -> Any:
+def ask(page: Page, call: str, arguments: Any) -> Any:
     """Runs an expression over the built formulas `f` and the numbers `x`."""
     file = next(STATIC.glob("formulas-*.js")).name
     script = f"async (x) => {{ const f = await import('/assets/{file}'); return JSON.stringify({call}); }}"
-    return json.loads(page.evaluate(script, given))
+    return json.loads(page.evaluate(script, arguments))
 
 
 GROUPS: list[list[list[float | None]]] = [

@@ -261,9 +261,9 @@ def test_the_memory_demo(studio: Served, browser: Browser) -> None:
         page = watched.page
 
         def shows(query: str) -> None:
-            told = studio.ask(f"/api/plan/compare?{query}").json
+            plan = studio.ask(f"/api/plan/compare?{query}").json
             for of in ("ppo", "grpo"):
-                size = told[of]["memory"]["peak"]["total"] / 2**30
+                size = plan[of]["memory"]["peak"]["total"] / 2**30
                 words = f"{size:,.0f} GiB" if size >= 100 else f"{size:.1f} GiB"
                 expect(page.locator(f"[data-total='Memory-{of}']")).to_have_text(words)
 
@@ -286,8 +286,8 @@ def test_the_plan_page(studio: Served, browser: Browser) -> None:
         page = watched.page
         expect(page.locator("[data-fits]")).to_have_attribute("data-fits", "false")
         expect(page.get_by_role("region", name="How to make it fit")).to_contain_text("LoRA")
-        told = studio.ask("/api/plan", body={"model": "Qwen/Qwen3-8B", "gpus": 1}).json
-        update = next(phase for phase in told["plan"]["memory"]["phases"] if phase["name"] == "update")
+        plan = studio.ask("/api/plan", body={"model": "Qwen/Qwen3-8B", "gpus": 1}).json
+        update = next(phase for phase in plan["plan"]["memory"]["phases"] if phase["name"] == "update")
         expect(page.locator("[data-phase=update]")).to_have_text(f"{update['total'] / 2**30:.0f} GiB")
         page.get_by_role("checkbox", name="LoRA").check()
         page.get_by_role("checkbox", name="Activation checkpointing").check()
@@ -319,8 +319,8 @@ def test_everyone_can_use_it(studio: Served, browser: Browser, name: str) -> Non
         with a_page(browser, f"{studio.address}/{ADDRESSES[name]}", dark=dark) as watched:
             settled(watched.page)
             watched.page.evaluate(AXE.read_text() + "; null")
-            told = watched.page.evaluate("axe.run(document, { resultTypes: ['violations'] })")
-            serious = [v for v in told["violations"] if v["impact"] in ("serious", "critical")]
+            result = watched.page.evaluate("axe.run(document, { resultTypes: ['violations'] })")
+            serious = [v for v in result["violations"] if v["impact"] in ("serious", "critical")]
             assert not serious, [(v["id"], [n["html"][:160] for n in v["nodes"][:4]]) for v in serious]
 
 

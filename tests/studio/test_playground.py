@@ -60,11 +60,11 @@ def test_what_is_offered(playground: Served) -> None:
     data = playground.ask("/api/playground").json
     models = {one["run"]: [model["target"] for model in one["models"]] for one in data["runs"]}
     assert models == {"one": ["one", "one@grpo-2"], "two": ["two", "two@grpo-2"]}
-    lent = playground.ask("/api/playground/runs/one").json
-    assert lent["prompts"][0]["text"].startswith("9+"), "measurements first"
-    assert len({prompt["id"] for prompt in lent["prompts"]}) == len(lent["prompts"])
-    assert lent["grading"] == {"baseline": "mean", "scale": "group", "eps": 1e-4, "mask_cut": False}
-    assert [reward["type"] for reward in lent["rewards"]] == ["answer", "format"]
+    defaults = playground.ask("/api/playground/runs/one").json
+    assert defaults["prompts"][0]["text"].startswith("9+"), "measurements first"
+    assert len({prompt["id"] for prompt in defaults["prompts"]}) == len(defaults["prompts"])
+    assert defaults["grading"] == {"baseline": "mean", "scale": "group", "eps": 1e-4, "mask_cut": False}
+    assert [reward["type"] for reward in defaults["rewards"]] == ["answer", "format"]
 
 
 @pytest.mark.parametrize("target", ["nothing", "../one", "--help", "modelless@grpo-2x/..", "/", "relative/model", "owner/name"])

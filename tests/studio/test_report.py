@@ -24,34 +24,34 @@ class Elements(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> str:
+def report(tmp_path_factory: pytest.TempPathFactory) -> str:
     return report_html(make_run(tmp_path_factory.mktemp("runs"), "sums"))
 
 
-def test_it_has_curves_groups_and_the_recipe(told: str) -> None:
-    assert told.count("<svg") == 13
-    assert "Best groups of the last 4 steps" in told
-    assert "Worst groups" in told
-    assert "[[stages]]" in told
-    assert "50.0 %" in told
+def test_it_has_curves_groups_and_the_recipe(report: str) -> None:
+    assert report.count("<svg") == 13
+    assert "Best groups of the last 4 steps" in report
+    assert "Worst groups" in report
+    assert "[[stages]]" in report
+    assert "50.0 %" in report
 
 
-def test_without_a_rule_it_has_the_held_out_reward(tmp_path: Path, told: str) -> None:
+def test_without_a_rule_it_has_the_held_out_reward(tmp_path: Path, report: str) -> None:
     free = report_html(make_free_run(tmp_path, "talk"))
     assert "<h2>Held-out reward</h2>" in free
     assert "<td>grpo 0</td><td>−1.25</td>" in free
     assert "<td>grpo 4</td><td>0.50</td>" in free
     assert "Held-out accuracy" not in free
-    assert "Held-out reward" not in told
+    assert "Held-out reward" not in report
 
 
-def test_it_fetches_nothing_and_runs_nothing(told: str) -> None:
+def test_it_fetches_nothing_and_runs_nothing(report: str) -> None:
     parser = Elements()
-    parser.feed(told)
+    parser.feed(report)
     assert not {"script", "img", "link", "iframe", "object"} & {tag for tag, _ in parser.seen}
     assert not [attrs for _, attrs in parser.seen if {"src", "href", "onerror", "onclick"} & set(attrs)]
-    assert HOSTILE not in told
-    assert "&lt;img src=x" in told
+    assert HOSTILE not in report
+    assert "&lt;img src=x" in report
 
 
 def test_a_run_without_a_step(tmp_path: Path) -> None:

@@ -16,20 +16,20 @@ from tests.studio.serving import Served, served
 
 TEXTS = ["<think>a</think><answer>46</answer>", "46"]
 RIGHT = SAMPLED["right"]
-ASKED = {"rewards": [], "prompt": "12+34=", "columns": {"answer": "46"}, "completions": TEXTS}
+BODY = {"rewards": [], "prompt": "12+34=", "columns": {"answer": "46"}, "completions": TEXTS}
 
 
 def test_the_rewards_of_a_run(studio: Served) -> None:
-    data = studio.ask("/api/trial?run=sums-1", body=ASKED).json["completions"]
+    data = studio.ask("/api/trial?run=sums-1", body=BODY).json["completions"]
     assert [one["total"] for one in data] == pytest.approx([1.1, 0.0])
     assert data[1]["aspects"][0]["reason"] == "no answer found"
 
 
 def test_rewards_written_on_the_page(studio: Served) -> None:
     rewards = [{"type": "answer", "take": "number"}]
-    data = studio.ask("/api/trial", body={**ASKED, "rewards": rewards}).json["completions"]
+    data = studio.ask("/api/trial", body={**BODY, "rewards": rewards}).json["completions"]
     assert [one["total"] for one in data] == [1.0, 1.0]
-    wrong = studio.ask("/api/trial", body={**ASKED, "rewards": [{"type": "anser"}]}).json["error"]
+    wrong = studio.ask("/api/trial", body={**BODY, "rewards": [{"type": "anser"}]}).json["error"]
     assert "did you mean 'answer'" in wrong["what"]
 
 

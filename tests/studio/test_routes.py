@@ -123,9 +123,9 @@ def test_held_out_groups_too(studio: Served) -> None:
 
 
 def test_a_prompt_through_training(studio: Served) -> None:
-    asked = studio.ask("/api/runs/sums-1/prompt?id=sums/2").json["asked"]
-    assert [(one["step"], one["group"]) for one in asked] == [(1, 0), (2, 0), (3, 0), (4, 0)]
-    assert asked[0]["mean"] == pytest.approx(0.55)
+    visits = studio.ask("/api/runs/sums-1/prompt?id=sums/2").json["asked"]
+    assert [(one["step"], one["group"]) for one in visits] == [(1, 0), (2, 0), (3, 0), (4, 0)]
+    assert visits[0]["mean"] == pytest.approx(0.55)
 
 
 @pytest.mark.parametrize(

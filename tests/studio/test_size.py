@@ -83,8 +83,8 @@ def test_a_search_goes_on_to_the_end(large: Served) -> None:
     """A search that exceeds its time limit continues with the next request, until everything is scanned."""
     pages, before, matches = 0, None, 0
     while True:
-        asked = "/api/runs/million/search?failed=true" + (f"&before={before}" if before else "")
-        page = large.ask(asked).json
+        address = "/api/runs/million/search?failed=true" + (f"&before={before}" if before else "")
+        page = large.ask(address).json
         matches += len(page["completions"])
         pages, before = pages + 1, page["before"]
         if before is None:

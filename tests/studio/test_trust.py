@@ -50,7 +50,7 @@ KEYS: dict[str, dict[str, Any]] = {
 }
 
 
-def asked(*rewards: dict[str, Any]) -> dict[str, Any]:
+def trial_body(*rewards: dict[str, Any]) -> dict[str, Any]:
     return {"rewards": list(rewards), "prompt": "12+34=", "columns": {"answer": "46"}, "completions": ["echo 1 > ran", "46"]}
 
 
@@ -98,7 +98,7 @@ def test_no_code_of_a_page_runs(kind: str, tmp_path: Path) -> None:
     reward = filled(CODE[kind], tmp_path)
     with served(tmp_path) as plain, served(tmp_path, TOKEN, allow_code=True) as allowing:
         for path in ("/api/trial", "/api/trial?trusted=true"):
-            for data in (plain.ask(path, body=asked(reward)), allowing.ask(path, COOKIES, body=asked(reward))):
+            for data in (plain.ask(path, body=trial_body(reward)), allowing.ask(path, COOKIES, body=trial_body(reward))):
                 assert data.status == 422
                 assert "may not run code" in data.json["error"]["because"]
     assert not (tmp_path / "ran").exists()
@@ -113,14 +113,16 @@ def test_no_code_of_a_run_runs_without_the_flag_and_the_tick(kind: str, of_stage
     run_with(tmp_path, "theirs", rewards=[{"type": "answer"} if of_stage else reward], stages=stages)
     with served(tmp_path) as plain:
         for path in ("/api/trial?run=theirs", "/api/trial?run=theirs&trusted=true"):
-            data = plain.ask(path, body=asked())
+            data = plain.ask(path, body=trial_body())
             assert data.status == 422
             assert "--allow-code" in data.json["error"]["fix"]
     with served(tmp_path, TOKEN, allow_code=True) as allowing:
-        data = allowing.ask("/api/trial?run=theirs", COOKIES, body=asked())
+        data = allowing.ask("/api/trial?run=theirs", COOKIES, body=trial_body())
         assert data.status == 422
         assert "tick the box" in data.json["error"]["fix"]
-        assert allowing.ask("/api/trial?run=theirs&trusted=true", body=asked()).status == 401, "the tick alone opens nothing"
+        assert allowing.ask("/api/trial?run=theirs&trusted=true", body=trial_body()).status == 401, (
+            "the tick alone opens nothing"
+        )
         assert allowing.ask("/api/runs/theirs/rewards", COOKIES).json["asks"], "the page says what would run"
     assert not (tmp_path / "ran").exists()
 
@@ -134,11 +136,11 @@ def test_no_key_is_sent_without_the_flag_and_the_tick(kind: str, tmp_path: Path,
         run_with(tmp_path, "theirs", rewards=[reward])
         with served(tmp_path) as plain:
             for tick in ("false", "true"):
-                assert plain.ask(f"/api/trial?trusted={tick}", body=asked(reward)).status == 422
-                assert plain.ask(f"/api/trial?run=theirs&trusted={tick}", body=asked()).status == 422
+                assert plain.ask(f"/api/trial?trusted={tick}", body=trial_body(reward)).status == 422
+                assert plain.ask(f"/api/trial?run=theirs&trusted={tick}", body=trial_body()).status == 422
         with served(tmp_path, TOKEN, allow_code=True) as allowing:
-            assert allowing.ask("/api/trial?run=theirs", COOKIES, body=asked()).status == 422
-            assert allowing.ask("/api/trial?trusted=true", COOKIES, body=asked(reward)).status == 422
+            assert allowing.ask("/api/trial?run=theirs", COOKIES, body=trial_body()).status == 422
+            assert allowing.ask("/api/trial?trusted=true", COOKIES, body=trial_body(reward)).status == 422
     assert keys_sent == []
 
 
@@ -149,17 +151,17 @@ def test_what_is_allowed_and_ticked_runs(tmp_path: Path, monkeypatch: pytest.Mon
     with endpoint() as (address, keys_sent), served(tmp_path, TOKEN, allow_code=True) as allowing:
         run_with(tmp_path, "theirs", rewards=[filled(CODE["a splitter"], tmp_path)])
         run_with(tmp_path, "judged", rewards=[filled(KEYS["a judge"], tmp_path, address)])
-        data = allowing.ask("/api/trial?run=theirs&trusted=true", COOKIES, body=asked(), timeout=60)
+        data = allowing.ask("/api/trial?run=theirs&trusted=true", COOKIES, body=trial_body(), timeout=60)
         assert (data.status, len(data.json["completions"])) == (200, 2)
         assert (tmp_path / "ran").exists()
-        data = allowing.ask("/api/trial?run=judged&trusted=true", COOKIES, body=asked(), timeout=60)
+        data = allowing.ask("/api/trial?run=judged&trusted=true", COOKIES, body=trial_body(), timeout=60)
         assert data.status == 200
     assert keys_sent[0] == f"Bearer {SECRET}"
 
 
 def test_plain_rewards_never_ask(studio: Served) -> None:
     names: list[dict[str, Any]] = [{"type": "answer", "name": "judge"}, {"type": "format", "name": "function", "weight": 0.1}]
-    assert studio.ask("/api/trial", body=asked(*names), timeout=60).status == 200
+    assert studio.ask("/api/trial", body=trial_body(*names), timeout=60).status == 200
     assert studio.ask("/api/runs/sums-1/rewards").json["asks"] == []
 
 

@@ -23,17 +23,17 @@ def ids(prompts: list[Prompt]) -> list[str]:
 @settings(deadline=None)
 @given(st.integers(1, 40), st.integers(1, 60), st.integers(0, 10**6), st.integers(0, 10**4))
 def test_a_step_is_full_and_has_no_twins(size: int, count: int, seed: int, step: int) -> None:
-    asked = ids(prompts_for_step(listed(size), seed, step, count))
-    assert len(asked) == len(set(asked)) == count
-    assert asked == ids(prompts_for_step(listed(size), seed, step, count))
+    names = ids(prompts_for_step(listed(size), seed, step, count))
+    assert len(names) == len(set(names)) == count
+    assert names == ids(prompts_for_step(listed(size), seed, step, count))
 
 
 @settings(deadline=None)
 @given(st.integers(1, 8), st.integers(1, 6), st.integers(0, 100), st.integers(0, 5))
 def test_an_epoch_repeats_nothing(steps: int, count: int, seed: int, epoch: int) -> None:
     task = listed(steps * count)
-    asked = [name for place in range(steps) for name in ids(prompts_for_step(task, seed, epoch * steps + place, count))]
-    assert sorted(asked) == sorted(ids(list(task.train)))
+    names = [name for place in range(steps) for name in ids(prompts_for_step(task, seed, epoch * steps + place, count))]
+    assert sorted(names) == sorted(ids(list(task.train)))
 
 
 def test_epochs_and_seeds_are_shuffled_differently() -> None:
@@ -43,8 +43,8 @@ def test_epochs_and_seeds_are_shuffled_differently() -> None:
 
 
 def test_too_few_prompts_are_asked_again_under_other_ids() -> None:
-    asked = ids(prompts_for_step(listed(2), 0, 7, 5))
-    assert Counter(name.partition("#")[2] for name in asked) == {"": 2, "2": 2, "3": 1}
+    names = ids(prompts_for_step(listed(2), 0, 7, 5))
+    assert Counter(name.partition("#")[2] for name in names) == {"": 2, "2": 2, "3": 1}
 
 
 def test_more_rounds_ask_what_was_not_asked() -> None:
@@ -56,29 +56,29 @@ def test_more_rounds_ask_what_was_not_asked() -> None:
 
 def test_endless_prompts_are_fresh() -> None:
     task = build_task(Task(type="arithmetic"))
-    asked = [ids(prompts_for_step(task, 0, step, 16)) for step in range(20)]
-    assert all(len(set(step)) == 16 for step in asked)
-    assert len({name for step in asked for name in step}) > 250
-    assert asked[11] == ids(prompts_for_step(task, 0, 11, 16)) != ids(prompts_for_step(task, 1, 11, 16))
+    names_by_step = [ids(prompts_for_step(task, 0, step, 16)) for step in range(20)]
+    assert all(len(set(step)) == 16 for step in names_by_step)
+    assert len({name for step in names_by_step for name in step}) > 250
+    assert names_by_step[11] == ids(prompts_for_step(task, 0, 11, 16)) != ids(prompts_for_step(task, 1, 11, 16))
 
 
 def test_endless_rounds_go_on_without_twins() -> None:
     task = build_task(Task(type="arithmetic"))
     rounds = [ids(prompts_for_step(task, 0, 5, 8, round=turn)) for turn in range(3)]
-    assert len({name for asked in rounds for name in asked}) == 24
+    assert len({name for names in rounds for name in names}) == 24
 
 
 def test_an_endless_task_of_few_problems_still_fills_a_step() -> None:
     """28 sums of two single digits are left for training, in at most 56 orders."""
     task = build_task(Task.model_validate({"type": "arithmetic", "digits": 1, "heldout": 27}))
-    asked = ids(prompts_for_step(task, 0, 0, 100))
-    assert len(set(asked)) == 100
-    assert any("#2" in name for name in asked)
+    names = ids(prompts_for_step(task, 0, 0, 100))
+    assert len(set(names)) == 100
+    assert any("#2" in name for name in names)
 
 
 @settings(deadline=None)
 @given(st.integers(1, 20), st.integers(1, 30), st.integers(0, 1000))
 def test_examples_are_laid_out_in_epochs(size: int, batch: int, seed: int) -> None:
-    drawn = [index for step in range(size) for index in batch_indices(size, seed, step, batch)]
+    indices = [index for step in range(size) for index in batch_indices(size, seed, step, batch)]
     for epoch in range(batch):
-        assert sorted(drawn[epoch * size : (epoch + 1) * size]) == list(range(size))
+        assert sorted(indices[epoch * size : (epoch + 1) * size]) == list(range(size))

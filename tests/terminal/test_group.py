@@ -14,7 +14,7 @@ GROUP = graded_group(
 )
 
 
-def drawn(what: object, width: int) -> list[str]:
+def render(what: object, width: int) -> list[str]:
     console = Console(width=width, record=True, force_terminal=True, color_system=None, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(what)
     return console.export_text().splitlines()
@@ -26,7 +26,7 @@ def test_best_first_and_what_takes_no_part_last() -> None:
 
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_a_table_has_one_line_per_completion_at_any_width(width: int) -> None:
-    lines = drawn(GroupTable(GROUP), width)
+    lines = render(GroupTable(GROUP), width)
     assert len(lines) == 2 + 4
     assert all(len(line.rstrip()) <= width for line in lines)
     assert lines[2].split()[:4] == ["+1.25", "1.00", "1.00", "3"]
@@ -36,7 +36,7 @@ def test_a_table_has_one_line_per_completion_at_any_width(width: int) -> None:
 
 
 def test_in_full_every_text_is_whole() -> None:
-    text = " ".join(" ".join(drawn(render_group(GROUP), 100)).split())
+    text = " ".join(" ".join(render(render_group(GROUP), 100)).split())
     assert text.count("and long") == 30
     assert "answer failed: ValueError: odd" in text
     assert "not graded" in text

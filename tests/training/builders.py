@@ -131,9 +131,9 @@ PROMPTS = PromptList.of([f"{a}+{b}=" for a in range(6) for b in range(6)])
 def loop_for(options: dict[str, Any], reward: Callable[..., Any], task: PromptList = PROMPTS, seed: int = 0) -> GrpoLoop:
     """A grpo stage on the small model, with one Python function as its reward."""
     sampling = {"max_new_tokens": 8}
-    made = stage(**{"sampling": sampling, "optimiser": {"learning_rate": 1e-2}, **options})
+    config = stage(**{"sampling": sampling, "optimiser": {"learning_rate": 1e-2}, **options})
     engine = NativeEngine(policy(seed), Engine(slots=16))
-    return GrpoLoop(made, seed, task, engine, RewardMix([FunctionReward(reward, "f")]))
+    return GrpoLoop(config, seed, task, engine, RewardMix([FunctionReward(reward, "f")]))
 
 
 def digits(text: str) -> float:

@@ -32,11 +32,11 @@ def played(steps: int = 4) -> Recipe:
     """The guessing game, on the smallest model."""
     grpo = {"type": "grpo", "steps": steps, "prompts_per_step": 3, "group_size": 4, "save_every": 2, "eval_every": 3}
     tuned = {"sampling": {"max_new_tokens": 24}, "optimiser": {"learning_rate": 1e-3}, "kl": {"beta": 0.02}}
-    made = {
+    options = {
         "name": "played", "threads": 1, "model": {"tiny": SMALL}, "task": {"type": "guess", "heldout": 10, "examples": 20},
         "rewards": [{"type": "guess"}], "stages": [{"type": "sft", "steps": 30}, {**grpo, **tuned}],
     }  # fmt: skip
-    return parse_recipe(made, [])
+    return parse_recipe(options, [])
 
 
 class Crash(Listener):
@@ -86,12 +86,12 @@ def test_tokens_of_an_environment_count_nowhere(objective: str) -> None:
     def learned(spoil: bool) -> tuple[dict[str, float], torch.Tensor]:
         rng = np.random.default_rng(0)
         groups = [graded_group(rng, 3, [7, 9, 6], masked=True, name=f"p{i}") for i in range(3)]
-        made = policy()
+        copy = policy()
         options = {"kl": {"beta": 0.1}, "updates_per_step": 2, "importance_cap": 2.0, "optimiser": {"learning_rate": 1e-2}}
-        learner = Learner(made, grpo_learner_settings(stage(objective=objective, **options)))
+        learner = Learner(copy, grpo_learner_settings(stage(objective=objective, **options)))
         report = learner.update([with_garbage(g, rng) for g in groups] if spoil else groups)
         by_the_clock = {"update_tflops", "mfu"}
-        return {name: value for name, value in report.metrics.items() if name not in by_the_clock}, snapshot(made.model)
+        return {name: value for name, value in report.metrics.items() if name not in by_the_clock}, snapshot(copy.model)
 
     (plain, weights), (spoilt, same) = learned(False), learned(True)
     assert torch.equal(weights, same)
@@ -103,15 +103,15 @@ def test_demonstrations_teach_only_the_tokens_of_the_policy() -> None:
     """The loss is the mean over the tokens of the policy's turns; the game's tokens need not be learned."""
     prompt = Prompt("p", "1+1=")
     turns = ("12", "3456789", "00")
-    made = policy()
+    student = policy()
     task = PromptList((prompt,), examples=(Example(prompt, "".join(turns), turns),))
-    loop = SftLoop(Sft(steps=1, batch_size=1), 0, task, made)
-    ids, wrote = encode_example(made, task.examples[0])
+    loop = SftLoop(Sft(steps=1, batch_size=1), 0, task, student)
+    ids, wrote = encode_example(student, task.examples[0])
     with torch.no_grad():
-        full = torch.from_numpy(np.concatenate((made.encode(prompt), ids)))[None]
-        made.model.set_attn_implementation("eager")
-        logp_TV = made.model(input_ids=full).logits[0, -len(ids) - 1 : -1].log_softmax(-1)
-        made.model.set_attn_implementation("oncurve")
+        full = torch.from_numpy(np.concatenate((student.encode(prompt), ids)))[None]
+        student.model.set_attn_implementation("eager")
+        logp_TV = student.model(input_ids=full).logits[0, -len(ids) - 1 : -1].log_softmax(-1)
+        student.model.set_attn_implementation("oncurve")
     logps = logp_TV[torch.arange(len(ids)), torch.from_numpy(ids)].numpy()
     report = loop.step(1)
     assert int(wrote.sum()) == 5

@@ -98,10 +98,10 @@ def test_greedy_measurements_are_the_same_each_time_and_samples_are_not_those_of
         return [c.completion.token_ids.tolist() for g in report.groups for c in g.scored]
 
     assert measured(Evaluation(), 1) == measured(Evaluation(), 2)
-    drawn = Evaluation(temperature=1.0, samples=2)
-    assert len(measured(drawn, 1)) == 6
-    assert measured(drawn, 1) == measured(drawn, 1)
-    assert measured(drawn, 1) != measured(drawn, 2)
+    sampled = Evaluation(temperature=1.0, samples=2)
+    assert len(measured(sampled, 1)) == 6
+    assert measured(sampled, 1) == measured(sampled, 1)
+    assert measured(sampled, 1) != measured(sampled, 2)
     assert max(map(len, measured(Evaluation(max_new_tokens=3), 1))) <= 3
 
 

@@ -48,14 +48,14 @@ class Measured(Listener):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunFolder, Measured]:
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunFolder, Measured]:
     events = Measured()
     folder = tmp_path_factory.mktemp("free")
     return begin(recipe(folder), out=folder / "runs" / "talk", listeners=[events]), events
 
 
-def test_it_is_measured_by_its_reward_before_and_after(whole: tuple[RunFolder, Measured]) -> None:
-    with RunReader.open(whole[0].path) as store:
+def test_it_is_measured_by_its_reward_before_and_after(finished_run: tuple[RunFolder, Measured]) -> None:
+    with RunReader.open(finished_run[0].path) as store:
         evals = store.evals()
         assert [(e.stage, e.step, e.accuracy, e.asked) for e in evals] == [("grpo", step, None, 3) for step in (0, 2, 4)]
         for report in evals:
@@ -66,10 +66,10 @@ def test_it_is_measured_by_its_reward_before_and_after(whole: tuple[RunFolder, M
         assert [row["accuracy"] for row in column] == [None, None, None]
 
 
-def test_both_kinds_of_measurement_report_their_progress(whole: tuple[RunFolder, Measured]) -> None:
+def test_both_kinds_of_measurement_report_their_progress(finished_run: tuple[RunFolder, Measured]) -> None:
     """Also that of a reward model, which is part of its step."""
     settings: dict[tuple[str, int], list[float]] = {}
-    for stage, step, share in whole[1].shares:
+    for stage, step, share in finished_run[1].shares:
         settings.setdefault((stage, step), []).append(share)
     assert list(settings) == [("reward_model", 2), ("grpo", 0), ("grpo", 2), ("grpo", 4)]
     for shares in settings.values():
@@ -83,7 +83,7 @@ class StopsBeforeTheFirstStep(Listener):
         raise KeyboardInterrupt
 
 
-def test_interrupted_anywhere_it_ends_in_the_same_bits(whole: tuple[RunFolder, Measured], tmp_path: Path) -> None:
+def test_interrupted_anywhere_it_ends_in_the_same_bits(finished_run: tuple[RunFolder, Measured], tmp_path: Path) -> None:
     """Between the evaluation before the first step, which is recorded by then, and that step; then after every step."""
     with pytest.raises(KeyboardInterrupt):
         begin(recipe(tmp_path), out=tmp_path / "run", listeners=[StopsBeforeTheFirstStep()])
@@ -95,53 +95,53 @@ def test_interrupted_anywhere_it_ends_in_the_same_bits(whole: tuple[RunFolder, M
             break
         with contextlib.suppress(TimeUp):
             resume(run, minutes=0.0)
-    with RunReader.open(run.path) as sliced, RunReader.open(whole[0].path) as at_once:
+    with RunReader.open(run.path) as sliced, RunReader.open(finished_run[0].path) as at_once:
         assert sliced.fingerprint() == at_once.fingerprint()
 
 
-def test_the_best_checkpoint_is_that_of_the_highest_reward(whole: tuple[RunFolder, Measured]) -> None:
-    with RunReader.open(whole[0].path) as store:
+def test_the_best_checkpoint_is_that_of_the_highest_reward(finished_run: tuple[RunFolder, Measured]) -> None:
+    with RunReader.open(finished_run[0].path) as store:
         rewards = {e.step: e.reward or 0.0 for e in store.evals() if e.step}
         assert best_step(store, "grpo", "heldout_accuracy", rewards) == max(rewards, key=lambda step: (rewards[step], -step))
         assert best_step(store, "grpo", "heldout_accuracy", [2]) == 2
 
 
-def test_commands_show_the_reward(whole: tuple[RunFolder, Measured]) -> None:
-    run = whole[0]
+def test_commands_show_the_reward(finished_run: tuple[RunFolder, Measured]) -> None:
+    run = finished_run[0]
     runs = ["--runs", str(run.path.parent)]
     with RunReader.open(run.path) as store:
         first, _, last = (f"{e.reward or 0.0:.2f}".replace("-", "−") for e in store.evals())
 
-    def said(*words: str) -> str:
+    def output_of(*words: str) -> str:
         result = CliRunner(env={"COLUMNS": "80"}).invoke(app, [*words])
         assert result.exit_code == 0, result.output
         return result.output
 
-    shown = " ".join(said("show", "talk", *runs).split())
+    shown = " ".join(output_of("show", "talk", *runs).split())
     assert f"held-out reward before grpo after grpo mean {first} {last}" in shown
     assert "held-out accuracy" not in shown
-    assert f"reward {last}" in said("runs", *runs)
-    measured = " ".join(said("eval", "talk", *runs).split())
+    assert f"reward {last}" in output_of("runs", *runs)
+    measured = " ".join(output_of("eval", "talk", *runs).split())
     assert f"mean {last}" in measured
     assert "no accuracy: no verifiable reward" in measured
     assert measured.count("accuracy") == 1
-    data = json.loads(said("eval", "talk", "--samples", "2", "--temperature", "1", "--json", *runs))
+    data = json.loads(output_of("eval", "talk", "--samples", "2", "--temperature", "1", "--json", *runs))
     assert data["accuracy"] is data["interval"] is None
     low, high = data["reward_interval"]
     assert low <= data["reward"] <= high
     assert not [key for key in (*data, *data["metrics"]) if key.startswith(("pass", "maj"))]
-    assert json.loads(said("show", "talk", "--json", *runs))["evals"][0]["reward"] is not None
+    assert json.loads(output_of("show", "talk", "--json", *runs))["evals"][0]["reward"] is not None
 
 
-def test_a_measurement_with_nothing_to_measure_by_is_refused(whole: tuple[RunFolder, Measured], tmp_path: Path) -> None:
-    opened = load_model(str(whole[0].path), tmp_path)
+def test_a_measurement_with_nothing_to_measure_by_is_refused(finished_run: tuple[RunFolder, Measured], tmp_path: Path) -> None:
+    loaded = load_model(str(finished_run[0].path), tmp_path)
     free = recipe(tmp_path)
     with pytest.raises(RewardError, match="no answer could be graded") as raised:
-        evaluate_model(LoadedModel(opened.policy, "a model"), free)
+        evaluate_model(LoadedModel(loaded.policy, "a model"), free)
     assert raised.value.where == "rewards.model"
     imitating = parse_recipe({**free.model_dump(exclude_none=True, mode="json"), "stages": [{"type": "sft"}]})
     with pytest.raises(RecipeError, match="has no default reward"):
-        evaluate_model(opened, imitating)
+        evaluate_model(loaded, imitating)
 
 
 def test_a_verifiable_reward_of_the_task_or_the_recipe_is_watched_next_to_others(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.version1.versions import DATA, Told, copy_recipes, unpack
+from tests.version1.versions import DATA, CommandOutput, copy_recipes, unpack
 
-Oncurve = Callable[..., Told]
+Oncurve = Callable[..., CommandOutput]
 
 
 @pytest.fixture(scope="session")
@@ -37,13 +37,13 @@ def oncurve(kept: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     monkeypatch.chdir(kept)
     monkeypatch.setenv("COLUMNS", "200")
 
-    def run(*arguments: object) -> Told:
+    def run(*arguments: object) -> CommandOutput:
         capsys.readouterr()
         monkeypatch.setattr(sys, "argv", ["oncurve", *map(str, arguments)])
         with pytest.raises(SystemExit) as end:
             runpy.run_module("oncurve", run_name="__main__")
         code = end.value.code
         assert isinstance(code, int)
-        return Told(code, capsys.readouterr().out)
+        return CommandOutput(code, capsys.readouterr().out)
 
     return run

@@ -18,7 +18,7 @@ import pytest
 from tests.version1.versions import (
     CURRENT,
     RUNS,
-    Told,
+    CommandOutput,
     Version,
     contents,
     copy_recipes,
@@ -49,7 +49,7 @@ class Done:
     version: Version
     fresh: Path
     kept: Path
-    told: Mapping[str, Sequence[Told]]
+    told: Mapping[str, Sequence[CommandOutput]]
 
 
 @pytest.fixture(scope="module")

@@ -27,39 +27,43 @@ from tests.version1.conftest import Oncurve
 from tests.version1.make_data import options_in
 from tests.version1.versions import DATA, ROOT, RUNS, SAMPLED, groups_by_reward, weights_digest
 
-TOLD: dict[str, Any] = json.loads((DATA / "told.json").read_text(encoding="utf-8"))
+EXPECTED: dict[str, Any] = json.loads((DATA / "told.json").read_text(encoding="utf-8"))
 OPTIONS: dict[str, list[str]] = json.loads((DATA / "commands.json").read_text(encoding="utf-8"))
-JSON_COMMANDS = [command for command in TOLD if command.endswith("--json")]
+JSON_COMMANDS = [command for command in EXPECTED if command.endswith("--json")]
 
 Facts = dict[str, Any]
 
 
 @pytest.mark.parametrize("command", JSON_COMMANDS)
 def test_json_is_what_version_1_told(oncurve: Oncurve, command: str) -> None:
-    told = oncurve(*command.split())
-    assert told.code == 0
-    assert told.json == TOLD[command]
+    output = oncurve(*command.split())
+    assert output.code == 0
+    assert output.json == EXPECTED[command]
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_show_has_the_facts_of_a_run(oncurve: Oncurve, facts: Facts, name: str) -> None:
-    expected, told = facts[name], oncurve("show", name, "--json").json
-    assert told["status"] == expected["status"]
-    assert told["stages"] == expected["stages"]
-    measured = [(e["stage"], e["step"], e["accuracy"], e["asked"], e["reward"]) for e in told["evals"]]
+    expected, shown = facts[name], oncurve("show", name, "--json").json
+    assert shown["status"] == expected["status"]
+    assert shown["stages"] == expected["stages"]
+    measured = [(e["stage"], e["step"], e["accuracy"], e["asked"], e["reward"]) for e in shown["evals"]]
     assert measured == [(e["stage"], e["step"], e["accuracy"], e["asked"], e["metrics"]["reward"]) for e in expected["evals"]]
     for stage, metrics in expected["last_metrics"].items():
-        assert {metric: told["last_metrics"][stage][metric] for metric in metrics} == metrics
+        assert {metric: shown["last_metrics"][stage][metric] for metric in metrics} == metrics
 
 
 @pytest.mark.parametrize("name", SAMPLED)
 def test_show_has_the_facts_of_a_group(oncurve: Oncurve, facts: Facts, name: str) -> None:
     group = facts[name]["group"]
     place = ["--stage", group["stage"], "--step", group["step"], "--group", group["position"]]
-    told = oncurve("show", name, *place, "--json").json
-    assert (told["prompt_id"], told["prompt"], told["has_signal"]) == (group["prompt_id"], group["prompt"], group["has_signal"])
-    by_text = {completion["text"]: completion for completion in told["completions"]}
-    assert len(by_text) == len(told["completions"]) == len(group["completions"])
+    output = oncurve("show", name, *place, "--json").json
+    assert (output["prompt_id"], output["prompt"], output["has_signal"]) == (
+        group["prompt_id"],
+        group["prompt"],
+        group["has_signal"],
+    )
+    by_text = {completion["text"]: completion for completion in output["completions"]}
+    assert len(by_text) == len(output["completions"]) == len(group["completions"])
     for completion in group["completions"]:
         seen = by_text[completion["text"]]
         assert (seen["stop"], seen["reward"]) == (completion["stop"], completion["reward"])
@@ -101,9 +105,9 @@ def test_python_reads_a_run(kept: Path, facts: Facts, name: str) -> None:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_verify_finds_every_part_whole(oncurve: Oncurve, kept: Path, facts: Facts, name: str) -> None:
-    told = oncurve("verify", name, "--json")
-    assert told.code == 0
-    marks = {check["name"]: check["mark"] for check in told.json["checks"]}
+    output = oncurve("verify", name, "--json")
+    assert output.code == 0
+    marks = {check["name"]: check["mark"] for check in output.json["checks"]}
     checkpoints = {path.name for path in (kept / "runs" / name / "checkpoints").iterdir()}
     stages = {f"stage {stage['name']}" for stage in facts[name]["stages"]}
     assert marks.keys() == {"run.json", "recipe.toml", "run.db", "model", *checkpoints, *stages}
@@ -119,11 +123,11 @@ def test_verify_still_sees_a_byte_that_changed(oncurve: Oncurve, kept: Path) -> 
     whole = file.read_bytes()
     try:
         file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-        told = oncurve("verify", "grpo", "--json")
+        output = oncurve("verify", "grpo", "--json")
     finally:
         file.write_bytes(whole)
-    assert told.code == 2
-    assert [check["name"] for check in told.json["checks"] if check["mark"] == "wrong"] == ["grpo-000002"]
+    assert output.code == 2
+    assert [check["name"] for check in output.json["checks"] if check["mark"] == "wrong"] == ["grpo-000002"]
 
 
 def test_commands_for_people_name_every_run_and_rank(oncurve: Oncurve) -> None:
@@ -139,7 +143,7 @@ def test_pairs_are_those_of_version_1(oncurve: Oncurve, tmp_path: Path, name: st
     file = tmp_path / "pairs.jsonl"
     assert oncurve("pairs", name, "-o", file).code == 0
     found = [json.loads(line) for line in file.read_text().splitlines()]
-    assert found == [json.loads(line) for line in TOLD[f"pairs {name}"]]
+    assert found == [json.loads(line) for line in EXPECTED[f"pairs {name}"]]
 
 
 def test_a_run_without_groups_has_no_pairs(oncurve: Oncurve, tmp_path: Path) -> None:
@@ -166,40 +170,40 @@ def test_report_holds_the_run(oncurve: Oncurve, kept: Path, facts: Facts, tmp_pa
 @pytest.mark.parametrize("name", ["grpo", "ppo", "reward_model", "lora", "two_ranks", "stopped"])
 def test_rewards_replay_gives_the_same_rewards(oncurve: Oncurve, facts: Facts, name: str) -> None:
     """Those of rules, and that of the reward model that the run trained."""
-    told = oncurve("rewards", "replay", name)
-    assert told.code == 0
-    step = TOLD[f"show {name} --stage {facts[name]['group']['stage']} --step {facts[name]['group']['step']} --json"]
+    output = oncurve("rewards", "replay", name)
+    assert output.code == 0
+    step = EXPECTED[f"show {name} --stage {facts[name]['group']['stage']} --step {facts[name]['group']['step']} --json"]
     groups = len(step["groups"]) * facts[name]["group"]["step"]
     completions = groups * len(facts[name]["group"]["completions"])
-    assert f"{completions} in {groups} groups" in told.out
-    assert "100.0 %" in told.out
+    assert f"{completions} in {groups} groups" in output.out
+    assert "100.0 %" in output.out
 
 
 def test_replay_samples_a_group_again(oncurve: Oncurve) -> None:
     """From version 1's checkpoint: the same tokens and rewards on any machine, and log-probs as near as rounding allows."""
-    told = oncurve("replay", "grpo", "--step", 3, "--group", 1, "--json").json
-    assert (told["stage"], told["step"], told["group"]) == ("grpo", 3, 1)
-    assert told["from"] == {"stage": "grpo", "step": 2}
-    assert told["steps_done_again"] == 1
-    for line in told["differences"]:
+    output = oncurve("replay", "grpo", "--step", 3, "--group", 1, "--json").json
+    assert (output["stage"], output["step"], output["group"]) == ("grpo", 3, 1)
+    assert output["from"] == {"stage": "grpo", "step": 2}
+    assert output["steps_done_again"] == 1
+    for line in output["differences"]:
         apart = re.search(r"log-probs up to ([\d.e+-]+) apart", line)
         assert apart is not None, line
         assert float(apart[1]) < 1e-5
-    assert told["identical"] == (not told["differences"])
+    assert output["identical"] == (not output["differences"])
 
 
 def test_a_run_with_python_of_its_own_is_measured_once_it_is_trusted(oncurve: Oncurve) -> None:
     """Version 1 kept no record of trust, so that its runs count as runs from elsewhere."""
     assert oncurve("eval", "dpo", "--json").code == 2
-    told = oncurve("eval", "dpo", "--trust", "--json")
-    assert told.code == 0
-    expected = TOLD["eval dpo"]
+    output = oncurve("eval", "dpo", "--trust", "--json")
+    assert output.code == 0
+    expected = EXPECTED["eval dpo"]
     assert expected["accuracy"] > 0
-    assert {key: told.json[key] for key in ("accuracy", "asked", "samples")} == {
+    assert {key: output.json[key] for key in ("accuracy", "asked", "samples")} == {
         key: expected[key] for key in ("accuracy", "asked", "samples")
     }
-    assert told.json["reward"] == pytest.approx(expected["reward"])
-    assert oncurve("eval", "dpo", "--json").json == told.json
+    assert output.json["reward"] == pytest.approx(expected["reward"])
+    assert oncurve("eval", "dpo", "--json").json == output.json
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -231,9 +235,9 @@ def _changed(then: Any, now: Any, key: str = "") -> Iterator[str]:
 
 @pytest.mark.parametrize("command", OPTIONS)
 def test_a_command_has_the_options_that_it_had(oncurve: Oncurve, command: str) -> None:
-    told = oncurve(*command.split(), "--help")
-    assert told.code == 0
-    assert set(OPTIONS[command]) <= options_in(told.out)
+    output = oncurve(*command.split(), "--help")
+    assert output.code == 0
+    assert set(OPTIONS[command]) <= options_in(output.out)
     assert OPTIONS[command]
 
 
@@ -291,17 +295,17 @@ def test_studio_tells_of_a_run_over_http(studio: str, kept: Path, facts: Facts) 
     assert [(e["stage"], e["step"], e["reward"]) for e in curves["evals"]] == [
         (e["stage"], e["step"], reward) for e, reward in zip(expected["evals"], rewards, strict=True)
     ]
-    drawn = {stage["name"]: stage["metrics"] for stage in curves["stages"]}
-    assert drawn["grpo"]["reward"]["steps"] == [1, 2, 3]
-    assert drawn["grpo"]["reward"]["values"][-1] == expected["last_metrics"]["grpo"]["reward"]
+    metrics = {stage["name"]: stage["metrics"] for stage in curves["stages"]}
+    assert metrics["grpo"]["reward"]["steps"] == [1, 2, 3]
+    assert metrics["grpo"]["reward"]["values"][-1] == expected["last_metrics"]["grpo"]["reward"]
     group = expected["group"]
     place = f"stage={group['stage']}&step={group['step']}&position={group['position']}"
-    told = json.loads(ask(f"/runs/grpo/group?{place}"))
-    assert told["prompt"]["id"] == group["prompt_id"]
-    assert [c["tokens"]["ids"] for c in told["completions"]] == [c["token_ids"] for c in group["completions"]]
-    assert [(c["total"], c["advantage"]) for c in told["completions"]] == [
+    served_group = json.loads(ask(f"/runs/grpo/group?{place}"))
+    assert served_group["prompt"]["id"] == group["prompt_id"]
+    assert [c["tokens"]["ids"] for c in served_group["completions"]] == [c["token_ids"] for c in group["completions"]]
+    assert [(c["total"], c["advantage"]) for c in served_group["completions"]] == [
         (c["reward"], c["advantage"]) for c in group["completions"]
     ]
-    for seen, completion in zip(told["completions"], group["completions"], strict=True):
+    for seen, completion in zip(served_group["completions"], group["completions"], strict=True):
         assert seen["tokens"]["logp"] == pytest.approx(completion["logps"], rel=1e-3)
     assert ask("/runs/grpo/recipe").decode() == (kept / "runs" / "grpo" / "recipe.toml").read_text()

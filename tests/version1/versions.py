@@ -62,7 +62,7 @@ Path("told.json").write_text(json.dumps(told))
 
 
 @dataclass(frozen=True)
-class Told:
+class CommandOutput:
     """What a command ended with and wrote to standard output."""
 
     code: int
@@ -79,7 +79,7 @@ class Version:
 
     root: Path
 
-    def run(self, work: Path, *commands: Sequence[str]) -> list[Told]:
+    def run(self, work: Path, *commands: Sequence[str]) -> list[CommandOutput]:
         """The commands in the folder ``work``. Raises if the process itself fails."""
         # peft writes a set into adapter_config.json, in an order that depends on the seed of Python's hashes.
         environment = os.environ | {"PYTHONPATH": str(self.root), "COLUMNS": "200", "PYTHONHASHSEED": "0"}
@@ -87,11 +87,11 @@ class Version:
         done = subprocess.run(words, cwd=work, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"{self.root}: {commands}\n{done.stdout}\n{done.stderr}"
         answers = work / "told.json"
-        told = [Told(code, out) for code, out in json.loads(answers.read_text())]
+        outputs = [CommandOutput(code, out) for code, out in json.loads(answers.read_text())]
         answers.unlink()
-        for command, one in zip(commands, told, strict=True):
+        for command, one in zip(commands, outputs, strict=True):
             assert one.code == 0, f"{self.root}: {command} ended with {one.code}\n{one.out}\n{done.stderr}"
-        return told
+        return outputs
 
 
 CURRENT = Version(ROOT)
@@ -102,9 +102,9 @@ def extract_version_1(folder: Path) -> Version:
     words = ["git", "-C", str(ROOT), "archive", COMMIT, "oncurve", "recipes"]
     done = subprocess.run(words, capture_output=True, check=False)
     if done.returncode:
-        said = done.stderr.decode(errors="replace").strip()
+        message = done.stderr.decode(errors="replace").strip()
         raise AssertionError(
-            f"version 1 (commit {COMMIT}) can't be read from {ROOT}: {said}. This test compares the current code with it. "
+            f"version 1 (commit {COMMIT}) can't be read from {ROOT}: {message}. This test compares the current code with it. "
             "A shallow clone lacks the commit: get it with `git fetch --unshallow`."
         )
     with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:

@@ -39,12 +39,12 @@ def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 @cache
 def policy() -> Policy:
     """Some letters are end tokens too, so that completions often end and the minimum length matters."""
-    made = Policy(make_model("qwen3", num_hidden_layers=1), tokenizer())
-    made.eos_ids = (*made.eos_ids, *range(5, 12))
-    return made
+    policy_ = Policy(make_model("qwen3", num_hidden_layers=1), tokenizer())
+    policy_.eos_ids = (*policy_.eos_ids, *range(5, 12))
+    return policy_
 
 
-def opened(slots: int = SLOTS, pages: int | None = None, monkeypatch: pytest.MonkeyPatch | None = None) -> Session:
+def open_session(slots: int = SLOTS, pages: int | None = None, monkeypatch: pytest.MonkeyPatch | None = None) -> Session:
     if pages is not None:
         assert monkeypatch is not None
         room = paged_kv_cache.PagedKVCache.open
@@ -90,29 +90,29 @@ def assert_alike(here: list[SampledToken], there: list[SampledToken]) -> None:
 
 @cache
 def alone(place: int) -> list[list[tuple[object, ...]]]:
-    session = opened()
+    session = open_session()
     number = session.submit(ask(place))
     return bits(finish(session)[number])
 
 
 def test_mixed_requests_are_answered_as_by_torch() -> None:
     """Six completions of four requests with settings of their own, over three slots."""
-    sessions = [opened(), torch_session(policy(), SLOTS, LIMIT)]
-    told = []
+    sessions = [open_session(), torch_session(policy(), SLOTS, LIMIT)]
+    answers = []
     for session in sessions:
         numbers = [session.submit(ask(place)) for place in range(4)]
         assert len(session.waiting) == 6
         found = finish(session)
-        told.append([found[number] for number in numbers])
-    for here, there in zip(*told, strict=True):
+        answers.append([found[number] for number in numbers])
+    for here, there in zip(*answers, strict=True):
         assert_alike(here, there)
-    assert {t.stop for tokens in told[0] for t in tokens} == {None, "length", "end"}
-    assert all(t.token_id not in policy().eos_ids for own in by_sample(told[0][3]) for t in own[:4])
+    assert {t.stop for tokens in answers[0] for t in tokens} == {None, "length", "end"}
+    assert all(t.token_id not in policy().eos_ids for own in by_sample(answers[0][3]) for t in own[:4])
 
 
 def test_a_request_gets_the_same_bits_whatever_else_is_served() -> None:
     """One is there from the start, two come later, and one of these leaves in the middle."""
-    session = opened()
+    session = open_session()
     first = session.submit(ask(3))
     found: dict[int, list[SampledToken]] = {}
     for _ in range(2):
@@ -124,10 +124,10 @@ def test_a_request_gets_the_same_bits_whatever_else_is_served() -> None:
         for token in session.step():
             found.setdefault(token.request, []).append(token)
     session.cancel(leaver)
-    told = len(found[leaver])
-    assert told < LIMIT
+    count = len(found[leaver])
+    assert count < LIMIT
     finish(session, found)
-    assert len(found[leaver]) == told, "a cancelled request gets no more tokens"
+    assert len(found[leaver]) == count, "a cancelled request gets no more tokens"
     assert bits(found[first]) == alone(3)
     assert bits(found[last]) == alone(2)
     assert_nothing_is_left(session)
@@ -144,7 +144,7 @@ def assert_nothing_is_left(session: Session) -> None:
 
 
 def test_requests_beyond_capacity_wait_and_a_cancelled_one_frees_its_slots() -> None:
-    session = opened(slots=2)
+    session = open_session(slots=2)
     sampling = Sampling(max_new_tokens=LIMIT, stop=("never",), min_new_tokens=LIMIT)
     first = session.submit(served_request(policy().encode(prompt_of(9)), 2, sampling, seed=0))
     second = session.submit(ask(1))
@@ -161,11 +161,11 @@ def test_with_a_full_cache_requests_wait_and_no_token_is_streamed_twice(monkeypa
     """Four pages of four positions: one for each prompt but the shortest, two for a completion of six. What has to start
     again continues where it was."""
     sampling = Sampling(max_new_tokens=6, min_new_tokens=6)
-    asks = [served_request(policy().encode(prompt_of(n)), 1, sampling, seed=n) for n in (1, 5, 4)]
-    free = opened()
-    numbers = [free.submit(one) for one in asks]
+    requests = [served_request(policy().encode(prompt_of(n)), 1, sampling, seed=n) for n in (1, 5, 4)]
+    free = open_session()
+    numbers = [free.submit(one) for one in requests]
     expected = finish(free)
-    full = opened(pages=4, monkeypatch=monkeypatch)
+    full = open_session(pages=4, monkeypatch=monkeypatch)
     preempt, preempted = full._preempt, list[int]()
 
     def watched(slot: int) -> None:
@@ -173,7 +173,7 @@ def test_with_a_full_cache_requests_wait_and_no_token_is_streamed_twice(monkeypa
         preempt(slot)
 
     monkeypatch.setattr(full, "_preempt", watched)
-    again = [full.submit(one) for one in asks]
+    again = [full.submit(one) for one in requests]
     found = finish(full)
     assert preempted, "the pool was large enough for all"
     assert [bits(found[b]) for b in again] == [bits(expected[a]) for a in numbers]
@@ -183,7 +183,7 @@ def test_with_a_full_cache_requests_wait_and_no_token_is_streamed_twice(monkeypa
 
 def test_a_stop_string_over_two_tokens() -> None:
     ids, sampling = policy().encode(prompt_of(9)), Sampling(max_new_tokens=8, min_new_tokens=8)
-    session = opened()
+    session = open_session()
     number = session.submit(served_request(ids, 1, sampling, seed=3))
     whole = policy().decode(np.array([t.token_id for t in finish(session)[number]]))
     stop = whole[2:4]
@@ -195,7 +195,7 @@ def test_a_stop_string_over_two_tokens() -> None:
 
 
 def test_completions_of_one_request_share_the_pages_of_its_prompt() -> None:
-    session = opened()
+    session = open_session()
     session.submit(served_request(policy().encode(prompt_of(10)), 3, Sampling(max_new_tokens=4), seed=1))
     session.step()
     assert isinstance(session.runner, PerSlotCudaRunner)
@@ -205,6 +205,6 @@ def test_completions_of_one_request_share_the_pages_of_its_prompt() -> None:
 
 
 def test_warming_up_leaves_nothing_behind() -> None:
-    session = opened()
+    session = open_session()
     session.warm_up()
     assert_nothing_is_left(session)

@@ -11,7 +11,7 @@ from oncurve.engines.cuda.graph_decoder import GraphDecoder
 from oncurve.recipe.schema.sections import Engine, Sampling
 from oncurve.records import Completion, Prompt
 from tests.engines.cuda.test_graph_decoder import complete, requests_for
-from tests.engines.native.test_turns import Echo, asked, policy
+from tests.engines.native.test_turns import Echo, policy, prompt_with
 from tests.engines.native.test_turns import sample as plain
 
 SAMPLING = Sampling(max_new_tokens=24)
@@ -48,8 +48,8 @@ def bits(groups: list[tuple[Completion, ...]]) -> list[tuple[bytes, ...]]:
 )
 def test_turns_tokens_and_masks_are_those_of_the_plain_path(sampling: Sampling) -> None:
     echoes = [Echo(), Echo(), Echo(calls=()), Echo(calls=())]
-    here = sample([asked("one", echoes[0]), asked("two", echoes[2])], sampling)
-    there = plain([asked("one", echoes[1]), asked("two", echoes[3])], sampling, group_size=2)
+    here = sample([prompt_with("one", echoes[0]), prompt_with("two", echoes[2])], sampling)
+    there = plain([prompt_with("one", echoes[1]), prompt_with("two", echoes[3])], sampling, group_size=2)
     assert any(not c.loss_mask.all() for group in here for c in group), "an environment has answered"
     for ours, theirs in zip(here, there, strict=True):
         for a, b in zip(ours, theirs.completions, strict=True):
@@ -59,12 +59,15 @@ def test_turns_tokens_and_masks_are_those_of_the_plain_path(sampling: Sampling) 
             for x, y in ((a.logps, b.logps), (a.sampled_logps, b.sampled_logps), (a.raw_logps, b.raw_logps)):
                 assert float(np.abs(x - y).max()) < 1e-4
     for mine, other in ((echoes[0], echoes[1]), (echoes[2], echoes[3])):
-        assert sorted(mine.heard) == sorted(other.heard)
+        assert sorted(mine.received) == sorted(other.received)
 
 
 @pytest.mark.slow
 def test_neither_a_full_cache_nor_the_round_size_changes_a_bit() -> None:
-    prompts, short = [asked("one", Echo()), asked("two", Echo(calls=()))], SAMPLING.model_copy(update={"max_new_tokens": 14})
+    prompts, short = (
+        [prompt_with("one", Echo()), prompt_with("two", Echo(calls=()))],
+        SAMPLING.model_copy(update={"max_new_tokens": 14}),
+    )
     expected = bits(sample(prompts, short))
     assert bits(sample(prompts, short, pages=5)) == expected, "a preempted sequence gets the same numbers and replies"
     assert bits(sample(prompts, short, check_every=5)) == expected

@@ -36,7 +36,7 @@ def ask(place: int) -> SampleRequest:
     return served_request(ids, 1 + place % 3, SETTINGS[place % 4], seed=place, top=place % 2)
 
 
-def told(session: Session, numbers: dict[int, int]) -> dict[int, list[SampledToken]]:
+def streamed(session: Session, numbers: dict[int, int]) -> dict[int, list[SampledToken]]:
     """Decodes to the end; the tokens of each request, by the place it was made from."""
     found: dict[int, list[SampledToken]] = {place: [] for place in numbers.values()}
     while session.requests:
@@ -48,7 +48,7 @@ def told(session: Session, numbers: dict[int, int]) -> dict[int, list[SampledTok
 @cache
 def alone(place: int) -> tuple[tuple[object, ...], ...]:
     session = torch_session(policy(), SLOTS, 32)
-    return tuple(map(tuple, by_sample(told(session, {session.submit(ask(place)): place})[place])))
+    return tuple(map(tuple, by_sample(streamed(session, {session.submit(ask(place)): place})[place])))
 
 
 def by_sample(tokens: list[SampledToken]) -> list[list[tuple[object, ...]]]:
@@ -67,7 +67,7 @@ def test_a_request_gets_the_same_bits_whatever_else_is_queued(order: list[int], 
         for token in session.step():
             found[numbers[token.request]].append(token)
         numbers[session.submit(ask(place))] = place
-    for place, tokens in told(session, numbers).items():
+    for place, tokens in streamed(session, numbers).items():
         found[place] += tokens
     for place in order:
         assert tuple(map(tuple, by_sample(found[place]))) == alone(place)
@@ -76,12 +76,12 @@ def test_a_request_gets_the_same_bits_whatever_else_is_queued(order: list[int], 
 def test_log_probs_are_those_of_a_full_forward() -> None:
     """At temperature 1 and untruncated, whatever the settings that a token was drawn under; likeliest tokens too."""
     for place in (3, 1, 2):
-        asked = ask(place)
+        request = ask(place)
         session = torch_session(policy(), SLOTS, 32)
-        number = session.submit(served_request(asked.prompt_ids, 1, asked.sampling, asked.key.seed, top=5))
-        tokens = told(session, {number: 0})[0]
+        number = session.submit(served_request(request.prompt_ids, 1, request.sampling, request.key.seed, top=5))
+        tokens = streamed(session, {number: 0})[0]
         ids = np.array([t.token_id for t in tokens])
-        logps_TV = next_logits(make_model("qwen3"), asked.prompt_ids, ids).log_softmax(-1)
+        logps_TV = next_logits(make_model("qwen3"), request.prompt_ids, ids).log_softmax(-1)
         assert [t.logp for t in tokens] == pytest.approx(logps_TV[range(len(ids)), ids].tolist(), abs=1e-4)
         best = logps_TV.topk(5)
         for t, token in enumerate(tokens):
@@ -90,7 +90,7 @@ def test_log_probs_are_those_of_a_full_forward() -> None:
 
 def test_greedy_takes_the_likeliest() -> None:
     session = torch_session(policy(), SLOTS, 32)
-    tokens = told(session, {session.submit(ask(1)): 0})[0]
+    tokens = streamed(session, {session.submit(ask(1)): 0})[0]
     assert all(token.token_id == token.top[0][0] for token in tokens)
 
 
@@ -106,7 +106,7 @@ def test_a_request_beyond_capacity_waits_and_a_cancelled_one_frees_its_slots() -
     assert {t.request for t in session.step()} == {second, third}
     session.cancel(first)  # cancelling twice does no harm
     session.cancel(third)
-    ended = told(session, {second: second, third: third})
+    ended = streamed(session, {second: second, third: third})
     assert ended[third] == []
     assert ended[second][-1].stop is not None
     assert not session.requests
@@ -116,14 +116,14 @@ def test_a_request_beyond_capacity_waits_and_a_cancelled_one_frees_its_slots() -
 def test_how_a_completion_stops() -> None:
     session = torch_session(policy(), SLOTS, 32)
     ids = policy().encode(prompt_of(9))
-    free = told(session, {session.submit(served_request(ids, 1, Sampling(max_new_tokens=30), seed=3)): 0})[0]
+    free = streamed(session, {session.submit(served_request(ids, 1, Sampling(max_new_tokens=30), seed=3)): 0})[0]
     text = policy().decode(np.array([t.token_id for t in free]))
     stop = text[3:5]
     number = session.submit(served_request(ids, 1, Sampling(max_new_tokens=30, stop=(stop,)), seed=3))
-    stopped = told(session, {number: 0})[0]
+    stopped = streamed(session, {number: 0})[0]
     assert stopped[-1].stop == "stop_string"
     assert stop in policy().decode(np.array([t.token_id for t in stopped]))
-    cut = told(session, {session.submit(served_request(ids, 1, Sampling(max_new_tokens=2), seed=3)): 0})[0]
+    cut = streamed(session, {session.submit(served_request(ids, 1, Sampling(max_new_tokens=2), seed=3)): 0})[0]
     assert [t.stop for t in cut] == [None, "length"]
 
 
@@ -131,6 +131,6 @@ def test_training_is_not_disturbed() -> None:
     """A session over the same policy changes neither its weights nor the grad mode."""
     before = [p.detach().clone() for p in policy().model.parameters()]
     session = torch_session(policy(), SLOTS, 32)
-    told(session, {session.submit(ask(0)): 0})
+    streamed(session, {session.submit(ask(0)): 0})
     assert torch.is_grad_enabled()
     assert all(torch.equal(a, b) for a, b in zip(before, policy().model.parameters(), strict=True))

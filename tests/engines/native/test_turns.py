@@ -36,14 +36,14 @@ class Echo:
     """Replies with the number of the turn, up to four times, and a random letter."""
 
     calls: tuple[str, ...] = ("?",)
-    heard: list[tuple[str, ...]] = field(default_factory=list)
+    received: list[tuple[str, ...]] = field(default_factory=list)
 
     def reply(self, prompt: Prompt, turns: Sequence[str], dice: np.random.Generator) -> str | None:
-        self.heard.append(tuple(turns))
+        self.received.append(tuple(turns))
         return "!" * (len(turns) + 1) + "ab"[dice.integers(2)] if len(turns) < 8 else None
 
 
-def asked(name: str, environment: Environment | None) -> Prompt:
+def prompt_with(name: str, environment: Environment | None) -> Prompt:
     return Prompt(id=name, text="ab" * 3 + name[:1], environment=environment)
 
 
@@ -70,7 +70,7 @@ def runs(mask: Sequence[bool]) -> list[tuple[bool, int, int]]:
 
 def test_turns_alternate_and_only_the_environment_s_are_masked() -> None:
     echo, replies = Echo(), 0
-    for c in completions(sample([asked(n, echo) for n in ("a1", "b1", "a2", "b2")], Sampling(max_new_tokens=60))):
+    for c in completions(sample([prompt_with(n, echo) for n in ("a1", "b1", "a2", "b2")], Sampling(max_new_tokens=60))):
         spans = runs(c.loss_mask.tolist())
         assert spans[0][0]
         for (mine, _, end), (_, after, last) in pairwise(spans):
@@ -82,13 +82,13 @@ def test_turns_alternate_and_only_the_environment_s_are_masked() -> None:
         assert not np.any(c.logps[~c.loss_mask])
         assert np.all(c.logps[c.loss_mask] < 0)
     assert replies > 16
-    assert max(len(turns) for turns in echo.heard) > 3
+    assert max(len(turns) for turns in echo.received) > 3
 
 
 def test_the_environment_gets_the_turns_and_nothing_decoded_beyond_them() -> None:
     echo = Echo()
-    (c,) = completions(sample([asked("a", echo)], group_size=1, check_every=16))
-    for turns in echo.heard:
+    (c,) = completions(sample([prompt_with("a", echo)], group_size=1, check_every=16))
+    for turns in echo.received:
         assert all(turn.count("?") == turn.endswith("?") for turn in turns[::2])
         assert c.text.startswith("".join(turns))
 
@@ -97,16 +97,16 @@ def test_every_token_is_sampled_from_the_true_context() -> None:
     """transformers, on prompt, turns and replies together, gives each of the policy's tokens the same log-prob."""
     plain = policy().copy().model
     plain.set_attn_implementation("eager")
-    for group in sample([asked(n, Echo()) for n in "ab"]):
+    for group in sample([prompt_with(n, Echo()) for n in "ab"]):
         for c in group.completions:
             logits_TV = next_logits(plain, group.prompt_ids, c.token_ids)
-            wanted = logits_TV.log_softmax(-1).numpy()[np.arange(len(c.token_ids)), c.token_ids]
-            assert np.abs(wanted - c.logps)[c.loss_mask].max() < 1e-4
+            expected = logits_TV.log_softmax(-1).numpy()[np.arange(len(c.token_ids)), c.token_ids]
+            assert np.abs(expected - c.logps)[c.loss_mask].max() < 1e-4
 
 
 @pytest.mark.parametrize(("slots", "check_every"), [(8, 1), (8, 7), (4, 4), (32, 16)])
 def test_neither_the_round_size_nor_the_queue_changes_a_token(slots: int, check_every: int) -> None:
-    prompts = [asked(f"{n}{i}", Echo()) for i in range(2) for n in "ab"]
+    prompts = [prompt_with(f"{n}{i}", Echo()) for i in range(2) for n in "ab"]
     usual, other = sample(prompts), sample(list(reversed(prompts)), slots=slots, check_every=check_every)
     one, two = completions(usual), completions(list(reversed(other)))
     if slots == 8:
@@ -115,26 +115,26 @@ def test_neither_the_round_size_nor_the_queue_changes_a_token(slots: int, check_
 
 
 def test_prompts_without_an_environment_are_sampled_as_ever() -> None:
-    alone = completions(sample([asked("a", None)]))
-    beside = completions(sample([asked("b", Echo()), asked("a", None)])[1:])
+    alone = completions(sample([prompt_with("a", None)]))
+    beside = completions(sample([prompt_with("b", Echo()), prompt_with("a", None)])[1:])
     assert [bits(c) for c in alone] == [bits(c) for c in beside]
     assert all(c.loss_mask.all() for c in beside)
 
 
 def test_random_numbers_of_the_environment_differ_by_sample_and_repeat() -> None:
-    texts = [c.text for c in completions(sample([asked("a", Echo())], group_size=8))]
-    assert texts == [c.text for c in completions(sample([asked("a", Echo())], group_size=8))]
+    texts = [c.text for c in completions(sample([prompt_with("a", Echo())], group_size=8))]
+    assert texts == [c.text for c in completions(sample([prompt_with("a", Echo())], group_size=8))]
     assert any("!!b" in text for text in texts)
     assert any("!!a" in text for text in texts)
 
 
 def test_stop_strings_of_the_recipe_end_it_and_limits_cut_it() -> None:
-    stopped = completions(sample([asked("a", Echo())], Sampling(max_new_tokens=60, stop=("b",)), group_size=8))
+    stopped = completions(sample([prompt_with("a", Echo())], Sampling(max_new_tokens=60, stop=("b",)), group_size=8))
     assert any(c.stop == "stop_string" and c.text.endswith("b") for c in stopped)
     assert all(c.text.count("b") <= 1 + c.text.count("!b") for c in stopped)
     amid_a_reply = 0
     for limit in range(5, 14):
-        cut = completions(sample([asked("a", Echo())], Sampling(max_new_tokens=limit), group_size=8))
+        cut = completions(sample([prompt_with("a", Echo())], Sampling(max_new_tokens=limit), group_size=8))
         assert all(len(c.token_ids) == len(c.loss_mask) <= limit for c in cut)
         assert all(len(c.token_ids) == limit for c in cut if c.is_truncated)
         amid_a_reply += sum(c.is_truncated and not c.loss_mask[-1] for c in cut)
@@ -147,7 +147,7 @@ def test_an_environment_that_fails_raises_one_message() -> None:
             raise KeyError("rules")
 
     with pytest.raises(DataError, match="its environment failed: KeyError: 'rules'"):
-        sample([asked("a", Broken())])
+        sample([prompt_with("a", Broken())])
 
 
 def chat_policy() -> Policy:
@@ -156,9 +156,9 @@ def chat_policy() -> Policy:
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>\n{% endfor %}"
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
-    made = policy().copy()
-    made.tokenizer = words
-    return made
+    copy = policy().copy()
+    copy.tokenizer = words
+    return copy
 
 
 def test_in_a_chat_a_reply_after_the_end_token_is_the_user_s_next_message() -> None:
@@ -177,7 +177,7 @@ def test_a_single_turn_template_raises_one_message() -> None:
 
 
 def test_of_a_worked_example_only_the_policy_s_turns_are_imitated() -> None:
-    plain = Example(asked("a", None), "ab?!!ab")
+    plain = Example(prompt_with("a", None), "ab?!!ab")
     ids, wrote = encode_example(policy(), replace(plain, turns=("ab?", "!!", "ab")))
     whole, every = encode_example(policy(), plain)
     assert ids.tolist() == whole.tolist()

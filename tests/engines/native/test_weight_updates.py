@@ -45,9 +45,9 @@ def change(policy: Policy, scale: float) -> None:
 
 
 def engine(policy: Policy, rounds: int, scale: float = 0.5) -> NativeEngine:
-    made = NativeEngine(policy, Engine(slots=8, check_every=4))
-    made.weight_source = After(policy, rounds, scale)
-    return made
+    engine_ = NativeEngine(policy, Engine(slots=8, check_every=4))
+    engine_.weight_source = After(policy, rounds, scale)
+    return engine_
 
 
 @pytest.mark.parametrize("top_k", [0, 1000], ids=["compiled", "torch"])
@@ -80,7 +80,7 @@ def test_completions_seated_after_the_change_are_wholly_the_new_weights(top_k: i
 def test_the_engine_of_a_gpu_takes_new_weights_between_rounds() -> None:
     """Here in Triton's interpreter. The round in flight has the old weights, and the next the new ones."""
 
-    def drawn(exchange: bool) -> list[Completion]:
+    def sample(exchange: bool) -> list[Completion]:
         policy = make_policy()
         decoder = GraphDecoder.build(policy, Engine(check_every=2))
         assert decoder is not None
@@ -90,7 +90,7 @@ def test_the_engine_of_a_gpu_takes_new_weights_between_rounds() -> None:
         scheduler = Scheduler(policy, CudaRunner.build(decoder, requests, 2), requests, source)
         return [completion for _, group in scheduler.completions() for completion in group]
 
-    for a, b in zip(drawn(exchange=False), drawn(exchange=True), strict=True):
+    for a, b in zip(sample(exchange=False), sample(exchange=True), strict=True):
         assert a.versions is None
         assert b.versions == ((0, 7), (4, 8))
         assert a.logps[:4].tobytes() == b.logps[:4].tobytes()

@@ -131,13 +131,13 @@ def test_the_process_finds_its_gpu_and_none_of_torchruns_settings(monkeypatch: p
 
 
 def test_seeds_are_a_function_of_seed_step_prompt_sample_and_turn() -> None:
-    said = [
+    seeds = [
         seed_of(SampleKey(seed, step), prompt, sample, at)
         for seed in (0, 1) for step in (1, 2) for prompt in ("a", "b") for sample in (0, 1) for at in (0, 5)
     ]  # fmt: skip
-    assert len(set(said)) == len(said)
-    assert all(0 <= one < 1 << 63 for one in said)
-    assert seed_of(SampleKey(0, 1), "a", 0) == said[0]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= one < 1 << 63 for one in seeds)
+    assert seed_of(SampleKey(0, 1), "a", 0) == seeds[0]
 
 
 @pytest.mark.parametrize(
@@ -154,9 +154,9 @@ def test_seeds_are_a_function_of_seed_step_prompt_sample_and_turn() -> None:
 )
 def test_what_vllm_can_not_do_is_refused_by_its_key(key: str, sets: list[str]) -> None:
     """Before it is looked for: another machine would not help."""
-    asked = load_recipe(ROOT / "recipes" / "arithmetic.toml", [*sets, "scale.engine=vllm"])
+    recipe = load_recipe(ROOT / "recipes" / "arithmetic.toml", [*sets, "scale.engine=vllm"])
     with pytest.raises(RecipeError, match=r'scale\.engine = "native"') as caught:
-        check_engine(asked)
+        check_engine(recipe)
     assert caught.value.where == key
 
 
@@ -189,27 +189,27 @@ def test_weights_go_under_the_names_of_a_checkpoint_tied_ones_once(tmp_path: Pat
 
 
 def test_a_turn_that_was_begun_by_a_lost_process_is_asked_for_again_from_its_start() -> None:
-    told: list[int] = []
+    reported: list[int] = []
 
     def whole(place: int, group: Group) -> None:
-        told.append(place)
+        reported.append(place)
 
     policy = make_policy("qwen3")
     prompts = [prompt_of(3), prompt_of(4)]
     requests = [SampleRequest(p, policy.encode(p), 2, Sampling(max_new_tokens=3), SampleKey(0, 1)) for p in prompts]
-    asked = PendingRequests(policy, requests, whole, 4)
-    first = {request.key: request for request in asked.turn_requests()}
+    pending = PendingRequests(policy, requests, whole, 4)
+    first = {request.key: request for request in pending.turn_requests()}
     assert [request.max_tokens for request in first.values()] == [3] * 4
     for key in ("0/0", "0/1", "1/1"):
-        asked.take(Answer(key, (5, 6, 7), (-1.0, -2.0, -3.0), "length"))
-    assert told == [0]
-    asked.version = 5
-    asked.mark_version({"1/0": 2})
-    assert asked.pending["1/0"].versions == {0: 4, 2: 5}
-    (again,) = asked.turn_requests()
+        pending.take(Answer(key, (5, 6, 7), (-1.0, -2.0, -3.0), "length"))
+    assert reported == [0]
+    pending.version = 5
+    pending.mark_version({"1/0": 2})
+    assert pending.pending["1/0"].versions == {0: 4, 2: 5}
+    (again,) = pending.turn_requests()
     assert again == first["1/0"]
-    assert asked.pending["1/0"].versions == {0: 5}
-    asked.take(Answer("1/0", (5, policy.eos_ids[0]), (-1.0, -2.0), "end"))
-    assert told == [0, 1]
-    ended = asked.groups[1].completions
+    assert pending.pending["1/0"].versions == {0: 5}
+    pending.take(Answer("1/0", (5, policy.eos_ids[0]), (-1.0, -2.0), "end"))
+    assert reported == [0, 1]
+    ended = pending.groups[1].completions
     assert [(c.stop, len(c.token_ids), c.versions) for c in ended] == [("end", 2, ((0, 5),)), ("length", 3, ((0, 4),))]

@@ -42,10 +42,10 @@ class Judge:
                     judge.requests.append(body)
                     judge.busy += 1
                     judge.busiest = max(judge.busiest, judge.busy)
-                said = judge.reply(body)
+                reply = judge.reply(body)
                 with lock:
                     judge.busy -= 1
-                status, text = said if isinstance(said, tuple) else (200, said)
+                status, text = reply if isinstance(reply, tuple) else (200, reply)
                 message = {"role": "assistant", "content": text}
                 shape = {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}
                 whole = {"id": "x", "object": "chat.completion", "created": 0, "model": body["model"], **shape}
@@ -71,15 +71,15 @@ class Judge:
 @pytest.fixture
 def judge(monkeypatch: pytest.MonkeyPatch) -> Iterator[Judge]:
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    made = Judge()
-    yield made
-    made.server.shutdown()
-    made.server.server_close()
+    server = Judge()
+    yield server
+    server.server.shutdown()
+    server.server.server_close()
 
 
 def graded(judge: Judge, *texts: str, columns: dict[str, Any] | None = None, **options: Any) -> list[Aspect]:
-    made = JudgeOptions(model="m", base_url=judge.url, **{"cache": None, "retries": 0, **options})
-    return aspects_of(JudgeReward("judge", 1.0, made), group(*texts, prompt="2+2?", **(columns or {})))
+    settings = JudgeOptions(model="m", base_url=judge.url, **{"cache": None, "retries": 0, **options})
+    return aspects_of(JudgeReward("judge", 1.0, settings), group(*texts, prompt="2+2?", **(columns or {})))
 
 
 def slowly(seconds: float) -> Callable[[dict[str, Any]], str]:
@@ -94,9 +94,9 @@ def test_scores(judge: Judge) -> None:
     judge.reply = lambda body: json.dumps({"score": 10 if "\n4\n" in body["messages"][1]["content"] else 2.5, "reason": "so"})
     aspects = graded(judge, "<think>hm</think>4", "5", template="Asked: {prompt} Right: {answer}", columns={"answer": "4!"})
     assert [(a.value, a.reason) for a in aspects] == [(1.0, "so"), (0.25, "so")]
-    asked = judge.requests[0]["messages"][1]["content"]
-    assert asked.startswith("Asked: 2+2? Right: 4!\n\nAnswer:\n<<<")
-    assert "hm" not in asked
+    question = judge.requests[0]["messages"][1]["content"]
+    assert question.startswith("Asked: 2+2? Right: 4!\n\nAnswer:\n<<<")
+    assert "hm" not in question
 
 
 def test_a_rubric(judge: Judge) -> None:
@@ -181,9 +181,9 @@ def test_the_same_question_is_asked_once(judge: Judge, tmp_path: Path) -> None:
 
 def test_replies_are_kept_nowhere_where_a_recipe_says_so(judge: Judge) -> None:
     """A run's recipe is stored as TOML, which has no None."""
-    for asked in (1, 2):
+    for count in (1, 2):
         assert [a.value for a in graded(judge, "a", cache="")] == [0.7]
-        assert len(judge.requests) == asked
+        assert len(judge.requests) == count
 
 
 def test_a_refused_reply_is_not_kept(judge: Judge, tmp_path: Path) -> None:
@@ -212,8 +212,8 @@ def test_a_judge_that_hangs(judge: Judge) -> None:
 
 def test_many_at_once_but_not_too_many(judge: Judge) -> None:
     judge.reply = slowly(0.1)
-    made = JudgeOptions(model="m", base_url=judge.url, cache=None, at_once=3)
-    scored = RewardMix([JudgeReward("judge", 1.0, made)]).score([group(*(f"{n}-{i}" for i in range(4))) for n in range(3)])
+    settings = JudgeOptions(model="m", base_url=judge.url, cache=None, at_once=3)
+    scored = RewardMix([JudgeReward("judge", 1.0, settings)]).score([group(*(f"{n}-{i}" for i in range(4))) for n in range(3)])
     assert [s.totals for s in scored] == [(0.5,) * 4] * 3
     assert 2 <= judge.busiest <= 3
 
@@ -238,9 +238,9 @@ def test_what_can_t_be_built(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def of_steps(judge: Judge, *texts: str) -> list[Aspect]:
-    asked = {"model": "m", "base_url": judge.url, "cache": None, "retries": 0, "scale": [0.0, 4.0]}
-    made = build_reward(sections.Reward.model_validate({"type": "process", "source": "judge", "judge": asked}))
-    mix = RewardMix([made])
+    settings = {"model": "m", "base_url": judge.url, "cache": None, "retries": 0, "scale": [0.0, 4.0]}
+    reward = build_reward(sections.Reward.model_validate({"type": "process", "source": "judge", "judge": settings}))
+    mix = RewardMix([reward])
     mix.bind(lambda: from_letters)
     rows = [
         replace(c, token_ids=np.array([ord(letter) for letter in c.text])) for c in group(*texts, prompt="2+2?").completions
@@ -258,11 +258,11 @@ def test_a_judge_of_single_steps(judge: Judge) -> None:
     assert one.steps == ((1, 1.0), (4, 0.25), (6, 0.5))
     assert two.steps == ((0, 1.0),)
     assert (one.value, one.reason) == (None, "1 of 3 steps are good")
-    asked = next(r["messages"] for r in judge.requests if "Step 3" in r["messages"][1]["content"])
-    assert "each of the 3 steps" in asked[0]["content"]
-    fence = re.search(r"<<<(\w+)", asked[0]["content"])
+    messages = next(r["messages"] for r in judge.requests if "Step 3" in r["messages"][1]["content"])
+    assert "each of the 3 steps" in messages[0]["content"]
+    fence = re.search(r"<<<(\w+)", messages[0]["content"])
     assert fence is not None
-    assert asked[1]["content"].count(f"{fence[1]}>>>") == 3
+    assert messages[1]["content"].count(f"{fence[1]}>>>") == 3
 
 
 @pytest.mark.parametrize(
@@ -276,17 +276,17 @@ def test_a_judge_of_single_steps(judge: Judge) -> None:
 )
 def test_a_judge_of_steps_that_says_something_else_has_failed(judge: Judge, reply: str, why: str) -> None:
     judge.reply = lambda _: reply
-    (said,) = of_steps(judge, "a\nb")
-    assert said.steps is None
-    assert why in str(said.failure)
+    (aspect,) = of_steps(judge, "a\nb")
+    assert aspect.steps is None
+    assert why in str(aspect.failure)
 
 
 def test_a_judge_of_steps_is_told_who_is_asked(judge: Judge) -> None:
-    made = build_reward(
+    reward = build_reward(
         sections.Reward.model_validate({"type": "process", "source": "judge", "judge": {"model": "m", "base_url": judge.url}})
     )
-    assert RewardMix([made]).log_lines == [f"process: steps judged by m at {judge.url}"]
-    assert getattr(made, "is_async", False)
+    assert RewardMix([reward]).log_lines == [f"process: steps judged by m at {judge.url}"]
+    assert getattr(reward, "is_async", False)
     with pytest.raises(RecipeError) as caught:
         build_reward(sections.Reward.model_validate({"type": "process", "source": "judge"}))
     assert caught.value.where == "rewards.process.judge"

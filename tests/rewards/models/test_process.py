@@ -95,14 +95,14 @@ def test_arithmetic_lines(step: str, reward: float | None) -> None:
 
 
 def scored(reward: ProcessReward, *texts: str) -> list[tuple[tuple[tuple[int, float], ...] | None, str | None]]:
-    asked = group(*texts)
+    sampled = group(*texts)
     tokens = [np.array(BYTES.encode(text).ids, dtype=np.int64) for text in texts]
-    made = [
-        replace(c, token_ids=ids, loss_mask=np.ones(len(ids), bool)) for c, ids in zip(asked.completions, tokens, strict=True)
+    sampled_texts = [
+        replace(c, token_ids=ids, loss_mask=np.ones(len(ids), bool)) for c, ids in zip(sampled.completions, tokens, strict=True)
     ]
     mix = RewardMix([reward])
     mix.bind(lambda: decode)
-    (one,) = mix.score([replace(asked, completions=tuple(made))])
+    (one,) = mix.score([replace(sampled, completions=tuple(sampled_texts))])
     return [(s.aspects[0].steps, s.aspects[0].failure) for s in one.scored]
 
 
@@ -112,10 +112,12 @@ def test_from_text_to_advantages() -> None:
     assert [steps for steps, _ in scored(reward, *texts)] == [((4, 1.0), (10, 1.0)), ((4, 1.0), (10, 0.0))]
     mix = RewardMix([reward])
     mix.bind(lambda: decode)
-    asked = group(*texts)
+    sampled = group(*texts)
     ids = [np.array(BYTES.encode(text).ids, dtype=np.int64) for text in texts]
-    made = tuple(replace(c, token_ids=i) for c, i in zip(asked.completions, ids, strict=True))
-    (graded,) = grade(mix.score([replace(asked, completions=made)]), baseline="mean", scale="group", eps=1e-4, mask_cut=False)
+    sampled_texts = tuple(replace(c, token_ids=i) for c, i in zip(sampled.completions, ids, strict=True))
+    (graded,) = grade(
+        mix.score([replace(sampled, completions=sampled_texts)]), baseline="mean", scale="group", eps=1e-4, mask_cut=False
+    )
     good, bad = (0.25 / 0.5001), (-0.75 / 0.5001)  # of 1, 1, 1, 0: mean 0.75, std 0.5
     assert graded.advantages[0][[0, 4, 5, 10]] == pytest.approx([2 * good, 2 * good, good, good], abs=1e-5)
     assert graded.advantages[1][[0, 4, 5, 10]] == pytest.approx([good + bad, good + bad, bad, bad], abs=1e-5)

@@ -66,6 +66,6 @@ def test_repetition_as_trl_has_it() -> None:
     for size in (1, 2, 3, 5):
         trl = get_repetition_penalty_reward(ngram_size=size, max_penalty=-0.5)(completion_ids=rows)
         ours = RepetitionReward("repetition", 1.0, RepetitionOptions(size=size, penalty=-0.5))
-        made = [replace(completion("x", len(row)), token_ids=np.array(row, dtype=np.int64)) for row in rows]
-        found = ours.score(Group(Prompt("p", "?"), np.zeros(1, np.int64), tuple(made)))
+        completions = [replace(completion("x", len(row)), token_ids=np.array(row, dtype=np.int64)) for row in rows]
+        found = ours.score(Group(Prompt("p", "?"), np.zeros(1, np.int64), tuple(completions)))
         assert [result.value for result in found if isinstance(result, Score)] == pytest.approx(trl)

@@ -111,8 +111,8 @@ def test_scores() -> None:
 
 
 def test_reasons() -> None:
-    said = aspects(AnswerReward("answer", 1.0), "<answer>64</answer>", "?", columns={"answer": "46"})
-    assert [aspect.reason for aspect in said] == ["'64' is not '46'", "no answer found"]
+    found = aspects(AnswerReward("answer", 1.0), "<answer>64</answer>", "?", columns={"answer": "46"})
+    assert [aspect.reason for aspect in found] == ["'64' is not '46'", "no answer found"]
 
 
 def test_without_the_column_it_does_not_apply() -> None:

@@ -28,8 +28,8 @@ OWN = ReasoningGymReward("gym", 1.0)
 
 
 def task(*families: str, heldout: int = 8, **options: Any) -> AnyTask:
-    asked = {"type": "reasoning_gym", "families": list(families), "heldout": heldout, "problems": 50, **options}
-    return build_task(Task.model_validate(asked))
+    section = {"type": "reasoning_gym", "families": list(families), "heldout": heldout, "problems": 50, **options}
+    return build_task(Task.model_validate(section))
 
 
 def judged(prompt: Prompt, *answers: str, reward: ReasoningGymReward = OWN) -> list[Aspect]:
@@ -97,8 +97,8 @@ def test_a_scorer_that_executes_the_answer_does_so_in_the_sandbox(tmp_path: Path
     for family in ("string_insertion", "spiral_matrix", "countdown"):
         prompt = task(family, heldout=1).heldout[0]
         assert values(prompt, prompt.columns["answer"], reward=reward) == [1.0]
-        said = judged(prompt, ATTACK.format(path=here), reward=reward)
-        assert [aspect.value for aspect in said] == [0.0]
+        aspects = judged(prompt, ATTACK.format(path=here), reward=reward)
+        assert [aspect.value for aspect in aspects] == [0.0]
         assert not here.exists()
     began = time.monotonic()
     (slow,) = judged(task("countdown", heldout=1).heldout[0], "9**9**9", reward=reward)
@@ -131,16 +131,16 @@ def test_partial_credit_only_if_the_option_is_set(monkeypatch: pytest.MonkeyPatc
 
 
 def test_families_settings_and_seeds() -> None:
-    made = task("chain_sum", "gcd", settings={"chain_sum": {"max_terms": 2, "min_terms": 2}}, heldout=10)
-    assert made.train_size == 100
-    prompts = [made.train_prompt(i) for i in range(100)]
+    problems = task("chain_sum", "gcd", settings={"chain_sum": {"max_terms": 2, "min_terms": 2}}, heldout=10)
+    assert problems.train_size == 100
+    prompts = [problems.train_prompt(i) for i in range(100)]
     assert {p.columns["family"] for p in prompts} == {"chain_sum", "gcd"}
     sums = [p.shown.split("problem: ")[1].split("=")[0] for p in prompts if p.columns["family"] == "chain_sum"]
     assert all(len(text.replace(" - ", " + ").split(" + ")) == 2 for text in sums)
     again = task("chain_sum", "gcd", settings={"chain_sum": {"max_terms": 2, "min_terms": 2}}, heldout=10)
     assert [again.train_prompt(i) for i in range(100)] == prompts
-    assert not {p.shown for p in made.heldout} & {p.shown for p in prompts}
-    assert [p.difficulty for p in made.heldout[:2]] == ["chain_sum", "gcd"]
+    assert not {p.shown for p in problems.heldout} & {p.shown for p in prompts}
+    assert [p.difficulty for p in problems.heldout[:2]] == ["chain_sum", "gcd"]
     assert prompts[0].messages is not None
     assert prompts[0].messages[0]["content"].endswith("in <answer></answer>.")
     assert task("gcd", chat=False, instruction="").train_prompt(0).text is not None
@@ -155,10 +155,10 @@ def test_families_settings_and_seeds() -> None:
         ({"families": []}, "task.families"),
     ],
 )
-def test_errors(options: dict[str, Any], told: str) -> None:
+def test_errors(options: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError) as caught:
         build_task(Task.model_validate({"type": "reasoning_gym", **options}))
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.slow
@@ -171,9 +171,9 @@ def test_every_family_can_be_asked_and_its_own_answer_is_right() -> None:
         if "answer" not in prompt.columns:
             silent.add(family)
             continue
-        (said,) = judged(prompt, prompt.columns["answer"], reward=reward)
-        if said.value != 1.0:
-            wrong[family] = (said.value, said.failure or said.reason)
+        (aspect,) = judged(prompt, prompt.columns["answer"], reward=reward)
+        if aspect.value != 1.0:
+            wrong[family] = (aspect.value, aspect.failure or aspect.reason)
     assert wrong == {}
     assert silent == {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
 
@@ -187,9 +187,9 @@ def test_problems_are_the_same_in_every_process() -> None:
         "print([made.train_prompt(i).shown for i in range(12)])"
     )
 
-    def made(seed: str) -> str:
+    def problems_of(seed: str) -> str:
         environment = {**os.environ, "PYTHONHASHSEED": seed}
         command = [sys.executable, "-c", program]
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
 
-    assert made("1") == made("2") != ""
+    assert problems_of("1") == problems_of("2") != ""

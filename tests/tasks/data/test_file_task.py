@@ -55,9 +55,9 @@ def test_held_out_by_share_and_by_count(sums: Path) -> None:
 def test_duplicates_of_held_out_rows_are_not_trained_on(tmp_path: Path) -> None:
     rows = [{"prompt": f"q{i % 10}", "completion": "a"} for i in range(40)]
     task = file_task(write(tmp_path / "twins.jsonl", rows), heldout=3)
-    asked = {p.text for p in task.heldout}
-    assert asked.isdisjoint(p.text for p in task.train)
-    assert asked.isdisjoint(e.prompt.text for e in task.examples)
+    heldout_texts = {p.text for p in task.heldout}
+    assert heldout_texts.isdisjoint(p.text for p in task.train)
+    assert heldout_texts.isdisjoint(e.prompt.text for e in task.examples)
 
 
 def test_a_file_for_evaluation(sums: Path, tmp_path: Path) -> None:

@@ -47,29 +47,29 @@ def task(tmp_path: Path, kind: str, *rows: dict[str, Any], suffix: str = ".jsonl
 
 
 def test_gsm8k(tmp_path: Path) -> None:
-    made = task(tmp_path, "gsm8k", GSM8K)
-    (prompt,) = made.train
+    dataset = task(tmp_path, "gsm8k", GSM8K)
+    (prompt,) = dataset.train
     assert prompt.messages[-1]["content"].startswith("Ann has 48 clips and sells half. How many?\nThink step by step")
     assert prompt.columns["answer"] == "24"
-    assert made.examples[0].completion == "She sells 48/2 = 24.\n\\boxed{24}"
-    assert made.default_rewards[0].type == "math"
+    assert dataset.examples[0].completion == "She sells 48/2 = 24.\n\\boxed{24}"
+    assert dataset.default_rewards[0].type == "math"
 
 
 def test_math_as_one_json_list(tmp_path: Path) -> None:
-    made = task(
+    dataset = task(
         tmp_path, "math", MATH, {**MATH, "problem": "Other?", "difficulty": 5.0}, suffix=".json", chat=False, instruction=""
     )
-    assert made.train[0].text == "Find $1/2+1/3$."
-    assert (made.train[0].columns["answer"], made.train[0].difficulty) == ("\\frac56", "level 2")
+    assert dataset.train[0].text == "Find $1/2+1/3$."
+    assert (dataset.train[0].columns["answer"], dataset.train[0].difficulty) == ("\\frac56", "level 2")
 
 
 @pytest.mark.parametrize(
     ("kind", "row", "suffix"), [("mbpp", MBPP, ".jsonl"), ("mbpp", SANITISED, ".json"), ("humaneval", HUMANEVAL, ".jsonl.gz")]
 )
 def test_worked_solutions_pass_their_own_tests(tmp_path: Path, kind: str, row: dict[str, Any], suffix: str) -> None:
-    made = task(tmp_path, kind, row, suffix=suffix)
-    reward = build_reward(made.default_rewards[0])
-    right, wrong = aspects_of(reward, group(made.examples[0].completion, "    return None", **made.train[0].columns))
+    dataset = task(tmp_path, kind, row, suffix=suffix)
+    reward = build_reward(dataset.default_rewards[0])
+    right, wrong = aspects_of(reward, group(dataset.examples[0].completion, "    return None", **dataset.train[0].columns))
     assert (right.value, wrong.value) == (1.0, 0.0)
 
 

@@ -118,16 +118,16 @@ def test_hard_levels_dominate_unless_weighted_otherwise() -> None:
     assert [levels.count(level) for level in ("1 digit", "2 digits", "3 digits")] == [10, 20, 40]
     levels = [prompt.difficulty for prompt in arithmetic(weights=[0, 1, 0]).heldout]
     assert levels == ["2 digits"] * 200
-    drawn = [arithmetic().train_prompt(index).difficulty for index in range(1400)]
-    assert 700 < drawn.count("3 digits") < 900
+    difficulties = [arithmetic().train_prompt(index).difficulty for index in range(1400)]
+    assert 700 < difficulties.count("3 digits") < 900
 
 
 def test_demonstrations_may_be_easier_than_prompts() -> None:
     task = arithmetic(examples=80, example_weights=[1, 6, 1], heldout=70)
     shown = [example.prompt.difficulty for example in task.examples]
     assert [shown.count(level) for level in ("1 digit", "2 digits", "3 digits")] == [10, 60, 10]
-    asked = [prompt.difficulty for prompt in task.heldout]
-    assert [asked.count(level) for level in ("1 digit", "2 digits", "3 digits")] == [10, 20, 40]
+    levels = [prompt.difficulty for prompt in task.heldout]
+    assert [levels.count(level) for level in ("1 digit", "2 digits", "3 digits")] == [10, 20, 40]
 
 
 def test_examples_are_distinct_and_short() -> None:

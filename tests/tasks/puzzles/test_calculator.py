@@ -21,7 +21,7 @@ def task(**options: object) -> AnyTask:
 
 
 @pytest.mark.parametrize(
-    ("said", "answer"),
+    ("turn", "answer"),
     [
         ("<think>[38+47]", "85"),
         ("[7*8-(2+4)]", "50"),
@@ -36,8 +36,8 @@ def task(**options: object) -> AnyTask:
         ("</think><answer>3</answer>", None),
     ],
 )
-def test_replies(said: str, answer: str | None) -> None:
-    assert Calculator("[", "]").reply(Prompt("p", ""), (said,), DICE) == answer
+def test_replies(turn: str, answer: str | None) -> None:
+    assert Calculator("[", "]").reply(Prompt("p", ""), (turn,), DICE) == answer
 
 
 def test_sums_are_evaluated_one_operation_at_a_time() -> None:
@@ -56,28 +56,28 @@ def follow(prompt: Prompt, turns: tuple[str, ...]) -> None:
 
 
 def test_demonstrations_contain_the_calculator_s_replies() -> None:
-    made = task(operations=["+", "-", "*"], numbers=4)
-    for example in made.examples:
+    sums = task(operations=["+", "-", "*"], numbers=4)
+    for example in sums.examples:
         follow(example.prompt, example.turns)
         assert example.completion == "".join(example.turns)
         assert example.completion.endswith(f"<answer>{example.prompt.columns['answer']}</answer>")
         assert int(example.prompt.columns["answer"]) >= 0
-    levels = {example.prompt.difficulty for example in made.examples}
+    levels = {example.prompt.difficulty for example in sums.examples}
     assert levels == {"2 numbers", "3 numbers", "4 numbers"}
 
 
 def test_the_alphabet_covers_all_texts_and_nothing_held_out_is_trained_on() -> None:
-    made = task()
-    assert made.alphabet is not None
-    for example in made.examples:
+    sums = task()
+    assert sums.alphabet is not None
+    for example in sums.examples:
         text = example.prompt.shown + example.completion
         for tag in TAGS:
             text = text.replace(tag, "")
-        assert set(text) <= set(made.alphabet)
-    held = {prompt.shown for prompt in made.heldout}
+        assert set(text) <= set(sums.alphabet)
+    held = {prompt.shown for prompt in sums.heldout}
     assert len(held) == 50
-    assert not held & {made.train_prompt(i).shown for i in range(3000)}
-    assert not held & {example.prompt.shown for example in made.examples}
+    assert not held & {sums.train_prompt(i).shown for i in range(3000)}
+    assert not held & {example.prompt.shown for example in sums.examples}
 
 
 def test_asked_in_words() -> None:
@@ -99,9 +99,9 @@ def test_a_file_s_prompts_may_have_an_environment(tmp_path: Path) -> None:
 
     def environment(name: str | None) -> Environment | None:
         options = {} if name is None else {"environment": name}
-        made = build_task(Task.model_validate({"type": "file", "path": f"{folder}/sums.jsonl", "heldout": 2, **options}))
-        assert all((p.environment is None) == (name is None) for p in made.heldout)
-        return made.train_prompt(0).environment
+        file_task = build_task(Task.model_validate({"type": "file", "path": f"{folder}/sums.jsonl", "heldout": 2, **options}))
+        assert all((p.environment is None) == (name is None) for p in file_task.heldout)
+        return file_task.train_prompt(0).environment
 
     assert environment(None) is None
     assert environment("calculator") == Calculator("<calc>", "</calc>")

@@ -20,7 +20,7 @@ def task(**options: object) -> AnyTask:
     return build_task(Task.model_validate({"type": "guess", "heldout": 30, "examples": 40, **options}))
 
 
-def asked(secret: int = 8, guesses: int = 4) -> Prompt:
+def game(secret: int = 8, guesses: int = 4) -> Prompt:
     return Prompt("p", "1-15:", columns={"secret": secret, "guesses": guesses})
 
 
@@ -40,7 +40,7 @@ def asked(secret: int = 8, guesses: int = 4) -> Prompt:
     ],
 )
 def test_replies(turns: tuple[str, ...], answer: str | None) -> None:
-    assert GuessEnvironment().reply(asked(), turns, DICE) == answer
+    assert GuessEnvironment().reply(game(), turns, DICE) == answer
 
 
 def test_halving_finds_any_number_in_the_guesses_allowed() -> None:
@@ -63,15 +63,15 @@ def test_demonstrations_are_won_games() -> None:
 
 
 def test_ranges_and_secrets() -> None:
-    made = task(largest=30, min_size=4, max_size=9)
-    prompts = [made.train_prompt(i) for i in range(500)]
+    games = task(largest=30, min_size=4, max_size=9)
+    prompts = [games.train_prompt(i) for i in range(500)]
     for prompt in prompts:
         low, high = map(int, prompt.shown.rstrip(":").split("-"))
         assert 1 <= low <= prompt.columns["secret"] <= high <= 30
         assert 4 <= high - low + 1 <= 9
         assert prompt.columns["guesses"] == halvings(high - low + 1)
-    assert not {p.shown for p in made.heldout} & {p.shown for p in prompts}, "whole ranges are held out"
-    assert len({p.shown for p in made.heldout}) == 30
+    assert not {p.shown for p in games.heldout} & {p.shown for p in prompts}, "whole ranges are held out"
+    assert len({p.shown for p in games.heldout}) == 30
     assert task(guesses=9).train_prompt(0).columns["guesses"] == 9
     assert "6 guesses" in task(guesses=6, chat=True).train_prompt(0).shown
     with pytest.raises(RecipeError, match=r"task\.heldout"):

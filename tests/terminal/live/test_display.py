@@ -89,8 +89,8 @@ def test_a_line_says_only_what_its_stage_measures() -> None:
     stage = StageProgress("rejection_sample", "rejection_sample", 2, updates_policy=False)
     stage.add_step(StepReport("rejection_sample", 1, {"reward": 0.25, "samples_kept": 3.0, "tokens_per_s": 120.0}, {}))
     assert step_line(stage, now=0.0) == "rejection_sample 1/2  reward 0.250  kept 3  120 tokens/s"
-    assert "KL" not in (drawn := alone(stage))
-    assert "kept 3 in the last step" in " ".join(drawn.split())
+    assert "KL" not in (line := alone(stage))
+    assert "kept 3 in the last step" in " ".join(line.split())
 
 
 def alone(stage: StageProgress) -> str:

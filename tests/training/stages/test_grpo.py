@@ -229,16 +229,16 @@ def test_rewards_that_wait_work_while_others_are_sampled(monkeypatch: pytest.Mon
 
     loop = one_by_one(slow)
     begin = loop.rewards.prefetch
-    met: list[bool] = []
+    overlapped: list[bool] = []
 
     def begun(group: Group) -> None:
         begin(group)
-        if not met:
-            met.append(all(answered.acquire(timeout=20) for _ in group.completions))
+        if not overlapped:
+            overlapped.append(all(answered.acquire(timeout=20) for _ in group.completions))
 
     monkeypatch.setattr(loop.rewards, "prefetch", begun)
     loop.step(1)
-    assert met == [True]
+    assert overlapped == [True]
 
 
 def test_the_order_in_which_rewards_answer_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:

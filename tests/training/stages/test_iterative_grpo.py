@@ -57,20 +57,20 @@ def recipe(folder: Path, **iterate: Any) -> Recipe:
     return parse_recipe(data)
 
 
-def with_last(asked: Recipe, **changed: Any) -> Recipe:
+def with_last(recipe: Recipe, **changed: Any) -> Recipe:
     """The recipe with another last stage."""
-    last = asked.stages[-1].model_copy(update=changed)
-    return asked.model_copy(update={"stages": (*asked.stages[:-1], last)})
+    last = recipe.stages[-1].model_copy(update=changed)
+    return recipe.model_copy(update={"stages": (*recipe.stages[:-1], last)})
 
 
 def weights(run: RunFolder, *parts: str) -> dict[str, torch.Tensor]:
     return load_file(run.path.joinpath(*parts, "model.safetensors"))
 
 
-def in_slices(asked: Recipe, out: Path) -> RunFolder:
+def in_slices(recipe: Recipe, out: Path) -> RunFolder:
     """Stopped by the clock after every step."""
     try:
-        return begin(asked, out=out, minutes=0)
+        return begin(recipe, out=out, minutes=0)
     except TimeUp:
         pass
     for _ in range(20):
@@ -111,14 +111,14 @@ def test_what_a_reward_model_likes_is_not_what_is_right(tmp_path: Path) -> None:
         (output,) = store.evals("grpo")
         aspects = store.group("grpo", 1, 0).graded.scored.scored[0].aspects
     assert [(a.name, a.weight) for a in aspects] == [("model", 1.0), ("answer", 0.0)]
-    opened = load_model(str(run.path), tmp_path)
-    again = evaluate_model(opened, config)
+    loaded = load_model(str(run.path), tmp_path)
+    again = evaluate_model(loaded, config)
     assert again.accuracy == output.accuracy == 0.0
     assert again.metrics["reward"] == pytest.approx(output.metrics["reward"], abs=1e-4)
     assert again.metrics["reward"] != 0
     deciding = {"type": "model", "model": "stage:reward_model", "name": "answer"}
     with pytest.raises(RewardError, match="no answer could be graded"):
-        evaluate_model(LoadedModel(opened.policy, "a model"), with_last(config, rewards=(Reward.model_validate(deciding),)))
+        evaluate_model(LoadedModel(loaded.policy, "a model"), with_last(config, rewards=(Reward.model_validate(deciding),)))
 
 
 def test_a_tenth_of_an_update_is_from_the_past() -> None:
@@ -134,17 +134,17 @@ def test_a_tenth_of_an_update_is_from_the_past() -> None:
 @pytest.fixture
 def judge() -> Iterator[Judge]:
     """AI feedback behind real HTTP: the more digits an answer has, the better."""
-    made = Judge()
+    server = Judge()
 
     def reply(body: dict[str, Any]) -> str:
         shown = body["messages"][-1]["content"]
         answer = shown.partition("<<<")[2].partition("\n")[2].rpartition("\n")[0]
         return json.dumps({"score": min(sum(map(str.isdigit, answer)), 10)})
 
-    made.reply = reply
-    yield made
-    made.server.shutdown()
-    made.server.server_close()
+    server.reply = reply
+    yield server
+    server.server.shutdown()
+    server.server.server_close()
 
 
 def compared(run: RunFolder) -> list[dict[str, Any]]:

@@ -42,8 +42,8 @@ def rows(folder: Path) -> list[dict[str, object]]:
 
 
 def test_the_best_of_each_group_that_are_good_enough_and_not_cut_are_kept(tmp_path: Path) -> None:
-    made = loop(tmp_path, at_least=2.0, keep=2)
-    reports = [made.step(n) for n in range(1, 4)]
+    stage_loop = loop(tmp_path, at_least=2.0, keep=2)
+    reports = [stage_loop.step(n) for n in range(1, 4)]
     expected = []
     for report in reports:
         for graded in report.groups:
@@ -59,8 +59,8 @@ def test_the_best_of_each_group_that_are_good_enough_and_not_cut_are_kept(tmp_pa
 
 
 def test_a_text_that_was_rewarded_differently_counts_by_its_best(tmp_path: Path) -> None:
-    given = iter([1.0, 3.0, 2.0])
-    mix = RewardMix([FunctionReward(lambda completion: next(given), "any")])
+    rewards = iter([1.0, 3.0, 2.0])
+    mix = RewardMix([FunctionReward(lambda completion: next(rewards), "any")])
     (scored,) = mix.score([group("again", "again", "once", prompt="1+1=")])
     (row,) = loop(tmp_path, at_least=0.0)._best_rows(scored)
     assert (row["completion"], row["reward"]) == ("again", 3.0)

@@ -37,31 +37,34 @@ def loop(data: str, folder: Path, **options: Any) -> RewardModelLoop:
 
 
 def test_the_loss_is_minus_log_sigma_of_the_gap(tmp_path: Path) -> None:
-    made = loop(write(tmp_path / "p.jsonl", pairs()), tmp_path, batch_size=2)
+    stage_loop = loop(write(tmp_path / "p.jsonl", pairs()), tmp_path, batch_size=2)
     with torch.no_grad():
-        gaps = [classify(made.model, [c.texts[0]])[0, 0] - classify(made.model, [c.texts[1]])[0, 0] for c in made.rows[:2]]
+        gaps = [
+            classify(stage_loop.model, [c.texts[0]])[0, 0] - classify(stage_loop.model, [c.texts[1]])[0, 0]
+            for c in stage_loop.rows[:2]
+        ]
     expected = float(-torch.stack(gaps).sigmoid().log().mean())
-    metrics = made.trainer.update(made.rows[:2])
+    metrics = stage_loop.trainer.update(stage_loop.rows[:2])
     assert metrics["loss"] == pytest.approx(expected, abs=1e-5)
 
 
 def test_it_learns_what_is_preferred_on_prompts_it_has_not_seen_and_is_saved_as_others_load_it(tmp_path: Path) -> None:
     before = {name: p.clone() for name, p in policy().model.named_parameters()}
-    made = loop(write(tmp_path / "p.jsonl", pairs(20)), tmp_path)
-    assert {j.prompt.shown for j in read_reward_model_data(made.stage).heldout}.isdisjoint(
-        j.prompt.shown for j in read_reward_model_data(made.stage).train
+    stage_loop = loop(write(tmp_path / "p.jsonl", pairs(20)), tmp_path)
+    assert {j.prompt.shown for j in read_reward_model_data(stage_loop.stage).heldout}.isdisjoint(
+        j.prompt.shown for j in read_reward_model_data(stage_loop.stage).train
     )
-    last = [made.step(n) for n in range(1, 31)][-1].metrics
+    last = [stage_loop.step(n) for n in range(1, 31)][-1].metrics
     assert last["heldout_pair_accuracy"] == 1.0
     assert 0 <= last["calibration_error"] < 0.5
-    assert all(torch.equal(p, before[name]) for name, p in made.policy.model.named_parameters())
+    assert all(torch.equal(p, before[name]) for name, p in stage_loop.policy.model.named_parameters())
     folder = tmp_path / "reward_models" / "reward_model"
     theirs = AutoModelForSequenceClassification.from_pretrained(folder)
     words = AutoTokenizer.from_pretrained(folder)
-    ids = made.heldout[0].texts
+    ids = stage_loop.heldout[0].texts
     with torch.no_grad():
         observed = theirs(input_ids=torch.tensor([ids[0]])).logits
-        assert torch.allclose(observed, classify(made.model, [ids[0]]), atol=1e-5)
+        assert torch.allclose(observed, classify(stage_loop.model, [ids[0]]), atol=1e-5)
     assert theirs.config.num_labels == 1
     empty = np.zeros(1, np.float32)
     texts = ["39", "30"]
@@ -70,7 +73,7 @@ def test_it_learns_what_is_preferred_on_prompts_it_has_not_seen_and_is_saved_as_
     reward.set_run_folder(tmp_path)
     good, bad = (s.value for s in reward.score(Group(Prompt(id="p", text="3+"), np.zeros(1, np.int64), rows)))  # type: ignore[union-attr]
     assert good > bad  # type: ignore[operator]
-    assert words.eos_token == made.policy.tokenizer.eos_token
+    assert words.eos_token == stage_loop.policy.tokenizer.eos_token
 
 
 def test_aspects_have_heads_of_their_own(tmp_path: Path) -> None:
@@ -78,35 +81,35 @@ def test_aspects_have_heads_of_their_own(tmp_path: Path) -> None:
     rows = [{**row, "kind": 1, "short": -2} for row in pairs(16)] + [
         {"prompt": "9+", "chosen": "11", "rejected": "12", "kind": 0, "short": 1}
     ]
-    made = loop(write(tmp_path / "p.jsonl", rows), tmp_path, aspects=["kind", "short"], heldout_share=0.0)
-    assert made.rows[-1].values == (0.0, 1.0)
+    stage_loop = loop(write(tmp_path / "p.jsonl", rows), tmp_path, aspects=["kind", "short"], heldout_share=0.0)
+    assert stage_loop.rows[-1].values == (0.0, 1.0)
     for n in range(1, 31):
-        metrics = made.step(n).metrics
+        metrics = stage_loop.step(n).metrics
     assert metrics["pair_accuracy"] > 0.9
     with torch.no_grad():
-        nine, zero = classify(made.model, made.rows[0].texts)
+        nine, zero = classify(stage_loop.model, stage_loop.rows[0].texts)
     assert nine[0] > zero[0]
     assert nine[1] < zero[1]
-    assert made.model.config.id2label == {0: "kind", 1: "short"}
+    assert stage_loop.model.config.id2label == {0: "kind", 1: "short"}
 
 
 def test_ratings_by_regression(tmp_path: Path) -> None:
     rows = [{"prompt": f"{i}+", "completion": str(i % 10), "reward": float(i % 2)} for i in range(20)]
-    made = loop(write(tmp_path / "p.jsonl", rows), tmp_path, kind="ratings", steps=60, heldout_share=0.0, batch_size=20)
-    losses = [made.step(n).metrics["loss"] for n in range(1, 61)]
+    stage_loop = loop(write(tmp_path / "p.jsonl", rows), tmp_path, kind="ratings", steps=60, heldout_share=0.0, batch_size=20)
+    losses = [stage_loop.step(n).metrics["loss"] for n in range(1, 61)]
     assert losses[-1] < 0.5 * losses[0]
 
 
 def test_steps_are_judged_at_their_last_tokens_and_the_reward_reads_them_so(tmp_path: Path) -> None:
     rows = [{"prompt": f"{i}=", "completions": [f"{i % 10}+1=", "9"], "labels": [True, i % 2 == 0]} for i in range(8)]
-    made = loop(write(tmp_path / "p.jsonl", rows), tmp_path, kind="steps", heldout_share=0.0)
-    assert made.rows[3].ends == (5, 6)  # "3=" is 2 tokens, "3+1=" 4 more, "9" the last
+    stage_loop = loop(write(tmp_path / "p.jsonl", rows), tmp_path, kind="steps", heldout_share=0.0)
+    assert stage_loop.rows[3].ends == (5, 6)  # "3=" is 2 tokens, "3+1=" 4 more, "9" the last
     for n in range(1, 31):
-        made.step(n)
+        stage_loop.step(n)
     reward = load_step_model(str(tmp_path / "reward_models" / "reward_model"), 1, "cpu", "here")
     right = reward.score(Prompt(id="p", text="3="), "3+1=9", [(0, 4), (4, 5)])
     with torch.no_grad():
-        expected = classify(made.model, [made.rows[3].texts[0]])[0].softmax(-1)[[5, 6], 1]
+        expected = classify(stage_loop.model, [stage_loop.rows[3].texts[0]])[0].softmax(-1)[[5, 6], 1]
     assert right == pytest.approx(expected.tolist(), abs=1e-5)
 
 

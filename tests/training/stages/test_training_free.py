@@ -36,7 +36,7 @@ TASK = PromptList.of(ROWS[:6], ROWS[6:])
 @pytest.fixture
 def endpoint() -> Iterator[Judge]:
     """Answers correctly if the prompt says how, else for every other seed; as the teacher, it says how."""
-    made = Judge()
+    server = Judge()
 
     def reply(body: dict[str, Any]) -> str:
         config = body["messages"][-1]["content"]
@@ -46,16 +46,16 @@ def endpoint() -> Iterator[Judge]:
         lucky = body["temperature"] > 0 and body["seed"] % 2 == 0
         return f"<answer>{total}</answer>" if lucky or HINT in config else str(total)
 
-    made.reply = reply
-    yield made
-    made.server.shutdown()
-    made.server.server_close()
+    server.reply = reply
+    yield server
+    server.server.shutdown()
+    server.server.server_close()
 
 
 def test_without_a_verifiable_reward_the_library_is_measured_by_reward(endpoint: Judge, tmp_path: Path) -> None:
-    made = loop(endpoint, tmp_path, steps=1)
-    made.rewards = RewardMix([FunctionReward(lambda completion: 0.5 * completion.count("<"), "marks")], accuracy_names=())
-    metrics = made.step(1).metrics
+    stage_loop = loop(endpoint, tmp_path, steps=1)
+    stage_loop.rewards = RewardMix([FunctionReward(lambda completion: 0.5 * completion.count("<"), "marks")], accuracy_names=())
+    metrics = stage_loop.step(1).metrics
     assert "accuracy" not in metrics
     assert "heldout_with" not in metrics
     assert (metrics["heldout_reward_without"], metrics["heldout_reward_with"]) == (0.0, 1.0)
@@ -70,9 +70,9 @@ def loop(endpoint: Judge, folder: Path, **options: Any) -> TrainingFreeLoop:
 
 
 def test_the_library_says_what_set_better_answers_apart_and_held_out_accuracy_rises(endpoint: Judge, tmp_path: Path) -> None:
-    made = loop(endpoint, tmp_path)
-    reports = [made.step(n) for n in range(1, 4)]
-    assert made.library.entries == {1: HINT}
+    stage_loop = loop(endpoint, tmp_path)
+    reports = [stage_loop.step(n) for n in range(1, 4)]
+    assert stage_loop.library.entries == {1: HINT}
     assert reports[0].metrics["changes"] == 1.0  # said for each group, added once
     assert 0 < reports[0].metrics["accuracy"] < 1
     assert reports[1].metrics["accuracy"] == 1.0
@@ -80,7 +80,7 @@ def test_the_library_says_what_set_better_answers_apart_and_held_out_accuracy_ri
     assert (last["heldout_without"], last["heldout_with"]) == (0.0, 1.0)
     written = (tmp_path / "experience" / "training_free.md").read_text()
     assert f"- **E1** {HINT}" in written
-    assert Library.read(tmp_path / "experience" / "training_free.md").entries == made.library.entries
+    assert Library.read(tmp_path / "experience" / "training_free.md").entries == stage_loop.library.entries
 
 
 def test_a_resumed_run_sends_no_request_twice_and_ends_the_same(endpoint: Judge, tmp_path: Path) -> None:
@@ -107,8 +107,8 @@ def test_an_endpoint_that_is_down_ends_the_stage_with_an_error(endpoint: Judge, 
 def test_a_teacher_that_rambles_is_left_out(endpoint: Judge, tmp_path: Path) -> None:
     answer = endpoint.reply
     endpoint.reply = lambda body: "no idea" if body["messages"][0]["role"] == "system" else answer(body)
-    made = loop(endpoint, tmp_path, measure=False)
-    assert made.step(1).metrics["changes"] == 0.0
+    stage_loop = loop(endpoint, tmp_path, measure=False)
+    assert stage_loop.step(1).metrics["changes"] == 0.0
     assert "None yet" in (tmp_path / "experience" / "training_free.md").read_text()
 
 
@@ -156,7 +156,7 @@ def test_a_complete_recipe_in_which_no_weight_changes(endpoint: Judge, tmp_path:
     assert HINT in (run.path / "experience" / "training_free.md").read_text()
 
 
-class Told(Listener):
+class Recording(Listener):
     """Which kinds of events there were."""
 
     def __init__(self) -> None:
@@ -169,7 +169,7 @@ class Told(Listener):
 def test_a_recipe_of_this_stage_only_has_no_model(endpoint: Judge, tmp_path: Path) -> None:
     """No model is loaded, reported or written: `model.source` does not exist. A stopped run resumes, `verify` accepts it, the
     studio offers no model of it, and commands that need its model say that there is none."""
-    output = Told()
+    output = Recording()
     config = recipe(endpoint, tmp_path, model={"source": str(tmp_path / "nothing")})
     full = begin(config, out=tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):

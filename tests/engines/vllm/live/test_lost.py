@@ -32,11 +32,11 @@ def rows(groups: list[Group]) -> list[list[int]]:
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_sampler_that_is_lost_is_started_again_and_no_group_is_lost_or_told_twice(blow: signal.Signals) -> None:
     engine = engine_of(policy_of())
-    told: list[int] = []
+    reported: list[int] = []
     pids: list[int | None] = []
 
     def on_group(place: int, group: Group) -> None:
-        told.append(place)
+        reported.append(place)
         if not pids:
             pids.append(engine.pid)
             assert engine.pid is not None
@@ -48,7 +48,7 @@ def test_a_sampler_that_is_lost_is_started_again_and_no_group_is_lost_or_told_tw
         engine.process.limit_s = 20.0
         with collect_notes() as notes:
             again = engine.sample(PROMPTS, 4, SAMPLING.model_copy(update={"max_new_tokens": 200}), STEP, on_group=on_group)
-        assert sorted(told) == list(range(len(PROMPTS)))
+        assert sorted(reported) == list(range(len(PROMPTS)))
         assert engine.pid not in pids
         assert any("restarted" in n.message for n in notes), notes
         assert [len(g.completions) for g in again] == [4] * len(PROMPTS)

@@ -96,10 +96,10 @@ def test_a_run_with_vllm_learns_is_killed_and_goes_on(tmp_path: Path) -> None:
     assert RunFolder(run).state().current_status == "interrupted"
 
     second = train(tmp_path, "--resume", str(run))
-    said, _ = second.communicate(timeout=500)
-    assert second.returncode == 0, said
-    assert "Traceback" not in said
-    assert "vLLM 0.32.0 samples" in said
+    output, _ = second.communicate(timeout=500)
+    assert second.returncode == 0, output
+    assert "Traceback" not in output
+    assert "vLLM 0.32.0 samples" in output
 
     assert steps_of(run) == list(range(1, STEPS + 1)), "a step was lost or done twice"
     with RunReader.open(run) as store:

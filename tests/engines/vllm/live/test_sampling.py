@@ -58,10 +58,10 @@ def test_a_group_asked_for_again_is_the_same_and_another_step_draws_others(engin
 
 
 def test_groups_are_told_of_once_each_and_in_their_places(engine: VllmEngine) -> None:
-    told: list[tuple[int, Group]] = []
-    groups = engine.sample(PROMPTS, 3, Sampling(max_new_tokens=8), STEP, on_group=lambda place, g: told.append((place, g)))
-    assert sorted(place for place, _ in told) == list(range(len(PROMPTS)))
-    assert all(groups[place] is group for place, group in told)
+    reported: list[tuple[int, Group]] = []
+    groups = engine.sample(PROMPTS, 3, Sampling(max_new_tokens=8), STEP, on_group=lambda place, g: reported.append((place, g)))
+    assert sorted(place for place, _ in reported) == list(range(len(PROMPTS)))
+    assert all(groups[place] is group for place, group in reported)
     assert [g.prompt.id for g in groups] == [p.id for p in PROMPTS]
 
 
@@ -121,12 +121,12 @@ def test_no_end_token_comes_before_its_time(engine: VllmEngine) -> None:
 
 def test_what_is_too_long_is_refused_in_the_native_engines_words(engine: VllmEngine) -> None:
     long = prompt_of(500)
-    said = []
+    messages = []
     for sample in (engine.sample, engine_for(engine.policy, 8).sample):
         with pytest.raises(ModelError) as caught:
             sample([PROMPTS[0], long], 1, GREEDY, STEP)
-        said.append(str(caught.value))
-    assert said[0] == said[1]
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
     assert engine.sample([PROMPTS[0]], 1, GREEDY, STEP)
 
 
@@ -141,12 +141,12 @@ def test_an_empty_completion_is_an_end_token_and_no_text(engine: VllmEngine) -> 
 
 
 def test_an_environment_answers_back(engine: VllmEngine) -> None:
-    """Turn by turn as in the native engine: what it heard, what is in the loss, and the tokens."""
+    """Turn by turn as in the native engine: what it received, what is in the loss, and the tokens."""
     sampling = GREEDY.model_copy(update={"max_new_tokens": 60})
     letter = next(c for c in native(engine.policy, PROMPTS[:1], sampling)[0].completions).text[3]
     ours, theirs = Echo(calls=(letter,)), Echo(calls=(letter,))
-    asked = [[Prompt(id=p.id, text=p.text, environment=echo) for p in PROMPTS[:4]] for echo in (ours, theirs)]
-    found, expected = engine.sample(asked[0], 1, sampling, STEP), native(engine.policy, asked[1], sampling)
+    prompts = [[Prompt(id=p.id, text=p.text, environment=echo) for p in PROMPTS[:4]] for echo in (ours, theirs)]
+    found, expected = engine.sample(prompts[0], 1, sampling, STEP), native(engine.policy, prompts[1], sampling)
     for a, b in zip(found, expected, strict=True):
         one, other = a.completions[0], b.completions[0]
         assert one.token_ids.tolist() == other.token_ids.tolist()
@@ -154,7 +154,7 @@ def test_an_environment_answers_back(engine: VllmEngine) -> None:
         assert (one.text, one.stop) == (other.text, other.stop)
         assert np.abs(one.logps - other.logps).max() < 1e-3
     assert any(not c.loss_mask.all() for g in found for c in g.completions), "nobody answered"
-    assert sorted(ours.heard) == sorted(theirs.heard)
+    assert sorted(ours.received) == sorted(theirs.received)
 
 
 def test_another_temperature_scales_the_log_probs(engine: VllmEngine) -> None:
