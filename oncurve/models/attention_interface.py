@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from oncurve.errors import ModelError
+from oncurve.models.recurrent_layers import RunLayer
 
 NAME = "oncurve"
 
@@ -28,6 +29,10 @@ class AttentionContext(Protocol):
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
         """The attention output, [batch, tokens, H, d]."""
+        ...
+
+    def recur(self, layer: int, hidden: Tensor, run: RunLayer) -> Tensor:
+        """The output of a recurrent layer for inputs [batch, tokens, D]; the context provides the states that it needs."""
         ...
 
 

@@ -5,11 +5,14 @@ Local shape letters of a padded pack: ``A`` longest prompt, ``S`` most completio
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from oncurve.models.attention_interface import apply_softcap, causal_mask
+from oncurve.models.recurrent_layers import RunLayer, recur_in_pack
 
 
 class PackAttention:
@@ -23,14 +26,10 @@ class PackAttention:
     def __init__(self, prompts: list[tuple[int, int]], completions: list[tuple[int, int, int]], position_N: Tensor) -> None:
         device = position_N.device
         self.position_N = position_N
-        lengths_of: list[list[int]] = [[] for _ in prompts]
-        for _, length, p in completions:
-            lengths_of[p].append(length)
-        self.groups = [(start, length, tuple(of)) for (start, length), of in zip(prompts, lengths_of, strict=True)]
-        """Per group: first token, prompt length, completion lengths."""
+        self.groups = pack_groups(prompts, completions)
         P, A = len(prompts), max(length for _, length in prompts)
         C = max((length for _, length, _ in completions), default=0)
-        S = max(map(len, lengths_of))
+        S = max(len(lengths) for _, _, lengths in self.groups)
         prompt_index = np.zeros((P, A), np.int64)
         prompt_real = np.zeros((P, A), bool)
         completion_index = np.zeros((P, S, max(C, 1)), np.int64)
@@ -70,6 +69,9 @@ class PackAttention:
             return out
         return self.attend_by_scores(q, k, v, scale, window, softcap)
 
+    def recur(self, layer: int, hidden: Tensor, run: RunLayer) -> Tensor:
+        return recur_in_pack(self.groups, hidden, run)
+
     def attend_by_scores(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
@@ -91,6 +93,16 @@ class PackAttention:
         out = (weights @ padded_v).transpose(1, 2)  # [P, A + S·C, H, d]
         flat = torch.cat((out[:, : self.A].flatten(0, 1), out[:, self.A :].flatten(0, 1)))
         return flat[self.unpad_N][None]
+
+
+def pack_groups(
+    prompts: Sequence[tuple[int, int]], completions: Sequence[tuple[int, int, int]]
+) -> list[tuple[int, int, tuple[int, ...]]]:
+    """Per group: first token, prompt length, completion lengths."""
+    lengths_of: list[list[int]] = [[] for _ in prompts]
+    for _, length, p in completions:
+        lengths_of[p].append(length)
+    return [(start, length, tuple(lengths)) for (start, length), lengths in zip(prompts, lengths_of, strict=True)]
 
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

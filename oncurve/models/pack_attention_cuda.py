@@ -11,7 +11,9 @@ from torch.autograd.function import once_differentiable
 
 from oncurve.kernels import pack_attention as kernels
 from oncurve.kernels.pack_attention import AttentionRule, Tiling
+from oncurve.models.pack_attention import pack_groups
 from oncurve.models.packing import to_device
+from oncurve.models.recurrent_layers import RunLayer, recur_in_pack
 from oncurve.records import Ints
 
 
@@ -26,6 +28,7 @@ class CudaPackAttention:
         max_length: int,
     ) -> None:
         self.position_N, self.max_length = position_N, max_length
+        self.groups = pack_groups(prompts, completions)
         group_end = np.array([start + length for start, length in prompts], np.int64)
         for start, length, p in completions:
             group_end[p] = max(group_end[p], start + length)
@@ -38,6 +41,9 @@ class CudaPackAttention:
         start, end, prompt, prompt_end, _ = self.segments.T
         self.mean_keys = float(np.average((end - start) / 2 + prompt_end - prompt, weights=end - start))
         """Keys that a query attends to, on average: chooses the tile sizes."""
+
+    def recur(self, layer: int, hidden: Tensor, run: RunLayer) -> Tensor:
+        return recur_in_pack(self.groups, hidden, run)
 
     def query_blocks(self, size: int) -> Tensor:
         """[blocks, 5]: first query, end and start of its segment, start and end of its prompt. Longest work first."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from oncurve import kernels
 from oncurve.errors import ModelError
-from oncurve.models import attention_interface, general_path, lora, self_check
+from oncurve.models import attention_interface, general_path, lora, recurrent_layers, self_check
 from oncurve.models.attention_interface import AttentionContext
 from oncurve.models.chat_template import PROBE, TEMPLATE_FIX, apply_chat_template
 from oncurve.models.gradient_buffers import GradAccumulator
@@ -46,9 +46,11 @@ class Policy:
         self.model, self.tokenizer = model, tokenizer
         self.system_prompt, self.template_options = system_prompt, template_options or {}
         own_attention = model.config._attn_implementation
-        model.set_attn_implementation(attention_interface.NAME)
         model.eval()  # with dropout, sampler and learner would disagree; GRPO trains without it
         self.backbone = _find_backbone(model)
+        with suppress(*self_check.FAILURES):  # the self-check says what is wrong with such a model
+            recurrent_layers.attach(model, self.backbone)
+        model.set_attn_implementation(attention_interface.NAME)
         self.eos_ids = _find_eos_ids(model, tokenizer)
         self.fast_backbone: FusedBackbone | None = None
         self._accumulator: GradAccumulator | None = None

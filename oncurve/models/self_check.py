@@ -21,6 +21,7 @@ from oncurve.errors import ModelError
 from oncurve.models import attention_interface, general_path
 from oncurve.models.attention_interface import AttentionContext
 from oncurve.models.packing import Pack, PrefixGroup, build_pack
+from oncurve.models.recurrent_layers import RecurrentLayer, RunLayer
 
 if TYPE_CHECKING:
     from oncurve.models.policy import Policy
@@ -32,6 +33,9 @@ TOLERANCE_32BIT, TOLERANCE_16BIT = 1e-3, 0.1
 32 bits and 0.02 in 16; wrong families differ by 0.1 to 6."""
 SENSITIVITY = 5.0
 """If the context moves log-probs by less than this many tolerances, the weights can't reveal a difference."""
+
+STATELESS = ("mlp", "moe")
+"""Types of layers, as transformers names them, whose output depends on nothing but the token's own hidden state."""
 
 FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, AssertionError, IndexError, KeyError)
 """What a model's modules raise if they can't be called as we call them."""
@@ -56,6 +60,7 @@ class _CountingAttention:
     def __init__(self, inner: AttentionContext) -> None:
         self.inner = inner
         self.calls: Counter[int] = Counter()
+        self.recurrences: Counter[int] = Counter()
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
@@ -64,6 +69,10 @@ class _CountingAttention:
         if q.shape[-1] != v.shape[-1]:  # the KV cache stores keys and values of one size
             raise attention_interface.unsupported("attention", "values of another size than queries (latent attention)")
         return self.inner.attend(layer, q, k, v, scale, window, softcap)
+
+    def recur(self, layer: int, hidden: Tensor, run: RunLayer) -> Tensor:
+        self.recurrences[layer] += 1
+        return self.inner.recur(layer, hidden, run)
 
 
 @torch.no_grad()
@@ -93,12 +102,34 @@ def _layers_problem(policy: Policy) -> str | None:
     pack = _probe_pack(policy)
     attention = _CountingAttention(pack.attention)
     policy.hidden(pack.input_ids, pack.position_ids, attention)
-    layers = range(int(config.num_hidden_layers))
-    outside = [layer for layer in layers if not attention.calls[layer]]
+    kinds = getattr(config, "layer_types", None) or ()
+    layers = [layer for layer in range(int(config.num_hidden_layers)) if layer >= len(kinds) or kinds[layer] not in STATELESS]
+    outside = [layer for layer in layers if not attention.calls[layer] and not attention.recurrences[layer]]
     if outside:
         return f"{len(outside)} of {len(layers)} layers outside of our attention, or with a recurrent state"
-    if any(count > 1 for count in attention.calls.values()) or set(attention.calls) - set(layers):
+    counts = (attention.calls, attention.recurrences)
+    if any(count > 1 for calls in counts for count in calls.values()) or set().union(*counts) - set(layers):
         return "layers that attend more than once per token"
+    return _recurrence_problem(policy)
+
+
+def _recurrence_problem(policy: Policy) -> str | None:
+    """A recurrent layer must give the same outputs for a sequence at once, as the learner runs it, and token by token."""
+    tolerance = 1e-4 if policy.model.dtype == torch.float32 else 5e-2
+    layers = (module for module in policy.backbone.modules() if isinstance(module, RecurrentLayer))
+    for module in {type(layer): layer for layer in layers}.values():
+        width = int(policy.model.config.get_text_config().hidden_size)
+        noise = torch.randn(2, 7, width, generator=torch.Generator().manual_seed(0))
+        hidden = noise.to(policy.device, policy.model.dtype)
+        at_once, _ = module.run(hidden, None)
+        part, state = module.run(hidden[:, :3], None)
+        parts = [part]
+        for position in range(3, hidden.shape[1]):
+            part, state = module.run(hidden[:, position : position + 1], state)
+            parts.append(part)
+        difference = float((torch.cat(parts, 1) - at_once).abs().max() / at_once.abs().max())
+        if not difference <= tolerance:  # also for NaN
+            return f"a recurrent layer ({type(module).__name__}) that differs by {difference:.1%} if it runs token by token"
     return None
 
 
@@ -186,12 +217,16 @@ def _general_problem(policy: Policy) -> str | None:
 def check_head(policy: Policy) -> None:
     """Refuse a model unless the head read from its config gives its own logits: a hidden scale would train on wrong numbers."""
     pack = _probe_pack(policy)
+    inputs: dict[str, Any] = {}
     if policy.general_reason is None:
-        hidden = policy.hidden(pack.input_ids, pack.position_ids, pack.attention)
-        inputs: dict[str, Any] = {"position_ids": pack.position_ids, "attention_context": pack.attention}
-    else:
-        hidden, inputs = policy.backbone(input_ids=pack.input_ids, use_cache=False).last_hidden_state, {}
-    theirs = policy.model(input_ids=pack.input_ids, use_cache=False, **inputs).logits.float()
+        inputs = {"position_ids": pack.position_ids, "attention_context": pack.attention}
+    hidden = policy.backbone(input_ids=pack.input_ids, use_cache=False, **inputs).last_hidden_state
+    # Some models do not pass such arguments on to their backbone.
+    hook = policy.backbone.register_forward_pre_hook(lambda _, args, given: (args, given | inputs), with_kwargs=True)
+    try:
+        theirs = policy.model(input_ids=pack.input_ids, use_cache=False).logits.float()
+    finally:
+        hook.remove()
     ours = policy.head.logits(hidden)
     tolerance = 1e-3 if hidden.dtype == torch.float32 else 2e-2  # the model scales and caps its logits in 16 bits, we in 32
     if not torch.allclose(theirs, ours, rtol=tolerance, atol=tolerance * float(theirs.abs().max()) + 1e-6):

@@ -13,12 +13,8 @@ from oncurve.models.attention_interface import NAME
 from oncurve.models.policy import Policy
 from tests.models.architectures import tokenizer
 
-HYBRID = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
 GENERAL: dict[str, dict[str, Any]] = {
     "mamba": {},
-    "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1},
-    "qwen3_next": {**HYBRID, "head_dim": 8, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16},
-    "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
     "falcon": {},
     "bloom": {},
     "gptj": {"rotary_dim": 4},
@@ -26,7 +22,7 @@ GENERAL: dict[str, dict[str, Any]] = {
     "codegen": {"rotary_dim": 4},
     "diffllama": {},
 }
-"""Recurrent states, custom attention, and layers that attend twice."""
+"""Recurrent layers that do not receive our context, custom attention, and layers that attend twice."""
 
 
 def build(family: str, **special: Any) -> PreTrainedModel:

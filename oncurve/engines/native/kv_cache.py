@@ -8,6 +8,7 @@ the number of query heads per KV head.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from oncurve.models.attention_interface import apply_softcap, causal_mask
+from oncurve.models.recurrent_layers import LayerState, RunLayer
 
 PAGE = 64
 BLOCK_SLOTS = 16
@@ -44,6 +46,8 @@ class KVCache:
         self.suffixes: dict[int, list[Tensor]] = {}  # layer -> [k, v], each [pages, blocks, K, R, PAGE, d]
         self.shared_pages: dict[int, list[Page]] = {}  # views of the above, for the products of a decode step
         self.own_pages: dict[int, list[Page]] = {}
+        self.states: dict[int, LayerState] = {}
+        """By recurrent layer, the state of every slot, [S, …]."""
 
     def allocate_prompts(self, layer: int, length: int, k: Tensor, v: Tensor) -> list[Tensor]:
         """Allocate room for prompts of ``length`` positions in every block; k and v show the shape of one position, [K, d]."""
@@ -70,6 +74,19 @@ class KVCache:
             for pages in stored:
                 pages[:, target] = pages[:, source]
 
+    def store_state(self, layer: int, blocks_n: Tensor, state: LayerState) -> None:
+        """Let every slot of these blocks start from the state of one prompt, [1, …]."""
+        if layer not in self.states:
+            self.states[layer] = state.map(lambda x: x.new_zeros(self.slots, *x.shape[1:]))
+        for stored, new in zip(self.states[layer].tensors, state.tensors, strict=True):
+            stored.view(self.blocks, self.block_slots, *stored.shape[1:])[blocks_n] = new[None]
+
+    def clear_states(self, blocks: Sequence[int]) -> None:
+        """Let every slot of these blocks start from an empty state, as after a prompt without stored positions."""
+        for state in self.states.values():
+            for stored in state.tensors:
+                stored.view(self.blocks, self.block_slots, *stored.shape[1:])[list(blocks)] = 0
+
     def allocate_suffixes(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Allocate room for every slot's suffix; k and v show the shape of one position, [K, d]."""
         shape = (self.suffix_pages, self.blocks, len(k), self.block_slots, PAGE)
@@ -89,8 +106,9 @@ class KVCache:
 class PrefillLayout:
     """Attention of prompts of one length bucket, padded at the end: causal; keys and values are stored in the cache."""
 
-    def __init__(self, cache: KVCache, sources: Tensor, blocks: Tensor, positions: Tensor) -> None:
-        self.cache, self.sources, self.blocks, self.positions = cache, sources, blocks, positions
+    def __init__(self, cache: KVCache, sources: Tensor, blocks: Tensor, positions: Tensor, lengths: Sequence[int]) -> None:
+        """Row ``sources[i]`` goes to block ``blocks[i]``; ``lengths`` holds each row's tokens without padding."""
+        self.cache, self.sources, self.blocks, self.positions, self.lengths = cache, sources, blocks, positions, lengths
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
@@ -104,6 +122,14 @@ class PrefillLayout:
         scores = apply_softcap(q @ k.repeat_interleave(rep, 1).transpose(-1, -2) * scale, softcap)
         weights = scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=torch.float32).to(v.dtype)
         return (weights @ v.repeat_interleave(rep, 1)).transpose(1, 2).contiguous()  # AFMoE views it
+
+    def recur(self, layer: int, hidden: Tensor, run: RunLayer) -> Tensor:
+        """Row by row and without the padding, which would enter the state."""
+        out = torch.zeros_like(hidden)
+        for row, length in enumerate(self.lengths):
+            out[row : row + 1, :length], state = run(hidden[row : row + 1, :length], None)
+            self.cache.store_state(layer, self.blocks[self.sources == row], state)
+        return out
 
 
 class DecodeLayout:
@@ -142,6 +168,17 @@ class DecodeLayout:
             out = part if out is None else out + part  # page after page: a page of zeros changes no bit
         assert out is not None
         return out.transpose(1, 2).reshape(S, 1, H, d)
+
+    def recur(self, layer: int, hidden: Tensor, run: RunLayer) -> Tensor:
+        """One token for every slot. The states keep their memory: a slot's state is set in place at its next prefill."""
+        states = self.cache.states
+        out, after = run(hidden, states.get(layer))
+        if layer not in states:
+            states[layer] = after  # no prompt had positions to store: every slot started from an empty state
+        else:
+            for stored, new in zip(states[layer].tensors, after.tensors, strict=True):
+                stored.copy_(new)
+        return out
 
     def _new_rows(self, heads: int) -> Tensor:
         """The row in the cache of each slot's new token, [S · K]; computed once per step."""

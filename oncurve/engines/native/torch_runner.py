@@ -20,6 +20,7 @@ from oncurve.engines.native.scheduler import RoundResult, TopTokens
 from oncurve.engines.native.sequence import Sequence
 from oncurve.engines.token_sampling import SampledTokens, sample_tokens
 from oncurve.errors import ModelError
+from oncurve.models import recurrent_layers
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.sections import Sampling
 from oncurve.records import Floats, Ints
@@ -69,7 +70,8 @@ class TorchRunner:
         self.forced_ST = torch.full((S, T), NOT_FORCED, dtype=torch.long, device=device) if forces else None
         self.slot_S = torch.arange(S, device=device)
         self.eos_ids = torch.tensor(policy.eos_ids, device=device)
-        self._round_tokens = round_tokens
+        # A recurrent state can't be taken back: an environment must reply before anything is decoded after its call.
+        self._round_tokens = 1 if forces and recurrent_layers.is_attached(policy.model) else round_tokens
         self._new: dict[int, Sequence] = {}
         """By slot, sequences whose prompt is not prefilled yet."""
         self._updates: dict[int, tuple[int, int, int]] = {}
@@ -153,6 +155,8 @@ class TorchRunner:
         for length, blocks in buckets.items():
             if length:
                 self._prefill_bucket(length, blocks, prompts)
+            else:
+                self.cache.clear_states([block for block, _ in blocks])
 
     def _prefill_bucket(self, length: int, blocks: list[tuple[int, int]], prompts: abc.Mapping[int, Ints]) -> None:
         """Prompts of one bucket in batches of one shape: which prompts share a batch changes no bit."""
@@ -167,7 +171,7 @@ class TorchRunner:
                 ids[i, : len(prompts[group]) - 1] = prompts[group][:-1]
             pairs = [(batch.index(group), block) for block, group in blocks if group in batch]
             sources, targets = (torch.tensor(x, device=device) for x in zip(*pairs, strict=True))
-            layout = PrefillLayout(self.cache, sources, targets, positions)
+            layout = PrefillLayout(self.cache, sources, targets, positions, [len(prompts[group]) - 1 for group in batch])
             self.policy.hidden(torch.from_numpy(ids).to(device), positions.expand(size, -1), layout)
 
     # Decode.

@@ -26,7 +26,7 @@ from tests.models.architectures import tokenizer
 from tests.models.test_attention_interface import GENERAL, build, enlivened
 from tests.training.builders import PROMPTS, digits, stage
 
-FAMILIES = ("mamba2", "qwen3_next", "gptj")
+FAMILIES = ("mamba", "bloom", "gptj")
 SAMPLING = Sampling(max_new_tokens=20, min_new_tokens=4)
 
 
