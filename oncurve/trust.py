@@ -20,6 +20,7 @@ from oncurve.errors import RunError
 from oncurve.plugins import declared_plugins, package_name
 from oncurve.recipe.load import load_recipe
 from oncurve.recipe.schema.recipe import Recipe
+from oncurve.runs.checkpoints.listing import find_target
 from oncurve.runs.folder import STATE, RunFolder
 
 Part = Literal["model", "task", "rewards", "sinks", "stages"]
@@ -83,8 +84,9 @@ def check(run: RunFolder, *parts: Part) -> None:
 
 
 def run_of_target(target: str, runs_dir: Path) -> RunFolder | None:
-    """The run that RUN or RUN@STAGE-STEP names; None if it is not a run."""
-    return RunFolder.find(target, runs_dir) or RunFolder.find(target.rpartition("@")[0] or target, runs_dir)
+    """The run that RUN, RUN@STAGE-STEP or RUN@best names; None if it is not a run."""
+    found = find_target(target, runs_dir)
+    return None if found is None else found.run
 
 
 def check_recipe(path: str | Path) -> None:
@@ -101,16 +103,17 @@ def run_of_recipe(path: str | Path) -> RunFolder | None:
     return run if file == run.recipe and file.is_file() and (run.path / STATE).exists() else None
 
 
-def grant(run: RunFolder, recipe: Recipe | None = None) -> None:
-    """Records that the user agrees to what the run's recipe runs and sends."""
+def grant(run: RunFolder, recipe: Recipe | None = None, path: Path | None = None) -> None:
+    """Records that the user agrees to what the run's recipe runs and sends. ``path`` is where a new run is about to be."""
     capabilities = capabilities_of(load_recipe(run.recipe) if recipe is None else recipe)
     if not capabilities:
         return
-    record = _record(run, capabilities)
+    path = (path or run.path).resolve()
+    record = _record(path, run.state().created, capabilities)
     _GRANTED.add(record)
     with contextlib.suppress(OSError):  # if the home folder is not writable, the agreement is valid for this process
         record.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        record.write_text(f"{run.path.resolve()}\n", encoding="utf-8")
+        record.write_text(f"{path}\n", encoding="utf-8")
 
 
 _GRANTED: set[Path] = set()
@@ -118,19 +121,15 @@ _GRANTED: set[Path] = set()
 
 
 def _is_recorded(run: RunFolder, capabilities: Sequence[Capability]) -> bool:
-    record = _record(run, capabilities)
+    record = _record(run.path.resolve(), run.state().created, capabilities)
     with contextlib.suppress(PermissionError):  # another user's records do not count
         return record in _GRANTED or record.is_file()
     return False
 
 
-def _record(run: RunFolder, capabilities: Sequence[Capability]) -> Path:
+def _record(path: Path, created: float, capabilities: Sequence[Capability]) -> Path:
     """The record's file. Its name is a hash of the folder, the run's creation time and the capabilities."""
-    agreed = [
-        str(run.path.resolve()),
-        run.state().created,
-        sorted((capability.where, capability.what) for capability in capabilities),
-    ]
+    agreed = [str(path), created, sorted((capability.where, capability.what) for capability in capabilities)]
     name = hashlib.sha256(json.dumps(agreed).encode()).hexdigest()
     return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "oncurve" / "trusted" / name
 

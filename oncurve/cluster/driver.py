@@ -7,12 +7,12 @@ dies, Ray ends the actors, and `--resume` continues the run.
 from __future__ import annotations
 
 import inspect
-import shutil
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ from oncurve.recipe.schema.recipe import Recipe
 from oncurve.runs.folder import RunFolder
 from oncurve.training.listeners import Listener
 from oncurve.training.rank_commands import check_scale
-from oncurve.training.start import build_tasks_and_rewards, check_resumable, with_machine_overrides
+from oncurve.training.start import build_tasks_and_rewards, check_resumable, with_machine_overrides, write_first_files
 from oncurve.training.trainer import TimeUp
 
 MAX_LEARNER_DEATHS = 3
@@ -147,13 +147,17 @@ def open_run_folder(request: TrainRequest, recipe: Recipe) -> Iterator[RunFolder
     if request.run is not None:
         yield request.run
         return
-    run = RunFolder.create_at(request.out) if request.out else RunFolder.create(request.runs_dir, recipe.name)
+    fill = partial(write_first_files, recipe)
+    run = (
+        RunFolder.create_at(request.out, fill=fill)
+        if request.out
+        else RunFolder.create(request.runs_dir, recipe.name, fill=fill)
+    )
     try:
-        trust.grant(run, recipe)
         yield run
     except BaseException:
         if not run.database.exists():
-            shutil.rmtree(run.path, ignore_errors=True)
+            run.remove()
         raise
 
 
@@ -252,7 +256,7 @@ class RunDriver:
             run.name,
             f"the learner died {deaths} times without a completed step between",
             because=str(error)[:300],
-            fix=f"check its node's memory and Ray's logs (/tmp/ray/session_latest/logs), then --resume {run.path}",
+            fix=f"check its node's memory and Ray's logs (/tmp/ray/session_latest/logs), then --resume {run.shown}",
         )
 
     def _stop(self, number: int) -> None:

@@ -34,13 +34,13 @@ from oncurve.recipe.schema.stages import RolloutStage, Stage
 from oncurve.records import EvalReport, StepReport
 from oncurve.rewards.mix import RewardMix
 from oncurve.runs.checkpoints.files import Checkpoint
-from oncurve.runs.database.connection import take_lock
+from oncurve.runs.database.connection import is_empty_database, take_lock
 from oncurve.runs.folder import STATE, RunFolder
 from oncurve.tasks.prompt_order import prompts_for_step
 from oncurve.training.listeners import Listener
 from oncurve.training.rank_commands import announce_run, run_worker_rank
 from oncurve.training.stages.table import StageLoop
-from oncurve.training.start import build_tasks_and_rewards, with_machine_defaults, with_machine_overrides
+from oncurve.training.start import build_tasks_and_rewards, complete_database, with_machine_defaults, with_machine_overrides
 from oncurve.training.trainer import RewardsOf, TaskOf, Trainer
 
 LOCK_S = 20.0
@@ -101,7 +101,8 @@ class LearnerActor:
                     run_worker_rank(world, build_tasks_and_rewards, build_trainer=build)
                     return None
                 self.trainer = self._build_trainer(run, recipe, assignment, world)
-                self.trainer.train(resume=run.database.exists())
+                complete_database(run)
+                self.trainer.train()
         except OncurveError as error:
             return error_to_json(error, self.name)
         return None
@@ -109,14 +110,15 @@ class LearnerActor:
     def _build_trainer(self, run: RunFolder, recipe: Recipe, assignment: Assignment, world: World) -> ClusterTrainer:
         """The trainer of rank 0, which announces the run to the other ranks."""
         task = assignment.task
-        if task.recipe is not None:
+        is_new = task.recipe is not None or is_empty_database(run.database)
+        if is_new:
             recipe = with_machine_defaults(recipe)
         announce_run(world, recipe, run)
         tasks_and_rewards = build_tasks_and_rewards(recipe)
         trainer = ClusterTrainer(
             recipe, run, *tasks_and_rewards, [self.relay], None, task.minutes, world, assignment=assignment
         )  # fmt: skip
-        if task.recipe is not None or task.sets:
+        if is_new or task.sets:
             run.write_recipe(dump_recipe(recipe))
         return trainer
 
@@ -241,9 +243,9 @@ class ClusterTrainer(Trainer):
         else:
             print(line, flush=True)
 
-    def train(self, resume: bool = False) -> None:
+    def train(self) -> None:
         try:
-            super().train(resume)
+            super().train()
         finally:
             self.board.stop()
 

@@ -78,7 +78,7 @@ def load_run(run: RunFolder, checkpoint: CheckpointEntry | None = None) -> Polic
             run.name,
             "has no model yet",
             because="it has neither finished nor written a checkpoint",
-            fix=f"resume it: oncurve train --resume {run.path}",
+            fix=f"resume it: oncurve train --resume {run.shown}",
         )
     alphabet = None if is_from_python(recipe) else task_for(recipe, recipe.stages[0]).alphabet
     policy = load_policy(recipe.model, alphabet=alphabet, seed=recipe.seed)

@@ -130,7 +130,7 @@ def _check_leftovers(run: RunFolder) -> Iterator[Check]:
         yield Check("bad batches", "wrong", str(error.what))
         return
     if bad:
-        yield Check("bad batches", "note", f"{len(bad)} updates were skipped: oncurve show {run.path} --bad")
+        yield Check("bad batches", "note", f"{len(bad)} updates were skipped: oncurve show {run.shown} --bad")
 
 
 def _number(checkpoint: Checkpoint) -> int:

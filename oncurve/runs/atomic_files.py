@@ -85,6 +85,13 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+def sync_folder(folder: Path) -> None:
+    """`sync` of a folder and of everything in it."""
+    for path in [*folder.rglob("*"), folder]:
+        if not path.is_symlink():
+            sync(path)
+
+
 def write_durably(path: Path, content: bytes) -> None:
     """Writes a file and waits until it is on disk. Raises OSError, which the caller turns into a message."""
     with path.open("wb") as file:

@@ -36,7 +36,7 @@ UNFINISHED = ".new-"
 UNFINISHED_S = 86_400.0
 """After this time a hidden folder without a state is a leftover."""
 MAX_LABEL = 100
-"""Letters of a recipe's name that its runs' folders keep: file names have at most 255 bytes."""
+"""Bytes of a recipe's name that its runs' folders keep: file names have at most 255."""
 Status = Literal["running", "interrupted", "finished", "failed"]
 STATUSES = ("running", "interrupted", "finished", "failed")
 
@@ -122,6 +122,12 @@ class RunFolder:
         return self.path.name
 
     @property
+    def shown(self) -> Path:
+        """The path for messages and commands: relative if the run is below the current directory."""
+        path, here = self.path.absolute(), Path.cwd()
+        return path.relative_to(here) if path.is_relative_to(here) else path
+
+    @property
     def recipe(self) -> Path:
         """The resolved recipe."""
         return self.path / "recipe.toml"
@@ -147,7 +153,7 @@ class RunFolder:
     @classmethod
     def create(cls, runs_dir: Path, name: str, *, parent: Parent | None = None, fill: Fill = lambda *_: None) -> RunFolder:
         """Creates ``<name>-<number>`` with the next number. Two processes never get the same folder."""
-        label = re.sub(r"[^\w.-]+", "-", name).strip(".-")[:MAX_LABEL] or "run"
+        label = re.sub(r"[^\w.-]+", "-", name).encode()[:MAX_LABEL].decode(errors="ignore").strip(".-") or "run"
         with disk_errors(runs_dir):
             runs_dir.mkdir(parents=True, exist_ok=True)
             number = 1 + max((_number(path.name, label) for path in runs_dir.iterdir()), default=0)
@@ -203,7 +209,7 @@ class RunFolder:
     def find(cls, name_or_path: str | Path, runs_dir: Path) -> RunFolder | None:
         """A run by its name in ``runs_dir`` or by its path; None if there is none. Raises if its run.json can't be read."""
         for path in (runs_dir / name_or_path, Path(name_or_path)):
-            if (path / STATE).exists():
+            if _exists(path / STATE):
                 run = cls(path)
                 run.state()
                 return run
@@ -216,7 +222,7 @@ class RunFolder:
         if run is not None:
             return run
         for path in (runs_dir / name_or_path, Path(name_or_path)):
-            if path.exists():
+            if _exists(path):
                 raise RunError(str(path), "not a run", because=f"it has no {STATE}", fix="`oncurve runs` lists all runs")
         known = [entry.name for entry in list_runs(runs_dir) if entry.status != "broken"]
         raise RunError(
@@ -259,16 +265,22 @@ def check_destination(runs_dir: Path, out: Path | None) -> None:
 
 def refuse_existing(path: Path) -> None:
     """Refuses a path that exists, or that lies below a file."""
-    if path.exists():
+    if _exists(path):
         resume = "continue it with --resume, or " if (path / STATE).exists() else ""
         raise RunError(
             f"--out {path}", "already exists", because="a run never overwrites anything", fix=f"{resume}choose another name"
         )
-    parent = next(folder for folder in path.absolute().parents if folder.exists())
+    parent = next(folder for folder in path.absolute().parents if _exists(folder))
     if not parent.is_dir():
         raise RunError(
             f"--out {path}", f"{parent} is a file", because="a run needs a folder to be created in", fix="choose another name"
         )
+
+
+def _exists(path: Path) -> bool:
+    """Whether there is something at a path that the user named, which may be too long or forbidden."""
+    with disk_errors(path):
+        return path.exists()
 
 
 def list_runs(runs_dir: Path) -> list[RunEntry]:

@@ -28,6 +28,7 @@ from oncurve.recipe.schema.stages import Stage
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.registry import build_stage_rewards
 from oncurve.runs.checkpoints.listing import CheckpointEntry, check_metric, list_checkpoints
+from oncurve.runs.database.connection import is_empty_database, open_database
 from oncurve.runs.database.writer import RunWriter
 from oncurve.runs.folder import Parent, RunFolder, check_destination
 from oncurve.runs.secrets import holds_secret, redact
@@ -68,17 +69,26 @@ def begin(
     task_of, rewards_of = build_tasks_and_rewards(recipe, task, rewards)
     if world.size == 1:
         policy = load_policy_for(recipe, task_of, listeners, policy)
-    run = RunFolder.create_at(out) if out else RunFolder.create(runs_dir, recipe.name)
+
+    def fill(new: RunFolder, path: Path) -> None:
+        write_first_files(recipe, new, path)
+        RunWriter.create(new.path).close()
+
+    run = RunFolder.create_at(out, fill=fill) if out else RunFolder.create(runs_dir, recipe.name, fill=fill)
     try:
-        run.write_recipe(dump_recipe(recipe))
-        trust.grant(run, recipe)
         announce_run(world, recipe, run)
         trainer = Trainer(recipe, run, task_of, rewards_of, listeners, policy, minutes, world)
     except BaseException:
-        shutil.rmtree(run.path, ignore_errors=True)
+        run.remove()
         raise
     trainer.train()
     return run
+
+
+def write_first_files(recipe: Recipe, new: RunFolder, path: Path) -> None:
+    """The files that new runs and forks have in common. The user agrees to the run at the path that it is about to get."""
+    new.write_recipe(dump_recipe(recipe))
+    trust.grant(new, recipe, path)
 
 
 def resume(
@@ -99,6 +109,7 @@ def resume(
     """
     if not world.is_rank_zero:
         return run_worker_rank(world, lambda recipe: build_tasks_and_rewards(recipe, task, rewards), policy)
+    run = RunFolder(run.path.absolute())  # a reward may change the current directory
     check_resumable(run)
     from_python = {"task": task, "rewards": rewards, "model": policy}
     trust.check(run, *(part for part in trust.PARTS if from_python.get(part) is None))
@@ -110,8 +121,15 @@ def resume(
     trainer = Trainer(recipe, run, task_of, rewards_of, listeners, policy, minutes, world)
     if sets:
         run.write_recipe(dump_recipe(recipe))
-    trainer.train(resume=run.database.exists())
+    complete_database(run)
+    trainer.train()
     return run
+
+
+def complete_database(run: RunFolder) -> None:
+    """Creates the database of a run whose process was killed before it had one, as version 1 could leave it."""
+    if is_empty_database(run.database):
+        RunWriter.create(run.path).close()
 
 
 def check_resumable(run: RunFolder) -> None:
@@ -151,7 +169,7 @@ def with_machine_overrides(run: RunFolder, sets: Sequence[str]) -> Recipe:
                 f"{key}={value}",
                 because="a resumed run keeps its recipe, so that it ends as if it had never stopped; only keys that describe "
                 "the machine may change: threads, device, engine, scale, tokens_per_pack, workers",
-                fix=f"`oncurve fork {run.path} --step N --set {key}={value}` continues with the change",
+                fix=f"`oncurve fork {run.shown} --step N --set {key}={value}` continues with the change",
             )
     return recipe
 
@@ -180,21 +198,26 @@ def fork(
     task_of, rewards_of = build_tasks_and_rewards(recipe)
     policy = load_policy_for(recipe, task_of, listeners) if world.size == 1 else None
     origin = Parent(parent.name, checkpoint.stage, checkpoint.step, changed_keys(before, recipe))
-    run = RunFolder.create_at(out, parent=origin) if out else RunFolder.create(runs_dir, recipe.name, parent=origin)
-    try:
-        run.write_recipe(dump_recipe(recipe))
-        trust.grant(run, recipe)
-        shutil.copytree(checkpoint.path, run.checkpoints / checkpoint.path.name)
-        copy_database(parent.database, run.database)
-        with RunWriter.open(run.path) as store:
+
+    def fill(new: RunFolder, path: Path) -> None:
+        write_first_files(recipe, new, path)
+        shutil.copytree(checkpoint.path, new.checkpoints / checkpoint.path.name)
+        copy_database(parent.database, new.database)
+        with RunWriter.open(new.path) as store:
             store.forget_after(checkpoint.stage, checkpoint.step)
             store.forget_replies_after(checkpoint.stage, checkpoint.step)
+
+    if out:
+        run = RunFolder.create_at(out, parent=origin, fill=fill)
+    else:
+        run = RunFolder.create(runs_dir, recipe.name, parent=origin, fill=fill)
+    try:
         announce_run(world, recipe, run)
         trainer = Trainer(recipe, run, task_of, rewards_of, listeners, policy, world=world)
     except BaseException:
-        shutil.rmtree(run.path, ignore_errors=True)
+        run.remove()
         raise
-    trainer.train(resume=True)
+    trainer.train()
     return run
 
 
@@ -265,5 +288,5 @@ def _find_checkpoint(run: RunFolder, recipe: Recipe, stage: str | None, step: in
 
 def copy_database(source: Path, target: Path) -> None:
     """A consistent copy of a run's database, even while the run is training."""
-    with closing(sqlite3.connect(f"file:{source}?mode=ro", uri=True)) as old, closing(sqlite3.connect(target)) as new:
+    with closing(open_database(source, read_only=True)) as old, closing(sqlite3.connect(target)) as new:
         old.backup(new)

@@ -7,6 +7,7 @@ these. On resume everything recorded after the checkpoint is deleted and done ag
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import time
@@ -72,7 +73,7 @@ class TimeUp(OncurveError):
 
     def __init__(self, run: RunFolder, minutes: float) -> None:
         because = "that is its time limit; the step was finished and saved"
-        fix = f"resume with: oncurve train --resume {run.path}"
+        fix = f"resume with: oncurve train --resume {run.shown}"
         super().__init__(run.name, f"stopped after {minutes:g} minutes", because=because, fix=fix)
 
 
@@ -80,7 +81,7 @@ class Interrupted(OncurveError):
     """The user stopped the run: the step was finished and saved."""
 
     def __init__(self, run: RunFolder, signal_number: int) -> None:
-        fix = f"resume with: oncurve train --resume {run.path}"
+        fix = f"resume with: oncurve train --resume {run.shown}"
         super().__init__(run.name, "stopped by you", because="the step was finished and saved", fix=fix)
         self.exit_code = 128 + signal_number
 
@@ -123,9 +124,10 @@ class Trainer:
             )  # fmt: skip
         return self.policy.decode
 
-    def train(self, resume: bool = False) -> None:
-        """Runs all stages, or the remaining ones. At the end ``model/`` is written and the run is marked as finished."""
-        with RunWriter.open(self.run.path) if resume else RunWriter.create(self.run.path) as store:
+    def train(self) -> None:
+        """Runs all stages, or those that follow the last checkpoint. At the end ``model/`` is written and the run is marked as
+        finished."""
+        with RunWriter.open(self.run.path) as store:
             self.store = store
             self.notify = Listeners([Recorder(store), *self.listeners])
             self.checkpoint_writer, self.collapse_watch = CheckpointWriter(self.run.checkpoints), CollapseWatch()
@@ -137,10 +139,9 @@ class Trainer:
             gc.freeze()  # what is loaded by now stays, and the garbage collector need not scan it again
             try:
                 with graceful_shutdown(lambda: self.stop_signal is not None, self._request_stop):
-                    start = self._last_checkpoint() if resume else None
-                    if resume:
-                        clear_partial_writes(self.run.path)
-                        self._rewind(store, start)
+                    start = self._last_checkpoint()
+                    clear_partial_writes(self.run.path)
+                    self._rewind(store, start)
                     self._run_stages(start)
                     self._report_saved(self.checkpoint_writer.wait())
                     self.world.send_command("model")
@@ -148,6 +149,10 @@ class Trainer:
                 status = "finished"
             except (Interrupted, TimeUp, KeyboardInterrupt):
                 status = "interrupted"
+                raise
+            except Exception as error:
+                with contextlib.suppress(Exception):  # if the disk is full, say, the error itself is what the user must see
+                    store.record_event("failed", str(error) or type(error).__name__)
                 raise
             finally:
                 gc.unfreeze()
@@ -291,7 +296,7 @@ class Trainer:
             after = "" if start is None else f" after {len(earlier)} roll-backs to step {to}"
             raise RunError(
                 self.run.name, f"stage '{stage.label}' keeps producing bad updates{after}", because=because,
-                fix=f"oncurve show {self.run.path} --bad; lower optimiser.learning_rate, fix the reward, or set save_every",
+                fix=f"oncurve show {self.run.shown} --bad; lower optimiser.learning_rate, fix the reward, or set save_every",
             )  # fmt: skip
         count = stage.optimiser.guard.rollback_after
         message = f"{stage.label}: back to {start.path.name} after {count} bad {'step' if count == 1 else 'steps in a row'}"
@@ -379,6 +384,13 @@ class Trainer:
 
     def _rewind(self, store: RunWriter, start: Checkpoint | None) -> None:
         """Deletes what was recorded after the checkpoint."""
+        parent = self.run.state().parent
+        if parent is not None and (start is None or start.stage not in {stage.name for stage in store.stages()}):
+            raise RunError(
+                self.run.name, "an incomplete fork",
+                because=f"its copy of {parent.run} is missing or damaged, and it would train from nothing",
+                fix=f"delete it and fork again: oncurve fork {parent.run} --stage {parent.stage} --step {parent.step}",
+            )  # fmt: skip
         if start is None:
             store.forget_after(self.recipe.stages[0].label, 0)
             return

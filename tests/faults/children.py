@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
@@ -16,9 +17,10 @@ from oncurve.recipe.load import load_recipe
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.runs.folder import RunFolder
 from oncurve.training import checkpoint_writer
-from oncurve.training.start import begin, resume
-from tests.faults.moments import MOMENTS
+from oncurve.training.start import begin, fork, resume
+from tests.faults.moments import MOMENTS, at_file_operation
 
+FORK_STEP = 2
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["tests.faults.children"])
 
@@ -37,6 +39,35 @@ def train(path: Path, recipe: Recipe, moment: str | None, call: int, behind: boo
     except OncurveError as error:
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)
+
+
+def start_early(path: Path, recipe: Recipe, parent: Path | None, call: int, number: int) -> None:
+    """Begins a run at ``path`` or forks ``parent`` there, as a job that is started again and again does: a run that exists is
+    resumed. A signal comes at its ``call``-th file operation; 0: none."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
+    if call:
+        at_file_operation(path.parent, call, number)
+    try:
+        if path.exists():
+            resume(RunFolder(path))
+        elif parent is not None:
+            fork(RunFolder(parent), FORK_STEP, ["grpo.optimiser.learning_rate=0.002"], out=path)
+        else:
+            begin(recipe, out=path)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except OncurveError as error:
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+def run_early(path: Path, recipe: Recipe, parent: Path | None = None, call: int = 0, number: int = signal.SIGKILL) -> int:
+    """The exit code of such a process."""
+    child: ForkServerProcess = SERVER.Process(target=start_early, args=(path, recipe, parent, call, number))
+    child.start()
+    child.join(120)
+    assert child.exitcode is not None, f"it hangs: file operation {call}"
+    return child.exitcode
 
 
 def _as_nobody(path: Path, report: Connection) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -76,6 +77,23 @@ def written_aside(real: Callable[..., Any], path: Path, content: bytes) -> None:
     """Leaves the file as a kill between writing and renaming would."""
     path.with_name(f".writing-{path.name}-{os.getpid()}").write_bytes(content)
     die()
+
+
+FILE_OPERATIONS = frozenset({"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "sqlite3.connect"})
+
+
+def at_file_operation(folder: Path, call: int, number: int) -> None:
+    """Sends this process a signal just before its ``call``-th operation on a file or folder below ``folder``."""
+    count = 0
+
+    def audit(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal count
+        if event in FILE_OPERATIONS and str(folder) in str(arguments[0]):
+            count += 1
+            if count == call:
+                os.kill(os.getpid(), number)
+
+    sys.addaudithook(audit)
 
 
 MOMENTS = {

@@ -171,8 +171,8 @@ def take_lock(folder: Path) -> IO[bytes]:
 
 
 def create_database(path: Path) -> sqlite3.Connection:
-    """Creates a database with empty tables; ``path`` must not exist. Leaves nothing behind if it fails."""
-    if path.exists():
+    """Creates a database with empty tables, in an empty file if there is one. Leaves nothing behind if it fails."""
+    if not is_empty_database(path):
         raise RunError(
             str(path),
             "already exists",
@@ -196,6 +196,14 @@ def create_database(path: Path) -> sqlite3.Connection:
             leftover.unlink(missing_ok=True)
         raise
     return connection
+
+
+def is_empty_database(path: Path) -> bool:
+    """Whether there is no database, or one whose process was killed before it had created the tables."""
+    if not path.exists():
+        return True
+    with database_errors(path), contextlib.closing(_connect(path, _read_mode(path))) as connection:
+        return connection.execute("SELECT 1 FROM sqlite_master").fetchone() is None
 
 
 def open_database(path: Path, read_only: bool) -> sqlite3.Connection:

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.records import EvalReport, StepReport
+from oncurve.runs.folder import RunFolder
 from oncurve.terminal.live.progress import HELDOUT_PAIRS, RunProgress, StageProgress
 from oncurve.terminal.text import DASH, duration, is_finite, model_size, number, percent, score, sparkline
 from oncurve.training.listeners import Listener
@@ -156,7 +157,8 @@ class Panel:
 
     def _header(self, width: int) -> Text:
         run = self.progress
-        line = Text.assemble((run.name, "bold"), (f"  {model_size(run.parameters)} · {run.task} · {run.path}", "dim"))
+        about = f"  {model_size(run.parameters)} · {run.task} · {RunFolder(run.path).shown}"
+        line = Text.assemble((run.name, "bold"), (about, "dim"))
         line.truncate(width, overflow="ellipsis")
         return line
 
