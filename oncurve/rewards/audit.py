@@ -5,7 +5,7 @@ Changes are measured between the first and the last third of a stage's steps, if
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +18,10 @@ from oncurve.rewards.verifiers.answer_extraction import answer_in, without_think
 MIN_STEPS = 6
 """Below this many steps a change over the run is not measured."""
 MAX_EXAMPLES = 3
+MIN_FAILURE_SHARE = 0.01
+MIN_CONTRADICTED_SHARE = 0.05
+MIN_CONSTANT = 16
+"""Below this many completions equal scores may be chance."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +101,60 @@ def audit(history: History) -> list[AuditFinding]:
     if len(history.steps) >= MIN_STEPS:
         for check in (_reward_without_accuracy, _length, _repetition, _aspect_alone):
             findings += check(history)
-    for check in (_copies, _no_reasoning, _one_string, _at_odds, _inconsistent):
+    for check in (_failing, _constant, _prefers_wrong, _copies, _no_reasoning, _one_string, _at_odds, _inconsistent):
         findings += check(history)
     return findings
+
+
+def _failing(history: History) -> list[AuditFinding]:
+    """A reward that often raises an error: those completions are not trained on."""
+    findings = []
+    for name in sorted({aspect.name for s in history.completions for aspect in s.scored.aspects}):
+        failures = [(s, aspect.failure) for s in history.completions for aspect in s.scored.aspects if aspect.name == name]
+        failed = [(s, failure) for s, failure in failures if failure is not None]
+        if len(failed) >= max(1, MIN_FAILURE_SHARE * len(failures)):
+            common, _ = Counter(failure for _, failure in failed).most_common(1)[0]
+            share = f"{len(failed)} of {len(failures)} completions ({len(failed) / len(failures):.1%})"
+            what = f"'{name}' failed on {share}, most often with: {common}"
+            findings.append(AuditFinding("failing reward", what, tuple(s for s, _ in failed[:MAX_EXAMPLES])))
+    return findings
+
+
+def _constant(history: History) -> list[AuditFinding]:
+    """A reward that gave every completion the same score."""
+    findings = []
+    for name in _aspect_names(history):
+        scored = [s for s in history.completions if any(a.name == name and a.weight != 0 for a in s.scored.aspects)]
+        values = {value for s in scored if (value := _aspect(s, name)) is not None}
+        if len(scored) >= MIN_CONSTANT and len(values) == 1:
+            what = f"'{name}' gave all {len(scored)} completions the score {values.pop():g}, so it adds no signal"
+            findings.append(AuditFinding("constant reward", what, tuple(scored[:MAX_EXAMPLES])))
+    return findings
+
+
+def _prefers_wrong(history: History) -> list[AuditFinding]:
+    """A total reward that contradicts the verifiable one: within a group, wrong completions get more than right ones."""
+    accuracy = history.accuracy_aspect
+    if accuracy is None:
+        return []
+    groups: dict[tuple[int, int], list[AuditedCompletion]] = defaultdict(list)
+    for s in history.completions:
+        if s.scored.total is not None and _aspect(s, accuracy) is not None:
+            groups[s.step, s.group].append(s)
+    mixed = 0
+    contradicted: list[AuditedCompletion] = []
+    for group in groups.values():
+        right = [s for s in group if (_aspect(s, accuracy) or 0.0) >= 1]
+        wrong = [s for s in group if (_aspect(s, accuracy) or 0.0) < 1]
+        if right and wrong:
+            mixed += 1
+            if np.mean([s.above for s in wrong]) > np.mean([s.above for s in right]) + 1e-9:
+                contradicted.append(max(wrong, key=lambda s: s.above))
+    if len(contradicted) < max(1, MIN_CONTRADICTED_SHARE * mixed):
+        return []
+    share = f"{len(contradicted)} of {mixed} groups with right and wrong completions ({len(contradicted) / mixed:.0%})"
+    what = f"in {share} the reward was higher for the wrong ones, by '{accuracy}'"
+    return [AuditFinding("reward contradicts correctness", what, _best(contradicted))]
 
 
 def _reward_without_accuracy(history: History) -> list[AuditFinding]:

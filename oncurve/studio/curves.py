@@ -46,7 +46,10 @@ def _metrics(store: StudioQueries, stage: str) -> dict[str, Any]:
 
 
 def evals_data(store: StudioQueries) -> list[dict[str, Any]]:
-    return [{**eval_view(report), "by_difficulty": report.by_difficulty} for report in store.evals()]
+    return [
+        {**eval_view(report), "by_difficulty": report.by_difficulty, "metrics": finite_values(report.metrics)}
+        for report in store.evals()
+    ]
 
 
 def downsample(points: Sequence[tuple[int, float]], max_points: int) -> list[tuple[int, float]]:

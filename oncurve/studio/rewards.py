@@ -25,7 +25,7 @@ from oncurve.records import Group, Prompt
 from oncurve.rewards.audit import AuditedCompletion, History, audit
 from oncurve.rewards.base import completion_by_letters, from_letters
 from oncurve.rewards.mix import RewardMix
-from oncurve.rewards.registry import build_rewards, stage_reward_configs
+from oncurve.rewards.registry import build_rewards, can_define_accuracy, stage_reward_configs
 from oncurve.runs.folder import RunFolder
 from oncurve.runs.views import finite, json_text
 from oncurve.studio.groups import EXCERPT, aspect_with_steps
@@ -100,6 +100,13 @@ def rewards_of(recipe: Recipe) -> list[dict[str, Any]]:
 
     configs = stage_reward_configs(recipe, stage, default_rewards)
     return [reward.model_dump(mode="json", exclude_none=True) for reward in configs]
+
+
+def accuracy_aspect(recipe: Recipe) -> str | None:
+    """The aspect whose 1 means correct, as `RewardMix.accuracy_reward` chooses it; None if there is none."""
+    configs = [Reward.model_validate(config) for config in rewards_of(recipe)]
+    verifiable = [config.label for config in configs if can_define_accuracy(config)]
+    return "answer" if "answer" in verifiable else next(iter(verifiable), None)
 
 
 def run_trial(trial: Trial, limit_s: float = LIMIT_S) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import PlainTextResponse, StreamingResponse
 
 from oncurve import __version__, trust
-from oncurve.errors import RecipeError, RewardError, RunError
+from oncurve.errors import OncurveError, RecipeError, RewardError, RunError
 from oncurve.rewards.registry import REWARDS
 from oncurve.runs import feedback
 from oncurve.runs.database.reader import Kind
@@ -112,6 +112,22 @@ def run_search(
     conditions = CompletionFilter(text, stage, step, kind, aspects, failed, cut, no_signal)
     run = _run(request, name)
     return groups.highest_kl(run, conditions) if highest_kl else groups.search_data(run, conditions, before)
+
+
+@api.get("/runs/{name}/searchable")
+def run_searchable(request: Request, name: str) -> dict[str, Any]:
+    """What a search can filter by: the run's reward aspects, the one that defines accuracy, and whether KL is recorded."""
+    run = _run(request, name)
+    with open_reader(run) as store:
+        last = store.last_completion()
+        aspects = [row["name"] for row in store.aspect_statistics(max(1, last - RECENT_COMPLETIONS + 1))]
+        has_kl = any(store.token_kl(stage, step) for stage, step in store.steps_by_metric("kl", 1))
+    try:
+        accuracy = rewards.accuracy_aspect(recipe_of(run))
+    except OncurveError:  # the recipe can't be read
+        accuracy = None
+    accuracy = accuracy or ("answer" if "answer" in aspects else None)
+    return {"aspects": aspects, "accuracy": accuracy if accuracy in aspects else None, "kl": has_kl}
 
 
 def _comparison(text: str) -> tuple[str, Comparison, float]:

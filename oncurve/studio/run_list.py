@@ -11,8 +11,11 @@ from typing import Any
 from oncurve.errors import OncurveError
 from oncurve.runs.database.reader import StageRow
 from oncurve.runs.folder import RunEntry, RunFolder, list_runs
-from oncurve.runs.views import eval_view, finite_values, run_view, stage_view
+from oncurve.runs.views import eval_view, finite_values, json_text, run_view, stage_view
 from oncurve.studio.open_run import open_reader
+
+UNRECORDED_FAILURE = "It stopped with an error that was not recorded. The terminal that it ran in shows the error."
+"""Version 1 did not record why a run failed."""
 
 
 def overview(runs_dir: Path) -> list[dict[str, Any]]:
@@ -47,8 +50,12 @@ def _numbers(entry: RunEntry) -> dict[str, Any]:
         current = next((s for s in reversed(summary.stages) if s.finished is None), None)
         is_timed = entry.status == "running" and current is not None
         recent = store.recent_seconds(current.name) if current is not None and is_timed else []
+        failures = store.events("failed") if entry.status == "failed" else []
+    view = run_view(entry, summary.stages, summary.evals[-1] if summary.evals else None)
+    if entry.status == "failed":
+        view["reason"] = json_text(failures[-1].message) if failures else UNRECORDED_FAILURE
     return {
-        **run_view(entry, summary.stages, summary.evals[-1] if summary.evals else None),
+        **view,
         "stages": _stages(run, summary.stages),
         "eta": fmean(recent) * max(0, current.steps - current.done) if recent and current is not None else None,
         "evals": [eval_view(report) for report in summary.evals],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from oncurve.records import (
     TokenStats,
 )
 from oncurve.runs.database.writer import RunWriter
-from oncurve.runs.folder import RunFolder
+from oncurve.runs.folder import RunFolder, Status
 
 GROUP = 4
 PROMPTS = 3
@@ -184,3 +185,21 @@ def make_broken(runs_dir: Path) -> None:
     (newer.path / "run.json").write_text((newer.path / "run.json").read_text().replace('"format": 1', '"format": 99'))
     empty = make_run(runs_dir, "no-database")
     empty.database.unlink()
+
+
+def make_stage_run(
+    runs_dir: Path, name: str, stages: Sequence[tuple[str, str, dict[str, float]]], *, status: Status = "finished"
+) -> RunFolder:
+    """A run of (stage name, type, metrics) with three steps each, all with one group of four."""
+    run = RunFolder.create_at(runs_dir / name)
+    run.write_recipe(dump_recipe(parse_recipe(RECIPE, [])))
+    with RunWriter.create(run.path) as store:
+        for position, (stage, type_, metrics) in enumerate(stages):
+            store.begin_stage(stage, type_, position, 3)
+            for step in range(1, 4):
+                report = step_report(step)
+                groups, stats_of = (report.groups, report.stats) if type_ in ("grpo", "ppo", "trpo") else ((), ())
+                store.record_step(StepReport(stage, step, metrics, {"update": 0.1}, groups, stats_of))
+            store.end_stage(stage)
+    run.set_status(status)
+    return run

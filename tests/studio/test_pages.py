@@ -95,7 +95,7 @@ def test_a_chart_is_saved(studio: Served, browser: Browser, kind: str) -> None:
     assert content.startswith(starts[kind])
 
 
-def test_a_run_without_a_rule_shows_its_held_out_reward(tmp_path: Path, browser: Browser) -> None:
+def test_a_run_without_a_verifiable_reward_shows_its_held_out_reward(tmp_path: Path, browser: Browser) -> None:
     make_free_run(tmp_path, "talk")
     make_run(tmp_path, "sums")
     with served(tmp_path) as here, a_page(browser, f"{here.address}/#/runs?run=talk", 1280) as watched:

@@ -36,7 +36,7 @@ def test_it_has_curves_groups_and_the_recipe(report: str) -> None:
     assert "50.0 %" in report
 
 
-def test_without_a_rule_it_has_the_held_out_reward(tmp_path: Path, report: str) -> None:
+def test_without_a_verifiable_reward_it_has_the_held_out_reward(tmp_path: Path, report: str) -> None:
     free = report_html(make_free_run(tmp_path, "talk"))
     assert "<h2>Held-out reward</h2>" in free
     assert "<td>grpo 0</td><td>−1.25</td>" in free

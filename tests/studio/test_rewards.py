@@ -40,14 +40,14 @@ def test_a_reward_that_hangs_is_ended(tmp_path: Path) -> None:
         run_trial(trial, limit_s=3)
 
 
-def test_a_reward_that_ends_the_process_is_told_of(tmp_path: Path) -> None:
+def test_a_reward_that_ends_the_process_is_reported(tmp_path: Path) -> None:
     (tmp_path / "gone.py").write_text("import os\ndef f(completions, **_):\n    os._exit(3)\n")
     trial = Trial(rewards=[{"type": "python", "function": f"{tmp_path}/gone.py:f"}], prompt="", columns={}, completions=["a"])
     with pytest.raises(RewardError, match="ended early"):
         run_trial(trial)
 
 
-def test_what_the_rewards_said(studio: Served) -> None:
+def test_the_rewards_reasons(studio: Served) -> None:
     data = studio.ask("/api/runs/sums-1/rewards").json
     answer = next(one for one in data["said"] if one["name"] == "answer")
     assert answer["failures"] == 4

@@ -38,7 +38,7 @@ def test_the_list_shows_every_folder(studio: Served) -> None:
 @pytest.mark.parametrize(
     "what", ["curves", "step?stage=grpo&step=1", "group?stage=grpo&step=1&position=0", "search", "feedback"]
 )
-def test_a_broken_run_is_told_of_and_the_server_goes_on(studio: Served, name: str, what: str) -> None:
+def test_a_broken_run_is_reported_and_the_server_continues(studio: Served, name: str, what: str) -> None:
     answer = studio.ask(f"/api/runs/{name}/{what}")
     assert answer.status in (404, 422) or (name, what) == ("torn", "feedback")
     if answer.status != 200:
@@ -61,7 +61,7 @@ def test_curves(studio: Served) -> None:
     assert data["evals"][0]["accuracy"] == 0.5
 
 
-def test_a_run_without_a_rule_has_rewards_for_accuracies(tmp_path: Path) -> None:
+def test_a_run_without_a_verifiable_reward_has_rewards_instead_of_accuracies(tmp_path: Path) -> None:
     run = make_free_run(tmp_path, "talk")
     data = curves(run)["evals"]
     assert [(e["step"], e["accuracy"], e["reward"]) for e in data] == [(0, None, -1.25), (4, None, 0.5)]
@@ -169,7 +169,7 @@ def test_pages_of_a_search_meet_without_a_gap(studio: Served) -> None:
     assert ids == list(range(74, 0, -1))
 
 
-def test_bad_questions_are_told_why(studio: Served) -> None:
+def test_bad_queries_get_a_reason(studio: Served) -> None:
     assert studio.ask("/api/runs/sums-1/search?aspect=format").json["error"]["where"] == "aspect"
     assert studio.ask("/api/runs/sums-1/group?stage=grpo&step=1&position=77").status == 404
     assert studio.ask("/api/runs/sums-1/step?stage=grpo&step=minus").status == 422
@@ -199,7 +199,7 @@ def test_a_live_run_is_followed(tmp_path: Path) -> None:
         assert next(line for line in lines if line.startswith("event")) == "event: reset"
 
 
-def test_no_state_counts_a_step_that_was_not_told(tmp_path: Path) -> None:
+def test_no_state_counts_a_step_that_was_not_sent(tmp_path: Path) -> None:
     run = make_run(tmp_path, "live", steps=1, finished=False)
 
     class Overtaken(Follower):

@@ -79,7 +79,7 @@ def test_a_view_of_a_million_completions(large: Served, path: str, limit_s: floa
     assert best < limit_s * SLOWNESS
 
 
-def test_a_search_goes_on_to_the_end(large: Served) -> None:
+def test_a_search_can_be_continued_to_the_end(large: Served) -> None:
     """A search that exceeds its time limit continues with the next request, until everything is scanned."""
     pages, before, matches = 0, None, 0
     while True:

@@ -41,7 +41,7 @@ export function toSvg(drawn: ChartData, title: string, width = 720, height = 400
     `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 ${width} ${height}" font-family="sans-serif" font-size="12" fill="#222">`,
     `<rect width="${width}" height="${height}" fill="#fff"/><text x="${left}" y="22" font-size="15">${escape(title)}</text>`,
   ];
-  for (const at of ticks(y0, y1)) parts.push(`<path d="M${left} ${y(at)}H${width - right}" stroke="#ddd"/><text x="${left - 8}" y="${y(at)}" dy="4" text-anchor="end">${at}</text>`);
+  for (const at of ticks(y0, y1)) parts.push(`<path d="M${left} ${y(at)}H${width - right}" stroke="#ddd"/><text x="${left - 8}" y="${y(at)}" dy="4" text-anchor="end">${String(at).replaceAll("-", "−")}</text>`);
   for (const at of ticks(x0, x1, 7)) parts.push(`<text x="${x(at)}" y="${height - bottom + 18}" text-anchor="middle">${at}</text>`);
   drawn.lines.forEach((line, index) => {
     const points = line.values.flatMap((value, at) => (value === null ? [] : [`${x(drawn.steps[at] ?? 0)} ${y(value)}`]));

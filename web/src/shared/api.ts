@@ -1,7 +1,7 @@
 // The studio server's JSON types, and functions that call it. Every request goes to the server that sent this page.
 
 export interface StageState { name: string; type: string; steps: number; done: number; finished: boolean }
-export interface EvalPoint { stage: string; step: number; accuracy: number | null; reward: number | null; asked: number; by_difficulty?: Record<string, [number, number]> }
+export interface EvalPoint { stage: string; step: number; accuracy: number | null; reward: number | null; asked: number; by_difficulty?: Record<string, [number, number]>; metrics?: Record<string, number | null> }
 export interface RunState {
   name: string;
   status: "running" | "finished" | "interrupted" | "failed" | "broken";
@@ -61,6 +61,7 @@ export interface Line {
   id: number; stage: string; step: number; kind: Kind; group: number; place: number; length: number; stop: string;
   prompt: string; prompt_id: string; text: string; total: number | null; advantage: number | null; failure: string | null; kl?: number;
 }
+export interface Searchable { aspects: string[]; accuracy: string | null; kl: boolean }
 export interface Page { completions: Line[]; before: number | null; seen: number; of: number }
 export interface PromptUse { stage: string; step: number; kind: Kind; group: number; completions: number; signal: boolean | null; mean: number | null; lowest: number | null; highest: number | null; length: number | null }
 export type Label =

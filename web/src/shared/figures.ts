@@ -1,7 +1,10 @@
 // Formats numbers for people. A missing value is a dash.
 
 export const DASH = "–";
-const minus = (text: string): string => text.replace("-", "−");
+const minus = (text: string): string => text.replaceAll("-", "−");
+
+/** Negative numbers in a sentence get a real minus sign; quoted text stays as it is. */
+export const tidy = (text: string): string => text.replace(/(^|\s)-(?=\d)/g, "$1−");
 
 export function number(value: number | null | undefined, digits = 3): string {
   if (value === null || value === undefined || !Number.isFinite(value)) return DASH;
@@ -44,3 +47,16 @@ export function ago(time: number | null): string {
 
 export const plural = (count: number, one: string, many = `${one}s`): string =>
   `${count.toLocaleString("en-GB")} ${count === 1 ? one : many}`;
+
+/** Where values from `low` to `high` lie on a track that spans `range`, as percentages from its left and right end. */
+export function onTrack(low: number | null, high: number | null, range: readonly [number, number]): { left: string; right: string } {
+  const width = range[1] - range[0] || 1;
+  const at = (value: number): number => Math.min(100, Math.max(0, (100 * (value - range[0])) / width));
+  return { left: `${at(low ?? range[0])}%`, right: `${100 - at(high ?? low ?? range[0])}%` };
+}
+
+/** The range of some values; null values don't count. */
+export function rangeOf(values: (number | null)[]): [number, number] {
+  const known = values.filter((value): value is number => value !== null && Number.isFinite(value));
+  return known.length ? [Math.min(...known), Math.max(...known)] : [0, 1];
+}
