@@ -36,7 +36,7 @@ CHANGES: Mapping[int, Mapping[str, Callable[[Recipe], bool]]] = {
     2: {
         "a second sampling stage has its own prompts and random numbers": _later_stages_sample,
         "top_p is taken of what top_k leaves": _combines_top_k_and_top_p,
-        "int8 moments are rounded to nearest": _has_int8_moments,
+        "int8 moments no longer shrink updates": _has_int8_moments,
         "held-out answers end at sampling.stop and not before min_new_tokens": _ends_completions_itself,
     }
 }

@@ -21,8 +21,8 @@ from tests.training.test_trainer import fingerprint, two_sampling_stages
 
 CHANGED = {
     "top_k and top_p": (["grpo.sampling.top_k=3", "grpo.sampling.top_p=0.9"], "top_p is taken of what top_k leaves"),
-    "int8 moments": (['grpo.optimiser.moments="int8"'], "int8 moments are rounded to nearest"),
-    "int8 in sft": (['sft.optimiser.moments="int8"'], "int8 moments are rounded to nearest"),
+    "int8 moments": (['grpo.optimiser.moments="int8"'], "int8 moments no longer shrink updates"),
+    "int8 in sft": (['sft.optimiser.moments="int8"'], "int8 moments no longer shrink updates"),
     "stop": (['grpo.sampling.stop=["="]'], "held-out answers end at sampling.stop"),
     "min_new_tokens": (["grpo.sampling.min_new_tokens=2"], "held-out answers end at sampling.stop"),
 }
