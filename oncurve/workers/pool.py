@@ -127,7 +127,14 @@ class Worker:
 class Workers:
     """Workers that run one command. They start with their first job, and are killed when this object or Python ends."""
 
-    def __init__(self, command: Sequence[str], count: int, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        count: int,
+        environment: Mapping[str, str] | None = None,
+        after_close: Callable[[], None] | None = None,
+    ) -> None:
+        """``after_close`` is called once the workers have been killed."""
         self.count = count
         self._all = [Worker(command, environment) for _ in range(count)]
         self._free: queue.LifoQueue[Worker] = queue.LifoQueue()  # the most recently used worker is the warmest
@@ -135,7 +142,7 @@ class Workers:
             self._free.put(worker)
         self._threads: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
-        self._close = weakref.finalize(self, _close_all, self._all)
+        self._close = weakref.finalize(self, _close_all, self._all, after_close)
 
     @property
     def pids(self) -> list[int]:
@@ -189,9 +196,11 @@ def python_workers(module: str, count: int, *arguments: str) -> Workers:
     return Workers([sys.executable, "-m", module, *arguments], count, environment)
 
 
-def _close_all(workers: Sequence[Worker]) -> None:
+def _close_all(workers: Sequence[Worker], after: Callable[[], None] | None) -> None:
     for worker in workers:
         worker.close()
+    if after is not None:
+        after()
 
 
 def shared(start: Callable[..., Workers]) -> Callable[..., Workers]:

@@ -4,6 +4,7 @@
     capabilities all dropped, and none can be regained (no_new_privs)
     files        read the standard library, write the scratch folder, nothing else (Landlock)
     system calls no new process, no exec, no network, no signals to or tracing of others, no mounts … (seccomp)
+    counts       threads and files, by the process that watches the child (seccomp's notifications)
 
 The kernel enforces each for the rest of the process's life; the process itself can't undo them.
 """
@@ -12,22 +13,24 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 import platform
 import resource
+import socket
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from oncurve.rewards.sandbox import syscalls
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP = 1, 38, 22
+_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _CLONE_THREAD = 0x00010000
 
-READ = (1 << 2) | (1 << 3)
-"""Landlock's rights to read a file and to list a folder."""
+READ_FILE, READ = 1 << 2, (1 << 2) | (1 << 3)
+"""Landlock's rights to read a file, and to list a folder too."""
 
 
 def set_limits(cpu_seconds: float, memory: int, file_size: int, open_files: int) -> None:
@@ -50,14 +53,20 @@ def die_with_parent() -> None:
     _prctl(_PR_SET_PDEATHSIG, 9)
 
 
-def lock(readable: Iterable[str], scratch: str, need_landlock: bool) -> None:
-    """Applies every restriction but the limits. Raises OSError if the kernel does not support one."""
+def lock(readable: Iterable[str], scratch: str, need_landlock: bool, watcher: socket.socket) -> None:
+    """Applies every restriction but the limits. Raises OSError if the kernel does not support one.
+
+    ``watcher`` receives the descriptor on which threads and files are counted (`Counts`); this process keeps none.
+    """
     drop_capabilities()
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     if landlock_version() > 0:
         restrict_files(readable, scratch)
     elif need_landlock:
         raise OSError(errno.ENOSYS, "this kernel has no Landlock")
+    notices = install_counting_filter()
+    socket.send_fds(watcher, [b"#"], [notices])
+    os.close(notices)
     install_syscall_filter()
 
 
@@ -88,7 +97,7 @@ def restrict_files(readable: Iterable[str], scratch: str) -> None:
         raise OSError(ctypes.get_errno(), "landlock_create_ruleset")
     special = (1 << 0) | (1 << 6) | (1 << 9) | (1 << 11)  # execute a program, create a device or a socket
     for path in readable:
-        _allow(ruleset, path, READ)
+        _allow(ruleset, path, READ if os.path.isdir(path) else READ_FILE)
     _allow(ruleset, scratch, rights & ~special)
     if _LIBC.syscall(_LANDLOCK_RESTRICT, ctypes.c_int(ruleset), ctypes.c_uint32(0)) != 0:
         raise OSError(ctypes.get_errno(), "landlock_restrict_self")
@@ -96,7 +105,7 @@ def restrict_files(readable: Iterable[str], scratch: str) -> None:
 
 
 def _allow(ruleset: int, path: str, rights: int) -> None:
-    if not os.path.isdir(path):
+    if not os.path.exists(path):
         return
     folder = os.open(path, os.O_PATH | os.O_CLOEXEC)
     rule = ctypes.create_string_buffer(struct.pack("=Qi", rights, folder), 12)
@@ -108,11 +117,17 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
 
 # Classic BPF, as seccomp takes it: (code, jump if true, jump if false, constant).
 _LOAD, _EQUAL, _GREATER, _AND, _RETURN = 0x20, 0x15, 0x25, 0x54, 0x06
-_ALLOW, _KILL = 0x7FFF0000, 0x80000000
-_REFUSE, _NO_SUCH_CALL = 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
-_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
+_ALLOW, _KILL, _NOTIFY = 0x7FFF0000, 0x80000000, 0x7FC00000
+_ERROR = 0x00050000
+_REFUSE, _NO_SUCH_CALL, _NO_TERMINAL = _ERROR | errno.EPERM, _ERROR | errno.ENOSYS, _ERROR | errno.ENOTTY
+_NUMBER, _ARCHITECTURE = 0, 4
 
 Instruction = tuple[int, int, int, int]
+
+
+def _argument(index: int) -> int:
+    """Offset of the lower half of a call's argument; the upper half is 4 further."""
+    return 16 + 8 * index
 
 
 def syscall_filter(own_pid: int) -> list[Instruction]:
@@ -126,16 +141,36 @@ def syscall_filter(own_pid: int) -> list[Instruction]:
         (_GREATER, 0, 1, syscalls.NEWEST),  # the x32 calls of x86-64 are higher
         (_RETURN, 0, 0, _NO_SUCH_CALL),
         *_returns(syscalls.CLONE3[column], _NO_SUCH_CALL),  # its flags are in memory, out of reach; glibc falls back to clone
+        *_returns(syscalls.OPENAT2[column], _NO_SUCH_CALL),  # the same
     ]
     for numbers in syscalls.REFUSED.values():
         number = numbers[column]
         program += [] if number is None else _returns(number, _REFUSE)
-    flags: list[Instruction] = [(_LOAD, 0, 0, _FIRST_ARGUMENT), (_AND, 0, 0, _CLONE_THREAD)]
-    program += _allow_if(syscalls.CLONE[column], [*flags, (_EQUAL, 0, 1, _CLONE_THREAD)])
+    first = (_LOAD, 0, 0, _argument(0))
+    program += _allow_if(syscalls.CLONE[column], [first, (_AND, 0, 0, _CLONE_THREAD), (_EQUAL, 0, 1, _CLONE_THREAD)])
     for call in (syscalls.KILL, syscalls.TGKILL):
-        program += _allow_if(call[column], [(_LOAD, 0, 0, _FIRST_ARGUMENT), (_EQUAL, 0, 1, own_pid)])
-    program += _allow_if(syscalls.PRLIMIT64[column], [(_LOAD, 0, 0, _FIRST_ARGUMENT), (_EQUAL, 0, 1, 0)])
-    program += _refuse_if(syscalls.PRCTL[column], [(_LOAD, 0, 0, _FIRST_ARGUMENT), (_EQUAL, 0, 1, _PR_SET_PDEATHSIG)])
+        program += _allow_if(call[column], [first, (_EQUAL, 0, 1, own_pid)])
+    program += _allow_if(syscalls.PRLIMIT64[column], [first, (_EQUAL, 0, 1, 0)])
+    program += _refuse_if(syscalls.PRCTL[column], [first, (_EQUAL, 0, 1, _PR_SET_PDEATHSIG)])
+    address = _argument(4)
+    no_address: list[Instruction] = [(_LOAD, 0, 0, address), (_EQUAL, 0, 3, 0), (_LOAD, 0, 0, address + 4), (_EQUAL, 0, 1, 0)]
+    program += _allow_if(syscalls.SENDTO[column], no_address)
+    program += _allow_values(syscalls.FCNTL[column], syscalls.FCNTL_COMMANDS, _REFUSE)
+    program += _allow_values(syscalls.IOCTL[column], syscalls.IOCTL_REQUESTS, _NO_TERMINAL)
+    return [*program, (_RETURN, 0, 0, _ALLOW)]
+
+
+def counting_filter() -> list[Instruction]:
+    """A filter that reports every start of a thread and every creation of a file."""
+    column, _ = _ARCHITECTURES[platform.machine()]
+    program: list[Instruction] = [(_LOAD, 0, 0, _NUMBER), *_returns(syscalls.CLONE[column], _NOTIFY)]
+    for numbers in syscalls.CREATING.values():
+        number = numbers[column]
+        program += [] if number is None else _returns(number, _NOTIFY)
+    for numbers, argument in syscalls.OPENING.values():
+        number, creates = numbers[column], syscalls.O_CREAT | syscalls.O_TMPFILE
+        test: list[Instruction] = [(_LOAD, 0, 0, _argument(argument)), (_AND, 0, 0, creates), (_EQUAL, 0, 1, 0)]
+        program += [] if number is None else _decide(number, test, _ALLOW, _NOTIFY)
     return [*program, (_RETURN, 0, 0, _ALLOW)]
 
 
@@ -143,19 +178,73 @@ def _returns(number: int, verdict: int) -> list[Instruction]:
     return [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, verdict)]
 
 
+def _decide(number: int, test: list[Instruction], if_true: int, if_false: int) -> list[Instruction]:
+    """One verdict if the test is true, else the other. The test's last instruction falls through if true, else skips one."""
+    return [(_EQUAL, 0, len(test) + 2, number), *test, (_RETURN, 0, 0, if_true), (_RETURN, 0, 0, if_false)]
+
+
 def _allow_if(number: int, test: list[Instruction]) -> list[Instruction]:
-    """Allows the call if the test is true: its last instruction then falls through, and otherwise skips one."""
-    return [(_EQUAL, 0, len(test) + 2, number), *test, (_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _REFUSE)]
+    return _decide(number, test, _ALLOW, _REFUSE)
 
 
 def _refuse_if(number: int, test: list[Instruction]) -> list[Instruction]:
-    return [(_EQUAL, 0, len(test) + 2, number), *test, (_RETURN, 0, 0, _REFUSE), (_RETURN, 0, 0, _ALLOW)]
+    return _decide(number, test, _REFUSE, _ALLOW)
+
+
+def _allow_values(number: int, values: Sequence[int], refusal: int) -> list[Instruction]:
+    """Allows the call if its second argument is one of ``values``."""
+    count = len(values)
+    tests: list[Instruction] = [(_EQUAL, count - i, 0, value) for i, value in enumerate(values)]
+    block = [(_LOAD, 0, 0, _argument(1)), *tests, (_RETURN, 0, 0, refusal), (_RETURN, 0, 0, _ALLOW)]
+    return [(_EQUAL, 0, len(block), number), *block]
 
 
 def install_syscall_filter() -> None:
     """Installs the filter for this process and every thread that it starts."""
-    program = syscall_filter(os.getpid())
+    _install(syscall_filter(os.getpid()), 0)
+
+
+def install_counting_filter() -> int:
+    """Installs the filter that reports; returns the descriptor on which the reports arrive."""
+    return _install(counting_filter(), _NEW_LISTENER)
+
+
+def _install(program: Sequence[Instruction], flags: int) -> int:
     code = b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
     buffer = ctypes.create_string_buffer(code, len(code))
     pointer = struct.pack("@HP", len(program), ctypes.addressof(buffer))
-    _prctl(_PR_SET_SECCOMP, 2, ctypes.create_string_buffer(pointer, len(pointer)))
+    number = _SECCOMP[_ARCHITECTURES[platform.machine()][0]]
+    result = int(_LIBC.syscall(number, 1, ctypes.c_uint(flags), ctypes.create_string_buffer(pointer, len(pointer))))
+    if result < 0:
+        raise OSError(ctypes.get_errno(), "seccomp")
+    return result
+
+
+_SECCOMP, _NEW_LISTENER = (317, 277), 8
+_RECEIVE, _SEND = 0xC0502100, 0xC0182101
+_CONTINUE = 1
+
+
+class Counts:
+    """Answers a child's reports: what it may start or create goes on until a limit is reached, then it is refused."""
+
+    def __init__(self, notices: int, max_threads: int, max_files: int) -> None:
+        self.notices = notices
+        self._left = {True: max_threads, False: max_files}
+        self._clone = syscalls.CLONE[_ARCHITECTURES[platform.machine()][0]]
+
+    def answer(self) -> None:
+        """Answers one report. The child may have been killed meanwhile."""
+        report = bytearray(80)
+        try:
+            fcntl.ioctl(self.notices, _RECEIVE, report, True)
+            number, _, _, call = struct.unpack_from("=QIIi", report)
+            is_thread = call == self._clone
+            self._left[is_thread] -= 1
+            is_allowed = self._left[is_thread] >= 0
+            refusal = 0 if is_allowed else -(errno.EAGAIN if is_thread else errno.ENOSPC)
+            reply = struct.pack("=QqiI", number, 0, refusal, _CONTINUE if is_allowed else 0)
+            fcntl.ioctl(self.notices, _SEND, bytearray(reply), True)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.EINTR):
+                raise

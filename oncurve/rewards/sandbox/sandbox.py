@@ -9,6 +9,7 @@ A level is used only after a self-test: a program in it tries what must be refus
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -16,13 +17,15 @@ import sys
 import sysconfig
 import tempfile
 import threading
-import weakref
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from oncurve.errors import RewardError
+from oncurve.rewards.sandbox.zygote import remove_folder
 from oncurve.workers.pool import WorkerDiedError, WorkerFailedError, Workers
 
 Level = Literal["bubblewrap", "seccomp", "trusted"]
@@ -33,15 +36,16 @@ SCRATCH_SIZE = 256 << 20
 ENVIRONMENT = {"PYTHONHASHSEED": "0"}
 """Environment of zygotes: sets are printed in the same order each time. The programs' own environment does not have it."""
 _BOOT = Path(__file__).with_name("boot.py")
+_STDIN_FILE = "/scratch/stdin"
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib")
 
 SELF_TEST = """
-import os, socket
+import fcntl, os, socket
 
-def refused(attempt):
+def refused(attempt, error=OSError):
     try:
         attempt()
-    except OSError:
+    except error:
         return True
     return False
 
@@ -51,7 +55,9 @@ attempts = [
     lambda: socket.socket(), lambda: os.kill(os.getppid(), 0), lambda: os.execv("/bin/true", ["true"]),
     lambda: open("/tmp/oncurve-self-test", "w"), lambda: os.chmod("/", 0o777),
 ]
-print([refused(attempt) for attempt in attempts].count(False), os.environ.get("USER"), open("scratch").read())
+signals = [lambda: fcntl.fcntl(0, 8, os.getppid()), lambda: socket.socketpair(type=2)[0].sendto(b"x", "\\0oncurve-self-test")]
+refusals = [refused(attempt) for attempt in attempts] + [refused(attempt, PermissionError) for attempt in signals]
+print(refusals.count(False), os.environ.get("USER"), open("scratch").read())
 """
 SELF_TEST_ANSWER = "0 None x\n"
 
@@ -147,9 +153,16 @@ def _start_sandbox(level: Level, count: int, package: str | None) -> Sandbox:
     if level == "bubblewrap":
         return Sandbox(level, Workers(command(level, "/scratch", package), count, ENVIRONMENT))
     scratch = tempfile.mkdtemp(prefix="oncurve-sandbox-")
-    workers = Workers(command(level, scratch, package), count, ENVIRONMENT)
-    weakref.finalize(workers, shutil.rmtree, scratch, ignore_errors=True)
-    return Sandbox(level, workers)
+    return Sandbox(level, Workers(command(level, scratch, package), count, ENVIRONMENT, partial(_remove_scratch, scratch)))
+
+
+def _remove_scratch(scratch: str) -> None:
+    """Removes the folder. Children of killed zygotes die a moment after them, so the first try may fail."""
+    for _ in range(50):
+        with contextlib.suppress(OSError):
+            remove_folder(scratch)
+            return
+        time.sleep(0.02)
 
 
 def _run_self_test(sandbox: Sandbox) -> str | None:
@@ -159,7 +172,7 @@ def _run_self_test(sandbox: Sandbox) -> str | None:
     except (TimeoutError, WorkerDiedError, WorkerFailedError) as error:
         return str(error)
     if outcome["ended"] != "exit 0" or outcome["output"] != SELF_TEST_ANSWER:
-        return f"the self-test ended in {outcome['ended']}: {outcome['output'].strip()[-200:]!r}"
+        return f"the self-test ended in {outcome['ended']}: {(outcome['output'] + outcome['errors']).strip()[-200:]!r}"
     return None
 
 
@@ -172,6 +185,7 @@ def command(level: Level, scratch: str, package: str | None = None) -> list[str]
         "need_landlock": level == "seccomp",
         "readable": readable,
         "scratch": scratch,
+        "stdin_file": _STDIN_FILE if level == "bubblewrap" else None,
         "libraries": libraries,
         "package": package,
     }
@@ -191,5 +205,15 @@ def _bubblewrap(readable: Sequence[str]) -> list[str]:
     binds = [word for path in readable for word in ("--ro-bind", path, path)]
     isolation = ["--unshare-all", "--as-pid-1", "--cap-drop", "ALL", "--clearenv", "--hostname", "sandbox"]
     isolation += [word for name, value in ENVIRONMENT.items() for word in ("--setenv", name, value)]
-    scratch = ["--size", str(SCRATCH_SIZE), "--tmpfs", "/scratch", "--chdir", "/scratch"]
+    scratch = [
+        "--size",
+        str(SCRATCH_SIZE),
+        "--tmpfs",
+        "/scratch",
+        "--chdir",
+        "/scratch",
+        "--symlink",
+        _STDIN_FILE,
+        "/dev/stdin",
+    ]
     return [shutil.which("bwrap") or "bwrap", *isolation, *binds, *scratch]

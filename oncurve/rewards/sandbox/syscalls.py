@@ -31,6 +31,9 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
     "listen": (50, 201),
     "accept": (43, 202),
     "accept4": (288, 242),
+    "sendmsg": (46, 211),
+    "sendmmsg": (307, 269),
+    "setsockopt": (54, 208),
     # Mounts and namespaces.
     "mount": (165, 40),
     "umount2": (166, 39),
@@ -55,6 +58,7 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
     "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427),
     "userfaultfd": (323, 282),
+    "io_setup": (206, 0),
     # The machine itself.
     "init_module": (175, 105),
     "finit_module": (313, 273),
@@ -77,7 +81,15 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
     "ioperm": (173, None),
     "syslog": (103, 116),
     "vhangup": (153, 58),
+    "sync": (162, 81),
+    "syncfs": (306, 267),
+    # What happens in foreign folders.
     "fanotify_init": (300, 262),
+    "fanotify_mark": (301, 263),
+    "inotify_init": (253, None),
+    "inotify_init1": (294, 26),
+    "inotify_add_watch": (254, 27),
+    "inotify_rm_watch": (255, 28),
     # Files and memory by other means.
     "open_by_handle_at": (304, None),
     "name_to_handle_at": (303, None),
@@ -155,3 +167,22 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
 CLONE, CLONE3 = (56, 220), (435, 435)
 KILL, TGKILL = (62, 129), (234, 131)
 PRCTL, PRLIMIT64 = (157, 167), (302, 261)
+SENDTO, OPENAT2 = (44, 206), (437, 437)
+
+FCNTL, FCNTL_COMMANDS = (72, 25), (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1032)
+"""Duplicate a descriptor, its flags, record locks, a pipe's size. Not an owner or a signal (F_SETOWN, F_SETSIG), which would
+reach other processes, nor leases, notices of folders, or larger pipes."""
+IOCTL, IOCTL_REQUESTS = (16, 29), (0x5401, 0x802C542A, 0x5413, 0x540F, 0x541B, 0x5421, 0x5450, 0x5451)
+"""Whether it is a terminal, its size and group, bytes to read, blocking, close on exec. Not an owner (FIOSETOWN, SIOCSPGRP)."""
+
+# Counted by the process that watches the program: what starts a thread, and what creates a file. Opening: the number of the
+# argument that has O_CREAT.
+O_CREAT, O_TMPFILE = 0x40, 0x400000
+CREATING: dict[str, tuple[int | None, int | None]] = {
+    "creat": (85, None),
+    "mkdir": (83, None),
+    "mkdirat": (258, 34),
+    "symlink": (88, None),
+    "symlinkat": (266, 36),
+}
+OPENING: dict[str, tuple[tuple[int | None, int | None], int]] = {"open": ((2, None), 1), "openat": ((257, 56), 2)}

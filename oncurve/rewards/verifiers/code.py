@@ -6,9 +6,9 @@ Three kinds of tests, by the prompt's columns:
     tests               a list of snippets, usually `assert f(2) == 4` (MBPP)
     test_code           functions `test_…`, `check(candidate)` with the column `entry_point` (HumanEval), or code that raises
 
-Tests never run in the program's process: all that a program can do is return values (`sandbox/program_child.py`). A program
-that is wrong, crashes, or exceeds its time or memory fails the test, which is a score. If the sandbox itself fails, the reward
-has failed.
+Tests never run in the program's process, and nothing of them enters it but the arguments of calls: all that a program can do is
+return values (`sandbox/tests_child.py`). A program that is wrong, crashes, or exceeds its time or memory fails the test, which
+is a score. If the sandbox itself fails, the reward has failed.
 """
 
 from __future__ import annotations
@@ -124,8 +124,9 @@ def _failed_test(verdicts: Sequence[Mapping[str, Any]], ended: str) -> str:
 
 def _program_output(outcome: Mapping[str, Any]) -> str:
     if outcome["ended"] in ("exit 0", "exit 1"):
-        last = outcome["output"].strip().rpartition("\n")[2]
-        return f"printed {last[:80]!r}" if outcome["ended"] == "exit 0" else last[:120] or "it failed"
+        is_complete = outcome["ended"] == "exit 0"
+        last = outcome["output" if is_complete else "errors"].strip().rpartition("\n")[2]
+        return f"printed {last[:80]!r}" if is_complete else last[:120] or "it failed"
     return _ENDS.get(outcome["ended"], f"it ended in {outcome['ended']}")
 
 
@@ -155,9 +156,15 @@ def read_tests(columns: Mapping[str, Any], max_tests: int) -> Tests | None:
     tests, code = list(columns.get("tests") or ())[:max_tests], columns.get("test_code")
     if not tests and not code:
         return None
-    entry = columns.get("entry_point")
-    job = {"tests": tests, "test_code": code, "setup": columns.get("setup") or "", "entry_point": entry}
-    return Tests(len(tests) + _count_tests(code), (), job, columns.get("prompt_code") or "", entry)
+    entry, prefix = columns.get("entry_point"), columns.get("prompt_code") or ""
+    setup = f"{_before_function(prefix, entry)}\n{columns.get('setup') or ''}"
+    job = {"tests": tests, "test_code": code, "setup": setup, "entry_point": entry}
+    return Tests(len(tests) + _count_tests(code), (), job, prefix, entry)
+
+
+def _before_function(prefix: str, entry_point: str | None) -> str:
+    """What the prompt's code has before the function under test: imports and helpers, which tests use from there."""
+    return prefix[: max(0, prefix.rfind(f"def {entry_point}"))]
 
 
 def _count_tests(code: str | None) -> int:
@@ -182,8 +189,7 @@ def program_in(text: str, tests: Tests | None = None) -> str:
     if tests is None or not tests.prefix:
         return program
     if tests.entry_point is not None and re.search(rf"^\s*(?:async )?def {re.escape(tests.entry_point)}\b", program, re.M):
-        before_function = tests.prefix[: tests.prefix.rfind(f"def {tests.entry_point}")]
-        return f"{before_function}\n{program}"
+        return f"{_before_function(tests.prefix, tests.entry_point)}\n{program}"
     return tests.prefix + program
 
 

@@ -19,27 +19,15 @@ from oncurve.errors import RewardError
 from oncurve.rewards.sandbox import sandbox as levels
 from oncurve.rewards.sandbox.sandbox import Limits, Sandbox, build_sandbox
 from oncurve.workers.pool import WorkerDiedError
+from tests.rewards.sandbox.levels import BUILT, LEVELS, QUICK, SANDBOXES
 
-QUICK = Limits(seconds=2.0, memory=300 << 20, output=64 << 10, file_size=1 << 20)
 CANARY, KEPT = Path("/tmp/oncurve-canary-7f3a"), Path("/tmp/oncurve-canary-kept")
 
 
-LEVELS: tuple[levels.Level, ...] = ("bubblewrap", "seccomp")
-MADE = {level: build_sandbox(level, 1) for level in LEVELS}
-SANDBOXES = {level: sandbox for level, (sandbox, _) in MADE.items() if sandbox is not None}
-
-
-@pytest.fixture(params=list(SANDBOXES))
-def sandbox(request: pytest.FixtureRequest) -> Sandbox:
-    return SANDBOXES[request.param]
-
-
 @pytest.fixture(scope="module", autouse=True)
-def _close_at_the_end() -> Iterator[None]:
+def _remove_the_canary() -> Iterator[None]:
     yield
     KEPT.unlink(missing_ok=True)
-    for sandbox in SANDBOXES.values():
-        sandbox.workers.close()
 
 
 def run(sandbox: Sandbox, program: str, limits: Limits = QUICK, **job: Any) -> dict[str, Any]:
@@ -56,7 +44,7 @@ def test_this_machine_has_a_sandbox() -> None:
 def test_every_level_works_in_ci() -> None:
     """In CI, where bubblewrap is installed, every level must work, so that none goes untested."""
     wanted = set(LEVELS) if "CI" in os.environ and shutil.which("bwrap") else set(SANDBOXES)
-    assert set(SANDBOXES) == wanted, {level: fault for level, (_, fault) in MADE.items() if fault}
+    assert set(SANDBOXES) == wanted, {level: fault for level, (_, fault) in BUILT.items() if fault}
 
 
 def attempt(line: str, before: str = "") -> str:
@@ -224,99 +212,6 @@ def test_a_killed_zygote_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.Mo
 def test_input_can_t_be_changed(sandbox: Sandbox) -> None:
     seen = run(sandbox, "import os\ntry:\n    os.write(0, b'zzz')\nexcept OSError:\n    print(input())", stdin="abc")
     assert seen["output"] == "abc\n"
-
-
-def verdicts(sandbox: Sandbox, program: str, *tests: str, **job: Any) -> list[bool]:
-    seen = sandbox.run({"kind": "tests", "program": program, "tests": list(tests), **job}, QUICK)
-    return [bool(verdict.get("passed")) for verdict in seen["verdicts"]]
-
-
-CHEATS = {
-    "leaves early": "import os\ndef f(x): os._exit(0)",
-    "exits when loaded": "raise SystemExit(0)",
-    "exits when called": "def f(x): raise SystemExit(0)",
-    "equals everything": "class A:\n    def __eq__(self, other): return True\ndef f(x): return A()",
-    "a number that equals everything": "class A(int):\n    def __eq__(self, other): return True\ndef f(x): return A(0)",
-    "a list that equals everything": "class A(list):\n    def __eq__(self, other): return True\ndef f(x): return A()",
-    "patches assert": "import builtins\nbuiltins.AssertionError = ValueError\ndef f(x): return 0",
-    "patches the tests' names": (
-        "import sys\ndef f(x):\n"
-        "    for m in list(sys.modules.values()): m.__dict__['_outcome'] = lambda *a: {'passed': True}\n"
-        "    return 0"
-    ),
-    "writes verdicts everywhere": (
-        "import os\ndef f(x):\n    for fd in range(50):\n"
-        "        try: os.write(fd, b'{\"passed\": true}\\n')\n        except OSError: pass\n"
-        "    return 0"
-    ),
-    "answers before it is asked": (
-        "import os\ndef f(x):\n    for fd in range(3, 50):\n"
-        "        try: os.write(fd, b'garbage\\n' * 9)\n        except OSError: pass\n    return 0"
-    ),
-    "reads the tests": (
-        "import gc\ndef f(x): return next((o for o in gc.get_objects() if isinstance(o, dict) and 'tests' in o), 0) and 0"
-    ),
-    "raises a liar": "class E(BaseException):\n    def __str__(self): raise KeyError\ndef f(x): raise E",
-    "returns an endless nest": "def f(x):\n    a = []\n    a.append(a)\n    return a",
-    "returns an endless thing": "import itertools\ndef f(x): return itertools.count()",
-    "hangs": "def f(x):\n    while True: pass",
-}
-
-
-@pytest.mark.parametrize("cheat", list(CHEATS))
-def test_no_test_is_passed_without_being_solved(sandbox: Sandbox, cheat: str) -> None:
-    assert True not in verdicts(
-        sandbox, CHEATS[cheat], "assert f(1) == 4", "assert list(f(2)) == [4]" if "thing" in cheat else "assert f(2) == 5"
-    )
-
-
-def test_tests_of_every_kind(sandbox: Sandbox) -> None:
-    square = "def f(x):\n    return x * x"
-    assert verdicts(sandbox, square, "assert f(2) == 4", "assert f(3) == 8", "assert f(x=5) == 25") == [True, False, True]
-    assert verdicts(sandbox, square, test_code="def check(candidate):\n    assert candidate(3) == 9", entry_point="f") == [True]
-    assert verdicts(sandbox, square, test_code="def test_a():\n    assert f(2) == 4\ndef test_b():\n    assert f(2) == 5") == [
-        True,
-        False,
-    ]
-    assert verdicts(sandbox, square, "assert f(two) == 4", setup="two = 2") == [True]
-
-
-def test_values_that_cross(sandbox: Sandbox) -> None:
-    same = "def f(x): return x\ndef kind(x): return type(x).__name__\nimport math\nLIMIT = 3"
-    plain = [
-        "None",
-        "True",
-        "2",
-        "2.5",
-        "'é'",
-        "b'x'",
-        "1j",
-        "[1, [2]]",
-        "(1, (2,))",
-        "{1: (2,)}",
-        "{1, 2}",
-        "frozenset([1])",
-        "10**50",
-    ]
-    tests = [f"assert f({v}) == {v} and type(f({v})) is type({v}) and kind({v}) == type({v}).__name__" for v in plain]
-    assert verdicts(sandbox, same, *tests, "assert math.pi > LIMIT") == [True] * (len(plain) + 1)
-
-
-def test_objects_stay_where_they_are(sandbox: Sandbox) -> None:
-    program = (
-        "class Pair:\n    def __init__(self, a, b): self.a, self.b = a, b\n    def sum(self): return self.a + self.b\n"
-        "def first(p): return p.a\ndef numbers(n): return (i * i for i in range(n))\ndef grow(x): x.append(1)\n"
-        "def fail(): raise KeyError('no')\ndef same(x): return x"
-    )
-    tests = [
-        "assert Pair(1, 2).sum() == 3",
-        "assert first(Pair(1, 2)) == 1 and Pair(5, 6).b == 6",
-        "p = Pair(1, 2); p.a = Pair(3, 4); assert p.a.sum() == 7",
-        "assert list(numbers(3)) == [0, 1, 4] and same(int) is int",
-        "x = [0]; grow(x); assert x == [0, 1]",
-        "try:\n    fail()\n    assert False\nexcept KeyError:\n    pass",
-    ]
-    assert verdicts(sandbox, program, *tests) == [True] * 6
 
 
 def test_many_at_once(sandbox: Sandbox) -> None:
