@@ -162,7 +162,7 @@ def test_a_reward_under_another_weight_is_the_same_in_all_else() -> None:
         assert (aspect.weight, aspect.failure, aspect.steps) == (0.5, None, ((4, 1.0),))
 
 
-def test_a_stopped_run_goes_on_with_the_same_objects(tmp_path: Path) -> None:
+def test_a_stopped_run_resumes_with_the_same_objects(tmp_path: Path) -> None:
     uninterrupted = train(tmp_path / "whole")
 
     calls = 0

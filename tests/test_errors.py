@@ -29,7 +29,7 @@ ERRORS = [cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issub
 
 
 @pytest.mark.parametrize("path", [str(Path(sys.executable).parent), "/nowhere"], ids=["activated", "not activated"])
-def test_an_extra_is_installed_where_oncurve_is(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_extra_is_installed_next_to_oncurve(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The named pip says itself which environment it belongs to."""
     monkeypatch.setenv("PATH", os.pathsep.join([path, "/usr/bin", "/bin"]))
     pip, _, rest = pip_install("studio").partition(" install ")
@@ -39,7 +39,7 @@ def test_an_extra_is_installed_where_oncurve_is(path: str, monkeypatch: pytest.M
     assert f"from {sys.prefix}/" in version
 
 
-def test_an_error_prints_where_what_why_and_the_fix() -> None:
+def test_an_error_prints_the_place_the_reason_and_the_fix() -> None:
     """The example of `OncurveError`."""
     error = RecipeError("grpo.group_size", 1, because="a group needs 2 completions", fix="use 2 or more")
     assert str(error) == "grpo.group_size: 1\n  because a group needs 2 completions\n  fix: use 2 or more"

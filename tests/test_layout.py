@@ -153,7 +153,7 @@ def test_a_folder_holds_few_enough_modules_to_read(folder: Path) -> None:
     assert len(modules) <= MAX_MODULES, f"{folder.name} has {len(modules)} modules: split it by subject"
 
 
-def test_a_module_has_a_name_of_its_own() -> None:
+def test_module_names_are_unique() -> None:
     named: dict[str, set[str]] = {}
     for path in MODULES:
         if path.stem != "__init__" and home(path) not in PRESENTING:

@@ -98,7 +98,7 @@ def test_advantages_of_a_group_sum_to_zero(rewards: list[float], baseline: Basel
 
 @settings(deadline=None)
 @given(REWARDS, st.floats(0.01, 100))
-def test_a_factor_changes_nothing_where_the_std_divides(rewards: list[float], factor: float) -> None:
+def test_a_factor_cancels_if_rewards_are_divided_by_the_std(rewards: list[float], factor: float) -> None:
     scaled = advantages([[factor * r for r in rewards]], eps=1e-12)[0]
     assert scaled == pytest.approx(advantages([rewards], eps=1e-12)[0], abs=1e-8)
 

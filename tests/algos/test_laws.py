@@ -97,7 +97,7 @@ def test_float32_follows_float64(name: str, lengths: list[int], seed: int) -> No
 
 @settings(max_examples=30, deadline=None)
 @given(lengths=LENGTHS, seed=st.integers(0, 2**31))
-def test_gspo_token_is_gspo_where_a_sequence_has_one_advantage(lengths: list[int], seed: int) -> None:
+def test_gspo_token_is_gspo_if_a_sequence_has_one_advantage(lengths: list[int], seed: int) -> None:
     inputs = step(lengths, seed, torch.float64)
     even = replace(inputs, advantage_M=inputs.row_M.double() - 1.5, weight_M=None)
     plain = LossSettings(beta=0.0, kl_estimator="k3", ratio_weighted_kl=False, entropy_bonus=0.0)

@@ -63,7 +63,7 @@ def test_reinforce_needs_no_old_policy() -> None:
     assert OBJECTIVES["reinforce"].loss(inputs, PLAIN).loss.item() == 4.0
 
 
-def test_old_log_probs_carry_no_gradient_even_where_they_are_the_new_ones() -> None:
+def test_old_log_probs_carry_no_gradient_even_if_they_are_the_new_ones() -> None:
     leaf_M = double([-1.0, -2.0]).requires_grad_()
     inputs = micro_batch([2], logp_new_M=leaf_M, logp_old_M=leaf_M)
     (grad_M,) = torch.autograd.grad(OBJECTIVES["grpo"].loss(inputs, PLAIN).loss, leaf_M)

@@ -72,7 +72,7 @@ def test_a_range_replaces_a_range() -> None:
 
 
 @pytest.mark.parametrize("surrogate", [Sapo(), Unclipped(), LogLikelihood()])
-def test_no_range_where_nothing_is_clipped(surrogate: Surrogate) -> None:
+def test_a_clip_range_is_refused_if_nothing_is_clipped(surrogate: Surrogate) -> None:
     with pytest.raises(RecipeError, match="clips nothing"):
         surrogate.with_range(0.2, 0.2, None)
 

@@ -23,7 +23,7 @@ def test_conjugate_gradient_solves(size: int, seed: int) -> None:
     assert solution.residual == pytest.approx(float((b - matrix @ solution.x).norm() / b.norm()), abs=1e-8)
 
 
-def test_it_ends_early_for_nothing_and_where_there_is_no_curvature() -> None:
+def test_it_ends_early_without_a_gradient_or_without_curvature() -> None:
     nothing = conjugate_gradient(lambda v: v, double([0.0, 0.0]), 5)
     assert (nothing.x.tolist(), nothing.iterations, nothing.residual) == ([0.0, 0.0], 0, 0.0)
     flat = conjugate_gradient(lambda v: 0 * v, double([1.0, 2.0]), 5)

@@ -149,7 +149,7 @@ def test_a_bug_keeps_its_traceback_after_a_word_of_apology(
     assert "a bug in Oncurve" in capsys.readouterr().err
 
 
-def test_errors_are_whole_at_any_width(oncurve: Oncurve, recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_are_complete_at_any_width(oncurve: Oncurve, recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for width in (40, 80, 120):
         monkeypatch.setenv("COLUMNS", str(width))
         result = oncurve("train", recipe, "--set", "grpo.group_size=1")
@@ -158,7 +158,7 @@ def test_errors_are_whole_at_any_width(oncurve: Oncurve, recipe: Path, monkeypat
 
 
 @pytest.mark.parametrize("columns", [40, 80])
-def test_lines_fit_the_window_and_words_stay_whole(oncurve: Oncurve, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+def test_lines_fit_the_window_and_words_are_not_split(oncurve: Oncurve, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     """A path that is wider than the terminal is not broken, so that it can be copied."""
     monkeypatch.setenv("COLUMNS", str(columns))
     path = "/nowhere/" + "deep/" * 30 + "small.toml"

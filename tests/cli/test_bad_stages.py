@@ -146,7 +146,7 @@ def test_a_reward_model_that_begins_from_a_model_with_other_tokens(oncurve: Oncu
     ],
     ids=["reward_model", "sft", "grpo", "dpo"],
 )
-def test_a_missing_column_is_told_with_its_line(
+def test_a_missing_column_is_reported_with_its_line(
     oncurve: Oncurve, tmp_path: Path, stage: dict[str, Any], good: dict[str, Any], bad: dict[str, Any], words: list[str]
 ) -> None:
     file = recipe(tmp_path, stage, [good, bad])

@@ -36,7 +36,7 @@ def test_show_a_run_a_step_and_a_group(oncurve: Oncurve, runs: Path) -> None:
         assert words in group
 
 
-def test_show_tells_the_same_as_json(oncurve: Oncurve, runs: Path) -> None:
+def test_show_prints_the_same_as_json(oncurve: Oncurve, runs: Path) -> None:
     run = json.loads(oncurve("show", "small-1", "--runs", runs, "--json").out)
     assert [stage["name"] for stage in run["stages"]] == ["sft", "grpo"]
     assert run["evals"][-1]["asked"] == 8
@@ -49,7 +49,7 @@ def test_show_tells_the_same_as_json(oncurve: Oncurve, runs: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("options", "expected"),
     [
         (["--step", "9"], "grpo 1 to 2"),
         (["--step", "1", "--group", "5"], "2 groups were recorded there"),
@@ -191,7 +191,7 @@ def test_a_run_from_python_is_named_for_what_it_is(oncurve: Oncurve, runs: Path,
         assert "passed from Python" in result.err
 
 
-def test_show_where_the_time_goes(oncurve: Oncurve, runs: Path) -> None:
+def test_show_timing(oncurve: Oncurve, runs: Path) -> None:
     """The phases of each stage, the parts of the update below it, and speed and memory; the same as JSON."""
     shown = oncurve("show", "small-1", "--timing", "--runs", runs)
     assert shown.code == 0

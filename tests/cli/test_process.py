@@ -2,18 +2,95 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
-from oncurve.cli.app import main
+import pytest
+import typer
+
+from oncurve.cli.app import COMMANDS, main
 from oncurve.runs.folder import RunFolder
 from tests.cli.conftest import write_recipe
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "80"}
+
+QUICK = """
+import sys
+from oncurve.cli import main
+for words in (["--help"], ["--version"], ["version"], ["runs", "--runs", sys.argv[1]], ["runs", "--runs", sys.argv[1], "--json"]):
+    main(words)
+slow = [name for name in ("numpy", "torch", "oncurve.recipe.schema.recipe", "oncurve.trust") if name in sys.modules]
+sys.exit(f"imported: {slow}" if slow else 0)
+"""
+"""The commands that people wait for most often import neither numpy nor the recipe schema."""
+
+
+def test_help_version_and_the_list_of_runs_import_next_to_nothing(runs: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", QUICK, str(runs)], env=ENVIRONMENT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+MISSING = """
+import sys
+from oncurve.cli import main
+recipe = sys.argv[1]
+for words in (
+    ["train", "gone.toml"],
+    ["train", recipe],
+    ["train", recipe, "--set", "task.path=" + recipe, "--set", "task.heldout_path=gone.jsonl"],
+    ["train", "arithmetic", "--set", "model.source=./gone"],
+    ["train", "arithmetic", "--set", "sft.data=gone.jsonl"],
+    ["train", "gone-1", "--resume"],
+    ["fork", "gone-1@best"],
+    ["eval", "./gone", "--data", recipe],
+    ["eval", "tiny", "--data", "gone.jsonl"],
+    ["eval", "tiny", "--task", recipe],
+    ["chat", "./gone"],
+    ["serve", "./gone"],
+    ["export", "gone-1", "out"],
+    ["probe", "gone.toml"],
+    ["show", "gone-1"],
+):
+    code = main(words)
+    assert code == 2, (words, code)
+    slow = [name for name in ("torch", "transformers") if name in sys.modules]
+    assert not slow, (words, slow)
+"""
+
+
+def test_a_missing_file_is_reported_before_anything_slow_is_imported(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text(
+        'task = { type = "file", path = "gone.jsonl" }\nrewards = [{ type = "answer" }]\n[[stages]]\ntype = "grpo"\n'
+    )
+    command = [sys.executable, "-c", MISSING, str(recipe)]
+    done = subprocess.run(command, env=ENVIRONMENT, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("error ") == 15
+
+
+@pytest.mark.parametrize(("name", "location", "summary"), [(row[1], row[2], row[3]) for row in COMMANDS])
+def test_the_list_of_commands_says_what_a_command_says_of_itself(name: str, location: str, summary: str) -> None:
+    module, _, attribute = location.partition(":")
+    command = getattr(import_module(f"oncurve.cli.{module}"), attribute)
+    described = command.info.help if isinstance(command, typer.Typer) else inspect.getdoc(command)
+    assert described.splitlines()[0] == summary
+
+
+def test_a_flag_is_listed_without_a_type() -> None:
+    for words in (["--help"], ["train", "--help"], ["recipe", "--help"], ["recipe", "explain", "--help"]):
+        command = [sys.executable, "-m", "oncurve", *words]
+        done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True)
+        assert "bool" not in done.stdout.lower()
+
 
 LIGHT = """
 import sys
@@ -84,7 +161,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def test_no_room_is_told_and_the_run_goes_on_once_there_is(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_the_run_resumes_once_there_is_room(tmp_path: Path) -> None:
     """A file size limit acts as a full disk for one process."""
     recipe, out = write_recipe(tmp_path), tmp_path / "run"
     words = ["train", str(recipe), "--out", str(out), "--set", "grpo.prompts_per_step=8", "--set", "grpo.steps=8"]

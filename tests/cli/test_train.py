@@ -48,7 +48,7 @@ def test_sets_change_the_recipe_and_out_names_the_folder(oncurve: Oncurve, recip
 
 
 @pytest.mark.parametrize("words", [["RUN", "--resume"], ["--resume", "RUN"], ["--resume", "small-1"], ["RECIPE", "--resume"]])
-def test_a_stopped_run_goes_on_however_it_is_named(
+def test_a_stopped_run_resumes_however_it_is_named(
     oncurve: Oncurve, recipe: Path, runs: Path, stopped: Path, words: list[str]
 ) -> None:
     names = {"RUN": str(stopped / "small-1"), "RECIPE": str(recipe)}

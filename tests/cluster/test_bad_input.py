@@ -47,7 +47,7 @@ def refused(tmp_path: Path, of: Recipe, address: str, *, before: str = "", **env
     return message
 
 
-def test_an_address_where_nobody_listens(tmp_path: Path) -> None:
+def test_an_address_without_a_server(tmp_path: Path) -> None:
     message = refused(tmp_path, RUN, "127.0.0.1:9")
     assert "no Ray cluster answers" in message
     assert "ray start --head" in message

@@ -74,7 +74,7 @@ def test_kills_at_every_moment_of_every_stage_change_no_bit(case: str, tmp_path:
     assert everything(run) == everything(begin(CASES[case], out=tmp_path / "whole"))
 
 
-def test_every_stage_and_enough_kills_are_asked_for() -> None:
+def test_every_stage_type_has_enough_kills() -> None:
     """At least fifty kills over all stages, besides the random ones of tests/e2e."""
     settings = {case: len(MOMENTS_OF.get(case, SAMPLED)) for case in CASES}
     assert sum(settings.values()) >= 50

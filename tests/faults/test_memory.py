@@ -97,7 +97,7 @@ def test_a_single_completion_that_does_not_fit_is_reported(monkeypatch: pytest.M
     assert torch.equal(snapshot(learner.policy.model), before)
 
 
-def test_the_pool_shrinks_and_the_texts_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_slots_give_the_same_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [PROMPTS.train_prompt(i) for i in range(6)]
     sampling, key = Sampling(max_new_tokens=6), SampleKey(0, 1)
     engine = NativeEngine(policy(), Engine(slots=24))

@@ -35,7 +35,7 @@ WILD = {"learning_rate": 5.0, "schedule": "constant"}
 SHORT_SFT = {**SFT, "steps": 4, "save_every": 1, "eval_every": 0}
 
 
-def test_a_checkpoint_holds_what_was_when_it_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_holds_the_state_at_the_time_of_the_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training continues, and changes the same tensors, while the disk is slow."""
     monkeypatch.setattr(checkpoint_writer, "BACKGROUND_FROM", 0)
     real, gate = files.save, threading.Event()
@@ -56,7 +56,7 @@ def test_a_checkpoint_holds_what_was_when_it_was_asked_for(tmp_path: Path, monke
     assert blocked < 30, "it waited for the copy, not for the disk"
 
 
-def test_copies_are_of_their_own_and_ties_stay(tmp_path: Path) -> None:
+def test_copies_share_no_memory_and_ties_stay(tmp_path: Path) -> None:
     base = torch.arange(6.0)
     copies = copy_to_host({"a": {"x": base, "again": base, "part": base[:3]}, "b": {"x": base}})
     base.zero_()

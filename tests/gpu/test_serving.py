@@ -112,7 +112,7 @@ def test_a_request_gets_the_same_bits_whatever_comes_and_goes_beside_it(name: st
             assert bits(finish(session)[number]) == bits(found[numbers[place]])
 
 
-def test_where_the_pool_is_full_requests_wait_and_nothing_is_told_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_full_cache_requests_wait_and_no_token_is_streamed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     sampling = Sampling(max_new_tokens=LIMIT, min_new_tokens=LIMIT)
     requests = [
         served_request(policy("qwen3", torch.float32).encode(long_prompt(n)), 2, sampling, seed=n) for n in (1, 300, 530)

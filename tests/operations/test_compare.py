@@ -129,7 +129,7 @@ def _groups(run: RunFolder, label: str) -> list[Any]:
         return [store.group(label, 1, i) for i in range(len(store.groups(label, 1)))]
 
 
-def test_runs_from_a_shared_start_train_an_adapter_of_their_own(tmp_path: Path) -> None:
+def test_runs_from_a_shared_start_train_their_own_adapter(tmp_path: Path) -> None:
     """The start's model is complete: the adapter that its stages started from is merged into it."""
     config = recipe("model.lora.rank=2", "model.adapter=before/adapter")
     comparison = Comparison(tmp_path, request_of(config, "grpo,ppo", 1, "tokens", ()))

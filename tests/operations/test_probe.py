@@ -50,7 +50,7 @@ def test_signal_never_falls_with_the_group_size(totals: list[float]) -> None:
     assert all(-1e-12 <= share <= 1 for share in shares)
 
 
-def test_group_size_stops_where_doubling_brings_little() -> None:
+def test_group_size_stops_once_doubling_gains_little() -> None:
     signal = {4: 0.3, 8: 0.5, 16: 0.7, 32: 0.72, 64: 0.73}
     assert choose_group_size(8, signal, 0.4).chosen == 16
     assert choose_group_size(8, {4: 0.1, 8: 0.2, 16: 0.3, 32: 0.4, 64: 0.5}, 0.01).chosen == 64

@@ -67,7 +67,7 @@ def test_loss_and_slope_of_random_pairs(loss: Any, seed: int) -> None:
 
 
 @pytest.mark.parametrize("loss", TRL_NAMES)
-def test_the_gradient_of_a_whole_step_is_trls(loss: Any) -> None:
+def test_the_gradient_of_a_complete_step_is_trls(loss: Any) -> None:
     """Our packs in float32 against TRL's padded batch in float64, with a reference that is not the policy."""
     loop = DpoLoop(Dpo(pairs="-", loss=loss, batch_size=6, optimiser=STILL), 0, policy(), PAIRS)  # type: ignore[arg-type]
     loop.reference = -5 - torch.arange(12, dtype=torch.float64).view(6, 2)

@@ -38,7 +38,7 @@ def shown(key: str | None, width: int = 160) -> str:
     return out.getvalue()
 
 
-def test_keys_stay_whole_and_sentences_too_in_a_narrow_window() -> None:
+def test_keys_and_sentences_are_not_truncated_in_a_narrow_window() -> None:
     lines = shown(None, width=60).splitlines()
     heads = {line.split(" ")[0] for line in lines}
     assert [entry.key for entry in recipe_keys(EXTENSIONS) if entry.key not in heads] == []
@@ -49,7 +49,7 @@ def test_every_key_is_documented() -> None:
     assert [entry.key for entry in recipe_keys() if not entry.doc] == []
 
 
-def test_without_a_key_the_whole_tree_is_shown() -> None:
+def test_without_a_key_the_complete_tree_is_shown() -> None:
     text = shown(None)
     for words in ("grpo.sampling.max_new_tokens", "256", "model.tiny.kv_heads", "task.arithmetic.digits", "sft.batch_size"):
         assert words in text

@@ -31,7 +31,7 @@ from .recipes import base, grpo, recipe
         ("a=b", "a=b"),
     ],
 )
-def test_a_value_is_toml_where_it_parses_and_text_otherwise(text: str, value: object) -> None:
+def test_a_value_is_toml_if_it_parses_and_text_otherwise(text: str, value: object) -> None:
     assert read_value(text) == value
     assert type(read_value(text)) is type(value)
 

@@ -21,7 +21,7 @@ def test_nothing_changes() -> None:
     assert (report.groups, report.completions, report.failed_before, report.ranked_groups) == (2, 5, 1, 1)
 
 
-def test_what_changes_is_told() -> None:
+def test_changes_are_reported() -> None:
     before, after = [graded(1.0, 0.0, 0.0), graded(1.0, 0.0)], [graded(0.0, 1.0, 0.0), graded(3.0, None)]
     report = compare(before, after)
     assert report.agreement == pytest.approx(1 / 5)

@@ -177,7 +177,7 @@ def test_the_status_moves_and_running_claims(tmp_path: Path) -> None:
     assert state.host == socket.gethostname()
 
 
-def test_no_folder_stays_behind_where_its_state_can_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_folder_is_left_if_its_state_can_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(atomic_files, "write_durably", lambda path, content: Path("/dev/full").write_bytes(content))
     with pytest.raises(DiskError, match="no space left"):
         RunFolder.create(tmp_path / "runs", "x")
@@ -186,7 +186,7 @@ def test_no_folder_stays_behind_where_its_state_can_not_be_written(tmp_path: Pat
     assert list((tmp_path / "runs").iterdir()) == []
 
 
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_replaced_completely_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
     atomic_files.replace_file(path, b"old")
 

@@ -28,7 +28,7 @@ def test_the_best_stands_against_the_worst_and_a_failure_takes_no_part() -> None
     assert pair == {"prompt": messages, "chosen": "b", "rejected": "d", "margin": 3.0}
 
 
-def test_no_pair_where_nothing_is_preferred() -> None:
+def test_no_pair_if_nothing_is_preferred() -> None:
     assert pair_of(scored(("a", 1.0), ("b", 1.0))) is None
     assert pair_of(scored(("a", 1.0), ("a ", 0.0))) is None
     assert pair_of(scored(("a", None), ("b", None))) is None

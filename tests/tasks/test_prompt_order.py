@@ -42,12 +42,12 @@ def test_epochs_and_seeds_are_shuffled_differently() -> None:
     assert len(orders) == 9
 
 
-def test_too_few_prompts_are_asked_again_under_other_ids() -> None:
+def test_too_few_prompts_are_repeated_under_other_ids() -> None:
     names = ids(prompts_for_step(listed(2), 0, 7, 5))
     assert Counter(name.partition("#")[2] for name in names) == {"": 2, "2": 2, "3": 1}
 
 
-def test_more_rounds_ask_what_was_not_asked() -> None:
+def test_further_rounds_use_fresh_prompts() -> None:
     task = listed(10)
     first, second, third, fourth = (ids(prompts_for_step(task, 3, 1, 4, round=turn)) for turn in range(4))
     assert len({*first, *second, *third}) == 10

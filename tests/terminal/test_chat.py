@@ -57,7 +57,7 @@ def test_from_a_pipe_each_line_stands_alone() -> None:
     assert chat.messages[0]["content"] == "again"
 
 
-def test_at_a_terminal_too_long_a_prompt_is_told_and_the_talk_goes_on() -> None:
+def test_at_a_terminal_too_long_a_prompt_is_reported_and_the_chat_continues() -> None:
     out = io.StringIO()
     converse(Chat(policy(), ChatSettings(max_new_tokens=3)), ["1" * 200, "1+2="], out, live=True)
     lines = out.getvalue().splitlines()

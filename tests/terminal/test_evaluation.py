@@ -80,7 +80,7 @@ def shown(part: RenderableType) -> list[str]:
     return [" ".join(line.split()) for line in out.getvalue().splitlines()]
 
 
-def test_without_a_rule_the_measure_is_the_mean_reward() -> None:
+def test_without_a_verifiable_reward_the_measure_is_the_mean_reward() -> None:
     """Prompts' means 1, 3 and −1 have mean 1 and std 2: 1 ± 1.959964 · 2 / √3. Answers to one prompt are one trial."""
     groups = (graded(0.0, 2.0), graded(3.0, None), graded(-1.0, -1.0))
     report = EvalReport("grpo", 0, None, 3, {}, {"reward": 1.0, "length_mean": 5.0, "cut_share": 0.5}, groups)
@@ -103,7 +103,7 @@ def test_without_a_rule_the_measure_is_the_mean_reward() -> None:
     assert reward_interval(EvalReport("grpo", 0, None, 1, {}, {"reward": 1.0}, groups[:1])) is None
 
 
-def test_a_run_without_a_rule_ends_with_its_reward_before_and_after() -> None:
+def test_without_a_verifiable_reward_a_run_ends_with_its_reward_before_and_after() -> None:
     free = [EvalReport("grpo", step, None, 8, {}, {"reward": reward}) for step, reward in ((0, -1.5), (10, 0.1), (20, 0.25))]
     ((table, _),) = [heldout_tables(free)]
     assert shown(table) == ["held-out reward before grpo after grpo", "mean −1.50 0.25"]

@@ -35,7 +35,7 @@ def test_a_table_has_one_line_per_completion_at_any_width(width: int) -> None:
     assert lines[5].split()[:4] == ["–", "–", "failed", "3"]
 
 
-def test_in_full_every_text_is_whole() -> None:
+def test_in_full_no_text_is_shortened() -> None:
     text = " ".join(" ".join(render(render_group(GROUP), 100)).split())
     assert text.count("and long") == 30
     assert "answer failed: ValueError: odd" in text

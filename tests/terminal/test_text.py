@@ -24,7 +24,7 @@ def test_fixed_ends_place_a_value_on_their_scale() -> None:
 
 
 @given(st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=60), st.integers(0, 40))
-def test_a_curve_is_never_wider_than_asked(values: list[float], width: int) -> None:
+def test_a_curve_is_never_wider_than_requested(values: list[float], width: int) -> None:
     assert len(sparkline(values, width)) == min(len(values), width)
 
 

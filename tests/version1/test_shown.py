@@ -35,7 +35,7 @@ Facts = dict[str, Any]
 
 
 @pytest.mark.parametrize("command", JSON_COMMANDS)
-def test_json_is_what_version_1_told(oncurve: Oncurve, command: str) -> None:
+def test_json_is_what_version_1_printed(oncurve: Oncurve, command: str) -> None:
     output = oncurve(*command.split())
     assert output.code == 0
     assert output.json == EXPECTED[command]
@@ -104,7 +104,7 @@ def test_python_reads_a_run(kept: Path, facts: Facts, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_verify_finds_every_part_whole(oncurve: Oncurve, kept: Path, facts: Facts, name: str) -> None:
+def test_verify_finds_no_damage(oncurve: Oncurve, kept: Path, facts: Facts, name: str) -> None:
     output = oncurve("verify", name, "--json")
     assert output.code == 0
     marks = {check["name"]: check["mark"] for check in output.json["checks"]}
@@ -192,7 +192,7 @@ def test_replay_samples_a_group_again(oncurve: Oncurve) -> None:
     assert output["identical"] == (not output["differences"])
 
 
-def test_a_run_with_python_of_its_own_is_measured_once_it_is_trusted(oncurve: Oncurve) -> None:
+def test_a_run_with_its_own_python_is_evaluated_once_it_is_trusted(oncurve: Oncurve) -> None:
     """Version 1 kept no record of trust, so that its runs count as runs from elsewhere."""
     assert oncurve("eval", "dpo", "--json").code == 2
     output = oncurve("eval", "dpo", "--trust", "--json")
@@ -281,7 +281,7 @@ def _wait_for(address: str) -> None:
             return
 
 
-def test_studio_tells_of_a_run_over_http(studio: str, kept: Path, facts: Facts) -> None:
+def test_the_studio_serves_a_run_over_http(studio: str, kept: Path, facts: Facts) -> None:
     def ask(path: str) -> Any:
         with urllib.request.urlopen(f"{studio}/api{path}", timeout=20) as answer:
             return answer.read()

@@ -129,7 +129,7 @@ OTHER: dict[str, object] = {
 
 @torch.inference_mode()
 @pytest.mark.parametrize("name", list(Sampling.model_fields))
-def test_every_sampling_setting_has_a_graph_of_its_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_sampling_setting_has_its_own_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph that was captured for another setting would sample by that one, and nothing would tell."""
     policy = Policy(make_model("qwen3"), tokenizer())
     decoder = GraphDecoder.build(policy, Engine())
@@ -151,7 +151,7 @@ def test_every_sampling_setting_has_a_graph_of_its_own(name: str, monkeypatch: p
     assert len(decoder.graphs) == 2
 
 
-def test_a_stop_string_ends_a_completion_where_it_is_complete() -> None:
+def test_a_completion_ends_once_it_contains_a_stop_string() -> None:
     policy = Policy(make_model("qwen3"), tokenizer())
     whole = sample(policy, (10,))[0][0]
     letter = policy.decode(whole.token_ids[2:3])

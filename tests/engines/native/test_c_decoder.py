@@ -126,7 +126,7 @@ def test_groups_of_several_blocks_share_their_prompt(pair: tuple[PreTrainedModel
         assert_logps(model, group.prompt_ids, completion, 1.0)
 
 
-def test_stop_strings_cut_where_they_first_occur(pair: tuple[PreTrainedModel, Policy]) -> None:
+def test_completions_end_at_the_first_stop_string(pair: tuple[PreTrainedModel, Policy]) -> None:
     sampling = Sampling(max_new_tokens=60, stop=("q", "7"))
     plain = run(pair[1], Sampling(max_new_tokens=60))
     for group, whole in zip(run(pair[1], sampling), plain, strict=True):

@@ -176,7 +176,7 @@ def test_a_single_turn_template_raises_one_message() -> None:
         encode_reply(chat, prompt, "higher", ended=True)
 
 
-def test_of_a_worked_example_only_the_policy_s_turns_are_imitated() -> None:
+def test_only_the_policys_turns_of_a_demonstration_are_imitated() -> None:
     plain = Example(prompt_with("a", None), "ab?!!ab")
     ids, wrote = encode_example(policy(), replace(plain, turns=("ab?", "!!", "ab")))
     whole, every = encode_example(policy(), plain)

@@ -84,7 +84,7 @@ def test_which_versions_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         check_vllm()
 
 
-def test_a_process_that_can_not_do_what_it_is_asked_says_why() -> None:
+def test_a_process_that_fails_a_request_gives_the_reason() -> None:
     """A real one, in an environment without vLLM."""
     process = VllmProcess(60.0, CPU)
     process.send(START)
@@ -160,7 +160,7 @@ def test_what_vllm_can_not_do_is_refused_by_its_key(key: str, sets: list[str]) -
     assert caught.value.where == key
 
 
-def test_which_log_probs_are_asked_for() -> None:
+def test_which_log_probs_are_requested() -> None:
     assert [logprobs_for(Sampling(temperature=t)) for t in (0.0, 1.0, 0.7)] == [None, "raw_logprobs", "processed_logprobs"]
 
 
@@ -188,7 +188,7 @@ def test_weights_go_under_the_names_of_a_checkpoint_tied_ones_once(tmp_path: Pat
     assert all(torch.equal(stored[name], tied[name]) for name in tied)
 
 
-def test_a_turn_that_was_begun_by_a_lost_process_is_asked_for_again_from_its_start() -> None:
+def test_a_turn_begun_by_a_lost_process_is_requested_again_from_its_start() -> None:
     reported: list[int] = []
 
     def whole(place: int, group: Group) -> None:

@@ -29,7 +29,7 @@ def translate(tmp_path: Path, yaml: str, processes: int = 1) -> tuple[Recipe, Gr
     return recipe, stage, notes
 
 
-def test_a_whole_config(tmp_path: Path) -> None:
+def test_a_complete_config(tmp_path: Path) -> None:
     yaml = """
 model_name_or_path: Qwen/Qwen3-0.6B
 dataset_name: data.jsonl
@@ -154,7 +154,7 @@ def test_schedules(tmp_path: Path) -> None:
     assert {"lr_scheduler_type", "warmup_steps"} <= {note.option for note in notes}
 
 
-def test_importance_sampling_is_carried_over_only_where_it_means_the_same(tmp_path: Path) -> None:
+def test_importance_sampling_is_converted_only_if_it_means_the_same(tmp_path: Path) -> None:
     same = "use_vllm: true\nvllm_importance_sampling_mode: token_truncate\n"
     assert translate(tmp_path, same + "vllm_importance_sampling_cap: 2.0")[1].importance_cap == 2.0
     assert translate(tmp_path, same + "vllm_importance_sampling_clip_max: 4.0")[1].importance_cap == 4.0

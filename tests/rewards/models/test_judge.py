@@ -169,7 +169,7 @@ def test_a_completion_can_t_close_its_fence(judge: Judge) -> None:
     assert "never an instruction" in judge.requests[1]["messages"][0]["content"]
 
 
-def test_the_same_question_is_asked_once(judge: Judge, tmp_path: Path) -> None:
+def test_the_same_request_is_sent_once(judge: Judge, tmp_path: Path) -> None:
     cache = str(tmp_path / "cache.sqlite")
     for _ in range(2):
         assert [a.value for a in graded(judge, "a", "b", cache=cache)] == [0.7, 0.7]
@@ -179,7 +179,7 @@ def test_the_same_question_is_asked_once(judge: Judge, tmp_path: Path) -> None:
     assert KEY.encode() not in (tmp_path / "cache.sqlite").read_bytes()
 
 
-def test_replies_are_kept_nowhere_where_a_recipe_says_so(judge: Judge) -> None:
+def test_without_a_cache_no_reply_is_stored(judge: Judge) -> None:
     """A run's recipe is stored as TOML, which has no None."""
     for count in (1, 2):
         assert [a.value for a in graded(judge, "a", cache="")] == [0.7]
@@ -218,7 +218,7 @@ def test_many_at_once_but_not_too_many(judge: Judge) -> None:
     assert 2 <= judge.busiest <= 3
 
 
-def test_the_key_is_never_told(judge: Judge) -> None:
+def test_the_key_is_never_shown(judge: Judge) -> None:
     judge.reply = lambda _: (401, f"Incorrect API key provided: {KEY}, or sk-very*****7890")
     (aspect,) = graded(judge, "a")
     assert aspect.failure is not None
@@ -281,7 +281,7 @@ def test_a_judge_of_steps_that_says_something_else_has_failed(judge: Judge, repl
     assert why in str(aspect.failure)
 
 
-def test_a_judge_of_steps_is_told_who_is_asked(judge: Judge) -> None:
+def test_the_log_names_the_judge_of_steps(judge: Judge) -> None:
     reward = build_reward(
         sections.Reward.model_validate({"type": "process", "source": "judge", "judge": {"model": "m", "base_url": judge.url}})
     )

@@ -40,7 +40,7 @@ def test_thinking_opened_by_the_template() -> None:
     assert values(reward, "a</think><answer>b</answer>", "<think>a</think><answer>b</answer>") == [1.0, 0.0]
 
 
-def test_a_pattern_matches_the_whole() -> None:
+def test_a_pattern_matches_the_complete_text() -> None:
     reward = FormatReward("format", 1.0, FormatOptions(pattern=r"\d+(\n.*)?"))
     assert values(reward, "12", "12\nand\nmore", "a12", "12a") == [1.0, 1.0, 0.0, 0.0]
 

@@ -56,7 +56,7 @@ def test_thinking_may_be_left_out_and_prompts_may_name_their_language() -> None:
     assert values(LanguageReward("l", 1.0, LanguageOptions(column="lang")), CHINESE, lang="zh") == [1.0]
 
 
-def test_japanese_words_stay_whole() -> None:
+def test_japanese_words_are_not_split() -> None:
     assert split_by_script("数字を足します。それから") == ["数字を足します", "それから"]
 
 

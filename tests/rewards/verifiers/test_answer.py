@@ -97,7 +97,7 @@ def test_a_number_is_itself_however_written(n: int) -> None:
     assert not answers_equal(str(n), str(n + 1))
 
 
-def test_gold_that_is_a_whole_solution() -> None:
+def test_gold_that_is_a_complete_solution() -> None:
     assert gold_answer("She has 9 + 9.\n#### 18") == "18"
     assert gold_answer(r"Thus \boxed{\pi}.") == r"\pi"
     assert gold_answer("18") == "18"

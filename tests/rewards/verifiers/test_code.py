@@ -70,7 +70,7 @@ def test_prompts_without_tests() -> None:
     assert (aspect.value, aspect.failure) == (None, None)
 
 
-def test_the_level_is_said() -> None:
+def test_the_level_is_logged() -> None:
     (remark,) = RewardMix([CodeReward("code", 1.0)]).log_lines
     assert remark.startswith(("code: sandbox: bubblewrap (", "code: sandbox: seccomp ("))
 

@@ -147,7 +147,7 @@ def test_families_settings_and_seeds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"families": ["chain_sam"]}, "did you mean 'chain_sum'?"),
         ({"families": ["gcd"], "settings": {"gcd": {"max_numbers": -1}}}, "task.settings.gcd"),
@@ -162,7 +162,7 @@ def test_errors(options: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.slow
-def test_every_family_can_be_asked_and_its_own_answer_is_right() -> None:
+def test_the_reference_answer_of_every_family_is_right() -> None:
     """Except `composite`, and families that give no answer."""
     reward = ReasoningGymReward("gym", 1.0, GymRewardOptions(seconds=60.0))
     silent, wrong = set(), {}

@@ -189,7 +189,7 @@ def test_a_fingerprint_leaves_out_what_measures_the_machine(tmp_path: Path) -> N
     assert prints[0] == prints[1] != prints[2]
 
 
-def test_forgetting_reopens_a_stage_only_where_steps_went(store: RunWriter) -> None:
+def test_forgetting_reopens_a_stage_only_if_steps_were_removed(store: RunWriter) -> None:
     for step in (1, 2):
         store.record_step(step_report("sft", step, prompts=0))
     store.end_stage("sft")
@@ -222,7 +222,7 @@ def test_a_step_that_fails_half_way_leaves_nothing(store: RunWriter) -> None:
     assert same(report, store.step("grpo", 1))
 
 
-def test_a_killed_writer_leaves_whole_steps_only(tmp_path: Path) -> None:
+def test_a_killed_writer_leaves_complete_steps_only(tmp_path: Path) -> None:
     code = """
         import sys
         from pathlib import Path
@@ -295,7 +295,7 @@ def test_one_writer_at_a_time(store: RunWriter, tmp_path: Path) -> None:
     assert finish(start(code, tmp_path)) == ""
 
 
-def test_a_finished_run_is_readable_where_nothing_can_be_written() -> None:
+def test_a_finished_run_is_readable_on_a_read_only_disk() -> None:
     code = """
         import os, sys
         from pathlib import Path
@@ -325,7 +325,7 @@ def test_a_newer_format_is_refused(store: RunWriter, tmp_path: Path) -> None:
             kind.open(tmp_path)
 
 
-def test_what_is_no_database_is_said_so(tmp_path: Path) -> None:
+def test_a_file_that_is_no_database_is_reported(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="missing"):
         RunReader.open(tmp_path)
     path = tmp_path / "run.db"
@@ -340,7 +340,7 @@ def test_what_is_no_database_is_said_so(tmp_path: Path) -> None:
         RunReader.open(tmp_path)
 
 
-def test_a_truncated_database_is_said_so(store: RunWriter, tmp_path: Path) -> None:
+def test_a_truncated_database_is_reported(store: RunWriter, tmp_path: Path) -> None:
     for step in range(1, 6):
         store.record_step(step_report("grpo", step))
     store.close()

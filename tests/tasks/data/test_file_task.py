@@ -238,7 +238,7 @@ def test_the_registry_says_what_is_wrong(config: dict[str, object], where: str, 
     assert hint in str(caught.value)
 
 
-def test_worked_chats_give_an_example_for_each_answer(tmp_path: Path) -> None:
+def test_demonstration_chats_give_an_example_for_each_answer(tmp_path: Path) -> None:
     chat = [("system", "Be brief."), ("user", "2+2?"), ("assistant", "4"), ("user", "and 1?"), ("assistant", "5")]
     rows = [{"messages": [{"role": r, "content": c} for r, c in chat]}, {"messages": [{"role": "user", "content": "hi"}]}]
     file = tmp_path / "chats.jsonl"

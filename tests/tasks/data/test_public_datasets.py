@@ -66,7 +66,7 @@ def test_math_as_one_json_list(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "row", "suffix"), [("mbpp", MBPP, ".jsonl"), ("mbpp", SANITISED, ".json"), ("humaneval", HUMANEVAL, ".jsonl.gz")]
 )
-def test_worked_solutions_pass_their_own_tests(tmp_path: Path, kind: str, row: dict[str, Any], suffix: str) -> None:
+def test_reference_solutions_pass_their_own_tests(tmp_path: Path, kind: str, row: dict[str, Any], suffix: str) -> None:
     dataset = task(tmp_path, kind, row, suffix=suffix)
     reward = build_reward(dataset.default_rewards[0])
     right, wrong = aspects_of(reward, group(dataset.examples[0].completion, "    return None", **dataset.train[0].columns))

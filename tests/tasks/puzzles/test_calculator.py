@@ -80,7 +80,7 @@ def test_the_alphabet_covers_all_texts_and_nothing_held_out_is_trained_on() -> N
     assert not held & {example.prompt.shown for example in sums.examples}
 
 
-def test_asked_in_words() -> None:
+def test_the_question_in_words() -> None:
     prompt = task(chat=True).train_prompt(0)
     assert prompt.text is None
     assert prompt.messages is not None

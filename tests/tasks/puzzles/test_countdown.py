@@ -48,7 +48,7 @@ def test_steps_computed_by_hand(numbers: tuple[int, ...], target: int, completio
         ((3, 2, 9), 14, "+", "9+3+2"),
     ],
 )
-def test_brackets_only_where_needed(numbers: tuple[int, ...], target: int, operations: str, text: str) -> None:
+def test_brackets_only_if_needed(numbers: tuple[int, ...], target: int, operations: str, text: str) -> None:
     solution = solve(CountdownProblem(numbers, target), operations)
     assert solution is not None
     assert solution.text == text
@@ -108,7 +108,7 @@ def test_prompt() -> None:
     assert prompt.columns["target"] not in prompt.columns["numbers"]
 
 
-def test_too_few_problems_are_said_at_once() -> None:
+def test_too_few_problems_are_reported_at_once() -> None:
     task = countdown(heldout=50, numbers=2, max_number=2)
     with pytest.raises(RecipeError, match=r"task\.heldout"):
         _ = task.heldout

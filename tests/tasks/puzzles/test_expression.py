@@ -52,7 +52,7 @@ def test_the_worst_text_is_quick() -> None:
 
 @settings(deadline=None)
 @given(st.text(alphabet="0123456789+-*/() ", max_size=60))
-def test_agrees_with_python_where_both_read_it(text: str) -> None:
+def test_agrees_with_python_on_what_both_parse(text: str) -> None:
     try:
         expression = parse(text)
     except ExpressionError:

@@ -98,7 +98,7 @@ def alone(stage: StageProgress) -> str:
     return "\n".join(picture(RunProgress("run", Path("runs/run"), 1, "hh", [stage]), 80))
 
 
-def test_a_measurement_without_a_rule_is_told_by_its_reward() -> None:
+def test_an_evaluation_without_a_verifiable_reward_shows_its_reward() -> None:
     out = io.StringIO()
     display = LiveDisplay(Console(file=out, highlight=False), line_every_s=1e9)
     display.on_run_start(RECIPE, Path("runs/x"), 1, None)

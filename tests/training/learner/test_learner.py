@@ -58,7 +58,7 @@ def test_one_update_has_ratios_of_exactly_one_and_spends_no_pass_on_old_log_prob
 
 
 @pytest.mark.parametrize("options", [{}, {"objective": "gspo", "entropy_bonus": 0.1}, {"kl": {"beta": 0.1}}], ids=str)
-def test_a_pack_in_parts_has_the_gradient_of_the_whole_and_no_logits_are_computed_twice(
+def test_a_pack_in_chunks_has_the_same_gradient_and_no_logits_are_computed_twice(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """μ = 2, so that the second pass has ratios that differ; parts of at most 6 tokens, and completions of up to 5."""
@@ -105,7 +105,7 @@ def test_old_log_probs_are_those_before_the_first_of_many_updates() -> None:
     assert learned.metrics["clip_share"] > 0
 
 
-def test_minibatches_are_updates_on_parts_of_the_step_with_totals_of_their_own() -> None:
+def test_minibatches_are_updates_on_parts_of_the_step_with_their_own_totals() -> None:
     """The first of two updates is that of a step with the first half of the groups."""
     batch, plain = groups(), {"learning_rate": 0.02, "max_grad_norm": 0.0}
     full, half = (Learner(policy(), grpo_learner_settings(stage(minibatches=n, optimiser=plain))) for n in (2, 1))

@@ -101,7 +101,7 @@ def test_two_loops_of_one_seed_are_one_and_another_seed_is_another() -> None:
     assert rows(first) != rows(other)
 
 
-def test_cut_completions_leave_the_loss_where_asked_but_not_the_curve() -> None:
+def test_mask_cut_removes_truncated_completions_from_the_loss_but_not_from_the_curve() -> None:
     loop = loop_for({"mask_cut": True}, digits)
     report = loop.step(1)
     cuts = 0
@@ -135,7 +135,7 @@ def test_silent_groups_are_replaced_by_fresh_prompts() -> None:
     assert all(g.has_signal for g in filled.groups)
 
 
-def test_resampling_gives_up_after_its_rounds_and_where_there_are_no_more_prompts() -> None:
+def test_resampling_ends_after_its_rounds_or_when_prompts_run_out() -> None:
     calls: list[str] = []
 
     def silent(text: str, prompt: str) -> float:
@@ -270,7 +270,7 @@ def test_a_run_stops_at_its_first_step_if_sampler_and_learner_disagree(monkeypat
         loop.step(1)
 
 
-def test_engines_with_weights_of_their_own_may_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_with_separate_weights_may_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = loop_for({}, digits)
     own = loop.engine.policy.pack_hidden
     monkeypatch.setattr(loop.engine.policy, "pack_hidden", lambda pack: own(pack) * 1.5)

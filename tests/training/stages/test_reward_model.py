@@ -76,7 +76,7 @@ def test_it_learns_what_is_preferred_on_prompts_it_has_not_seen_and_is_saved_as_
     assert words.eos_token == stage_loop.policy.tokenizer.eos_token
 
 
-def test_aspects_have_heads_of_their_own(tmp_path: Path) -> None:
+def test_each_aspect_has_its_own_head(tmp_path: Path) -> None:
     """Nines are better in one aspect and worse in the other; a pair without a label for an aspect does not count in it."""
     rows = [{**row, "kind": 1, "short": -2} for row in pairs(16)] + [
         {"prompt": "9+", "chosen": "11", "rejected": "12", "kind": 0, "short": 1}

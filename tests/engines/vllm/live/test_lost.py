@@ -30,7 +30,7 @@ def rows(groups: list[Group]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_sampler_that_is_lost_is_started_again_and_no_group_is_lost_or_told_twice(blow: signal.Signals) -> None:
+def test_a_lost_sampler_is_restarted_and_no_group_is_lost_or_reported_twice(blow: signal.Signals) -> None:
     engine = engine_of(policy_of())
     reported: list[int] = []
     pids: list[int | None] = []

@@ -81,7 +81,7 @@ def wait(process: subprocess.Popen[str], until: int, run: Path) -> None:
         time.sleep(0.2)
 
 
-def test_a_run_with_vllm_learns_is_killed_and_goes_on(tmp_path: Path) -> None:
+def test_a_run_with_vllm_learns_is_killed_and_resumes(tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_text(RECIPE)
     (tmp_path / "sevens.py").write_text(REWARD)
     run = tmp_path / "run"

@@ -49,7 +49,7 @@ def test_greedy_texts_are_those_of_the_native_engine(engine: VllmEngine) -> None
     assert all((c.sampled_logps == 0).all() for g in found for c in g.completions)
 
 
-def test_a_group_asked_for_again_is_the_same_and_another_step_draws_others(engine: VllmEngine) -> None:
+def test_a_group_sampled_again_is_the_same_and_another_step_differs(engine: VllmEngine) -> None:
     sampling = Sampling(max_new_tokens=24)
     one, two, later = (bits(engine.sample(PROMPTS, 4, sampling, SampleKey(seed=0, step=step))) for step in (1, 1, 2))
     assert one == two
@@ -57,7 +57,7 @@ def test_a_group_asked_for_again_is_the_same_and_another_step_draws_others(engin
     assert not set(one) & set(later)
 
 
-def test_groups_are_told_of_once_each_and_in_their_places(engine: VllmEngine) -> None:
+def test_each_group_is_reported_once_at_its_index(engine: VllmEngine) -> None:
     reported: list[tuple[int, Group]] = []
     groups = engine.sample(PROMPTS, 3, Sampling(max_new_tokens=8), STEP, on_group=lambda place, g: reported.append((place, g)))
     assert sorted(place for place, _ in reported) == list(range(len(PROMPTS)))
