@@ -21,14 +21,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:  # lists of runs need no arrays, and numpy takes a tenth of a second to import
+    import numpy as np
+    from numpy.typing import NDArray
 
-Floats = NDArray[np.float32]
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
+Floats: TypeAlias = "NDArray[np.float32]"
+Ints: TypeAlias = "NDArray[np.int64]"
+Bools: TypeAlias = "NDArray[np.bool_]"
 
 StopReason = Literal["end", "stop_string", "length"]
 """Why a completion ended: the model's end token, a stop string of the recipe, or the length limit (it is *truncated*)."""
@@ -242,12 +243,12 @@ class GradedGroup:
     @property
     def has_signal(self) -> bool:
         """Whether any graded token has a nonzero advantage: a group of equal rewards has no gradient."""
-        return any(bool(np.any(a != 0)) for a, g in zip(self.advantages, self.graded, strict=True) if g)
+        return any(bool((a != 0).any()) for a, g in zip(self.advantages, self.graded, strict=True) if g)
 
     def advantage_of(self, index: int) -> float | None:
         """A completion's advantage, averaged over its tokens; None if it is excluded from the loss."""
         values = self.advantages[index]
-        return float(np.mean(values)) if self.graded[index] and len(values) else None
+        return float(values.mean()) if self.graded[index] and len(values) else None
 
     @property
     def best_first(self) -> list[int]:

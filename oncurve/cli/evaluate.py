@@ -19,17 +19,27 @@ from oncurve.cli.options import (
     Runs,
     Sets,
     Trust,
+    check_target,
     grant_trust,
     output,
     output_json,
 )
-from oncurve.recipe.load import load_recipe
+from oncurve.errors import DataError, RecipeError
+from oncurve.recipe.defaults import task_for_stage
+from oncurve.recipe.load import load_recipe, parse_recipe
+from oncurve.recipe.schema.recipe import Recipe
+from oncurve.recipe.schema.sections import Task
+from oncurve.recipe.validate import reject_python_only
 from oncurve.runs.checkpoints.listing import find_target, open_target
+from oncurve.runs.folder import RunFolder
+from oncurve.tasks.data.file_task import read_rows
+from oncurve.tasks.registry import TASKS, check_files
 
 
 def evaluate(
     target: RunOrModel,
     task: Annotated[str | None, typer.Option("--task", help="A task type or a recipe; default: the run's own recipe.")] = None,
+    data: Annotated[Path | None, typer.Option("--data", metavar="FILE", help="Evaluate on every row of this file.")] = None,
     sets: Sets = None,
     samples: Annotated[int | None, typer.Option("--samples", min=1, help="Completions per problem.")] = None,
     temperature: Annotated[float | None, typer.Option("--temperature", min=0.0, help="0 is greedy.")] = None,
@@ -39,16 +49,21 @@ def evaluate(
 ) -> None:
     """Measure held-out accuracy with a 95 % confidence interval.
 
-    Without a verifiable reward, measures the mean reward instead.
+    Without a verifiable reward, measures the mean reward instead. A file given with --data has a column `prompt`, and `answer`
+    for the default reward; for a public data set in its authors' format add --task, such as --task gsm8k.
     """
-    from oncurve.operations.run_model import evaluate_model, load_model, recipe_for
-    from oncurve.terminal.errors import silence_libraries
-    from oncurve.terminal.evaluation import eval_data, render_eval
-
-    silence_libraries()
     for run in (trust.run_of_target(target, runs), trust.run_of_recipe(task or "")):
         grant_trust(trusted, run)
-    recipe = recipe_for(task, trust.run_of_target(target, runs), sets or [], target)
+    recipe = _recipe_to_evaluate(task, trust.run_of_target(target, runs), data, sets or [], target)
+    check_files(recipe)
+    check_target(target, runs)
+    from oncurve.operations.run_model import evaluate_model, load_model
+    from oncurve.terminal.errors import silence_libraries
+    from oncurve.terminal.evaluation import eval_data, render_eval
+    from oncurve.training.start import task_for
+
+    silence_libraries()
+    rows = getattr(task_for(recipe, recipe.stages[-1]), "rows", None)
     run_model = load_model(target, runs, recipe.model)
     report = evaluate_model(run_model, recipe, samples=samples, temperature=temperature)
     count = samples or recipe.evaluation.samples
@@ -58,11 +73,74 @@ def evaluate(
                 "model": run_model.name,
                 "task": recipe.task.model_dump(mode="json"),
                 "temperature": recipe.evaluation.temperature if temperature is None else temperature,
+                **({} if data is None else {"rows": rows}),
                 **eval_data(report, count),
             }
         )
+        return
+    of_rows = f"{report.asked} held-out problems" if rows is None else f"{report.asked} of {rows} rows"
+    output(render_eval(report, f"{run_model.name} on {recipe.task.type}, {of_rows}", count))
+    if rows is not None and report.asked < rows:
+        output(
+            Text(
+                f"\nTo evaluate on all {rows} rows: --data FILE, or --set task.heldout_path=FILE --set task.heldout={rows}",
+                "dim",
+            )
+        )
+
+
+def _recipe_to_evaluate(task: str | None, run: RunFolder | None, data: Path | None, sets: list[str], target: str) -> Recipe:
+    """The recipe that `eval` measures by: the run's, another recipe, or a task with its default rewards. With ``data``, its
+    task reads that file instead of its own."""
+    if task is not None and task in TASKS and not Path(task).is_file():
+        recipe = _bare_recipe(task, data, sets)
+    elif task is not None:
+        trust.check_recipe(task)
+        recipe = load_recipe(task, sets)
+    elif run is not None:
+        recipe = load_recipe(run.recipe, sets)
+        reject_python_only(recipe, recipe.stages[-1])
+        trust.check(run, *trust.GRADING_PARTS)
+    elif data is not None:
+        recipe = _bare_recipe("file", data, sets)
     else:
-        output(render_eval(report, f"{run_model.name} on {recipe.task.type}, {report.asked} held-out problems", count))
+        raise RecipeError(
+            "--task",
+            "missing",
+            because=f"{target} is not a run, so there is no recipe with a task",
+            fix=f"for a model, give --data FILE, or --task with a recipe or one of: {', '.join(TASKS)}; "
+            "for a run, `oncurve runs` lists them",
+        )
+    return recipe if data is None else _with_data(recipe, data, sets, is_task_chosen=task is not None)
+
+
+def _bare_recipe(task: str, data: Path | None, sets: list[str]) -> Recipe:
+    name = task if data is None else data.stem
+    return parse_recipe({"name": name, "task": {"type": task}, "stages": [{"type": "sft"}]}, sets)
+
+
+def _with_data(recipe: Recipe, data: Path, sets: list[str], *, is_task_chosen: bool) -> Recipe:
+    """The recipe with every row of the file as its held-out split. A task that reads files keeps its columns and options; any
+    other becomes the task `file`."""
+    stage = recipe.stages[-1]
+    config = task_for_stage(recipe, stage)
+    reads_files = "heldout_path" in TASKS.find(config.type, "task.type").options.model_fields
+    if is_task_chosen and not reads_files:
+        raise RecipeError(
+            "--data",
+            data,
+            because=f"the task {config.type} generates its problems, and reads no file",
+            fix="leave out --task for a file with the columns prompt and answer, or name a task that reads files",
+        )
+    kept = {key: value for key, value in config.options.items() if key != "path"} if reads_files else {}
+    rows = sum(1 for _ in read_rows(data, "--data"))
+    if not rows:
+        raise DataError(str(data), "no rows", because="the file is empty", fix="give a file with one problem per row")
+    count = config.heldout if any(change.startswith("task.heldout=") for change in sets) else rows
+    kind = config.type if reads_files else "file"
+    changed = Task.model_validate({"type": kind, "seed": config.seed, "heldout": count, **kept, "heldout_path": str(data)})
+    stages = (*recipe.stages[:-1], stage.model_copy(update={"task": None}))
+    return recipe.model_copy(update={"task": changed, "stages": stages})
 
 
 def chat(
@@ -78,6 +156,7 @@ def chat(
 
     From a pipe, each line is a separate prompt.
     """
+    check_target(target, runs)
     from oncurve.operations.run_model import load_model
     from oncurve.terminal.chat import Chat, ChatSettings, converse, typed_lines
     from oncurve.terminal.errors import silence_libraries
@@ -123,8 +202,6 @@ def probe(
 
     Suggests a group size, a temperature and a length limit, and estimates the time of a step.
     """
-    from oncurve.recipe.validate import reject_python_only
-
     of_run = find_target(target, runs)
     run = None if of_run is None else of_run.run
     for trusted_run in (run or trust.run_of_recipe(target), None if source is None else trust.run_of_target(source, runs)):

@@ -24,11 +24,7 @@ from oncurve.cli.options import (
     output_json,
 )
 from oncurve.errors import RecipeError, RunError
-from oncurve.runs.atomic_files import disk_errors
-from oncurve.runs.database.reader import RunReader
-from oncurve.runs.feedback import preference_lines, read_preferences
 from oncurve.runs.folder import RunFolder, list_runs
-from oncurve.runs.preference_pairs import best_against_worst
 from oncurve.terminal.text import clean
 
 if TYPE_CHECKING:
@@ -70,6 +66,11 @@ def pairs(
 
     Each pair is the best completion of a group against the worst, as a JSON line.
     """
+    from oncurve.runs.atomic_files import disk_errors
+    from oncurve.runs.database.reader import RunReader
+    from oncurve.runs.feedback import preference_lines, read_preferences
+    from oncurve.runs.preference_pairs import best_against_worst
+
     folder = RunFolder.open(run, runs)
     with RunReader.open(folder.path) as store:
         if people:

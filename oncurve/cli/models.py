@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from oncurve.cli.options import RUNS, Json, Runs, output, output_json
+from oncurve.cli.options import RUNS, Command, CommandGroup, Json, Runs, output, output_json
 from oncurve.models.loading.local_models import LocalModel, list_local_models
 from oncurve.terminal.text import DASH, size
 
-models = typer.Typer(help="List the models on this machine; convert GGUF files.", invoke_without_command=True)
+models = typer.Typer(cls=CommandGroup, help="List the models on this machine; convert GGUF files.", invoke_without_command=True)
 
 KINDS = {
     "folder": "folder",
@@ -47,7 +47,7 @@ def list_models(
         output(Text("No models here yet. `tiny` is built in; a hub id (OWNER/NAME) is downloaded when it is used.", "dim"))
 
 
-@models.command("convert", epilog="Example: oncurve models convert model-q4_k_m.gguf models/mine")
+@models.command("convert", cls=Command, epilog="Example: oncurve models convert model-q4_k_m.gguf models/mine")
 def convert(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A GGUF file.")],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write; must not exist.")],

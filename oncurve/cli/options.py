@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console, RenderableType
+from typer.core import TyperCommand, TyperGroup
 
-from oncurve import trust
-from oncurve.runs.folder import RunFolder
+if TYPE_CHECKING:
+    from oncurve.runs.folder import RunFolder
 
 Sets = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the recipe; can be repeated.")
@@ -40,10 +41,42 @@ Trust = Annotated[
 RUNS = Path("runs")
 
 
+class Command(TyperCommand):
+    """A command whose help lists a flag without a type: `--json`, not `--json <bool>`."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _without_flag_types(super().get_params(ctx))
+
+
+class CommandGroup(TyperGroup):
+    """The same for a group of commands."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _without_flag_types(super().get_params(ctx))
+
+
+def _without_flag_types(options: list[Any]) -> list[Any]:
+    for option in options:
+        if getattr(option, "is_flag", False):
+            option.metavar = ""
+    return options
+
+
 def grant_trust(trusted: bool, run: RunFolder | None) -> None:
     """Records --trust for a run. A model runs no code, so there is nothing to record for one."""
     if trusted and run is not None:
+        from oncurve import trust  # reads recipes, so it is slow to import
+
         trust.grant(run)
+
+
+def check_target(target: str, runs: Path) -> None:
+    """Refuses a path that does not exist, before anything slow is imported."""
+    from oncurve.models.loading.local_models import check_exists
+    from oncurve.runs.checkpoints.listing import find_target
+
+    if find_target(target, runs) is None:
+        check_exists(target)
 
 
 def output(what: RenderableType) -> None:

@@ -104,7 +104,10 @@ def plan(
     trusted: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """Memory and time of a run before anything starts: whether it fits, what would make it fit, how long a step takes."""
+    """Estimate memory and step time before training.
+
+    Says whether the run fits, what would make it fit, and how long a step takes.
+    """
     settings = {
         "gpus": gpus, "algorithm": algorithm, "prompts": prompts, "group_size": group_size, "prompt_tokens": prompt_tokens,
         "new_tokens": new_tokens, "mean_tokens": mean_tokens, "tokens_per_pack": tokens_per_pack, "updates": updates,

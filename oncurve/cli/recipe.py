@@ -8,16 +8,16 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from oncurve.cli.options import RecipeName, Sets, output
+from oncurve.cli.options import Command, CommandGroup, RecipeName, Sets, output
 from oncurve.errors import PluginError, RecipeError
 from oncurve.recipe.load import dump_recipe, load_recipe
 from oncurve.recipe.schema.base import Section
 from oncurve.terminal.errors import print_advice
 
-recipes = typer.Typer(help="Explain, show and convert recipes.", no_args_is_help=True)
+recipes = typer.Typer(cls=CommandGroup, help="List, explain, show and convert recipes.", no_args_is_help=True)
 
 
-@recipes.command("explain", epilog="Example: oncurve recipe explain grpo.group_size")
+@recipes.command("explain", cls=Command, epilog="Example: oncurve recipe explain grpo.group_size")
 def explain_key(
     key: Annotated[str | None, typer.Argument(metavar="KEY", help="A key, as in --set. Without one: all keys.")] = None,
 ) -> None:
@@ -38,13 +38,13 @@ def explain_key(
     output(explain(key, options))
 
 
-@recipes.command("show", epilog="Example: oncurve recipe show arithmetic --set seed=1")
+@recipes.command("show", cls=Command, epilog="Example: oncurve recipe show arithmetic --set seed=1")
 def show_recipe(recipe: RecipeName, sets: Sets = None) -> None:
     """Print the recipe as TOML with every default written out."""
     print(dump_recipe(load_recipe(recipe, sets or [])), end="")
 
 
-@recipes.command("from-trl", epilog="Example: oncurve recipe from-trl grpo_config.yaml -o mine.toml")
+@recipes.command("from-trl", cls=Command, epilog="Example: oncurve recipe from-trl grpo_config.yaml -o mine.toml")
 def convert(
     config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="A config of TRL's GRPOTrainer.")],
     out: Annotated[

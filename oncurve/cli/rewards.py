@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from oncurve import trust
-from oncurve.cli.options import RUNS, RecipeName, RunName, Runs, Sets, Trust, grant_trust, output
+from oncurve.cli.options import RUNS, Command, CommandGroup, RecipeName, RunName, Runs, Sets, Trust, grant_trust, output
 from oncurve.errors import DataError, RunError
 from oncurve.recipe.defaults import task_for_stage
 from oncurve.recipe.load import load_recipe
@@ -31,12 +31,14 @@ from oncurve.runs.folder import RunFolder
 from oncurve.tasks.registry import build_task
 from oncurve.terminal.text import DASH, clean, percent, score, shorten
 
-rewards = typer.Typer(help="Try, replay and audit rewards.", no_args_is_help=True)
+rewards = typer.Typer(cls=CommandGroup, help="Try, replay and audit rewards.", no_args_is_help=True)
 
 Stage = Annotated[str | None, typer.Option("--stage", help="Stage; default: the last one that trained on samples.")]
 
 
-@rewards.command("try", epilog="Example: oncurve rewards try arithmetic --completion '<think>…</think><answer>46</answer>'")
+@rewards.command(
+    "try", cls=Command, epilog="Example: oncurve rewards try arithmetic --completion '<think>…</think><answer>46</answer>'"
+)
 def try_rewards(
     recipe: RecipeName,
     completion: Annotated[str, typer.Option("--completion", metavar="TEXT|FILE", help="A completion, or a file with one.")],
@@ -97,7 +99,7 @@ def _aspects(graded: ScoredGroup) -> RenderableType:
     return Group(table, Text.assemble(("total  ", "dim"), (score(completion.total), "bold")))
 
 
-@rewards.command(epilog="Example: oncurve rewards replay arithmetic-1 --with stricter.toml")
+@rewards.command(cls=Command, epilog="Example: oncurve rewards replay arithmetic-1 --with stricter.toml")
 def replay(
     run: RunName,
     other: Annotated[str | None, typer.Option("--with", metavar="RECIPE", help="Score with this recipe's rewards.")] = None,
@@ -176,7 +178,7 @@ def _quoted(prompt: str, text: str) -> Text:
     return Text.assemble(("  ", ""), (shorten(prompt, 60), "dim"), "  ", shorten(text, 160))
 
 
-@rewards.command("audit", epilog="Example: oncurve rewards audit arithmetic-1")
+@rewards.command("audit", cls=Command, epilog="Example: oncurve rewards audit arithmetic-1")
 def audit_run(run: RunName, stage: Stage = None, runs: Runs = RUNS) -> None:
     """Look for signs of reward hacking. Each comes with completions to check, because a sign is not a proof."""
     folder = RunFolder.open(run, runs)

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from oncurve import trust
-from oncurve.cli.options import RUNS, RunName, RunOrModel, Runs, Trust, grant_trust
+from oncurve.cli.options import RUNS, RunName, RunOrModel, Runs, Trust, check_target, grant_trust
 from oncurve.errors import MissingPackage, RunError, pip_install
 from oncurve.runs.folder import RunFolder
 
@@ -40,6 +40,7 @@ def serve(
     until_closed: Annotated[bool, typer.Option("--until-closed", help="End when standard input closes, for programs.")] = False,
 ) -> None:
     """Serve a model or run as an OpenAI-compatible endpoint."""
+    check_target(target, runs)
     try:
         from oncurve.serve.server import api_key_for, serve
     except ModuleNotFoundError as error:

@@ -18,11 +18,13 @@ from oncurve.cli.plan import print_plan
 from oncurve.distributed.rendezvous import joined_ranks, world_size
 from oncurve.distributed.world import SINGLE_PROCESS, World
 from oncurve.errors import OncurveError, RecipeError, RunError
+from oncurve.models.loading.local_models import check_exists
 from oncurve.recipe.load import load_recipe
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.recipe.validate import reject_python_only
 from oncurve.runs.checkpoints.listing import open_target
 from oncurve.runs.folder import RunFolder, list_runs
+from oncurve.tasks.registry import check_files
 from oncurve.terminal.errors import print_advice, print_error
 
 if TYPE_CHECKING:
@@ -55,6 +57,10 @@ def train(
     grant_trust(trusted, trust.run_of_recipe(target))
     chosen = choose_target(target, overrides, out, runs, resume)
     grant_trust(trusted, chosen.run)
+    if chosen.recipe is not None:
+        check_files(chosen.recipe)
+        if chosen.recipe.uses_policy:
+            check_exists(chosen.recipe.model.source)
     if ray is not None:
         from oncurve.cluster.ray_client import check_reachable
 

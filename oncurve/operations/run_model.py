@@ -14,7 +14,7 @@ from oncurve.engines.native.engine import NativeEngine
 from oncurve.errors import RecipeError, RewardError, RunError
 from oncurve.models.loading.load import choose_device, load_policy
 from oncurve.models.policy import Policy
-from oncurve.recipe.load import find_recipe, load_recipe, parse_recipe, read_toml
+from oncurve.recipe.load import load_recipe
 from oncurve.recipe.schema.model import Model
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.recipe.schema.sections import Evaluation
@@ -24,7 +24,6 @@ from oncurve.runs.atomic_files import write_folder_atomically
 from oncurve.runs.checkpoints import files
 from oncurve.runs.checkpoints.listing import CheckpointEntry, RunTarget, find_target
 from oncurve.runs.folder import RunFolder
-from oncurve.tasks.registry import TASKS
 from oncurve.training.evaluate import answer_sampling, evaluate
 from oncurve.training.start import rewards_for, task_for
 from oncurve.training.trainer import load_weights
@@ -95,26 +94,6 @@ def export(source: RunTarget, folder: Path) -> None:
         write_folder_atomically(folder, lambda partial: shutil.copytree(run.model, partial))
     else:
         write_folder_atomically(folder, load_run(run, source.checkpoint).save)
-
-
-def recipe_for(task: str | None, run: RunFolder | None, sets: list[str], source: str) -> Recipe:
-    """The recipe that `eval` measures by: the run's, another recipe, or a task with its default rewards."""
-    if task is None:
-        if run is None:
-            raise RecipeError(
-                "--task",
-                "missing",
-                because=f"{source} is not a run, so there is no recipe with a task",
-                fix=f"for a model, name a recipe or one of: {', '.join(TASKS)}; for a run, `oncurve runs` lists them",
-            )
-        recipe = load_recipe(run.recipe, sets)
-        reject_python_only(recipe, recipe.stages[-1])
-        trust.check(run, *trust.GRADING_PARTS)
-        return recipe
-    if task in TASKS and not Path(task).is_file():
-        return parse_recipe({"name": task, "task": {"type": task}, "stages": [{"type": "sft"}]}, sets)
-    trust.check_recipe(task)
-    return parse_recipe(read_toml(find_recipe(Path(task))), sets)
 
 
 def evaluate_model(

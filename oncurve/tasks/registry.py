@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from oncurve.plugins import Registry, check_instance
+from oncurve.recipe.defaults import task_for_stage
 from oncurve.recipe.error_messages import read_section
 from oncurve.recipe.schema import sections
+from oncurve.recipe.schema.base import STAGE_PREFIX
+from oncurve.recipe.schema.recipe import Recipe
 from oncurve.tasks.base import Task, TaskType
-from oncurve.tasks.data.file_task import FileOptions, build_file_task
+from oncurve.tasks.data.file_task import FileOptions, build_file_task, check_file
 from oncurve.tasks.data.public_datasets import PublicDatasetOptions, builders
 from oncurve.tasks.puzzles.arithmetic import Arithmetic, ArithmeticOptions
 from oncurve.tasks.puzzles.calculator import CalculatorOptions, CalculatorTask
@@ -28,6 +33,17 @@ TASKS: Registry[TaskType] = Registry(
     check_instance(TaskType),
 )
 """Every task by its `type` in a recipe. A new one is a module with its options and its class, and a row here."""
+
+
+def check_files(recipe: Recipe) -> None:
+    """Refuses a recipe whose data files do not exist. It is quick, so that it can be called before slow imports."""
+    for stage in recipe.stages:
+        options = task_for_stage(recipe, stage).options
+        files = {f"task.{key}": options.get(key) for key in ("path", "heldout_path")}
+        files |= {f"{stage.label}.{key}": getattr(stage, key, None) for key in ("data", "pairs")}
+        for key, path in files.items():
+            if isinstance(path, str) and not path.startswith(STAGE_PREFIX):
+                check_file(Path(path), key)
 
 
 def build_task(config: sections.Task, where: str = "task") -> Task:

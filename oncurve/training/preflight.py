@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from oncurve.errors import DataError
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.recipe.schema.stages import Stage
@@ -16,6 +17,13 @@ from oncurve.training.stages.table import STAGES
 
 def check_stage_data(stage: Stage, task: Task, rewards: RewardMix) -> None:
     """Reads what a stage will read. Raises an OncurveError for the first row that can't be used. Needs no model."""
+    if stage.samples and task.train_size == 0:
+        raise DataError(
+            "task.path",
+            "no training prompts",
+            because=f"the stage '{stage.label}' samples training prompts, and the task has prompts for evaluation only",
+            fix="set task.path to a file of training prompts",
+        )
     STAGES[type(stage)].check_data(stage, task, rewards)
 
 

@@ -23,7 +23,7 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "80"}
 QUICK = """
 import sys
 from oncurve.cli import main
-for words in (["--help"], ["--version"], ["version"], ["runs", "--runs", sys.argv[1]], ["runs", "--runs", sys.argv[1], "--json"]):
+for words in (["--help"], ["--version"], ["version"], ["runs", "--runs", sys.argv[1]]):
     main(words)
 slow = [name for name in ("numpy", "torch", "oncurve.recipe.schema.recipe", "oncurve.trust") if name in sys.modules]
 sys.exit(f"imported: {slow}" if slow else 0)

@@ -141,8 +141,7 @@ def add_command(package: Path) -> None:
     module, row = blocks("A command")
     (package / "cli" / "stages.py").write_text(module)
     app = package / "cli" / "app.py"
-    replace(app, "from oncurve.cli import compare, ", "from oncurve.cli import stages, compare, ")
-    table = "COMMANDS: tuple[tuple[str, str, Callable[..., None], str], ...] = (\n"
+    table = "COMMANDS: tuple[tuple[str, str, str, str, str], ...] = (\n"
     replace(app, table, table + row)
 
 

@@ -18,6 +18,7 @@ from oncurve.errors import MissingPackage, ModelError, OncurveError, RecipeError
 from oncurve.models import lora
 from oncurve.models.chat_template import PROBE
 from oncurve.models.loading import checks, gguf
+from oncurve.models.loading.local_models import check_exists
 from oncurve.models.loading.tiny import build_model, build_tokenizer
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.model import Model
@@ -183,8 +184,7 @@ def _check_path(source: str) -> None:
             because="a model is a folder with weights, settings and tokenizer, or one .gguf file",
             fix="run `oncurve models` to list the models on this machine",
         )
-    if not folder.exists() and (source.startswith((".", "/", "~")) or source.count("/") > 1):
-        raise ModelError(source, "no such folder", because="it looks like a path", fix="check the path; a hub id is OWNER/NAME")
+    check_exists(source)
 
 
 def _check_template(config: Model, tokenizer: PreTrainedTokenizerBase) -> None:

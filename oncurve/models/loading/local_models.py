@@ -186,3 +186,9 @@ def _read_text(stream: BinaryIO) -> str:
     if length > 1 << 20:
         raise struct.error(f"a text of {length} bytes")
     return stream.read(length).decode()
+
+
+def check_exists(source: str) -> None:
+    """Refuses what looks like a path but is none. It is quick, so that it can be called before slow imports."""
+    if not Path(source).exists() and (source.startswith((".", "/", "~")) or source.count("/") > 1):
+        raise ModelError(source, "no such folder", because="it looks like a path", fix="check the path; a hub id is OWNER/NAME")

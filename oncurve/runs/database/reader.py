@@ -1,4 +1,7 @@
-"""Queries on a run's database. ``RunWriter`` adds recording; the studio, the terminal and the API only read."""
+"""Queries on a run's database. ``RunWriter`` adds recording; the studio, the terminal and the API only read.
+
+Numpy and the recipe schema are imported by the queries that need them, so that a list of runs is fast.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from oncurve.errors import RunError, did_you_mean
-from oncurve.recipe.schema.stages import SAMPLED_TYPES
 from oncurve.records import Aspect, EvalReport, GradedGroup, ScoredGroup, StepReport, TokenStats
-from oncurve.runs.database import row_codec
 from oncurve.runs.database.connection import DATABASE, database_errors, open_database
 from oncurve.runs.metrics import is_repeatable
 
@@ -167,6 +168,8 @@ class RunReader:
             raise RunError(
                 self.path.parent.name, f"no step {step}", because="no step is recorded yet", fix="wait for the first step"
             )
+        from oncurve.recipe.schema.stages import SAMPLED_TYPES
+
         return next((row.name for row in reversed(reached) if row.type in SAMPLED_TYPES), reached[-1].name)
 
     def steps(self, stage: str | None = None) -> list[StepRow]:
@@ -286,6 +289,8 @@ class RunReader:
 
     def _scored(self, stage: str, step: int, kind: Kind, position: int | None = None) -> list[ScoredRows]:
         """The groups of a step, each with its completions' rows: three queries, however many groups there are."""
+        from oncurve.runs.database import row_codec
+
         where = "stage = ? AND step = ? AND kind = ? AND groups.position BETWEEN ? AND ?"
         low, high = (0, 2**62) if position is None else (position, position)
         values = (stage, step, kind, low, high)
@@ -320,11 +325,15 @@ def _number_or_nan(value: float | None) -> float:
 
 
 def _group_row(row: sqlite3.Row) -> GroupRow:
+    from oncurve.runs.database import row_codec
+
     signal = None if row["has_signal"] is None else bool(row["has_signal"])
     return GroupRow(row["id"], row["position"], row_codec.text_of(row["prompt_id"]) or "", signal, *row[4:])
 
 
 def _recorded_group(scored: ScoredGroup, rows: Sequence[sqlite3.Row]) -> RecordedGroup:
+    from oncurve.runs.database import row_codec
+
     advantages = tuple(row_codec.advantages_of(row) for row in rows)
     graded = GradedGroup(scored, advantages, tuple(bool(row["graded"]) for row in rows))
     return RecordedGroup(graded, tuple(row_codec.stats_of(row) for row in rows))

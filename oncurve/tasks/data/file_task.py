@@ -7,8 +7,9 @@ import importlib
 import json
 import zlib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from oncurve.errors import DataError, MissingPackage, RecipeError, pip_install
 from oncurve.recipe.schema import sections
@@ -25,9 +26,9 @@ JSON_LINES = (".jsonl", ".ndjson", ".json")
 class FileOptions(Section):
     """Prompts from a JSONL, JSON or Parquet file."""
 
-    path: str
+    path: str | None = None
     """The file: `.jsonl` (one JSON object per line), `.json` (the same, or one list of objects), either with `.gz`, or
-    `.parquet`."""
+    `.parquet`. Unset: there are no training prompts, only those of `heldout_path` for evaluation."""
     heldout_path: str | None = None
     """A file for evaluation, with the same columns; `task.heldout` rows of it are used. Unset: rows of `path` are held out."""
     heldout_share: Share = 0.2
@@ -67,19 +68,47 @@ class FileOptions(Section):
 
 def build_file_task(config: sections.Task, options: FileOptions) -> PromptList:
     """Reads one or two files and holds out rows by `task.seed`."""
-    prompts, examples = read_prompts(options.path, options, "train", "task.path")
-    if options.system is not None and prompts[0].text is not None:
+    check_has_file(options.path, options.heldout_path)
+    prompts, examples = ([], []) if options.path is None else read_prompts(options.path, options, "train", "task.path")
+    candidates = prompts
+    if options.heldout_path is not None:
+        candidates, _ = read_prompts(options.heldout_path, options, "heldout", "task.heldout_path")
+    if options.system is not None and candidates[0].text is not None:
         raise RecipeError(
             "task.system",
             options.system,
             because="a prompt in plain text has no system message",
             fix="set task.chat = true",
         )
-    if options.heldout_path is not None:
-        heldout, _ = read_prompts(options.heldout_path, options, "heldout", "task.heldout_path")
-        return PromptList.split(prompts, choose_heldout(heldout, config.heldout, config.seed), examples, options.path)
-    count = min(config.heldout, int(options.heldout_share * len(prompts)))
-    return PromptList.split(prompts, choose_heldout(prompts, count, config.seed), examples, options.path)
+    return split_rows(prompts, candidates, examples, config, options)
+
+
+class FilePaths(Protocol):
+    """The options of a task that reads files."""
+
+    @property
+    def path(self) -> str | None: ...
+    @property
+    def heldout_path(self) -> str | None: ...
+    @property
+    def heldout_share(self) -> float: ...
+
+
+def split_rows(
+    prompts: list[Prompt], candidates: list[Prompt], examples: list[Example], config: sections.Task, options: FilePaths
+) -> PromptList:
+    """Holds out `task.heldout` of the ``candidates``: of another file's rows, or of at most `heldout_share` of the prompts."""
+    limit = len(candidates) if options.heldout_path is not None else int(options.heldout_share * len(candidates))
+    heldout = choose_heldout(candidates, min(config.heldout, limit), config.seed)
+    if options.path is None:
+        return PromptList((), tuple(heldout), rows=len(candidates))
+    return replace(PromptList.split(prompts, heldout, examples, options.path), rows=len(candidates))
+
+
+def check_has_file(path: str | None, heldout_path: str | None) -> None:
+    if path is None and heldout_path is None:
+        because = "the task reads its prompts from this file"
+        raise RecipeError("task.path", "missing", because=because, fix='add path = "FILE" to [task]')
 
 
 def choose_heldout(prompts: list[Prompt], count: int, seed: int) -> list[Prompt]:
@@ -115,12 +144,17 @@ def read_prompts(path: str, options: FileOptions, split: str, key: str) -> tuple
     return prompts, examples
 
 
-def read_rows(path: Path, key: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """(line, row) of a file that the recipe names under ``key``; rows of Parquet are numbered from 1 like lines."""
+def check_file(path: Path, key: str) -> None:
+    """Refuses a path that is not a file. ``key`` names it in the recipe."""
     if not path.is_file():
         what = "it is a folder" if path.is_dir() else "there is no such file"
         because = f"{key} names it" + ("" if path.is_absolute() else f", relative to {Path.cwd()}")
         raise DataError(str(path), what, because=because, fix=f"give the file's path: --set {key}=FILE")
+
+
+def read_rows(path: Path, key: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """(line, row) of a file that the recipe names under ``key``; rows of Parquet are numbered from 1 like lines."""
+    check_file(path, key)
     if path.suffix == ".parquet":
         yield from _parquet_rows(path)
     elif path.with_suffix("").suffix in JSON_LINES if path.suffix == ".gz" else path.suffix in JSON_LINES:

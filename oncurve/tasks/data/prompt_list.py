@@ -26,6 +26,8 @@ class PromptList:
     heldout: tuple[Prompt, ...] = ()
     examples: tuple[Example, ...] = ()
     alphabet: str | None = None
+    rows: int | None = None
+    """Rows of the file that the held-out prompts were chosen from; None if they are not from a file."""
 
     @classmethod
     def of(cls, prompts: Iterable[Row], heldout: Iterable[Row] = (), name: str = "prompts") -> PromptList:

@@ -17,7 +17,7 @@ from oncurve.errors import DataError
 from oncurve.recipe.schema import sections
 from oncurve.recipe.schema.base import Section, Share
 from oncurve.records import Example, Prompt
-from oncurve.tasks.data.file_task import choose_heldout, read_rows
+from oncurve.tasks.data.file_task import check_has_file, read_rows, split_rows
 from oncurve.tasks.data.preference_pairs import dialogue_messages
 from oncurve.tasks.data.prompt_list import PromptList
 from oncurve.tasks.data.row_reader import RowReader
@@ -32,8 +32,9 @@ PROGRAM = "Write the program in a ```python block."
 class PublicDatasetOptions(Section):
     """A public data set, read from the file that its authors publish."""
 
-    path: str
-    """The training file, as published (`.jsonl`, `.json`, gzipped or not, or `.parquet`)."""
+    path: str | None = None
+    """The training file, as published (`.jsonl`, `.json`, gzipped or not, or `.parquet`). Unset: there are no training prompts,
+    only those of `heldout_path` for evaluation."""
     heldout_path: str | None = None
     """The file for evaluation; `task.heldout` rows of it are used. Unset: rows of `path` are held out."""
     heldout_share: Share = 0.2
@@ -117,15 +118,17 @@ PUBLIC_DATASETS = {
 
 def build_public_dataset(dataset: PublicDataset, config: sections.Task, options: PublicDatasetOptions) -> PublicDatasetTask:
     """Reads one or two files and holds out rows by `task.seed`."""
-    prompts, examples = read_public_dataset(dataset, options.path, options, "train", "task.path")
+    check_has_file(options.path, options.heldout_path)
+    prompts: list[Prompt] = []
+    examples: list[Example] = []
+    if options.path is not None:
+        prompts, examples = read_public_dataset(dataset, options.path, options, "train", "task.path")
+    candidates = prompts
     if options.heldout_path is not None:
         candidates, _ = read_public_dataset(dataset, options.heldout_path, options, "heldout", "task.heldout_path")
-        count = config.heldout
-    else:
-        candidates, count = prompts, min(config.heldout, int(options.heldout_share * len(prompts)))
-    split = PromptList.split(prompts, choose_heldout(candidates, count, config.seed), examples, options.path)
+    split = split_rows(prompts, candidates, examples, config, options)
     reward = sections.Reward.model_validate(dict(dataset.reward))
-    return PublicDatasetTask(split.train, split.heldout, split.examples, None, (reward,))
+    return PublicDatasetTask(split.train, split.heldout, split.examples, None, split.rows, (reward,))
 
 
 def read_public_dataset(
