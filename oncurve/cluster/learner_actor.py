@@ -25,6 +25,7 @@ from oncurve.cluster.remote_engine import LEARNER, Prefetch, RemoteEngine
 from oncurve.cluster.reward_actor import RemoteRewardMix, RewardWorkers
 from oncurve.distributed.rank_status import RankStatus, clear_statuses, write_status
 from oncurve.distributed.rendezvous import joined_ranks
+from oncurve.distributed.signed_store import SECRET
 from oncurve.distributed.world import SINGLE_PROCESS, World
 from oncurve.errors import ClusterError, OncurveError, RunError, error_to_json
 from oncurve.models.policy import Policy
@@ -154,9 +155,11 @@ def _joined_ranks(task: LearnerTask, recipe: Recipe, rank: int) -> Iterator[Worl
         yield SINGLE_PROCESS
         return
     on_this_host = [r for r, location in enumerate(task.ranks) if location.host == task.ranks[rank].host]
+    is_one_machine = len(on_this_host) == size
     environment = {
         "RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": len(on_this_host),
-        "MASTER_ADDR": task.ranks[0].address, "MASTER_PORT": task.port,
+        "MASTER_ADDR": "127.0.0.1" if is_one_machine else task.ranks[0].address, "MASTER_PORT": task.port,
+        SECRET: task.session_id,
     }  # fmt: skip
     os.environ.update({key: str(value) for key, value in environment.items()})
     with joined_ranks(recipe, lambda error: print(error, flush=True)) as world:

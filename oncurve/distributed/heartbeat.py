@@ -17,9 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch._C._distributed_c10d import Store
-
 from oncurve.distributed.rank_status import RankStatus, write_status
+from oncurve.distributed.signed_store import SignedStore
 from oncurve.errors import OncurveError, ScaleError, error_from_json, error_to_json
 
 BEAT_S = 0.5
@@ -34,7 +33,7 @@ PrintError = Callable[[OncurveError], None]
 class Heartbeat(threading.Thread):
     """``store`` must be a separate client of the store: the main thread may block in its own."""
 
-    def __init__(self, store: Store, rank: int, size: int, timeout_s: float, print_error: PrintError) -> None:
+    def __init__(self, store: SignedStore, rank: int, size: int, timeout_s: float, print_error: PrintError) -> None:
         super().__init__(name="oncurve-heartbeat", daemon=True)
         self.store, self.rank, self.size, self.timeout_s, self.print_error = store, rank, size, timeout_s, print_error
         self.status = RankStatus.of_this_process(f"rank-{rank}")
@@ -95,11 +94,12 @@ class Heartbeat(threading.Thread):
 
     def _check(self) -> None:
         """Ends this process if the run failed or ended. Rank 0 watches every rank; the others watch rank 0."""
-        if self.store.check(["failed"]):
-            self._exit(json.loads(self.store.get("failed")), is_shared=True)
+        failed = self.store.find("failed")
+        if failed is not None:
+            self._exit(json.loads(failed), is_shared=True)
         if self.launcher and os.getppid() != self.launcher:
             os._exit(1)
-        if self.rank and self.store.check(["run-ended"]):
+        if self.rank and self.store.find("run-ended"):
             self._run_ended_at = self._run_ended_at or time.monotonic()
             if time.monotonic() - self._run_ended_at > GRACE_S:
                 os._exit(0)
@@ -111,15 +111,15 @@ class Heartbeat(threading.Thread):
 
     def other_statuses(self) -> dict[int, RankStatus]:
         """The last status of each other rank that has published one."""
-        ranks = [rank for rank in range(self.size) if rank != self.rank and self.store.check([f"status/{rank}"])]
-        return {rank: RankStatus.from_json(self.store.get(f"status/{rank}")) for rank in ranks}
+        found = {rank: self.store.find(f"status/{rank}") for rank in range(self.size) if rank != self.rank}
+        return {rank: RankStatus.from_json(status) for rank, status in found.items() if status is not None}
 
     def _check_alive(self, rank: int) -> None:
-        key = f"status/{rank}"
-        if rank == self.rank or not self.store.check([key]) or self.store.check([f"left/{rank}"]):
+        status = None if rank == self.rank else self.store.find(f"status/{rank}")
+        if status is None or self.store.find(f"left/{rank}"):
             return
-        last = RankStatus.from_json(self.store.get(key))
-        if last.is_alive is False and not self._stopped.is_set() and not self.store.check([f"left/{rank}", "failed"]):
+        last = RankStatus.from_json(status)
+        if last.is_alive is False and not self._stopped.is_set() and not self.store.find(f"left/{rank}"):
             self.report_failure(
                 ScaleError(
                     f"rank {rank} of {self.size}",
@@ -145,7 +145,7 @@ class Heartbeat(threading.Thread):
     def report_failure(self, error: BaseException) -> None:
         """Tells all ranks that the run failed, and exits. If several ranks report, the first report counts."""
         report = json.dumps(error_to_json(error, f"rank {self.rank}"))
-        self._exit(json.loads(self.store.compare_set("failed", "", report)), is_shared=True)
+        self._exit(json.loads(self.store.set_first("failed", report)), is_shared=True)
 
     def _exit(self, report: dict[str, Any], is_shared: bool) -> None:
         """Rank 0 prints the error; if it is dead, the first rank to notice does. ``is_shared``: all ranks have this report."""
@@ -156,11 +156,11 @@ class Heartbeat(threading.Thread):
         elif is_shared:
             deadline = time.monotonic() + GRACE_S
             with contextlib.suppress(RuntimeError):
-                while not self.store.check(["printed"]) and time.monotonic() < deadline:
+                while not self.store.find("printed") and time.monotonic() < deadline:
                     time.sleep(0.1)
-                if self.store.add("printers", 0 if self.store.check(["printed"]) else 1) == 1:
+                if self.store.add("printers", 0 if self.store.find("printed") else 1) == 1:
                     self._print(report)
-        os._exit(int(report["exit_code"]))
+        os._exit(int(report["exit_code"]) or 1)  # a run that failed never ends like one that succeeded
 
     def _print(self, report: dict[str, Any]) -> None:
         if sys.stderr.isatty():

@@ -7,21 +7,18 @@ which they meet, so the death of a rank does not take it away.
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
 
 from oncurve.distributed.heartbeat import LAUNCHER
-from oncurve.distributed.rendezvous import port_taken_error, too_few_gpus_error
+from oncurve.distributed.rendezvous import loopback_store, too_few_gpus_error
 from oncurve.distributed.signals import signal_handlers
 from oncurve.recipe.schema.recipe import Recipe
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import TCPStore
 
 GRACE_S = 5.0
 """How long ranks may take to end by themselves after one of them has failed."""
@@ -38,7 +35,9 @@ def check_gpus(recipe: Recipe, gpus: int | None) -> None:
 
 def launch(ranks: int, arguments: Sequence[str]) -> int:
     """Runs `oncurve ARGUMENTS` on ``ranks`` processes. Returns the exit code of rank 0, or 2 if it was killed."""
-    store = _store()
+    from oncurve.distributed.signed_store import SECRET
+
+    store = loopback_store(os.environ.get("MASTER_PORT", "0"))
     environment = {
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",
@@ -48,6 +47,7 @@ def launch(ranks: int, arguments: Sequence[str]) -> int:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
         LAUNCHER: str(os.getpid()),
+        SECRET: secrets.token_hex(16),
     }
     if sys.platform == "linux":
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here: the machine's host name need not resolve
@@ -66,17 +66,6 @@ def launch(ranks: int, arguments: Sequence[str]) -> int:
             with suppress(ProcessLookupError):
                 process.kill()
             process.wait()
-
-
-def _store() -> TCPStore:
-    from torch._C._distributed_c10d import TCPStore
-    from torch.distributed import DistNetworkError
-
-    port = os.environ.get("MASTER_PORT", "0")
-    try:
-        return TCPStore("127.0.0.1", int(port), None, True, wait_for_workers=False)
-    except DistNetworkError as error:
-        raise port_taken_error(port) from error
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:

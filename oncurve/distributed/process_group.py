@@ -18,12 +18,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn import functional
 
 from oncurve.distributed.heartbeat import Heartbeat
 from oncurve.distributed.rank_status import clear_statuses
+from oncurve.distributed.signed_store import SignedStore
 from oncurve.distributed.world import Command, Shard, World
 from oncurve.errors import OncurveError, ScaleError, error_from_json, error_to_json
 
@@ -58,7 +58,7 @@ class ProcessGroupWorld(World):
 
     def __init__(
         self,
-        store: Store,
+        store: SignedStore,
         rank: int,
         size: int,
         local_size: int,
@@ -199,7 +199,7 @@ class ProcessGroupWorld(World):
     def send_command(self, name: str, **arguments: Any) -> None:
         self.store.set(f"command/{self._commands_sent}", json.dumps([name, arguments]))
         if self._commands_sent >= KEPT_COMMANDS:
-            self.store.delete_key(f"command/{self._commands_sent - KEPT_COMMANDS}")
+            self.store.delete(f"command/{self._commands_sent - KEPT_COMMANDS}")
         self._commands_sent += 1
 
     def commands(self) -> Iterator[Command]:
@@ -216,11 +216,11 @@ class ProcessGroupWorld(World):
             yield name, arguments
 
     def all_failed(self, step: str) -> bool:
-        failed = int(self.store.add(f"failed-in/{step}", 1))
+        failed = self.store.add(f"failed-in/{step}", 1)
         deadline = time.monotonic() + AGREE_S
         while failed < self.size and time.monotonic() < deadline:
             time.sleep(0.05)
-            failed = int(self.store.add(f"failed-in/{step}", 0))
+            failed = self.store.add(f"failed-in/{step}", 0)
         return failed >= self.size
 
     def publish_status(self, run: Path) -> None:

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import platform
+import socket
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,9 +23,10 @@ from oncurve.errors import OncurveError, ScaleError, error_from_json, error_to_j
 from oncurve.recipe.schema.recipe import Recipe
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from torch._C._distributed_c10d import TCPStore
 
     from oncurve.distributed.heartbeat import PrintError
+    from oncurve.distributed.signed_store import SignedStore
 
 PACKAGE = Path(__file__).parents[1]
 
@@ -68,12 +70,11 @@ def join(recipe: Recipe, print_error: PrintError) -> World:
     _has_checked_in = True
     _check_in(store, rank, size, recipe)
     backend = _backend(recipe, local_size)
-    heartbeat_store: Store = store.clone()  # type: ignore[attr-defined]
-    heartbeat = Heartbeat(heartbeat_store, rank, size, recipe.scale.timeout_s, print_error)
+    heartbeat = Heartbeat(store.clone(), rank, size, recipe.scale.timeout_s, print_error)
     heartbeat.start()
     # The heartbeat ends a collective that takes too long, with a message that names the late rank. torch's limit is a backstop.
     backstop = timeout + timedelta(seconds=60)
-    dist.init_process_group(backend, store=PrefixStore("ranks", store), rank=rank, world_size=size, timeout=backstop)
+    dist.init_process_group(backend, store=PrefixStore("ranks", store.store), rank=rank, world_size=size, timeout=backstop)
     scale = recipe.scale
     lockstep = scale.tensor > 1 and not scale.gather
     return ProcessGroupWorld(store, rank, size, local_size, heartbeat, scale.shard, scale.tensor, samples_in_lockstep=lockstep)
@@ -109,14 +110,18 @@ def report_to_rank_zero(error: OncurveError) -> None:
             _store(timedelta(seconds=5)).set(f"check-in/{this_rank()}", json.dumps(entry))
 
 
-def _store(timeout: timedelta) -> Store:
+def _store(timeout: timedelta) -> SignedStore:
     from torch.distributed import DistNetworkError
     from torch.distributed.rendezvous import rendezvous
 
+    from oncurve.distributed.signed_store import SignedStore
+
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    is_host = this_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if is_host and os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost"):
+        return SignedStore.from_environment(loopback_store(os.environ.get("MASTER_PORT", "0"), timeout))
     try:
-        store: Store = next(iter(rendezvous("env://", timeout=timeout)))[0]
-        return store
+        return SignedStore.from_environment(next(iter(rendezvous("env://", timeout=timeout)))[0])
     except DistNetworkError as error:
         reason = str(error).partition("\n")[0]
         if "EADDRINUSE" in reason:
@@ -131,6 +136,18 @@ def _store(timeout: timedelta) -> Store:
             because=str(error)[:200],
             fix="start ranks with oncurve train --gpus N, or with torchrun",
         ) from error
+
+
+def loopback_store(port: str, timeout: timedelta = timedelta(minutes=5)) -> TCPStore:
+    """Hosts a store that only this machine can reach: torch itself would listen on every address. Port 0: any free one."""
+    from torch._C._distributed_c10d import TCPStore
+
+    try:
+        listening = socket.create_server(("127.0.0.1", int(port)), backlog=1024)
+    except OSError as error:
+        raise port_taken_error(port) from error
+    number, descriptor = listening.getsockname()[1], listening.detach()
+    return TCPStore("127.0.0.1", number, None, True, timeout, wait_for_workers=False, master_listen_fd=descriptor)
 
 
 def port_taken_error(port: str) -> ScaleError:
@@ -164,14 +181,13 @@ def signature(recipe: Recipe) -> dict[str, str]:
     }
 
 
-def _check_in(store: Store, rank: int, size: int, recipe: Recipe) -> None:
+def _check_in(store: SignedStore, rank: int, size: int, recipe: Recipe) -> None:
     """Every rank publishes its signature; rank 0 compares them, and all continue or all end."""
     from torch.distributed import DistStoreError
 
     entry = {"host": platform.node(), "signature": signature(recipe)}
     store.set(f"check-in/{rank}", json.dumps(entry))
     if rank:
-        store.wait(["check-in"])
         if store.get("check-in") != b"passed":
             sys.exit(2)
         return
@@ -179,7 +195,7 @@ def _check_in(store: Store, rank: int, size: int, recipe: Recipe) -> None:
         try:
             store.wait([f"check-in/{other}" for other in range(size)])
         except DistStoreError as error:
-            missing = [other for other in range(size) if not store.check([f"check-in/{other}"])]
+            missing = [other for other in range(size) if store.find(f"check-in/{other}") is None]
             raise ScaleError(
                 f"rank {', '.join(map(str, missing))} of {size}",
                 f"not there after {recipe.scale.timeout_s:g} s",
