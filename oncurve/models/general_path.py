@@ -1,19 +1,23 @@
 """The general path: a model through transformers' own forward and cache, for families that our attention can't represent.
 
-Layers with a recurrent state (Mamba, gated delta-nets, short convolutions), attention outside of transformers' interface
-(Falcon, BLOOM, GPT-J) and masks that only transformers builds all run here. It is slower than the paths through our attention,
-and as exact: log-probs are those of the model's plain forward.
+Layers with a recurrent state (Mamba, RWKV, xLSTM), attention outside of transformers' interface (Falcon, BLOOM, GPT-J) and
+masks that only transformers builds all run here. It is slower than the paths through our attention, and as exact: log-probs are
+those of the model's plain forward.
 
 - **Learner.** Each completion is forwarded with its prompt as one right-padded row. In a causal model the padding changes
   nothing before it, so no mask is needed. The prompt is not shared between completions.
 - **Sampler.** A prompt is prefilled once, its cache or state is repeated for the R slots of a block, and the block decodes as
   one batch of rows at the same position. No padding is involved, so a completion's bits do not depend on other prompts.
+
+Some models of transformers decode with their cache only if they are told the positions, and some not correctly at all. The
+self-check tries the members of `Decoding` in order and takes the first that gives the log-probs of the plain forward.
 """
 
 from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -26,16 +30,32 @@ CACHES = ("past_key_values", "cache_params", "state")
 """The names under which models of transformers return and accept their cache."""
 
 
+class Decoding(Enum):
+    """How the sampler gets the next token's hidden state."""
+
+    CACHE = "cache"
+    POSITIONS = "cache, with positions"
+    """The model derives no positions from its cache (Bamba)."""
+    COMPLETE = "no cache"
+    """Every step runs the complete sequence again: slow, and right for every causal model."""
+
+
 @dataclass
 class GeneralCache:
-    """Transformers' cache of some rows, all at the same position; ``value`` is None before the first token."""
+    """Some rows at the same position: their tokens [R, L], and transformers' cache if there is one."""
 
+    ids_RL: Tensor
     name: str | None = None
     value: Any = None
 
+    @classmethod
+    def empty(cls, device: torch.device) -> GeneralCache:
+        """One row before its first token."""
+        return cls(torch.zeros(1, 0, dtype=torch.long, device=device))
+
     def repeat(self, rows: int) -> GeneralCache:
         """A copy with its only row repeated."""
-        return GeneralCache(self.name, _repeat_rows(self.value, rows, {}))
+        return GeneralCache(self.ids_RL.repeat(rows, 1), self.name, _repeat_rows(self.value, rows, {}))
 
 
 def pack_hidden(backbone: nn.Module, pack: Pack) -> Tensor:
@@ -52,12 +72,17 @@ def pack_hidden(backbone: nn.Module, pack: Pack) -> Tensor:
     return hidden_RLD.flatten(0, 1).index_select(0, torch.from_numpy(np.concatenate(predicted)).to(device))
 
 
-def forward_cached(backbone: nn.Module, ids_RT: Tensor, cache: GeneralCache) -> tuple[Tensor, GeneralCache]:
+def extend(backbone: nn.Module, cache: GeneralCache, ids_RT: Tensor, decoding: Decoding) -> tuple[Tensor, GeneralCache]:
     """(the last token's hidden state [R, D], the cache with these tokens)."""
-    past = {} if cache.name is None else {cache.name: cache.value}
-    out = backbone(input_ids=ids_RT, use_cache=True, **past)
+    ids_RL = torch.cat((cache.ids_RL, ids_RT), 1)
+    if decoding is Decoding.COMPLETE:
+        return backbone(input_ids=ids_RL, use_cache=False).last_hidden_state[:, -1], GeneralCache(ids_RL)
+    options = {} if cache.name is None else {cache.name: cache.value}
+    if decoding is Decoding.POSITIONS:
+        options["position_ids"] = torch.arange(cache.ids_RL.shape[1], ids_RL.shape[1], device=ids_RT.device)[None]
+    out = backbone(input_ids=ids_RT, use_cache=True, **options)
     name = next((name for name in CACHES if getattr(out, name, None) is not None), None)
-    return out.last_hidden_state[:, -1], GeneralCache(name, None if name is None else getattr(out, name))
+    return out.last_hidden_state[:, -1], GeneralCache(ids_RL, name, None if name is None else getattr(out, name))
 
 
 def _repeat_rows(value: Any, rows: int, done: dict[int, Any]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +16,27 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from oncurve import kernels
 from oncurve.errors import ModelError
-from oncurve.models import attention_interface, general_path, lora, recurrent_layers, self_check
+from oncurve.models import general_path, lora, recurrent_layers
 from oncurve.models.attention_interface import AttentionContext
 from oncurve.models.chat_template import PROBE, TEMPLATE_FIX, apply_chat_template
 from oncurve.models.gradient_buffers import GradAccumulator
-from oncurve.models.heads.lm_head import Head, head_chunk_tokens, token_logps
+from oncurve.models.heads.lm_head import Head, head_chunk_tokens, own_logits, token_logps
 from oncurve.models.llama.c_backbone import can_run_c
 from oncurve.models.llama.fused import FusedBackbone
 from oncurve.models.packing import Pack, PrefixGroup, build_pack, dummy_pack, predicting_states
+from oncurve.models.self_check import FAILURES, SelfCheck, check_policy
 from oncurve.records import Ints, Prompt, is_text
+
+CHECK = "oncurve_check"
+"""The attribute of a model under which its self-check travels with its copies."""
 
 
 class Policy:
     """A causal language model split into backbone (with our attention) and chunked LM head, with its tokenizer.
 
     The model is checked when it is wrapped (`oncurve.models.self_check`). Our attention must give the log-probs of its own
-    plain forward, else it takes the general path; the LM head read from the config must give its own logits. A model that
-    neither path computes is refused. ``compiled`` allows the C functions on a CPU.
+    plain forward, else it takes the general path; the LM head read from the config must give its own logits, else its own
+    head is called. A model that neither path computes is refused. ``compiled`` allows the C functions on a CPU.
     """
 
     def __init__(
@@ -48,25 +53,18 @@ class Policy:
         own_attention = model.config._attn_implementation
         model.eval()  # with dropout, sampler and learner would disagree; GRPO trains without it
         self.backbone = _find_backbone(model)
-        with suppress(*self_check.FAILURES):  # the self-check says what is wrong with such a model
+        with suppress(*FAILURES):  # the self-check says what is wrong with such a model
             recurrent_layers.attach(model, self.backbone)
-        model.set_attn_implementation(attention_interface.NAME)
         self.eos_ids = _find_eos_ids(model, tokenizer)
         self.fast_backbone: FusedBackbone | None = None
         self._accumulator: GradAccumulator | None = None
         self._known_roles: set[str] = set()
-        self.general_reason: str | None = None
-        """Why the model takes the general path (`oncurve.models.general_path`); None if it runs through our attention."""
-        self.check_is_conclusive = True
-        """False if the weights are too uniform for the self-check to tell a wrong forward from a right one."""
-        is_checked = own_attention == attention_interface.NAME  # a copy of a model that was opened before
-        reason = None if is_checked else self_check.attention_problem(self, own_attention)
-        if reason is not None:
-            self.general_reason = reason
-            model.set_attn_implementation(own_attention)
-            self_check.check_general_path(self, reason)
-        self_check.check_head(self)
-        if reason is None:
+        self.check = getattr(model, CHECK, None) or SelfCheck()
+        """What the self-check found: which path the model takes, and how far that is from its own forward."""
+        if self.check.tolerance == 0.0:  # not checked yet; a copy of an opened model carries its check along
+            check_policy(self, own_attention)
+            setattr(model, CHECK, self.check)
+        if self.general_reason is None and not self.check.own_head:
             self.fast_backbone = _build_fast_backbone(self, compiled)
 
     def copy(self) -> Policy:
@@ -77,6 +75,11 @@ class Policy:
         )  # fmt: skip
 
     @property
+    def general_reason(self) -> str | None:
+        """Why the model takes the general path (`oncurve.models.general_path`); None if it runs through our attention."""
+        return self.check.general_reason
+
+    @property
     def uses_c(self) -> bool:
         """Whether sampler and learner run the C functions in oncurve/models/llama."""
         return self.fast_backbone is not None and self.fast_backbone.uses_c and self.model.dtype == torch.float32
@@ -85,6 +88,8 @@ class Policy:
     def head(self) -> Head:
         """The LM head. Read from the model on each access, so a replaced or re-tied weight is picked up."""
         layer = self.model.get_output_embeddings()
+        if self.check.own_head:
+            return Head(layer.weight, own=partial(own_logits, self.model, self.backbone))
         config = self.model.config.get_text_config()
         scale = 1.0
         if getattr(config, "logits_scaling", None):  # Granite divides
@@ -278,9 +283,17 @@ def run_backbone(policy: Policy, input_ids: Tensor, position_ids: Tensor, attent
 
 
 def _find_backbone(model: PreTrainedModel) -> nn.Module:
+    """The module between token ids and the head. A few models name it otherwise than their base class says (Llama 4)."""
     backbone: nn.Module = model.base_model
+    if backbone is model:
+        backbone = getattr(model, "model", model)
     if backbone is model or not isinstance(model.get_output_embeddings(), nn.Linear):
-        raise attention_interface.unsupported(type(model).__name__, "no separate backbone and linear LM head")
+        raise ModelError(
+            type(model).__name__,
+            "a model without a backbone and a linear LM head",
+            because="sampler and learner run the two separately",
+            fix="choose another model family; docs/models.md says which kinds work",
+        )
     return backbone
 
 

@@ -1,16 +1,23 @@
 """Compares a model as we run it with the model's own plain forward, on a few short sequences made for the purpose.
 
-The check looks at behaviour, not at a list of names, so it covers families that are published tomorrow. It runs whenever a
-model is opened, in the precision that will be used, and costs a few forwards of some 30 tokens. Sliding windows are shortened
-meanwhile, so that short sequences cross them.
+The check looks at behaviour, not at a list of names, so it covers families that are published tomorrow. It runs when a model is
+opened, in the precision that will be used, and costs about ten forwards of some 30 tokens. Sliding windows are shortened
+meanwhile, so that short sequences cross them. Positions end where a rope would switch (`Policy.max_positions`).
+
+What counts as equal is derived from the precision. Rounding moves log-probs by an amount that depends on the model, so the
+check measures it: how far log-probs move if every embedding is multiplied by 1 ± ε, the precision's machine epsilon. In
+bfloat16 that is about twice the distance between a model's forward in bfloat16 and in float32 (1.6 to 3.3 times in 19 families
+of two layers). Up to `ROUNDINGS` times as much counts as equal. A model whose context moves log-probs by no more than
+`SENSITIVITY` times that tolerance can't reveal a wrong context: the check is then inconclusive, never passed.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +27,7 @@ from torch import Tensor
 from oncurve.errors import ModelError
 from oncurve.models import attention_interface, general_path
 from oncurve.models.attention_interface import AttentionContext
+from oncurve.models.general_path import Decoding, GeneralCache
 from oncurve.models.packing import Pack, PrefixGroup, build_pack
 from oncurve.models.recurrent_layers import RecurrentLayer, RunLayer
 
@@ -28,30 +36,74 @@ if TYPE_CHECKING:
 
 WINDOW = 8
 """Sliding windows are shortened to this while a model is checked."""
-TOLERANCE_32BIT, TOLERANCE_16BIT = 1e-3, 0.1
-"""Mean difference in log-prob, in nats, up to which two computations of one model count as equal. Rounding gives about 1e-6 in
-32 bits and 0.02 in 16; wrong families differ by 0.1 to 6."""
-SENSITIVITY = 5.0
+ROUNDINGS = 4.0
+"""Two computations count as equal if they differ by at most this many times what a rounding of the embeddings changes."""
+LEAST_TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-8}
+"""In nats: a recurrence in chunks and one token by token differ by about 1e-5 in float32."""
+LEAST_TOLERANCE_16BIT = 1e-2
+SENSITIVITY = 3.0
 """If the context moves log-probs by less than this many tolerances, the weights can't reveal a difference."""
 
 STATELESS = ("mlp", "moe")
 """Types of layers, as transformers names them, whose output depends on nothing but the token's own hidden state."""
 
-FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, AssertionError, IndexError, KeyError)
+FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, AssertionError, IndexError, KeyError, NotImplementedError)
 """What a model's modules raise if they can't be called as we call them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
-    """Mean difference in nats; ``conclusive`` is False if the weights are too uniform to reveal a wrong context."""
+class SelfCheck:
+    """How a model is run, and how far that is from its own plain forward: mean difference in log-prob, in nats.
 
-    difference: float
-    tolerance: float
-    conclusive: bool
+    Example: ``SelfCheck(difference=1.2e-6, tolerance=2e-4, conclusive=True)`` is a model that runs through our attention.
+    """
+
+    general_reason: str | None = None
+    """Why the model takes the general path (`oncurve.models.general_path`); None if it runs through our attention."""
+    decoding: Decoding = Decoding.CACHE
+    """How the general path decodes."""
+    own_head: bool = False
+    """Whether logits come from the model's own forward: its head is more than a linear layer with a scale and a soft cap."""
+    difference: float = 0.0
+    tolerance: float = 0.0
+    conclusive: bool = False
+    """False if the weights are too uniform to tell a wrong forward from a right one."""
+    seconds: float = 0.0
 
     @property
-    def agrees(self) -> bool:
-        return self.difference <= self.tolerance  # False for NaN
+    def log_line(self) -> str:
+        if self.general_reason is None:
+            path = "our attention"
+        else:
+            path = f"general path, slower than our attention ({self.general_reason})"
+            if self.decoding is Decoding.COMPLETE:
+                path += "; its cache can't be used, so every token runs the complete sequence again, which is very slow"
+        found = f"{self.difference:.1e} nats from the model's own forward, tolerance {self.tolerance:.1e}"
+        if not self.conclusive:
+            found += ": inconclusive, because these weights hardly depend on the context"
+        return f"self-check in {self.seconds:.1f} s: {path}; log-probs are {found}"
+
+
+@torch.no_grad()
+def check_policy(policy: Policy, implementation: str) -> None:
+    """Find out how the policy's model must be run, and set ``policy.check`` and the model's attention accordingly.
+
+    ``implementation`` is the name of the model's own attention. A model that no path computes correctly is refused.
+    """
+    started = time.perf_counter()
+    model = policy.model
+    model.set_attn_implementation(implementation)
+    with _short_windows(policy):
+        _check_head(policy)
+        tolerance = _measure_tolerance(policy)
+        policy.check = replace(policy.check, tolerance=tolerance)
+        model.set_attn_implementation(attention_interface.NAME)
+        reason = attention_problem(policy, implementation)
+        if reason is not None:
+            model.set_attn_implementation(implementation)
+            policy.check = replace(policy.check, general_reason=reason)
+            _check_general_path(policy)
+    policy.check = replace(policy.check, seconds=time.perf_counter() - started)
 
 
 class _CountingAttention:
@@ -75,12 +127,10 @@ class _CountingAttention:
         return self.inner.recur(layer, hidden, run)
 
 
-@torch.no_grad()
 def attention_problem(policy: Policy, implementation: str) -> str | None:
     """Why the model can't run through our attention, or None if it can. ``implementation`` is its own attention's name."""
     try:
-        with _short_windows(policy):
-            return _layers_problem(policy) or _forward_problem(policy, implementation)
+        return _layers_problem(policy) or _forward_problem(policy, implementation)
     except torch.OutOfMemoryError:
         raise
     except ModelError as error:
@@ -134,43 +184,23 @@ def _recurrence_problem(policy: Policy) -> str | None:
 
 
 def _forward_problem(policy: Policy, implementation: str) -> str | None:
-    result = compare_forward(policy, implementation)
-    if result.agrees:
-        policy.check_is_conclusive = result.conclusive
-        return None
-    return f"log-probs that differ from its own forward by {result.difference:.2g} nats"
-
-
-def compare_forward(policy: Policy, implementation: str) -> Comparison:
-    """The learner's log-probs of a pack with two prompts and five completions, against plain forwards of each sequence."""
     pack = _probe_pack(policy)
     ours_M, _ = policy.pack_logps(pack)
-    present = policy.model.config._attn_implementation
     policy.model.set_attn_implementation(implementation)
     try:
-        theirs_M = _plain_logps(policy, pack, with_prompt=True)
-        without_prompt_M = _plain_logps(policy, pack, with_prompt=False)
+        theirs_M = _plain_logps(policy, pack)
+        conclusive = _is_conclusive(policy, pack, theirs_M)
     finally:
-        policy.model.set_attn_implementation(present)
-    tolerance = _tolerance(policy)
-    moved = float((theirs_M - without_prompt_M).abs().mean())
-    return Comparison(float((ours_M - theirs_M).abs().mean()), tolerance, moved > SENSITIVITY * tolerance)
+        policy.model.set_attn_implementation(attention_interface.NAME)
+    difference = _mean_difference(ours_M, theirs_M)
+    if not difference <= policy.check.tolerance:  # also for NaN
+        return f"log-probs that differ from its own forward by {difference:.2g} nats"
+    policy.check = replace(policy.check, difference=difference, conclusive=conclusive)
+    return None
 
 
-def _plain_logps(policy: Policy, pack: Pack, *, with_prompt: bool) -> Tensor:
-    """Log-probs of a pack's targets, each completion forwarded by itself; without its prompt, after its last token only."""
-    logps, targets = [], torch.split(pack.target_M, list(pack.lengths))
-    for (prompt_start, prompt, start, inputs), target_T in zip(pack.spans, targets, strict=True):
-        first = prompt_start if with_prompt else prompt_start + prompt - 1
-        ids = torch.cat((pack.input_ids[0, first : prompt_start + prompt], pack.input_ids[0, start : start + inputs]))
-        hidden_TD = policy.backbone(input_ids=ids[None], use_cache=False).last_hidden_state[0, -len(target_T) :]
-        logps.append(policy.target_logps(hidden_TD, target_T)[0])
-    return torch.cat(logps)
-
-
-@torch.no_grad()
-def check_general_path(policy: Policy, reason: str) -> None:
-    """Refuse a model that the general path does not compute either; ``reason`` is why our attention does not."""
+def _check_general_path(policy: Policy) -> None:
+    """Refuse a model that the general path does not compute either."""
     name = type(policy.model).__name__
     try:
         problem = _general_problem(policy)
@@ -181,60 +211,136 @@ def check_general_path(policy: Policy, reason: str) -> None:
     if problem is not None:
         raise ModelError(
             name,
-            f"a model with {reason}",
+            f"a model with {policy.check.general_reason}",
             because=f"it can't run through our attention, and on the general path {problem}",
             fix="choose another model family; docs/models.md says which kinds work",
         )
 
 
 def _general_problem(policy: Policy) -> str | None:
-    pack, tolerance = _probe_pack(policy), _tolerance(policy)
+    pack = _probe_pack(policy)
     prompt_start, prompt, start, inputs = pack.spans[-1]
     row = torch.cat((pack.input_ids[0, prompt_start : prompt_start + prompt], pack.input_ids[0, start : start + inputs]))
 
     def logps(ids: Tensor) -> Tensor:
-        hidden_LD = policy.backbone(input_ids=ids[None], use_cache=False).last_hidden_state[0]
-        return policy.head.logits(hidden_LD).log_softmax(-1)
-
-    def agree(one: Tensor, other: Tensor) -> bool:
-        return float((one - other).abs().mean()) <= tolerance  # False for NaN
+        return _vocab_logps(policy, policy.backbone(input_ids=ids[None], use_cache=False).last_hidden_state[0])
 
     plain_LV, changed = logps(row), row.clone()
     changed[-3:] = (changed[-3:] + 1) % policy.head.weight_VD.shape[0]
-    if not agree(plain_LV[: prompt - 1], logps(changed)[: prompt - 1]):
+    if not _mean_difference(plain_LV[: prompt - 1], logps(changed)[: prompt - 1]) <= policy.check.tolerance:
         return "a token sees the tokens after it: it is not a causal model"
-    cache = general_path.forward_cached(policy.backbone, row[None, :prompt], general_path.GeneralCache())[1].repeat(2)
-    for position in range(prompt, len(row)):
-        hidden_RD, cache = general_path.forward_cached(policy.backbone, row[position].expand(2, 1), cache)
-        if not agree(policy.head.logits(hidden_RD).log_softmax(-1), plain_LV[position]):
-            return "decoding with its cache differs from its forward"
-    if not agree(policy.pack_logps(pack)[0], _plain_logps(policy, pack, with_prompt=True)):
+    decoding = next((d for d in Decoding if _decodes(policy, d, row, prompt, plain_LV)), None)
+    if decoding is None:
+        return "decoding differs from its forward"
+    theirs_M = _plain_logps(policy, pack)
+    difference = _mean_difference(policy.pack_logps(pack)[0], theirs_M)
+    if not difference <= policy.check.tolerance:
         return "a row's log-probs depend on the padding behind it"
+    policy.check = replace(
+        policy.check, decoding=decoding, difference=difference, conclusive=_is_conclusive(policy, pack, theirs_M)
+    )
     return None
 
 
-@torch.no_grad()
-def check_head(policy: Policy) -> None:
-    """Refuse a model unless the head read from its config gives its own logits: a hidden scale would train on wrong numbers."""
-    pack = _probe_pack(policy)
-    inputs: dict[str, Any] = {}
-    if policy.general_reason is None:
-        inputs = {"position_ids": pack.position_ids, "attention_context": pack.attention}
-    hidden = policy.backbone(input_ids=pack.input_ids, use_cache=False, **inputs).last_hidden_state
-    # Some models do not pass such arguments on to their backbone.
-    hook = policy.backbone.register_forward_pre_hook(lambda _, args, given: (args, given | inputs), with_kwargs=True)
+def _decodes(policy: Policy, decoding: Decoding, row: Tensor, prompt: int, plain_LV: Tensor) -> bool:
+    """Whether two rows with the prompt's cache, decoded token by token, have the log-probs of the plain forward."""
     try:
-        theirs = policy.model(input_ids=pack.input_ids, use_cache=False).logits.float()
+        empty = GeneralCache.empty(policy.device)
+        cache = general_path.extend(policy.backbone, empty, row[None, :prompt], decoding)[1].repeat(2)
+        decoded = []
+        for position in range(prompt, len(row)):
+            hidden_RD, cache = general_path.extend(policy.backbone, cache, row[position].expand(2, 1), decoding)
+            decoded.append(_vocab_logps(policy, hidden_RD))
+    except torch.OutOfMemoryError:
+        raise
+    except FAILURES:
+        return False
+    return _mean_difference(torch.stack(decoded, 1), plain_LV[prompt:]) <= policy.check.tolerance
+
+
+def _check_head(policy: Policy) -> None:
+    """Compare the head that was read from the config with the model's own logits; if they differ, the model's own is used."""
+    name, ids = type(policy.model).__name__, _probe_pack(policy).input_ids
+    try:
+        theirs = policy.model(input_ids=ids, use_cache=False).logits[0].float()
+        hidden = policy.backbone(input_ids=ids, use_cache=False).last_hidden_state[0]
+    except torch.OutOfMemoryError:
+        raise
+    except FAILURES as error:
+        raise _no_forward(name, f"its forward fails ({_first_line(error)})") from error
+    if not theirs.isfinite().all():
+        raise _no_forward(name, "its logits are not finite")
+    if _same_logits(policy, hidden, theirs):
+        return
+    policy.check = replace(policy.check, own_head=True)
+    if not _same_logits(policy, hidden, theirs):
+        raise _no_forward(name, "its logits do not follow from its last hidden state")
+
+
+def _same_logits(policy: Policy, hidden: Tensor, theirs: Tensor) -> bool:
+    tolerance = 1e-3 if policy.model.dtype == torch.float32 else 2e-2  # the model may scale and cap logits in 16 bits, we in 32
+    try:
+        ours = policy.head.logits(hidden)
+    except torch.OutOfMemoryError:
+        raise
+    except FAILURES:
+        return False
+    atol = tolerance * float(theirs.abs().max()) + 1e-6
+    return ours.shape == theirs.shape and torch.allclose(theirs, ours, rtol=tolerance, atol=atol)
+
+
+def _no_forward(name: str, reason: str) -> ModelError:
+    return ModelError(
+        name,
+        "can't be run as a causal language model",
+        because=reason,
+        fix="choose another model family; docs/models.md says which kinds work",
+    )
+
+
+def _measure_tolerance(policy: Policy) -> float:
+    """The largest mean difference in log-prob that counts as rounding (see above)."""
+    dtype = policy.model.dtype
+    pack = _probe_pack(policy)
+    generator = torch.Generator().manual_seed(0)
+
+    def perturb(module: Any, args: Any, out: Tensor) -> Tensor:
+        sign = torch.randint(0, 2, out.shape, generator=generator).to(out.device, out.dtype) * 2 - 1
+        return out * (1 + sign * torch.finfo(out.dtype).eps)
+
+    plain_M = _plain_logps(policy, pack, only_last=True)
+    hook = policy.model.get_input_embeddings().register_forward_hook(perturb)
+    try:
+        noise = _mean_difference(plain_M, _plain_logps(policy, pack, only_last=True))
     finally:
         hook.remove()
-    ours = policy.head.logits(hidden)
-    tolerance = 1e-3 if hidden.dtype == torch.float32 else 2e-2  # the model scales and caps its logits in 16 bits, we in 32
-    if not torch.allclose(theirs, ours, rtol=tolerance, atol=tolerance * float(theirs.abs().max()) + 1e-6):
-        raise attention_interface.unsupported(type(policy.model).__name__, "an LM head with more than a scale and a soft cap")
+    return max(ROUNDINGS * noise, LEAST_TOLERANCE.get(dtype, LEAST_TOLERANCE_16BIT))
 
 
-def _tolerance(policy: Policy) -> float:
-    return TOLERANCE_32BIT if policy.model.dtype == torch.float32 else TOLERANCE_16BIT
+def _is_conclusive(policy: Policy, pack: Pack, logps_M: Tensor) -> bool:
+    """Whether log-probs move clearly if a completion follows its prompt's last token instead of its prompt."""
+    without_M = _plain_logps(policy, pack, with_prompt=False, only_last=True)
+    return _mean_difference(without_M, logps_M[-len(without_M) :]) > SENSITIVITY * policy.check.tolerance
+
+
+def _plain_logps(policy: Policy, pack: Pack, *, with_prompt: bool = True, only_last: bool = False) -> Tensor:
+    """Log-probs of a pack's targets, each completion forwarded by itself; without its prompt, after its last token only."""
+    logps, targets = [], torch.split(pack.target_M, list(pack.lengths))
+    spans = list(zip(pack.spans, targets, strict=True))
+    for (prompt_start, prompt, start, inputs), target_T in spans[-1:] if only_last else spans:
+        first = prompt_start if with_prompt else prompt_start + prompt - 1
+        ids = torch.cat((pack.input_ids[0, first : prompt_start + prompt], pack.input_ids[0, start : start + inputs]))
+        hidden_TD = policy.backbone(input_ids=ids[None], use_cache=False).last_hidden_state[0, -len(target_T) :]
+        logps.append(policy.target_logps(hidden_TD, target_T)[0])
+    return torch.cat(logps)
+
+
+def _vocab_logps(policy: Policy, hidden: Tensor) -> Tensor:
+    return policy.head.logits(hidden).log_softmax(-1)
+
+
+def _mean_difference(one: Tensor, other: Tensor) -> float:
+    return float((one - other).abs().mean())
 
 
 def _first_line(error: Exception) -> str:
@@ -246,9 +352,12 @@ def _probe_pack(policy: Policy) -> Pack:
     """Two prompts of different lengths, with three and two completions, longer than the shortened windows."""
     rng = np.random.default_rng(0)
     vocabulary = int(policy.head.weight_VD.shape[0])
+    pad = min(getattr(policy.model.config.get_text_config(), "pad_token_id", None) or 0, vocabulary - 1)
 
     def ids(count: int) -> np.ndarray:
-        return rng.integers(min(3, vocabulary - 1), vocabulary, count)
+        drawn = rng.integers(min(3, vocabulary - 1), vocabulary, count)
+        drawn[count // 2] = pad  # some models (RoBERTa) derive positions from the number of other tokens
+        return drawn
 
     first = PrefixGroup(ids(5), (ids(9), ids(4), ids(12)), (0, 1, 2))
     second = PrefixGroup(ids(13), (ids(6), ids(11)), (3, 4))

@@ -64,8 +64,8 @@ def test_uniform_weights_are_inconclusive_and_never_passed() -> None:
     uniform = build("llama")
     with torch.no_grad():
         uniform.get_output_embeddings().weight.mul_(1e-4)
-    assert not Policy(uniform, tokenizer()).check_is_conclusive
-    assert Policy(enlivened(build("llama")), tokenizer()).check_is_conclusive
+    assert not Policy(uniform, tokenizer()).check.conclusive
+    assert Policy(enlivened(build("llama")), tokenizer()).check.conclusive
 
 
 def test_a_window_that_only_the_mask_applies_is_noticed() -> None:

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, GptOssConfig, GptOssForCausalLM
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
+    PreTrainedModel,
+)
 
+from oncurve.engines.base import SampleKey
+from oncurve.engines.native.engine import NativeEngine
 from oncurve.errors import ModelError
 from oncurve.models.loading.load import choose_device, load_policy
 from oncurve.models.loading.tiny import TAGS, build_model, build_tokenizer
@@ -17,6 +30,7 @@ from oncurve.models.packing import PrefixGroup, build_pack
 from oncurve.models.policy import Policy
 from oncurve.models.reference import Reference
 from oncurve.recipe.schema.model import Model, TinyModel
+from oncurve.recipe.schema.sections import Engine, Sampling
 from oncurve.records import Prompt
 from tests.models.architectures import make_model as make_architecture
 from tests.models.architectures import tokenizer
@@ -135,19 +149,58 @@ def test_learned_positions_restart_after_the_prompt_too() -> None:
     torch.testing.assert_close(ours, torch.cat(theirs), rtol=1e-4, atol=1e-4)
 
 
-def test_a_head_that_does_more_than_scale_and_cap_is_refused() -> None:
-    """An undetected factor between head and logits would silently train on wrong numbers."""
-    model = make_architecture("llama")
+def with_logits(change: Callable[[Tensor, Tensor], Tensor], name: str) -> PreTrainedModel:
+    """A model that changes its logits: ``change`` gets them and the token ids."""
+    model = make_architecture(name)
     plain = type(model).forward
 
     class Odd(type(model)):  # type: ignore[misc]
-        def forward(self, *arguments: object, **named: object) -> object:
-            out = plain(self, *arguments, **named)
-            out.logits = out.logits * 2
+        def forward(self, input_ids: Tensor, **named: Any) -> Any:
+            out = plain(self, input_ids, **named)
+            out.logits = change(out.logits, input_ids)
             return out
 
     model.__class__ = Odd
-    with pytest.raises(ModelError, match="LM head"):
+    return model
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "granite"])
+@pytest.mark.parametrize("change", [lambda z, _: 2 * z, lambda z, _: torch.tanh(z) + 0.5 * z.roll(1, -1)])
+def test_a_head_that_does_more_than_scale_and_cap_is_called_itself(
+    name: str, change: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    """Else an unnoticed factor between head and logits would silently train on wrong numbers."""
+    model = with_logits(change, name)
+    own = copy.deepcopy(model)
+    policy = Policy(model, tokenizer())
+    assert policy.check.own_head
+    assert policy.general_reason is None
+    group = NativeEngine(policy, Engine(slots=4)).sample(
+        [Prompt(id="p", text="abc")], 3, Sampling(max_new_tokens=8, temperature=0.7), SampleKey(0, 1)
+    )[0]
+    completions = tuple(c.token_ids for c in group.completions)
+    pack = build_pack([PrefixGroup(group.prompt_ids, completions, (0, 1, 2))], policy.device)
+    logp_M, entropy_M = policy.pack_logps(pack, 0.7)
+    theirs, entropies = [], []
+    for ids in completions:
+        row = torch.from_numpy(np.concatenate((group.prompt_ids, ids)))[None]
+        logps = (own(row).logits[0, len(group.prompt_ids) - 1 : -1] / 0.7).log_softmax(-1)
+        theirs.append(logps[range(len(ids)), ids])
+        entropies.append(-(logps.exp() * logps).sum(-1))
+    weight_M = torch.linspace(-1, 1, len(logp_M))
+    torch.testing.assert_close(logp_M, torch.cat(theirs), rtol=0, atol=1e-5)
+    torch.testing.assert_close(entropy_M, torch.cat(entropies), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(np.concatenate([c.logps for c in group.completions]), logp_M.detach(), atol=1e-5)
+    for logp, entropy in ((logp_M, entropy_M), (torch.cat(theirs), torch.cat(entropies))):
+        (logp @ weight_M + entropy.sum()).backward()  # type: ignore[no-untyped-call]
+    ours = {name: p.grad for name, p in policy.model.named_parameters()}
+    for parameter, p in own.named_parameters():
+        torch.testing.assert_close(ours[parameter], p.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_a_head_that_reads_the_token_ids_is_refused() -> None:
+    model = with_logits(lambda z, ids: z + torch.nn.functional.one_hot(ids, z.shape[-1]), "llama")
+    with pytest.raises(ModelError, match="do not follow from its last hidden state"):
         Policy(model, tokenizer())
 
 

@@ -43,27 +43,44 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace"), 1),
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 8),
+    "linear_num_heads": 4,
+    "chunk_size": 8,
+    "embedding_size": 32,
+    "is_decoder": True,
 }
 LATENT = {"num_key_value_heads": 4}
-MAMBA = {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 8}
 PER_LAYER_INPUT = {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8}
+BOS = {"bos_token_id": 2}
 SPECIAL: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"), LATENT),
     **dict.fromkeys(("longcat_flash", "youtu"), LATENT),
+    **dict.fromkeys(("bailing_hybrid", "kimi_linear"), LATENT),
     "minicpm3": {**LATENT, "dim_model_base": 32},
-    **dict.fromkeys(("bamba", "granitemoehybrid"), MAMBA),
-    **dict.fromkeys(("gemma3n", "gemma3n_text", "gemma4", "gemma4_text"), PER_LAYER_INPUT),
-    "qwen3_next": {"num_hidden_layers": 4},
-    "cwm": {"bos_token_id": 2},
-    "modernbert-decoder": {"bos_token_id": 2, "global_attn_every_n_layers": 2},
+    "bamba": {**MAMBA, "attn_layer_indices": [1]},
+    "granitemoehybrid": {**MAMBA, "layer_types": ["mamba", "attention"]},
+    "falcon_h1": {**MAMBA, "mamba_d_ssm": 64},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 4},
+    **dict.fromkeys(("gemma3n", "gemma3n_text"), PER_LAYER_INPUT),
+    **dict.fromkeys(("cwm", "emu3", "mllama"), BOS),
+    "modernbert-decoder": {**BOS, "global_attn_every_n_layers": 2},
     "falcon": {"head_dim": None},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 4, "head_dim": 16},
     "xlstm": {"v_head_dim": None},
+    "xlm": {"causal": True, "n_langs": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "nemotron_h": {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8},
+    "inkling_text": {
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2,
+        "swa_head_dim": 8,
+        "sliding_window_size": WINDOW,
+    },
     "zaya": {"num_experts_per_tok": 1},
     "dots1": {"n_shared_experts": 1},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"], "attention_window_size": WINDOW, "lru_width": 32},
 }
 """Settings beyond SIZES; None leaves an attribute at the family's own value."""
 NOT_BUILT = {
@@ -83,13 +100,14 @@ def tiny_config(family: str) -> PreTrainedConfig:
     config = CONFIG_MAPPING[family]()
     with contextlib.suppress(ValueError):  # several text configs: the model's own one
         config = config.get_text_config()
-    sizes = {}
-    for name, value in (SIZES | SPECIAL.get(family, {})).items():
-        if _has(config, name):
-            sizes[name] = value
-    special = SPECIAL.get(family, {})
-    sizes |= special
+    sizes = {name: value for name, value in SIZES.items() if _has(config, name)} | SPECIAL.get(family, {})
     kept = {name: value for name, value in sizes.items() if value is not None or name == "bos_token_id"}
+    own = {} if "layer_types" in (config.attribute_map or {}) else config.to_dict()
+    kinds = {name: list(dict.fromkeys(own.get(name) or ())) for name in ("layer_types", "mlp_layer_types")}
+    layers = max(2, *(len(names) for names in kinds.values()))
+    repeated = {name: (names * layers)[:layers] for name, names in kinds.items() if names}
+    if repeated:  # a layer of every type
+        kept = {"num_hidden_layers": layers} | repeated | {n: v for n, v in kept.items() if n != "num_hidden_layers"}
     return type(config)(**kept)
 
 

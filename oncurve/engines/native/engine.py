@@ -36,16 +36,13 @@ class NativeEngine:
 
     @property
     def log_lines(self) -> tuple[str, ...]:
-        """A warning if sampling is slower here than it could be."""
-        if self.policy.general_reason is not None:
-            return (
-                f"general path: transformers' own forward and cache, slower than our attention ({self.policy.general_reason})",
-            )
+        """What the self-check found and cost, after a warning if sampling is slower here than it could be."""
+        check = self.policy.check.log_line
         if self.policy.device.type == "cpu" and self.policy.fast_backbone is not None and load_library() is None:
-            return ("no C compiler was found: torch decodes, several times slower for a small model",)
+            return ("no C compiler was found: torch decodes, several times slower for a small model", check)
         if self.policy.device.type == "cuda" and not kernels.can_run_kernels(self.policy.device):
-            return ("Triton is not installed: torch decodes, several times slower on a GPU",)
-        return ()
+            return ("Triton is not installed: torch decodes, several times slower on a GPU", check)
+        return (check,)
 
     def close(self) -> None:
         """Nothing to release: the KV cache goes with each call."""
@@ -80,6 +77,7 @@ class NativeEngine:
         """Decodes with CUDA graphs and our kernels, on a GPU that has Triton; None: torch decodes."""
         if (
             self.policy.general_reason is not None
+            or self.policy.check.own_head
             or self.policy.layer_by_layer
             or not kernels.can_run_kernels(self.policy.device)
         ):

@@ -11,7 +11,7 @@ from torch import Tensor
 from oncurve.engines.base import SampleRequest
 from oncurve.engines.native.kv_cache import KVCache
 from oncurve.engines.native.torch_runner import PerSlotTorchRunner, TorchRunner
-from oncurve.models.general_path import GeneralCache, forward_cached
+from oncurve.models.general_path import GeneralCache, extend
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.sections import Sampling
 
@@ -30,9 +30,12 @@ class _GeneralDecoding(TorchRunner):
         for block, (group, request) in requests.items():
             if group not in prompts:
                 ids = torch.from_numpy(request.prompt_ids[:-1]).to(self.policy.device)[None]
-                empty = GeneralCache()
-                prompts[group] = forward_cached(self.policy.backbone, ids, empty)[1] if ids.shape[1] else empty
+                empty = GeneralCache.empty(self.policy.device)
+                prompts[group] = self._extend(empty, ids)[1] if ids.shape[1] else empty
             self._caches[block] = prompts[group].repeat(self.cache.block_slots)
+
+    def _extend(self, cache: GeneralCache, ids_RT: Tensor) -> tuple[Tensor, GeneralCache]:
+        return extend(self.policy.backbone, cache, ids_RT, self.policy.check.decoding)
 
     def _next_logits(self, at_S: Tensor) -> Tensor:
         """One token of every block in which a sequence runs; 0 in the other slots."""
@@ -41,7 +44,7 @@ class _GeneralDecoding(TorchRunner):
         for block, cache in self._caches.items():
             slots = slice(block * R, (block + 1) * R)
             if any(self.sequence_in[slots]):
-                hidden_RD, self._caches[block] = forward_cached(self.policy.backbone, self.token_S[slots, None], cache)
+                hidden_RD, self._caches[block] = self._extend(cache, self.token_S[slots, None])
                 logits_SV[slots] = self.head.logits(hidden_RD)
         return logits_SV
 

@@ -114,7 +114,7 @@ def open_session(policy: Policy, slots: int, max_new_tokens: int) -> Session:
     """A session with CUDA graphs if there is a GPU with Triton and the model allows it, else with torch."""
     if policy.general_reason is not None:
         return Session(policy, PerSlotGeneralRunner(policy, slots, max_new_tokens))
-    if kernels.can_run_kernels(policy.device):
+    if kernels.can_run_kernels(policy.device) and not policy.check.own_head:
         from oncurve.engines.cuda.per_slot import PerSlotCudaRunner  # Triton may be missing if there is no GPU
 
         runner = PerSlotCudaRunner.open(policy, slots, max_new_tokens)

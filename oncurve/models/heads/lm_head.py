@@ -6,10 +6,14 @@ p·z. The backward pass recomputes each chunk's logits: d logp/dz = 1_y − p an
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.utils import ModelOutput
 
 from oncurve import kernels
 from oncurve.models.gradient_buffers import GradAccumulator
@@ -24,19 +28,56 @@ width 1024 has a 128 × 128 tile for every multiprocessor of an H200."""
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """From the last hidden state to logits: softcap · tanh(scale · (W h + b) / softcap)."""
+    """From the last hidden state to logits: softcap · tanh(scale · (W h + b) / softcap), or ``own`` if the model does more."""
 
     weight_VD: Tensor
     bias_V: Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None
+    own: Callable[[Tensor], Tensor] | None = None
+    """The model's own head, from hidden states [M, D] to logits [M, V] (see `own_logits`)."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits at temperature 1, in at least float32."""
-        z = torch.nn.functional.linear(hidden, self.weight_VD, self.bias_V)
+        if self.own is not None:
+            return self.own(hidden.flatten(0, -2)).view(*hidden.shape[:-1], -1).float()
+        z = nn.functional.linear(hidden.to(self.weight_VD.dtype), self.weight_VD, self.bias_V)
         z = z if z.dtype == torch.float64 else z.float()
         z = z if self.scale == 1.0 else z * self.scale
         return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
+
+
+@dataclass
+class _BackboneOutput(ModelOutput):  # type: ignore[misc]
+    """A hidden state in place of a backbone's output; whatever else the model reads of it is None."""
+
+    last_hidden_state: Tensor | None = None
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+def own_logits(model: nn.Module, backbone: nn.Module, hidden_MD: Tensor) -> Tensor:
+    """Logits [M, V] by the model's own forward, in which the backbone returns these hidden states without being run.
+
+    For heads with layers of their own (BERT's decoders, ModernBERT) or scales under other names than the usual ones.
+    """
+    present = vars(backbone).get("forward")
+
+    def forward(*_: Any, **__: Any) -> _BackboneOutput:
+        return _BackboneOutput(last_hidden_state=hidden_MD[None])
+
+    backbone.forward = forward
+    try:
+        ids = torch.zeros(1, len(hidden_MD), dtype=torch.long, device=hidden_MD.device)
+        logits: Tensor = model(input_ids=ids, use_cache=False).logits[0]
+    finally:
+        if present is None:
+            del backbone.forward
+        else:
+            backbone.forward = present
+    return logits
 
 
 def gpu_chunk_tokens(vocabulary: int) -> int:
@@ -55,12 +96,29 @@ def token_logps(
 ) -> tuple[Tensor, Tensor]:
     """(log-prob of each target, entropy of its distribution), both [M], in at least float32, and differentiable.
 
-    On a GPU the head's weight gradient is added to ``accumulator`` if there is one; otherwise it goes to autograd.
+    On a GPU the head's weight gradient is added to ``accumulator`` if there is one; otherwise it goes to autograd. Hidden
+    states may be more precise than the head (Mamba keeps its residual stream in float32); they are rounded, as the model does.
     """
+    hidden_MD = hidden_MD.to(head.weight_VD.dtype)
+    if head.own is not None:
+        return _token_logps_own(head, hidden_MD, target_M, temperature)
     if kernels.can_run_kernels(hidden_MD.device):
         return _token_logps_cuda(head, hidden_MD, target_M, temperature, accumulator)
     out: tuple[Tensor, Tensor] = _ChunkedHead.apply(hidden_MD, head.weight_VD, head.bias_V, target_M, head, temperature)  # type: ignore[no-untyped-call]
     return out
+
+
+def _token_logps_own(head: Head, hidden_MD: Tensor, target_M: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """By autograd, which keeps no logits: the backward pass recomputes each chunk."""
+
+    def chunk(hidden: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        logp_all = _scaled(head.logits(hidden), temperature).log_softmax(-1)
+        return logp_all.gather(1, target[:, None])[:, 0], -torch.linalg.vecdot(logp_all.exp(), logp_all)
+
+    rows = _chunks(len(hidden_MD), len(head.weight_VD))
+    chunks = [checkpoint(chunk, hidden_MD[r], target_M[r], use_reentrant=False) for r in rows]
+    logps, entropies = zip(*chunks, strict=True)
+    return torch.cat(logps), torch.cat(entropies)
 
 
 def _token_logps_cuda(
