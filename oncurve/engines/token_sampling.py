@@ -35,7 +35,7 @@ def sample_tokens(logits_SV: Tensor, uniform_S: Tensor, sampling: Sampling, bann
         return SampledTokens(token_S, raw_S, torch.zeros_like(raw_S), raw_S)
     scaled_SV = raw_SV if sampling.temperature == 1 else (logits_SV / sampling.temperature).log_softmax(-1)
     truncated_SV = scaled_SV if banned_SV is None else scaled_SV.masked_fill(banned_SV, -torch.inf)
-    truncated_SV = truncate(truncated_SV, sampling)
+    truncated_SV = truncate(truncated_SV, sampling, is_complete=banned_SV is None)
     if truncated_SV is not scaled_SV:
         truncated_SV = truncated_SV.log_softmax(-1)
     token_S = invert(truncated_SV.exp(), uniform_S)
@@ -45,18 +45,22 @@ def sample_tokens(logits_SV: Tensor, uniform_S: Tensor, sampling: Sampling, bann
     return SampledTokens(token_S, scaled_S, sampled_S, raw_S)
 
 
-def truncate(logp_SV: Tensor, sampling: Sampling) -> Tensor:
-    """Set to −inf what top-k, top-p and min-p drop. The likeliest token always stays; all three apply to the same
-    distribution."""
+def truncate(logp_SV: Tensor, sampling: Sampling, *, is_complete: bool = True) -> Tensor:
+    """Set to −inf what top-k, top-p and min-p drop, in the order of transformers: top-p applies to what top-k leaves, as a
+    distribution of its own. The likeliest token always stays. Set ``is_complete`` to False if tokens are banned already, so
+    that probabilities do not add up to 1."""
     if not sampling.truncates:
         return logp_SV
     sorted_SV, order_SV = logp_SV.sort(dim=-1, descending=True, stable=True)
     dropped_SV = torch.zeros_like(sorted_SV, dtype=torch.bool)
+    probability_SV = sorted_SV.exp()
     if sampling.top_k:
         dropped_SV[:, sampling.top_k :] = True
+        probability_SV = probability_SV.masked_fill(dropped_SV, 0.0)
     if sampling.top_p < 1:
-        mass_before_SV = sorted_SV.exp().cumsum(-1) - sorted_SV.exp()
-        dropped_SV |= mass_before_SV >= sampling.top_p
+        mass_before_SV = probability_SV.cumsum(-1) - probability_SV
+        is_normalised = is_complete and not sampling.top_k
+        dropped_SV |= mass_before_SV >= (1.0 if is_normalised else probability_SV.sum(-1, keepdim=True)) * sampling.top_p
     if sampling.min_p > 0:
         dropped_SV |= sorted_SV.exp() < sampling.min_p * sorted_SV[:, :1].exp()
     dropped_SV[:, 0] = False

@@ -3,9 +3,9 @@
 The same sampling as in ``sampling.py``, with temperature, minimum length and truncation read from the device by slot, so that
 one captured step serves all requests. A program reads its own slot alone: a request's settings change no bit of another's.
 
-Top-k, top-p and min-p keep the first tokens in the order of their logits. The last logit that is kept is found without a sort,
-by bisection: each pass over the row halves the interval in which it lies, until one value is left. Equal logits are kept in the
-order of their ids, as a stable sort has it.
+Top-k, top-p and min-p keep the first tokens in the order of their logits; top-p counts the mass of what top-k leaves. The last
+logit that is kept is found without a sort, by bisection: each pass over the row halves the interval in which it lies, until one
+value is left. Equal logits are kept in the order of their ids, as a stable sort has it.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
@@ -104,7 +104,25 @@ def _above(logits, is_end, V, ban, middle, top, inv_temperature, scale, softcap,
 
 
 @triton.jit
-def _cut(logits, suffix_length, is_end, temperature, top_p, min_p, top_k, min_tokens, tops, full, kept, best, lowest, cut,
+def _last_kept(logits, is_end, V, ban, low, high, most, mass_limit, top, inv_temperature, scale, softcap, WIDE: tl.constexpr,
+               SCALE: tl.constexpr, SOFTCAP: tl.constexpr):  # fmt: skip
+    """The logit in [low, high] at which ``most`` tokens or a mass of ``mass_limit`` are reached; number and mass of those
+    above it."""
+    while low < high:
+        middle = low + (high - low) * 0.5
+        middle = tl.where(middle >= high, low, middle)
+        count, mass, over, under = _above(
+            logits, is_end, V, ban, middle, top, inv_temperature, scale, softcap, WIDE, SCALE, SOFTCAP
+        )
+        enough = (count >= most) | (mass >= mass_limit)
+        low = tl.where(enough, over, low)
+        high = tl.where(enough, high, under)
+    count, mass, over, under = _above(logits, is_end, V, ban, low, top, inv_temperature, scale, softcap, WIDE, SCALE, SOFTCAP)
+    return low, count, mass
+
+
+@triton.jit
+def _cut(logits, suffix_length, is_end, temperature, top_p, min_p, top_k, min_tokens, tops, kept, best, lowest, cut,
          cut_at, V, scale, softcap, TILE: tl.constexpr, TILES: tl.constexpr, WIDE: tl.constexpr, SCALE: tl.constexpr,
          SOFTCAP: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """The threshold of a slot's truncation: tokens above ``cut`` are kept, and those equal to it up to the id ``cut_at``.
@@ -124,25 +142,20 @@ def _cut(logits, suffix_length, is_end, temperature, top_p, min_p, top_k, min_to
             at_T = slot * TILES + t
             top_T = tl.load(tops + at_T, mask=in_range, other=float("-inf"))
             top = tl.max(top_T, 0)
-            total = tl.sum(tl.load(full + at_T, mask=in_range, other=0.0) * tl.exp((top_T - top) * inv_temperature), 0)
+            total = tl.sum(tl.load(kept + at_T, mask=in_range, other=0.0) * tl.exp((top_T - top) * inv_temperature), 0)
             high = tl.max(tl.load(best + at_T, mask=in_range, other=float("-inf")), 0)
             low = tl.min(tl.load(lowest + at_T, mask=in_range, other=float("inf")), 0)
             at_least = high + tl.log(tl.maximum(floor, 1e-38)) / inv_temperature
-            mass_limit = tl.where(p < 1.0, p * total, float("inf"))
             most = tl.where(k > 0, k, MANY)
+            if (k > 0) & (p < 1.0):  # top-p applies to what top-k leaves
+                kth, above, mass = _last_kept(base, is_end, V, ban, low, high, most, float("inf"), top, inv_temperature, scale,
+                                              softcap, WIDE, SCALE, SOFTCAP)  # fmt: skip
+                total = tl.minimum(total, mass + (most - above) * tl.exp((kth - top) * inv_temperature))
+            mass_limit = tl.where(p < 1.0, p * total, float("inf"))
             if (k == 0) & (p >= 1.0):
                 high = low
-            while low < high:
-                middle = low + (high - low) * 0.5
-                middle = tl.where(middle >= high, low, middle)
-                count, mass, over, under = _above(base, is_end, V, ban, middle, top, inv_temperature, scale, softcap, WIDE,
-                                                  SCALE, SOFTCAP)  # fmt: skip
-                enough = (count >= most) | (mass >= mass_limit)
-                low = tl.where(enough, over, low)
-                high = tl.where(enough, high, under)
-            count, mass, over, under = _above(
-                base, is_end, V, ban, low, top, inv_temperature, scale, softcap, WIDE, SCALE, SOFTCAP
-            )
+            low, count, mass = _last_kept(base, is_end, V, ban, low, high, most, mass_limit, top, inv_temperature, scale,
+                                          softcap, WIDE, SCALE, SOFTCAP)  # fmt: skip
             by_mass = tl.ceil(tl.minimum((mass_limit - mass) / tl.exp((low - top) * inv_temperature), 1e9)).to(tl.int32)
             ties = tl.maximum(tl.minimum(most - count, by_mass), 1)
             ties = tl.where(at_least > low, MANY, ties)
@@ -263,7 +276,7 @@ def sample_tokens_per_slot(
     )  # fmt: skip
     _cut[(S,)](
         logits_SV, slots.suffix_length, is_end_V, params.temperature, params.top_p, params.min_p, params.top_k,
-        params.min_tokens, tops, full, kept, best, lowest, cut, cut_at, V, *model,
+        params.min_tokens, tops, kept, best, lowest, cut, cut_at, V, *model,
         WIDE=min(WIDE, triton.next_power_of_2(V)), **flags, num_warps=16,
     )  # fmt: skip
     _likeliest[(S,)](

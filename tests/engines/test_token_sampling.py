@@ -10,6 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from oncurve.engines.token_sampling import SampledTokens, invert, sample_tokens, truncate
 from oncurve.recipe.schema.sections import Sampling
@@ -79,11 +85,50 @@ def test_min_p_drops_what_is_less_than_a_share_of_the_likeliest(share: float, ex
     assert kept(Sampling(min_p=share)) == expected
 
 
-def test_truncations_look_at_the_same_distribution_and_all_must_agree() -> None:
-    """Top-p is not applied to what top-k left: 0.4 + 0.25 reaches 0.6 of all, while 0.4 would reach it among three tokens'
-    0.85."""
-    assert kept(Sampling(top_k=3, top_p=0.5)) == {1, 3}
+def test_top_p_applies_to_what_top_k_leaves() -> None:
+    """Top-3 leaves 0.4, 0.25 and 0.2. Of all tokens 0.4 + 0.25 is 0.65, of these three it is 0.76: enough for 0.7."""
+    assert kept(Sampling(top_p=0.7)) == {1, 2, 3}
+    assert kept(Sampling(top_k=3, top_p=0.7)) == {1, 3}
     assert kept(Sampling(top_k=2, top_p=0.9, min_p=0.2)) == {1, 3}
+    assert kept(Sampling(top_k=2, top_p=0.6)) == {1}
+
+
+def test_top_p_applies_to_what_a_ban_leaves() -> None:
+    """Without token 1 there are 0.25, 0.2, 0.1 and 0.05 of 0.6: the first two are 0.75 of it."""
+    for uniform, token in [(0.0, 2), (0.99, 3)]:
+        got = sample([uniform], Sampling(top_p=0.7), banned=[1])
+        assert got.token_S.tolist() == [token]
+        assert float(got.sampled_logp_S.exp()) == pytest.approx({2: 0.2, 3: 0.25}[token] / 0.45)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    seed=st.integers(0, 1 << 30),
+    size=st.integers(2, 40),
+    temperature=st.sampled_from([0.3, 0.7, 1.0, 1.6]),
+    top_k=st.integers(0, 12),
+    top_p=st.sampled_from([0.05, 0.3, 0.5, 0.7, 0.9, 0.99, 1.0]),
+    min_p=st.sampled_from([0.0, 0.0, 0.02, 0.2, 0.6]),
+    bans=st.integers(0, 1),
+)
+def test_the_same_tokens_as_transformers_keeps(
+    seed: int, size: int, temperature: float, top_k: int, top_p: float, min_p: float, bans: int
+) -> None:
+    """Its processors in its order: bans, temperature, top-k, top-p, min-p; and the distribution that they leave."""
+    logits_SV = 3 * torch.randn(3, size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    banned_SV = torch.zeros(3, size, dtype=torch.bool)
+    banned_SV[:, :bans] = True
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    theirs_SV = TemperatureLogitsWarper(temperature)(torch.zeros(1, 1), logits_SV.masked_fill(banned_SV, -torch.inf))
+    if top_k:
+        theirs_SV = TopKLogitsWarper(top_k)(torch.zeros(1, 1), theirs_SV)
+    if top_p < 1:
+        theirs_SV = TopPLogitsWarper(top_p)(torch.zeros(1, 1), theirs_SV)
+    if min_p:
+        theirs_SV = MinPLogitsWarper(min_p)(torch.zeros(1, 1), theirs_SV)
+    scaled_SV = (logits_SV / temperature).log_softmax(-1).masked_fill(banned_SV, -torch.inf)
+    ours_SV = truncate(scaled_SV, sampling, is_complete=not bans)
+    torch.testing.assert_close(ours_SV.log_softmax(-1), theirs_SV.log_softmax(-1))
 
 
 def test_equal_tokens_are_cut_in_their_order() -> None:

@@ -28,9 +28,11 @@ MIXED = [
     Sampling(temperature=0.0, min_new_tokens=9),
     Sampling(min_new_tokens=9, top_p=0.6),
     Sampling(temperature=0.8, min_new_tokens=9, top_k=2),
+    Sampling(top_k=5, top_p=0.7),
+    Sampling(min_new_tokens=9, top_k=30, top_p=0.8, min_p=0.01),
 ]
-LENGTHS = [0, 1, 2, 3, 4, 5, 6, 7, 8, 2, 3, 40]
-TOPS = [0, 5, 1, 0, 20, 3, 0, 7, 2, 20, 0, 1]
+LENGTHS = [0, 1, 2, 3, 4, 5, 6, 7, 8, 2, 3, 40, 5, 4]
+TOPS = [0, 5, 1, 0, 20, 3, 0, 7, 2, 20, 0, 1, 0, 2]
 
 
 def params_of(hows: list[Sampling], tops: list[int]) -> kernels.SlotSamplingParams:
@@ -103,7 +105,13 @@ def test_neighbours_and_their_settings_change_no_bit() -> None:
 
 @pytest.mark.parametrize(
     "sampling",
-    [Sampling(top_k=5), Sampling(top_p=0.55), Sampling(top_k=6, min_p=0.3), Sampling(min_p=0.9)],
+    [
+        Sampling(top_k=5),
+        Sampling(top_p=0.55),
+        Sampling(top_k=6, min_p=0.3),
+        Sampling(min_p=0.9),
+        Sampling(top_k=5, top_p=0.7),
+    ],
 )
 def test_of_equal_logits_the_first_are_kept(sampling: Sampling) -> None:
     """Few values, each many times: 40 draws find every token that a stable sort keeps, and none that it does not."""

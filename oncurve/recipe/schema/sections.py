@@ -60,8 +60,8 @@ class Sampling(Section):
     temperature: NonNegative = 1.0
     """1 samples the policy itself, which the formulas assume. 0 is greedy, for evaluation only."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Nucleus sampling: keep the most likely tokens up to this probability mass. 1 keeps all; training on a truncated
-    distribution is biased."""
+    """Nucleus sampling: keep the most likely tokens up to this probability mass, of what `top_k` leaves. 1 keeps all; training
+    on a truncated distribution is biased."""
     top_k: Count = 0
     """Keep the k most likely tokens; 0 keeps all."""
     min_p: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
@@ -135,7 +135,7 @@ class Optimiser(Section):
     """Clip the gradient to this norm; 0 does not clip."""
     moments: Literal["float32", "int8"] = "float32"
     """Precision of Adam's moments. `int8` stores blocks of 128 with one scale each: a quarter of the memory, and a little
-    noise."""
+    noise; updates are as long as with float32."""
     on_cpu: bool = False
     """Keep master weights and moments in CPU memory. The GPU then holds only weights and gradients, and each update waits for
     the transfer."""
