@@ -64,7 +64,7 @@ class LaunchShape:
 
 @dataclass(frozen=True, slots=True)
 class PageTables:
-    """Where each slot's keys and values lie: int32 tensors on the device that keep their addresses.
+    """Where each slot's KV cache is stored: int32 tensors on the device that keep their addresses.
 
     ``members`` [tables, R]: slots that share a prompt, −1 if unused; ``prompt_page`` [tables, pages]; ``suffix_page`` [S,
     pages]; ``suffix_list`` [S · pages]: the suffix pages in use, as slot · pages + page, then −1. ``prompt_length`` and
@@ -145,11 +145,11 @@ def _parts(q, cache, members, prompt_page, suffix_page, suffix_list, prompt_leng
            R: tl.constexpr, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
            BM_PROMPT: tl.constexpr, BM_SUFFIX: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
            PRECISION: tl.constexpr, LISTED: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """Programs of prompts come first: they are the longest. Within each kind neighbours share a page index, so that the tables
-    of one group, which point at the same pages, meet in the cache. LISTED: suffixes differ in length, and programs go by the
-    list of pages in use; if not, every slot's every page has a program, which need not look it up.
+    """Programs of prompts come first, because they take longest. Neighbouring programs have the same page index, so that the
+    slots of one group, whose tables point at the same pages, find them in the L2 cache. With LISTED, suffixes differ in length
+    and there is one program for each page in use, by a list; otherwise there is one for every page of every slot.
 
-    Tables, lengths, and keys and values of earlier tokens do not change within a step: they are read before q is there.
+    Tables, lengths and the KV cache of earlier tokens do not change within a step, so they are read before q is computed.
     """
     REP: tl.constexpr = H // K
     BYTES: tl.constexpr = cache.dtype.element_ty.primitive_bitwidth // 8

@@ -69,7 +69,7 @@ def _rope_forward(qkv, out, q_weight, k_weight, cos, sin, position, total, strid
 def _rope_backward(qkv, grad, d_qkv, d_weights, q_weight, k_weight, cos, sin, position, total, stride_in, stride_grad, eps,
                    J: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BH: tl.constexpr, R: tl.constexpr,
                    NORM: tl.constexpr):  # fmt: skip
-    # Sums are kept by row and added up at the end: a sum over rows within the loop would wait for all warps each time.
+    # Sums are kept per row and reduced at the end: a sum over rows within the loop would wait for all warps each time.
     dq_first = tl.zeros([R, BH], tl.float32)
     dq_second = tl.zeros([R, BH], tl.float32)
     dk_first = tl.zeros([R, BH], tl.float32)

@@ -247,7 +247,7 @@ def _report(
 
 
 def choose_group_size(current: int, signal: Mapping[int, float], accuracy: float | None) -> Suggestion:
-    """The smallest usual size whose double brings little more signal; None if no size has enough."""
+    """The smallest of the usual sizes that gains little signal by doubling; None if even the largest has too little."""
     key, largest = "group_size", max(GROUP_SIZES)
     if signal[largest] < LITTLE_SIGNAL:
         fix = "warm-start it with an sft stage, or choose easier prompts"
@@ -284,10 +284,10 @@ def choose_length(current: int, length_99: float | None, cut_share: float) -> Su
 
 
 def choose_temperature(current: float, measured: Sequence[AtTemperature], group_size: int) -> Suggestion:
-    """The temperature with the most groups with signal; 1, which samples the policy itself, unless another is clearly better.
+    """Temperature 1, which samples the policy itself, unless another one gives clearly more groups with signal.
 
-    A higher temperature always makes rewards differ more, in the end by spoiling answers. So one that costs much accuracy, or
-    reward if there is no accuracy, is not chosen.
+    A higher temperature always makes rewards differ more, partly because it makes answers worse. So one that costs much
+    accuracy, or reward if there is no accuracy, is not chosen.
     """
     key = "sampling.temperature"
     at_one = next(t for t in measured if t.temperature == 1.0)

@@ -23,7 +23,7 @@ def oncurve_version() -> str:
 
 
 def environment() -> dict[str, str]:
-    """Versions of everything that a run's bits depend on, read without importing it."""
+    """Versions of everything that a run's bits depend on, read without importing the packages."""
     versions = {package: version_of(package) for package in PACKAGES}
     return {
         "oncurve": oncurve_version(),

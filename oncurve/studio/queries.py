@@ -179,7 +179,7 @@ class StudioQueries(RunReader):
         )
 
     def reasons(self, since: int, name: str, limit: int = 8) -> list[sqlite3.Row]:
-        """An aspect's most frequent failures, then reasons, since then, each with one completion as an example."""
+        """An aspect's most frequent failures, then its most frequent reasons, from id ``since`` on, each with one example."""
         return self._query(
             """SELECT coalesce(failure, reason) AS said, failure IS NOT NULL AS failed, count(*) AS times,
                max(completion_id) AS example FROM aspects WHERE completion_id >= ? AND name = ? AND said IS NOT NULL

@@ -42,7 +42,7 @@ def pass_at(k: int, correct: int, total: int) -> float:
 
 
 def is_majority_correct(answers: Sequence[str | None], correct: Sequence[bool]) -> bool:
-    """Whether the most frequent answer is correct: whether the first completion that gave it is."""
+    """Whether the most frequent answer is correct, judged by the first completion that gave it."""
     classes: list[tuple[str, int, bool]] = []
     for answer, answer_is_correct in zip(answers, correct, strict=True):
         if answer is None:

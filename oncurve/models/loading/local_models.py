@@ -189,6 +189,6 @@ def _read_text(stream: BinaryIO) -> str:
 
 
 def check_exists(source: str) -> None:
-    """Refuses what looks like a path but is none. It is quick, so that it can be called before slow imports."""
+    """Refuses a source that looks like a path but does not exist. Quick, so that it can be called before slow imports."""
     if not Path(source).exists() and (source.startswith((".", "/", "~")) or source.count("/") > 1):
         raise ModelError(source, "no such folder", because="it looks like a path", fix="check the path; a hub id is OWNER/NAME")

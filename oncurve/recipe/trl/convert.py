@@ -35,7 +35,7 @@ OVERLONG = "get_soft_overlong_punishment"
 
 @dataclass(frozen=True, slots=True)
 class ConversionNote:
-    """An option that was not converted as it is, its value in the file (None: not in the file), and what to know about it."""
+    """An option that was not converted unchanged, its value in the file (None: not in the file), and what to know about it."""
 
     option: str
     value: object

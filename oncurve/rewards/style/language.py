@@ -49,7 +49,7 @@ _SCRIPTS = {
 
 
 class LanguageOptions(Section):
-    """The fraction of its letters in the required language."""
+    """The fraction of the completion's letters that are in the required language."""
 
     language: str = "en"
     """The required language, as a two- or three-letter code: `en`, `de`, `zh` …"""

@@ -33,7 +33,7 @@ _PYTHON = ("python", "py", "python3", "")
 
 
 class CodeOptions(Section):
-    """Its program, run against tests in a sandbox: 1 if all pass, or the fraction that does."""
+    """1 if the completion's program passes all tests, run in a sandbox; or the fraction that it passes."""
 
     score: Literal["all", "share"] = "all"
     """`all`: 1 if every test passes, else 0. `share`: the fraction that passes."""

@@ -4,12 +4,13 @@ Moments are stored in blocks of 128 with one float32 scale each, the block's max
 127·∛(m/scale), that of the second 255·∛(√v/scale): cube roots resolve values a thousand times smaller than the largest of their
 block. (8-bit optimisers: Dettmers et al., arXiv 2110.02861, whose dynamic quantisation these codes replace.)
 
-How a code is rounded decides the length of an update. With β₂ = 0.999 a code of v falls by at most 0.04 in an update: to
-nearest it would never fall, and rounded up it would climb, which shrinks every update. So codes are rounded up or down with a
-probability: that of m keeps its mean; that of v is the code's fraction. Then 1/√v, which an update is proportional to, keeps
-its mean; a rounding that kept the mean of v would make updates longer, since 1/√v is convex. Instead of random numbers there is
-a Weyl sequence in the number of the update, shifted by the place in the block: it spreads roundings evenly over updates (less
-noise), and is the same after a resume and on any number of ranks. An update's length stays within 2 % of float32's (tests).
+How a code is rounded decides the length of an update. With β₂ = 0.999 a code of v falls by at most 0.04 in an update: rounded
+to nearest it would never fall, and rounded up it would climb, which shrinks every update. So codes are rounded up with some
+probability: for m with the one that keeps the mean of m, for v with the fractional part of the code. Then 1/√v, which an
+update is proportional to, keeps its mean; a rounding that kept the mean of v would make updates longer, since 1/√v is convex.
+Instead of random numbers there is a Weyl sequence in the number of the update, shifted by the place in the block: it spreads
+roundings evenly over updates (less noise), and is the same after a resume and on any number of ranks. An update's length
+stays within 2 % of float32's (tests).
 
 A v above 0 has at least code 1, 6e-8 of the largest √v, so nothing is divided by 0.
 
