@@ -7,7 +7,12 @@ oncurve.train(model="tiny", prompts=["3+4=", "5+6="], rewards=[my_function], gro
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
+
+if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & os.environ.keys():
+    # Read when torch is imported. Without it, OpenMP's threads spin while they wait, and take the cores that others need.
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 __version__ = "0.2.0"
 
@@ -18,6 +23,11 @@ if TYPE_CHECKING:
 _HOMES = {"train": "oncurve.api", "Run": "oncurve.api", "load_recipe": "oncurve.api", "Recipe": "oncurve.recipe.schema.recipe"}
 
 __all__ = ["Recipe", "Run", "load_recipe", "train"]
+
+
+def __dir__() -> list[str]:
+    """The names that are loaded when first used, so that Tab finds them."""
+    return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str) -> Any:

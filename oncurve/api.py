@@ -10,15 +10,18 @@ A user error raises an `OncurveError`, which says where, what, why, and how to f
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from inspect import signature
+from io import IOBase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from oncurve.distributed.rendezvous import joined_ranks, with_ranks
-from oncurve.errors import RecipeError, RewardError, did_you_mean
+from oncurve.errors import DataError, RecipeError, RewardError, did_you_mean
+from oncurve.recipe.error_messages import read_section
 from oncurve.recipe.load import load_recipe, parse_recipe
 from oncurve.recipe.schema.base import Section
 from oncurve.recipe.schema.recipe import Recipe
@@ -30,6 +33,7 @@ from oncurve.rewards.base import Reward
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.python_function import FunctionReward, as_reward
 from oncurve.rewards.registry import build_reward, is_verifiable
+from oncurve.runs.checkpoints.listing import BestStep, best_of_run
 from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder, Status
 from oncurve.tasks.data.prompt_list import PromptList, Row
@@ -42,8 +46,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Run", "load_recipe", "train"]
 
-RewardLike = Callable[..., Any] | Reward | str | tuple[Callable[..., Any] | Reward | str, float]
-"""A function, an object with name, weight and score, the type of a built-in reward, or one of these with a weight."""
+RewardSource = Callable[..., Any] | Reward | str | Mapping[str, Any]
+"""A function, an object with name, weight and score, the type of a built-in reward, or a dict as a recipe writes a reward."""
+RewardLike = RewardSource | tuple[RewardSource, float]
+"""A reward, or a pair (reward, weight)."""
 Rewards = RewardMix | RewardLike | Sequence[RewardLike]
 ModelLike = Any
 """`"tiny"`, a folder, a hub id, a GGUF file, or a pair (model, tokenizer) of transformers' objects."""
@@ -110,6 +116,15 @@ class Run:
         return evals[-1].accuracy if evals else None
 
     @property
+    def best(self) -> BestStep | None:
+        """The step with the best held-out result, or with the best value of its stage's `keep_best`; None if there is none.
+        ``oncurve export RUN@best`` writes its model if its checkpoint was kept.
+
+        Example: run.best.step, run.best.value
+        """
+        return best_of_run(self.folder)
+
+    @property
     def heldout_reward(self) -> float | None:
         """The last mean reward on held-out prompts; None if nothing was held out."""
         evals = self.evals
@@ -142,6 +157,12 @@ def train(
     prompts: Iterable[Row] | None = None,
     rewards: Rewards | None = None,
     heldout: Iterable[Row] = (),
+    lora: bool | Mapping[str, Any] | None = None,
+    dtype: str | None = None,
+    device: str | None = None,
+    system_prompt: str | None = None,
+    sinks: Sequence[str | Mapping[str, Any]] | None = None,
+    evaluation: Mapping[str, Any] | None = None,
     group_size: int | None = None,
     steps: int | None = None,
     name: str | None = None,
@@ -157,10 +178,17 @@ def train(
 
     ``prompts`` are texts, lists of messages, or dicts with "prompt" and the columns that rewards need. ``heldout`` are prompts
     of the same kind for evaluation. ``rewards`` are functions, called as `f(completion, prompt, …columns)` or as TRL calls
-    them, names of built-in rewards, or pairs (reward, weight). ``grpo_options`` are keys of a grpo stage; defaults are those
-    of a recipe. With a recipe, ``model``, ``prompts`` and ``rewards`` replace the recipe's own. ``resume`` continues a run
-    with the same prompts and rewards. In a script that torchrun starts, every process calls this function, and they train
-    together.
+    them, names of built-in rewards, dicts with `type` and options as in a recipe, or pairs (reward, weight).
+
+    ``model`` is "tiny", a folder, a hub id, a GGUF file or a pair (model, tokenizer). ``lora`` is True or the keys of
+    `[model.lora]`, such as {"rank": 8}; ``dtype`` is "float32" or "bfloat16"; ``device`` is "auto", "cpu" or "cuda";
+    ``system_prompt`` is put before every prompt of a chat model. ``sinks`` are loggers: "wandb", "tensorboard", "trackio", or
+    dicts as in a recipe. ``evaluation`` has the keys of `[evaluation]`.
+
+    ``grpo_options`` are keys of a grpo stage, with the defaults of a recipe: group_size, steps, optimiser, sampling, kl,
+    eval_every, keep_best, patience (early stopping) and all others that `oncurve recipe explain grpo` lists. With a recipe,
+    the other arguments replace the recipe's own. ``resume`` continues a run with the same prompts and rewards. In a script that
+    torchrun starts, every process calls this function, and they train together.
 
     Examples:
         oncurve.train(oncurve.load_recipe("arithmetic", ["grpo.steps=50"]))
@@ -172,6 +200,10 @@ def train(
         oncurve.train(model="tiny", prompts=rows, rewards=["answer", (short, 0.1)], steps=100,
                       optimiser={"learning_rate": 1e-3})
 
+        oncurve.train(model="Qwen/Qwen3-0.6B", prompts=rows, rewards=[{"type": "math", "name": "answer"}], lora={"rank": 8},
+                      dtype="bfloat16", system_prompt="Answer in one word.", heldout=test_rows, eval_every=10, patience=3,
+                      sinks=["wandb"])
+
         oncurve.train(resume="runs/arithmetic-1")
     """
     from oncurve.terminal.errors import silence_libraries
@@ -181,17 +213,27 @@ def train(
     options = {"group_size": group_size, "steps": steps, **grpo_options}
     stage_keys = {key: value for key, value in options.items() if value is not None}
     mix = None if rewards is None else as_mix(rewards)
+    _check_rows("prompts", prompts)
+    _check_rows("heldout", heldout)
     task = None if prompts is None else PromptList.of(prompts, heldout)
-    policy, source = _as_policy(model)
+    settings = {"lora": _lora_keys(lora), "dtype": dtype, "device": device, "system_prompt": system_prompt}
+    model_keys = {key: value for key, value in settings.items() if value is not None}
+    policy, source = _as_policy(model, model_keys)
+    if source is not None:
+        model_keys["source"] = source
     began = time.monotonic()
     if resume is not None:
-        _refuse_keys(stage_keys, "a resumed run keeps its recipe", "leave it out")
+        section_keys = {"sinks": sinks, "evaluation": evaluation, **({} if policy is not None else model_keys)}
+        given = {key: value for key, value in section_keys.items() if value is not None and key != "source"}
+        _refuse_keys({**stage_keys, **given}, "a resumed run keeps its recipe", "leave it out")
         folder = resume.folder if isinstance(resume, Run) else RunFolder.open(resume, Path(runs_dir))
         resolved = load_recipe(folder.recipe)
     else:
-        keys = {"name": name, "seed": seed, "threads": threads}
+        keys: dict[str, Any] = {"name": name, "seed": seed, "threads": threads, "evaluation": evaluation}
         run_keys = {key: value for key, value in keys.items() if value is not None}
-        resolved = _build_recipe(recipe, stage_keys, task, mix, source, run_keys)
+        if sinks is not None:
+            run_keys["sinks"] = [{"type": sink} if isinstance(sink, str) else sink for sink in _as_list(sinks)]
+        resolved = _build_recipe(recipe, stage_keys, task, mix, model_keys, run_keys)
     resolved = with_ranks(resolved)
     with joined_ranks(resolved, print_error) as world:
         listeners = [LiveDisplay(Console(highlight=False))] if world.is_rank_zero and not quiet else []
@@ -212,18 +254,23 @@ def _build_recipe(
     stage_keys: dict[str, Any],
     task: PromptList | None,
     mix: RewardMix | None,
-    source: str | None,
+    model_keys: dict[str, Any],
     run_keys: dict[str, Any],
 ) -> Recipe:
-    """The given recipe with ``run_keys`` and the model; without one, a recipe with a single grpo stage."""
+    """The given recipe with ``run_keys`` and ``model_keys``; without one, a recipe with a single grpo stage."""
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise RecipeError(
+            "recipe",
+            type(recipe).__name__,
+            because="the first argument is a recipe, as load_recipe returns it",
+            fix=f"oncurve.train(oncurve.load_recipe({str(recipe)!r}))",
+        )
     if recipe is not None:
         _refuse_keys(stage_keys, "it is a key of the recipe", 'change the recipe: load_recipe(FILE, ["grpo.group_size=16"])')
-        changed = recipe.model_copy(update=run_keys)
-        return (
-            changed
-            if source is None
-            else changed.model_copy(update={"model": recipe.model.model_copy(update={"source": source})})
-        )
+        if not run_keys and not model_keys:
+            return recipe
+        data = recipe.model_dump(exclude_none=True)
+        return parse_recipe({**data, **run_keys, "model": {**data["model"], **model_keys}})
     if task is None or mix is None:
         missing = "prompts" if task is None else "rewards"
         raise RecipeError(
@@ -235,9 +282,45 @@ def _build_recipe(
     _check_keys(stage_keys)
     # The prompts are not part of the recipe, which only says that they came from Python.
     reward_keys = [{"type": "python", "name": r.name, "weight": float(r.weight), "function": _where(r)} for r in mix.rewards]
-    model = {} if source is None else {"model": {"source": source}}
     task_keys, stage = {"type": FROM_PYTHON}, {"type": "grpo", **stage_keys}
-    return parse_recipe({**run_keys, **model, "task": task_keys, "rewards": reward_keys, "stages": [stage]})
+    sections = {"model": model_keys, "task": task_keys, "rewards": reward_keys, "stages": [stage]}
+    return parse_recipe({**run_keys, **sections})
+
+
+def _check_rows(name: str, rows: Any) -> None:
+    """Refuses a value that would be iterated into something else than prompts: a text into its letters, a dict or a table
+    into the names of its columns."""
+    if rows is None:
+        return
+    kind, because, fix = type(rows).__name__, "", ""
+    if isinstance(rows, str):
+        because, fix = "a text is one prompt, and this is a list of prompts", f"{name}=[{rows!r}]"
+        if Path(rows).suffix in (".jsonl", ".json", ".parquet", ".csv"):
+            because, fix = "it is a list of prompts, not a file", 'use a recipe: task = { type = "file", path = "…" }'
+    elif isinstance(rows, Mapping):
+        because, fix = "a dict is one row, and this is a list of rows", f'{name}=[{{"prompt": …, "answer": …}}, …]'
+    elif hasattr(rows, "itertuples"):
+        because, fix = "iterating over a table gives the names of its columns", f'{name}=table.to_dict("records")'
+    elif isinstance(rows, set | frozenset | bytes | bytearray | IOBase) or not isinstance(rows, Iterable):
+        because, fix = "it is a list of prompts, in an order that stays the same", f'{name}=["3+4=", "5+6="]'
+    if because:
+        raise DataError(name, kind, because=because, fix=fix)
+
+
+def _lora_keys(lora: bool | Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    if lora is None or lora is False:
+        return None
+    if lora is True:
+        return {}
+    if not isinstance(lora, Mapping):
+        raise RecipeError(
+            "lora", repr(lora), because="it is True, or the keys of [model.lora]", fix='lora=True, or lora={"rank": 8}'
+        )
+    return lora
+
+
+def _as_list(value: Any) -> list[Any]:
+    return [value] if isinstance(value, str | Mapping) else list(value)
 
 
 def _refuse_keys(keys: dict[str, Any], because: str, fix: str) -> None:
@@ -258,13 +341,10 @@ def _check_keys(keys: dict[str, Any]) -> None:
         fix = f"write {section}={{{key!r}: …}}" if section else "`oncurve recipe explain grpo` lists all keys"
         raise RecipeError(
             key,
-            "unknown keyword" + ("" if section else did_you_mean(key, {*known, *KEYWORDS})),
+            "unknown keyword" + ("" if section else did_you_mean(key, {*known, *signature(train).parameters})),
             because="it is neither a keyword of oncurve.train nor a key of a grpo stage",
             fix=fix,
         )
-
-
-KEYWORDS = ("recipe", "model", "prompts", "rewards", "heldout", "name", "seed", "threads", "out", "runs_dir", "resume", "quiet")
 
 
 def as_mix(rewards: Rewards) -> RewardMix:
@@ -283,7 +363,19 @@ def as_mix(rewards: Rewards) -> RewardMix:
 def _is_verifiable(source: Any) -> bool:
     """Whether a reward of 1 means that an answer is right: assumed of functions and objects, known of built-in rewards."""
     reward = source[0] if isinstance(source, tuple) else source
-    return not isinstance(reward, str) or is_verifiable(RewardConfig(type=reward))
+    return not isinstance(reward, str | Mapping) or is_verifiable(_reward_config(reward))
+
+
+def _reward_config(reward: str | Mapping[str, Any]) -> RewardConfig:
+    """A built-in reward, as its type or as a recipe writes it."""
+    if isinstance(reward, str):
+        return RewardConfig(type=reward)
+    if "type" not in reward:
+        because = f"a dict is a reward as a recipe writes it, and it has {', '.join(map(str, reward)) or 'no keys'}"
+        raise RewardError(
+            "rewards", "a dict without 'type'", because=because, fix='for example {"type": "answer", "take": "number"}'
+        )
+    return read_section(RewardConfig, reward, "rewards")
 
 
 def _is_weighted(value: tuple[Any, ...]) -> bool:
@@ -295,8 +387,9 @@ def _as_reward(reward: Any, weight: float | None = None) -> Reward:
         if not _is_weighted(reward):
             raise RewardError("rewards", repr(reward), because="a pair is (reward, weight)", fix="for example (f, 0.5)")
         return _as_reward(reward[0], float(reward[1]))
-    if isinstance(reward, str):
-        return build_reward(RewardConfig(type=reward, weight=1.0 if weight is None else weight))
+    if isinstance(reward, str | Mapping):
+        config = _reward_config(reward)
+        return build_reward(config if weight is None else config.model_copy(update={"weight": weight}))
     built = as_reward(reward)
     if weight is None:
         return built
@@ -338,16 +431,24 @@ def _where(reward: Reward) -> str:
     return f"{getattr(function, '__module__', '?')}:{getattr(function, '__qualname__', type(function).__name__)}"
 
 
-def _as_policy(model: ModelLike | None) -> tuple[Policy | None, str | None]:
-    """(policy, source): one of them is set; neither if the recipe has the model."""
+def _as_policy(model: ModelLike | None, settings: dict[str, Any]) -> tuple[Policy | None, str | None]:
+    """(policy, source): one of them is set; neither if the recipe has the model. Of ``settings``, only the system prompt
+    applies to a model object: its weights are used as they are."""
     if model is None or isinstance(model, str | Path):
         return None, None if model is None else str(model)
     from oncurve.models.policy import Policy
 
+    for key in settings.keys() - {"system_prompt"}:
+        raise RecipeError(
+            key,
+            repr(settings[key]),
+            because="a model object is trained as it is",
+            fix="pass the model's folder or hub id instead, or leave this out",
+        )
     if isinstance(model, Policy):
         return model, None
     if isinstance(model, tuple) and len(model) == 2:
-        return Policy(model[0], model[1]), None
+        return Policy(model[0], model[1], system_prompt=settings.get("system_prompt")), None
     raise RecipeError(
         "model",
         type(model).__name__,

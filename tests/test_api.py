@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import io
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +14,10 @@ import pytest
 
 import oncurve
 from oncurve.api import as_mix
-from oncurve.errors import OncurveError, RecipeError, RewardError, RunError
+from oncurve.errors import DataError, OncurveError, RecipeError, RewardError, RunError
 from oncurve.models.loading.tiny import build_model, build_tokenizer
-from oncurve.recipe.schema.model import TinyModel
+from oncurve.recipe.schema.model import Lora, TinyModel
+from oncurve.recipe.schema.recipe import Recipe
 from oncurve.records import Group, Prompt
 from oncurve.rewards.base import completion_by_letters, from_letters
 from oncurve.rewards.mix import RewardMix
@@ -199,6 +203,149 @@ def test_it_works_off_the_main_thread(tmp_path: Path) -> None:
     thread.start()
     thread.join()
     assert done[0].status == "finished"
+
+
+class Table:
+    """Iterates over the names of its columns, as a DataFrame does."""
+
+    def itertuples(self) -> None: ...
+
+    def __iter__(self) -> Any:
+        return iter(["prompt", "answer"])
+
+
+@pytest.mark.parametrize("name", ["prompts", "heldout"])
+@pytest.mark.parametrize(
+    ("value", "fix"),
+    [
+        ("3+4=", "=['3+4=']"),
+        ("rows.jsonl", 'type = "file"'),
+        ({"prompt": "3+4=", "answer": "7"}, "=[{"),
+        ({"train": ["3+4="]}, "=[{"),
+        (Table(), '.to_dict("records")'),
+        ({"3+4=", "5+6="}, "in an order that stays the same"),
+        (b"3+4=", "it is a list of prompts"),
+        (7, "it is a list of prompts"),
+        (io.StringIO("3+4=\n"), "it is a list of prompts"),
+    ],
+)
+def test_what_is_not_a_list_of_prompts_is_not_trained_on(tmp_path: Path, name: str, value: Any, fix: str) -> None:
+    with pytest.raises(DataError) as raised:
+        train(tmp_path, **{name: value})
+    assert raised.value.where == name
+    assert fix in str(raised.value)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("row", "words"), [(3, "prompts[1]"), (None, "prompts[1]"), ({"answer": "7"}, "prompts[1]"), ([], "prompts[1]")]
+)
+def test_a_row_that_is_no_prompt_is_named(tmp_path: Path, row: Any, words: str) -> None:
+    with pytest.raises(OncurveError) as raised:
+        train(tmp_path, prompts=["3+4=", row])
+    assert words in str(raised.value)
+
+
+class Captured(Exception):
+    """Carries the recipe that would have been trained."""
+
+
+@pytest.fixture
+def recipe_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Recipe]:
+    """The recipe that a call of `train` builds, without training it."""
+
+    def capture(recipe: Recipe, **others: Any) -> None:
+        raise Captured(recipe)
+
+    def call(*positional: Any, **keywords: Any) -> Recipe:
+        with pytest.raises(Captured) as raised:
+            oncurve.train(*positional, quiet=True, **keywords)
+        (recipe,) = raised.value.args
+        assert isinstance(recipe, Recipe)
+        return recipe
+
+    monkeypatch.setattr("oncurve.training.start.begin", capture)
+    return call
+
+
+def test_the_model_and_sinks_are_set_without_a_file(recipe_of: Callable[..., Recipe]) -> None:
+    common: dict[str, Any] = {"prompts": ["3+4="], "rewards": [short]}
+    recipe = recipe_of(
+        model="tiny", lora={"rank": 4}, dtype="bfloat16", device="cpu", system_prompt="Be brief.",
+        sinks=["tensorboard", {"type": "wandb", "project": "mine", "offline": True}],
+        evaluation={"samples": 4, "temperature": 1.0}, eval_every=5, patience=2, keep_best="heldout_accuracy", **common,
+    )  # fmt: skip
+    model = recipe.model
+    assert model.lora is not None
+    assert (model.lora.rank, model.dtype, model.device, model.system_prompt) == (4, "bfloat16", "cpu", "Be brief.")
+    assert [(sink.type, sink.project) for sink in recipe.sinks] == [("tensorboard", "oncurve"), ("wandb", "mine")]
+    assert (recipe.evaluation.samples, recipe.stages[0].heldout_patience) == (4, 2)
+    assert recipe_of(model="tiny", lora=True, **common).model.lora == Lora()
+    assert recipe_of(model="tiny", lora=False, sinks="tensorboard", **common).sinks[0].type == "tensorboard"
+
+
+def test_they_change_a_recipe_too(recipe_of: Callable[..., Recipe]) -> None:
+    loaded = oncurve.load_recipe("arithmetic")
+    assert recipe_of(loaded) == loaded
+    changed = recipe_of(loaded, lora={"rank": 2}, seed=3, sinks=["tensorboard"])
+    assert changed.model.lora is not None
+    assert (changed.model.lora.rank, changed.seed, len(changed.sinks)) == (2, 3, 1)
+    assert changed.stages == loaded.stages
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model": "tiny", "lora": {"rang": 4}}, "did you mean 'rank'"),
+        ({"model": "tiny", "lora": 8}, "lora=True"),
+        ({"model": "tiny", "dtype": "fp16"}, "model.dtype"),
+        ({"model": "tiny", "sinks": ["tensorbord"]}, "did you mean 'tensorboard'"),
+        ({"lora": {"rank": 4}}, "a model object is trained as it is"),
+        ({"dtype": "bfloat16"}, "a model object is trained as it is"),
+        ({"patience": 2}, "set eval_every"),
+        ({"patience": 2, "eval_every": 1}, "no held-out prompts"),
+        ({"recipe": "arithmetic"}, "oncurve.load_recipe('arithmetic')"),
+        ({"rewards": [{"type": "answer", "tke": "number"}]}, "did you mean 'take'"),
+        ({"rewards": [{"take": "number"}]}, "a dict without 'type'"),
+        ({"rewards": {"type": "answr"}}, "did you mean 'answer'"),
+        ({"rewards": [{"type": "answer", "weight": "much"}]}, "weight"),
+    ],
+)
+def test_wrong_settings_are_one_message(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    with pytest.raises(OncurveError) as raised:
+        train(tmp_path, **change)
+    assert words in str(raised.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_built_in_rewards_take_options_from_a_dict() -> None:
+    mix = as_mix([{"type": "answer", "take": "number", "name": "number", "weight": 0.5}, ({"type": "format"}, 0.1)])
+    assert [(reward.name, reward.weight) for reward in mix.rewards] == [("number", 0.5), ("format", 0.1)]
+    assert mix.accuracy_reward == "number"
+    group = Group(Prompt("p", text="?", columns={"answer": "7"}), np.zeros(1, np.int64), (completion_by_letters("so it is 7"),))
+    (scored,) = mix.score([group])
+    assert scored.scored[0].aspects[0].value == 1.0
+    assert as_mix({"type": "answer"}).rewards[0].name == "answer"
+
+
+def test_patience_ends_a_run_that_does_not_get_better(tmp_path: Path) -> None:
+    """Accuracy stays at 0, so evaluation 1 is the best, and patience 2 is spent after evaluation 3."""
+
+    def never(completion: str) -> float:
+        return 0.0
+
+    run = train(tmp_path, rewards=[never], heldout=["1+1="], steps=9, eval_every=1, patience=2)
+    assert run.status == "finished"
+    assert [report.step for report in run.evals] == [1, 2, 3]
+    assert run.best is not None
+    assert (run.best.step, run.best.value) == (1, 0.0)
+
+
+def test_the_package_explains_itself() -> None:
+    assert {"train", "load_recipe", "Run", "Recipe"} <= set(dir(oncurve))
+    assert (inspect.getdoc(oncurve.train) or "").startswith("Trains a recipe")
+    assert "lora" in inspect.signature(oncurve.train).parameters
+    assert (Path(oncurve.__file__).parent / "py.typed").is_file()
 
 
 def test_nothing_else_is_offered() -> None:

@@ -97,6 +97,13 @@ def _check_patience(recipe: Recipe, stage: Sft) -> Problems:
         yield RecipeError(f"{stage.label}.patience", stage.patience, because=because, fix=fix)
 
 
+def _check_heldout_patience(recipe: Recipe, stage: RolloutStage) -> Problems:
+    if stage.patience is not None and not (stage.eval_every and stage.updates_policy):
+        because = "it counts evaluations on the held-out split, and there are none before the end of the stage"
+        fix = "set eval_every" if stage.updates_policy else "remove it: this stage does not change the policy"
+        yield RecipeError(f"{stage.label}.patience", stage.patience, because=because, fix=fix)
+
+
 def _check_sft_data(recipe: Recipe, stage: Sft) -> Problems:
     if stage.data is not None and stage.data.startswith(STAGE_PREFIX):
         yield from _check_earlier_stage(recipe, stage, stage.data, "rejection_sample", f"{stage.label}.data")
@@ -257,7 +264,14 @@ RECIPE_CHECKS: tuple[Callable[[Recipe], Problems], ...] = (_check_stage_names, _
 STAGE_CHECKS: dict[type[StageBase], tuple[Callable[[Recipe, Any], Problems], ...]] = {
     StageBase: (_check_warmup,),
     Sft: (_check_patience, _check_sft_data),
-    RolloutStage: (_check_has_reward, _check_reward_models, _check_prompts_for_ranks, _check_temperature, _check_overlong),
+    RolloutStage: (
+        _check_heldout_patience,
+        _check_has_reward,
+        _check_reward_models,
+        _check_prompts_for_ranks,
+        _check_temperature,
+        _check_overlong,
+    ),
     PolicyGradientStage: (_check_kl_weight, _check_minibatches),
     Grpo: (
         _check_group_of_one,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from oncurve.plugins import Registry, check_instance
-from oncurve.recipe.defaults import rewards_for_stage
+from oncurve.recipe.defaults import rewards_for_stage, task_for_stage
 from oncurve.recipe.error_messages import read_section
 from oncurve.recipe.schema import sections
 from oncurve.recipe.schema.recipe import Recipe
@@ -89,16 +89,21 @@ def stage_reward_configs(recipe: Recipe, stage: Stage, default_rewards: DefaultR
     rollout = stage if isinstance(stage, RolloutStage) else None
     configs = (recipe.rewards or tuple(default_rewards())) if rollout is None else rewards_for_stage(recipe, rollout)
     if configs and not any(map(can_define_accuracy, configs)):
-        configs = (*configs, *_accuracy_reward(recipe, default_rewards))
+        configs = (*configs, *_accuracy_reward(recipe, stage, default_rewards))
     if rollout is not None and rollout.overlong is not None:
         overlong = {"type": "overlong", "weight": rollout.overlong.weight, "buffer": rollout.overlong.buffer}
         configs = (*configs, sections.Reward.model_validate(overlong))
     return configs
 
 
-def _accuracy_reward(recipe: Recipe, default_rewards: DefaultRewards) -> tuple[sections.Reward, ...]:
-    """A verifiable reward (weight 0) for reporting accuracy if the stage has none: the recipe's, else the task's, else none."""
-    for configs in (lambda: recipe.rewards, default_rewards):
+def _accuracy_reward(recipe: Recipe, stage: Stage, default_rewards: DefaultRewards) -> tuple[sections.Reward, ...]:
+    """A verifiable reward (weight 0) for reporting accuracy if the stage has none: the recipe's, else the task's, else none.
+
+    The default reward of the user's own file is a guess from a column named `answer`: a run that a judge grades must not be
+    headed by an accuracy that nobody asked for.
+    """
+    own_file = task_for_stage(recipe, stage).type == "file"
+    for configs in (lambda: recipe.rewards, (lambda: ()) if own_file else default_rewards):
         verifiable = [c for c in configs() if c.label == "answer" or is_verifiable(c)]
         if verifiable:
             best = min(verifiable, key=lambda c: c.label != "answer")

@@ -24,6 +24,13 @@ def check_stage_data(stage: Stage, task: Task, rewards: RewardMix) -> None:
             because=f"the stage '{stage.label}' samples training prompts, and the task has prompts for evaluation only",
             fix="set task.path to a file of training prompts",
         )
+    if stage.heldout_patience is not None and not task.heldout:
+        raise DataError(
+            f"{stage.label}.patience",
+            stage.heldout_patience,
+            because="it counts evaluations on the held-out split, and the task has no held-out prompts",
+            fix="hold out prompts, or remove it",
+        )
     STAGES[type(stage)].check_data(stage, task, rewards)
 
 

@@ -201,7 +201,7 @@ class Trainer:
             self._evaluate(stage, 0)  # a mean reward means little by itself: it is compared with that of the start
         last = done
         for n in range(done + 1, stage.steps + 1):
-            if loop.is_over:
+            if loop.is_over or self._is_out_of_patience(stage):
                 break
             self._step_and_record(stage, loop, n)
             last = n
@@ -218,6 +218,16 @@ class Trainer:
         self.notify.on_stage_end(stage.label)
         if last > done:  # a stage that was complete before takes no time: a run in slices must get past it
             self._stop_if_requested()
+
+    def _is_out_of_patience(self, stage: Stage) -> bool:
+        """Whether the last `patience` evaluations were not better than an earlier one. Reads the recorded evaluations: a
+        resumed run stops at the same step."""
+        if stage.heldout_patience is None:
+            return False
+        results = [
+            r for e in self.store.evals(stage.label) if (r := e.reward if e.accuracy is None else e.accuracy) is not None
+        ]
+        return bool(results) and len(results) - 1 - results.index(max(results)) >= stage.heldout_patience
 
     def world_of(self, stage: Stage) -> World:
         """The ranks that run a stage."""

@@ -98,6 +98,11 @@ class StageBase(Section):
         return None
 
     @property
+    def heldout_patience(self) -> int | None:
+        """Evaluations on the held-out split without a better result after which the stage ends; None: it does not."""
+        return None
+
+    @property
     def updates_in_step(self) -> int:
         """Optimiser updates that a step makes."""
         return 1
@@ -141,6 +146,9 @@ class RolloutStage(StageBase):
     cost)."""
     seconds: PositiveFloat | None = None
     """Stop after the step in which this many seconds of training have passed (such a run is not repeatable)."""
+    patience: PositiveInt | None = None
+    """Stop early if the held-out result (accuracy, or mean reward if there is no verifiable reward) has not improved for this
+    many evaluations; needs `eval_every`. Unset: all steps are made."""
     prompts_per_step: PositiveInt = 16
     """P: prompts per step."""
     group_size: Annotated[int, Field(ge=1)] = 8
@@ -165,6 +173,10 @@ class RolloutStage(StageBase):
     @property
     def max_new_tokens(self) -> int:
         return self.sampling.max_new_tokens
+
+    @property
+    def heldout_patience(self) -> int | None:
+        return self.patience
 
     @property
     def time_limit_s(self) -> float | None:
