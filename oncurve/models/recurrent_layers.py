@@ -113,7 +113,9 @@ class RecurrentLayer(nn.Module):
 
     def run(self, hidden_BTD: Tensor, state: LayerState | None) -> tuple[Tensor, LayerState]:
         """The layer's own forward from a state; see `RunLayer`."""
-        after = LayerState() if state is None else state.map(lambda x: x)
+        # A layer may write the convolution's last inputs in place; a state that was handed in stays as it is.
+        before = state or LayerState()
+        after = LayerState({i: x.clone() for i, x in before.conv_states.items()}, dict(before.recurrent_states))
         out: Tensor = super().forward(hidden_BTD, **{_cache_argument(type(self).__mro__[2]): after})
         return out, after
 

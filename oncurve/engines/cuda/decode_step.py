@@ -24,6 +24,7 @@ from oncurve.models.heads.lm_head import Head
 from oncurve.models.llama.cuda_lora import JointLora
 from oncurve.models.llama.fused import FusedBackbone
 from oncurve.models.policy import Policy
+from oncurve.models.recurrent_layers import RunLayer
 from oncurve.recipe.schema.sections import Sampling
 
 
@@ -68,6 +69,9 @@ class DecodeBuffers:
         H, d = shape.heads, shape.head_size
         self.parts = PartialSoftmax(floats(parts, S, H, d), floats(parts, S, H), floats(parts, S, H))
         self.is_end_V = ints(vocabulary, dtype=torch.int8)
+        self.row_of_layer = shape.row_of_layer
+        self.states = {layer: one.map(lambda x: x.new_zeros(S, *x.shape[1:])) for layer, one in shape.states.items()}
+        """By recurrent layer, the state of every slot."""
 
     def clear(self, eos_ids: tuple[int, ...]) -> None:
         """Make every slot idle, and mark the end tokens."""
@@ -87,12 +91,21 @@ class PagedDecode:
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
-        tables = self.buffers.tables
+        tables, layer = self.buffers.tables, self.buffers.row_of_layer[layer]
         store(k, v, self.cache, layer, tables.suffix_page, tables.suffix_length, self.end_S)
         out = attend(
             q[:, :, 0].contiguous(), self.cache, layer, tables, self.launch, self.buffers.parts, scale, window, softcap
         )
         return out[:, None]
+
+    def recur(self, layer: int, hidden: Tensor, run: RunLayer) -> Tensor:
+        """The states of idle slots stay as they are, so that a step with every slot idle changes nothing."""
+        stored = self.buffers.states[layer]
+        out, after = run(hidden, stored)
+        runs_S = self.buffers.tables.suffix_length >= 0
+        for target, new in zip(stored.tensors, after.tensors, strict=True):
+            torch.where(runs_S.view(-1, *[1] * (new.dim() - 1)), new.to(target.dtype), target, out=target)
+        return out
 
 
 class FusedStep:

@@ -7,8 +7,9 @@ stored once, in pages that all its completions read; a completion owns only the 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -20,6 +21,7 @@ from oncurve.kernels.decode_layers import store
 from oncurve.models.attention_interface import apply_softcap, causal_mask
 from oncurve.models.device_memory import free_memory
 from oncurve.models.policy import Policy
+from oncurve.models.recurrent_layers import LayerState, RunLayer
 
 log = logging.getLogger("oncurve.engine")
 
@@ -29,13 +31,25 @@ PAGE = 512
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """The shape of a layer's keys and values, the same for every layer."""
+    """The shape of a layer's keys and values, the same for every layer with attention, and the states of recurrent layers."""
 
-    layers: int
+    attention_layers: tuple[int, ...]
     heads: int
     key_heads: int
     head_size: int
     dtype: torch.dtype
+    states: Mapping[int, LayerState] = field(default_factory=dict)
+    """By recurrent layer, the empty state of one sequence."""
+
+    @property
+    def layers(self) -> int:
+        """Layers of the KV cache."""
+        return len(self.attention_layers)
+
+    @property
+    def row_of_layer(self) -> dict[int, int]:
+        """By layer with attention, its place in the KV cache."""
+        return {layer: row for row, layer in enumerate(self.attention_layers)}
 
     @property
     def page_bytes(self) -> int:
@@ -43,10 +57,11 @@ class KVShape:
 
 
 class _ShapeProbe:
-    """An attention context that records the shape of each layer's queries and keys, and returns zeros."""
+    """An attention context that records the shape of each layer's queries and keys or its state, and returns zeros."""
 
     def __init__(self) -> None:
         self.shapes: dict[int, tuple[int, int, int, torch.dtype]] = {}
+        self.states: dict[int, LayerState] = {}
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
@@ -54,15 +69,22 @@ class _ShapeProbe:
         self.shapes[layer] = (q.shape[1], k.shape[1], k.shape[3], k.dtype)
         return torch.zeros_like(q).transpose(1, 2)
 
+    def recur(self, layer: int, hidden: Tensor, run: RunLayer) -> Tensor:
+        out, state = run(hidden, None)
+        self.states[layer] = state.map(torch.zeros_like)
+        return out
+
 
 def shape_of(policy: Policy) -> KVShape | str:
     """The model's shape, found by one forward pass; or the reason why it does not fit a paged cache."""
     probe, ids = _ShapeProbe(), torch.zeros(1, 1, dtype=torch.long, device=policy.device)
     policy.hidden(ids, ids, probe)
     shapes = set(probe.shapes.values())
-    if len(shapes) != 1 or sorted(probe.shapes) != list(range(len(probe.shapes))):
+    if not shapes:
+        return "no layer has attention"
+    if len(shapes) != 1:
         return f"layers of unequal heads ({len(shapes)} kinds)"
-    return KVShape(len(probe.shapes), *shapes.pop())
+    return KVShape(tuple(sorted(probe.shapes)), *shapes.pop(), probe.states)
 
 
 class PagedKVCache:
@@ -167,16 +189,30 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 class PagedPrefill:
-    """Attention of prompt chunks, [B, tokens] from position ``start`` on: causal, to the stored positions and to themselves."""
+    """Attention of prompt chunks, [B, tokens] from position ``start`` on: causal, to the stored positions and to themselves.
 
-    def __init__(self, cache: Tensor, table_BP: Tensor, start: int, tokens: int, length_B: Tensor) -> None:
+    ``prompts`` holds each prompt's length and its states by recurrent layer, which a chunk advances.
+    """
+
+    def __init__(
+        self,
+        cache: Tensor,
+        table_BP: Tensor,
+        start: int,
+        tokens: int,
+        length_B: Tensor,
+        row_of_layer: Mapping[int, int],
+        prompts: Sequence[tuple[int, dict[int, LayerState]]] = (),
+    ) -> None:
         self.cache, self.table_BP, self.start, self.length_B = cache, table_BP, start, length_B
+        self.row_of_layer, self.prompts = row_of_layer, prompts
         self.start_B = torch.full_like(length_B, start)
         self.positions = torch.arange(start + tokens, device=cache.device)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
+        layer = self.row_of_layer[layer]
         store(k, v, self.cache, layer, self.table_BP, self.start_B, self.length_B)
         plain = softcap is None and (window is None or window >= len(self.positions))
         if plain and not self.start:
@@ -192,6 +228,15 @@ class PagedPrefill:
             return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).transpose(1, 2)
         scores = apply_softcap(q @ k.transpose(-1, -2) * scale, softcap).masked_fill(~mask, -torch.inf)
         return (scores.softmax(-1, dtype=torch.float32).to(v.dtype) @ v).transpose(1, 2)
+
+    def recur(self, layer: int, hidden: Tensor, run: RunLayer) -> Tensor:
+        """Prompt by prompt and without the padding, which would enter the state."""
+        out = torch.zeros_like(hidden)
+        for i, (length, states) in enumerate(self.prompts):
+            tokens = min(length - self.start, hidden.shape[1])
+            if tokens > 0:
+                out[i : i + 1, :tokens], states[layer] = run(hidden[i : i + 1, :tokens], states.get(layer))
+        return out
 
     def _stored(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values before ``start``, [B, K, start, d]."""

@@ -22,6 +22,7 @@ from oncurve.engines.native.scheduler import RoundResult, TopTokens
 from oncurve.engines.native.sequence import Sequence
 from oncurve.errors import ModelError
 from oncurve.kernels.decode_attention import LaunchShape
+from oncurve.models.recurrent_layers import LayerState
 from oncurve.recipe.schema.sections import Sampling
 from oncurve.records import Floats, Ints
 from oncurve.rng import signed_sampling_key
@@ -95,6 +96,10 @@ class CudaRunner:
         self.table_group: list[int] = [-1] * S
         self.prompt_page = np.zeros((S, sizes.prompt_pages), np.int32)
         self.suffix_page = np.zeros((S, sizes.suffix_pages), np.int32)
+        self.prompt_states: dict[int, dict[int, LayerState]] = {}
+        """By request number, the states of recurrent layers at the end of a prompt that is prefilled."""
+        self._new_states: dict[int, list[int]] = {}
+        """By request number, the slots whose states must be set to the prompt's."""
         self._to_prefill: list[dict[int, Ints]] = []
         """Batches of prompts that have pages, by request number."""
         self._updates: dict[int, tuple[int, ...]] = {}
@@ -129,6 +134,7 @@ class CudaRunner:
         self.members[table, lane] = slot
         self.prompt_page[table, : len(pages)] = pages
         self._set_slot(slot, sequence, 0, int(request.prompt_ids[-1]), ())
+        self._new_states.setdefault(sequence.group, []).append(slot)
         self._tables_changed = True
 
     def resume(self, slot: int, sequence: Sequence, position: int, last_token: int, forced: abc.Sequence[int]) -> None:
@@ -163,6 +169,7 @@ class CudaRunner:
 
     def release_prompt(self, group: int) -> None:
         self.cache.free.extend(self.prompt_pages.pop(group, ()))
+        self.prompt_states.pop(group, None)
 
     def reserve(self, slot: int, tokens: int) -> bool:
         """Pages for a sequence of this many tokens, if need be those of prompts that were prefilled too early."""
@@ -222,6 +229,8 @@ class CudaRunner:
         """Free the pages of prompts that were prefilled ahead and that no slot reads yet; returns whether there were any."""
         idle = set(self.prompt_pages) - set(self.table_group)
         pages = [page for group in idle for page in self.prompt_pages.pop(group)]
+        for group in idle:
+            self.prompt_states.pop(group, None)
         self.cache.free.extend(pages)
         return bool(pages)
 
@@ -250,9 +259,11 @@ class CudaRunner:
             ids[i, : len(prompt_ids) - 1], lengths[i] = prompt_ids[:-1], len(prompt_ids) - 1
             table[i, : len(self.prompt_pages[group])] = self.prompt_pages[group]
         ids_BT, table_BP, length_B = (self._upload(x) for x in (ids, table, lengths))
+        states = [(len(prompt_ids) - 1, self.prompt_states.setdefault(group, {})) for group, prompt_ids in prompts.items()]
         for start in range(0, length, PREFILL_TOKENS):
             tokens = min(PREFILL_TOKENS, length - start)
-            layout = PagedPrefill(self.cache.data, table_BP, start, tokens, length_B)
+            rows = self.buffers.row_of_layer
+            layout = PagedPrefill(self.cache.data, table_BP, start, tokens, length_B, rows, states)
             positions = layout.positions[start:].expand(size, -1)
             self.policy.hidden(ids_BT[:, start : start + tokens], positions, layout)
 
@@ -286,6 +297,7 @@ class CudaRunner:
     def _upload_state(self) -> None:
         """Send the host's decisions to the device: slots assigned and released, forced tokens, tables of pages and members."""
         tables, slots = self.buffers.tables, self.buffers.slots
+        self._start_states()
         if self._forced:
             at = self._upload(np.array(list(self._forced), np.int64))
             ids = self._upload(np.stack(list(self._forced.values())))
@@ -307,6 +319,19 @@ class CudaRunner:
             ):
                 target.copy_(self._upload(table), non_blocking=True)
             self._tables_changed = False
+
+    def _start_states(self) -> None:
+        """Let new sequences start from their prompt's state, or from an empty one after a prompt of one token."""
+        for group, slots in self._new_states.items():
+            at, states = self._upload(np.array(slots, np.int64)), self.prompt_states.get(group, {})
+            for layer, stored in self.buffers.states.items():
+                if layer not in states:
+                    for target in stored.tensors:
+                        target.index_fill_(0, at, 0)
+                    continue
+                for target, start in zip(stored.tensors, states[layer].tensors, strict=True):
+                    target.index_copy_(0, at, start.to(target.dtype).expand(len(slots), *start.shape[1:]))
+        self._new_states = {}
 
     def _suffix_list(self) -> np.ndarray:
         """The suffix pages in use, first pages first: a slot's last page is its shortest."""

@@ -15,6 +15,7 @@ from oncurve.engines.native.general_runner import GeneralRunner
 from oncurve.engines.native.kv_cache import KVCache, slots_per_block
 from oncurve.engines.native.scheduler import Runner, Scheduler
 from oncurve.engines.native.torch_runner import TorchRunner
+from oncurve.models import recurrent_layers
 from oncurve.models.llama.c_build import load_library
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.sections import Engine as EngineSettings
@@ -93,13 +94,14 @@ class NativeEngine:
         """
         sampling, group_size = requests[0].sampling, requests[0].samples
         slots = slots_for(self, len(requests) * group_size)
-        if self.graph_decoder is not None:
+        forces = requests[0].prompt.environment is not None
+        # Rounds run ahead of the host, and a recurrent state can't be taken back when an environment replies.
+        if self.graph_decoder is not None and not (forces and recurrent_layers.is_attached(self.policy.model)):
             from oncurve.engines.cuda.runner import CudaRunner
 
             return CudaRunner.build(self.graph_decoder, requests, slots)
         R = slots_per_block(group_size)
         cache = KVCache(max(1, slots // R), R, sampling.max_new_tokens)
-        forces = requests[0].prompt.environment is not None
         if self.policy.general_reason is not None:
             return GeneralRunner(self.policy, cache, sampling, self.settings.check_every, forces=forces)
         if not forces and can_decode(self.policy, sampling):

@@ -241,7 +241,7 @@ def test_prompts_reach_torchs_attention_in_aligned_rows(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(functional, "scaled_dot_product_attention", record)
     pool, lengths = torch.zeros(2, 2, 2, 2, PAGE, 16, dtype=torch.bfloat16, device=DEVICE), torch.full((2,), 5, device=DEVICE)
-    prefill = PagedPrefill(pool, torch.arange(2, device=DEVICE)[:, None].int(), 0, 5, lengths.int())
+    prefill = PagedPrefill(pool, torch.arange(2, device=DEVICE)[:, None].int(), 0, 5, lengths.int(), {0: 0, 1: 1})
     with torch.no_grad():
         policy.hidden(torch.arange(2, 12, device=DEVICE).view(2, 5), prefill.positions.expand(2, -1), prefill)
     assert len(inputs) == 6
