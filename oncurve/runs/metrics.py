@@ -122,13 +122,22 @@ _TABLE = (
     Metric(
         "entropy",
         "nats",
-        "Mean entropy of the policy over the tokens it sampled, at the sampling temperature.",
+        "Mean entropy of the policy at the sampling temperature, over the tokens that the update forwards: those of groups with "
+        "a signal.",
         "falls slowly; at 0 exploration ends, and a rise means that the policy is degenerating",
+    ),
+    Metric(
+        "sampled_entropy",
+        "nats",
+        "Mean of −log-prob over all tokens that the step sampled, groups without signal included: an unbiased estimate of the "
+        "entropy of what they were sampled from.",
+        "falls slowly; at 0 exploration ends",
     ),
     Metric(
         "kl",
         "nats",
-        "Mean estimate per token of the KL divergence from the reference; logged if the stage has a reference.",
+        "Mean estimate per forwarded token of the KL divergence from the reference, not weighted by the ratio; logged if the "
+        "stage has a reference.",
         "grows slowly; a jump means that the policy has left the reference",
     ),
     Metric(
@@ -146,35 +155,53 @@ _TABLE = (
     Metric("grad_norm", "norm", "Norm of the gradient before clipping.", "steady; spikes are an early warning"),
     Metric("learning_rate", "rate", "Learning rate of the step's last update.", "follows the schedule"),
     Metric(
-        "clip_low_share", "share", "Share of tokens clipped from below: ratio under the range, negative advantage.", "below 0.1"
+        "clip_low_share",
+        "share",
+        "Share of forwarded tokens clipped from below: ratio under the range, negative advantage.",
+        "below 0.1",
     ),
     Metric(
-        "clip_high_share", "share", "Share of tokens clipped from above: ratio over the range, positive advantage.", "below 0.1"
+        "clip_high_share",
+        "share",
+        "Share of forwarded tokens clipped from above: ratio over the range with a positive advantage (cispo: of either sign), "
+        "or over clip.dual with a negative one.",
+        "below 0.1",
     ),
-    Metric("clip_share", "share", "Share of tokens clipped on either side.", "0 with one update per step; below 0.2 otherwise"),
+    Metric(
+        "clip_share",
+        "share",
+        "Share of forwarded tokens clipped on either side; with one ratio per completion, its tokens are clipped together.",
+        "0 with one update per step; below 0.2 otherwise",
+    ),
     Metric(
         "ratio_mean",
         "ratio",
-        "Mean of new over old probability at the step's last update.",
+        "Mean of new over old probability at the step's last update, over forwarded tokens.",
         "1 with one update per step; near 1 otherwise",
     ),
-    Metric("ratio_max", "ratio", "Largest ratio of new over old probability at the step's last update.", "below about 10"),
+    Metric(
+        "ratio_max",
+        "ratio",
+        "Largest ratio of new over old probability at the step's last update, of forwarded tokens.",
+        "below about 10",
+    ),
     Metric(
         "update_kl",
         "nats",
-        "How far the step's updates before the last moved the policy: mean k3 estimate per token; 0 with a single update.",
+        "How far the step's updates before the last moved the policy: mean k3 estimate per forwarded token; 0 with a single "
+        "update.",
         "below about 0.02; a spike means that the learning rate is too high",
     ),
     Metric(
         "mismatch_kl",
         "nats",
-        "Mean k3 estimate per token of the KL divergence between sampler and learner on the sampled tokens.",
+        "Mean k3 estimate per forwarded token of the KL divergence between sampler and learner.",
         "below 1e-6 in float32, below 1e-3 in bfloat16",
     ),
     Metric(
         "mismatch_max",
         "nats",
-        "Largest absolute difference between a token's log-prob in sampler and learner.",
+        "Largest absolute difference between a forwarded token's log-prob in sampler and learner.",
         "below 1e-4 in float32, below 0.5 in bfloat16; with the native engine, a first step above 0.01 or 1 stops the run",
     ),
     Metric(
@@ -257,7 +284,7 @@ _TABLE = (
     Metric(
         "mismatch_masked_share",
         "share",
-        "Share of tokens masked because sampler and learner disagree on their completion (mismatch_limit).",
+        "Share of forwarded tokens masked because sampler and learner disagree on their completion (mismatch_limit).",
         "near 0",
     ),
     Metric(

@@ -21,8 +21,8 @@ class CollapseRule:
 
 COLLAPSE_RULES = {
     "entropy": CollapseRule(
-        lambda m: m.get("entropy", 1.0) < 0.01,
-        "entropy is {entropy:.3g} nats: all completions of a prompt are alike, and nothing new is tried. Lower "
+        lambda m: m.get("sampled_entropy", 1.0) < 0.01,
+        "entropy is {sampled_entropy:.3g} nats: all completions of a prompt are alike, and nothing new is tried. Lower "
         "optimiser.learning_rate, set kl.beta or entropy_bonus, or continue from an earlier step with `oncurve fork`",
     ),
     "easy": CollapseRule(

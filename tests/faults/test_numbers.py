@@ -248,14 +248,14 @@ def test_a_run_that_stays_bad_says_so(tmp_path: Path, monkeypatch: pytest.Monkey
 def report(**metrics: float) -> StepReport:
     groups: Any = ["a group"]
     return StepReport(
-        "grpo", 1, {"entropy": 1.0, "no_signal_share": 0.2, "accuracy": 0.0, "cut_share": 0.0, **metrics}, {}, groups
+        "grpo", 1, {"sampled_entropy": 1.0, "no_signal_share": 0.2, "accuracy": 0.0, "cut_share": 0.0, **metrics}, {}, groups
     )
 
 
 @pytest.mark.parametrize(
     ("metrics", "words"),
     [
-        ({"entropy": 0.001}, ["entropy is 0.001", "kl.beta", "oncurve fork"]),
+        ({"sampled_entropy": 0.001}, ["entropy is 0.001", "kl.beta", "oncurve fork"]),
         ({"no_signal_share": 1.0}, ["0% of completions are correct", "easier prompts", "group_size"]),
         ({"no_signal_share": 1.0, "accuracy": 1.0}, ["100% of completions are correct", "harder ones"]),
         ({"cut_share": 0.95}, ["95% of completions are truncated", "max_new_tokens"]),

@@ -32,7 +32,7 @@ REWARDED = [
     "failure_share",
     "groups_resampled",
 ]
-WRITTEN = ["length_mean", "length_min", "length_max", "entropy", "kl", "tokens"]
+WRITTEN = ["length_mean", "length_min", "length_max", "entropy", "sampled_entropy", "kl", "tokens"]
 MOVED = [
     "clip_low_share",
     "clip_high_share",

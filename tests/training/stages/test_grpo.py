@@ -276,3 +276,24 @@ def test_engines_with_separate_weights_may_differ(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(loop.engine.policy, "pack_hidden", lambda pack: own(pack) * 1.5)
     loop.engine.shares_weights = False
     assert loop.step(1).metrics["mismatch_max"] > 0.01
+
+
+def test_sampled_entropy_covers_groups_that_are_not_forwarded() -> None:
+    """Of six prompts two have a signal. `entropy` is of their tokens; `sampled_entropy` of all, and is the entropy that the
+    model's own forward has there, up to chance."""
+
+    def rewarded(completion: str, prompt: str) -> float:
+        return digits(completion) if prompt.startswith("0") else 1.0
+
+    sampling = {"max_new_tokens": 8, "temperature": 0.8}
+    options: dict[str, Any] = {"prompts_per_step": 36, "group_size": 24, "sampling": sampling}
+    some = loop_for(options, rewarded).step(1)
+    everything = loop_for(options | {"no_signal": "keep"}, rewarded).step(1)
+    assert some.metrics["no_signal_share"] == pytest.approx(30 / 36)
+    assert some.metrics["sampled_entropy"] == everything.metrics["sampled_entropy"]
+    completions = [c for g in some.groups for c in g.group.completions]
+    surprise = -np.concatenate([c.logps for c in completions]).astype(np.float64)
+    assert some.metrics["sampled_entropy"] == pytest.approx(surprise.mean(), rel=1e-6)
+    chance = surprise.std() / np.sqrt(len(surprise))
+    assert abs(some.metrics["sampled_entropy"] - everything.metrics["entropy"]) < 4 * chance < 0.06
+    assert some.metrics["entropy"] != everything.metrics["entropy"], "the forwarded tokens are others"
