@@ -26,7 +26,12 @@ def test_generated_pages_are_up_to_date(path: Path) -> None:
     assert path.read_text(encoding="utf-8") == PAGES[path], "run make docs"
 
 
-PAGE_FILES = [ROOT / "README.md", ROOT / "bench" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGE_FILES = [
+    *sorted(ROOT.glob("*.md")),
+    ROOT / "llms.txt",
+    ROOT / "bench" / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 each_page = pytest.mark.parametrize("page", PAGE_FILES, ids=lambda path: str(path.relative_to(ROOT)))
 PLACEHOLDER = re.compile(r"[A-Z]|…|\.\.\.|path/to")
 
@@ -147,3 +152,9 @@ def test_the_readme_quotes_the_summary_that_training_prints() -> None:
     assert [command for _, command in purposes] == ["oncurve show", "oncurve chat", "oncurve eval"]
     source = (ROOT / "oncurve" / "terminal" / "live" / "summary.py").read_text(encoding="utf-8")
     assert [purpose for purpose, command in purposes if f'("{purpose}", f"{command} {{run.' not in source] == []
+
+
+def test_llms_txt_lists_every_page() -> None:
+    listed = set(re.findall(r"\]\(([^)]+)\)", (ROOT / "llms.txt").read_text(encoding="utf-8")))
+    pages = {str(page.relative_to(ROOT)) for page in PAGE_FILES} - {"llms.txt"}
+    assert listed == pages
