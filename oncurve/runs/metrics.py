@@ -122,8 +122,8 @@ _TABLE = (
     Metric(
         "entropy",
         "nats",
-        "Mean entropy of the policy at the sampling temperature, over the tokens that the update forwards: those of groups with "
-        "a signal.",
+        "Mean entropy of the policy at the sampling temperature, over the tokens that the update forwards: those of groups "
+        "with a signal.",
         "falls slowly; at 0 exploration ends, and a rise means that the policy is degenerating",
     ),
     Metric(

@@ -185,3 +185,19 @@ def test_rloo(name: str, perturbed: bool) -> None:
         torch.testing.assert_close(ours - empty, theirs, atol=1e-6, rtol=1e-6)
         grads = [torch.autograd.grad(loss, leaf_BT)[0] for loss in (ours, theirs)]
         torch.testing.assert_close(*grads, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "sapo", "dapo", "bnpo", "cispo"])
+def test_completions_left_out_count_in_trls_denominator_and_not_in_ours(kind: str) -> None:
+    """Row 3 is masked, as a truncated completion is. Means over completions are 6/5 of TRL's, means over tokens the same."""
+    case, ours = Case.random(0, perturbed=True), SHARED[kind]
+    trl: dict[str, Any] = {"loss_type": kind, "epsilon_low": LOW, "epsilon_high": HIGH, "max_completion_length": BUDGET}
+    if kind == "cispo":
+        ours, trl["epsilon_high"] = replace(ours, surrogate=Cispo(1.0, 0.2)), 1.2
+    left_out = ~MASK_BT.any(1)
+    assert left_out.tolist() == [False, False, False, True, False, False]
+    inputs = case.inputs(case.logp_BT, case.entropy_BT)
+    graded = replace(inputs, totals=LossDenominators(int((~left_out).sum()), inputs.totals.tokens, BUDGET))
+    theirs = grpo_loss(case.logp_BT, case.advantage_B, MASK_BT, old_BT=case.old_BT, ref_BT=case.ref_BT, **trl)
+    factor = 1.0 if kind in ("dapo", "bnpo", "cispo") else 6 / 5
+    torch.testing.assert_close(ours.loss(graded, PLAIN).loss, factor * theirs, atol=1e-6, rtol=1e-6)

@@ -216,6 +216,14 @@ def _differences(config: TrlConfig) -> Iterator[ConversionNote]:
             options.get("steps_per_generation"),
             "not a multiple of gradient_accumulation_steps: rounded down",
         )
+    reduction = OBJECTIVE_SPECS[config.objective].reduction
+    if config.boolean("mask_truncated_completions") and reduction != "mean_over_step_tokens":
+        yield ConversionNote(
+            "mask_truncated_completions",
+            options.get("mask_truncated_completions"),
+            f"TRL counts truncated completions in the number that {config.objective} divides by, Oncurve does not: if t of a "
+            "step's B completions are truncated, the gradient is B / (B − t) times TRL's",
+        )
     if OVERLONG in (options.get("reward_funcs") or ()):
         text = "set grpo.overlong.buffer = 256: it counts back from max_new_tokens, while TRL counts from 1280"
         yield ConversionNote("reward_funcs", OVERLONG, text)

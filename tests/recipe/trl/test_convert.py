@@ -115,6 +115,20 @@ def test_loss_types(tmp_path: Path, yaml: str, objective: str, note: str | None)
     assert (note is None and not texts) or (note is not None and note in texts[0])
 
 
+@pytest.mark.parametrize(
+    ("loss", "is_noted"), [("grpo", True), ("dr_grpo", True), ("sapo", True), ("dapo", False), ("bnpo", False)]
+)
+def test_masked_completions_leave_another_denominator(tmp_path: Path, loss: str, is_noted: bool) -> None:
+    """Of losses that divide by the number of completions; a mean over tokens is the same in both."""
+    _, stage, notes = translate(tmp_path, f"loss_type: {loss}\nmask_truncated_completions: true")
+    assert stage.mask_cut
+    texts = [n.text for n in notes if n.option == "mask_truncated_completions"]
+    assert len(texts) == is_noted
+    assert all("B / (B − t) times TRL's" in text for text in texts)
+    _, _, notes = translate(tmp_path, f"loss_type: {loss}")
+    assert "mask_truncated_completions" not in {n.option for n in notes}
+
+
 def test_the_clip_of_cispo_and_sapo(tmp_path: Path) -> None:
     _, stage, _ = translate(tmp_path, "loss_type: cispo\nepsilon_high: 5.0")
     assert stage.clip is not None
