@@ -30,8 +30,8 @@ from oncurve.workers.pool import WorkerDiedError, WorkerFailedError, Workers
 
 Level = Literal["bubblewrap", "seccomp", "trusted"]
 
-GRACE = 1.5
-"""Seconds after a program's time limit within which its zygote must reply; otherwise it is replaced."""
+GRACE = 5.0
+"""Seconds after a program's time limit within which its zygote must reply, leftovers removed; otherwise it is replaced."""
 SCRATCH_SIZE = 256 << 20
 ENVIRONMENT = {"PYTHONHASHSEED": "0"}
 """Environment of zygotes: sets are printed in the same order each time. The programs' own environment does not have it."""

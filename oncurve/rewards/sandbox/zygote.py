@@ -37,7 +37,7 @@ PRELOADED = (
 )
 MAX_RESULT_BYTES = 4 << 20
 """Verdicts of a tests' process."""
-MAX_THREADS, MAX_FILES = 500, 2000
+MAX_THREADS, MAX_FILES = 500, 1000
 """Threads that a program may start, and files and folders that it may create, in total."""
 
 

@@ -176,6 +176,15 @@ def test_nothing_outlives_its_limits(sandbox: Sandbox, attack: str) -> None:
         ("import threading\nt = threading.Thread(target=print, args=(1,))\nt.start()\nt.join()", "", "1\n"),
         ("import tempfile\nf = tempfile.NamedTemporaryFile('w+')\nf.write('x')\nf.seek(0)\nprint(f.read())", "", "x\n"),
         ("import asyncio\nasync def f(): return 5\nprint(asyncio.run(f()))", "", "5\n"),
+        ("import threading, time\nthreading.Thread(target=lambda: (time.sleep(0.1), print(1))).start()", "", "1\n"),
+        ("import atexit\natexit.register(print, 'end')\nprint('begin')", "", "begin\nend\n"),
+        ("import sys\nprint('log', file=sys.stderr)\nprint(2)", "", "2\n"),
+        ("x = 3\nprint(x is 3)", "", "True\n"),
+        ("print(open('/dev/stdin').read())", "abc", "abc\n"),
+        ("import sys\nprint(1)\nsys.exit()", "", "1\n"),
+        ("import warnings\nwarnings.warn('old')\nprint(1)", "", "1\n"),
+        ("from concurrent.futures import ThreadPoolExecutor\nprint(list(ThreadPoolExecutor(4).map(abs, [-1])))", "", "[1]\n"),
+        ("import os\nfor i in range(300): open(str(i), 'w').close()\nprint(len(os.listdir('.')))", "", "300\n"),
     ],
 )
 def test_honest_programs_run(sandbox: Sandbox, program: str, stdin: str, output: str) -> None:
