@@ -148,12 +148,22 @@ def load_function(reference: str, where: str) -> Callable[..., Any]:
 
 def _import(source: str, reference: str, where: str) -> ModuleType:
     try:
-        return _import_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
+        return _import_file(Path(source)) if source.endswith(".py") else _import_module(source)
     except FileNotFoundError as error:
         raise _error(where, reference, f"there is no file '{error.filename}'", "fix the path") from None
     except (Exception, SystemExit) as error:  # importing runs the user's code, which may raise anything
         because = f"importing '{source}' failed: {type(error).__name__}: {error}"
-        raise _error(where, reference, because, "fix the module, or its name in the recipe") from error
+        fix = "fix the module, or its name in the recipe; a module of your own is found in the current folder"
+        raise _error(where, reference, because, fix) from error
+
+
+def _import_module(name: str) -> ModuleType:
+    """Imports a module; one that is not installed, from the current folder, as `python -m` and TRL's scripts do."""
+    package, folder = name.partition(".")[0], Path.cwd()
+    is_here = (folder / f"{package}.py").is_file() or (folder / package).is_dir()
+    if is_here and package not in sys.modules and importlib.util.find_spec(package) is None:
+        sys.path.append(str(folder))  # last, so that the folder hides no installed module
+    return importlib.import_module(name)
 
 
 def _import_file(path: Path) -> ModuleType:

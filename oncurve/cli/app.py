@@ -159,9 +159,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _report(error)
         return error.exit_code
     except OSError as error:
-        from oncurve.runs.atomic_files import NO_PERMISSION, NO_ROOM, disk_error
+        from oncurve.runs.atomic_files import BAD_PATH, NO_PERMISSION, NO_ROOM, disk_error
 
-        if error.errno not in NO_ROOM | NO_PERMISSION:
+        if error.errno not in NO_ROOM | NO_PERMISSION | BAD_PATH:
             _print_bug_notice()
             raise
         _report(disk_error(Path(str(error.filename or ".")), error.errno, error.strerror or str(error)))

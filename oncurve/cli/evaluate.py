@@ -157,13 +157,17 @@ def chat(
     From a pipe, each line is a separate prompt.
     """
     check_target(target, runs)
-    from oncurve.operations.run_model import load_model
+    from oncurve.operations.run_model import load_model, missing_environment
     from oncurve.terminal.chat import Chat, ChatSettings, converse, typed_lines
-    from oncurve.terminal.errors import silence_libraries
+    from oncurve.terminal.errors import print_advice, silence_libraries
 
     silence_libraries()
     grant_trust(trusted, trust.run_of_target(target, runs))
-    session = Chat(load_model(target, runs).policy, ChatSettings(max_new_tokens, temperature, system, seed))
+    loaded = load_model(target, runs)
+    note = missing_environment(loaded)
+    if note is not None:
+        print_advice(note)
+    session = Chat(loaded.policy, ChatSettings(max_new_tokens, temperature, system, seed))
     live = sys.stdin.isatty()
     lines = typed_lines() if live else (line.rstrip("\n") for line in sys.stdin)
     converse(session, lines, sys.stdout, live)

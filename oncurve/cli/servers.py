@@ -50,14 +50,17 @@ def serve(
             because="the server is an optional extra",
             fix=pip_install("serve"),
         ) from error
-    from oncurve.operations.run_model import load_model
-    from oncurve.terminal.errors import silence_libraries
+    from oncurve.operations.run_model import load_model, missing_environment
+    from oncurve.terminal.errors import print_advice, silence_libraries
 
     silence_libraries()
     grant_trust(trusted, trust.run_of_target(target, runs))
     key, is_generated = api_key_for(host, key_env)
     with Console(stderr=True).status(f"loading {target}"):
         model = load_model(target, runs)
+        note = missing_environment(model)
+    if note is not None:
+        print_advice(note)
     model_name = name or target
 
     def announce(address: str) -> None:

@@ -19,7 +19,7 @@ from oncurve.distributed.rendezvous import joined_ranks, world_size
 from oncurve.distributed.world import SINGLE_PROCESS, World
 from oncurve.errors import OncurveError, RecipeError, RunError
 from oncurve.models.loading.local_models import check_exists
-from oncurve.recipe.load import load_recipe
+from oncurve.recipe.load import load_recipe, smoke_sets
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.recipe.validate import reject_python_only
 from oncurve.runs.checkpoints.listing import open_target
@@ -50,10 +50,21 @@ def train(
         str | None,
         typer.Option("--ray", metavar="auto|HOST:PORT", help="Train on a Ray cluster: a local one (auto), or the one there."),
     ] = None,
+    smoke: Annotated[
+        bool,
+        typer.Option(
+            "--smoke", help="Two steps of each stage, each with an evaluation and a checkpoint: does everything work?"
+        ),
+    ] = False,
     trusted: Trust = False,
 ) -> None:
     """Train a recipe, or continue a run that was stopped."""
     overrides = [*(sets or []), *_rank_overrides(gpus)]
+    if smoke and resume:
+        because = "a smoke test is a short run of its own"
+        raise RecipeError("--smoke", "with --resume", because=because, fix="leave one of them out")
+    if smoke:
+        overrides = smoke_sets(target, overrides)
     grant_trust(trusted, trust.run_of_recipe(target))
     chosen = choose_target(target, overrides, out, runs, resume)
     grant_trust(trusted, chosen.run)

@@ -11,7 +11,7 @@ import torch
 
 from oncurve import trust
 from oncurve.engines.native.engine import NativeEngine
-from oncurve.errors import RecipeError, RewardError, RunError
+from oncurve.errors import OncurveError, RecipeError, RewardError, RunError
 from oncurve.models.loading.load import choose_device, load_policy
 from oncurve.models.policy import Policy
 from oncurve.recipe.load import load_recipe
@@ -83,6 +83,23 @@ def load_run(run: RunFolder, checkpoint: CheckpointEntry | None = None) -> Polic
     policy = load_policy(recipe.model, alphabet=alphabet, seed=recipe.seed)
     load_weights(policy, state.tensors["model"])
     return policy
+
+
+def missing_environment(loaded: LoadedModel) -> str | None:
+    """A note if a run's model was trained with an environment: `chat` and `serve` do not run it. None if there was none."""
+    if loaded.run is None:
+        return None
+    recipe = load_recipe(loaded.run.recipe)
+    if is_from_python(recipe):
+        return None
+    try:
+        prompts = task_for(recipe, recipe.stages[-1]).heldout
+    except OncurveError:  # the task's file may be gone, and the model can be used without it
+        return None
+    if not prompts or prompts[0].environment is None:
+        return None
+    name = recipe.task.options.get("environment", recipe.task.type)
+    return f"note: the model was trained with the environment '{name}', which is not run here: nothing replies to its calls"
 
 
 def export(source: RunTarget, folder: Path) -> None:

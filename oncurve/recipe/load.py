@@ -17,6 +17,7 @@ from oncurve.errors import RecipeError, closest, did_you_mean
 from oncurve.recipe.error_messages import as_recipe_error, entry_label
 from oncurve.recipe.keys import toml_key, toml_value
 from oncurve.recipe.schema.recipe import Recipe
+from oncurve.recipe.toml_tables import MAX_DEPTH, NestedTooDeeply, check_depth, parse_tables
 from oncurve.recipe.validate import check_recipe
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -27,14 +28,67 @@ def load_recipe(path: Path | str, sets: Sequence[str] = ()) -> Recipe:
     return parse_recipe(read_toml(find_recipe(Path(path))), sets)
 
 
+SMOKE_STEPS = 2
+"""Steps of each stage of a smoke test."""
+SMOKE_HELDOUT = 8
+"""Held-out prompts of a smoke test."""
+
+
+def smoke_sets(path: Path | str, sets: Sequence[str] = ()) -> list[str]:
+    """``sets``, and the changes that shorten a recipe to two steps per stage, each with an evaluation and a checkpoint.
+
+    Warm-ups and rounds are shortened too. Batch sizes and lengths stay, so that the memory is that of the complete run.
+    """
+    data = apply_sets(read_toml(find_recipe(Path(path))), sets)
+    changes = [f"name={data.get('name', 'run')}-smoke"]
+    tables = [("", data), *_by_label(data.get("stages")).items()]
+    for label, table in tables:
+        prefix = f"{label}." if label else ""
+        changes += [
+            f"{label}.{key}={value}" for key, value in (("steps", SMOKE_STEPS), ("eval_every", 1), ("save_every", 1)) if label
+        ]
+        for key, most in SMOKE_LIMITS.items():
+            value = _value_at(table, key.split("."))
+            if isinstance(value, int) and value > most:
+                changes.append(f"{prefix}{key}={most}")
+        if isinstance(table.get("task"), Mapping) and _value_at(table, ["task", "heldout"]) is None:
+            changes.append(f"{prefix}task.heldout={SMOKE_HELDOUT}")
+    return [*sets, *changes]
+
+
+SMOKE_LIMITS = {
+    "optimiser.warmup_steps": 1,
+    "critic.warmup_steps": 1,
+    "kl.refresh_every": 1,
+    "iterate.every": 1,
+    "task.heldout": SMOKE_HELDOUT,
+}
+"""Keys of a recipe or stage that a smoke test lowers to at most this."""
+
+
+def _value_at(table: Any, parts: Sequence[str]) -> Any:
+    for part in parts:
+        table = table.get(part) if isinstance(table, Mapping) else None
+    return table
+
+
 def parse_recipe(data: Mapping[str, Any], sets: Sequence[str] = ()) -> Recipe:
     """Validate the tables of a TOML file against the schema, then check the combinations of keys."""
+    try:
+        check_depth(data)
+    except NestedTooDeeply:
+        raise _depth_error("recipe") from None
     changed = apply_sets(data, sets)
     try:
         recipe = Recipe.model_validate(changed)
     except ValidationError as error:
         raise as_recipe_error(error, Recipe, changed) from None
     return check_recipe(recipe)
+
+
+def _depth_error(where: str) -> RecipeError:
+    because = f"tables and lists may be nested {MAX_DEPTH} deep"
+    return RecipeError(where, "nested too deeply", because=because, fix="remove the brackets or dots that you don't need")
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -130,9 +184,11 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 def parse_toml(text: str, where: str) -> dict[str, Any]:
     try:
-        return tomllib.loads(text)
+        return parse_tables(text)
     except tomllib.TOMLDecodeError as error:
         raise _toml_error(str(error), text, where) from None
+    except NestedTooDeeply:
+        raise _depth_error(where) from None
 
 
 def _toml_error(message: str, text: str, where: str) -> RecipeError:
@@ -186,8 +242,8 @@ def _set_value(table: dict[str, Any], name: str, text: str) -> None:
 def read_value(text: str) -> Any:
     """The text as a TOML value, else as a plain string. Dates are strings, because no recipe key takes one."""
     try:
-        document = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+        document = parse_tables(f"value = {text}")
+    except ValueError:
         return text
     value = document["value"]
     return text if len(document) > 1 or isinstance(value, datetime.date | datetime.time) else value

@@ -87,7 +87,8 @@ def _check_warmup(recipe: Recipe, stage: Stage) -> Problems:
     if warmup > updates:
         key = f"{stage.label}.optimiser.warmup_steps"
         because = f"the stage ends after {updates} updates, before the warm-up does"
-        yield RecipeError(key, warmup, because=because, fix=f"use {updates} or less: --set {key}={updates}")
+        fix = f"use {updates} or less: --set {key}={updates}; for a short trial, `oncurve train RECIPE --smoke`"
+        yield RecipeError(key, warmup, because=because, fix=fix)
 
 
 def _check_patience(recipe: Recipe, stage: Sft) -> Problems:

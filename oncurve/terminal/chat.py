@@ -117,12 +117,13 @@ class Chat:
 def converse(chat: Chat, lines: Iterable[str], out: TextIO, live: bool) -> None:
     """Answers each line: one conversation at a terminal; from a pipe (``live`` is False) each line is a separate prompt."""
     if live:
-        memory = "The model sees the conversation so far; /new starts another."
-        hint = memory if chat.is_chat_model else "The model continues each prompt on its own."
-        out.write(f"{hint} Ctrl-D ends.\n")
+        out.write(f"{_hint(chat)}\n")
     for line in lines:
         if line == "/new" or not live:
             chat.reset()
+        if live and line in ("/help", "/?"):
+            out.write(f"{_hint(chat)}\n")
+            continue
         if not line.strip() or line == "/new":
             continue
         try:
@@ -131,6 +132,11 @@ def converse(chat: Chat, lines: Iterable[str], out: TextIO, live: bool) -> None:
             if not live:
                 raise
             out.write(f"{error.what}: {error.because}; {error.fix}\n")
+
+
+def _hint(chat: Chat) -> str:
+    memory = "The model sees the conversation so far; /new starts another."
+    return f"{memory if chat.is_chat_model else 'The model continues each prompt on its own.'} /help shows this, Ctrl-D ends."
 
 
 def typed_lines() -> Iterator[str]:

@@ -51,6 +51,16 @@ def test_a_chat_model_remembers_until_told_to_forget() -> None:
     assert chat.messages == [{"role": "system", "content": "be brief"}]
 
 
+def test_help_is_for_the_person_and_not_for_the_model() -> None:
+    chat = Chat(policy(TEMPLATE), ChatSettings(max_new_tokens=3))
+    out = io.StringIO()
+    converse(chat, ["/help"], out, live=True)
+    assert chat.messages == []
+    assert out.getvalue().count("/new starts another") == 2
+    converse(chat, ["/help"], out, live=False)
+    assert chat.messages[0]["content"] == "/help", "from a pipe, every line is a prompt"
+
+
 def test_from_a_pipe_each_line_stands_alone() -> None:
     chat = Chat(policy(TEMPLATE), ChatSettings(max_new_tokens=3))
     converse(chat, ["hello", "", "again"], io.StringIO(), live=False)

@@ -112,6 +112,12 @@ def eval_line(report: EvalReport) -> str:
     return f"held-out accuracy {percent(report.accuracy, 1)} of {report.asked} prompts"
 
 
+def kl_figure(metrics: Mapping[str, float]) -> tuple[str, str]:
+    """(label, value): the KL to the reference or, without a reference, the KL of the step's update."""
+    label, name = ("update KL", "update_kl") if "update_kl" in metrics and "kl" not in metrics else ("KL", "kl")
+    return label, number(metrics.get(name))
+
+
 def step_line(stage: StageProgress, now: float) -> str:
     """A step as a log line."""
     metrics = stage.metrics
@@ -121,7 +127,8 @@ def step_line(stage: StageProgress, now: float) -> str:
     else:
         facts.append(f"reward {number(metrics['reward'])}")
         if stage.updates_policy:
-            facts.append(f"KL {number(metrics.get('kl', metrics.get('update_kl')))}")
+            label, value = kl_figure(metrics)
+            facts.append(f"{label} {value}")
     if "pair_accuracy" in metrics:
         facts.append(f"pair accuracy {percent(metrics['pair_accuracy'])}")
     if HELDOUT_PAIRS in metrics:
@@ -205,7 +212,8 @@ class Panel:
         latest = _curve(number(metrics.get(first)), values, curve)
         tokens = metrics.get("tokens_per_s")
         speed = f"{tokens:,.0f} tokens/s" if tokens is not None and math.isfinite(tokens) else DASH
-        third = ("KL", Text(number(metrics.get("kl", metrics.get("update_kl")))))
+        label, value = kl_figure(metrics)
+        third = (label, Text(value))
         if "samples_kept" in metrics:
             third = ("kept", Text(f"{metrics['samples_kept']:.0f} in the last step"))
         return [

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from oncurve.recipe.load import load_recipe
 from oncurve.records import EvalReport, StepReport
-from oncurve.terminal.live.display import LiveDisplay, Panel, step_line
+from oncurve.terminal.live.display import LiveDisplay, Panel, kl_figure, step_line
 from oncurve.terminal.live.progress import RunProgress, StageProgress
 
 RECIPE = load_recipe("arithmetic", ["sft.steps=300", "grpo.steps=200"])
@@ -177,3 +177,14 @@ def test_time_left_counts_only_what_this_process_did() -> None:
     assert stage.left(10.0) is None
     stage.add_step(StepReport("grpo", 110, {}, {}))
     assert stage.left(10.0) == pytest.approx(90.0)
+
+
+def test_kl_is_the_kl_to_the_reference_and_any_other_has_another_name() -> None:
+    assert kl_figure({"kl": 0.25, "update_kl": 0.5}) == ("KL", "0.250")
+    assert kl_figure({"update_kl": 0.5}) == ("update KL", "0.500")
+    stage = StageProgress("grpo", "grpo", 10, metrics={"reward": 1.0, "update_kl": 0.5})
+    assert "update KL 0.500" in step_line(stage, 0.0)
+    stage.metrics = {"reward": 1.0, "kl": 0.25, "update_kl": 0.5}
+    line = step_line(stage, 0.0)
+    assert "  KL 0.250" in line
+    assert "0.500" not in line
