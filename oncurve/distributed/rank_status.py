@@ -80,8 +80,9 @@ def read_statuses(run: Path) -> list[RankStatus]:
     """The status of every process, sorted by name: rank-2 before rank-10."""
     statuses = []
     for path in (run / FOLDER).glob("*.json"):
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            statuses.append(RankStatus.from_json(path.read_bytes()))
+        with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
+            if path.is_file():
+                statuses.append(RankStatus.from_json(path.read_bytes()))
     return sorted(statuses, key=lambda status: [(len(part), part) for part in status.name.split("-")])
 
 

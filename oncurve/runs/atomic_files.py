@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from oncurve.workers.processes import is_alive
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 NO_PERMISSION = frozenset({errno.EACCES, errno.EPERM})
+BAD_PATH = frozenset({errno.ENAMETOOLONG, errno.ELOOP})
 
 
 def free_bytes(path: Path) -> int | None:
@@ -47,6 +49,13 @@ def disk_error(path: Path, number: int | None, text: str, needed: int | None = N
             f"not allowed ({text})",
             because="this user has no permission to read or write there",
             fix="change the folder's owner or mode, or choose another folder with --out",
+        )
+    if number in BAD_PATH:
+        return DiskError(
+            str(path) if len(str(path)) < 200 else f"{str(path)[:80]}…",
+            text,
+            because="no file can have this name",
+            fix="use a shorter name" if number == errno.ENAMETOOLONG else "remove the link that points to itself",
         )
     if number == errno.EROFS:
         return DiskError(
@@ -90,6 +99,14 @@ def sync_folder(folder: Path) -> None:
     for path in [*folder.rglob("*"), folder]:
         if not path.is_symlink():
             sync(path)
+
+
+def read_file(path: Path) -> bytes:
+    """A file's bytes. Raises OSError, also for what is no plain file: reading from a FIFO would block for ever."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "not a plain file")
+        return file.read()
 
 
 def write_durably(path: Path, content: bytes) -> None:

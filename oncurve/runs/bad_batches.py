@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from oncurve.errors import RunError
 from oncurve.records import GradedGroup, StepReport
-from oncurve.runs.atomic_files import disk_error, write_file_atomically
+from oncurve.runs.atomic_files import disk_error, read_file, write_file_atomically
 from oncurve.runs.database.row_codec import to_json
 from oncurve.runs.views import group_view
 
@@ -56,13 +56,13 @@ def bad_batches(run: Path) -> list[BadBatch]:
     batches = []
     for path in sorted((run / FOLDER).glob("*.json")):
         try:
-            data = json.loads(path.read_bytes())
+            data = json.loads(read_file(path))
             batches.append(
                 BadBatch(data["stage"], int(data["step"]), list(data["why"]), dict(data["metrics"]), list(data["groups"]))
             )
         except OSError as error:
             raise disk_error(path, error.errno, error.strerror or str(error)) from error
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
             because = f"it is not a batch that a run saved ({type(error).__name__}: {error})"
             raise RunError(str(path), "unreadable", because=because, fix="delete it; nothing depends on it") from error
     return sorted(batches, key=lambda batch: (batch.stage, batch.step))

@@ -156,7 +156,7 @@ def _lines(path: Path) -> Iterator[Label]:
                 fields = json.loads(line)
                 fields.pop("time", None)
                 yield LABEL.validate_python(fields)
-            except (ValueError, TypeError, AttributeError, ValidationError):
+            except (ValueError, TypeError, AttributeError, RecursionError, ValidationError):
                 # A line that another process is writing right now is read the next time.
                 note("people", f"skipped a line of {path.name} that can't be read: {line[:60].decode('utf-8', 'replace')}")
 

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import errno
 import json
+import math
 import os
 import re
 import shutil
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from oncurve.errors import OncurveError, RunError, did_you_mean
-from oncurve.runs.atomic_files import disk_error, disk_errors, replace_file, sync, sync_folder
+from oncurve.runs.atomic_files import disk_error, disk_errors, read_file, replace_file, sync, sync_folder
 from oncurve.runs.database.connection import DATABASE
 from oncurve.runs.environment import environment, oncurve_version
 from oncurve.workers.processes import is_alive, process_start
@@ -329,7 +330,7 @@ def _number(folder: str, label: str) -> int:
 
 def _read_state(path: Path) -> RunState:
     try:
-        data = json.loads(path.read_bytes())
+        data = json.loads(read_file(path))
         is_newer = int(data["format"]) > FORMAT
         state = None if is_newer else _state_from(data)
     except FileNotFoundError as error:
@@ -338,7 +339,7 @@ def _read_state(path: Path) -> RunState:
         ) from error
     except OSError as error:
         raise disk_error(path, error.errno, error.strerror or str(error)) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         because = f"it is not a run.json that Oncurve wrote ({type(error).__name__}: {error})"
         raise RunError(str(path), "unreadable", because=because, fix="restore it from a copy, or start a new run") from error
     if state is None:
@@ -354,6 +355,10 @@ def _state_from(data: Mapping[str, Any]) -> RunState:
     """Parses run.json. A required key that is missing or wrong raises ValueError, KeyError or TypeError; unknown keys are
     ignored."""
     parent = None if data["parent"] is None else Parent(**data["parent"])
+    if not all(isinstance(data[key], str) for key in ("name", "host", "oncurve")) or not math.isfinite(data["created"]):
+        raise ValueError("a name or a time of the wrong type")
+    if parent is not None and not (isinstance(parent.run, str) and isinstance(parent.changes, dict)):
+        raise ValueError("a parent of the wrong type")
     known = {key: value for key, value in data.items() if key in RunState.__slots__}
     state = RunState(**{**known, "parent": parent, "created": float(data["created"]), "pid": int(data["pid"])})
     if state.status not in STATUSES:

@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from oncurve.errors import CheckpointError, DiskError, OncurveError
-from oncurve.runs.atomic_files import disk_error, disk_errors, free_bytes, sync, write_durably
+from oncurve.runs.atomic_files import disk_error, disk_errors, free_bytes, read_file, sync, write_durably
 from oncurve.runs.checkpoints.listing import checkpoint_path, list_checkpoints
 from oncurve.runs.checkpoints.shards import INDEX, MergedTensors, ShardedTensors
 from oncurve.runs.environment import oncurve_version
@@ -259,7 +259,7 @@ def _digest(manifest: Mapping[str, Any]) -> str:
 def _read_manifest(path: Path) -> dict[str, Any]:
     file = path / MANIFEST
     try:
-        manifest = json.loads(file.read_bytes())
+        manifest = json.loads(read_file(file))
         version, is_intact = int(manifest["format"]), manifest["sha256"] == _digest(manifest)
     except FileNotFoundError as error:
         raise _damaged(file, f"{MANIFEST} is missing", "every checkpoint has one") from error
@@ -267,7 +267,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         raise _damaged(file, f"{MANIFEST} is a folder", "it must be a file") from error
     except OSError as error:
         raise disk_error(file, error.errno, str(error)) from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
         raise _damaged(file, f"{MANIFEST} is damaged", f"it can't be read ({error})") from error
     if version > FORMAT:
         because = f"its format is {version}, and this is Oncurve {oncurve_version()}, which reads up to {FORMAT}"

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import math
 import re
-import tomllib
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, unquote
 
 from oncurve.errors import OncurveError, RecipeError, RunError, did_you_mean
+from oncurve.recipe.toml_tables import parse_tables
 from oncurve.runs import metrics
-from oncurve.runs.atomic_files import disk_errors
+from oncurve.runs.atomic_files import disk_errors, read_file
 from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder
 
@@ -123,7 +123,7 @@ def best_of_run(run: RunFolder, *, with_checkpoint: bool = False) -> BestStep | 
 def _keep_best_of(run: RunFolder) -> dict[str, str]:
     """`keep_best` of the stages that set it. Reads the resolved recipe without its schema, to stay fast in a list of runs."""
     try:
-        stages = tomllib.loads(run.recipe.read_text("utf-8"))["stages"]
+        stages = parse_tables(read_file(run.recipe).decode())["stages"]
         return {str(s.get("name", s["type"])): str(s["keep_best"]) for s in stages if "keep_best" in s}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}

@@ -126,7 +126,7 @@ def user_error(path: Path, error: sqlite3.Error) -> OncurveError | None:
             because=f"another program has locked it for over {LOCK_TIMEOUT_S:.0f} s",
             fix="close the program that has the database open for writing, then continue with --resume",
         )
-    if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+    if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_MISMATCH) or "no such " in str(error):
         return RunError(
             str(path),
             f"unreadable ({error})",
@@ -154,7 +154,8 @@ def take_lock(folder: Path) -> IO[bytes]:
     """
     path = folder / LOCK
     with disk_errors(path):
-        file = path.open("ab")
+        # A FIFO in place of the file must not block.
+        file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o666), "ab")
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -249,6 +250,13 @@ def _check_format(path: Path, connection: sqlite3.Connection) -> None:
             fix="check the path; `oncurve runs` lists all runs",
         )
     meta = connection.execute("SELECT format, oncurve FROM meta").fetchone()
+    if meta is not None and not isinstance(meta["format"], int):
+        raise RunError(
+            str(path),
+            "unreadable",
+            because=f"its format is {meta['format']!r:.40}, not a number",
+            fix="restore it from a copy; the run's checkpoints do not depend on it",
+        )
     if meta is None or meta["format"] > FORMAT:
         theirs = "unknown" if meta is None else f"{meta['format']}, by Oncurve {meta['oncurve']}"
         raise RunError(

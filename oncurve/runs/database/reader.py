@@ -9,11 +9,13 @@ import hashlib
 import json
 import math
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar, get_args, get_origin, get_type_hints
 
 from oncurve.errors import RunError, did_you_mean
 from oncurve.records import Aspect, EvalReport, GradedGroup, ScoredGroup, StepReport, TokenStats
@@ -23,6 +25,7 @@ from oncurve.runs.metrics import is_repeatable
 SECONDS = "seconds/"
 """Prefix of the metrics that hold a step's time by phase."""
 
+T = TypeVar("T")
 Kind = Literal["train", "eval"]
 ScoredRows = tuple[ScoredGroup, list[sqlite3.Row]]
 
@@ -143,12 +146,30 @@ class RunReader:
             return self._connection.execute(query, values).fetchall()
 
     def _number(self, query: str, *values: Any) -> int:
-        return int(self._query(query, *values)[0][0])
+        with self._damage():
+            return int(self._query(query, *values)[0][0])
+
+    def _decoded(self, rows: Sequence[sqlite3.Row], decode: Callable[[sqlite3.Row], T]) -> list[T]:
+        with self._damage():
+            return [decode(row) for row in rows]
+
+    @contextmanager
+    def _damage(self) -> Iterator[None]:
+        """Within, an error in decoding a row is one of the database: SQLite stores any value in any column."""
+        try:
+            yield
+        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+            raise RunError(
+                str(self.path),
+                "unreadable",
+                because=f"it has a value that Oncurve did not write ({type(error).__name__}: {error})"[:300],
+                fix="restore it from a copy; the run's checkpoints do not depend on it",
+            ) from error
 
     def stages(self) -> list[StageRow]:
         done = "coalesce((SELECT max(step) FROM steps WHERE steps.stage = stages.name), 0)"
         query = f"SELECT name, type, position, steps, {done}, started, finished FROM stages ORDER BY position"
-        return [StageRow(*row) for row in self._query(query)]
+        return self._decoded(self._query(query), lambda row: _record(StageRow, row))
 
     def stage_of_step(self, step: int, stage: str | None = None) -> str:
         """The stage to look up a step in: ``stage`` if given, else the last one that samples, else the last one, of those that
@@ -176,17 +197,17 @@ class RunReader:
         """The recorded steps in order, of one stage or of all."""
         query = """SELECT stage, step, seconds, created FROM steps JOIN stages ON stages.name = steps.stage
                    WHERE ?1 IS NULL OR stage = ?1 ORDER BY position, step"""
-        return [StepRow(*row) for row in self._query(query, stage)]
+        return self._decoded(self._query(query, stage), lambda row: _record(StepRow, row))
 
     def metric(self, name: str, stage: str) -> list[tuple[int, float]]:
         """One metric's curve as (step, value). NULL is read as NaN."""
         rows = self._query("SELECT step, value FROM metrics WHERE stage = ? AND name = ? ORDER BY step", stage, name)
-        return [(row["step"], _number_or_nan(row["value"])) for row in rows]
+        return self._decoded(rows, lambda row: (int(row["step"]), _number_or_nan(row["value"])))
 
     def metrics_of(self, stage: str, step: int) -> dict[str, float]:
         """Every metric of a step by name, its time by phase included as ``seconds/<phase>``."""
         rows = self._query("SELECT name, value FROM metrics WHERE stage = ? AND step = ? ORDER BY name", stage, step)
-        return {row["name"]: _number_or_nan(row["value"]) for row in rows}
+        return dict(self._decoded(rows, lambda row: (str(row["name"]), _number_or_nan(row["value"]))))
 
     def groups(self, stage: str, step: int) -> list[GroupRow]:
         """The groups of a training step."""
@@ -194,7 +215,7 @@ class RunReader:
                    count(completions.id), count(failure), avg(total)
                    FROM groups LEFT JOIN completions ON group_id = groups.id
                    WHERE stage = ? AND step = ? AND kind = 'train' GROUP BY groups.id ORDER BY groups.position"""
-        return [_group_row(row) for row in self._query(query, stage, step)]
+        return self._decoded(self._query(query, stage, step), _group_row)
 
     def group(self, stage: str, step: int, position: int) -> RecordedGroup:
         """One training group as recorded. A column with a value that JSON lacks (a tuple, a date) comes back as JSON has it."""
@@ -230,7 +251,7 @@ class RunReader:
         """The evaluations in order, without their groups (``eval_groups`` reads those)."""
         query = """SELECT evals.* FROM evals JOIN stages ON stages.name = evals.stage
                    WHERE ?1 IS NULL OR stage = ?1 ORDER BY position, step"""
-        return [_eval_report(row) for row in self._query(query, stage)]
+        return self._decoded(self._query(query, stage), _eval_report)
 
     def eval_groups(self, stage: str, step: int) -> tuple[ScoredGroup, ...]:
         """The groups that an evaluation sampled."""
@@ -238,14 +259,14 @@ class RunReader:
 
     def events(self, kind: str | None = None) -> list[Event]:
         query = "SELECT time, kind, message, stage, step, data FROM events WHERE ?1 IS NULL OR kind = ?1 ORDER BY id"
-        return [Event(row[0], row[1], row[2], row[3], row[4], json.loads(row["data"])) for row in self._query(query, kind)]
+        return self._decoded(self._query(query, kind), lambda row: _record(Event, (*row[:5], json.loads(row["data"]))))
 
     def replies(self, stage: str, step: int, kind: Kind = "train") -> dict[str, str]:
         """Recorded results of non-deterministic rewards for a step or an evaluation, by the key of the reply cache."""
         if not self._query("SELECT 1 FROM sqlite_master WHERE name = 'replies'"):
             return {}  # the run is older than the table, and a reader can't add it
         query = "SELECT key, reply FROM replies WHERE stage = ? AND step = ? AND kind = ?"
-        return {row["key"]: row["reply"] for row in self._query(query, stage, step, kind)}
+        return dict(self._decoded(self._query(query, stage, step, kind), lambda row: (str(row["key"]), str(row["reply"]))))
 
     def versions(self, stage: str, step: int) -> dict[tuple[int, int], list[tuple[int, int]]]:
         """By (group, completion): which weights sampled it, as (first token, number of updates). Asynchronous runs only."""
@@ -254,7 +275,8 @@ class RunReader:
         query = """SELECT groups.position, completions.position, versions FROM groups
                    JOIN completions ON group_id = groups.id JOIN versions ON completion_id = completions.id
                    WHERE stage = ? AND step = ? AND kind = 'train'"""
-        return {(row[0], row[1]): [(at, v) for at, v in json.loads(row[2])] for row in self._query(query, stage, step)}
+        rows = self._query(query, stage, step)
+        return dict(self._decoded(rows, lambda row: ((row[0], row[1]), [(int(at), int(v)) for at, v in json.loads(row[2])])))
 
     def summary(self) -> Summary:
         stages, meta = tuple(self.stages()), self._query("SELECT format, oncurve, created FROM meta")[0]
@@ -285,7 +307,9 @@ class RunReader:
         return digest.hexdigest()
 
     def _recorded(self, stage: str, step: int, position: int | None = None) -> list[RecordedGroup]:
-        return [_recorded_group(scored, rows) for scored, rows in self._scored(stage, step, "train", position)]
+        groups = self._scored(stage, step, "train", position)
+        with self._damage():
+            return [_recorded_group(scored, rows) for scored, rows in groups]
 
     def _scored(self, stage: str, step: int, kind: Kind, position: int | None = None) -> list[ScoredRows]:
         """The groups of a step, each with its completions' rows: three queries, however many groups there are."""
@@ -301,15 +325,19 @@ class RunReader:
         completions = self._query(
             f"SELECT completions.*, tokens.* {of_groups.format('tokens')} ORDER BY completions.id", *values
         )
-        aspects: dict[int, list[Aspect]] = {}
-        for row in self._query(
+        aspect_rows = self._query(
             f"SELECT aspects.* {of_groups.format('aspects')} ORDER BY completion_id, aspects.position", *values
-        ):
-            aspects.setdefault(row["completion_id"], []).append(row_codec.aspect_of(row))
+        )
+        aspects: dict[int, list[Aspect]] = {}
         by_group: dict[int, list[sqlite3.Row]] = {group["id"]: [] for group in groups}
-        for row in completions:
-            by_group[row["group_id"]].append(row)
-        return [(row_codec.scored_group_of(group, by_group[group["id"]], aspects), by_group[group["id"]]) for group in groups]
+        with self._damage():
+            for row in aspect_rows:
+                aspects.setdefault(row["completion_id"], []).append(row_codec.aspect_of(row))
+            for row in completions:
+                by_group[row["group_id"]].append(row)
+            return [
+                (row_codec.scored_group_of(group, by_group[group["id"]], aspects), by_group[group["id"]]) for group in groups
+            ]
 
     def _last_id(self, table: Literal["groups", "completions", "events"]) -> int:
         return self._number(f"SELECT coalesce(max(id), 0) FROM {table}")
@@ -319,8 +347,27 @@ class RunReader:
         return f"recorded steps: {known}" if known else "no step is recorded yet"
 
 
+def _record(kind: Callable[..., T], values: Sequence[Any]) -> T:
+    """A record of a row's values, each of its field's type."""
+    for (name, types), value in zip(_field_types(kind), values, strict=True):
+        if not isinstance(value, types):
+            raise TypeError(f"{name} is {value!r:.40}")
+    return kind(*values)
+
+
+@lru_cache(maxsize=16)
+def _field_types(kind: Callable[..., Any]) -> tuple[tuple[str, tuple[type, ...]], ...]:
+    def types_of(hint: Any) -> tuple[type, ...]:
+        parts = [get_origin(part) or part for part in (get_args(hint) if type(None) in get_args(hint) else (hint,))]
+        return (*parts, int) if float in parts else tuple(parts)
+
+    return tuple((name, types_of(hint)) for name, hint in get_type_hints(kind).items())
+
+
 def _number_or_nan(value: float | None) -> float:
     """SQLite stores NaN as NULL."""
+    if value is not None and not isinstance(value, int | float):
+        raise TypeError(f"a metric is {value!r:.40}")
     return math.nan if value is None else value
 
 
@@ -328,7 +375,7 @@ def _group_row(row: sqlite3.Row) -> GroupRow:
     from oncurve.runs.database import row_codec
 
     signal = None if row["has_signal"] is None else bool(row["has_signal"])
-    return GroupRow(row["id"], row["position"], row_codec.text_of(row["prompt_id"]) or "", signal, *row[4:])
+    return _record(GroupRow, (row["id"], row["position"], row_codec.text_of(row["prompt_id"]) or "", signal, *row[4:]))
 
 
 def _recorded_group(scored: ScoredGroup, rows: Sequence[sqlite3.Row]) -> RecordedGroup:
@@ -340,5 +387,7 @@ def _recorded_group(scored: ScoredGroup, rows: Sequence[sqlite3.Row]) -> Recorde
 
 
 def _eval_report(row: sqlite3.Row) -> EvalReport:
-    by_difficulty = {level: (solved, asked) for level, (solved, asked) in json.loads(row["by_difficulty"]).items()}
-    return EvalReport(row["stage"], row["step"], row["accuracy"], row["asked"], by_difficulty, json.loads(row["metrics"]))
+    by_difficulty = {level: (int(solved), int(asked)) for level, (solved, asked) in json.loads(row["by_difficulty"]).items()}
+    metrics = {name: _number_or_nan(value) for name, value in json.loads(row["metrics"]).items()}
+    accuracy = None if row["accuracy"] is None else _number_or_nan(row["accuracy"])
+    return EvalReport(str(row["stage"]), int(row["step"]), accuracy, int(row["asked"]), by_difficulty, metrics)

@@ -6,7 +6,7 @@ import json
 import sqlite3
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,10 +22,12 @@ from oncurve.records import (
     Prompt,
     ScoredCompletion,
     ScoredGroup,
+    StopReason,
     TokenStats,
 )
 
 Row = tuple[Any, ...]
+T = TypeVar("T")
 
 
 def float_blob(values: Floats) -> bytes:
@@ -65,7 +67,20 @@ def text_cell(text: str | None) -> str | bytes | None:
 
 
 def text_of(cell: str | bytes | None) -> str | None:
-    return cell.decode("utf-8", "surrogatepass") if isinstance(cell, bytes) else cell
+    return cell.decode("utf-8", "surrogatepass") if isinstance(cell, bytes) else cell if cell is None else _typed(str, cell)
+
+
+def _typed(kind: type[T], cell: Any) -> T:
+    if not isinstance(cell, kind):
+        raise TypeError(f"{cell!r:.40} is no {kind.__name__}")
+    return cell
+
+
+def _check_lengths(row: sqlite3.Row, length: int, size: int, *names: str) -> None:
+    """Arrays of one completion have one element for each token."""
+    for name in names:
+        if row[name] is not None and len(row[name]) != size * length:
+            raise ValueError(f"{name} has {len(row[name])} bytes for {length} tokens")
 
 
 def to_json(value: Any) -> str:
@@ -174,19 +189,20 @@ def _constant_or_all(blob: bytes) -> bytes:
 
 
 def prompt_of(row: sqlite3.Row) -> Prompt:
-    messages = None if row["messages"] is None else tuple(json.loads(row["messages"]))
-    return Prompt(
-        id=text_of(row["prompt_id"]) or "", text=text_of(row["prompt"]), messages=messages, columns=json.loads(row["columns"])
-    )
+    messages = None if row["messages"] is None else tuple(dict(message) for message in json.loads(row["messages"]))
+    columns = dict(json.loads(row["columns"]))
+    return Prompt(id=text_of(row["prompt_id"]) or "", text=text_of(row["prompt"]), messages=messages, columns=columns)
 
 
 def completion_of(row: sqlite3.Row) -> Completion:
     """The completion as sampled. Log-probs that are equal share one array, as they did then."""
     ids, logps = ints(row["token_ids"]), floats(row["logps"])
+    _check_lengths(row, len(ids), 4, "logps", "sampled_logps", "raw_logps")
+    _check_lengths(row, len(ids), 1, "loss_mask")
     return Completion(
         token_ids=ids,
         text=text_of(row["text"]) or "",
-        stop=row["stop"],
+        stop=_stop_of(row["stop"]),
         logps=logps,
         sampled_logps=logps if row["sampled_logps"] is None else floats(row["sampled_logps"]),
         raw_logps=logps if row["raw_logps"] is None else floats(row["raw_logps"]),
@@ -194,12 +210,18 @@ def completion_of(row: sqlite3.Row) -> Completion:
     )
 
 
+def _stop_of(cell: Any) -> StopReason:
+    if cell not in get_args(StopReason):
+        raise ValueError(f"a completion ended by {cell!r:.40}")
+    return cast(StopReason, cell)
+
+
 def aspect_of(row: sqlite3.Row) -> Aspect:
     steps = None if row["steps"] is None else tuple((int(token), float(reward)) for token, reward in json.loads(row["steps"]))
     return Aspect(
-        name=row["name"],
-        value=row["value"],
-        weight=row["weight"],
+        name=_typed(str, row["name"]),
+        value=None if row["value"] is None else float(row["value"]),
+        weight=float(row["weight"]),
         failure=text_of(row["failure"]),
         reason=text_of(row["reason"]),
         steps=steps,
@@ -209,12 +231,18 @@ def aspect_of(row: sqlite3.Row) -> Aspect:
 def advantages_of(row: sqlite3.Row) -> Floats:
     values: NDArray[np.float32] = floats(row["advantages"])
     length = len(row["token_ids"]) // 4
-    return np.repeat(values, length) if len(values) == 1 else values
+    if len(values) == 1:
+        return np.repeat(values, length)
+    _check_lengths(row, length, 4, "advantages")
+    return values
 
 
 def stats_of(row: sqlite3.Row) -> TokenStats | None:
     if row["learner_logps"] is None:
         return None
+    length = len(row["token_ids"]) // 4
+    _check_lengths(row, length, 4, "learner_logps", "ratio", "entropy", "kl")
+    _check_lengths(row, length, 1, "clipped")
     return TokenStats(
         logps=floats(row["learner_logps"]),
         ratio=floats(row["ratio"]),
