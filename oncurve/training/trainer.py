@@ -11,7 +11,7 @@ import contextlib
 import gc
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -278,7 +278,8 @@ class Trainer:
         """Collective: (the step's report, the replies from outside that are new). ``replies`` were stored by an earlier try."""
         self.reply_cache.load(replies)
         self.world_of(stage).set_step(stage.label, n)
-        report = loop.step(n)
+        with _restored_directory():
+            report = loop.step(n)
         return report, self.world_of(stage).all_gather_dict(self.reply_cache.new_replies)
 
     def _handle_notes(self, stage: Stage, report: StepReport, notes: Sequence[Note]) -> None:
@@ -351,11 +352,12 @@ class Trainer:
         prompts, world = self.task_of(stage).heldout, self.world_of(stage)
         world.set_phase("measure")
         assert self.engine is not None, "only stages that update the policy are evaluated"
-        report = evaluate(
-            self.engine, self.rewards_of(stage), prompts, world=world, samples=self.recipe.evaluation.samples,
-            sampling=answer_sampling(self.recipe, stage, self.engine.policy, prompts),
-            seed=self.recipe.seed, stage=stage.label, step=step,
-        )  # fmt: skip
+        with _restored_directory():
+            report = evaluate(
+                self.engine, self.rewards_of(stage), prompts, world=world, samples=self.recipe.evaluation.samples,
+                sampling=answer_sampling(self.recipe, stage, self.engine.policy, prompts),
+                seed=self.recipe.seed, stage=stage.label, step=step,
+            )  # fmt: skip
         return report, world.all_gather_dict(self.reply_cache.new_replies)
 
     def _save(self, stage: Stage, loop: StageLoop, step: int) -> None:
@@ -427,6 +429,17 @@ class Trainer:
         self.stop_signal = number
         for listener in self.listeners:  # not the recorder: the signal may interrupt its transaction
             listener.on_event("signal", STOPPING)
+
+
+@contextlib.contextmanager
+def _restored_directory() -> Iterator[None]:
+    """A reward that calls os.chdir does not change what the recipe's relative paths mean to later stages."""
+    before = os.open(".", os.O_RDONLY)
+    try:
+        yield
+    finally:
+        os.fchdir(before)
+        os.close(before)
 
 
 def completed_steps(start: Checkpoint | None, stage: Stage) -> int:
