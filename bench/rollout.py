@@ -9,6 +9,10 @@ each peer. All three take about 330 s, of which vLLM's start is 85.
 
     python bench/rollout.py --against vllm,transformers
     python bench/rollout.py --profile          time of a decode step, kernel by kernel
+    python bench/rollout.py --shape gemma3-1b --against modules,vllm --out gemma3.json
+
+With --shape another model of random weights takes its place, and the workload is 32 × 8 of 256 + 512 tokens. The peer
+`modules` is Oncurve without its fused step: the model's own modules decode.
 """
 
 from __future__ import annotations
@@ -36,11 +40,30 @@ BEGAN = "ONCURVE_BENCH_BEGAN"
 NONE = "none"
 """No work but the first token."""
 VOCABULARY = 151_936
-MODEL = {
-    "vocab_size": VOCABULARY, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
-    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 4096,
-    "tie_word_embeddings": True,
+SHAPE = "qwen3-0.6b"
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    SHAPE: ("Qwen3Config", {
+        "vocab_size": VOCABULARY, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True,
+    }),
+    "qwen3-4b": ("Qwen3Config", {
+        "vocab_size": VOCABULARY, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True,
+    }),
+    "llama-1b": ("LlamaConfig", {
+        "vocab_size": 128_256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "tie_word_embeddings": True,
+    }),
+    "gemma3-1b": ("Gemma3TextConfig", {
+        "vocab_size": 262_144, "hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26, "head_dim": 256,
+        "num_attention_heads": 4, "num_key_value_heads": 1,
+    }),
+    "olmo2-1b": ("Olmo2Config", {
+        "vocab_size": 100_352, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+        "num_attention_heads": 16, "num_key_value_heads": 16,
+    }),
 }  # fmt: skip
+"""The config class and the true sizes of each model."""
 
 
 @dataclass(frozen=True)
@@ -70,32 +93,35 @@ class Work:
 MIXED_RUNS = {"oncurve": 3, "vllm": 1}
 TRANSFORMERS_RUNS, TRANSFORMERS_TOKENS = 2, 64
 WORKS = [Work(32, 8, 128, 256), Work(32, 8, 512, 1024), Work(8, 64, 256, 512), Work(128, 8, 128, 2048, mean=200)]
+SHAPE_WORKS = [Work(32, 8, 256, 512)]
 
 
-def make_model() -> Any:
+def make_model(shape: str) -> Any:
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    import transformers
 
+    kind, sizes = SHAPES[shape]
     torch.manual_seed(0)
+    config = getattr(transformers, kind)(**sizes, max_position_embeddings=4096, eos_token_id=1, pad_token_id=2, bos_token_id=0)
     with torch.device("cuda"):
-        return Qwen3ForCausalLM(Qwen3Config(**MODEL)).to(torch.bfloat16)
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 
-def make_engine() -> Any:
+def make_engine(shape: str) -> Any:
     from random_models import make_tokenizer
 
     from oncurve.engines.native.engine import NativeEngine
     from oncurve.models.policy import Policy
     from oncurve.recipe.schema.sections import Engine
 
-    return NativeEngine(Policy(make_model(), make_tokenizer(VOCABULARY)), Engine())
+    return NativeEngine(Policy(make_model(shape), make_tokenizer(SHAPES[shape][1]["vocab_size"])), Engine())
 
 
 class Oncurve:
     """``sample`` as a training step calls it: text in, groups with text and log-probs out."""
 
-    def __init__(self) -> None:
-        self.engine = make_engine()
+    def __init__(self, shape: str = SHAPE) -> None:
+        self.engine = make_engine(shape)
         self.step = 0
 
     def warm(self, work: Work) -> None:
@@ -115,13 +141,21 @@ class Oncurve:
         return sum(len(c.token_ids) for g in groups for c in g.completions)
 
 
+class Modules(Oncurve):
+    """Oncurve without its fused step."""
+
+    def __init__(self, shape: str) -> None:
+        super().__init__(shape)
+        self.engine.policy.fast_backbone = self.engine.policy.fused_weights = None
+
+
 class Vllm:
     """vLLM in-process, as in TRL's colocated mode, without detokenising."""
 
-    def __init__(self) -> None:
+    def __init__(self, shape: str) -> None:
         os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1", VLLM_USE_FLASHINFER_SAMPLER="0")
         folder = tempfile.mkdtemp()
-        make_model().save_pretrained(folder)
+        make_model(shape).save_pretrained(folder)
         from vllm import LLM
 
         self.llm = LLM(
@@ -150,8 +184,8 @@ class Vllm:
 class Transformers:
     """`generate` with its cache, all completions at once."""
 
-    def __init__(self) -> None:
-        self.model = make_model().eval()
+    def __init__(self, shape: str) -> None:
+        self.model = make_model(shape).eval()
 
     def warm(self, work: Work) -> None:
         self.run(Work(4, 8, work.prompt_tokens, 16))
@@ -168,7 +202,7 @@ class Transformers:
         return int(out[:, ids.shape[1] :].numel())
 
 
-PEERS: dict[str, Any] = {"oncurve": Oncurve, "vllm": Vllm, "transformers": Transformers}
+PEERS: dict[str, Any] = {"oncurve": Oncurve, "modules": Modules, "vllm": Vllm, "transformers": Transformers}
 
 
 def runs(peer: str, work: Work, repeats: int) -> int:
@@ -178,12 +212,12 @@ def runs(peer: str, work: Work, repeats: int) -> int:
     return repeats if work.mean is None else min(repeats, MIXED_RUNS[peer])
 
 
-def measure(peer: str, repeats: int, works: list[Work], out: Path) -> None:
+def measure(peer: str, shape: str, repeats: int, works: list[Work], out: Path) -> None:
     """Tokens per second by workload after a warm-up, and seconds from the start of the process to its first token."""
     began = float(os.environ.get(BEGAN, time.time()))
     import torch
 
-    sampler = PEERS[peer]()
+    sampler = PEERS[peer](shape)
     sampler.run(Work(1, 1, 16, 1))
     found: dict[str, Any] = {"first_token_s": round(time.time() - began, 1), "versions": versions(), "rates": {}}
     print(f"{peer}: first token after {found['first_token_s']} s", flush=True)
@@ -206,7 +240,8 @@ def measure(peer: str, repeats: int, works: list[Work], out: Path) -> None:
 def in_own_process(peer: str, said: argparse.Namespace, works: str) -> dict[str, Any] | None:
     """What a peer measured before its process ended, successfully or not; None if nothing."""
     with tempfile.NamedTemporaryFile(suffix=".json") as out:
-        command = [sys.executable, __file__, "--worker", peer, "--repeats", str(said.repeats), "--out", out.name]
+        command = [sys.executable, __file__, "--worker", peer, "--repeats", str(said.repeats)]
+        command += ["--shape", said.shape, "--out", out.name]
         environment = dict(os.environ) | {BEGAN: str(time.time())}
         if peer == "vllm" and said.vllm_path:
             environment["PYTHONPATH"] = said.vllm_path + os.pathsep + environment.get("PYTHONPATH", "")
@@ -295,9 +330,9 @@ def before(out: Path) -> dict[str, Any]:
     return found
 
 
-def profile_all(works: list[Work], out: Path) -> None:
+def profile_all(works: list[Work], shape: str, out: Path) -> None:
     """Print the time of a decode step by kernel and write it to the results."""
-    sampler, kernels = Oncurve(), before(out)
+    sampler, kernels = Oncurve(shape), before(out)
     for work in works[:3]:
         print(f"\n{work.name}: one decode step")
         rows = profile(work, sampler)[:16]
@@ -313,7 +348,13 @@ def compare(works: list[Work], said: argparse.Namespace) -> None:
     import torch
 
     found: dict[str, Any] = {"commit": commit(), "device": torch.cuda.get_device_name(), "versions": versions()}
-    found |= {"model": MODEL, "works": [asdict(w) for w in works], "peers": {}, "step_kernels": before(said.out)}
+    found |= {
+        "shape": said.shape,
+        "model": SHAPES[said.shape][1],
+        "works": [asdict(w) for w in works],
+        "peers": {},
+        "step_kernels": before(said.out),
+    }
     for peer in ["oncurve", *filter(None, said.against.split(","))]:
         own = in_own_process(peer, said, said.works)
         if own is not None:
@@ -331,15 +372,18 @@ def compare(works: list[Work], said: argparse.Namespace) -> None:
     print(f"written to {said.out}")
 
 
-def chosen(names: str) -> list[Work]:
+def chosen(names: str, shape: str) -> list[Work]:
     if names == NONE:
         return []
-    return [WORKS[int(i)] for i in names.split(",")] if names else WORKS
+    if names:
+        return [WORKS[int(i)] for i in names.split(",")]
+    return WORKS if shape == SHAPE else SHAPE_WORKS
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--against", default="", help="peers, separated by commas: vllm, transformers")
+    parser.add_argument("--against", default="", help="peers, separated by commas: modules, vllm, transformers")
+    parser.add_argument("--shape", choices=SHAPES, default=SHAPE)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--works", default="", help="workload numbers, separated by commas, or none; default: all")
     parser.add_argument("--vllm-path", default="", help="prepended to PYTHONPATH of vLLM's process")
@@ -347,12 +391,12 @@ def main() -> None:
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=RESULTS)
     said = parser.parse_args()
-    works = chosen(said.works)
+    works = chosen(said.works, said.shape)
     if said.worker:
         works = works[:1] if said.worker == "transformers" else works
-        measure(said.worker, said.repeats, works, said.out)
+        measure(said.worker, said.shape, said.repeats, works, said.out)
     elif said.profile:
-        profile_all(works, said.out)
+        profile_all(works, said.shape, said.out)
     else:
         compare(works, said)
 

@@ -1,105 +1,196 @@
 """What lies between the matrix products of a decode step, one launch each: norms, rotary embedding with the write to the KV
-cache, and the gated unit.
+cache, and the MLP's activation.
 
 The residual stream is kept in float32; norms and rotations are computed in float32 and rounded once. ``I`` is the width of the
-gated unit.
+MLP.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from oncurve.kernels.activations import activate
 from oncurve.kernels.launch import pdl_options
 
 
+class NormRule(NamedTuple):
+    """(x − mean if ``is_centred``) · (mean of its squares + eps)^−½ · (weight + 1 if ``adds_one``) + bias."""
+
+    weight: Tensor
+    eps: float
+    bias: Tensor | None = None
+    is_centred: bool = False
+    adds_one: bool = False
+
+    @property
+    def form(self) -> int:
+        """What a kernel is compiled for; 0 stands for no norm."""
+        return 1 + 2 * self.is_centred + 4 * self.adds_one + 8 * (self.bias is not None)
+
+
 @triton.jit
-def _norm(x, w, out, row, eps, D: tl.constexpr, DP: tl.constexpr):
-    at = tl.arange(0, DP)
+def _norm_weight(weight, at, D: tl.constexpr, FORM: tl.constexpr):
+    w = tl.load(weight + at, mask=at < D, other=0.0).to(tl.float32)
+    if FORM & 4:
+        w += 1.0
+    return w
+
+
+@triton.jit
+def _norm(x, w, bias, at, eps, D: tl.constexpr, FORM: tl.constexpr):
+    if FORM & 2:
+        x = tl.where(at < D, x - tl.sum(x, 0) / D, 0.0)
     scale = tl.rsqrt(tl.sum(x * x, 0) / D + eps)
-    tl.store(out + row * D + at, (x * scale * w).to(out.dtype.element_ty), mask=at < D)
+    y = x * scale * w
+    if FORM & 8:
+        y += tl.load(bias + at, mask=at < D, other=0.0).to(tl.float32)
+    return y
 
 
 @triton.jit
-def _embed_norm(token, table, weight, residual, out, eps, D: tl.constexpr, DP: tl.constexpr, PDL: tl.constexpr):
+def _embed_norm(token, table, weight, bias, residual, out, eps, scale, D: tl.constexpr, DP: tl.constexpr, FORM: tl.constexpr,
+                SCALED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0)
     at = tl.arange(0, DP)
-    w = tl.load(weight + at, mask=at < D, other=0.0).to(tl.float32)
+    w = 0.0
+    if FORM:
+        w = _norm_weight(weight, at, D, FORM)
     x = tl.load(table + tl.load(token + row).to(tl.int64) * D + at, mask=at < D, other=0.0).to(tl.float32)
+    if SCALED:
+        x *= scale
     tl.store(residual + row * D + at, x, mask=at < D)
-    _norm(x, w, out, row, eps, D, DP)
+    if FORM:
+        x = _norm(x, w, bias, at, eps, D, FORM)
+    tl.store(out + row * D + at, x.to(out.dtype.element_ty), mask=at < D)
 
 
 @triton.jit(do_not_specialize=["slots"])
-def _add_norm(more, weight, residual, out, eps, slots, D: tl.constexpr, DP: tl.constexpr, PARTS: tl.constexpr,
-              PDL: tl.constexpr):  # fmt: skip
+def _add_norm(more, after_weight, after_bias, weight, bias, residual, out, after_eps, eps, scale, slots,
+              D: tl.constexpr, DP: tl.constexpr, PARTS: tl.constexpr, AFTER: tl.constexpr, FORM: tl.constexpr,
+              SCALED: tl.constexpr, WRITE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     row = tl.program_id(0)
     at = tl.arange(0, DP)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    w = tl.load(weight + at, mask=at < D, other=0.0).to(tl.float32)
+    w = 0.0
+    after_w = 0.0
+    if FORM:
+        w = _norm_weight(weight, at, D, FORM)
+    if AFTER:
+        after_w = _norm_weight(after_weight, at, D, AFTER)
     if PDL:
         tl.extra.cuda.gdc_wait()
     x = tl.load(residual + row * D + at, mask=at < D, other=0.0)
-    for part in tl.static_range(PARTS):
-        x += tl.load(more + (part * slots + row) * D + at, mask=at < D, other=0.0).to(tl.float32)
+    if AFTER or SCALED:
+        y = tl.zeros([DP], tl.float32)
+        for part in tl.static_range(PARTS):
+            y += tl.load(more + (part * slots + row) * D + at, mask=at < D, other=0.0).to(tl.float32)
+        if AFTER:
+            y = _norm(y, after_w, after_bias, at, after_eps, D, AFTER)
+        if SCALED:
+            y *= scale
+        x += y
+    else:
+        for part in tl.static_range(PARTS):
+            x += tl.load(more + (part * slots + row) * D + at, mask=at < D, other=0.0).to(tl.float32)
     tl.store(residual + row * D + at, x, mask=at < D)
-    _norm(x, w, out, row, eps, D, DP)
+    if FORM:
+        x = _norm(x, w, bias, at, eps, D, FORM)
+    if WRITE:
+        tl.store(out + row * D + at, x.to(out.dtype.element_ty), mask=at < D)
 
 
 def _warps(width: int) -> int:
     return max(1, min(8, width // 256))
 
 
-def embed_norm(token_S: Tensor, table_VD: Tensor, weight_D: Tensor, eps: float, residual_SD: Tensor) -> Tensor:
-    """residual = table[token]; returns its norm."""
+def _norm_arguments(norm: NormRule | None, unused: Tensor) -> tuple[Tensor, Tensor, float, int]:
+    """Weight, bias, eps and form; ``unused`` stands for tensors that are not read."""
+    if norm is None:
+        return unused, unused, 0.0, 0
+    return norm.weight, unused if norm.bias is None else norm.bias, norm.eps, norm.form
+
+
+def embed_norm(token_S: Tensor, table_VD: Tensor, norm: NormRule | None, residual_SD: Tensor, scale: float = 1.0) -> Tensor:
+    """residual = scale · table[token]; returns its norm, or itself if there is none, in the table's dtype."""
     S, D = residual_SD.shape
     out = torch.empty((S, D), dtype=table_VD.dtype, device=table_VD.device)
     DP = triton.next_power_of_2(D)
+    weight, bias, eps, form = _norm_arguments(norm, table_VD)
     _embed_norm[(S,)](
-        token_S, table_VD, weight_D, residual_SD, out, eps, D=D, DP=DP, num_warps=_warps(DP), **pdl_options(out.device)
-    )
-    return out
-
-
-def add_norm(more: Tensor, weight_D: Tensor, eps: float, residual_SD: Tensor) -> Tensor:
-    """residual += more, in place; returns w·x·(mean x² + eps)^−½ of the sum. ``more`` is [S, D], or [parts, S, D] to be
-    summed."""
-    S, D = residual_SD.shape
-    out = torch.empty((S, D), dtype=weight_D.dtype, device=more.device)
-    DP = triton.next_power_of_2(D)
-    _add_norm[(S,)](
-        more, weight_D, residual_SD, out, eps, S, D=D, DP=DP, PARTS=more.numel() // (S * D), num_warps=_warps(DP),
-        **pdl_options(out.device),
+        token_S, table_VD, weight, bias, residual_SD, out, eps, scale, D=D, DP=DP, FORM=form, SCALED=scale != 1.0,
+        num_warps=_warps(DP), **pdl_options(out.device),
     )  # fmt: skip
     return out
 
 
+def add_norm(
+    more: Tensor, norm: NormRule | None, residual_SD: Tensor, dtype: torch.dtype, *, after: NormRule | None = None,
+    scale: float = 1.0,
+) -> Tensor:  # fmt: skip
+    """residual += scale · after(more), in place; returns the norm of the sum, or the sum itself if there is none.
+
+    ``more`` is [S, D], or [parts, S, D] to be summed.
+    """
+    S, D = residual_SD.shape
+    out = torch.empty((S, D), dtype=dtype, device=more.device)
+    _add(more, norm, residual_SD, out, after, scale)
+    return out
+
+
+def add(more: Tensor, residual_SD: Tensor, *, after: NormRule | None = None, scale: float = 1.0) -> None:
+    """residual += scale · after(more), in place."""
+    _add(more, None, residual_SD, None, after, scale)
+
+
+def _add(
+    more: Tensor, norm: NormRule | None, residual_SD: Tensor, out: Tensor | None, after: NormRule | None, scale: float
+) -> None:
+    S, D = residual_SD.shape
+    DP = triton.next_power_of_2(D)
+    weight, bias, eps, form = _norm_arguments(norm, more)
+    after_weight, after_bias, after_eps, after_form = _norm_arguments(after, more)
+    _add_norm[(S,)](
+        more, after_weight, after_bias, weight, bias, residual_SD, residual_SD if out is None else out, after_eps, eps, scale,
+        S, D=D, DP=DP, PARTS=more.numel() // (S * D), AFTER=after_form, FORM=form, SCALED=scale != 1.0,
+        WRITE=out is not None, num_warps=_warps(DP), **pdl_options(residual_SD.device),
+    )  # fmt: skip
+
+
 @triton.jit
-def _silu_mul(both, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _activate(both, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, NAME: tl.constexpr, GATED: tl.constexpr,
+              PDL: tl.constexpr):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    gate = tl.load(both + row * 2 * WIDTH + at, mask=at < WIDTH, other=0.0).to(tl.float32)
-    up = tl.load(both + row * 2 * WIDTH + WIDTH + at, mask=at < WIDTH, other=0.0).to(tl.float32)
-    tl.store(out + row * WIDTH + at, (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=at < WIDTH)
+    if GATED:
+        gate = tl.load(both + row * 2 * WIDTH + at, mask=at < WIDTH, other=0.0).to(tl.float32)
+        up = tl.load(both + row * 2 * WIDTH + WIDTH + at, mask=at < WIDTH, other=0.0).to(tl.float32)
+        value = activate(gate, NAME) * up
+    else:
+        value = activate(tl.load(both + row * WIDTH + at, mask=at < WIDTH, other=0.0).to(tl.float32), NAME)
+    tl.store(out + row * WIDTH + at, value.to(out.dtype.element_ty), mask=at < WIDTH)
 
 
-def silu_mul(both_S2I: Tensor) -> Tensor:
-    """silu(gate)·up of [gate | up]."""
-    S, width = both_S2I.shape
-    out = torch.empty((S, width // 2), dtype=both_S2I.dtype, device=both_S2I.device)
-    block = min(1024, triton.next_power_of_2(width // 2))
-    _silu_mul[(S, triton.cdiv(width // 2, block))](
-        both_S2I, out, WIDTH=width // 2, BLOCK=block, num_warps=4, **pdl_options(out.device)
+def activate_unit(both: Tensor, activation: str = "silu", *, gated: bool = True) -> Tensor:
+    """activation(gate)·up of [gate | up], [S, 2I]; without a gate the activation of [S, I]."""
+    S, columns = both.shape
+    width = columns // 2 if gated else columns
+    out = torch.empty((S, width), dtype=both.dtype, device=both.device)
+    block = min(1024, triton.next_power_of_2(width))
+    _activate[(S, triton.cdiv(width, block))](
+        both, out, WIDTH=width, BLOCK=block, NAME=activation, GATED=gated, num_warps=4, **pdl_options(out.device)
     )
     return out
 
@@ -157,6 +248,105 @@ def _rotate_store(qkv, q_out, cache, page_S, prompt_length, suffix_length, cos, 
         tl.store(to_cache + D // 2, rotated_two.to(cache.dtype.element_ty), mask=is_kv)
 
 
+@triton.jit(do_not_specialize=["slots"])
+def _any_rotate_store(qkv, q_out, cache, page_S, prompt_length, suffix_length, cos, sin, q_weight, k_weight, eps,
+                      page_stride, table_width, slots,
+                      H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, QP: tl.constexpr, KP: tl.constexpr,
+                      PAGE: tl.constexpr, SIZE: tl.constexpr, INTERLEAVED: tl.constexpr, NORM: tl.constexpr,
+                      ALL_HEADS: tl.constexpr, ADDS_ONE: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr,
+                      PDL: tl.constexpr):  # fmt: skip
+    """As `_rotate_store`, for any rotary embedding: the first SIZE numbers of a head turn with their partners, which are read a
+    second time. ALL_HEADS: the norm is over all heads of q, and of k."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    slot = tl.program_id(0)
+    h = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    at = tl.arange(0, DP)
+    E: tl.constexpr = (H + 2 * K) * D
+    inside = (h < H + 2 * K)[:, None] & (at < D)[None, :]
+    is_q, is_v = h < H, h >= H + K
+    length = tl.load(suffix_length + slot)
+    position = tl.load(prompt_length + slot) + tl.maximum(length, 0)
+    page = tl.load(page_S + slot * table_width + tl.maximum(length, 0) // PAGE).to(tl.int64)
+    partner, pair, sign = at, at * 0, at * 0.0
+    if SIZE > 0:
+        if INTERLEAVED:
+            first = at % 2 == 0
+            partner = tl.where(first, at + 1, at - 1)
+            pair = at // 2
+        else:
+            first = at < SIZE // 2
+            partner = tl.where(first, at + SIZE // 2, at - SIZE // 2)
+            pair = tl.where(first, at, at - SIZE // 2)
+        partner = tl.where(at < SIZE, partner, at)
+        sign = tl.where(first, -1.0, 1.0)
+        c = tl.load(cos + position * (SIZE // 2) + pair, mask=at < SIZE, other=1.0)[None, :]
+        s = tl.load(sin + position * (SIZE // 2) + pair, mask=at < SIZE, other=0.0)[None, :]
+    if NORM:
+        q_at, k_at = h * 0, h * 0
+        if ALL_HEADS:
+            q_at, k_at = h * D, (h - H) * D
+        of_q, of_k = inside & is_q[:, None], inside & ((h >= H) & (h < H + K))[:, None]
+        w = tl.load(q_weight + q_at[:, None] + at[None, :], mask=of_q, other=0.0).to(tl.float32)
+        w += tl.load(k_weight + k_at[:, None] + at[None, :], mask=of_k, other=0.0).to(tl.float32)
+        w_partner = tl.load(q_weight + q_at[:, None] + partner[None, :], mask=of_q, other=0.0).to(tl.float32)
+        w_partner += tl.load(k_weight + k_at[:, None] + partner[None, :], mask=of_k, other=0.0).to(tl.float32)
+        if ADDS_ONE:
+            w += 1.0
+            w_partner += 1.0
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    source = qkv + slot * E + h[:, None] * D
+    x = tl.load(source + at[None, :], mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(source + partner[None, :], mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        x += tl.load(source + part * slots * E + at[None, :], mask=inside, other=0.0).to(tl.float32)
+        y += tl.load(source + part * slots * E + partner[None, :], mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        if ALL_HEADS:
+            q_all, k_all = tl.arange(0, QP), tl.arange(0, KP)
+            row = qkv + slot * E
+            q_row = tl.load(row + q_all, mask=q_all < H * D, other=0.0).to(tl.float32)
+            k_row = tl.load(row + H * D + k_all, mask=k_all < K * D, other=0.0).to(tl.float32)
+            for part in tl.static_range(1, PARTS):
+                q_row += tl.load(row + part * slots * E + q_all, mask=q_all < H * D, other=0.0).to(tl.float32)
+                k_row += tl.load(row + part * slots * E + H * D + k_all, mask=k_all < K * D, other=0.0).to(tl.float32)
+            mean = tl.where(is_q, tl.sum(q_row * q_row, 0) / (H * D), tl.sum(k_row * k_row, 0) / (K * D))
+        else:
+            mean = tl.sum(x * x, 1) / D
+        scale = tl.rsqrt(mean + eps)[:, None]
+        x = tl.where(is_v[:, None], x, x * scale * w)
+        y = tl.where(is_v[:, None], y, y * scale * w_partner)
+    if SIZE > 0:
+        x = tl.where(is_v[:, None], x, x * c + sign[None, :] * y * s)
+    tl.store(q_out + slot * H * D + h[:, None] * D + at[None, :], x.to(q_out.dtype.element_ty), mask=inside & is_q[:, None])
+    if length >= 0:
+        rows = (h - H)[:, None] * PAGE * D + (length % PAGE) * D
+        to_cache = cache + page * page_stride + rows + at[None, :]
+        tl.store(to_cache, x.to(cache.dtype.element_ty), mask=inside & (h >= H)[:, None])
+
+
+class RopeTables(NamedTuple):
+    """cos and sin of each pair's angle, [positions, size/2] in float32; pairs are (i, i + size/2), or (2i, 2i + 1)."""
+
+    cos: Tensor
+    sin: Tensor
+    is_interleaved: bool = False
+
+    @property
+    def size(self) -> int:
+        return 2 * self.cos.shape[1]
+
+
+class HeadNorms(NamedTuple):
+    """RMSNorm weights of q and k, as wide as a head or as all heads together."""
+
+    q_weight: Tensor
+    k_weight: Tensor
+    eps: float
+    adds_one: bool = False
+
+
 def rotate_store(
     qkv: Tensor,
     cache: Tensor,
@@ -164,25 +354,35 @@ def rotate_store(
     page_SP: Tensor,
     prompt_length_S: Tensor,
     suffix_length_S: Tensor,
-    rotations: tuple[Tensor, Tensor],
-    norms: tuple[Tensor, Tensor] | None,
-    eps: float,
+    rope: RopeTables | None,
+    norms: HeadNorms | None,
 ) -> Tensor:
     """Norm q and k if the model does, apply the rotary embedding, and store keys and values in the cache; returns q [S, H, d].
 
-    ``qkv`` is [S, E], or [parts, S, E] to be summed. ``rotations`` are cos and sin of [positions, d/2] in float32:
-    (x₁, x₂) ↦ (x₁ cos − x₂ sin, x₂ cos + x₁ sin) of a head's halves.
+    ``qkv`` is [S, E], or [parts, S, E] to be summed. A pair (x₁, x₂) becomes (x₁ cos − x₂ sin, x₂ cos + x₁ sin).
     """
     S, E = qkv.shape[-2:]
     _, _, _, K, page, d = cache.shape
     H = E // d - 2 * K
     q = torch.empty((S, H, d), dtype=cache.dtype, device=qkv.device)
     heads = min(8, triton.next_power_of_2(H + 2 * K))
-    q_weight, k_weight = norms or (qkv, qkv)
-    _rotate_store[(S, triton.cdiv(H + 2 * K, heads))](
-        qkv, q, cache[:, layer], page_SP, prompt_length_S, suffix_length_S, *rotations, q_weight, k_weight, eps,
-        cache.stride(0), page_SP.shape[1], S, H=H, K=K, D=d, HALF=triton.next_power_of_2(d // 2), PAGE=page, NORM=norms is not
-        None, HEADS=heads, PARTS=qkv.numel() // (S * E), num_warps=2, **pdl_options(q.device),
+    q_weight, k_weight, eps, adds_one = norms or (qkv, qkv, 0.0, False)
+    all_heads = norms is not None and (q_weight.numel() != d or k_weight.numel() != d)
+    tables = (page_SP, prompt_length_S, suffix_length_S, *(rope or (qkv, qkv))[:2])
+    rest = (q_weight, k_weight, eps, cache.stride(0), page_SP.shape[1], S)
+    sizes = {"H": H, "K": K, "D": d, "PAGE": page, "NORM": norms is not None, "HEADS": heads, "PARTS": qkv.numel() // (S * E)}
+    grid = (S, triton.cdiv(H + 2 * K, heads))
+    if rope is not None and rope.size == d and not (rope.is_interleaved or all_heads or adds_one):
+        _rotate_store[grid](
+            qkv, q, cache[:, layer], *tables, *rest, HALF=triton.next_power_of_2(d // 2), num_warps=2, **sizes,
+            **pdl_options(q.device),
+        )  # fmt: skip
+        return q
+    _any_rotate_store[grid](
+        qkv, q, cache[:, layer], *tables, *rest, DP=triton.next_power_of_2(d), QP=triton.next_power_of_2(H * d),
+        KP=triton.next_power_of_2(K * d), SIZE=0 if rope is None else rope.size,
+        INTERLEAVED=rope is not None and rope.is_interleaved, ALL_HEADS=all_heads, ADDS_ONE=adds_one, num_warps=4, **sizes,
+        **pdl_options(q.device),
     )  # fmt: skip
     return q
 

@@ -1,4 +1,4 @@
-"""Matrix products of a decode step: y = x·Wᵀ (+ b), and silu(x·Gᵀ)·(x·Uᵀ) in one launch, for few rows and 16-bit factors.
+"""Matrix products of a decode step: y = x·Wᵀ (+ b), and act(x·Gᵀ)·(x·Uᵀ) in one launch, for few rows and 16-bit factors.
 
 A library's product alone is slightly faster, but it starts only when the kernel before it has ended, and the next starts only
 when it has. These start early, as all kernels of a step do (``launch.py``), and what follows them sums their parts or needs no
@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from oncurve.kernels.activations import activate
 from oncurve.kernels.launch import pdl_options
 
 
@@ -68,7 +69,7 @@ def block_for(x_SD: Tensor, outputs: int, *, gated: bool = False) -> Block | Non
 
 @triton.jit(do_not_specialize=["slots"])
 def _product(x, w, bias, out, slots, N: tl.constexpr, D: tl.constexpr, SPAN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-             BK: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+             BK: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, NAME: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Neighbouring programs share rows of the matrix. GATED: N outputs of gate, followed by N of up."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -91,7 +92,7 @@ def _product(x, w, bias, out, slots, N: tl.constexpr, D: tl.constexpr, SPAN: tl.
     if BIAS:
         acc += tl.load(bias + n, mask=(n < N) & (part == 0), other=0.0)[None, :].to(tl.float32)
     if GATED:
-        acc = acc / (1.0 + tl.exp(-acc)) * up
+        acc = activate(acc, NAME) * up
     to = out + (part * slots + m)[:, None] * N + n[None, :]
     tl.store(to, acc.to(out.dtype.element_ty), mask=(m < slots)[:, None])
 
@@ -101,22 +102,24 @@ def product(x_SD: Tensor, weight_ND: Tensor, bias_N: Tensor | None, block: Block
     S, N = len(x_SD), len(weight_ND)
     shape, dtype = ((S, N), x_SD.dtype) if block.parts == 1 else ((block.parts, S, N), torch.float32)
     out = torch.empty(shape, dtype=dtype, device=x_SD.device)
-    _launch(x_SD, weight_ND, bias_N, out, N, block, gated=False)
+    _launch(x_SD, weight_ND, bias_N, out, N, block, gated=False, activation="silu")
     return out
 
 
-def gated_product(x_SD: Tensor, weight_2ID: Tensor, block: Block) -> Tensor:
-    """silu(gate)·up of x: [S, I] in x's dtype."""
+def gated_product(x_SD: Tensor, weight_2ID: Tensor, block: Block, activation: str = "silu") -> Tensor:
+    """activation(gate)·up of x: [S, I] in x's dtype."""
     assert block.parts == 1
     out = torch.empty((len(x_SD), len(weight_2ID) // 2), dtype=x_SD.dtype, device=x_SD.device)
-    _launch(x_SD, weight_2ID, None, out, out.shape[1], block, gated=True)
+    _launch(x_SD, weight_2ID, None, out, out.shape[1], block, gated=True, activation=activation)
     return out
 
 
-def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, N: int, block: Block, *, gated: bool) -> None:
+def _launch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, N: int, block: Block, *, gated: bool, activation: str
+) -> None:
     S, D = x.shape
     _product[(triton.cdiv(S, block.rows) * (N // block.outputs), block.parts)](
         x, weight, x if bias is None else bias, out, S, N=N, D=D, SPAN=D // block.parts, BM=block.rows, BN=block.outputs,
-        BK=block.inner, BIAS=bias is not None, GATED=gated, num_warps=block.warps, num_stages=block.stages,
+        BK=block.inner, BIAS=bias is not None, GATED=gated, NAME=activation, num_warps=block.warps, num_stages=block.stages,
         **pdl_options(x.device),
     )  # fmt: skip

@@ -21,8 +21,9 @@ from oncurve.models.attention_interface import AttentionContext
 from oncurve.models.chat_template import PROBE, TEMPLATE_FIX, apply_chat_template
 from oncurve.models.gradient_buffers import GradAccumulator
 from oncurve.models.heads.lm_head import Head, head_chunk_tokens, own_logits, token_logps
+from oncurve.models.llama.block_description import DecoderDescription, describe
 from oncurve.models.llama.c_backbone import can_run_c
-from oncurve.models.llama.fused import FusedBackbone
+from oncurve.models.llama.fused import FusedBackbone, FusedWeights
 from oncurve.models.packing import Pack, PrefixGroup, build_pack, dummy_pack, predicting_states
 from oncurve.models.self_check import FAILURES, SelfCheck, check_policy
 from oncurve.records import Ints, Prompt, is_text
@@ -57,6 +58,8 @@ class Policy:
             recurrent_layers.attach(model, self.backbone)
         self.eos_ids = _find_eos_ids(model, tokenizer)
         self.fast_backbone: FusedBackbone | None = None
+        self.fused_weights: FusedWeights | None = None
+        """What the decode step on a GPU reads if the learner runs the model's own modules."""
         self._accumulator: GradAccumulator | None = None
         self._known_roles: set[str] = set()
         self.check = getattr(model, CHECK, None) or SelfCheck()
@@ -64,8 +67,11 @@ class Policy:
         if self.check.tolerance == 0.0:  # not checked yet; a copy of an opened model carries its check along
             check_policy(self, own_attention)
             setattr(model, CHECK, self.check)
-        if self.general_reason is None and not self.check.own_head:
-            self.fast_backbone = _build_fast_backbone(self, compiled)
+        description = describe(model) if self.general_reason is None and not self.check.own_head else None
+        if isinstance(description, DecoderDescription):
+            self.fast_backbone = _build_fast_backbone(self, description, compiled)
+            if self.fast_backbone is None and kernels.can_run_kernels(model.device) and FusedWeights.can_fuse(description):
+                self.fused_weights = FusedWeights(description)
 
     def copy(self) -> Policy:
         """A policy with a copy of the weights."""
@@ -313,17 +319,18 @@ def _find_eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
 
 
 @torch.no_grad()
-def _build_fast_backbone(policy: Policy, compiled: bool) -> FusedBackbone | None:
+def _build_fast_backbone(policy: Policy, description: DecoderDescription, compiled: bool) -> FusedBackbone | None:
     """The fast path for this model and device, or None if there is none or it disagrees with the model on a few tokens."""
     model = policy.model
+    fast: FusedBackbone | None = None
     if kernels.can_run_kernels(model.device):
         from oncurve.models.llama.cuda_backbone import CudaBackbone  # needs Triton
 
-        fast = CudaBackbone.of(model)
-    else:
-        fast = FusedBackbone.of(model)
-        if fast is not None:
-            fast.uses_c = compiled and can_run_c(model)
+        if CudaBackbone.supports(model, description):
+            fast = CudaBackbone(model, description)
+    elif model.device.type == "cpu" and FusedBackbone.supports(model, description):
+        fast = FusedBackbone(model, description)
+        fast.uses_c = compiled and can_run_c(model, fast)
     if fast is None:
         return None
     ids = np.arange(7, dtype=np.int64) % model.config.vocab_size

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from oncurve.errors import RunError
+from oncurve.models.loading.load import choose_device
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.runs.folder import SEMANTICS, RunFolder
 
@@ -32,12 +33,19 @@ def _ends_completions_itself(recipe: Recipe) -> bool:
     return any(stage.sampling.stop or stage.sampling.min_new_tokens for stage in recipe.rollout_stages)
 
 
+def _adapts_on_a_cpu(recipe: Recipe) -> bool:
+    """Rounding alone, but the bits are others."""
+    model = recipe.model
+    return model.lora is not None and model.dtype == "float32" and choose_device(model.device).type == "cpu"
+
+
 CHANGES: Mapping[int, Mapping[str, Callable[[Recipe], bool]]] = {
     2: {
         "a second sampling stage has its own prompts and random numbers": _later_stages_sample,
         "top_p is taken of what top_k leaves": _combines_top_k_and_top_p,
         "int8 moments no longer shrink updates": _has_int8_moments,
         "held-out answers end at sampling.stop and not before min_new_tokens": _ends_completions_itself,
+        "on a CPU adapters are merged into the weights": _adapts_on_a_cpu,
     }
 }
 """By version: what has changed since the version before, and whether a recipe uses it."""

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from oncurve.kernels import decode_layers
+from oncurve.kernels.decode_layers import HeadNorms, NormRule, RopeTables
+from oncurve.models.llama.block_description import ACTIVATIONS, Activation
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAGE = 8
@@ -35,46 +40,106 @@ def test_residual_and_norm(width: int, dtype: torch.dtype, within: float) -> Non
     table, weight, more = noise(9, width, dtype=dtype), noise(width, dtype=dtype, seed=1), noise(3, width, dtype=dtype, seed=2)
     residual = torch.full((3, width), torch.nan, device=DEVICE)
     token = torch.tensor([8, 0, 3], device=DEVICE)
-    found = decode_layers.embed_norm(token, table, weight, 1e-6, residual)
+    found = decode_layers.embed_norm(token, table, NormRule(weight, 1e-6), residual)
     assert torch.equal(residual, table[token].float())
     assert close(found, normed(residual, weight, 1e-6), within)
-    found = decode_layers.add_norm(more, weight, 1e-6, residual)
+    found = decode_layers.add_norm(more, NormRule(weight, 1e-6), residual, dtype)
     assert torch.equal(residual, table[token].float() + more.float())
     assert close(found, normed(residual, weight, 1e-6), within)
     before, parts = residual.clone(), noise(2, 3, width, seed=3)
-    found = decode_layers.add_norm(parts, weight, 1e-6, residual)
+    found = decode_layers.add_norm(parts, NormRule(weight, 1e-6), residual, dtype)
     assert found.dtype == dtype
     assert torch.equal(residual, before + parts[0] + parts[1])
     assert close(found, normed(residual, weight, 1e-6), within)
 
 
+@pytest.mark.parametrize("width", [40, 256])
+@pytest.mark.parametrize("form", range(8))
+def test_every_form_of_norm_before_and_after(form: int, width: int) -> None:
+    """With or without mean, 1 + weight and bias; the norm of what is added has another form than that of the sum."""
+    table, token, more = noise(9, width) + 1, torch.tensor([8, 0, 3], device=DEVICE), noise(2, 3, width, seed=2) + 1
+    norm, after = rule_of(form, width, 3), rule_of(7 - form, width, 6)
+    residual = torch.full((3, width), torch.nan, device=DEVICE)
+    found = decode_layers.embed_norm(token, table, norm, residual, 2.5)
+    want = 2.5 * table[token].double()
+    assert close(residual, want)
+    assert close(found, by_rule(want, norm))
+    found = decode_layers.add_norm(more, norm, residual, torch.float32, after=after, scale=0.3)
+    want = want + 0.3 * by_rule(more.double().sum(0), after)
+    assert close(residual, want)
+    assert close(found, by_rule(want, norm))
+    decode_layers.add(more[0], residual, after=after)
+    want = want + by_rule(more[0].double(), after)
+    assert close(residual, want)
+    assert close(decode_layers.add_norm(more, None, residual, torch.float32, scale=2.0), want + 2 * more.double().sum(0))
+
+
+def rule_of(form: int, width: int, seed: int) -> NormRule:
+    bias = noise(width, seed=seed + 1) if form & 4 else None
+    return NormRule(noise(width, seed=seed), 1e-3, bias, bool(form & 1), bool(form & 2))
+
+
+def by_rule(x: Tensor, rule: NormRule) -> Tensor:
+    weight = rule.weight.double() + rule.adds_one
+    bias = None if rule.bias is None else rule.bias.double()
+    if rule.is_centred:
+        return functional.layer_norm(x, (x.shape[-1],), weight, bias, rule.eps)
+    return functional.rms_norm(x, (x.shape[-1],), weight, rule.eps) + (0 if bias is None else bias)
+
+
 @pytest.mark.parametrize("width", [5, 48, 1500])
-def test_gated_unit(width: int) -> None:
-    both = noise(3, 2 * width)
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_with_and_without_a_gate(name: Activation, width: int) -> None:
+    both = 3 * noise(3, 2 * width)
+    both[0, :2] = torch.tensor([-200.0, 200.0])
     gate, up = both.double().chunk(2, -1)
-    assert close(decode_layers.silu_mul(both), functional.silu(gate) * up)
+    assert close(decode_layers.activate_unit(both, name), ACTIVATIONS[name](gate) * up)
+    assert close(decode_layers.activate_unit(both, name, gated=False), ACTIVATIONS[name](both.double()))
 
 
-@pytest.mark.parametrize("with_norm", [True, False])
+@dataclass(frozen=True)
+class Heads:
+    """What becomes of q and k: a norm of each head or of all, and a rotary embedding of the first ``size`` numbers."""
+
+    norm: Literal["none", "head", "all"]
+    size: int | None
+    interleaved: bool = False
+    adds_one: bool = False
+
+
+LLAMA, QWEN3 = Heads("none", None), Heads("head", None)
+OTHERS = [
+    Heads("head", None, adds_one=True), Heads("all", None), Heads("all", None, adds_one=True), Heads("none", 0),
+    Heads("head", 0), Heads("none", 8), Heads("none", 12, interleaved=True), Heads("all", 8, interleaved=True),
+    Heads("none", None, interleaved=True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [LLAMA, QWEN3, *OTHERS], ids=str)
 @pytest.mark.parametrize(("H", "K", "d"), [(4, 2, 16), (3, 1, 80), (5, 5, 24)])
-def test_rotary_positions_and_the_pool(H: int, K: int, d: int, with_norm: bool) -> None:
+def test_rotary_positions_and_the_pool(H: int, K: int, d: int, kind: Heads) -> None:
     """Slot 0 writes into the first place of its second page, slot 1 is idle, slot 2 opens its suffix."""
     qkv, pool = noise(3, (H + 2 * K) * d), torch.full((5, 2, 2, K, PAGE, d), torch.nan, device=DEVICE)
     pages, prompt, suffix = ints(0, 3, 1, 1, 4, 2).view(3, 2), ints(11, 7, 0), ints(PAGE, -1, 0)
-    norms = (noise(d, seed=1), noise(d, seed=2)) if with_norm else None
-    angle = noise(40, d // 2, seed=3)
-    turns = (angle.cos(), angle.sin())
-    q = decode_layers.rotate_store(qkv, pool, 1, pages, prompt, suffix, turns, norms, 1e-6)
-    summed = decode_layers.rotate_store(
-        torch.stack((qkv - 1, torch.ones_like(qkv))), pool.clone(), 1, pages, prompt, suffix, turns, norms, 1e-6
-    )
+    size = d if kind.size is None else kind.size
+    angle = noise(40, size // 2, seed=3)
+    rope = RopeTables(angle.cos(), angle.sin(), kind.interleaved) if size else None
+    wide = (H * d, K * d) if kind.norm == "all" else (d, d)
+    weights = noise(wide[0], seed=1), noise(wide[1], seed=2)
+    norms = None if kind.norm == "none" else HeadNorms(*weights, 1e-6, kind.adds_one)
+    q = decode_layers.rotate_store(qkv, pool, 1, pages, prompt, suffix, rope, norms)
+    parts = torch.stack((qkv - 1, torch.ones_like(qkv)))
+    summed = decode_layers.rotate_store(parts, pool.clone(), 1, pages, prompt, suffix, rope, norms)
     assert close(summed[[0, 2]], q[[0, 2]], 1e-5)
     heads = qkv.double().view(3, -1, d)
     want_q, want_k, want_v = heads[:, :H], heads[:, H : H + K], heads[:, H + K :]
     if norms is not None:
-        want_q, want_k = normed(want_q, norms[0], 1e-6), normed(want_k, norms[1], 1e-6)
+        want_q, want_k = (
+            normed(x.reshape(3, -1, width), weight.double() + kind.adds_one, 1e-6).view(x.shape)
+            for x, width, weight in zip((want_q, want_k), wide, weights, strict=True)
+        )
     at = torch.tensor([11 + PAGE, 7, 0], device=DEVICE)
-    want_q, want_k = (turned(x, angle[at].double()[:, None]) for x in (want_q, want_k))
+    want_q, want_k = (turned(x, angle[at].double()[:, None], size, kind.interleaved) for x in (want_q, want_k))
     assert close(q[[0, 2]], want_q[[0, 2]])
     written = torch.zeros_like(pool, dtype=torch.bool)
     for slot, page in ((0, 3), (2, 4)):
@@ -84,9 +149,15 @@ def test_rotary_positions_and_the_pool(H: int, K: int, d: int, with_norm: bool) 
     assert bool((pool.isnan() == ~written).all()), "nothing else is touched"
 
 
-def turned(x: Tensor, angle: Tensor) -> Tensor:
-    one, two = x.chunk(2, -1)
-    return torch.cat((one * angle.cos() - two * angle.sin(), two * angle.cos() + one * angle.sin()), -1)
+def turned(x: Tensor, angle: Tensor, size: int, interleaved: bool) -> Tensor:
+    """By complex numbers."""
+    if not size:
+        return x
+    part = x[..., :size]
+    pairs = part.reshape(*part.shape[:-1], -1, 2) if interleaved else torch.stack(part.chunk(2, -1), -1)
+    out = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones_like(angle), angle))
+    out = out.flatten(-2) if interleaved else torch.cat((out[..., 0], out[..., 1]), -1)
+    return torch.cat((out, x[..., size:]), -1)
 
 
 def test_a_prompt_is_stored_from_where_it_goes_on_up_to_its_length() -> None:

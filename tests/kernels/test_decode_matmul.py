@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from oncurve.kernels import decode_matmul
 from oncurve.kernels.decode_matmul import FEW, GATED, MANY, Block, block_for, gated_product, product
+from oncurve.models.llama.block_description import ACTIVATIONS, Activation
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIXTEEN = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter multiplies no bfloat16
@@ -36,10 +36,11 @@ def test_parts_add_up_to_the_product(rows: int, block: Block, with_bias: bool) -
 
 
 @pytest.mark.parametrize("block", [Block(16, 32, 64, 4, 2), GATED])
-def test_the_gated_unit_behind_its_product(block: Block) -> None:
+@pytest.mark.parametrize("name", ["silu", "gelu_tanh"])
+def test_the_gated_unit_behind_its_product(name: Activation, block: Block) -> None:
     x, w = noise(150, 128), noise(128, 128, seed=1) / 8
     gate, up = (x.double() @ w.double().t()).chunk(2, -1)
-    assert off(gated_product(x, w, block), functional.silu(gate) * up) < 4e-3
+    assert off(gated_product(x, w, block, name), ACTIVATIONS[name](gate) * up) < 4e-3
 
 
 def test_a_row_depends_on_no_other() -> None:

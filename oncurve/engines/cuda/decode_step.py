@@ -1,9 +1,9 @@
 """One token for every slot: the complete decode step as kernels and matrix products, which never waits for the host.
 
-There are two ways through the layers: the Llama family's own, over the fused weights of ``models/llama/fused.py`` (five kernels
-of ours and four products per layer; four more kernels if all layers have adapters), and any other decoder's modules, whose
-attention goes through the attention interface. Both read the learner's parameters in place, so the next step uses an
-optimiser's update, captured graph or not.
+There are two ways through the layers: over the fused weights of ``models/llama/fused.py`` if the model's blocks could be
+described (five kernels of ours and four products per layer; four more kernels if all layers have adapters), and through the
+modules of any other decoder, whose attention goes through the attention interface. Both read the learner's parameters in place,
+so the next step uses an optimiser's update, captured graph or not.
 """
 
 from __future__ import annotations
@@ -17,12 +17,22 @@ from oncurve.engines import token_sampling
 from oncurve.engines.cuda.paged_kv_cache import KVShape
 from oncurve.kernels import sampling as kernels
 from oncurve.kernels.decode_attention import LaunchShape, PageTables, PartialSoftmax, attend
-from oncurve.kernels.decode_layers import add_norm, embed_norm, rotate_store, silu_mul, store
+from oncurve.kernels.decode_layers import (
+    HeadNorms,
+    NormRule,
+    RopeTables,
+    activate_unit,
+    add,
+    add_norm,
+    embed_norm,
+    rotate_store,
+    store,
+)
 from oncurve.kernels.decode_matmul import block_for, gated_product, product
 from oncurve.kernels.launch import pdl_options
 from oncurve.models.heads.lm_head import Head
-from oncurve.models.llama.cuda_lora import JointLora
-from oncurve.models.llama.fused import FusedBackbone
+from oncurve.models.llama.block_description import BlockDescription, Norm, Rope
+from oncurve.models.llama.fused import Block, FusedLinear, FusedWeights
 from oncurve.models.policy import Policy
 from oncurve.models.recurrent_layers import RunLayer
 from oncurve.recipe.schema.sections import Sampling
@@ -109,58 +119,71 @@ class PagedDecode:
 
 
 class FusedStep:
-    """The Llama family's decode step over the fused weights of ``models/llama/fused.py``."""
+    """The decode step of described blocks over the fused weights of ``models/llama/fused.py``."""
 
-    def __init__(self, decoder: FusedBackbone, device: torch.device) -> None:
-        self.decoder = decoder
-        backbone = decoder.backbone
-        positions = torch.arange(backbone.config.max_position_embeddings, device=device)[None]
-        cos, sin = backbone.rotary_emb(torch.zeros(1, device=device), positions)  # in float32
-        half = decoder.head_size // 2
-        self.rotations = (cos[0, :, :half].float().contiguous(), sin[0, :, :half].float().contiguous())
+    def __init__(self, weights: FusedWeights, positions: int, device: torch.device) -> None:
+        self.weights = weights
+        decoder = weights.description
+        self.ropes: dict[Rope, RopeTables] = {}
+        for rope in {block.rope for block in decoder.blocks if block.rope is not None}:
+            self.ropes[rope] = RopeTables(*decoder.angles(rope, positions, device), rope.is_interleaved)
 
     def hidden(self, buffers: DecodeBuffers, cache: Tensor, launch: LaunchShape) -> Tensor:
         """The last hidden state of every slot's newest token, [S, D]."""
-        decoder, tables = self.decoder, buffers.tables
-        words, last, blocks = decoder.backbone.embed_tokens.weight, decoder.backbone.norm, decoder.blocks
-        first = blocks[0].input_norm
+        decoder, tables, blocks = self.weights.description, buffers.tables, self.weights.blocks
+        words = decoder.embedding.weight
         residual = torch.empty((len(buffers.slots.token), words.shape[1]), dtype=torch.float32, device=words.device)
-        h = embed_norm(buffers.slots.token, words, first.weight, first.variance_epsilon, residual)
+        norms = [*(_rule(block.description.input_norm) for block in blocks), _rule(decoder.final_norm)]
+        h = embed_norm(buffers.slots.token, words, norms[0], residual, decoder.embedding_scale)
         for i, block in enumerate(blocks):
-            norms = (
-                (block.q_norm.weight, block.k_norm.weight) if block.q_norm is not None and block.k_norm is not None else None
-            )
-            eps = block.q_norm.variance_epsilon if block.q_norm is not None else 0.0
-            qkv = _linear(h, block.qkv.weight, block.qkv.bias, block.qkv.lora)
+            form = block.description
+            qkv = _linear(h, block.qkv)
+            rope = None if form.rope is None else self.ropes[form.rope]
             q = rotate_store(
-                qkv, cache, i, tables.suffix_page, tables.prompt_length, tables.suffix_length, self.rotations, norms, eps
+                qkv, cache, i, tables.suffix_page, tables.prompt_length, tables.suffix_length, rope, _head_norms(form)
             )
-            a = attend(q, cache, i, tables, launch, buffers.parts, decoder.scale, block.window, None)
-            o = _linear(a.flatten(1), block.out.weight, block.out.bias, block.out_lora)
-            h = add_norm(o, block.post_attention_norm.weight, block.post_attention_norm.variance_epsilon, residual)
-            h = _gated(h, block.gate_up.weight, block.gate_up.lora)
-            h = _linear(h, block.down.weight, None, block.down_lora)
-            following = blocks[i + 1].input_norm if i + 1 < len(blocks) else last
-            h = add_norm(h, following.weight, following.variance_epsilon, residual)
+            a = attend(q, cache, i, tables, launch, buffers.parts, form.scale, form.window, form.softcap)
+            o = _linear(a.flatten(1), block.out)
+            after, scale = _rule(form.attention_norm), form.residual_scale
+            if form.is_parallel:
+                add(o, residual, after=after, scale=scale)
+            else:
+                h = add_norm(o, _rule(form.mlp_norm), residual, words.dtype, after=after, scale=scale)
+            h = _unit(h, block)
+            h = _linear(h, block.down)
+            h = add_norm(h, norms[i + 1], residual, words.dtype, after=_rule(form.output_norm), scale=scale)
         return h
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, lora: JointLora | None) -> Tensor:
+def _rule(norm: Norm | None) -> NormRule | None:
+    return None if norm is None else NormRule(norm.weight, norm.eps, norm.bias, norm.is_centred, norm.offset == 1)
+
+
+def _head_norms(block: BlockDescription) -> HeadNorms | None:
+    q, k = block.q_norm, block.k_norm
+    return None if q is None or k is None else HeadNorms(q.weight, k.weight, q.eps, q.offset == 1)
+
+
+def _linear(x: Tensor, layer: FusedLinear) -> Tensor:
     """x·Wᵀ + b, or its float32 parts [parts, S, outputs], which the next kernel sums."""
-    block = None if lora else block_for(x, len(weight))
-    return _torch_linear(x, weight, bias, lora) if block is None else product(x, weight, bias, block)
+    block = None if layer.lora else block_for(x, len(layer.weight))
+    return _torch_linear(x, layer) if block is None else product(x, layer.weight, layer.bias, block)
 
 
-def _gated(x: Tensor, gate_up: Tensor, lora: JointLora | None) -> Tensor:
-    """silu(gate)·up, [S, I]."""
-    block = None if lora else block_for(x, len(gate_up) // 2, gated=True)
-    return silu_mul(_torch_linear(x, gate_up, None, lora)) if block is None else gated_product(x, gate_up, block)
+def _unit(x: Tensor, block: Block) -> Tensor:
+    """The MLP up to its activation, [S, I]."""
+    layer, form = block.gate_up, block.description
+    fits = form.is_gated and layer.bias is None and not layer.lora
+    tiles = block_for(x, len(layer.weight) // 2, gated=True) if fits else None
+    if tiles is not None:
+        return gated_product(x, layer.weight, tiles, form.activation)
+    return activate_unit(_torch_linear(x, layer), form.activation, gated=form.is_gated)
 
 
-def _torch_linear(x: Tensor, weight: Tensor, bias: Tensor | None, lora: JointLora | None) -> Tensor:
-    if not lora:
-        return torch.nn.functional.linear(x, weight, bias)
-    return lora.product(x, bias, pdl_options(x.device))[0]
+def _torch_linear(x: Tensor, layer: FusedLinear) -> Tensor:
+    if not layer.lora:
+        return torch.nn.functional.linear(x, layer.weight, layer.bias)
+    return layer.lora.product(x, layer.bias, pdl_options(x.device))[0]
 
 
 class ModuleStep:
@@ -176,8 +199,29 @@ class ModuleStep:
 
 
 def build_step(policy: Policy) -> FusedStep | ModuleStep:
-    """The fused step if the policy has a fast backbone, else the step through the model's modules."""
-    return ModuleStep(policy) if policy.fast_backbone is None else FusedStep(policy.fast_backbone, policy.device)
+    """The fused step if the model's weights are fused, else the step through its modules."""
+    weights = policy.fast_backbone or policy.fused_weights
+    return ModuleStep(policy) if weights is None else FusedStep(weights, policy.max_positions, policy.device)
+
+
+def compare_steps(policy: Policy, shape: KVShape) -> bool:
+    """Whether the fused step gives the hidden states of the model's modules, for a few tokens of two sequences."""
+    device, tokens = policy.device, 3
+    generator = torch.Generator().manual_seed(0)
+    ids_TS = torch.randint(policy.head.weight_VD.shape[0], (tokens, 2), generator=generator).to(device)
+    hidden: list[Tensor] = []
+    for step in (build_step(policy), ModuleStep(policy)):
+        buffers = DecodeBuffers(BufferSizes(2, 1, 1, 1, 1), shape, 1, device)
+        buffers.tables.suffix_page.copy_(torch.arange(2, device=device)[:, None])
+        page = torch.zeros((2, shape.layers, 2, shape.key_heads, 16, shape.head_size), dtype=shape.dtype, device=device)
+        for position in range(tokens):
+            buffers.tables.suffix_length.fill_(position)
+            buffers.slots.token.copy_(ids_TS[position])
+            last_SD = step.hidden(buffers, page, LaunchShape(1, 1, 1))
+        hidden.append(last_SD.float())
+    tolerance = 1e-4 if shape.dtype == torch.float32 else 5e-2
+    ours_SD, theirs_SD = hidden
+    return torch.allclose(ours_SD, theirs_SD, rtol=1e-3, atol=tolerance * float(theirs_SD.abs().max()))
 
 
 def sample_step(head: Head, hidden_SD: Tensor, buffers: DecodeBuffers, sampling: Sampling) -> None:

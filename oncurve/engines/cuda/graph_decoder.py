@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from oncurve.engines.base import SampleRequest
-from oncurve.engines.cuda.decode_step import BufferSizes, DecodeBuffers, build_step, sample_step
+from oncurve.engines.cuda.decode_step import BufferSizes, DecodeBuffers, build_step, compare_steps, sample_step
 from oncurve.engines.cuda.paged_kv_cache import KVShape, PagedKVCache, pages_for, shape_of
 from oncurve.kernels.decode_attention import LaunchShape
 from oncurve.models import lora
@@ -63,7 +63,10 @@ class GraphDecoder:
         if isinstance(shape, str):
             log.warning("%s decodes with plain torch, which is slower: %s", type(policy.model).__name__, shape)
             return None
-        if policy.fast_backbone is None:
+        if policy.fused_weights is not None and not compare_steps(policy, shape):
+            log.warning("%s: the fused decode step differs from its modules and is not used", type(policy.model).__name__)
+            policy.fused_weights = None
+        if policy.fast_backbone is None and policy.fused_weights is None:
             what = "adapter (DoRA, dropout, quantised weights or another family)" if lora.is_attached(policy.model) else "class"
             log.info("%s decodes through its own modules: no fused path for this %s", type(policy.model).__name__, what)
         return cls(policy, settings, shape)
@@ -92,8 +95,9 @@ class GraphDecoder:
 
     def _check_addresses(self) -> None:
         """Drop all graphs if weights or the KV cache have moved: a graph would read the old addresses."""
-        if self.policy.fast_backbone is not None and not self.policy.fast_backbone.blocks[0].qkv.is_fused:
-            shape_of(self.policy)  # the parameters were moved: a forward pass lays them side by side again
+        weights = self.policy.fast_backbone or self.policy.fused_weights
+        if weights is not None and not weights.is_fused:  # the parameters were moved
+            weights.fuse()
         addresses = (self.cache.data.data_ptr(), *(p.data_ptr() for p in self.policy.model.parameters()))
         if addresses != self.addresses:
             for buffers in self.buffers_by_kind.values():

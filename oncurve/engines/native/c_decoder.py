@@ -80,11 +80,11 @@ class CDecoder:
         self.pack_weights()
 
     def pack_weights(self) -> None:
-        """Pack the present weight matrices into the layout that the C products read."""
+        """Pack the present weight matrices, with adapters merged, into the layout that the C products read."""
         self.packed: list[Tensor] = []  # C holds their addresses
         for layer, block in zip(self.layers, self.fused.blocks, strict=True):
-            layer.qkv, layer.out = self._packed(block.qkv.weight), self._packed(block.out.weight)
-            layer.gate_up, layer.down = self._packed(block.gate_up.weight), self._packed(block.down.weight)
+            layer.qkv, layer.out = self._packed(block.qkv.merged()), self._packed(block.out.merged())
+            layer.gate_up, layer.down = self._packed(block.gate_up.merged()), self._packed(block.down.merged())
         self.model.head = self._packed(self.head.weight_VD)
 
     def prefill(self, prompts_by_block: abc.Sequence[tuple[int, int]], prompt_ids: abc.Mapping[int, Ints]) -> None:
@@ -125,14 +125,14 @@ class CDecoder:
 
     def _model(self, sampling: Sampling, end_ids: tuple[int, ...], state: SlotState) -> _Model:
         fused, head, cache, first = self.fused, self.head, self.cache, self.fused.blocks[0]
-        last, ends = fused.backbone.norm, np.asarray(end_ids, np.int64)
+        last, ends = fused.final_norm, np.asarray(end_ids, np.int64)
         self._referenced.append(ends)
         return _Model(
             layers=len(fused.blocks), D=head.weight_VD.shape[1], H=fused.heads, K=fused.kv_heads, d=fused.head_size,
-            I=first.down.in_features, V=head.weight_VD.shape[0],
-            eps=last.variance_epsilon, head_eps=0.0 if first.q_norm is None else first.q_norm.variance_epsilon,
+            I=first.down.weight.shape[1], V=head.weight_VD.shape[0],
+            eps=last.eps, head_eps=0.0 if first.q_norm is None else first.q_norm.eps,
             scale=fused.scale, logit_scale=head.scale, softcap=head.softcap or 0.0,
-            embedding=address_of(fused.backbone.embed_tokens.weight), final_norm=address_of(last.weight),
+            embedding=address_of(fused.embedding.weight), final_norm=address_of(last.weight),
             head_bias=address_of(head.bias_V), cos=address_of(fused.cos), sin=address_of(fused.sin), layer=self.layers,
             N=cache.blocks, R=cache.block_slots, T=sampling.max_new_tokens, min_new=sampling.min_new_tokens,
             eos_count=len(ends), eos_ids=ends.ctypes.data, temperature=sampling.temperature,
@@ -145,7 +145,7 @@ class CDecoder:
         layer.suffix_k, layer.suffix_v = (x.data_ptr() for x in self.cache.suffixes[number])
         layer.input_norm, layer.post_attention_norm = (
             address_of(block.input_norm.weight),
-            address_of(block.post_attention_norm.weight),
+            address_of(block.mlp_norm.weight),
         )
         layer.qkv_bias, layer.out_bias = address_of(block.qkv.bias), address_of(block.out.bias)
         layer.q_norm, layer.k_norm = (None if x is None else address_of(x.weight) for x in (block.q_norm, block.k_norm))
@@ -153,7 +153,7 @@ class CDecoder:
 
     def _packed(self, weight: Tensor) -> int:
         out = pack_weight(weight)
-        self.packed += [weight, out]
+        self.packed.append(out)
         return out.data_ptr()
 
 

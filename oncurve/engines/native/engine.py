@@ -16,7 +16,7 @@ from oncurve.engines.native.kv_cache import KVCache, slots_per_block
 from oncurve.engines.native.scheduler import Runner, Scheduler
 from oncurve.engines.native.torch_runner import TorchRunner
 from oncurve.models import recurrent_layers
-from oncurve.models.llama.c_build import load_library
+from oncurve.models.llama.c_build import has_bfloat16, load_library
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.sections import Engine as EngineSettings
 from oncurve.recipe.schema.sections import Sampling
@@ -39,6 +39,13 @@ class NativeEngine:
     def log_lines(self) -> tuple[str, ...]:
         """What the self-check found and cost, after a warning if sampling is slower here than it could be."""
         check = self.policy.check.log_line
+        if self.policy.device.type == "cpu" and self.policy.model.dtype == torch.bfloat16:
+            costs = [
+                *(["the C functions, several times faster, are for float32"] if self.policy.fast_backbone is not None else []),
+                *([] if has_bfloat16() else ["this processor emulates bfloat16, which is several times slower than float32"]),
+            ]
+            if costs:
+                return (f'bfloat16 on a CPU is slow: {"; ".join(costs)}; set model.dtype = "float32"', check)
         if self.policy.device.type == "cpu" and self.policy.fast_backbone is not None and load_library() is None:
             return ("no C compiler was found: torch decodes, several times slower for a small model", check)
         if self.policy.device.type == "cuda" and not kernels.can_run_kernels(self.policy.device):

@@ -17,9 +17,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from oncurve.models.llama.c_build import LANES, address_of, load_library, pack_weight, run_in_threads
+from oncurve.models.lora import Adapter
 
 if TYPE_CHECKING:
-    from oncurve.models.llama.fused import Block, FusedBackbone
+    from oncurve.models.llama.fused import Block, FusedBackbone, FusedLinear
 
 
 class _Layer(ctypes.Structure):
@@ -47,10 +48,10 @@ GroupLayout = tuple[int, int, tuple[int, ...]]
 """A group's first token, the length of its prompt, and the lengths of its completions."""
 
 
-def can_run_c(model: PreTrainedModel) -> bool:
-    """Whether the C functions support a model of the family: float32 on a CPU, sizes in full SIMD vectors, and a compiler."""
-    config, head_size = model.config, model.base_model.layers[0].self_attn.head_dim
-    is_aligned = all(size % LANES == 0 for size in (config.hidden_size, config.intermediate_size, head_size))
+def can_run_c(model: PreTrainedModel, fused: FusedBackbone) -> bool:
+    """Whether the C functions support a Llama-like model: float32 on a CPU, sizes in full SIMD vectors, and a compiler."""
+    sizes = (fused.embedding.embedding_dim, fused.blocks[0].down.weight.shape[1], fused.head_size)
+    is_aligned = all(size % LANES == 0 for size in sizes)
     return is_aligned and model.dtype == torch.float32 and model.device.type == "cpu" and load_library() is not None
 
 
@@ -86,25 +87,22 @@ class CBackbonePass:
     def _model(self) -> _Backbone:
         fused, first = self.fused, self.fused.blocks[0]
         return _Backbone(
-            layers=len(fused.blocks), D=first.out.out_features, H=fused.heads, K=fused.kv_heads, d=fused.head_size,
-            I=first.down.in_features, tokens=len(self.position_N), eps=first.input_norm.variance_epsilon,
-            head_eps=0.0 if first.q_norm is None else first.q_norm.variance_epsilon, scale=fused.scale,
+            layers=len(fused.blocks), D=first.out.columns, H=fused.heads, K=fused.kv_heads, d=fused.head_size,
+            I=first.down.weight.shape[1], tokens=len(self.position_N), eps=first.input_norm.eps,
+            head_eps=0.0 if first.q_norm is None else first.q_norm.eps, scale=fused.scale,
             cos=address_of(fused.cos), sin=address_of(fused.sin), position=address_of(self.position_N), layer=self.layers,
         )  # fmt: skip
 
     def _layer(self, block: Block) -> _Layer:
         layer = _Layer(
-            input_norm=address_of(block.input_norm.weight), post_attention_norm=address_of(block.post_attention_norm.weight),
+            input_norm=address_of(block.input_norm.weight), post_attention_norm=address_of(block.mlp_norm.weight),
             q_norm=None if block.q_norm is None else address_of(block.q_norm.weight),
             k_norm=None if block.k_norm is None else address_of(block.k_norm.weight),
             qkv_bias=address_of(block.qkv.bias), out_bias=address_of(block.out.bias),
         )  # fmt: skip
-        weights = {
-            "qkv": block.qkv.weight,
-            "out": block.out.weight,
-            "gate_up": block.gate_up.weight,
-            "down": block.down.weight,
-        }
+        layers = {"qkv": block.qkv, "out": block.out, "gate_up": block.gate_up, "down": block.down}
+        with torch.no_grad():
+            weights = {name: linear.merged() for name, linear in layers.items()}
         for name, weight in weights.items():
             packed, packed_t = pack_weight(weight), pack_weight(weight, transposed=True)
             self.packed += (packed, packed_t)
@@ -118,7 +116,8 @@ class CBackbonePass:
         run_in_threads(lambda share: self._call("forward", share, address_of(x_ND), address_of(out_ND)), self.shares)
         return out_ND
 
-    def backward(self, grad_ND: Tensor) -> tuple[Tensor, list[Tensor]]:
+    @torch.no_grad()
+    def backward(self, grad_ND: Tensor) -> tuple[Tensor, list[Tensor | None]]:
         """The gradient of the input, and of each parameter in the order of ``layer_parameters``."""
         assert len(self.saved), "a pass has one backward"
         grad_ND = grad_ND.contiguous()
@@ -139,37 +138,44 @@ class CBackbonePass:
         groups, count = share.groups, c_int64(len(share.groups))
         return int(getattr(self.library, name)(ctypes.byref(self.model), groups, count, *map(c_void_p, addresses)))
 
-    def _split(self, block: Block, flat: Tensor) -> Iterator[Tensor]:
+    def _split(self, block: Block, flat: Tensor) -> Iterator[Tensor | None]:
         """One layer's gradients, stored in the order of `Gradients` in backbone.c, as those of the module's own parameters."""
-        D, d, out = block.input_norm.weight.numel(), self.fused.head_size, block.out.weight
-        Q, mlp = len(block.qkv.weight), len(block.gate_up.weight)
-        sizes = [D, Q * D, Q, d, d, out.numel(), D, D, mlp * D, block.down.weight.numel()]
-        input_norm, qkv, qkv_bias, q_norm, k_norm, d_out, out_bias, post_attention_norm, gate_up, down = torch.split(
-            flat, sizes
-        )
-        yield input_norm
-        yield from torch.split(qkv.view(Q, D), block.qkv.sizes)
-        yield from torch.split(qkv_bias, block.qkv.sizes) if block.qkv.bias is not None else ()
+        D, d = block.input_norm.weight.numel(), self.fused.head_size
+        qkv, out, gate_up, down = (linear.weight for linear in _linears(block))
+        sizes = [D, qkv.numel(), len(qkv), d, d, out.numel(), D, D, gate_up.numel(), down.numel()]
+        input_norm, d_qkv, qkv_bias, q_norm, k_norm, d_out, out_bias, mlp_norm, d_gate_up, d_down = torch.split(flat, sizes)
+        yield from (input_norm, mlp_norm)
         yield from (q_norm, k_norm) if block.q_norm is not None else ()
-        yield d_out.view_as(out)
-        yield from (out_bias,) if block.out.bias is not None else ()
-        yield post_attention_norm
-        yield from torch.split(gate_up.view(mlp, D), block.gate_up.sizes)
-        yield down.view_as(block.down.weight)
+        biases = (qkv_bias, out_bias, None, None)
+        for linear, weight, bias in zip(_linears(block), (d_qkv, d_out, d_gate_up, d_down), biases, strict=True):
+            parts = torch.split(weight.view_as(linear.weight), linear.sizes)
+            yield from parts
+            yield from torch.split(bias, linear.sizes) if bias is not None and linear.bias is not None else ()
+            for grad_OI, adapter in zip(parts, linear.adapters, strict=True):
+                yield from () if adapter is None else _adapter_gradients(adapter, grad_OI)
+
+
+def _linears(block: Block) -> tuple[FusedLinear, FusedLinear, FusedLinear, FusedLinear]:
+    return block.qkv, block.out, block.gate_up, block.down
+
+
+def _adapter_gradients(adapter: Adapter, grad_OI: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Of A and B, from the gradient g of W + s·B·A: dA = s·Bᵀg, dB = s·g·Aᵀ."""
+    if not adapter.is_enabled:
+        return None, None
+    return adapter.scale * (adapter.b.T @ grad_OI), adapter.scale * (grad_OI @ adapter.a.T)
 
 
 def layer_parameters(fused: FusedBackbone) -> Iterator[Tensor]:
     """The parameters of all layers, in the order in which ``CBackbonePass.backward`` returns their gradients."""
     for block in fused.blocks:
-        yield block.input_norm.weight
-        yield from (part.weight for part in block.qkv.parts)
-        yield from (part.bias for part in block.qkv.parts if part.bias is not None)
+        yield from (block.input_norm.weight, block.mlp_norm.weight)
         yield from (norm.weight for norm in (block.q_norm, block.k_norm) if norm is not None)
-        yield block.out.weight
-        yield from (block.out.bias,) if block.out.bias is not None else ()
-        yield block.post_attention_norm.weight
-        yield from (part.weight for part in block.gate_up.parts)
-        yield block.down.weight
+        for linear in _linears(block):
+            yield from (part.weight for part in linear.parts)
+            yield from (part.bias for part in linear.parts if part.bias is not None)
+            for adapter in linear.adapters:
+                yield from () if adapter is None else (adapter.a, adapter.b)
 
 
 class _Layers(torch.autograd.Function):

@@ -21,6 +21,7 @@ from torch import Tensor
 Work = TypeVar("Work")
 SOURCES = [Path(__file__).with_name(name) for name in ("decode.c", "backbone.c", "vectors.h")]
 FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-ffp-contract=fast", "-fno-math-errno")
+CPUINFO = Path("/proc/cpuinfo")
 LANES = 16
 """Hidden and head sizes must be multiples of the widest SIMD vector, so that no sum has a remainder loop."""
 
@@ -58,10 +59,16 @@ def _build(command: list[str]) -> Path:
 def _processor_features() -> bytes:
     """Identifies the instruction set: machines that share a cache folder must not load each other's builds."""
     try:
-        lines = Path("/proc/cpuinfo").read_bytes().splitlines()
+        lines = CPUINFO.read_bytes().splitlines()
     except OSError:
         return platform.processor().encode() + platform.node().encode()
     return b"\n".join(sorted({line for line in lines if line.startswith((b"model name", b"flags", b"Features"))}))
+
+
+def has_bfloat16() -> bool:
+    """Whether the processor multiplies bfloat16 itself; True if that is unknown."""
+    features = _processor_features()
+    return b"bf16" in features or not CPUINFO.exists()
 
 
 @lru_cache(maxsize=1)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from transformers import PreTrainedModel
@@ -26,6 +26,7 @@ from oncurve.kernels.rope import NormedRope
 from oncurve.kernels.swiglu import swiglu, swiglu_backward
 from oncurve.models.attention_interface import AttentionContext
 from oncurve.models.gradient_buffers import GradAccumulator, add_product
+from oncurve.models.llama.block_description import DecoderDescription
 from oncurve.models.llama.cuda_lora import JointLora
 from oncurve.models.llama.fused import Block, FusedBackbone, FusedLinear
 from oncurve.models.pack_attention_cuda import CudaPackAttention
@@ -52,21 +53,19 @@ class _SavedActivations:
 class CudaBackbone(FusedBackbone):
     """`FusedBackbone` by Triton kernels, with LoRA, activation checkpointing and gradient accumulation."""
 
-    device = "cuda"
-    supports_lora = True
+    joins_lora = True
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__(model)
+    def __init__(self, model: PreTrainedModel, description: DecoderDescription) -> None:
+        super().__init__(model, description)
+        rope = description.blocks[0].rope
+        assert rope is not None
         # In float32, as in the sampler: bfloat16 tables would be off by several positions at position 1000.
-        positions = torch.arange(model.config.max_position_embeddings, device=model.device)[None]
-        cos, sin = self.backbone.rotary_emb(torch.zeros(1, device=model.device), positions)
-        half = self.head_size // 2  # both halves have the same angles
-        self.cos, self.sin = cos[0, :, :half].float().contiguous(), sin[0, :, :half].float().contiguous()
+        self.cos, self.sin = description.angles(rope, model.config.max_position_embeddings, model.device)
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, attention: AttentionContext) -> Tensor:
         """The last hidden state, [batch, length, D]."""
-        if not self.blocks[0].qkv.is_fused:
-            self._fuse()
+        if not self.is_fused:
+            self.fuse()
         shape = input_ids.shape
         ids, position_N = input_ids.flatten(), position_ids.expand(shape).flatten()
         if torch.is_grad_enabled() and isinstance(attention, CudaPackAttention):
@@ -76,24 +75,24 @@ class CudaBackbone(FusedBackbone):
         return self._forward_only(ids, position_N, shape, attention).view(*shape, -1)
 
     def _forward_only(self, ids: Tensor, position_N: Tensor, shape: torch.Size, attention: AttentionContext) -> Tensor:
-        x, mlp_out = functional.embedding(ids, self.backbone.embed_tokens.weight), None
+        x, mlp_out = functional.embedding(ids, self.embedding.weight), None
         for i, block in enumerate(self.blocks):
-            x, normal = add_norm(x, mlp_out, block.input_norm.weight, block.input_norm.variance_epsilon)
+            x, normal = add_norm(x, mlp_out, block.input_norm.weight, block.input_norm.eps)
             qkv = _joint(normal, block.qkv)
             qk = self.rope(block, position_N).forward(qkv)
             q, k, v = (y.reshape(*shape, -1, self.head_size).transpose(1, 2) for y in self.split(qk, qkv))
             attended = attention.attend(i, q, k, v, self.scale, block.window, None).reshape(len(ids), -1)
-            y, _ = _linear(attended, block.out, block.out_lora)
-            x, normal = add_norm(x, y, block.post_attention_norm.weight, block.post_attention_norm.variance_epsilon)
+            y, _ = _linear(attended, block.out)
+            x, normal = add_norm(x, y, block.mlp_norm.weight, block.mlp_norm.eps)
             value = swiglu(_joint(normal, block.gate_up)[:, : block.gate_up.columns])
-            mlp_out, _ = _linear(value, block.down, block.down_lora)
-        final_norm = self.backbone.norm
-        return add_norm(x, mlp_out, final_norm.weight, final_norm.variance_epsilon)[1]
+            mlp_out, _ = _linear(value, block.down)
+        final_norm = self.final_norm
+        return add_norm(x, mlp_out, final_norm.weight, final_norm.eps)[1]
 
     def rope(self, block: Block, position_N: Tensor) -> NormedRope:
         """A layer's q/k norm and rotary embedding at these positions."""
         norms = None if block.q_norm is None or block.k_norm is None else (block.q_norm.weight, block.k_norm.weight)
-        eps = 0.0 if block.q_norm is None else block.q_norm.variance_epsilon
+        eps = 0.0 if block.q_norm is None else block.q_norm.eps
         return NormedRope(self.heads, self.kv_heads, self.head_size, norms, eps, (self.cos, self.sin), position_N)
 
     def split(self, qk: Tensor, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -102,11 +101,11 @@ class CudaBackbone(FusedBackbone):
         return qk[:, :H], qk[:, H:], qkv[:, (H + K) * d : (H + 2 * K) * d].view(-1, K, d)
 
 
-def _linear(x: Tensor, layer: nn.Linear, lora: JointLora | None) -> tuple[Tensor, Tensor | None]:
+def _linear(x: Tensor, layer: FusedLinear) -> tuple[Tensor, Tensor | None]:
     """A linear layer's output, and x Aᵀ if it has an adapter."""
-    if not lora:
+    if not layer.lora:
         return functional.linear(x, layer.weight, layer.bias), None
-    return lora.product(x, layer.bias)
+    return layer.lora.product(x, layer.bias)
 
 
 def _joint(x: Tensor, layer: FusedLinear) -> Tensor:
@@ -147,14 +146,14 @@ class _BackbonePass:
 
     def forward(self) -> Tensor:
         decoder = self.decoder
-        x, mlp_out = functional.embedding(self.ids, decoder.backbone.embed_tokens.weight), None
+        x, mlp_out = functional.embedding(self.ids, decoder.embedding.weight), None
         for i, block in enumerate(decoder.blocks):
-            x, normal = add_norm(x, mlp_out, block.input_norm.weight, block.input_norm.variance_epsilon)
+            x, normal = add_norm(x, mlp_out, block.input_norm.weight, block.input_norm.eps)
             saved = _SavedActivations(x)
             x, mlp_out = self._layer(block, x, normal, saved if i >= decoder.checkpointed else _SavedActivations(x))
             self.saved.append(saved)
-        final_norm = decoder.backbone.norm
-        self.residual, out = add_norm(x, mlp_out, final_norm.weight, final_norm.variance_epsilon)
+        final_norm = decoder.final_norm
+        self.residual, out = add_norm(x, mlp_out, final_norm.weight, final_norm.eps)
         return out
 
     def _layer(self, block: Block, x: Tensor, normal: Tensor, saved: _SavedActivations) -> tuple[Tensor, Tensor]:
@@ -162,11 +161,11 @@ class _BackbonePass:
         saved.qkv = _joint(normal, block.qkv)
         qk = self.decoder.rope(block, self.position_N).forward(saved.qkv)
         saved.attended, saved.lse = self.attention.forward(*self.decoder.split(qk, saved.qkv), self._rule(block))
-        y, low = _linear(saved.attended.flatten(1), block.out, block.out_lora)
+        y, low = _linear(saved.attended.flatten(1), block.out)
         saved.out_low = None if low is None else low.clone()
-        saved.middle, normal = add_norm(x, y, block.post_attention_norm.weight, block.post_attention_norm.variance_epsilon)
+        saved.middle, normal = add_norm(x, y, block.mlp_norm.weight, block.mlp_norm.eps)
         saved.gate_up = _joint(normal, block.gate_up)
-        mlp_out, low = _linear(swiglu(saved.gate_up[:, : block.gate_up.columns]), block.down, block.down_lora)
+        mlp_out, low = _linear(swiglu(saved.gate_up[:, : block.gate_up.columns]), block.down)
         saved.down_low = None if low is None else low.clone()
         return saved.middle, mlp_out
 
@@ -177,16 +176,16 @@ class _BackbonePass:
 
     @torch.no_grad()
     def backward(self, grad: Tensor) -> None:
-        final_norm = self.decoder.backbone.norm
+        final_norm = self.decoder.final_norm
         grad, _, d_weight = norm_backward(
-            self.residual, final_norm.weight, final_norm.variance_epsilon, grad.contiguous(), None, recompute=False
+            self.residual, final_norm.weight, final_norm.eps, grad.contiguous(), None, recompute=False
         )
         self.residual = torch.empty(0)
         self._add(final_norm.weight, d_weight)
         for block in reversed(self.decoder.blocks):
             saved = self.saved.pop()
             if saved.qkv is None:
-                _, normal = add_norm(saved.x, None, block.input_norm.weight, block.input_norm.variance_epsilon)
+                _, normal = add_norm(saved.x, None, block.input_norm.weight, block.input_norm.eps)
                 self._layer(block, saved.x, normal, saved)
             grad = self._attention_backward(block, saved, self._mlp_backward(block, saved, grad))
         self._embedding_backward(grad)
@@ -194,18 +193,16 @@ class _BackbonePass:
     def _mlp_backward(self, block: Block, saved: _SavedActivations, grad: Tensor) -> Tensor:
         assert saved.gate_up is not None
         assert saved.middle is not None
-        d_value, joint_grad = _input_gradient(grad, block.down.weight, block.down_lora)
+        d_value, joint_grad = _input_gradient(grad, block.down.weight, block.down.lora)
         d_both, both = torch.empty_like(saved.gate_up), block.gate_up.columns
         _, value = swiglu_backward(saved.gate_up[:, :both], d_value, d_both[:, :both])
         low, saved.gate_up = saved.gate_up[:, both:].clone(), None
-        self._add_product(block.down.weight, grad, value)
-        self._add_lora(block.down_lora, joint_grad, saved.down_low, value)
+        self._add_joint(block.down, grad, value)
+        self._add_lora(block.down.lora, joint_grad, saved.down_low, value)
         d_normal, joint_grad = _input_gradient(d_both, block.gate_up.weight, block.gate_up.lora)
-        d_middle, normal, d_weight = norm_backward(
-            saved.middle, block.post_attention_norm.weight, block.post_attention_norm.variance_epsilon, d_normal, grad
-        )
+        d_middle, normal, d_weight = norm_backward(saved.middle, block.mlp_norm.weight, block.mlp_norm.eps, d_normal, grad)
         saved.middle = None
-        self._add(block.post_attention_norm.weight, d_weight)
+        self._add(block.mlp_norm.weight, d_weight)
         self._add_joint(block.gate_up, d_both, normal)
         self._add_lora(block.gate_up.lora, joint_grad, low, normal)
         return d_middle
@@ -216,10 +213,9 @@ class _BackbonePass:
         assert saved.lse is not None
         decoder, qkv = self.decoder, saved.qkv
         H, K, d = decoder.heads, decoder.kv_heads, decoder.head_size
-        self._add_product(block.out.weight, grad, saved.attended.flatten(1))
-        self._add_bias(block.out.bias, grad)
-        d_attended, joint_grad = _input_gradient(grad, block.out.weight, block.out_lora)
-        self._add_lora(block.out_lora, joint_grad, saved.out_low, saved.attended.flatten(1))
+        self._add_joint(block.out, grad, saved.attended.flatten(1))
+        d_attended, joint_grad = _input_gradient(grad, block.out.weight, block.out.lora)
+        self._add_lora(block.out.lora, joint_grad, saved.out_low, saved.attended.flatten(1))
         rope = decoder.rope(block, self.position_N)
         qk = rope.forward(qkv)
         d_qk, d_qkv = torch.empty_like(qk), torch.empty_like(qkv)
@@ -234,16 +230,14 @@ class _BackbonePass:
         del qkv
         saved.qkv = saved.attended = saved.lse = None
         d_normal, joint_grad = _input_gradient(d_qkv, block.qkv.weight, block.qkv.lora)
-        d_x, normal, d_weight = norm_backward(
-            saved.x, block.input_norm.weight, block.input_norm.variance_epsilon, d_normal, grad
-        )
+        d_x, normal, d_weight = norm_backward(saved.x, block.input_norm.weight, block.input_norm.eps, d_normal, grad)
         self._add(block.input_norm.weight, d_weight)
         self._add_joint(block.qkv, d_qkv, normal)
         self._add_lora(block.qkv.lora, joint_grad, low, normal)
         return d_x
 
     def _embedding_backward(self, grad: Tensor) -> None:
-        embedding = self.decoder.backbone.embed_tokens
+        embedding = self.decoder.embedding
         if not embedding.weight.requires_grad:
             return
         if embedding.padding_idx is not None:

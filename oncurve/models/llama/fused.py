@@ -8,6 +8,7 @@ only if it agrees with the model's own modules on a few tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +17,11 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from oncurve.model_families import FUSED_FAMILIES
 from oncurve.models.attention_interface import AttentionContext
 from oncurve.models.gradient_buffers import GradAccumulator
+from oncurve.models.llama.block_description import BlockDescription, DecoderDescription, Norm
 from oncurve.models.llama.c_backbone import run_layers as run_c_layers
-from oncurve.models.lora import adapter_of, base_linear, is_plain
+from oncurve.models.lora import adapter_of, base_linear, is_attached
 from oncurve.models.pack_attention import PackAttention
 
 if TYPE_CHECKING:
@@ -34,34 +35,53 @@ SUPPORTED_ROPE = {"default", "linear", "llama3", "yarn"}
 class FusedLinear:
     """Several linear layers of one input as one matrix product.
 
-    ``weight`` is the joint tensor that the layers' weights are views of. If they have adapters (``lora``), the adapters' A
-    matrices follow it in the same storage.
+    ``weight`` is the joint tensor that the layers' weights are views of. Adapters are merged into a copy when it is asked for
+    (``merged``), or if ``joins_lora``, their A matrices follow the weights in the same storage and ``lora`` adds them.
     """
 
-    layers: list[Any]
+    layers: Sequence[Any]
+    joins_lora: bool = True
 
     def __post_init__(self) -> None:
         self.parts = [base_linear(layer) for layer in self.layers]
         self.sizes = [part.out_features for part in self.parts]
-        adapters = [adapter_of(layer) for layer in self.layers]
-        attached = [adapter for adapter in adapters if adapter is not None]
-        joint = _share_storage([*(part.weight for part in self.parts), *(adapter.a for adapter in attached)])
+        self.adapters = [adapter_of(layer) for layer in self.layers]
+        attached = [adapter for adapter in self.adapters if adapter is not None]
+        below = [adapter.a for adapter in attached] if self.joins_lora else []
+        joint = _share_storage([*(part.weight for part in self.parts), *below])
         self.columns = sum(self.sizes)
-        self.weight = joint[: self.columns]
+        self.weight = joint if len(joint) == self.columns else joint[: self.columns]
         has_bias = self.parts[0].bias is not None
         self.bias = _share_storage([part.bias for part in self.parts]) if has_bias else None
         self.lora: JointLora | None = None
-        if attached:
+        if attached and self.joins_lora:
             from oncurve.models.llama.cuda_lora import JointLora  # needs Triton
 
-            self.lora = JointLora(self.sizes, adapters, joint, _share_storage([adapter.b for adapter in attached]))
+            self.lora = JointLora(self.sizes, self.adapters, joint, _share_storage([adapter.b for adapter in attached]))
 
     def __call__(self, x: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():
-            return functional.linear(x, self.weight, self.bias)
+        if self.is_adapted or not torch.is_grad_enabled():
+            return functional.linear(x, self.merged(), self.bias)
         biases = [part.bias for part in self.parts] if self.bias is not None else []
         out: Tensor = _FusedProduct.apply(x, self, *(part.weight for part in self.parts), *biases)  # type: ignore[no-untyped-call]
         return out
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether a layer has an adapter that is enabled."""
+        return any(adapter is not None and adapter.is_enabled for adapter in self.adapters)
+
+    def merged(self) -> Tensor:
+        """W + s·B·A of all layers, one below the other: a new tensor, through which A and B get their gradients. Without
+        adapters, ``weight`` itself."""
+        if not self.is_adapted:
+            return self.weight
+        merged = [
+            part.weight if adapter is None or not adapter.is_enabled
+            else torch.addmm(part.weight, adapter.b, adapter.a, alpha=adapter.scale)
+            for part, adapter in zip(self.parts, self.adapters, strict=True)
+        ]  # fmt: skip
+        return merged[0] if len(merged) == 1 else torch.cat(merged)
 
     @property
     def is_fused(self) -> bool:
@@ -70,7 +90,9 @@ class FusedLinear:
 
 
 def _share_storage(parameters: list[Tensor]) -> Tensor:
-    """Concatenate parameters into one tensor and make each a view of its rows."""
+    """Concatenate parameters into one tensor and make each a view of its rows. One alone is left as it is."""
+    if len(parameters) == 1:
+        return parameters[0]
     joint = torch.cat([p.detach() for p in parameters])
     for parameter, part in zip(parameters, torch.split(joint, [len(p) for p in parameters]), strict=True):
         parameter.data = part
@@ -155,30 +177,63 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 class Block:
-    """The parameters of one decoder layer, looked up once. They are the model's own, so optimiser updates need no copy."""
+    """A described decoder block: its linear layers side by side in shared storages, its norms, and the rest as attributes of
+    ``description``. All parameters are the model's own, so optimiser updates need no copy."""
 
-    def __init__(self, layer: Any, window: int | None) -> None:
-        attention, mlp = layer.self_attn, layer.mlp
-        self.qkv = FusedLinear([attention.q_proj, attention.k_proj, attention.v_proj])
-        self.gate_up = FusedLinear([mlp.gate_proj, mlp.up_proj])
-        self.out, self.down = base_linear(attention.o_proj), base_linear(mlp.down_proj)
-        self.out_lora, self.down_lora = _lora_of(attention.o_proj), _lora_of(mlp.down_proj)
-        self.input_norm, self.post_attention_norm = layer.input_layernorm, layer.post_attention_layernorm
-        self.q_norm, self.k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
-        self.window = getattr(attention, "sliding_window", window)
+    def __init__(self, description: BlockDescription, joins_lora: bool) -> None:
+        self.description = description
+        self.qkv, self.gate_up = FusedLinear(description.qkv, joins_lora), FusedLinear(description.gate_up, joins_lora)
+        self.out, self.down = FusedLinear([description.out], joins_lora), FusedLinear([description.down], joins_lora)
+        self.q_norm, self.k_norm, self.window = description.q_norm, description.k_norm, description.window
+
+    @property
+    def input_norm(self) -> Norm:
+        """The norm before attention of a Llama-like block."""
+        assert self.description.input_norm is not None
+        return self.description.input_norm
+
+    @property
+    def mlp_norm(self) -> Norm:
+        """The norm before the MLP of a Llama-like block."""
+        assert self.description.mlp_norm is not None
+        return self.description.mlp_norm
 
 
-def _lora_of(layer: Any) -> JointLora | None:
-    return None if adapter_of(layer) is None else FusedLinear([layer]).lora
+class FusedWeights:
+    """A described decoder's blocks with fused weights: what a decode step on a GPU reads (engines/cuda/decode_step.py)."""
+
+    def __init__(self, description: DecoderDescription) -> None:
+        self.description = description
+        self.heads, self.kv_heads, self.head_size = description.heads, description.kv_heads, description.head_size
+        self.fuse()
+
+    joins_lora = True
+    """Whether adapters are applied beside the weights, by kernels (cuda_lora.py), and not merged into a copy of them."""
+
+    def fuse(self) -> None:
+        """Move the parameters into shared storages: at first, and if they have been moved since."""
+        self.blocks = [Block(block, self.joins_lora) for block in self.description.blocks]
+
+    @classmethod
+    def can_fuse(cls, description: DecoderDescription) -> bool:
+        """Whether linear layers that read one input can be one product: all or none have a bias, and adapters that are applied
+        side by side have one rank and scale."""
+        return all(
+            len({base_linear(layer).bias is None for layer in layers}) == 1
+            and (len(_adapter_kinds(layers)) <= 1 or not cls.joins_lora)
+            for block in description.blocks
+            for layers in (block.qkv, (block.out,), block.gate_up, (block.down,))
+        )
+
+    @property
+    def is_fused(self) -> bool:
+        return self.blocks[0].qkv.is_fused
 
 
-class FusedBackbone:
+class FusedBackbone(FusedWeights):
     """The backbone of a Llama-like model, with the same parameters and the same results up to rounding."""
 
-    device = "cpu"
-    """The device type that this path is for."""
-    supports_lora = False
-    """Whether it runs layers with LoRA adapters."""
+    joins_lora = False
     uses_c = False
     """Whether packs are run by the C functions (c_backbone.py)."""
     checkpointed = 0
@@ -186,50 +241,44 @@ class FusedBackbone:
     accumulator: GradAccumulator | None = None
     """Where `CudaBackbone` adds gradients; without it they are returned to autograd."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.backbone = model.base_model
-        config = model.config
-        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        attention = self.backbone.layers[0].self_attn
-        self.head_size = attention.head_dim
-        self.scale = attention.scaling
-        # Mistral's layers read the window from the config; those of other families have their own attribute, or no window.
-        self.window: int | None = config.sliding_window if type(self.backbone).__name__ == "MistralModel" else None
-        self._fuse()
-        positions = torch.arange(config.max_position_embeddings, device=model.device)[None]
-        cos, sin = self.backbone.rotary_emb(self.backbone.embed_tokens.weight, positions)
+    def __init__(self, model: PreTrainedModel, description: DecoderDescription) -> None:
+        super().__init__(description)
+        self.backbone, self.scale = model.base_model, description.blocks[0].scale
+        self.embedding, self.final_norm = description.embedding, description.final_norm
+        positions = torch.arange(model.config.max_position_embeddings, device=model.device)[None]
+        cos, sin = self.backbone.rotary_emb(self.embedding.weight, positions)
         half = self.head_size // 2
         self.cos = cos[0][:, None].detach().clone()  # [positions, 1, d]
         self.sin = torch.cat((-sin[0, :, :half], sin[0, :, half:]), -1)[:, None].detach().clone()
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> FusedBackbone | None:
-        """The fast path for this model, or None if the model is not supported."""
-        return cls(model) if model.device.type == cls.device and _is_supported(model, cls.supports_lora) else None
-
-    def _fuse(self) -> None:
-        self.blocks = [Block(layer, self.window) for layer in self.backbone.layers]
+    def supports(cls, model: PreTrainedModel, description: DecoderDescription) -> bool:
+        """Whether this path computes the model: Llama-like blocks, rotary embeddings that depend only on the position, and
+        adapters only in full precision if they are merged."""
+        rope = (getattr(model.config, "rope_parameters", None) or {}).get("rope_type", "default")
+        can_adapt = cls.joins_lora or model.dtype == torch.float32 or not is_attached(model)
+        return description.is_llama_like and rope in SUPPORTED_ROPE and cls.can_fuse(description) and can_adapt
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, attention: AttentionContext) -> Tensor:
         """The last hidden state, [batch, length, D]."""
-        if not self.blocks[0].qkv.is_fused:
-            self._fuse()
+        if not self.is_fused:
+            self.fuse()
         shape = input_ids.shape
-        embedding, final_norm = self.backbone.embed_tokens, self.backbone.norm
+        embedding, final_norm = self.embedding, self.final_norm
         x = functional.embedding(input_ids.flatten(), embedding.weight, embedding.padding_idx)
         position_N = position_ids.expand(shape).flatten()
         if self.uses_c and x.dtype == torch.float32 and isinstance(attention, PackAttention) and self._sees_all(attention):
             x = run_c_layers(self, x, position_N, attention.groups)
         else:
             x = self._run_layers(x, position_N, shape, attention)
-        return rms_norm(x, final_norm.weight, final_norm.variance_epsilon).view(*shape, -1)
+        return rms_norm(x, final_norm.weight, final_norm.eps).view(*shape, -1)
 
     def _run_layers(self, x: Tensor, position_N: Tensor, shape: torch.Size, attention: AttentionContext) -> Tensor:
         cos, sin = self.cos[position_N], self.sin[position_N]
         for i, block in enumerate(self.blocks):
             x = self._attention(i, block, x, cos, sin, shape, attention)
-            h = swiglu(block.gate_up(rms_norm(x, block.post_attention_norm.weight, block.post_attention_norm.variance_epsilon)))
-            x = torch.addmm(x, h, block.down.weight.t())
+            h = swiglu(block.gate_up(rms_norm(x, block.mlp_norm.weight, block.mlp_norm.eps)))
+            x = torch.addmm(x, h, block.down.merged().t())
         return x
 
     def _sees_all(self, attention: PackAttention) -> bool:
@@ -241,39 +290,19 @@ class FusedBackbone:
         self, i: int, block: Block, x: Tensor, cos: Tensor, sin: Tensor, shape: torch.Size, attention: AttentionContext
     ) -> Tensor:
         H, K, d = self.heads, self.kv_heads, self.head_size
-        qkv = block.qkv(rms_norm(x, block.input_norm.weight, block.input_norm.variance_epsilon)).view(-1, H + 2 * K, d)
+        qkv = block.qkv(rms_norm(x, block.input_norm.weight, block.input_norm.eps)).view(-1, H + 2 * K, d)
         qk, v = qkv[:, : H + K], qkv[:, H + K :]
         if block.q_norm is not None and block.k_norm is not None:
             weight = torch.cat((block.q_norm.weight.expand(H, d), block.k_norm.weight.expand(K, d)))
-            qk = rms_norm(qk, weight, block.q_norm.variance_epsilon)
+            qk = rms_norm(qk, weight, block.q_norm.eps)
         swapped = torch.cat((qk[..., d // 2 :], qk[..., : d // 2]), -1)
         qk = torch.addcmul(qk * cos, swapped, sin)
         q, k, v = (y.view(*shape, -1, d).transpose(1, 2) for y in (qk[:, :H], qk[:, H:], v))
         out = attention.attend(i, q, k, v, self.scale, block.window, None).reshape(-1, H * d)
         if block.out.bias is not None:
             x = x + block.out.bias
-        return torch.addmm(x, out, block.out.weight.t())
+        return torch.addmm(x, out, block.out.merged().t())
 
 
-def _is_supported(model: PreTrainedModel, supports_lora: bool) -> bool:
-    """Whether a model is of the Llama family, with plain linear layers (and plain adapters, if the path supports them), SiLU,
-    no
-    MLP bias, and rotary embeddings that depend only on the position."""
-    backbone, config = model.base_model, model.config
-    if type(backbone).__name__ not in FUSED_FAMILIES.values():
-        return False
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    plain = all(_is_layer_supported(layer, supports_lora) for layer in backbone.layers)
-    return plain and config.hidden_act == "silu" and rope in SUPPORTED_ROPE
-
-
-def _is_layer_supported(layer: Any, supports_lora: bool) -> bool:
-    """Whether a decoder layer's linear layers are plain, and the adapters of layers that are fused have one rank and scale."""
-    fused = [[getattr(layer.self_attn, f"{x}_proj") for x in "qkv"], [layer.self_attn.o_proj],
-             [layer.mlp.gate_proj, layer.mlp.up_proj], [layer.mlp.down_proj]]  # fmt: skip
-    if not all(is_plain(linear) for linears in fused for linear in linears) or any(
-        base_linear(linear).bias is not None for linear in (*fused[2], *fused[3])
-    ):
-        return False
-    kinds = [{(len(a.a), a.scale) for a in map(adapter_of, linears) if a is not None} for linears in fused]
-    return all(len(kind) <= supports_lora for kind in kinds)
+def _adapter_kinds(layers: Sequence[Any]) -> set[tuple[int, float]]:
+    return {(len(adapter.a), adapter.scale) for adapter in map(adapter_of, layers) if adapter is not None}

@@ -44,7 +44,7 @@ class ShardedPolicy(Policy):
         self.__dict__.update(policy.__dict__)
         self._collective = collective
         self.layer_by_layer, self._is_lockstep = not gather, False
-        self.fast_backbone = None
+        self.fast_backbone = self.fused_weights = None
         self.compute_dtype, self._device = policy.model.dtype, device
         if policy.general_reason is not None:
             raise ModelError(

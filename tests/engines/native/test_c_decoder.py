@@ -15,6 +15,7 @@ from oncurve.engines.base import SampleKey, SampleRequest
 from oncurve.engines.native.c_decoder import CRunner, can_decode
 from oncurve.engines.native.engine import NativeEngine
 from oncurve.engines.native.torch_runner import TorchRunner
+from oncurve.models import lora
 from oncurve.models.llama.c_build import load_library
 from oncurve.models.policy import Policy
 from oncurve.recipe.load import parse_recipe
@@ -22,7 +23,7 @@ from oncurve.recipe.schema.sections import Engine, Sampling
 from oncurve.records import Group, Prompt
 from oncurve.training.start import with_machine_defaults
 from tests.engines.native.plain import NEAR_TIE, assert_logps, assert_same_greedy, generate, next_logits, prompt_of
-from tests.models.architectures import tokenizer
+from tests.models.architectures import adapted, shake, tokenizer
 
 PROMPTS = [prompt_of(n, name) for name, n in zip("abcdef", (1, 2, 17, 64, 66, 131), strict=True)]
 MODELS: dict[str, tuple[type, dict[str, Any]]] = {
@@ -83,6 +84,26 @@ def test_greedy_texts_are_those_of_transformers(pair: tuple[PreTrainedModel, Pol
     for group in run(policy, sampling, group_size=1):
         ours = group.completions[0].token_ids
         assert_same_greedy(model, group.prompt_ids, ours, generate(model, group.prompt_ids, sampling))
+
+
+def test_an_adapter_is_merged_and_an_update_of_it_is_sampled_from() -> None:
+    """Log-probs are those of peft's merged model, before and after the adapter changes, and of the base if it is disabled."""
+    model = adapted(make_model("qwen3"))
+    policy = Policy(copy.deepcopy(model), tokenizer())
+    sampling, texts = Sampling(max_new_tokens=20), []
+    for _ in range(2):
+        groups = run(policy, sampling)
+        merged = lora.merge_copy(policy.model)
+        merged.set_attn_implementation("eager")
+        for group in groups:
+            for completion in group.completions:
+                assert_logps(merged, group.prompt_ids, completion, 1.0)
+        texts.append([c.text for group in groups for c in group.completions])
+        shake(policy.model)
+    assert texts[0] != texts[1]
+    with lora.adapter_disabled(policy.model):
+        group = run(policy, sampling)[2]
+    assert_logps(make_model("qwen3"), group.prompt_ids, group.completions[0], 1.0)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from functools import cache
 
 import numpy as np
@@ -14,6 +17,7 @@ from hypothesis import strategies as st
 from oncurve.engines.base import SampleKey, default_slots
 from oncurve.engines.native.kv_cache import slots_per_block
 from oncurve.errors import ModelError
+from oncurve.models.llama import c_build
 from oncurve.models.loading.tiny import build_model as make_tiny
 from oncurve.models.loading.tiny import build_tokenizer
 from oncurve.models.packing import PrefixGroup, build_pack
@@ -23,7 +27,7 @@ from oncurve.recipe.schema.sections import Sampling
 from oncurve.records import Completion, Group, Prompt
 from oncurve.rng import sampling_uniforms
 from tests.engines.native.plain import NEAR_TIE, engine_for, prompt_of, sample
-from tests.models.architectures import make_policy, tokenizer
+from tests.models.architectures import make_model, make_policy, tokenizer
 
 POOL = [prompt_of(n, name) for name, n in zip("abcdefgh", (1, 2, 9, 17, 18, 40, 66, 131), strict=True)]
 SAMPLING = Sampling(max_new_tokens=24)
@@ -231,3 +235,29 @@ def test_many_mixes_with_few_slots_and_refills() -> None:
         assert [bits(c) for g in groups for c in g.completions] == [
             bits(c) for i in chosen for c in alone("qwen3", i, 4).completions
         ]
+
+
+@pytest.mark.parametrize("features", [b"flags : avx512f avx512_bf16", b"flags : avx2"])
+def test_bfloat16_on_a_cpu_is_warned_of_once_with_its_cost(features: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(c_build, "_processor_features", lambda: features)
+    slow = [line for line in _lines("qwen3", torch.bfloat16) if line.startswith("bfloat16 on a CPU is slow: the C functions")]
+    assert len(slow) == 1
+    assert ("emulates bfloat16" in slow[0]) == (b"bf16" not in features)
+    other = [line for line in _lines("gemma3", torch.bfloat16) if line.startswith("bfloat16")]
+    assert len(other) == (b"bf16" not in features)  # no C functions for this family, in float32 neither
+    assert not any("bfloat16" in line for line in _lines("qwen3", torch.float32))
+
+
+def _lines(name: str, dtype: torch.dtype) -> tuple[str, ...]:
+    return engine_for(Policy(make_model(name).to(dtype), tokenizer()), 2).log_lines
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE"), ({"KMP_BLOCKTIME": "1"}, "")]
+)
+def test_openmp_threads_do_not_spin_unless_the_user_says_so(own: dict[str, str], expected: str) -> None:
+    """Set before torch is imported, which reads it."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    code = "import oncurve, os, sys; assert 'torch' not in sys.modules; print(os.environ.get('OMP_WAIT_POLICY', ''))"
+    done = subprocess.run([sys.executable, "-c", code], env=environment | own, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,11 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from oncurve.models import lora
 from oncurve.models.packing import PrefixGroup, build_pack
 from oncurve.models.policy import Policy
 from oncurve.records import Ints
 from tests.engines.native.test_c_decoder import MODELS, make_model
-from tests.models.architectures import tokenizer
+from tests.models.architectures import adapted, tokenizer
 from tests.models.test_packing import unshared
 
 WEIGHTS = torch.linspace(-1, 1, 4096, dtype=torch.float64)
@@ -56,8 +58,11 @@ def exact(model: PreTrainedModel) -> Policy:
 def assert_close(grads: dict[str, Tensor], expected: dict[str, Tensor], within: float) -> None:
     assert grads.keys() == expected.keys()
     for name, gradient in expected.items():
-        apart = float((grads[name].double() - gradient.double()).norm() / (gradient.double().norm() + 1e-3))
-        assert apart < within, f"{name}: {apart}"
+        assert distance(grads[name], gradient) < within, f"{name}: {distance(grads[name], gradient)}"
+
+
+def distance(ours: Tensor, exact: Tensor) -> float:
+    return float((ours.double() - exact.double()).norm() / (exact.double().norm() + 1e-3))
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "mistral"])
@@ -70,6 +75,44 @@ def test_values_and_gradients_are_those_of_torch_in_float64(name: str) -> None:
     assert float((logp_M - expected_logp_M).abs().max()) < 3e-5
     assert float((entropy_M - expected_entropy_M).abs().max()) < 3e-5
     assert_close(gradients, expected, 1e-5)
+
+
+ADAPTERS: list[tuple[str, dict[str, Any]]] = [
+    ("qwen3", {}),
+    ("qwen2", {"rank": 20, "rslora": True}),
+    ("llama", {"targets": ("q_proj", "v_proj", "down_proj")}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), ADAPTERS, ids=str)
+def test_an_adapter_and_its_gradients_are_those_of_peft_in_float64(name: str, options: dict[str, Any]) -> None:
+    """The C functions run W + s·B·A, and get the gradients of A and B from that of the sum: as near as peft in float32."""
+    model = adapted(make_model(name), **options)
+    policy, modules = Policy(copy.deepcopy(model), tokenizer()), Policy(copy.deepcopy(model), tokenizer())
+    assert policy.uses_c
+    modules.fast_backbone = None
+    logp_M, _, gradients = values(policy, groups_of(SHAPE))
+    peft_M, _, of_peft = values(modules, groups_of(SHAPE))
+    of_peft = {name: gradient.clone() for name, gradient in of_peft.items()}
+    modules.model.double()
+    expected_M, _, expected = values(modules, groups_of(SHAPE))
+    assert gradients.keys() == lora.adapter_parameters(policy.model).keys()
+    assert float((logp_M - expected_M).abs().max()) < max(3e-5, 2 * float((peft_M - expected_M).abs().max()))
+    assert_close(gradients, expected, max(1e-5, 2 * max(distance(of_peft[name], expected[name]) for name in expected)))
+
+
+def test_a_disabled_adapter_leaves_the_base() -> None:
+    policy, base = Policy(adapted(make_model("qwen3")), tokenizer()), Policy(make_model("qwen3"), tokenizer())
+    pack = build_pack(groups_of(SHAPE), policy.device)
+    with torch.no_grad(), lora.adapter_disabled(policy.model):
+        assert torch.equal(policy.pack_logps(pack)[0], base.pack_logps(pack)[0])
+
+
+def test_an_adapter_in_a_window_shorter_than_a_sequence_is_run_by_torch() -> None:
+    model = adapted(make_model("mistral"))
+    policy, modules = Policy(copy.deepcopy(model), tokenizer()), Policy(model, tokenizer())
+    modules.fast_backbone = None
+    assert_close(values(policy, groups_of([(9, [40, 3])]))[2], values(modules, groups_of([(9, [40, 3])]))[2], 1e-4)
 
 
 @settings(max_examples=10, deadline=None)

@@ -21,6 +21,7 @@ from oncurve.engines.cuda.paged_kv_cache import PAGE, PagedPrefill
 from oncurve.kernels.lora import LoraTiles, expand
 from oncurve.models import lora
 from oncurve.models.gradient_buffers import GradAccumulator
+from oncurve.models.llama.block_description import DecoderDescription, describe
 from oncurve.models.llama.cuda_backbone import CudaBackbone
 from oncurve.models.packing import build_pack
 from oncurve.models.policy import Policy
@@ -44,10 +45,16 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+def described(model: PreTrainedModel) -> DecoderDescription:
+    description = describe(model)
+    assert isinstance(description, DecoderDescription), description
+    return description
+
+
 def fast(model: PreTrainedModel) -> Policy:
     """The policy with the GPU fast path, on any device."""
     policy = Policy(model.to(DEVICE), tokenizer())
-    policy.fast_backbone = CudaBackbone(policy.model)
+    policy.fast_backbone = CudaBackbone(policy.model, described(policy.model))
     return policy
 
 
@@ -203,12 +210,15 @@ def with_config(**options: Any) -> PreTrainedModel:
     ],
     ids=str,
 )
-def test_what_takes_the_fast_path(options: dict[str, Any], supported: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU no model with an adapter; on a GPU plain adapters, if fused layers have one rank."""
+def test_what_takes_the_fast_path(options: dict[str, Any], supported: bool) -> None:
+    """On a GPU plain adapters, if fused layers have one rank; on a CPU plain adapters of any rank, in float32."""
     model = with_config(**options)
-    assert Policy(copy.deepcopy(model), tokenizer()).fast_backbone is None
-    monkeypatch.setattr(CudaBackbone, "device", "cpu")
-    assert (CudaBackbone.of(model) is not None) == supported
+    is_plain = supported or "rank_pattern" in options
+    assert (Policy(copy.deepcopy(model), tokenizer()).fast_backbone is not None) == is_plain
+    assert Policy(copy.deepcopy(model).to(torch.bfloat16), tokenizer()).fast_backbone is None
+    description = describe(model)
+    is_supported = isinstance(description, DecoderDescription) and CudaBackbone.supports(model, description)
+    assert is_supported == supported
 
 
 @pytest.mark.parametrize(("sizes", "rank"), [([100, 30, 65], 1), ([128, 32, 80], 16), ([96, 48, 64], 70)])

@@ -1,0 +1,119 @@
+"""The fused decode step of blocks that are described, not coded: the families people train, against transformers' own forward.
+
+In Triton's interpreter, float32. Weights of norms are random: a norm of 1 + weight must not pass for one of weight.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from oncurve.engines.base import SampleKey, SampleRequest
+from oncurve.engines.cuda.decode_step import FusedStep, ModuleStep
+from oncurve.engines.cuda.graph_decoder import GraphDecoder
+from oncurve.models import lora
+from oncurve.models.llama.block_description import DecoderDescription, describe
+from oncurve.models.llama.fused import FusedWeights
+from oncurve.models.policy import Policy
+from oncurve.recipe.schema.sections import Engine, Sampling
+from oncurve.records import Completion, Ints
+from tests.engines.cuda.test_graph_decoder import complete, small_pages  # noqa: F401 (a fixture)
+from tests.engines.native.plain import assert_logps, next_logits, prompt_of
+from tests.models.architectures import adapted, tokenizer
+from tests.models.tiny_families import tiny_config
+
+WINDOW = 6
+LAYERS = ["sliding_attention", "full_attention"]
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma2": {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0, "query_pre_attn_scalar": 12},
+    "gemma3_text": {"layer_types": LAYERS, "query_pre_attn_scalar": 12},
+    "olmo2": {},
+    "olmo3": {"layer_types": LAYERS},
+    "granite": {
+        "attention_multiplier": 0.3, "embedding_multiplier": 4.0, "residual_multiplier": 0.5, "logits_scaling": 0.7,
+    },
+    "phi3": {"partial_rotary_factor": 0.5},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "glm4": {},
+    "cohere2": {"layer_types": LAYERS},
+    "exaone4": {"layer_types": LAYERS},
+    "starcoder2": {},
+    "arcee": {},
+    "ernie4_5": {},
+    "llama": {"attention_bias": True, "mlp_bias": True},
+}  # fmt: skip
+
+QUICK = ("gemma3_text", "olmo2", "cohere2", "glm4")
+
+
+def make_model(family: str, seed: int = 0) -> PreTrainedModel:
+    config, tokens = tiny_config(family), tokenizer()
+    settings = {
+        **config.to_dict(), "vocab_size": len(tokens), "eos_token_id": tokens.eos_token_id, "pad_token_id": tokens.pad_token_id,
+        "tie_word_embeddings": False, **FAMILIES[family],
+        **({"sliding_window": WINDOW} if getattr(config, "sliding_window", None) else {}),
+    }  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(type(config)(**settings), attn_implementation="eager")
+        with torch.no_grad():
+            for module in model.modules():
+                for parameter in module.parameters(recurse=False):
+                    if isinstance(module, nn.Linear | nn.Embedding) and parameter.dim() == 2:
+                        parameter.normal_(0.0, 1.5 / parameter.shape[-1] ** 0.5)
+                    else:
+                        parameter.uniform_(0.2, 1.0)
+    return model.float().eval()
+
+
+def fused(model: PreTrainedModel) -> Policy:
+    """The policy with fused weights as on a GPU, on a CPU."""
+    policy = Policy(model, tokenizer())
+    description = describe(policy.model)
+    assert isinstance(description, DecoderDescription), description
+    policy.fast_backbone, policy.fused_weights = None, FusedWeights(description)
+    return policy
+
+
+@torch.inference_mode()
+def sample_one(policy: Policy, prompt_length: int, sampling: Sampling) -> tuple[Ints, Completion]:
+    """A prompt's tokens and a completion of it, in one slot."""
+    decoder, prompt = GraphDecoder.build(policy, Engine(check_every=2)), prompt_of(prompt_length)
+    assert decoder is not None
+    assert isinstance(decoder.step, FusedStep)
+    ids = policy.encode(prompt)
+    return ids, complete(decoder, [SampleRequest(prompt, ids, 1, sampling, SampleKey(0, 1))], 1)[0][0]
+
+
+@pytest.mark.parametrize("family", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES])
+def test_logps_and_greedy_tokens_are_those_of_transformers(family: str) -> None:
+    """The prompt is longer than a chunk and than the windows."""
+    model = make_model(family)
+    ids, completion = sample_one(fused(copy.deepcopy(model)), 10, Sampling(temperature=0, max_new_tokens=4))
+    assert next_logits(model, ids, completion.token_ids).argmax(-1).tolist() == completion.token_ids.tolist()
+    assert_logps(model, ids, completion, temperature=1.0, within=1e-5)
+
+
+def test_an_adapter_on_a_described_block() -> None:
+    model = adapted(make_model("gemma3_text"))
+    ids, completion = sample_one(fused(copy.deepcopy(model)), 6, Sampling(temperature=0, max_new_tokens=2))
+    assert_logps(lora.merge_copy(model), ids, completion, temperature=1.0, within=1e-5)
+
+
+@torch.inference_mode()
+def test_a_wrong_description_is_not_used() -> None:
+    """A step that differs from the modules is noticed when the decoder is built, and the modules decode."""
+    policy = fused(make_model("gemma3_text"))
+    weights = policy.fused_weights
+    assert weights is not None
+    wrong = dataclasses.replace(weights.description, embedding_scale=2 * weights.description.embedding_scale)
+    policy.fused_weights = FusedWeights(wrong)
+    decoder = GraphDecoder.build(policy, Engine())
+    assert decoder is not None
+    assert isinstance(decoder.step, ModuleStep)
