@@ -23,6 +23,9 @@ Out = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON only, for programs.")]
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="Name or folder of a run.")]
 RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a built-in recipe.")]
+RecipeOrRun = Annotated[
+    str, typer.Argument(metavar="RECIPE|RUN", help="A recipe file, the name of a built-in recipe, or a run.")
+]
 RunOrCheckpoint = Annotated[
     str,
     typer.Argument(metavar="RUN[@STAGE-STEP]", help="Name or folder of a run; RUN@STAGE-STEP or RUN@best for a checkpoint."),
@@ -68,6 +71,14 @@ def grant_trust(trusted: bool, run: RunFolder | None) -> None:
         from oncurve import trust  # reads recipes, so it is slow to import
 
         trust.grant(run)
+
+
+def recipe_file(name: str, runs: Path) -> str:
+    """The recipe file of a run, if the name is a run's; else the name itself, which is a file or a built-in recipe."""
+    from oncurve.runs.folder import RunFolder
+
+    run = None if Path(name).is_file() else RunFolder.find(name, runs)
+    return name if run is None else str(run.recipe)
 
 
 def check_target(target: str, runs: Path) -> None:

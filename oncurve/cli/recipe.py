@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.table import Table
 from rich.text import Text
 
-from oncurve.cli.options import Command, CommandGroup, RecipeName, Sets, output
+from oncurve.cli.options import RUNS, Command, CommandGroup, RecipeOrRun, Runs, Sets, output, recipe_file
 from oncurve.errors import PluginError, RecipeError
-from oncurve.recipe.load import dump_recipe, load_recipe
+from oncurve.recipe.load import builtin_recipes, dump_recipe, load_recipe
 from oncurve.recipe.schema.base import Section
 from oncurve.terminal.errors import print_advice
 
@@ -39,9 +41,23 @@ def explain_key(
 
 
 @recipes.command("show", cls=Command, epilog="Example: oncurve recipe show arithmetic --set seed=1")
-def show_recipe(recipe: RecipeName, sets: Sets = None) -> None:
+def show_recipe(recipe: RecipeOrRun, sets: Sets = None, runs: Runs = RUNS) -> None:
     """Print the recipe as TOML with every default written out."""
-    print(dump_recipe(load_recipe(recipe, sets or [])), end="")
+    print(dump_recipe(load_recipe(recipe_file(recipe, runs), sets or [])), end="")
+
+
+@recipes.command("list", cls=Command, epilog="Example: oncurve recipe list")
+def list_recipes() -> None:
+    """List the built-in recipes."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, file in builtin_recipes().items():
+        comments = takewhile(lambda line: line.startswith("#"), file.read_text(encoding="utf-8").splitlines())
+        about = " ".join(line.lstrip("# ") for line in comments)
+        table.add_row(Text(name, "bold"), Text(about.partition(". ")[0].rstrip(".")))
+    output(table)
+    output(Text("\nTo train one: oncurve train NAME; to see it: oncurve recipe show NAME", "dim"))
 
 
 @recipes.command("from-trl", cls=Command, epilog="Example: oncurve recipe from-trl grpo_config.yaml -o mine.toml")

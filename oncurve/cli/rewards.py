@@ -13,12 +13,25 @@ from rich.table import Table
 from rich.text import Text
 
 from oncurve import trust
-from oncurve.cli.options import RUNS, Command, CommandGroup, RecipeName, RunName, Runs, Sets, Trust, grant_trust, output
+from oncurve.cli.options import (
+    RUNS,
+    Command,
+    CommandGroup,
+    RecipeOrRun,
+    RunName,
+    Runs,
+    Sets,
+    Trust,
+    grant_trust,
+    output,
+    recipe_file,
+)
 from oncurve.errors import DataError, RunError
 from oncurve.recipe.defaults import task_for_stage
 from oncurve.recipe.load import load_recipe
 from oncurve.recipe.schema import stages
 from oncurve.recipe.schema.recipe import Recipe
+from oncurve.recipe.validate import reject_python_only
 from oncurve.records import GradedGroup, Ints, Prompt, ScoredGroup
 from oncurve.records import Group as Sampled
 from oncurve.rewards.audit import AuditFinding, History, audit
@@ -40,16 +53,19 @@ Stage = Annotated[str | None, typer.Option("--stage", help="Stage; default: the 
     "try", cls=Command, epilog="Example: oncurve rewards try arithmetic --completion '<think>…</think><answer>46</answer>'"
 )
 def try_rewards(
-    recipe: RecipeName,
+    recipe: RecipeOrRun,
     completion: Annotated[str, typer.Option("--completion", metavar="TEXT|FILE", help="A completion, or a file with one.")],
     prompt: Annotated[int, typer.Option("--prompt", min=0, help="Index of the held-out prompt that it answers, from 0.")] = 0,
     sets: Sets = None,
+    runs: Runs = RUNS,
     trusted: Trust = False,
 ) -> None:
     """Score a text as a completion, and print every reward with its reason."""
-    grant_trust(trusted, trust.run_of_recipe(recipe))
-    trust.check_recipe(recipe)
-    loaded = load_recipe(recipe, sets or [])
+    file = recipe_file(recipe, runs)
+    grant_trust(trusted, trust.run_of_recipe(file))
+    trust.check_recipe(file)
+    loaded = load_recipe(file, sets or [])
+    reject_python_only(loaded)
     task_prompt = _prompt(loaded, prompt)
     mix = rewards_of(loaded)
     mix.bind(lambda: from_letters)

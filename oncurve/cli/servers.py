@@ -119,7 +119,9 @@ def studio(
 
 def report(
     run: RunName,
-    out: Annotated[Path, typer.Option("-o", "--out", metavar="FILE", help="File to write.")] = Path("report.html"),
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="FILE", help="File to write; must not exist.")] = Path(
+        "report.html"
+    ),
     runs: Runs = RUNS,
 ) -> None:
     """Write a run as one HTML file.
@@ -129,6 +131,9 @@ def report(
     from oncurve.runs.atomic_files import replace_file
     from oncurve.studio.report import report_html
 
-    text = report_html(RunFolder.open(run, runs))
+    folder = RunFolder.open(run, runs)
+    if out.exists():
+        raise RunError(str(out), "already exists", because="nothing is overwritten", fix="choose another name with -o")
+    text = report_html(folder)
     replace_file(out, text.encode())
     _print_line(f"{out}: {len(text.encode()) / 1024:,.0f} kB, self-contained")

@@ -79,6 +79,8 @@ def attach(model: Any, settings: Lora, seed: int, base: str) -> None:
     """Add a new adapter to the model, in its precision, and freeze everything else."""
     peft = _import_peft("model.lora")
     targets = ALL_LINEAR if settings.targets == (ALL_LINEAR,) else list(settings.targets)
+    if base != "tiny" and Path(base).exists():
+        base = str(Path(base).resolve())  # the adapter is used from other folders too
     config = peft.LoraConfig(
         task_type="CAUSAL_LM", r=settings.rank, lora_alpha=settings.alpha, target_modules=targets,
         use_rslora=settings.rslora, use_dora=settings.dora, base_model_name_or_path=base,

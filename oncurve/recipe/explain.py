@@ -42,7 +42,8 @@ def find_key(key: str, extensions: Extensions | None = None) -> RecipeKey:
     for name in (key, ".".join(parts), ".".join([parts[0], *parts[2:]])):
         if name in known:
             return known[name]
-    similar = closest(key, known) or [name for name in known if name.endswith(f".{parts[-1]}")]
+    same_end = sorted((name for name in known if name.endswith(f".{parts[-1]}")), key=lambda name: not name.startswith("grpo."))
+    similar = same_end or closest(key, known)
     fix = f"try `oncurve recipe explain {similar[0]}`" if similar else "`oncurve recipe explain` lists every key"
     raise RecipeError(key, "unknown key", because="no recipe has this key", fix=fix)
 

@@ -160,7 +160,7 @@ def find_recipe(path: Path) -> Path:
 def _suggest_recipe(path: Path, nearby: list[str], builtin: Mapping[str, Path]) -> str:
     if path.stem in builtin:
         return f"write only '{path.stem}' for the built-in recipe"
-    similar = closest(path.stem, [Path(name).stem for name in nearby] + list(builtin), count=2, cutoff=0.5)
+    similar = closest(path.stem, [Path(name).stem for name in nearby] + list(builtin), count=2, cutoff=0.65)
     names = [name for name in nearby if Path(name).stem in similar] + [name for name in builtin if name in similar]
     if names:
         return f"did you mean {' or '.join(dict.fromkeys(names))}?"

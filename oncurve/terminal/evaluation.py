@@ -196,7 +196,8 @@ def _results(report: ProbeReport) -> Table:
     table.add_row("completions", _completions(report))
     noise = f"{number(report.reward_mean)} on average; std {number(report.within_std)} within a group"
     table.add_row("reward", f"{noise}, {number(report.between_std)} between groups")
-    parts = f"{number(report.sample_s)} s sampling, up to {number(report.update_s)} s updating"
+    signal = percent(1 - report.no_signal)
+    parts = f"{number(report.sample_s)} s sampling + {signal} of {number(report.update_s)} s updating, for groups with a signal"
     table.add_row(
         "time per step",
         f"{number(report.step_s)} s ({parts}); {duration(report.steps * report.step_s)} for {report.steps} steps",

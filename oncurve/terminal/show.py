@@ -29,7 +29,7 @@ from oncurve.terminal.evaluation import heldout_tables
 from oncurve.terminal.group import GroupTable, render_group
 from oncurve.terminal.live.progress import Heldout
 from oncurve.terminal.runs import STYLES, ago, best_line, run_data
-from oncurve.terminal.text import DASH, duration, number, percent, score, shorten, sparkline
+from oncurve.terminal.text import DASH, duration, number, percent, score, shorten, shorten_all, sparkline
 
 MAX_EVENTS = 12
 """Events of a cluster that are shown, the last ones."""
@@ -180,8 +180,9 @@ def render_step(run: RunFolder, stage: str | None, step: int) -> RenderableType:
     for column in ("group", "rewards, best first", "tokens"):
         table.add_column(column, justify="right" if column != "rewards, best first" else "left", no_wrap=True)
     table.add_column("prompt", no_wrap=True, overflow="ellipsis")
-    for position, graded in enumerate(report.groups):
-        table.add_row(str(position), _reward_row(graded), _lengths(graded), shorten(graded.group.prompt.shown, 40))
+    prompts = shorten_all([graded.group.prompt.shown for graded in report.groups], 40)
+    for position, (graded, prompt) in enumerate(zip(report.groups, prompts, strict=True)):
+        table.add_row(str(position), _reward_row(graded), _lengths(graded), prompt)
     advice = Text(f"a group in full: oncurve show {run.shown} --stage {name} --step {step} --group 0", "dim")
     return Group(head, metrics, Text(), table, Text(), advice)
 
@@ -374,11 +375,13 @@ def status_data(run: RunFolder) -> dict[str, Any]:
 
 def render_status(run: RunFolder) -> RenderableType:
     state, last = run.state(), _last_step(run)
-    done = f", last recorded step: {last[0]} {last[1]}" if last else ", no step recorded yet"
+    is_running = state.current_status == "running"
+    done = f", last recorded step: {last[0]} {last[1]}" if last else f", no step recorded{' yet' if is_running else ''}"
     head = Text(f"{run.name}: {state.current_status}{done}")
     processes = read_statuses(run.path)
     if not processes:
-        return Group(head, Text(f"one process: {state.pid} on {state.host}", "dim"))
+        which = "one process" if is_running else "no process is running; the last one was"
+        return Group(head, Text(f"{which} {state.pid} on {state.host}", "dim"))
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("process", "host", "pid", "step", "phase", "for", "state"):
         table.add_column(name, justify="right" if name in ("pid", "for") else "left")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import TypeGuard
 
 DASH = "–"
@@ -86,6 +86,28 @@ def shorten(text: str, width: int) -> str:
         return line[: max(width - 1, 0)] + "…"
     head = (width - 1) // 2
     return f"{line[:head]}…{line[len(line) - (width - 1 - head) :]}"
+
+
+def shorten_all(texts: Sequence[str], width: int) -> list[str]:
+    """Shortens texts so that they can be told apart: what all of them begin and end with is left out first.
+
+    Example: of "What is the capital of France? Be brief." and the same with Peru, 12 characters are "…France?…" and "…Peru?…"
+    """
+    lines = [one_line(text) for text in texts]
+    if len(set(lines)) < 2 or all(len(line) <= width for line in lines):
+        return [shorten(line, width) for line in lines]
+    shortest = min(map(len, lines))
+    start = _same_letters(lines)
+    end = min(_same_letters([line[::-1] for line in lines]), shortest - start)
+    start = lines[0].rfind(" ", 0, start) + 1  # at the beginning of a word
+    tail = lines[0][len(lines[0]) - end :] if end else ""
+    end = len(tail) - tail.find(" ") if " " in tail else 0
+    return [shorten(f"{'…' * (start > 0)}{line[start : len(line) - end]}{'…' * (end > 0)}", width) for line in lines]
+
+
+def _same_letters(lines: Sequence[str]) -> int:
+    """How many characters all lines begin with."""
+    return sum(1 for _ in takewhile(lambda letters: len(set(letters)) == 1, zip(*lines, strict=False)))
 
 
 BARS = "▁▂▃▄▅▆▇█"

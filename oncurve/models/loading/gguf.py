@@ -19,7 +19,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    PreTrainedTokenizerBase,
+    modeling_gguf_pytorch_utils,
+)
 
 from oncurve.errors import DiskError, MissingPackage, ModelError, pip_install
 from oncurve.models.loading.local_models import ORIGIN, cache_folder, read_gguf_metadata
@@ -115,6 +121,7 @@ def _digest(file: Path) -> str:
 
 
 def _load(file: Path, dtype: torch.dtype) -> tuple[Any, Any]:
+    modeling_gguf_pytorch_utils.tqdm = lambda tensors, **_: tensors  # its progress bar would fill a log
     name = {"gguf_file": file.name}
     dequantise = GgufConfig(dequantize=True)  # some architectures could stay quantised, which can't be trained
     try:

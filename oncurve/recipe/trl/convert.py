@@ -54,6 +54,12 @@ class Line:
     comment: str
 
 
+RENAMED = {"torch_dtype": "dtype"}
+"""Names of options in older versions of TRL."""
+REMOVED = {"max_prompt_length": "TRL 1.16 does not have it, and prompts are never truncated here: leave out long ones"}
+"""Options of older versions of TRL, and what to do instead."""
+
+
 def from_trl(path: Path, processes: int = 1) -> tuple[str, list[ConversionNote]]:
     """The recipe as TOML, and the notes. ``processes`` is the number of devices that TRL ran on: its batch sizes are per
     device."""
@@ -66,6 +72,10 @@ def from_trl(path: Path, processes: int = 1) -> tuple[str, list[ConversionNote]]
 
 
 def _read(path: Path) -> dict[str, Any]:
+    if path.suffix == ".toml":
+        raise DataError(
+            str(path), "a TOML file", because="a TRL config is YAML", fix=f"if it is a recipe, use it: oncurve train {path}"
+        )
     try:
         options = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -75,10 +85,10 @@ def _read(path: Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise DataError(str(path), "not YAML", because=" ".join(str(error).split()), fix="fix that line of the file") from None
     if not isinstance(options, dict):
-        raise DataError(
-            str(path), type(options).__name__, because="a TRL config is a mapping of options", fix="write `option: value` lines"
-        )
-    return {str(key): value for key, value in options.items() if value is not None and value != "None"}
+        shape = {list: "a list", str: "plain text", type(None): "an empty file"}.get(type(options), "a single value")
+        raise DataError(str(path), shape, because="a TRL config is a mapping of options", fix="write `option: value` lines")
+    named = {str(key): value for key, value in options.items() if value is not None and value != "None"}
+    return {RENAMED.get(name, name): value for name, value in named.items()}
 
 
 def _convert_options(config: TrlConfig) -> tuple[list[Line], list[ConversionNote]]:
@@ -241,7 +251,8 @@ def _unsupported(config: TrlConfig) -> Iterator[ConversionNote]:
     for name, value in config.options.items():
         option = TRL_OPTIONS.get(name)
         if option is None:
-            yield ConversionNote(name, value, f"TRL 1.16 has no such option{did_you_mean(name, TRL_OPTIONS)}")
+            reason = REMOVED.get(name) or f"TRL 1.16 has no such option{did_you_mean(name, TRL_OPTIONS)}"
+            yield ConversionNote(name, value, reason)
         elif option.key is None and not (name == "multi_objective_aggregation" and value == "sum_then_normalize"):
             yield ConversionNote(name, value, f"no counterpart: {option.remark}")
 

@@ -1,0 +1,128 @@
+"""Small things that got in the way of new users: each was wrong or misleading once."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from oncurve.recipe.load import builtin_recipes
+from oncurve.runs.folder import RunFolder
+from oncurve.terminal.text import shorten_all
+from tests.cli.conftest import Oncurve
+
+
+def test_a_report_is_not_written_over(oncurve: Oncurve, runs: Path, tmp_path: Path) -> None:
+    file = tmp_path / "report.html"
+    assert oncurve("report", "small-1", "--runs", runs, "-o", file).code == 0
+    before = file.read_bytes()
+    result = oncurve("report", "small-1", "--runs", runs, "-o", file)
+    assert (result.code, "already exists" in result.err) == (2, True)
+    assert file.read_bytes() == before
+
+
+def test_status_of_a_run_that_ended_does_not_read_as_if_it_ran(oncurve: Oncurve, runs: Path, tmp_path: Path) -> None:
+    shutil.copytree(runs / "small-1", tmp_path / "small-1")
+    run = RunFolder(tmp_path / "small-1")
+    (run.database).unlink()
+    run.set_status("failed")
+    shown = oncurve("status", tmp_path / "small-1").out
+    assert "small-1: failed, no step recorded\n" in shown
+    assert "no process is running" in shown
+
+
+def test_recipe_list_names_every_built_in_recipe(oncurve: Oncurve) -> None:
+    shown = oncurve("recipe", "list").out
+    assert all(f"{name} " in shown for name in builtin_recipes())
+    assert "Sums with a calculator tool" in shown
+
+
+def test_recipe_show_and_rewards_try_take_a_run(oncurve: Oncurve, runs: Path) -> None:
+    result = oncurve("recipe", "show", "small-1", "--runs", runs)
+    assert result.out == (runs / "small-1" / "recipe.toml").read_text()
+    result = oncurve("rewards", "try", "small-1", "--runs", runs, "--completion", "46")
+    assert result.code == 0, result.err
+    assert "short" in result.out
+
+
+@pytest.mark.parametrize(
+    ("words", "present", "absent"),
+    [
+        (["train", "nothere.toml"], "check the path", "did you mean"),
+        (["train", "arithmetik"], "did you mean arithmetic", "nothing"),
+        (["recipe", "explain", "learning_rate"], "explain grpo.optimiser.learning_rate", "critic"),
+        (["recipe", "explain", "group_size"], "explain grpo.group_size", "nothing"),
+        (["recipe", "explain", "grpo.grup_size"], "explain grpo.group_size", "nothing"),
+    ],
+)
+def test_suggestions_are_sensible_or_left_out(oncurve: Oncurve, words: list[str], present: str, absent: str) -> None:
+    result = oncurve(*words)
+    assert result.code == 2
+    shown = " ".join(result.err.split())
+    assert present in shown
+    assert absent not in shown
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("base.toml", 'name = "x"\n', "a TOML file"),
+        ("one.yaml", "just words\n", "plain text"),
+        ("one.yaml", "- 1\n- 2\n", "a list"),
+        ("one.yaml", "", "an empty file"),
+        ("one.yaml", "3\n", "a single value"),
+    ],
+)
+def test_what_is_no_config_of_trl_is_said(oncurve: Oncurve, tmp_path: Path, name: str, text: str, message: str) -> None:
+    (tmp_path / name).write_text(text)
+    result = oncurve("recipe", "from-trl", tmp_path / name)
+    assert (result.code, message in result.err) == (2, True)
+
+
+def test_older_names_of_trl_are_known(oncurve: Oncurve, tmp_path: Path) -> None:
+    (tmp_path / "one.yaml").write_text("torch_dtype: float32\nmax_prompt_length: 512\n")
+    result = oncurve("recipe", "from-trl", tmp_path / "one.yaml")
+    assert 'dtype = "float32"' in result.out
+    notes = " ".join(result.err.split())
+    assert "torch_dtype" not in notes
+    assert "prompts are never truncated here" in notes
+
+
+def test_prompts_of_a_step_are_shown_by_what_distinguishes_them() -> None:
+    questions = [
+        f"user: What is the capital of {country}? Answer in one word." for country in ("France", "Peru", "the United States")
+    ]
+    assert shorten_all(questions, 40) == ["…France?…", "…Peru?…", "…the United States?…"]
+    assert shorten_all(questions, 100) == questions
+    assert shorten_all(["1+2=", "3+4="], 40) == ["1+2=", "3+4="]
+    same = ["a long prompt that is asked twice, in the same words"] * 2
+    assert len(set(shorten_all(same, 20))) == 1
+    assert shorten_all([], 20) == []
+    long = [f"{'x' * 30}{n}{'y' * 30}" for n in range(3)]
+    assert all(len(text) <= 20 for text in shorten_all(long, 20))
+    assert shorten_all(["", "a text that is too long for the column"], 10)[0] == ""
+
+
+def test_probe_says_how_its_time_adds_up(oncurve: Oncurve, recipe: Path) -> None:
+    arguments = ["probe", recipe, "--prompts", 2, "--samples", 2]
+    shown = " ".join(oncurve(*arguments).out.split())
+    assert "s sampling + " in shown
+    assert "for groups with a signal" in shown
+    report = json.loads(oncurve(*arguments, "--json").out)
+    expected = report["sample_s"] + (1 - report["no_signal"]) * report["update_s"]
+    assert report["step_s"] == pytest.approx(expected)
+
+
+def test_an_adapter_finds_its_base_from_any_folder(
+    oncurve: Oncurve, recipe: Path, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(runs.parent)
+    changes = ["--set", "model.source=runs/small-1/model", "--set", "model.lora={rank=2}", "--set", "model.tiny="]
+    result = oncurve("train", recipe, "--smoke", "--out", tmp_path / "run", *changes)
+    assert result.code == 0, result.err
+    monkeypatch.chdir("/")
+    result = oncurve("eval", tmp_path / "run" / "adapter", "--task", recipe, "--set", "task.heldout=2", "--json")
+    assert result.code == 0, result.err
+    assert json.loads(result.out)["asked"] == 2
