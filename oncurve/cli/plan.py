@@ -138,9 +138,9 @@ def _build_job(
 ) -> tuple[Job, str]:
     """The job to plan, and a line about what was assumed."""
     if (recipe is None) == (model is None):
-        given = "neither" if recipe is None else "both"
+        problem = "neither" if recipe is None else "both"
         raise RecipeError(
-            "RECIPE or --model", given, because="exactly one of them names the model to train",
+            "RECIPE or --model", problem, because="exactly one of them names the model to train",
             fix="oncurve plan recipes/arithmetic.toml, or oncurve plan --model Qwen/Qwen3-8B --gpu H100-80GB",
         )  # fmt: skip
     if model is not None:

@@ -207,7 +207,7 @@ class _Sampler:
         return self.slowness * (timing.decode + timing.decode_row * len(self.running))
 
     def advance(self, now: float, timing: Timing) -> None:
-        """Brings the ticks up to now; until ``since`` (the end of a prefill or push) nothing decodes."""
+        """Counts the decode steps up to now. Before ``since``, the end of a prefill or of a weight push, nothing decodes."""
         if self.running and now > self.since:
             self.ticks += (now - self.since) / self.pace(timing)
             self.busy += now - self.since

@@ -12,7 +12,7 @@ import pytest
 from tests.cli.conftest import Oncurve, Result
 
 
-def assert_told(result: Result, *words: str) -> None:
+def assert_refused(result: Result, *words: str) -> None:
     assert result.code == 2, result
     message = " ".join(result.err.split())
     assert message.startswith("error ")
@@ -45,15 +45,15 @@ def assert_told(result: Result, *words: str) -> None:
     ],
 )
 def test_what_a_recipe_can_not_say(oncurve: Oncurve, recipe: Path, tmp_path: Path, change: str, words: list[str]) -> None:
-    assert_told(oncurve("train", recipe, "--set", change, "--runs", tmp_path / "runs"), *words)
+    assert_refused(oncurve("train", recipe, "--set", change, "--runs", tmp_path / "runs"), *words)
     assert not list(tmp_path.glob("runs/*"))
 
 
 def test_recipes_that_are_not_there_or_not_toml(oncurve: Oncurve, tmp_path: Path) -> None:
-    assert_told(oncurve("train", tmp_path / "gone.toml"), "no such file")
-    assert_told(oncurve("train", "arithmetik"), "did you mean arithmetic")
+    assert_refused(oncurve("train", tmp_path / "gone.toml"), "no such file")
+    assert_refused(oncurve("train", "arithmetik"), "did you mean arithmetic")
     (tmp_path / "bad.toml").write_text("name = small\n")
-    assert_told(oncurve("train", tmp_path / "bad.toml"), "bad.toml:1:", 'name = "small"')
+    assert_refused(oncurve("train", tmp_path / "bad.toml"), "bad.toml:1:", 'name = "small"')
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_data_that_gives_nothing_usable(
     small = recipe.read_text().replace('type = "arithmetic", digits = 2, heldout = 8', f'type = "file", path = "{data}"')
     only_grpo = small.replace('type = "sft"\nsteps = 2\nbatch_size = 4\n\n[[stages]]\n', "")
     (tmp_path / "file.toml").write_text(only_grpo)
-    assert_told(oncurve("train", tmp_path / "file.toml", "--runs", tmp_path / "runs"), *words)
+    assert_refused(oncurve("train", tmp_path / "file.toml", "--runs", tmp_path / "runs"), *words)
     assert not list(tmp_path.glob("runs/*"))
 
 
@@ -83,18 +83,18 @@ def test_a_model_folder_that_is_none(oncurve: Oncurve, recipe: Path, tmp_path: P
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "notes.txt").write_text("not a model")
     result = oncurve("train", recipe, "--set", f"model.source={tmp_path / 'model'}", "--runs", tmp_path / "runs")
-    assert_told(result, "config.json", "notes.txt")
+    assert_refused(result, "config.json", "notes.txt")
     assert not list(tmp_path.glob("runs/*"))
     (tmp_path / "model" / "config.json").write_text("{}")
     broken = oncurve("train", recipe, "--set", f"model.source={tmp_path / 'model'}", "--runs", tmp_path / "runs")
-    assert_told(broken, "can't be loaded")
+    assert_refused(broken, "can't be loaded")
     assert not list(tmp_path.glob("runs/*"))
-    assert_told(oncurve("eval", tmp_path / "model", "--task", "arithmetic"), "can't be loaded")
+    assert_refused(oncurve("eval", tmp_path / "model", "--task", "arithmetic"), "can't be loaded")
 
 
 def test_an_out_that_exists(oncurve: Oncurve, recipe: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
-    assert_told(oncurve("train", recipe, "--out", tmp_path / "mine"), "already exists", "choose another name")
+    assert_refused(oncurve("train", recipe, "--out", tmp_path / "mine"), "already exists", "choose another name")
     assert not list((tmp_path / "mine").iterdir())
 
 
@@ -105,7 +105,7 @@ def test_a_run_made_by_a_newer_version(oncurve: Oncurve, runs: Path, tmp_path: P
     state.write_text(json.dumps(json.loads(state.read_text()) | {"format": 99, "oncurve": "9.0"}))
     before = sorted(folder.rglob("*"))
     for words in (["train", "--resume"], ["show"], ["eval"], ["chat"], ["probe"], ["fork", "--step", "1"]):
-        assert_told(oncurve(words[0], "small-1", *words[1:], "--runs", folder), "newer version", "upgrade")
+        assert_refused(oncurve(words[0], "small-1", *words[1:], "--runs", folder), "newer version", "upgrade")
     assert "broken" in oncurve("runs", "--runs", folder).out
     assert sorted(folder.rglob("*")) == before
 
@@ -113,13 +113,13 @@ def test_a_run_made_by_a_newer_version(oncurve: Oncurve, runs: Path, tmp_path: P
 @pytest.mark.parametrize("command", ["show", "eval", "chat", "export"])
 def test_no_such_run_or_model(oncurve: Oncurve, runs: Path, tmp_path: Path, command: str) -> None:
     needed: dict[str, list[object]] = {"export": [tmp_path / "out"], "eval": ["--task", "arithmetic"]}
-    assert_told(oncurve(command, "./small-9", *needed.get(command, []), "--runs", runs), "small-9")
+    assert_refused(oncurve(command, "./small-9", *needed.get(command, []), "--runs", runs), "small-9")
     assert not (tmp_path / "out").exists()
 
 
 def test_eval_of_a_model_needs_a_task(oncurve: Oncurve, tmp_path: Path) -> None:
-    assert_told(oncurve("eval", tmp_path), "--task", "arithmetic, countdown, calculator")
-    assert_told(oncurve("eval", "mistyped-1"), "mistyped-1 is not a run", "`oncurve runs`")
+    assert_refused(oncurve("eval", tmp_path), "--task", "arithmetic, countdown, calculator")
+    assert_refused(oncurve("eval", "mistyped-1"), "mistyped-1 is not a run", "`oncurve runs`")
 
 
 def test_words_that_the_command_line_does_not_know(oncurve: Oncurve) -> None:
@@ -134,7 +134,7 @@ def test_a_full_disk_is_a_message_wherever_it_shows(oncurve: Oncurve, monkeypatc
         raise OSError(errno.ENOSPC, "No space left on device", "/somewhere/model.safetensors")
 
     monkeypatch.setattr("oncurve.cli.inspect.list_runs", full)
-    assert_told(oncurve("runs"), "no space left", "/somewhere/model.safetensors", "free some space")
+    assert_refused(oncurve("runs"), "no space left", "/somewhere/model.safetensors", "free some space")
 
 
 def test_a_bug_keeps_its_traceback_after_a_word_of_apology(
@@ -154,7 +154,7 @@ def test_errors_are_complete_at_any_width(oncurve: Oncurve, recipe: Path, monkey
         monkeypatch.setenv("COLUMNS", str(width))
         result = oncurve("train", recipe, "--set", "grpo.group_size=1")
         assert max(len(line.rstrip()) for line in result.err.splitlines()) <= width
-        assert_told(result, "own mean", "8 to 64 is usual")
+        assert_refused(result, "own mean", "8 to 64 is usual")
 
 
 @pytest.mark.parametrize("columns", [40, 80])

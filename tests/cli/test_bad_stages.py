@@ -13,7 +13,7 @@ from oncurve.models import lora
 from oncurve.models.loading.load import load_policy
 from oncurve.recipe.schema.model import Lora, Model, TinyModel
 from tests.cli.conftest import Oncurve
-from tests.cli.test_bad_input import assert_told
+from tests.cli.test_bad_input import assert_refused
 from tests.models.loading import gguf_files
 
 SHAPE = TinyModel(layers=1, width=32, heads=2, kv_heads=1, head_size=16, mlp_width=64, context=128)
@@ -61,14 +61,14 @@ def test_a_template_without_a_role_that_the_data_needs(
     system = [{"role": "system", "content": "a"}, {"role": "user", "content": "1"}]
     rows = [PAIR | ROW | {"prompt": prompt} for prompt in (system[1:], system[1:], system)]
     file = recipe(tmp_path, stage, rows, model(tmp_path / "m", template, context=8192))
-    assert_told(oncurve("train", file, "--runs", tmp_path / "runs"), "rows.jsonl", "3", "system")
+    assert_refused(oncurve("train", file, "--runs", tmp_path / "runs"), "rows.jsonl", "3", "system")
     assert not list(tmp_path.glob("runs/*"))
 
 
 def test_chats_for_a_model_without_a_template(oncurve: Oncurve, tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
     file = recipe(tmp_path, SFT, [{"messages": chat}], model(tmp_path / "m", context=8192))
-    assert_told(oncurve("train", file, "--runs", tmp_path / "runs"), "rows.jsonl/sft/1", "without a chat template")
+    assert_refused(oncurve("train", file, "--runs", tmp_path / "runs"), "rows.jsonl/sft/1", "without a chat template")
     assert not list(tmp_path.glob("runs/*"))
 
 
@@ -96,7 +96,7 @@ def test_a_file_that_is_none(
 ) -> None:
     file = recipe(tmp_path, stage, [PAIR | ROW])
     spoil(tmp_path / "rows.jsonl")
-    assert_told(oncurve("train", file, "--runs", tmp_path / "runs"), *words)
+    assert_refused(oncurve("train", file, "--runs", tmp_path / "runs"), *words)
     assert not list(tmp_path.glob("runs*"))
 
 
@@ -125,14 +125,14 @@ def test_data_and_settings_that_leave_nothing_to_do(
     file.write_text(
         file.read_text().replace("heldout = 1", "heldout = 1, heldout_share = 0.9" if stage is GRPO else "heldout = 1")
     )
-    assert_told(oncurve("train", file, "--runs", tmp_path / "runs"), *words)
+    assert_refused(oncurve("train", file, "--runs", tmp_path / "runs"), *words)
     assert not list(tmp_path.glob("runs/*"))
 
 
 def test_a_reward_model_that_begins_from_a_model_with_other_tokens(oncurve: Oncurve, tmp_path: Path) -> None:
     other = model(tmp_path / "other", alphabet="xyz")
     file = recipe(tmp_path, REWARD_MODEL | {"source": str(other)}, [PAIR], model(tmp_path / "m"))
-    assert_told(oncurve("train", file, "--runs", tmp_path / "runs"), "reward_model.source", "tokens are not the policy's")
+    assert_refused(oncurve("train", file, "--runs", tmp_path / "runs"), "reward_model.source", "tokens are not the policy's")
     assert not list(tmp_path.glob("runs/*"))
 
 
@@ -150,18 +150,18 @@ def test_a_missing_column_is_reported_with_its_line(
     oncurve: Oncurve, tmp_path: Path, stage: dict[str, Any], good: dict[str, Any], bad: dict[str, Any], words: list[str]
 ) -> None:
     file = recipe(tmp_path, stage, [good, bad])
-    assert_told(oncurve("train", file, "--runs", tmp_path / "runs"), *words)
+    assert_refused(oncurve("train", file, "--runs", tmp_path / "runs"), *words)
     assert not list(tmp_path.glob("runs/*"))
 
 
 def test_nothing_at_all_is_left_of_a_run_whose_model_does_not_do(oncurve: Oncurve, tmp_path: Path) -> None:
     """Not even the folder of runs: the model is loaded and checked before one is created."""
     file = recipe(tmp_path, GRPO, [ROW], model(tmp_path / "m"), model__lora__targets=["nothing"])
-    assert_told(oncurve("train", file, "--runs", tmp_path / "runs"), "model.lora.targets", "q_proj")
-    assert_told(oncurve("train", file, "--out", tmp_path / "deep" / "run"), "model.lora.targets", "q_proj")
-    assert_told(oncurve("train", file, "--out", tmp_path / "m"), "already exists")
-    assert_told(oncurve("train", file, "--out", file / "run"), "is a file")
-    assert_told(oncurve("train", file, "--runs", file), "runs are stored in a folder")
+    assert_refused(oncurve("train", file, "--runs", tmp_path / "runs"), "model.lora.targets", "q_proj")
+    assert_refused(oncurve("train", file, "--out", tmp_path / "deep" / "run"), "model.lora.targets", "q_proj")
+    assert_refused(oncurve("train", file, "--out", tmp_path / "m"), "already exists")
+    assert_refused(oncurve("train", file, "--out", file / "run"), "is a file")
+    assert_refused(oncurve("train", file, "--runs", file), "runs are stored in a folder")
     assert {path.name for path in tmp_path.iterdir()} == {"m", "rows.jsonl", "bad.toml"}
 
 
@@ -169,7 +169,7 @@ def test_an_adapter_for_another_base(oncurve: Oncurve, tmp_path: Path) -> None:
     adapted = load_policy(Model(source=str(model(tmp_path / "m")), lora=Lora(rank=2)), alphabet=None, seed=0)
     lora.save(adapted.model, tmp_path / "adapter")
     file = recipe(tmp_path, GRPO, [ROW], model(tmp_path / "other", seed=1), model__adapter=str(tmp_path / "adapter"))
-    assert_told(oncurve("train", file, "--runs", tmp_path / "runs"), "an adapter for another base", "model.source")
+    assert_refused(oncurve("train", file, "--runs", tmp_path / "runs"), "an adapter for another base", "model.source")
     assert not list(tmp_path.glob("runs/*"))
 
 
@@ -188,13 +188,13 @@ def test_what_is_neither_a_run_nor_a_model(
 ) -> None:
     file = recipe(tmp_path, GRPO, [ROW], model(tmp_path / "m"))
     more = ["--task", file] if command == ["eval"] else []
-    assert_told(oncurve(command[0], f"{tmp_path}/{target}", *command[1:], *more), *words)
+    assert_refused(oncurve(command[0], f"{tmp_path}/{target}", *command[1:], *more), *words)
 
 
 def test_a_gguf_file_of_an_architecture_that_is_not_supported(oncurve: Oncurve, tmp_path: Path) -> None:
     gguf_files.write(tmp_path / "odd.gguf", architecture="plamo")
     file = recipe(tmp_path, GRPO, [ROW], tmp_path / "odd.gguf")
-    assert_told(oncurve("train", file, "--runs", tmp_path / "runs"), "plamo", "llama")
+    assert_refused(oncurve("train", file, "--runs", tmp_path / "runs"), "plamo", "llama")
     assert not list(tmp_path.glob("runs/*"))
 
 
@@ -208,7 +208,7 @@ def test_pairs_that_are_equal_are_counted_and_seen_and_nothing_else_is_refused(
     assert done.code == 0, done
     assert "1 row of equal texts left out" in " ".join(done.out.split())
     only = recipe(tmp_path, stage, [equal])
-    assert_told(oncurve("train", only, "--runs", tmp_path / "others"), "nothing to learn from", "equal texts")
+    assert_refused(oncurve("train", only, "--runs", tmp_path / "others"), "nothing to learn from", "equal texts")
     assert not list(tmp_path.glob("others/*"))
 
 

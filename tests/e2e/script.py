@@ -18,7 +18,7 @@ from oncurve.training.start import begin, resume
 from tests.training.builders import recipe
 
 
-class Telling(Listener):
+class PrintSteps(Listener):
     def on_step(self, report: StepReport) -> None:
         print(f"{report.stage} {report.step}", flush=True)
 
@@ -26,9 +26,9 @@ class Telling(Listener):
 def main(path: Path, sets: list[str]) -> int:
     try:
         if path.exists():
-            resume(RunFolder(path), listeners=[Telling()])
+            resume(RunFolder(path), listeners=[PrintSteps()])
         else:
-            begin(recipe(*sets), out=path, listeners=[Telling()])
+            begin(recipe(*sets), out=path, listeners=[PrintSteps()])
     except OncurveError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -30,7 +30,7 @@ from oncurve.training.stages.trpo import TrpoLearner
 from tests.faults.cases import SFT, recipe
 from tests.training.builders import apart, graded_group, gradient, policy, snapshot
 from tests.training.stages import test_dpo, test_trpo
-from tests.training.stages.test_ppo import ppo, scored_group, shaken
+from tests.training.stages.test_ppo import add_noise, ppo, scored_group
 
 
 class Full:
@@ -83,7 +83,7 @@ def by_critic(learner: PpoLearner) -> list[GradedGroup]:
 
 def ppo_learner(options: dict[str, Any]) -> PpoLearner:
     learner = PpoLearner(policy(), ppo(**options))
-    shaken(learner.critic.head, 1)
+    add_noise(learner.critic.head, 1)
     return learner
 
 
@@ -120,7 +120,7 @@ def test_the_kl_inside_the_reward_is_the_same(monkeypatch: pytest.MonkeyPatch) -
     full, small = ppo_learner(options), ppo_learner(options)
     groups = [scored_group(seed, [9, 7, 8, 5]) for seed in range(4)]
     for learner in (full, small):
-        shaken(learner.policy.model, 3)
+        add_noise(learner.policy.model, 3)
     expected = full.kl_tokens(groups)
     gpu = Full(monkeypatch, Policy, "pack_hidden", of_pack, 30)
     with collect_notes() as notes:

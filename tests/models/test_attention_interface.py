@@ -54,7 +54,7 @@ def test_a_family_inside_it_runs_through_our_attention(family: str) -> None:
 
 
 def test_a_model_that_is_not_causal_is_refused() -> None:
-    model = enlivened(build("bert", is_decoder=False))
+    model = with_larger_weights(build("bert", is_decoder=False))
     with pytest.raises(ModelError, match="not a causal model") as caught:
         Policy(model, tokenizer())
     assert caught.value.where == type(model).__name__
@@ -65,12 +65,14 @@ def test_uniform_weights_are_inconclusive_and_never_passed() -> None:
     with torch.no_grad():
         uniform.get_output_embeddings().weight.mul_(1e-4)
     assert not Policy(uniform, tokenizer()).check.conclusive
-    assert Policy(enlivened(build("llama")), tokenizer()).check.conclusive
+    assert Policy(with_larger_weights(build("llama")), tokenizer()).check.conclusive
 
 
 def test_a_window_that_only_the_mask_applies_is_noticed() -> None:
     """PhiMoE's attention modules do not pass their window on; transformers applies it by its mask."""
-    policy = Policy(enlivened(build("phimoe", sliding_window=24, num_local_experts=2, num_experts_per_tok=1)), tokenizer())
+    policy = Policy(
+        with_larger_weights(build("phimoe", sliding_window=24, num_local_experts=2, num_experts_per_tok=1)), tokenizer()
+    )
     assert policy.general_reason is not None
     assert policy.model.config.sliding_window == 24
 
@@ -83,7 +85,7 @@ def test_positions_end_where_rope_would_switch(rope_type: str) -> None:
     assert policy.max_positions == 64
 
 
-def enlivened(model: PreTrainedModel) -> PreTrainedModel:
+def with_larger_weights(model: PreTrainedModel) -> PreTrainedModel:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() >= 2:

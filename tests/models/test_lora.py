@@ -42,7 +42,7 @@ def pack() -> Pack:
     return build_pack([PrefixGroup(ids[:4], (ids[3:], ids[5:]), (0, 1))], torch.device("cpu"))
 
 
-def shaken(changed: Policy, seed: int = 1) -> Policy:
+def with_noise(changed: Policy, seed: int = 1) -> Policy:
     shake(changed.model, seed)
     return changed
 
@@ -66,7 +66,7 @@ def test_only_the_adapter_has_a_gradient_and_a_new_one_changes_nothing(kind: dic
 def test_the_scale_is_alpha_over_rank_or_over_its_root() -> None:
     """s·B·A by hand, against the merged weight: α = 32, r = 4 gives 8, or 16 with rsLoRA."""
     for rslora, scale in ((False, 8.0), (True, 16.0)):
-        adapted = shaken(policy(rslora=rslora))
+        adapted = with_noise(policy(rslora=rslora))
         layer = adapted.model.get_submodule("model.layers.1.mlp.down_proj")
         expected = layer.base_layer.weight + scale * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
         merged = lora.merge_copy(adapted.model).get_submodule("model.layers.1.mlp.down_proj").weight
@@ -78,7 +78,7 @@ def test_the_reference_is_the_model_with_the_adapter_disabled(kind: dict[str, An
     adapted = policy(**kind)
     reference = Reference(adapted)
     before = logps(adapted)
-    shaken(adapted)
+    with_noise(adapted)
     after = logps(adapted)
     assert not torch.allclose(after, before, atol=1e-3)
     assert torch.equal(reference.logps(pack(), 1.0), before)
@@ -87,9 +87,9 @@ def test_the_reference_is_the_model_with_the_adapter_disabled(kind: dict[str, An
 
 
 def test_a_reference_of_a_trained_adapter_is_that_adapter_and_can_be_refreshed() -> None:
-    adapted = shaken(policy())
+    adapted = with_noise(policy())
     reference, first = Reference(adapted), logps(adapted)
-    shaken(adapted, seed=2)
+    with_noise(adapted, seed=2)
     assert torch.equal(reference.logps(pack(), 1.0), first)
     state = {name: tensor.clone() for name, tensor in reference.state().items()}
     reference.refresh(adapted)
@@ -104,7 +104,7 @@ def test_a_saved_adapter_is_small_complete_and_loads_in_peft(kind: dict[str, Any
     base = plain()
     base.save(tmp_path / "base")
     settings = Lora.model_validate({"rank": 4, **kind})
-    adapted = shaken(load_policy(Model(source=str(tmp_path / "base"), lora=settings), alphabet=None, seed=0))
+    adapted = with_noise(load_policy(Model(source=str(tmp_path / "base"), lora=settings), alphabet=None, seed=0))
     lora.save(adapted.model, tmp_path / "adapter")
     size = (tmp_path / "adapter" / lora.WEIGHTS).stat().st_size
     assert size < (tmp_path / "base" / "model.safetensors").stat().st_size
@@ -127,7 +127,7 @@ def test_a_saved_adapter_is_small_complete_and_loads_in_peft(kind: dict[str, Any
 
 
 def test_an_export_is_a_plain_model(tmp_path: Path) -> None:
-    adapted = shaken(policy())
+    adapted = with_noise(policy())
     adapted.save(tmp_path / "model")
     again = load_policy(Model(source=str(tmp_path / "model")), alphabet=None, seed=0)
     assert not lora.is_attached(again.model)
@@ -137,7 +137,7 @@ def test_an_export_is_a_plain_model(tmp_path: Path) -> None:
 
 def test_the_engine_samples_with_the_adapter() -> None:
     """Its log-probs are those of the learner and differ from the base's."""
-    adapted = shaken(policy())
+    adapted = with_noise(policy())
     prompt = Prompt(id="p", text="1+2=")
     engine = NativeEngine(adapted, Engine(slots=4))
     (group,) = engine.sample([prompt], 4, Sampling(max_new_tokens=6), SampleKey(0, 1))

@@ -19,7 +19,7 @@ from oncurve.models.reference import Reference
 from oncurve.recipe.schema.model import Lora, Model, TinyModel
 from oncurve.recipe.schema.sections import Engine, Sampling
 from oncurve.records import Prompt
-from tests.models.test_lora import shaken
+from tests.models.test_lora import with_noise
 
 WIDE = TinyModel(layers=2, width=64, heads=2, kv_heads=1, head_size=32, mlp_width=128, context=64)
 KINDS = ["nf4", "int8"]
@@ -36,7 +36,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def quantised(base: Path, kind: str) -> Policy:
     config = {"source": str(base), "lora": {"rank": 4}, "quantise": kind, "device": "cpu"}
-    return shaken(load_policy(Model.model_validate(config), alphabet=None, seed=0))
+    return with_noise(load_policy(Model.model_validate(config), alphabet=None, seed=0))
 
 
 def pack() -> Pack:
@@ -116,7 +116,7 @@ def test_sampler_and_learner_agree_and_the_reference_is_the_base(kind: str, base
     reference = Reference(policy)
     with torch.no_grad():
         first = policy.pack_logps(pack())[0]
-    shaken(policy, seed=2)
+    with_noise(policy, seed=2)
     assert torch.allclose(reference.logps(pack(), 1.0), first, atol=1e-6)
 
 

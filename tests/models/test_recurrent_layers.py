@@ -27,7 +27,7 @@ from oncurve.training.stages.grpo import GrpoLoop
 from tests.engines.native.plain import next_logits
 from tests.engines.native.test_turns import Echo
 from tests.models.architectures import tokenizer
-from tests.models.test_attention_interface import build, enlivened
+from tests.models.test_attention_interface import build, with_larger_weights
 from tests.training.builders import PROMPTS, digits, stage
 
 DELTA_NET = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
@@ -46,7 +46,7 @@ TEXTS = ("a", "hello", "the quick brown fox jumps over")
 
 
 def hybrid(family: str) -> PreTrainedModel:
-    return enlivened(build(family, **HYBRIDS[family]))
+    return with_larger_weights(build(family, **HYBRIDS[family]))
 
 
 def open_hybrid(family: str) -> Policy:

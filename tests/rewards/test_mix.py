@@ -19,7 +19,7 @@ from tests.rewards.builders import group
 
 
 @dataclass
-class Says:
+class FixedReward:
     """A reward that returns a fixed result."""
 
     answer: Any
@@ -38,7 +38,7 @@ def raises(error: BaseException) -> Callable[[object], Score]:
 
 
 def only_aspects(answer: Any, *texts: str) -> list[tuple[float | None, str | None]]:
-    (scored,) = RewardMix([Says(answer)]).score([group(*texts)])
+    (scored,) = RewardMix([FixedReward(answer)]).score([group(*texts)])
     return [(one.aspects[0].value, one.aspects[0].failure) for one in scored.scored]
 
 
@@ -115,7 +115,9 @@ def test_ctrl_c_goes_through() -> None:
 
 
 def test_only_the_completion_that_raised_fails() -> None:
-    (scored,) = RewardMix([Says(lambda g: score_each(g, lambda c: Score(1 / len(c.text))))]).score([group("a", "", "bb")])
+    (scored,) = RewardMix([FixedReward(lambda g: score_each(g, lambda c: Score(1 / len(c.text))))]).score(
+        [group("a", "", "bb")]
+    )
     assert [one.total for one in scored.scored] == [1.0, None, 0.5]
     assert scored.scored[1].failure == "says: ZeroDivisionError: division by zero"
 
@@ -127,7 +129,11 @@ def test_long_failures_are_shortened() -> None:
 
 
 def test_the_total_is_the_weighted_sum() -> None:
-    rewards = [Says([1.0, 0.5], "one", 2.0), Says([None, 1.0], "two", 0.5), Says([9.0, float("nan")], "watched", 0.0)]
+    rewards = [
+        FixedReward([1.0, 0.5], "one", 2.0),
+        FixedReward([None, 1.0], "two", 0.5),
+        FixedReward([9.0, float("nan")], "watched", 0.0),
+    ]
     (scored,) = RewardMix(rewards).score([group("a", "b")])
     assert scored.totals == (2.0, 1.5)
     assert [aspect.name for aspect in scored.scored[0].aspects] == ["one", "two", "watched"]
@@ -135,35 +141,39 @@ def test_the_total_is_the_weighted_sum() -> None:
 
 
 def test_if_no_reward_applies() -> None:
-    (scored,) = RewardMix([Says([None]), Says([1.0], "watched", 0.0)]).score([group("a")])
+    (scored,) = RewardMix([FixedReward([None]), FixedReward([1.0], "watched", 0.0)]).score([group("a")])
     assert scored.totals == (None,)
     assert scored.scored[0].failure == "no reward applies"
 
 
 def test_reasons_and_steps_are_kept() -> None:
-    (scored,) = RewardMix([Says([Score(1.0, "well done", ((1, 0.5),))])]).score([group("ab")])
+    (scored,) = RewardMix([FixedReward([Score(1.0, "well done", ((1, 0.5),))])]).score([group("ab")])
     assert (scored.scored[0].aspects[0].reason, scored.scored[0].aspects[0].steps) == ("well done", ((1, 0.5),))
 
 
 def test_two_rewards_of_one_name() -> None:
     with pytest.raises(RewardError, match="two rewards have this name"):
-        RewardMix([Says([1.0]), Says([1.0])])
+        RewardMix([FixedReward([1.0]), FixedReward([1.0])])
 
 
 @pytest.mark.parametrize(
     ("rewards", "decider", "solved"),
     [
-        ([Says([1.0], "format"), Says([0.0], "answer")], "answer", False),
-        ([Says([0.0], "format"), Says([1.0], "answer", 0.0)], "answer", True),
-        ([Says([1.0], "watched", 0.0), Says([0.99], "countdown"), Says([1.0], "format")], "countdown", False),
-        ([Says([-1.0], "overlong", -1.0), Says([2.0], "quality")], "quality", True),
-        ([Says([float("nan")], "answer")], "answer", False),
-        ([Says([None], "answer")], "answer", False),
-        ([Says([1.0], "watched", 0.0)], None, False),
+        ([FixedReward([1.0], "format"), FixedReward([0.0], "answer")], "answer", False),
+        ([FixedReward([0.0], "format"), FixedReward([1.0], "answer", 0.0)], "answer", True),
+        (
+            [FixedReward([1.0], "watched", 0.0), FixedReward([0.99], "countdown"), FixedReward([1.0], "format")],
+            "countdown",
+            False,
+        ),
+        ([FixedReward([-1.0], "overlong", -1.0), FixedReward([2.0], "quality")], "quality", True),
+        ([FixedReward([float("nan")], "answer")], "answer", False),
+        ([FixedReward([None], "answer")], "answer", False),
+        ([FixedReward([1.0], "watched", 0.0)], None, False),
         ([], None, False),
     ],
 )
-def test_which_reward_defines_accuracy(rewards: list[Says], decider: str | None, solved: bool) -> None:
+def test_which_reward_defines_accuracy(rewards: list[FixedReward], decider: str | None, solved: bool) -> None:
     mix = RewardMix(rewards)
     (scored,) = mix.score([group("a")])
     assert mix.accuracy_reward == decider
@@ -171,7 +181,7 @@ def test_which_reward_defines_accuracy(rewards: list[Says], decider: str | None,
 
 
 def test_only_the_named_rewards_define_accuracy() -> None:
-    rewards = [Says([5.0], "model"), Says([1.0], "countdown", 0.5)]
+    rewards = [FixedReward([5.0], "model"), FixedReward([1.0], "countdown", 0.5)]
     assert RewardMix(rewards).accuracy_reward == "model"
     assert RewardMix(rewards, accuracy_names=["countdown"]).accuracy_reward == "countdown"
     assert RewardMix(rewards, accuracy_names=[]).accuracy_reward is None
@@ -231,7 +241,7 @@ def test_only_async_rewards_are_prefetched() -> None:
         seen.append(threading.current_thread().name)
         return [2.0]
 
-    mix, one = RewardMix([Says(here), Meets(threading.Barrier(1))]), group("3")
+    mix, one = RewardMix([FixedReward(here), Meets(threading.Barrier(1))]), group("3")
     mix.prefetch(one)
     assert seen == []
     assert [s.totals for s in mix.score([one])] == [(5.0,)]
@@ -247,6 +257,6 @@ def test_a_failure_in_a_prefetched_group_is_that_group_s_only() -> None:
 
 
 def test_log_lines() -> None:
-    loud = Says([1.0], "loud")
+    loud = FixedReward([1.0], "loud")
     loud.log_lines = ["loud: here"]  # type: ignore[attr-defined]
-    assert RewardMix([loud, Says([1.0])]).log_lines == ["loud: here"]
+    assert RewardMix([loud, FixedReward([1.0])]).log_lines == ["loud: here"]

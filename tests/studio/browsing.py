@@ -56,9 +56,9 @@ class Watched:
     def __post_init__(self) -> None:
         self.page.on("console", lambda said: self.errors.append(said.text) if said.type in ("error", "warning") else None)
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.page.on("request", lambda request: self._asked(request.url))
+        self.page.on("request", lambda request: self._record_request(request.url))
 
-    def _asked(self, url: str) -> None:
+    def _record_request(self, url: str) -> None:
         if urlsplit(url).scheme not in ("data", "blob") and urlsplit(url).netloc != self.host:
             self.strangers.append(url)
 

@@ -1,4 +1,4 @@
-"""The kept runs, unpacked once, and the command line in this process."""
+"""The stored runs of version 1, unpacked once, and the command line in this process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Oncurve = Callable[..., CommandOutput]
 
 
 @pytest.fixture(scope="session")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def version1_work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the recipes and runs of version 1. Not to be changed."""
     work = tmp_path_factory.mktemp("version1")
     copy_recipes(work)
@@ -32,9 +32,9 @@ def facts() -> dict[str, Any]:
 
 
 @pytest.fixture
-def oncurve(kept: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Oncurve:
-    """The command line, as `python -m oncurve` runs it, in the folder of the kept runs."""
-    monkeypatch.chdir(kept)
+def oncurve(version1_work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Oncurve:
+    """The command line, as `python -m oncurve` runs it, in the folder of the stored runs."""
+    monkeypatch.chdir(version1_work)
     monkeypatch.setenv("COLUMNS", "200")
 
     def run(*arguments: object) -> CommandOutput:

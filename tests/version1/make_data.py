@@ -33,7 +33,7 @@ def main() -> None:
         train_all(version, work)
         facts = {name: facts_of(work / "runs" / name) for name in RUNS}
         write(DATA / "facts.json", facts)
-        write(DATA / "told.json", told_by(version, work, facts))
+        write(DATA / "told.json", outputs_of(version, work, facts))
         write(DATA / "commands.json", options_of(version, work))
         for name in RUNS:
             pack(work / "runs" / name)
@@ -53,7 +53,7 @@ def train_all(version: Version, work: Path) -> None:
             file.write_text(re.sub(r'("host": )"[^"]*"', rf'\1"{HOST}"', file.read_text()))
 
 
-def told_by(version: Version, work: Path, facts: dict[str, Any]) -> dict[str, Any]:
+def outputs_of(version: Version, work: Path, facts: dict[str, Any]) -> dict[str, Any]:
     """By command, as written; the pairs of each run that has some; and the measurement of a run whose reward is Python's."""
     commands = [["runs", "--json"]]
     for name in RUNS:

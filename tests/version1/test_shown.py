@@ -1,4 +1,4 @@
-"""The current code shows, verifies and replays the kept runs of version 1, through the command line, `import oncurve` and HTTP.
+"""The current code shows, verifies and replays the stored runs of version 1: command line, `import oncurve` and HTTP.
 
 What is expected was written down when version 1 made the runs: `facts.json` without Oncurve, `told.json` by its own commands.
 """
@@ -75,9 +75,9 @@ def test_show_has_the_facts_of_a_group(oncurve: Oncurve, facts: Facts, name: str
 
 
 @pytest.mark.parametrize("name", SAMPLED)
-def test_python_reads_a_group_bit_for_bit(kept: Path, facts: Facts, name: str) -> None:
+def test_python_reads_a_group_bit_for_bit(version1_work: Path, facts: Facts, name: str) -> None:
     expected = facts[name]["group"]
-    run = package.Run.open(name, kept / "runs")
+    run = package.Run.open(name, version1_work / "runs")
     graded = run.groups(expected["step"], expected["stage"])[expected["position"]]
     assert graded.group.prompt.id == expected["prompt_id"]
     found = [
@@ -88,9 +88,9 @@ def test_python_reads_a_group_bit_for_bit(kept: Path, facts: Facts, name: str) -
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_python_reads_a_run(kept: Path, facts: Facts, name: str) -> None:
+def test_python_reads_a_run(version1_work: Path, facts: Facts, name: str) -> None:
     expected = facts[name]
-    run = package.Run.open(name, kept / "runs")
+    run = package.Run.open(name, version1_work / "runs")
     assert run.status == expected["status"]
     assert (run.accuracy, run.heldout_reward) == (
         expected["evals"][-1]["accuracy"],
@@ -104,22 +104,22 @@ def test_python_reads_a_run(kept: Path, facts: Facts, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_verify_finds_no_damage(oncurve: Oncurve, kept: Path, facts: Facts, name: str) -> None:
+def test_verify_finds_no_damage(oncurve: Oncurve, version1_work: Path, facts: Facts, name: str) -> None:
     output = oncurve("verify", name, "--json")
     assert output.code == 0
     marks = {check["name"]: check["mark"] for check in output.json["checks"]}
-    checkpoints = {path.name for path in (kept / "runs" / name / "checkpoints").iterdir()}
+    checkpoints = {path.name for path in (version1_work / "runs" / name / "checkpoints").iterdir()}
     stages = {f"stage {stage['name']}" for stage in facts[name]["stages"]}
     assert marks.keys() == {"run.json", "recipe.toml", "run.db", "model", *checkpoints, *stages}
     assert len(checkpoints) >= 2
     assert marks.pop("model") == ("note" if name == "stopped" else "ok")
     assert set(marks.values()) == {"ok"}
-    assert weights_digest(kept / "runs" / name) == facts[name]["weights"]
+    assert weights_digest(version1_work / "runs" / name) == facts[name]["weights"]
 
 
-def test_verify_still_sees_a_byte_that_changed(oncurve: Oncurve, kept: Path) -> None:
+def test_verify_still_sees_a_byte_that_changed(oncurve: Oncurve, version1_work: Path) -> None:
     """The check of version 1's manifests is a real one."""
-    file = kept / "runs" / "grpo" / "checkpoints" / "grpo-000002" / "optimiser.safetensors"
+    file = version1_work / "runs" / "grpo" / "checkpoints" / "grpo-000002" / "optimiser.safetensors"
     whole = file.read_bytes()
     try:
         file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
@@ -151,15 +151,15 @@ def test_a_run_without_groups_has_no_pairs(oncurve: Oncurve, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_report_holds_the_run(oncurve: Oncurve, kept: Path, facts: Facts, tmp_path: Path, name: str) -> None:
+def test_report_holds_the_run(oncurve: Oncurve, version1_work: Path, facts: Facts, tmp_path: Path, name: str) -> None:
     file = tmp_path / "report.html"
     assert oncurve("report", name, "-o", file).code == 0
     html = file.read_text()
-    assert escape((kept / "runs" / name / "recipe.toml").read_text()) in html
+    assert escape((version1_work / "runs" / name / "recipe.toml").read_text()) in html
     for evaluation in facts[name]["evals"]:
         assert f"{100 * evaluation['accuracy']:.1f} %" in html
     sampled = facts[name]["group"]
-    ranked = groups_by_reward(kept / "runs" / name, sampled["stage"]) if sampled else []
+    ranked = groups_by_reward(version1_work / "runs" / name, sampled["stage"]) if sampled else []
     assert bool(ranked) == (name in SAMPLED)
     for group in (*ranked[:1], *ranked[-1:]):
         for text, reward in group:
@@ -193,7 +193,7 @@ def test_replay_samples_a_group_again(oncurve: Oncurve) -> None:
 
 
 def test_a_run_with_its_own_python_is_evaluated_once_it_is_trusted(oncurve: Oncurve) -> None:
-    """Version 1 kept no record of trust, so that its runs count as runs from elsewhere."""
+    """Version 1 had no record of trust, so its runs count as runs from elsewhere."""
     assert oncurve("eval", "dpo", "--json").code == 2
     output = oncurve("eval", "dpo", "--trust", "--json")
     assert output.code == 0
@@ -207,11 +207,11 @@ def test_a_run_with_its_own_python_is_evaluated_once_it_is_trusted(oncurve: Oncu
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_recipe_means_what_it_meant(oncurve: Oncurve, kept: Path, name: str) -> None:
+def test_a_recipe_means_what_it_meant(oncurve: Oncurve, version1_work: Path, name: str) -> None:
     """Every key that version 1 wrote down for its run has the same value now; what is found on a machine aside."""
     shown = oncurve("recipe", "show", f"recipes/{name}.toml")
     assert shown.code == 0
-    then = tomllib.loads((kept / "runs" / name / "recipe.toml").read_text())
+    then = tomllib.loads((version1_work / "runs" / name / "recipe.toml").read_text())
     then["engine"].pop("slots", None)
     if then["model"]["compiled"]:
         then["model"].pop("compiled")
@@ -255,11 +255,11 @@ def test_python_has_the_names_that_it_had() -> None:
 
 
 @pytest.fixture(scope="module")
-def studio(kept: Path) -> Iterator[str]:
-    """The address of a studio of the kept runs, in a process of its own."""
-    words = [sys.executable, "-m", "oncurve", "studio", "--runs", str(kept / "runs"), "--port", "0"]
+def studio(version1_work: Path) -> Iterator[str]:
+    """The address of a studio of the stored runs, in a separate process."""
+    words = [sys.executable, "-m", "oncurve", "studio", "--runs", str(version1_work / "runs"), "--port", "0"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(words, cwd=kept, env=environment, stdout=subprocess.PIPE, text=True) as server:
+    with subprocess.Popen(words, cwd=version1_work, env=environment, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         address = next((line.strip() for line in server.stdout if "http://" in line), None)
         assert address is not None, "the studio ended before it told its address"
@@ -281,7 +281,7 @@ def _wait_for(address: str) -> None:
             return
 
 
-def test_the_studio_serves_a_run_over_http(studio: str, kept: Path, facts: Facts) -> None:
+def test_the_studio_serves_a_run_over_http(studio: str, version1_work: Path, facts: Facts) -> None:
     def ask(path: str) -> Any:
         with urllib.request.urlopen(f"{studio}/api{path}", timeout=20) as answer:
             return answer.read()
@@ -308,4 +308,4 @@ def test_the_studio_serves_a_run_over_http(studio: str, kept: Path, facts: Facts
     ]
     for seen, completion in zip(served_group["completions"], group["completions"], strict=True):
         assert seen["tokens"]["logp"] == pytest.approx(completion["logps"], rel=1e-3)
-    assert ask("/runs/grpo/recipe").decode() == (kept / "runs" / "grpo" / "recipe.toml").read_text()
+    assert ask("/runs/grpo/recipe").decode() == (version1_work / "runs" / "grpo" / "recipe.toml").read_text()

@@ -73,7 +73,7 @@ def _default_params(slots: int, device: torch.device) -> SlotSamplingParams:
 
 
 class PerSlotCudaRunner(CudaRunner):
-    """Decodes slots with sampling settings of their own."""
+    """Decodes slots that each have their own sampling settings."""
 
     prompts_ahead = PROMPTS_AHEAD
     decoder: PerSlotGraphDecoder

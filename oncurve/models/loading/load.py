@@ -257,7 +257,7 @@ class ModelSummary:
 
 
 def compile_blocks(backbone: nn.Module) -> int:
-    """Give each layer's norms and MLP a form that torch.compile makes, for families without kernels of ours.
+    """Compile each layer's norms and MLP with torch.compile, for families without our own kernels.
 
     Returns the number of modules. Only the learner uses the compiled form: a decode step has few tokens and is captured as a
     CUDA graph, in which nothing may be compiled. A class's ``forward`` is compiled once for all layers, with dynamic sizes.

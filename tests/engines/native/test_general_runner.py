@@ -23,7 +23,7 @@ from oncurve.training.stages.grpo import GrpoLoop
 from tests.engines.native.plain import next_logits
 from tests.engines.native.test_turns import Echo
 from tests.models.architectures import tokenizer
-from tests.models.test_attention_interface import GENERAL, build, enlivened
+from tests.models.test_attention_interface import GENERAL, build, with_larger_weights
 from tests.training.builders import PROMPTS, digits, stage
 
 FAMILIES = ("mamba", "bloom", "gptj")
@@ -31,7 +31,7 @@ SAMPLING = Sampling(max_new_tokens=20, min_new_tokens=4)
 
 
 def policy(family: str) -> Policy:
-    made = Policy(enlivened(build(family, **GENERAL[family])), tokenizer())
+    made = Policy(with_larger_weights(build(family, **GENERAL[family])), tokenizer())
     assert made.general_reason is not None
     return made
 

@@ -55,7 +55,7 @@ def loop_for(options: dict[str, Any], seed: int = 0) -> PpoLoop:
     return PpoLoop(ppo(**options), seed, PROMPTS, engine, RewardMix([FunctionReward(digits, "f")]))
 
 
-def shaken(module: torch.nn.Module, seed: int, size: float = 0.05) -> None:
+def add_noise(module: torch.nn.Module, seed: int, size: float = 0.05) -> None:
     rng = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in module.parameters():
@@ -102,7 +102,7 @@ def reference_gradients(learner: PpoLearner, groups: Sequence[GradedGroup], old:
 def test_loss_and_gradient_agree_with_float64_off_policy() -> None:
     """Weights differ between old and new, so that some ratios and values are clipped; masked tokens, one truncated."""
     loop = loop_for({"minibatches": 2})
-    shaken(loop.learner.critic.head, 3, 0.3)
+    add_noise(loop.learner.critic.head, 3, 0.3)
     scored = [scored_group(i, [4, 6, 3], masked=True) for i in range(2)]
     graded = loop.grade(scored)
     batch = [micro for g in range(2) for micro in loop.learner._build_micro_batches(graded, range(g, g + 1))]
@@ -111,8 +111,8 @@ def test_loss_and_gradient_agree_with_float64_off_policy() -> None:
         for micro in batch
         if micro.logp_old_M is not None
     ]
-    shaken(loop.learner.policy.model, 1)
-    shaken(loop.learner.critic.module, 2)
+    add_noise(loop.learner.policy.model, 1)
+    add_noise(loop.learner.critic.module, 2)
     loop.learner._accumulate(batch, loop.learner._loss_denominators(graded), None)
     expected_policy, expected_critic = reference_gradients(loop.learner, graded, old)
     assert apart(gradient(loop.learner.policy.model).double(), expected_policy) < 1e-5
@@ -161,7 +161,7 @@ def test_an_ended_completion_has_value_0_after_it_and_a_truncated_one_the_critic
 
 def test_values_are_those_of_the_state_before_each_token_and_after_a_cut() -> None:
     loop = loop_for({})
-    shaken(loop.learner.critic.head, 0, 0.5)
+    add_noise(loop.learner.critic.head, 0, 0.5)
     scored = scored_group(2, [3, 4])
     result = loop.learner.values([scored])[0]
     model, head = doubled(loop.learner.critic.trunk.model), copy.deepcopy(loop.learner.critic.head).double()
@@ -190,7 +190,7 @@ def test_in_a_shared_trunk_the_value_loss_moves_the_policys_weights() -> None:
     result = []
     for weight in (0.5, 1.0):
         loop = loop_for({"critic": {"trunk": "shared", "loss_weight": weight}})
-        shaken(loop.learner.critic.head, 0, 0.5)
+        add_noise(loop.learner.critic.head, 0, 0.5)
         graded = loop.grade([scored_group(0, [4, 3])])
         still = [replace(g, advantages=tuple(np.zeros_like(a) for a in g.advantages)) for g in graded]
         loop.learner.update(still)
@@ -223,7 +223,7 @@ def test_the_critic_learns_what_follows() -> None:
 def test_a_kl_in_the_reward_is_paid_token_by_token() -> None:
     """λ = 1, values 0: the advantage at t is the reward minus β times the KL from t on."""
     loop = loop_for({"kl": {"beta": 0.5}, "gae_lambda": 1.0, "whiten": False})
-    shaken(loop.learner.policy.model, 1)
+    add_noise(loop.learner.policy.model, 1)
     scored = [scored_group(0, [4])]
     (kl,) = loop.learner.kl_tokens(scored)[0]
     (graded,) = loop.grade(scored)
@@ -237,7 +237,7 @@ def test_the_split_into_packs_does_not_matter() -> None:
     result = []
     for budget in (5, 10_000):
         loop = loop_for({"tokens_per_pack": budget})
-        shaken(loop.learner.critic.head, 3, 0.3)
+        add_noise(loop.learner.critic.head, 3, 0.3)
         loop.learner.update(loop.grade([scored_group(i, [4, 6, 3], masked=True) for i in range(3)]))
         result.append((gradient(loop.learner.policy.model), gradient(loop.learner.critic.module)))
     assert apart(result[0][0], result[1][0]) < 1e-5
