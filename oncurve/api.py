@@ -171,6 +171,7 @@ def train(
     out: str | Path | None = None,
     runs_dir: str | Path = "runs",
     resume: Run | str | Path | None = None,
+    accept_changes: bool = False,
     quiet: bool = False,
     **grpo_options: Any,
 ) -> Run:
@@ -187,8 +188,9 @@ def train(
 
     ``grpo_options`` are keys of a grpo stage, with the defaults of a recipe: group_size, steps, optimiser, sampling, kl,
     eval_every, keep_best, patience (early stopping) and all others that `oncurve recipe explain grpo` lists. With a recipe,
-    the other arguments replace the recipe's own. ``resume`` continues a run with the same prompts and rewards. In a script that
-    torchrun starts, every process calls this function, and they train together.
+    the other arguments replace the recipe's own. ``resume`` continues a run with the same prompts and rewards; if a reward
+    function or data file has changed since it began, only with ``accept_changes``. In a script that torchrun starts, every
+    process calls this function, and they train together.
 
     Examples:
         oncurve.train(oncurve.load_recipe("arithmetic", ["grpo.steps=50"]))
@@ -241,7 +243,8 @@ def train(
             "task": task, "rewards": mix, "policy": policy, "listeners": listeners, "world": world,
         }  # fmt: skip
         if resume is not None:
-            run = start.resume(folder, sets=[f"scale.ranks={world.size}"] if world.size > 1 else [], **parts)
+            sets = [f"scale.ranks={world.size}"] if world.size > 1 else []
+            run = start.resume(folder, sets=sets, accept_changes=accept_changes, **parts)
         else:
             run = start.begin(resolved, runs_dir=Path(runs_dir), out=None if out is None else Path(out), **parts)
     if world.is_rank_zero and not quiet:

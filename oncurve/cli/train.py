@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -56,6 +56,10 @@ def train(
             "--smoke", help="Two steps of each stage, each with an evaluation and a checkpoint: does everything work?"
         ),
     ] = False,
+    accept_changes: Annotated[
+        bool,
+        typer.Option("--accept-changes", help="With --resume: continue although a reward function or data file has changed."),
+    ] = False,
     trusted: Trust = False,
 ) -> None:
     """Train a recipe, or continue a run that was stopped."""
@@ -80,7 +84,7 @@ def train(
         def start_on_ray(listeners: Sequence[Listener]) -> RunFolder:
             from oncurve.cluster import driver
 
-            request = driver.TrainRequest(chosen.recipe, chosen.run, tuple(chosen.sets), runs, out, minutes)
+            request = driver.TrainRequest(chosen.recipe, chosen.run, tuple(chosen.sets), runs, out, minutes, accept_changes)
             return driver.train(request, ray, listeners)
 
         _run(start_on_ray, SINGLE_PROCESS, chosen.advice)
@@ -89,6 +93,7 @@ def train(
     assert recipe is not None
     command = ["train", target, *_repeat("--set", overrides), "--runs", str(runs), *_flag("--resume", resume)]
     command += [*_option("--out", out), *_option("--minutes", minutes), *_flag("--trust", trusted)]
+    command += _flag("--accept-changes", accept_changes)
     _launch_ranks(recipe, gpus, command)
 
     with joined_ranks(recipe, print_error) as world:
@@ -97,7 +102,8 @@ def train(
             from oncurve.training import start
 
             if chosen.run is not None:
-                return start.resume(chosen.run, sets=chosen.sets, listeners=listeners, minutes=minutes, world=world)
+                parts: dict[str, Any] = {"listeners": listeners, "minutes": minutes, "world": world}
+                return start.resume(chosen.run, sets=chosen.sets, accept_changes=accept_changes, **parts)
             assert chosen.recipe is not None
             if world.is_rank_zero:
                 print_plan(chosen.recipe)

@@ -58,12 +58,13 @@ class TrainRequest:
     runs_dir: Path = Path("runs")
     out: Path | None = None
     minutes: float | None = None
+    accept_changes: bool = False
 
 
 def train(request: TrainRequest, address: str, listeners: Sequence[Listener] = ()) -> RunFolder:
     """Trains on the cluster at an address, which `check_reachable` has checked. Returns the finished run."""
     if request.run is not None:
-        check_resumable(request.run)
+        check_resumable(request.run, accept_changes=request.accept_changes)
         trust.check(request.run)
     recipe = request.recipe if request.run is None else with_machine_overrides(request.run, request.sets)
     assert recipe is not None

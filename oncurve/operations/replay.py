@@ -21,6 +21,7 @@ from oncurve.runs.checkpoints.files import Checkpoint
 from oncurve.runs.checkpoints.listing import list_checkpoints
 from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder
+from oncurve.training.inputs import changed_inputs
 from oncurve.training.semantics import check_semantics
 from oncurve.training.start import build_tasks_and_rewards
 from oncurve.training.trainer import Trainer, completed_steps, count_rollbacks, load_weights
@@ -36,6 +37,8 @@ class ReplayResult:
     steps: int
     recorded: GradedGroup
     replayed: GradedGroup
+    changed_inputs: tuple[str, ...] = ()
+    """Reward functions and data files that have changed since the run began. Scores that were stored are not computed again."""
 
     @property
     def differences(self) -> list[str]:
@@ -78,7 +81,8 @@ def replay(run: RunFolder, stage: str | None, step: int, position: int) -> Repla
             load_weights(trainer.policy, start.tensors["model"])
         reports = list(_replay_steps(trainer, store, start, name, step))
     origin = None if start is None else (start.stage, start.step)
-    return ReplayResult(name, step, origin, len(reports), recorded, reports[-1].groups[position])
+    changed = tuple(changed_inputs(run, recipe))
+    return ReplayResult(name, step, origin, len(reports), recorded, reports[-1].groups[position], changed)
 
 
 HEAVY = shutil.ignore_patterns("checkpoints", "model", "run.db*", "run.lock", "bad")

@@ -25,6 +25,7 @@ from oncurve.runs.checkpoints.listing import list_checkpoints
 from oncurve.runs.database.connection import open_database, user_error
 from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder
+from oncurve.training.inputs import RECORD, changed_inputs
 
 
 def verify(run: RunFolder) -> Iterator[Check]:
@@ -48,7 +49,21 @@ def verify(run: RunFolder) -> Iterator[Check]:
         newest = checkpoint if newest is None or _number(checkpoint) > _number(newest) else newest
     if not isinstance(recipe, str):
         yield from _check_model(run, recipe, newest, finished=state.current_status == "finished")
+        yield from _check_inputs(run, recipe)
     yield from _check_leftovers(run)
+
+
+def _check_inputs(run: RunFolder, recipe: Recipe) -> Iterator[Check]:
+    """Whether the reward functions and data files that the recipe names are those that the run began with."""
+    try:
+        changed = changed_inputs(run, recipe)
+    except OncurveError as error:
+        yield Check("inputs", "wrong", f"{error.what}, because {error.because}")
+        return
+    if changed:
+        yield Check("inputs", "note", f"changed since the run began: {', '.join(changed)}")
+    elif (run.path / RECORD).is_file():
+        yield Check("inputs", "ok", "reward functions and data files as when the run began")
 
 
 def _load_recipe(run: RunFolder) -> Recipe | str:

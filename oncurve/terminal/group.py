@@ -112,6 +112,9 @@ def _text(scored: ScoredCompletion, room: int) -> Text:
 
 def render_replay(result: ReplayResult, title: Text) -> RenderableType:
     lines: list[RenderableType] = [title, GroupTable(result.replayed), Text(), Text(replay_start(result), "dim")]
+    if result.changed_inputs:
+        changed = f"changed since the run began: {', '.join(result.changed_inputs)}; stored scores are not computed again"
+        lines.append(Text(changed, "yellow"))
     if not result.differences:
         completions = result.replayed.group.completions
         tokens = sum(len(c.token_ids) for c in completions)
@@ -133,4 +136,5 @@ def replay_data(result: ReplayResult) -> dict[str, Any]:
         "differences": result.differences,
         "from": None if result.start is None else {"stage": result.start[0], "step": result.start[1]},
         "steps_done_again": result.steps,
+        "changed_inputs": list(result.changed_inputs),
     }

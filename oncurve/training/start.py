@@ -34,6 +34,7 @@ from oncurve.runs.folder import Parent, RunFolder, check_destination
 from oncurve.runs.secrets import holds_secret, redact
 from oncurve.tasks.base import Task
 from oncurve.tasks.registry import build_task
+from oncurve.training.inputs import check_inputs, record_inputs
 from oncurve.training.listeners import Listener
 from oncurve.training.preflight import check_stage_data
 from oncurve.training.rank_commands import announce_run, check_world_size, run_worker_rank
@@ -71,7 +72,7 @@ def begin(
         policy = load_policy_for(recipe, task_of, listeners, policy)
 
     def fill(new: RunFolder, path: Path) -> None:
-        write_first_files(recipe, new, path)
+        write_first_files(recipe, new, path, rewards)
         RunWriter.create(new.path).close()
 
     run = RunFolder.create_at(out, fill=fill) if out else RunFolder.create(runs_dir, recipe.name, fill=fill)
@@ -85,9 +86,10 @@ def begin(
     return run
 
 
-def write_first_files(recipe: Recipe, new: RunFolder, path: Path) -> None:
+def write_first_files(recipe: Recipe, new: RunFolder, path: Path, rewards: RewardMix | None = None) -> None:
     """The files that new runs and forks have in common. The user agrees to the run at the path that it is about to get."""
     new.write_recipe(dump_recipe(recipe))
+    record_inputs(new, recipe, rewards)
     trust.grant(new, recipe, path)
 
 
@@ -100,21 +102,21 @@ def resume(
     rewards: RewardMix | None = None,
     policy: Policy | None = None,
     minutes: float | None = None,
+    accept_changes: bool = False,
     world: World = SINGLE_PROCESS,
 ) -> RunFolder:
     """Continue an interrupted run: it ends with the same bits as a run that never stopped.
 
     ``sets`` may change keys that describe the machine (`MACHINE_KEYS`): prompts and random numbers stay the same, and rounding
-    may differ.
+    may differ. With ``accept_changes`` the run continues although its reward functions or data files have changed.
     """
     if not world.is_rank_zero:
         return run_worker_rank(world, lambda recipe: build_tasks_and_rewards(recipe, task, rewards), policy)
     run = RunFolder(run.path.absolute())  # a reward may change the current directory
-    check_resumable(run)
+    check_resumable(run, rewards, accept_changes=accept_changes)
     from_python = {"task": task, "rewards": rewards, "model": policy}
     trust.check(run, *(part for part in trust.PARTS if from_python.get(part) is None))
     recipe = with_machine_overrides(run, sets)
-    check_semantics(run, recipe)
     check_world_size(recipe, world)
     task_of, rewards_of = build_tasks_and_rewards(recipe, task, rewards)
     announce_run(world, recipe, run)
@@ -132,8 +134,9 @@ def complete_database(run: RunFolder) -> None:
         RunWriter.create(run.path).close()
 
 
-def check_resumable(run: RunFolder) -> None:
-    """Raises RunError if the run is finished or is being trained."""
+def check_resumable(run: RunFolder, rewards: RewardMix | None = None, *, accept_changes: bool = False) -> None:
+    """Raises RunError if the run is finished or is being trained, or would not continue as it began: this release computes its
+    settings differently, or its reward functions or data files have changed."""
     state = run.state()
     if state.current_status == "finished":
         raise RunError(
@@ -147,6 +150,9 @@ def check_resumable(run: RunFolder) -> None:
         raise RunError(
             run.name, f"still running (process {state.pid})", because="a run has one writer", fix="stop that process first"
         )
+    recipe = load_recipe(run.recipe)
+    check_semantics(run, recipe)
+    check_inputs(run, recipe, rewards, accept_changes=accept_changes)
 
 
 MACHINE_KEYS = re.compile(

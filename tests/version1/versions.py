@@ -246,7 +246,7 @@ def _rows(store: sqlite3.Connection, table: str) -> list[Mapping[str, Any]]:
 def _is_apart(file: Path) -> bool:
     """Of one process or moment alone; or, as a manifest, a list of what is compared itself, with the version's number."""
     return (
-        file.parts[0] in ("run.json", "run.lock", "actors")
+        file.parts[0] in ("run.json", "run.lock", "actors", "inputs.json", "sources")
         or file.parts[0].startswith("run.db")
         or file.name == "manifest.json"
     )

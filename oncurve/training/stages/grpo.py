@@ -295,9 +295,9 @@ def rollout_metrics(graded: Sequence[GradedGroup], rewards: RewardMix) -> dict[s
         "length_max": float(max(lengths, default=0)),
         "tokens": float(sum(lengths)),
     }
-    surprise = np.concatenate([-s.completion.sampled_logps[s.completion.loss_mask] for s in scored] or [np.zeros(0, np.float32)])
-    if np.isfinite(surprise).any():  # an endpoint returns none
-        metrics["sampled_entropy"] = float(np.mean(surprise[np.isfinite(surprise)], dtype=np.float64))
+    logps = [s.completion.sampled_logps[s.completion.loss_mask] for s in scored]
+    if any(np.isfinite(logps_T).any() for logps_T in logps):  # an endpoint returns none
+        metrics["sampled_entropy"] = -float(np.nanmean(np.concatenate(logps), dtype=np.float64))
     if rewards.accuracy_reward is not None:
         metrics["accuracy"] = float(np.mean([rewards.is_correct(s) for s in scored])) if scored else 0.0
     for name in {a.name for s in scored for a in s.aspects}:
