@@ -62,6 +62,16 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "vocab_size": 100_352, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
         "num_attention_heads": 16, "num_key_value_heads": 16,
     }),
+    "qwen3.5-0.8b": ("Qwen3_5TextConfig", {
+        "vocab_size": 248_320, "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24, "head_dim": 256,
+        "num_attention_heads": 8, "num_key_value_heads": 2, "linear_num_key_heads": 16, "linear_num_value_heads": 16,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"] * 6, "tie_word_embeddings": True,
+    }),
+    "lfm2-1.2b": ("Lfm2Config", {
+        "vocab_size": 65_536, "hidden_size": 2048, "intermediate_size": 12_288, "num_hidden_layers": 16,
+        "num_attention_heads": 32, "num_key_value_heads": 8,
+        "layer_types": ["full_attention" if i in (2, 5, 8, 10, 12, 14) else "conv" for i in range(16)],
+    }),
 }  # fmt: skip
 """The config class and the true sizes of each model."""
 
