@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import email
 import email.message
+import os
 import re
+import subprocess
+import sys
 import tarfile
 import tomllib
 import zipfile
@@ -70,3 +73,27 @@ def test_classifiers_agree_with_the_project(metadata: email.message.Message) -> 
     classifiers = metadata.get_all("Classifier") or []
     assert f"Programming Language :: Python :: {project['requires-python'].removeprefix('>=')}" in classifiers
     assert "Typing :: Typed" in classifiers
+
+
+@pytest.mark.slow
+def test_an_installed_wheel_trains_a_built_in_recipe_without_the_checkout(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    assert wheel.filename is not None
+    installed, work = tmp_path / "installed", tmp_path / "work"
+    work.mkdir()
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(installed)]
+    subprocess.run([*pip, wheel.filename], check=True)
+    python = [sys.executable, "-P", "-c"]
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    home = subprocess.run(
+        [*python, "import oncurve; print(oncurve.__file__)"],
+        cwd=work,
+        env=environment,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert Path(home.stdout.strip()) == installed / "oncurve" / "__init__.py"
+    command = [sys.executable, "-P", "-m", "oncurve", "train", "arithmetic", "--smoke"]
+    done = subprocess.run(command, cwd=work, env=environment, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(list(work.glob("runs/*/model/config.json"))) == 1
