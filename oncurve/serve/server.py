@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from oncurve.engines.base import SampleRequest
 from oncurve.engines.native.session import SampledToken, open_session, served_request
 from oncurve.errors import ModelError, RecipeError
-from oncurve.local_http import UVICORN_OPTIONS, address_of, is_loopback, listen, rejection_reason
+from oncurve.local_http import JsonBodies, address_of, is_loopback, listen, rejection_reason, server_config
 from oncurve.models.policy import Policy
 from oncurve.records import Ints, Prompt
 from oncurve.serve.detokenizer import StreamedText, TextDelta
@@ -137,14 +137,16 @@ def make_app(served: ServedModel, key: str | None) -> ASGIApp:
     @app.post("/v1/chat/completions")
     async def chat(request: Request, body: ChatBody) -> Response:
         _check_model(served, body.model)
-        return await _respond(served, request, body, [served.encode_chat(body)], ChatFormatter)
+        prompt = await asyncio.to_thread(served.encode_chat, body)  # a long prompt takes seconds
+        return await _respond(served, request, body, [prompt], ChatFormatter)
 
     @app.post("/v1/completions")
     async def text(request: Request, body: TextBody) -> Response:
         _check_model(served, body.model)
-        return await _respond(served, request, body, [served.encode_text(prompt) for prompt in body.prompts], TextFormatter)
+        prompts = await asyncio.to_thread(lambda: [served.encode_text(prompt) for prompt in body.prompts])
+        return await _respond(served, request, body, prompts, TextFormatter)
 
-    return KeyMiddleware(app, key)
+    return KeyMiddleware(JsonBodies(app, error_response), key)
 
 
 def _check_model(served: ServedModel, name: str) -> None:
@@ -273,7 +275,7 @@ class CompletionServer(uvicorn.Server):
     """A model behind a socket. When stopped, it waits a moment for running responses, then ends."""
 
     def __init__(self, served: ServedModel, key: str | None = None) -> None:
-        super().__init__(uvicorn.Config(make_app(served, key), **UVICORN_OPTIONS))
+        super().__init__(server_config(make_app(served, key)))
 
 
 def api_key_for(host: str, name: str) -> tuple[str | None, bool]:

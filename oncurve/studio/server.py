@@ -18,7 +18,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 from oncurve.errors import OncurveError, RunError
-from oncurve.local_http import UVICORN_OPTIONS, address_of, is_loopback, listen
+from oncurve.local_http import JsonBodies, address_of, is_loopback, listen, server_config
 from oncurve.studio.auth import StudioGuard
 from oncurve.studio.model_servers import ModelServers
 from oncurve.studio.planner import planner
@@ -43,6 +43,13 @@ async def _error_response(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, OncurveError)
     message = {"where": error.where, "what": str(error.what), "because": error.because, "fix": error.fix}
     return JSONResponse({"error": message}, 404 if isinstance(error, RunError) else 422)
+
+
+def _body_error(status: int, message: str) -> JSONResponse:
+    fix = "reload the page, and report it if it happens again"
+    return JSONResponse(
+        {"error": {"where": "request", "what": message, "because": "this server refuses it", "fix": fix}}, status
+    )
 
 
 def make_app(
@@ -72,7 +79,7 @@ def make_app(
     def icon() -> FileResponse:
         return FileResponse(STATIC / "icon.svg")
 
-    return StudioGuard(app, token)
+    return StudioGuard(JsonBodies(app, _body_error), token)
 
 
 class StudioServer(uvicorn.Server):
@@ -82,7 +89,7 @@ class StudioServer(uvicorn.Server):
     def __init__(self, runs_dir: Path, token: str | None = None, *, allow_code: bool = False) -> None:
         self._stopping, self._servers = asyncio.Event(), ModelServers(runs_dir)
         app = make_app(runs_dir, self._stopping, self._servers, token, allow_code=allow_code)
-        super().__init__(uvicorn.Config(app, **UVICORN_OPTIONS))
+        super().__init__(server_config(app))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._stopping.set()

@@ -142,8 +142,16 @@ class RunReader:
         self.close()
 
     def _query(self, query: str, *values: Any) -> list[sqlite3.Row]:
-        with database_errors(self.path):
-            return self._connection.execute(query, values).fetchall()
+        try:
+            with database_errors(self.path):
+                return self._connection.execute(query, values).fetchall()
+        except OverflowError as error:
+            raise RunError(
+                str(self.path),
+                "no such row",
+                because="a number is too large for a database",
+                fix="use a smaller step or position",
+            ) from error
 
     def _number(self, query: str, *values: Any) -> int:
         with self._damage():
