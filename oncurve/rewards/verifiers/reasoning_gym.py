@@ -1,16 +1,16 @@
 """The reward `reasoning_gym`: answers are scored by our own checks, else by the package's scorer inside of the sandbox.
 
-The package's scorers are not safe: some execute the answer (`__import__("os").system(…)`), some never return (`9**9**9`). The
-sandbox contains both, but an answer that is executed can still choose its own score. So an answer that contains what such code
-needs is wrong without being scored, and families with our own checks (`reasoning_gym_checks`) never use a scorer.
+The package's scorers are not safe: some execute the answer (`__import__("os").system(…)`), some never return (`9**9**9`), some
+accept one and the same answer to every problem. `reasoning_gym_scorer` keeps them from executing anything, the sandbox limits
+their time, and families whose scorer accepts too much have our own checks (`reasoning_gym_checks`).
 """
 
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from pydantic import PositiveFloat, PositiveInt
@@ -25,22 +25,8 @@ from oncurve.rewards.verifiers.reasoning_gym_checks import CHECKS, equal
 
 MAX_LENGTH = 5000
 """Characters of an answer; a longer one is wrong."""
-_CODE = re.compile(
-    r"__|\blambda\b[^\n]*:|\b(?:eval|exec|compile|open|print|exit|quit|globals|locals|vars|dir|getattr|setattr|delattr|hasattr"
-    r"|breakpoint|input|type|object|super|help|memoryview|sympify|S|N|parse_expr|lambdify|preview|source)\s*\("
-)
-"""Matches what code needs to choose its own score, and what no answer to a puzzle contains."""
-
-SCORER = """
-import json, sys
-import reasoning_gym
-job = json.loads(sys.stdin.read())
-answer = job.pop("answer")
-data = reasoning_gym.create_dataset(job["family"], seed=job["seed"], **job["settings"])
-entry = data[job["index"]]
-score = data.score_answer(answer, entry)
-print(json.dumps({"score": float(score)}))
-"""
+SCORER = Path(__file__).with_name("reasoning_gym_scorer.py").read_text("utf-8")
+"""The program that runs the package's scorer in the sandbox."""
 
 
 class GymRewardOptions(Section):
@@ -87,8 +73,8 @@ class ReasoningGymReward:
         if check is not None:
             right = len(answer) <= MAX_LENGTH and check(answer, columns)
             return Score(float(right), f"{short(answer)} is {'right' if right else 'not right'}")
-        if len(answer) > MAX_LENGTH or _CODE.search(answer):
-            return Score(0.0, f"{short(answer)} is too long, or a program")
+        if len(answer) > MAX_LENGTH:
+            return Score(0.0, f"{short(answer)} is too long")
         return self._run_package_scorer(answer, columns)
 
     def _run_package_scorer(self, answer: str, columns: Any) -> Score:
@@ -101,7 +87,7 @@ class ReasoningGymReward:
         if ended == "time":
             return Score(0.0, f"{short(answer)} takes more than {self.options.seconds:g} s to judge")
         if ended != "exit 0":
-            raise RuntimeError(f"the scorer of {columns['family']} ended in {ended}: {output[-200:]}")
+            raise RuntimeError(f"the scorer of {columns['family']} ended in {ended}: {outcome['errors'][-200:]}")
         value = float(json.loads(output.rpartition("\n")[2])["score"])
         counted = value if self.options.partial or value >= 1 else 0.0
         return Score(min(1.0, max(0.0, counted)), f"{short(answer)} scores {value:g}")

@@ -1,6 +1,8 @@
 """Our own checks for common families of reasoning-gym. No part of an answer is executed, and there is no partial credit.
 
-They are stricter than the package's scorers, which accept numbers that are 1 off, and texts that contain the right answer.
+They are stricter than the package's scorers, which accept numbers that are 1 off, texts that contain the right answer, and in
+four families one answer to every problem (`6*4*1*1` in puzzle24, `nan` in complex_arithmetic, `0` in coin_flip, any text in
+game_of_life_halting).
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from typing import Any
 
 from oncurve.rewards.verifiers.answer import answers_equal
@@ -70,6 +73,46 @@ def palindrome(answer: str, columns: Columns) -> bool:
     return word == word[::-1] and Counter(word) == Counter(columns["letters"])
 
 
+def twenty_four(answer: str, columns: Columns) -> bool:
+    """An expression of exactly the four given numbers that makes 24."""
+    return expression(answer, {"numbers": columns["numbers"], "target": 24})
+
+
+def probability(answer: str, columns: Columns) -> bool:
+    """The probability as a decimal or a fraction, off by at most 0.0001 and by at most a twentieth of it."""
+    value, gold = (_as_fraction(text) for text in (answer, str(columns["answer"])))
+    if value is None or gold is None:
+        return False
+    return abs(value - gold) <= min(Fraction(1, 10_000), gold / 20)
+
+
+def _as_fraction(text: str) -> Fraction | None:
+    match = re.fullmatch(r"\s*([0-9]{0,30})(\.[0-9]{1,30})?\s*(?:/\s*([0-9]{1,30}))?\s*", text)
+    if match is None or not (match[1] or match[2]) or (match[3] is not None and int(match[3]) == 0):
+        return None
+    return Fraction((match[1] or "0") + (match[2] or "")) / int(match[3] or 1)
+
+
+_COMPLEX = re.compile(r"(?P<real>[-+]?[0-9.]+)(?P<second>[-+][0-9.]*i)?|(?P<only>[-+]?[0-9.]*i)")
+
+
+def complex_number(answer: str, columns: Columns) -> bool:
+    """The same real and imaginary part, to a hundredth: `3.0 - 2.0i`, `3-2i`, `4i`."""
+    value, gold = (_as_complex(text) for text in (answer, str(columns["answer"])))
+    return value is not None and gold is not None and abs(value - gold) < 0.01
+
+
+def _as_complex(text: str) -> complex | None:
+    match = _COMPLEX.fullmatch(re.sub(r"\s", "", text).replace("−", "-").replace("j", "i"))
+    if match is None:
+        return None
+    imaginary = (match["second"] or match["only"] or "0i").rstrip("i")
+    try:
+        return complex(float(match["real"] or 0), float(f"{imaginary}1" if imaginary in ("", "+", "-") else imaginary))
+    except ValueError:
+        return None
+
+
 def hexadecimal(answer: str, columns: Columns) -> bool:
     """The same integer, with or without 0x."""
     number, gold = (re.fullmatch(r"(-?)(?:0x)?([0-9a-f]{1,40})", text.strip().lower()) for text in (answer, columns["answer"]))
@@ -82,10 +125,13 @@ CHECKS: dict[str, Callable[[str, Columns], bool]] = {
     "bitwise_arithmetic": hexadecimal,
     "calendar_arithmetic": equal_without_case,
     "chain_sum": equal,
+    "coin_flip": probability,
+    "complex_arithmetic": complex_number,
     "countdown": expression,
     "decimal_chain_sum": equal,
     "dice": equal,
     "fraction_simplification": lowest_terms,
+    "game_of_life_halting": equal_without_case,
     "gsm_symbolic": equal,
     "letter_jumble": equal_without_case,
     "needle_haystack": equal_without_case,
@@ -93,6 +139,7 @@ CHECKS: dict[str, Callable[[str, Columns], bool]] = {
     "palindrome_generation": palindrome,
     "prime_factorization": factors,
     "products": equal,
+    "puzzle24": twenty_four,
     "spell_backward": equal_without_case,
     "spiral_matrix": equal_lists,
     "string_insertion": equal,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
-import re
 import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,8 @@ from oncurve.errors import RecipeError
 from oncurve.recipe.schema.sections import Task
 from oncurve.records import Aspect, Prompt
 from oncurve.rewards.mix import aspects_of
-from oncurve.rewards.verifiers.reasoning_gym import GymRewardOptions, ReasoningGymReward
+from oncurve.rewards.sandbox.sandbox import Limits
+from oncurve.rewards.verifiers.reasoning_gym import SCORER, GymRewardOptions, ReasoningGymReward
 from oncurve.rewards.verifiers.reasoning_gym_checks import CHECKS
 from oncurve.tasks.base import Task as AnyTask
 from oncurve.tasks.registry import build_task
@@ -45,7 +45,7 @@ def values(prompt: Prompt, *answers: str, reward: ReasoningGymReward = OWN) -> l
 def test_the_right_answer_is_right_and_another_is_not(family: str) -> None:
     for prompt in task(family, heldout=4).heldout:
         gold = prompt.columns["answer"]
-        other = f"{gold}1" if gold[-1:].isdigit() else f"{gold} or so"
+        other = f"1{gold}" if gold[-1:].isdigit() else f"{gold} or so"
         assert values(prompt, gold, other, f"It is {gold}, I think", "", "9**9**9") == [1.0, 0.0, 0.0, 0.0, 0.0]
 
 
@@ -66,6 +66,22 @@ def test_the_right_answer_is_right_and_another_is_not(family: str) -> None:
         ("bitwise_arithmetic", {"answer": "-0x1f"}, ["-0x1F", "-1f"], ["0x1f", "-31", "0x"]),
         ("chain_sum", {"answer": "-1000"}, ["-1000", "-1,000.0"], ["1000", "-1000 or so"]),
         ("spell_backward", {"answer": "ziuq"}, ["ziuq", "Ziuq"], ["quiz"]),
+        ("puzzle24", {"numbers": [1, 6, 6, 3]}, ["6*(1+6-3)", "(6 + 1 - 3) * 6"], ["6*4*1*1", "24", "6*6-6*(1+1)", "6*(1+6)"]),
+        (
+            "complex_arithmetic",
+            {"answer": "3.0 - 2.0i"},
+            ["3-2i", "3.0 - 2.0i", "3.00-2j"],
+            ["nan", "3+2i", "3", "-2i", "", "1..2i"],
+        ),
+        ("complex_arithmetic", {"answer": "0.0 + 1.0i"}, ["i", "0+i", "1i"], ["1", "-i", "nani"]),
+        (
+            "coin_flip",
+            {"answer": "0.171875"},
+            ["0.171875", "11/64", ".1719"],
+            ["0", "0.18", "nan", "1/0", "-0.171875", "17.19%"],
+        ),
+        ("coin_flip", {"answer": "0.00005"}, ["0.00005", "1/20000"], ["0", "0.0", "0.0001"]),
+        ("game_of_life_halting", {"answer": "False"}, ["False", "false"], ["True", "0", "any", ""]),
     ],
 )
 def test_our_own_checks(family: str, columns: dict[str, Any], right: list[str], wrong: list[str]) -> None:
@@ -81,13 +97,15 @@ def test_prompts_of_other_tasks_are_not_graded() -> None:
 ATTACK = '__import__("os").system("touch {path}")'
 
 
+@pytest.mark.slow
 def test_a_scorer_that_executes_the_answer_does_so_in_the_sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The package's own scorers of these families run the command; here nothing runs, and `9**9**9` returns.
 
-    Our own checks, and the pattern that refuses such answers, are disabled: the sandbox must hold by itself.
+    Our own checks and the replaced `eval` are disabled: the sandbox must hold by itself.
     """
     monkeypatch.setattr("oncurve.rewards.verifiers.reasoning_gym.CHECKS", {})
-    monkeypatch.setattr("oncurve.rewards.verifiers.reasoning_gym._CODE", re.compile("(?!)"))
+    unguarded = SCORER.replace("    replace_evaluation()\n", "")
+    monkeypatch.setattr("oncurve.rewards.verifiers.reasoning_gym.SCORER", unguarded)
     here = tmp_path / "proof"
     data = reasoning_gym.create_dataset("string_insertion", seed=1, size=1)
     data.score_answer(ATTACK.format(path=here), data[0])
@@ -104,17 +122,102 @@ def test_a_scorer_that_executes_the_answer_does_so_in_the_sandbox(tmp_path: Path
     (slow,) = judged(task("countdown", heldout=1).heldout[0], "9**9**9", reward=reward)
     assert (slow.value, slow.failure) == (0.0, None)
     assert "takes more than 4 s" in str(slow.reason)
-    assert time.monotonic() - began < 4 + 2 + 20, "the wall's own clock, and a busy machine"
+    assert time.monotonic() - began < 4 + 5 + 20, "the sandbox's own clock, and a busy machine"
     assert values(prompt, prompt.columns["answer"], reward=reward) == [1.0], "the next one is judged as ever"
 
 
-def test_an_answer_that_contains_code_is_wrong_without_being_scored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scorer that executes the answer can be made to print any score and exit. Such answers are never scored."""
-    nothing_to_ask = SimpleNamespace(workers=SimpleNamespace(count=1))
-    monkeypatch.setattr(ReasoningGymReward, "sandbox", nothing_to_ask)
-    prompt = Prompt("p", "", columns={"answer": "1", "family": "puzzle24", "gym": {"scorer": True}})
-    texts = [ATTACK, "[print('{}'), exit(0)]", "().__class__", "(lambda x: x)(1)", "sympify('1')", "9" * 6000]
-    assert values(prompt, *texts) == [0.0] * len(texts)
+WRITE = "import os\\nos.write(1,b'{\\\"score\\\": 1.0}\\\\n')\\nos._exit(0)"
+EXECUTED = [
+    f'(exec)("{WRITE}")',
+    f'[exec][0]("{WRITE}")',
+    f'max(["{WRITE}"], key=exec)',
+    f'list(map(exec, ["{WRITE}"]))',
+    f'sorted(["{WRITE}"], key=exec)',
+    f'(lambda e: e("{WRITE}"))(exec)',
+    f'__builtins__["exec"]("{WRITE}")',
+    f'[*map(eval, ["exec({WRITE!r})"])]',
+    f'eval("exec", dict())("{WRITE}")',
+    f'getattr(__import__("builtins"), "exec")("{WRITE}")',
+    '__import__("os")._exit(0)',
+    "print('{\"score\": 1.0}') or exit(0)",
+    "[c for c in ().__class__.__base__.__subclasses__()][0]",
+    'S("exec(1)")',
+    "sympify(\"__import__('os')._exit(0)\")",
+    "f'{exec(chr(49))}'",
+    "[x for x in [1] if exec('1') is None]",
+]
+EXECUTING = (
+    "binary_matrix", "n_queens", "polynomial_multiplication", "simple_integration", "intermediate_integration", "puzzle24",
+    "countdown", "spiral_matrix", "string_insertion", "number_sorting",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", EXECUTING)
+def test_no_answer_is_executed(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package hands answers of these families to `eval`. Our own checks are off: the scorer must hold by itself."""
+    monkeypatch.setattr("oncurve.rewards.verifiers.reasoning_gym.CHECKS", {})
+    reward = ReasoningGymReward("gym", 1.0, GymRewardOptions(seconds=20.0, workers=2))
+    prompt = task(family, heldout=1).heldout[0]
+    assert values(prompt, prompt.columns["answer"], *EXECUTED, reward=reward) == [1.0] + [0.0] * len(EXECUTED)
+
+
+def test_an_answer_that_would_write_its_own_score() -> None:
+    """One of each way to `eval`, at every run."""
+    reward = ReasoningGymReward("gym", 1.0, GymRewardOptions(seconds=20.0, workers=1))
+    for family in ("n_queens", "polynomial_multiplication"):
+        prompt = task(family, heldout=1).heldout[0]
+        assert values(prompt, prompt.columns["answer"], EXECUTED[0], "9" * 6000, reward=reward) == [1.0, 0.0, 0.0]
+
+
+CONSTANTS = (
+    "0", "1", "-1", "nan", "inf", "-inf", "True", "False", "yes", "no", "None", "[]", "{}", "()", "a", "[[]]", "0 0", "6*4*1*1",
+    "24", "24*1*1*1", "null", "0.5", "1/2", "1e9", "[0]", "[[0]]", "''", '{"a": 1}', "[{}]", "0,0", "+", "-", ".", "0j",
+    "nan+nani",    "8*3*1*1", "1e-9", "0/1", "any text", "\\boxed{}",
+)  # fmt: skip
+
+
+SCORE_ALL = (
+    SCORER.partition('if __name__ == "__main__":')[0]
+    + """
+jobs = json.loads(sys.stdin.read())
+problems = [reasoning_gym.create_dataset(j["family"], seed=j["seed"], **j["settings"]) for j in jobs]
+entries = [data[j["index"]] for data, j in zip(problems, jobs)]
+replace_evaluation()
+scores = []
+for answer in jobs[0]["answers"]:
+    for data, entry in zip(problems, entries):
+        try:
+            scores.append(float(data.score_answer(answer, entry)))
+        except Exception:
+            data.score_answer(entry["answer"] or "", entry)
+            scores.append(0.0)
+print(json.dumps(scores))
+"""
+)
+
+
+@pytest.mark.slow
+def test_no_constant_is_right_everywhere() -> None:
+    """Four problems of every family with different answers: no constant is right for all of them, and none is a failure."""
+    reward = ReasoningGymReward("gym", 1.0, GymRewardOptions(seconds=60.0))
+    accepted: dict[str, list[str]] = {}
+    for family in sorted(set(reasoning_gym.factory.DATASETS) - {"composite"}):
+        prompts = task(family, heldout=4).heldout
+        if len({prompt.columns.get("answer") for prompt in prompts}) == 1 and "answer" in prompts[0].columns:
+            continue
+        if family in CHECKS or not prompts[0].columns["gym"]["scorer"]:
+            rows = [list(row) for row in zip(*(values(prompt, *CONSTANTS) for prompt in prompts), strict=True)]
+        else:
+            jobs = [{**prompt.columns["gym"], "family": family, "answers": CONSTANTS} for prompt in prompts]
+            job = {"kind": "program", "program": SCORE_ALL, "stdin": json.dumps(jobs)}
+            outcome = reward.sandbox.run(job, Limits(seconds=100.0, memory=4 << 30))
+            assert outcome["ended"] == "exit 0", (family, outcome)
+            scores = json.loads(outcome["output"].strip().rpartition("\n")[2])
+            rows = [scores[i : i + len(prompts)] for i in range(0, len(scores), len(prompts))]
+        always = [constant for constant, row in zip(CONSTANTS, rows, strict=True) if all(value == 1.0 for value in row)]
+        accepted |= {family: always} if always else {}
+    assert accepted == {}
 
 
 def test_partial_credit_only_if_the_option_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
