@@ -24,7 +24,7 @@ from oncurve.kernels.launch import pdl_options
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class ProductTiles:
     """A program's rows, outputs and step along the inner dimension, and the parts into which that is split."""
 
     rows: int
@@ -41,9 +41,9 @@ class Block:
         return -(-rows // self.rows) * (outputs // self.outputs) * self.parts
 
 
-MANY = Block(128, 64, 64, warps=4, stages=6)
-FEW = Block(64, 64, 64, warps=4, stages=8, parts=2)
-GATED = Block(128, 64, 64, warps=8, stages=5)
+MANY = ProductTiles(128, 64, 64, warps=4, stages=6)
+FEW = ProductTiles(64, 64, 64, warps=4, stages=8, parts=2)
+GATED = ProductTiles(128, 64, 64, warps=8, stages=5)
 """Measured on an H200 with 256 rows: for many outputs, for few outputs of a long inner dimension, and for gate and up."""
 
 
@@ -55,7 +55,7 @@ def _multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def block_for(x_SD: Tensor, outputs: int, *, gated: bool = False) -> Block | None:
+def block_for(x_SD: Tensor, outputs: int, *, gated: bool = False) -> ProductTiles | None:
     """How our product is split; None if torch's product is the better one."""
     if x_SD.dtype not in (torch.bfloat16, torch.float16):
         return None
@@ -97,7 +97,7 @@ def _product(x, w, bias, out, slots, N: tl.constexpr, D: tl.constexpr, SPAN: tl.
     tl.store(to, acc.to(out.dtype.element_ty), mask=(m < slots)[:, None])
 
 
-def product(x_SD: Tensor, weight_ND: Tensor, bias_N: Tensor | None, block: Block) -> Tensor:
+def product(x_SD: Tensor, weight_ND: Tensor, bias_N: Tensor | None, block: ProductTiles) -> Tensor:
     """x·Wᵀ + b: [S, N] in x's dtype, or its float32 parts [parts, S, N]."""
     S, N = len(x_SD), len(weight_ND)
     shape, dtype = ((S, N), x_SD.dtype) if block.parts == 1 else ((block.parts, S, N), torch.float32)
@@ -106,7 +106,7 @@ def product(x_SD: Tensor, weight_ND: Tensor, bias_N: Tensor | None, block: Block
     return out
 
 
-def gated_product(x_SD: Tensor, weight_2ID: Tensor, block: Block, activation: str = "silu") -> Tensor:
+def gated_product(x_SD: Tensor, weight_2ID: Tensor, block: ProductTiles, activation: str = "silu") -> Tensor:
     """activation(gate)·up of x: [S, I] in x's dtype."""
     assert block.parts == 1
     out = torch.empty((len(x_SD), len(weight_2ID) // 2), dtype=x_SD.dtype, device=x_SD.device)
@@ -115,7 +115,7 @@ def gated_product(x_SD: Tensor, weight_2ID: Tensor, block: Block, activation: st
 
 
 def _launch(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, N: int, block: Block, *, gated: bool, activation: str
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, N: int, block: ProductTiles, *, gated: bool, activation: str
 ) -> None:
     S, D = x.shape
     _product[(triton.cdiv(S, block.rows) * (N // block.outputs), block.parts)](

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from oncurve.kernels import lm_head, pack_attention, rms_norm, rope, swiglu
+from oncurve.kernels import learner_layers, lm_head, pack_attention
 from oncurve.models.gradient_buffers import GradAccumulator
 from oncurve.models.heads import lm_head_cuda
 from oncurve.models.heads.lm_head import Head, token_logps
@@ -43,11 +43,11 @@ def test_residual_sum_and_norm(width: int, added: bool) -> None:
     s, weight = (x + y if added else x).requires_grad_(), w.clone().requires_grad_()
     normal = weight * s * (s.square().mean(-1, keepdim=True) + 1e-3).rsqrt()
     ds, dw = torch.autograd.grad((normal * g).sum() + (s * past).sum(), (s, weight))
-    total, ours = rms_norm.add_norm(low(x), low(y) if added else None, low(w), 1e-3)
-    d_in, again, d_weight = rms_norm.norm_backward(total, low(w), 1e-3, low(g), low(past))
+    total, ours = learner_layers.add_norm(low(x), low(y) if added else None, low(w), 1e-3)
+    d_in, again, d_weight = learner_layers.norm_backward(total, low(w), 1e-3, low(g), low(past))
     for one, other in ((total, s), (ours, normal), (again, normal), (d_in, ds), (d_weight, dw)):
         assert apart(one, other) < WITHIN
-    alone, _, _ = rms_norm.norm_backward(total, low(w), 1e-3, low(g), None, recompute=False)
+    alone, _, _ = learner_layers.norm_backward(total, low(w), 1e-3, low(g), None, recompute=False)
     assert apart(alone, ds - past) < WITHIN
 
 
@@ -55,8 +55,8 @@ def test_gated_unit() -> None:
     both, g = random(5, 2 * 11).requires_grad_(), random(5, 11, seed=1)
     value = functional.silu(both[:, :11]) * both[:, 11:]
     (expected,) = torch.autograd.grad((value * g).sum(), both)
-    d_both, again = swiglu.swiglu_backward(low(both.detach()), low(g))
-    for one, other in ((swiglu.swiglu(low(both.detach())), value), (again, value), (d_both, expected)):
+    d_both, again = learner_layers.swiglu_backward(low(both.detach()), low(g))
+    for one, other in ((learner_layers.swiglu(low(both.detach())), value), (again, value), (d_both, expected)):
         assert apart(one, other) < WITHIN
 
 
@@ -77,7 +77,7 @@ def test_norm_and_rotation_of_queries_and_keys(normed: bool) -> None:
     expected = torch.autograd.grad((out * g).sum(), (qkv, *weights) if normed else (qkv,))
     own = (low(weights[0].detach()), low(weights[1].detach())) if normed else None
     tables = (low(angles[:, : d // 2].cos()), low(angles[:, : d // 2].sin()))
-    turning = rope.NormedRope(H, K, d, own, 1e-3, tables, position.to(DEVICE))
+    turning = learner_layers.NormedRope(H, K, d, own, 1e-3, tables, position.to(DEVICE))
     d_qkv = torch.zeros_like(low(qkv.detach()))
     assert apart(turning.forward(low(qkv.detach())), out) < WITHIN
     of_norms = turning.backward(low(qkv.detach()), low(g), d_qkv)

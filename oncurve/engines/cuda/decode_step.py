@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from oncurve.engines import token_sampling
-from oncurve.engines.cuda.paged_kv_cache import KVShape
+from oncurve.engines.cuda.paged_kv_cache import PAGE, KVShape
 from oncurve.kernels import sampling as kernels
 from oncurve.kernels.decode_attention import LaunchShape, PageTables, PartialSoftmax, attend
 from oncurve.kernels.decode_layers import (
@@ -206,22 +206,22 @@ def build_step(policy: Policy) -> FusedStep | ModuleStep:
 
 def compare_steps(policy: Policy, shape: KVShape) -> bool:
     """Whether the fused step gives the hidden states of the model's modules, for a few tokens of two sequences."""
-    device, tokens = policy.device, 3
+    device, tokens = policy.device, 2
     generator = torch.Generator().manual_seed(0)
     ids_TS = torch.randint(policy.head.weight_VD.shape[0], (tokens, 2), generator=generator).to(device)
     hidden: list[Tensor] = []
     for step in (build_step(policy), ModuleStep(policy)):
         buffers = DecodeBuffers(BufferSizes(2, 1, 1, 1, 1), shape, 1, device)
         buffers.tables.suffix_page.copy_(torch.arange(2, device=device)[:, None])
-        page = torch.zeros((2, shape.layers, 2, shape.key_heads, 16, shape.head_size), dtype=shape.dtype, device=device)
+        pages = torch.zeros((2, shape.layers, 2, shape.key_heads, PAGE, shape.head_size), dtype=shape.dtype, device=device)
         for position in range(tokens):
             buffers.tables.suffix_length.fill_(position)
             buffers.slots.token.copy_(ids_TS[position])
-            last_SD = step.hidden(buffers, page, LaunchShape(1, 1, 1))
+            last_SD = step.hidden(buffers, pages, LaunchShape(1, 1, 1))
         hidden.append(last_SD.float())
-    tolerance = 1e-4 if shape.dtype == torch.float32 else 5e-2
     ours_SD, theirs_SD = hidden
-    return torch.allclose(ours_SD, theirs_SD, rtol=1e-3, atol=tolerance * float(theirs_SD.abs().max()))
+    tolerance = 1e-3 if shape.dtype == torch.float32 else 0.1  # a wrong block is off by about 1
+    return float((ours_SD - theirs_SD).norm()) <= tolerance * float(theirs_SD.norm())
 
 
 def sample_step(head: Head, hidden_SD: Tensor, buffers: DecodeBuffers, sampling: Sampling) -> None:

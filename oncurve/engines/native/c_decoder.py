@@ -25,7 +25,7 @@ from oncurve.recipe.schema.sections import Sampling
 from oncurve.records import Floats, Ints
 
 
-class _Layer(ctypes.Structure):
+class _DecoderLayer(ctypes.Structure):
     _fields_ = [
         *(
             (name, c_void_p)
@@ -36,12 +36,12 @@ class _Layer(ctypes.Structure):
     ]
 
 
-class _Model(ctypes.Structure):
+class _DecoderModel(ctypes.Structure):
     _fields_ = [
         *((name, c_int64) for name in ("layers", "D", "H", "K", "d", "I", "V")),
         *((name, c_float) for name in ("eps", "head_eps", "scale", "logit_scale", "softcap")),
         *((name, c_void_p) for name in ("embedding", "final_norm", "head", "head_bias", "cos", "sin")),
-        ("layer", POINTER(_Layer)),
+        ("layer", POINTER(_DecoderLayer)),
         *((name, c_int64) for name in ("N", "R", "T", "min_new", "eos_count")),
         ("eos_ids", c_void_p),
         ("temperature", c_float),
@@ -73,7 +73,7 @@ class CDecoder:
         self.library, self.fused, self.head, self.cache = library, policy.fast_backbone, policy.head, cache
         self.threads = torch.get_num_threads()
         self._referenced: list[object] = [state]  # C holds their addresses
-        self.layers = (_Layer * len(self.fused.blocks))()
+        self.layers = (_DecoderLayer * len(self.fused.blocks))()
         for number, (layer, block) in enumerate(zip(self.layers, self.fused.blocks, strict=True)):
             self._fill(number, layer, block)
         self.model = self._model(sampling, policy.eos_ids, state)
@@ -123,11 +123,11 @@ class CDecoder:
         like = self.head.weight_VD.new_empty(self.fused.kv_heads, self.fused.head_size)
         return like, like
 
-    def _model(self, sampling: Sampling, end_ids: tuple[int, ...], state: SlotState) -> _Model:
+    def _model(self, sampling: Sampling, end_ids: tuple[int, ...], state: SlotState) -> _DecoderModel:
         fused, head, cache, first = self.fused, self.head, self.cache, self.fused.blocks[0]
         last, ends = fused.final_norm, np.asarray(end_ids, np.int64)
         self._referenced.append(ends)
-        return _Model(
+        return _DecoderModel(
             layers=len(fused.blocks), D=head.weight_VD.shape[1], H=fused.heads, K=fused.kv_heads, d=fused.head_size,
             I=first.down.weight.shape[1], V=head.weight_VD.shape[0],
             eps=last.eps, head_eps=0.0 if first.q_norm is None else first.q_norm.eps,
@@ -140,7 +140,7 @@ class CDecoder:
             prompt_length=address_of(state.prompt_length_S), uniform=address_of(state.uniform_ST),
         )  # fmt: skip
 
-    def _fill(self, number: int, layer: _Layer, block: Block) -> None:
+    def _fill(self, number: int, layer: _DecoderLayer, block: Block) -> None:
         self.cache.allocate_suffixes(number, *self._like())
         layer.suffix_k, layer.suffix_v = (x.data_ptr() for x in self.cache.suffixes[number])
         layer.input_norm, layer.post_attention_norm = (

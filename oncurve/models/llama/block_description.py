@@ -587,6 +587,9 @@ def _scale_between(one: Tensor, other: Tensor, config: Any, beside: Tensor | Non
     noise = float(b.norm()) + (0.0 if beside is None else float(beside.double().norm()))
     if float((b - scale * a).norm()) > _tolerance(one) * noise:
         raise Undescribed("a residual sum of other terms")
+    rounded = float(torch.tensor(scale, dtype=one.dtype))
+    if torch.equal(one * rounded, other):  # Gemma rounds the scale of its embedding to the model's precision
+        return rounded
     near = 1e-5 if one.dtype in (torch.float32, torch.float64) else 4e-3
     known = [1.0, *(float(v) for v in vars(config).values() if isinstance(v, float))]
     return next((value for value in known if abs(scale - value) <= near * abs(value)), scale)

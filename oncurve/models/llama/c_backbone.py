@@ -23,24 +23,24 @@ if TYPE_CHECKING:
     from oncurve.models.llama.fused import Block, FusedBackbone, FusedLinear
 
 
-class _Layer(ctypes.Structure):
+class _PackLayer(ctypes.Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("input_norm", "post_attention_norm", "q_norm", "k_norm", "qkv_bias", "out_bias")),
         *((name, c_void_p) for name in ("qkv", "out", "gate_up", "down", "qkv_t", "out_t", "gate_up_t", "down_t")),
     ]
 
 
-class _Backbone(ctypes.Structure):
+class _PackModel(ctypes.Structure):
     _fields_ = [
         *((name, c_int64) for name in ("layers", "D", "H", "K", "d", "I", "tokens")),
         *((name, c_float) for name in ("eps", "head_eps", "scale")),
         *((name, c_void_p) for name in ("cos", "sin", "position")),
-        ("layer", POINTER(_Layer)),
+        ("layer", POINTER(_PackLayer)),
         ("saved", c_void_p),
     ]
 
 
-class _Group(ctypes.Structure):
+class _PackGroup(ctypes.Structure):
     _fields_ = [("first", c_int64), ("prompt", c_int64), ("completions", c_int64), ("length", c_void_p)]
 
 
@@ -72,7 +72,7 @@ class CBackbonePass:
         assert library is not None
         self.library, self.fused, self.position_N = library, fused, position_N.contiguous()
         self.packed: list[Tensor] = []  # kept alive: C has their addresses
-        self.layers = (_Layer * len(fused.blocks))(*(self._layer(block) for block in fused.blocks))
+        self.layers = (_PackLayer * len(fused.blocks))(*(self._layer(block) for block in fused.blocks))
         self.shares = _split_over_threads(groups, torch.get_num_threads())
         self.model = self._model()
         library.saved_size.restype = library.gradient_size.restype = c_int64
@@ -84,17 +84,17 @@ class CBackbonePass:
         _FREE[:] = [max([*_FREE, self.saved], key=len)]
         self.saved = torch.empty(0)
 
-    def _model(self) -> _Backbone:
+    def _model(self) -> _PackModel:
         fused, first = self.fused, self.fused.blocks[0]
-        return _Backbone(
+        return _PackModel(
             layers=len(fused.blocks), D=first.out.columns, H=fused.heads, K=fused.kv_heads, d=fused.head_size,
             I=first.down.weight.shape[1], tokens=len(self.position_N), eps=first.input_norm.eps,
             head_eps=0.0 if first.q_norm is None else first.q_norm.eps, scale=fused.scale,
             cos=address_of(fused.cos), sin=address_of(fused.sin), position=address_of(self.position_N), layer=self.layers,
         )  # fmt: skip
 
-    def _layer(self, block: Block) -> _Layer:
-        layer = _Layer(
+    def _layer(self, block: Block) -> _PackLayer:
+        layer = _PackLayer(
             input_norm=address_of(block.input_norm.weight), post_attention_norm=address_of(block.mlp_norm.weight),
             q_norm=None if block.q_norm is None else address_of(block.q_norm.weight),
             k_norm=None if block.k_norm is None else address_of(block.k_norm.weight),
@@ -178,7 +178,7 @@ def layer_parameters(fused: FusedBackbone) -> Iterator[Tensor]:
                 yield from () if adapter is None else (adapter.a, adapter.b)
 
 
-class _Layers(torch.autograd.Function):
+class _CLayers(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_ND, run: CBackbonePass, *_):  # type: ignore[no-untyped-def]
         ctx.run = run
@@ -198,7 +198,7 @@ def run_layers(fused: FusedBackbone, x_ND: Tensor, position_N: Tensor, groups: S
         out_ND = run.forward(x_ND)
         run.release()
         return out_ND
-    out: Tensor = _Layers.apply(x_ND, run, *layer_parameters(fused))  # type: ignore[no-untyped-call]
+    out: Tensor = _CLayers.apply(x_ND, run, *layer_parameters(fused))  # type: ignore[no-untyped-call]
     return out
 
 
@@ -207,8 +207,8 @@ class _ThreadShare:
 
     def __init__(self, groups: Sequence[GroupLayout]) -> None:
         self.lengths = [np.asarray(lengths, np.int64) for _, _, lengths in groups]  # kept alive: C has their addresses
-        self.groups = (_Group * len(groups))(*(
-            _Group(first, prompt, len(lengths), array.ctypes.data)
+        self.groups = (_PackGroup * len(groups))(*(
+            _PackGroup(first, prompt, len(lengths), array.ctypes.data)
             for (first, prompt, lengths), array in zip(groups, self.lengths, strict=True)
         ))  # fmt: skip
 

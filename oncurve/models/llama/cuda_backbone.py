@@ -20,10 +20,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from oncurve.kernels.learner_layers import NormedRope, add_norm, norm_backward, swiglu, swiglu_backward
 from oncurve.kernels.pack_attention import AttentionRule
-from oncurve.kernels.rms_norm import add_norm, norm_backward
-from oncurve.kernels.rope import NormedRope
-from oncurve.kernels.swiglu import swiglu, swiglu_backward
 from oncurve.models.attention_interface import AttentionContext
 from oncurve.models.gradient_buffers import GradAccumulator, add_product
 from oncurve.models.llama.block_description import DecoderDescription
@@ -70,7 +68,7 @@ class CudaBackbone(FusedBackbone):
         ids, position_N = input_ids.flatten(), position_ids.expand(shape).flatten()
         if torch.is_grad_enabled() and isinstance(attention, CudaPackAttention):
             run = _BackbonePass(self, ids, position_N, attention)
-            out: Tensor = _Backbone.apply(run, *run.parameters)  # type: ignore[no-untyped-call]
+            out: Tensor = _BackboneFunction.apply(run, *run.parameters)  # type: ignore[no-untyped-call]
             return out.view(*shape, -1)
         return self._forward_only(ids, position_N, shape, attention).view(*shape, -1)
 
@@ -115,7 +113,7 @@ def _joint(x: Tensor, layer: FusedLinear) -> Tensor:
     return layer.lora.joint_product(x, layer.bias)
 
 
-class _Backbone(torch.autograd.Function):
+class _BackboneFunction(torch.autograd.Function):
     """The parameters are inputs only to tell autograd that they have a gradient."""
 
     @staticmethod

@@ -75,10 +75,24 @@ def make_model(family: str, seed: int = 0) -> PreTrainedModel:
 def fused(model: PreTrainedModel) -> Policy:
     """The policy with fused weights as on a GPU, on a CPU."""
     policy = Policy(model, tokenizer())
-    description = describe(policy.model)
-    assert isinstance(description, DecoderDescription), description
-    policy.fast_backbone, policy.fused_weights = None, FusedWeights(description)
+    policy.fast_backbone, policy.fused_weights = None, FusedWeights(described(policy.model))
     return policy
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_description_does_not_depend_on_the_precision(family: str) -> None:
+    model = make_model(family)
+    exact, rounded = described(model), described(model.bfloat16())
+    for one, other in zip(exact.blocks, rounded.blocks, strict=True):
+        assert dataclasses.replace(one, residual_scale=0.0) == dataclasses.replace(other, residual_scale=0.0)
+        assert other.residual_scale == pytest.approx(one.residual_scale, rel=1e-3)
+    assert rounded.embedding_scale == float(torch.tensor(exact.embedding_scale).bfloat16())
+
+
+def described(model: PreTrainedModel) -> DecoderDescription:
+    description = describe(model)
+    assert isinstance(description, DecoderDescription), description
+    return description
 
 
 @torch.inference_mode()

@@ -16,7 +16,7 @@ from oncurve.engines.cuda.runner import CudaRunner
 from oncurve.engines.native.scheduler import Scheduler
 from oncurve.errors import ModelError
 from oncurve.kernels.decode_attention import LaunchShape
-from oncurve.kernels.decode_matmul import Block
+from oncurve.kernels.decode_matmul import ProductTiles
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.sections import Engine, Sampling
 from oncurve.records import Completion, Prompt
@@ -78,9 +78,9 @@ def test_our_products_agree_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     product."""
     taken: list[tuple[int, bool]] = []
 
-    def block_for(x: torch.Tensor, outputs: int, *, gated: bool = False) -> Block:
+    def block_for(x: torch.Tensor, outputs: int, *, gated: bool = False) -> ProductTiles:
         taken.append((outputs, gated))
-        return Block(16, 16, 16, warps=4, stages=2, parts=1 if gated or outputs > x.shape[1] else x.shape[1] // 16)
+        return ProductTiles(16, 16, 16, warps=4, stages=2, parts=1 if gated or outputs > x.shape[1] else x.shape[1] // 16)
 
     monkeypatch.setattr(decode_step, "block_for", block_for)
     model = make_model("qwen3")

@@ -1,8 +1,16 @@
-"""Norm of each query and key head (Qwen3), then the rotary embedding, of the fused product of q, k and v; and the derivative.
+"""What lies between the matrix products of the learner: norms, rotary embedding and gated unit, each with its derivative.
 
-For one head x of size d: n = w · x · r (x if the model has no such norm); its halves a and b are rotated to a·cos − b·sin and
-b·cos + a·sin. The backward pass rotates back, then applies the norm's derivative (rms_norm.py). Tables hold the angles of one
-half. ``J`` counts the heads of q and k together; the first ``H`` of them are q's.
+RMSNorm with the residual sum before it: s = x + y, n = w · s · r, r = (mean s² + eps)^−½. With ŝ = s·r and g the gradient of n:
+ds = r·(g·w − ŝ·mean(g·w·ŝ)) + the gradient that reaches s past the norm, dw = Σ g·ŝ. The backward pass recomputes r and n, as
+it reads s anyway: nothing but s is stored.
+
+Norm of each query and key head (Qwen3), then the rotary embedding, of the fused product of q, k and v. For one head x of size
+d: n = w · x · r (x if the model has no such norm); its halves a and b are rotated to a·cos − b·sin and b·cos + a·sin. The
+backward pass rotates back, then applies the norm's derivative. Tables hold the angles of one half. ``J`` counts the heads of q
+and k together; the first ``H`` of them are q's.
+
+The gated unit silu(gate)·up of one [N, 2·I] product of both; its derivative also recomputes the unit's value. With
+σ = sigmoid(gate): d gate = g·up·σ·(1 + gate·(1 − σ)), d up = g·gate·σ. ``I`` is the width of the MLP.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
@@ -14,10 +22,81 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from oncurve.kernels.launch import programs
+from oncurve.kernels.launch import programs, warps_for
 
 ROWS, ROWS_BACK = 32, 16
 """Heads that one program rotates at a time, forward and backward; backward holds four sums for each."""
+BLOCK = 1024
+"""Columns of the gated unit that one program computes."""
+
+
+@triton.jit
+def _norm_forward(x, y, weight, total, normal, eps, D: tl.constexpr, BD: tl.constexpr, ADD: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * D
+    at = tl.arange(0, BD)
+    inside = at < D
+    s = tl.load(x + row + at, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        s += tl.load(y + row + at, mask=inside, other=0.0).to(tl.float32)
+        rounded = s.to(total.dtype.element_ty)
+        tl.store(total + row + at, rounded, mask=inside)
+        s = rounded.to(tl.float32)  # the norm of the rounded sum, as the backward pass computes it
+    r = tl.rsqrt(tl.sum(s * s, 0) / D + eps)
+    w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(normal + row + at, (s * r * w).to(normal.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _norm_backward(s_in, weight, grad, past, d_in, normal, d_weight, rows, eps,
+              D: tl.constexpr, BD: tl.constexpr, PAST: tl.constexpr, NORMAL: tl.constexpr):  # fmt: skip
+    at = tl.arange(0, BD)
+    inside = at < D
+    w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    dw = tl.zeros([BD], tl.float32)
+    for number in range(tl.program_id(0).to(tl.int64), rows, tl.num_programs(0)):
+        row = number * D
+        s = tl.load(s_in + row + at, mask=inside, other=0.0).to(tl.float32)
+        g = tl.load(grad + row + at, mask=inside, other=0.0).to(tl.float32)
+        r = tl.rsqrt(tl.sum(s * s, 0) / D + eps)
+        hat = s * r
+        dw += g * hat
+        if NORMAL:
+            tl.store(normal + row + at, (hat * w).to(normal.dtype.element_ty), mask=inside)
+        gw = g * w
+        ds = r * (gw - hat * (tl.sum(gw * hat, 0) / D))
+        if PAST:
+            ds += tl.load(past + row + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(d_in + row + at, ds.to(d_in.dtype.element_ty), mask=inside)
+    tl.store(d_weight + tl.program_id(0) * D + at, dw, mask=inside)
+
+
+def add_norm(x_ND: Tensor, y_ND: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(x + y, its norm); if y is None, x itself and its norm."""
+    N, D = x_ND.shape
+    normal = torch.empty_like(x_ND)
+    total = x_ND if y_ND is None else torch.empty_like(x_ND)
+    BD = triton.next_power_of_2(D)
+    _norm_forward[(N,)](
+        x_ND, y_ND if y_ND is not None else x_ND, weight_D, total, normal, eps,
+        D=D, BD=BD, ADD=y_ND is not None, num_warps=warps_for(BD),
+    )  # fmt: skip
+    return total, normal
+
+
+def norm_backward(
+    s_ND: Tensor, weight_D: Tensor, eps: float, grad_ND: Tensor, past_ND: Tensor | None, recompute: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(gradient of s, the recomputed norm if ``recompute``, gradient of the weight in float32)."""
+    N, D = s_ND.shape
+    d_in, count = torch.empty_like(s_ND), programs(N, s_ND.device)
+    normal = torch.empty_like(s_ND) if recompute else d_in
+    d_weight = torch.empty(count, D, device=s_ND.device)
+    BD = triton.next_power_of_2(D)
+    _norm_backward[(count,)](
+        s_ND, weight_D, grad_ND, past_ND if past_ND is not None else s_ND, d_in, normal, d_weight, N, eps,
+        D=D, BD=BD, PAST=past_ND is not None, NORMAL=recompute, num_warps=warps_for(BD),
+    )  # fmt: skip
+    return d_in, normal, d_weight.sum(0)
 
 
 @triton.jit
@@ -150,3 +229,46 @@ class NormedRope:
             return None
         of_q, of_k = d_weights.sum(0)
         return of_q, of_k
+
+
+@triton.jit
+def _gate_forward(both, out, stride, I: tl.constexpr, B: tl.constexpr):  # noqa: E741
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * B + tl.arange(0, B)
+    gate = tl.load(both + row * stride + at, mask=at < I, other=0.0).to(tl.float32)
+    up = tl.load(both + row * stride + I + at, mask=at < I, other=0.0).to(tl.float32)
+    tl.store(out + row * I + at, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=at < I)
+
+
+@triton.jit
+def _gate_backward(both, grad, d_both, out, stride, d_stride, I: tl.constexpr, B: tl.constexpr):  # noqa: E741
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * B + tl.arange(0, B)
+    gate = tl.load(both + row * stride + at, mask=at < I, other=0.0).to(tl.float32)
+    up = tl.load(both + row * stride + I + at, mask=at < I, other=0.0).to(tl.float32)
+    g = tl.load(grad + row * I + at, mask=at < I, other=0.0).to(tl.float32)
+    s = tl.sigmoid(gate)
+    silu = gate * s
+    kind = out.dtype.element_ty
+    tl.store(out + row * I + at, (silu * up).to(kind), mask=at < I)
+    tl.store(d_both + row * d_stride + at, (g * up * s * (1.0 + gate * (1.0 - s))).to(kind), mask=at < I)
+    tl.store(d_both + row * d_stride + I + at, (g * silu).to(kind), mask=at < I)
+
+
+def swiglu(both: Tensor) -> Tensor:
+    """silu(gate)·up, [N, I]; ``both`` may have any row stride."""
+    N, I = both.shape[0], both.shape[1] // 2  # noqa: E741
+    out = torch.empty(N, I, dtype=both.dtype, device=both.device)
+    _gate_forward[(N, triton.cdiv(I, BLOCK))](both, out, both.stride(0), I=I, B=BLOCK, num_warps=4)
+    return out
+
+
+def swiglu_backward(both: Tensor, grad: Tensor, d_both: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(gradient of ``both``, written into ``d_both`` if that is passed; the unit's value)."""
+    N, I = grad.shape  # noqa: E741
+    d_both = torch.empty_like(both) if d_both is None else d_both
+    out = torch.empty_like(grad)
+    _gate_backward[(N, triton.cdiv(I, BLOCK))](
+        both, grad, d_both, out, both.stride(0), d_both.stride(0), I=I, B=BLOCK, num_warps=4
+    )
+    return d_both, out
