@@ -184,8 +184,9 @@ def _report(error: OncurveError) -> None:
 
 
 def _print_bug_notice() -> None:
-    from rich.console import Console
     from rich.text import Text
 
+    from oncurve.terminal.console import SafeConsole
+
     notice = f"This is a bug in Oncurve {__version__}, not your mistake. Please report it with the lines below."
-    Console(stderr=True, highlight=False).print(Text(notice, "bold red"))
+    SafeConsole(stderr=True).print(Text(notice, "bold red"))

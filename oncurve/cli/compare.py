@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from oncurve import trust
 from oncurve.cli.options import Json, RecipeName, Trust, grant_trust, output
 from oncurve.errors import RecipeError
 from oncurve.recipe.load import load_recipe
+from oncurve.terminal.console import SafeConsole
 
 COMPARISONS = Path("comparisons")
 
@@ -46,7 +46,7 @@ def compare(
     from oncurve.recipe.variants import ALGORITHMS
     from oncurve.terminal.comparison import as_markdown, comparison_data, render_comparison
 
-    errors = Console(stderr=True, highlight=False)
+    errors = SafeConsole(stderr=True)
     grant_trust(trusted, trust.run_of_recipe(recipe))
     trust.check_recipe(recipe)
     recipe_sets, algorithm_sets = _split_sets(recipe, sets or [], set(ALGORITHMS))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -25,6 +25,7 @@ from oncurve.cli.options import (
 )
 from oncurve.errors import RecipeError, RunError
 from oncurve.runs.folder import RunFolder, list_runs
+from oncurve.terminal.console import SafeConsole
 from oncurve.terminal.text import clean
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def doctor(
 
     Exits with 2 if a check fails.
     """
-    with Console(stderr=True).status("checking"):
+    with SafeConsole(stderr=True).status("checking"):
         from oncurve.operations import doctor
         from oncurve.terminal.errors import silence_libraries
 
@@ -105,7 +106,7 @@ def replay(
     """
     folder = RunFolder.open(run, runs)
     grant_trust(trusted, folder)
-    with Console(stderr=True).status("replaying"):
+    with SafeConsole(stderr=True).status("replaying"):
         from oncurve.operations import replay
         from oncurve.terminal.errors import silence_libraries
         from oncurve.terminal.group import render_replay, replay_data
@@ -132,7 +133,7 @@ def verify(
     """
     folder = RunFolder.open(run, runs)
     grant_trust(trusted, folder)
-    with Console(stderr=True).status("verifying"):
+    with SafeConsole(stderr=True).status("verifying"):
         from oncurve.operations import verify
         from oncurve.terminal.errors import silence_libraries
 

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from oncurve.cli.options import RUNS, Command, CommandGroup, Json, Runs, output, output_json
 from oncurve.models.loading.local_models import LocalModel, list_local_models
+from oncurve.terminal.console import SafeConsole
 from oncurve.terminal.text import DASH, size
 
 models = typer.Typer(cls=CommandGroup, help="List the models on this machine; convert GGUF files.", invoke_without_command=True)
@@ -56,7 +56,7 @@ def convert(
     ] = "bfloat16",
 ) -> None:
     """Convert a GGUF file to a Hugging Face folder: dequantised weights, tokenizer and chat template."""
-    with Console(stderr=True).status(f"dequantising {file.name}"):
+    with SafeConsole(stderr=True).status(Text(f"dequantising {file.name}")):
         from oncurve.models.loading import gguf
         from oncurve.terminal.errors import silence_libraries
 

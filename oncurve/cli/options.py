@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from typer.core import TyperCommand, TyperGroup
+
+from oncurve.terminal.console import SafeConsole
 
 if TYPE_CHECKING:
     from oncurve.runs.folder import RunFolder
@@ -91,8 +94,13 @@ def check_target(target: str, runs: Path) -> None:
 
 
 def output(what: RenderableType) -> None:
-    Console(highlight=False).print(what)
+    SafeConsole().print(what)
 
 
 def output_json(data: Any) -> None:
-    print(json.dumps(data, ensure_ascii=False, indent=2))
+    output_data(json.dumps(data, ensure_ascii=False, indent=2) + "\n")
+
+
+def output_data(text: str) -> None:
+    """Prints JSON or TOML. Both escape control characters but for these, which some terminals execute."""
+    print(re.sub("[\x7f-\x9f]", lambda match: f"\\u{ord(match[0]):04x}", text), end="")

@@ -10,7 +10,6 @@ from statistics import median
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from oncurve import trust
 from oncurve.cli.options import RUNS, Json, Runs, Sets, Trust, grant_trust, output, output_json
@@ -40,6 +39,7 @@ from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder
 from oncurve.tasks.base import Task
 from oncurve.tasks.registry import TASKS, build_task
+from oncurve.terminal.console import SafeConsole
 
 DEFAULT_GPU = "H100-80GB"
 """Assumed if no --gpu is given and the model is not the built-in one."""
@@ -259,7 +259,7 @@ def print_plan(recipe: Recipe) -> None:
     gpu = gpu_here(recipe)
     if gpu is None:
         return
-    errors = Console(stderr=True, highlight=False)
+    errors = SafeConsole(stderr=True)
     try:
         plans = [(stage, make_plan(stage_job(recipe, stage, gpu), default_lora_rank())) for stage in plannable(recipe)]
     except ModelError as error:  # the model may load nevertheless

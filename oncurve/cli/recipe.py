@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from oncurve.cli.options import RUNS, Command, CommandGroup, RecipeOrRun, Runs, Sets, output, recipe_file
+from oncurve.cli.options import RUNS, Command, CommandGroup, RecipeOrRun, Runs, Sets, output, output_data, recipe_file
 from oncurve.errors import PluginError, RecipeError
 from oncurve.recipe.load import builtin_recipes, dump_recipe, load_recipe
 from oncurve.recipe.schema.base import Section
@@ -43,7 +43,7 @@ def explain_key(
 @recipes.command("show", cls=Command, epilog="Example: oncurve recipe show arithmetic --set seed=1")
 def show_recipe(recipe: RecipeOrRun, sets: Sets = None, runs: Runs = RUNS) -> None:
     """Print the recipe as TOML with every default written out."""
-    print(dump_recipe(load_recipe(recipe_file(recipe, runs), sets or [])), end="")
+    output_data(dump_recipe(load_recipe(recipe_file(recipe, runs), sets or [])))
 
 
 @recipes.command("list", cls=Command, epilog="Example: oncurve recipe list")
@@ -77,7 +77,7 @@ def convert(
     for note in notes:
         print_advice(f"note: {note}")
     if out is None:
-        print(text, end="")
+        output_data(text)
         return
     try:
         with out.open("x", encoding="utf-8") as file:

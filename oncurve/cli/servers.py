@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from oncurve import trust
 from oncurve.cli.options import RUNS, RunName, RunOrModel, Runs, Trust, check_target, grant_trust
 from oncurve.errors import MissingPackage, RunError, pip_install
 from oncurve.runs.folder import RunFolder
+from oncurve.terminal.console import SafeConsole
 
 KEY = "ONCURVE_SERVE_KEY"
 
@@ -56,7 +56,7 @@ def serve(
     silence_libraries()
     grant_trust(trusted, trust.run_of_target(target, runs))
     key, is_generated = api_key_for(host, key_env)
-    with Console(stderr=True).status(f"loading {target}"):
+    with SafeConsole(stderr=True).status(Text(f"loading {target}")):
         model = load_model(target, runs)
         note = missing_environment(model)
     if note is not None:
@@ -78,7 +78,7 @@ def serve(
 
 def _print_line(line: str) -> None:
     """Prints without wrapping, so that addresses and paths can be copied."""
-    Console(highlight=False, soft_wrap=True).print(Text(line))
+    SafeConsole(soft_wrap=True).print(Text(line))
 
 
 def studio(

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from oncurve import trust
@@ -25,6 +24,7 @@ from oncurve.recipe.validate import reject_python_only
 from oncurve.runs.checkpoints.listing import open_target
 from oncurve.runs.folder import RunFolder, list_runs
 from oncurve.tasks.registry import check_files
+from oncurve.terminal.console import SafeConsole
 from oncurve.terminal.errors import print_advice, print_error
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ def _run(start_training: Callable[[Sequence[Listener]], RunFolder], world: World
     if advice and world.is_rank_zero:
         print_advice(advice)
     began = time.monotonic()
-    with Console(stderr=True).status("starting"):
+    with SafeConsole(stderr=True).status("starting"):
         from oncurve.terminal.errors import silence_libraries
         from oncurve.terminal.live.display import LiveDisplay
         from oncurve.terminal.live.summary import render_summary
@@ -165,7 +165,7 @@ def _run(start_training: Callable[[Sequence[Listener]], RunFolder], world: World
 
         silence_libraries()
     try:
-        run = start_training([LiveDisplay(Console(highlight=False))] if world.is_rank_zero else [])
+        run = start_training([LiveDisplay(SafeConsole())] if world.is_rank_zero else [])
     except TimeUp as stop:
         output(Text(f"{stop.where}: {stop.what}; {stop.fix}"))
         return

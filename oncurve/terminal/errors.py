@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import textwrap
 
-from rich.console import Console
 from rich.text import Text
 
 from oncurve.errors import OncurveError
+from oncurve.terminal.console import SafeConsole
 
 
 def print_error(error: OncurveError) -> None:
-    console = Console(stderr=True, highlight=False)
+    console = SafeConsole(stderr=True)
     width, indent = console.width - 1, " " * 10
     head = Text(_wrapped("error ", f"{error.where}: {error.what}", width))
     head.stylize("bold red", 0, 5)
@@ -27,7 +27,7 @@ def print_error(error: OncurveError) -> None:
 
 
 def print_advice(line: str) -> None:
-    console = Console(stderr=True, highlight=False)
+    console = SafeConsole(stderr=True)
     console.print(Text(_wrapped("", line, console.width - 1), "yellow"), soft_wrap=True)
 
 
