@@ -12,7 +12,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from oncurve.errors import MissingPackage, ModelError, OncurveError, RecipeError, pip_install
 from oncurve.models import lora
@@ -86,6 +94,8 @@ def load_base(config: Model) -> tuple[Any, Any]:
                 config.source, "a model with its own code", because="code from a model folder runs with your permissions",
                 fix="set model.trust_remote_code = true if you trust it",
             )  # fmt: skip
+        if not trust:
+            _check_is_causal(config.source, settings)
         tokenizer = AutoTokenizer.from_pretrained(config.source, trust_remote_code=trust)
         model = AutoModelForCausalLM.from_pretrained(
             config.source,
@@ -104,6 +114,20 @@ def load_base(config: Model) -> tuple[Any, Any]:
             fix="use a folder in Hugging Face format, a .gguf file, or a hub id that is cached or reachable",
         ) from error
     return model, tokenizer
+
+
+def _check_is_causal(source: str, settings: PreTrainedConfig) -> None:
+    """Refuse a model that transformers has no causal language model for: other modalities, encoders, encoder-decoders."""
+    if type(settings) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return
+    modalities = [name for name in ("vision", "audio") if getattr(settings, f"{name}_config", None) is not None]
+    if modalities:
+        what = f"a model with {' and '.join(modalities)} input ({settings.model_type})"
+        because, fix = "only text can be trained on", "use a model of text only, such as the language model that it is built on"
+    else:
+        what, because = f"a model of type {settings.model_type}", "transformers has no causal language model of this type"
+        fix = "use a decoder, which AutoModelForCausalLM can load"
+    raise ModelError(source, what, because=because, fix=fix)
 
 
 def _quantisation_options(config: Model) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from oncurve.errors import ModelError, RecipeError
 from oncurve.models.loading.load import ModelSummary, load_policy
@@ -86,6 +87,24 @@ def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
     with pytest.raises(ModelError, match=r"without config\.json \(it holds notes\.txt\)"):
         load_policy(Model(source=str(tmp_path)), alphabet=None, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        ("qwen2_vl", r"a model with vision input \(qwen2_vl\)"),
+        ("llava", r"a model with vision input \(llava\)"),
+        ("qwen2_audio", r"a model with audio input \(qwen2_audio\)"),
+        ("t5", "a model of type t5"),
+        ("vit", "a model of type vit"),
+    ],
+)
+def test_a_model_that_is_no_decoder_of_text_is_refused(family: str, message: str, tmp_path: Path) -> None:
+    source = Path(saved(tmp_path / "m", PLAIN))
+    AutoConfig.for_model(family).save_pretrained(source)
+    with pytest.raises(ModelError, match=message) as caught:
+        load_policy(Model(source=str(source)), alphabet=None, seed=0)
+    assert "AutoModel" not in caught.value.because
 
 
 def test_weights_in_a_pickle_are_not_opened(tmp_path: Path) -> None:
