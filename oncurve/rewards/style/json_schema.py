@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
@@ -84,8 +84,8 @@ class JsonReward:
         except jsonschema.SchemaError as error:
             because = f"it is not a valid JSON Schema: {error.message}"
             raise RecipeError(where, "the schema", because=because, fix="fix the schema") from None
-        with_time_limit = {"pattern": self._pattern, "patternProperties": self._pattern_properties}
-        kind = jsonschema.validators.extend(jsonschema.Draft202012Validator, with_time_limit)
+        bounded = {"pattern": self._pattern, "patternProperties": self._pattern_properties, "uniqueItems": _unique_items}
+        kind = jsonschema.validators.extend(jsonschema.Draft202012Validator, bounded)
         return kind(rules, registry=referencing.Registry())  # an empty registry: no reference is fetched from the network
 
     def _rules(self) -> dict[str, Any] | None:
@@ -117,6 +117,21 @@ class JsonReward:
             for key, value in instance.items():
                 if self._search(pattern, key):
                     yield from validator.descend(value, rules, path=key, schema_path=pattern)
+
+
+def _unique_items(validator: Any, is_required: bool, instance: Any, schema: Any) -> Iterator[Any]:
+    """In linear time: jsonschema compares every pair if items can't be sorted."""
+    if is_required and isinstance(instance, list) and len({_identity(item) for item in instance}) < len(instance):
+        yield import_module("jsonschema").ValidationError("its items are not unique")
+
+
+def _identity(value: Any) -> Hashable:
+    """Equal for values that are equal in JSON: 1 is 1.0, but true is not 1."""
+    if isinstance(value, dict):
+        return frozenset((key, _identity(part)) for key, part in value.items())
+    if isinstance(value, list):
+        return tuple(_identity(part) for part in value)
+    return (type(value) in (int, float), value)
 
 
 def _reject_constant(constant: str) -> None:

@@ -29,6 +29,8 @@ from oncurve.rewards.verifiers import answer as plain
 from oncurve.rewards.verifiers.answer_extraction import Take, answer_in
 from oncurve.workers.pool import Workers, python_workers, shared
 
+MAX_DEPTH = 30
+"""Nested brackets of an answer; one with more is wrong unless it is spelt like the gold answer."""
 MAX_LENGTH = 2000
 """Characters of an answer; a longer one is wrong, because parsing it would take too long."""
 MAX_CACHED_PAIRS = 200_000
@@ -116,7 +118,7 @@ def fast_compare(gold: str, answer: str) -> bool | None:
     numbers = plain.as_number(gold.strip()), plain.as_number(answer.strip())
     if None not in numbers:
         return numbers[0] == numbers[1]
-    if len(answer) > MAX_LENGTH:
+    if len(answer) > MAX_LENGTH or _depth(answer) > MAX_DEPTH:
         return False
     fractions = fraction(gold), fraction(answer)
     if None not in fractions:
@@ -125,6 +127,15 @@ def fast_compare(gold: str, answer: str) -> bool | None:
     if one == other:
         return True
     return False if _WORDY.fullmatch(one) and len(one) > 1 and not re.search(r"[0-9\\]", answer) else None
+
+
+def _depth(text: str) -> int:
+    """How deep brackets are nested, closed or not: parsers take exponential time for hundreds of them."""
+    depth = deepest = 0
+    for letter in text:
+        depth += (letter in "([{") - (letter in ")]}")
+        deepest = max(deepest, depth)
+    return deepest
 
 
 def fraction(text: str) -> Fraction | None:

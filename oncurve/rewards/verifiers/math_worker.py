@@ -18,6 +18,11 @@ from oncurve.workers.child import serve
 MAX_EXPONENT = 10_000.0
 """Larger exponents and factorials are not evaluated: sympy would compute every digit."""
 
+MAX_EXPANSION = 50.0
+"""Larger powers of a sum with variables are not expanded to be compared."""
+MAX_RELATIVE_ERROR = 1e-3
+"""math-verify rounds to six decimals, which makes all numbers near 0 equal: they must agree relative to their size too."""
+
 _DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
 _CURRENCY = re.compile(r"\\?\$(?=\s*-?[0-9.])")
 _ROOT = re.compile(r"(?<![\\a-z])sqrt\(([^()]*)\)|√\(([^()]*)\)|√([0-9]+)")
@@ -28,6 +33,37 @@ _WORDS = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 _FUNCTIONS = frozenset(
     ("sin", "cos", "tan", "cot", "sec", "csc", "log", "ln", "exp", "sqrt", "arcsin", "arccos", "arctan", "pi", "or", "and")
 )
+
+
+_EQUATION = re.compile(r"([^=<>≤≥]+)=[^=]")
+_VARIABLE = re.compile(r"\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\([A-Za-z, ]*\))?|[A-Za-z ]+")
+_QUANTITY = re.compile(r"-?[0-9][0-9.,/]*\s*(?:\\(?:text|mathrm|textrm)\{)?\s*([A-Za-z]+)\s*\}?")
+_UNITS = {
+    spelling: unit
+    for unit, spellings in {
+        "mm": "mm millimeter millimetre", "cm": "cm centimeter centimetre", "dm": "dm decimeter decimetre",
+        "m": "m meter metre", "km": "km kilometer kilometre", "in": "in inch inches", "ft": "ft foot feet", "yd": "yd yard",
+        "mi": "mi mile", "mg": "mg milligram", "g": "g gram", "kg": "kg kilogram", "lb": "lb pound", "oz": "oz ounce",
+        "ml": "ml mL milliliter millilitre", "l": "l L liter litre", "s": "s sec second", "min": "min minute",
+        "h": "h hr hour", "day": "day", "week": "week", "year": "year", "cent": "cent", "dollar": "dollar",
+    }.items()
+    for spelling in spellings.split()
+}  # fmt: skip
+
+
+def unit(text: str) -> str | None:
+    """The unit of a number with one of the common units; None for anything else."""
+    match = _QUANTITY.fullmatch(inner(text))
+    return None if match is None else _UNITS.get(match[1], _UNITS.get(match[1].lower().removesuffix("s")))
+
+
+def is_other_equation(text: str) -> bool:
+    """Whether a text is an equation that does not give a value to a variable: `x^2-5=0`, `2x=10`; not `x=5` or `2+3=5`."""
+    match = _EQUATION.search(inner(text))
+    if match is None:
+        return False
+    left = match[1].strip()
+    return re.search(r"[A-Za-z]", left) is not None and _VARIABLE.fullmatch(left) is None
 
 
 def inner(text: str) -> str:
@@ -91,6 +127,8 @@ def is_too_large(expression: Any) -> bool:
 
 def _is_node_too_large(node: Any) -> bool:
     kind = type(node).__name__
+    if kind == "Pow" and node.args[0].free_symbols and abs(_magnitude(node.args[1])) > MAX_EXPANSION:
+        return True
     if kind == "Pow":
         return abs(_magnitude(node.args[1])) > MAX_EXPONENT and abs(_magnitude(node.args[0])) != 1
     if kind in ("factorial", "factorial2", "binomial", "Sum", "Product"):
@@ -115,12 +153,31 @@ def math_equal(job: dict[str, str]) -> bool:
     from math_verify import verify
 
     gold, answer = as_latex(job["gold"]), as_latex(job["answer"])
-    if gold is None or answer is None:
+    units = {unit(job["gold"]), unit(job["answer"])} - {None}
+    if gold is None or answer is None or len(units) > 1:
+        return False
+    if is_other_equation(job["answer"]) and "=" not in job["gold"]:
         return False
     gold_parse, answer_parse = parse_math(gold), parse_math(answer)
     if not gold_parse or not answer_parse or is_too_large(gold_parse[0]) or is_too_large(answer_parse[0]):
         return False
+    if not are_close(gold_parse[0], answer_parse[0]):
+        return False
     return bool(verify(list(gold_parse), list(answer_parse), timeout_seconds=None))
+
+
+def are_close(gold: Any, answer: Any) -> bool:
+    """False for two numbers whose difference is more than a thousandth of the larger one; true for everything else."""
+    from sympy import Basic
+
+    if not (isinstance(gold, Basic) and isinstance(answer, Basic) and gold.is_number and answer.is_number):
+        return True
+    try:
+        first, second = complex(gold), complex(answer)
+    except (TypeError, ValueError, OverflowError):
+        return True
+    size = max(abs(first), abs(second))
+    return not math.isfinite(size) or abs(first - second) <= MAX_RELATIVE_ERROR * size
 
 
 if __name__ == "__main__":

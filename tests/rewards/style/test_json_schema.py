@@ -1,9 +1,11 @@
 """JSON and JSON Schema, with texts that break parsers."""
 
+import json
 import time
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
 from oncurve.errors import RecipeError
@@ -53,6 +55,28 @@ def test_a_pattern_that_backtracks_is_stopped() -> None:
     assert time.monotonic() - began < 30
     assert aspect.failure is not None
     assert "took more than 0.2 s" in aspect.failure
+
+
+def test_unique_items() -> None:
+    """As jsonschema decides, but in linear time: pairs of items that can't be sorted took minutes."""
+    texts = [
+        "[1, 2]",
+        "[1, 1.0]",
+        "[1, true]",
+        "[0, false]",
+        '[{"a": 1, "b": [2]}, {"b": [2], "a": 1.0}]',
+        '["1", 1]',
+        "[[], {}]",
+    ]
+    texts += ["[[1], [true]]", "[null, null]", "5"]
+    schema = {"uniqueItems": True}
+    expected = [float(jsonschema.Draft202012Validator(schema).is_valid(json.loads(text))) for text in texts]
+    assert values(reward(rules=schema), *texts) == expected == [1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0]
+    assert values(reward(rules={"uniqueItems": False}), "[1, 1]") == [1.0]
+    long = json.dumps([part for i in range(10_000) for part in ({"a": i}, i)])
+    began = time.monotonic()
+    assert values(reward(rules=schema), long) == [1.0]
+    assert time.monotonic() - began < 10
 
 
 def test_schemas_that_are_none(tmp_path: Path) -> None:

@@ -66,6 +66,45 @@ def test_not_the_same(gold: str, answer: str) -> None:
     assert not right(gold, answer)
 
 
+@pytest.mark.parametrize(
+    ("gold", "answer", "same"),
+    [
+        ("1e-9", "1e-8", False),
+        ("0.0000001", "0", False),
+        (r"10^{-9}", r"10^{-8}", False),
+        ("1e-9", r"10^{-9}", True),
+        ("0.0001", "1/10000", True),
+        ("1/3", "0.333333", True),
+        ("3 cm", "3 m", False),
+        ("3 m", "3 cm", False),
+        (r"3\text{ cm}", "3 km", False),
+        ("3 cm", "3 centimeters", True),
+        ("3 cm", "3", True),
+        ("3", "3 meters", True),
+        ("5 hours", "5 minutes", False),
+        ("5 apples", "5 pears", True),
+        ("0", "x^2-5=0", False),
+        ("10", "2x=10", False),
+        ("5", "x=5", True),
+        ("5", "2+3=5", True),
+        ("5", "f(x) = 5", True),
+        ("x^2-5=0", "x^2-5=0", True),
+        ("1", "(1+x)^{9999}", False),
+    ],
+)
+def test_small_numbers_units_and_equations(gold: str, answer: str, same: bool) -> None:
+    assert right(gold, answer) is same
+
+
+@pytest.mark.parametrize(
+    "answer", ["(" * 400 + "5" + ")" * 400, "{" * 900, "[(" * 300, r"\frac{" * 200, "(" * 40 + "5" + ")" * 40]
+)
+def test_an_answer_of_nested_brackets_is_wrong_at_once(answer: str) -> None:
+    began = time.monotonic()
+    assert not right("5", answer)
+    assert time.monotonic() - began < 20
+
+
 def test_trap_a_bare_fraction_as_gold() -> None:
     assert right(r"\frac12", r"\frac{1}{2}")
 
