@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from oncurve.algos.objectives import OBJECTIVES
-from oncurve.objective_specs import OBJECTIVE_SPECS
+from oncurve.objective_specs import BUILT_IN_OBJECTIVES
 from oncurve.plan.hardware import CPU_CORE_FLOPS, this_cpu
 from oncurve.plan.model_shape import ModelShape
 from oncurve.plan.request import job_for
@@ -151,7 +151,7 @@ def from_trl_page() -> str:
 
 def objectives_table() -> str:
     rows = []
-    for name, spec in OBJECTIVE_SPECS.items():
+    for name, spec in BUILT_IN_OBJECTIVES.items():
         parts = [f"`{part}`" for part in str(OBJECTIVES[name]).replace(", dual=None", "").split(" · ")]
         rows.append((f"`{name}`", *parts, spec.baseline, spec.scale, spec.kl_place, spec.sentence, spec.paper))
     head = ("objective", "ratio", "surrogate", "reduction", "baseline", "scale", "KL in", "what it is", "source")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,22 @@ import pytest
 from oncurve.cli.app import main
 from oncurve.errors import PluginError, RecipeError
 from oncurve.plugins import Registry, check_instance
-from oncurve.recipe.load import parse_recipe
+from oncurve.recipe.defaults import advantage_settings
+from oncurve.recipe.load import dump_recipe, parse_recipe
+from oncurve.recipe.schema.recipe import Recipe
 from oncurve.recipe.schema.sections import Reward, Task
+from oncurve.recipe.schema.stages import Grpo
+from oncurve.recipe.variants import with_algorithm
 from oncurve.records import Prompt, StepReport
 from oncurve.rewards.registry import REWARDS, build_reward, can_define_accuracy
 from oncurve.rng import philox_generator
 from oncurve.tasks.environments import ENVIRONMENTS, load_environment
 from oncurve.tasks.registry import TASKS, build_task
 from oncurve.training.sinks import build_sinks
+from oncurve.training.stages.grpo import grpo_learner_settings
 from oncurve.trust import capabilities_of
 from tests.rewards.builders import group
+from tests.training.builders import digits, loop_for
 
 Install = Callable[..., None]
 
@@ -91,6 +98,30 @@ class MemorySink(SinkListener):
 
     def close(self, status):
         pass
+"""
+
+
+OBJECTIVE = """
+from dataclasses import dataclass
+from oncurve.algos.surrogates import SurrogateTokens
+from oncurve.objective_specs import ObjectiveSpec
+
+@dataclass(frozen=True)
+class Squared:
+    low: float = 0.2
+    high: float = 0.2
+
+    def __call__(self, ratio_M, advantage_M, logp_M):
+        never_M = advantage_M != advantage_M
+        return SurrogateTokens(ratio_M * advantage_M - (ratio_M - 1) ** 2, never_M, never_M)
+
+    def with_range(self, low, high, dual):
+        return Squared(low, high)
+
+def longest(rows, totals):
+    return 1.0 / totals.length_budget
+
+SQUARED = ObjectiveSpec("token_ratio", Squared(), (0.2, 0.2), longest, "a penalty instead of a clip", "ours", scale="none")
 """
 
 
@@ -165,6 +196,61 @@ def test_a_sink_of_an_installed_package(install: Install) -> None:
     listener.on_run_start(recipe, Path("runs/s"), 1000, None)
     listener.on_step(StepReport("sft", 2, {"loss": 0.5}, {}))
     assert listener.values == {12: {"sft/loss": 0.5}}  # type: ignore[attr-defined]
+
+
+def objective_recipe(**stage: Any) -> Recipe:
+    stages = [{"type": "grpo", "objective": "squared", **stage}]
+    return parse_recipe({"name": "s", "task": {"type": "arithmetic"}, "rewards": [{"type": "answer"}], "stages": stages})
+
+
+def test_an_objective_of_an_installed_package(install: Install) -> None:
+    """With a surrogate and a reduction of its own. Its traits are the defaults of the stage, and a clip range reaches it."""
+    install("squares", OBJECTIVE, objectives="squared = squares:SQUARED")
+    recipe = objective_recipe(clip={"low": 0.1, "high": 0.3}, length_budget=None)
+    (stage,) = recipe.stages
+    assert isinstance(stage, Grpo)
+    assert advantage_settings(stage) == ("mean", "none")
+    settings = grpo_learner_settings(stage)
+    assert (settings.objective.surrogate.low, settings.objective.surrogate.high) == (0.1, 0.3)  # type: ignore[attr-defined]
+    assert settings.objective.reduction.__name__ == "longest"
+    assert parse_recipe(tomllib.loads(dump_recipe(recipe))) == recipe, "a run's recipe.toml can be read again"
+    assert with_algorithm(objective_recipe(), "squared").stages[-1].label == "squared"
+    assert isinstance(with_algorithm(recipe, "rloo").stages[-1], Grpo)
+    assert {str(c) for c in capabilities_of(recipe)} == {
+        "stages.grpo.objective runs Python of the installed package squares 1.0: squares:SQUARED"
+    }
+
+
+def test_a_step_with_the_objective_of_a_package(install: Install) -> None:
+    """At a ratio of 1 the penalty has no gradient: the loss is the mean over L of A·ρ, as dr_grpo's times the completions."""
+    install("squares", OBJECTIVE, objectives="squared = squares:SQUARED")
+    reports = {}
+    for objective in ("squared", "dr_grpo"):
+        loop = loop_for({"objective": objective, "optimiser": {"learning_rate": 1e-9, "max_grad_norm": 0.0}}, digits)
+        reports[objective] = loop.step(1).metrics
+    completions = 16
+    assert reports["squared"]["grad_norm"] == pytest.approx(completions * reports["dr_grpo"]["grad_norm"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("source", "because"),
+    [
+        ("1 / 0", "importing squares:SQUARED failed: ZeroDivisionError"),
+        ("SQUARED = len", "squares:SQUARED is no objective: it is a builtin_function_or_method, not a ObjectiveSpec"),
+    ],
+)
+def test_an_objective_that_can_t_be_used_is_one_error(source: str, because: str, install: Install) -> None:
+    install("squares", source, objectives="squared = squares:SQUARED")
+    with pytest.raises(PluginError) as caught:
+        objective_recipe()
+    assert because in caught.value.because
+    assert caught.value.where == 'entry point "oncurve.objectives"'
+
+
+def test_a_misspelt_objective_is_one_error(install: Install) -> None:
+    install("squares", OBJECTIVE, objectives="squared = squares:SQUARED")
+    with pytest.raises(RecipeError, match="objective"):
+        objective_recipe(objective="sqared")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from oncurve.errors import RecipeError, closest
-from oncurve.objective_specs import OBJECTIVE_SPECS
+from oncurve.objective_specs import BUILT_IN_OBJECTIVES
 from oncurve.recipe.keys import RecipeKey, recipe_keys, section_keys
 from oncurve.recipe.schema.base import Section
 from oncurve.recipe.schema.stages import STAGE_CLASSES
@@ -99,7 +99,7 @@ def _objectives() -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("objective", "what it is", "baseline", "scale", "KL in"):
         table.add_column(name, overflow="fold")
-    for objective, spec in OBJECTIVE_SPECS.items():
+    for objective, spec in BUILT_IN_OBJECTIVES.items():
         table.add_row(objective, f"{spec.sentence} ({spec.paper})", spec.baseline, spec.scale, spec.kl_place)
     return table
 

@@ -47,7 +47,7 @@ def plugins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plugins")
     (folder / "oncurve").symlink_to(ROOT / "oncurve")
     (folder / "extras").mkdir()
-    for section in ("A reward", "A task", "An environment", "A sink"):
+    for section in ("A reward", "A task", "An environment", "A sink", "An objective"):
         block = blocks(section)[0]
         name = re.match(r"# (extras/\w+\.py)\n", block)
         assert name is not None
@@ -85,6 +85,7 @@ type = "csv"
 options.file = "curves.csv"
 [[stages]]
 type = "grpo"
+objective = "clipped_sum"
 steps = 2
 prompts_per_step = 2
 group_size = 4
@@ -130,10 +131,10 @@ def test_the_environment_replies(plugins: Path, tmp_path: Path) -> None:
 
 
 def add_objective(package: Path) -> None:
-    name, row = blocks("An objective")
+    _, name, row = blocks("An objective")
     specs = package / "objective_specs.py"
     replace(specs, "ObjectiveName = Literal[\n", f"ObjectiveName = Literal[\n{name}")
-    table = "OBJECTIVE_SPECS: Mapping[ObjectiveName, ObjectiveSpec] = {\n"
+    table = "BUILT_IN_OBJECTIVES: Mapping[ObjectiveName, ObjectiveSpec] = {\n"
     replace(specs, table, table + row)
 
 

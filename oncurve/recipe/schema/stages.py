@@ -4,9 +4,9 @@ attributes, so that no other module has to list stage types.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, ValidatorFunctionWrapHandler, WrapValidator, model_validator
 
 from oncurve.objective_specs import OBJECTIVE_SPECS, KlPlace, ObjectiveName, ObjectiveSpec
 from oncurve.recipe.schema.base import Count, NonNegative, Section, Share, conflict
@@ -245,12 +245,20 @@ class Iteration(Section):
     """AdamW of the reward model. Its moments are kept across rounds."""
 
 
+def _accept_plugin(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    """A built-in objective, or the plug-in of an installed package, which is imported here."""
+    if isinstance(value, str) and value not in OBJECTIVE_SPECS.built_in and value in OBJECTIVE_SPECS:
+        assert OBJECTIVE_SPECS[value] is not None
+        return value
+    return validate(value)
+
+
 class Grpo(PolicyGradientStage):
     """Group relative policy optimisation (DeepSeekMath, 2024) and its variants."""
 
     type: Literal["grpo"] = "grpo"
     """The stage's type."""
-    objective: ObjectiveName = "grpo"
+    objective: Annotated[ObjectiveName, WrapValidator(_accept_plugin)] = "grpo"
     """A combination of ratio, surrogate and reduction; `oncurve recipe explain grpo.objective` shows the table."""
     advantage: Advantage = Advantage()
     """How a group is graded."""
