@@ -240,7 +240,7 @@ def test_the_open_group_is_in_view(tmp_path: Path, browser: Browser, width: int)
     run = make_run(tmp_path, "run", steps=0, finished=False)
     report = step_report(1)
     with RunWriter.open(run.path) as store:
-        store.record_step(replace(report, groups=report.groups * 12, stats=report.stats * 12))
+        store.record_step(replace(report, groups=tuple(report.groups) * 12, stats=tuple(report.stats) * 12))
     with served(tmp_path) as here, a_page(browser, f"{here.address}/#/groups/run/at/grpo/1/28", width) as watched:
         page = watched.page
         expect(page.locator("aside [aria-current]")).to_be_visible()
