@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
+import threading
 from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -295,3 +300,30 @@ def test_printing_opens_everything(studio: Served, browser: Browser) -> None:
         expect(page.get_by_text("Three facts follow")).to_be_visible()
         page.evaluate("dispatchEvent(new Event('afterprint'))")
         expect(page.get_by_text("Three facts follow")).to_be_hidden()
+
+
+def test_the_static_site_needs_no_server(tmp_path: Path, browser: Browser) -> None:
+    """`make learn-site` in a copy of the repository, published in a folder of any static host."""
+    root = Path(__file__).resolve().parents[2]
+    shutil.copy(root / "Makefile", tmp_path / "Makefile")
+    shutil.copytree(root / "oncurve" / "studio" / "static", tmp_path / "oncurve" / "studio" / "static")
+    subprocess.run(["make", "learn-site"], cwd=tmp_path, check=True, capture_output=True)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=str(tmp_path)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        with a_page(browser, f"http://127.0.0.1:{server.server_port}/build/learn/") as watched:
+            page = watched.page
+            asked: list[str] = []
+            page.on("request", lambda request: asked.append(request.url))
+            expect(page.get_by_role("heading", name="GRPO at a glance")).to_be_visible()
+            expect(page.get_by_role("navigation", name="Pages").get_by_role("link")).to_have_text(["Learn"])
+            for section in SECTIONS:
+                page.goto(
+                    f"http://127.0.0.1:{server.server_port}/build/learn/#/learn/{section}?open=mathematics,implementation"
+                )
+                expect(page.locator("article h1")).to_be_visible()
+                links = [link.get_attribute("href") or "" for link in page.locator("a").all()]
+                assert all(href.startswith(("#/learn", "http", "#main")) for href in links), links
+            assert not [url for url in asked if "/api/" in url]
+    finally:
+        server.shutdown()
