@@ -54,11 +54,11 @@ docs: $(VENV)/.dev
 web: web/node_modules/.installed
 	@cd web && npm run --silent check && npm run --silent build
 
-# Builds the page in a temporary folder and compares: the committed files must equal the build, byte for byte.
 learn-site:
 	@mkdir -p build && rm -rf build/learn && cp -r oncurve/studio/static build/learn && rm build/learn/source.sha256
 	@sed -i 's|</head>|<meta name="learn-only" content=""></head>|' build/learn/index.html
 
+# Builds the page in a temporary folder and compares: the committed files must equal the build, byte for byte.
 check-web: web/node_modules/.installed
 	@cd web && npm run --silent check && npx vite build --logLevel warn --emptyOutDir --outDir node_modules/.again
 	@diff -r --exclude source.sha256 web/node_modules/.again oncurve/studio/static \

@@ -295,6 +295,7 @@ def test_a_chart_of_two_metrics_explains_both(tmp_path: Path, browser: Browser) 
         chart = watched.page.locator("[data-chart=clip]")
         expect(chart).to_contain_text("clipped from below")
         expect(chart).to_contain_text("clipped from above")
+        assert not re.search(r":\S", " ".join(chart.locator("p").all_inner_texts()))
 
 
 def test_any_two_of_several_recipes_are_compared(tmp_path: Path, browser: Browser) -> None:
