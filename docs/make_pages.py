@@ -15,7 +15,8 @@ from statistics import median
 from typing import Any
 
 from oncurve.algos.objectives import OBJECTIVES
-from oncurve.objective_specs import BUILT_IN_OBJECTIVES
+from oncurve.model_families import PATHS, family_paths
+from oncurve.objective_specs import OBJECTIVE_SPECS
 from oncurve.plan.hardware import CPU_CORE_FLOPS, this_cpu
 from oncurve.plan.model_shape import ModelShape
 from oncurve.plan.request import job_for
@@ -38,6 +39,7 @@ def pages() -> dict[Path, str]:
     """Every page with generated parts, up to date."""
     tables = {
         "algorithms.md": {"objectives": objectives_table(), "metrics": metrics_table()},
+        "models.md": {"families": families_table()},
         "rewards.md": {"rewards": rewards_table()},
         "tasks.md": {"tasks": tasks_table()},
         "plan.md": {"cpu-step": cpu_step_table()},
@@ -92,6 +94,19 @@ def rewards_table() -> str:
         for name, kind in REWARDS.built_in.items()
     )
     return table(("type", "score of a completion", "1 means correct"), rows)
+
+
+def families_table() -> str:
+    """Families by path, with the reason for each that is refused."""
+    rows = []
+    for path, meaning in PATHS.items():
+        families = {name: family for name, family in family_paths().items() if family.path == path}
+        names = [
+            f"`{name}` ({family.reason})" if path == "refused" else f"`{name}`" for name, family in sorted(families.items())
+        ]
+        if names:
+            rows.append((meaning, str(len(names)), ", ".join(names)))
+    return table(("path", "families", "`model_type`"), rows)
 
 
 def tasks_table() -> str:
@@ -151,7 +166,7 @@ def from_trl_page() -> str:
 
 def objectives_table() -> str:
     rows = []
-    for name, spec in BUILT_IN_OBJECTIVES.items():
+    for name, spec in OBJECTIVE_SPECS.items():
         parts = [f"`{part}`" for part in str(OBJECTIVES[name]).replace(", dual=None", "").split(" · ")]
         rows.append((f"`{name}`", *parts, spec.baseline, spec.scale, spec.kl_place, spec.sentence, spec.paper))
     head = ("objective", "ratio", "surrogate", "reduction", "baseline", "scale", "KL in", "what it is", "source")
@@ -266,18 +281,14 @@ A recipe is one TOML file that defines a run completely. An unknown key is an er
 `--set KEY=VALUE` changes a key for one run. Start a stage's keys with its name (`--set grpo.group_size=16`) and a reward's keys
 with `rewards.` and its name (`--set rewards.format.weight=0.2`). `STAGE` below stands for the name of a stage.
 
-`oncurve recipe explain KEY` prints what this page says about a key. `oncurve recipe show RECIPE|RUN` prints a recipe with every
-default written out, and `oncurve recipe list` names the built-in ones.
-
-To see whether a recipe works before a long run, add `--smoke` to `oncurve train`: every stage makes two steps, each followed by an
-evaluation and a checkpoint. Warm-ups are shortened too; batch sizes and lengths stay, so that the memory is that of the complete run."""
+`oncurve recipe explain KEY` prints what this page says about a key. `oncurve recipe show RECIPE` prints a recipe with every
+default written out."""
 
 TRL_HEAD = """\
 `oncurve recipe from-trl CONFIG.yaml` converts a config of TRL 1.16's GRPOTrainer to a recipe, and prints notes on what differs.
 
 Reward functions need no change: a function that takes `completions` is called with the arguments that TRL gives it.
-A module that is not installed is found in the current folder: `reward_funcs: [rewards.accuracy]` becomes `rewards:accuracy`, which
-reads `rewards.py` there. `examples/with_trl.py` runs one reward function and one data set in both."""
+`examples/with_trl.py` runs one reward function and one data set in both."""
 
 
 def main() -> None:

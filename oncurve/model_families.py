@@ -1,6 +1,12 @@
-"""Model families with fast paths of our own. Imports nothing, so the planner can read it without torch."""
+"""Which path each model family takes. Imports no torch, so the planner and `oncurve models` can read it at once."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 FUSED_FAMILIES = {"llama": "LlamaModel", "mistral": "MistralModel", "qwen2": "Qwen2Model", "qwen3": "Qwen3Model"}
 """The Llama family: `model_type` of a config and the class of its backbone in transformers.
@@ -8,3 +14,39 @@ FUSED_FAMILIES = {"llama": "LlamaModel", "mistral": "MistralModel", "qwen2": "Qw
 `oncurve.models.llama` runs these by fused modules and C functions on a CPU and by Triton kernels on a GPU, and the planner
 counts their activations accordingly.
 """
+
+FAMILY_TABLE = Path(__file__).with_name("model_families.tsv")
+"""Written and checked by tests/models/test_every_family.py, which runs a tiny model of every family."""
+
+PATHS = {
+    "fast": "fast path: our attention, and fused modules in learner and sampler",
+    "attention": "our attention: a group's completions share their prompt; plain decoders have a fused decode step on a GPU",
+    "general": "general path: transformers' own forward and cache, slower and as exact",
+    "uncached": "general path without a cache: every token runs the complete sequence again, which is very slow",
+    "refused": "refused: no path gives the log-probs of its own forward",
+    "unknown": "unknown family: which path it takes is found out when it is opened",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyPath:
+    """The path of a family, a key of PATHS, and why it is not a faster one."""
+
+    path: str
+    reason: str = ""
+
+
+@cache
+def family_paths() -> Mapping[str, FamilyPath]:
+    """By `model_type`: what the family's tiny model did, in the version of transformers that the tests ran with."""
+    rows = (line.split("\t") for line in FAMILY_TABLE.read_text(encoding="utf-8").splitlines())
+    return {family: FamilyPath(path, reason) for family, path, reason in rows}
+
+
+def expected_path(config: Mapping[str, Any]) -> FamilyPath:
+    """The path that a model with this config.json will take, as far as its family tells. The text model's family counts."""
+    text = config.get("text_config")
+    names = (config.get("model_type"), text.get("model_type") if isinstance(text, Mapping) else None)
+    return next(
+        (family_paths()[name] for name in names if isinstance(name, str) and name in family_paths()), FamilyPath("unknown")
+    )

@@ -12,6 +12,7 @@ import torch
 if not torch.cuda.is_available():  # read when a kernel is defined: without a GPU, kernels run in Triton's interpreter
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+os.environ["ONCURVE_CACHE"] = tempfile.mkdtemp(prefix="oncurve-tests-")  # so do remembered self-checks
 os.environ["XDG_DATA_HOME"] = tempfile.mkdtemp(prefix="oncurve-tests-")  # records of trust stay out of the user's own
 
 

@@ -1,21 +1,35 @@
-"""`oncurve models`: lists the models on this machine, and converts GGUF files to Hugging Face folders."""
+"""`oncurve models`: lists the models on this machine, says how one will be run, and converts GGUF files."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
 from oncurve.cli.options import RUNS, Command, CommandGroup, Json, Runs, output, output_json
-from oncurve.models.loading.local_models import LocalModel, list_local_models
+from oncurve.model_families import PATHS, expected_path
+from oncurve.models.loading.local_models import LocalModel, list_local_models, read_config
 from oncurve.terminal.console import SafeConsole
 from oncurve.terminal.text import DASH, size
 
-models = typer.Typer(cls=CommandGroup, help="List the models on this machine; convert GGUF files.", invoke_without_command=True)
+
+class ModelsGroup(CommandGroup):
+    """`oncurve models NAME` is short for the hidden command `oncurve models path NAME`."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        known = not args or args[0].startswith("-") or args[0] in self.commands
+        return super().resolve_command(ctx, args if known else ["path", *args])
+
+
+models = typer.Typer(
+    cls=ModelsGroup,
+    help="List the models on this machine; `oncurve models NAME` says how one will be run; convert GGUF files.",
+    invoke_without_command=True,
+)
 
 KINDS = {
     "folder": "folder",
@@ -45,6 +59,24 @@ def list_models(
         output(Text("\nTo train one: oncurve train RECIPE --set model.source=NAME", "dim"))
     else:
         output(Text("No models here yet. `tiny` is built in; a hub id (OWNER/NAME) is downloaded when it is used.", "dim"))
+
+
+@models.command("path", cls=Command, hidden=True, epilog="Example: oncurve models models/mine")
+def path(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="What model.source takes: a folder, hub id or GGUF file.")],
+    as_json: Json = False,
+) -> None:
+    """Say which path a model takes, by its family. Reads its settings only; the weights are checked when it is opened."""
+    config = read_config(name)
+    family = str(config.get("model_type"))
+    expected = expected_path(config)
+    if as_json:
+        output_json({"name": name, "family": family, **dataclasses.asdict(expected)})
+        return
+    output(Text(f"{name}: {family}", "bold"))
+    reason = f" ({expected.reason})" if expected.reason else ""
+    output(Text(f"{PATHS[expected.path]}{reason}"))
+    output(Text("When the model is opened, its log-probs are compared with its own forward: docs/models.md", "dim"))
 
 
 @models.command("convert", cls=Command, epilog="Example: oncurve models convert model-q4_k_m.gguf models/mine")

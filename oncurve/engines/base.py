@@ -93,8 +93,11 @@ def build_engine(policy: Policy, recipe: Recipe) -> Engine:
 
         return VllmEngine(policy, recipe.engine, recipe.scale)
     from oncurve.engines.native.engine import NativeEngine
+    from oncurve.engines.native.sampler_check import check_sampler
 
-    return NativeEngine(policy, recipe.engine)
+    engine = NativeEngine(policy, recipe.engine)
+    check_sampler(engine)
+    return engine
 
 
 def check_engine(recipe: Recipe) -> None:

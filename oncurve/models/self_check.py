@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from oncurve.errors import ModelError
-from oncurve.models import attention_interface, general_path
+from oncurve.models import attention_interface, check_memory, general_path
 from oncurve.models.attention_interface import AttentionContext
 from oncurve.models.general_path import Decoding, GeneralCache
 from oncurve.models.packing import Pack, PrefixGroup, build_pack
@@ -68,7 +68,23 @@ class SelfCheck:
     tolerance: float = 0.0
     conclusive: bool = False
     """False if the weights are too uniform to tell a wrong forward from a right one."""
+    sampler_difference: float | None = None
+    """The same for what the sampler samples; None until an engine has been compared."""
+    own_attention: str = ""
+    """The name of the model's own attention in transformers."""
     seconds: float = 0.0
+    is_remembered: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "decoding": self.decoding.value}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any] | None) -> SelfCheck | None:
+        """None if the data does not describe a check."""
+        try:
+            return None if data is None else cls(**{**data, "decoding": Decoding(data["decoding"])})
+        except (KeyError, TypeError, ValueError):
+            return None
 
     @property
     def log_line(self) -> str:
@@ -78,10 +94,12 @@ class SelfCheck:
             path = f"general path, slower than our attention ({self.general_reason})"
             if self.decoding is Decoding.COMPLETE:
                 path += "; its cache can't be used, so every token runs the complete sequence again, which is very slow"
-        found = f"{self.difference:.1e} nats from the model's own forward, tolerance {self.tolerance:.1e}"
+        sampler = "" if self.sampler_difference is None else f" and the sampler's {self.sampler_difference:.1e}"
+        found = f"{self.difference:.1e}{sampler} nats from the model's own forward, tolerance {self.tolerance:.1e}"
         if not self.conclusive:
             found += ": inconclusive, because these weights hardly depend on the context"
-        return f"self-check in {self.seconds:.1f} s: {path}; log-probs are {found}"
+        cost = "remembered" if self.is_remembered else f"{self.seconds:.1f} s"
+        return f"self-check ({cost}): {path}; the learner's log-probs are {found}"
 
 
 @torch.no_grad()
@@ -92,6 +110,13 @@ def check_policy(policy: Policy, implementation: str) -> None:
     """
     started = time.perf_counter()
     model = policy.model
+    key = check_memory.key_of(model, implementation)
+    remembered = SelfCheck.from_json(check_memory.recall(key))
+    if remembered is not None:
+        policy.check = replace(remembered, seconds=time.perf_counter() - started, is_remembered=True)
+        model.set_attn_implementation(implementation if remembered.general_reason else attention_interface.NAME)
+        return
+    policy.check = replace(policy.check, own_attention=implementation)
     model.set_attn_implementation(implementation)
     with _short_windows(policy):
         _check_head(policy)
@@ -103,7 +128,10 @@ def check_policy(policy: Policy, implementation: str) -> None:
             model.set_attn_implementation(implementation)
             policy.check = replace(policy.check, general_reason=reason)
             _check_general_path(policy)
+    if check_memory.key_of(model, implementation) != key:
+        raise _no_forward(type(model).__name__, "its forward changes its own weights (RWKV: unless rescale_every is 0)")
     policy.check = replace(policy.check, seconds=time.perf_counter() - started)
+    check_memory.remember(key, policy.check.to_json())
 
 
 class _CountingAttention:
@@ -169,7 +197,7 @@ def _recurrence_problem(policy: Policy) -> str | None:
     layers = (module for module in policy.backbone.modules() if isinstance(module, RecurrentLayer))
     for module in {type(layer): layer for layer in layers}.values():
         width = int(policy.model.config.get_text_config().hidden_size)
-        noise = torch.randn(2, 7, width, generator=torch.Generator().manual_seed(0))
+        noise = torch.randn(16, 12, width, generator=torch.Generator().manual_seed(0))
         hidden = noise.to(policy.device, policy.model.dtype)
         at_once, _ = module.run(hidden, None)
         part, state = module.run(hidden[:, :3], None)
@@ -207,7 +235,7 @@ def _check_general_path(policy: Policy) -> None:
     except torch.OutOfMemoryError:
         raise
     except FAILURES as error:
-        problem = f"its forward fails ({_first_line(error)})"
+        problem = f"its forward or backward fails ({_first_line(error)})"
     if problem is not None:
         raise ModelError(
             name,
@@ -236,10 +264,27 @@ def _general_problem(policy: Policy) -> str | None:
     difference = _mean_difference(policy.pack_logps(pack)[0], theirs_M)
     if not difference <= policy.check.tolerance:
         return "a row's log-probs depend on the padding behind it"
+    _run_backward(policy, pack)
     policy.check = replace(
         policy.check, decoding=decoding, difference=difference, conclusive=_is_conclusive(policy, pack, theirs_M)
     )
     return None
+
+
+def _run_backward(policy: Policy, pack: Pack) -> None:
+    """Some models compute no gradient in evaluation mode (Reformer): differentiate with respect to the embeddings."""
+    leaves: list[Tensor] = []
+
+    def cut(module: Any, args: Any, out: Tensor) -> Tensor:
+        leaves.append(out.detach().requires_grad_())
+        return leaves[-1].clone()  # models may add positions to it in place
+
+    hook = policy.model.get_input_embeddings().register_forward_hook(cut)
+    try:
+        with torch.enable_grad():
+            torch.autograd.grad(policy.pack_logps(pack)[0].sum(), leaves)
+    finally:
+        hook.remove()
 
 
 def _decodes(policy: Policy, decoding: Decoding, row: Tensor, prompt: int, plain_LV: Tensor) -> bool:

@@ -23,6 +23,7 @@ import torch
 
 from oncurve.engines.base import Engine, SampleKey
 from oncurve.engines.native.engine import NativeEngine
+from oncurve.engines.native.sampler_check import check_sampler
 from oncurve.errors import RecipeError
 from oncurve.models.loading.load import load_policy
 from oncurve.models.policy import Policy
@@ -117,6 +118,7 @@ def probe(recipe: Recipe, prompts: int, *, samples: int, policy: Policy | None =
     note = None if policy is not None else start_note(recipe, stage)
     policy = policy or load_policy(recipe.model, alphabet=task_for(recipe, recipe.stages[0]).alphabet, seed=recipe.seed)
     engine = NativeEngine(policy, recipe.engine)
+    check_sampler(engine)
     seed = seed_for_stage(recipe, stage)
     batch = prompts_for_step(task, seed, 0, prompts)
     scored = _sample_and_score(engine, rewards, batch, samples, stage.sampling, seed)

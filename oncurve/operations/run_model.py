@@ -11,6 +11,7 @@ import torch
 
 from oncurve import trust
 from oncurve.engines.native.engine import NativeEngine
+from oncurve.engines.native.sampler_check import check_sampler
 from oncurve.errors import OncurveError, RecipeError, RewardError, RunError
 from oncurve.models.loading.load import choose_device, load_policy
 from oncurve.models.policy import Policy
@@ -136,6 +137,7 @@ def evaluate_model(
     settings = Evaluation.model_validate(recipe.evaluation.model_dump() | {k: v for k, v in overrides.items() if v is not None})
     recipe = recipe.model_copy(update={"evaluation": settings})
     engine = NativeEngine(loaded.policy, recipe.engine)
+    check_sampler(engine)
     sampling = answer_sampling(recipe, stage, loaded.policy, task.heldout)
     report = evaluate(
         engine, rewards, task.heldout, sampling=sampling, samples=settings.samples, seed=recipe.seed, stage=stage.label, step=0

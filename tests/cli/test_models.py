@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from oncurve.cli.models import table
+from oncurve.model_families import PATHS
 from oncurve.models.loading.local_models import LocalModel
 from tests.cli.conftest import Oncurve
 from tests.models.loading import gguf_files
@@ -34,6 +35,43 @@ def test_models_are_listed_by_the_name_that_a_recipe_takes(oncurve: Oncurve, run
     assert found[str(runs / "small-1" / "model")]["kind"] == "run"
     shown = oncurve("models", "--runs", runs).out
     assert all(name in shown for name in ("small.gguf", "models/mine"))
+
+
+@pytest.mark.parametrize(
+    ("config", "path"),
+    [
+        ({"model_type": "qwen3"}, "fast"),
+        ({"model_type": "gemma2"}, "attention"),
+        ({"model_type": "falcon"}, "general"),
+        ({"model_type": "openai-gpt"}, "uncached"),
+        ({"model_type": "cpmant"}, "refused"),
+        ({"model_type": "published-tomorrow"}, "unknown"),
+        ({"model_type": "published-tomorrow", "text_config": {"model_type": "llama"}}, "fast"),
+        ({}, "unknown"),
+    ],
+)
+def test_a_model_names_its_path_before_any_weights_are_read(
+    oncurve: Oncurve, here: Path, config: dict[str, object], path: str
+) -> None:
+    (here / "mine").mkdir()
+    (here / "mine" / "config.json").write_text(json.dumps(config))
+    (here / "mine" / "model.safetensors").write_bytes(b"not weights")
+    (here / "adapter").mkdir()
+    (here / "adapter" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "mine"}))
+    for name in ("mine", "adapter"):
+        assert json.loads(oncurve("models", name, "--json").out)["path"] == path
+        assert PATHS[path][:40] in oncurve("models", name).out.replace("\n", " ")
+
+
+def test_a_path_of_what_is_no_model_is_refused(oncurve: Oncurve, here: Path) -> None:
+    (here / "empty").mkdir()
+    for name in ("empty", "nowhere", "OWNER/NAME"):
+        result = oncurve("models", name)
+        assert result.code == 2
+        assert "fix" in result.err
+    assert "fast path" in oncurve("models", "tiny").out
+    gguf_files.write(here / "small.gguf")
+    assert "fast path" in oncurve("models", "small.gguf").out
 
 
 @pytest.mark.parametrize("longer", [(), ("cache/models/" + 50 * "x",)], ids=["all short", "beside a long one"])

@@ -1,4 +1,7 @@
-"""Every causal decoder of the installed transformers is computed correctly, or refused: none is wrong, none crashes."""
+"""Every causal decoder of the installed transformers is computed correctly, or refused: none is wrong, none crashes.
+
+`python -m tests.models.test_every_family` writes the table of paths that docs/models.md and `oncurve models` show.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,10 @@ from transformers import PreTrainedModel
 from oncurve.engines.base import SampleKey
 from oncurve.engines.native.engine import NativeEngine
 from oncurve.errors import ModelError
+from oncurve.model_families import FAMILY_TABLE, family_paths
+from oncurve.models.general_path import Decoding
+from oncurve.models.llama.block_description import DecoderDescription, describe
+from oncurve.models.llama.fused import FusedBackbone
 from oncurve.models.packing import PrefixGroup, build_pack
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.sections import Engine, Sampling
@@ -43,9 +50,10 @@ class _Tokenizer:
 
 @dataclass(frozen=True)
 class Verdict:
-    """``path``: attention, general or refused."""
+    """``path``: a key of PATHS."""
 
     path: str
+    reason: str = ""
     sampler: float = 0.0
     learner: float = 0.0
     gradient: float = 0.0
@@ -58,12 +66,17 @@ def plain_logps(model: PreTrainedModel, prompt_ids: Ints, completion_ids: Ints) 
     return logps
 
 
+def difference(logps: Tensor, plain: Tensor) -> float:
+    """The largest difference in nats; of log-probs below −1 relative to them, because rounding is."""
+    return float(((logps - plain).abs() / plain.abs().clamp(min=1)).max())
+
+
 def judge(model: PreTrainedModel) -> Verdict:
     own = copy.deepcopy(model)
     try:
         policy = Policy(model, _Tokenizer())
-    except ModelError:
-        return Verdict("refused")
+    except ModelError as error:
+        return Verdict("refused", error.because.rpartition("on the general path ")[2])
     prompts = [Prompt(id=text[:1], text=text) for text in PROMPTS]
     sampling = Sampling(max_new_tokens=NEW_TOKENS, min_new_tokens=4)
     groups = NativeEngine(policy, Engine(slots=6)).sample(prompts, 3, sampling, SampleKey(0, 1))
@@ -79,15 +92,24 @@ def judge(model: PreTrainedModel) -> Verdict:
     plain = torch.cat(theirs).detach()
     learner, gradient = _learner(policy, groups, plain, weight, own)
     return Verdict(
-        "attention" if policy.general_reason is None else "general",
-        float(np.abs(sampled - plain.numpy()).max()), learner, gradient,
+        path_of(policy),
+        policy.general_reason or "",
+        difference(torch.from_numpy(sampled), plain), learner, gradient,
     )  # fmt: skip
+
+
+def path_of(policy: Policy) -> str:
+    if policy.general_reason is not None:
+        return "uncached" if policy.check.decoding is Decoding.COMPLETE else "general"
+    description = None if policy.check.own_head else describe(policy.model)
+    is_fast = isinstance(description, DecoderDescription) and FusedBackbone.supports(policy.model, description)
+    return "fast" if is_fast else "attention"
 
 
 def _learner(
     policy: Policy, groups: list[Group], plain: Tensor, weight: dict[int, Tensor], own: PreTrainedModel
 ) -> tuple[float, float]:
-    """(largest difference in log-prob, relative error of the gradient)."""
+    """(`difference` of log-probs, relative error of the gradient)."""
     completions = [c for g in groups for c in g.completions]
     keys = iter(range(len(completions)))
     packed = [
@@ -100,7 +122,7 @@ def _learner(
     ours = {name: p.grad for name, p in policy.model.named_parameters() if p.grad is not None}
     error = sum(float((ours.get(name, torch.zeros(())) - grad).square().sum()) for name, grad in theirs.items())
     size = sum(float(grad.square().sum()) for grad in theirs.values())
-    return float((logps.detach() - plain).abs().max()), (error / max(size, SATURATED)) ** 0.5
+    return difference(logps.detach(), plain), (error / max(size, SATURATED)) ** 0.5
 
 
 def build(family: str) -> PreTrainedModel | None:
@@ -114,17 +136,26 @@ def build(family: str) -> PreTrainedModel | None:
     return model
 
 
-def check(family: str) -> None:
+def verdict_of(family: str) -> Verdict | None:
+    """None for families that are not built."""
     model = build(family)
     assert (model is None) == (family in NOT_BUILT)
     if model is None:
-        return
+        return None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        verdict = judge(model)
-    assert verdict.sampler < 1e-4, verdict
-    assert verdict.learner < 1e-4, verdict
-    assert verdict.gradient < 1e-3, verdict
+        return judge(model)
+
+
+def check(family: str) -> None:
+    verdict = verdict_of(family)
+    if verdict is None:
+        assert family not in family_paths()
+        return
+    assert verdict.sampler < 1e-5, verdict
+    assert verdict.learner < 1e-5, verdict
+    assert verdict.gradient < 1e-4, verdict
+    assert verdict.path == family_paths()[family].path, "run python -m tests.models.test_every_family"
 
 
 @pytest.mark.parametrize("family", [f for f in families() if zlib.crc32(f.encode()) % 3 == 0])
@@ -132,7 +163,25 @@ def test_a_family_is_right_or_refused(family: str) -> None:
     check(family)
 
 
+def test_the_table_lists_the_families_of_the_installed_transformers() -> None:
+    assert set(family_paths()) == set(families()) - NOT_BUILT
+    assert sum(family.path == "refused" for family in family_paths().values()) <= 10
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [f for f in families() if zlib.crc32(f.encode()) % 3 != 0])
 def test_all_other_families_are_right_or_refused(family: str) -> None:
     check(family)
+
+
+def write_table() -> None:
+    rows = []
+    for family in families():
+        verdict = verdict_of(family)
+        if verdict is not None:
+            rows.append(f"{family}\t{verdict.path}\t{verdict.reason}\n")
+    FAMILY_TABLE.write_text("".join(rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write_table()

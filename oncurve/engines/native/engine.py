@@ -72,7 +72,7 @@ class NativeEngine:
         with torch.inference_mode(not self.policy.layer_by_layer), torch.no_grad():
             for indices in split_by_environment(prompts):
                 batch = [requests[index] for index in indices]
-                scheduler = Scheduler(self.policy, self._build_runner(batch), batch, self.weight_source)
+                scheduler = Scheduler(self.policy, self.build_runner(batch), batch, self.weight_source)
                 for number, completions in scheduler.completions():
                     index = indices[number]
                     groups[index] = Group(prompts[index], prompt_ids[index], completions)
@@ -94,7 +94,7 @@ class NativeEngine:
 
         return GraphDecoder.build(self.policy, self.settings)
 
-    def _build_runner(self, requests: Sequence[SampleRequest]) -> Runner:
+    def build_runner(self, requests: Sequence[SampleRequest]) -> Runner:
         """CUDA graphs if there are any, else C if it supports the model and the settings, else torch.
 
         C forces no tokens: torch decodes for environments.

@@ -111,7 +111,15 @@ class Session(Scheduler):
 
 
 def open_session(policy: Policy, slots: int, max_new_tokens: int) -> Session:
-    """A session with CUDA graphs if there is a GPU with Triton and the model allows it, else with torch."""
+    """A session with CUDA graphs if there is a GPU with Triton and the model allows it, else with torch; checked."""
+    from oncurve.engines.native.sampler_check import check_session  # it drives a session
+
+    session = _build_session(policy, slots, max_new_tokens)
+    check_session(session)
+    return session
+
+
+def _build_session(policy: Policy, slots: int, max_new_tokens: int) -> Session:
     if policy.general_reason is not None:
         return Session(policy, PerSlotGeneralRunner(policy, slots, max_new_tokens))
     if kernels.can_run_kernels(policy.device) and not policy.check.own_head:

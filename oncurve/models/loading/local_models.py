@@ -108,6 +108,29 @@ def describe_folder(folder: Path, name: str, kind: Kind | None = None) -> LocalM
     )
 
 
+def read_config(source: str) -> dict[str, Any]:
+    """The settings (config.json) of what `model.source` names, without its weights. Of an adapter: those of its base."""
+    if source == "tiny":
+        return {"model_type": "qwen3"}
+    path = Path(source)
+    if path.suffix == ".gguf" and path.is_file():
+        return {"model_type": read_gguf_metadata(path).get("general.architecture")}
+    snapshots = sorted((hub_folder() / f"models--{source.replace('/', '--')}" / "snapshots").glob("*"))
+    folder = path if path.is_dir() else snapshots[-1] if snapshots else None
+    adapter = None if folder is None else _read_json(folder / "adapter_config.json")
+    if adapter is not None and adapter.get("base_model_name_or_path") not in (None, source):
+        return read_config(str(adapter["base_model_name_or_path"]))
+    config = None if folder is None else _read_json(folder / "config.json")
+    if config is None:
+        raise ModelError(
+            source,
+            "no settings of a model" if folder is not None else "no such folder or file, and not in the hub cache",
+            because="config.json says which family a model belongs to",
+            fix="use a folder in Hugging Face format; `oncurve models` lists the models on this machine",
+        )
+    return config
+
+
 def _architecture(config: dict[str, Any]) -> str | None:
     names = config.get("architectures") or [config.get("model_type")]
     return None if names[0] is None else str(names[0])

@@ -63,7 +63,7 @@ def run(policy: Policy, sampling: Sampling, *, compiled: bool = True, group_size
 
 def runner_type(engine: NativeEngine, prompts: list[Prompt], sampling: Sampling) -> type:
     requests = [SampleRequest(p, engine.policy.encode(p), 1, sampling, SampleKey(0, 1)) for p in prompts]
-    return type(engine._build_runner(requests))
+    return type(engine.build_runner(requests))
 
 
 def _by_torch(policy: Policy) -> Policy:

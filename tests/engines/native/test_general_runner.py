@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from oncurve.engines.base import SampleKey
 from oncurve.engines.native.engine import NativeEngine
 from oncurve.errors import ModelError
 from oncurve.models.fisher import vocab_logps
+from oncurve.models.loading.tiny import build_tokenizer
 from oncurve.models.packing import PrefixGroup, build_pack
 from oncurve.models.parallel.fsdp import ShardedPolicy
 from oncurve.models.policy import Policy
+from oncurve.operations.replay import replay
 from oncurve.recipe.schema.sections import Engine, Sampling
 from oncurve.records import Prompt
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.python_function import FunctionReward
 from oncurve.training.stages.grpo import GrpoLoop
+from oncurve.training.start import begin
 from tests.engines.native.plain import next_logits
 from tests.engines.native.test_turns import Echo
 from tests.models.architectures import tokenizer
 from tests.models.test_attention_interface import GENERAL, build, with_larger_weights
-from tests.training.builders import PROMPTS, digits, stage
+from tests.training.builders import PROMPTS, digits, recipe, stage
+from tests.training.stages.test_iterative_grpo import in_slices
 
 FAMILIES = ("mamba", "bloom", "gptj")
 SAMPLING = Sampling(max_new_tokens=20, min_new_tokens=4)
@@ -71,6 +77,42 @@ def test_a_grpo_step_learns_from_what_was_sampled(family: str) -> None:
     metrics = loop.step(1).metrics
     assert 0 < metrics["mismatch_max"] < 1e-4
     assert metrics["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("family", ["bloom", "openai-gpt"])
+def test_the_prompt_is_computed_once_for_a_group(family: str) -> None:
+    """Then one token per step and block, or the complete row where the cache can't be used."""
+    opened = Policy(with_larger_weights(build(family)), tokenizer())
+    shapes: list[tuple[int, ...]] = []
+    opened.backbone.register_forward_pre_hook(
+        lambda _, args, given: shapes.append(tuple(given["input_ids"].shape)), with_kwargs=True
+    )
+    NativeEngine(opened, Engine(slots=8)).sample(
+        [Prompt(id="p", text="abcdefgh")], 8, Sampling(max_new_tokens=6, min_new_tokens=6), SampleKey(0, 1)
+    )
+    prompt, *steps = shapes
+    assert prompt == (1, 7)
+    assert all(rows == 8 for rows, _ in steps)
+    tokens = [length for _, length in steps[:6]]
+    assert tokens == ([1] * 6 if family == "bloom" else list(range(8, 14)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["falcon", "mamba", "xlstm", "openai-gpt"])
+def test_a_run_ends_in_the_same_bits_if_it_is_stopped_and_replays(family: str, tmp_path: Path) -> None:
+    tokens = build_tokenizer("0123456789+=")
+    shape = {"vocab_size": len(tokens)} | GENERAL.get(family, {})
+    model = with_larger_weights(build(family, **shape))
+    model.save_pretrained(tmp_path / "model")
+    tokens.save_pretrained(tmp_path / "model")
+    config = recipe(f"model.source={tmp_path / 'model'}", "grpo.save_every=2", "grpo.optimiser.learning_rate=0.001")
+    full, sliced = begin(config, out=tmp_path / "full"), in_slices(config, tmp_path / "sliced")
+    one, other = (load_file(run.model / "model.safetensors") for run in (full, sliced))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    start = load_file(tmp_path / "model" / "model.safetensors")
+    assert any(not torch.equal(one[name], start[name]) for name in one)
+    for step in (1, 4):
+        assert replay(full, None, step, 0).differences == []
 
 
 def test_a_pass_through_our_attention_is_refused() -> None:

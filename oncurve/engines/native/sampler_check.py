@@ -1,0 +1,123 @@
+"""Compares the sampler with the model's own plain forward: the log-probs of a few completions that it samples.
+
+`oncurve.models.self_check` compares the learner when a model is opened. This adds the runner that will sample: a group of
+completions and prompts of different lengths, one of them longer than the model's sliding windows as far as that is affordable,
+in the precision in use. The result is remembered (`oncurve.models.check_memory`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from oncurve.engines.base import SampleKey, SampleRequest
+from oncurve.engines.native.scheduler import Scheduler
+from oncurve.errors import ModelError
+from oncurve.models import check_memory
+from oncurve.models.attention_interface import NAME
+from oncurve.models.parallel.dtensor import is_dtensor
+from oncurve.models.policy import Policy
+from oncurve.recipe.schema.sections import Sampling
+from oncurve.records import Floats, Ints, Prompt
+
+if TYPE_CHECKING:
+    from oncurve.engines.native.engine import NativeEngine
+    from oncurve.engines.native.session import SampledToken, Session
+
+Row = tuple[Ints, Ints, Floats]
+"""A prompt, a completion and its sampled log-probs."""
+
+SAMPLES, NEW_TOKENS = 3, 12
+SHORT_PROMPT, LONG_PROMPT = 4, 21
+MAX_PROMPT = {"cpu": 160, "cuda": 4224}
+"""Prompts are at most this long, to cross a sliding window: a CPU would need minutes for thousands of tokens."""
+
+
+def check_sampler(engine: NativeEngine) -> None:
+    """Refuse a model whose sampled log-probs are not those of its own forward; otherwise note it in ``policy.check``.
+
+    Sharded weights are left out: their forward passes are collectives, and the first step compares sampler and learner.
+    """
+    policy, requests = engine.policy, _requests(engine.policy)
+
+    def sample() -> list[Row]:
+        with torch.inference_mode(not policy.layer_by_layer), torch.no_grad():
+            groups = dict(Scheduler(policy, engine.build_runner(requests), requests).completions())
+        return [(requests[g].prompt_ids, c.token_ids, c.logps) for g, completions in groups.items() for c in completions]
+
+    _check(policy, "engine", sample)
+
+
+def check_session(session: Session) -> None:
+    """The same for a session."""
+    requests = _requests(session.policy, session.max_new_tokens)
+
+    def sample() -> list[Row]:
+        tokens: dict[tuple[int, int], list[SampledToken]] = {}
+        prompts = {session.submit(request): request.prompt_ids for request in requests}
+        while session.requests:
+            for token in session.step():
+                tokens.setdefault((token.request, token.sample), []).append(token)
+        return [
+            (prompts[request], np.array([t.token_id for t in row]), np.array([t.logp for t in row]))
+            for (request, _), row in tokens.items()
+        ]
+
+    _check(session.policy, "session", sample)
+
+
+def _check(policy: Policy, name: str, sample: Callable[[], list[Row]]) -> None:
+    if policy.check.sampler_difference is not None or is_dtensor(next(policy.model.parameters())):
+        return
+    started = time.perf_counter()
+    key = check_memory.key_of(policy.model, f"{name}, C: {policy.uses_c}", policy.check.own_attention)
+    remembered = (check_memory.recall(key) or {}).get("difference")
+    difference = remembered if isinstance(remembered, float) else _plain_difference(policy, sample())
+    if not difference <= policy.check.tolerance:  # also for NaN
+        raise ModelError(
+            type(policy.model).__name__,
+            f"the sampler's log-probs differ from the model's own forward by {difference:.2g} nats",
+            because=f"rounding explains {policy.check.tolerance:.1g} nats at most in {policy.model.dtype}",
+            fix='use scale.engine = "vllm", or another model family; docs/models.md says which kinds work',
+        )
+    check_memory.remember(key, {"difference": difference})
+    seconds = policy.check.seconds + time.perf_counter() - started
+    policy.check = replace(policy.check, sampler_difference=difference, seconds=seconds)
+
+
+def _requests(policy: Policy, max_new_tokens: int = NEW_TOKENS) -> list[SampleRequest]:
+    """Two prompts of different lengths, or what the model has room for."""
+    window = getattr(policy.model.config.get_text_config(), "sliding_window", None)
+    long = min(window + SHORT_PROMPT if isinstance(window, int) else 0, MAX_PROMPT.get(policy.device.type, 0))
+    new = max(1, min(NEW_TOKENS, max_new_tokens, policy.max_positions - SHORT_PROMPT))
+    long = max(1, min(max(long, LONG_PROMPT), policy.max_positions - new))
+    rng, vocabulary = np.random.default_rng(0), policy.head.weight_VD.shape[0]
+    sampling = Sampling(max_new_tokens=new, min_new_tokens=new)
+    return [
+        SampleRequest(
+            Prompt(f"self-check {length}", text=""), rng.integers(0, vocabulary, length), SAMPLES, sampling, SampleKey(0, 0)
+        )
+        for length in (min(SHORT_PROMPT, long), long)
+    ]
+
+
+@torch.no_grad()
+def _plain_difference(policy: Policy, rows: Iterable[Row]) -> float:
+    """Mean difference between sampled log-probs and those of a plain forward of each row by itself, in nats."""
+    differences = []
+    policy.model.set_attn_implementation(policy.check.own_attention)
+    try:
+        for prompt_ids, token_ids, logps in rows:
+            ids = torch.from_numpy(np.concatenate((prompt_ids, token_ids))).to(policy.device)
+            hidden_LD = policy.backbone(input_ids=ids[None], use_cache=False).last_hidden_state[0]
+            plain_T, _ = policy.target_logps(hidden_LD[len(prompt_ids) - 1 : -1], ids[len(prompt_ids) :])
+            differences.append(np.abs(plain_T.float().cpu().numpy() - logps))
+    finally:
+        if policy.general_reason is None:
+            policy.model.set_attn_implementation(NAME)
+    return float(np.concatenate(differences).mean())

@@ -1,0 +1,85 @@
+"""The sampler is compared with the model's own forward when an engine or a session is opened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from oncurve.engines.native import sampler_check
+from oncurve.engines.native.engine import NativeEngine
+from oncurve.engines.native.general_runner import GeneralRunner
+from oncurve.engines.native.kv_cache import DecodeLayout
+from oncurve.engines.native.sampler_check import check_sampler
+from oncurve.engines.native.session import open_session
+from oncurve.errors import ModelError
+from oncurve.models.policy import Policy
+from oncurve.recipe.schema.sections import Engine
+from tests.models.architectures import ARCHITECTURES, make_model, tokenizer
+from tests.models.tiny_families import tiny_model
+
+
+@pytest.fixture(autouse=True)
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ONCURVE_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def policies() -> list[Any]:
+    return [*ARCHITECTURES, "mamba2", "gptj", "falcon"]
+
+
+def policy(name: str, dtype: torch.dtype = torch.float32) -> Policy:
+    model = make_model(name) if name in ARCHITECTURES else tiny_model(name)
+    return Policy(model.to(dtype), tokenizer())
+
+
+@pytest.mark.parametrize("name", policies())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_runner_has_the_log_probs_of_the_plain_forward(name: str, dtype: torch.dtype) -> None:
+    engine = NativeEngine(policy(name, dtype), Engine())
+    check_sampler(engine)
+    check = engine.policy.check
+    assert check.sampler_difference is not None
+    assert check.sampler_difference < (1e-5 if dtype == torch.float32 else check.tolerance)
+    assert "the sampler's" in engine.log_lines[-1]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gptj"])
+def test_a_session_too(name: str) -> None:
+    session = open_session(policy(name), 2, 8)
+    assert session.policy.check.sampler_difference is not None
+    assert session.policy.check.sampler_difference < 1e-5
+
+
+def test_a_sampler_that_ignores_the_window_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = DecodeLayout.attend
+
+    def without_window(
+        self: DecodeLayout, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        return attend(self, layer, q, k, v, scale, None, softcap)
+
+    opened = policy("gemma2")
+    monkeypatch.setattr(DecodeLayout, "attend", without_window)
+    with pytest.raises(ModelError, match="the sampler's log-probs differ"):
+        check_sampler(NativeEngine(opened, Engine()))
+
+
+def test_a_sampler_that_mixes_its_slots_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    next_logits = GeneralRunner._next_logits
+    monkeypatch.setattr(GeneralRunner, "_next_logits", lambda self, at_S: next_logits(self, at_S).roll(1, 0))
+    with pytest.raises(ModelError, match="the sampler's log-probs differ"):
+        check_sampler(NativeEngine(policy("gptj"), Engine()))
+
+
+def test_the_result_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = policy("llama")
+    check_sampler(NativeEngine(first, Engine()))
+    monkeypatch.setattr(sampler_check, "_plain_difference", lambda *_: pytest.fail("sampled again"))
+    second = policy("llama")
+    check_sampler(NativeEngine(second, Engine()))
+    assert second.check.sampler_difference == first.check.sampler_difference
