@@ -39,6 +39,11 @@ def _adapts_on_a_cpu(recipe: Recipe) -> bool:
     return model.lora is not None and model.dtype == "float32" and choose_device(model.device).type == "cpu"
 
 
+def _has_own_environment(recipe: Recipe) -> bool:
+    """Rounding alone. The replies of the built-in environments are too short to be prefilled."""
+    return ":" in (getattr(recipe.task, "environment", None) or "")
+
+
 CHANGES: Mapping[int, Mapping[str, Callable[[Recipe], bool]]] = {
     2: {
         "a second sampling stage has its own prompts and random numbers": _later_stages_sample,
@@ -46,6 +51,7 @@ CHANGES: Mapping[int, Mapping[str, Callable[[Recipe], bool]]] = {
         "int8 moments no longer shrink updates": _has_int8_moments,
         "held-out answers end at sampling.stop and not before min_new_tokens": _ends_completions_itself,
         "on a CPU adapters are merged into the weights": _adapts_on_a_cpu,
+        "long replies of an environment are prefilled in one pass": _has_own_environment,
     }
 }
 """By version: what has changed since the version before, and whether a recipe uses it."""

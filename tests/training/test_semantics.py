@@ -25,6 +25,10 @@ CHANGED = {
     "int8 in sft": (['sft.optimiser.moments="int8"'], "int8 moments no longer shrink updates"),
     "stop": (['grpo.sampling.stop=["="]'], "held-out answers end at sampling.stop"),
     "lora": (['model.device="cpu"', "model.lora.rank=2"], "on a CPU adapters are merged"),
+    "environment": (
+        ['task.type="file"', 'task.path="x.jsonl"', 'task.environment="shop.py:Shop"'],
+        "long replies of an environment are prefilled",
+    ),
     "min_new_tokens": (["grpo.sampling.min_new_tokens=2"], "held-out answers end at sampling.stop"),
 }
 
