@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from oncurve.records import STOP_REASONS, Aspect, GradedGroup, ScoredCompletion, TokenStats
+from oncurve.records import STOP_REASONS, Aspect, Completion, GradedGroup, ScoredCompletion, TokenStats
 from oncurve.terminal.text import DASH, clean, number, score, shorten, signed
 
 if TYPE_CHECKING:  # `oncurve show` must not import torch
@@ -53,16 +54,33 @@ class GroupTable:
         return [signed(self.graded.advantage_of(index)), score(scored.total), *values, str(scored.completion.length)]
 
 
-def render_group(graded: GradedGroup, stats: Stats = ()) -> RenderableType:
-    """A group in full: every completion's complete text, under a line with its numbers."""
+Decode = Callable[[list[int]], str]
+"""Token ids as text, without special tokens."""
+
+
+def render_group(graded: GradedGroup, stats: Stats = (), decode: Decode | None = None) -> RenderableType:
+    """A group in full: every completion's complete text, under a line with its numbers. With ``decode``, what an environment
+    replied is on lines of its own."""
     token_stats = list(stats) or [None] * len(graded.graded)
     prompt = graded.group.prompt
     parts: list[RenderableType] = [Text.assemble(("prompt  ", "dim"), (prompt.id, "dim")), Text(clean(prompt.shown), "bold")]
     for rank, index in enumerate(graded.best_first, start=1):
         scored = graded.scored.scored[index]
         headline = _headline(graded, index, rank, token_stats[index])
-        parts += [Text(), headline, Text(clean(scored.completion.text)), *_reasons(scored)]
+        parts += [Text(), headline, turns_text(scored.completion, decode), *_reasons(scored)]
     return Group(*parts)
+
+
+def turns_text(completion: Completion, decode: Decode | None) -> Text:
+    """The completion's text, with each reply of an environment on a line that says so."""
+    if decode is None or bool(completion.loss_mask.all()):
+        return Text(clean(completion.text))
+    tokens = zip(completion.loss_mask.tolist(), completion.token_ids.tolist(), strict=True)
+    turns = [(is_policy, decode([token for _, token in ids])) for is_policy, ids in groupby(tokens, key=lambda pair: pair[0])]
+    if "".join(text for _, text in turns) != completion.text:  # the tokens of a turn can't be decoded by themselves
+        return Text(clean(completion.text))
+    lines = [Text(clean(text)) if is_policy else Text(f"  environment: {clean(text)}", "cyan") for is_policy, text in turns]
+    return Text("\n").join(lines)
 
 
 def _headline(graded: GradedGroup, index: int, rank: int, stats: TokenStats | None) -> Text:
@@ -129,6 +147,7 @@ def replay_start(result: ReplayResult) -> str:
 
 
 def replay_data(result: ReplayResult) -> dict[str, Any]:
+    changed = {"changed_inputs": list(result.changed_inputs)} if result.changed_inputs else {}
     return {
         "stage": result.stage,
         "step": result.step,
@@ -136,5 +155,5 @@ def replay_data(result: ReplayResult) -> dict[str, Any]:
         "differences": result.differences,
         "from": None if result.start is None else {"stage": result.start[0], "step": result.start[1]},
         "steps_done_again": result.steps,
-        "changed_inputs": list(result.changed_inputs),
+        **changed,
     }

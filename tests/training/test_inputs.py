@@ -103,7 +103,7 @@ def test_a_removed_input_is_noticed(here: Path) -> None:
 
 def test_replay_says_that_a_reward_has_changed(here: Path) -> None:
     run = begin(recipe(), out=Path("run"))
-    assert replay_data(replay(run, "grpo", 2, 0))["changed_inputs"] == []
+    assert "changed_inputs" not in replay_data(replay(run, "grpo", 2, 0))
     (here / "reward.py").write_text(LONG)
     result = replay(run, "grpo", 2, 0)
     assert result.changed_inputs == ("rewards.short.function (reward.py)",)

@@ -79,8 +79,8 @@ class Version:
 
     root: Path
 
-    def run(self, work: Path, *commands: Sequence[str]) -> list[CommandOutput]:
-        """The commands in the folder ``work``. Raises if the process itself fails."""
+    def run(self, work: Path, *commands: Sequence[str], codes: Sequence[int] = ()) -> list[CommandOutput]:
+        """The commands in the folder ``work``. Raises if one ends with another exit code than its own of ``codes``, or 0."""
         # peft writes a set into adapter_config.json, in an order that depends on the seed of Python's hashes.
         environment = os.environ | {"PYTHONPATH": str(self.root), "COLUMNS": "200", "PYTHONHASHSEED": "0"}
         words = [sys.executable, "-c", DRIVER, json.dumps([str(self.root), *commands])]
@@ -89,8 +89,8 @@ class Version:
         answers = work / "told.json"
         outputs = [CommandOutput(code, out) for code, out in json.loads(answers.read_text())]
         answers.unlink()
-        for command, one in zip(commands, outputs, strict=True):
-            assert one.code == 0, f"{self.root}: {command} ended with {one.code}\n{one.out}\n{done.stderr}"
+        for command, one, code in zip(commands, outputs, codes or [0] * len(commands), strict=True):
+            assert one.code == code, f"{self.root}: {command} ended with {one.code}\n{one.out}\n{done.stderr}"
         return outputs
 
 
