@@ -26,7 +26,7 @@ from oncurve.runs.folder import Parent, RunEntry, RunFolder, forks_of
 from oncurve.runs.metrics import MAIN_CURVES
 from oncurve.runs.views import completion_view, eval_view, finite_values, group_view
 from oncurve.terminal.evaluation import heldout_tables
-from oncurve.terminal.group import GroupTable, render_group
+from oncurve.terminal.group import Decode, GroupTable, render_group
 from oncurve.terminal.live.progress import Heldout
 from oncurve.terminal.runs import STYLES, ago, best_line, run_data
 from oncurve.terminal.text import DASH, duration, number, percent, score, shorten, shorten_all, sparkline
@@ -209,7 +209,22 @@ def render_one_group(run: RunFolder, stage: str | None, step: int, position: int
         name = store.stage_of_step(step, stage)
         group = store.group(name, step, position)
     head = Text(f"{run.name}  {name} step {step}  group {position}", "bold")
-    return Group(head, GroupTable(group.graded), Text(), render_group(group.graded, group.stats))
+    return Group(head, GroupTable(group.graded), Text(), render_group(group.graded, group.stats, _decoder(run, group.graded)))
+
+
+def _decoder(run: RunFolder, graded: GradedGroup) -> Decode | None:
+    """Decodes with the run's tokenizer, if an environment replied in the group and the tokenizer's file is there."""
+    has_replies = any(not completion.loss_mask.all() for completion in graded.group.completions)
+    files = [path for folder in (run.tokenizer, run.model) if (path := folder / "tokenizer.json").is_file()]
+    if not has_replies or not files:
+        return None
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(files[0]))
+    except Exception:  # tokenizers raises plain Exception for any invalid file
+        return None
+    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True))
 
 
 def show_data(run: RunFolder, stage: str | None, step: int | None, group: int | None) -> dict[str, Any]:

@@ -122,6 +122,8 @@ def test_chat_says_that_it_does_not_run_the_environment(
     small += ["--set", "grpo.sampling.max_new_tokens=16", "--set", "task.heldout=2"]
     result = oncurve("train", "calculator", "--smoke", "--out", tmp_path / "run", *small)
     assert result.code == 0, result.err
+    shown = oncurve("show", tmp_path / "run", "--step", 1, "--group", 0)
+    assert shown.code == 0, shown.err
     monkeypatch.setattr("sys.stdin", io.StringIO("12+30=\n"))
     result = oncurve("chat", tmp_path / "run", "--max-new-tokens", 4)
     assert result.code == 0

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from rich.console import Console
 
-from oncurve.terminal.group import GroupTable, render_group
+from oncurve.records import Completion
+from oncurve.terminal.group import GroupTable, render_group, turns_text
 from tests.terminal.builders import graded_group
 
 GROUP = graded_group(
@@ -41,3 +43,22 @@ def test_in_full_no_text_is_shortened() -> None:
     assert "answer failed: ValueError: odd" in text
     assert "not graded" in text
     assert "12+34=" in text
+
+
+def spelled(text: str, policy: str) -> Completion:
+    """A completion of one token per letter; ``policy`` has a 1 below each letter that the policy sampled."""
+    logps = np.zeros(len(text), np.float32)
+    mask = np.array([mark == "1" for mark in policy])
+    return Completion(np.array([ord(c) for c in text]), text, "end", logps, logps, logps, mask)
+
+
+def letters(ids: list[int]) -> str:
+    return "".join(map(chr, ids))
+
+
+def test_what_the_environment_replied_is_told_apart() -> None:
+    turns = spelled("[1+2]3]so 3", "11111001111")
+    assert turns_text(turns, letters).plain == "[1+2]\n  environment: 3]\nso 3"
+    assert turns_text(turns, None).plain == turns.text
+    assert turns_text(spelled("so 3", "1111"), letters).plain == "so 3"
+    assert turns_text(turns, lambda ids: "?").plain == turns.text, "never a text that was not sampled"
