@@ -73,7 +73,7 @@ def test_named_files_exist(page: Path) -> None:
 @each_page
 def test_named_tests_exist(page: Path) -> None:
     """As `tests/…/test_x.py::test_y`; docs/reliability.md leaves out `tests/faults`. `…` stands for the rest of a name."""
-    for file, name in re.findall(r"([\w/]*test_\w+\.py)::(\w+…?)", "\n".join(code_of(page)).replace("`…::", "`")):
+    for file, name in re.findall(r"([\w/]*test_\w+\.py)::(\w+…?)", "\n".join(code_of(page))):
         source = ROOT / (file if "/" in file else f"tests/faults/{file}")
         pattern = rf"^def {name.removesuffix('…')}" + ("" if name.endswith("…") else r"\b")
         assert re.search(pattern, source.read_text(encoding="utf-8"), re.MULTILINE), f"{file}::{name}"
@@ -107,6 +107,18 @@ def test_commands_and_their_options_exist(page: Path, options_by_command: dict[t
             assert command in options_by_command, code
             options = {word for word in words if re.fullmatch(r"--?[a-z][\w-]*", word)}
             assert options <= options_by_command[command], code
+
+
+def test_the_readme_lists_every_command(options_by_command: dict[tuple[str, ...], set[str]]) -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8").replace("\\|", "|")
+    listed = {
+        (command, *([name] if name else []))
+        for command, names in re.findall(r"^\| `oncurve (\w+)(?: ([a-z][\w|-]*))?", text, re.MULTILINE)
+        for name in (names.split("|") if names else [""])
+    }
+    groups = {command[0] for command in options_by_command if len(command) > 1}
+    expected = {command for command in options_by_command if len(command) > 1 or command[0] not in groups}
+    assert expected - listed == {("version",)}, "`oncurve --version` prints it too"
 
 
 @each_page
