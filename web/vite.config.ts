@@ -20,6 +20,8 @@ function fewerFonts(): Plugin {
 
 // Everything is a separate file: the page's Content-Security-Policy allows no inline code, inline style or data: fonts.
 export default defineConfig({
+  // Relative addresses: the same files can be published as a static site in any folder.
+  base: "./",
   plugins: [fewerFonts(), svelte()],
   build: {
     outDir: "../oncurve/studio/static",

@@ -178,6 +178,27 @@ def test_a_failed_run_says_why(tmp_path: Path, browser: Browser) -> None:
         expect(watched.page.get_by_label("Why old failed")).to_contain_text("not recorded")
 
 
+def test_a_run_at_a_glance(tmp_path: Path, browser: Browser) -> None:
+    """Name, status, the best of its evaluations (not the last), and commands to copy."""
+    run = make_run(tmp_path, "run", steps=3)
+    with RunWriter.open(run.path) as store:
+        for step, accuracy in ((1, 0.25), (2, 0.75)):
+            store.record_eval(eval_report(step, accuracy))
+    run.set_status("interrupted")
+    with served(tmp_path) as here, a_page(browser, f"{here.address}/#/runs?run=run") as watched:
+        page = watched.page
+        page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+        header = page.get_by_role("region", name="Run run")
+        expect(header).to_contain_text("interrupted")
+        expect(header).to_contain_text("best held-out 75.0 % of 2 at grpo 2")
+        header.get_by_role("button", name="resume").click()
+        assert page.evaluate("navigator.clipboard.readText()") == f"oncurve train --resume {tmp_path}/run"
+        page.goto(f"{here.address}/#/groups/run/at/grpo/2/1")
+        expect(page.locator("[data-where]")).to_have_text("grpo 2, group 1")
+        page.get_by_role("button", name="Copy command").click()
+        assert page.evaluate("navigator.clipboard.readText()") == "oncurve show run --stage grpo --step 2 --group 1"
+
+
 def test_the_audit_finds_constant_and_failing_rewards(tmp_path: Path, browser: Browser) -> None:
     run = make_run(tmp_path, "run", steps=0, finished=False)
     with RunWriter.open(run.path) as store:

@@ -7,8 +7,9 @@ export type Block =
   | { kind: "heading" | "code" | "formula" | "demo" | "file"; text: string }
   | { kind: "paragraph"; inline: Inline[] }
   | { kind: "list"; ordered: boolean; items: Inline[][] }
+  | { kind: "fold"; title: Inline[]; answer: Inline[] }
   | { kind: "table"; head: Inline[][]; rows: Inline[][][] };
-export type Layer = "intuition" | "mathematics" | "implementation" | "all";
+export type Layer = "figure" | "intuition" | "mathematics" | "implementation" | "all";
 export interface Section { title: string; layers: { layer: Layer; blocks: Block[] }[] }
 
 const INLINE = /\$([^$]+)\$|`([^`]+)`|\*\*(.+?)\*\*|(?<![\\*\w])\*([^*]+)\*|\[([^\]]+)\]\(([^)]+)\)/g;
@@ -41,7 +42,7 @@ export function read(source: string): Section {
   let blocks: Block[] = [];
   for (let at = 0; at < lines.length; ) {
     const line = lines[at] ?? "";
-    const layer = /^@(intuition|mathematics|implementation|all)$/.exec(line)?.[1] as Layer | undefined;
+    const layer = /^@(figure|intuition|mathematics|implementation|all)$/.exec(line)?.[1] as Layer | undefined;
     const taken = (test: (text: string) => boolean): string[] => {
       const start = at;
       while (at < lines.length && test(lines[at] ?? "")) at++;
@@ -71,11 +72,18 @@ export function read(source: string): Section {
       const ordered = !line.startsWith("-");
       const items = taken((text) => /^(- |\d+\. |  )/.test(text)).join("\n").split(/\n(?=- |\d+\. )/);
       blocks.push({ kind: "list", ordered, items: items.map((item) => inline(item.replace(/^(- |\d+\. )/, "").replace(/\n\s*/g, " "))) });
+    } else if (line.startsWith("? ")) {
+      at++;
+      blocks.push({ kind: "fold", title: inline(line.slice(2)), answer: inline(taken((text) => text.startsWith("> ")).map((text) => text.slice(2)).join(" ")) });
     } else if (line.trim() === "") {
       at++;
     } else {
-      blocks.push({ kind: "paragraph", inline: inline(taken((text) => text.trim() !== "" && !/^(@|\$\$|\||```|## |- )/.test(text)).join(" ")) });
+      blocks.push({ kind: "paragraph", inline: inline(taken((text) => text.trim() !== "" && !/^(@|\$\$|\||```|## |- |\? )/.test(text)).join(" ")) });
     }
   }
   return section;
 }
+
+/** The symbols that a section's formulas mark with \htmlData{symbol=…}: they light up together with the figure. */
+export const symbolsOf = (section: Section): string[] =>
+  [...new Set(section.layers.flatMap(({ blocks }) => blocks.flatMap((block) => (block.kind === "formula" ? [...block.text.matchAll(/\\htmlData\{symbol=([^}]+)\}/g)].map((match) => match[1] ?? "") : []))))];

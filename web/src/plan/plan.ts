@@ -14,7 +14,6 @@ export interface Report {
   parts: string[]; plan: PlanResult; side_by_side: PlanResult[]; growth: ScalingRow[];
 }
 export interface PlanOptions { models: { name: string; parameters: number }[]; gpus: { name: string; memory: number }[]; algorithms: string[]; lora_rank: number }
-export interface PlanComparison { gpu: string; gpus: number; parameters: number; ppo: PlanResult; grpo: PlanResult }
 
 export const GIB = 2 ** 30;
 export const gib = (bytes: number): string => {
@@ -27,7 +26,7 @@ export const seconds = (value: number): string =>
 /** One colour per part or phase, the same in every chart: cool colours for the policy, warm ones for the other models. */
 const COLOURS: Record<string, string> = {
   weights: "#2f6f9f", adapter: "#5aa0cc", "master weights": "#4f86ad", moments: "#7fabc9", gradients: "#a3c4da", activations: "#2b8f86", "lm head": "#63b5ad",
-  "kv pool": "#7f9a3c", sampling: "#a9bd6c", reference: "#b58a2e", "reward model": "#cf6f9a", critic: "#c9602c", "cuda context": "#8b8f96",
+  "kv pool": "#7f9a3c", "kv cache": "#7f9a3c", sampling: "#a9bd6c", reference: "#b58a2e", "reward model": "#cf6f9a", critic: "#c9602c", "cuda context": "#8b8f96",
   sample: "#7f9a3c", score: "#cf6f9a", update: "#2b8f86", "critic update": "#c9602c", values: "#dd9165", optimiser: "#7fabc9", "between GPUs": "#5f7fb8", rest: "#b9bcc2",
 };
 export const colourOf = (name: string): string => COLOURS[name] ?? "#8b8f96";

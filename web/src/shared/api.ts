@@ -83,6 +83,9 @@ export class ApiError extends Error {
   }
 }
 
+/** Whether only Learn is published, as a static site without a server. */
+export const learnOnly = document.querySelector('meta[name="learn-only"]') !== null;
+
 type Values = Record<string, string | number | boolean | null | undefined | string[]>;
 
 export function address(path: string, values: Values = {}): string {
