@@ -26,6 +26,7 @@ from oncurve.rewards.python_function import FunctionReward
 from oncurve.runs.atomic_files import disk_errors, replace_file
 from oncurve.runs.database.writer import RunWriter
 from oncurve.runs.folder import RunFolder
+from oncurve.runs.secrets import redact
 from oncurve.trust import CODE_KEYS
 
 RECORD, SOURCES = "inputs.json", "sources"
@@ -56,7 +57,8 @@ def record_inputs(run: RunFolder, recipe: Recipe, rewards: RewardMix | None = No
             source = f"{SOURCES}/{_file_name(key)}"
             with disk_errors(run.path):
                 (run.path / SOURCES).mkdir(exist_ok=True)
-            replace_file(run.path / source, content.encode() if isinstance(content, str) else content.read_bytes())
+            code = content if isinstance(content, str) else content.read_text("utf-8", "replace")
+            replace_file(run.path / source, redact(code).encode())
         found.append(asdict(RunInput(key, origin, _digest(content), source)))
     if found:
         replace_file(run.path / RECORD, json.dumps(found, indent=2).encode() + b"\n")

@@ -78,7 +78,7 @@ class GraphDecoder:
         own = pages_for(limit)
         rep = self.shape.heads // self.shape.key_heads
         members = min(requests[0].samples, max(1, TILE_ROWS // rep))
-        every = self.settings.check_every
+        every = min(self.settings.check_every, limit)
         needed = BufferSizes(slots, members, bucket(max(1, pages_for(longest))), bucket(own), every, limit if forces else 0)
         kind = (slots, members, every, forces)
         buffers = self.buffers_by_kind.get(kind)

@@ -270,7 +270,7 @@ class CudaRunner:
     # Rounds.
 
     def round_tokens(self, live: int) -> int:
-        return self.decoder.settings.check_every
+        return self.buffers.sizes.ring
 
     def decode(self, live: abc.Sequence[int], tokens: int) -> RoundResult:
         self._upload_state()

@@ -109,11 +109,12 @@ class NativeEngine:
             return CudaRunner.build(self.graph_decoder, requests, slots)
         R = slots_per_block(group_size)
         cache = KVCache(max(1, slots // R), R, sampling.max_new_tokens)
+        check_every = min(self.settings.check_every, sampling.max_new_tokens)
         if self.policy.general_reason is not None:
-            return GeneralRunner(self.policy, cache, sampling, self.settings.check_every, forces=forces)
+            return GeneralRunner(self.policy, cache, sampling, check_every, forces=forces)
         if not forces and can_decode(self.policy, sampling):
-            return CRunner(self.policy, cache, sampling, self.settings.check_every)
-        return TorchRunner(self.policy, cache, sampling, self.settings.check_every, forces=forces)
+            return CRunner(self.policy, cache, sampling, check_every)
+        return TorchRunner(self.policy, cache, sampling, check_every, forces=forces)
 
 
 def split_by_environment(prompts: Sequence[Prompt]) -> list[list[int]]:

@@ -7,14 +7,17 @@ weights in pickles, and settings that make loading read files outside of the fol
 from __future__ import annotations
 
 import json
+import math
 import socket
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
+import torch
 from huggingface_hub import constants, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from oncurve.errors import ModelError
 
@@ -46,6 +49,7 @@ def _is_cached(source: str) -> bool:
 
 
 SETTINGS = ("tokenizer_config.json", "config.json", "generation_config.json")
+SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 
@@ -82,9 +86,62 @@ def _read_settings(path: Path) -> dict[str, Any]:
     """A settings file; empty if it can't be read, which loading reports."""
     try:
         settings = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return settings if isinstance(settings, dict) else {}
+
+
+def check_settings(source: str, settings: PreTrainedConfig) -> None:
+    """Refuse settings with which a model loads and then computes nothing, or can't be trained."""
+    quantisation = getattr(settings, "quantization_config", None)
+    method = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
+    if isinstance(quantisation, dict) and (str(method).startswith("bitsandbytes") or "load_in_4bit" in quantisation):
+        raise ModelError(
+            source,
+            "weights that are quantised already (bitsandbytes)",
+            because="Oncurve trains full weights, or quantises them itself",
+            fix="use the model that they were made from; model.quantise with model.lora quantises it when it is loaded",
+        )
+    values: list[tuple[str, Any]] = list(settings.to_dict().items())
+    while values:
+        key, value = values.pop()
+        if isinstance(value, dict):
+            values += [(f"{key}.{name}", inside) for name, inside in value.items()]
+        name = key.rpartition(".")[2]
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        is_wrong_eps = is_number and name.endswith(("_eps", "_epsilon")) and not 0 <= value < 1
+        is_wrong_size = name in SIZES and value is not None and not (isinstance(value, int) and value >= 1)
+        if is_wrong_size or is_wrong_eps or (is_number and math.isnan(value)):
+            raise ModelError(
+                f"{source}: {key}",
+                value,
+                because="it must be 1 or more" if is_wrong_size else "with it the model computes no finite numbers",
+                fix="correct it in config.json: the model's original repository has the right value",
+            )
+
+
+def check_end_tokens(source: str, model: PreTrainedModel) -> None:
+    ends = getattr(model.generation_config, "eos_token_id", None)
+    for token in ends if isinstance(ends, list | tuple) else [ends]:
+        if token is not None and type(token) is not int:
+            raise ModelError(
+                f"{source}: eos_token_id", repr(token), because="an end token is the number of a token",
+                fix="correct it in generation_config.json",
+            )  # fmt: skip
+
+
+def check_finite(source: str, model: PreTrainedModel) -> None:
+    """Refuse weights with NaN or infinity: every log-prob would be NaN."""
+    for name, p in model.named_parameters():
+        if p.is_floating_point() and p.numel() and not p.is_meta:
+            low, high = torch.aminmax(p.detach())
+            if not (math.isfinite(low) and math.isfinite(high)):
+                raise ModelError(
+                    source,
+                    f"its weight {name} has values that are not finite",
+                    because="every log-prob of the model would be NaN",
+                    fix="download the files again, or use an earlier checkpoint if you trained it",
+                )
 
 
 def _is_outside(name: str) -> bool:

@@ -12,7 +12,6 @@ import importlib.util
 import json
 import os
 import shutil
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +128,9 @@ def _load(file: Path, dtype: torch.dtype) -> tuple[Any, Any]:
         model = AutoModelForCausalLM.from_pretrained(
             file.parent, dtype=dtype, quantization_config=dequantise, trust_remote_code=False, **name
         )
-    except (ValueError, KeyError, OSError, IndexError, struct.error, NotImplementedError) as error:
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a damaged file can raise any kind of error
         architecture, supported = read_gguf_metadata(file).get("general.architecture"), supported_architectures()
         raise ModelError(
             str(file),

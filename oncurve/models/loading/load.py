@@ -96,6 +96,7 @@ def load_base(config: Model) -> tuple[Any, Any]:
             )  # fmt: skip
         if not trust:
             _check_is_causal(config.source, settings)
+        checks.check_settings(config.source, settings)
         tokenizer = AutoTokenizer.from_pretrained(config.source, trust_remote_code=trust)
         model = AutoModelForCausalLM.from_pretrained(
             config.source,
@@ -113,6 +114,8 @@ def load_base(config: Model) -> tuple[Any, Any]:
             because=f"{str(error).strip().partition(chr(10))[0]} ({type(error).__name__})",
             fix="use a folder in Hugging Face format, a .gguf file, or a hub id that is cached or reachable",
         ) from error
+    checks.check_finite(config.source, model)
+    checks.check_end_tokens(config.source, model)
     return model, tokenizer
 
 

@@ -132,14 +132,15 @@ def read_config(source: str) -> dict[str, Any]:
 
 
 def _architecture(config: dict[str, Any]) -> str | None:
-    names = config.get("architectures") or [config.get("model_type")]
-    return None if names[0] is None else str(names[0])
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else config.get("model_type")
+    return None if name is None else str(name)
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
     try:
         data = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return data if isinstance(data, dict) else None
 
@@ -149,12 +150,21 @@ def _read_safetensors_header(file: Path) -> tuple[int, str | None]:
     try:
         with file.open("rb") as stream:
             header = json.loads(stream.read(struct.unpack("<Q", stream.read(8))[0]))
-    except (OSError, ValueError, struct.error, MemoryError):
-        return 0, None
-    tensors = [t for name, t in header.items() if name != "__metadata__"]
-    sizes: dict[str, int] = {}
-    for tensor in tensors:
-        sizes[tensor["dtype"]] = sizes.get(tensor["dtype"], 0) + math.prod(tensor["shape"])
+        sizes: dict[str, int] = {}
+        for tensor in [t for name, t in header.items() if name != "__metadata__"]:
+            sizes[tensor["dtype"]] = sizes.get(tensor["dtype"], 0) + int(math.prod(tensor["shape"]))
+    except (
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+        struct.error,
+        MemoryError,
+    ):
+        return 0, None  # a damaged file is listed without its size
     return sum(sizes.values()), max(sizes, key=lambda d: sizes[d]) if sizes else None
 
 

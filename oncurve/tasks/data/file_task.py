@@ -187,7 +187,7 @@ def _listed_rows(data: bytes, path: Path) -> Iterator[tuple[int, Mapping[str, An
     """The rows of a file that is one list, numbered from 1 like lines."""
     try:
         rows = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(
             str(path), "not valid JSON", because=str(error), fix="fix the list, or write one object per line"
         ) from None

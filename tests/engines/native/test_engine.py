@@ -15,7 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oncurve.engines.base import SampleKey, default_slots
+from oncurve.engines.native.c_decoder import CRunner
 from oncurve.engines.native.kv_cache import slots_per_block
+from oncurve.engines.native.torch_runner import TorchRunner
 from oncurve.errors import ModelError
 from oncurve.models.llama import c_build
 from oncurve.models.loading.tiny import build_model as make_tiny
@@ -261,3 +263,25 @@ def test_openmp_threads_do_not_spin_unless_the_user_says_so(own: dict[str, str],
     code = "import oncurve, os, sys; assert 'torch' not in sys.modules; print(os.environ.get('OMP_WAIT_POLICY', ''))"
     done = subprocess.run([sys.executable, "-c", code], env=environment | own, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == expected
+
+
+def test_a_round_is_never_longer_than_a_completion(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `engine.check_every` beyond max_new_tokens, nothing is decoded that no completion can have."""
+    short = Sampling(max_new_tokens=6)
+    expected = engine_for(policy_of("qwen3"), 4).sample(POOL[:2], 2, short, SampleKey(3, 1))
+    rounds: list[int] = []
+    real = TorchRunner.round_tokens
+
+    def recorded(runner: TorchRunner, live: int) -> int:
+        rounds.append(real(runner, live))
+        return rounds[-1]
+
+    for kind in (TorchRunner, CRunner):
+        if "round_tokens" in vars(kind):
+            monkeypatch.setattr(kind, "round_tokens", recorded)
+    groups = engine_for(policy_of("qwen3"), 4, check_every=100_000).sample(POOL[:2], 2, short, SampleKey(3, 1))
+    assert rounds
+    assert max(rounds) <= 6
+    assert [c.token_ids.tolist() for g in groups for c in g.completions] == [
+        c.token_ids.tolist() for g in expected for c in g.completions
+    ]
