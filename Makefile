@@ -9,7 +9,7 @@ VLLM_PIP := $(VLLM)/bin/python -m pip --disable-pip-version-check --quiet --quie
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup train test test-slow test-gpu test-vllm check bench docs web check-web
+.PHONY: help setup train test test-slow test-gpu test-vllm check bench docs web check-web learn-site
 
 help:
 	@echo "make train      train the arithmetic recipe on this machine (three minutes on 2 cores)"
@@ -21,6 +21,7 @@ help:
 	@echo "make bench      time a GRPO step in Oncurve and in TRL on this CPU"
 	@echo "make docs       regenerate the generated pages of docs/"
 	@echo "make web        build the studio's page (needs Node); make check-web checks that the build is current"
+	@echo "make learn-site  copy the Learn page to build/learn as a static site that needs no server"
 	@echo "make setup      install everything for the targets above in .venv"
 
 train: $(VENV)/.run
@@ -52,6 +53,10 @@ docs: $(VENV)/.dev
 
 web: web/node_modules/.installed
 	@cd web && npm run --silent check && npm run --silent build
+
+learn-site:
+	@mkdir -p build && rm -rf build/learn && cp -r oncurve/studio/static build/learn && rm build/learn/source.sha256
+	@sed -i 's|</head>|<meta name="learn-only" content=""></head>|' build/learn/index.html
 
 # Builds the page in a temporary folder and compares: the committed files must equal the build, byte for byte.
 check-web: web/node_modules/.installed

@@ -17,10 +17,8 @@ from io import IOBase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from oncurve.distributed.rendezvous import joined_ranks, with_ranks
-from oncurve.errors import DataError, RecipeError, RewardError, did_you_mean
+from oncurve.errors import DataError, RecipeError, RewardError, RunError, did_you_mean
 from oncurve.recipe.error_messages import read_section
 from oncurve.recipe.load import load_recipe, parse_recipe
 from oncurve.recipe.schema.base import Section
@@ -37,6 +35,7 @@ from oncurve.runs.checkpoints.listing import BestStep, best_of_run
 from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder, Status
 from oncurve.tasks.data.prompt_list import PromptList, Row
+from oncurve.terminal.console import SafeConsole
 from oncurve.terminal.errors import print_error
 from oncurve.terminal.live.display import LiveDisplay
 from oncurve.terminal.live.summary import render_summary
@@ -228,17 +227,19 @@ def train(
         section_keys = {"sinks": sinks, "evaluation": evaluation, **({} if policy is not None else model_keys)}
         given = {key: value for key, value in section_keys.items() if value is not None and key != "source"}
         _refuse_keys({**stage_keys, **given}, "a resumed run keeps its recipe", "leave it out")
+        if not isinstance(resume, Run | str | Path):
+            raise RunError("resume", repr(resume), because="it is a Run, or a run's name or folder", fix='resume="runs/run-1"')
         folder = resume.folder if isinstance(resume, Run) else RunFolder.open(resume, Path(runs_dir))
         resolved = load_recipe(folder.recipe)
     else:
         keys: dict[str, Any] = {"name": name, "seed": seed, "threads": threads, "evaluation": evaluation}
         run_keys = {key: value for key, value in keys.items() if value is not None}
         if sinks is not None:
-            run_keys["sinks"] = [{"type": sink} if isinstance(sink, str) else sink for sink in _as_list(sinks)]
+            run_keys["sinks"] = [{"type": sink} if isinstance(sink, str) else sink for sink in _as_list("sinks", sinks)]
         resolved = _build_recipe(recipe, stage_keys, task, mix, model_keys, run_keys)
     resolved = with_ranks(resolved)
     with joined_ranks(resolved, print_error) as world:
-        listeners = [LiveDisplay(Console(highlight=False))] if world.is_rank_zero and not quiet else []
+        listeners = [LiveDisplay(SafeConsole())] if world.is_rank_zero and not quiet else []
         parts: dict[str, Any] = {
             "task": task, "rewards": mix, "policy": policy, "listeners": listeners, "world": world,
         }  # fmt: skip
@@ -248,7 +249,7 @@ def train(
         else:
             run = start.begin(resolved, runs_dir=Path(runs_dir), out=None if out is None else Path(out), **parts)
     if world.is_rank_zero and not quiet:
-        Console(highlight=False).print(render_summary(run, time.monotonic() - began))
+        SafeConsole().print(render_summary(run, time.monotonic() - began))
     return Run(run)
 
 
@@ -322,8 +323,12 @@ def _lora_keys(lora: bool | Mapping[str, Any] | None) -> Mapping[str, Any] | Non
     return lora
 
 
-def _as_list(value: Any) -> list[Any]:
-    return [value] if isinstance(value, str | Mapping) else list(value)
+def _as_list(name: str, value: Any) -> list[Any]:
+    if isinstance(value, str | Mapping):
+        return [value]
+    if not isinstance(value, Sequence):
+        raise RecipeError(name, repr(value), because="it is a list", fix=f'for example {name}=["tensorboard"]')
+    return list(value)
 
 
 def _refuse_keys(keys: dict[str, Any], because: str, fix: str) -> None:

@@ -3,16 +3,19 @@
 Every part of Oncurve that knows objectives by name reads this table: the formulas (`oncurve.algos.objectives`), the recipe
 schema, its defaults and checks, `oncurve recipe explain`, `oncurve compare`, the translation of TRL configs, and the
 documentation. A new objective is one name and one row here; a new ratio, surrogate or reduction also needs its formula in
-`oncurve.algos`.
+`oncurve.algos`. An installed package adds an objective as a plug-in: an `ObjectiveSpec`, with formulas of its own if it needs
+any.
 
 This module imports neither torch nor pydantic.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+from oncurve.plugins import Registry, check_instance
 
 RatioName = Literal["token_ratio", "sequence_product_ratio", "sequence_mean_ratio", "sequence_token_ratio"]
 """Functions of `oncurve.algos.ratios`."""
@@ -54,17 +57,19 @@ DEFAULT_KL_ESTIMATOR: Mapping[KlPlace, KlEstimator] = {"loss": "k3", "reward": "
 class ObjectiveSpec:
     """One objective.
 
-    ``clip`` is (low, high), None if the surrogate clips nothing. ``baseline``, ``scale`` and ``kl_place`` are the paper's own
-    choices, used if the recipe sets none; with ``fixed_advantage`` the recipe may not set others. ``trl`` is TRL's
+    ``ratio``, ``surrogate`` and ``reduction`` name a formula; in a plug-in they may be one: a function like those of
+    `oncurve.algos.ratios` and `oncurve.algos.reductions`, an object like those of `oncurve.algos.surrogates`. ``clip`` is (low,
+    high), None if the surrogate clips nothing. ``baseline``, ``scale`` and ``kl_place`` are the paper's own choices, used if
+    the recipe sets none; with ``fixed_advantage`` the recipe may not set others. ``trl`` is TRL's
     (loss_type, importance_sampling_level) for the same loss, None if TRL has none.
 
     Example: ``OBJECTIVE_SPECS["dapo"].clip == (0.2, 0.28)``
     """
 
-    ratio: RatioName
-    surrogate: SurrogateName
+    ratio: RatioName | Callable[..., Any]
+    surrogate: SurrogateName | Any
     clip: tuple[float, float] | None
-    reduction: ReductionName
+    reduction: ReductionName | Callable[..., Any]
     sentence: str
     paper: str
     baseline: Baseline = "mean"
@@ -83,7 +88,7 @@ class ObjectiveSpec:
         return self.reduction == "mean_over_length_budget"
 
 
-OBJECTIVE_SPECS: Mapping[ObjectiveName, ObjectiveSpec] = {
+BUILT_IN_OBJECTIVES: Mapping[ObjectiveName, ObjectiveSpec] = {
     "grpo": ObjectiveSpec(
         "token_ratio",
         "clipped",
@@ -204,12 +209,18 @@ OBJECTIVE_SPECS: Mapping[ObjectiveName, ObjectiveSpec] = {
 }
 
 
+OBJECTIVE_SPECS: Registry[ObjectiveSpec] = Registry(
+    "objective", {str(name): spec for name, spec in BUILT_IN_OBJECTIVES.items()}, check_instance(ObjectiveSpec)
+)
+"""Every objective by name: those above, and the plug-ins of installed packages."""
+
+
 def defaults_in_words(trait: Literal["baseline", "scale", "kl_place"]) -> str:
     """A trait of all objectives in one phrase: `none for dr_grpo, rloo, reinforce; whiten for reinforce_pp; group for the
     others`."""
-    usual: str = getattr(OBJECTIVE_SPECS["grpo"], trait)
+    usual: str = getattr(BUILT_IN_OBJECTIVES["grpo"], trait)
     names: dict[str, list[str]] = {}
-    for name, spec in OBJECTIVE_SPECS.items():
+    for name, spec in BUILT_IN_OBJECTIVES.items():
         names.setdefault(getattr(spec, trait), []).append(name)
     parts = [f"{value} for {', '.join(group)}" for value, group in names.items() if value != usual]
     return "; ".join([*parts, f"{usual} for the others"])

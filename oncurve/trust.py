@@ -31,7 +31,7 @@ LOADING_PARTS: tuple[Part, ...] = ("model", "task")
 GRADING_PARTS: tuple[Part, ...] = ("model", "task", "rewards")
 """Parts that evaluating a run's model uses."""
 
-PLUGIN_KINDS: Mapping[Part, str] = {"task": "tasks", "rewards": "rewards", "sinks": "sinks"}
+PLUGIN_KINDS: Mapping[Part, str] = {"task": "tasks", "rewards": "rewards", "sinks": "sinks", "stages": "stages"}
 """Parts whose `type` may name a plug-in, and the kind of plug-in."""
 CODE_KEYS = frozenset({"function", "splitter", "environment"})
 """Keys that name a function or class to import: `file.py:name` or `module:name`."""
@@ -156,6 +156,9 @@ def _capabilities_in(table: Mapping[str, Any], name: str, where: str, part: Part
     kind = str(table.get("type"))
     for plugin in declared_plugins(f"oncurve.{PLUGIN_KINDS[part]}").get(kind, ()) if part in PLUGIN_KINDS else ():
         yield Capability(part, f"{where}.type", f"runs Python of the installed package {package_name(plugin)}: {plugin.value}")
+    for plugin in declared_plugins("oncurve.objectives").get(str(table.get("objective")), ()):
+        what = f"runs Python of the installed package {package_name(plugin)}: {plugin.value}"
+        yield Capability(part, f"{where}.objective", what)
     for key in sorted(CODE_KEYS & table.keys()):
         if isinstance(table[key], str) and table[key] not in BUILT_IN:
             yield Capability(part, f"{where}.{key}", f"runs Python: {table[key]}")

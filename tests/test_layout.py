@@ -10,8 +10,9 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "oncurve"
 LAYERS = [
-    {"records", "errors", "rng", "tensor_range", "objective_specs", "model_families"},
+    {"records", "errors", "rng", "tensor_range", "model_families"},
     {"plugins", "workers", "local_http"},
+    {"objective_specs"},
     {"recipe"},
     {"algos", "tasks", "plan", "kernels"},
     {"models", "runs", "distributed"},

@@ -18,7 +18,7 @@ from oncurve.algos.reductions import REDUCTIONS
 from oncurve.algos.surrogates import Cispo, Clipped
 from oncurve.errors import RecipeError
 from oncurve.objective_specs import (
-    OBJECTIVE_SPECS,
+    BUILT_IN_OBJECTIVES,
     KlEstimator,
     ObjectiveName,
     RatioName,
@@ -38,19 +38,19 @@ NAMES: tuple[ObjectiveName, ...] = get_args(ObjectiveName)
 
 
 def test_the_table_has_a_row_for_every_name() -> None:
-    assert tuple(OBJECTIVE_SPECS) == NAMES
+    assert tuple(BUILT_IN_OBJECTIVES) == NAMES
 
 
 def test_every_part_that_is_named_has_a_formula_and_is_used() -> None:
-    assert set(RATIOS) == set(get_args(RatioName)) == {spec.ratio for spec in OBJECTIVE_SPECS.values()}
-    assert set(REDUCTIONS) == set(get_args(ReductionName)) == {spec.reduction for spec in OBJECTIVE_SPECS.values()}
-    assert set(get_args(SurrogateName)) == {spec.surrogate for spec in OBJECTIVE_SPECS.values()}
+    assert set(RATIOS) == set(get_args(RatioName)) == {spec.ratio for spec in BUILT_IN_OBJECTIVES.values()}
+    assert set(REDUCTIONS) == set(get_args(ReductionName)) == {spec.reduction for spec in BUILT_IN_OBJECTIVES.values()}
+    assert set(get_args(SurrogateName)) == {spec.surrogate for spec in BUILT_IN_OBJECTIVES.values()}
     assert set(KL_ESTIMATORS) == set(get_args(KlEstimator))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_formulas(name: ObjectiveName) -> None:
-    spec, objective = OBJECTIVE_SPECS[name], OBJECTIVES[name]
+    spec, objective = BUILT_IN_OBJECTIVES[name], OBJECTIVES[name]
     assert (objective.ratio.__name__, objective.reduction.__name__) == (spec.ratio, spec.reduction)
     assert type(objective.surrogate).__name__.lower() == spec.surrogate.replace("_", "")
     surrogate = objective.surrogate
@@ -59,7 +59,7 @@ def test_formulas(name: ObjectiveName) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_defaults_and_checks_of_a_recipe(name: ObjectiveName) -> None:
-    spec, stage = OBJECTIVE_SPECS[name], Grpo(objective=name)
+    spec, stage = BUILT_IN_OBJECTIVES[name], Grpo(objective=name)
     assert advantage_settings(stage) == (spec.baseline, spec.scale)
     assert kl_settings(stage)[0] == spec.kl_place
     for change, is_allowed in [
@@ -81,8 +81,8 @@ def test_the_defaults_of_all_objectives_in_words() -> None:
     assert defaults_in_words("scale") == "none for dr_grpo, rloo, reinforce; whiten for reinforce_pp; group for the others"
     docs = {key.key: key.doc for key in recipe_keys()}
     for trait, key in DEFAULT_KEYS.items():
-        for name, spec in OBJECTIVE_SPECS.items():
-            differs = getattr(spec, trait) != getattr(OBJECTIVE_SPECS["grpo"], trait)
+        for name, spec in BUILT_IN_OBJECTIVES.items():
+            differs = getattr(spec, trait) != getattr(BUILT_IN_OBJECTIVES["grpo"], trait)
             assert bool(re.search(rf"\b{name}\b", docs[key].rpartition("which is")[2])) == differs
 
 
@@ -97,7 +97,7 @@ def test_explain_and_the_documentation_show_every_row() -> None:
         console.print(explain("grpo.objective"))
     make_pages = runpy.run_path(str(Path(__file__).parents[1] / "docs" / "make_pages.py"))
     shown, written = capture.get().splitlines(), make_pages["objectives_table"]().splitlines()
-    for name, spec in OBJECTIVE_SPECS.items():
+    for name, spec in BUILT_IN_OBJECTIVES.items():
         for lines, cell in [(shown, name), (written, f"| `{name}`")]:
             (line,) = (line for line in lines if line.startswith(f"{cell} "))
             assert all(text in line for text in (spec.sentence, spec.paper, spec.baseline, spec.scale, spec.kl_place))
@@ -107,8 +107,8 @@ def test_algorithms_that_can_be_compared() -> None:
     assert set(NAMES) <= set(ALGORITHMS)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if OBJECTIVE_SPECS[name].trl])
+@pytest.mark.parametrize("name", [name for name in NAMES if BUILT_IN_OBJECTIVES[name].trl])
 def test_trls_name_leads_to_the_objective(name: ObjectiveName) -> None:
-    loss, level = OBJECTIVE_SPECS[name].trl or ("", "")
+    loss, level = BUILT_IN_OBJECTIVES[name].trl or ("", "")
     assert TRL_OBJECTIVES[loss, level] == name
     assert TrlConfig({"loss_type": loss, "importance_sampling_level": level}).objective == name

@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from oncurve.cli.app import main
 from oncurve.errors import PluginError, RecipeError
 from oncurve.plugins import Registry, check_instance
-from oncurve.recipe.load import parse_recipe
+from oncurve.recipe.defaults import advantage_settings
+from oncurve.recipe.load import dump_recipe, load_recipe, parse_recipe
+from oncurve.recipe.schema.recipe import Recipe
 from oncurve.recipe.schema.sections import Reward, Task
+from oncurve.recipe.schema.stages import Grpo
+from oncurve.recipe.variants import with_algorithm
 from oncurve.records import Prompt, StepReport
 from oncurve.rewards.registry import REWARDS, build_reward, can_define_accuracy
 from oncurve.rng import philox_generator
+from oncurve.runs.folder import RunFolder
 from oncurve.tasks.environments import ENVIRONMENTS, load_environment
 from oncurve.tasks.registry import TASKS, build_task
 from oncurve.training.sinks import build_sinks
+from oncurve.training.stages.grpo import grpo_learner_settings
+from oncurve.training.start import begin, resume
+from oncurve.training.trainer import TimeUp
 from oncurve.trust import capabilities_of
 from tests.rewards.builders import group
+from tests.training.builders import digits, loop_for
+from tests.training.builders import recipe as small_recipe
+from tests.training.test_trainer import fingerprint
 
 Install = Callable[..., None]
 
@@ -92,6 +107,82 @@ class MemorySink(SinkListener):
     def close(self, status):
         pass
 """
+
+
+OBJECTIVE = """
+from dataclasses import dataclass
+from oncurve.algos.surrogates import SurrogateTokens
+from oncurve.objective_specs import ObjectiveSpec
+
+@dataclass(frozen=True)
+class Squared:
+    low: float = 0.2
+    high: float = 0.2
+
+    def __call__(self, ratio_M, advantage_M, logp_M):
+        never_M = advantage_M != advantage_M
+        return SurrogateTokens(ratio_M * advantage_M - (ratio_M - 1) ** 2, never_M, never_M)
+
+    def with_range(self, low, high, dual):
+        return Squared(low, high)
+
+def longest(rows, totals):
+    return 1.0 / totals.length_budget
+
+SQUARED = ObjectiveSpec("token_ratio", Squared(), (0.2, 0.2), longest, "a penalty instead of a clip", "ours", scale="none")
+"""
+
+
+STAGE = '''
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field, PositiveInt, model_validator
+
+from oncurve.recipe.schema.base import conflict
+from oncurve.recipe.schema.stages import StageBase
+from oncurve.records import StepReport
+from oncurve.training.stages.table import StageType
+
+
+class Shrink(StageBase):
+    """Multiplies every trained weight by a factor."""
+
+    type: Literal["shrink"] = "shrink"
+    """The stage's type."""
+    steps: PositiveInt = 1
+    """Number of multiplications."""
+    factor: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
+    """The factor of each step."""
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.factor == 1.0:
+            raise conflict("factor", 1.0, because="nothing would change", fix="use less than 1")
+        return self
+
+
+class ShrinkLoop:
+    is_over = False
+
+    def __init__(self, stage, policy):
+        self.stage, self.policy = stage, policy
+
+    @torch.no_grad()
+    def step(self, n):
+        for weight in self.policy.trainable.values():
+            weight.mul_(self.stage.factor)
+        return StepReport(self.stage.label, n, {}, {"update": 0.1})
+
+    def state(self):
+        return {}
+
+    def load_state(self, tensors):
+        pass
+
+
+SHRINK = StageType(lambda stage, context: ShrinkLoop(stage, context.policy), section=Shrink)
+'''
 
 
 @pytest.fixture
@@ -165,6 +256,128 @@ def test_a_sink_of_an_installed_package(install: Install) -> None:
     listener.on_run_start(recipe, Path("runs/s"), 1000, None)
     listener.on_step(StepReport("sft", 2, {"loss": 0.5}, {}))
     assert listener.values == {12: {"sft/loss": 0.5}}  # type: ignore[attr-defined]
+
+
+def objective_recipe(**stage: Any) -> Recipe:
+    stages = [{"type": "grpo", "objective": "squared", **stage}]
+    return parse_recipe({"name": "s", "task": {"type": "arithmetic"}, "rewards": [{"type": "answer"}], "stages": stages})
+
+
+def test_an_objective_of_an_installed_package(install: Install) -> None:
+    """With a surrogate and a reduction of its own. Its traits are the defaults of the stage, and a clip range reaches it."""
+    install("squares", OBJECTIVE, objectives="squared = squares:SQUARED")
+    recipe = objective_recipe(clip={"low": 0.1, "high": 0.3}, length_budget=None)
+    (stage,) = recipe.stages
+    assert isinstance(stage, Grpo)
+    assert advantage_settings(stage) == ("mean", "none")
+    settings = grpo_learner_settings(stage)
+    assert (settings.objective.surrogate.low, settings.objective.surrogate.high) == (0.1, 0.3)  # type: ignore[attr-defined]
+    assert settings.objective.reduction.__name__ == "longest"
+    assert parse_recipe(tomllib.loads(dump_recipe(recipe))) == recipe, "a run's recipe.toml can be read again"
+    assert with_algorithm(objective_recipe(), "squared").stages[-1].label == "squared"
+    assert isinstance(with_algorithm(recipe, "rloo").stages[-1], Grpo)
+    assert {str(c) for c in capabilities_of(recipe)} == {
+        "stages.grpo.objective runs Python of the installed package squares 1.0: squares:SQUARED"
+    }
+
+
+def test_a_step_with_the_objective_of_a_package(install: Install) -> None:
+    """At a ratio of 1 the penalty has no gradient: the loss is the mean over L of A·ρ, as dr_grpo's times the completions."""
+    install("squares", OBJECTIVE, objectives="squared = squares:SQUARED")
+    reports = {}
+    for objective in ("squared", "dr_grpo"):
+        loop = loop_for({"objective": objective, "optimiser": {"learning_rate": 1e-9, "max_grad_norm": 0.0}}, digits)
+        reports[objective] = loop.step(1).metrics
+    completions = 16
+    assert reports["squared"]["grad_norm"] == pytest.approx(completions * reports["dr_grpo"]["grad_norm"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("source", "because"),
+    [
+        ("1 / 0", "importing squares:SQUARED failed: ZeroDivisionError"),
+        ("SQUARED = len", "squares:SQUARED is no objective: it is a builtin_function_or_method, not a ObjectiveSpec"),
+    ],
+)
+def test_an_objective_that_can_t_be_used_is_one_error(source: str, because: str, install: Install) -> None:
+    install("squares", source, objectives="squared = squares:SQUARED")
+    with pytest.raises(PluginError) as caught:
+        objective_recipe()
+    assert because in caught.value.because
+    assert caught.value.where == 'entry point "oncurve.objectives"'
+
+
+def test_a_misspelt_objective_is_one_error(install: Install) -> None:
+    install("squares", OBJECTIVE, objectives="squared = squares:SQUARED")
+    with pytest.raises(RecipeError, match="objective"):
+        objective_recipe(objective="sqared")
+
+
+def with_shrink(*sets: str, **stage: Any) -> Recipe:
+    """The small recipe with a stage of a package between its own two."""
+    whole = small_recipe("sft.steps=1", "grpo.steps=1").model_dump(mode="json", exclude_none=True)
+    sft, grpo = whole["stages"]
+    return parse_recipe(whole | {"stages": [sft, {"type": "shrink", "steps": 3, "factor": 0.5, **stage}, grpo]}, list(sets))
+
+
+def test_a_stage_of_an_installed_package_trains_and_resumes(install: Install, tmp_path: Path) -> None:
+    """Three halvings between two built-in stages: each weight after them is an eighth of what it was before."""
+    install("shrinks", STAGE, stages="shrink = shrinks:SHRINK")
+    recipe = with_shrink("shrink.save_every=1")
+    run = begin(recipe, out=tmp_path / "run")
+    assert load_recipe(run.recipe).stages[1].factor == 0.5  # type: ignore[union-attr]
+    before, after = (load_file(run.checkpoints / name / "model.safetensors") for name in ("sft-000001", "shrink-000003"))
+    assert all(torch.equal(after[name], weight / 8) for name, weight in before.items())
+    with pytest.raises(TimeUp):
+        begin(recipe, out=tmp_path / "stopped", minutes=1e-9)
+    stopped = RunFolder(tmp_path / "stopped")
+    while stopped.state().current_status != "finished":
+        with contextlib.suppress(TimeUp):
+            resume(stopped, minutes=1e-9)
+    assert fingerprint(stopped) == fingerprint(run)
+    assert {str(c) for c in capabilities_of(recipe)} == {
+        "stages.shrink.type runs Python of the installed package shrinks 1.0: shrinks:SHRINK"
+    }
+
+
+def test_the_keys_of_a_package_s_stage_are_checked_and_explained(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
+    install("shrinks", STAGE, stages="shrink = shrinks:SHRINK")
+    assert with_shrink("shrink.factor=0.25").stages[1].factor == 0.25  # type: ignore[union-attr]
+    cases: list[tuple[dict[str, Any], str, str]] = [
+        ({"factor": 2.0}, "shrink.factor", "1 or less"),
+        ({"factors": 0.5}, "shrink.factors", "did you mean 'factor'"),
+        ({"factor": "half"}, "shrink.factor", "number"),
+        ({"factor": 1.0}, "shrink.factor", "nothing would change"),
+        ({"name": "small", "factor": 2.0}, "small.factor", "1 or less"),
+    ]
+    for options, where, text in cases:
+        with pytest.raises(RecipeError) as caught:
+            with_shrink(**options)
+        assert caught.value.where == where
+        assert text in str(caught.value)
+    with pytest.raises(RecipeError, match='type = "shrink"'):
+        with_shrink(type="shrunk")
+    assert main(["recipe", "explain", "shrink.factor"]) == 0
+    assert "The factor of each step." in capsys.readouterr().out
+    assert main(["recipe", "explain", "shrink"]) == 0
+    assert "Multiplies every trained weight by a factor." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("source", "because"),
+    [
+        ("1 / 0", "importing shrinks:SHRINK failed: ZeroDivisionError"),
+        ("SHRINK = len", "shrinks:SHRINK is no stage: it has no `section` that extends StageBase"),
+        (STAGE.replace(", section=Shrink)", ")"), "shrinks:SHRINK is no stage: it has no `section` that extends StageBase"),
+        ("from oncurve.recipe.schema.stages import Sft\nclass SHRINK:\n    section = Sft", "it has no function `build`"),
+    ],
+)
+def test_a_stage_that_can_t_be_used_is_one_error(source: str, because: str, install: Install) -> None:
+    install("shrinks", source, stages="shrink = shrinks:SHRINK")
+    with pytest.raises(PluginError) as caught:
+        with_shrink()
+    assert because in caught.value.because
+    assert caught.value.where == 'entry point "oncurve.stages"'
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from oncurve.algos.packed_rows import PackedRows
 from oncurve.algos.ratios import RATIOS, Ratio
 from oncurve.algos.reductions import REDUCTIONS, LossDenominators, Reduction
 from oncurve.algos.surrogates import Surrogate, build_surrogate
-from oncurve.objective_specs import OBJECTIVE_SPECS, KlEstimator, ObjectiveSpec
+from oncurve.objective_specs import BUILT_IN_OBJECTIVES, KlEstimator, ObjectiveSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,13 @@ def with_clip(objective: Objective, low: float, high: float, dual: float | None 
 
 
 def build_objective(spec: ObjectiveSpec) -> Objective:
-    return Objective(RATIOS[spec.ratio], build_surrogate(spec.surrogate, spec.clip), REDUCTIONS[spec.reduction])
+    """The formulas of an objective's row. A plug-in's row may hold formulas instead of their names."""
+    return Objective(
+        RATIOS[spec.ratio] if isinstance(spec.ratio, str) else spec.ratio,
+        spec.surrogate if callable(spec.surrogate) else build_surrogate(spec.surrogate, spec.clip),
+        REDUCTIONS[spec.reduction] if isinstance(spec.reduction, str) else spec.reduction,
+    )
 
 
-OBJECTIVES: Mapping[str, Objective] = {name: build_objective(spec) for name, spec in OBJECTIVE_SPECS.items()}
+OBJECTIVES: Mapping[str, Objective] = {name: build_objective(spec) for name, spec in BUILT_IN_OBJECTIVES.items()}
+"""The built-in objectives."""

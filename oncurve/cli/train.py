@@ -48,13 +48,13 @@ def train(
     ] = None,
     ray: Annotated[
         str | None,
-        typer.Option("--ray", metavar="auto|HOST:PORT", help="Train on a Ray cluster: a local one (auto), or the one there."),
+        typer.Option(
+            "--ray", metavar="auto|HOST:PORT", help="Train on a Ray cluster: this machine's (auto) or the one at HOST:PORT."
+        ),
     ] = None,
     smoke: Annotated[
         bool,
-        typer.Option(
-            "--smoke", help="Two steps of each stage, each with an evaluation and a checkpoint: does everything work?"
-        ),
+        typer.Option("--smoke", help="Test a recipe: two steps of each stage, each with an evaluation and a checkpoint."),
     ] = False,
     accept_changes: Annotated[
         bool,

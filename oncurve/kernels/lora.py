@@ -69,7 +69,7 @@ class LoraTiles:
 
     @classmethod
     def of(cls, sizes: Sequence[int], adapted: Sequence[bool], rank: int, device: torch.device, *, every: bool) -> LoraTiles:
-        """Tiles of layers side by side, with adapters of one rank or without. ``every``: tiles of those without, too."""
+        """Tiles of fused layers, of which some have an adapter, all of one rank. ``every``: include layers without one."""
         rows, column, u_at, b_at = [], 0, 0, 0
         for size, has in zip(sizes, adapted, strict=True):
             for first in range(0, size, COLUMNS) if has or every else ():

@@ -10,8 +10,13 @@ from the prompt's final state, with gradients through it; the sampler keeps one 
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,6 +27,10 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 CACHE_ARGUMENTS = ("cache_params", "past_key_values")
 """The names under which recurrent layers of transformers receive their cache."""
+
+
+DELTA_RULE = "torch_recurrent_gated_delta_rule"
+"""The function of transformers' modeling modules that computes the gated delta rule token by token."""
 
 
 class LayerState:
@@ -164,9 +173,47 @@ def attach(model: PreTrainedModel, backbone: nn.Module) -> None:
     finally:
         for hook in hooks:
             hook.remove()
+    for name in {type(module).__module__ for module in cache.recurrent}:
+        _let_kernels_step(sys.modules[name])
     kinds = {type(module): type(type(module).__name__, (RecurrentLayer, type(module)), {}) for module in cache.recurrent}
     for module in cache.recurrent:
         module.__class__ = kinds[type(module)]
+
+
+_ACTIVE_S: ContextVar[Tensor | None] = ContextVar("oncurve_active_slots", default=None)
+
+
+@contextmanager
+def stepping_in_place(active_S: Tensor) -> Iterator[None]:
+    """Within this context our kernels may update the states of active slots in place, if they support the layer."""
+    token = _ACTIVE_S.set(active_S)
+    try:
+        yield
+    finally:
+        _ACTIVE_S.reset(token)
+
+
+def _let_kernels_step(modeling: ModuleType) -> None:
+    """Let a modeling module of transformers take our kernel for one token of the gated delta rule, in `stepping_in_place`."""
+    rule = getattr(modeling, DELTA_RULE, None)
+    if rule is None or hasattr(rule, "plain_rule"):
+        return
+
+    @functools.wraps(rule)
+    def step(query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any) -> Any:
+        active_S, state = _ACTIVE_S.get(), options.get("initial_state")
+        if active_S is None or state is None or arguments or query.shape[1] != 1:
+            return rule(query, key, value, *arguments, **options)
+        from oncurve.kernels.delta_rule import can_step, delta_rule_step  # needs Triton
+
+        if not can_step(state):
+            return rule(query, key, value, **options)
+        q, k, v, g, beta = (x[:, 0] for x in (query, key, value, options["g"], options["beta"]))
+        normalises = bool(options.get("use_qk_l2norm_in_kernel"))
+        return delta_rule_step(q, k, v, g, beta, state, active_S, normalises)[:, None], state
+
+    step.plain_rule = rule  # type: ignore[attr-defined]
+    setattr(modeling, DELTA_RULE, step)
 
 
 class _CacheSpy(DynamicCache):  # type: ignore[misc]

@@ -13,7 +13,7 @@ from oncurve.errors import RecipeError, closest, did_you_mean
 from oncurve.recipe.keys import RecipeKey, field_at_location, recipe_keys, short_toml, toml_value
 from oncurve.recipe.schema.base import Section, types_in
 from oncurve.recipe.schema.recipe import Recipe
-from oncurve.recipe.schema.stages import STAGE_CLASSES
+from oncurve.recipe.schema.stages import STAGE_TYPES
 from oncurve.recipe.trl.options import TRL_OPTIONS
 
 Loc = tuple[int | str, ...]
@@ -116,8 +116,8 @@ class FieldError:
         return self._explain_wrong_value()
 
     def _explain_stage_type(self) -> tuple[str, str]:
-        (name,) = closest(str(self.error.get("ctx", {}).get("tag", "")), STAGE_CLASSES) or ["grpo"]
-        return f"a stage's type is one of {', '.join(STAGE_CLASSES)}", f'write type = "{name}" in this [[stages]]'
+        (name,) = closest(str(self.error.get("ctx", {}).get("tag", "")), STAGE_TYPES) or ["grpo"]
+        return f"a stage's type is one of {', '.join(STAGE_TYPES)}", f'write type = "{name}" in this [[stages]]'
 
     def _explain_unknown_key(self) -> tuple[str, str]:
         name = str(self.loc[-1])
@@ -198,7 +198,7 @@ def _suggest_key(name: str, parent: str, loc: Loc, missing: str | None) -> str |
     """The fix for a key that exists elsewhere in the recipe, or in TRL. If it belongs to another stage type and this section
     has a required key ``missing``, that one was probably meant."""
     stage = parent.partition(".")[0]
-    kind = next((part for part in loc[1:] if part in STAGE_CLASSES), None)
+    kind = next((part for part in loc[1:] if part in STAGE_TYPES), None)
     homes = [key.key for key in recipe_keys() if key.name == name]
     in_this_stage = [stage + key.removeprefix(str(kind)) for key in homes if key.startswith(f"{kind}.")]
     if name in homes and parent:

@@ -11,10 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from oncurve.errors import RecipeError, closest
-from oncurve.objective_specs import OBJECTIVE_SPECS
+from oncurve.objective_specs import BUILT_IN_OBJECTIVES
 from oncurve.recipe.keys import RecipeKey, recipe_keys, section_keys
 from oncurve.recipe.schema.base import Section
-from oncurve.recipe.schema.stages import STAGE_CLASSES
+from oncurve.recipe.schema.stages import STAGE_CLASSES, STAGE_TYPES
 
 Extensions = Mapping[str, type[Section]]
 
@@ -25,8 +25,12 @@ def explain(key: str | None = None, extensions: Extensions | None = None) -> Ren
     extensions = extensions or {}
     if key is None:
         return _key_list(recipe_keys(extensions))
-    if key in STAGE_CLASSES:
-        return _section(key, STAGE_CLASSES[key], list(section_keys(STAGE_CLASSES[key], f"{key}.")))
+    kind = key.partition(".")[0]
+    if kind in STAGE_TYPES and kind not in STAGE_CLASSES:
+        extensions = {**extensions, kind: STAGE_TYPES[kind].section}
+    if key in STAGE_TYPES:
+        section = STAGE_TYPES[key].section
+        return _section(key, section, list(section_keys(section, f"{key}.")))
     if key in extensions:
         return _section(key, extensions[key], list(section_keys(extensions[key], f"{set_key(key)}.")))
     entry = find_key(key, extensions)
@@ -99,7 +103,7 @@ def _objectives() -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("objective", "what it is", "baseline", "scale", "KL in"):
         table.add_column(name, overflow="fold")
-    for objective, spec in OBJECTIVE_SPECS.items():
+    for objective, spec in BUILT_IN_OBJECTIVES.items():
         table.add_row(objective, f"{spec.sentence} ({spec.paper})", spec.baseline, spec.scale, spec.kl_place)
     return table
 

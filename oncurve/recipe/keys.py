@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from oncurve.recipe.schema.base import Section, types_in
 from oncurve.recipe.schema.recipe import Recipe
-from oncurve.recipe.schema.stages import STAGE_CLASSES
+from oncurve.recipe.schema.stages import STAGE_CLASSES, STAGE_TYPES, StageBase
 
 TYPE_NAMES = {
     int: "integer",
@@ -192,8 +192,8 @@ def field_at_location(model: type[Section], loc: tuple[int | str, ...]) -> tuple
         if owner is not None:
             field = owner.model_fields[part]
             sections = nested_sections(field.annotation)
-        elif part in STAGE_CLASSES and STAGE_CLASSES[part] in sections:
-            sections = [STAGE_CLASSES[part]]
+        elif part in STAGE_TYPES and any(issubclass(section, StageBase) for section in sections):
+            sections = [STAGE_TYPES[part].section]
         else:
             return None, []
     return field, sections

@@ -1,4 +1,4 @@
-"""TOML text to tables, for text from anyone: nesting that Python's parser can't take is refused. Imports nothing heavy."""
+"""Parses TOML text, also from untrusted files: nesting too deep for Python's parser is refused. Imports nothing heavy."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from oncurve.errors import RecipeError, did_you_mean
-from oncurve.objective_specs import OBJECTIVE_SPECS, ObjectiveName
+from oncurve.objective_specs import BUILT_IN_OBJECTIVES, OBJECTIVE_SPECS
 from oncurve.recipe.load import parse_recipe
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.recipe.schema.sections import Advantage, Optimiser
@@ -37,10 +37,11 @@ def base_stage(recipe: Recipe) -> RolloutStage:
 
 def with_algorithm(recipe: Recipe, algorithm: str, sets: list[str] | None = None) -> Recipe:
     """The recipe with another algorithm in its sampling stage, which is named after it. Later stages are dropped."""
-    if algorithm not in ALGORITHMS:
+    if algorithm not in ALGORITHMS and algorithm not in OBJECTIVE_SPECS:
         raise _unknown_algorithm(algorithm)
     base = base_stage(recipe)
-    stage = ALGORITHMS[algorithm](base)
+    convert = ALGORITHMS.get(algorithm) or _with_objective(algorithm)
+    stage = convert(base)
     before = recipe.stages[: recipe.stages.index(base)]
     stages = (*before, stage.model_copy(update={"name": algorithm}))
     changed = recipe.model_copy(update={"stages": stages})
@@ -70,7 +71,7 @@ def _shared_keys(base: RolloutStage, kind: type[RolloutStage]) -> dict[str, Any]
     return {key: getattr(base, key) for key in kind.model_fields if key in type(base).model_fields and key not in algorithm}
 
 
-def _with_objective(name: ObjectiveName, **changes: Any) -> Callable[[RolloutStage], RolloutStage]:
+def _with_objective(name: str, **changes: Any) -> Callable[[RolloutStage], RolloutStage]:
     def convert(base: RolloutStage) -> RolloutStage:
         if base.algorithm == name and not changes:
             return base
@@ -92,12 +93,12 @@ def _with_type(kind: type[RolloutStage], **changes: Any) -> Callable[[RolloutSta
 
 
 ALGORITHMS: Mapping[str, Callable[[RolloutStage], RolloutStage]] = {
-    **{name: _with_objective(name) for name in OBJECTIVE_SPECS},
+    **{name: _with_objective(name) for name in BUILT_IN_OBJECTIVES},
     "reinforce_baseline": _with_objective("reinforce", advantage=Advantage(baseline="mean")),
     "ppo": _with_type(Ppo),
     "trpo": _with_type(Trpo, optimiser=Optimiser()),
 }
-"""Every algorithm by name: a function from a recipe's sampling stage to the same stage with this algorithm."""
+"""Every built-in algorithm by name: a function from a recipe's sampling stage to the same stage with this algorithm."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from oncurve.recipe.schema.base import Section
-from oncurve.records import Completion, Group, Ints
+from oncurve.records import Completion, Group, Ints, Prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,8 @@ class Reward(Protocol):
         log_lines              lines for the run's log
         set_decoder(decode)    is called with the policy's tokenizer before the first `score`
         set_run_folder(path)   is called with the run's folder before the first `score`
+        missing_columns(prompt)  which columns it needs and the prompt lacks, as a text for people; None if it has them all. A
+                               reward that no prompt has the columns for is refused before training
     """
 
     @property
@@ -78,6 +80,11 @@ class RewardType:
     """The reward runs a function of the user's, whose 1 counts as correct if its weight is above 0."""
     length_limit_option: str | None = None
     """The option that is the stage's `sampling.max_new_tokens` unless the recipe sets it."""
+
+
+def missing_column(prompt: Prompt, *names: str) -> str | None:
+    """The first of these columns that a prompt lacks, for `missing_columns`."""
+    return next((f"'{name}'" for name in names if prompt.columns.get(name) is None), None)
 
 
 def not_applicable(group: Group, reason: str) -> list[Result]:

@@ -8,13 +8,13 @@ on that group only and results keep the order of the groups, so timing changes n
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 
 from oncurve.errors import RewardError
-from oncurve.records import Aspect, Completion, Group, ScoredCompletion, ScoredGroup
+from oncurve.records import Aspect, Completion, Group, Prompt, ScoredCompletion, ScoredGroup
 from oncurve.rewards.base import Reward, Score, result_or_error
 from oncurve.rewards.models.step_spans import Decode
 from oncurve.rewards.reply_cache import ReplyCache, is_nondeterministic
@@ -43,6 +43,22 @@ class RewardMix:
                 "two rewards have this name",
                 because="their aspects could not be told apart",
                 fix="give one a `name`",
+            )
+
+    def check_columns(self, prompts: Iterable[Prompt]) -> None:
+        """Raises RewardError for a reward that can score none of the prompts, because each lacks a column that it needs."""
+        known = list(prompts)
+        names = sorted({str(name) for prompt in known for name in prompt.columns})
+        for reward in self.rewards:
+            missing_columns = getattr(reward, "missing_columns", None)
+            if not known or missing_columns is None or any(missing_columns(prompt) is None for prompt in known):
+                continue
+            raise RewardError(
+                f"rewards.{reward.name}",
+                f"no prompt has the columns that it needs: {missing_columns(known[0])}",
+                because=f"the prompts' columns are: {', '.join(names) or 'none'}",
+                fix="add the column to the data, or name the right one: in the task (task.answer), in the reward (column), or "
+                "as the parameter of your function",
             )
 
     @property

@@ -83,6 +83,22 @@ class FunctionReward:
         values = {**group.prompt.columns, "prompt": group.prompt.written}
         return run_coroutine([result_or_error(self._call, (completion.text,), values) for completion in group.completions])
 
+    def missing_columns(self, prompt: Prompt) -> str | None:
+        if self._per_group:
+            values = {**prompt.columns, **dict.fromkeys((*_GROUP_PARAMETERS, "log_extra", "log_metric"))}
+        else:
+            values = {**prompt.columns, "prompt": None}
+        missing = self._missing(self._named_parameters(0 if self._per_group else 1), {**values, **self.arguments})
+        return f"'{missing[0]}'" if missing else None
+
+    def _named_parameters(self, first: int) -> list[inspect.Parameter]:
+        """The parameters that are passed by name, after the first ones."""
+        parameters = list(self._parameters.values())[first:]
+        return [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+
+    def _missing(self, named: Sequence[inspect.Parameter], available: Mapping[str, Any]) -> list[str]:
+        return [p.name for p in named if p.default is p.empty and p.name not in available]
+
     @cached_property
     def _parameters(self) -> Mapping[str, inspect.Parameter]:
         return inspect.signature(self.function).parameters
@@ -100,9 +116,8 @@ class FunctionReward:
 
     def _call(self, first: tuple[Any, ...], values: Mapping[str, Any]) -> Any:
         available = {**values, **self.arguments}
-        parameters = list(self._parameters.values())
-        named = [p for p in parameters[len(first) :] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        missing = [p.name for p in named if p.default is p.empty and p.name not in available]
+        parameters, named = list(self._parameters.values()), self._named_parameters(len(first))
+        missing = self._missing(named, available)
         if missing:
             raise TypeError(f"the function needs '{missing[0]}', and the prompt's columns are: {', '.join(values) or 'none'}")
         if any(p.kind is p.VAR_KEYWORD for p in parameters):

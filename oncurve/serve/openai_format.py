@@ -73,12 +73,14 @@ def install_error_handlers(app: FastAPI) -> None:
 
 
 def _message_and_key(errors: Any) -> tuple[str, str | None]:
-    """The first validation error. Of a union's branches, the one that matched furthest has the most useful message."""
-    deepest = max(errors, key=lambda error: len(error["loc"]))
+    """The first validation error. Of a union's branches, the one that matched furthest has the most useful message: a list that
+    is too long is not a text, but that is not what is wrong with it."""
+    deepest = max(errors, key=lambda error: (len(error["loc"]), not error["type"].endswith("_type")))
     error = errors[0] if errors[0]["type"] != deepest["type"] and len(errors[0]["loc"]) == 2 else deepest
     if error["type"] == "json_invalid":
         return f"the body is not JSON: {error['ctx']['error']} at character {error['loc'][-1]}", None
-    path = [str(part) for part in error["loc"] if part != "body" and "[" not in str(part)]  # without list[TextPart]
+    # Without the names of a union's branches, such as list[TextPart] and constrained-str.
+    path = [str(part) for part in error["loc"] if part not in ("body", "constrained-str") and "[" not in str(part)]
     key = ".".join(path[:1]) or None
     message = str(error["msg"]).removeprefix("Value error, ")
     if error["type"] == "extra_forbidden":

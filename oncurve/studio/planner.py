@@ -1,29 +1,36 @@
-"""The Plan page: the same plans as `oncurve plan --json`; and PPO next to GRPO for the Learn page."""
+"""The Plan page: the same plans as `oncurve plan --json`; and the numbers of the Learn page's memory demo."""
 
 from __future__ import annotations
 
+import itertools
+import json
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 
 from oncurve.errors import RecipeError
 from oncurve.plan.hardware import GPUS, Gpu, find_gpu
 from oncurve.plan.job import ALGORITHMS, Job
-from oncurve.plan.memory import memory_limit, memory_of
+from oncurve.plan.memory import memory_limit, memory_of, page_bytes
 from oncurve.plan.model_table import MODELS, find_shape
-from oncurve.plan.plan import make_plan, plan_data, report_data, side_by_side
+from oncurve.plan.plan import report_data, side_by_side
 from oncurve.plan.request import PROMPT_TOKENS, default_lora_rank, job_for, job_of_stage, plannable, with_settings
+from oncurve.plan.step_time import seconds_of
 from oncurve.runs.folder import RunFolder
 from oncurve.studio.open_run import find_run, open_reader, recipe_of
 
 planner = APIRouter(prefix="/api/plan")
 Size = Annotated[int, Field(ge=1, le=10_000_000)]
-DEMO_GPU, MAX_GPUS = "B200", 4096
-"""The Learn page's demo uses as many of these as PPO needs, sharded; while sampling, each GPU holds all weights."""
+DEMO_MODELS = {"7B": 8, "13B": 16, "70B": 128}
+"""The sizes of the memory demo, and the number of B200 on which its step times are computed."""
+DEMO_TIME_GPU, DEMO_ROOM_GPU = "B200", "H100-80GB"
+"""The second one answers "the largest model on N GPUs"."""
+DEMO_PROMPTS, DEMO_GROUP, DEMO_IN_FLIGHT = 64, 16, 32
 DEMO_REWARD = "7B"
-"""The size of the demo's reward model. Every GPU holds a complete copy."""
+"""The size of the demo's reward model."""
+DEMO_PARTS = ("weights", "adapter", "master weights", "moments", "gradients", "reference", "reward model", "critic")
 
 
 class PlannerRequest(BaseModel):
@@ -94,37 +101,49 @@ def _job_of_run(run: RunFolder, body: PlannerRequest, gpu: Gpu) -> Job:
     return with_settings(job_of_stage(recipe, stages[-1], gpu, longest or PROMPT_TOKENS), **body.settings)
 
 
-class MemoryRequest(BaseModel):
-    """The settings of the demo."""
+def memory_table() -> dict[str, Any]:
+    """The numbers of the Learn page's memory demo, which needs no server: `python -m oncurve.studio.planner` writes them."""
+    rows = [
+        {"model": model, "lora": lora, "reference": reference, "reward_model": reward_model}
+        | _compare(model, lora=lora, reference=reference, reward_model=reward_model)
+        for model in DEMO_MODELS
+        for lora, reference, reward_model in itertools.product((False, True), repeat=3)
+    ]
+    usable = memory_limit(job_for(find_shape("7B"), GPUS[DEMO_ROOM_GPU]))
+    settings = {"prompts": DEMO_PROMPTS, "group_size": DEMO_GROUP, "in_flight": DEMO_IN_FLIGHT}
+    return {"time_gpu": DEMO_TIME_GPU, "room_gpu": DEMO_ROOM_GPU, "usable": usable, **settings, "rows": rows}
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
-    model: Annotated[str, Field(max_length=60)]
-    group_size: Annotated[int, Field(ge=1, le=64)]
-    lora: bool = False
-    reference: bool = True
-    reward_model: bool = False
-
-
-@planner.get("/compare")
-def compare(settings: Annotated[MemoryRequest, Query()]) -> dict[str, Any]:
-    """PPO and GRPO on the same job, on as many GPUs as PPO needs."""
-    shape = find_shape(settings.model)
+def _compare(model: str, *, lora: bool, reference: bool, reward_model: bool) -> dict[str, Any]:
+    """PPO and GRPO on the same job: bytes of all GPUs together, and the step's time."""
     base = job_for(
-        shape, GPUS[DEMO_GPU],
-        prompts=64, group_size=settings.group_size, prompt_tokens=512, new_tokens=1024, checkpointing=True,
-        beta=0.04 if settings.reference else 0.0, lora_rank=default_lora_rank() if settings.lora else None,
-        reward_model=find_shape(DEMO_REWARD) if settings.reward_model else None,
+        find_shape(model), GPUS[DEMO_TIME_GPU],
+        prompts=DEMO_PROMPTS, group_size=DEMO_GROUP, prompt_tokens=512, new_tokens=1024, checkpointing=True,
+        beta=0.04 if reference else 0.0, lora_rank=default_lora_rank() if lora else None,
+        reward_model=find_shape(DEMO_REWARD) if reward_model else None,
     )  # fmt: skip
-    job = _on_enough_gpus(replace(base, algorithm="ppo"))
-    plans = {name: plan_data(make_plan(replace(job, algorithm=name), default_lora_rank())) for name in ("ppo", "grpo")}
-    return {"gpu": job.gpu.name, "gpus": job.gpus, "parameters": shape.parameters, **plans}
+    ppo = replace(base, algorithm="ppo")
+    gpus = DEMO_MODELS[model]
+    jobs = {"ppo": ppo, "ppo_once": replace(ppo, group_size=1), "grpo": replace(base, algorithm="grpo")}
+    kv_cache = DEMO_PROMPTS * page_bytes(base, base.prompt_tokens) + DEMO_IN_FLIGHT * page_bytes(base, base.new_tokens)
+    return {
+        "parameters": base.shape.parameters,
+        "gpus": gpus,
+        "bytes": {name: _models_of(job) | {"kv cache": round(kv_cache)} for name, job in jobs.items() if name != "ppo_once"},
+        "seconds": {
+            name: {
+                phase: round(value, 2) for phase, value in seconds_of(replace(job, gpus=gpus, sharding="full")).phases.items()
+            }
+            for name, job in jobs.items()
+        },
+    }
 
 
-def _on_enough_gpus(job: Job) -> Job:
-    """The job on the fewest GPUs that hold it, a power of two; sharded if there are several."""
-    gpus = 1
-    while memory_of(job).peak.total > memory_limit(job) and gpus < MAX_GPUS:
-        gpus *= 2
-        job = replace(job, gpus=gpus, sharding="full")
-    return job
+def _models_of(job: Job) -> dict[str, int]:
+    """The models in memory during the update, unsharded: what all GPUs together hold once."""
+    update = next(phase for phase in memory_of(replace(job, gpus=1, sharding="none")).phases if phase.name == "update")
+    return {name: size for name, size in update.parts.items() if name in DEMO_PARTS}
+
+
+if __name__ == "__main__":
+    print(json.dumps(memory_table(), indent=1))

@@ -17,6 +17,8 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 class Task(Protocol):
     """A source of prompts. Rewards decide whether an answer is correct; a prompt's columns hold what they need.
 
+    It may have an attribute ``log_lines``, with lines for the run's log.
+
     Example: ``Arithmetic(config, ArithmeticOptions()).train_prompt(0).text`` is a problem such as ``"347+085="``
     """
 

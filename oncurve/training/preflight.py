@@ -11,6 +11,7 @@ from oncurve.recipe.schema.stages import Stage
 from oncurve.records import Prompt
 from oncurve.rewards.mix import RewardMix
 from oncurve.tasks.base import Task
+from oncurve.tasks.data.prompt_list import PromptList
 from oncurve.training.prompt_checker import PromptChecker
 from oncurve.training.stages.table import STAGES
 
@@ -31,6 +32,8 @@ def check_stage_data(stage: Stage, task: Task, rewards: RewardMix) -> None:
             because="it counts evaluations on the held-out split, and the task has no held-out prompts",
             fix="hold out prompts, or remove it",
         )
+    first = [] if task.train_size == 0 else [task.train_prompt(0)]
+    rewards.check_columns([*first, *(task.train if isinstance(task, PromptList) else ()), *task.heldout])
     STAGES[type(stage)].check_data(stage, task, rewards)
 
 

@@ -36,6 +36,13 @@ class PromptChecker:
         return self.has_new_roles(prompt) | may_be_long
 
     def check_prompt(self, prompt: Prompt, new_tokens: int) -> None:
+        if self.policy.system_prompt and prompt.messages is None:
+            raise ModelError(
+                "model.system_prompt",
+                self.policy.system_prompt,
+                because=f"the prompt {prompt.id} is plain text, which has no system message: this would have no effect",
+                fix="set task.chat = true, give prompts as messages, or remove it",
+            )
         if self.must_encode(prompt, prompt.shown, new_tokens):
             self._check_length(prompt, new_tokens, "max_new_tokens")
 

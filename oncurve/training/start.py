@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -256,10 +257,11 @@ def rewards_for(recipe: Recipe, stage: Stage) -> RewardMix:
 def refuse_secrets(recipe: Recipe) -> None:
     """Raises RecipeError if the recipe holds a secret: the run's folder stores it for everyone who can read the run."""
     for key, value in flatten(recipe).items():
-        if isinstance(value, str) and holds_secret(value):
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+        if holds_secret(text) or holds_secret(key):
             raise RecipeError(
-                key,
-                redact(value),
+                redact(key),
+                redact(text),
                 because="it holds a key or password, and the run's folder stores the recipe unchanged",
                 fix="put it in an environment variable and name the variable (key_env of a judge, os.environ in a function)",
             )

@@ -195,6 +195,8 @@ class Trainer:
         self.world_of(stage).send_command("stage", position=position, rollbacks=rollbacks, start=checkpoint)
         loop = self.build_loop(stage, rollbacks, start)
         self.notify.on_stage_start(stage.label, stage.type, position, stage.steps, done)
+        for line in getattr(self.task_of(stage), "log_lines", ()):
+            self.notify.on_event("task", line, stage.label)
         for line in self.rewards_of(stage).log_lines:
             self.notify.on_event("rewards", line, stage.label)
         if done == 0 and self.rewards_of(stage).accuracy_reward is None:

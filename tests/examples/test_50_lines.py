@@ -78,15 +78,16 @@ def test_same_loss_and_gradient_as_the_objective(lines: dict[str, Any], model: L
     batch = Batch(model)
     old_BT = lines["logps"](model, batch.prompt_BQ, batch.completion_BT).detach()
     new_BT = (old_BT + 0.3 * torch.randn(old_BT.shape, generator=torch.Generator().manual_seed(3))).requires_grad_()
-    theirs = lines["grpo_loss"](new_BT, old_BT, batch.reward_PG, batch.mask_BT)
-    ours = _objective_loss(batch, new_BT, old_BT)
+    ref_BT = old_BT + 0.5 * torch.randn(old_BT.shape, generator=torch.Generator().manual_seed(4))
+    theirs = lines["grpo_loss"](new_BT, old_BT, ref_BT, batch.reward_PG, batch.mask_BT, 0.1)
+    ours = _objective_loss(batch, new_BT, old_BT, ref_BT)
     torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-6)
     gradients = [torch.autograd.grad(loss, new_BT)[0] for loss in (theirs, ours)]
     assert gradients[0].abs().max() > 1e-3
     torch.testing.assert_close(*gradients, rtol=0, atol=1e-6)
 
 
-def _objective_loss(batch: Batch, new_BT: Tensor, old_BT: Tensor) -> Tensor:
+def _objective_loss(batch: Batch, new_BT: Tensor, old_BT: Tensor, ref_BT: Tensor) -> Tensor:
     graded = batch.graded()
     inputs = LossInputs(
         logp_new_M=new_BT[batch.mask_BT],
@@ -96,15 +97,16 @@ def _objective_loss(batch: Batch, new_BT: Tensor, old_BT: Tensor) -> Tensor:
         row_M=torch.arange(P * G).repeat_interleave(batch.length_B),
         rows=P * G,
         totals=loss_denominators(graded, T),
+        logp_ref_M=ref_BT[batch.mask_BT],
     )
-    return OBJECTIVES["grpo"].loss(inputs, LossSettings(0.0, "k3", False, 0.0)).loss
+    return OBJECTIVES["grpo"].loss(inputs, LossSettings(0.1, "k3", False, 0.0)).loss
 
 
 def test_same_gradient_as_the_learner(lines: dict[str, Any], model: LlamaForCausalLM) -> None:
     batch = Batch(model)
     plain = copy.deepcopy(model)
     new_BT = lines["logps"](plain, batch.prompt_BQ, batch.completion_BT)
-    lines["grpo_loss"](new_BT, new_BT.detach(), batch.reward_PG, batch.mask_BT).backward()
+    lines["grpo_loss"](new_BT, new_BT.detach(), new_BT.detach(), batch.reward_PG, batch.mask_BT, 0.0).backward()
 
     trained = copy.deepcopy(model)
     stage = Grpo.model_validate({"optimiser": {"max_grad_norm": 0.0}, "sampling": {"max_new_tokens": T}})

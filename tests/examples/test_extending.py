@@ -47,7 +47,7 @@ def plugins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plugins")
     (folder / "oncurve").symlink_to(ROOT / "oncurve")
     (folder / "extras").mkdir()
-    for section in ("A reward", "A task", "An environment", "A sink"):
+    for section in ("A reward", "A task", "An environment", "A sink", "An objective", "A stage"):
         block = blocks(section)[0]
         name = re.match(r"# (extras/\w+\.py)\n", block)
         assert name is not None
@@ -65,6 +65,8 @@ def plugins(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 TRAIN_PLUGINS = """
 import pathlib
+import torch
+from safetensors.torch import load_file
 import oncurve
 pathlib.Path("recipe.toml").write_text('''
 name = "plugins"
@@ -85,13 +87,19 @@ type = "csv"
 options.file = "curves.csv"
 [[stages]]
 type = "grpo"
+objective = "clipped_sum"
 steps = 2
 prompts_per_step = 2
 group_size = 4
 sampling.max_new_tokens = 8
+[[stages]]
+type = "halve"
+steps = 2
 ''')
 recipe = oncurve.load_recipe("recipe.toml")
 run = oncurve.train(recipe, out="run", quiet=True)
+before, after = (load_file(f"run/{folder}/model.safetensors") for folder in ("checkpoints/grpo-000002", "model"))
+assert all(torch.equal(after[name], weight / 4) for name, weight in before.items())
 values = [value for _, value in run.metrics("reward/contains")]
 assert len(values) == 2 and all(0 <= value <= 1 for value in values), values
 lines = pathlib.Path("run/curves.csv").read_text().splitlines()
@@ -130,10 +138,10 @@ def test_the_environment_replies(plugins: Path, tmp_path: Path) -> None:
 
 
 def add_objective(package: Path) -> None:
-    name, row = blocks("An objective")
+    _, name, row = blocks("An objective")
     specs = package / "objective_specs.py"
     replace(specs, "ObjectiveName = Literal[\n", f"ObjectiveName = Literal[\n{name}")
-    table = "OBJECTIVE_SPECS: Mapping[ObjectiveName, ObjectiveSpec] = {\n"
+    table = "BUILT_IN_OBJECTIVES: Mapping[ObjectiveName, ObjectiveSpec] = {\n"
     replace(specs, table, table + row)
 
 
@@ -146,12 +154,12 @@ def add_command(package: Path) -> None:
 
 
 def add_stage(package: Path) -> None:
-    section, loop, row = blocks("A stage")
+    _, section, loop, row = blocks("A stage")
     union = "Stage = Annotated[Sft | "
     replace(package / "recipe" / "schema" / "stages.py", union, f"{section}\n\nStage = Annotated[Shrink | Sft | ")
     (package / "training" / "stages" / "shrink.py").write_text(loop)
     table = package / "training" / "stages" / "table.py"
-    rows = "STAGES: Mapping[type[Stage], StageType] = {\n"
+    rows = "STAGES: Mapping[type[StageBase], StageType] = StageTable(\n    {\n"
     imports = "from oncurve.recipe.schema.stages import Shrink\nfrom oncurve.training.stages.shrink import ShrinkLoop\n\n"
     replace(table, rows, imports + rows + row)
 

@@ -30,7 +30,7 @@ from tests.models.architectures import tokenizer
 from tests.models.test_attention_interface import build, with_larger_weights
 from tests.training.builders import PROMPTS, digits, stage
 
-DELTA_NET = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+DELTA_NET = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
 EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
 LAYERS = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2, "head_dim": 8}
 HYBRIDS: dict[str, dict[str, Any]] = {

@@ -12,9 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oncurve.errors import RewardError
-from oncurve.records import Group
+from oncurve.records import Group, Prompt
 from oncurve.rewards.base import Score, score_each
 from oncurve.rewards.mix import RewardMix
+from oncurve.rewards.python_function import FunctionReward
+from oncurve.rewards.verifiers.answer import AnswerOptions, AnswerReward
+from oncurve.rewards.verifiers.code import CodeReward
+from oncurve.rewards.verifiers.math import MathOptions, MathReward
+from oncurve.rewards.verifiers.puzzles import CountdownReward, GuessReward
 from tests.rewards.builders import group
 
 
@@ -260,3 +265,34 @@ def test_log_lines() -> None:
     loud = FixedReward([1.0], "loud")
     loud.log_lines = ["loud: here"]  # type: ignore[attr-defined]
     assert RewardMix([loud, FixedReward([1.0])]).log_lines == ["loud: here"]
+
+
+def test_a_reward_that_can_score_no_prompt_is_refused() -> None:
+    """Before training, with the columns that there are."""
+    prompts = [Prompt("a", "1+1=", columns={"label": "2", "n": 1}), Prompt("b", "1+2=", columns={"label": "3"})]
+
+    def exact(completion: str, question: str) -> float:
+        return 0.0
+
+    def per_group(completions: list[str], solution: list[str]) -> list[float]:
+        return [0.0 for _ in completions]
+
+    def fine(completion: str, prompt: str, label: str, bonus: float = 0.0, **columns: object) -> float:
+        return 0.0
+
+    for reward, missing in (
+        (AnswerReward("answer", 1.0), "'answer'"),
+        (MathReward("math", 1.0, MathOptions(column="gold")), "'gold'"),
+        (FunctionReward(exact, "exact"), "'question'"),
+        (FunctionReward(per_group, "per_group"), "'solution'"),
+        (CountdownReward("countdown", 1.0), "'numbers'"),
+        (GuessReward("guess", 1.0), "'secret'"),
+        (CodeReward("code", 1.0), "'tests'"),
+    ):
+        with pytest.raises(RewardError) as caught:
+            RewardMix([reward]).check_columns(prompts)
+        assert missing in str(caught.value)
+        assert caught.value.because == "the prompts' columns are: label, n"
+    RewardMix([FunctionReward(fine, "fine"), AnswerReward("answer", 1.0, AnswerOptions(column="n"))]).check_columns(prompts)
+    RewardMix([FunctionReward(exact, "exact", arguments={"question": "?"})]).check_columns(prompts)
+    RewardMix([AnswerReward("answer", 1.0)]).check_columns([])

@@ -148,3 +148,50 @@ def test_the_small_policy_follows_the_gradient(page: Page) -> None:
         (gradient,) = torch.autograd.grad(loss, logits)
         logits = (logits - 0.7 * gradient).detach()
     assert theirs["logits"] == pytest.approx(logits.tolist(), abs=1e-12)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize(("size", "baseline"), [(2, "mean"), (8, "mean"), (8, "leave_one_out"), (16, "none")])
+def test_the_baseline_study_agrees_with_the_exact_expectation(page: Page, p: float, size: int, baseline: str) -> None:
+    """The expected estimate of a group, summed over all numbers of successes with binomial weights."""
+    exact = 0.0
+    for successes in range(size + 1):
+        rewards = torch.tensor([[1.0] * successes + [0.0] * (size - successes)], dtype=torch.float64)
+        graded = outcome_advantages(rewards, baseline, "none", 0.0)[0]  # type: ignore[arg-type]
+        slopes = rewards[0] - p
+        exact += math.comb(size, successes) * p**successes * (1 - p) ** (size - successes) * float((graded * slopes).mean())
+    theirs = ask(page, "f.baselineStudy(x[0], x[1], x[2], 4000, 7)", [p, size, baseline])
+    assert theirs["truth"] == pytest.approx(p * (1 - p))
+    assert theirs["expected"] == pytest.approx(exact, abs=1e-12)
+    assert theirs["mean"] == pytest.approx(exact, abs=5 * theirs["std"] / math.sqrt(4000))
+
+
+def test_the_kl_study_agrees_with_autograd(page: Page) -> None:
+    """The exact KL, and the error of each estimator's expected gradient as a loss, by automatic differentiation."""
+    logits, reference = [0.9, 0.3, -0.4, -0.3, 0.1], [0.2, 0.3, 0.0, -0.3, 0.1]
+    theirs = ask(page, "f.klStudy(x[0], x[1], 20000, 5)", [logits, reference])
+    new, ref = torch.tensor(logits, dtype=torch.float64, requires_grad=True), torch.tensor(reference, dtype=torch.float64)
+    logp, logp_ref = new.log_softmax(0), ref.log_softmax(0)
+    kl = (logp.exp() * (logp - logp_ref)).sum()
+    (truth,) = torch.autograd.grad(kl, new, retain_graph=True)
+    assert theirs["exact"] == pytest.approx(float(kl.detach()))
+    for found, estimator in zip(theirs["estimators"], (k1, k2, k3), strict=True):
+        values = estimator(logp, logp_ref)
+        (slope,) = torch.autograd.grad((logp.exp().detach() * values).sum(), new, retain_graph=True)
+        assert found["gradientError"] == pytest.approx(float((slope - truth).norm() / truth.norm()), abs=1e-9)
+        expected = float((logp.exp() * values).sum().detach())
+        assert found["mean"] == pytest.approx(expected, abs=5 * found["std"] / math.sqrt(20000))
+
+
+@pytest.mark.parametrize(
+    ("line", "text", "value"),
+    [
+        ('1 if contains "12"', "a 12 b", 1), ('1 if contains "12"', "1 2", 0), ('-0.5 if not ends with "."', "x", -0.5),
+        ('2 if starts with "a"', "ab", 2), ("0.1 per character", "abcd", 0.4), ("1 per word", " a  b c ", 3),
+        ('1 per "ab"', "ababa", 2), ("1 if longer than 3", "abc", 0), ("1 if shorter than 3", "ab", 1), ("", "x", 0),
+        ("import os", "x", None), ('1 if contains 12', "12", None), ("1 per", "x", None),
+    ],
+)  # fmt: skip
+def test_the_sandbox_s_rules(page: Page, line: str, text: str, value: float | None) -> None:
+    found = ask(page, "f.readRule(x[0])?.(x[1]) ?? null", [line, text])
+    assert found == (value if value is None else pytest.approx(value))

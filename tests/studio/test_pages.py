@@ -29,13 +29,16 @@ ADDRESSES = {
     "playground": "#/playground",
     "plan": "#/plan",
     "rewards": "#/rewards/sums-1",
-    "learn-critic": "#/learn/critic",
-    "learn-advantages": "#/learn/advantages",
-    "learn-algorithm": "#/learn/algorithm",
-    "learn-relatives": "#/learn/relatives",
-    "learn-details": "#/learn/details",
+    "learn-overview": "#/learn/overview",
+    "learn-critic": "#/learn/critic?open=mathematics,implementation",
+    "learn-advantages": "#/learn/advantages?open=mathematics,implementation",
+    "learn-algorithm": "#/learn/algorithm?open=mathematics,implementation",
+    "learn-relatives": "#/learn/relatives?open=mathematics,implementation",
+    "learn-rewards": "#/learn/rewards?open=mathematics,implementation",
+    "learn-pipelines": "#/learn/pipelines?open=implementation",
+    "learn-details": "#/learn/details?open=mathematics,implementation",
     "learn-timeline": "#/learn/timeline",
-    "learn-limits": "#/learn/limits",
+    "learn-limits": "#/learn/limits?open=mathematics,implementation",
     "learn-derivations": "#/learn/derivations",
     "learn-questions": "#/learn/questions",
 }
@@ -213,73 +216,6 @@ def test_rewards_are_tried(studio: Served, browser: Browser) -> None:
         expect(page.get_by_role("alert")).to_contain_text("did you mean 'answer'", timeout=60_000)
 
 
-def test_learning_has_three_layers(studio: Served, browser: Browser) -> None:
-    with a_page(browser, f"{studio.address}/#/learn/advantages") as watched:
-        page = watched.page
-        expect(page.get_by_text("grade on the curve")).to_be_visible()
-        page.keyboard.press("2")
-        expect(page.locator(".katex").first).to_be_visible()
-        page.get_by_role("button", name="Implementation").click()
-        expect(page.get_by_text("Four details decide")).to_be_visible()
-        page.keyboard.press("n")
-        expect(page.get_by_role("heading", name="The full algorithm")).to_be_visible()
-        expect(page.get_by_text("GRPO in 50 lines")).to_be_visible()
-        assert page.locator(".katex-error").count() == 0
-
-
-def test_the_advantage_demo(studio: Served, browser: Browser) -> None:
-    with a_page(browser, f"{studio.address}/#/learn/advantages") as watched:
-        page = watched.page
-        weak = shown(page, "[data-advantage='0']")[0]
-        page.get_by_role("button", name="Strong group").click()
-        strong = shown(page, "[data-advantage='0']")[0]
-        assert weak > 1 > -1 > strong
-        page.get_by_label("Reward of answer 1", exact=True).fill("1")
-        assert shown(page, "[data-advantage='0']")[0] > 0
-        page.get_by_role("button", name="All equal").click()
-        assert shown(page, "b[data-advantage]") == [0.0] * 8
-
-
-def test_the_update_demo_learns(studio: Served, browser: Browser) -> None:
-    with a_page(browser, f"{studio.address}/#/learn/algorithm") as watched:
-        page, share = watched.page, re.compile(r"Right answers together: ([\d.]+) %")
-
-        def right() -> float:
-            found = share.search(page.get_by_text("Right answers together").inner_text())
-            assert found is not None
-            return float(found[1])
-
-        before = right()
-        for _ in range(18):
-            page.get_by_role("button", name=re.compile("^(Next|Another round)$")).click()
-        assert right() > before + 10
-
-
-def test_the_memory_demo(studio: Served, browser: Browser) -> None:
-    """The numbers are the planner's; test_planner.py compares the route with the planner."""
-    with a_page(browser, f"{studio.address}/#/learn/relatives") as watched:
-        page = watched.page
-
-        def shows(query: str) -> None:
-            plan = studio.ask(f"/api/plan/compare?{query}").json
-            for of in ("ppo", "grpo"):
-                size = plan[of]["memory"]["peak"]["total"] / 2**30
-                words = f"{size:,.0f} GiB" if size >= 100 else f"{size:.1f} GiB"
-                expect(page.locator(f"[data-total='Memory-{of}']")).to_have_text(words)
-
-        shows("model=7B&group_size=8")
-        page.get_by_role("combobox", name="Model").fill("Qwen/Qwen3-1")
-        expect(page.get_by_text("knows no model called")).to_be_visible()
-        page.get_by_role("combobox", name="Model").fill("Qwen/Qwen3-14B")
-        shows("model=Qwen/Qwen3-14B&group_size=8")
-        page.get_by_role("combobox", name="Model").fill("70B")
-        shows("model=70B&group_size=8")
-        page.get_by_role("checkbox", name="LoRA").check()
-        shows("model=70B&group_size=8&lora=true")
-        page.get_by_role("slider", name="G").fill("64")
-        shows("model=70B&group_size=64&lora=true")
-
-
 def test_the_plan_page(studio: Served, browser: Browser) -> None:
     """A change of the form updates the plan; for a plan that does not fit, a listed fix makes it fit."""
     with a_page(browser, f"{studio.address}/#/plan") as watched:
@@ -300,16 +236,6 @@ def test_the_plan_page(studio: Served, browser: Browser) -> None:
         page.get_by_role("spinbutton", name="Group size").fill("0")
         expect(page.get_by_role("alert")).to_be_visible()
         watched.errors.clear()  # the browser notes every refused request
-
-
-def test_the_dynamics_demo(studio: Served, browser: Browser) -> None:
-    with a_page(browser, f"{studio.address}/#/learn/details") as watched:
-        page, first = watched.page, watched.page.locator("[data-share='0']")
-        assert float(first.inner_text().split()[0]) > 80
-        page.get_by_role("button", name="All rewards equal").click()
-        assert float(first.inner_text().split()[0]) < 20
-        page.get_by_role("button", name="G = 64").click()
-        assert float(first.inner_text().split()[0]) > 90
 
 
 @pytest.mark.parametrize("name", ADDRESSES)

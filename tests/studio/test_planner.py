@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from oncurve.plan.hardware import GPUS
-from oncurve.plan.memory import memory_limit, memory_of
 from oncurve.plan.model_table import find_shape
-from oncurve.plan.plan import make_plan, plan_data, report_data, side_by_side
+from oncurve.plan.plan import report_data, side_by_side
 from oncurve.plan.request import default_lora_rank, job_for
+from oncurve.studio.planner import memory_table
 from tests.studio.serving import Served
 
 
@@ -51,23 +52,20 @@ def test_bad_questions(studio: Served, request_body: dict[str, Any], status: int
     assert studio.ask("/api/plan", body=request_body).status == status
 
 
-@pytest.mark.parametrize("model", ["7B", "13B", "70B"])
-@pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("group_size", [1, 8, 64])
-def test_the_demo_s_numbers_are_the_planner_s(studio: Served, model: str, lora: bool, group_size: int) -> None:
-    data = studio.ask(f"/api/plan/compare?model={model}&group_size={group_size}&lora={lora}&reward_model=true").json
-    shape, rank = find_shape(model), default_lora_rank() if lora else None
-    job = job_for(
-        shape, GPUS["B200"],
-        prompts=64, group_size=group_size, prompt_tokens=512, new_tokens=1024, checkpointing=True, beta=0.04, lora_rank=rank,
-        reward_model=find_shape("7B"),
-    )  # fmt: skip
-    if data["gpus"] > 1:
-        job = replace(job, gpus=data["gpus"], sharding="full")
-    for name in ("ppo", "grpo"):
-        assert data[name] == plan_data(make_plan(replace(job, algorithm=name), default_lora_rank()))
-    assert data["grpo"]["memory"]["peak"]["total"] < data["ppo"]["memory"]["peak"]["total"]
-    ppo = replace(job, algorithm="ppo")
-    assert memory_of(ppo).peak.total <= memory_limit(ppo), "the demo's machine holds PPO"
-    fewer = replace(ppo, gpus=data["gpus"] // 2, sharding="full" if data["gpus"] > 2 else "none") if data["gpus"] > 1 else None
-    assert fewer is None or memory_of(fewer).peak.total > memory_limit(fewer), "and half of it would not"
+TABLE = Path(__file__).resolve().parents[2] / "web" / "src" / "learn" / "memory.json"
+
+
+def test_the_memory_demo_has_the_planner_s_numbers() -> None:
+    """If the planner changes: python -m oncurve.studio.planner > web/src/learn/memory.json, and make web."""
+    assert json.loads(TABLE.read_text()) == memory_table()
+
+
+def test_the_memory_demo_shows_what_the_critic_costs() -> None:
+    """By hand: 18 bytes per parameter in training (2 + 4 + 4 + 8), 2 for a frozen model; the critic has no LM head."""
+    rows = {row["model"]: row for row in memory_table()["rows"] if not (row["lora"] or row["reference"] or row["reward_model"])}
+    for model, vocabulary_times_width in (("7B", 32000 * 4096), ("70B", 32000 * 8192)):
+        row = rows[model]
+        policy = {name: size for name, size in row["bytes"]["grpo"].items() if name != "kv cache"}
+        assert sum(policy.values()) == 18 * row["parameters"]
+        assert row["bytes"]["ppo"]["critic"] == pytest.approx(18 * (row["parameters"] - vocabulary_times_width), rel=1e-3)
+        assert row["bytes"]["ppo"]["kv cache"] == row["bytes"]["grpo"]["kv cache"]

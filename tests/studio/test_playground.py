@@ -135,6 +135,11 @@ def _the_page(playground: Served, browser: Browser) -> None:
             expect(column.locator("article").first).to_contain_text("answer")
             expect(column.get_by_role("button", name="Rank")).to_have_count(0)
         watched.keep("playground-light")
+        texts = page.locator("[data-target='one'] article .text").all_inner_texts()
+        page.reload()
+        expect(page.locator("[data-state=done]")).to_have_count(2)
+        expect(page.get_by_role("textbox", name="Prompt", exact=True)).to_have_value("1+2=")
+        assert page.locator("[data-target='one'] article .text").all_inner_texts() == texts
         column = page.locator("[data-target='one']")
         column.get_by_role("button", name="What if").click()
         slider = column.get_by_role("slider", name="Reward of completion 3")

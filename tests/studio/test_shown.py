@@ -261,7 +261,7 @@ def test_the_open_group_is_in_view(tmp_path: Path, browser: Browser, width: int)
     run = make_run(tmp_path, "run", steps=0, finished=False)
     report = step_report(1)
     with RunWriter.open(run.path) as store:
-        store.record_step(replace(report, groups=report.groups * 12, stats=report.stats * 12))
+        store.record_step(replace(report, groups=tuple(report.groups) * 12, stats=tuple(report.stats) * 12))
     with served(tmp_path) as here, a_page(browser, f"{here.address}/#/groups/run/at/grpo/1/28", width) as watched:
         page = watched.page
         expect(page.locator("aside [aria-current]")).to_be_visible()
@@ -316,6 +316,7 @@ def test_a_chart_of_two_metrics_explains_both(tmp_path: Path, browser: Browser) 
         chart = watched.page.locator("[data-chart=clip]")
         expect(chart).to_contain_text("clipped from below")
         expect(chart).to_contain_text("clipped from above")
+        assert not re.search(r":\S", " ".join(chart.locator("p").all_inner_texts()))
 
 
 def test_any_two_of_several_recipes_are_compared(tmp_path: Path, browser: Browser) -> None:

@@ -106,6 +106,8 @@ def test_failures_stop_the_run_with_a_checkpoint_and_with_a_fixed_reward_it_resu
         begin(config, out=tmp_path / "broken", rewards=mix(reward))
     run = RunFolder(tmp_path / "broken")
     assert run.state().current_status == "failed"
+    with RunReader.open(run.path) as store:
+        assert "nobody answers" in store.events("failed")[-1].message
     assert [(p.stage, p.step) for p in list_checkpoints(run.checkpoints)] == [("grpo", 2), ("sft", 3)]
     reward.mended = True
     resume(run, rewards=mix(reward))

@@ -155,3 +155,19 @@ def test_a_verifiable_reward_of_the_task_or_the_recipe_is_watched_next_to_others
     assert type(mix.rewards[2]) is type(mix.rewards[1])
     data["rewards"] = [{"type": "countdown"}, {"type": "format"}]
     assert [r.name for r in rewards_for(parse_recipe(data), grpo).rewards] == ["countdown", "format"]
+
+
+def test_the_answers_of_an_own_file_are_not_measured_unasked(tmp_path: Path) -> None:
+    """A judged run is headed by its mean reward, although its file has a column that could be an answer."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(10)))
+    data = tomllib.loads(RECIPE)
+    data |= {"task": {"type": "file", "path": str(rows), "heldout": 2}, "rewards": [{"type": "repetition"}]}
+    grpo = parse_recipe(data).stages[-1]
+    mix = rewards_for(parse_recipe(data), grpo)
+    assert ([r.name for r in mix.rewards], mix.accuracy_reward) == (["repetition"], None)
+    data["rewards"] = [{"type": "repetition"}, {"type": "answer", "take": "any", "weight": 0.0}]
+    mix = rewards_for(parse_recipe(data), grpo)
+    assert ([r.name for r in mix.rewards], mix.accuracy_reward) == (["repetition", "answer"], "answer")
+    data |= {"task": {"type": "arithmetic", "digits": 2}, "rewards": [{"type": "repetition"}]}
+    assert rewards_for(parse_recipe(data), grpo).accuracy_reward == "answer", "a generated problem knows its answer"

@@ -34,7 +34,7 @@ from oncurve.models.heads.lm_head import Head
 from oncurve.models.llama.block_description import BlockDescription, Norm, Rope
 from oncurve.models.llama.fused import Block, FusedLinear, FusedWeights
 from oncurve.models.policy import Policy
-from oncurve.models.recurrent_layers import RunLayer
+from oncurve.models.recurrent_layers import RunLayer, stepping_in_place
 from oncurve.recipe.schema.sections import Sampling
 
 
@@ -111,9 +111,12 @@ class PagedDecode:
     def recur(self, layer: int, hidden: Tensor, run: RunLayer) -> Tensor:
         """The states of idle slots stay as they are, so that a step with every slot idle changes nothing."""
         stored = self.buffers.states[layer]
-        out, after = run(hidden, stored)
         runs_S = self.buffers.tables.suffix_length >= 0
+        with stepping_in_place(runs_S):
+            out, after = run(hidden, stored)
         for target, new in zip(stored.tensors, after.tensors, strict=True):
+            if new is target:  # a kernel has updated it
+                continue
             torch.where(runs_S.view(-1, *[1] * (new.dim() - 1)), new.to(target.dtype), target, out=target)
         return out
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from oncurve.engines.cuda.virtual_memory import OutOfDeviceMemory, VirtualRange
+from oncurve.engines.native.kv_cache import attend_to_stored
 from oncurve.kernels.decode_layers import store
 from oncurve.models.attention_interface import apply_softcap, causal_mask
 from oncurve.models.device_memory import free_memory
@@ -240,6 +241,46 @@ class PagedPrefill:
 
     def _stored(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values before ``start``, [B, K, start, d]."""
-        pages = self.cache[:, layer][self.table_BP[:, : -(-self.start // PAGE)].long()]  # [B, pages, 2, K, PAGE, d]
-        k, v = (pages[:, :, i].transpose(1, 2).flatten(2, 3)[:, :, : self.start] for i in (0, 1))
-        return k, v
+        return _read_pages(self.cache, layer, self.table_BP, self.start)
+
+
+def _read_pages(cache: Tensor, row: int, table_BP: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of the first ``length`` positions of these pages, [B, K, length, d]."""
+    pages = cache[:, row][table_BP[:, : -(-length // PAGE)].long()]  # [B, pages, 2, K, PAGE, d]
+    k, v = (pages[:, :, i].transpose(1, 2).flatten(2, 3)[:, :, :length] for i in (0, 1))
+    return k, v
+
+
+class PagedReply:
+    """Attention of an environment's reply, n tokens of one slot: to the prompt, to the suffix before it and to itself."""
+
+    def __init__(
+        self,
+        cache: Tensor,
+        prompt_pages: Tensor,
+        own_pages: Tensor,
+        prompt_length: int,
+        start: int,
+        tokens: int,
+        row_of_layer: Mapping[int, int],
+    ) -> None:
+        self.cache, self.prompt_pages, self.own_pages, self.row_of_layer = cache, prompt_pages, own_pages, row_of_layer
+        self.prompt_length, self.start = prompt_length, start
+        self.start_B = torch.full((1,), start, dtype=torch.int32, device=cache.device)
+        self.end_B = self.start_B + tokens
+        self.positions = torch.arange(prompt_length + start + tokens, device=cache.device)
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        row = self.row_of_layer[layer]
+        store(k, v, self.cache, row, self.own_pages, self.start_B, self.end_B)
+        prompt, suffix = (
+            _read_pages(self.cache, row, pages, length)
+            for pages, length in ((self.prompt_pages, self.prompt_length), (self.own_pages, self.start))
+        )
+        k, v = (torch.cat(parts, 2) for parts in zip(prompt, suffix, (k, v), strict=True))
+        return attend_to_stored(q, k, v, scale, window, softcap)
+
+    def recur(self, layer: int, hidden: Tensor, run: RunLayer) -> Tensor:
+        raise NotImplementedError("torch decodes a hybrid with an environment")

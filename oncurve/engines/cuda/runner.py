@@ -17,9 +17,10 @@ from torch import Tensor
 from oncurve.engines.base import SampleRequest
 from oncurve.engines.cuda.decode_step import DecodeBuffers
 from oncurve.engines.cuda.graph_decoder import GraphDecoder, bucket
-from oncurve.engines.cuda.paged_kv_cache import PAGE, PagedPrefill, pages_for
+from oncurve.engines.cuda.paged_kv_cache import PAGE, PagedPrefill, PagedReply, pages_for
 from oncurve.engines.native.scheduler import RoundResult, TopTokens
 from oncurve.engines.native.sequence import Sequence
+from oncurve.engines.native.torch_runner import LONGEST_FORCED, prefilled_tokens
 from oncurve.errors import ModelError
 from oncurve.kernels.decode_attention import LaunchShape
 from oncurve.models.recurrent_layers import LayerState
@@ -100,6 +101,8 @@ class CudaRunner:
         """By request number, the states of recurrent layers at the end of a prompt that is prefilled."""
         self._new_states: dict[int, list[int]] = {}
         """By request number, the slots whose states must be set to the prompt's."""
+        self._replies: dict[int, tuple[int, int, int, list[int]]] = {}
+        """By slot, inputs that the next round prefills: request number, prompt length, where in the suffix they start."""
         self._to_prefill: list[dict[int, Ints]] = []
         """Batches of prompts that have pages, by request number."""
         self._updates: dict[int, tuple[int, ...]] = {}
@@ -137,8 +140,14 @@ class CudaRunner:
         self._new_states.setdefault(sequence.group, []).append(slot)
         self._tables_changed = True
 
-    def resume(self, slot: int, sequence: Sequence, position: int, last_token: int, forced: abc.Sequence[int]) -> None:
-        self._set_slot(slot, sequence, position, last_token, forced)
+    def resume(self, slot: int, sequence: Sequence, position: int, last_token: int, forced: abc.Sequence[int]) -> int:
+        prefilled = prefilled_tokens(forced, LONGEST_FORCED)
+        if prefilled:
+            prompt = sequence.request.prompt_ids
+            self._replies[slot] = (sequence.group, len(prompt) - 1, position, [last_token, *forced[: prefilled - 1]])
+            last_token = forced[prefilled - 1]
+        self._set_slot(slot, sequence, position + prefilled, last_token, forced[prefilled:])
+        return prefilled
 
     def _set_slot(self, slot: int, sequence: Sequence, position: int, token: int, forced: abc.Sequence[int]) -> None:
         request = sequence.request
@@ -165,6 +174,7 @@ class CudaRunner:
         self.cache.free.extend(self.own_pages[slot])
         self.own_pages[slot] = []
         self._updates[slot] = (slot, 0, 0, -1, 0, 0)
+        self._replies.pop(slot, None)
         self._tables_changed = True
 
     def release_prompt(self, group: int) -> None:
@@ -267,6 +277,13 @@ class CudaRunner:
             positions = layout.positions[start:].expand(size, -1)
             self.policy.hidden(ids_BT[:, start : start + tokens], positions, layout)
 
+    def _prefill_replies(self) -> None:
+        for slot, (group, prompt, start, inputs) in self._replies.items():
+            of_prompt, own = (self._upload(np.array([x], np.int32)) for x in (self.prompt_pages[group], self.own_pages[slot]))
+            layout = PagedReply(self.cache.data, of_prompt, own, prompt, start, len(inputs), self.buffers.row_of_layer)
+            self.policy.hidden(self._upload(np.array([inputs], np.int64)), layout.positions[None, prompt + start :], layout)
+        self._replies = {}
+
     # Rounds.
 
     def round_tokens(self, live: int) -> int:
@@ -274,6 +291,7 @@ class CudaRunner:
 
     def decode(self, live: abc.Sequence[int], tokens: int) -> RoundResult:
         self._upload_state()
+        self._prefill_replies()
         self.decoder.decode(self._launch_shape(), self.sampling, tokens)
         return DeviceRound.start(*self._outputs())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import abc
 from functools import cached_property
 
@@ -17,7 +18,9 @@ from oncurve.recipe.schema.sections import Sampling
 
 
 class _GeneralDecoding(TorchRunner):
-    """Decodes each block of R slots as one batch of rows at the same position."""
+    """Decodes each block of R slots as one batch of rows at the same position, so that no slot can prefill a reply."""
+
+    longest_forced = sys.maxsize
 
     @cached_property
     def _caches(self) -> dict[int, GeneralCache]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -130,6 +131,54 @@ class PrefillLayout:
             out[row : row + 1, :length], state = run(hidden[row : row + 1, :length], None)
             self.cache.store_state(layer, self.blocks[self.sources == row], state)
         return out
+
+
+class ReplyLayout:
+    """Attention of an environment's reply, n tokens of one slot: to the prompt, to the suffix before it and to itself.
+
+    Keys and values are stored in the slot's suffix. Shapes depend on the slot's own sequence alone.
+    """
+
+    def __init__(self, cache: KVCache, slot: int, prompt_length: int, start: int, tokens: int) -> None:
+        self.cache, self.slot, self.prompt_length, self.start = cache, slot, prompt_length, start
+        self.block, self.row = divmod(slot, cache.block_slots)
+        self.place_n = np.arange(start, start + tokens)
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        if layer not in self.cache.suffixes:
+            self.cache.allocate_suffixes(layer, k[0, :, 0], v[0, :, 0])
+        stored = []
+        for i, x in enumerate((k, v)):
+            suffix = self.cache.suffixes[layer][i][:, self.block, :, self.row]  # [pages, K, PAGE, d]
+            suffix[self.place_n // PAGE, :, self.place_n % PAGE] = x[0].transpose(0, 1)
+            parts = [suffix.transpose(0, 1).flatten(1, 2)[:, : self.start], x[0]]
+            if self.prompt_length:
+                prompt = self.cache.prompts[layer][i][:, self.block].transpose(0, 1).flatten(1, 2)
+                parts.insert(0, prompt[:, : self.prompt_length])
+            stored.append(torch.cat(parts, 1)[None])
+        return attend_to_stored(q, stored[0], stored[1], scale, window, softcap)
+
+    def recur(self, layer: int, hidden: Tensor, run: RunLayer) -> Tensor:
+        state = self.cache.states[layer]
+        out, after = run(hidden, state.map(lambda x: x[self.slot : self.slot + 1]))
+        for stored, new in zip(state.tensors, after.tensors, strict=True):
+            stored[self.slot] = new[0]
+        return out
+
+
+def attend_to_stored(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+    """Causal attention of the last n of all positions, [1, n, H, d]: q is [1, H, n, d], k and v are [1, K, positions, d]."""
+    position = torch.arange(k.shape[2], device=k.device)
+    mask = causal_mask(position[-q.shape[2] :, None], position[None, :], window)
+    if softcap is None:
+        out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+        return out.transpose(1, 2)
+    rep = q.shape[1] // k.shape[1]
+    scores = apply_softcap(q @ k.repeat_interleave(rep, 1).transpose(-1, -2) * scale, softcap)
+    weights = scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=torch.float32).to(v.dtype)
+    return (weights @ v.repeat_interleave(rep, 1)).transpose(1, 2)
 
 
 class DecodeLayout:

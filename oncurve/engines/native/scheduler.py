@@ -79,8 +79,11 @@ class Runner(Protocol):
     def assign(self, slot: int, sequence: Sequence) -> None:
         """Start a sequence in a free slot."""
 
-    def resume(self, slot: int, sequence: Sequence, position: int, last_token: int, forced: abc.Sequence[int]) -> None:
-        """Continue a sequence in its slot after ``position`` tokens, with these tokens forced next."""
+    def resume(self, slot: int, sequence: Sequence, position: int, last_token: int, forced: abc.Sequence[int]) -> int:
+        """Continue a sequence in its slot after ``position`` tokens, with these tokens forced next.
+
+        Returns how many of them need no decode step: the next round prefills them.
+        """
 
     def release(self, slot: int) -> None:
         """Free a slot."""
@@ -315,8 +318,9 @@ class Scheduler:
         if not room:
             return "length"
         sequence.forced.append((end, end + len(reply)))
-        self.generation_S[slot], self.launched_S[slot] = next(self._generations), end
-        self.runner.resume(slot, sequence, end, int(turn_ids[-1]), reply)
+        prefilled = self.runner.resume(slot, sequence, end, int(turn_ids[-1]), reply)
+        self.token_ST[slot, end : end + prefilled] = reply[:prefilled]
+        self.generation_S[slot], self.launched_S[slot] = next(self._generations), end + prefilled
         return None
 
     def _finish(self, slot: int, sequence: Sequence, end: int, stop: StopReason) -> bool:

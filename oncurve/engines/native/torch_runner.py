@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from oncurve.engines.base import SampleRequest
-from oncurve.engines.native.kv_cache import PAGE, DecodeLayout, KVCache, PrefillLayout
+from oncurve.engines.native.kv_cache import PAGE, DecodeLayout, KVCache, PrefillLayout, ReplyLayout
 from oncurve.engines.native.scheduler import RoundResult, TopTokens
 from oncurve.engines.native.sequence import Sequence
 from oncurve.engines.token_sampling import SampledTokens, sample_tokens
@@ -31,6 +31,9 @@ BUCKET = 16
 PREFILL_TOKENS = 1024
 """Prompts of one bucket are prefilled together up to about this many tokens."""
 NOT_FORCED = -1
+LONGEST_FORCED = 32
+"""Replies of up to this many tokens are forced, one in each decode step. Longer ones are prefilled in one pass. The rule
+depends on the reply alone, because the two round differently."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,7 @@ class TorchRunner:
 
     rounds_ahead = 0
     prefill_tokens = PREFILL_TOKENS
+    longest_forced = LONGEST_FORCED
 
     def __init__(self, policy: Policy, cache: KVCache, sampling: Sampling, round_tokens: int, *, forces: bool = False) -> None:
         """``forces``: whether environments reply, so that tokens may be forced."""
@@ -74,6 +78,8 @@ class TorchRunner:
         self._round_tokens = 1 if forces and recurrent_layers.is_attached(policy.model) else round_tokens
         self._new: dict[int, Sequence] = {}
         """By slot, sequences whose prompt is not prefilled yet."""
+        self._replies: dict[int, tuple[int, list[int]]] = {}
+        """By slot, inputs that the next round prefills, and where in the suffix they start."""
         self._updates: dict[int, tuple[int, int, int]] = {}
         """By slot, token, prompt length and suffix length to set before the next round."""
 
@@ -96,16 +102,22 @@ class TorchRunner:
         if self.forced_ST is not None:
             self.forced_ST[slot] = NOT_FORCED
 
-    def resume(self, slot: int, sequence: Sequence, position: int, last_token: int, forced: abc.Sequence[int]) -> None:
+    def resume(self, slot: int, sequence: Sequence, position: int, last_token: int, forced: abc.Sequence[int]) -> int:
         assert self.forced_ST is not None
-        ids = torch.tensor(forced, dtype=torch.long, device=self.forced_ST.device)
-        self.forced_ST[slot, position : position + len(forced)] = ids
-        self._updates[slot] = (last_token, len(sequence.request.prompt_ids) - 1, position)
+        prefilled = prefilled_tokens(forced, self.longest_forced)
+        if prefilled:
+            self._replies[slot] = (position, [last_token, *forced[: prefilled - 1]])
+            last_token = forced[prefilled - 1]
+        ids = torch.tensor(forced[prefilled:], dtype=torch.long, device=self.forced_ST.device)
+        self.forced_ST[slot, position + prefilled : position + len(forced)] = ids
+        self._updates[slot] = (last_token, len(sequence.request.prompt_ids) - 1, position + prefilled)
+        return prefilled
 
     def release(self, slot: int) -> None:
         """A free slot continues to decode; at length 0 it reads the fewest pages."""
         self.sequence_in[slot] = None
         self._new.pop(slot, None)
+        self._replies.pop(slot, None)
         self._updates[slot] = (0, 0, 0)
 
     def release_prompt(self, group: int) -> None:
@@ -178,10 +190,22 @@ class TorchRunner:
 
     def decode(self, live: abc.Sequence[int], tokens: int) -> RoundResult:
         self._apply_updates()
+        self._prefill_replies()
         steps = [self._decode_step() for _ in range(tokens)]
         token_CS = torch.stack([step.token_S for step in steps])
         logp_CS3 = torch.stack([torch.stack((step.logp_S, step.sampled_logp_S, step.raw_logp_S), -1) for step in steps])
         return HostRound(token_CS.cpu().numpy(), logp_CS3.float().cpu().numpy())
+
+    def _prefill_replies(self) -> None:
+        device = self.policy.device
+        for slot, (start, inputs) in self._replies.items():
+            sequence = self.sequence_in[slot]
+            assert sequence is not None
+            prompt = len(sequence.request.prompt_ids) - 1
+            layout = ReplyLayout(self.cache, slot, prompt, start, len(inputs))
+            positions = torch.arange(prompt + start, prompt + start + len(inputs), device=device)
+            self.policy.hidden(torch.tensor([inputs], device=device), positions[None], layout)
+        self._replies = {}
 
     def _apply_updates(self) -> None:
         """In place: the C decoder holds the tensors' addresses."""
@@ -223,6 +247,11 @@ class TorchRunner:
         banned_SV = torch.zeros(logits_SV.shape, dtype=torch.bool, device=logits_SV.device)
         banned_SV[:, self.eos_ids] = (at_S < sampling.min_new_tokens)[:, None]
         return banned_SV
+
+
+def prefilled_tokens(forced: abc.Sequence[int], longest_forced: int) -> int:
+    """How many tokens of a reply are prefilled: none of a short one, else all but the last, which a decode step forces."""
+    return len(forced) - 1 if len(forced) > longest_forced else 0
 
 
 class PerSlotTorchRunner(TorchRunner):

@@ -1,8 +1,9 @@
 """Completions in several turns: when the policy's turn ends, the environment replies and sampling continues in the same slot.
 
-The slot goes back to the turn's last token: what was decoded beyond it is discarded. The reply's tokens are then forced: each
-is fed in a decode step like all others, in place of the sampled token. They are in the context, their log-probs count as 0,
-and ``loss_mask`` is False on them. Random numbers belong to positions, so it does not matter how often turns are checked.
+The slot goes back to the turn's last token: what was decoded beyond it is discarded. A short reply is then forced: each of its
+tokens is fed in a decode step like all others, in place of the sampled token. A long reply, such as the text that a tool has
+found, is prefilled in one pass. Its tokens are in the context, their log-probs count as 0, and ``loss_mask`` is False on them.
+Random numbers belong to positions, so it does not matter how often turns are checked.
 """
 
 from __future__ import annotations

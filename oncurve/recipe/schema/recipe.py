@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, SerializeAsAny
 
 from oncurve.recipe.schema.base import Count, Section
 from oncurve.recipe.schema.model import Model
 from oncurve.recipe.schema.sections import Engine, Evaluation, Reward, Scale, Sink, Task
-from oncurve.recipe.schema.stages import (
-    RolloutStage,
-    Stage,
-)
+from oncurve.recipe.schema.stages import AnyStage, RolloutStage, Stage
 
 
 class Recipe(Section):
@@ -29,7 +26,7 @@ class Recipe(Section):
     rewards: tuple[Reward, ...] = ()
     """The rewards; the total is their weighted sum. Accuracy is defined by the reward named `answer`, else by the first
     verifiable one with a weight above 0."""
-    stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
+    stages: Annotated[tuple[SerializeAsAny[AnyStage], ...], Field(min_length=1)]
     """The stages, each of which starts from the result of the one before."""
     evaluation: Evaluation = Evaluation()
     """How the held-out split is evaluated: accuracy, or mean reward if there is no verifiable reward."""

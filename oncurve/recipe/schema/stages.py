@@ -4,11 +4,23 @@ attributes, so that no other module has to list stage types.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, get_args
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
+from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
 from oncurve.objective_specs import OBJECTIVE_SPECS, KlPlace, ObjectiveName, ObjectiveSpec
+from oncurve.plugins import Registry
 from oncurve.recipe.schema.base import Count, NonNegative, Section, Share, conflict
 from oncurve.recipe.schema.sections import (
     Advantage,
@@ -245,12 +257,20 @@ class Iteration(Section):
     """AdamW of the reward model. Its moments are kept across rounds."""
 
 
+def _accept_plugin(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    """A built-in objective, or the plug-in of an installed package, which is imported here."""
+    if isinstance(value, str) and value not in OBJECTIVE_SPECS.built_in and value in OBJECTIVE_SPECS:
+        assert OBJECTIVE_SPECS[value] is not None
+        return value
+    return validate(value)
+
+
 class Grpo(PolicyGradientStage):
     """Group relative policy optimisation (DeepSeekMath, 2024) and its variants."""
 
     type: Literal["grpo"] = "grpo"
     """The stage's type."""
-    objective: ObjectiveName = "grpo"
+    objective: Annotated[ObjectiveName, WrapValidator(_accept_plugin)] = "grpo"
     """A combination of ratio, surrogate and reduction; `oncurve recipe explain grpo.objective` shows the table."""
     advantage: Advantage = Advantage()
     """How a group is graded."""
@@ -521,7 +541,49 @@ Stage = Annotated[Sft | Grpo | Ppo | Trpo | Dpo | RewardModel | RejectionSample 
 STAGE_CLASSES: dict[str, type[StageBase]] = {
     cls.model_fields["type"].default: cls for cls in get_args(get_args(Stage)[0]) if issubclass(cls, StageBase)
 }
-"""Stage classes by `type`."""
+"""The built-in stage classes by `type`."""
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltInStage:
+    """A built-in stage in the registry of stages. A plug-in's entry is an `oncurve.training.stages.table.StageType`."""
+
+    section: type[StageBase]
+
+
+def _check_stage_plugin(plugin: Any) -> str | None:
+    section = getattr(plugin, "section", None)
+    if not (isinstance(section, type) and issubclass(section, StageBase)):
+        return "it has no `section` that extends StageBase"
+    return None if callable(getattr(plugin, "build", None)) else "it has no function `build`"
+
+
+STAGE_TYPES: Registry[Any] = Registry(
+    "stage", {name: BuiltInStage(cls) for name, cls in STAGE_CLASSES.items()}, _check_stage_plugin
+)
+"""Every stage by `type`, each with its ``section``: those above, and the plug-ins of installed packages."""
+
+
+def _accept_stage_plugin(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    """A built-in stage, or one of an installed package, which is imported here."""
+    kind = value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
+    if not isinstance(kind, str) or kind in STAGE_CLASSES or kind not in STAGE_TYPES:
+        return validate(value)
+    try:
+        return STAGE_TYPES[kind].section.model_validate(value)
+    except ValidationError as error:
+        raise ValidationError.from_exception_data(error.title, [_at_stage(kind, line) for line in error.errors()]) from None
+
+
+def _at_stage(kind: str, line: ErrorDetails) -> InitErrorDetails:
+    """An error with the stage's type in its location, as a built-in stage's has it."""
+    context = line.get("ctx", {})
+    name = PydanticCustomError("conflict", "{because}", context) if line["type"] == "conflict" else line["type"]
+    return InitErrorDetails(type=name, loc=(kind, *line["loc"]), input=line["input"], ctx=context)
+
+
+AnyStage = Annotated[Stage, WrapValidator(_accept_stage_plugin)]
+"""A stage in a recipe. For type checkers a plug-in's section is one of the built-in ones: both extend `StageBase`."""
 
 SAMPLED_TYPES = tuple(name for name, cls in STAGE_CLASSES.items() if cls.samples and cls.updates_policy)
 """Types of the stages that train the policy on its own samples, for readers that have a run's tables and no recipe."""

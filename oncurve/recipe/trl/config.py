@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from oncurve.errors import DataError
-from oncurve.objective_specs import OBJECTIVE_SPECS, ObjectiveName
+from oncurve.objective_specs import BUILT_IN_OBJECTIVES, ObjectiveName
 
 TRL_TABLE: dict[str, Any] = tomllib.loads(Path(__file__).with_name("options.toml").read_text(encoding="utf-8"))
 
 TRL_DEFAULTS: dict[str, Any] = TRL_TABLE["defaults"]
 
 TRL_OBJECTIVES: dict[tuple[str, str], ObjectiveName] = {
-    spec.trl: name for name, spec in OBJECTIVE_SPECS.items() if spec.trl is not None
+    spec.trl: name for name, spec in BUILT_IN_OBJECTIVES.items() if spec.trl is not None
 }
 """(loss_type, importance_sampling_level) → the objective with the same loss."""
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from oncurve.recipe.schema.base import Section
-from oncurve.records import Completion, Group
-from oncurve.rewards.base import Result, Score, score_each
+from oncurve.records import Completion, Group, Prompt
+from oncurve.rewards.base import Result, Score, missing_column, score_each
 from oncurve.rewards.verifiers.answer_extraction import Take, answer_in, extract_boxed, extract_hashed
 
 _NUMBER = re.compile(r"[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]*)?")
@@ -35,6 +35,9 @@ class AnswerReward:
     name: str
     weight: float
     options: AnswerOptions = field(default_factory=AnswerOptions)
+
+    def missing_columns(self, prompt: Prompt) -> str | None:
+        return missing_column(prompt, self.options.column)
 
     def score(self, group: Group) -> list[Result]:
         gold = group.prompt.columns.get(self.options.column)

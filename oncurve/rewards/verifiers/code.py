@@ -24,11 +24,12 @@ from pydantic import PositiveFloat, PositiveInt
 
 from oncurve.errors import DataError
 from oncurve.recipe.schema.base import Section
-from oncurve.records import Completion, Group
+from oncurve.records import Completion, Group, Prompt
 from oncurve.rewards.base import Result, Score, not_applicable, score_concurrently
 from oncurve.rewards.sandbox.sandbox import Limits, Sandbox, find_sandbox
 from oncurve.rewards.verifiers.answer_extraction import extract_fenced, extract_tagged, without_thinking
 
+_NEEDED = "'inputs' and 'outputs', 'tests' or 'test_code'"
 _PYTHON = ("python", "py", "python3", "")
 
 
@@ -71,10 +72,13 @@ class CodeReward:
     def log_lines(self) -> list[str]:
         return [f"{self.name}: {self.sandbox.description}"]
 
+    def missing_columns(self, prompt: Prompt) -> str | None:
+        return _NEEDED if read_tests(prompt.columns, 1) is None else None
+
     def score(self, group: Group) -> list[Result]:
         tests = read_tests(group.prompt.columns, self.options.most_tests)
         if tests is None:
-            return not_applicable(group, "the prompt has no columns 'inputs' and 'outputs', 'tests' or 'test_code'")
+            return not_applicable(group, f"the prompt has no columns {_NEEDED}")
         return score_concurrently(group, lambda completion: self._score(completion, tests), self.sandbox.workers.count)
 
     def _score(self, completion: Completion, tests: Tests) -> Score:

@@ -23,8 +23,8 @@ from pydantic import PositiveFloat, PositiveInt
 
 from oncurve.errors import MissingPackage, pip_install
 from oncurve.recipe.schema.base import Section
-from oncurve.records import Group
-from oncurve.rewards.base import Result, Score, not_applicable
+from oncurve.records import Group, Prompt
+from oncurve.rewards.base import Result, Score, missing_column, not_applicable
 from oncurve.rewards.verifiers import answer as plain
 from oncurve.rewards.verifiers.answer_extraction import Take, answer_in
 from oncurve.workers.pool import Workers, python_workers, shared
@@ -74,6 +74,9 @@ class MathReward:
                 because="the reward `math` compares answers with it",
                 fix=f"{pip_install('math')}, or use the reward `answer`, which compares numbers and texts",
             )
+
+    def missing_columns(self, prompt: Prompt) -> str | None:
+        return missing_column(prompt, self.options.column)
 
     def score(self, group: Group) -> list[Result]:
         gold = group.prompt.columns.get(self.options.column)

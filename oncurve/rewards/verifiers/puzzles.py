@@ -11,8 +11,8 @@ from fractions import Fraction
 from pydantic import model_validator
 
 from oncurve.recipe.schema.base import NonNegative, Section
-from oncurve.records import Completion, Group
-from oncurve.rewards.base import Result, Score, not_applicable, score_each
+from oncurve.records import Completion, Group, Prompt
+from oncurve.rewards.base import Result, Score, missing_column, not_applicable, score_each
 from oncurve.rewards.verifiers.answer_extraction import answer_in
 from oncurve.tasks.puzzles.arithmetic import ArithmeticProblem, columns
 from oncurve.tasks.puzzles.expression import Expression, ExpressionError, parse
@@ -56,6 +56,9 @@ class CountdownReward:
     name: str
     weight: float
     options: CountdownRewardOptions = field(default_factory=CountdownRewardOptions)
+
+    def missing_columns(self, prompt: Prompt) -> str | None:
+        return missing_column(prompt, "numbers", "target")
 
     def score(self, group: Group) -> list[Result]:
         columns = group.prompt.columns
@@ -130,6 +133,9 @@ class GuessReward:
     name: str
     weight: float
     options: GuessRewardOptions = field(default_factory=GuessRewardOptions)
+
+    def missing_columns(self, prompt: Prompt) -> str | None:
+        return missing_column(prompt, "secret", "guesses")
 
     def score(self, group: Group) -> list[Result]:
         columns = group.prompt.columns

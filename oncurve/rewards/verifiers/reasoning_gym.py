@@ -16,8 +16,8 @@ from typing import Any
 from pydantic import PositiveFloat, PositiveInt
 
 from oncurve.recipe.schema.base import Section
-from oncurve.records import Completion, Group
-from oncurve.rewards.base import Result, Score, not_applicable, score_concurrently
+from oncurve.records import Completion, Group, Prompt
+from oncurve.rewards.base import Result, Score, missing_column, not_applicable, score_concurrently
 from oncurve.rewards.sandbox.sandbox import Limits, Sandbox, find_sandbox
 from oncurve.rewards.verifiers.answer import short
 from oncurve.rewards.verifiers.answer_extraction import Take, answer_in
@@ -57,6 +57,9 @@ class ReasoningGymReward:
     def sandbox(self) -> Sandbox:
         """Started for the first family without our own check, because importing the package takes long."""
         return find_sandbox(f"rewards.{self.name}", count=self.options.workers, package="reasoning_gym")
+
+    def missing_columns(self, prompt: Prompt) -> str | None:
+        return missing_column(prompt, "gym", "family")
 
     def score(self, group: Group) -> list[Result]:
         columns = group.prompt.columns

@@ -1,12 +1,13 @@
-"""The task `file`: prompts from JSONL (one object per line), a JSON list of objects, either of them gzipped, or Parquet."""
+"""The task `file`: prompts from JSONL (one object per line), a JSON list of objects, CSV, each of them gzipped, or Parquet."""
 
 from __future__ import annotations
 
+import csv
 import gzip
 import importlib
 import json
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,14 +22,17 @@ from oncurve.tasks.data.row_reader import RowReader
 from oncurve.tasks.environments import load_environment
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")
+CSV = {".csv": ",", ".tsv": "\t"}
+"""Endings of files with a table as text, and what separates their columns."""
 
 
 class FileOptions(Section):
-    """Prompts from a JSONL, JSON or Parquet file."""
+    """Prompts from a JSONL, JSON, CSV or Parquet file."""
 
     path: str | None = None
-    """The file: `.jsonl` (one JSON object per line), `.json` (the same, or one list of objects), either with `.gz`, or
-    `.parquet`. Unset: there are no training prompts, only those of `heldout_path` for evaluation."""
+    """The file: `.jsonl` (one JSON object per line), `.json` (the same, or one list of objects), `.csv` or `.tsv` (with a
+    header line), each also with `.gz`, or `.parquet`. Unset: there are no training prompts, only those of `heldout_path` for
+    evaluation."""
     heldout_path: str | None = None
     """A file for evaluation, with the same columns; `task.heldout` rows of it are used. Unset: rows of `path` are held out."""
     heldout_share: Share = 0.2
@@ -80,7 +84,22 @@ def build_file_task(config: sections.Task, options: FileOptions) -> PromptList:
             because="a prompt in plain text has no system message",
             fix="set task.chat = true",
         )
+    _check_named_columns(prompts or candidates, examples, options)
     return split_rows(prompts, candidates, examples, config, options)
+
+
+def _check_named_columns(prompts: Sequence[Prompt], examples: Sequence[Example], options: FileOptions) -> None:
+    """Raises DataError if the recipe names a column for answers or completions that no row has."""
+    missing = {"answer": all(options.answer not in prompt.columns for prompt in prompts), "completion": not examples}
+    for key in ("answer", "completion"):
+        if missing[key] and key in options.model_fields_set:
+            names = sorted({name for prompt in prompts for name in prompt.columns} | {options.prompt})
+            raise DataError(
+                f"task.{key}",
+                f"no row has a column '{getattr(options, key)}'",
+                because=f"the columns of {options.path or options.heldout_path} are: {', '.join(names)}",
+                fix=f"name one of these, or remove task.{key}",
+            )
 
 
 class FilePaths(Protocol):
@@ -102,7 +121,21 @@ def split_rows(
     heldout = choose_heldout(candidates, min(config.heldout, limit), config.seed)
     if options.path is None:
         return PromptList((), tuple(heldout), rows=len(candidates))
-    return replace(PromptList.split(prompts, heldout, examples, options.path), rows=len(candidates))
+    split = PromptList.split(prompts, heldout, examples, options.path)
+    return replace(split, rows=len(candidates), log_lines=_heldout_lines(len(heldout), len(candidates), config, options))
+
+
+def _heldout_lines(count: int, rows: int, config: sections.Task, options: FilePaths) -> tuple[str, ...]:
+    """Says why fewer prompts than `task.heldout` are held out; nothing if the recipe holds out none."""
+    if count >= config.heldout or (options.heldout_path is None and options.heldout_share == 0):
+        return ()
+    reason = (
+        f"task.heldout_path has {rows} rows"
+        if options.heldout_path is not None
+        else f"at most task.heldout_share = {options.heldout_share:g} of the file's {rows} rows"
+    )
+    outcome = f"{count} prompts are held out" if count else "no prompt is held out, so nothing is evaluated"
+    return (f"{outcome}: task.heldout asks for {config.heldout}, and {reason}",)
 
 
 def check_has_file(path: str | None, heldout_path: str | None) -> None:
@@ -155,16 +188,19 @@ def check_file(path: Path, key: str) -> None:
 def read_rows(path: Path, key: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """(line, row) of a file that the recipe names under ``key``; rows of Parquet are numbered from 1 like lines."""
     check_file(path, key)
+    ending = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
     if path.suffix == ".parquet":
         yield from _parquet_rows(path)
-    elif path.with_suffix("").suffix in JSON_LINES if path.suffix == ".gz" else path.suffix in JSON_LINES:
+    elif ending in JSON_LINES:
         yield from _json_rows(path)
+    elif ending in CSV:
+        yield from _csv_rows(path, CSV[ending])
     else:
         raise DataError(
             str(path),
-            f"a file of type '{path.suffix}'",
-            because="only .jsonl, .json and .parquet can be read",
-            fix="convert or rename it",
+            f"a file of type '{path.suffix}'" if path.suffix else "a file without an ending",
+            because="the ending says how a file is read: .jsonl, .json, .csv, .tsv (each also with .gz) or .parquet",
+            fix="rename it if it is one of these; else write it as .jsonl, one JSON object per line, or as .csv",
         )
 
 
@@ -181,6 +217,43 @@ def _json_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
         raise DataError(str(path), "not a complete gzip file", because=str(error), fix="copy or write the file again") from None
     except OSError as error:
         raise DataError(str(path), "it can't be read", because=str(error), fix="check its permissions") from None
+
+
+def _csv_rows(path: Path, separator: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """The rows of a table with a header line. Every value is a text; an empty one is a missing column of its row."""
+    try:
+        with (
+            gzip.open(path, "rt", encoding="utf-8-sig", newline="")
+            if path.suffix == ".gz"
+            else path.open(encoding="utf-8-sig", newline="") as lines
+        ):
+            reader = csv.reader(lines, delimiter=separator, strict=True)
+            names = next(reader, [])
+            _check_header(names, path)
+            for values in reader:
+                if not values:
+                    continue
+                where = f"{path}:{reader.line_num}"
+                if len(values) != len(names):
+                    because = f"the header names {len(names)} columns, and this row has {len(values)} values"
+                    fix = "put quotes around a value that contains the separator or a line break"
+                    raise DataError(where, "a row of another length", because=because, fix=fix)
+                yield reader.line_num, {name: value for name, value in zip(names, values, strict=True) if value != ""}
+    except csv.Error as error:
+        raise DataError(str(path), "not valid CSV", because=str(error), fix="write the file again, with quotes") from None
+    except UnicodeDecodeError as error:
+        raise DataError(str(path), "not UTF-8", because=str(error), fix="save the file as UTF-8") from None
+    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
+        raise DataError(str(path), "not a complete gzip file", because=str(error), fix="copy or write the file again") from None
+    except OSError as error:
+        raise DataError(str(path), "it can't be read", because=str(error), fix="check its permissions") from None
+
+
+def _check_header(names: list[str], path: Path) -> None:
+    fault = "a column without a name" if "" in names else "two columns of one name" if len(set(names)) < len(names) else None
+    if names and fault is not None:
+        because = f"its first line must name the columns; it is: {', '.join(names)[:200]}"
+        raise DataError(f"{path}:1", fault, because=because, fix="write a header line with one name for each column")
 
 
 def _listed_rows(data: bytes, path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:

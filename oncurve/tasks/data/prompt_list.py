@@ -28,6 +28,8 @@ class PromptList:
     alphabet: str | None = None
     rows: int | None = None
     """Rows of the file that the held-out prompts were chosen from; None if they are not from a file."""
+    log_lines: tuple[str, ...] = ()
+    """Lines for the run's log."""
 
     @classmethod
     def of(cls, prompts: Iterable[Row], heldout: Iterable[Row] = (), name: str = "prompts") -> PromptList:

@@ -76,14 +76,15 @@ def gsm8k(row: Row) -> dict[str, Any]:
     """The answer is the text after `####`. Calculator annotations (`<<48/2=24>>`) are removed from the demonstration."""
     solution, _, answer = str(row["answer"]).rpartition("####")
     demonstration = _CALCULATOR.sub("", solution).strip()
-    return {"prompt": row["question"], "answer": answer.strip(), "completion": f"{demonstration}\n\\boxed{{{answer.strip()}}}"}
+    columns = {"prompt": row["question"], "question": row["question"], "answer": answer.strip()}
+    return {**columns, "completion": f"{demonstration}\n\\boxed{{{answer.strip()}}}"}
 
 
 def math(row: Row) -> dict[str, Any]:
     level = row.get("level", row.get("difficulty"))
     difficulty = {} if level is None else {"difficulty": f"level {str(level).removeprefix('Level ')}"}
     demonstration = {"completion": row["solution"]} if row.get("solution") else {}
-    return {"prompt": row["problem"], "answer": row["answer"], **difficulty, **demonstration}
+    return {"prompt": row["problem"], "problem": row["problem"], "answer": row["answer"], **difficulty, **demonstration}
 
 
 def hh(row: Row) -> dict[str, Any]:
@@ -128,7 +129,7 @@ def build_public_dataset(dataset: PublicDataset, config: sections.Task, options:
         candidates, _ = read_public_dataset(dataset, options.heldout_path, options, "heldout", "task.heldout_path")
     split = split_rows(prompts, candidates, examples, config, options)
     reward = sections.Reward.model_validate(dict(dataset.reward))
-    return PublicDatasetTask(split.train, split.heldout, split.examples, None, split.rows, (reward,))
+    return PublicDatasetTask(split.train, split.heldout, split.examples, None, split.rows, split.log_lines, (reward,))
 
 
 def read_public_dataset(

@@ -30,11 +30,14 @@ class RowReader:
     environment: Environment | None = None
 
     def read(self, row: Mapping[str, Any], where: str, id: str) -> Prompt:
-        """The prompt of a row, with all of its columns for the rewards."""
-        columns = {name: value for name, value in row.items() if name not in (self.prompt, self.completion)}
+        """The prompt of a row, with all of its columns for the rewards.
+
+        `prompt` and `completion` are names that rewards have for other things: columns of these names do not reach them.
+        """
+        content = self._prompt_of(row, where)
+        columns = {name: value for name, value in row.items() if name not in ("prompt", "completion")}
         columns |= {"answer": row[self.answer]} if self.answer in row else {}
         columns |= {"difficulty": row[self.difficulty]} if self.difficulty is not None else {}
-        content = self._prompt_of(row, where)
         if isinstance(content, str) and not self.chat:
             return Prompt(id=id, text=content, columns=columns, environment=self.environment)
         messages = ({"role": "user", "content": content},) if isinstance(content, str) else content

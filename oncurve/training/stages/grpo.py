@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from oncurve.algos.advantages import grade
-from oncurve.algos.objectives import OBJECTIVES, with_clip
+from oncurve.algos.objectives import build_objective, with_clip
 from oncurve.distributed.world import SINGLE_PROCESS, World
 from oncurve.engines.base import Engine, SampleKey
 from oncurve.errors import ModelError, RewardError
 from oncurve.models.device_memory import peak_memory_mib
+from oncurve.objective_specs import ObjectiveSpec
 from oncurve.recipe.defaults import advantage_settings, kl_settings
 from oncurve.recipe.schema.stages import Grpo, Ppo, RolloutStage, Trpo
 from oncurve.records import GradedGroup, Group, ScoredGroup, StepReport
@@ -220,16 +221,16 @@ def grpo_learner_settings(stage: Grpo) -> LearnerSettings:
     """The learner of a grpo stage."""
     return surrogate_learner_settings(
         stage,
-        stage.objective,
+        stage.spec,
         updates=stage.steps * stage.updates_in_step,
         length_budget=stage.length_budget or stage.max_new_tokens,
         forward_silent_groups=stage.no_signal == "keep",
     )
 
 
-def surrogate_learner_settings(stage: Grpo | Ppo, objective: str, **settings: Any) -> LearnerSettings:
+def surrogate_learner_settings(stage: Grpo | Ppo, spec: ObjectiveSpec, **settings: Any) -> LearnerSettings:
     """The learner settings that stages with a clipped surrogate share, and ``settings`` of the stage's type."""
-    plain, clip = OBJECTIVES[objective], stage.clip
+    plain, clip = build_objective(spec), stage.clip
     kl_place, kl_estimator = kl_settings(stage)
     return LearnerSettings(
         objective=plain if clip is None else with_clip(plain, clip.low, clip.high, clip.dual),

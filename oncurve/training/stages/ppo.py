@@ -22,6 +22,7 @@ from oncurve.engines.base import Engine
 from oncurve.models.heads.critic import ValueModel, append_placeholder
 from oncurve.models.packing import Pack
 from oncurve.models.policy import Policy
+from oncurve.objective_specs import BUILT_IN_OBJECTIVES
 from oncurve.recipe.schema.stages import Ppo
 from oncurve.records import Floats, GradedGroup, Ints, ScoredCompletion, ScoredGroup, StepReport
 from oncurve.rewards.mix import RewardMix
@@ -62,7 +63,7 @@ def ppo_learner_settings(stage: Ppo) -> LearnerSettings:
     """The policy's side of a ppo stage. Its schedule begins after the critic's warm-up steps."""
     return surrogate_learner_settings(
         stage,
-        "bnpo" if stage.reduction == "tokens" else "grpo",
+        BUILT_IN_OBJECTIVES["bnpo" if stage.reduction == "tokens" else "grpo"],
         updates=(stage.steps - stage.critic.warmup_steps) * stage.updates_in_step,
         length_budget=stage.max_new_tokens,
         forward_silent_groups=True,

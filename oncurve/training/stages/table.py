@@ -1,7 +1,7 @@
 """The one table of stage types: how each is built and checked. The trainer knows stages only by the `StageLoop` protocol.
 
 A new stage type is a section in `recipe/schema/stages.py` (its keys, and traits such as ``updates_policy``), a module of this
-package, and a row here.
+package, and a row here. An installed package adds one as a plug-in: a `StageType` with its section.
 """
 
 from __future__ import annotations
@@ -17,7 +17,19 @@ from oncurve.distributed.world import SINGLE_PROCESS, World
 from oncurve.engines.base import Engine
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.recipe import Recipe
-from oncurve.recipe.schema.stages import Dpo, Grpo, Ppo, RejectionSample, RewardModel, Sft, Stage, TrainingFree, Trpo
+from oncurve.recipe.schema.stages import (
+    STAGE_TYPES,
+    Dpo,
+    Grpo,
+    Ppo,
+    RejectionSample,
+    RewardModel,
+    Sft,
+    Stage,
+    StageBase,
+    TrainingFree,
+    Trpo,
+)
 from oncurve.records import StepReport
 from oncurve.rewards.mix import RewardMix
 from oncurve.tasks.base import Task
@@ -84,7 +96,7 @@ def _no_limits(stage: Any, task: Task, checker: PromptChecker) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StageType:
-    """One row of the table. ``Any`` is the stage's own section."""
+    """One row of the table. ``Any`` is the stage's own section. The plug-in of a package is one, with its ``section``."""
 
     build: Callable[[Any, StageContext], StageLoop]
     """Builds the loop, ready for its first step."""
@@ -92,6 +104,16 @@ class StageType:
     """Raises an OncurveError for data, rewards or endpoints that the stage can't use. Needs no model."""
     check_policy: Callable[[Any, Task, PromptChecker], None] = _no_limits
     """Raises an OncurveError for data that the policy can't read, and for a policy that the stage can't train."""
+    section: type[StageBase] | None = None
+    """The keys of a plug-in's stage; a built-in one is found by its section."""
+
+
+class StageTable(dict[type[StageBase], StageType]):
+    """Rows by section. A section without a row is that of an installed package, whose entry point is the row."""
+
+    def __missing__(self, section: type[StageBase]) -> StageType:
+        row: StageType = STAGE_TYPES[section.model_fields["type"].default]
+        return row
 
 
 def _build_grpo(stage: Grpo, c: StageContext) -> StageLoop:
@@ -100,37 +122,39 @@ def _build_grpo(stage: Grpo, c: StageContext) -> StageLoop:
     return IterativeLoop(stage, c.recipe, c.task, c.engine, c.rewards, c.folder, c.world)
 
 
-STAGES: Mapping[type[Stage], StageType] = {
-    Sft: StageType(
-        lambda stage, c: SftLoop(stage, c.seed, c.task, c.policy, c.folder, c.world),
-        check_data=lambda stage, task, rewards: sft.check_data(stage, task),
-        check_policy=sft.check_policy,
-    ),
-    Grpo: StageType(_build_grpo, check_data=lambda stage, task, rewards: iterative_grpo.check_data(stage)),
-    Ppo: StageType(lambda stage, c: PpoLoop(stage, c.seed, c.task, c.engine, c.rewards, c.world)),
-    Trpo: StageType(
-        lambda stage, c: TrpoLoop(stage, c.seed, c.task, c.engine, c.rewards, c.world),
-        check_policy=lambda stage, task, checker: trpo.check_memory(stage, checker.policy),
-    ),
-    Dpo: StageType(
-        lambda stage, c: DpoLoop(stage, c.seed, c.policy, world=c.world),
-        check_data=lambda stage, task, rewards: dpo.check_data(stage),
-        check_policy=dpo.check_policy,
-    ),
-    RewardModel: StageType(
-        lambda stage, c: RewardModelLoop(stage, c.seed, c.policy, c.folder, world=c.world),
-        check_data=lambda stage, task, rewards: reward_model.check_data(stage),
-        check_policy=reward_model.check_policy,
-    ),
-    RejectionSample: StageType(
-        lambda stage, c: RejectionLoop(stage, c.seed, c.task, c.engine, c.rewards, c.folder, c.world),
-        check_data=lambda stage, task, rewards: rejection_sample.check_rewards(stage, rewards),
-    ),
-    TrainingFree: StageType(
-        lambda stage, c: TrainingFreeLoop(stage, c.seed, c.task, c.rewards, c.folder),
-        check_data=lambda stage, task, rewards: training_free.check_data(stage),
-    ),
-}
+STAGES: Mapping[type[StageBase], StageType] = StageTable(
+    {
+        Sft: StageType(
+            lambda stage, c: SftLoop(stage, c.seed, c.task, c.policy, c.folder, c.world),
+            check_data=lambda stage, task, rewards: sft.check_data(stage, task),
+            check_policy=sft.check_policy,
+        ),
+        Grpo: StageType(_build_grpo, check_data=lambda stage, task, rewards: iterative_grpo.check_data(stage)),
+        Ppo: StageType(lambda stage, c: PpoLoop(stage, c.seed, c.task, c.engine, c.rewards, c.world)),
+        Trpo: StageType(
+            lambda stage, c: TrpoLoop(stage, c.seed, c.task, c.engine, c.rewards, c.world),
+            check_policy=lambda stage, task, checker: trpo.check_memory(stage, checker.policy),
+        ),
+        Dpo: StageType(
+            lambda stage, c: DpoLoop(stage, c.seed, c.policy, world=c.world),
+            check_data=lambda stage, task, rewards: dpo.check_data(stage),
+            check_policy=dpo.check_policy,
+        ),
+        RewardModel: StageType(
+            lambda stage, c: RewardModelLoop(stage, c.seed, c.policy, c.folder, world=c.world),
+            check_data=lambda stage, task, rewards: reward_model.check_data(stage),
+            check_policy=reward_model.check_policy,
+        ),
+        RejectionSample: StageType(
+            lambda stage, c: RejectionLoop(stage, c.seed, c.task, c.engine, c.rewards, c.folder, c.world),
+            check_data=lambda stage, task, rewards: rejection_sample.check_rewards(stage, rewards),
+        ),
+        TrainingFree: StageType(
+            lambda stage, c: TrainingFreeLoop(stage, c.seed, c.task, c.rewards, c.folder),
+            check_data=lambda stage, task, rewards: training_free.check_data(stage),
+        ),
+    }
+)
 
 
 def build_loop(stage: Stage, context: StageContext) -> StageLoop:

@@ -11,7 +11,7 @@ from oncurve.engines.cuda.graph_decoder import GraphDecoder
 from oncurve.recipe.schema.sections import Engine, Sampling
 from oncurve.records import Completion, Prompt
 from tests.engines.cuda.test_graph_decoder import complete, requests_for
-from tests.engines.native.test_turns import Echo, policy, prompt_with
+from tests.engines.native.test_turns import Echo, LongEcho, policy, prompt_with
 from tests.engines.native.test_turns import sample as plain
 
 SAMPLING = Sampling(max_new_tokens=24)
@@ -60,6 +60,20 @@ def test_turns_tokens_and_masks_are_those_of_the_plain_path(sampling: Sampling) 
                 assert float(np.abs(x - y).max()) < 1e-4
     for mine, other in ((echoes[0], echoes[1]), (echoes[2], echoes[3])):
         assert sorted(mine.received) == sorted(other.received)
+
+
+@pytest.mark.slow
+def test_a_long_reply_is_prefilled_into_the_pages() -> None:
+    """Of a prompt that fills more than a page, and into a suffix that has begun."""
+    sampling = Sampling(max_new_tokens=120)
+    prompts = [prompt_with("one" * 4, LongEcho()), prompt_with("two", LongEcho())]
+    here, there = sample(prompts, sampling, check_every=4), plain(prompts, sampling, group_size=2)
+    assert any(not c.loss_mask.all() for group in here for c in group)
+    for ours, theirs in zip(here, there, strict=True):
+        for a, b in zip(ours, theirs.completions, strict=True):
+            assert a.token_ids.tolist() == b.token_ids.tolist()
+            assert a.loss_mask.tolist() == b.loss_mask.tolist()
+            assert float(np.abs(a.logps - b.logps).max()) < 1e-4
 
 
 @pytest.mark.slow

@@ -77,10 +77,12 @@ class PagedRunner:
         self._new.add(sequence.group)
         self.sequence_in[slot], self.position[slot], self.forced[slot] = sequence, 0, {}
 
-    def resume(self, slot: int, sequence: Sequence, position: int, last_token: int, forced: abc.Sequence[int]) -> None:
+    def resume(self, slot: int, sequence: Sequence, position: int, last_token: int, forced: abc.Sequence[int]) -> int:
         assert self.sequence_in[slot] is sequence
-        self.position[slot] = position
-        self.forced[slot] = {position + i: token for i, token in enumerate(forced)}
+        prefilled = len(forced) - 1 if len(forced) > 2 else 0
+        self.position[slot] = position + prefilled
+        self.forced[slot] = {position + prefilled + i: token for i, token in enumerate(forced[prefilled:])}
+        return prefilled
 
     def release(self, slot: int) -> None:
         del self.sequence_in[slot]

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from oncurve.engines.base import SampleKey
+from oncurve.engines.native.torch_runner import TorchRunner
+from oncurve.engines.token_sampling import SampledTokens
 from oncurve.errors import DataError, ModelError
 from oncurve.models.chat_template import encode_example, encode_reply
 from oncurve.models.loading.load import load_policy
@@ -183,3 +185,60 @@ def test_only_the_policys_turns_of_a_demonstration_are_imitated() -> None:
     assert ids.tolist() == whole.tolist()
     assert every.all()
     assert wrote.tolist() == [True] * 3 + [False] * 2 + [True] * 3
+
+
+@dataclass
+class LongEcho(Echo):
+    """Replies with more tokens than are forced one by one, of a length that depends on the turn."""
+
+    def reply(self, prompt: Prompt, turns: Sequence[str], dice: np.random.Generator) -> str | None:
+        self.received.append(tuple(turns))
+        return "!ab" * (12 + len(turns)) if len(turns) < 6 else None
+
+
+LONG = Sampling(max_new_tokens=200)
+
+
+def test_a_long_reply_is_prefilled_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log-probs after it are those of a plain forward, and it costs no decode steps."""
+    steps = 0
+    decode_step = TorchRunner._decode_step
+
+    def counted(self: TorchRunner) -> SampledTokens:
+        nonlocal steps
+        steps += 1
+        return decode_step(self)
+
+    monkeypatch.setattr(TorchRunner, "_decode_step", counted)
+    plain = policy().copy().model
+    plain.set_attn_implementation("eager")
+    groups = sample([prompt_with(n, LongEcho()) for n in "ab"], LONG, slots=8, check_every=1)
+    replies = 0
+    for group in groups:
+        for c in group.completions:
+            logits_TV = next_logits(plain, group.prompt_ids, c.token_ids)
+            expected = logits_TV.log_softmax(-1).numpy()[np.arange(len(c.token_ids)), c.token_ids]
+            assert np.abs(expected - c.logps)[c.loss_mask].max() < 1e-4
+            assert not np.any(c.logps[~c.loss_mask])
+            replies += sum(not mine for mine, _, _ in runs(c.loss_mask.tolist()))
+            text = policy().decode(c.token_ids)
+            assert "!ab" * 13 in text or len(c.token_ids) == 200 or c.loss_mask.all()
+    assert replies > 4
+    assert steps < max(c.length for c in completions(groups)) + 12
+
+
+@pytest.mark.parametrize(("slots", "check_every"), [(8, 1), (8, 7), (4, 4)])
+def test_neither_the_round_size_nor_the_queue_changes_what_follows_a_long_reply(slots: int, check_every: int) -> None:
+    prompts = [prompt_with(f"{n}{i}", LongEcho()) for i in range(2) for n in "ab"]
+    usual = sample(prompts, LONG)
+    other = sample(list(reversed(prompts)), LONG, slots=slots, check_every=check_every)
+    one, two = completions(usual), completions(list(reversed(other)))
+    if slots == 8:
+        assert [bits(c) for c in one] == [bits(c) for c in two]
+    assert [c.token_ids.tolist() for c in one] == [c.token_ids.tolist() for c in two]
+
+
+def test_a_long_reply_that_fills_the_sequence_ends_it() -> None:
+    for limit in (40, 45, 46, 47, 48):
+        for c in completions(sample([prompt_with("a", LongEcho())], Sampling(max_new_tokens=limit))):
+            assert len(c.token_ids) == limit if c.stop == "length" else len(c.token_ids) <= limit

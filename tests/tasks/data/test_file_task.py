@@ -5,6 +5,7 @@ import importlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow as arrow
 import pytest
@@ -149,12 +150,89 @@ def test_missing_columns_name_those_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "what"), [("none.jsonl", "no such file"), (".", "it is a folder"), ("x.csv", "of type '.csv'")]
+    ("name", "what"),
+    [("none.jsonl", "no such file"), (".", "it is a folder"), ("x.txt", "of type '.txt'"), ("x", "without an ending")],
 )
 def test_unreadable_files(tmp_path: Path, name: str, what: str) -> None:
-    (tmp_path / "x.csv").write_text("a,b")
+    (tmp_path / "x.txt").write_text("a,b")
+    (tmp_path / "x").write_text("a,b")
     with pytest.raises(DataError, match=what):
         file_task(tmp_path / name)
+
+
+def test_a_table_as_text(tmp_path: Path) -> None:
+    rows = 'prompt,answer,note\n"a, ""b""",1,\n"two\nlines",2,x\n\n5+5=,10,é\n'
+    (tmp_path / "t.csv").write_bytes(b"\xef\xbb\xbf" + rows.encode())
+    (tmp_path / "t.csv.gz").write_bytes(gzip.compress(rows.encode()))
+    (tmp_path / "t.tsv").write_text("prompt\tanswer\na, b\t1\n", encoding="utf-8")
+    for name in ("t.csv", "t.csv.gz"):
+        task = file_task(tmp_path / name, heldout_share=0)
+        assert [p.text for p in task.train] == ['a, "b"', "two\nlines", "5+5="]
+        assert [dict(p.columns) for p in task.train] == [
+            {"answer": "1"},
+            {"answer": "2", "note": "x"},
+            {"answer": "10", "note": "é"},
+        ]
+        assert [p.id.rpartition("/")[2] for p in task.train] == ["2", "4", "6"], "the line on which a row ends"
+    assert file_task(tmp_path / "t.tsv", heldout_share=0).train[0].text == "a, b"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("prompt,answer\na,b,c\n", "x.csv:2: a row of another length"),
+        ("prompt,answer\na\n", "x.csv:2: a row of another length"),
+        ("prompt,prompt\na,b\n", "two columns of one name"),
+        ("prompt,\na,b\n", "a column without a name"),
+        ('prompt\n"a\n', "not valid CSV"),
+        ("question\na\n", "no column 'prompt'"),
+        ("", "no rows"),
+        ("prompt\n", "no rows"),
+    ],
+)
+def test_errors_of_a_table(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "x.csv").write_text(text)
+    with pytest.raises(DataError) as caught:
+        file_task(tmp_path / "x.csv")
+    assert message in str(caught.value)
+    (tmp_path / "x.csv").write_bytes(b"prompt\n\xff\n")
+    with pytest.raises(DataError, match="not UTF-8"):
+        file_task(tmp_path / "x.csv")
+
+
+def test_a_column_that_the_recipe_names_and_no_row_has(sums: Path) -> None:
+    for key, name in (("difficulty", "lvl"), ("answer", "lbl"), ("completion", "solution"), ("prompt", "question")):
+        options: dict[str, Any] = {key: name}
+        with pytest.raises(DataError, match=f"column '{name}'") as caught:
+            file_task(sums, **options)
+        assert "level" in caught.value.because
+    rows = [{"prompt": "a", "level": 1}, {"prompt": "b"}]
+    with pytest.raises(DataError, match="no column 'level'"):
+        file_task(write(sums.parent / "some.jsonl", rows), difficulty="level")
+
+
+def test_the_prompt_s_own_column_reaches_rewards(tmp_path: Path) -> None:
+    """And that of the demonstrations, unless rewards have another meaning for the name."""
+    rows = [{"question": "2+2?", "expected": "4", "solution": "It is 4."}]
+    path = write(tmp_path / "q.jsonl", rows)
+    task = file_task(path, prompt="question", answer="expected", completion="solution", heldout_share=0)
+    assert task.train[0].columns == {"question": "2+2?", "expected": "4", "answer": "4", "solution": "It is 4."}
+    plain = file_task(write(tmp_path / "p.jsonl", [{"prompt": "a", "completion": "b", "n": 1}]), heldout_share=0)
+    assert plain.train[0].columns == {"n": 1}
+
+
+def test_fewer_held_out_prompts_than_the_recipe_asks_for(sums: Path, tmp_path: Path) -> None:
+    (line,) = file_task(sums, heldout=15).log_lines
+    assert line == (
+        "4 prompts are held out: task.heldout asks for 15, and at most task.heldout_share = 0.2 of the file's 20 rows"
+    )
+    (line,) = file_task(write(tmp_path / "one.jsonl", [{"prompt": "a"}]), heldout=5).log_lines
+    assert line.startswith("no prompt is held out, so nothing is evaluated: ")
+    other = write(tmp_path / "test.jsonl", [{"prompt": "0+1="}, {"prompt": "50+1="}])
+    (line,) = file_task(sums, heldout=5, heldout_path=str(other)).log_lines
+    assert line == "2 prompts are held out: task.heldout asks for 5, and task.heldout_path has 2 rows"
+    assert file_task(sums, heldout=3).log_lines == ()
+    assert file_task(sums, heldout_share=0).log_lines == ()
 
 
 def test_a_missing_file_is_reported_with_its_key(sums: Path, monkeypatch: pytest.MonkeyPatch) -> None:

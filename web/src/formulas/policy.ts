@@ -29,14 +29,14 @@ export function draw(probabilities: readonly number[], uniform: number): number 
   return probabilities.length - 1;
 }
 
-export interface Settings { groupSize: number; clip: number; beta: number; updates: number; rate: number; eps: number; scale: "group" | "none" }
+export interface Settings { groupSize: number; clip: number; beta: number; updates: number; rate: number; eps: number; scale: "group" | "none"; /** Rewards are chances of a 1 instead of values. */ noisy?: boolean }
 export interface Step { before: number[]; sampled: number[]; rewards: number[]; advantages: number[]; losses: Loss[]; path: number[][]; logits: number[]; after: number[]; kl: number }
 
 /** One GRPO step: sample a group, score it, compute its advantages, and make μ updates by plain gradient descent. */
 export function step(logits: readonly number[], reference: readonly number[], rewardOf: readonly number[], settings: Settings, uniform: () => number): Step {
   const before = softmax(logits);
   const sampled = Array.from({ length: settings.groupSize }, () => draw(before, uniform()));
-  const rewards = sampled.map((one) => rewardOf[one] ?? 0);
+  const rewards = sampled.map((one) => (settings.noisy ? Number(uniform() < (rewardOf[one] ?? 0)) : (rewardOf[one] ?? 0)));
   const graded = advantages([rewards], "mean", settings.scale, settings.eps)[0] ?? [];
   let now = [...logits];
   const losses: Loss[] = [];
@@ -68,4 +68,17 @@ export function descend(logits: readonly number[], sampled: readonly number[], l
 /** KL(p ‖ q) as the exact sum: with so few completions no estimator is needed. */
 export function divergence(p: readonly number[], q: readonly number[]): number {
   return p.reduce((sum, probability, index) => sum + (probability > 0 ? probability * Math.log(probability / (q[index] ?? 1)) : 0), 0);
+}
+
+/** `count` steps from the same start, which is also the reference. */
+export function trajectory(start: readonly number[], rewardOf: readonly number[], settings: Settings, seed: number, count: number): Step[] {
+  const [uniform, reference] = [random(seed), softmax(start)];
+  const found: Step[] = [];
+  let logits = [...start];
+  for (let at = 0; at < count; at++) {
+    const one = step(logits, reference, rewardOf, settings, uniform);
+    found.push(one);
+    logits = one.logits;
+  }
+  return found;
 }
