@@ -69,12 +69,28 @@ def try_rewards(
     task_prompt = _prompt(loaded, prompt)
     mix = rewards_of(loaded)
     mix.bind(lambda: from_letters)
-    text = Path(completion).read_text("utf-8") if _is_file(completion) else completion
+    text = _completion(completion)
     (graded,) = mix.score([Sampled(task_prompt, np.zeros(1, np.int64), (completion_by_letters(text),))])
     output(Text.assemble(("prompt  ", "dim"), clean(task_prompt.shown)))
     for line in mix.log_lines:
         output(Text(line, "dim"))
     output(_aspects(graded))
+    if graded.scored[0].failure is not None:
+        raise typer.Exit(2)
+
+
+def _completion(value: str) -> str:
+    """The completion, or the text of the file that it names. A path to no file is an error, not a text to score."""
+    if _is_file(value):
+        return Path(value).read_text("utf-8")
+    if not any(c.isspace() or c in "<>{}" for c in value) and (
+        value.startswith(_PATH_STARTS) or Path(value).suffix in _TEXT_FILES
+    ):
+        raise DataError("--completion", value, because="there is no such file", fix="give an existing file, or the text itself")
+    return value
+
+
+_PATH_STARTS, _TEXT_FILES = ("./", "../", "~/"), (".txt", ".md", ".json", ".jsonl", ".py", ".log")
 
 
 def _is_file(text: str) -> bool:
@@ -106,13 +122,16 @@ def _aspects(graded: ScoredGroup) -> RenderableType:
     for head in ("reward", "weight", "value", "reason"):
         table.add_column(head, justify="right" if head in ("weight", "value") else "left")
     for aspect in completion.aspects:
-        steps = "" if aspect.steps is None else " ".join(f"{reward:g}@{end}" for end, reward in aspect.steps)
+        steps = ", ".join(f"{reward:g} for the step that ends at character {end + 1}" for end, reward in aspect.steps or ())
         value = Text("failed", "bold red") if aspect.failure else Text(score(aspect.value))
-        reason = aspect.failure or " ".join(filter(None, (aspect.reason, steps))) or DASH
+        reason = aspect.failure or ": ".join(filter(None, (aspect.reason, steps))) or DASH
         table.add_row(aspect.name, f"{aspect.weight:g}", value, Text(clean(reason)))
     if completion.failure is not None:
-        return Group(table, Text(completion.failure, "bold red"))
-    return Group(table, Text.assemble(("total  ", "dim"), (score(completion.total), "bold")))
+        return Group(table, Text.assemble(("total  ", "dim"), ("none: a reward failed", "bold red")))
+    total = Text.assemble(("total  ", "dim"), (score(completion.total), "bold"))
+    if any(aspect.steps for aspect in completion.aspects):
+        total.append("  (rewards of single steps are not in the total: each counts for the tokens of its step)", "dim")
+    return Group(table, total)
 
 
 @rewards.command(cls=Command, epilog="Example: oncurve rewards replay arithmetic-1 --with stricter.toml")

@@ -64,11 +64,32 @@ def test_try(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     shown = capsys.readouterr().out
     assert "answer" in shown
     assert "'no' is not" in shown
-    assert "1 of 1 steps are good" in shown
+    assert "1 of 1 steps are good: 1 for the step that ends at character 39" in " ".join(shown.split())
+    assert "rewards of single steps are not in the total" in " ".join(shown.split())
     (tmp_path / "text.txt").write_text("plain")
     assert main(["rewards", "try", str(recipe), "--completion", str(tmp_path / "text.txt")]) == 0
     assert "<think> occurs 0 times" in capsys.readouterr().out
     assert main(["rewards", "try", str(recipe), "--completion", "x", "--prompt", "100000"]) == 2
+
+
+@pytest.mark.parametrize("path", ["./nofile", "nofile.txt", "../x/answer.md", "/no/such/answer.txt", "~/answer"])
+def test_a_completion_file_that_is_not_there(recipe: Path, path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is an error, and not scored as a text."""
+    assert main(["rewards", "try", str(recipe), "--completion", path]) == 2
+    assert "there is no such file" in capsys.readouterr().err
+    for text in ("./a is a path", "<answer>a.txt</answer>", "3.14"):
+        assert main(["rewards", "try", str(recipe), "--completion", text]) == 0
+
+
+def test_a_failure_is_printed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text("def broken(completion):\n    raise ValueError('it is broken')\n")
+    rewards = '[[rewards]]\ntype = "python"\nname = "own"\nfunction = "own.py:broken"\n'
+    (tmp_path / "own.toml").write_text(f'[task]\ntype = "arithmetic"\n{rewards}[[stages]]\ntype = "grpo"\n')
+    assert main(["rewards", "try", "own.toml", "--completion", "x"]) == 2
+    shown = "".join(capsys.readouterr())
+    assert shown.count("it is broken") == 1
+    assert "none: a reward failed" in shown
 
 
 def test_replay(run: RunFolder, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ from oncurve.errors import RewardError
 from oncurve.records import Group, Prompt
 from oncurve.rewards.base import Score, score_each
 from oncurve.rewards.mix import RewardMix
+from oncurve.rewards.models.judge import JudgeOptions, JudgeReward
 from oncurve.rewards.python_function import FunctionReward
 from oncurve.rewards.verifiers.answer import AnswerOptions, AnswerReward
 from oncurve.rewards.verifiers.code import CodeReward
@@ -288,6 +289,7 @@ def test_a_reward_that_can_score_no_prompt_is_refused() -> None:
         (CountdownReward("countdown", 1.0), "'numbers'"),
         (GuessReward("guess", 1.0), "'secret'"),
         (CodeReward("code", 1.0), "'tests'"),
+        (JudgeReward("judge", 1.0, JudgeOptions(model="m", template="{prompt} {reference}", cache=None)), "'reference'"),
     ):
         with pytest.raises(RewardError) as caught:
             RewardMix([reward]).check_columns(prompts)

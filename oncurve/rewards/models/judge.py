@@ -23,7 +23,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from oncurve.errors import RecipeError
 from oncurve.recipe.schema.base import Count, Section
 from oncurve.records import Group, Prompt
-from oncurve.rewards.base import Result, Score
+from oncurve.rewards.base import Result, Score, missing_column
 from oncurve.rewards.models.judge_client import JudgeClient, JudgeReplyError
 from oncurve.rewards.python_function import run_coroutine
 from oncurve.rewards.verifiers.answer_extraction import without_thinking
@@ -136,6 +136,9 @@ class JudgeReward:
     @property
     def log_lines(self) -> list[str]:
         return [f"{self.name}: {self.options.description}"]
+
+    def missing_columns(self, prompt: Prompt) -> str | None:
+        return missing_column(prompt, *(name for name in template_columns(self.options.template) if name != "prompt"))
 
     def score(self, group: Group) -> Sequence[Result]:
         texts = [c.text if self.options.thinking else without_thinking(c.text).strip() for c in group.completions]
