@@ -83,7 +83,7 @@ def best_value(best: BestStep) -> str:
 def best_line(run: RunFolder) -> str | None:
     """The best step, its value, and how to name its checkpoint; None if nothing was measured.
 
-    Example: "best  97.1 % held-out accuracy at grpo 150: arithmetic-1@best"
+    Example: "best  97.1 % held-out accuracy at grpo step 150: runs/arithmetic-1@best"
     """
     best = best_of_run(run)
     if best is None:
@@ -91,11 +91,11 @@ def best_line(run: RunFolder) -> str | None:
     value = percent(best.value, 1) if best.metric == "held-out accuracy" else score(best.value)
     line = f"best {best.metric}  {value} at {best.stage} step {best.step}"
     if best.entry is not None:
-        return f"{line}: {run.name}@best"
+        return f"{line}: {run.shown}@best"
     kept = best_of_run(run, with_checkpoint=True)
     if kept is None:
         return f"{line}, whose checkpoint was not kept"
-    return f"{line}, whose checkpoint was not kept; {run.name}@best is {kept.stage} step {kept.step} ({best_value(kept)})"
+    return f"{line}, whose checkpoint was not kept; {run.shown}@best is {kept.stage} step {kept.step} ({best_value(kept)})"
 
 
 def _remark(data: dict[str, Any]) -> str:
