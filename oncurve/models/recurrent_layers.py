@@ -3,7 +3,7 @@
 A recurrent layer carries a state from token to token: the last inputs of a short convolution, and the matrix of a linear
 attention. transformers keeps that state in its cache. Here the layer's own forward computes everything, and an attention
 context decides from which state a sequence starts: the learner runs a group's prompt once and starts all of its completions
-from the prompt's final state, with gradients through it; the sampler keeps one state per slot beside the KV cache.
+from the prompt's final state, with gradients through it; the sampler keeps one state per slot next to the KV cache.
 
 `attach` finds these layers by what they do, not by name: a layer that writes a state to transformers' cache is recurrent.
 """
@@ -122,7 +122,7 @@ class RecurrentLayer(nn.Module):
 
     def run(self, hidden_BTD: Tensor, state: LayerState | None) -> tuple[Tensor, LayerState]:
         """The layer's own forward from a state; see `RunLayer`."""
-        # A layer may write the convolution's last inputs in place; a state that was handed in stays as it is.
+        # A layer may write the convolution's last inputs in place; the state that was passed in must not change.
         before = state or LayerState()
         after = LayerState({i: x.clone() for i, x in before.conv_states.items()}, dict(before.recurrent_states))
         out: Tensor = super().forward(hidden_BTD, **{_cache_argument(type(self).__mro__[2]): after})

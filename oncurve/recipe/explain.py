@@ -109,7 +109,7 @@ def _objectives() -> Table:
 
 
 def set_key(key: str) -> str:
-    """A key below `task.TYPE` or `rewards.TYPE` as `--set` takes it: a reward has a name of its own, a task has none."""
+    """A key below `task.TYPE` or `rewards.TYPE` as `--set` takes it: a reward has its own name, a task has none."""
     first, _, *inner = key.split(".")
     return ".".join(["rewards.NAME" if first == "rewards" else first, *inner])
 

@@ -60,7 +60,7 @@ Decode = Callable[[list[int]], str]
 
 def render_group(graded: GradedGroup, stats: Stats = (), decode: Decode | None = None) -> RenderableType:
     """A group in full: every completion's complete text, under a line with its numbers. With ``decode``, what an environment
-    replied is on lines of its own."""
+    replied is on separate lines."""
     token_stats = list(stats) or [None] * len(graded.graded)
     prompt = graded.group.prompt
     parts: list[RenderableType] = [Text.assemble(("prompt  ", "dim"), (prompt.id, "dim")), Text(clean(prompt.shown), "bold")]

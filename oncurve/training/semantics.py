@@ -34,13 +34,13 @@ def _ends_completions_itself(recipe: Recipe) -> bool:
 
 
 def _adapts_on_a_cpu(recipe: Recipe) -> bool:
-    """Rounding alone, but the bits are others."""
+    """Only rounding differs."""
     model = recipe.model
     return model.lora is not None and model.dtype == "float32" and choose_device(model.device).type == "cpu"
 
 
 def _has_own_environment(recipe: Recipe) -> bool:
-    """Rounding alone. The replies of the built-in environments are too short to be prefilled."""
+    """Only rounding differs. The replies of the built-in environments are too short to be prefilled."""
     return ":" in (getattr(recipe.task, "environment", None) or "")
 
 

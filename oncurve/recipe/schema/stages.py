@@ -91,7 +91,7 @@ class StageBase(Section):
 
     @property
     def needs_importance_cap(self) -> bool:
-        """Whether the stage has no correction of its own if the sampler is not the learner."""
+        """Whether the stage has no correction for a sampler that differs from the learner."""
         return False
 
     @property

@@ -226,7 +226,7 @@ _CONTINUE = 1
 
 
 class Counts:
-    """Answers a child's reports: what it may start or create goes on until a limit is reached, then it is refused."""
+    """Answers a child's reports: it may start and create things until a limit is reached, and is then refused."""
 
     def __init__(self, notices: int, max_threads: int, max_files: int) -> None:
         self.notices = notices
