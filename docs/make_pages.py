@@ -16,7 +16,7 @@ from typing import Any
 
 from oncurve.algos.objectives import OBJECTIVES
 from oncurve.model_families import PATHS, family_paths
-from oncurve.objective_specs import OBJECTIVE_SPECS
+from oncurve.objective_specs import BUILT_IN_OBJECTIVES
 from oncurve.plan.hardware import CPU_CORE_FLOPS, this_cpu
 from oncurve.plan.model_shape import ModelShape
 from oncurve.plan.request import job_for
@@ -166,7 +166,7 @@ def from_trl_page() -> str:
 
 def objectives_table() -> str:
     rows = []
-    for name, spec in OBJECTIVE_SPECS.items():
+    for name, spec in BUILT_IN_OBJECTIVES.items():
         parts = [f"`{part}`" for part in str(OBJECTIVES[name]).replace(", dual=None", "").split(" · ")]
         rows.append((f"`{name}`", *parts, spec.baseline, spec.scale, spec.kl_place, spec.sentence, spec.paper))
     head = ("objective", "ratio", "surrogate", "reduction", "baseline", "scale", "KL in", "what it is", "source")
@@ -281,14 +281,18 @@ A recipe is one TOML file that defines a run completely. An unknown key is an er
 `--set KEY=VALUE` changes a key for one run. Start a stage's keys with its name (`--set grpo.group_size=16`) and a reward's keys
 with `rewards.` and its name (`--set rewards.format.weight=0.2`). `STAGE` below stands for the name of a stage.
 
-`oncurve recipe explain KEY` prints what this page says about a key. `oncurve recipe show RECIPE` prints a recipe with every
-default written out."""
+`oncurve recipe explain KEY` prints what this page says about a key. `oncurve recipe show RECIPE|RUN` prints a recipe with every
+default written out, and `oncurve recipe list` names the built-in ones.
+
+To see whether a recipe works before a long run, add `--smoke` to `oncurve train`: every stage makes two steps, each followed by an
+evaluation and a checkpoint. Warm-ups are shortened too; batch sizes and lengths stay, so that the memory is that of the complete run."""
 
 TRL_HEAD = """\
 `oncurve recipe from-trl CONFIG.yaml` converts a config of TRL 1.16's GRPOTrainer to a recipe, and prints notes on what differs.
 
 Reward functions need no change: a function that takes `completions` is called with the arguments that TRL gives it.
-`examples/with_trl.py` runs one reward function and one data set in both."""
+A module that is not installed is found in the current folder: `reward_funcs: [rewards.accuracy]` becomes `rewards:accuracy`, which
+reads `rewards.py` there. `examples/with_trl.py` runs one reward function and one data set in both."""
 
 
 def main() -> None:
