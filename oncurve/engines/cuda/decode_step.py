@@ -31,7 +31,7 @@ from oncurve.kernels.decode_layers import (
 from oncurve.kernels.decode_matmul import block_for, gated_product, product
 from oncurve.kernels.launch import pdl_options
 from oncurve.models.heads.lm_head import Head
-from oncurve.models.llama.block_description import BlockDescription, Norm, Rope
+from oncurve.models.llama.block_description import BlockDescription, Mlp, Norm, Rope
 from oncurve.models.llama.fused import Block, FusedLinear, FusedWeights
 from oncurve.models.policy import Policy
 from oncurve.models.recurrent_layers import RunLayer, stepping_in_place
@@ -152,8 +152,7 @@ class FusedStep:
                 add(o, residual, after=after, scale=scale)
             else:
                 h = add_norm(o, _rule(form.mlp_norm), residual, words.dtype, after=after, scale=scale)
-            h = _unit(h, block)
-            h = _linear(h, block.down)
+            h = _mlp(h, block)
             h = add_norm(h, norms[i + 1], residual, words.dtype, after=_rule(form.output_norm), scale=scale)
         return h
 
@@ -173,14 +172,21 @@ def _linear(x: Tensor, layer: FusedLinear) -> Tensor:
     return _torch_linear(x, layer) if block is None else product(x, layer.weight, layer.bias, block)
 
 
-def _unit(x: Tensor, block: Block) -> Tensor:
-    """The MLP up to its activation, [S, I]."""
-    layer, form = block.gate_up, block.description
-    fits = form.is_gated and layer.bias is None and not layer.lora
+def _mlp(x: Tensor, block: Block) -> Tensor:
+    """The MLP: [S, D], or its float32 parts. One that is not described runs as a module."""
+    mlp = block.description.mlp
+    if not isinstance(mlp, Mlp):
+        out = mlp(x[None])
+        hidden: Tensor = out[0] if isinstance(out, tuple) else out  # beside the router's logits
+        return hidden.reshape(x.shape).contiguous()
+    layer = block.gate_up
+    fits = mlp.is_gated and layer.bias is None and not layer.lora
     tiles = block_for(x, len(layer.weight) // 2, gated=True) if fits else None
     if tiles is not None:
-        return gated_product(x, layer.weight, tiles, form.activation)
-    return activate_unit(_torch_linear(x, layer), form.activation, gated=form.is_gated)
+        value = gated_product(x, layer.weight, tiles, mlp.activation)
+    else:
+        value = activate_unit(_torch_linear(x, layer), mlp.activation, gated=mlp.is_gated)
+    return _linear(value, block.down)
 
 
 def _torch_linear(x: Tensor, layer: FusedLinear) -> Tensor:

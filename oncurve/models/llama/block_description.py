@@ -13,6 +13,7 @@ Two forms of a block are described, with n₁ to n₄ norms or nothing, and s th
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -85,6 +86,16 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True)
+class Mlp:
+    """down(act(gate(x)) · up(x)), or down(act(up(x))) if it is not gated. Gate and up may be one layer, gate first."""
+
+    gate_up: tuple[nn.Module, ...]
+    is_gated: bool
+    activation: Activation
+    down: nn.Module
+
+
+@dataclass(frozen=True, slots=True)
 class BlockDescription:
     """One decoder block. Linear layers that read one input are listed together, in the order of their outputs."""
 
@@ -103,11 +114,15 @@ class BlockDescription:
     window: int | None
     softcap: float | None
     out: nn.Module
-    gate_up: tuple[nn.Module, ...]
-    is_gated: bool
-    activation: Activation
-    down: nn.Module
+    mlp: Mlp | nn.Module
+    """A module if it is not described (experts): it runs as it is."""
     residual_scale: float
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        norms = (self.input_norm, self.attention_norm, self.mlp_norm, self.output_norm, self.q_norm, self.k_norm)
+        mlp = (*self.mlp.gate_up, self.mlp.down) if isinstance(self.mlp, Mlp) else (self.mlp,)
+        for module in (*self.qkv, self.out, *mlp, *(norm.module for norm in norms if norm is not None)):
+            yield from module.parameters()
 
     @property
     def is_llama_like(self) -> bool:
@@ -121,10 +136,10 @@ class BlockDescription:
             and all(norm is None or norm.is_plain_rms for norm in norms)
             and not self.is_parallel
             and len(self.qkv) == 3
-            and len(self.gate_up) == 2
-            and self.is_gated
-            and self.activation == "silu"
-            and not any(base_linear(layer).bias is not None for layer in (*self.gate_up, self.down))
+            and isinstance(self.mlp, Mlp)
+            and len(self.mlp.gate_up) == 2
+            and self.mlp.activation == "silu"
+            and not any(base_linear(layer).bias is not None for layer in (*self.mlp.gate_up, self.mlp.down))
             and self.residual_scale == 1
             and self.softcap is None
         )
@@ -199,6 +214,8 @@ class _LayerTrace:
     before: list[_Call] = field(default_factory=list)
     attend: _Attend | None = None
     after: list[_Call] = field(default_factory=list)
+    containers: list[_Call] = field(default_factory=list)
+    """Of the layer's children that have children themselves, such as its MLP."""
     output: Tensor | None = None
 
 
@@ -228,18 +245,18 @@ class _Trace:
         self.backbone, self.modules, self.embedding = backbone, layers, embedding
         self.layers: list[_LayerTrace] = []
         self.rotations: list[tuple[nn.Module, tuple[Any, ...], tuple[Tensor, Tensor]]] = []
-        self.embedded: Tensor | None = None
         self.outside: list[_Call] = []
-        self.is_inside = False
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
-        handles = [self.embedding.register_forward_hook(self._embedded)]
+        handles = []
         inside = {module for layer in self.modules for module in layer.modules()}
         for layer in self.modules:
             handles.append(layer.register_forward_pre_hook(self._enter, with_kwargs=True))
             handles.append(layer.register_forward_hook(self._leave))
             handles.extend(module.register_forward_hook(self._call) for module in _parts(layer))
+            containers = [child for child in layer.children() if not is_plain(child) and list(child.children())]
+            handles.extend(child.register_forward_hook(self._call_container, with_kwargs=True) for child in containers)
         for module in self.backbone.children():
             if module not in inside and module is not self.embedding and not isinstance(module, nn.ModuleList):
                 handles.append(module.register_forward_hook(self._call_outside, with_kwargs=True))
@@ -249,23 +266,22 @@ class _Trace:
             for handle in handles:
                 handle.remove()
 
-    def _embedded(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
-        self.embedded = output
-
     def _enter(self, module: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
         hidden = inputs[0] if inputs else options["hidden_states"]
         self.layers.append(_LayerTrace(hidden, options.get("position_embeddings")))
-        self.is_inside = True
 
     def _leave(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        self.layers[-1].output = output[0] if isinstance(output, tuple) else output
-        self.is_inside = False
+        self.layers[-1].output = _first(output)
 
     def _call(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        if not inputs or not isinstance(inputs[0], Tensor) or not isinstance(output, Tensor):
-            raise Undescribed(f"a {type(module).__name__} that does not map one tensor to one")
         layer = self.layers[-1]
-        (layer.before if layer.attend is None else layer.after).append(_Call(module, inputs[0], output))
+        if inputs and isinstance(inputs[0], Tensor) and isinstance(output, Tensor):
+            (layer.before if layer.attend is None else layer.after).append(_Call(module, inputs[0], output))
+
+    def _call_container(self, module: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
+        hidden = (*inputs, *options.values())
+        if len(hidden) == 1 and isinstance(hidden[0], Tensor) and isinstance(_first(output), Tensor):
+            self.layers[-1].containers.append(_Call(module, hidden[0], _first(output)))
 
     def _call_outside(self, module: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
         if isinstance(output, tuple):
@@ -282,15 +298,14 @@ def _beyond_positions(inputs: tuple[Any, ...], options: dict[str, Any]) -> tuple
 def _parts(layer: nn.Module) -> Iterator[nn.Module]:
     """The modules of a layer that compute something: linear layers with their adapters, norms, activations."""
     for child in layer.children():
-        if isinstance(child, nn.Dropout | nn.Identity):
-            continue
         if is_plain(child) or not list(child.children()):
-            yield child
+            yield from () if isinstance(child, nn.Dropout | nn.Identity) else (child,)
         else:
-            own = [name for name, _ in child.named_parameters(recurse=False)]
-            if own:
-                raise Undescribed(f"{type(child).__name__} with parameters of its own ({', '.join(own)})")
             yield from _parts(child)
+
+
+def _first(output: Any) -> Any:
+    return output[0] if isinstance(output, tuple) else output
 
 
 # The description.
@@ -324,10 +339,10 @@ def _describe(model: PreTrainedModel) -> DecoderDescription:
     pack = build_pack([PrefixGroup(ids[:1], (ids[1:],), (0,))], model.device)
     with trace.hooks():
         out = backbone(
-            input_ids=pack.input_ids, position_ids=pack.position_ids, use_cache=False,
+            input_ids=pack.input_ids, position_ids=_spread_positions(model, pack.input_ids.shape[1]), use_cache=False,
             attention_context=_TracedAttention(pack.attention, trace),
         ).last_hidden_state  # fmt: skip
-    if trace.embedded is None or len(trace.layers) != count:
+    if len(trace.layers) != count:
         raise Undescribed("layers that are not called once each")
     last = [call for call in trace.outside if call.output is out and _same(call.input, trace.layers[-1].output)]
     if len(trace.outside) != 1 or len(last) != 1:
@@ -335,7 +350,14 @@ def _describe(model: PreTrainedModel) -> DecoderDescription:
     for one, other in zip(trace.layers, trace.layers[1:], strict=False):
         if not _same(one.output, other.input):
             raise Undescribed("a step between two layers")
-    explained = [_Explanation(layer, trace).block() for layer in trace.layers]
+    blocks = [_Explanation(layer, trace).block() for layer in trace.layers]
+    final_norm = _norm_of(last[0].module)
+    known = {p for module in (embedding, final_norm.module) for p in module.parameters()}
+    for block in blocks:
+        known.update(block.parameters())
+    unknown = [name for name, p in backbone.named_parameters() if p not in known]
+    if unknown:  # their effect may be hidden by their present values
+        raise Undescribed(f"parameters besides linear layers and norms ({unknown[0]})")
     shapes = {
         (layer.attend.q.shape[1], layer.attend.k.shape[1], layer.attend.q.shape[3]) for layer in trace.layers if layer.attend
     }
@@ -346,10 +368,16 @@ def _describe(model: PreTrainedModel) -> DecoderDescription:
         raise Undescribed("several rotary embeddings")
     H, K, d = shapes.pop()
     raw = functional.embedding(pack.input_ids, embedding.weight)
-    return DecoderDescription(
-        embedding, _scale_between(raw, trace.layers[0].input, model.config), tuple(explained),
-        _norm_of(last[0].module), next(iter(rotary), None), H, K, d,
-    )  # fmt: skip
+    scale = _scale_between(raw, trace.layers[0].input, model.config)
+    return DecoderDescription(embedding, scale, tuple(blocks), final_norm, next(iter(rotary), None), H, K, d)
+
+
+def _spread_positions(model: PreTrainedModel, count: int) -> Tensor:
+    """The first positions, and others up to the last one: some models scale queries from a certain position on."""
+    last = int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 20) - 1
+    near = count // 2
+    far = torch.logspace(3, max(3.0, math.log2(last + 1)), count - near, base=2).round().long().clamp(max=last)
+    return torch.cat((torch.arange(near), far))[None].to(model.device)
 
 
 class _Explanation:
@@ -364,6 +392,8 @@ class _Explanation:
 
     def block(self) -> BlockDescription:
         x, attend = self.layer.input, self.attend
+        if not all(bool(call.output.any()) for call in (*self.before, *self.after) if is_plain(call.module)):
+            raise Undescribed("weights of zero, which hide what is done with a product")
         qkv_calls = [call for call in self.before if is_plain(call.module)]
         if len(qkv_calls) not in (1, 3) or not all(_same(call.input, qkv_calls[0].input) for call in qkv_calls):
             raise Undescribed("queries, keys and values that are not linear in one input")
@@ -383,19 +413,12 @@ class _Explanation:
             "q_norm": q_norm, "k_norm": k_norm, "rope": rope, "scale": attend.scale, "window": attend.window,
             "softcap": attend.softcap, "out": out.module,
         }  # fmt: skip
-        return self._with_mlp(x, u, added, attention)
+        return self._with_mlp(x, u, added, attention, self._mlp(out.module))
 
-    def _with_mlp(self, x: Tensor, u: Tensor, added: Tensor, attention: dict[str, Any]) -> BlockDescription:
-        linear = [call for call in self.after if is_plain(call.module)]
-        acts = [call for call in self.after if not list(call.module.parameters())]
-        if len(linear) not in (2, 3) or len(acts) != 1:
-            raise Undescribed("an MLP of other than one activation and two or three linear layers")
-        *ups, down = linear
-        m = ups[0].input
-        if not all(_same(call.input, m) for call in ups):
-            raise Undescribed("an MLP whose first layers read different inputs")
-        gate_up, is_gated = self._unit(ups, acts[0], down)
-        self.after = [call for call in self.after if call not in (*linear, acts[0])]
+    def _with_mlp(
+        self, x: Tensor, u: Tensor, added: Tensor, attention: dict[str, Any], unit: tuple[Mlp | nn.Module, Tensor, Tensor]
+    ) -> BlockDescription:
+        mlp, m, written = unit
         config = self.trace.backbone.config
         if _same(m, u) and (attention["input_norm"] is not None or _same(m, x)):
             is_parallel, mlp_norm, middle = True, None, x
@@ -404,7 +427,7 @@ class _Explanation:
             middle = norms[0].input if norms else m
             mlp_norm = self._take_norm(self.after, reads=middle, writes=m)
             is_parallel = False
-        output_norm, more = self._take_norm_after(down.output)
+        output_norm, more = self._take_norm_after(written)
         if self.after:
             raise Undescribed(f"a {type(self.after[0].module).__name__} after attention")
         if is_parallel:
@@ -414,9 +437,33 @@ class _Explanation:
             if abs(_scale_between(more, self.output - middle, config, middle) - scale) > 1e-3 * abs(scale):
                 raise Undescribed("two residual sums of different scales")
         return BlockDescription(
-            **attention, is_parallel=is_parallel, mlp_norm=mlp_norm, output_norm=output_norm, gate_up=gate_up,
-            is_gated=is_gated, activation=_activation_of(acts[0].module), down=down.module, residual_scale=scale,
-        )  # fmt: skip
+            **attention, is_parallel=is_parallel, mlp_norm=mlp_norm, output_norm=output_norm, mlp=mlp, residual_scale=scale
+        )
+
+    def _mlp(self, out: nn.Module) -> tuple[Mlp | nn.Module, Tensor, Tensor]:
+        """The MLP, described or else as the one module of the layer besides attention, with what it reads and writes."""
+        try:
+            return self._described_mlp()
+        except Undescribed:
+            others = [call for call in self.layer.containers if out not in call.module.modules()]
+            if len(others) != 1:
+                raise
+        inside = set(others[0].module.modules())
+        self.after = [call for call in self.after if call.module not in inside]
+        return others[0].module, others[0].input, others[0].output
+
+    def _described_mlp(self) -> tuple[Mlp, Tensor, Tensor]:
+        linear = [call for call in self.after if is_plain(call.module)]
+        acts = [call for call in self.after if not list(call.module.parameters())]
+        if len(linear) not in (2, 3) or len(acts) != 1:
+            raise Undescribed("an MLP of other than one activation and two or three linear layers")
+        *ups, down = linear
+        if not all(_same(call.input, ups[0].input) for call in ups):
+            raise Undescribed("an MLP whose first layers read different inputs")
+        gate_up, is_gated = self._unit(ups, acts[0], down)
+        mlp = Mlp(gate_up, is_gated, _activation_of(acts[0].module), down.module)
+        self.after = [call for call in self.after if call not in (*linear, acts[0])]
+        return mlp, ups[0].input, down.output
 
     def _unit(self, ups: Sequence[_Call], act: _Call, down: _Call) -> tuple[tuple[nn.Module, ...], bool]:
         """The first layers of the MLP, gate before up, and whether there is a gate."""
@@ -448,8 +495,11 @@ class _Explanation:
         if self.before:
             if len(self.before) != 2:
                 raise Undescribed("a norm of q without one of k")
-            for i, (call, width) in enumerate(zip(self.before, (H * d, K * d), strict=True)):
+            for i, (call, product) in enumerate(zip(self.before, (q, k), strict=True)):
                 norms[i] = norm = _norm_of(call.module)
+                width = product.shape[-1]
+                if not any(torch.equal(call.input.flatten(), y.flatten()) for y in (product, _by_head(product, d))):
+                    raise Undescribed("a norm of q and k after the rotary embedding")  # the same while its weight is uniform
                 if norm.is_centred or norm.bias is not None or norm.weight.numel() not in (d, width):
                     raise Undescribed("a norm of q and k that is no RMSNorm over a head or over all heads")
             if norms[0] is None or norms[1] is None or norms[0].eps != norms[1].eps or norms[0].offset != norms[1].offset:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from oncurve.models.attention_interface import AttentionContext
 from oncurve.models.gradient_buffers import GradAccumulator
-from oncurve.models.llama.block_description import BlockDescription, DecoderDescription, Norm
+from oncurve.models.llama.block_description import BlockDescription, DecoderDescription, Mlp, Norm
 from oncurve.models.llama.c_backbone import run_layers as run_c_layers
 from oncurve.models.lora import adapter_of, base_linear, is_attached
 from oncurve.models.pack_attention import PackAttention
@@ -182,8 +182,10 @@ class Block:
 
     def __init__(self, description: BlockDescription, joins_lora: bool) -> None:
         self.description = description
-        self.qkv, self.gate_up = FusedLinear(description.qkv, joins_lora), FusedLinear(description.gate_up, joins_lora)
-        self.out, self.down = FusedLinear([description.out], joins_lora), FusedLinear([description.down], joins_lora)
+        self.qkv, self.out = FusedLinear(description.qkv, joins_lora), FusedLinear([description.out], joins_lora)
+        mlp = description.mlp
+        if isinstance(mlp, Mlp):
+            self.gate_up, self.down = FusedLinear(mlp.gate_up, joins_lora), FusedLinear([mlp.down], joins_lora)
         self.q_norm, self.k_norm, self.window = description.q_norm, description.k_norm, description.window
 
     @property
@@ -222,7 +224,7 @@ class FusedWeights:
             len({base_linear(layer).bias is None for layer in layers}) == 1
             and (len(_adapter_kinds(layers)) <= 1 or not cls.joins_lora)
             for block in description.blocks
-            for layers in (block.qkv, (block.out,), block.gate_up, (block.down,))
+            for layers in (block.qkv, (block.out,), *_mlp_layers(block))
         )
 
     @property
@@ -302,6 +304,10 @@ class FusedBackbone(FusedWeights):
         if block.out.bias is not None:
             x = x + block.out.bias
         return torch.addmm(x, out, block.out.merged().t())
+
+
+def _mlp_layers(block: BlockDescription) -> tuple[tuple[Any, ...], ...]:
+    return (block.mlp.gate_up, (block.mlp.down,)) if isinstance(block.mlp, Mlp) else ()
 
 
 def _adapter_kinds(layers: Sequence[Any]) -> set[tuple[int, float]]:

@@ -26,7 +26,7 @@ from oncurve.records import Completion, Ints
 from tests.engines.cuda.test_graph_decoder import complete, small_pages  # noqa: F401 (a fixture)
 from tests.engines.native.plain import assert_logps, next_logits, prompt_of
 from tests.models.architectures import adapted, tokenizer
-from tests.models.tiny_families import tiny_config
+from tests.models.tiny_families import tiny_config, tiny_model
 
 WINDOW = 6
 LAYERS = ["sliding_attention", "full_attention"]
@@ -47,9 +47,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "arcee": {},
     "ernie4_5": {},
     "llama": {"attention_bias": True, "mlp_bias": True},
+    "qwen3_moe": {},
+    "olmoe": {},
+    "mixtral": {},
+    "glm4_moe": {},
 }  # fmt: skip
 
-QUICK = ("gemma3_text", "olmo2", "cohere2", "glm4")
+QUICK = ("gemma3_text", "olmo2", "cohere2", "glm4", "qwen3_moe")
 
 
 def make_model(family: str, seed: int = 0) -> PreTrainedModel:
@@ -65,7 +69,7 @@ def make_model(family: str, seed: int = 0) -> PreTrainedModel:
         with torch.no_grad():
             for module in model.modules():
                 for parameter in module.parameters(recurse=False):
-                    if isinstance(module, nn.Linear | nn.Embedding) and parameter.dim() == 2:
+                    if parameter.dim() >= 2:
                         parameter.normal_(0.0, 1.5 / parameter.shape[-1] ** 0.5)
                     else:
                         parameter.uniform_(0.2, 1.0)
@@ -131,3 +135,19 @@ def test_a_wrong_description_is_not_used() -> None:
     decoder = GraphDecoder.build(policy, Engine())
     assert decoder is not None
     assert isinstance(decoder.step, ModuleStep)
+
+
+def test_what_present_weights_hide_is_not_described() -> None:
+    """A norm after the rotary embedding whose weight is still uniform, a projection of zeros, a scale of 1 that is trained."""
+    assert describe(tiny_model("hunyuan_v1_dense")) == "a norm of q and k after the rotary embedding"
+    config = tiny_config("ministral3")
+    assert isinstance(describe(AutoModelForCausalLM.from_config(config)), DecoderDescription)
+    config.rope_parameters["original_max_position_embeddings"] = 400  # from where on queries are scaled
+    assert describe(AutoModelForCausalLM.from_config(config)) == "a rotary embedding of another form"
+    model = make_model("llama")
+    nn.init.zeros_(model.base_model.layers[1].self_attn.o_proj.weight)
+    nn.init.zeros_(model.base_model.layers[1].self_attn.o_proj.bias)
+    assert describe(model) == "weights of zero, which hide what is done with a product"
+    model = make_model("llama")
+    model.base_model.layers[0].mlp.scale = nn.Parameter(torch.ones(1))
+    assert describe(model) == "parameters besides linear layers and norms (layers.0.mlp.scale)"
