@@ -289,7 +289,10 @@ def test_a_reward_that_can_score_no_prompt_is_refused() -> None:
         (CountdownReward("countdown", 1.0), "'numbers'"),
         (GuessReward("guess", 1.0), "'secret'"),
         (CodeReward("code", 1.0), "'tests'"),
-        (JudgeReward("judge", 1.0, JudgeOptions(model="m", template="{prompt} {reference}", cache=None)), "'reference'"),
+        (
+            JudgeReward("judge", 1.0, JudgeOptions(model="m", base_url="http://127.0.0.1:9", template="{prompt} {reference}")),
+            "'reference'",
+        ),
     ):
         with pytest.raises(RewardError) as caught:
             RewardMix([reward]).check_columns(prompts)
