@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +36,67 @@ def test_names_number_themselves(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "folder"), [("a/b", "a-b-1"), ("../up", "up-1"), ("", "run-1"), ("größe 2", "größe-2-1")])
 def test_any_recipe_name_makes_a_folder(tmp_path: Path, name: str, folder: str) -> None:
     assert RunFolder.create(tmp_path, name).path == tmp_path / folder
+
+
+@pytest.mark.parametrize("name", ["a" * 5000, "é" * 5000, "x" * 99 + "😀" * 50, "." * 300, "ab/" * 200])
+def test_a_long_name_is_shortened(tmp_path: Path, name: str) -> None:
+    runs = [RunFolder.create(tmp_path, name) for _ in range(2)]
+    assert runs[0].name.removesuffix("-1") == runs[1].name.removesuffix("-2")
+    assert len(runs[0].name.encode()) < 110
+    assert RunFolder.open(runs[1].name, tmp_path) == runs[1]
+
+
+@pytest.mark.parametrize("name", ["a" * 5000, "a/" * 3000])
+def test_a_path_that_no_file_can_have_is_one_error(tmp_path: Path, name: str) -> None:
+    attempts: list[Callable[[], object]] = [
+        lambda: RunFolder.create_at(tmp_path / name),
+        lambda: RunFolder.open(name, tmp_path),
+        lambda: RunFolder.find(tmp_path / name, tmp_path),
+    ]
+    for attempt in attempts:
+        with pytest.raises(DiskError, match="shorter name") as caught:
+            attempt()
+        assert len(str(caught.value)) < 400
+
+
+def test_a_run_appears_with_all_its_first_files_or_not_at_all(tmp_path: Path) -> None:
+    listed: list[list[str]] = []
+
+    def fill(new: RunFolder, path: Path) -> None:
+        assert path == tmp_path / "x-1"
+        new.write_recipe("a = 1")
+        listed.append([entry.name for entry in list_runs(tmp_path)])
+
+    run = RunFolder.create(tmp_path, "x", fill=fill)
+    assert listed == [[]]
+    assert run.recipe.read_text() == "a = 1"
+
+    def fail(new: RunFolder, path: Path) -> None:
+        new.write_recipe("a = 1")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        RunFolder.create(tmp_path, "x", fill=fail)
+    assert [path.name for path in tmp_path.iterdir()] == ["x-1"]
+    run.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_runs_that_are_made_at_the_same_time_get_different_names(tmp_path: Path) -> None:
+    made: list[RunFolder] = []
+
+    def fill(new: RunFolder, path: Path) -> None:
+        if not made:
+            made.append(RunFolder.create(tmp_path, "x"))
+
+    assert RunFolder.create(tmp_path, "x", fill=fill).name == "x-2"
+    assert made[0].name == "x-1"
+    with pytest.raises(RunError, match="already exists"):
+        RunFolder.create_at(tmp_path / "mine", fill=lambda new, path: void(RunFolder.create_at(tmp_path / "mine")))
+
+
+def void(_: object) -> None:
+    pass
 
 
 def test_four_processes_never_get_the_same_number(tmp_path: Path) -> None:
