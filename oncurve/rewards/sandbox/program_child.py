@@ -7,7 +7,6 @@ expected values never enter this process.
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import builtins
 import contextlib
@@ -208,6 +207,8 @@ class ProgramServer:
 
 
 def _await(coroutine: Any) -> Any:
+    import asyncio  # large: every fork would copy its pages
+
     async def run() -> Any:
         return await coroutine
 

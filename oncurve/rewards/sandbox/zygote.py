@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 from oncurve.rewards.sandbox import lockdown, program_child, tests_child
 
 PRELOADED = (
-    "ast asyncio bisect collections copy datetime decimal fractions functools heapq io itertools json math operator random re"
+    "ast bisect collections copy datetime decimal fractions functools heapq io itertools json math operator random re"
     " statistics string sys threading time typing"
 )
 MAX_RESULT_BYTES = 4 << 20
