@@ -64,8 +64,8 @@ class TrainRequest:
 def train(request: TrainRequest, address: str, listeners: Sequence[Listener] = ()) -> RunFolder:
     """Trains on the cluster at an address, which `check_reachable` has checked. Returns the finished run."""
     if request.run is not None:
-        check_resumable(request.run, accept_changes=request.accept_changes)
         trust.check(request.run)
+        check_resumable(request.run, accept_changes=request.accept_changes)
     recipe = request.recipe if request.run is None else with_machine_overrides(request.run, request.sets)
     assert recipe is not None
     _check_scale(recipe)

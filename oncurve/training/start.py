@@ -114,9 +114,9 @@ def resume(
     if not world.is_rank_zero:
         return run_worker_rank(world, lambda recipe: build_tasks_and_rewards(recipe, task, rewards), policy)
     run = RunFolder(run.path.absolute())  # a reward may change the current directory
-    check_resumable(run, rewards, accept_changes=accept_changes)
     from_python = {"task": task, "rewards": rewards, "model": policy}
     trust.check(run, *(part for part in trust.PARTS if from_python.get(part) is None))
+    check_resumable(run, rewards, accept_changes=accept_changes)
     recipe = with_machine_overrides(run, sets)
     check_world_size(recipe, world)
     task_of, rewards_of = build_tasks_and_rewards(recipe, task, rewards)
