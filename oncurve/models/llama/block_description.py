@@ -320,6 +320,8 @@ def describe(model: PreTrainedModel) -> DecoderDescription | str:
         return _describe(model)
     except Undescribed as problem:
         return str(problem)
+    except torch.OutOfMemoryError:
+        raise
     except FAILURES as error:
         return f"a forward that the trace breaks ({type(error).__name__})"
     finally:
