@@ -30,8 +30,9 @@ from oncurve.workers.pool import WorkerDiedError, WorkerFailedError, Workers
 
 Level = Literal["bubblewrap", "seccomp", "trusted"]
 
-GRACE = 5.0
-"""Seconds after a program's time limit within which its zygote must reply, leftovers removed; otherwise it is replaced."""
+GRACE = 30.0
+"""Seconds after a program's time limit within which its zygote must reply, leftovers removed, on a busy machine too; otherwise
+it is replaced."""
 SCRATCH_SIZE = 256 << 20
 ENVIRONMENT = {"PYTHONHASHSEED": "0"}
 """Environment of zygotes: sets are printed in the same order each time. The programs' own environment does not have it."""

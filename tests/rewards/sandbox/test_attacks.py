@@ -320,7 +320,7 @@ def test_nothing_is_unlimited(sandbox: Sandbox, name: str) -> None:
     began = time.monotonic()
     limits = Limits(seconds=2.0, memory=300 << 20, output=64 << 10, file_size=1 << 20)
     outcome = run(sandbox, EXHAUSTING[name], limits)
-    assert time.monotonic() - began < 12
+    assert time.monotonic() - began < 2 + 25  # of a busy machine
     assert len(outcome["output"]) + len(outcome["errors"]) < 512 << 10
     assert_honest_programs_run(sandbox)
 
