@@ -41,6 +41,7 @@ def job_of(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     from oncurve.models.loading.load import load_policy, resolve_source
     from oncurve.operations.run_model import export
     from oncurve.recipe.load import dump_recipe, find_recipe, load_recipe
+    from oncurve.runs.checkpoints.listing import RunTarget
     from oncurve.tasks.registry import build_task
     from oncurve.terminal.errors import silence_libraries
     from oncurve.training.start import begin
@@ -51,7 +52,7 @@ def job_of(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     stage, start = recipe.stages[place], str(work / "start")
     if place:
         print(f"training the stages before {stage.label}", flush=True)
-        export(begin(recipe.model_copy(update={"stages": recipe.stages[:place]}), out=work / "before"), Path(start))
+        export(RunTarget(begin(recipe.model_copy(update={"stages": recipe.stages[:place]}), out=work / "before")), Path(start))
     elif recipe.model.source == "tiny":
         load_policy(recipe.model, alphabet=build_task(recipe.task).alphabet, seed=recipe.seed).save(Path(start))
     else:
