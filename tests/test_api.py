@@ -185,7 +185,16 @@ def test_a_stopped_run_resumes_with_the_same_objects(tmp_path: Path) -> None:
     assert run.status == "interrupted"
     with pytest.raises(RecipeError, match="keeps its recipe"):
         train(tmp_path / "stopped", resume=run)
-    again = oncurve.train(model=small_model(), prompts=["3+4=", "5+6="], rewards=[short], resume=run, quiet=True)
+    same: dict[str, Any] = {
+        "model": small_model(),
+        "prompts": ["3+4=", "5+6="],
+        "rewards": [short],
+        "resume": run,
+        "quiet": True,
+    }
+    with pytest.raises(RunError, match=r"changed since the run began: rewards\.short"):
+        oncurve.train(**same)
+    again = oncurve.train(**same, accept_changes=True)
     assert again.status == "finished"
     with RunReader.open(uninterrupted.path) as one, RunReader.open(again.path) as other:
         assert one.fingerprint() == other.fingerprint()
