@@ -1,13 +1,14 @@
 """Remembers what the self-check found, so that opening the same model again costs almost nothing.
 
 A result is stored in the user's cache folder under a key of everything that it depends on: the weights (a few values of every
-tensor), names, shapes and dtypes of tensors (so adapters and quantisation too), the model's config, the device, our own source
-code, and the versions of Python packages. A change of any of them checks the model again.
+tensor), names, shapes and dtypes of tensors (so adapters and quantisation too), the model's config and code, the device, our
+own source code, and the versions of Python packages. A change of any of them checks the model again.
 """
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import platform
 from functools import cache
@@ -33,6 +34,7 @@ def key_of(model: PreTrainedModel, *extra: str) -> str:
     device = model.device
     parts = [
         *extra,
+        f"{type(model).__module__}.{type(model).__qualname__} {_code_hash(type(model))}",
         model.config.to_json_string(use_diff=False),
         str({name: str(config) for name, config in getattr(model, "peft_config", {}).items()}),
         torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} {platform.machine()}",
@@ -73,6 +75,15 @@ def _sample_values(tensor: Tensor) -> Tensor:
     """Values at equal distances, as float32."""
     flat = tensor.detach().reshape(-1)
     return flat[:: max(1, len(flat) // SAMPLED)][: SAMPLED + 1].float()
+
+
+def _code_hash(kind: type[PreTrainedModel]) -> str:
+    """Of the file that defines a model: one that brings its own code may change it and keep its weights."""
+    try:
+        file = inspect.getsourcefile(kind)
+        return "" if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
+    except (TypeError, OSError):  # defined in no file
+        return ""
 
 
 @cache

@@ -91,6 +91,14 @@ def test_another_version_is_checked_again(memory: Path, monkeypatch: pytest.Monk
     assert not Policy(make_model("gemma2"), tokenizer()).check.is_remembered
 
 
+def test_another_class_with_the_same_weights_is_checked_again(memory: Path) -> None:
+    """A model that brings its own code can change it without changing its weights."""
+    Policy(make_model("gemma2"), tokenizer())
+    model = make_model("gemma2")
+    model.__class__ = type("Gemma2WithItsOwnCode", (type(model),), {})
+    assert not Policy(model, tokenizer()).check.is_remembered
+
+
 @pytest.mark.parametrize("damage", ["", "[1]", "{}", '{"decoding": "guess"}', '{"decoding": "cache", "more": 1}'])
 def test_a_damaged_memory_is_checked_again(memory: Path, damage: str) -> None:
     Policy(make_model("gemma2"), tokenizer())
