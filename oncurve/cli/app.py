@@ -81,8 +81,10 @@ COMMANDS: tuple[tuple[str, str, str, str, str], ...] = (
     ("More", "version", "app:version", "Print the version.", "oncurve version"),
     ("More", "recipe", "recipe:recipes", "List, explain, show and convert recipes.", "oncurve recipe explain grpo.group_size"),
     ("More", "rewards", "rewards:rewards", "Try, replay and audit rewards.", "oncurve rewards audit arithmetic-1"),
-    ("More", "models", "models:models", "List the models on this machine; `oncurve models NAME` says how one will be run; convert GGUF files.",
-        "oncurve models"),
+    (
+        "More", "models", "models:models",
+        "List the models on this machine; `oncurve models NAME` says how one will be run; convert GGUF files.", "oncurve models",
+    ),
 )  # fmt: skip
 """(panel of `oncurve --help`, name, MODULE:FUNCTION in `oncurve.cli`, what it does, example). The description is also the first
 line of the function's docstring."""
