@@ -83,7 +83,8 @@ COMMANDS: tuple[tuple[str, str, str, str, str], ...] = (
     ("More", "rewards", "rewards:rewards", "Try, replay and audit rewards.", "oncurve rewards audit arithmetic-1"),
     (
         "More", "models", "models:models",
-        "List the models on this machine; `oncurve models NAME` says how one will be run; convert GGUF files.", "oncurve models",
+        "List the models on this machine; `oncurve models NAME` says how one will be run; convert GGUF files.",
+        "oncurve models",
     ),
 )  # fmt: skip
 """(panel of `oncurve --help`, name, MODULE:FUNCTION in `oncurve.cli`, what it does, example). The description is also the first
