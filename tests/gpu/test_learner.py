@@ -251,7 +251,7 @@ def test_the_gradient_of_lora_is_the_cpus(name: str, options: dict[str, Any], pr
     lora.attach(model, Lora.model_validate({"rank": 4, "alpha": 4.0, **options}), 0, "base")
     ours, theirs = learner_on("cuda", model, kl={"beta": 0.1}), learner_on("cpu", model, kl={"beta": 0.1})
     assert isinstance(ours.policy.fast_backbone, CudaBackbone) == (name in FAST and "dora" not in options)
-    assert theirs.policy.fast_backbone is None
+    theirs.policy.fast_backbone = None  # peft's own layers
     for learner in (ours, theirs):
         shake(learner.policy.model)
     reports = [learner.update(groups(masked=True)) for learner in (ours, theirs)]
