@@ -284,15 +284,16 @@ with `rewards.` and its name (`--set rewards.format.weight=0.2`). `STAGE` below 
 `oncurve recipe explain KEY` prints what this page says about a key. `oncurve recipe show RECIPE|RUN` prints a recipe with every
 default written out, and `oncurve recipe list` names the built-in ones.
 
-To see whether a recipe works before a long run, add `--smoke` to `oncurve train`: every stage makes two steps, each followed by an
-evaluation and a checkpoint. Warm-ups are shortened too; batch sizes and lengths stay, so that the memory is that of the complete run."""
+To see whether a recipe works before a long run, add `--smoke` to `oncurve train`: every stage makes two steps, each followed by
+an evaluation and a checkpoint. Warm-ups are shortened too; batch sizes and lengths stay, so that the memory is that of the
+complete run."""
 
 TRL_HEAD = """\
 `oncurve recipe from-trl CONFIG.yaml` converts a config of TRL 1.16's GRPOTrainer to a recipe, and prints notes on what differs.
 
 Reward functions need no change: a function that takes `completions` is called with the arguments that TRL gives it.
-A module that is not installed is found in the current folder: `reward_funcs: [rewards.accuracy]` becomes `rewards:accuracy`, which
-reads `rewards.py` there. `examples/with_trl.py` runs one reward function and one data set in both."""
+A module that is not installed is found in the current folder: `reward_funcs: [rewards.accuracy]` becomes `rewards:accuracy`,
+which reads `rewards.py` there. `examples/with_trl.py` runs one reward function and one data set in both."""
 
 
 def main() -> None:
