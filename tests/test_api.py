@@ -15,7 +15,7 @@ import pytest
 import oncurve
 from oncurve.api import as_mix
 from oncurve.errors import DataError, OncurveError, RecipeError, RewardError, RunError
-from oncurve.models.loading.tiny import build_model, build_tokenizer
+from oncurve.models.loading.load import build_model, build_tokenizer
 from oncurve.recipe.schema.model import Lora, TinyModel
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.records import Group, Prompt

@@ -34,9 +34,9 @@ VARIANTS = {"engines/native", "engines/cuda", "engines/vllm"}
 """Sibling folders that do the same by other means, with the same file names."""
 TWINS = {
     "reasoning_gym",  # a task and its reward
-    "lm_head", "lora", "pack_attention",  # a part of a model and its kernels
+    "lm_head", "pack_attention",  # a part of a model and its kernels
     "registry", "base", "load",
-    "preference_pairs", "reward_model", "messages", "process", "launch",
+    "preference_pairs", "reward_model", "messages", "launch",
 }  # fmt: skip
 """Further names that two modules share on purpose."""
 BANNED = {

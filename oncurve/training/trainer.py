@@ -3,6 +3,10 @@
 The trainer knows stages only by the `StageLoop` protocol. Exactness rests on three rules. A step is a pure function of
 (weights, optimiser, reference, seed, step number) and of replies from outside, which are stored. A checkpoint holds all of
 these. On resume everything recorded after the checkpoint is deleted and done again.
+
+`deterministic = true`: use only GPU algorithms that give the same bits each time, and measure what they cost.
+
+The collapse watch: warns early that a run has stopped learning, and says what to change.
 """
 
 from __future__ import annotations
@@ -12,9 +16,12 @@ import gc
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,6 +31,7 @@ from oncurve.engines.base import build_engine
 from oncurve.errors import OncurveError, RecipeError, RunError
 from oncurve.models import lora
 from oncurve.models.loading.load import ModelSummary, choose_device, load_policy, loading_message
+from oncurve.models.packing import PrefixGroup, build_pack
 from oncurve.models.parallel.dtensor import copy_from_full, is_dtensor
 from oncurve.models.policy import Policy
 from oncurve.recipe.defaults import seed_for_stage
@@ -51,14 +59,116 @@ from oncurve.training.checkpoint_writer import (
     SavedCheckpoint,
     collect_checkpoint_state,
 )
-from oncurve.training.collapse_watch import CollapseWatch
-from oncurve.training.determinism import enable_determinism
 from oncurve.training.evaluate import answer_sampling, evaluate
 from oncurve.training.learner.oom_retry import OutOfMemory
 from oncurve.training.listeners import Listener, Listeners, Recorder
 from oncurve.training.preflight import check_policy
 from oncurve.training.sinks import build_sinks
 from oncurve.training.stages.table import StageContext, StageLoop, build_loop
+
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+REPEATS = 5
+TOKENS = 256
+"""Length of the completion on which the cost is measured, if the model has as many positions."""
+
+
+def enable_determinism(deterministic: bool, policy: Policy) -> str | None:
+    """Configures torch. Returns a line for the run's log; None if there is nothing to log.
+
+    On a CPU every algorithm that training uses is deterministic. On a GPU some sum in the order in which threads finish: those
+    are replaced, and cuBLAS gets a fixed workspace, which must be set before its first use.
+    """
+    on_gpu = policy.device.type == "cuda"
+    if not deterministic or not on_gpu:
+        return "deterministic: on a CPU training always repeats bit for bit" if deterministic else None
+    os.environ.setdefault(WORKSPACE, ":4096:8")
+    before = measure_pass_seconds(policy)
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    after = measure_pass_seconds(policy)
+    return f"deterministic algorithms: a forward and backward pass takes {after / before:.2f} × as long as without them"
+
+
+def measure_pass_seconds(policy: Policy) -> float:
+    """Median seconds of a forward and backward pass over one short sequence. Clears its gradient."""
+    size = policy.model.config.get_text_config().vocab_size
+    ids = np.arange(min(TOKENS, policy.max_positions // 2), dtype=np.int64) % size
+    pack = build_pack([PrefixGroup(ids[:8], (ids,), (0,))], policy.device)
+    seconds = []
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        logp_M, _ = policy.pack_logps(pack)
+        logp_M.sum().backward()  # type: ignore[no-untyped-call]
+        if policy.device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+        policy.model.zero_grad(set_to_none=True)
+    return median(seconds)
+
+
+PATIENCE = 5
+"""Steps in a row that must look bad before a warning, and look well before it may be repeated."""
+
+
+@dataclass(frozen=True, slots=True)
+class CollapseRule:
+    """One way for training to collapse: its sign in a step's metrics, and what helps."""
+
+    is_bad: Callable[[Mapping[str, float]], bool]
+    message: str
+
+
+COLLAPSE_RULES = {
+    "entropy": CollapseRule(
+        lambda m: m.get("sampled_entropy", 1.0) < 0.01,
+        "entropy is {sampled_entropy:.3g} nats: all completions of a prompt are alike, and nothing new is tried. Lower "
+        "optimiser.learning_rate, set kl.beta or entropy_bonus, or continue from an earlier step with `oncurve fork`",
+    ),
+    "easy": CollapseRule(
+        lambda m: m.get("no_signal_share", 0.0) >= 1.0 and m.get("accuracy", 0.0) > 0.5,
+        "no group has a signal, and {accuracy:.0%} of completions are correct: the prompts are too easy now. Use harder ones, "
+        "or stop here",
+    ),
+    "equal": CollapseRule(
+        lambda m: m.get("no_signal_share", 0.0) >= 1.0 and "accuracy" not in m,
+        "no group has a signal: its rewards are all equal. Use other prompts, a finer-grained reward, or a larger group_size "
+        "(oncurve probe)",
+    ),
+    "hard": CollapseRule(
+        lambda m: m.get("no_signal_share", 0.0) >= 1.0 and m.get("accuracy", 1.0) <= 0.5,
+        "no group has a signal, and {accuracy:.0%} of completions are correct: all rewards of a group are equal. Use "
+        "easier prompts, a reward with partial credit, a larger group_size, or an sft stage first (oncurve probe)",
+    ),
+    "length": CollapseRule(
+        lambda m: m.get("cut_share", 0.0) > 0.9,
+        "{cut_share:.0%} of completions are truncated at the length limit: their answers are missing. Raise "
+        "sampling.max_new_tokens, or set overlong.buffer or mask_cut",
+    ),
+}
+
+
+class CollapseWatch:
+    """Checks each step's report. A rule warns once it has held for `PATIENCE` steps."""
+
+    def __init__(self) -> None:
+        self.streaks: dict[str, int] = {}
+        """By rule: bad steps in a row, or, if negative, good ones."""
+        self.warned: set[str] = set()
+
+    def check(self, report: StepReport) -> list[str]:
+        """The warnings to give after this step."""
+        warnings = []
+        for name, rule in COLLAPSE_RULES.items():
+            is_bad = bool(report.groups) and rule.is_bad(report.metrics)
+            streak = self.streaks.get(name, 0)
+            self.streaks[name] = max(1, streak + 1) if is_bad else min(-1, streak - 1)
+            if self.streaks[name] <= -PATIENCE:
+                self.warned.discard(name)
+            if self.streaks[name] >= PATIENCE and name not in self.warned:
+                self.warned.add(name)
+                warnings.append(f"{report.stage} {report.step}: " + rule.message.format(**report.metrics))
+        return warnings
+
 
 MAX_ROLLBACKS = 3
 """Roll-backs to one checkpoint before a run gives up: other samples did not help."""

@@ -10,8 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oncurve.algos.advantages import outcome_advantages
-from oncurve.algos.gae import Doubles, explained_variance, gae, token_rewards, value_loss
+from oncurve.algos.advantages import Doubles, explained_variance, gae, outcome_advantages, token_rewards, value_loss
 from tests.algos.builders import double
 
 NUMBERS = st.floats(-5, 5, allow_subnormal=False)

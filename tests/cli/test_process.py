@@ -82,7 +82,7 @@ def test_the_list_of_commands_says_what_a_command_says_of_itself(name: str, loca
     module, _, attribute = location.partition(":")
     command = getattr(import_module(f"oncurve.cli.{module}"), attribute)
     described = command.info.help if isinstance(command, typer.Typer) else inspect.getdoc(command)
-    assert described.splitlines()[0] == summary
+    assert (described or "").splitlines()[0] == summary
 
 
 def test_a_flag_is_listed_without_a_type() -> None:

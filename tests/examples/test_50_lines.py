@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from oncurve.algos.advantages import grade
 from oncurve.algos.objectives import OBJECTIVES, LossInputs, LossSettings
 from oncurve.algos.reductions import loss_denominators
-from oncurve.models.loading.tiny import build_tokenizer
+from oncurve.models.loading.load import build_tokenizer
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.stages import Grpo
 from oncurve.records import Aspect, Completion, GradedGroup, Group, Prompt, ScoredCompletion, ScoredGroup

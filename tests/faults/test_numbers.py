@@ -22,13 +22,12 @@ from oncurve.rewards.python_function import FunctionReward
 from oncurve.runs.bad_batches import bad_batches
 from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder
-from oncurve.training.collapse_watch import PATIENCE, CollapseWatch
-from oncurve.training.learner.optimiser import Optimiser
-from oncurve.training.learner.update_guard import UpdateGuard
+from oncurve.training.learner.optimiser import Optimiser, UpdateGuard
 from oncurve.training.listeners import Listener
 from oncurve.training.stages import trpo
 from oncurve.training.stages.trpo import TrpoLearner
 from oncurve.training.start import begin, resume
+from oncurve.training.trainer import PATIENCE, CollapseWatch
 from tests.faults.cases import GRPO, TAKING, recipe
 from tests.faults.sameness import everything
 from tests.faults.test_exact import Die, DieAfter

@@ -25,8 +25,7 @@ from oncurve.engines.native.session import SampledToken, Session, open_session, 
 from oncurve.local_http import listen
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.sections import Sampling
-from oncurve.serve.engine_thread import EngineThread
-from oncurve.serve.server import CompletionServer, ServedModel
+from oncurve.serve.server import CompletionServer, EngineThread, ServedModel
 from tests.engines.cuda.test_session import bits, by_sample, finish
 from tests.engines.native.plain import next_logits
 from tests.gpu.test_engine import long_prompt, model_of

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from oncurve.engines.token_sampling import sample_tokens, truncate
-from oncurve.kernels import sampling_per_slot as kernels
+from oncurve.kernels import sampling as kernels
 from oncurve.kernels.sampling import SamplingRule, Slots
 from oncurve.recipe.schema.sections import Sampling
 from oncurve.rng import sampling_uniforms

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from oncurve.models import lora
-from oncurve.models.loading.tiny import build_tokenizer
+from oncurve.models.loading.load import build_tokenizer
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.model import Lora
 

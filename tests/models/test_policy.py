@@ -24,8 +24,7 @@ from transformers import (
 from oncurve.engines.base import SampleKey
 from oncurve.engines.native.engine import NativeEngine
 from oncurve.errors import ModelError
-from oncurve.models.loading.load import choose_device, load_policy
-from oncurve.models.loading.tiny import TAGS, build_model, build_tokenizer
+from oncurve.models.loading.load import TAGS, build_model, build_tokenizer, choose_device, load_policy
 from oncurve.models.packing import PrefixGroup, build_pack
 from oncurve.models.policy import Policy
 from oncurve.models.reference import Reference

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from oncurve.models.loading.tiny import build_tokenizer
+from oncurve.models.loading.load import build_tokenizer
 from oncurve.models.packing import PrefixGroup, build_pack
 from oncurve.models.policy import Policy
 from oncurve.plan.hardware import GIB, this_cpu

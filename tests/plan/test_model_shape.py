@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from oncurve.errors import ModelError
-from oncurve.models.loading.tiny import build_model, build_tokenizer
+from oncurve.models.loading.load import build_model, build_tokenizer
 from oncurve.plan.model_shape import ModelShape, read_config, shape_of_config, tiny_shape
 from oncurve.plan.model_table import MODELS, find_shape
 from oncurve.recipe.schema.model import TinyModel

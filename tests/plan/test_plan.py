@@ -12,7 +12,6 @@ from oncurve.engines import base
 from oncurve.engines.cuda import paged_kv_cache
 from oncurve.engines.native import kv_cache
 from oncurve.errors import ModelError, RecipeError
-from oncurve.models import activation_checkpointing
 from oncurve.models.heads import lm_head
 from oncurve.plan import memory, request
 from oncurve.plan.fixes import find_fixes, fits
@@ -23,6 +22,7 @@ from oncurve.plan.plan import make_plan, plan_data, report_data, scaling_points,
 from oncurve.plan.request import job_for, job_of_stage, plannable, with_settings
 from oncurve.recipe.load import load_recipe, parse_recipe
 from oncurve.recipe.schema.stages import Grpo
+from oncurve.training.learner import learner
 from tests.plan.jobs import job
 
 LARGE = job("Qwen/Qwen3-8B", prompts=32, prompt_tokens=256, new_tokens=1024, mean_tokens=1024.0)
@@ -176,7 +176,7 @@ def test_constants_are_those_of_engine_and_learner() -> None:
     assert {"cpu": base.SLOTS_CPU, "gpu": base.SLOTS_GPU} == request.SLOTS
     assert (paged_kv_cache.PAGE, kv_cache.PAGE) == (memory.PAGE_GPU, memory.PAGE_CPU)
     assert (memory.HEAD_GPU, memory.HEAD_CPU) == (lm_head.GPU_CHUNK_LOGITS, lm_head.CPU_CHUNK_LOGITS)
-    assert memory.SPARE == activation_checkpointing.MAX_FRACTION
+    assert memory.SPARE == learner.MAX_FRACTION
 
 
 def test_memory_saving_settings_of_a_recipe() -> None:

@@ -13,8 +13,7 @@ import openai
 from oncurve.engines.native.session import Session, torch_session
 from oncurve.local_http import listen
 from oncurve.models.policy import Policy
-from oncurve.serve.engine_thread import EngineThread
-from oncurve.serve.server import CompletionServer, ServedModel
+from oncurve.serve.server import CompletionServer, EngineThread, ServedModel
 from tests.models.architectures import make_policy
 
 MODEL = "small"

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from oncurve.cli.app import main
-from oncurve.models.loading.tiny import build_model, build_tokenizer
+from oncurve.models.loading.load import build_model, build_tokenizer
 from oncurve.recipe.schema.model import TinyModel
 
 KEY = "a-key-from-the-environment"

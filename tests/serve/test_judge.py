@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from oncurve.models.loading.tiny import build_model, build_tokenizer
+from oncurve.models.loading.load import build_model, build_tokenizer
 from oncurve.models.packing import PrefixGroup, build_pack
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.model import TinyModel

@@ -6,7 +6,7 @@ import io
 
 import torch
 
-from oncurve.models.loading.tiny import build_model, build_tokenizer
+from oncurve.models.loading.load import build_model, build_tokenizer
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.model import TinyModel
 from oncurve.records import Prompt

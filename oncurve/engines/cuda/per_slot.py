@@ -1,6 +1,6 @@
 """Sessions on a GPU: the captured step with separate sampling settings for every slot.
 
-Settings are stored on the device by slot and are read there by the sampling kernels (``kernels/sampling_per_slot.py``), so that
+Settings are stored on the device by slot and are read there by the sampling kernels (``kernels/sampling.py``), so that
 one graph serves all requests. All slots are decoded at every step, idle or not: a completion with a seed is the same bits alone
 and in a crowd. With few live slots the host reads every token, with many every few.
 """
@@ -21,8 +21,7 @@ from oncurve.engines.cuda.runner import CudaRunner
 from oncurve.engines.native.sequence import Sequence
 from oncurve.engines.native.session import TOP
 from oncurve.kernels.decode_attention import LaunchShape
-from oncurve.kernels.sampling import SamplingRule
-from oncurve.kernels.sampling_per_slot import SlotSamplingParams, sample_tokens_per_slot
+from oncurve.kernels.sampling import SamplingRule, SlotSamplingParams, sample_tokens_per_slot
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.sections import Engine as EngineSettings
 from oncurve.recipe.schema.sections import Sampling

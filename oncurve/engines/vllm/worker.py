@@ -1,6 +1,6 @@
 """vLLM itself, in its own process behind a pipe. The only file that imports vllm.
 
-`oncurve.engines.vllm.process` starts it: vLLM changes the thread counts, seeds and loggers of its process. Here it runs without
+`oncurve.engines.vllm.engine` starts it: vLLM changes the thread counts, seeds and loggers of its process. Here it runs without
 a further process, so that a push of weights is a plain call and steps follow each other in the same order each time. Only with
 tensor parallelism (`scale.vllm_tensor`) vLLM starts one process per part, which end with this one.
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oncurve.kernels.lora import NO_PDL, LoraTiles, expand
+from oncurve.kernels.learner_layers import NO_PDL, LoraTiles, expand
 from oncurve.models.gradient_buffers import GradAccumulator, add_product
 from oncurve.models.lora import Adapter
 

@@ -1,16 +1,32 @@
-"""Loads the model of a recipe: the built-in tiny model, a Hugging Face folder, a hub id or a GGUF file, with LoRA adapters."""
+"""Loads the model of a recipe: the built-in tiny model, a Hugging Face folder, a hub id or a GGUF file, with LoRA adapters.
+
+The built-in model: a small Qwen3 decoder with random weights, and a character tokenizer for the task's alphabet.
+
+Checks before a model is loaded: is the Hugging Face Hub reachable, and is a model folder safe to open?
+
+The hub's client would retry for 30 s, so an unreachable hub fails fast here. A model folder from elsewhere is untrusted data:
+weights in pickles, and settings that make loading read files outside of the folder, are refused before anything is opened.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import json
+import math
 import re
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import torch
+from huggingface_hub import constants, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -20,16 +36,55 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
 from oncurve.errors import MissingPackage, ModelError, OncurveError, RecipeError, pip_install
 from oncurve.models import lora
 from oncurve.models.chat_template import PROBE
-from oncurve.models.loading import checks, gguf
+from oncurve.models.loading import gguf, load
 from oncurve.models.loading.local_models import check_exists
-from oncurve.models.loading.tiny import build_model, build_tokenizer
 from oncurve.models.policy import Policy
-from oncurve.recipe.schema.model import Model
+from oncurve.recipe.schema.model import Model, TinyModel
+
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+PAD, END, UNKNOWN = "<pad>", "<end>", "<unk>"
+
+
+def build_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
+    """One token per character of ``alphabet`` and one per reasoning tag; any other character is ``<unk>``."""
+    words = [PAD, END, UNKNOWN, *TAGS, *sorted(set(alphabet))]
+    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in TAGS])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD, eos_token=END, unk_token=UNKNOWN, clean_up_tokenization_spaces=False
+    )
+
+
+def build_model(shape: TinyModel, tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
+    """A Qwen3 decoder of the recipe's shape. Its weights depend only on ``seed``."""
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=shape.width,
+        intermediate_size=shape.mlp_width,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_size,
+        max_position_embeddings=shape.context,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen3ForCausalLM(config)
 
 
 def load_policy(config: Model, *, alphabet: str | None, seed: int) -> Policy:
@@ -96,7 +151,7 @@ def load_base(config: Model) -> tuple[Any, Any]:
             )  # fmt: skip
         if not trust:
             _check_is_causal(config.source, settings)
-        checks.check_settings(config.source, settings)
+        load.check_settings(config.source, settings)
         tokenizer = AutoTokenizer.from_pretrained(config.source, trust_remote_code=trust)
         model = AutoModelForCausalLM.from_pretrained(
             config.source,
@@ -114,8 +169,8 @@ def load_base(config: Model) -> tuple[Any, Any]:
             because=f"{str(error).strip().partition(chr(10))[0]} ({type(error).__name__})",
             fix="use a folder in Hugging Face format, a .gguf file, or a hub id that is cached or reachable",
         ) from error
-    checks.check_finite(config.source, model)
-    checks.check_end_tokens(config.source, model)
+    load.check_finite(config.source, model)
+    load.check_end_tokens(config.source, model)
     return model, tokenizer
 
 
@@ -189,8 +244,8 @@ def _apply_adapter(model: Any, config: Model, seed: int) -> None:
 def check_source(source: str) -> None:
     """Refuse what can't be a model before transformers opens it."""
     _check_path(source)
-    checks.check_folder(source)
-    checks.check_hub_reachable(source)
+    load.check_folder(source)
+    load.check_hub_reachable(source)
 
 
 def _check_path(source: str) -> None:
@@ -312,3 +367,129 @@ def _compiled_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Compiled if gradients are enabled. The module is an argument, so a copy of the model uses its own weights."""
     forward = type(module).forward
     return (_compile(forward) if torch.is_grad_enabled() else forward)(module, *args, **kwargs)
+
+
+def check_hub_reachable(source: str) -> None:
+    """Refuse a name that is neither a folder nor cached if the hub's host name does not resolve.
+
+    Skipped behind a proxy, because the proxy resolves names.
+    """
+    if Path(source).exists() or constants.HF_HUB_OFFLINE or getproxies() or _is_cached(source):
+        return
+    host = urlsplit(constants.ENDPOINT).hostname or ""
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        raise ModelError(
+            source,
+            "no such folder, and no such model in the Hugging Face cache",
+            because=f"{host} can't be reached to download it ({error.strerror or error})",
+            fix="check the path, or run `oncurve models` to list the models on this machine",
+        ) from None
+
+
+def _is_cached(source: str) -> bool:
+    try:
+        return isinstance(try_to_load_from_cache(source, "config.json"), str)
+    except HFValidationError:  # not a valid hub name: loading reports it
+        return True
+
+
+SETTINGS = ("tokenizer_config.json", "config.json", "generation_config.json")
+SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+
+
+def check_folder(source: str) -> None:
+    """Refuse pickled weights, and settings that name a file outside of the folder: its content would enter the vocabulary."""
+    folder = Path(source)
+    _check_weights(folder)
+    for name in SETTINGS if folder.is_dir() else ():
+        for key, value in _read_settings(folder / name).items():
+            if key.endswith("_file") and isinstance(value, str) and _is_outside(value):
+                raise ModelError(
+                    f"{folder / name}: {key}",
+                    value,
+                    because="it points outside of the model's folder",
+                    fix="remove the key, or use a file name within the folder",
+                )
+
+
+def _check_weights(folder: Path) -> None:
+    """Only safetensors are read: opening a pickle runs the code in it."""
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    pickles = [name for name in names if name.endswith(PICKLES)]
+    if pickles and not any(name.endswith(".safetensors") for name in names):
+        raise ModelError(
+            str(folder),
+            f"weights in {pickles[0]}, and no .safetensors file",
+            because="the file is a pickle, and opening a pickle runs the code in it",
+            fix="if you trust it, convert it once in Python: transformers.AutoModelForCausalLM.from_pretrained(FOLDER)"
+            ".save_pretrained(NEW), and its AutoTokenizer likewise; NEW holds safetensors",
+        )
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    """A settings file; empty if it can't be read, which loading reports."""
+    try:
+        settings = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return settings if isinstance(settings, dict) else {}
+
+
+def check_settings(source: str, settings: PreTrainedConfig) -> None:
+    """Refuse settings with which a model loads and then computes nothing, or can't be trained."""
+    quantisation = getattr(settings, "quantization_config", None)
+    method = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
+    if isinstance(quantisation, dict) and (str(method).startswith("bitsandbytes") or "load_in_4bit" in quantisation):
+        raise ModelError(
+            source,
+            "weights that are quantised already (bitsandbytes)",
+            because="Oncurve trains full weights, or quantises them itself",
+            fix="use the model that they were made from; model.quantise with model.lora quantises it when it is loaded",
+        )
+    values: list[tuple[str, Any]] = list(settings.to_dict().items())
+    while values:
+        key, value = values.pop()
+        if isinstance(value, dict):
+            values += [(f"{key}.{name}", inside) for name, inside in value.items()]
+        name = key.rpartition(".")[2]
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        is_wrong_eps = is_number and name.endswith(("_eps", "_epsilon")) and not 0 <= value < 1
+        is_wrong_size = name in SIZES and value is not None and not (isinstance(value, int) and value >= 1)
+        if is_wrong_size or is_wrong_eps or (is_number and math.isnan(value)):
+            raise ModelError(
+                f"{source}: {key}",
+                value,
+                because="it must be 1 or more" if is_wrong_size else "with it the model computes no finite numbers",
+                fix="correct it in config.json: the model's original repository has the right value",
+            )
+
+
+def check_end_tokens(source: str, model: PreTrainedModel) -> None:
+    ends = getattr(model.generation_config, "eos_token_id", None)
+    for token in ends if isinstance(ends, list | tuple) else [ends]:
+        if token is not None and type(token) is not int:
+            raise ModelError(
+                f"{source}: eos_token_id", repr(token), because="an end token is the number of a token",
+                fix="correct it in generation_config.json",
+            )  # fmt: skip
+
+
+def check_finite(source: str, model: PreTrainedModel) -> None:
+    """Refuse weights with NaN or infinity: every log-prob would be NaN."""
+    for name, p in model.named_parameters():
+        if p.is_floating_point() and p.numel() and not p.is_meta:
+            low, high = torch.aminmax(p.detach())
+            if not (math.isfinite(low) and math.isfinite(high)):
+                raise ModelError(
+                    source,
+                    f"its weight {name} has values that are not finite",
+                    because="every log-prob of the model would be NaN",
+                    fix="download the files again, or use an earlier checkpoint if you trained it",
+                )
+
+
+def _is_outside(name: str) -> bool:
+    return Path(name).is_absolute() or ".." in Path(name).parts or name.startswith("~")

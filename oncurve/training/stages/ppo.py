@@ -1,7 +1,7 @@
 """The stage `ppo`: GRPO's loop with a critic instead of the group.
 
 Sampling, rewards, packing, clipped surrogate and KL are those of GRPO, by the same code. Two things differ: each token of a
-completion is graded against the critic's value (``algos/gae.py``), and the critic is trained on the returns.
+completion is graded against the critic's value (``algos/advantages.py``), and the critic is trained on the returns.
 """
 
 from __future__ import annotations
@@ -14,8 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from oncurve.algos.advantages import is_graded, weighted_step_rewards, whiten
-from oncurve.algos.gae import Doubles, explained_variance, gae, token_rewards, value_loss
+from oncurve.algos.advantages import (
+    Doubles,
+    explained_variance,
+    gae,
+    is_graded,
+    token_rewards,
+    value_loss,
+    weighted_step_rewards,
+    whiten,
+)
 from oncurve.algos.reductions import LossDenominators
 from oncurve.distributed.world import SINGLE_PROCESS, World
 from oncurve.engines.base import Engine

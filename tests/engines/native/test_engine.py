@@ -20,8 +20,8 @@ from oncurve.engines.native.kv_cache import slots_per_block
 from oncurve.engines.native.torch_runner import TorchRunner
 from oncurve.errors import ModelError
 from oncurve.models.llama import c_build
-from oncurve.models.loading.tiny import build_model as make_tiny
-from oncurve.models.loading.tiny import build_tokenizer
+from oncurve.models.loading.load import build_model as make_tiny
+from oncurve.models.loading.load import build_tokenizer
 from oncurve.models.packing import PrefixGroup, build_pack
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.model import TinyModel

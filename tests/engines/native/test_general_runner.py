@@ -14,7 +14,7 @@ from oncurve.engines.base import SampleKey
 from oncurve.engines.native.engine import NativeEngine
 from oncurve.errors import ModelError
 from oncurve.models.fisher import vocab_logps
-from oncurve.models.loading.tiny import build_tokenizer
+from oncurve.models.loading.load import build_tokenizer
 from oncurve.models.packing import PrefixGroup, build_pack
 from oncurve.models.parallel.fsdp import ShardedPolicy
 from oncurve.models.policy import Policy

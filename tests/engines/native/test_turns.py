@@ -15,8 +15,7 @@ from oncurve.engines.native.torch_runner import TorchRunner
 from oncurve.engines.token_sampling import SampledTokens
 from oncurve.errors import DataError, ModelError
 from oncurve.models.chat_template import encode_example, encode_reply
-from oncurve.models.loading.load import load_policy
-from oncurve.models.loading.tiny import build_tokenizer
+from oncurve.models.loading.load import build_tokenizer, load_policy
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.model import Model, TinyModel
 from oncurve.recipe.schema.sections import Sampling

@@ -13,9 +13,16 @@ import torch
 from safetensors.torch import load_file
 
 from oncurve.engines.base import SampleKey, SampleRequest, check_engine
-from oncurve.engines.vllm.engine import check_vllm, named_weights, via_shared_memory
+from oncurve.engines.vllm.engine import (
+    VllmProcess,
+    VllmProcessLost,
+    check_vllm,
+    device_name,
+    environment,
+    named_weights,
+    via_shared_memory,
+)
 from oncurve.engines.vllm.messages import Answer, Start
-from oncurve.engines.vllm.process import VllmProcess, VllmProcessLost, device_name, environment
 from oncurve.engines.vllm.requests import PendingRequests, logprobs_for, seed_of
 from oncurve.errors import MissingPackage, RecipeError
 from oncurve.recipe.defaults import with_importance_cap

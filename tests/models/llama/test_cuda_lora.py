@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from oncurve.engines.base import SampleKey, SampleRequest
 from oncurve.engines.cuda.graph_decoder import GraphDecoder
 from oncurve.engines.cuda.paged_kv_cache import PAGE, PagedPrefill
-from oncurve.kernels.lora import LoraTiles, expand
+from oncurve.kernels.learner_layers import LoraTiles, expand
 from oncurve.models import lora
 from oncurve.models.gradient_buffers import GradAccumulator
 from oncurve.models.llama.block_description import DecoderDescription, describe

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from oncurve.rewards.sandbox import syscalls, zygote
+from oncurve.rewards.sandbox import lockdown, zygote
 from oncurve.rewards.sandbox.sandbox import Limits, Sandbox, build_sandbox
 
 pytestmark = pytest.mark.slow
@@ -271,7 +271,7 @@ def test_attempts_fail(sandbox: Sandbox, victim: subprocess.Popen[bytes], socket
 
 def test_every_refused_call_is_refused(sandbox: Sandbox) -> None:
     """Each system call of the list, with arguments that are nonsense: it fails with EPERM before the kernel looks at them."""
-    numbers = {name: number[COLUMN] for name, number in syscalls.REFUSED.items() if number[COLUMN] is not None}
+    numbers = {name: number[COLUMN] for name, number in lockdown.REFUSED.items() if number[COLUMN] is not None}
     program = (
         "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
         f"for name, number in {numbers!r}.items():\n"

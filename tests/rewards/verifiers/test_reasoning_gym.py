@@ -18,8 +18,7 @@ from oncurve.recipe.schema.sections import Task
 from oncurve.records import Aspect, Prompt
 from oncurve.rewards.mix import aspects_of
 from oncurve.rewards.sandbox.sandbox import Limits
-from oncurve.rewards.verifiers.reasoning_gym import SCORER, GymRewardOptions, ReasoningGymReward
-from oncurve.rewards.verifiers.reasoning_gym_checks import CHECKS
+from oncurve.rewards.verifiers.reasoning_gym import CHECKS, SCORER, GymRewardOptions, ReasoningGymReward
 from oncurve.tasks.base import Task as AnyTask
 from oncurve.tasks.registry import build_task
 from tests.rewards.builders import group

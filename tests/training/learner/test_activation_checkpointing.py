@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from oncurve.models.activation_checkpointing import MAX_FRACTION, checkpoint_layers, layers_to_checkpoint, saved_bytes_per_token
 from oncurve.models.packing import build_pack
 from oncurve.models.policy import Policy
+from oncurve.training.learner.learner import MAX_FRACTION, checkpoint_layers, layers_to_checkpoint, saved_bytes_per_token
 from tests.models.architectures import make_model, tokenizer
 from tests.models.test_pack_attention import far_apart, gradients, groups_of, weighted
 
