@@ -104,8 +104,7 @@ def serve(model: str, dtype: str, slots: int, by_torch: bool) -> None:
     from oncurve.local_http import listen
     from oncurve.models.loading.load import load_policy
     from oncurve.recipe.schema.model import Model
-    from oncurve.serve.engine_thread import EngineThread
-    from oncurve.serve.server import CompletionServer, ServedModel, stop_when_stdin_closes
+    from oncurve.serve.server import CompletionServer, EngineThread, ServedModel, stop_when_stdin_closes
 
     policy = load_policy(Model.model_validate({"source": model, "dtype": dtype}), alphabet=None, seed=0)
     policy.eos_ids = ()
