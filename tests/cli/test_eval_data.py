@@ -30,7 +30,7 @@ def test_every_row_of_the_file_is_measured(oncurve: Oncurve, runs: Path, rows: P
     model = runs / "small-1" / "model"
     result = oncurve("eval", model, "--data", rows, "--runs", runs)
     assert result.code == 0, result.err
-    assert "20 of 20 rows" in result.out
+    assert "20 of 20 rows" in " ".join(result.out.split())
     result = oncurve("eval", model, "--data", rows, "--runs", runs, "--json")
     told = json.loads(result.out)
     assert (told["asked"], told["rows"]) == (20, 20)
@@ -46,10 +46,10 @@ def test_a_run_is_measured_with_its_own_rewards(oncurve: Oncurve, runs: Path, ro
 def test_a_part_of_a_file_is_never_passed_off_as_all_of_it(oncurve: Oncurve, runs: Path, rows: Path) -> None:
     model = runs / "small-1" / "model"
     result = oncurve("eval", model, "--task", "file", "--set", f"task.path={rows}", "--runs", runs)
-    assert "4 of 20 rows" in result.out
+    assert "4 of 20 rows" in " ".join(result.out.split())
     assert "To evaluate on all 20 rows: --data FILE" in " ".join(result.out.split())
     result = oncurve("eval", model, "--data", rows, "--set", "task.heldout=3", "--runs", runs)
-    assert "3 of 20 rows" in result.out
+    assert "3 of 20 rows" in " ".join(result.out.split())
 
 
 @pytest.mark.parametrize("words", [["--task", "file"], ["--task", "RECIPE"]])
@@ -63,7 +63,7 @@ def test_a_held_out_file_needs_no_training_prompts(
     task = [str(recipe) if word == "RECIPE" else word for word in words]
     result = oncurve("eval", runs / "small-1" / "model", *task, "--set", f"task.heldout_path={rows}", "--runs", runs)
     assert result.code == 0, result.err
-    assert "20 of 20 rows" in result.out
+    assert "20 of 20 rows" in " ".join(result.out.split())
 
 
 @pytest.mark.parametrize(

