@@ -301,7 +301,7 @@ ODD_CALLS: list[dict[str, Any]] = [
 
 
 @pytest.mark.usefixtures("untrained")
-@pytest.mark.parametrize("change", ODD_CALLS, ids=str)
+@pytest.mark.parametrize("change", ODD_CALLS, ids=[f"{i}-{'-'.join(change)}" for i, change in enumerate(ODD_CALLS)])
 def test_odd_calls_raise_the_error_that_a_user_is_shown(tmp_path: Path, change: dict[str, Any]) -> None:
     call: dict[str, Any] = {
         "model": "tiny", "prompts": ["3+4=", "5+6="], "rewards": [short], "quiet": True, "threads": 1,
