@@ -295,10 +295,11 @@ RIGHT_PROGRAMS = {
 
 
 @pytest.mark.parametrize("name", list(RIGHT_PROGRAMS))
-def test_right_programs_pass(name: str) -> None:
+def test_right_programs_pass(name: str, tmp_path: Path) -> None:
     """As in one process: first the tests pass under plain `exec`, then here."""
     program, *tests = RIGHT_PROGRAMS[name]
-    plain = subprocess.run([sys.executable, "-W", "ignore", "-c", "\n".join([program, *tests])], capture_output=True, text=True)
+    command = [sys.executable, "-W", "ignore", "-c", "\n".join([program, *tests])]
+    plain = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert plain.returncode == 0, plain.stderr
     (first, *_) = SANDBOXES.values()
     outcome = first.run({"kind": "tests", "program": program, "tests": tests}, QUICK)
