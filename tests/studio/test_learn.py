@@ -251,6 +251,7 @@ def test_symbols_light_up_in_the_figure(studio: Served, browser: Browser) -> Non
         formula = page.locator(".katex-html [data-symbol=A]").first
         formula.hover()
         expect(page.locator("b[data-advantage]").first).to_have_css("outline-style", "solid")
+        page.mouse.move(0, 0)  # focus scrolls, and another symbol may come to lie under the pointer
         page.locator(".symbols button[data-symbol=r]").focus()
         expect(page.locator(".slider").first).to_have_css("outline-style", "solid")
         expect(page.locator("b[data-advantage]").first).to_have_css("outline-style", "none")

@@ -119,7 +119,7 @@ def test_a_live_run_is_seen_to_move(tmp_path: Path, browser: Browser) -> None:
             for step in (2, 3):
                 store.record_step(step_report(step))
         expect(chart).to_have_attribute("data-points", "3")
-        expect(watched.page.get_by_text("grpo 3/8")).to_be_visible()
+        expect(watched.page.get_by_text("grpo 3/8", exact=True)).to_be_visible()
         assert watched.page.evaluate("window.same")
 
 
