@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.cluster.started import Started, each_group_once, same_as_in_one_process
 from tests.faults.cases import FORMAT, GRPO, HURRIED, recipe
 
@@ -16,6 +18,7 @@ RUN = recipe(
 )
 
 
+@pytest.mark.slow
 def test_a_run_whose_sampler_is_killed_ends_in_the_same_bits(cluster: Any, tmp_path: Path) -> None:
     """Each sampler writes half of the groups, and a worker computes rewards."""
     started = Started.begin(tmp_path / "ray", RUN, cluster.address)

@@ -103,6 +103,7 @@ def test_a_checkpoint_of_four_ranks_resumes_on_two_and_on_one(undisturbed: dict[
         assert distance(path, undisturbed[1]) < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shard", ["optimiser", "full"])
 def test_a_sharded_checkpoint_of_four_ranks_resumes_on_two_and_on_one(shard: str, tmp_path: Path) -> None:
     """Weights, moments and the reference: each rank has written its shard, and any number of ranks reads them."""

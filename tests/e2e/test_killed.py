@@ -58,6 +58,7 @@ def kill_and_resume(path: Path, moments: list[tuple[int, float]], sets: list[str
     return RunFolder(path)
 
 
+@pytest.mark.slow
 def test_a_run_killed_three_times_ends_in_the_same_bits(tmp_path: Path) -> None:
     """In sft, early in grpo and late in it; the exact point in a step is random."""
     rng = random.Random()

@@ -108,6 +108,7 @@ print("trained")
 """
 
 
+@pytest.mark.slow
 def test_plugins_train(plugins: Path, tmp_path: Path) -> None:
     assert run(plugins, tmp_path, TRAIN_PLUGINS).strip().endswith("trained")
 

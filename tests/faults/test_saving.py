@@ -127,7 +127,7 @@ def test_permission_lost_is_reported_and_the_run_stays_as_it_was(tmp_path: Path)
 
 def test_checkpoints_that_may_not_be_read_are_no_reason_to_begin_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = cut_off(tmp_path)
-    real = files.read_file
+    real = atomic_files.read_file
 
     def refused(file: Path) -> bytes:
         if file.name == "manifest.json":
