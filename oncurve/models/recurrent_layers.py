@@ -27,8 +27,6 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 CACHE_ARGUMENTS = ("cache_params", "past_key_values")
 """The names under which recurrent layers of transformers receive their cache."""
-
-
 DELTA_RULE = "torch_recurrent_gated_delta_rule"
 """The function of transformers' modeling modules that computes the gated delta rule token by token."""
 

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from oncurve.engines.native.kv_cache import attend_to_stored
+from oncurve.engines.native.kv_cache import attend_by_scores, attend_to_stored
 from oncurve.kernels.decode_layers import store
-from oncurve.models.attention_interface import apply_softcap, causal_mask
+from oncurve.models.attention_interface import causal_mask
 from oncurve.models.device_memory import free_memory
 from oncurve.models.policy import Policy
 from oncurve.models.recurrent_layers import LayerState, RunLayer
@@ -317,13 +317,12 @@ class PagedPrefill:
             return out.transpose(1, 2)
         if self.start:
             k, v = (torch.cat((x, y), 2) for x, y in zip(self._stored(layer), (k, v), strict=True))
+        mask = causal_mask(self.positions[self.start :, None], self.positions[None, :], window)
+        if softcap is not None:
+            return attend_by_scores(q, k, v, mask, scale, softcap)
         rep = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(rep, 1), v.repeat_interleave(rep, 1)
-        mask = causal_mask(self.positions[self.start :, None], self.positions[None, :], window)
-        if softcap is None:
-            return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).transpose(1, 2)
-        scores = apply_softcap(q @ k.transpose(-1, -2) * scale, softcap).masked_fill(~mask, -torch.inf)
-        return (scores.softmax(-1, dtype=torch.float32).to(v.dtype) @ v).transpose(1, 2)
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).transpose(1, 2)
 
     def recur(self, layer: int, hidden: Tensor, run: RunLayer) -> Tensor:
         """Prompt by prompt and without the padding, which would enter the state."""

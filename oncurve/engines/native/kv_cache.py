@@ -118,11 +118,8 @@ class PrefillLayout:
         if softcap is None and (window is None or window >= len(self.positions)):
             out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
             return out.transpose(1, 2)
-        rep = q.shape[1] // k.shape[1]
         mask = causal_mask(self.positions[:, None], self.positions[None, :], window)
-        scores = apply_softcap(q @ k.repeat_interleave(rep, 1).transpose(-1, -2) * scale, softcap)
-        weights = scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=torch.float32).to(v.dtype)
-        return (weights @ v.repeat_interleave(rep, 1)).transpose(1, 2).contiguous()  # AFMoE views it
+        return attend_by_scores(q, k, v, mask, scale, softcap).contiguous()  # AFMoE views it
 
     def recur(self, layer: int, hidden: Tensor, run: RunLayer) -> Tensor:
         """Row by row and without the padding, which would enter the state."""
@@ -175,6 +172,11 @@ def attend_to_stored(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int 
     if softcap is None:
         out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
         return out.transpose(1, 2)
+    return attend_by_scores(q, k, v, mask, scale, softcap)
+
+
+def attend_by_scores(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """Attention under a mask with all scores in memory, [batch, n, H, d]: for soft caps, which torch's kernels don't have."""
     rep = q.shape[1] // k.shape[1]
     scores = apply_softcap(q @ k.repeat_interleave(rep, 1).transpose(-1, -2) * scale, softcap)
     weights = scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=torch.float32).to(v.dtype)
