@@ -6,11 +6,16 @@ softmax: the maximum m, the sum l and the weighted values, not yet divided. ``me
 
     M = max m_i,  out = Σ 2^(m_i − M)·acc_i / Σ 2^(m_i − M)·l_i          (scores are in units of log 2)
 
-What a program computes depends on its own page and queries alone, and a page that is not there is not added: a completion's
-bits depend neither on its neighbours nor on the size of the launch.
+An attention sink is one more part, with m the sink's score, l = 1 and acc = 0.
+
+A slot may have W queries at consecutive positions, its last token and drafted ones: its *rows*. They are part of the same
+tiles, so a page is read once for all of them, and each attends to the positions up to its own.
+
+What a program computes for a query depends on its own page and that query alone, and a page that is not there is not added: a
+completion's bits depend neither on its neighbours, nor on what was drafted, nor on the size of the launch.
 
 The cache is [pages, layers, 2, K, PAGE, d]. A table lists up to R members: slots that share a prompt. A slot whose suffix
-length is −1 is idle.
+length is −1 is idle, and so is such a row.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
@@ -69,6 +74,9 @@ class PageTables:
     ``members`` [tables, R]: slots that share a prompt, −1 if unused; ``prompt_page`` [tables, pages]; ``suffix_page`` [S,
     pages]; ``suffix_list`` [S · pages]: the suffix pages in use, as slot · pages + page, then −1. ``prompt_length`` and
     ``suffix_length`` [S] count stored positions; the new token's keys and values are stored at ``suffix_length``.
+
+    With W > 1 rows per slot, ``suffix_page``, ``prompt_length`` and ``suffix_length`` have S · W rows: row w of a slot stores
+    its token at its own ``suffix_length``, one more than the row before it.
     """
 
     members: Tensor
@@ -77,11 +85,13 @@ class PageTables:
     suffix_list: Tensor
     prompt_length: Tensor
     suffix_length: Tensor
+    width: int = 1
+    """W, rows of a slot."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartialSoftmax:
-    """What the programs write for ``merge``: ``out`` [parts, S, H, d], ``top`` and ``total`` [parts, S, H], float32."""
+    """What the programs write for ``merge``: ``out`` [parts, S · W, H, d], ``top`` and ``total`` [parts, S · W, H], float32."""
 
     out: Tensor
     top: Tensor
@@ -89,10 +99,11 @@ class PartialSoftmax:
 
 
 @triton.jit
-def _attend_page(q, keys, values, first_M, low, count, scale, softcap,
-          D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-          PRECISION: tl.constexpr):  # fmt: skip
-    """Softmax parts of a tile of queries over keys [low, count) of one page; a query attends to those from ``first_M`` on."""
+def _attend_page(q, keys, values, first_M, count_M, low, count, scale, softcap,
+          D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
+          SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """Softmax parts of a tile of queries over keys [low, count) of one page; a query attends to those from ``first_M`` on and,
+    if CAUSAL, to those before ``count_M``."""
     at = tl.arange(0, DP)
     top = tl.full([q.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([q.shape[0]], tl.float32)
@@ -110,6 +121,8 @@ def _attend_page(q, keys, values, first_M, low, count, scale, softcap,
         visible = n[None, :] < count
         if WINDOW:
             visible = visible & (n[None, :] >= first_M[:, None])
+        if CAUSAL:
+            visible = visible & (n[None, :] < count_M[:, None])
         s = tl.where(visible, s * LOG2E, float("-inf"))
         new = tl.maximum(top, tl.max(s, 1))
         base = tl.where(new == float("-inf"), 0.0, new)
@@ -123,28 +136,29 @@ def _attend_page(q, keys, values, first_M, low, count, scale, softcap,
 
 
 @triton.jit
-def _write_part(q, out, tops, totals, keys, values, slot_M, head_M, live_M, first_M, low, count, part, q_stride, scale, softcap,
-           H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-           PRECISION: tl.constexpr):  # fmt: skip
-    """Compute and write the part of one page for the queries of these slots and heads."""
+def _write_part(q, out, tops, totals, keys, values, row_M, head_M, live_M, first_M, count_M, low, count, part, q_stride, scale,
+           softcap, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr,
+           CAUSAL: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """Compute and write the part of one page for the queries of these rows and heads."""
     at = tl.arange(0, DP)
     inside = live_M[:, None] & (at < D)[None, :]
-    tile = tl.load(q + slot_M[:, None] * q_stride + head_M[:, None] * D + at[None, :], mask=inside, other=0.0)
-    acc, top, total = _attend_page(tile, keys, values, first_M, low, count, scale, softcap,
-                            D, DP, BN, WINDOW, SOFTCAP, PRECISION)  # fmt: skip
-    row_M = part + slot_M * H + head_M
-    tl.store(out + row_M[:, None] * D + at[None, :], acc, mask=inside)
-    tl.store(tops + row_M, top, mask=live_M)
-    tl.store(totals + row_M, total, mask=live_M)
+    tile = tl.load(q + row_M[:, None] * q_stride + head_M[:, None] * D + at[None, :], mask=inside, other=0.0)
+    acc, top, total = _attend_page(tile, keys, values, first_M, count_M, low, count, scale, softcap,
+                            D, DP, BN, WINDOW, CAUSAL, SOFTCAP, PRECISION)  # fmt: skip
+    to_M = part + row_M * H + head_M
+    tl.store(out + to_M[:, None] * D + at[None, :], acc, mask=inside)
+    tl.store(tops + to_M, top, mask=live_M)
+    tl.store(totals + to_M, total, mask=live_M)
 
 
 @triton.jit(do_not_specialize=["tables", "prompt_pages", "listed", "slots"])
 def _parts(q, cache, members, prompt_page, suffix_page, suffix_list, prompt_length, suffix_length, out, tops, totals,
            tables, prompt_pages, listed, slots, page_stride, prompt_table_width, suffix_table_width, q_stride, scale,
            softcap, window,
-           R: tl.constexpr, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
-           BM_PROMPT: tl.constexpr, BM_SUFFIX: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-           PRECISION: tl.constexpr, LISTED: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+           R: tl.constexpr, W: tl.constexpr, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+           PAGE: tl.constexpr, BM_PROMPT: tl.constexpr, BM_SUFFIX: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr,
+           SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, LISTED: tl.constexpr, AHEAD: tl.constexpr,
+           PDL: tl.constexpr):  # fmt: skip
     """Programs of prompts come first, because they take longest. Neighbouring programs have the same page index, so that the
     slots of one group, whose tables point at the same pages, find them in the L2 cache. With LISTED, suffixes differ in length
     and there is one program for each page in use, by a list; otherwise there is one for every page of every slot.
@@ -163,9 +177,9 @@ def _parts(q, cache, members, prompt_page, suffix_page, suffix_list, prompt_leng
         head = n // tables % K
         page = n // tables // K
         table = n % tables
-        slot_M = tl.load(members + table * R + m // REP, mask=m < R * REP, other=-1)
+        slot_M = tl.load(members + table * R + m // (REP * W), mask=m < R * REP * W, other=-1)
         slot = tl.max(slot_M, 0)
-        length = tl.load(prompt_length + slot, mask=slot >= 0, other=0)
+        length = tl.load(prompt_length + slot * W, mask=slot >= 0, other=0)
         number = tl.load(prompt_page + table * prompt_table_width + page)
     else:
         n -= tables * prompt_pages * K
@@ -178,10 +192,12 @@ def _parts(q, cache, members, prompt_page, suffix_page, suffix_list, prompt_leng
             slot = n % slots
             head = n // slots % K
             page = n // slots // K
-        length = tl.load(suffix_length + slot) + 1
+        length = tl.load(suffix_length + slot * W) + 1
+        for w in tl.static_range(1, W):
+            length = tl.maximum(length, tl.load(suffix_length + slot * W + w) + 1)
         if LISTED:
             length = tl.where(place < 0, 0, length)
-        number = tl.load(suffix_page + slot * suffix_table_width + page)
+        number = tl.load(suffix_page + slot * W * suffix_table_width + page)
     start = page * PAGE
     count = tl.minimum(length - start, PAGE)
     keys = cache + number.to(tl.int64) * page_stride + head * PAGE * D
@@ -196,29 +212,30 @@ def _parts(q, cache, members, prompt_page, suffix_page, suffix_list, prompt_leng
     if count > 0:
         if of_prompt:
             live_M = slot_M >= 0
-            lane_M = tl.maximum(slot_M, 0)
-            first_M = length + tl.load(suffix_length + lane_M, mask=live_M, other=1 << 30) - window + 1 - start
+            row_M = tl.maximum(slot_M, 0) * W + m // REP % W
+            first_M = length + tl.load(suffix_length + row_M, mask=live_M, other=1 << 30) - window + 1 - start
             low = 0
             if WINDOW:
                 low = tl.maximum(tl.min(first_M, 0), 0) // BN * BN
-            _write_part(q, out, tops, totals, keys, values, lane_M, head * REP + m % REP, live_M, first_M, low, count,
-                   page.to(tl.int64) * slots * H, q_stride, scale, softcap,
-                   H, D, DP, BN, WINDOW, SOFTCAP, PRECISION)  # fmt: skip
+            _write_part(q, out, tops, totals, keys, values, row_M, head * REP + m % REP, live_M, first_M, first_M, low, count,
+                   page.to(tl.int64) * slots * W * H, q_stride, scale, softcap,
+                   H, D, DP, BN, WINDOW, False, SOFTCAP, PRECISION)  # fmt: skip
         else:
             r = tl.arange(0, BM_SUFFIX)
-            first_R = length - window - start + tl.zeros([BM_SUFFIX], tl.int32)
+            row_R = slot * W + tl.minimum(r // REP, W - 1)
+            end_R = tl.load(suffix_length + row_R) + 1 - start
             low = 0
             if WINDOW:
-                low = tl.minimum(tl.maximum(length - window - start, 0), PAGE) // BN * BN
-            _write_part(q, out, tops, totals, keys, values, slot + r * 0, head * REP + r, r < REP, first_R, low, count,
-                   (prompt_pages + page).to(tl.int64) * slots * H, q_stride, scale, softcap,
-                   H, D, DP, BN, WINDOW, SOFTCAP, PRECISION)  # fmt: skip
+                low = tl.minimum(tl.maximum(tl.load(suffix_length + slot * W) + 1 - window - start, 0), PAGE) // BN * BN
+            _write_part(q, out, tops, totals, keys, values, row_R, head * REP + r % REP, r < REP * W, end_R - window, end_R,
+                   low, count, (prompt_pages + page).to(tl.int64) * slots * W * H, q_stride, scale, softcap,
+                   H, D, DP, BN, WINDOW, W > 1, SOFTCAP, PRECISION)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["prompt_pages", "slots"])
-def _merge(out, parts, tops, totals, prompt_length, suffix_length, prompt_pages, slots,
+def _merge(out, parts, tops, totals, prompt_length, suffix_length, sinks, prompt_pages, slots,
            H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, PARTS: tl.constexpr,
-           PDL: tl.constexpr):  # fmt: skip
+           SINKS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """PARTS parts are read at once; those that are not there have weight 0."""
     slot, head = tl.program_id(0), tl.program_id(1)
     if PDL:
@@ -248,6 +265,11 @@ def _merge(out, parts, tops, totals, prompt_length, suffix_length, prompt_pages,
         acc = acc * shrink + tl.sum(weight_N[:, None] * tile, 0)
         total = total * shrink + tl.sum(weight_N * total_N, 0)
         best = new
+    if SINKS:
+        sink = tl.load(sinks + head).to(tl.float32) * LOG2E
+        new = tl.maximum(best, sink)
+        acc = acc * tl.exp2(best - new)
+        total = total * tl.exp2(best - new) + tl.exp2(sink - new)
     total = tl.where(total == 0.0, 1.0, total)
     tl.store(out + row * D + at, (acc / total).to(out.dtype.element_ty), mask=at < D)
 
@@ -263,12 +285,14 @@ def attend(
     window: int | None,
     softcap: float | None,
     tile: Tiles | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Attention of one token per slot, q [S, H, d], over its prompt and suffix, the new token included; [S, H, d] in q's
-    dtype."""
-    S, H, d = q.shape
+    """Attention of the rows of each slot, q [S · W, H, d], over its prompt and suffix, the new tokens included; [S · W, H, d]
+    in q's dtype."""
+    rows, H, d = q.shape
     _, _, _, K, page, _ = cache.shape
-    R, rep = tables.members.shape[1], H // K
+    R, W, rep = tables.members.shape[1], tables.width, H // K
+    S = rows // W
     tile = tile or tiles(d, q.dtype)
     padded = max(16, triton.next_power_of_2(d))
     of_suffixes = S * launch.suffix_pages if launch.listed is None else launch.listed
@@ -278,14 +302,17 @@ def attend(
         tables.suffix_length, parts.out, parts.top, parts.total, launch.tables, launch.prompt_pages, of_suffixes, S,
         cache.stride(0), tables.prompt_page.shape[1], tables.suffix_page.shape[1], q.stride(0), scale, softcap or 0.0,
         window or 0,
-        R=R, H=H, K=K, D=d, DP=padded, PAGE=page, BM_PROMPT=max(16, triton.next_power_of_2(R * rep)),
-        BM_SUFFIX=max(16, triton.next_power_of_2(rep)), BN=tile.keys, WINDOW=window is not None, SOFTCAP=softcap is not None,
+        R=R, W=W, H=H, K=K, D=d, DP=padded, PAGE=page, BM_PROMPT=max(16, triton.next_power_of_2(R * W * rep)),
+        BM_SUFFIX=max(16, triton.next_power_of_2(W * rep)), BN=tile.keys, WINDOW=window is not None,
+        SOFTCAP=softcap is not None,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=tile.warps, num_stages=tile.stages,
         LISTED=launch.listed is not None, AHEAD=AHEAD if d == padded else 0, **pdl_options(q.device),
     )  # fmt: skip
-    out = torch.empty((S, H, d), dtype=q.dtype, device=q.device)
-    _merge[(S, H)](
-        out, parts.out, parts.top, parts.total, tables.prompt_length, tables.suffix_length, launch.prompt_pages, S,
-        H=H, D=d, DP=padded, PAGE=page, PARTS=4, num_warps=1 if padded <= 128 else 2, **pdl_options(q.device),
+    out = torch.empty((rows, H, d), dtype=q.dtype, device=q.device)
+    _merge[(rows, H)](
+        out, parts.out, parts.top, parts.total, tables.prompt_length, tables.suffix_length,
+        parts.top if sinks_H is None else sinks_H, launch.prompt_pages, rows,
+        H=H, D=d, DP=padded, PAGE=page, PARTS=4, SINKS=sinks_H is not None,
+        num_warps=1 if padded <= 128 else 2, **pdl_options(q.device),
     )  # fmt: skip
     return out

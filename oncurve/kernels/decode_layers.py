@@ -200,8 +200,8 @@ def _rotate_store(qkv, q_out, cache, page_S, prompt_length, suffix_length, cos, 
                   page_stride, table_width, slots,
                   H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
                   NORM: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """HEADS rows of [q heads | k heads | v heads] of one slot, as two halves of the head. Everything but the product itself is
-    read before the product is there."""
+    """Normalises and rotates q and k of one slot, HEADS heads at a time, and stores k and v in the KV cache. A head is read as
+    two halves, which rotate together. ``qkv`` is read last: the other loads overlap with the matrix product before it."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()  # the attention kernel may start
     slot = tl.program_id(0)

@@ -1,11 +1,12 @@
 """Matrix products of a decode step: y = x·Wᵀ (+ b), and act(x·Gᵀ)·(x·Uᵀ) in one launch, for few rows and 16-bit factors.
 
-A library's product alone is slightly faster, but it starts only when the kernel before it has ended, and the next starts only
-when it has. These start early, as all kernels of a step do (``launch.py``), and what follows them sums their parts or needs no
-launch at all. They are used if one launch fills the GPU about once; if not, torch's products are.
+By itself a library's product is slightly faster. But it starts only when the previous kernel has ended, and the next kernel
+starts only when the product has ended. The products here start early, like all kernels of a step (``launch.py``), and the next
+kernel sums their parts or is fused with them. They are used if one launch fills the GPU about once; otherwise torch's products
+are used.
 
-A long inner dimension is split into parts, whose float32 sums the next kernel adds in order: bits depend on nothing else. ``N``
-is the number of outputs, ``I`` the width of the gated unit.
+A long inner dimension is split into parts, whose float32 sums the next kernel adds in a fixed order, so the bits are always the
+same. ``N`` is the number of outputs, ``I`` the width of the gated unit.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
@@ -44,7 +45,8 @@ class ProductTiles:
 MANY = ProductTiles(128, 64, 64, warps=4, stages=6)
 FEW = ProductTiles(64, 64, 64, warps=4, stages=8, parts=2)
 GATED = ProductTiles(128, 64, 64, warps=8, stages=5)
-"""Measured on an H200 with 256 rows: for many outputs, for few outputs of a long inner dimension, and for gate and up."""
+"""The fastest tiles on an H200 with 256 rows: for many outputs, for few outputs and a long inner dimension, and for gate and
+up."""
 
 
 @cache

@@ -1,7 +1,7 @@
 """How kernels follow each other in a decode step, and how many programs they have.
 
 With programmatic dependent launch (PDL, Hopper and later) a kernel starts while the one before it still runs. Its programs take
-their places, read what does not change within a step (tables, norm weights), and then wait for the former kernel's output. A
+their places, read what does not change within a step (tables, norm weights), and then wait for the previous kernel's output. A
 step is about three hundred short kernels, and this hides part of the time between them.
 
 The first kernel of a step waits before it lets the next one start, so nothing that is read early belongs to the step before.

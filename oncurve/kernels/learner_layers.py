@@ -334,7 +334,8 @@ class LoraTiles:
 
     @classmethod
     def of(cls, sizes: Sequence[int], adapted: Sequence[bool], rank: int, device: torch.device, *, every: bool) -> LoraTiles:
-        """Tiles of fused layers, of which some have an adapter, all of one rank. ``every``: include layers without one."""
+        """The tiles of fused layers, some of which have an adapter; all adapters have the same rank. ``every`` also makes tiles
+        for layers without an adapter."""
         rows, column, u_at, b_at = [], 0, 0, 0
         for size, has in zip(sizes, adapted, strict=True):
             for first in range(0, size, COLUMNS) if has or every else ():

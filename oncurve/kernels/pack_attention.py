@@ -7,6 +7,11 @@ block goes over one contiguous range of queries. A prompt's keys are stored once
 Backward, with P = exp(S − lse) and δ = Σ dO·O: dV = Pᵀ dO, dS = P ∘ (dO Vᵀ − δ), dQ = dS K, dK = dSᵀ Q (FlashAttention-2, arXiv
 2307.08691). dQ and dK, dV are two launches, so that nothing is added with atomics.
 
+On Hopper and later GPUs tiles of long packs are copied by the tensor memory accelerator (TMA): the tensors q, k, v and dO are
+passed as descriptors, and a tile is one instruction. Rows past a segment's end are then real rows of another segment instead of
+zeros. Nothing changes by that: their weights are 0, and their results are not stored. Measured on an H200 with heads of 128 and
+2 × 16,384 tokens: forward 448 → 499 TFLOP/s, backward 333 → 380.
+
 A row of ``query_blocks`` is (first query, end and start of its segment, start and end of its prompt); a row of ``key_blocks``
 is (first key, end of its segment, end of its queries).
 """
@@ -21,6 +26,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -42,9 +48,10 @@ class Tiling:
     forward: PackTiles
     queries_backward: PackTiles
     keys_backward: PackTiles
+    uses_tma: bool = False
 
 
-def tiling(head_size: int, dtype: torch.dtype, keys: int) -> Tiling:
+def tiling(head_size: int, dtype: torch.dtype, keys: int, *, has_tma: bool) -> Tiling:
     """Measured on an H200 for 16-bit numbers and heads of 128, by the number of keys that a query attends to.
 
     Wider numbers and larger heads take smaller tiles, to fit.
@@ -54,11 +61,34 @@ def tiling(head_size: int, dtype: torch.dtype, keys: int) -> Tiling:
         return Tiling(small, small, small)
     if keys < LONG:
         return Tiling(PackTiles(64, 32, 4, 3), PackTiles(64, 64, 4, 2), PackTiles(32, 64, 4, 2))
+    if has_tma and keys >= VERY_LONG and head_size in (64, 128):
+        return Tiling(PackTiles(128, 128, 8, 3), PackTiles(128, 64, 8, 3), PackTiles(64, 64, 4, 2), uses_tma=True)
     return Tiling(PackTiles(64, 64, 4, 3), PackTiles(128, 64, 8, 3), PackTiles(64, 64, 4, 2))
 
 
 LONG = 512
 """From this many keys on, larger tiles are faster."""
+VERY_LONG = 2048
+"""From this many keys on, loading by TMA is worth its descriptors."""
+
+
+def can_use_tma(*tensors: Tensor) -> bool:
+    """Whether heads lie side by side in each [N, heads, d] tensor, and rows begin at multiples of 16 bytes."""
+    return all(
+        x.stride(1) == x.shape[2] and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0 for x in tensors
+    )
+
+
+def _source(x: Tensor, rows: int, *, uses_tma: bool) -> Tensor | TensorDescriptor:
+    """The source from which a kernel loads tiles of ``rows`` rows of one head: a TMA descriptor, or the tensor itself."""
+    N, heads, d = x.shape
+    return TensorDescriptor(x, [N, heads * d], [x.stride(0), 1], [rows, d]) if uses_tma else x
+
+
+@triton.jit
+def _load_tile(source, first, rows, end, stride_row, column, D: tl.constexpr, DP: tl.constexpr, TMA: tl.constexpr):
+    """Rows ``first`` … of a head that begins at ``column``. With TMA, rows past ``end`` are those of the next segment."""
+    return source.load([first, column]) if TMA else _load_rows(source + column, rows, end, stride_row, D, DP)
 
 
 @triton.jit
@@ -102,14 +132,15 @@ def _softcap(s, softcap):
 
 
 @triton.jit
-def _forward_over(q, k, v, kn, vn, m, total, acc, rows, lo, hi, end, position, tokens, scale, softcap, window,
-                  D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, ENDS: tl.constexpr,
-                  WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+def _forward_over(q, k, v, k_column, v_column, kn, vn, m, total, acc, rows, lo, hi, end, position, tokens, scale, softcap,
+                  window, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, ENDS: tl.constexpr,
+                  WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
     """The running softmax over keys lo … hi; maxima are in units of log 2."""
     factor = LOG2E if SOFTCAP else scale * LOG2E
     for j in range(lo, hi, BN):
         cols = j + tl.arange(0, BN)
-        s = tl.dot(q, tl.trans(_load_rows(k, cols, end, kn, D, DP)), input_precision=PRECISION)
+        k_tile = _load_tile(k, j, cols, end, kn, k_column, D, DP, TMA)
+        s = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
         if SOFTCAP:
             s, _ = _softcap(s * scale, softcap)
         if CAUSAL or ENDS or WINDOW:
@@ -119,7 +150,7 @@ def _forward_over(q, k, v, kn, vn, m, total, acc, rows, lo, hi, end, position, t
         base = tl.where(new == float("-inf"), 0.0, new) if WINDOW else new
         p = tl.exp2(s * factor - base[:, None])
         shrink = tl.exp2(m - base)
-        v_tile = _load_rows(v, cols, end, vn, D, DP)
+        v_tile = _load_tile(v, j, cols, end, vn, v_column, D, DP, TMA)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * shrink[:, None], input_precision=PRECISION)
         total = total * shrink + tl.sum(p, 1)
         m = new
@@ -130,29 +161,29 @@ def _forward_over(q, k, v, kn, vn, m, total, acc, rows, lo, hi, end, position, t
 def _attend_forward(q, k, v, out, lse, blocks, position, tokens, scale, softcap, window,
                     qn, qh, kn, kh, vn, vh, on, oh,
                     H: tl.constexpr, REP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-                    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+                    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
     head = tl.program_id(0) % H
     block = blocks + (tl.program_id(0) // H) * 5
     first, end, start = tl.load(block), tl.load(block + 1), tl.load(block + 2)
     prompt, prompt_end = tl.load(block + 3), tl.load(block + 4)
     rows = first + tl.arange(0, BM)
-    k += (head // REP) * kh
-    v += (head // REP) * vh
-    q_tile = _load_rows(q + head * qh, rows, end, qn, D, DP)
+    kc, vc = (head // REP) * kh, (head // REP) * vh
+    q_tile = _load_tile(q, first, rows, end, qn, head * qh, D, DP, TMA)
     m = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, DP], tl.float32)
     full = prompt + (prompt_end - prompt) // BN * BN
-    m, total, acc = _forward_over(q_tile, k, v, kn, vn, m, total, acc, rows, prompt, full, prompt_end, position, tokens, scale,
-                                  softcap, window, D, DP, BN, False, False, WINDOW, SOFTCAP, PRECISION)  # fmt: skip
-    m, total, acc = _forward_over(q_tile, k, v, kn, vn, m, total, acc, rows, full, prompt_end, prompt_end, position, tokens,
-                                  scale, softcap, window, D, DP, BN, False, True, WINDOW, SOFTCAP, PRECISION)  # fmt: skip
+    m, total, acc = _forward_over(q_tile, k, v, kc, vc, kn, vn, m, total, acc, rows, prompt, full, prompt_end, position, tokens,
+                                  scale, softcap, window, D, DP, BN, False, False, WINDOW, SOFTCAP, PRECISION, TMA)  # fmt: skip
+    m, total, acc = _forward_over(q_tile, k, v, kc, vc, kn, vn, m, total, acc, rows, full, prompt_end, prompt_end, position,
+                                  tokens, scale, softcap, window, D, DP, BN, False, True, WINDOW, SOFTCAP, PRECISION,
+                                  TMA)  # fmt: skip
     full = start + (first - start) // BN * BN
-    m, total, acc = _forward_over(q_tile, k, v, kn, vn, m, total, acc, rows, start, full, end, position, tokens, scale,
-                                  softcap, window, D, DP, BN, False, False, WINDOW, SOFTCAP, PRECISION)  # fmt: skip
-    m, total, acc = _forward_over(q_tile, k, v, kn, vn, m, total, acc, rows, full, tl.minimum(first + BM, end), end, position,
-                                  tokens, scale, softcap, window, D, DP, BN, True, False, WINDOW, SOFTCAP,
-                                  PRECISION)  # fmt: skip
+    m, total, acc = _forward_over(q_tile, k, v, kc, vc, kn, vn, m, total, acc, rows, start, full, end, position, tokens, scale,
+                                  softcap, window, D, DP, BN, False, False, WINDOW, SOFTCAP, PRECISION, TMA)  # fmt: skip
+    m, total, acc = _forward_over(q_tile, k, v, kc, vc, kn, vn, m, total, acc, rows, full, tl.minimum(first + BM, end), end,
+                                  position, tokens, scale, softcap, window, D, DP, BN, True, False, WINDOW, SOFTCAP,
+                                  PRECISION, TMA)  # fmt: skip
     _store_rows(out + head * oh, acc / total[:, None], rows, end, on, D, DP)
     tl.store(lse + head * tokens + rows, m + tl.log2(total), mask=rows < end)
 
@@ -180,17 +211,18 @@ def _weights(s, lse, scale, softcap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def _queries_over(q, k, v, g, kn, vn, lse, delta, acc, rows, lo, hi, end, position, tokens, scale, softcap, window,
-                  D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, ENDS: tl.constexpr,
-                  WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+def _queries_over(q, k, v, g, k_column, v_column, kn, vn, lse, delta, acc, rows, lo, hi, end, position, tokens, scale, softcap,
+                  window, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, ENDS: tl.constexpr,
+                  WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
     """dQ = Σ dS K over keys lo … hi."""
     for j in range(lo, hi, BN):
         cols = j + tl.arange(0, BN)
-        k_tile = _load_rows(k, cols, end, kn, D, DP)
+        k_tile = _load_tile(k, j, cols, end, kn, k_column, D, DP, TMA)
         p, slope = _weights(tl.dot(q, tl.trans(k_tile), input_precision=PRECISION), lse[:, None], scale, softcap, SOFTCAP)
         if CAUSAL or ENDS or WINDOW:
             p = tl.where(_visible(rows, cols, end, position, tokens, window, CAUSAL, ENDS, WINDOW), p, 0.0)
-        dp = tl.dot(g, tl.trans(_load_rows(v, cols, end, vn, D, DP)), input_precision=PRECISION)
+        v_tile = _load_tile(v, j, cols, end, vn, v_column, D, DP, TMA)
+        dp = tl.dot(g, tl.trans(v_tile), input_precision=PRECISION)
         acc = tl.dot((p * (dp - delta[:, None]) * slope).to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
     return acc
 
@@ -200,49 +232,48 @@ def _attend_backward_queries(q, k, v, d_out, lse, delta, dq, blocks, position, t
                              qn, qh, kn, kh, vn, vh, gn, gh, dn, dh,
                              H: tl.constexpr, REP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
                              BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-                             PRECISION: tl.constexpr):  # fmt: skip
+                             PRECISION: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
     head = tl.program_id(0) % H
     block = blocks + (tl.program_id(0) // H) * 5
     first, end, start = tl.load(block), tl.load(block + 1), tl.load(block + 2)
     prompt, prompt_end = tl.load(block + 3), tl.load(block + 4)
     rows = first + tl.arange(0, BM)
-    k += (head // REP) * kh
-    v += (head // REP) * vh
-    q_tile = _load_rows(q + head * qh, rows, end, qn, D, DP)
-    g = _load_rows(d_out + head * gh, rows, end, gn, D, DP)
+    kc, vc = (head // REP) * kh, (head // REP) * vh
+    q_tile = _load_tile(q, first, rows, end, qn, head * qh, D, DP, TMA)
+    g = _load_tile(d_out, first, rows, end, gn, head * gh, D, DP, TMA)
     lse_rows = tl.load(lse + head * tokens + rows, mask=rows < end, other=float("inf"))
     delta_rows = tl.load(delta + head * tokens + rows, mask=rows < end, other=0.0)
     acc = tl.zeros([BM, DP], tl.float32)
     full = prompt + (prompt_end - prompt) // BN * BN
-    acc = _queries_over(q_tile, k, v, g, kn, vn, lse_rows, delta_rows, acc, rows, prompt, full, prompt_end, position, tokens,
-                        scale, softcap, window, D, DP, BN, False, False, WINDOW, SOFTCAP, PRECISION)  # fmt: skip
-    acc = _queries_over(q_tile, k, v, g, kn, vn, lse_rows, delta_rows, acc, rows, full, prompt_end, prompt_end,
+    acc = _queries_over(q_tile, k, v, g, kc, vc, kn, vn, lse_rows, delta_rows, acc, rows, prompt, full, prompt_end, position,
+                        tokens, scale, softcap, window, D, DP, BN, False, False, WINDOW, SOFTCAP, PRECISION, TMA)  # fmt: skip
+    acc = _queries_over(q_tile, k, v, g, kc, vc, kn, vn, lse_rows, delta_rows, acc, rows, full, prompt_end, prompt_end,
                         position, tokens,
-                        scale, softcap, window, D, DP, BN, False, True, WINDOW, SOFTCAP, PRECISION)  # fmt: skip
+                        scale, softcap, window, D, DP, BN, False, True, WINDOW, SOFTCAP, PRECISION, TMA)  # fmt: skip
     full = start + (first - start) // BN * BN
-    acc = _queries_over(q_tile, k, v, g, kn, vn, lse_rows, delta_rows, acc, rows, start, full, end, position, tokens,
-                        scale, softcap, window, D, DP, BN, False, False, WINDOW, SOFTCAP, PRECISION)  # fmt: skip
-    acc = _queries_over(q_tile, k, v, g, kn, vn, lse_rows, delta_rows, acc, rows, full, tl.minimum(first + BM, end), end,
-                        position, tokens, scale, softcap, window, D, DP, BN, True, False, WINDOW, SOFTCAP,
-                        PRECISION)  # fmt: skip
+    acc = _queries_over(q_tile, k, v, g, kc, vc, kn, vn, lse_rows, delta_rows, acc, rows, start, full, end, position, tokens,
+                        scale, softcap, window, D, DP, BN, False, False, WINDOW, SOFTCAP, PRECISION, TMA)  # fmt: skip
+    acc = _queries_over(q_tile, k, v, g, kc, vc, kn, vn, lse_rows, delta_rows, acc, rows, full, tl.minimum(first + BM, end),
+                        end, position, tokens, scale, softcap, window, D, DP, BN, True, False, WINDOW, SOFTCAP,
+                        PRECISION, TMA)  # fmt: skip
     _store_rows(dq + head * dh, acc * scale, rows, end, dn, D, DP)
 
 
 @triton.jit
-def _keys_over(q, k, v, g, qn, gn, lse, delta, dk, dv, cols, lo, hi, last, position, tokens, scale, softcap, window,
-               D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, CAUSAL: tl.constexpr,
-               WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+def _keys_over(q, k, v, g, q_column, g_column, qn, gn, lse, delta, dk, dv, cols, lo, hi, last, position, tokens, scale,
+               softcap, window, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, CAUSAL: tl.constexpr,
+               WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
     """dK = Σ dSᵀ Q and dV = Σ Pᵀ dO over queries lo … hi, of one query head."""
     for i in range(lo, hi, BM):
         rows = i + tl.arange(0, BM)
-        q_tile = _load_rows(q, rows, last, qn, D, DP)
+        q_tile = _load_tile(q, i, rows, last, qn, q_column, D, DP, TMA)
         lse_rows = tl.load(lse + rows, mask=rows < last, other=float("inf"))
         raw = tl.dot(k, tl.trans(q_tile), input_precision=PRECISION)  # keys × queries
         p, slope = _weights(raw, lse_rows[None, :], scale, softcap, SOFTCAP)
         if CAUSAL or WINDOW:
             visible = _visible(rows, cols, last, position, tokens, window, CAUSAL, False, WINDOW)
             p = tl.where(tl.trans(visible), p, 0.0)
-        g_tile = _load_rows(g, rows, last, gn, D, DP)
+        g_tile = _load_tile(g, i, rows, last, gn, g_column, D, DP, TMA)
         dv = tl.dot(p.to(g_tile.dtype), g_tile, dv, input_precision=PRECISION)
         delta_rows = tl.load(delta + rows, mask=rows < last, other=0.0)
         ds = p * (tl.dot(v, tl.trans(g_tile), input_precision=PRECISION) - delta_rows[None, :]) * slope
@@ -254,24 +285,25 @@ def _keys_over(q, k, v, g, qn, gn, lse, delta, dk, dv, cols, lo, hi, last, posit
 def _attend_backward_keys(q, k, v, d_out, lse, delta, dk, dv, blocks, position, tokens, scale, softcap, window,
                           qn, qh, kn, kh, vn, vh, gn, gh, dkn, dkh, dvn, dvh,
                           K: tl.constexpr, REP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
-                          BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+                          BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+                          TMA: tl.constexpr):  # fmt: skip
     head = tl.program_id(0) % K
     block = blocks + (tl.program_id(0) // K) * 3
     first, end, last = tl.load(block), tl.load(block + 1), tl.load(block + 2)
     cols = first + tl.arange(0, BN)
-    k_tile = _load_rows(k + head * kh, cols, end, kn, D, DP)
-    v_tile = _load_rows(v + head * vh, cols, end, vn, D, DP)
+    k_tile = _load_tile(k, first, cols, end, kn, head * kh, D, DP, TMA)
+    v_tile = _load_tile(v, first, cols, end, vn, head * vh, D, DP, TMA)
     dk_acc = tl.zeros([BN, DP], tl.float32)
     dv_acc = tl.zeros([BN, DP], tl.float32)
     middle = tl.minimum(first + BN, last)
     for r in range(REP):
         own = head * REP + r
-        dk_acc, dv_acc = _keys_over(q + own * qh, k_tile, v_tile, d_out + own * gh, qn, gn, lse + own * tokens,
+        dk_acc, dv_acc = _keys_over(q, k_tile, v_tile, d_out, own * qh, own * gh, qn, gn, lse + own * tokens,
                                     delta + own * tokens, dk_acc, dv_acc, cols, first, middle, last, position, tokens, scale,
-                                    softcap, window, D, DP, BM, True, WINDOW, SOFTCAP, PRECISION)  # fmt: skip
-        dk_acc, dv_acc = _keys_over(q + own * qh, k_tile, v_tile, d_out + own * gh, qn, gn, lse + own * tokens,
+                                    softcap, window, D, DP, BM, True, WINDOW, SOFTCAP, PRECISION, TMA)  # fmt: skip
+        dk_acc, dv_acc = _keys_over(q, k_tile, v_tile, d_out, own * qh, own * gh, qn, gn, lse + own * tokens,
                                     delta + own * tokens, dk_acc, dv_acc, cols, middle, last, last, position, tokens, scale,
-                                    softcap, window, D, DP, BM, False, WINDOW, SOFTCAP, PRECISION)  # fmt: skip
+                                    softcap, window, D, DP, BM, False, WINDOW, SOFTCAP, PRECISION, TMA)  # fmt: skip
     _store_rows(dk + head * dkh, dk_acc * scale, cols, end, dkn, D, DP)
     _store_rows(dv + head * dvh, dv_acc, cols, end, dvn, D, DP)
 
@@ -297,14 +329,16 @@ class AttentionRule:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, position_N: Tensor, rule: AttentionRule, tiles: PackTiles
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, position_N: Tensor, rule: AttentionRule, tiles: PackTiles,
+    *, uses_tma: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out [N, H, d], log-sum-exp in units of log 2 [H, N]) of q [N, H, d], k and v [N, K, d], whose last axis is dense."""
     N, H, _ = q.shape
+    sources = _source(q, tiles.queries, uses_tma=uses_tma), *(_source(x, tiles.keys, uses_tma=uses_tma) for x in (k, v))
     out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), torch.empty(H, N, device=q.device)
     _attend_forward[(H * len(blocks),)](
-        q, k, v, out, lse, blocks, position_N, N, *rule.numbers, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
-        *out.stride()[:2], H=H, REP=H // k.shape[1], BM=tiles.queries, BN=tiles.keys,
+        *sources, out, lse, blocks, position_N, N, *rule.numbers, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
+        *out.stride()[:2], H=H, REP=H // k.shape[1], BM=tiles.queries, BN=tiles.keys, TMA=uses_tma,
         num_warps=tiles.warps, num_stages=tiles.stages, **rule.options(q),
     )  # fmt: skip
     return out, lse
@@ -330,12 +364,18 @@ def backward(
     delta = delta_of(out, d_out)
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *d_out.stride()[:2])
     rep, t, u = H // k.shape[1], tiles.queries_backward, tiles.keys_backward
+
+    def sources(part: PackTiles) -> list[Tensor | TensorDescriptor]:
+        rows = (part.queries, part.keys, part.keys, part.queries)
+        return [_source(x, n, uses_tma=tiles.uses_tma) for x, n in zip((q, k, v, d_out), rows, strict=True)]
+
     _attend_backward_keys[(k.shape[1] * len(key_blocks),)](
-        q, k, v, d_out, lse, delta, dk, dv, key_blocks, position_N, N, *rule.numbers, *strides,
+        *sources(u), lse, delta, dk, dv, key_blocks, position_N, N, *rule.numbers, *strides,
         *dk.stride()[:2], *dv.stride()[:2],
-        K=k.shape[1], REP=rep, BM=u.queries, BN=u.keys, num_warps=u.warps, num_stages=u.stages, **rule.options(q),
+        K=k.shape[1], REP=rep, BM=u.queries, BN=u.keys, TMA=tiles.uses_tma, num_warps=u.warps,
+        num_stages=u.stages, **rule.options(q),
     )  # fmt: skip
     _attend_backward_queries[(H * len(query_blocks),)](
-        q, k, v, d_out, lse, delta, dq, query_blocks, position_N, N, *rule.numbers, *strides, *dq.stride()[:2],
-        H=H, REP=rep, BM=t.queries, BN=t.keys, num_warps=t.warps, num_stages=t.stages, **rule.options(q),
+        *sources(t), lse, delta, dq, query_blocks, position_N, N, *rule.numbers, *strides, *dq.stride()[:2],
+        H=H, REP=rep, BM=t.queries, BN=t.keys, TMA=tiles.uses_tma, num_warps=t.warps, num_stages=t.stages, **rule.options(q),
     )  # fmt: skip

@@ -1,4 +1,5 @@
-"""One token for every slot: the complete decode step as kernels and matrix products, which never waits for the host.
+"""One token for every slot, or several with drafts: the complete decode step as kernels and matrix products, which never waits
+for the host.
 
 There are two ways through the layers: over the fused weights of ``models/llama/fused.py`` if the model's blocks could be
 described (five kernels of ours and four products per layer; four more kernels if all layers have adapters), and through the
@@ -29,19 +30,23 @@ from oncurve.kernels.decode_layers import (
     store,
 )
 from oncurve.kernels.decode_matmul import block_for, gated_product, product
+from oncurve.kernels.drafting import DraftState, accept_and_draft
 from oncurve.kernels.launch import pdl_options
+from oncurve.models.attention_interface import ScoreRule
 from oncurve.models.heads.lm_head import Head
 from oncurve.models.llama.block_description import BlockDescription, Mlp, Norm, Rope
 from oncurve.models.llama.fused import Block, FusedLinear, FusedWeights
 from oncurve.models.policy import Policy
 from oncurve.models.recurrent_layers import RunLayer, stepping_in_place
-from oncurve.recipe.schema.sections import Sampling
+from oncurve.recipe.schema.sections import Draft, Sampling
 
 
 @dataclass(frozen=True, slots=True)
 class BufferSizes:
     """The sizes of a set of buffers; ``forced_tokens``: positions at which an environment's tokens can be forced, 0 if none
-    is."""
+    is. ``width``: rows of a slot in a step, one and those of drafted tokens. ``texts``, ``text_width`` and ``sources`` are the
+    size of the texts in which drafts are looked for, and how many of them belong to a slot. ``experts``: those that a token
+    takes in all layers, if they are recorded."""
 
     slots: int
     members: int
@@ -49,13 +54,24 @@ class BufferSizes:
     suffix_pages: int
     ring: int
     forced_tokens: int = 0
+    width: int = 1
+    texts: int = 0
+    text_width: int = 0
+    sources: int = 0
+    experts: int = 0
+
+    def are_enough_for(self, needed: BufferSizes) -> bool:
+        """Whether buffers of these sizes serve a call of the same kind."""
+        names = ("prompt_pages", "suffix_pages", "forced_tokens", "texts", "text_width", "sources")
+        return all(getattr(self, name) >= getattr(needed, name) for name in names)
 
 
 class DecodeBuffers:
     """What a step reads and writes besides weights and KV cache: tensors whose addresses never change."""
 
     def __init__(self, sizes: BufferSizes, shape: KVShape, vocabulary: int, device: torch.device) -> None:
-        S, parts = sizes.slots, sizes.prompt_pages + sizes.suffix_pages
+        S, W, parts = sizes.slots, sizes.width, sizes.prompt_pages + sizes.suffix_pages
+        rows = S * W
 
         def ints(*size: int, fill: int = 0, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.full(size, fill, dtype=dtype, device=device)
@@ -67,26 +83,47 @@ class DecodeBuffers:
         self.tables = PageTables(
             ints(S, sizes.members, fill=-1),
             ints(S, sizes.prompt_pages),
-            ints(S, sizes.suffix_pages),
+            ints(rows, sizes.suffix_pages),
             ints(S * sizes.suffix_pages, fill=-1),
-            ints(S),
-            ints(S, fill=-1),
+            ints(rows),
+            ints(rows, fill=-1),
+            W,
         )
+        # With drafts a step samples for each row, and then accepts: rings and forced tokens belong to the drafts.
+        ring, forced = (sizes.ring, sizes.forced_tokens) if W == 1 else (1, 0)
         self.slots = kernels.Slots(
-            ints(S, dtype=torch.long), self.tables.suffix_length, ints(S), ints(S, dtype=torch.long), ints(sizes.ring, S),
-            floats(sizes.ring, 3, S), ints(S, sizes.forced_tokens, fill=-1),
+            ints(rows, dtype=torch.long), self.tables.suffix_length, ints(rows), ints(rows, dtype=torch.long), ints(ring, rows),
+            floats(ring, 3, rows), ints(rows, forced, fill=-1),
         )  # fmt: skip
+        self.drafts: DraftState | None = None
+        if W > 1:
+            self.drafts = DraftState.empty(
+                S, W, sizes.ring, sizes.texts, sizes.text_width, sizes.sources, sizes.forced_tokens, device
+            )
         H, d = shape.heads, shape.head_size
-        self.parts = PartialSoftmax(floats(parts, S, H, d), floats(parts, S, H), floats(parts, S, H))
+        self.parts = PartialSoftmax(floats(parts, rows, H, d), floats(parts, rows, H), floats(parts, rows, H))
         self.is_end_V = ints(vocabulary, dtype=torch.int8)
         self.row_of_layer = shape.row_of_layer
         self.states = {layer: one.map(lambda x: x.new_zeros(S, *x.shape[1:])) for layer, one in shape.states.items()}
         """By recurrent layer, the state of every slot."""
+        self.routing = ints(sizes.ring, S, sizes.experts, dtype=torch.int16)
+        """A ring of the experts that each slot's inputs took, if they are recorded."""
+
+    def store_routing(self, chosen_SE: Tensor) -> None:
+        """Before a step samples; idle slots keep what they have, as the host may not have read it yet."""
+        at_S, (ring, S, E) = self.tables.suffix_length, self.routing.shape
+        row_S = at_S.clamp(min=0) % ring * S + torch.arange(S, device=at_S.device)
+        rows = self.routing.view(ring * S, E)
+        rows.index_copy_(0, row_S.long(), torch.where((at_S >= 0)[:, None], chosen_SE, rows[row_S.long()]))
 
     def clear(self, eos_ids: tuple[int, ...]) -> None:
         """Make every slot idle, and mark the end tokens."""
         self.tables.suffix_length.fill_(-1)
         self.slots.forced.fill_(-1)
+        if self.drafts is not None:
+            self.drafts.position.fill_(-1)
+            self.drafts.forced.fill_(-1)
+            self.drafts.counts.zero_()
         self.is_end_V.zero_()
         self.is_end_V[torch.tensor(eos_ids, dtype=torch.long, device=self.is_end_V.device)] = 1
 
@@ -98,14 +135,13 @@ class PagedDecode:
         self.buffers, self.cache, self.launch = buffers, cache, launch
         self.end_S = buffers.tables.suffix_length + 1
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
         tables, layer = self.buffers.tables, self.buffers.row_of_layer[layer]
         store(k, v, self.cache, layer, tables.suffix_page, tables.suffix_length, self.end_S)
         out = attend(
-            q[:, :, 0].contiguous(), self.cache, layer, tables, self.launch, self.buffers.parts, scale, window, softcap
-        )
+            q[:, :, 0].contiguous(), self.cache, layer, tables, self.launch, self.buffers.parts,
+            rule.scale, rule.window, rule.softcap, sinks_H=rule.sinks_H,
+        )  # fmt: skip
         return out[:, None]
 
     def recur(self, layer: int, hidden: Tensor, run: RunLayer) -> Tensor:
@@ -233,8 +269,21 @@ def compare_steps(policy: Policy, shape: KVShape) -> bool:
     return float((ours_SD - theirs_SD).norm()) <= tolerance * float(theirs_SD.norm())
 
 
-def sample_step(head: Head, hidden_SD: Tensor, buffers: DecodeBuffers, sampling: Sampling) -> None:
-    """Sample a token for every slot that is not idle: from truncated distributions with torch's sort, else with our kernels."""
+def sample_step(head: Head, hidden_SD: Tensor, buffers: DecodeBuffers, sampling: Sampling, draft: Draft) -> None:
+    """Sample a token for every row that is not idle, accept what was drafted, and draft the next step's rows."""
+    _sample_rows(head, hidden_SD, buffers, sampling)
+    if buffers.drafts is not None:
+        accept_rows(buffers, buffers.drafts, own=draft == "own")
+
+
+def accept_rows(buffers: DecodeBuffers, drafts: DraftState, *, own: bool) -> None:
+    """After all rows have sampled: accept what was drafted, and draft the next step's rows."""
+    rows = buffers.slots
+    accept_and_draft(rows.token, rows.suffix_length, rows.sampled, rows.logps, drafts, buffers.is_end_V, own=own)
+
+
+def _sample_rows(head: Head, hidden_SD: Tensor, buffers: DecodeBuffers, sampling: Sampling) -> None:
+    """From truncated distributions with torch's sort, else with our kernels."""
     if sampling.temperature == 0 or not sampling.truncates:
         rule = kernels.SamplingRule(sampling.temperature, sampling.min_new_tokens, head.scale, head.softcap)
         kernels.sample_tokens(product_logits(head, hidden_SD), buffers.slots, buffers.is_end_V, rule)

@@ -8,24 +8,29 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Self
 
 import torch
 
-from oncurve.engines.base import SampleRequest
+from oncurve.engines.base import MAX_EARLIER, SampleRequest
 from oncurve.engines.cuda.decode_step import BufferSizes, DecodeBuffers, build_step, compare_steps, sample_step
 from oncurve.engines.cuda.paged_kv_cache import KVShape, PagedKVCache, pages_for, shape_of
 from oncurve.kernels.decode_attention import LaunchShape
-from oncurve.models import lora
+from oncurve.kernels.drafting import MAX_MATCH
+from oncurve.models import experts, lora
+from oncurve.models.experts import RoutingPass
 from oncurve.models.parallel.dtensor import is_dtensor
 from oncurve.models.policy import Policy
+from oncurve.recipe.schema.sections import Draft, Sampling
 from oncurve.recipe.schema.sections import Engine as EngineSettings
-from oncurve.recipe.schema.sections import Sampling
 
 log = logging.getLogger("oncurve.engine")
 
 TILE_ROWS = 32
 """Queries that a program of the attention kernel holds against a prompt: completions × query heads per KV head."""
+TILE_ROWS_DRAFTED = 64
+"""The same if completions have several rows."""
 
 
 class GraphKey(NamedTuple):
@@ -33,6 +38,7 @@ class GraphKey(NamedTuple):
 
     buffers: DecodeBuffers
     sampling: Sampling
+    draft: Draft
     launch: LaunchShape
 
 
@@ -45,7 +51,7 @@ class GraphDecoder:
     def __init__(self, policy: Policy, settings: EngineSettings, shape: KVShape) -> None:
         self.policy, self.settings, self.shape = policy, settings, shape
         self.cache = PagedKVCache(shape, policy.device)
-        self.buffers_by_kind: dict[tuple[int, int, int, bool], DecodeBuffers] = {}
+        self.buffers_by_kind: dict[tuple[int, ...], DecodeBuffers] = {}
         self.buffers: DecodeBuffers | None = None
         self.graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
         self.graph_memory: Any = None
@@ -71,25 +77,38 @@ class GraphDecoder:
             log.info("%s decodes through its own modules: no fused path for this %s", type(policy.model).__name__, what)
         return cls(policy, settings, shape)
 
-    def prepare(self, requests: Sequence[SampleRequest], slots: int) -> DecodeBuffers:
-        """Open the KV cache for a call, find or make buffers that are large enough, and drop graphs with stale addresses."""
-        longest = max(len(request.prompt_ids) - 1 for request in requests)
-        limit, forces = requests[0].sampling.max_new_tokens, requests[0].prompt.environment is not None
+    def prepare(
+        self, requests: Sequence[SampleRequest], slots: int, width: int = 1, *, records_routing: bool = False
+    ) -> DecodeBuffers:
+        """Open the KV cache for a call, find or make buffers that are large enough, and drop graphs with stale addresses.
+        ``width``: rows of a slot."""
+        follows_template = requests[0].prompt.history == "template"
+        longest = max(request.longest_context for request in requests) - 1
+        limit = requests[0].sampling.max_new_tokens
+        forces = any(request.episodes or request.begun for request in requests)
         own = pages_for(limit)
         rep = self.shape.heads // self.shape.key_heads
-        members = min(requests[0].samples, max(1, TILE_ROWS // rep))
+        members = min(requests[0].samples, max(1, (TILE_ROWS if width == 1 else TILE_ROWS_DRAFTED) // (rep * width)))
         every = min(self.settings.check_every, limit)
-        needed = BufferSizes(slots, members, bucket(max(1, pages_for(longest))), bucket(own), every, limit if forces else 0)
-        kind = (slots, members, every, forces)
+        needed = BufferSizes(
+            slots, members, bucket(max(1, pages_for(longest))), bucket(own), every, limit if forces else 0, width,
+            experts=self.policy.experts_per_token if records_routing else 0,
+        )  # fmt: skip
+        if width > 1:
+            sources = 1 + requests[0].samples + MAX_EARLIER
+            texts, length = (1 << (n - 1).bit_length() for n in (len(requests) * sources, max(longest + 1, limit)))
+            needed = replace(needed, texts=texts, text_width=MAX_MATCH + length, sources=sources)
+        kind = (slots, members, every, int(forces), width, needed.sources, needed.experts)
         buffers = self.buffers_by_kind.get(kind)
-        if buffers is None or not _are_enough(buffers.sizes, needed):
+        if buffers is None or not buffers.sizes.are_enough_for(needed):
             new = DecodeBuffers(needed, self.shape, self.policy.head.weight_VD.shape[0], self.policy.device)
             self._drop_graphs(buffers)
             self.buffers_by_kind[kind] = buffers = new
         self.buffers, self.capture_oom = buffers, False
         buffers.clear(self.policy.eos_ids)
         prompts = sum(pages_for(len(request.prompt_ids) - 1) for request in requests)
-        self.cache.open(prompts + slots, prompts + slots * own, self.settings.pool_share)
+        most = prompts + slots * (own + (pages_for(longest) if follows_template else 0))
+        self.cache.open(prompts + slots, most, self.settings.pool_share)
         self._check_addresses()
         return buffers
 
@@ -121,14 +140,18 @@ class GraphDecoder:
 
     def _step(self, launch: LaunchShape, sampling: Sampling) -> None:
         assert self.buffers is not None
-        hidden = self.step.hidden(self.buffers, self.cache.data, launch)
-        sample_step(self.policy.head, hidden, self.buffers, sampling)
+        routing = RoutingPass(fixed_shapes=True, records=bool(self.buffers.sizes.experts))
+        with experts.routed(routing):
+            hidden = self.step.hidden(self.buffers, self.cache.data, launch)
+        if routing.records:
+            self.buffers.store_routing(routing.chosen_NE)
+        sample_step(self.policy.head, hidden, self.buffers, sampling, self.settings.draft)
 
     def _graph(self, launch: LaunchShape, sampling: Sampling) -> torch.cuda.CUDAGraph | None:
         """The step as a graph, captured when first needed. None if it can't be; if memory was short, the next call tries
         again."""
         assert self.buffers is not None
-        key = GraphKey(self.buffers, sampling, launch)
+        key = GraphKey(self.buffers, sampling, self.settings.draft, launch)
         if key not in self.graphs:
             if not any(known[:-1] == key[:-1] for known in self.graphs):
                 self._warm_up(launch, sampling)
@@ -152,10 +175,15 @@ class GraphDecoder:
     def _warm_up(self, launch: LaunchShape, sampling: Sampling) -> None:
         """One step with every slot idle: kernels are compiled, libraries make their plans, and nothing is written."""
         assert self.buffers is not None
-        suffix_length = self.buffers.tables.suffix_length.clone()
-        self.buffers.tables.suffix_length.fill_(-1)
+        states = [self.buffers.tables.suffix_length]
+        if self.buffers.drafts is not None:
+            states.append(self.buffers.drafts.position)
+        before = [state.clone() for state in states]
+        for state in states:
+            state.fill_(-1)
         self._step(launch, sampling)
-        self.buffers.tables.suffix_length.copy_(suffix_length)
+        for state, value in zip(states, before, strict=True):
+            state.copy_(value)
 
     def _capture(self, launch: LaunchShape, sampling: Sampling) -> torch.cuda.CUDAGraph:
         graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -168,14 +196,6 @@ class GraphDecoder:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(side)
         return graph
-
-
-def _are_enough(sizes: BufferSizes, needed: BufferSizes) -> bool:
-    return (
-        sizes.prompt_pages >= needed.prompt_pages
-        and sizes.suffix_pages >= needed.suffix_pages
-        and sizes.forced_tokens >= needed.forced_tokens
-    )
 
 
 def bucket(count: int) -> int:

@@ -2,122 +2,27 @@
 
 A page holds PAGE positions of one prompt or of one suffix, for every layer: [pages, layers, 2, K, PAGE, d]. A group's prompt is
 stored once, in pages that all its completions read; a completion owns only the pages of its suffix, taken as it grows.
-
-GPU memory that keeps its address while physical memory is mapped and unmapped.
-
-CUDA graphs hold addresses. So the KV cache reserves an address range once, as large as the GPU's memory, and maps memory into
-it only while completions are sampled; before the learner's update the memory goes back to the driver and the addresses stay.
-The calls (virtual memory management: cuMemAddressReserve, cuMemCreate, cuMemMap) go through the driver's library, which every
-machine with a GPU has.
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cache, cached_property
-from typing import Any
+from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from oncurve.engines.cuda.virtual_memory import OutOfDeviceMemory, VirtualRange
 from oncurve.engines.native.kv_cache import attend_by_scores, attend_to_stored
 from oncurve.kernels.decode_layers import store
-from oncurve.models.attention_interface import causal_mask
+from oncurve.models.attention_interface import ScoreRule, causal_mask
 from oncurve.models.device_memory import free_memory
 from oncurve.models.policy import Policy
 from oncurve.models.recurrent_layers import LayerState, RunLayer
-
-OUT_OF_MEMORY = 2
-
-
-class OutOfDeviceMemory(Exception):
-    """The GPU has no memory for a mapping."""
-
-
-class _Location(ctypes.Structure):
-    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
-
-
-class _Properties(ctypes.Structure):
-    """CUmemAllocationProp: pinned memory of one device, not exported to other processes."""
-
-    _fields_ = (
-        ("type", ctypes.c_int),
-        ("handles", ctypes.c_int),
-        ("location", _Location),
-        ("windows", ctypes.c_void_p),
-        ("flags", ctypes.c_ubyte * 8),
-    )
-
-
-class _Access(ctypes.Structure):
-    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
-
-
-@cache
-def _driver() -> Any:
-    return ctypes.CDLL("libcuda.so.1")
-
-
-def _call(name: str, *arguments: Any) -> None:
-    code = getattr(_driver(), name)(*arguments)
-    if code == OUT_OF_MEMORY:
-        raise OutOfDeviceMemory(name)
-    if code:
-        raise RuntimeError(f"{name} failed with CUDA error {code}")
-
-
-class VirtualRange:
-    """A reserved address range on one GPU; its first ``mapped`` bytes are backed by memory."""
-
-    def __init__(self, size: int, device: torch.device) -> None:
-        torch.zeros(1, device=device)  # creates the driver's context
-        self.location = _Location(1, device.index if device.index is not None else torch.cuda.current_device())
-        self.properties = _Properties(1, 0, self.location, None)
-        granularity = ctypes.c_size_t()
-        _call("cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(self.properties), 0)
-        self.granularity = granularity.value
-        self.size, self.mapped = self._round_up(size), 0
-        self.handles: list[tuple[ctypes.c_ulonglong, int, int]] = []
-        self.start = ctypes.c_ulonglong()
-        none = ctypes.c_ulonglong(0)  # default alignment, address and flags
-        _call("cuMemAddressReserve", ctypes.byref(self.start), ctypes.c_size_t(self.size), ctypes.c_size_t(0), none, none)
-
-    def _round_up(self, size: int) -> int:
-        return -(-size // self.granularity) * self.granularity
-
-    def grow(self, size: int) -> None:
-        """Back the first ``size`` bytes. Raises OutOfDeviceMemory, and changes nothing, if the GPU has too little."""
-        more = self._round_up(size) - self.mapped
-        if more <= 0:
-            return
-        handle, at = ctypes.c_ulonglong(), ctypes.c_ulonglong(self.start.value + self.mapped)
-        _call("cuMemCreate", ctypes.byref(handle), ctypes.c_size_t(more), ctypes.byref(self.properties), ctypes.c_ulonglong(0))
-        _call("cuMemMap", at, ctypes.c_size_t(more), ctypes.c_size_t(0), handle, ctypes.c_ulonglong(0))
-        access = _Access(self.location, 3)  # read and write
-        _call("cuMemSetAccess", at, ctypes.c_size_t(more), ctypes.byref(access), ctypes.c_size_t(1))
-        self.handles.append((handle, self.mapped, more))
-        self.mapped += more
-
-    def release(self) -> None:
-        """Return all memory; the addresses stay reserved."""
-        for handle, offset, size in self.handles:
-            _call("cuMemUnmap", ctypes.c_ulonglong(self.start.value + offset), ctypes.c_size_t(size))
-            _call("cuMemRelease", handle)
-        self.handles, self.mapped = [], 0
-
-    def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The range as a tensor. Some of it must be mapped when the tensor is made."""
-        integer = {2: "<i2", 4: "<i4", 8: "<i8"}[dtype.itemsize]
-        interface = {"shape": tuple(shape), "typestr": integer, "data": (self.start.value, False), "version": 3}
-        raw: Tensor = torch.as_tensor(type("Memory", (), {"__cuda_array_interface__": interface})(), device="cuda")
-        return raw.view(dtype)
-
 
 log = logging.getLogger("oncurve.engine")
 
@@ -159,9 +64,7 @@ class _ShapeProbe:
         self.shapes: dict[int, tuple[int, int, int, torch.dtype]] = {}
         self.states: dict[int, LayerState] = {}
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
         self.shapes[layer] = (q.shape[1], k.shape[1], k.shape[3], k.dtype)
         return torch.zeros_like(q).transpose(1, 2)
 
@@ -231,7 +134,8 @@ class PagedKVCache:
         return self.free.pop()
 
     def _map(self, pages: int) -> bool:
-        """Back this many pages in all with memory, if need be with what torch's allocator holds; False if there is none."""
+        """Map memory for this many pages in total. If none is free, torch's allocator first releases what it caches. False if
+        there is still too little."""
         assert self.range is not None
         for attempt in range(2):
             try:
@@ -285,9 +189,10 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 class PagedPrefill:
-    """Attention of prompt chunks, [B, tokens] from position ``start`` on: causal, to the stored positions and to themselves.
+    """Causal attention of one chunk of B prompts, [B, tokens] from position ``start`` on: its tokens attend to the stored
+    positions before the chunk and to the chunk itself.
 
-    ``prompts`` holds each prompt's length and its states by recurrent layer, which a chunk advances.
+    ``prompts`` holds each prompt's length, and its state in each recurrent layer, which the chunk advances.
     """
 
     def __init__(
@@ -305,24 +210,22 @@ class PagedPrefill:
         self.start_B = torch.full_like(length_B, start)
         self.positions = torch.arange(start + tokens, device=cache.device)
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
         layer = self.row_of_layer[layer]
         store(k, v, self.cache, layer, self.table_BP, self.start_B, self.length_B)
-        plain = softcap is None and (window is None or window >= len(self.positions))
-        if plain and not self.start:
+        sees_all = rule.window is None or rule.window >= len(self.positions)
+        if rule.has_kernel and sees_all and not self.start:
             q, k, v = (_aligned(x) for x in (q, k, v))
-            out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+            out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=rule.scale, enable_gqa=True)
             return out.transpose(1, 2)
         if self.start:
             k, v = (torch.cat((x, y), 2) for x, y in zip(self._stored(layer), (k, v), strict=True))
-        mask = causal_mask(self.positions[self.start :, None], self.positions[None, :], window)
-        if softcap is not None:
-            return attend_by_scores(q, k, v, mask, scale, softcap)
+        mask = causal_mask(self.positions[self.start :, None], self.positions[None, :], rule.window)
+        if not rule.has_kernel:
+            return attend_by_scores(q, k, v, mask, rule)
         rep = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(rep, 1), v.repeat_interleave(rep, 1)
-        return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).transpose(1, 2)
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=rule.scale).transpose(1, 2)
 
     def recur(self, layer: int, hidden: Tensor, run: RunLayer) -> Tensor:
         """Prompt by prompt and without the padding, which would enter the state."""
@@ -364,9 +267,7 @@ class PagedReply:
         self.end_B = self.start_B + tokens
         self.positions = torch.arange(prompt_length + start + tokens, device=cache.device)
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
         row = self.row_of_layer[layer]
         store(k, v, self.cache, row, self.own_pages, self.start_B, self.end_B)
         prompt, suffix = (
@@ -374,7 +275,7 @@ class PagedReply:
             for pages, length in ((self.prompt_pages, self.prompt_length), (self.own_pages, self.start))
         )
         k, v = (torch.cat(parts, 2) for parts in zip(prompt, suffix, (k, v), strict=True))
-        return attend_to_stored(q, k, v, scale, window, softcap)
+        return attend_to_stored(q, k, v, rule)
 
     def recur(self, layer: int, hidden: Tensor, run: RunLayer) -> Tensor:
         raise NotImplementedError("torch decodes a hybrid with an environment")

@@ -3,27 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from oncurve import kernels
-from oncurve.engines.base import SampleKey, SampleRequest, WeightSource, encode_prompts, slots_for
+from oncurve.engines.base import (
+    MAX_EARLIER,
+    MAX_REMEMBERED,
+    BegunCompletion,
+    PassCounts,
+    ReplyStore,
+    SampleKey,
+    SampleRequest,
+    WeightSource,
+    draft_width,
+    slots_for,
+)
 from oncurve.engines.native.c_decoder import CRunner, can_decode
 from oncurve.engines.native.general_runner import GeneralRunner
-from oncurve.engines.native.kv_cache import KVCache, slots_per_block
+from oncurve.engines.native.kv_cache import KVCache, idle_blocks, slots_per_block
 from oncurve.engines.native.scheduler import Runner, Scheduler
+from oncurve.engines.native.sequence import begun_completions
 from oncurve.engines.native.torch_runner import TorchRunner
+from oncurve.engines.native.turns import PureEpisode, build_requests
 from oncurve.models import recurrent_layers
 from oncurve.models.llama.c_build import has_bfloat16, load_library
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.sections import Engine as EngineSettings
 from oncurve.recipe.schema.sections import Sampling
-from oncurve.records import Group, Prompt
+from oncurve.records import Completion, Group, Ints, Prompt
 
 if TYPE_CHECKING:
     from oncurve.engines.cuda.graph_decoder import GraphDecoder
+
+
+NOTHING = BegunCompletion(np.zeros(0, np.int64), np.zeros((0, 3), np.float32))
+"""A completion that has not begun."""
+
+
+@dataclass(frozen=True, slots=True)
+class FixedWeights:
+    """A `WeightSource` that never has new weights: completions record the version that sampled them."""
+
+    version: int
+
+    def __call__(self) -> bool:
+        return False
 
 
 class NativeEngine:
@@ -34,18 +64,25 @@ class NativeEngine:
     def __init__(self, policy: Policy, settings: EngineSettings) -> None:
         self.policy, self.settings = policy, settings
         self.weight_source: WeightSource | None = None
+        self.counts = PassCounts()
+        self.answers: dict[str, tuple[Ints, ...]] = {}
+        self.replies: ReplyStore | None = None
+        self.records_routing = False
 
     @property
     def log_lines(self) -> tuple[str, ...]:
         """What the self-check found and cost, after a warning if sampling is slower here than it could be."""
-        check = self.policy.check.log_line
-        if self.policy.device.type == "cpu" and self.policy.model.dtype == torch.bfloat16:
+        is_fused = self.policy.fast_backbone is not None or self.policy.fused_weights is not None
+        check = self.policy.check.log_line(is_fused=is_fused)
+        dtype = self.policy.model.dtype
+        if self.policy.device.type == "cpu" and dtype in (torch.bfloat16, torch.float16):
+            name, is_native = str(dtype).removeprefix("torch."), dtype == torch.bfloat16 and has_bfloat16()
             costs = [
                 *(["the C functions, several times faster, are for float32"] if self.policy.fast_backbone is not None else []),
-                *([] if has_bfloat16() else ["this processor emulates bfloat16, which is several times slower than float32"]),
+                *([] if is_native else [f"this processor emulates {name}, which is several times slower than float32"]),
             ]
             if costs:
-                return (f'bfloat16 on a CPU is slow: {"; ".join(costs)}; set model.dtype = "float32"', check)
+                return (f'{name} on a CPU is slow: {"; ".join(costs)}; set model.dtype = "float32"', check)
         if self.policy.device.type == "cpu" and self.policy.fast_backbone is not None and load_library() is None:
             return ("no C compiler was found: torch decodes, several times slower for a small model", check)
         if self.policy.device.type == "cuda" and not kernels.can_run_kernels(self.policy.device):
@@ -65,20 +102,92 @@ class NativeEngine:
     ) -> list[Group]:
         """Sample ``group_size`` completions of each prompt. ``on_group`` gets a prompt's index and group once it is
         complete."""
-        prompt_ids = encode_prompts(self.policy, prompts, sampling)
-        requests = [SampleRequest(p, ids, group_size, sampling, key) for p, ids in zip(prompts, prompt_ids, strict=True)]
+        requests = self._with_earlier(build_requests(self.policy, prompts, group_size, sampling, key, self.replies))
         groups: dict[int, Group] = {}
-        # Under FSDP the weights gathered here must be such that a gradient can go through them later.
-        with torch.inference_mode(not self.policy.layer_by_layer), torch.no_grad():
-            for indices in split_by_environment(prompts):
-                batch = [requests[index] for index in indices]
-                scheduler = Scheduler(self.policy, self.build_runner(batch), batch, self.weight_source)
-                for number, completions in scheduler.completions():
-                    index = indices[number]
-                    groups[index] = Group(prompts[index], prompt_ids[index], completions)
-                    if on_group is not None:
-                        on_group(index, groups[index])
+        try:
+            # Under FSDP the weights gathered here must be such that a gradient can go through them later.
+            with torch.inference_mode(not self.policy.layer_by_layer), torch.no_grad():
+                for indices in split_by_environment(prompts):
+                    batch = [requests[index] for index in indices]
+                    runner = self.build_runner(batch)
+                    with closing(
+                        Scheduler(self.policy, runner, batch, self.weight_source, self.replies).completions()
+                    ) as rounds:
+                        for number, completions in rounds:
+                            index = indices[number]
+                            request, routing = requests[index], runner.prompt_routing(number)
+                            groups[index] = Group(request.prompt, request.prompt_ids, completions, routing)
+                            if on_group is not None:
+                                on_group(index, groups[index])
+                    self.counts += runner.counts
+        finally:  # after an error, also those whose turn did not come
+            for request in requests:
+                request.close()
+        self._remember(list(groups.values()))
         return [groups[index] for index in range(len(prompts))]
+
+    def sample_until(
+        self,
+        requests: Sequence[SampleRequest],
+        enough: int,
+        version: int,
+        on_group: Callable[[int, Group], None] | None = None,
+    ) -> tuple[dict[int, Group], dict[int, tuple[BegunCompletion, ...]]]:
+        """Sample until ``enough`` of the requests are complete, the first ones first. Returns their groups by the request's
+        number, and what the others have so far; a later call continues them if they are its ``begun``. ``version``: the updates
+        that the policy's weights have had."""
+        requests = self._with_earlier(requests)
+        groups: dict[int, Group] = {}
+        begun: dict[int, tuple[BegunCompletion, ...]] = {}
+
+        def add(number: int, completions: tuple[Completion, ...]) -> None:
+            groups[number] = Group(requests[number].prompt, requests[number].prompt_ids, completions)
+            if on_group is not None:
+                on_group(number, groups[number])
+
+        for number, request in enumerate(requests):
+            if request.begun and all(completion.stop is not None for completion in request.begun):
+                begun[number] = request.begun
+        for number in list(begun)[:enough]:
+            add(number, begun_completions(self.policy, requests[number]))
+            del begun[number]
+        numbers = [number for number in range(len(requests)) if number not in groups and number not in begun]
+        if len(groups) == enough:  # all of them were carried over complete
+            return groups, begun | {n: requests[n].begun or (NOTHING,) * requests[n].samples for n in numbers}
+        with torch.inference_mode(not self.policy.layer_by_layer), torch.no_grad():
+            batch = [requests[number] for number in numbers]
+            runner = self.build_runner(batch)
+            scheduler = Scheduler(self.policy, runner, batch, FixedWeights(version))
+            with closing(scheduler.completions()) as rounds:
+                while len(groups) < enough:
+                    index, completions = next(rounds)
+                    add(numbers[index], completions)
+                begun |= {number: scheduler.progress(index) for index, number in enumerate(numbers) if number not in groups}
+            self.counts += runner.counts
+        self._remember(list(groups.values()))
+        return groups, begun
+
+    def _with_earlier(self, requests: Sequence[SampleRequest]) -> list[SampleRequest]:
+        """Requests with earlier answers to their prompts."""
+        if not self._uses_answers:
+            return list(requests)
+        return [replace(request, earlier=self.answers.get(request.prompt.id, ())) for request in requests]
+
+    @property
+    def _uses_answers(self) -> bool:
+        """Whether drafts are looked for in earlier answers to the same prompt."""
+        return self.settings.draft == "group" or (self.settings.draft == "auto" and self.policy.uses_c)
+
+    def _remember(self, groups: Sequence[Group]) -> None:
+        """Keep some answers to each prompt, and forget the oldest beyond MAX_REMEMBERED tokens. Bits do not depend on them."""
+        if not self._uses_answers:
+            return
+        for group in groups:
+            self.answers.pop(group.prompt.id, None)
+            self.answers[group.prompt.id] = tuple(c.token_ids.astype(np.int32) for c in group.completions[:MAX_EARLIER])
+        tokens = sum(len(answer) for answers in self.answers.values() for answer in answers)
+        while tokens > MAX_REMEMBERED:
+            tokens -= sum(map(len, self.answers.pop(next(iter(self.answers)))))
 
     @cached_property
     def graph_decoder(self) -> GraphDecoder | None:
@@ -97,28 +206,45 @@ class NativeEngine:
     def build_runner(self, requests: Sequence[SampleRequest]) -> Runner:
         """CUDA graphs if there are any, else C if it supports the model and the settings, else torch.
 
-        C forces no tokens: torch decodes for environments.
+        C forces no tokens: torch decodes for environments. What an earlier call has begun, C continues.
         """
         sampling, group_size = requests[0].sampling, requests[0].samples
         slots = slots_for(self, len(requests) * group_size)
-        forces = requests[0].prompt.environment is not None
-        # Rounds run ahead of the host, and a recurrent state can't be taken back when an environment replies.
-        if self.graph_decoder is not None and not (forces and recurrent_layers.is_attached(self.policy.model)):
+        episodes, by_template = requests[0].episodes, requests[0].prompt.history == "template"
+        forces, records = bool(episodes) or any(request.begun for request in requests), self.records_routing
+        # A recurrent state can't be taken back: neither from a drafted token nor, as rounds run ahead, from an environment. And
+        # drafts are looked for in the texts of requests: a sequence with a context of its own belongs to none. The experts of
+        # rows that are not accepted are not recorded.
+        has_states = recurrent_layers.is_attached(self.policy.model)
+        can_draft = not has_states and not by_template and not records
+        width = draft_width(self.settings.draft, slots, self.policy.device) if can_draft else 1
+        if self.graph_decoder is not None and not (forces and has_states):
             from oncurve.engines.cuda.runner import CudaRunner
 
-            return CudaRunner.build(self.graph_decoder, requests, slots)
-        R = slots_per_block(group_size)
-        cache = KVCache(max(1, slots // R), R, sampling.max_new_tokens)
+            # Rounds run ahead: it would not be known which weights have sampled an accepted token.
+            width = width if self.weight_source is None else 1
+            return CudaRunner.build(self.graph_decoder, requests, slots, width, records_routing=records)
+        # On the general path the slots of a block advance together, so that one that may be parked has a block of its own; and
+        # so has one whose context may become its own.
+        can_park = bool(episodes) and not isinstance(episodes[0], PureEpisode)
+        is_alone = by_template or (can_park and self.policy.general_reason is not None)
+        R = 1 if is_alone else slots_per_block(group_size)
+        blocks = max(1, slots // R)
         check_every = min(self.settings.check_every, sampling.max_new_tokens)
         if self.policy.general_reason is not None:
-            return GeneralRunner(self.policy, cache, sampling, check_every, forces=forces)
-        if not forces and can_decode(self.policy, sampling):
-            return CRunner(self.policy, cache, sampling, check_every)
-        return TorchRunner(self.policy, cache, sampling, check_every, forces=forces)
+            cache = KVCache(blocks, R, sampling.max_new_tokens)
+            return GeneralRunner(self.policy, cache, sampling, check_every, forces=forces, records_routing=records)
+        if not episodes and can_decode(self.policy, sampling):
+            cache = KVCache(blocks, R, sampling.max_new_tokens)
+            return CRunner(self.policy, cache, sampling, check_every, self.settings.draft)
+        width = width if self.policy.device.type == "cpu" else 1  # each step would wait for the host
+        cache = KVCache(blocks, R, sampling.max_new_tokens + width - 1, idle_blocks(blocks, R, width))
+        drafts: dict[str, Any] = {"width": width, "draft": self.settings.draft}
+        return TorchRunner(self.policy, cache, sampling, check_every, forces=forces, records_routing=records, **drafts)
 
 
 def split_by_environment(prompts: Sequence[Prompt]) -> list[list[int]]:
-    """The indices of prompts without and with an environment. These may be decoded by different runners, and a prompt's
-    completions must not depend on which others are sampled with it."""
-    parts = [[i for i, p in enumerate(prompts) if (p.environment is None) == plain] for plain in (True, False)]
-    return [part for part in parts if part]
+    """The indices of prompts without and with an environment, and with a history by the chat template. These may be decoded by
+    different runners, and a prompt's completions must not depend on which others are sampled with it."""
+    kinds = [(p.environment is not None, p.history) for p in prompts]
+    return [[i for i, kind in enumerate(kinds) if kind == of] for of in dict.fromkeys(sorted(kinds, key=lambda k: k[0]))]

@@ -35,20 +35,30 @@ class _GeneralDecoding(TorchRunner):
                 ids = torch.from_numpy(request.prompt_ids[:-1]).to(self.policy.device)[None]
                 empty = GeneralCache.empty(self.policy.device)
                 prompts[group] = self._extend(empty, ids)[1] if ids.shape[1] else empty
+                if self.records_routing and ids.shape[1]:
+                    self._prompt_routing[group] = self._routing_NE.cpu().numpy()
             self._caches[block] = prompts[group].repeat(self.cache.block_slots)
 
     def _extend(self, cache: GeneralCache, ids_RT: Tensor) -> tuple[Tensor, GeneralCache]:
-        return extend(self.policy.backbone, cache, ids_RT, self.policy.check.decoding)
+        with self._recorded_pass():
+            return extend(self.policy.backbone, cache, ids_RT, self.policy.check.decoding)
 
     def _next_logits(self, at_S: Tensor) -> Tensor:
-        """One token of every block in which a sequence runs; 0 in the other slots."""
+        """One token of every block with a live slot; 0 in the other slots. A slot that can be parked has its own block."""
         R = self.cache.block_slots
         logits_SV = torch.zeros(self.slots, len(self.head.weight_VD), device=self.policy.device)
+        routing: dict[int, Tensor] = {}
         for block, cache in self._caches.items():
             slots = slice(block * R, (block + 1) * R)
-            if any(self.sequence_in[slots]):
+            if any(slots.start <= slot < slots.stop for slot in self._live):
                 hidden_RD, self._caches[block] = self._extend(cache, self.token_S[slots, None])
                 logits_SV[slots] = self.head.logits(hidden_RD)
+                routing[block] = (
+                    self._routing_NE.view(R, -1, self._routing_NE.shape[1])[:, -1] if self.records_routing else self._routing_NE
+                )
+        if self.records_routing:
+            empty = torch.zeros_like(next(iter(routing.values())))
+            self._routing_NE = torch.cat([routing.get(block, empty) for block in range(self.cache.blocks)])
         return logits_SV
 
 
@@ -58,8 +68,18 @@ class GeneralRunner(_GeneralDecoding):
     A cache can't be rewound, so environments get rounds of one token: a turn's end is noticed before the next token is fed.
     """
 
-    def __init__(self, policy: Policy, cache: KVCache, sampling: Sampling, round_tokens: int, *, forces: bool = False) -> None:
-        super().__init__(policy, cache, sampling, 1 if forces else round_tokens, forces=forces)
+    def __init__(
+        self,
+        policy: Policy,
+        cache: KVCache,
+        sampling: Sampling,
+        round_tokens: int,
+        *,
+        forces: bool = False,
+        records_routing: bool = False,
+    ) -> None:
+        tokens = 1 if forces else round_tokens
+        super().__init__(policy, cache, sampling, tokens, forces=forces, records_routing=records_routing)
 
 
 class PerSlotGeneralRunner(_GeneralDecoding, PerSlotTorchRunner):

@@ -54,7 +54,7 @@ def check_sampler(engine: NativeEngine) -> None:
 
 
 def check_session(session: Session) -> None:
-    """The same for a session."""
+    """Like `check_sampler`, for a session."""
     requests = _requests(session.policy, session.max_new_tokens)
 
     def sample() -> list[Row]:

@@ -4,7 +4,7 @@
     groups = engine.sample(prompts, group_size, sampling, key, on_group=…)
     engine.close()
 
-``sample`` first pushes the policy's weights, so it always samples from the present ones. The first call starts vLLM (15 s or
+``sample`` first pushes the policy's weights, so it always samples from the current ones. The first call starts vLLM (15 s or
 more). If the process dies, fails or sends nothing for ``scale.timeout_s``, it is restarted and asked for what is missing,
 twice; after that an EngineError says what happened. ``close`` ends the process; so does the end of this one, however it comes.
 
@@ -53,7 +53,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from oncurve.engines.base import SampleKey, SampleRequest, WeightSource, encode_prompts, slots_for
+from oncurve.engines.base import PassCounts, ReplyStore, SampleKey, WeightSource, slots_for
+from oncurve.engines.native.turns import build_requests
 from oncurve.engines.vllm.messages import (
     SCRATCH,
     Abort,
@@ -78,7 +79,7 @@ from oncurve.models.policy import Policy
 from oncurve.recipe.schema.model import Model
 from oncurve.recipe.schema.sections import Engine as EngineSettings
 from oncurve.recipe.schema.sections import Sampling, Scale
-from oncurve.records import Group, Prompt
+from oncurve.records import Group, Ints, Prompt
 from oncurve.runs.step_notes import note
 
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -230,10 +231,14 @@ class VllmEngine:
     """An `Engine` that samples with vLLM."""
 
     shares_weights = False
+    records_routing = False
+    counts = PassCounts()
 
     def __init__(self, policy: Policy, settings: EngineSettings, scale: Scale) -> None:
         self.policy, self.settings = policy, settings
         self.weight_source: WeightSource | None = None
+        self.replies: ReplyStore | None = None
+        self.answers: dict[str, tuple[Ints, ...]] = {}
         self.version, self.scale = check_vllm(), scale
         check_tensor_parallel(policy, scale.vllm_tensor)
         self.process: VllmProcess | None = None
@@ -261,11 +266,10 @@ class VllmEngine:
         on_group: Callable[[int, Group], None] | None = None,
     ) -> list[Group]:
         """Push the weights, then sample ``group_size`` completions of each prompt."""
-        prompt_ids = encode_prompts(self.policy, prompts, sampling)
         check_sampling(sampling)
         version = None if self.weight_source is None else self.weight_source.version
-        requests = [SampleRequest(p, ids, group_size, sampling, key) for p, ids in zip(prompts, prompt_ids, strict=True)]
-        self._pending = PendingRequests(self.policy, requests, on_group, version)
+        requests = build_requests(self.policy, prompts, group_size, sampling, key, self.replies)
+        self._pending = PendingRequests(self.policy, requests, on_group, version, self.replies)
         try:
             return self._with_restarts(self._pending, sampling)
         except Exception:
@@ -276,6 +280,8 @@ class VllmEngine:
             raise
         finally:
             self._pending = None
+            for request in requests:
+                request.close()
 
     def _with_restarts(self, pending: PendingRequests, sampling: Sampling) -> list[Group]:
         for left in range(RESTARTS, -1, -1):
@@ -331,7 +337,8 @@ class VllmEngine:
                 self._receive("sampling")
 
     def _receive(self, doing: str) -> object:
-        """The next message. Answers are handled whatever is awaited: completions also end while weights are loaded."""
+        """The next message from the worker. Finished completions are always processed, because they also arrive while weights
+        are loaded."""
         assert self.process is not None
         message = self.process.receive(doing)
         if isinstance(message, Answers) and self._pending is not None:
@@ -352,7 +359,7 @@ class VllmEngine:
         return done.written
 
     def _push(self) -> Mapping[str, int]:
-        """Push the policy's present weights, or its adapter."""
+        """Push the policy's current weights, or its adapter."""
         assert self._folder is not None
         if not lora.is_attached(self.policy.model):
             tensors = named_weights(self.policy)
@@ -399,7 +406,7 @@ class VllmEngine:
         """Start vLLM with the policy's weights, without an adapter."""
         size = size_of(named_weights(self.policy))
         self._folder = create_scratch_folder(size)
-        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)  # also if nobody closes the engine
+        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)  # even if it is never closed
         model = self._folder / "model"
         model.mkdir()
         write_model(self.policy, model)
@@ -470,10 +477,10 @@ def check_model(model: Model) -> None:
 
 def check_tensor_parallel(policy: Policy, tensor: int) -> None:
     """Refuse a tensor-parallel size that does not divide the heads, or that needs more GPUs than there are."""
-    config = policy.model.config.get_text_config()
-    if config.num_attention_heads % tensor:
-        heads = f"{type(policy.model).__name__} has {config.num_attention_heads} attention heads"
-        because, fix = f"{heads}, which the parts share equally", f"use a divisor of {config.num_attention_heads}"
+    heads, _, _ = policy.attention_sizes
+    if heads % tensor:
+        because = f"{type(policy.model).__name__} has {heads} attention heads, which the parts share equally"
+        fix = f"use a divisor of {heads}"
         raise RecipeError("scale.vllm_tensor", tensor, because=because, fix=fix)
     if policy.device.type == "cuda" and (policy.device.index or 0) + tensor > torch.cuda.device_count():
         because = f"each part needs a GPU, and this process sees {torch.cuda.device_count()}"
@@ -486,8 +493,9 @@ def _lora_rank(policy: Policy) -> int:
 
 def _kv_bytes(policy: Policy) -> int:
     """Bytes of the KV cache for one token."""
+    _, key_heads, head_size = policy.attention_sizes
     layers = policy.model.config.get_text_config().num_hidden_layers
-    return int(2 * layers * policy.kv_heads * policy.head_size * policy.model.dtype.itemsize)
+    return int(2 * layers * key_heads * head_size * policy.model.dtype.itemsize)
 
 
 def _free_fraction(policy: Policy) -> float:
@@ -548,7 +556,7 @@ def via_cuda_ipc(tensors: Mapping[str, Tensor]) -> Iterator[FromGpu]:
 
 
 def write_model(policy: Policy, folder: Path) -> None:
-    """Write what vLLM starts from: config, tokenizer and the present weights, without an adapter."""
+    """Write what vLLM starts from: config, tokenizer and the current weights, without an adapter."""
     config = copy.deepcopy(policy.model.config)
     config.architectures = [type(policy.model).__name__]  # a model built from a config does not have them
     config.save_pretrained(folder)

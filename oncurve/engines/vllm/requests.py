@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections import abc
 
-from oncurve.engines.base import SampleKey, SampleRequest
+from oncurve.engines.base import ReplyStore, SampleKey, SampleRequest
 from oncurve.engines.native.sequence import Sequence
-from oncurve.engines.native.turns import encode_next_reply
+from oncurve.engines.native.turns import ask, end_episode, following_tokens, record_answer, restart_episode
 from oncurve.engines.vllm.messages import Answer, Logprobs, TurnRequest
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.sections import Sampling
-from oncurve.records import Group
+from oncurve.records import Group, StopReason
 from oncurve.rng import sampling_key
 
 UNREPORTED = float("nan")
@@ -32,9 +32,13 @@ class PendingRequests:
         requests: abc.Sequence[SampleRequest],
         on_group: abc.Callable[[int, Group], None] | None,
         version: int | None,
+        replies: ReplyStore | None = None,
     ) -> None:
-        self.policy, self.requests, self.on_group, self.version = policy, requests, on_group, version
-        self.sequences = {g: [Sequence(request, g, s) for s in range(request.samples)] for g, request in enumerate(requests)}
+        self.policy, self.requests, self.on_group, self.version, self.replies = policy, requests, on_group, version, replies
+        self.sequences = {
+            g: [Sequence(request, g, request.key.first + s) for s in range(request.samples)]
+            for g, request in enumerate(requests)
+        }
         self.pending = {f"{g}/{s.sample}": s for g, sequences in self.sequences.items() for s in sequences}
         self.unfinished = {g: request.samples for g, request in enumerate(requests)}
         self.groups: dict[int, Group] = {}
@@ -63,7 +67,7 @@ class PendingRequests:
         )
 
     def mark_version(self, written: abc.Mapping[str, int]) -> None:
-        """The weights have changed: from these token counts of their turns on, sequences have the present version."""
+        """The weights have changed: from these token counts of their turns on, sequences have the current version."""
         for key, count in written.items():
             self._note_version(self.pending[key], len(self.pending[key].token_ids) + count)
 
@@ -77,30 +81,54 @@ class PendingRequests:
         sampling = sequence.request.sampling
         sequence.extend(answer.token_ids, [_three_logps(logp, sampling) for logp in answer.logps])
         sequence.stop = answer.stop
-        if answer.stop != "length" and self._starts_turn(sequence, answer.stop):
-            self.pending[answer.key] = sequence
-            return self._turn_request(answer.key, sequence)
+        following = None
+        if sequence.episode is not None and answer.token_ids:
+            following = self._next_turn(sequence, answer.stop)
+        if following is not None:
+            self.pending[answer.key] = following
+            return self._turn_request(answer.key, following)
         self._finish(sequence)
         return None
 
-    def _starts_turn(self, sequence: Sequence, stop: str) -> bool:
-        """Ask the environment; if it replies and there is room for more, the policy has another turn."""
+    def _next_turn(self, sequence: Sequence, stop: StopReason) -> Sequence | None:
+        """Wait for the environment's answer. If it replies and there is room for more, the policy has another turn, in this
+        sequence or in a new one."""
         request = sequence.request
         turn_ids = sequence.token_ids[sequence.turn_start :]
-        if request.prompt.environment is None:
-            return False
-        if stop == "stop_string" and any(s in self.policy.decode(turn_ids) for s in request.sampling.stop):
-            return False
-        room = request.sampling.max_new_tokens - len(sequence.token_ids)
-        assert sequence.stop is not None
-        reply = encode_next_reply(self.policy, sequence, turn_ids, sequence.stop, room)
+        is_stopped = stop == "stop_string" and any(s in self.policy.decode(turn_ids) for s in request.sampling.stop)
+        is_last = is_stopped or stop == "length"
+        answer = ask(self.policy, sequence, sequence.token_ids, stop, is_last=is_last)
+        if answer is None:  # vLLM's rounding depends on its batch: this turn is not the one that was recorded
+            return self._restart(sequence.first)
+        record_answer(self.replies, sequence, answer.result())
+        reply = answer.result().reply
         if reply is None:
-            return False
-        sequence.force(reply)
-        sequence.stop = "length" if room == len(reply) else None
-        return sequence.stop is None
+            return None
+        reply_ids, context_ids = following_tokens(self.policy, sequence, sequence.token_ids, reply, ended=stop == "end")
+        if context_ids is not None:
+            room = sequence.room_after(context_ids)
+            if room < 1:
+                sequence.stop = "length"
+                return None
+            following = sequence.follow(sequence.group, context_ids, room)
+            self.sequences[sequence.group][sequence.sample - request.key.first] = following
+            return following
+        room = request.sampling.max_new_tokens - len(sequence.token_ids)
+        sequence.force(reply_ids[:room])
+        sequence.stop = "length" if len(sequence.token_ids) == request.sampling.max_new_tokens else None
+        return sequence if sequence.stop is None else None
+
+    def _restart(self, sequence: Sequence) -> Sequence:
+        """Begin a completion and its conversation again, with a new instance of the environment."""
+        restart_episode(self.policy, sequence)
+        sequence.token_ids, sequence.logps, sequence.stop = sequence.token_ids[:0], sequence.logps[:0], None
+        self.sequences[sequence.group][sequence.sample - sequence.request.key.first] = sequence
+        return sequence
 
     def _finish(self, sequence: Sequence) -> None:
+        outcome = None if sequence.episode is None else sequence.episode.finish()
+        if outcome is not None:
+            end_episode(self.replies, sequence, outcome.result())
         g = sequence.group
         self.unfinished[g] -= 1
         if self.unfinished[g]:

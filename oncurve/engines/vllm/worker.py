@@ -132,7 +132,7 @@ class VllmServer:
                 self._send(Done())
 
     def _weights_changed(self) -> None:
-        """Drop the KV cache of the former weights; that of requests in flight is recomputed."""
+        """Drop the KV cache of the previous weights; that of requests in flight is recomputed."""
         self.llm.reset_prefix_cache(reset_running_requests=bool(self.outputs))
         self._send(Done({key: len(output.token_ids) for key, output in self.outputs.items()}))
 
@@ -260,7 +260,8 @@ class WeightReceiver:
 
 
 def _repack(model: torch.nn.Module) -> None:
-    """On a CPU vLLM packs the LM head when it loads it; a head tied to the embedding would keep the old weights."""
+    """Pack the LM head again after a weight push. On a CPU vLLM decodes with a packed copy, which it makes when it loads the
+    head. If the head is tied to the embedding, that copy would keep the old weights."""
     for module in model.modules():
         layer: Any = module
         if hasattr(layer, "cpu_linear") and layer.weight.numel():
