@@ -44,7 +44,8 @@ def family_paths() -> Mapping[str, FamilyPath]:
 
 
 def expected_path(config: Mapping[str, Any]) -> FamilyPath:
-    """The path that a model with this config.json will take, as far as its family tells. The text model's family counts."""
+    """The path that a model with this config.json will take, as far as its family determines it. In a multimodal config the
+    family is that of the text model."""
     text = config.get("text_config")
     names = (config.get("model_type"), text.get("model_type") if isinstance(text, Mapping) else None)
     return next(

@@ -10,6 +10,7 @@ Shapes: q is [batch, H, tokens, d], k and v are [batch, K, tokens, d], H = K·re
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -22,12 +23,30 @@ from oncurve.models.recurrent_layers import RunLayer
 NAME = "oncurve"
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoreRule:
+    """How a layer turns queries and keys into attention weights.
+
+    Example: ``ScoreRule(scale=0.125, window=4096)``
+    """
+
+    scale: float
+    window: int | None = None
+    """In positions."""
+    softcap: float | None = None
+    sinks_H: Tensor | None = None
+    """A score of each head that takes part in its softmax, as that of a key whose value is 0."""
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether torch's own attention can compute it."""
+        return self.softcap is None and self.sinks_H is None
+
+
 class AttentionContext(Protocol):
     """How the tokens of one forward pass attend to each other and to the KV cache."""
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
         """The attention output, [batch, tokens, H, d]."""
         ...
 
@@ -36,10 +55,7 @@ class AttentionContext(Protocol):
         ...
 
 
-UNSUPPORTED_ARGUMENTS = {
-    "s_aux": "attention sinks",
-    "position_bias": "a learned position bias",
-}
+UNSUPPORTED_ARGUMENTS = {"position_bias": "a learned position bias"}
 
 
 def attention_forward(
@@ -53,9 +69,14 @@ def attention_forward(
     sliding_window: int | None = None,
     softcap: float | None = None,
     attention_context: AttentionContext | None = None,
+    s_aux: Tensor | None = None,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function that transformers calls. Raises for features that no context implements."""
+    """The attention function that transformers calls. Raises for features that no context implements.
+
+    Latent attention (DeepSeek) has values that are narrower than its queries and keys: they are padded with zeros, so that
+    the KV cache has one size. ``s_aux`` are attention sinks (gpt-oss).
+    """
     for name, feature in UNSUPPORTED_ARGUMENTS.items():
         if arguments.get(name) is not None:
             raise unsupported(type(module).__name__, feature)
@@ -64,7 +85,11 @@ def attention_forward(
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     layer = module.layer_idx
     assert isinstance(layer, int)
-    return attention_context.attend(layer, query, key, value, scale, sliding_window, softcap), None
+    width = value.shape[-1]
+    if width < query.shape[-1]:
+        value = nn.functional.pad(value, (0, query.shape[-1] - width))
+    out = attention_context.attend(layer, query, key, value, ScoreRule(scale, sliding_window, softcap, s_aux))
+    return out[..., :width], None
 
 
 def unsupported(where: str, feature: str) -> ModelError:
@@ -87,6 +112,14 @@ def causal_mask(query_position: Tensor, key_position: Tensor, window: int | None
 def apply_softcap(scores: Tensor, softcap: float | None) -> Tensor:
     """Gemma's soft cap: softcap · tanh(scores / softcap)."""
     return scores if softcap is None else softcap * torch.tanh(scores / softcap)
+
+
+def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """The softmax over the last axis in float32; ``sinks`` are a further column of the scores that is dropped afterwards."""
+    if sinks is None:
+        return scores.softmax(-1, dtype=torch.float32)
+    column = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, column), -1).softmax(-1, dtype=torch.float32)[..., :-1]
 
 
 AttentionInterface.register(NAME, attention_forward)

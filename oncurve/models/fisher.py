@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from oncurve.models.attention_interface import ScoreRule
 from oncurve.models.pack_attention import PackAttention
 from oncurve.models.packing import Pack, predicting_states
 from oncurve.models.policy import Policy, run_backbone
@@ -20,16 +21,14 @@ from oncurve.models.policy import Policy, run_backbone
 class _TwiceDifferentiableAttention(PackAttention):
     """A pack's attention by plain operations, on any device."""
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
-        return self.attend_by_scores(q, k, v, scale, window, softcap)
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
+        return self.attend_by_scores(q, k, v, rule)
 
     @classmethod
     def of(cls, pack: Pack) -> _TwiceDifferentiableAttention:
         """The attention of a pack's own prompts and completions."""
-        prompts = list(dict.fromkeys((start, length) for start, length, _, _ in pack.spans))
-        completions = [(start, inputs, prompts.index((first, length))) for first, length, start, inputs in pack.spans]
+        prompts = list(dict.fromkeys((start, length) for start, length, _, _, _ in pack.spans))
+        completions = [(start, inputs, prompts.index((first, length))) for first, length, start, inputs, _ in pack.spans]
         return cls(prompts, completions, pack.position_ids[0])
 
 

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from oncurve.models import experts
 from oncurve.models.packing import Pack
 
 CACHES = ("past_key_values", "cache_params", "state")
@@ -50,7 +51,7 @@ class GeneralCache:
 
     @classmethod
     def empty(cls, device: torch.device) -> GeneralCache:
-        """One row before its first token."""
+        """The cache of one row that has no tokens yet."""
         return cls(torch.zeros(1, 0, dtype=torch.long, device=device))
 
     def repeat(self, rows: int) -> GeneralCache:
@@ -59,17 +60,18 @@ class GeneralCache:
 
 
 def pack_hidden(backbone: nn.Module, pack: Pack) -> Tensor:
-    """The hidden state from which each token of a pack is predicted, [M, D], from one padded row per completion."""
-    rows, length = len(pack.spans), max(prompt + inputs for _, prompt, _, inputs in pack.spans)
+    """The hidden state from which each token of a pack is predicted, [M, D], from one padded row per sequence."""
+    rows, length = len(pack.spans), max(prompt + inputs for _, prompt, _, inputs, _ in pack.spans)
     source_RL, predicted = np.zeros((rows, length), np.int64), []
-    for r, ((prompt_start, prompt, start, inputs), count) in enumerate(zip(pack.spans, pack.lengths, strict=True)):
+    for r, (prompt_start, prompt, start, inputs, count) in enumerate(pack.spans):
         source_RL[r, :prompt] = np.arange(prompt_start, prompt_start + prompt)
         source_RL[r, prompt : prompt + inputs] = np.arange(start, start + inputs)
         predicted.append(r * length + prompt - 1 + np.arange(count))
     device = pack.input_ids.device
-    ids_RL = pack.input_ids[0][torch.from_numpy(source_RL).to(device)]
-    hidden_RLD: Tensor = backbone(input_ids=ids_RL, use_cache=False).last_hidden_state
-    return hidden_RLD.flatten(0, 1).index_select(0, torch.from_numpy(np.concatenate(predicted)).to(device))
+    source, predicted_M = torch.from_numpy(source_RL).to(device), torch.from_numpy(np.concatenate(predicted)).to(device)
+    with experts.rearranged(source.flatten(), predicted_M):
+        hidden_RLD: Tensor = backbone(input_ids=pack.input_ids[0][source], use_cache=False).last_hidden_state
+    return hidden_RLD.flatten(0, 1).index_select(0, predicted_M)
 
 
 def extend(backbone: nn.Module, cache: GeneralCache, ids_RT: Tensor, decoding: Decoding) -> tuple[Tensor, GeneralCache]:

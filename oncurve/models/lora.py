@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from oncurve.errors import MissingPackage, ModelError, pip_install
@@ -27,6 +26,9 @@ from oncurve.recipe.schema.model import Lora
 
 CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "oncurve-base.json"
 ALL_LINEAR = "all-linear"
+FINGERPRINT = "oncurve_base"
+"""The attribute of a model with an adapter that has the fingerprint of its base. Some adapters (PiSSA, OLoRA …) change the
+base's weights when they are added."""
 
 
 def is_attached(model: nn.Module) -> bool:
@@ -36,7 +38,7 @@ def is_attached(model: nn.Module) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """Plain LoRA of one linear layer, y += scale · (x Aᵀ) Bᵀ: peft's layer and its parameters."""
+    """Plain LoRA of one linear layer: y += scale · (x Aᵀ) Bᵀ. ``layer`` is peft's module, ``a`` and ``b`` its parameters."""
 
     layer: Any
     a: nn.Parameter
@@ -83,11 +85,20 @@ def attach(model: Any, settings: Lora, seed: int, base: str) -> None:
         base = str(Path(base).resolve())  # the adapter is used from other folders too
     config = peft.LoraConfig(
         task_type="CAUSAL_LM", r=settings.rank, lora_alpha=settings.alpha, target_modules=targets,
+        exclude_modules=_not_really_linear(model) if targets == ALL_LINEAR else None,
         use_rslora=settings.rslora, use_dora=settings.dora, base_model_name_or_path=base,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         _inject(model, config, "model.lora.targets", ", ".join(settings.targets))
+
+
+def _not_really_linear(model: nn.Module) -> list[str] | None:
+    """Linear layers that a family derives its own from, such as the router of Llama 4: their output is not that of a matrix."""
+    named = model.named_modules()
+    return [
+        name for name, m in named if isinstance(m, nn.Linear) and type(m).__module__.startswith("transformers.models")
+    ] or None
 
 
 def load(model: Any, folder: Path) -> None:
@@ -100,16 +111,43 @@ def load(model: Any, folder: Path) -> None:
     try:
         config = peft.PeftConfig.from_pretrained(folder)
         tensors = peft.load_peft_weights(str(folder), device="cpu")
-    except (ValueError, TypeError, KeyError, SafetensorError) as error:
-        raise ModelError(str(folder), "the adapter can't be read", because=str(error), fix="save it again") from error
+    except Exception as error:  # a damaged folder can raise any kind of error
+        raise _unreadable(folder, error) from error
     if not isinstance(config, peft.LoraConfig):
         raise ModelError(
             str(folder), f"an adapter of type {config.peft_type}", because="only LoRA is supported", fix="use a LoRA adapter"
         )
     _check_base(model, folder)
     config.inference_mode = False
-    _inject(model, config, str(folder), "its targets")
+    try:
+        _inject(model, config, str(folder), "its targets")
+    except TypeError as error:  # a setting of the adapter has the wrong type
+        raise _unreadable(folder, error) from error
+    _check_supported(model, config, folder)
     _copy_weights(model, tensors, folder)
+
+
+def _check_supported(model: nn.Module, config: Any, folder: Path) -> None:
+    """Refuse an adapter that is more than LoRA's matrices: the rest would be missing in passes, in training or in an export, or
+    (biases) change the base that others share."""
+    names = ["modules_to_save", "trainable_token_indices", "alora_invocation_tokens", "layer_replication", "bias"]
+    bases = [layer.get_base_layer() for layer in _adapted_layers(model)]
+    is_quantised = any(map(_is_quantised, bases))
+    names += ["use_dora"] if is_quantised else []
+    names += ["lora_bias"] if is_quantised or any(getattr(base, "bias", None) is None for base in bases) else []
+    wrong = next((name for name in names if getattr(config, name, None) not in (None, False, "none", [], {})), None)
+    if wrong is not None:
+        raise ModelError(
+            str(folder),
+            f"an adapter with {wrong}",
+            because="only LoRA's matrices can be trained and merged here",
+            fix="merge it with peft (PeftModel.merge_and_unload), save the result, and set model.source to it",
+        )
+
+
+def _unreadable(folder: Path, error: Exception) -> ModelError:
+    because = f"{str(error).strip().partition(chr(10))[0]} ({type(error).__name__})"
+    return ModelError(str(folder), "the adapter can't be read", because=because, fix="save it again")
 
 
 def adapter_base(folder: Path) -> str | None:
@@ -125,10 +163,22 @@ def adapter_base(folder: Path) -> str | None:
     return str(base)
 
 
+def can_share_base(folder: Path) -> bool:
+    """Whether a saved adapter can be used over a base that others use too. Some initialisations (PiSSA, OLoRA …) change the
+    base's weights, and DoRA merges itself into a copy of them in each pass to know its norms."""
+    config = _read_json(folder / CONFIG)
+    return config.get("init_lora_weights", True) in (True, False, "gaussian") and not config.get("use_dora")
+
+
+def is_linear(model: nn.Module) -> bool:
+    """Whether all adapters are of linear layers, which only read their base. (Those of experts replace it in each pass.)"""
+    return all(isinstance(layer.base_layer, nn.Linear) for layer in _adapted_layers(model))
+
+
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         data = json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         fix = "save or download the adapter again"
         raise ModelError(str(file), "can't be read", because=str(error), fix=fix) from error
     return data if isinstance(data, dict) else {}
@@ -148,7 +198,7 @@ def save(model: Any, folder: Path) -> None:
 
     save_file({name: t.detach().cpu() for name, t in tensors.items()}, folder / WEIGHTS, metadata={"format": "pt"})
     (folder / WEIGHTS).chmod(folder.stat().st_mode & 0o666)  # safetensors makes its files readable by their owner only
-    (folder / BASE).write_text(json.dumps({"fingerprint": fingerprint(model)}, indent=2) + "\n")
+    (folder / BASE).write_text(json.dumps({"fingerprint": getattr(model, FINGERPRINT)}, indent=2) + "\n")
 
 
 def disable_weight_repacking(model: nn.Module) -> None:
@@ -187,6 +237,10 @@ def adapter_disabled(model: nn.Module) -> Iterator[None]:
 
 def merge_copy(model: Any) -> Any:
     """A plain model: a copy on the CPU with the adapter merged into its weights."""
+    for module in model.modules():  # modules may keep a result of their last pass (RecurrentGemma), which can't be copied
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and not value.is_leaf:
+                setattr(module, name, value.detach())
     merged = copy.deepcopy(model)
     merge(merged)
     return merged.to("cpu")
@@ -203,7 +257,10 @@ def merge(model: Any) -> None:
             base.weight.add_(delta)
         else:
             layer.merge(safe_merge=True)
-        _replace(model, name, base)
+        if not name.endswith(
+            ".base_layer"
+        ):  # nested in another adapted layer if an adapter has two matrices of the same experts
+            _replace(model, name, base)
     for name, module in [(n, m) for n, m in model.named_modules() if _is_quantised(m)]:
         _replace(model, name, _dequantise(module, model.dtype))
     _remove_quantiser(model)
@@ -264,16 +321,17 @@ def _check_base(model: Any, folder: Path) -> None:
 
 def _inject(model: Any, config: Any, where: str, targets: str) -> None:
     peft = _import_peft(where)
+    setattr(model, FINGERPRINT, fingerprint(model))
+    head = model.get_output_embeddings()
+    linear = {name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*tie_word_embeddings")  # such a target is an error, below
             peft.inject_adapter_in_model(config, model)
     except ValueError as error:
-        head = model.get_output_embeddings()
-        names = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head]
-        linear = sorted({name.rpartition(".")[2] for name in names})
+        usable = sorted(name for name in linear if f"'{name}'" not in str(error))  # Mamba's out_proj can't have an adapter
         raise ModelError(
-            where, targets, because=str(error).strip().partition("\n")[0], fix=f"choose from: {', '.join(linear)}"
+            where, targets, because=str(error).strip().partition("\n")[0], fix=f"choose from: {', '.join(usable)}"
         ) from error
     if _is_adapted(model.get_output_embeddings()) or _is_adapted(model.get_input_embeddings()):
         raise ModelError(
@@ -301,6 +359,9 @@ def _copy_weights(model: Any, tensors: Mapping[str, Tensor], folder: Path) -> No
             fix=f"set model.source to its base ({adapter_base(folder)})",
         )
     for name, tensor in saved.items():
+        if not bool(tensor.isfinite().all()):
+            because = f"{name} has values that are not finite"
+            raise ModelError(str(folder), "the adapter can't be used", because=because, fix="use an earlier checkpoint of it")
         new[name].copy_(tensor)
 
 

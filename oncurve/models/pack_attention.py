@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from oncurve.models.attention_interface import apply_softcap, causal_mask
+from oncurve.models.attention_interface import ScoreRule, apply_softcap, causal_mask, softmax_with_sinks
 from oncurve.models.recurrent_layers import RunLayer, recur_in_pack
 
 
@@ -60,21 +60,17 @@ class PackAttention:
         """The padding mask in the queries' dtype, which the flash kernel expects without checking."""
         return None if self.prompt_bias is None else self.prompt_bias.to(dtype)
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
-        is_plain = softcap is None and (window is None or window >= int(self.position_N.max()) + 1)
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
+        is_plain = rule.softcap is None and (rule.window is None or rule.window >= int(self.position_N.max()) + 1)
         if is_plain and q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
-            out: Tensor = _SharedPromptFlash.apply(q, k, v, self, scale)  # type: ignore[no-untyped-call]
+            out: Tensor = _SharedPromptFlash.apply(q, k, v, rule.sinks_H, self, rule.scale)  # type: ignore[no-untyped-call]
             return out
-        return self.attend_by_scores(q, k, v, scale, window, softcap)
+        return self.attend_by_scores(q, k, v, rule)
 
     def recur(self, layer: int, hidden: Tensor, run: RunLayer) -> Tensor:
         return recur_in_pack(self.groups, hidden, run)
 
-    def attend_by_scores(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
+    def attend_by_scores(self, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
         """The generic path, with all padded scores in memory: for windows, soft caps, and devices without the flash kernel."""
         rep = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(rep, 1), v.repeat_interleave(rep, 1)
@@ -84,12 +80,13 @@ class PackAttention:
         slots = torch.arange(self.S).repeat_interleave(self.completion_index.shape[2])
         slot = torch.cat((torch.full((self.A,), -1), slots)).to(index.device)[: index.shape[1]]  # -1: the prompt
         position = self.position_N[index]
-        mask = causal_mask(position[:, :, None], position[:, None, :], window) & real[:, None, :]
+        mask = causal_mask(position[:, :, None], position[:, None, :], rule.window) & real[:, None, :]
         mask = mask & ((slot[None, :] == slot[:, None]) | (slot[None, :] == -1))
         mask = mask | ~real[:, :, None]  # padded queries attend to everything, so that their softmax is finite; dropped below
         padded_q, padded_k, padded_v = (x[0][:, index].transpose(0, 1) for x in (q, k, v))
-        scores = apply_softcap(padded_q @ padded_k.transpose(-1, -2) * scale, softcap)
-        weights = scores.masked_fill(~mask[:, None], -torch.inf).softmax(-1, dtype=torch.float32).to(padded_v.dtype)
+        scores = apply_softcap(padded_q @ padded_k.transpose(-1, -2) * rule.scale, rule.softcap)
+        sinks = None if rule.sinks_H is None else rule.sinks_H[:, None, None]
+        weights = softmax_with_sinks(scores.masked_fill(~mask[:, None], -torch.inf), sinks).to(padded_v.dtype)
         out = (weights @ padded_v).transpose(1, 2)  # [P, A + S·C, H, d]
         flat = torch.cat((out[:, : self.A].flatten(0, 1), out[:, self.A :].flatten(0, 1)))
         return flat[self.unpad_N][None]
@@ -113,11 +110,12 @@ class _SharedPromptFlash(torch.autograd.Function):
     """Prompt-to-prompt, completion-to-prompt and completion-to-itself by torch's CPU flash kernel, merged exactly.
 
     Two partial softmaxes with log-sum-exps l₁, l₂ merge into l = log(e^l₁ + e^l₂), out = Σ e^(lᵢ − l) outᵢ. The backward of
-    each part needs only the merged out and l: P = exp(s − l) and δ = Σ dout·out are those of the complete softmax.
+    each part needs only the merged out and l: P = exp(s − l) and δ = Σ dout·out are those of the complete softmax. A sink is
+    one more part: l₂ is its score, its output is 0, and the score's gradient is −Σ exp(l₂ − l) δ.
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, pack: PackAttention, scale: float):  # type: ignore[no-untyped-def]
+    def forward(ctx, q, k, v, sinks_H, pack: PackAttention, scale: float):  # type: ignore[no-untyped-def]
         P, S, C = pack.P, pack.S, pack.C
         q_N, k_N, v_N = (x[0].transpose(0, 1) for x in (q, k, v))  # [N, heads, d]
 
@@ -129,6 +127,8 @@ class _SharedPromptFlash(torch.autograd.Function):
 
         qp, kp, vp = prompts(q_N), prompts(k_N), prompts(v_N)
         out_p, lse_p = _flash(qp, kp, vp, 0.0, True, scale=scale)
+        if sinks_H is not None:
+            out_p, lse_p = _add_sinks(out_p, lse_p, sinks_H[:, None])
         flat = [out_p.transpose(1, 2).flatten(0, 1)]
         saved = [qp, kp, vp, out_p, lse_p]
         if C:
@@ -144,22 +144,25 @@ class _SharedPromptFlash(torch.autograd.Function):
             out_c = (
                 out_pre * torch.exp(lse_pre - lse)[..., None] + out_self.transpose(1, 2) * torch.exp(lse_self - lse)[..., None]
             )
+            if sinks_H is not None:
+                out_c, lse = _add_sinks(out_c, lse, sinks_H)
             out_c = out_c.to(q.dtype)  # the log-sum-exps of bfloat16 are float32
             flat.append(out_c.flatten(0, 1))
             saved += [qc, kc, vc, out_c, lse]
         ctx.save_for_backward(*saved)
-        ctx.pack, ctx.scale = pack, scale
+        ctx.pack, ctx.scale, ctx.sinks_H = pack, scale, sinks_H
         return torch.cat(flat)[pack.unpad_N][None]
 
     @staticmethod
     def backward(ctx, grad_out):  # type: ignore[no-untyped-def]
-        pack, scale = ctx.pack, ctx.scale
+        pack, scale, sinks_H = ctx.pack, ctx.scale, ctx.sinks_H
         P, S, C = pack.P, pack.S, pack.C
         qp, kp, vp, out_p, lse_p, *of_completions = ctx.saved_tensors
         grad_N = grad_out[0]
         d_out_p = (grad_N[pack.prompt_index] * pack.prompt_real[..., None, None]).transpose(1, 2)
         dq, dk, dv = _flash_backward(d_out_p, qp, kp, vp, out_p, lse_p, 0.0, True, scale=scale)
         parts_q, parts_k, parts_v = [_by_token(dq)], [_by_token(dk)], [_by_token(dv)]
+        d_sinks = [] if sinks_H is None else [_sink_grads(d_out_p, out_p, lse_p, sinks_H[:, None]).sum((0, 2))]
         if C:
             qc, kc, vc, out_c, lse = of_completions
             d_out_c = grad_N[pack.completion_index.flatten(0, 1)] * pack.completion_real.flatten(0, 1)[..., None, None]
@@ -176,10 +179,23 @@ class _SharedPromptFlash(torch.autograd.Function):
             parts_q.append(_by_token(dq_c) + _by_token(dq_pre))
             parts_k[0] = parts_k[0] + _by_token(dk_p)
             parts_v[0] = parts_v[0] + _by_token(dv_p)
+            if sinks_H is not None:
+                d_sinks.append(_sink_grads(d_out_c, out_c, lse, sinks_H).sum((0, 1)))
             parts_k.append(_by_token(dk_c))
             parts_v.append(_by_token(dv_c))
         grads = (torch.cat(parts)[pack.unpad_N].transpose(0, 1)[None] for parts in (parts_q, parts_k, parts_v))
-        return (*grads, None, None)
+        return (*grads, None if sinks_H is None else torch.stack(d_sinks).sum(0).to(sinks_H.dtype), None, None)
+
+
+def _add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention and its log-sum-exp, with sinks as a further part of the softmax."""
+    with_sinks = torch.logaddexp(lse, sinks.to(lse.dtype))
+    return (out * torch.exp(lse - with_sinks)[..., None]).to(out.dtype), with_sinks
+
+
+def _sink_grads(d_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """The gradient of each query's sink."""
+    return -torch.exp(sinks.to(lse.dtype) - lse) * (d_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
 
 
 def _by_token(x: Tensor) -> Tensor:

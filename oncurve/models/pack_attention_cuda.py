@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,10 +12,14 @@ from torch.autograd.function import once_differentiable
 
 from oncurve.kernels import pack_attention as kernels
 from oncurve.kernels.pack_attention import AttentionRule, Tiling
+from oncurve.models.attention_interface import ScoreRule
 from oncurve.models.pack_attention import pack_groups
 from oncurve.models.packing import to_device
 from oncurve.models.recurrent_layers import RunLayer, recur_in_pack
 from oncurve.records import Ints
+
+HOPPER = (9, 0)
+"""The compute capability from which a GPU has a tensor memory accelerator."""
 
 
 class CudaPackAttention:
@@ -67,8 +72,9 @@ class CudaPackAttention:
             self._tables[kind, size] = to_device(table, self.position_N.device)
         return self._tables[kind, size]
 
-    def _tiling(self, q: Tensor) -> Tiling:
-        return kernels.tiling(q.shape[-1], q.dtype, round(self.mean_keys))
+    def _tiling(self, q: Tensor, *others: Tensor) -> Tiling:
+        has_tma = q.is_cuda and torch.cuda.get_device_capability(q.device) >= HOPPER and kernels.can_use_tma(q, *others)
+        return kernels.tiling(q.shape[-1], q.dtype, round(self.mean_keys), has_tma=has_tma)
 
     def rule(self, scale: float, window: int | None, softcap: float | None) -> AttentionRule:
         """A window wider than the longest sequence is dropped."""
@@ -76,34 +82,39 @@ class CudaPackAttention:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> tuple[Tensor, Tensor]:
         """(out, log-sum-exp) of q [N, H, d] and k, v [N, K, d]."""
-        tiles = self._tiling(q).forward
-        return kernels.forward(q, k, v, self.query_blocks(tiles.queries), self.position_N, rule, tiles)
+        tiles = self._tiling(q, k, v)
+        blocks = self.query_blocks(tiles.forward.queries)
+        return kernels.forward(q, k, v, blocks, self.position_N, rule, tiles.forward, uses_tma=tiles.uses_tma)
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, rule: AttentionRule,
         grads: tuple[Tensor, Tensor, Tensor],
     ) -> None:  # fmt: skip
         """Write the gradients of q, k and v into ``grads``."""
-        tiles = self._tiling(q)
+        tiles = self._tiling(q, k, v, d_out)
         queries, keys = self.query_blocks(tiles.queries_backward.queries), self.key_blocks(tiles.keys_backward.keys)
         kernels.backward(q, k, v, out, lse, d_out, grads, queries, keys, self.position_N, rule, tiles)
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
         """As `AttentionContext` has it: [1, heads, N, d] in, [1, N, heads, d] out."""
         by_token = (x[0].transpose(0, 1) for x in (q, k, v))
-        out: Tensor = _Attention.apply(*by_token, self, self.rule(scale, window, softcap))  # type: ignore[no-untyped-call]
+        out: Tensor = _Attention.apply(*by_token, rule.sinks_H, self, self.rule(rule.scale, rule.window, rule.softcap))  # type: ignore[no-untyped-call]
         return out[None]
 
 
 class _Attention(torch.autograd.Function):
+    """Attention in a pack, with its gradient. A sink is one more score in the softmax, and its value vector is 0: see
+    `oncurve.models.pack_attention`."""
+
     @staticmethod
-    def forward(ctx, q, k, v, pack: CudaPackAttention, rule: AttentionRule):  # type: ignore[no-untyped-def]
+    def forward(ctx, q, k, v, sinks_H, pack: CudaPackAttention, rule: AttentionRule):  # type: ignore[no-untyped-def]
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         out, lse = pack.forward(q, k, v, rule)
+        if sinks_H is not None:
+            with_sinks = torch.logaddexp2(lse, _in_log2(sinks_H))
+            out, lse = (out * torch.exp2(lse - with_sinks).t()[..., None]).to(out.dtype), with_sinks
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.pack, ctx.rule = pack, rule
+        ctx.pack, ctx.rule, ctx.sinks_H = pack, rule, sinks_H
         return out
 
     @staticmethod
@@ -111,8 +122,18 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, d_out):  # type: ignore[no-untyped-def]
         q, k, v, out, lse = ctx.saved_tensors
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-        ctx.pack.backward(q, k, v, out, lse, d_out.contiguous(), ctx.rule, (dq, dk, dv))
-        return dq, dk, dv, None, None
+        d_out = d_out.contiguous()
+        ctx.pack.backward(q, k, v, out, lse, d_out, ctx.rule, (dq, dk, dv))
+        d_sinks = None
+        if ctx.sinks_H is not None:
+            weight_HN = torch.exp2(_in_log2(ctx.sinks_H) - lse)
+            d_sinks = -(weight_HN * kernels.delta_of(out, d_out)).sum(1).to(ctx.sinks_H.dtype)
+        return dq, dk, dv, d_sinks, None, None
+
+
+def _in_log2(sinks_H: Tensor) -> Tensor:
+    """As a column, in the kernels' units of log 2."""
+    return sinks_H.float()[:, None] * math.log2(math.e)
 
 
 def _split_into_blocks(start: Ints, end: Ints, size: int) -> tuple[Ints, Ints]:

@@ -3,12 +3,15 @@
 Each completion attends to its prompt and to itself. A pack holds complete groups as far as the token budget allows; a group
 larger than the budget is split between completions, and its prompt is repeated. The gradient does not depend on the split. A
 completion's last token is a target and never an input.
+
+A rollout of an agent may have several sequences. It is one completion, so that objectives see it as a whole: its further
+sequences follow contexts of their own, which are packed like prompts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -17,12 +20,19 @@ from torch import Tensor
 from oncurve import kernels
 from oncurve.models.attention_interface import AttentionContext
 from oncurve.models.pack_attention import PackAttention
-from oncurve.records import Ints
+from oncurve.records import Ints, Routing
+
+Contexts = tuple[tuple[int, Ints], ...]
+"""The contexts of a completion's further sequences: for each, the index of its first token, and the ids of its context."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixGroup:
     """A prompt and the completions that share it, as token ids. ``keys`` identifies each completion to the caller.
+
+    ``contexts``, if there are any, belong to completions with several sequences: for each completion, the index of each further
+    sequence's first token, and the token ids of the context that the sequence follows.
+    ``routing``, if it was recorded, has the experts of each completion (`Completion.routing`), ``prompt_routing`` the prompt's.
 
     Example: ``PrefixGroup(np.array([10, 11]), (np.array([1, 2, 3]), np.array([4])), keys=(0, 1))`` is 4 input tokens.
     """
@@ -30,10 +40,32 @@ class PrefixGroup:
     prompt_ids: Ints
     completion_ids: tuple[Ints, ...]
     keys: tuple[int, ...]
+    contexts: tuple[Contexts, ...] = ()
+    routing: tuple[Routing, ...] = ()
+    prompt_routing: Routing | None = None
 
     @property
     def tokens(self) -> int:
-        return len(self.prompt_ids) + sum(max(len(ids) - 1, 0) for ids in self.completion_ids)
+        return len(self.prompt_ids) + sum(self.inputs_of(i) for i in range(len(self.completion_ids)))
+
+    def inputs_of(self, index: int) -> int:
+        """Input tokens that a completion adds to a pack, at most."""
+        contexts = self.contexts[index] if self.contexts else ()
+        return max(len(self.completion_ids[index]) - 1, 0) + sum(len(ids) for _, ids in contexts)
+
+    def part(self, first: int, end: int) -> PrefixGroup:
+        """The prompt with some of its completions."""
+        chosen = slice(first, end)
+        return replace(
+            self, completion_ids=self.completion_ids[chosen], keys=self.keys[chosen], contexts=self.contexts[chosen],
+            routing=self.routing[chosen],
+        )  # fmt: skip
+
+    def sequences(self, index: int) -> list[tuple[Ints, Ints]]:
+        """(context, tokens that follow it) of each sequence of a completion."""
+        ids, contexts = self.completion_ids[index], [(0, self.prompt_ids), *(self.contexts[index] if self.contexts else ())]
+        ends = [first for first, _ in contexts[1:]] + [len(ids)]
+        return [(context, ids[first:end]) for (first, context), end in zip(contexts, ends, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +84,13 @@ class Pack:
     row_M: Tensor
     keys: tuple[int, ...]
     lengths: tuple[int, ...]
-    spans: tuple[tuple[int, int, int, int], ...]
-    """Of each completion: where its prompt starts, the prompt's length, where its own inputs start, and their number."""
+    spans: tuple[tuple[int, int, int, int, int], ...]
+    """Of each sequence: where its prompt starts, the prompt's length, where its own inputs start, their number, and how many
+    tokens are predicted from them. A completion is one sequence, unless it has contexts of its own."""
     scores: int = 0
     """Query-key pairs that attention computes, per head and layer without a sliding window."""
+    routing_NE: Tensor | None = None
+    """The experts that each input token took in the sampler; None if they were not recorded."""
 
     @property
     def rows(self) -> int:
@@ -82,13 +117,13 @@ def split_by_budget(groups: Iterable[PrefixGroup], budget: int) -> list[list[Pre
 def _split_group(group: PrefixGroup, budget: int) -> list[PrefixGroup]:
     parts: list[PrefixGroup] = []
     first, used = 0, len(group.prompt_ids)
-    for i, ids in enumerate(group.completion_ids):
-        inputs = max(len(ids) - 1, 0)
+    for i in range(len(group.completion_ids)):
+        inputs = group.inputs_of(i)
         if i > first and used + inputs > budget:
-            parts.append(PrefixGroup(group.prompt_ids, group.completion_ids[first:i], group.keys[first:i]))
+            parts.append(group.part(first, i))
             first, used = i, len(group.prompt_ids)
         used += inputs
-    parts.append(PrefixGroup(group.prompt_ids, group.completion_ids[first:], group.keys[first:]))
+    parts.append(group.part(first, len(group.completion_ids)))
     return parts
 
 
@@ -102,26 +137,46 @@ def build_pack(groups: Sequence[PrefixGroup], device: torch.device) -> Pack:
     """Concatenate the groups and record, for each predicted token, which input token it is predicted from."""
     ids: list[Ints] = []
     positions: list[Ints] = []
-    sources: list[Ints] = []
-    targets: list[Ints] = []
     prompts: list[tuple[int, int]] = []
     completions: list[tuple[int, int, int]] = []
-    offset = 0
-    for p, group in enumerate(groups):
-        length = len(group.prompt_ids)
-        ids.append(group.prompt_ids)
-        positions.append(np.arange(length))
-        prompts.append((offset, length))
-        last_of_prompt = offset + length - 1
-        offset += length
-        for completion in group.completion_ids:
-            inputs = max(len(completion) - 1, 0)
-            ids.append(completion[:inputs])
-            positions.append(np.arange(length, length + inputs))
-            sources.append(np.concatenate(([last_of_prompt], np.arange(offset, offset + inputs)))[: len(completion)])
-            targets.append(completion)
-            completions.append((offset, inputs, p))
-            offset += inputs
+    sources: dict[tuple[int, int], Ints] = {}
+    """Looked up by (row, index of the row's sequence), because sequences are stored by prompt, but predicted tokens by row."""
+    spans: dict[tuple[int, int], tuple[int, int, int, int, int]] = {}
+    end = 0
+
+    def append(tokens: Ints, first_position: int) -> int:
+        nonlocal end
+        offset, end = end, end + len(tokens)
+        ids.append(tokens)
+        positions.append(np.arange(first_position, first_position + len(tokens)))
+        return offset
+
+    def append_prompt(prompt_ids: Ints) -> None:
+        prompts.append((append(prompt_ids, 0), len(prompt_ids)))
+
+    def append_completion(key: tuple[int, int], tokens: Ints) -> None:
+        """A completion of the last prompt."""
+        start, length = prompts[-1]
+        inputs = max(len(tokens) - 1, 0)
+        offset = append(tokens[:inputs], length)
+        sources[key] = np.concatenate(([start + length - 1], np.arange(offset, offset + inputs)))[: len(tokens)]
+        spans[key] = (start, length, offset, inputs, len(tokens))
+        completions.append((offset, inputs, len(prompts) - 1))
+
+    rows = 0
+    for group in groups:
+        sequences = [group.sequences(i) for i in range(len(group.completion_ids))]
+        shared = [(rows + i, of_row[0][1]) for i, of_row in enumerate(sequences) if len(of_row) == 1 or len(of_row[0][1])]
+        if shared:
+            append_prompt(group.prompt_ids)
+        for row, tokens in shared:
+            append_completion((row, 0), tokens)
+        for i, of_row in enumerate(sequences):
+            for number, (context, tokens) in enumerate(of_row[1:], start=1):
+                append_prompt(context)
+                append_completion((rows + i, number), tokens)
+        rows += len(sequences)
+    targets = [tokens for group in groups for tokens in group.completion_ids]
     lengths = tuple(len(t) for t in targets)
 
     def concatenate(arrays: list[Ints]) -> Tensor:
@@ -132,14 +187,25 @@ def build_pack(groups: Sequence[PrefixGroup], device: torch.device) -> Pack:
         input_ids=concatenate(ids)[None],
         position_ids=position_N[None],
         attention=_build_attention(prompts, completions, position_N),
-        predicted_from_M=concatenate(sources),
+        predicted_from_M=concatenate([sources[key] for key in sorted(sources)]),
         target_M=concatenate(targets),
         row_M=to_device(np.repeat(np.arange(len(lengths)), lengths), device),
         keys=tuple(key for group in groups for key in group.keys),
         lengths=lengths,
-        spans=tuple((*prompts[p], start, inputs) for start, inputs, p in completions),
+        spans=tuple(spans[key] for key in sorted(spans)),
         scores=sum(n * (n + 1) // 2 for _, n in prompts) + sum(n * prompts[p][1] + n * (n + 1) // 2 for _, n, p in completions),
+        routing_NE=_pack_routing(groups, device),
     )
+
+
+def _pack_routing(groups: Sequence[PrefixGroup], device: torch.device) -> Tensor | None:
+    """The prompt's last token is the first input of each completion, and takes the same experts in all of them."""
+    parts: list[Routing] = []
+    for group in groups:
+        if group.prompt_routing is None or len(group.routing) != len(group.completion_ids):
+            return None
+        parts += [group.prompt_routing, group.routing[0][:1], *(routing[1:] for routing in group.routing)]
+    return to_device(np.concatenate(parts), device) if parts else None
 
 
 def _build_attention(

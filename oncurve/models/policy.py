@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,20 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from oncurve import kernels
 from oncurve.errors import ModelError
-from oncurve.models import general_path, lora, recurrent_layers
+from oncurve.models import experts, general_path, lora, recurrent_layers
 from oncurve.models.attention_interface import AttentionContext
-from oncurve.models.chat_template import PROBE, TEMPLATE_FIX, apply_chat_template
+from oncurve.models.chat_template import PROBE, TEMPLATE_FIX, apply_chat_template, with_system_prompt
+from oncurve.models.experts import RoutingPass
 from oncurve.models.gradient_buffers import GradAccumulator
-from oncurve.models.heads.lm_head import Head, head_chunk_tokens, own_logits, token_logps
+from oncurve.models.heads.lm_head import (
+    Head,
+    Truncation,
+    find_kept_tokens,
+    head_chunk_tokens,
+    own_logits,
+    token_logps,
+    truncated_logps,
+)
 from oncurve.models.llama.block_description import DecoderDescription, describe
 from oncurve.models.llama.c_backbone import can_run_c
 from oncurve.models.llama.fused import FusedBackbone, FusedWeights
@@ -37,7 +46,8 @@ class Policy:
 
     The model is checked when it is wrapped (`oncurve.models.self_check`). Our attention must give the log-probs of its own
     plain forward, else it takes the general path; the LM head read from the config must give its own logits, else its own
-    head is called. A model that neither path computes is refused. ``compiled`` allows the C functions on a CPU.
+    head is called. A model that neither path computes is refused. ``compiled`` allows the C functions on a CPU. ``fused``
+    allows the fast paths, which move the weights; a model that shares them with another one runs its own modules.
     """
 
     def __init__(
@@ -48,6 +58,7 @@ class Policy:
         system_prompt: str | None = None,
         template_options: dict[str, Any] | None = None,
         compiled: bool = True,
+        fused: bool = True,
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.system_prompt, self.template_options = system_prompt, template_options or {}
@@ -56,6 +67,8 @@ class Policy:
         self.backbone = _find_backbone(model)
         with suppress(*FAILURES):  # the self-check says what is wrong with such a model
             recurrent_layers.attach(model, self.backbone)
+        self.routed_layers = experts.attach(model, self.backbone)
+        """The layers with experts; None if there are none, or none whose choice can be recorded."""
         self.eos_ids = _find_eos_ids(model, tokenizer)
         self.fast_backbone: FusedBackbone | None = None
         self.fused_weights: FusedWeights | None = None
@@ -67,7 +80,7 @@ class Policy:
         if self.check.tolerance == 0.0:  # not checked yet; a copy of an opened model carries its check along
             check_policy(self, own_attention)
             setattr(model, CHECK, self.check)
-        description = describe(model) if self.general_reason is None and not self.check.own_head else None
+        description = describe(model) if fused and self.general_reason is None and not self.check.own_head else None
         if isinstance(description, DecoderDescription):
             self.fast_backbone = _build_fast_backbone(self, description, compiled)
             if self.fast_backbone is None and kernels.can_run_kernels(model.device) and FusedWeights.can_fuse(description):
@@ -79,6 +92,10 @@ class Policy:
             copy.deepcopy(self.model), self.tokenizer, system_prompt=self.system_prompt,
             template_options=self.template_options, compiled=self.uses_c,
         )  # fmt: skip
+
+    def shared_model(self) -> PreTrainedModel:
+        """A copy of the model that uses the same parameters: an adapter can be added to one without changing the other."""
+        return copy.deepcopy(self.model, {id(parameter): parameter for parameter in self.model.parameters()})
 
     @property
     def general_reason(self) -> str | None:
@@ -132,14 +149,25 @@ class Policy:
         return limit
 
     @property
-    def kv_heads(self) -> int:
-        config = self.model.config.get_text_config()
-        return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+    def attention_sizes(self) -> tuple[int, int, int]:
+        """(query heads, key heads, size of a head) of the widest layer; zeros if no layer has attention heads (Mamba)."""
+        return max(map(_attention_sizes, _layer_configs(self.model)), key=lambda sizes: sizes[0] * sizes[2])
 
     @property
-    def head_size(self) -> int:
-        config = self.model.config.get_text_config()
-        return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    def mlp_width(self) -> int:
+        """The width of the widest MLP."""
+        widths = [getattr(config, "intermediate_size", None) for config in _layer_configs(self.model)]
+        listed = [width for value in widths for width in (value if isinstance(value, list | tuple) else [value])]  # Gemma 3n
+        return max((int(width) for width in listed if width), default=4 * self.model.config.get_text_config().hidden_size)
+
+    @cached_property
+    def experts_per_token(self) -> int:
+        """E: the experts that a token takes, over all layers. Refuses a model whose experts can't be recorded and forced."""
+        pack, routing = dummy_pack(self.device), RoutingPass(records=True)
+        experts.check_replay(self.routed_layers, type(self.model).__name__, lambda: self.pack_hidden(pack))
+        with torch.no_grad(), experts.routed(routing):
+            self.pack_hidden(pack)
+        return routing.chosen_NE.shape[1]
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, attention: AttentionContext) -> Tensor:
         """The backbone's last hidden state, [batch, tokens, D]."""
@@ -150,6 +178,13 @@ class Policy:
     def pack_logps(self, pack: Pack, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """(log-prob, entropy) of each predicted token of a pack, [M]."""
         return self.target_logps(self.pack_hidden(pack), pack.target_M, temperature)
+
+    @torch.no_grad()
+    def truncated_pack_logps(self, pack: Pack, temperature: float, log_mass_M: Tensor) -> tuple[Tensor, Truncation]:
+        """(log-prob of each predicted token of a pack under the truncated distribution [M], the tokens that it keeps)."""
+        hidden_MD = self.pack_hidden(pack)
+        truncation = find_kept_tokens(self.head, hidden_MD, pack.target_M, temperature, log_mass_M)
+        return truncated_logps(self.head, hidden_MD, pack.target_M, temperature, truncation)[0], truncation
 
     def pack_hidden(self, pack: Pack) -> Tensor:
         """The hidden state from which each token of a pack is predicted, [M, D]."""
@@ -199,26 +234,26 @@ class Policy:
             if self.fast_backbone is not None:
                 self.fast_backbone.accumulator = None
 
-    def encode(self, prompt: Prompt) -> Ints:
-        """A prompt as token ids: text unchanged, messages through the chat template."""
+    def encode(self, prompt: Prompt, tools: Sequence[Mapping[str, Any]] = ()) -> Ints:
+        """A prompt as token ids: text unchanged, messages through the chat template, which gets the schemas of ``tools``."""
         if not is_text(prompt.shown):
             raise ModelError(
                 prompt.id, "half of a character", because="a lone surrogate such as \\ud83d encodes no character",
-                fix="fix the text: it was split inside a character",
+                fix="correct the text: it was split inside a character",
             )  # fmt: skip
         if prompt.messages is None:
             ids = self.tokenizer(prompt.text or "", add_special_tokens=True)["input_ids"]
             if ids and ids[-1] in self.eos_ids and not (prompt.text or "").endswith(str(self.tokenizer.eos_token)):
                 ids = ids[:-1]  # some tokenizers append an end token to every text; a prompt must stay open
         else:
-            ids = self._encode_messages(prompt)
+            ids = self._encode_messages(prompt, tools)
         if not len(ids):
             raise ModelError(
                 prompt.id, "a prompt with no tokens", because="the model has nothing to continue", fix="remove empty prompts"
             )
         return np.asarray(ids, np.int64)
 
-    def _encode_messages(self, prompt: Prompt) -> list[int]:
+    def _encode_messages(self, prompt: Prompt, tools: Sequence[Mapping[str, Any]]) -> list[int]:
         if not self.tokenizer.chat_template:
             raise ModelError(
                 prompt.id,
@@ -226,10 +261,10 @@ class Policy:
                 because="the tokenizer does not define how roles are written",
                 fix="use a chat model, or plain text: for a task's prompts --set task.chat=false, for a file by its columns",
             )
-        messages = [dict(m) for m in prompt.messages or ()]
-        if self.system_prompt and not any(m["role"] == "system" for m in messages):
-            messages.insert(0, {"role": "system", "content": self.system_prompt})
+        messages = with_system_prompt(self, prompt.messages or ())
         options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, **self.template_options}
+        shown = tools or prompt.tools
+        options |= {"tools": [dict(tool) for tool in shown]} if shown else {}
         out = apply_chat_template(self.tokenizer, messages, prompt.id, **options)
         self._check_roles(messages, prompt.id)
         ids: list[int] = out["input_ids"]
@@ -255,8 +290,15 @@ class Policy:
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return np.asarray([*ids, self.eos_ids[0]], np.int64)
 
+    @cached_property
+    def special_ids(self) -> Ints:
+        """The ids of special tokens, which `decode` leaves out."""
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        special = {*getattr(self.tokenizer, "all_special_ids", ()), *(i for i, token in added.items() if token.special)}
+        return np.array(sorted(special), np.int64)
+
     def decode(self, token_ids: Ints) -> str:
-        """The text of a completion, without its end token."""
+        """The text of a completion, without its special tokens."""
         return str(self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
 
     def decode_all(self, completions: Sequence[Ints]) -> list[str]:
@@ -269,9 +311,20 @@ class Policy:
 
     def save(self, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
         """Write model and tokenizer in Hugging Face format, with any adapter merged, so transformers and vLLM can load it."""
-        model = lora.merge_copy(self.model) if lora.is_attached(self.model) else self.model
-        model.save_pretrained(folder, state_dict=weights)
+        self.merged_model().save_pretrained(folder, state_dict=weights)
         self.tokenizer.save_pretrained(folder)
+
+    def merge_adapter(self) -> Policy:
+        """The policy with its adapter merged into its weights, in place; this one can't be used any more."""
+        lora.merge(self.model)
+        return Policy(
+            self.model, self.tokenizer, system_prompt=self.system_prompt, template_options=self.template_options,
+            compiled=self.uses_c,
+        )  # fmt: skip
+
+    def merged_model(self) -> Any:
+        """The model itself; if it has an adapter, a copy on the CPU with the adapter merged into its weights."""
+        return lora.merge_copy(self.model) if lora.is_attached(self.model) else self.model
 
 
 def run_backbone(policy: Policy, input_ids: Tensor, position_ids: Tensor, attention: AttentionContext) -> Tensor:
@@ -283,7 +336,8 @@ def run_backbone(policy: Policy, input_ids: Tensor, position_ids: Tensor, attent
             because=f"the model takes the general path ({policy.general_reason})",
             fix="use another stage than trpo, or another model family",
         )
-    out = policy.backbone(input_ids=input_ids, position_ids=position_ids, use_cache=False, attention_context=attention)
+    with recurrent_layers.running_in(attention):
+        out = policy.backbone(input_ids=input_ids, position_ids=position_ids, use_cache=False, attention_context=attention)
     hidden: Tensor = out.last_hidden_state
     return hidden
 
@@ -354,3 +408,17 @@ def dummy_passes(policy: Policy, passes: int, forward: Callable[[Pack], object] 
             forward(pack)
         else:
             (0.0 * policy.pack_logps(pack)[0].sum()).backward()  # type: ignore[no-untyped-call]
+
+
+def _layer_configs(model: PreTrainedModel) -> Sequence[Any]:
+    """A config for each layer if layers differ (Gemma 4), else the model's one."""
+    config = model.config.get_text_config()
+    return config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+
+
+def _attention_sizes(config: Any) -> tuple[int, int, int]:
+    heads = int(getattr(config, "num_attention_heads", None) or 0)
+    if not heads:
+        return 0, 0, 0
+    key_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    return heads, key_heads, int(getattr(config, "head_dim", None) or config.hidden_size // heads)

@@ -108,12 +108,27 @@ RunLayer = Callable[[Tensor, LayerState | None], tuple[Tensor, LayerState]]
 """A recurrent layer: inputs [batch, tokens, D] and the state before them to outputs and the state after them."""
 
 
+_CONTEXT: ContextVar[Any] = ContextVar("oncurve_attention_context", default=None)
+
+
+@contextmanager
+def running_in(attention_context: Any) -> Iterator[None]:
+    """Within this context, recurrent layers run in this attention context. Attention receives it as an argument, which the
+    layers of some versions of transformers do not pass on to their recurrent parts (LFM2 in 5.17)."""
+    token = _CONTEXT.set(attention_context)
+    try:
+        yield
+    finally:
+        _CONTEXT.reset(token)
+
+
 class RecurrentLayer(nn.Module):
     """Mixed into the class of a recurrent layer by `attach`: with an attention context, the context runs the layer."""
 
     layer_idx: int
 
     def forward(self, hidden_states: Tensor, *arguments: Any, attention_context: Any = None, **options: Any) -> Any:
+        attention_context = attention_context or _CONTEXT.get()
         if attention_context is None:
             return super().forward(hidden_states, *arguments, **options)
         return attention_context.recur(self.layer_idx, hidden_states, self.run)

@@ -18,11 +18,11 @@ from oncurve.models.packing import Pack
 from oncurve.models.parallel.dtensor import copy_from_full, is_dtensor
 from oncurve.models.policy import Policy
 
-OFF = "adapter_off"
+OFF, MEAN = "adapter_off", "/mean"
 
 
 class Reference:
-    """The policy as it was when this was created or last refreshed."""
+    """The policy as it was when this was created or last refreshed, or a mean over the policies since then."""
 
     def __init__(self, policy: Policy, on_cpu: bool = False) -> None:
         self._snapshot: _FrozenCopy | _AdapterSnapshot | _SwappedWeights
@@ -33,6 +33,8 @@ class Reference:
         else:
             self._snapshot = _SwappedWeights(policy, _clone_to_cpu) if on_cpu else _FrozenCopy(policy)
         self._loaded: Policy | None = None
+        self._means: dict[str, Tensor] = {}
+        """Float32 means of 16-bit weights, if the policy is mixed in."""
 
     @contextmanager
     def loaded(self) -> Iterator[None]:
@@ -52,15 +54,36 @@ class Reference:
         with self._snapshot.reference_policy() as policy:
             return policy.pack_logps(pack, temperature)[0]
 
-    def refresh(self, policy: Policy) -> None:
-        """Take a new snapshot of the policy (iterative GRPO)."""
-        self._snapshot.refresh(policy)
+    @torch.no_grad()
+    def refresh(self, policy: Policy, mix: float = 1.0) -> None:
+        """Take a new snapshot of the policy (iterative GRPO), or mix this fraction of it into the reference's weights.
+
+        Means of 16-bit weights are kept in float32: a small fraction would be lost in rounding.
+        """
+        if mix == 1:
+            self._means = {}
+            self._snapshot.refresh(policy)
+            return
+        adapted = lora.is_attached(policy.model)
+        current = lora.adapter_parameters(policy.model) if adapted else dict(policy.model.named_parameters())
+        for name, weight in self._snapshot.weights().items():
+            mean = weight if weight.dtype == torch.float32 else self._means.setdefault(name, weight.float())
+            mean.lerp_(current[name].to(mean.device, torch.float32), mix)
+            if mean is not weight:
+                weight.copy_(mean)
 
     def state(self) -> dict[str, Tensor]:
-        return self._snapshot.state()
+        return self._snapshot.state() | {name + MEAN: mean for name, mean in self._means.items()}
 
+    @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        self._snapshot.load_state(state)
+        self._snapshot.load_state({name: tensor for name, tensor in state.items() if not name.endswith(MEAN)})
+        self._means = {}
+        if any(name.endswith(MEAN) for name in state):
+            for name, weight in self._snapshot.weights().items():
+                if name + MEAN in state:  # float32 weights are their own mean
+                    self._means[name] = weight.float()
+                    copy_from_full(self._means[name], state[name + MEAN])
 
 
 class _FrozenCopy:
@@ -79,8 +102,11 @@ class _FrozenCopy:
         for copied, current in zip(self._policy.model.parameters(), policy.model.parameters(), strict=True):
             copied.copy_(current)
 
-    def state(self) -> dict[str, Tensor]:
+    def weights(self) -> dict[str, Tensor]:
         return {name: p.detach() for name, p in self._policy.model.named_parameters()}
+
+    def state(self) -> dict[str, Tensor]:
+        return self.weights()
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
@@ -103,8 +129,11 @@ class _SwappedWeights:
     def refresh(self, policy: Policy) -> None:
         self._weights = {name: self._clone(p) for name, p in policy.model.named_parameters()}
 
-    def state(self) -> dict[str, Tensor]:
+    def weights(self) -> dict[str, Tensor]:
         return dict(self._weights)
+
+    def state(self) -> dict[str, Tensor]:
+        return self.weights()
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         for name, weight in self._weights.items():
@@ -129,6 +158,15 @@ class _AdapterSnapshot:
 
     def refresh(self, policy: Policy) -> None:
         self._weights = _clone_adapter(policy)
+
+    def weights(self) -> dict[str, Tensor]:
+        """The snapshot, to be changed in place. A disabled adapter is one with B = 0 and any A."""
+        if self._weights is None:
+            self._weights = _clone_adapter(self._policy)
+            for name, weight in self._weights.items():
+                if "lora_B" in name:
+                    weight.zero_()
+        return self._weights
 
     def state(self) -> dict[str, Tensor]:
         return {OFF: torch.tensor(self._weights is None), **(self._weights or {})}

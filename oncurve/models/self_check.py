@@ -1,8 +1,9 @@
 """Compares a model as we run it with the model's own plain forward, on a few short sequences made for the purpose.
 
-The check looks at behaviour, not at a list of names, so it covers families that are published tomorrow. It runs when a model is
-opened, in the precision that will be used, and costs about ten forwards of some 30 tokens. Sliding windows are shortened
-meanwhile, so that short sequences cross them. Positions end where a rope would switch (`Policy.max_positions`).
+The check compares outputs and has no list of names, so it also covers families that did not exist when it was written. It runs
+when a model is opened, in the precision that will be used, and costs about ten forwards of some 30 tokens. During the check
+sliding windows are shortened, so that short sequences are longer than a window. Positions stay below the one at which the
+rotary embedding changes its frequencies (`Policy.max_positions`).
 
 What counts as equal is derived from the precision. Rounding moves log-probs by an amount that depends on the model, so the
 check measures it: how far log-probs move if every embedding is multiplied by 1 ± ε, the precision's machine epsilon. In
@@ -26,8 +27,9 @@ from torch import Tensor
 
 from oncurve.errors import ModelError
 from oncurve.models import attention_interface, check_memory, general_path
-from oncurve.models.attention_interface import AttentionContext
+from oncurve.models.attention_interface import AttentionContext, ScoreRule
 from oncurve.models.general_path import Decoding, GeneralCache
+from oncurve.models.heads.lm_head import own_logits
 from oncurve.models.packing import Pack, PrefixGroup, build_pack
 from oncurve.models.recurrent_layers import RecurrentLayer, RunLayer
 
@@ -43,6 +45,9 @@ LEAST_TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-8}
 LEAST_TOLERANCE_16BIT = 1e-2
 SENSITIVITY = 3.0
 """If the context moves log-probs by less than this many tolerances, the weights can't reveal a difference."""
+
+FAR_LOGIT = 100.0
+"""Heads are also compared on hidden states that are scaled until the largest logit is about this: soft caps are 15 to 50."""
 
 STATELESS = ("mlp", "moe")
 """Types of layers, as transformers names them, whose output depends on nothing but the token's own hidden state."""
@@ -86,20 +91,18 @@ class SelfCheck:
         except (KeyError, TypeError, ValueError):
             return None
 
-    @property
-    def log_line(self) -> str:
+    def log_line(self, *, is_fused: bool) -> str:
         if self.general_reason is None:
-            path = "our attention"
+            path = "fast path" if is_fused else "the model's own modules; a group's completions share their prompt"
         else:
-            path = f"general path, slower than our attention ({self.general_reason})"
+            path = f"general path, which is slower ({self.general_reason})"
             if self.decoding is Decoding.COMPLETE:
                 path += "; its cache can't be used, so every token runs the complete sequence again, which is very slow"
-        sampler = "" if self.sampler_difference is None else f" and the sampler's {self.sampler_difference:.1e}"
-        found = f"{self.difference:.1e}{sampler} nats from the model's own forward, tolerance {self.tolerance:.1e}"
-        if not self.conclusive:
-            found += ": inconclusive, because these weights hardly depend on the context"
-        cost = "remembered" if self.is_remembered else f"{self.seconds:.1f} s"
-        return f"self-check ({cost}): {path}; the learner's log-probs are {found}"
+        sampler = "" if self.sampler_difference is None else f", of the sampler by {self.sampler_difference:.1e}"
+        found = f"log-probs of the learner differ from the model's own forward by {self.difference:.1e} nats{sampler}"
+        result = "passed" if self.conclusive else "inconclusive, because these weights hardly depend on the context"
+        cost = "cached result" if self.is_remembered else f"{self.seconds:.1f} s"
+        return f"self-check {result} ({cost}): {found}, tolerance {self.tolerance:.1e}; it runs on: {path}"
 
 
 @torch.no_grad()
@@ -142,13 +145,11 @@ class _CountingAttention:
         self.calls: Counter[int] = Counter()
         self.recurrences: Counter[int] = Counter()
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
         self.calls[layer] += 1
         if q.shape[-1] != v.shape[-1]:  # the KV cache stores keys and values of one size
-            raise attention_interface.unsupported("attention", "values of another size than queries (latent attention)")
-        return self.inner.attend(layer, q, k, v, scale, window, softcap)
+            raise attention_interface.unsupported("attention", "values that are wider than queries")
+        return self.inner.attend(layer, q, k, v, rule)
 
     def recur(self, layer: int, hidden: Tensor, run: RunLayer) -> Tensor:
         self.recurrences[layer] += 1
@@ -247,7 +248,7 @@ def _check_general_path(policy: Policy) -> None:
 
 def _general_problem(policy: Policy) -> str | None:
     pack = _probe_pack(policy)
-    prompt_start, prompt, start, inputs = pack.spans[-1]
+    prompt_start, prompt, start, inputs, _ = pack.spans[-1]
     row = torch.cat((pack.input_ids[0, prompt_start : prompt_start + prompt], pack.input_ids[0, start : start + inputs]))
 
     def logps(ids: Tensor) -> Tensor:
@@ -315,11 +316,26 @@ def _check_head(policy: Policy) -> None:
         raise _no_forward(name, f"its forward fails ({_first_line(error)})") from error
     if not theirs.isfinite().all():
         raise _no_forward(name, "its logits are not finite")
-    if _same_logits(policy, hidden, theirs):
+    if _same_logits(policy, hidden, theirs) and not _differs_far_out(policy, hidden, theirs):
         return
     policy.check = replace(policy.check, own_head=True)
     if not _same_logits(policy, hidden, theirs):
         raise _no_forward(name, "its logits do not follow from its last hidden state")
+
+
+def _differs_far_out(policy: Policy, hidden: Tensor, theirs: Tensor) -> bool:
+    """Whether the model's own head differs for larger hidden states: a soft cap that the config names otherwise hardly changes
+    small logits, and in 16 bits even those of a trained model. False if the own head can't be called by itself: the forward of
+    OPT, for one, does not call the backbone."""
+    far = hidden * max(1.0, FAR_LOGIT / max(float(theirs.abs().max()), 1e-6))
+    try:
+        near_theirs, far_theirs = (own_logits(policy.model, policy.backbone, states).float() for states in (hidden, far))
+    except torch.OutOfMemoryError:
+        raise
+    except FAILURES:
+        return False
+    can_call = _same_logits(policy, hidden, near_theirs) and bool(far_theirs.isfinite().all())
+    return can_call and not _same_logits(policy, far, far_theirs)
 
 
 def _same_logits(policy: Policy, hidden: Tensor, theirs: Tensor) -> bool:
@@ -372,7 +388,7 @@ def _plain_logps(policy: Policy, pack: Pack, *, with_prompt: bool = True, only_l
     """Log-probs of a pack's targets, each completion forwarded by itself; without its prompt, after its last token only."""
     logps, targets = [], torch.split(pack.target_M, list(pack.lengths))
     spans = list(zip(pack.spans, targets, strict=True))
-    for (prompt_start, prompt, start, inputs), target_T in spans[-1:] if only_last else spans:
+    for (prompt_start, prompt, start, inputs, _), target_T in spans[-1:] if only_last else spans:
         first = prompt_start if with_prompt else prompt_start + prompt - 1
         ids = torch.cat((pack.input_ids[0, first : prompt_start + prompt], pack.input_ids[0, start : start + inputs]))
         hidden_TD = policy.backbone(input_ids=ids[None], use_cache=False).last_hidden_state[0, -len(target_T) :]

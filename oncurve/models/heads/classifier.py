@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoMod
 
 from oncurve.errors import ModelError
 from oncurve.models import lora
-from oncurve.models.loading.load import check_source
+from oncurve.models.loading.load import cast_parameters, check_source
 from oncurve.models.policy import Policy
 
 
@@ -25,7 +25,8 @@ def build_classifier(policy: Policy, heads: Sequence[str], seed: int, *, by_toke
     """A classifier with a copy of the policy's backbone and a new head."""
     model = _build_empty(policy, heads, by_token=by_token)
     source = lora.merge_copy(policy.model) if lora.is_attached(policy.model) else policy.model
-    model.to(device=policy.device, dtype=policy.model.dtype)
+    model.to(device=policy.device)
+    cast_parameters(model, policy.model.dtype)
     model.base_model.load_state_dict(source.base_model.state_dict())
     _init_head(model, seed)
     return model.eval()
@@ -39,8 +40,10 @@ def _build_empty(policy: Policy, heads: Sequence[str], *, by_token: bool) -> Any
     config.label2id = {name: i for i, name in enumerate(heads)}
     config.pad_token_id = pad_id(policy.tokenizer)
     kind = AutoModelForTokenClassification if by_token else AutoModelForSequenceClassification
+    own = kind._model_mapping.get(type(config), None)
+    attention = "eager" if own is not None and not own._supports_sdpa else "sdpa"  # not the policy's: rows are padded here
     try:
-        return kind.from_config(config, attn_implementation="sdpa")
+        return kind.from_config(config, attn_implementation=attention)
     except (ValueError, KeyError) as error:
         raise ModelError(
             type(policy.model).__name__,
@@ -51,7 +54,7 @@ def _build_empty(policy: Policy, heads: Sequence[str], *, by_token: bool) -> Any
 
 
 def check_classifier(policy: Policy, source: str | None, *, by_token: bool, where: str) -> None:
-    """Raise if the policy's architecture has no classifier, or if ``source`` is not a model with the policy's tokens.
+    """Raise if the policy's architecture has no classifier, or if ``source`` can't be read or has another vocabulary.
 
     Reads no weights.
     """
@@ -85,7 +88,6 @@ def load_classifier(source: str, heads: Sequence[str], like: Policy, *, by_token
         model = kind.from_pretrained(
             source,
             dtype=like.model.dtype,
-            attn_implementation="sdpa",
             ignore_mismatched_sizes=True,
             use_safetensors=True,
             trust_remote_code=False,

@@ -6,7 +6,7 @@ p·z. The backward pass recomputes each chunk's logits: d logp/dz = 1_y − p an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,7 +92,11 @@ def head_chunk_tokens(weight_VD: Tensor) -> int:
 
 
 def token_logps(
-    head: Head, hidden_MD: Tensor, target_M: Tensor, temperature: float = 1.0, accumulator: GradAccumulator | None = None
+    head: Head,
+    hidden_MD: Tensor,
+    target_M: Tensor,
+    temperature: float = 1.0,
+    accumulator: GradAccumulator | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(log-prob of each target, entropy of its distribution), both [M], in at least float32, and differentiable.
 
@@ -112,13 +116,111 @@ def _token_logps_own(head: Head, hidden_MD: Tensor, target_M: Tensor, temperatur
     """By autograd, which keeps no logits: the backward pass recomputes each chunk."""
 
     def chunk(hidden: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        logp_all = _scaled(head.logits(hidden), temperature).log_softmax(-1)
+        logp_all = at_temperature(head.logits(hidden), temperature).log_softmax(-1)
         return logp_all.gather(1, target[:, None])[:, 0], -torch.linalg.vecdot(logp_all.exp(), logp_all)
 
-    rows = _chunks(len(hidden_MD), len(head.weight_VD))
+    rows = vocabulary_chunks(len(hidden_MD), len(head.weight_VD))
     chunks = [checkpoint(chunk, hidden_MD[r], target_M[r], use_reentrant=False) for r in rows]
     logps, entropies = zip(*chunks, strict=True)
     return torch.cat(logps), torch.cat(entropies)
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """What top-k, top-p or min-p kept at each token: the log of its total probability and, if they were found, the tokens.
+
+    ``ids_K`` holds the kept tokens of all positions end to end, ``count_M`` (on the host) how many each has; 0 if all were
+    kept. They are found with the weights that sampled and stay the same while weights change: with the set S fixed, the mean
+    of π_new(a)/π_new(S) over π_old(a)/π_old(S) is 1; over another set it is not.
+    """
+
+    log_mass_M: Tensor
+    count_M: Tensor | None = None
+    ids_K: Tensor | None = None
+
+    def part(self, tokens: slice) -> Truncation:
+        """That of some of the tokens."""
+        if self.count_M is None or self.ids_K is None:
+            return Truncation(self.log_mass_M[tokens])
+        first, size = int(self.count_M[: tokens.start].sum()), int(self.count_M[tokens].sum())
+        return Truncation(self.log_mass_M[tokens], self.count_M[tokens], self.ids_K[first : first + size])
+
+    @staticmethod
+    def join(parts: Sequence[Truncation]) -> Truncation:
+        """That of several parts' tokens, one part after the other."""
+        counts = [part.count_M for part in parts if part.count_M is not None]
+        ids = [part.ids_K for part in parts if part.ids_K is not None]
+        masses = torch.cat([part.log_mass_M for part in parts])
+        return Truncation(masses, torch.cat(counts), torch.cat(ids)) if ids else Truncation(masses)
+
+    def kept_mask(self, logp_MV: Tensor, target_M: Tensor) -> Tensor:
+        """Which tokens were kept, [M, V]; by their mass if they are not known."""
+        if self.count_M is None or self.ids_K is None:
+            return kept_tokens(logp_MV, target_M, self.log_mass_M)
+        row_K = torch.repeat_interleave(self.count_M.to(logp_MV.device), output_size=len(self.ids_K))
+        kept_MV = (self.log_mass_M >= 0)[:, None].repeat(1, logp_MV.shape[1])
+        kept_MV[row_K, self.ids_K.long()] = True
+        return kept_MV
+
+
+def truncated_logps(
+    head: Head, hidden_MD: Tensor, target_M: Tensor, temperature: float, truncation: Truncation
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(log-prob of each target, entropy, log of the total probability of the kept tokens), each [M], of the distribution that
+    is renormalised over the tokens that truncated sampling kept. By autograd, chunk by chunk; the last one has no gradient."""
+    hidden_MD = hidden_MD.to(head.weight_VD.dtype)
+
+    def chunk(hidden: Tensor, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
+        target = target_M[rows]
+        logp_all = at_temperature(head.logits(hidden), temperature).log_softmax(-1)
+        untruncated = logp_all.detach().gather(1, target[:, None])[:, 0]
+        dropped = ~truncation.part(rows).kept_mask(logp_all.detach(), target)
+        logp_all = logp_all.masked_fill(dropped, -torch.inf).log_softmax(-1)
+        logp_target = logp_all.gather(1, target[:, None])[:, 0]
+        entropy = -torch.linalg.vecdot(logp_all.exp(), logp_all.masked_fill(dropped, 0.0))
+        return logp_target, entropy, untruncated - logp_target.detach()
+
+    rows = _truncated_chunks(head, len(hidden_MD))
+    chunks = [checkpoint(chunk, hidden_MD[r], r, use_reentrant=False) for r in rows]
+    logps, entropies, masses = (torch.cat(values) for values in zip(*chunks, strict=True))
+    return logps, entropies, masses
+
+
+@torch.no_grad()
+def find_kept_tokens(head: Head, hidden_MD: Tensor, target_M: Tensor, temperature: float, log_mass_M: Tensor) -> Truncation:
+    """The truncation with the tokens that were kept, found with the present weights."""
+    counts, ids = [], []
+    for rows in _truncated_chunks(head, len(hidden_MD)):
+        logits = head.logits(hidden_MD[rows].to(head.weight_VD.dtype))
+        kept = kept_tokens(at_temperature(logits, temperature).log_softmax(-1), target_M[rows], log_mass_M[rows])
+        kept &= (log_mass_M[rows] < 0)[:, None]
+        counts.append(kept.sum(1).cpu())
+        ids.append(kept.nonzero()[:, 1].to(torch.int32))
+    return Truncation(log_mass_M, torch.cat(counts), torch.cat(ids))
+
+
+def _truncated_chunks(head: Head, tokens: int) -> list[slice]:
+    size = max(1, head_chunk_tokens(head.weight_VD) // TRUNCATED_SHARE)
+    return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)] or [slice(0, 0)]
+
+
+TRUNCATED_SHARE = 8
+"""Sorting a chunk's logits takes several times their memory, so chunks are smaller by this factor."""
+
+
+@torch.no_grad()
+def kept_tokens(logp_MV: Tensor, target_M: Tensor, log_mass_M: Tensor) -> Tensor:
+    """Which tokens top-k, top-p or min-p kept, from the log of their total probability.
+
+    All of them keep the likeliest tokens, so the kept set is the prefix of the sorted distribution whose mass is nearest to the
+    recorded one. A token that is wrongly in or out then has less probability than the rounding between sampler and learner. A
+    log-mass of 0 keeps all; the sampled token is always kept.
+    """
+    sorted_MV = logp_MV.sort(dim=-1, descending=True).values
+    distance_MV = (sorted_MV.double().exp().cumsum(-1) - log_mass_M.double().exp()[:, None]).abs()
+    cutoff_M = sorted_MV.gather(1, distance_MV.argmin(-1, keepdim=True))
+    kept_MV = (logp_MV >= cutoff_M) | (log_mass_M >= 0)[:, None]
+    return kept_MV.scatter(1, target_M[:, None], value=True)
 
 
 def _token_logps_cuda(
@@ -132,15 +234,53 @@ def _token_logps_cuda(
     return out
 
 
+class HeadGradient:
+    """Gradients of a head's input, weight and bias, from those of its logits at a temperature, chunk by chunk.
+
+    ``needed`` says for which of the three there is one; that of the input is always computed. Sums over chunks have ``dtype``.
+    """
+
+    def __init__(
+        self, head: Head, temperature: float, hidden_MD: Tensor, weight_VD: Tensor, bias_V: Tensor | None,
+        needed: Sequence[bool], dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        self.head, self.temperature = head, temperature
+        self.hidden_MD, self.weight_VD, self.bias_V = hidden_MD, weight_VD, bias_V
+        self.grad_hidden = torch.empty_like(hidden_MD)
+        self.grad_weight = torch.zeros_like(weight_VD, dtype=dtype) if needed[1] else None
+        self.grad_bias = torch.zeros_like(bias_V, dtype=dtype) if bias_V is not None and needed[2] else None
+
+    def add(self, rows: slice, grad: Tensor, z: Tensor | None) -> None:
+        """Add the rows of a chunk; ``grad`` is changed. ``z``: the head's logits, needed if it has a soft cap."""
+        head = self.head
+        if head.scale != self.temperature:
+            grad *= head.scale / self.temperature
+        if head.softcap is not None:
+            assert z is not None
+            grad *= 1 - (z / head.softcap) ** 2
+        low = grad.to(self.hidden_MD.dtype)
+        self.grad_hidden[rows] = low @ self.weight_VD
+        if self.grad_weight is not None:
+            self.grad_weight += low.T @ self.hidden_MD[rows]
+        if self.grad_bias is not None:
+            self.grad_bias += grad.sum(0)
+
+    def results(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """In the precision of the head's input, weight and bias."""
+        weight = None if self.grad_weight is None else self.grad_weight.to(self.weight_VD.dtype)
+        bias = None if self.grad_bias is None or self.bias_V is None else self.grad_bias.to(self.bias_V.dtype)
+        return self.grad_hidden, weight, bias
+
+
 class _ChunkedHead(torch.autograd.Function):
     """With one chunk, its probabilities are saved for the backward pass; with several, each chunk is recomputed."""
 
     @staticmethod
     def forward(ctx, hidden_MD, weight_VD, bias_V, target_M, head: Head, temperature: float):  # type: ignore[no-untyped-def]
-        chunks = _chunks(hidden_MD.shape[0], weight_VD.shape[0])
+        chunks = vocabulary_chunks(hidden_MD.shape[0], weight_VD.shape[0])
         logps, entropies, p = [], [], None
         for rows in chunks:
-            logp_all = _scaled(head.logits(hidden_MD[rows]), temperature).log_softmax(-1)
+            logp_all = at_temperature(head.logits(hidden_MD[rows]), temperature).log_softmax(-1)
             p = logp_all.exp()
             logps.append(logp_all.gather(1, target_M[rows, None])[:, 0])
             entropies.append(-torch.linalg.vecdot(p, logp_all))
@@ -155,36 +295,24 @@ class _ChunkedHead(torch.autograd.Function):
         hidden_MD, weight_VD, bias_V, target_M, entropy_M, saved = ctx.saved_tensors
         head, temperature = ctx.head, ctx.temperature
         with_entropy = bool(grad_entropy_M.any())
-        grad_hidden = torch.empty_like(hidden_MD)
-        grad_weight, grad_bias = (
-            torch.zeros_like(x, dtype=entropy_M.dtype) if ctx.needs_input_grad[i] else None
-            for i, x in ((1, weight_VD), (2, bias_V))
-        )
-        for rows in _chunks(hidden_MD.shape[0], weight_VD.shape[0]):
+        total = HeadGradient(head, temperature, hidden_MD, weight_VD, bias_V, ctx.needs_input_grad[:3], entropy_M.dtype)
+        for rows in vocabulary_chunks(hidden_MD.shape[0], weight_VD.shape[0]):
             z = head.logits(hidden_MD[rows]) if saved is None else None
-            p = saved if z is None else _scaled(z, temperature).softmax(-1)
+            p = saved if z is None else at_temperature(z, temperature).softmax(-1)
             grad = p * -grad_logp_M[rows, None]
             grad.scatter_add_(1, target_M[rows, None], grad_logp_M[rows, None])
             if with_entropy:
                 grad -= grad_entropy_M[rows, None] * p * (p.log().nan_to_num_(neginf=0.0) + entropy_M[rows, None])
-            if head.scale != temperature:
-                grad *= head.scale / temperature
-            if head.softcap is not None:
-                grad *= 1 - (z / head.softcap) ** 2
-            low = grad.to(hidden_MD.dtype)
-            grad_hidden[rows] = low @ weight_VD
-            if grad_weight is not None:
-                grad_weight += low.T @ hidden_MD[rows]
-            if grad_bias is not None:
-                grad_bias += grad.sum(0)
-        weight, bias = (None if g is None else g.to(x.dtype) for g, x in ((grad_weight, weight_VD), (grad_bias, bias_V)))
-        return grad_hidden, weight, bias, None, None, None
+            total.add(rows, grad, z)
+        return *total.results(), None, None, None
 
 
-def _scaled(z: Tensor, temperature: float) -> Tensor:
+def at_temperature(z: Tensor, temperature: float) -> Tensor:
+    """Logits divided by the temperature."""
     return z if temperature == 1 else z / temperature
 
 
-def _chunks(rows: int, vocabulary: int) -> list[slice]:
+def vocabulary_chunks(rows: int, vocabulary: int) -> list[slice]:
+    """Rows in chunks whose logits fit into a CPU's caches; one empty chunk if there are none."""
     size = max(1, CPU_CHUNK_LOGITS // vocabulary)
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)] or [slice(0, 0)]

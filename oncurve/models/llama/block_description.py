@@ -25,7 +25,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from oncurve.models import attention_interface
-from oncurve.models.attention_interface import AttentionContext
+from oncurve.models.attention_interface import AttentionContext, ScoreRule
 from oncurve.models.lora import base_linear, is_plain
 from oncurve.models.packing import PrefixGroup, build_pack
 from oncurve.models.recurrent_layers import RunLayer
@@ -46,7 +46,7 @@ ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
 
 
 class Undescribed(Exception):
-    """A block computes something that the description has no words for; the message says what."""
+    """A block computes something that a description can't express; the message says what."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,13 +225,13 @@ class _TracedAttention:
     def __init__(self, inner: AttentionContext, trace: _Trace) -> None:
         self.inner, self.trace = inner, trace
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
-        out = self.inner.attend(layer, q, k, v, scale, window, softcap)
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
+        if rule.sinks_H is not None:
+            raise Undescribed("attention sinks")
+        out = self.inner.attend(layer, q, k, v, rule)
         if not self.trace.layers or self.trace.layers[-1].attend is not None:
             raise Undescribed("attention outside of its layer")
-        self.trace.layers[-1].attend = _Attend(q, k, v, scale, window, softcap, out)
+        self.trace.layers[-1].attend = _Attend(q, k, v, rule.scale, rule.window, rule.softcap, out)
         return out
 
     def recur(self, layer: int, hidden: Tensor, run: RunLayer) -> Tensor:
@@ -358,7 +358,7 @@ def _describe(model: PreTrainedModel) -> DecoderDescription:
     for block in blocks:
         known.update(block.parameters())
     unknown = [name for name, p in backbone.named_parameters() if p not in known]
-    if unknown:  # their effect may be hidden by their present values
+    if unknown:  # their effect may be hidden by their current values
         raise Undescribed(f"parameters besides linear layers and norms ({unknown[0]})")
     shapes = {
         (layer.attend.q.shape[1], layer.attend.k.shape[1], layer.attend.q.shape[3]) for layer in trace.layers if layer.attend

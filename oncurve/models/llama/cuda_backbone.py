@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from oncurve.kernels.learner_layers import NormedRope, add_norm, norm_backward, swiglu, swiglu_backward
 from oncurve.kernels.pack_attention import AttentionRule
-from oncurve.models.attention_interface import AttentionContext
+from oncurve.models.attention_interface import AttentionContext, ScoreRule
 from oncurve.models.gradient_buffers import GradAccumulator, add_product
 from oncurve.models.llama.block_description import DecoderDescription
 from oncurve.models.llama.cuda_lora import JointLora
@@ -79,7 +79,7 @@ class CudaBackbone(FusedBackbone):
             qkv = _joint(normal, block.qkv)
             qk = self.rope(block, position_N).forward(qkv)
             q, k, v = (y.reshape(*shape, -1, self.head_size).transpose(1, 2) for y in self.split(qk, qkv))
-            attended = attention.attend(i, q, k, v, self.scale, block.window, None).reshape(len(ids), -1)
+            attended = attention.attend(i, q, k, v, ScoreRule(self.scale, block.window)).reshape(len(ids), -1)
             y, _ = _linear(attended, block.out)
             x, normal = add_norm(x, y, block.mlp_norm.weight, block.mlp_norm.eps)
             value = swiglu(_joint(normal, block.gate_up)[:, : block.gate_up.columns])

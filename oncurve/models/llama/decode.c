@@ -4,14 +4,25 @@ A tiny model spends its time between operations: one decode step is about 350 of
 do not attend to each other, so threads divide the slots and synchronise only when the call returns. Each slot's numbers are
 computed in an order that does not depend on the other slots of the call.
 
+Two things save rows, and neither changes a bit:
+- Slots of a block with the same text so far share one row and the keys and values of their text; they part where they sample
+  different tokens.
+- Drafts. A row is computed in tiles of MR, so a pass has rows to spare. They take the tokens that probably come next: what
+  followed the same last tokens elsewhere in the slot's own text, in those of its block, in earlier answers, or in the prompt.
+  A token is a function of its logits and of its own uniform number, so a draft counts exactly if it is the token that is
+  sampled anyway.
+
 If this file cannot be compiled, torch decodes.
 
 Shape letters: S slots = N blocks x R slots per block, M tokens of this step, D hidden size, H/K query/KV heads, d head size, I
-MLP size, V vocabulary, T max new tokens. */
+MLP size, V vocabulary, T max new tokens, P width of the prompts' tokens, E earlier answers of a block. */
 
 #include "vectors.h"
 
-#define PAGE 64 /* positions per page of the KV cache, as in engines/native/kv_cache.py */
+#define PAGE 64     /* positions per page of the KV cache, as in engines/native/kv_cache.py */
+#define MIN_MATCH 2 /* a draft follows at least this many equal tokens */
+#define MAX_MATCH 8 /* and at most this many are compared */
+#define MAX_DRAFT 7 /* tokens of a draft */
 
 typedef struct {
     const float *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *out, *out_bias, *post_attention_norm, *gate_up, *down;
@@ -34,6 +45,16 @@ typedef struct {
     const double *uniform;            /* [S, T] */
     int64_t *sampled;                 /* [steps, S] */
     float *logp;                      /* [steps, S, 3]: scaled by temperature; of the sampled distribution; at temperature 1 */
+    int64_t *storage;                 /* [S]: the slot that stores the keys and values of this slot's text, updated */
+    int64_t *text;                    /* [S, MAX_MATCH + T]: the prompt's last tokens, then the sampled ones, updated */
+    const int64_t *text_length;       /* [S]: sampled tokens in `text` before this call, those of ended sequences too */
+    const int64_t *prompt;            /* [N, P] */
+    int64_t P;
+    int64_t sources;                  /* of drafts: 0 none, 1 the slot's own text and the prompt, 2 all others too */
+    int64_t min_rows;                 /* a pass may have this many rows, and in any case a last tile that is full */
+    const int64_t *earlier;           /* [N, E, MAX_MATCH + T]: as `text`, answers to a block's prompt from earlier calls */
+    const int64_t *earlier_length;    /* [N, E] */
+    int64_t E;
 } Model;
 
 int64_t panel(void) { return NR; }
@@ -110,41 +131,99 @@ static int is_eos(const Model *m, int64_t token) {
     return 0;
 }
 
-/* Sample one token from logits z by inverting the cumulative distribution at u; greedy if the temperature is 0. End tokens are
-banned before the minimum length. z is padded with -1e30 to a multiple of VL; p is scratch of the same size. */
-static int64_t sample_token(const Model *m, const float *z, double u, int64_t at, float *p, float *logp) {
-    int64_t V = m->V, wide = (V + VL - 1) / VL * VL, token = -1;
-    int ban = at < m->min_new;
-    float top = max_of(z, wide), by = m->temperature == 0 ? 1.0f : 1.0f / m->temperature;
+/* What tokens at one position are sampled from: e^((z - top) / temperature) is in p. */
+typedef struct { const float *z, *p; float top, by, scaled, raw; double allowed; int ban; } Distribution;
+
+/* The distribution of logits z. End tokens are banned before the minimum length. z is padded with -1e30 to a multiple of VL; p is
+scratch of the same size. */
+static Distribution distribution_of(const Model *m, const float *z, int64_t at, float *p) {
+    int64_t V = m->V, wide = (V + VL - 1) / VL * VL;
+    Distribution of = {z, p, max_of(z, wide), m->temperature == 0 ? 1.0f : 1.0f / m->temperature, 0, 0, 0, at < m->min_new};
     memcpy(p, z, (size_t)wide * sizeof(float));
-    double total = exp_all(p, wide, top, by);
-    float scaled = (float)log(total), raw = scaled; /* log-sum-exps, minus the largest logit */
-    if (by != 1) {
+    double total = exp_all(p, wide, of.top, of.by);
+    of.scaled = of.raw = (float)log(total); /* log-sum-exps, minus the largest logit */
+    if (of.by != 1) {
         memcpy(p, z, (size_t)wide * sizeof(float));
-        raw = (float)log(exp_all(p, wide, top, 1.0f));
+        of.raw = (float)log(exp_all(p, wide, of.top, 1.0f));
         memcpy(p, z, (size_t)wide * sizeof(float));
-        exp_all(p, wide, top, by);
+        exp_all(p, wide, of.top, of.by);
     }
+    for (int64_t i = 0; of.ban && i < m->eos_count; i++) p[m->eos_ids[i]] = 0;
+    for (int64_t i = 0; i < V; i++) of.allowed += p[i];
+    return of;
+}
+
+/* Sample one token by inverting the cumulative distribution at u; greedy if the temperature is 0. */
+static int64_t sample_token(const Model *m, const Distribution *of, double u, float *logp) {
+    const float *z = of->z, *p = of->p;
+    int64_t V = m->V, token = -1;
     if (m->temperature == 0) {
         for (int64_t i = 0; i < V; i++)
-            if ((token < 0 || z[i] > z[token]) && !(ban && is_eos(m, i))) token = i;
-        logp[0] = logp[2] = z[token] - top - raw;
+            if ((token < 0 || z[i] > z[token]) && !(of->ban && is_eos(m, i))) token = i;
+        logp[0] = logp[2] = z[token] - of->top - of->raw;
         logp[1] = 0;
         return token;
     }
-    for (int64_t i = 0; ban && i < m->eos_count; i++) p[m->eos_ids[i]] = 0;
-    double allowed = 0, sum = 0;
-    for (int64_t i = 0; i < V; i++) allowed += p[i];
+    double sum = 0;
     for (token = 0; token < V - 1; token++)
-        if ((sum += p[token]) > u * allowed) break;
+        if ((sum += p[token]) > u * of->allowed) break;
     while (token && p[token] == 0) token--; /* if u rounds to 1 and the last tokens are banned */
-    logp[0] = (z[token] - top) * by - scaled;
-    logp[1] = ban ? (z[token] - top) * by - (float)log(allowed) : logp[0];
-    logp[2] = z[token] - top - raw;
+    logp[0] = (z[token] - of->top) * of->by - of->scaled;
+    logp[1] = of->ban ? (z[token] - of->top) * of->by - (float)log(of->allowed) : logp[0];
+    logp[2] = z[token] - of->top - of->raw;
     return token;
 }
 
-typedef struct { float *x, *h, *qkv, *attended, *gate_up, *logits, *scores, *p; Token *tokens; } Scratch;
+/* The longest match of the MAX_MATCH tokens before `end` with those before some position of tokens[0 .. count), the latest of
+equal ones; only matches longer than *longest count. `back` tokens before tokens[0] may be compared too. */
+static const int64_t *match(const int64_t *end, const int64_t *tokens, int64_t count, int64_t back, int64_t *longest) {
+    const int64_t *found = 0;
+    for (int64_t i = count - 1; i >= 0 && *longest < MAX_MATCH; i--) {
+        int64_t n = 0, most = i + back < MAX_MATCH ? i + back : MAX_MATCH;
+        while (n < most && tokens[i - 1 - n] == end[-1 - n]) n++;
+        if (n > *longest) *longest = n, found = tokens + i;
+    }
+    return found;
+}
+
+/* The tokens that probably follow a slot's text: `most` at most, written to `draft`; returns their number. */
+int64_t find_draft(const Model *m, int64_t slot, int64_t most, int64_t *draft) {
+    int64_t wide = MAX_MATCH + m->T, own = m->suffix_length[slot], block = slot / m->R, longest = MIN_MATCH - 1, room = 0;
+    const int64_t *text = m->text + slot * wide + MAX_MATCH, *from = match(text + own, text, own, MAX_MATCH, &longest);
+    if (from) room = text + own - from;
+    for (int64_t other = block * m->R; m->sources > 1 && other < (block + 1) * m->R; other++) {
+        if (other == slot) continue;
+        const int64_t *theirs = m->text + other * wide + MAX_MATCH, count = m->text_length[other];
+        const int64_t *found = match(text + own, theirs, count, MAX_MATCH, &longest);
+        if (found) from = found, room = theirs + count - found;
+    }
+    for (int64_t answer = block * m->E; m->sources > 1 && answer < (block + 1) * m->E; answer++) {
+        const int64_t *theirs = m->earlier + answer * wide + MAX_MATCH, count = m->earlier_length[answer];
+        const int64_t *found = match(text + own, theirs, count, MAX_MATCH, &longest);
+        if (found) from = found, room = theirs + count - found;
+    }
+    const int64_t *prompt = m->prompt + block * m->P, count = m->prompt_length[slot] + 1;
+    const int64_t *found = match(text + own, prompt, count, 0, &longest);
+    if (found) from = found, room = prompt + count - found;
+    most = from ? (room < most ? room : most) : 0;
+    if (most > 0) memcpy(draft, from, (size_t)most * sizeof(int64_t));
+    return most > 0 ? most : 0;
+}
+
+/* The slots that have the same text: they are a list of places in the call's slots. `row` is the first of its rows, one for the
+last token and one for each token of the draft. */
+typedef struct { int64_t storage, first, row, draft; int64_t tokens[MAX_DRAFT]; } Text;
+/* A slot within a call: the text it belongs to, the next slot of that text, the tokens it has sampled, and how many tokens of
+the draft it has accepted in this pass (-1: it has sampled another token, or has ended). */
+typedef struct { int64_t text, next, made, accepted; } Member;
+
+typedef struct {
+    float *x, *h, *qkv, *attended, *gate_up, *logits, *scores, *p;
+    Token *tokens;
+    Text *texts;
+    Member *members;
+    int64_t *text_at; /* [S]: by storage, its text in this pass, -1 if there is none */
+} Scratch;
 
 /* Run M tokens through one layer. With `kv_only`, stop once their keys and values are in the cache. */
 static void decoder_layer(const Model *m, const Layer *layer, int64_t M, int kv_only, Scratch *w) {
@@ -180,35 +259,124 @@ static void decoder_layer(const Model *m, const Layer *layer, int64_t M, int kv_
     product(M, I, D, w->gate_up, 2 * I, layer->down, 0, 1, w->x, D);
 }
 
-/* One decode step for M slots. Logits, the widest tensor, are computed for MR slots at a time. */
-static void step(const Model *m, const int64_t *slots, int64_t M, int64_t n, Scratch *w) {
-    int64_t D = m->D, V = m->V, ldv = padded(V);
-    for (int64_t i = 0; i < M; i++) {
-        int64_t slot = slots[i], prompt = m->prompt_length[slot];
-        w->tokens[i] = (Token){slot / m->R, slot % m->R, prompt, prompt + m->suffix_length[slot]};
-        memcpy(w->x + i * D, m->embedding + m->token[slot] * D, (size_t)D * sizeof(float));
-    }
-    for (int64_t l = 0; l < m->layers; l++) decoder_layer(m, m->layer + l, M, 0, w);
-    for (int64_t i = 0; i < M; i++) rms_norm(w->x + i * D, m->final_norm, D, m->eps, w->h + i * D);
-    for (int64_t first = 0; first < M; first += MR) {
-        product(MR, D, V, w->h + first * D, D, m->head, m->head_bias, 0, w->logits, ldv);
-        for (int64_t i = first; i < first + MR && i < M; i++) {
-            int64_t slot = slots[i], at = m->suffix_length[slot];
-            float *z = w->logits + (i - first) * ldv;
-            if (m->logit_scale != 1)
-                for (int64_t j = 0; j < V; j++) z[j] *= m->logit_scale;
-            if (m->softcap != 0)
-                for (int64_t j = 0; j < V; j++) z[j] = m->softcap * tanhf(z[j] / m->softcap);
-            for (int64_t j = V; j < ldv; j++) z[j] = -1e30f;
-            int64_t token = sample_token(m, z, m->uniform[slot * m->T + at], at, w->p, m->logp + (n * m->N * m->R + slot) * 3);
-            m->token[slot] = m->sampled[n * m->N * m->R + slot] = token;
-            m->suffix_length[slot] = at + 1;
+static int has_ended(const Model *m, int64_t slot) {
+    int64_t at = m->suffix_length[slot];
+    return at >= m->T || (is_eos(m, m->token[slot]) && at > m->min_new);
+}
+
+/* Copy the keys and values of the first `count` positions of a slot's suffix to another slot of its block. */
+static void copy_suffix(const Model *m, int64_t from, int64_t to, int64_t count) {
+    Token source = {from / m->R, from % m->R, 0, 0}, target = {to / m->R, to % m->R, 0, 0};
+    int64_t d = m->d;
+    for (const Layer *layer = m->layer; layer < m->layer + m->layers; layer++)
+        for (int64_t j = 0; j < count; j += PAGE)
+            for (int64_t g = 0; g < m->K; g++) {
+                int64_t a = page_of(m, &source, g, j, 1) * PAGE * d, b = page_of(m, &target, g, j, 1) * PAGE * d;
+                size_t n = (size_t)(count - j < PAGE ? count - j : PAGE) * sizeof(float);
+                for (int64_t i = 0; i < d; i++) memcpy(layer->suffix_k + b + i * PAGE, layer->suffix_k + a + i * PAGE, n);
+                memcpy(layer->suffix_v + b, layer->suffix_v + a, n * (size_t)d);
+            }
+}
+
+/* The slots of one text part if they have sampled different tokens: each new text gets a storage of its own. */
+static void part(const Model *m, const int64_t *slots, const Text *text, const Member *members) {
+    int64_t storage = text->storage, keeper = -1;
+    for (int64_t i = text->first; i >= 0; i = members[i].next)
+        if (!has_ended(m, slots[i]) && (keeper < 0 || slots[i] == storage)) keeper = i;
+    for (int64_t i = text->first; i >= 0; i = members[i].next) {
+        int64_t slot = slots[i], same = -1;
+        if (i == keeper || has_ended(m, slot)) continue;
+        for (int64_t o = text->first; o != i && same < 0; o = members[o].next)
+            if (!has_ended(m, slots[o]) && m->token[slots[o]] == m->token[slot] &&
+                m->suffix_length[slots[o]] == m->suffix_length[slot])
+                same = slots[o];
+        if (m->token[slots[keeper]] == m->token[slot] && m->suffix_length[slots[keeper]] == m->suffix_length[slot]) continue;
+        if (same >= 0) {
+            m->storage[slot] = m->storage[same];
+        } else {
+            m->storage[slot] = slot;
+            copy_suffix(m, storage, slot, m->suffix_length[slot]);
         }
     }
 }
 
-static int allocate(const Model *m, int64_t rows, int64_t longest, Scratch *w) {
-    int64_t scores = longest + 2 * PAGE;
+/* Group the slots by text, and add drafts as far as rows are to spare. Returns the number of texts. */
+static int64_t plan_rows(const Model *m, const int64_t *slots, int64_t count, int64_t steps, int64_t *rows, Scratch *w) {
+    int64_t texts = 0;
+    for (int64_t i = count - 1; i >= 0; i--) {
+        int64_t storage = m->storage[slots[i]], *t = w->text_at + storage;
+        if (*t < 0) {
+            *t = texts++;
+            w->texts[*t].storage = storage, w->texts[*t].first = -1;
+        }
+        w->members[i].text = *t, w->members[i].next = w->texts[*t].first, w->members[i].accepted = 0;
+        w->texts[*t].first = i;
+    }
+    int64_t spare = (texts + MR - 1) / MR * MR;
+    spare = (spare > m->min_rows ? spare : m->min_rows) - texts;
+    *rows = 0;
+    for (Text *text = w->texts; text < w->texts + texts; text++) {
+        int64_t slot = slots[text->first], made = w->members[text->first].made, left = m->T - m->suffix_length[slot];
+        int64_t most = (steps - made < left ? steps - made : left) - 1; /* tokens that may follow the next one */
+        most = most < spare ? most : spare;
+        text->draft = m->sources && most > 0 ? find_draft(m, slot, most < MAX_DRAFT ? most : MAX_DRAFT, text->tokens) : 0;
+        text->row = *rows;
+        spare -= text->draft;
+        *rows += 1 + text->draft;
+        w->text_at[text->storage] = -1;
+    }
+    return texts;
+}
+
+/* One pass for some slots. Logits, the widest tensor, are computed for MR rows at a time. Adds to `counts`: rows computed, tokens
+drafted and drafted tokens accepted, both by slot, and slots passed. */
+static void pass(const Model *m, const int64_t *slots, int64_t count, int64_t steps, Scratch *w, int64_t *counts) {
+    int64_t D = m->D, V = m->V, S = m->N * m->R, ldv = padded(V), M, texts = plan_rows(m, slots, count, steps, &M, w);
+    for (const Text *text = w->texts; text < w->texts + texts; text++) {
+        int64_t slot = slots[text->first], prompt = m->prompt_length[slot], at = m->suffix_length[slot];
+        for (int64_t n = 0; n <= text->draft; n++) {
+            int64_t token = n ? text->tokens[n - 1] : m->token[slot];
+            w->tokens[text->row + n] = (Token){slot / m->R, text->storage % m->R, prompt, prompt + at + n};
+            memcpy(w->x + (text->row + n) * D, m->embedding + token * D, (size_t)D * sizeof(float));
+        }
+    }
+    for (int64_t l = 0; l < m->layers; l++) decoder_layer(m, m->layer + l, M, 0, w);
+    for (int64_t i = 0; i < M; i++) rms_norm(w->x + i * D, m->final_norm, D, m->eps, w->h + i * D);
+    const Text *text = w->texts;
+    for (int64_t row = 0; row < M; row++) {
+        if (row % MR == 0) product(MR, D, V, w->h + row * D, D, m->head, m->head_bias, 0, w->logits, ldv);
+        float *z = w->logits + row % MR * ldv;
+        if (m->logit_scale != 1)
+            for (int64_t j = 0; j < V; j++) z[j] *= m->logit_scale;
+        if (m->softcap != 0)
+            for (int64_t j = 0; j < V; j++) z[j] = m->softcap * tanhf(z[j] / m->softcap);
+        for (int64_t j = V; j < ldv; j++) z[j] = -1e30f;
+        text += row > text->row + text->draft;
+        int64_t n = row - text->row, is_last = n == text->draft, ready = 0;
+        Distribution of;
+        for (int64_t i = text->first; i >= 0; i = w->members[i].next) {
+            Member *member = w->members + i;
+            if (member->accepted != n) continue;
+            int64_t slot = slots[i], at = m->suffix_length[slot], out = member->made * S + slot;
+            if (!ready) of = distribution_of(m, z, at, w->p), ready = 1;
+            int64_t token = sample_token(m, &of, m->uniform[slot * m->T + at], m->logp + out * 3);
+            m->token[slot] = m->sampled[out] = m->text[slot * (MAX_MATCH + m->T) + MAX_MATCH + at] = token;
+            m->suffix_length[slot] = at + 1;
+            member->made++;
+            int accepts = !is_last && token == text->tokens[n] && !has_ended(m, slot);
+            member->accepted = accepts ? n + 1 : -1;
+            counts[2] += accepts;
+        }
+    }
+    for (text = w->texts; text < w->texts + texts; text++) {
+        for (int64_t i = text->first; i >= 0; i = w->members[i].next) counts[1] += text->draft;
+        part(m, slots, text, w->members);
+    }
+    counts[0] += M, counts[3] += count;
+}
+
+static int allocate(const Model *m, int64_t slots, int64_t rows, int64_t longest, Scratch *w) {
+    int64_t scores = longest + 2 * PAGE, S = m->N * m->R;
     w->x = calloc((size_t)(rows * m->D), sizeof(float));
     w->h = calloc((size_t)(rows * m->D), sizeof(float));
     w->qkv = calloc((size_t)(rows * (m->H + 2 * m->K) * m->d), sizeof(float));
@@ -218,48 +386,64 @@ static int allocate(const Model *m, int64_t rows, int64_t longest, Scratch *w) {
     w->scores = calloc((size_t)scores, sizeof(float));
     w->p = calloc((size_t)padded(m->V), sizeof(float));
     w->tokens = calloc((size_t)rows, sizeof(Token));
-    return w->x && w->h && w->qkv && w->attended && w->gate_up && w->logits && w->scores && w->p && w->tokens;
+    w->texts = calloc((size_t)(slots + 1), sizeof(Text));
+    w->members = calloc((size_t)(slots + 1), sizeof(Member));
+    w->text_at = malloc((size_t)S * sizeof(int64_t));
+    for (int64_t i = 0; w->text_at && i < S; i++) w->text_at[i] = -1;
+    return w->x && w->h && w->qkv && w->attended && w->gate_up && w->logits && w->scores && w->p && w->tokens && w->texts &&
+           w->members && w->text_at;
 }
 
 static void release(Scratch *w) {
     free(w->x), free(w->h), free(w->qkv), free(w->attended), free(w->gate_up), free(w->logits), free(w->scores), free(w->p);
-    free(w->tokens);
+    free(w->tokens), free(w->texts), free(w->members), free(w->text_at);
 }
 
 /* Decode up to `steps` tokens for each of `count` slots. A slot stops at an end token past the minimum length, or at its last
-token. Overwrites `slots`. Returns 0, or 1 if memory could not be allocated. */
-int decode(const Model *m, int64_t *slots, int64_t count, int64_t steps) {
-    int64_t longest = 0;
+token. All slots with one storage must be in the same call. Overwrites `slots`. Returns 0, or 1 if memory could not be
+allocated. */
+int decode(const Model *m, int64_t *slots, int64_t count, int64_t steps, int64_t *counts) {
+    int64_t longest = 0, rows = (count + MR - 1) / MR * MR, min_rows = (m->min_rows + MR - 1) / MR * MR;
     for (int64_t i = 0; i < count; i++)
         longest = m->prompt_length[slots[i]] > longest ? m->prompt_length[slots[i]] : longest;
     Scratch w;
-    int ready = allocate(m, (count + MR - 1) / MR * MR, longest + m->T, &w);
-    for (int64_t n = 0; n < steps && ready && count; n++) {
-        step(m, slots, count, n, &w);
+    int ready = allocate(m, count, rows > min_rows ? rows : min_rows, longest + m->T, &w);
+    while (ready && count) {
+        pass(m, slots, count, steps, &w, counts);
         int64_t left = 0;
-        for (int64_t i = 0; i < count; i++) {
-            int64_t slot = slots[i], at = m->suffix_length[slot];
-            if (at < m->T && !(is_eos(m, m->token[slot]) && at > m->min_new)) slots[left++] = slot;
-        }
+        for (int64_t i = 0; i < count; i++)
+            if (w.members[i].made < steps && !has_ended(m, slots[i])) {
+                w.members[left].made = w.members[i].made;
+                slots[left++] = slots[i];
+            }
         count = left;
     }
     release(&w);
     return !ready;
 }
 
-/* Prefill: write keys and values of a prompt, all but its last token, to its block of the KV cache, CHUNK tokens at a time. */
+/* Write keys and values of tokens to the KV cache, CHUNK tokens at a time: of a prompt, or of a slot's text, whose prompt has
+`prompt` positions in the cache; of a prompt, `slot` is -1. */
 #define CHUNK (MR * 8)
-int prefill(const Model *m, int64_t block, const int64_t *ids, int64_t length) {
+static int store_tokens(const Model *m, int64_t block, int64_t slot, int64_t prompt, const int64_t *ids, int64_t length) {
     Scratch w;
-    int ready = allocate(m, CHUNK, length, &w);
+    int ready = allocate(m, 0, CHUNK, prompt + length, &w);
     for (int64_t from = 0; from < length && ready; from += CHUNK) {
         int64_t M = length - from < CHUNK ? length - from : CHUNK;
         for (int64_t i = 0; i < M; i++) {
-            w.tokens[i] = (Token){block, -1, from + i + 1, from + i};
+            w.tokens[i] = (Token){block, slot, slot < 0 ? from + i + 1 : prompt, prompt + from + i};
             memcpy(w.x + i * m->D, m->embedding + ids[from + i] * m->D, (size_t)m->D * sizeof(float));
         }
         for (int64_t l = 0; l < m->layers; l++) decoder_layer(m, m->layer + l, M, l == m->layers - 1, &w);
     }
     release(&w);
     return !ready;
+}
+
+/* Prefill a prompt, all but its last token, into its block; and a text that a slot continues, all but its last token. */
+int prefill(const Model *m, int64_t block, const int64_t *ids, int64_t length) {
+    return store_tokens(m, block, -1, 0, ids, length);
+}
+int prefill_text(const Model *m, int64_t slot, const int64_t *ids, int64_t length) {
+    return store_tokens(m, slot / m->R, slot % m->R, m->prompt_length[slot], ids, length);
 }

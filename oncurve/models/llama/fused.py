@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from oncurve.models.attention_interface import AttentionContext
+from oncurve.models.attention_interface import AttentionContext, ScoreRule
 from oncurve.models.gradient_buffers import GradAccumulator
 from oncurve.models.llama.block_description import BlockDescription, DecoderDescription, Mlp, Norm
 from oncurve.models.llama.c_backbone import run_layers as run_c_layers
@@ -300,7 +300,7 @@ class FusedBackbone(FusedWeights):
         swapped = torch.cat((qk[..., d // 2 :], qk[..., : d // 2]), -1)
         qk = torch.addcmul(qk * cos, swapped, sin)
         q, k, v = (y.view(*shape, -1, d).transpose(1, 2) for y in (qk[:, :H], qk[:, H:], v))
-        out = attention.attend(i, q, k, v, self.scale, block.window, None).reshape(-1, H * d)
+        out = attention.attend(i, q, k, v, ScoreRule(self.scale, block.window)).reshape(-1, H * d)
         if block.out.bias is not None:
             x = x + block.out.bias
         return torch.addmm(x, out, block.out.merged().t())

@@ -15,7 +15,7 @@ import json
 import math
 import re
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -41,6 +41,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from oncurve.agents.tool_calls import CLOSE, OPEN
 from oncurve.errors import MissingPackage, ModelError, OncurveError, RecipeError, pip_install
 from oncurve.models import lora
 from oncurve.models.chat_template import PROBE
@@ -53,16 +54,29 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 PAD, END, UNKNOWN = "<pad>", "<end>", "<unk>"
 
 
-def build_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
-    """One token per character of ``alphabet`` and one per reasoning tag; any other character is ``<unk>``."""
-    words = [PAD, END, UNKNOWN, *TAGS, *sorted(set(alphabet))]
+CHAT_TEMPLATE = (
+    "{%- for m in messages -%}{%- if m.role == 'assistant' -%}{{ m.content }}{%- for call in m.tool_calls or [] -%}"
+    "<tool_call>{{ call.function | tojson }}</tool_call>{%- endfor -%}{{ eos_token }}"
+    "{%- else -%}{{ m.role }}: {{ m.content }}{{ '\\n' }}{%- endif -%}{%- endfor -%}"
+)
+"""The built-in tokenizer's chat template. The schemas of tools would fill a tiny model's context: demonstrations show their
+use."""
+
+
+def build_tokenizer(alphabet: str, *, chat: bool = False) -> PreTrainedTokenizerFast:
+    """One token per character of ``alphabet`` and one per tag; any other character is ``<unk>``. ``chat``: with a chat template
+    and the tags of tool calls."""
+    tags = [*TAGS, *((OPEN, CLOSE) if chat else ())]
+    words = [PAD, END, UNKNOWN, *tags, *sorted(set(alphabet))]
     tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in TAGS])
-    return PreTrainedTokenizerFast(
+    tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in tags])
+    built = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=PAD, eos_token=END, unk_token=UNKNOWN, clean_up_tokenization_spaces=False
     )
+    built.chat_template = CHAT_TEMPLATE if chat else None
+    return built
 
 
 def build_model(shape: TinyModel, tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
@@ -95,15 +109,18 @@ def load_policy(config: Model, *, alphabet: str | None, seed: int) -> Policy:
     """
     if config.source == "tiny":
         _check_tiny(config)
-        tokenizer: PreTrainedTokenizerBase = build_tokenizer(alphabet or "".join(map(chr, range(32, 127))) + "\n")
+        tokenizer: PreTrainedTokenizerBase = build_tokenizer(
+            alphabet or "".join(map(chr, range(32, 127))) + "\n", chat=config.tiny.chat
+        )
         model: PreTrainedModel = build_model(config.tiny, tokenizer, seed)
+        cast_parameters(model, getattr(torch, config.dtype))
     else:
         config = resolve_source(config)
         check_source(config.source)
         model, tokenizer = load_base(config)
-        _check_template(config, tokenizer)
+    _check_template(config, tokenizer)
     if config.quantise is None:
-        model.to(device=choose_device(config.device), dtype=getattr(torch, config.dtype))
+        model.to(device=choose_device(config.device))
     else:
         lora.disable_weight_repacking(model)
     _apply_adapter(model, config, seed)
@@ -113,6 +130,26 @@ def load_policy(config: Model, *, alphabet: str | None, seed: int) -> Policy:
     if config.compile_blocks:
         compile_blocks(policy.backbone)
     return policy
+
+
+def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    """Round the weights and leave the buffers, as transformers does when it loads a model: with frequencies of a rotary
+    embedding in 16 bits, angles would be wrong by whole turns at far positions."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
+def load_adapter_over(base: Policy, config: Model) -> Policy:
+    """Load the adapter of a recipe over a base that is loaded already, whose weights it shares. It can't be trained."""
+    model = base.shared_model()
+    if config.adapter is not None:
+        lora.load(model, Path(config.adapter))
+    elif config.lora is not None:
+        lora.attach(model, config.lora, 0, config.source)
+    _check_template(config, base.tokenizer)
+    return Policy(
+        model, base.tokenizer, system_prompt=config.system_prompt, template_options=config.template_options, fused=False
+    )
 
 
 def loading_message(config: Model) -> str:
@@ -153,11 +190,12 @@ def load_base(config: Model) -> tuple[Any, Any]:
             _check_is_causal(config.source, settings)
         load.check_settings(config.source, settings)
         tokenizer = AutoTokenizer.from_pretrained(config.source, trust_remote_code=trust)
-        model = AutoModelForCausalLM.from_pretrained(
+        model, report = AutoModelForCausalLM.from_pretrained(
             config.source,
             dtype=getattr(torch, config.dtype),
             trust_remote_code=trust,
             use_safetensors=True,
+            output_loading_info=True,
             **_quantisation_options(config),
         )
     except (OncurveError, torch.OutOfMemoryError):
@@ -169,9 +207,24 @@ def load_base(config: Model) -> tuple[Any, Any]:
             because=f"{str(error).strip().partition(chr(10))[0]} ({type(error).__name__})",
             fix="use a folder in Hugging Face format, a .gguf file, or a hub id that is cached or reachable",
         ) from error
+    load.check_complete(config.source, report["missing_keys"])
     load.check_finite(config.source, model)
     load.check_end_tokens(config.source, model)
     return model, tokenizer
+
+
+def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or hub id."""
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except Exception as error:  # a damaged folder can raise any kind of error
+        raise ModelError(
+            source,
+            "its tokenizer can't be loaded",
+            because=f"{str(error).strip().partition(chr(10))[0]} ({type(error).__name__})",
+            fix="use a folder in Hugging Face format, or a hub id that is cached or reachable",
+        ) from error
+    return tokenizer
 
 
 def _check_is_causal(source: str, settings: PreTrainedConfig) -> None:
@@ -330,9 +383,9 @@ class ModelSummary:
         )
 
     def __str__(self) -> str:
-        trained = "" if self.trained == self.parameters else f", {self.trained / 1e6:.3g}M of them trained (LoRA)"
+        trained = "" if self.trained == self.parameters else f", {self.trained:,} of them trained (LoRA)"
         return (
-            f"{self.architecture}, {self.parameters / 1e6:,.4g}M parameters{trained}, {self.dtype} on {self.device}, "
+            f"{self.architecture}, {self.parameters:,} parameters{trained}, {self.dtype} on {self.device}, "
             f"{self.context:,} positions, {'chat template' if self.template else 'no chat template'}, ends with "
             f"{' or '.join(self.ends)}"
         )
@@ -384,7 +437,7 @@ def check_hub_reachable(source: str) -> None:
             source,
             "no such folder, and no such model in the Hugging Face cache",
             because=f"{host} can't be reached to download it ({error.strerror or error})",
-            fix="check the path, or run `oncurve models` to list the models on this machine",
+            fix="check the name or path: `oncurve models` lists the models on this machine, those of runs too",
         ) from None
 
 
@@ -403,6 +456,7 @@ PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 def check_folder(source: str) -> None:
     """Refuse pickled weights, and settings that name a file outside of the folder: its content would enter the vocabulary."""
     folder = Path(source)
+    _check_files(folder)
     _check_weights(folder)
     for name in SETTINGS if folder.is_dir() else ():
         for key, value in _read_settings(folder / name).items():
@@ -413,6 +467,15 @@ def check_folder(source: str) -> None:
                     because="it points outside of the model's folder",
                     fix="remove the key, or use a file name within the folder",
                 )
+
+
+def _check_files(folder: Path) -> None:
+    """Refuse FIFOs and devices, for which a reader would wait without end."""
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise ModelError(
+                str(path), "neither a file nor a folder", because="a model is read from files", fix="remove it, or replace it"
+            )
 
 
 def _check_weights(folder: Path) -> None:
@@ -430,7 +493,7 @@ def _check_weights(folder: Path) -> None:
 
 
 def _read_settings(path: Path) -> dict[str, Any]:
-    """A settings file; empty if it can't be read, which loading reports."""
+    """The content of a settings file, or an empty dict if it can't be read; loading the model then reports the error."""
     try:
         settings = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -475,6 +538,18 @@ def check_end_tokens(source: str, model: PreTrainedModel) -> None:
                 f"{source}: eos_token_id", repr(token), because="an end token is the number of a token",
                 fix="correct it in generation_config.json",
             )  # fmt: skip
+
+
+def check_complete(source: str, missing: Iterable[str]) -> None:
+    """Refuse a folder that lacks weights: transformers would put random ones in their place."""
+    names = sorted(missing)
+    if names:
+        raise ModelError(
+            source,
+            f"its weights lack {names[0]}" + (f" and {len(names) - 1} more" if names[1:] else ""),
+            because="they would start from random values",
+            fix="download the files again; a complete folder has all of the model's weights",
+        )
 
 
 def check_finite(source: str, model: PreTrainedModel) -> None:

@@ -90,7 +90,7 @@ def _hub_models() -> Iterator[LocalModel]:
 
 def describe_folder(folder: Path, name: str, kind: Kind | None = None) -> LocalModel | None:
     """A folder as a model or an adapter; None if it is neither."""
-    weights = sorted(folder.glob("*.safetensors"))
+    weights = [file for file in sorted(folder.glob("*.safetensors")) if file.is_file()]
     config = _read_json(folder / "adapter_config.json") or _read_json(folder / "config.json")
     if config is None or not weights:
         return None
@@ -124,7 +124,7 @@ def read_config(source: str) -> dict[str, Any]:
     if config is None:
         raise ModelError(
             source,
-            "no settings of a model" if folder is not None else "no such folder or file, and not in the hub cache",
+            "no config.json" if folder is not None else "no such folder or file, and not in the hub cache",
             because="config.json says which family a model belongs to",
             fix="use a folder in Hugging Face format; `oncurve models` lists the models on this machine",
         )
@@ -138,6 +138,8 @@ def _architecture(config: dict[str, Any]) -> str | None:
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():  # a FIFO would be waited for
+        return None
     try:
         data = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -224,4 +226,4 @@ def _read_text(stream: BinaryIO) -> str:
 def check_exists(source: str) -> None:
     """Refuses a source that looks like a path but does not exist. Quick, so that it can be called before slow imports."""
     if not Path(source).exists() and (source.startswith((".", "/", "~")) or source.count("/") > 1):
-        raise ModelError(source, "no such folder", because="it looks like a path", fix="check the path; a hub id is OWNER/NAME")
+        raise ModelError(source, "no such folder", because="nothing is there", fix="check the path; a hub id is OWNER/NAME")
