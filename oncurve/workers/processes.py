@@ -21,7 +21,7 @@ def process_start(pid: int) -> int | None:
 
 
 def is_alive(pid: int, started: int | None = None) -> bool:
-    """Whether a process runs; with ``started``, whether it is the one that started then."""
+    """Whether a process is running. ``started``: its start time, so that another process with a reused id does not count."""
     if Path("/proc/self/stat").exists():
         start = process_start(pid)
         return start is not None and (started is None or start == started)
